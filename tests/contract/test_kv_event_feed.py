@@ -16,7 +16,7 @@ from baton.core.interfaces import KvEventFeed
 from baton.core.kv.kv_events import MAX_EVENT_HASHES, KvEvent, KvEventKind, KvSnapshot, Tier, UnreadableEvent
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.prefix_index.index import PrefixIndex
-from baton.scheduler.state.kv_event_reader import KvEventFollowing
+from baton.scheduler.state.kv_event_reader import KvEventReader
 from baton.store.memory.memory_stores import MemoryKvEventFeed
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_keys import Keys
@@ -237,7 +237,7 @@ class Both:
         self.publisher = KvEventPublisher(worker=W, pool=self.pool, feed=published, ttl_s=LONG_S, rng=Random(1))
         self.index = PrefixIndex()
         self.degraded: list[bool] = []
-        self.following = KvEventFollowing(
+        self.following = KvEventReader(
             feed=followed,
             index=self.index,
             request_snapshot=lambda worker: self.publisher.request_snapshot(),

@@ -29,11 +29,12 @@ TERMS = {
     "prefix_pull_s": "prefix pull",
     "prefill_s": "prefill",
     "transfer_s": "exposed KV",
-    "busy_s": "delays others",
+    "decode_delay_s": "delays decodes",
     "tpot_s": "TPOT",
-    "pull_s": "whole KV",
+    "kv_pull_s": "KV pull",
     "overlap_blocks": "blocks held",
     "pulled_blocks": "pulled",
+    "peer_costs": "peer costs",
 }
 """Terms of a candidate in the order and under the names in which they are shown; others follow by their own
 names."""

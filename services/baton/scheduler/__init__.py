@@ -1,1 +1,1 @@
-"""Who prefills and who decodes: the cluster view, pure policies over it, and a record of every decision."""
+"""The scheduler: places requests on workers by predicted latency."""

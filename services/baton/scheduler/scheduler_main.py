@@ -1,4 +1,4 @@
-"""`baton scheduler`: one scheduler as a process, joined from its leaves: gRPC, Redis, the admin port."""
+"""Runs one scheduler as a process (`baton scheduler`): the service, its stores, gRPC and the admin port."""
 
 import asyncio
 import os
@@ -6,6 +6,8 @@ import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from random import Random
+
+from prometheus_client import CollectorRegistry
 
 from baton.core.interfaces import DecisionStore, KvEventFeed, Member, MemberKind, Membership
 from baton.rpc.grpc_server import GrpcServer
@@ -32,22 +34,22 @@ from baton.store.redis.redis_membership import RedisMembership
 log = get_logger(__name__)
 
 CALLS_GRACE_S = 1.0
-"""Time for the calls that are being answered when a drain begins; each takes milliseconds."""
+"""Time for calls that are being answered when a drain begins. Each takes milliseconds."""
 
 
 async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], None]) -> None:
-    """Serve until `stop` is asked for; `on_ready` gets the address that gateways and workers call.
+    """Serve until `stop` is requested. `on_ready` gets the address for gateways and workers.
 
-    A drain takes this scheduler out of the membership, answers the calls that have begun, and ends the
-    standing streams, so that gateways and workers go on with another one. Raises ConfigError when a port is
-    taken or the Redis URL is none; a Redis that is away is no error.
+    A drain removes this scheduler from the membership, answers the calls that have begun, and ends all streams, so
+    that gateways and workers go on with another scheduler. Redis may be unavailable at the start. Raises ConfigError
+    if a port is taken or the Redis URL is invalid.
     """
     rng = Random()
     registry = process_registry("scheduler")
     process_metrics = ProcessMetrics(registry)
     health = Health("rpc")
     scheduler_id = f"scheduler-{rng.getrandbits(32):08x}"
-    async with AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:  # closes what was started, in reverse order
         tracing = open_tracing(config, process_metrics, "scheduler", scheduler_id)
         stack.push_async_callback(tracing.aclose)
         membership, decisions, feed = _stores(config, stack)
@@ -66,18 +68,9 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         server.follow(health)
         port = await server.start(config.host, config.rpc_port)
         stack.push_async_callback(server.stop, CALLS_GRACE_S)
-        admin = AdminServer(health, registry)
-        if config.admin_port is not None:
-            admin_port = admin.start(config.host, config.admin_port)
-            stack.push_async_callback(admin.stop)
-            log.info("admin_started", address=join_address(config.host, admin_port))
-        member = Member(
-            kind=MemberKind.SCHEDULER,
-            member_id=scheduler.scheduler_id,
-            epoch=rng.getrandbits(64),
-            address=join_address(advertised_host(config.host, config.advertise_host), port),
-            info=(("pid", str(os.getpid())), ("host", socket.gethostname())),
-        )
+        _start_admin_server(config, health, registry, stack)
+
+        member = _member(config, scheduler_id, port, epoch=rng.getrandbits(64))
         log.info("scheduler_started", scheduler=member.member_id, address=member.address, policy=config.policy)
         announcements = Announcements(membership, member, heartbeat_s=config.heartbeat_s, ttl_s=config.detection_s)
         await announcements.announce()
@@ -85,16 +78,41 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
             health.ready("rpc")
             async with Background(announcements.reannounce_forever(), watch_loop_lag(process_metrics.observe_loop)):
                 on_ready(member.address)
-                await _until_drain(stop, scheduler)
+                await _wait_for_drain(stop, scheduler)
         log.info("scheduler_draining", scheduler=member.member_id)
         health.drain()
         await announcements.withdraw()
         await scheduler.aclose()
 
 
-async def _until_drain(stop: Stop, scheduler: Scheduler) -> None:
-    """Raises what has ended one of the scheduler's own tasks: whoever looks after this process starts another
-    one."""
+def _start_admin_server(
+    config: SchedulerConfig, health: Health, registry: CollectorRegistry, stack: AsyncExitStack
+) -> None:
+    """Serve health and metrics over HTTP, unless the admin port is switched off."""
+    if config.admin_port is None:
+        return
+    admin = AdminServer(health, registry)
+    admin_port = admin.start(config.host, config.admin_port)
+    stack.push_async_callback(admin.stop)
+    log.info("admin_started", address=join_address(config.host, admin_port))
+
+
+def _member(config: SchedulerConfig, scheduler_id: str, port: int, *, epoch: int) -> Member:
+    """Return the entry of this scheduler in the membership."""
+    return Member(
+        kind=MemberKind.SCHEDULER,
+        member_id=scheduler_id,
+        epoch=epoch,
+        address=join_address(advertised_host(config.host, config.advertise_host), port),
+        info=(("pid", str(os.getpid())), ("host", socket.gethostname())),
+    )
+
+
+async def _wait_for_drain(stop: Stop, scheduler: Scheduler) -> None:
+    """Wait until a drain is requested. Raises the exception of a scheduler task that fails before.
+
+    The process then exits, and its supervisor starts another one.
+    """
     drain = asyncio.ensure_future(stop.drain.wait())
     try:
         await asyncio.wait((drain, scheduler.failed), return_when=asyncio.FIRST_COMPLETED)
@@ -105,9 +123,11 @@ async def _until_drain(stop: Stop, scheduler: Scheduler) -> None:
 
 
 def _stores(config: SchedulerConfig, stack: AsyncExitStack) -> tuple[Membership, DecisionStore, KvEventFeed]:
-    """In Redis, or without a URL in this process: then gateways and workers need this scheduler's address, a
-    restart forgets, and what workers hold is not known. Block events are waited for, so they have a
-    connection of their own."""
+    """Return the stores in Redis, or in this process if there is no Redis URL.
+
+    Without Redis, gateways and workers must be given this scheduler's address, a restart forgets the decisions, and
+    the workers' cached blocks are not known. KV events have a connection of their own, because reading them blocks it.
+    """
     if config.redis_url is None:
         return MemoryMembership(), MemoryDecisionStore(), MemoryKvEventFeed()
     connection, events = RedisConnection(config.redis_url), RedisConnection(config.redis_url)

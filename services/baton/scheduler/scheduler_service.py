@@ -1,5 +1,7 @@
-"""The scheduler: takes reports, places requests, tells gateways who is there, remembers why. Its decisions
-wait for nobody."""
+"""The scheduler service: receives reports, places requests, and publishes the cluster state to gateways.
+
+A decision never waits for I/O.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -21,33 +23,35 @@ from baton.prefix_index.index import PrefixIndex
 from baton.runtime.config.settings import SchedulerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.metrics import SchedulerMetrics
-from baton.scheduler.admission.admission_queue import LEAVING, AdmissionQueue, MustWait
+from baton.scheduler.admission.admission_queue import SCHEDULER_DRAINING, AdmissionQueue, Blocked
 from baton.scheduler.admission.slo_admission import AdmissionMode
 from baton.scheduler.decisions.decide import DecisionRules, decide
 from baton.scheduler.decisions.decision_recorder import DecisionRecorder
+from baton.scheduler.decisions.decision_records import UnrecordedDecision
 from baton.scheduler.decisions.deferred_work import DeferredWork
-from baton.scheduler.decisions.explain import Decided
 from baton.scheduler.policies import POLICIES
-from baton.scheduler.policies.policy_result import Choice
+from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.state.cluster_state import ClusterState
 from baton.scheduler.state.worker_streams import SchedulerTimes, WorkerStreams
 
 log = get_logger(__name__)
 
-MAX_OPEN = 65_536
-"""Placements whose end has not been told; beyond that the oldest counts no more."""
+MAX_OPEN_PLACEMENTS = 65_536
+"""Placements whose requests have not ended. Beyond that, the oldest is released."""
 FINISHED = "finished"
-"""What a gateway says of a placement whose attempt went to its end."""
-EXPECTED_S = 1.0
-"""Beyond twice the predicted TTFT: how long the blocks of a placed prompt are expected before an event says
-that they are there."""
+"""Outcome that a gateway reports for an attempt that was completed."""
+EXPECTED_MARGIN_S = 1.0
+"""The blocks of a placed prompt are expected for twice the predicted TTFT plus this time, until an event reports them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerRules:
-    """What an operator decides. `max_waiting`: requests that wait at the scheduler while every worker's
-    predicted queue is over `max_worker_queue_s`; of 0 nobody waits, and who finds `max_waiting_seqs`
-    sequences waiting at the best worker is refused."""
+    """The operator's settings for decisions.
+
+    max_waiting: requests that may wait at the scheduler. With 0 none may, and a request is rejected if
+        `max_waiting_seqs` sequences wait at the best worker.
+    max_worker_queue_s: a request waits at the scheduler while every worker's predicted queue is longer than this.
+    """
 
     policy: str
     admission: AdmissionMode
@@ -57,6 +61,7 @@ class SchedulerRules:
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> "SchedulerRules":
+        """Take the rules from the configuration."""
         return cls(
             policy=config.policy,
             admission=AdmissionMode(config.admission),
@@ -66,22 +71,22 @@ class SchedulerRules:
         )
 
 
-class _Open(NamedTuple):
-    """A placement whose end has not been told."""
+class _OpenPlacement(NamedTuple):
+    """A placement whose request has not ended."""
 
     placement: Placement
     num_prompt_tokens: int
 
     @property
     def overlap_blocks(self) -> int:
-        """Blocks of the prompt that need not be computed, as predicted."""
+        """Predicted number of prompt blocks that need not be computed."""
         placement = self.placement
         overlap = placement.prefill_overlap_blocks if placement.prefill is not None else placement.decode_overlap_blocks
         return max(overlap, placement.prefix_source.num_blocks if placement.prefix_source is not None else 0)
 
 
 class Scheduler(SchedulerService):
-    """One scheduler. All are active; each is advice, since workers admit for themselves."""
+    """One scheduler. All schedulers are active at once, as workers have the last word on what they admit."""
 
     def __init__(
         self,
@@ -94,149 +99,149 @@ class Scheduler(SchedulerService):
         metrics: SchedulerMetrics,
         rng: Random,
     ) -> None:
-        """`feed`: where workers tell which blocks they hold."""
+        """Start the scheduler's tasks in the running event loop. `feed`: the workers' KV events."""
         self.scheduler_id = scheduler_id
         self._rules = rules
         self._policy = POLICIES[rules.policy]
         self._metrics = metrics
-        self._decisions = metrics.decisions.labels(rules.policy)
-        self._prefix_asked, self._prefix_predicted, self._prefix_actual = map(
+        self._placements_made = metrics.decisions.labels(rules.policy)
+        self._prompt_tokens, self._predicted_cached_tokens, self._cached_tokens = map(
             metrics.prefix_tokens.labels, ("asked", "predicted", "actual")
         )
         self._rng = rng
         self.index = PrefixIndex()
-        self._view = ClusterState(silence_s=times.silence_s, reservation_s=times.reservation_s)
+        self._state = ClusterState(silence_s=times.silence_s, reservation_s=times.reservation_s)
         self._recorder = DecisionRecorder(store, metrics)
-        self._afterwards = DeferredWork(at_end=self._view.bring_up_to_date)
-        self._room = AdmissionQueue(
+        self._deferred = DeferredWork(after_batch=self._state.update_stale)
+        self._queue = AdmissionQueue(
             max_waiting=rules.max_waiting,
-            keeps_slos=rules.admission is not AdmissionMode.OFF,
-            decide=self._decide_in_turn,
-            refuse=self._refuse,
+            slos_set_due=rules.admission is not AdmissionMode.OFF,
+            decide=self._decide_queued,
+            refuse=self._reject_queued,
             abandon=self._abandon,
             on_size=metrics.queued_requests.set,
         )
-        self._open: OrderedDict[DecisionId, _Open] = OrderedDict()
         self._workers = WorkerStreams(
             scheduler_id,
             times=times,
-            view=self._view,
+            state=self._state,
             index=self.index,
             feed=feed,
             metrics=metrics,
             rng=Random(rng.getrandbits(64)),
-            on_report=self._room.look,
+            on_report=self._queue.wake,
         )
-        self._turn = 0
-        self._has_left = False
+        self._open: OrderedDict[DecisionId, _OpenPlacement] = OrderedDict()
+        self._num_answers = 0
+        self._is_closed = False
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets the exception that has ended one of this scheduler's own tasks: it must not go on without
-        it."""
+        """Gets the exception that has ended one of the scheduler's tasks. It must not go on without that task."""
         self._tasks = [
             asyncio.create_task(self._recorder.run(), name="scheduler-records"),
-            asyncio.create_task(self._room.run(), name="scheduler-waiting"),
-            asyncio.create_task(self._workers.look_after(), name="scheduler-look-after"),
-            asyncio.create_task(self._workers.follow(), name="scheduler-kv-events"),
+            asyncio.create_task(self._queue.run(), name="scheduler-admission-queue"),
+            asyncio.create_task(self._workers.run_maintenance(), name="scheduler-maintenance"),
+            asyncio.create_task(self._workers.read_kv_events(), name="scheduler-kv-events"),
         ]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
-        """Raises Refused when this scheduler leaves."""
-        if self._has_left:
-            raise Refused(LEAVING)
-        if not self._room.holds(query):
-            decided, may_wait = self._decide(query)
+        """Place or reject a request, or let it wait in the admission queue. Raises Refused if this scheduler drains."""
+        if self._is_closed:
+            raise Refused(SCHEDULER_DRAINING)
+        if not self._queue.contains(query):
+            decision, may_wait = self._decide(query)
             while (
-                isinstance(decided.answer, Rejection)
-                and decided.answer.reason is Reason.NO_WORKERS
-                and await self._workers.may_report()
+                isinstance(decision.answer, Rejection)
+                and decision.answer.reason is Reason.NO_WORKERS
+                and await self._workers.wait_for_report()
             ):
-                decided, may_wait = self._decide(query)
-            if not (self._room.is_open and (may_wait or self._is_behind_others(decided))):
-                return self._conclude(decided)
-            self._room.enter(query, _work_s(decided))
-        return await self._room.stay(query)
+                decision, may_wait = self._decide(query)
+            if not (self._queue.is_open and (may_wait or self._must_queue_behind(decision))):
+                return self._conclude(decision)
+            self._queue.add(query, _prefill_work_s(decision))
+        return await self._queue.wait(query)
 
-    def _is_behind_others(self, decided: Decided) -> bool:
-        """A new request does not overtake those that wait; a later attempt may."""
-        return len(self._room) > 0 and decided.query.attempt == 0 and isinstance(decided.answer, Placement)
+    def _must_queue_behind(self, decision: UnrecordedDecision) -> bool:
+        """True if requests are waiting that a new one must not overtake. A later attempt may."""
+        return len(self._queue) > 0 and decision.query.attempt == 0 and isinstance(decision.answer, Placement)
 
-    def _decide_in_turn(self, query: PlacementQuery, waiting_s: float) -> Placement | Rejection | MustWait:
-        """Of a request that waits in the room."""
-        decided, must_wait = self._decide(query, is_next=True)
-        answer = decided.answer
+    def _decide_queued(self, query: PlacementQuery, waiting_s: float) -> Placement | Rejection | Blocked:
+        """Answer a request in the admission queue, or say what blocks it."""
+        decision, must_wait = self._decide(query, is_next=True)
+        answer = decision.answer
         if must_wait and isinstance(answer, Rejection):
-            return MustWait.THIS if answer.reason is Reason.NO_CAPACITY else MustWait.ALL
-        if isinstance(answer, Rejection) and answer.reason is Reason.NO_WORKERS and self._workers.is_unsettled:
-            return MustWait.THIS
-        return self._end_wait(decided, waiting_s)
+            return Blocked.THIS_REQUEST if answer.reason is Reason.NO_CAPACITY else Blocked.ALL_REQUESTS
+        if isinstance(answer, Rejection) and answer.reason is Reason.NO_WORKERS and self._workers.is_settling:
+            return Blocked.THIS_REQUEST
+        return self._conclude_queued(decision, waiting_s)
 
-    def _refuse(self, query: PlacementQuery, rejection: Rejection, waiting_s: float) -> Rejection:
-        self._end_wait(
-            self._decided(self._new_decision_id(), query, rejection, None, None, self._rules_now(0.0)), waiting_s
-        )
+    def _reject_queued(self, query: PlacementQuery, rejection: Rejection, waiting_s: float) -> Rejection:
+        """Record a rejection by the admission queue itself."""
+        decision = self._unrecorded(self._new_decision_id(), query, rejection, None, None, self._decision_rules(0.0))
+        self._conclude_queued(decision, waiting_s)
         return rejection
 
-    def _end_wait(self, decided: Decided, waiting_s: float) -> Placement | Rejection:
-        if isinstance(decided.answer, Placement):
-            decided = replace(decided, answer=replace(decided.answer, waiting_s=waiting_s))
+    def _conclude_queued(self, decision: UnrecordedDecision, waiting_s: float) -> Placement | Rejection:
+        if isinstance(decision.answer, Placement):
+            decision = replace(decision, answer=replace(decision.answer, waiting_s=waiting_s))
         self._metrics.queued_s.observe(waiting_s)
-        return self._conclude(decided)
+        return self._conclude(decision)
 
-    def _conclude(self, decided: Decided) -> Placement | Rejection:
-        """From now on the answer counts."""
-        answer = decided.answer
-        self._turn += 1
+    def _conclude(self, decision: UnrecordedDecision) -> Placement | Rejection:
+        """Reserve what the placement takes, and return the answer."""
+        answer = decision.answer
+        self._num_answers += 1
         if isinstance(answer, Placement):
-            self._open[decided.decision_id] = _Open(answer, decided.query.num_prompt_tokens)
-            if len(self._open) > MAX_OPEN:
+            self._open[decision.decision_id] = _OpenPlacement(answer, decision.query.num_prompt_tokens)
+            if len(self._open) > MAX_OPEN_PLACEMENTS:
                 self._release(next(iter(self._open)))
-            self._view.reserve(decided.decision_id, decided.query, answer, asyncio.get_running_loop().time())
-        self._afterwards.add(partial(self._follow_up, decided))
+            self._state.reserve(decision.decision_id, decision.query, answer, asyncio.get_running_loop().time())
+        self._deferred.add(partial(self._follow_up, decision))
         return answer
 
-    def _follow_up(self, decided: Decided) -> None:
-        """What the answer need not wait for, but the next decision must."""
-        answer = decided.answer
+    def _follow_up(self, decision: UnrecordedDecision) -> None:
+        """Do what the answer need not wait for. The next decision must find it done."""
+        answer = decision.answer
         if isinstance(answer, Placement):
-            self._expect(decided.query, answer)
-            self._decisions.inc()
+            self._expect_blocks(decision.query, answer)
+            self._placements_made.inc()
         else:
             self._metrics.rejections.labels(answer.reason.value).inc()
-        self._recorder.decided(decided)
+        self._recorder.add(decision)
 
-    def _decide(self, query: PlacementQuery, *, is_next: bool = False) -> tuple[Decided, bool]:
-        """Nothing is waited for, and nothing counts yet. The other value: the answer is a refusal that
-        waiting may spare the request. `is_next`: nobody has a turn before it."""
-        self._afterwards.catch_up()
+    def _decide(self, query: PlacementQuery, *, is_next: bool = False) -> tuple[UnrecordedDecision, bool]:
+        """Make a decision without any effect yet. Returns (the decision, True if the request may wait instead).
+
+        `is_next`: the request is the first in the admission queue.
+        """
+        self._deferred.run_pending()
         decision_id = self._new_decision_id()
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        ahead_s = (
-            0.0
-            if is_next or not len(self._room)
-            else self._room.work_before_s(query) / max(1, self._view.num_prefilling)
-        )
-        rules = self._rules_now(ahead_s)
-        cluster = self._view.snapshot(now_s, self.index.overlaps(query.block_hashes, now_s))
-        verdict = decide(decision_id, self.scheduler_id, self._rules.policy, self._policy, query, cluster, rules)
+        ahead_s = 0.0
+        if not is_next and len(self._queue):
+            ahead_s = self._queue.work_before_s(query) / max(1, self._state.num_prefilling)
+        rules = self._decision_rules(ahead_s)
+        cluster = self._state.snapshot(now_s, self.index.overlaps(query.block_hashes, now_s))
+        decision = decide(decision_id, self.scheduler_id, self._rules.policy, self._policy, query, cluster, rules)
         self._metrics.decision_s.observe(loop.time() - now_s)
-        return self._decided(decision_id, query, verdict.answer, verdict.choice, cluster, rules), verdict.may_wait
+        unrecorded = self._unrecorded(decision_id, query, decision.answer, decision.choice, cluster, rules)
+        return unrecorded, decision.may_wait
 
     def _new_decision_id(self) -> DecisionId:
         return DecisionId(self._rng.getrandbits(64).to_bytes(8, "big").hex())
 
-    def _rules_now(self, ahead_s: float) -> DecisionRules:
+    def _decision_rules(self, ahead_s: float) -> DecisionRules:
         return DecisionRules(
-            turn_number=self._turn,
+            decision_number=self._num_answers,
             admission=self._rules.admission,
             max_waiting_seqs=self._rules.max_waiting_seqs,
-            max_worker_queue_s=self._rules.max_worker_queue_s if self._room.is_open else None,
+            max_worker_queue_s=self._rules.max_worker_queue_s if self._queue.is_open else None,
             ahead_s=ahead_s,
         )
 
-    def _decided(
+    def _unrecorded(
         self,
         decision_id: DecisionId,
         query: PlacementQuery,
@@ -244,8 +249,8 @@ class Scheduler(SchedulerService):
         choice: Choice | None,
         cluster: ClusterSnapshot | None,
         rules: DecisionRules,
-    ) -> Decided:
-        return Decided(
+    ) -> UnrecordedDecision:
+        return UnrecordedDecision(
             decision_id=decision_id,
             scheduler_id=self.scheduler_id,
             policy=self._rules.policy,
@@ -256,89 +261,94 @@ class Scheduler(SchedulerService):
             rules=rules,
         )
 
-    def _expect(self, query: PlacementQuery, placement: Placement) -> None:
-        """Its prompt's blocks are as good as there: a burst on one new prefix is not scattered."""
-        until_s = asyncio.get_running_loop().time() + 2 * (placement.ttft_s or 0.0) + EXPECTED_S
+    def _expect_blocks(self, query: PlacementQuery, placement: Placement) -> None:
+        """Expect the prompt's blocks on its workers, so that a burst with one new prefix is not scattered."""
+        until_s = asyncio.get_running_loop().time() + 2 * (placement.ttft_s or 0.0) + EXPECTED_MARGIN_S
         for worker in (placement.prefill, placement.decode):
             if worker is not None:
                 self.index.expect(worker, query.block_hashes, until_s)
 
     async def finished(self, *actuals: RequestActuals) -> None:
-        self._afterwards.catch_up()
-        for one in actuals:
-            self._finished(one)
+        """Take the outcomes of requests that have ended."""
+        self._deferred.run_pending()
+        for each in actuals:
+            self._finished(each)
 
     def _finished(self, actuals: RequestActuals) -> None:
         self._recorder.finished(actuals)
-        one = self._release(actuals.decision_id)
-        if one is not None:
-            self._compare(one.placement, actuals)
+        ended = self._release(actuals.decision_id)
+        if ended is not None:
+            self._compare_latency(ended.placement, actuals)
             if actuals.outcome == FINISHED:
-                self._compare_prefix(one, actuals)
-            self._room.look()
+                self._compare_prefix(ended, actuals)
+            self._queue.wake()
 
     def _abandon(self, answer: Placement | Rejection) -> None:
-        """Nobody has fetched it, so nothing will come of it."""
+        """Release a placement that was not fetched and will not be used."""
         if isinstance(answer, Placement):
             self._release(answer.decision_id)
 
-    def _release(self, decision_id: DecisionId) -> "_Open | None":
-        """The placement counts no more; None if it did not any more."""
-        one = self._open.pop(decision_id, None)
-        if one is not None:
-            ends = (one.placement.prefill, one.placement.decode)
-            self._view.release(decision_id, tuple(w.worker_id for w in ends if w is not None))
-            self._afterwards.take_turn()
-        return one
+    def _release(self, decision_id: DecisionId) -> "_OpenPlacement | None":
+        """End what a placement has reserved. Returns None if it has ended before."""
+        ended = self._open.pop(decision_id, None)
+        if ended is not None:
+            workers = (ended.placement.prefill, ended.placement.decode)
+            self._state.release(decision_id, tuple(w.worker_id for w in workers if w is not None))
+            self._deferred.schedule()
+        return ended
 
-    def _compare(self, predicted: Placement, actuals: RequestActuals) -> None:
-        """What was predicted, held against what happened."""
-        for term, said_s, was_s in (
-            ("ttft", predicted.ttft_s and predicted.ttft_s + predicted.waiting_s, actuals.ttft_s),
-            ("tpot", predicted.tpot_s, actuals.tpot_s),
+    def _compare_latency(self, predicted: Placement, actuals: RequestActuals) -> None:
+        """Observe predicted over actual TTFT and TPOT, on the worker that determines each."""
+        predicted_ttft_s = predicted.ttft_s and predicted.ttft_s + predicted.waiting_s
+        for term, worker, predicted_s, actual_s in (
+            ("ttft", predicted.prefill or predicted.decode, predicted_ttft_s, actuals.ttft_s),
+            ("tpot", predicted.decode or predicted.prefill, predicted.tpot_s, actuals.tpot_s),
         ):
-            worker = (
-                predicted.prefill
-                if term == "ttft" and predicted.prefill is not None
-                else predicted.decode or predicted.prefill
-            )
-            if said_s and was_s and worker is not None and self._view.report_of(worker) is not None:
-                self._metrics.predicted_over_actual.labels(term, worker.worker_id).observe(said_s / was_s)
+            if predicted_s and actual_s and worker is not None and self._state.report_of(worker) is not None:
+                self._metrics.predicted_over_actual.labels(term, worker.worker_id).observe(predicted_s / actual_s)
 
-    def _compare_prefix(self, one: "_Open", actuals: RequestActuals) -> None:
-        """Of its prompt: what was predicted to be in a cache where it is computed, or pulled there, and what
-        was."""
-        computing = one.placement.prefill or one.placement.decode
-        report = self._view.report_of(computing) if computing is not None else None
+    def _compare_prefix(self, ended: "_OpenPlacement", actuals: RequestActuals) -> None:
+        """Count prompt tokens: all, those predicted to be cached or pulled where they are computed, and actual ones."""
+        computing = ended.placement.prefill or ended.placement.decode
+        report = self._state.report_of(computing) if computing is not None else None
         if report is None:
             return
-        self._prefix_asked.inc(one.num_prompt_tokens)
-        self._prefix_predicted.inc(min(one.num_prompt_tokens, one.overlap_blocks * report.layout.block_size_tokens))
-        self._prefix_actual.inc(actuals.num_cached_tokens)
+        predicted_tokens = min(ended.num_prompt_tokens, ended.overlap_blocks * report.layout.block_size_tokens)
+        self._prompt_tokens.inc(ended.num_prompt_tokens)
+        self._predicted_cached_tokens.inc(predicted_tokens)
+        self._cached_tokens.inc(actuals.num_cached_tokens)
 
     async def watch(self) -> Source[ClusterUpdate]:
+        """Open a stream of cluster updates."""
         return self._workers.watch()
 
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
-        """Also the attempts that another scheduler has decided, where the store knows them."""
-        self._afterwards.catch_up()
+        """Return the records of a request's attempts, including those of other schedulers in the store.
+
+        `request_id` None: the request that was decided last.
+        """
+        self._deferred.run_pending()
         return await self._recorder.of_request(request_id)
 
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
+        """Tell a worker to drain. Returns False if it is not known."""
         return self._workers.drain(worker_id, node_shutting_down=node_shutting_down)
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
+        """Receive a worker's reports until its stream ends."""
         await self._workers.report(stream)
 
     async def aclose(self) -> None:
-        """End the standing streams, whose other ends then go to another scheduler, and write what is left to
-        write. Safe to call twice."""
-        if self._has_left:
+        """End all streams, so that their clients go on with another scheduler, and write the remaining records.
+
+        Safe to call twice.
+        """
+        if self._is_closed:
             return
-        self._has_left = True
-        self._room.close()
+        self._is_closed = True
+        self._queue.close()
         await self._workers.end_streams()
-        self._afterwards.catch_up()
+        self._deferred.run_pending()
         await self._recorder.flush()
         for task in self._tasks:
             task.cancel()
@@ -351,7 +361,7 @@ class Scheduler(SchedulerService):
             self.failed.set_exception(error)
 
 
-def _work_s(decided: Decided) -> float:
-    """Seconds that a worker is predicted to need for the prompt; 0 where nothing is predicted."""
-    predicted = decided.choice.predicted if decided.choice is not None else None
+def _prefill_work_s(decision: UnrecordedDecision) -> float:
+    """Return the predicted time of one worker for the prompt; 0 if the policy predicts nothing."""
+    predicted = decision.choice.predicted if decision.choice is not None else None
     return predicted.prefix_pull_s + predicted.prefill_s if predicted is not None else 0.0

@@ -312,7 +312,7 @@ class Worker:
             case CommandKind.SNAPSHOT:
                 if self.publisher is not None:  # without a store no events are published
                     self.publisher.request_snapshot()
-            case CommandKind.LEAVE:
+            case CommandKind.REPLACE:
                 self._lifecycle.accept_replacement()
             case CommandKind.CONNECT | CommandKind.PROBE_LINK if command.peer is not None:
                 self.tasks.start(self._warm_link(command.peer), name=f"warm-{command.peer}")

@@ -89,7 +89,7 @@ def test_the_seconds_of_a_candidate_are_shown_in_the_order_in_which_they_pass() 
         "transfer_s": 0.004,
         "queue_s": 0.02,
         "cost_s": 0.3,
-        "busy_s": 0.0,
+        "decode_delay_s": 0.0,
         "prefill_s": 0.25,
         "prefix_pull_s": 0.026,
         "pulled_blocks": 12.0,
@@ -97,7 +97,7 @@ def test_the_seconds_of_a_candidate_are_shown_in_the_order_in_which_they_pass() 
     screen = shown(decision_record(candidates=(Candidate(worker=worker_ref("w0"), side="prefill", terms=terms),)))
     assert (
         row(screen, "candidate")
-        == "candidate for cost queue prefix pull prefill exposed KV delays others pulled".split()
+        == "candidate for cost queue prefix pull prefill exposed KV delays decodes pulled".split()
     )
     assert row(screen, "w0") == "w0 prefill 300 ms 20 ms 26 ms 250 ms 4 ms 0 ms 12 ◀ chosen".split()
 

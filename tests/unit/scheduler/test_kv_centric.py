@@ -10,13 +10,12 @@ from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.ids import DecisionId
 from baton.core.request import Slo
 from baton.core.step_cost import StepWork
-from baton.scheduler.policies.kv_centric import RULES
-from baton.scheduler.policies.policy_result import Choice
-from baton.scheduler.policies.ranking import choose
+from baton.scheduler.policies.kv_centric import kv_centric
+from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.state.cluster_state import ClusterState
 from tests.builders import layout, query, worker_ref
-from tests.unit.scheduler.choices import LONG, NAMES, asked, busy, chosen, ids, predicted, turn
-from tests.unit.scheduler.costed import COSTS, LAYOUT, costed, decoding, fast_link, queued, seen
+from tests.unit.scheduler.measured_workers import COSTS, LAYOUT, decoding, fast_link, measured, queued, seen
+from tests.unit.scheduler.policy_cases import LONG, NAMES, asked, busy, chosen, ids, predicted, turn
 
 BLOCK_BYTES = LAYOUT.block_bytes
 
@@ -25,7 +24,7 @@ BLOCK_BYTES = LAYOUT.block_bytes
 
 
 def test_the_terms_of_a_placement_are_the_cost_models_seconds() -> None:
-    p = costed("p", "prefill", **queued(1024))
+    p = measured("p", "prefill", **queued(1024))
     got = predicted(chosen(seen(p, busy(links=(fast_link("p", bytes_per_s=1e7),)), p=64)))
     assert got.queue_s == pytest.approx(COSTS.prefill_s(1024, 0, 512), rel=0.01)
     assert got.prefill_s == pytest.approx(COSTS.prefill_s(LONG - 64 * 16, 64 * 16, 512), rel=0.01)
@@ -38,35 +37,35 @@ def test_the_terms_of_a_placement_are_the_cost_models_seconds() -> None:
 def test_live_corrections_count() -> None:
     slow = replace(COSTS, prefill_factor=3.0, decode_factor=2.0)
     plain, corrected = (
-        predicted(chosen(seen(costed("p", "prefill", costs=costs), busy(costs=costs)))) for costs in (COSTS, slow)
+        predicted(chosen(seen(measured("p", "prefill", costs=costs), busy(costs=costs)))) for costs in (COSTS, slow)
     )
     assert corrected.prefill_s == pytest.approx(3 * plain.prefill_s)
     assert corrected.tpot_now_s == pytest.approx(2 * (plain.tpot_now_s or 0))
 
 
 def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token() -> None:
-    got = chosen(seen(costed("p", "prefill"), busy(), p=LONG // 16))
+    got = chosen(seen(measured("p", "prefill"), busy(), p=LONG // 16))
     assert got.prefill_overlap_blocks == LONG // 16 - 1
     assert predicted(got).prefill_s > 0
 
 
 def test_tpot_is_of_the_moment_at_which_the_prompt_is_computed() -> None:
     short_answers, long_answers = (
-        predicted(chosen(seen(costed("p", "prefill"), busy(mean_output_tokens=mean)))).tpot_s or 0
+        predicted(chosen(seen(measured("p", "prefill"), busy(mean_output_tokens=mean)))).tpot_s or 0
         for mean in (20.0, 2000.0)
     )
-    now_s = predicted(chosen(seen(costed("p", "prefill"), busy()))).tpot_now_s or 0
+    now_s = predicted(chosen(seen(measured("p", "prefill"), busy()))).tpot_now_s or 0
     assert short_answers < 0.8 * now_s, "most of those that decode now will have ended"
     assert long_answers == pytest.approx(now_s, rel=0.05)
     joined = (
-        predicted(chosen(seen(costed("p", "prefill"), busy(mean_output_tokens=2000.0, waiting_seqs=10)))).tpot_s or 0
+        predicted(chosen(seen(measured("p", "prefill"), busy(mean_output_tokens=2000.0, waiting_seqs=10)))).tpot_s or 0
     )
     assert joined > long_answers * 1.1, "those that were placed before will have joined"
 
 
 def test_of_those_that_join_before_some_have_ended_by_then() -> None:
     d = busy(mean_output_tokens=20.0, waiting_seqs=10)
-    got = predicted(chosen(seen(costed("p", "prefill"), d)))
+    got = predicted(chosen(seen(measured("p", "prefill"), d)))
     lives = got.ttft_s / (20 * COSTS.decode_step_s(20, 20 * 500))
     stay = math.exp(-lives)
     join = (1 - stay) / lives
@@ -79,14 +78,14 @@ def test_of_those_that_join_before_some_have_ended_by_then() -> None:
 
 @pytest.mark.parametrize("policy", NAMES)
 def test_a_cached_prefix_is_worth_what_computing_it_takes(policy: str) -> None:
-    p0, p1 = costed("p0", "prefill"), costed("p1", "prefill")
+    p0, p1 = measured("p0", "prefill"), measured("p1", "prefill")
     assert ids(chosen(seen(p0, p1, busy(), p1=128), policy=policy)) == ("p1", "d")
     far = replace(p1, waiting_prefill_tokens=9000, waiting_seqs=3)
     assert ids(chosen(seen(p0, far, busy(), p1=128), policy=policy))[0] == "p0", "but not a queue that is longer"
 
 
 def test_a_prefix_is_pulled_when_that_is_faster_than_computing_it() -> None:
-    p0, p1 = costed("p0", "prefill"), costed("p1", "prefill", **queued(20_000))
+    p0, p1 = measured("p0", "prefill"), measured("p1", "prefill", **queued(20_000))
     got = chosen(seen(p0, p1, busy(), p1=200))
     assert (
         ids(got),
@@ -106,14 +105,14 @@ def test_a_prefix_is_pulled_when_that_is_faster_than_computing_it() -> None:
 
 
 def test_a_prefix_is_pulled_from_a_decode_worker_too_but_only_what_is_really_there() -> None:
-    p = costed("p", "prefill")
+    p = measured("p", "prefill")
     assert chosen(seen(p, busy(), d=200)).prefix_source is not None
     assert chosen(seen(p, busy(), d=(200, 0))).prefix_source is None, "that is only expected there"
 
 
 def test_nothing_is_pulled_over_a_broken_link_or_from_another_layout_or_a_draining_worker() -> None:
-    p = costed("p", "prefill")
-    holder = costed("h", "prefill", **queued(50_000))
+    p = measured("p", "prefill")
+    holder = measured("h", "prefill", **queued(50_000))
     assert chosen(seen(p, holder, busy(), h=200)).prefix_source is not None
     for cluster in (
         seen(replace(p, links=(fast_link("h", broken=True),)), holder, busy(), h=200),
@@ -126,7 +125,11 @@ def test_nothing_is_pulled_over_a_broken_link_or_from_another_layout_or_a_draini
 def test_what_a_decode_worker_only_expects_is_nothing_to_begin_with() -> None:
     """Blocks that a decode worker will read from who computes them cannot be had any sooner there."""
     cluster = seen(
-        costed("p", "prefill", **queued(LONG)), costed("d", "decode"), costed("e", "decode"), p=(255, 0), d=(255, 0)
+        measured("p", "prefill", **queued(LONG)),
+        measured("d", "decode"),
+        measured("e", "decode"),
+        p=(255, 0),
+        d=(255, 0),
     )
     got = chosen(cluster)
     assert ids(got)[0] == "p"
@@ -137,7 +140,7 @@ def test_computing_what_another_will_have_soon_is_charged_once_more() -> None:
     """As soon as the queue in which it is computed already takes twice as long, it is worth it."""
     full_s = COSTS.prefill_s(LONG, 0, 512)
     for tokens, prefill in ((LONG, "p0"), (int(1.8 * LONG), "p0"), (int(2.3 * LONG), "p1")):
-        cluster = seen(costed("p0", "prefill", **queued(tokens)), costed("p1", "prefill"), busy(), p0=(255, 0))
+        cluster = seen(measured("p0", "prefill", **queued(tokens)), measured("p1", "prefill"), busy(), p0=(255, 0))
         assert ids(chosen(cluster))[0] == prefill, tokens
     assert predicted(chosen(cluster)).ttft_s == pytest.approx(full_s), "a charge is no part of what is predicted"
     shown = {c.worker.worker_id: c.terms for c in chosen(cluster).candidates if c.side == "prefill" and c.terms}
@@ -145,20 +148,20 @@ def test_computing_what_another_will_have_soon_is_charged_once_more() -> None:
 
 
 def test_a_decode_worker_that_computes_itself_pulls_too() -> None:
-    holder = costed("h", "prefill", **queued(50_000))
-    got = chosen(seen(holder, costed("d", "decode"), h=200))
+    holder = measured("h", "prefill", **queued(50_000))
+    got = chosen(seen(holder, measured("d", "decode"), h=200))
     assert (ids(got), got.prefix_source and got.prefix_source.worker) == ((None, "d"), worker_ref("h"))
     assert predicted(got).prefix_pull_s == pytest.approx(200 * BLOCK_BYTES / 1e9)
-    slow = costed("d", "decode", links=(fast_link("h", bytes_per_s=1e5),))
+    slow = measured("d", "decode", links=(fast_link("h", bytes_per_s=1e5),))
     assert chosen(seen(holder, slow, h=200)).prefix_source is None
 
 
 def test_who_keeps_the_promise_goes_before_who_costs_less() -> None:
     """p0 has a queue, but nothing is to be sent; p1 is idle, over a slow link: its first token comes sooner,
     the second one later."""
-    queue = costed("p0", "prefill", **queued(2048))
+    queue = measured("p0", "prefill", **queued(2048))
     slow = tuple(fast_link(name, bytes_per_s=rate) for name, rate in (("p0", 1e12), ("p1", 1.2e6)))
-    cluster = seen(queue, costed("p1", "prefill"), busy(links=slow))
+    cluster = seen(queue, measured("p1", "prefill"), busy(links=slow))
     assert ids(chosen(cluster))[0] == "p0"
     soon_s = COSTS.prefill_s(LONG, 0, 512) * 1.1
     assert ids(chosen(cluster, asked(slo=Slo(ttft_s=soon_s))))[0] == "p1"
@@ -166,8 +169,8 @@ def test_who_keeps_the_promise_goes_before_who_costs_less() -> None:
 
 
 def test_what_decodes_nowhere_else_is_not_transferred() -> None:
-    holder = costed("h", "prefill", **queued(50_000))
-    got = chosen(seen(costed("p", "prefill"), holder, h=200), query(num_prompt_tokens=LONG, max_tokens=1))
+    holder = measured("h", "prefill", **queued(50_000))
+    got = chosen(seen(measured("p", "prefill"), holder, h=200), query(num_prompt_tokens=LONG, max_tokens=1))
     assert (ids(got), got.prefix_source and got.prefix_source.num_blocks) == (("p", None), 200)
     assert (predicted(got).prefix_pull_s > 0, predicted(got).transfer_s) == (True, 0.0)
 
@@ -175,7 +178,7 @@ def test_what_decodes_nowhere_else_is_not_transferred() -> None:
 def test_prefix_aware_never_pulls() -> None:
     assert (
         chosen(
-            seen(costed("p0", "prefill"), costed("p1", "prefill", **queued(20_000)), busy(), p1=200),
+            seen(measured("p0", "prefill"), measured("p1", "prefill", **queued(20_000)), busy(), p1=200),
             policy="prefix_aware",
         ).prefix_source
         is None
@@ -184,10 +187,13 @@ def test_prefix_aware_never_pulls() -> None:
 
 def test_kv_that_comes_late_counts() -> None:
     d = busy(links=(fast_link("p0", bytes_per_s=1e5), fast_link("p1")))
-    got = chosen(seen(costed("p0", "prefill"), costed("p1", "prefill", **queued(100)), d))
+    got = chosen(seen(measured("p0", "prefill"), measured("p1", "prefill", **queued(100)), d))
     assert ids(got) == ("p1", "d")
     crowded = busy(links=(fast_link("p0", inflight_bytes=10**10), fast_link("p1")))
-    assert ids(chosen(seen(costed("p0", "prefill"), costed("p1", "prefill", **queued(100)), crowded))) == ("p1", "d")
+    assert ids(chosen(seen(measured("p0", "prefill"), measured("p1", "prefill", **queued(100)), crowded))) == (
+        "p1",
+        "d",
+    )
 
 
 # -- who decodes -------------------------------------------------------------------------------------------------------------------------
@@ -195,47 +201,47 @@ def test_kv_that_comes_late_counts() -> None:
 
 @pytest.mark.parametrize("policy", NAMES)
 def test_the_least_predicted_tpot_decodes(policy: str) -> None:
-    p = costed("p", "prefill")
+    p = measured("p", "prefill")
     assert ids(chosen(seen(p, busy("d0", 20), busy("d1", 10)), policy=policy))[1] == "d1"
     slow = replace(COSTS, decode_factor=5.0)
     assert ids(chosen(seen(p, busy("d0", 20), busy("d1", 10, costs=slow)), policy=policy))[1] == "d0"
 
 
 def test_what_the_decode_worker_holds_counts() -> None:
-    p, link = costed("p", "prefill"), (fast_link("p", bytes_per_s=1e7),)
+    p, link = measured("p", "prefill"), (fast_link("p", bytes_per_s=1e7),)
     assert ids(chosen(seen(p, busy("d0", links=link), busy("d1", links=link))))[1] == "d0"
     assert ids(chosen(seen(p, busy("d0", links=link), busy("d1", links=link), d1=(200, 0))))[1] == "d1"
 
 
 def test_a_worker_that_prefills_for_itself_decodes_slower() -> None:
-    assert ids(chosen(seen(costed("p", "prefill"), busy("d0", waiting_prefill_tokens=50_000), busy("d1"))))[1] == "d1"
+    assert ids(chosen(seen(measured("p", "prefill"), busy("d0", waiting_prefill_tokens=50_000), busy("d1"))))[1] == "d1"
 
 
 # -- the decode worker prefills ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_idle_decode_worker_takes_a_prompt_rather_than_wait_for_the_queue() -> None:
-    long_queue = costed("p", "prefill", **queued(20_000))
-    got = chosen(seen(long_queue, costed("d", "decode")), asked(64))
+    long_queue = measured("p", "prefill", **queued(20_000))
+    got = chosen(seen(long_queue, measured("d", "decode")), asked(64))
     assert ids(got) == (None, "d")
-    assert (predicted(got).transfer_s, predicted(got).busy_s) == (0.0, 0.0)
-    assert ids(chosen(seen(long_queue, costed("d", "decode")), asked(64), "prefix_aware")) == ("p", "d"), (
+    assert (predicted(got).transfer_s, predicted(got).decode_delay_s) == (0.0, 0.0)
+    assert ids(chosen(seen(long_queue, measured("d", "decode")), asked(64), "prefix_aware")) == ("p", "d"), (
         "that is kv_centric's own"
     )
 
 
 def test_the_delay_of_its_sequences_is_charged() -> None:
-    p = costed("p", "prefill", **queued(1000))
+    p = measured("p", "prefill", **queued(1000))
     got = chosen(seen(p, busy(seqs=20)), asked(256))
     assert ids(got) == ("p", "d")
     alone = next(c for c in got.candidates if c.side == "prefill" and c.worker.worker_id == "d")
-    assert alone.terms["busy_s"] == pytest.approx(20 * (COSTS.prefill_s(256) - COSTS.step_s), rel=0.01)
+    assert alone.terms["decode_delay_s"] == pytest.approx(20 * (COSTS.prefill_s(256) - COSTS.step_s), rel=0.01)
     assert ids(chosen(seen(p, busy(seqs=1)), asked(256))) == (None, "d"), "one that waits a little is less than a queue"
 
 
 @pytest.mark.parametrize("promised", ["asking", "running", "running more strictly"])
 def test_it_is_barred_where_a_chunk_would_break_a_promise(promised: str) -> None:
-    p, d = costed("p", "prefill", **queued(50_000)), WorkerView(report=costed("d", "decode", **decoding(2)))
+    p, d = measured("p", "prefill", **queued(50_000)), WorkerView(report=measured("d", "decode", **decoding(2)))
     assert ids(chosen(seen(p, d), asked(2048))) == (None, "d")
     if promised == "asking":
         assert ids(chosen(seen(p, d), asked(2048, slo=Slo(tpot_s=0.005)))) == ("p", "d")
@@ -249,35 +255,35 @@ def test_without_anybody_else_it_prefills_whatever_is_promised() -> None:
     assert ids(chosen(seen(busy()), asked(2048, slo=Slo(tpot_s=0.001)))) == (None, "d")
 
 
-def local_share(charges_busy: bool, tpot_slo_s: float | None) -> float:
+def local_share(charge_decode_delay: bool, tpot_slo_s: float | None) -> float:
     """Bursts of four short prompts arrive at one prefill worker, which is done with one before the next
     comes, and at one decode worker with sixteen sequences. Returns the share of the prompts that the decode
     worker prefilled."""
     view = ClusterState(silence_s=1e9, reservation_s=1e9)
-    view.take_report(costed("p", "prefill"), 0.0)
-    view.take_report(costed("d", "decode", **decoding(16)), 0.0)
-    rules, alone, asking = replace(RULES, charges_busy=charges_busy), 0, asked(200, slo=Slo(tpot_s=tpot_slo_s))
+    view.update(measured("p", "prefill"), 0.0)
+    view.update(measured("d", "decode", **decoding(16)), 0.0)
+    num_local, asking = 0, asked(200, slo=Slo(tpot_s=tpot_slo_s))
     for burst in range(10):
         placed = [DecisionId(f"{burst}-{number}") for number in range(4)]
         for number, decision_id in enumerate(placed):
-            answer = choose(asking, view.snapshot(0.0), turn(number), rules)
+            answer = kv_centric(asking, view.snapshot(0.0), turn(number), charge_decode_delay=charge_decode_delay)
             assert isinstance(answer, Choice)
-            alone += answer.prefill is None
+            num_local += answer.prefill is None
             view.reserve(decision_id, asking, answer.placement(decision_id, "s", "kv_centric"), 0.0)
         counted = {"counted_decision_ids": tuple(placed), "report_seq": burst + 2}
-        view.take_report(costed("p", "prefill", **counted), 0.0)
-        view.take_report(costed("d", "decode", **decoding(16), **counted), 0.0)
-    return alone / 40
+        view.update(measured("p", "prefill", **counted), 0.0)
+        view.update(measured("d", "decode", **decoding(16), **counted), 0.0)
+    return num_local / 40
 
 
 def test_without_the_busy_term_disaggregation_undoes_itself_and_with_it_it_does_not() -> None:
     slo_s, contexts = 0.03, [500] * 16
     assert COSTS.step_seconds(StepWork.of([], contexts)) < slo_s < COSTS.step_seconds(StepWork.of([(200, 0)], contexts))
-    assert local_share(charges_busy=False, tpot_slo_s=slo_s) >= 0.25, (
+    assert local_share(charge_decode_delay=False, tpot_slo_s=slo_s) >= 0.25, (
         "prefill is at the decode worker, where each breaks the promise"
     )
-    assert local_share(charges_busy=True, tpot_slo_s=slo_s) == 0
-    assert local_share(charges_busy=True, tpot_slo_s=None) == 0, "the charge alone is enough"
+    assert local_share(charge_decode_delay=True, tpot_slo_s=slo_s) == 0
+    assert local_share(charge_decode_delay=True, tpot_slo_s=None) == 0, "the charge alone is enough"
 
 
 # -- without costs -----------------------------------------------------------------------------------------------------------------------
@@ -286,7 +292,7 @@ def test_without_the_busy_term_disaggregation_undoes_itself_and_with_it_it_does_
 @pytest.mark.parametrize("policy", NAMES)
 def test_without_any_costs_load_decides_and_nothing_is_predicted(policy: str) -> None:
     cluster = seen(
-        costed("p0", "prefill", costs=None, **queued(900)), costed("p1", "prefill", costs=None), busy(costs=None)
+        measured("p0", "prefill", costs=None, **queued(900)), measured("p1", "prefill", costs=None), busy(costs=None)
     )
     got = chosen(cluster, policy=policy)
     assert (ids(got), got.predicted) == (("p1", "d"), None)
@@ -294,13 +300,13 @@ def test_without_any_costs_load_decides_and_nothing_is_predicted(policy: str) ->
 
 
 def test_a_worker_that_has_not_measured_itself_yet_is_taken_for_its_peers() -> None:
-    got = chosen(seen(costed("p0", "prefill", **queued(900)), costed("p1", "prefill", costs=None), busy()))
+    got = chosen(seen(measured("p0", "prefill", **queued(900)), measured("p1", "prefill", costs=None), busy()))
     assert ids(got) == ("p1", "d")
     assert predicted(got).prefill_s == pytest.approx(COSTS.prefill_s(LONG, 0, 512), rel=0.01)
-    told = {c.worker.worker_id: c.terms.get("borrowed_costs") for c in got.candidates if not c.excluded}
+    told = {c.worker.worker_id: c.terms.get("peer_costs") for c in got.candidates if not c.excluded}
     assert told == {"p0": None, "p1": 1.0, "d": None}
 
 
 def test_costs_that_cannot_be_seconds_are_no_costs() -> None:
     nonsense = replace(COSTS, prefill_token_s=float("nan"))
-    assert chosen(seen(costed("p", "prefill", costs=nonsense), busy(costs=nonsense))).predicted is None
+    assert chosen(seen(measured("p", "prefill", costs=nonsense), busy(costs=nonsense))).predicted is None

@@ -10,19 +10,19 @@ from baton.core.errors import Reason
 from baton.core.ids import DecisionId
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.policies.kv_centric import kv_centric
-from baton.scheduler.policies.policy_result import Choice
+from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.policies.prefix_aware import prefix_aware
 from baton.scheduler.state.cluster_state import ClusterState
-from tests.unit.scheduler.choices import asked, busy, chosen, ids, turn
-from tests.unit.scheduler.costed import costed, queued, seen
+from tests.unit.scheduler.measured_workers import measured, queued, seen
+from tests.unit.scheduler.policy_cases import asked, busy, chosen, ids, turn
 
 
 def place_burst(number: int, overlaps: dict[str, int], policy: str = "kv_centric", workers: int = 4) -> list[Choice]:
     """Between two reports."""
     view = ClusterState(silence_s=1e9, reservation_s=1e9)
     for i in range(workers):
-        view.take_report(costed(f"p{i}", "prefill"), 0.0)
-        view.take_report(busy(f"d{i}"), 0.0)
+        view.update(measured(f"p{i}", "prefill"), 0.0)
+        view.update(busy(f"d{i}"), 0.0)
     choices = []
     for n in range(number):
         cluster = view.snapshot(0.0, seen(**overlaps).overlaps)
@@ -58,7 +58,7 @@ def test_a_burst_of_one_new_prefix_follows_where_it_is_expected() -> None:
 
 
 def full(worker_id: str, role: str) -> object:
-    report = costed(worker_id, role)
+    report = measured(worker_id, role)
     return replace(report, blocks=replace(report.blocks, free=10, used=9990))
 
 
@@ -66,7 +66,7 @@ def full(worker_id: str, role: str) -> object:
 def test_nobody_is_placed_on_a_full_worker_when_another_has_room(policy: str) -> None:
     cluster = seen(
         full("p0", "prefill"),
-        costed("p1", "prefill", **queued(9999)),
+        measured("p1", "prefill", **queued(9999)),
         full("d0", "decode"),
         busy("d1", max_num_seqs=64),
     )
@@ -76,23 +76,23 @@ def test_nobody_is_placed_on_a_full_worker_when_another_has_room(policy: str) ->
 @pytest.mark.parametrize("policy", POLICIES)
 def test_when_everybody_is_full_the_answer_is_no_but_not_to_a_request_that_lost_a_worker(policy: str) -> None:
     no_place = busy("d", 64)
-    for cluster in (seen(costed("p", "prefill"), full("d", "decode")), seen(costed("p", "prefill"), no_place)):
-        answer = POLICIES[policy](asked(), cluster, turn(max_full_s=0.0))
+    for cluster in (seen(measured("p", "prefill"), full("d", "decode")), seen(measured("p", "prefill"), no_place)):
+        answer = POLICIES[policy](asked(), cluster, turn(max_capacity_wait_s=0.0))
         assert isinstance(answer, Rejection)
-        assert (answer.reason, answer.term) == (Reason.NO_CAPACITY, "decode_room")
-        assert ids(chosen(cluster, asked(attempt=1), policy, max_full_s=0.0))[1] == "d"
+        assert (answer.reason, answer.term) == (Reason.NO_CAPACITY, "decode_capacity")
+        assert ids(chosen(cluster, asked(attempt=1), policy, max_capacity_wait_s=0.0))[1] == "d"
         assert ids(chosen(cluster, asked(), policy))[1] == "d", "where nobody can wait at the scheduler, it waits there"
 
 
 def test_a_full_prefill_side_leaves_the_decode_worker() -> None:
-    assert ids(chosen(seen(full("p", "prefill"), busy()), max_full_s=0.0)) == (None, "d")
-    answer = prefix_aware(asked(), seen(full("p", "prefill"), busy()), turn(max_full_s=0.0))
+    assert ids(chosen(seen(full("p", "prefill"), busy()), max_capacity_wait_s=0.0)) == (None, "d")
+    answer = prefix_aware(asked(), seen(full("p", "prefill"), busy()), turn(max_capacity_wait_s=0.0))
     assert isinstance(answer, Rejection)
-    assert answer.term == "prefill_room"
+    assert answer.term == "prefill_capacity"
 
 
 def test_a_full_decode_worker_that_will_have_room_soon_enough_is_not_waited_for() -> None:
     """64 of 64 places are taken; one in 64 ends in a 64th of a mean answer."""
-    crowded = seen(costed("p", "prefill"), busy("d", 64))
-    assert isinstance(kv_centric(asked(), crowded, turn(max_full_s=0.001)), Rejection)
-    assert ids(chosen(crowded, max_full_s=1.0)) == ("p", "d")
+    crowded = seen(measured("p", "prefill"), busy("d", 64))
+    assert isinstance(kv_centric(asked(), crowded, turn(max_capacity_wait_s=0.001)), Rejection)
+    assert ids(chosen(crowded, max_capacity_wait_s=1.0)) == ("p", "d")

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from baton.core.step_cost import StepCostModel, StepWork
 from baton.engine.scheduling.step_budget import MixedStep
-from baton.scheduler.prediction.predict import mixed_step_s, prefill_s
+from baton.scheduler.prediction.predict import longest_mixed_step_s, prefill_s
 from baton.scheduler.state.worker_table import worker_table_of
-from tests.unit.scheduler.costed import COSTS, costed, decoding, queued, seen
+from tests.unit.scheduler.measured_workers import COSTS, decoding, measured, queued, seen
 
 CHUNK, BLOCK = 512, 16
 
@@ -43,18 +43,20 @@ def test_a_prompt_takes_its_parts_beside_what_decodes(
     num_tokens: int, seqs: int, limit_s: float, mixed_factor: float, decode_factor: float
 ) -> None:
     costs = replace(COSTS, mixed_factor=mixed_factor, decode_factor=decode_factor)
-    row = worker_table_of(seen(costed("d", "decode", slo_step_s=limit_s, costs=costs, **decoding(seqs)))).row(0)
+    row = worker_table_of(seen(measured("d", "decode", slo_step_s=limit_s, costs=costs, **decoding(seqs)))).row(0)
     steps = steps_of(num_tokens, [500] * seqs, limit_s, costs)
-    assert prefill_s(row, num_tokens, 0.0) == pytest.approx(sum(steps), rel=0.15, abs=2 * row.beside_s)
-    assert mixed_step_s(row, num_tokens, 0.0) == pytest.approx(max(steps), rel=0.15)
+    assert prefill_s(row, num_tokens, 0.0) == pytest.approx(sum(steps), rel=0.15, abs=2 * row.derived.mixed_step_s)
+    assert longest_mixed_step_s(row, num_tokens, 0.0) == pytest.approx(max(steps), rel=0.15)
 
 
 def test_those_that_will_join_count_and_a_prefill_workers_queue_does_not() -> None:
     """A prompt that waits at a prefill worker never decodes there."""
-    d, p = costed("d", "decode", **decoding(1)), costed("p", "prefill", **queued(3000, 5))
+    d, p = measured("d", "decode", **decoding(1)), measured("p", "prefill", **queued(3000, 5))
     alone, crowded = (
         worker_table_of(seen(d)).row(0),
-        worker_table_of(seen(costed("d", "decode", waiting_seqs=20, **decoding(1)))).row(0),
+        worker_table_of(seen(measured("d", "decode", waiting_seqs=20, **decoding(1)))).row(0),
     )
-    assert crowded.share_s > 2 * alone.share_s, "beside more that decode a step may take longer"
-    assert worker_table_of(seen(p)).row(0).share_s == float("inf")
+    assert crowded.derived.prefill_share_s > 2 * alone.derived.prefill_share_s, (
+        "beside more that decode a step may take longer"
+    )
+    assert worker_table_of(seen(p)).row(0).derived.prefill_share_s == float("inf")

@@ -295,7 +295,7 @@ async def test_too_much_quarantine_makes_the_worker_leave_when_it_is_its_turn() 
         await asyncio.sleep(TEST_TIMES["drain_s"])
         assert made.d.worker.state is WorkerState.READY
         await assert_serves(made, b"meanwhile")
-        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.LEAVE))
+        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.REPLACE))
         with pytest.raises(WorkerNeedsReplacement):
             await asyncio.wait_for(made.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"])
         assert made.d.pool.counts().quarantined == 1
@@ -320,7 +320,7 @@ async def test_a_worker_whose_memory_came_back_stays() -> None:
         await asyncio.sleep(8.0)
         assert made.d.pool.counts().quarantined == 0
         assert not made.cluster.scheduler.reports["d"][-1].needs_replacement
-        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.LEAVE))  # sent before it had said so
+        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.REPLACE))  # sent before it had said so
         await asyncio.sleep(HEARTBEAT_S)
         assert made.d.worker.state is WorkerState.READY
         await assert_serves(made, b"afterwards")
@@ -338,7 +338,7 @@ async def test_a_worn_out_worker_that_an_operator_drains_is_not_to_be_replaced()
 async def test_that_its_machine_leaves_is_known_of_a_worker_that_leaves_already() -> None:
     async with pair(num_blocks=8) as made:
         await exceed_quarantine_limit(made)
-        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.LEAVE))
+        made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.REPLACE))
         await asyncio.sleep(0.001)
         assert (made.d.worker.state, made.d.worker.node_shutting_down) == (WorkerState.DRAINING, False)
         made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.DRAIN, node_shutting_down=True))

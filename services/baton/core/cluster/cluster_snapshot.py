@@ -4,16 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.core.cluster.worker_report import WorkerReport, WorkerState
+from baton.core.cluster.worker_report import WorkerReport
 from baton.core.ids import WorkerRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """One worker as a policy sees it: its last report plus what this scheduler has placed on it since.
-    `reserved_context_tokens`: prompts that will be decoded there. `reserved_link_bytes`: KV that it is still
-    to read, by the worker that holds it. `tpot_slo_s`: the strictest promise to a request that this scheduler
-    has placed there and that has not ended, counted by the worker or not."""
+    """One worker as a policy sees it: its last report, plus this scheduler's placements that it does not contain.
+
+    reserved_*: what these placements will take on the worker.
+    reserved_context_tokens: prompt tokens of those that will decode there.
+    reserved_link_bytes: KV that the worker is still going to read, by the id of the worker that holds it.
+    tpot_slo_s: strictest TPOT SLO of the unfinished requests that this scheduler has placed there, whether the
+        report contains them or not. None without any.
+    """
 
     report: WorkerReport
     reserved_seqs: int = 0
@@ -34,55 +38,55 @@ class WorkerView:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that a new sequence could be given: free ones and cached ones that nobody uses, less own
-        reservations."""
+        """Blocks for new sequences: free ones and unreferenced cached ones, less the reserved ones."""
         return self.report.blocks.free + self.report.blocks.cached - self.reserved_blocks
 
     @property
     def queued_prefill_tokens(self) -> int:
+        """Prompt tokens that are not computed yet, including reserved ones."""
         return self.report.waiting_prefill_tokens + self.reserved_prefill_tokens
 
     @property
     def num_seqs(self) -> int:
+        """Running and waiting sequences, including reserved ones."""
         return self.report.running_seqs + self.report.waiting_seqs + self.reserved_seqs
 
 
 class Overlap(Protocol):
-    """How much of one prompt a worker has. `num_blocks`: leading blocks that it holds or soon will;
-    `num_held_blocks` of them, from the front, are there now (only those can be pulled)."""
+    """How much of one prompt a worker has cached."""
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """Leading blocks that the worker holds or soon will."""
+        ...
 
     @property
-    def num_held_blocks(self) -> int: ...
+    def num_held_blocks(self) -> int:
+        """Leading blocks that it holds now. Only these can be pulled."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """All workers with a living report stream, sorted by id, so that equal reports give equal decisions.
-    `overlaps`: what the prefix index says for the query at hand, by worker id; who holds nothing of it is not
-    in there. `derived`: what readers have worked out from `workers`, which never change."""
+    """The input of a policy: all workers with an open report stream, sorted by id.
+
+    The order makes equal reports give equal decisions.
+
+    overlaps: what the prefix index knows about the query's prompt, by worker id. Workers without overlap are absent.
+    derived: cache for values that readers compute from `workers`, which never change.
+    """
 
     workers: tuple[WorkerView, ...]
     overlaps: Mapping[str, Overlap] = field(default_factory=dict)
     derived: dict[str, object] = field(init=False, repr=False, compare=False, default_factory=dict)
 
-    def ready(self, *, can_prefill: bool = False, can_decode: bool = False) -> list[WorkerView]:
-        """Ready workers with the asked-for abilities, sorted by id."""
-        return [
-            w
-            for w in self.workers
-            if w.report.state is WorkerState.READY
-            and (not can_prefill or w.report.role.can_prefill)
-            and (not can_decode or w.report.role.can_decode)
-        ]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterUpdate:
-    """What a Watch stream tells gateways and tools: all workers the scheduler knows. Sent on change, at most
-    once an interval. `pid` and `host` of the scheduler are for people."""
+    """A message of a Watch stream: all workers that the scheduler knows.
+
+    Sent on change, at most once per interval. `pid` and `host` of the scheduler are for display only.
+    """
 
     scheduler_id: str
     reports: tuple[WorkerReport, ...]

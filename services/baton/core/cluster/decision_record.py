@@ -8,7 +8,12 @@ from baton.core.ids import DecisionId, WorkerRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One considered worker and why it lost; terms in seconds where the policy predicts them."""
+    """One worker that was considered for one side of a request.
+
+    side: "prefill" or "decode".
+    terms: the numbers by which the policy compared it. Names that end in `_s` are predicted seconds.
+    excluded: why it was not chosen; empty if it could have been.
+    """
 
     worker: WorkerRef
     side: str
@@ -18,8 +23,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """What was decided and from what; afterwards, what happened. `inputs`: JSON text from which the decision
-    can be repeated, empty where that is not possible (`scheduler.decisions.explain`)."""
+    """What was decided for one attempt, from which candidates, and what happened afterwards.
+
+    num_excluded: number of workers that were not chosen, by reason.
+    actuals: the measured outcome (`RequestActuals`); empty until the request has ended.
+    inputs: JSON text from which the decision can be repeated (`scheduler.decisions.decision_records`); empty if it
+        cannot be.
+    """
 
     decision_id: DecisionId
     scheduler_id: str

@@ -1,4 +1,4 @@
-"""A placement question and its answers. Every prediction is in seconds."""
+"""The question where a request should run, and the scheduler's answers. Every prediction is in seconds."""
 
 from dataclasses import dataclass, replace
 
@@ -11,12 +11,19 @@ from baton.core.request import NO_SLO, Slo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementQuery:
-    """Where should this attempt run? `attempt` counts from 0. `num_prompt_tokens` is what must be prefilled,
-    replayed outputs included; `num_output_tokens` of them are outputs. `avoid`: workers that failed it.
-    `model_fingerprint`: of the weights that wrote what the client has; empty while it has nothing, and any
-    that serve `model` will do. `waited_s`: since a gateway received the request. `answer_within_s`: who asks
-    takes a scheduler that has said nothing for so long for lost. `trace_context`: W3C's traceparent, or
-    empty."""
+    """A gateway's question where one attempt of a request should run.
+
+    attempt: counts from 0.
+    num_prompt_tokens: tokens to prefill, including outputs of earlier attempts that are replayed.
+    num_output_tokens: how many of these are outputs.
+    model_fingerprint: weights that generated the outputs which the client has. Empty if it has none: any worker that
+        serves `model` will do.
+    avoid: workers that have failed the request.
+    session_key: identifies the client's session; no policy uses it yet.
+    waited_s: time since a gateway received the request.
+    answer_within_s: the gateway gives up a scheduler that has not answered within this time.
+    trace_context: W3C traceparent, or empty.
+    """
 
     request_id: bytes
     attempt: int
@@ -39,17 +46,21 @@ class PlacementQuery:
     answer_within_s: float = 5.0
     trace_context: str = ""
 
-    def later(self, by_s: float) -> "PlacementQuery":
-        """The same, asked so much later."""
-        return replace(self, waited_s=self.waited_s + by_s, deadline_s=max(0.0, self.deadline_s - by_s))
+    def after_waiting(self, seconds: float) -> "PlacementQuery":
+        """Return the query as it would be asked `seconds` later."""
+        return replace(self, waited_s=self.waited_s + seconds, deadline_s=max(0.0, self.deadline_s - seconds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Who prefills and who decodes. `decode` None: the first token is the last (`max_tokens` 1). `prefill`
-    None: the decode worker computes the prompt itself. Never one worker on both sides. Seconds are
-    predictions, None where the policy makes none, but for `waiting_s`: so long the request has waited at the
-    scheduler."""
+    """The workers that prefill and decode one attempt. They are never the same worker.
+
+    prefill: None if the decode worker computes the prompt itself.
+    decode: None if the first token is the last one.
+    prefix_source: a third worker whose cached prefix is pulled before prefill.
+    queue_s ... tpot_s: predicted seconds; None if the policy predicts none.
+    waiting_s: measured time that the request waited at the scheduler.
+    """
 
     decision_id: DecisionId
     scheduler_id: str
@@ -70,8 +81,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """Refused before any prefill is spent: the term that failed, what was predicted and the limit it
-    broke."""
+    """A refusal before any prefill is spent.
+
+    term: the predicted quantity that exceeded its limit, with `predicted_s` and `limit_s` where they are known.
+    """
 
     reason: Reason
     message: str
@@ -83,7 +96,9 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StillWaiting:
-    """Not decided yet: the request waits at the scheduler among `num_waiting`, and keeps its place if it is
-    asked for again at once."""
+    """An interim answer: the request is one of `num_waiting` in the scheduler's admission queue.
+
+    It keeps its position if the gateway repeats the query immediately.
+    """
 
     num_waiting: int

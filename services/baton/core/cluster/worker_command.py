@@ -7,20 +7,29 @@ from baton.core.ids import WorkerRef
 
 
 class CommandKind(Enum):
-    """What a scheduler can ask of a worker over its report stream. DRAIN: finish and leave, as an operator
-    wishes. LEAVE: it is this worn-out worker's turn; it drains, and is replaced."""
+    """What a scheduler can tell a worker over its report stream.
+
+    SNAPSHOT: publish a snapshot of the cached blocks.
+    DRAIN: finish the running work and exit, at an operator's request.
+    PROBE_LINK: connect with `peer` and measure the link again.
+    CONNECT: connect with `peer` before the pair is used.
+    REPLACE: drain and exit now, as this worker has asked to be replaced.
+    """
 
     SNAPSHOT = "snapshot"
     DRAIN = "drain"
     PROBE_LINK = "probe_link"
     CONNECT = "connect"
-    LEAVE = "leave"
+    REPLACE = "replace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """`peer`: the other worker, for PROBE_LINK and CONNECT (warm the pair before it is used).
-    `node_shutting_down`: of DRAIN, the worker's machine is about to end."""
+    """One command.
+
+    peer: the other worker, for PROBE_LINK and CONNECT.
+    node_shutting_down: the worker's machine is about to stop; for DRAIN.
+    """
 
     kind: CommandKind
     peer: WorkerRef | None = None

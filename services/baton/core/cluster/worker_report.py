@@ -9,7 +9,7 @@ from baton.core.step_cost import StepCostModel
 
 
 class WorkerRole(Enum):
-    """A label that the scheduler reads; every worker can do both."""
+    """What a worker is meant for. Only the scheduler reads it: every worker can do both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -25,6 +25,8 @@ class WorkerRole(Enum):
 
 
 class WorkerState(Enum):
+    """The lifecycle state of a worker. Only READY workers get new requests."""
+
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
@@ -33,8 +35,12 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCounts:
-    """Each block of a pool is in exactly one state; `held_for_others` is the part of `used` that only
-    transfers pin."""
+    """The KV blocks of a pool by state. Each block is in exactly one state.
+
+    used: referenced by sequences or transfers. held_for_others: the part of them that only transfers reference.
+    receiving: reserved for a pull under way.
+    quarantined: a late read may still write to them.
+    """
 
     total: int
     free: int
@@ -46,13 +52,17 @@ class BlockCounts:
 
     @property
     def is_balanced(self) -> bool:
+        """True if the states add up to the total."""
         return self.free + self.cached + self.used + self.receiving + self.quarantined == self.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport:
-    """How fast this worker reads from `peer`, as measured; `broken`: a read was given up and no probe has
-    succeeded since."""
+    """How fast this worker reads from `peer`, as measured.
+
+    inflight_bytes: bytes of the reads under way.
+    broken: a read was given up and no probe has succeeded since.
+    """
 
     peer: WorkerRef
     bytes_per_s: float
@@ -63,12 +73,18 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """One worker's state as it publishes it. `counted_decision_ids`: placements that these loads already
-    contain. `needs_replacement`: so much of its memory is quarantined that it asks to be let go, since only a
-    new process has it back. `costs` None: it has not measured itself. `waiting_prefill_attended_tokens`: what
-    the waiting tokens attend to (`core.step_cost.attended_tokens`). Of that, of `max_num_batched_tokens` and
-    of `mean_output_tokens` (of the sequences that ended here lately) 0 means not known. `slo_step_s`: its
-    next step may take so long, for the promises to whoever decodes there; 0 where they allow nothing."""
+    """One worker's state as it publishes it.
+
+    waiting_prefill_attended_tokens: (query, context) pairs of the waiting prompt tokens
+        (`core.step_cost.attended_tokens`); 0 if not known.
+    event_seq: number of the worker's last KV event.
+    counted_decision_ids: placements that these loads already contain.
+    needs_replacement: too many blocks are quarantined, and only a new process gets them back.
+    costs: None if the worker has not measured itself yet.
+    max_num_batched_tokens: 0 if not known.
+    mean_output_tokens: mean length of the answers that ended here recently; 0 if not known.
+    slo_step_s: longest next step that the TPOT SLOs of the decoding requests allow; 0 if they allow nothing.
+    """
 
     worker: WorkerRef
     report_seq: int

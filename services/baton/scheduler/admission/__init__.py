@@ -1,1 +1,1 @@
-"""Decides when a request is refused or has to wait."""
+"""Decides when a request is rejected or has to wait at the scheduler."""

@@ -1,9 +1,8 @@
-"""Where requests wait at the scheduler until a worker is free enough, and are asked for again and again
-meanwhile.
+"""Holds requests at the scheduler until a worker is free enough for them.
 
-A gateway takes a scheduler that says nothing for lost. So who waits is told so (`StillWaiting`) in half the
-time that its gateway allows, and keeps its place if it is asked for again; who is not has no client any more,
-and leaves.
+A gateway gives up a scheduler that does not answer. A waiting request is therefore answered with `StillWaiting` after
+half the time that its gateway allows, and keeps its position if the gateway asks again. If nobody asks again, the
+client is gone and the request is removed.
 """
 
 import asyncio
@@ -14,232 +13,245 @@ from enum import Enum
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.runtime.logging import get_logger
+from baton.scheduler.admission.fair_queue import FairQueue, QueueEntry, displaced_rejection, overdue_rejection
 from baton.scheduler.admission.slo_admission import MIN_RETRY_S
-from baton.scheduler.admission.waiting_queue import Waiting, WaitingQueue, displaced, overdue
 
 log = get_logger(__name__)
 
-LEAVING = Failure(
-    code=Code.UNAVAILABLE, reason=Reason.DRAINING, message="this scheduler leaves; ask another", retry_after_s=0.0
+SCHEDULER_DRAINING = Failure(
+    code=Code.UNAVAILABLE,
+    reason=Reason.DRAINING,
+    message="this scheduler is draining; ask another one",
+    retry_after_s=0.0,
 )
-BROKEN = Failure(
+PLACEMENT_FAILED = Failure(
     code=Code.INTERNAL, reason=Reason.INTERNAL, message="the request could not be placed: see the scheduler's log"
 )
-LOOKS_A_SECOND = 200
-"""At most so often is it looked whether the next one can go: reports come faster from many workers."""
-DECISIONS_A_LOOK = 8
-"""At most; between looks the event loop answers others."""
-MAX_OVERTAKEN = 32
-"""So many may pass one for which alone there is no room yet; then room is made for it by nobody else getting
-any."""
-SWEEP_S = 0.25
-"""Between two looks at who has not been asked for again."""
+MAX_ROUNDS_PER_S = 200
+"""Limits how often the queue is tried. Many workers report more often."""
+MAX_DECISIONS_PER_ROUND = 8
+"""Limits one round, so that the event loop serves other calls between rounds."""
+MAX_OVERTAKES = 32
+"""Requests that may overtake one that fits on no worker. After that, all wait until it fits."""
+SWEEP_INTERVAL_S = 0.25
+"""Time between two checks for requests that were not asked for again."""
 
 Answer = Placement | Rejection
 
 
-class MustWait(Enum):
-    """Why a request cannot go yet. ALL: nobody can. THIS: there is no room for it; another may be smaller."""
+class Blocked(Enum):
+    """Why a request cannot be placed yet.
 
-    ALL = "all"
-    THIS = "this"
+    ALL_REQUESTS: no request can be placed. THIS_REQUEST: it fits on no worker, but a smaller one may.
+    """
+
+    ALL_REQUESTS = "all_requests"
+    THIS_REQUEST = "this_request"
 
 
 @dataclass(slots=True, eq=False)
-class _Seat:
-    """One request that waits. `work_s`: predicted to compute its prompt."""
+class _WaitingRequest:
+    """One request in the queue, or with an answer that was not fetched yet.
+
+    asked_s: when it was last asked for. num_asking: calls that wait for its answer now.
+    work_s: predicted time to compute its prompt.
+    num_overtaken: requests that have overtaken it because it fits on no worker.
+    """
 
     query: PlacementQuery
     since_s: float
-    heard_s: float
+    asked_s: float
     work_s: float
     answer: asyncio.Future[Answer]
     num_asking: int = 0
     num_overtaken: int = 0
-    waiting: "Waiting[_Seat] | None" = None
+    entry: "QueueEntry[_WaitingRequest] | None" = None
 
     @property
     def key(self) -> tuple[bytes, int]:
         return self.query.request_id, self.query.attempt
 
-    def is_lost(self, now_s: float) -> bool:
-        return not self.num_asking and now_s - self.heard_s > self.query.answer_within_s / 2
+    def is_abandoned(self, now_s: float) -> bool:
+        return not self.num_asking and now_s - self.asked_s > self.query.answer_within_s / 2
 
-    def asks_now(self, now_s: float) -> PlacementQuery:
-        """The query as it would be asked now."""
-        return self.query.later(now_s - self.since_s)
+    def query_at(self, now_s: float) -> PlacementQuery:
+        return self.query.after_waiting(now_s - self.since_s)
 
 
 class AdmissionQueue:
-    """Single owner: the scheduler's event loop.
+    """The scheduler's queue of requests that cannot be placed yet. Owned by its event loop.
 
-    `decide` answers a query with its final answer, or says that it must wait on; `refuse` makes a refusal
-    final. Both are called with the seconds that the request has waited here. `abandon`: of an answer that
-    nobody has fetched. `on_size`: how many wait.
+    decide(query, waited_s): answers a queued request, or says what blocks it.
+    refuse(query, rejection, waited_s): makes a rejection by the queue itself final.
+    abandon(answer): is called for an answer that was not fetched.
+    on_size(num_waiting): is called when the number of queued requests may have changed.
     """
 
     def __init__(
         self,
         *,
         max_waiting: int,
-        keeps_slos: bool,
-        decide: Callable[[PlacementQuery, float], Answer | MustWait],
+        slos_set_due: bool,
+        decide: Callable[[PlacementQuery, float], Answer | Blocked],
         refuse: Callable[[PlacementQuery, Rejection, float], Rejection],
         abandon: Callable[[Answer], None],
         on_size: Callable[[int], None],
     ) -> None:
-        """`max_waiting` 0: nobody may wait."""
-        self._queue: WaitingQueue[_Seat] = WaitingQueue(max_waiting=max(1, max_waiting), keeps_slos=keeps_slos)
+        """With `max_waiting` 0 the queue is closed: no request may wait. `slos_set_due`: see `FairQueue`."""
+        self._queue: FairQueue[_WaitingRequest] = FairQueue(max_waiting=max(1, max_waiting), slos_set_due=slos_set_due)
         self.is_open = max_waiting > 0
         self._decide = decide
         self._refuse = refuse
         self._abandon = abandon
         self._on_size = on_size
-        self._seats: dict[tuple[bytes, int], _Seat] = {}
+        self._requests: dict[tuple[bytes, int], _WaitingRequest] = {}
         self._wake = asyncio.Event()
         self._swept_s = 0.0
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def holds(self, query: PlacementQuery) -> bool:
-        return (query.request_id, query.attempt) in self._seats
+    def contains(self, query: PlacementQuery) -> bool:
+        """True if this attempt waits here, or has an answer that was not fetched yet."""
+        return (query.request_id, query.attempt) in self._requests
 
     def work_before_s(self, query: PlacementQuery) -> float:
-        """Predicted seconds of one worker for the prompts that would have their turn before that of a new
-        request."""
-        return sum(seat.work_s for seat in self._queue.before(query, asyncio.get_running_loop().time()))
+        """Predict the compute time, on one worker, of the prompts that would be placed before a new request."""
+        now_s = asyncio.get_running_loop().time()
+        return sum(request.work_s for request in self._queue.handles_before(query, now_s))
 
-    def enter(self, query: PlacementQuery, work_s: float) -> None:
-        """Take a place; in a full room somebody gives way, perhaps the new one."""
+    def add(self, query: PlacementQuery, work_s: float) -> None:
+        """Queue a request. If the queue is full, one request is rejected, perhaps the new one."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        seat = _Seat(query=query, since_s=now_s, heard_s=now_s, work_s=work_s, answer=loop.create_future())
-        self._seats[seat.key] = seat
-        seat.waiting, victim = self._queue.add(query, seat, now_s)
-        if victim is not None:
-            retry_s = max(MIN_RETRY_S, victim.handle.work_s)
-            self._end(victim.handle, self._refused(victim.handle, displaced(self._queue, retry_s), now_s))
+        request = _WaitingRequest(query=query, since_s=now_s, asked_s=now_s, work_s=work_s, answer=loop.create_future())
+        self._requests[request.key] = request
+        request.entry, displaced = self._queue.add(query, request, now_s)
+        if displaced is not None:
+            retry_s = max(MIN_RETRY_S, displaced.handle.work_s)
+            self._reject(displaced.handle, displaced_rejection(self._queue, retry_s), now_s)
         self._on_size(len(self._queue))
-        self.look()
+        self.wake()
 
-    async def stay(self, query: PlacementQuery) -> Answer | StillWaiting:
-        """Wait in the place taken before. Raises Refused when this scheduler leaves."""
-        seat = self._seats[(query.request_id, query.attempt)]
-        seat.num_asking += 1
+    async def wait(self, query: PlacementQuery) -> Answer | StillWaiting:
+        """Wait for the answer to a queued request. Raises Refused if this scheduler drains."""
+        request = self._requests[(query.request_id, query.attempt)]
+        request.num_asking += 1
         try:
             async with asyncio.timeout(query.answer_within_s / 2):
-                answer = await asyncio.shield(seat.answer)
+                answer = await asyncio.shield(request.answer)
         except TimeoutError:
             return StillWaiting(num_waiting=len(self._queue))
         except Refused:
-            self._seats.pop(seat.key, None)
+            self._requests.pop(request.key, None)
             raise
         except asyncio.CancelledError:
-            if seat.num_asking == 1:
-                self._leave(seat)
+            if request.num_asking == 1:
+                self._remove(request)
             raise
         finally:
-            seat.num_asking -= 1
-            seat.heard_s = asyncio.get_running_loop().time()
-        self._seats.pop(seat.key, None)
+            request.num_asking -= 1
+            request.asked_s = asyncio.get_running_loop().time()
+        self._requests.pop(request.key, None)
         return answer
 
-    def look(self) -> None:
-        """Something has changed: the next one may be able to go."""
-        if self._seats:
+    def wake(self) -> None:
+        """Try the queue soon, because the next request may have become placeable."""
+        if self._requests:
             self._wake.set()
 
     async def run(self) -> None:
-        """Let go who can, and who has waited too long, for ever."""
+        """Place requests as workers become free, and reject overdue ones. Runs until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = self._queue.next_due_s
-            until_s = loop.time() + SWEEP_S if self._seats else None
+            until_s = loop.time() + SWEEP_INTERVAL_S if self._requests else None
             try:
                 async with asyncio.timeout_at(until_s if due_s is None or until_s is None else min(due_s, until_s)):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
-            self._serve(loop.time())
-            await asyncio.sleep(1 / LOOKS_A_SECOND)
+            self._run_round(loop.time())
+            await asyncio.sleep(1 / MAX_ROUNDS_PER_S)
 
     def close(self) -> None:
-        """Send all away, to another scheduler, and let nobody in any more."""
+        """Refuse all waiting requests, so that their gateways ask another scheduler, and accept no more."""
         self.is_open = False
-        for seat in list(self._seats.values()):
-            if seat.num_asking and not seat.answer.done():
-                seat.answer.set_exception(Refused(LEAVING))
-            self._leave(seat)
+        for request in list(self._requests.values()):
+            if request.num_asking and not request.answer.done():
+                request.answer.set_exception(Refused(SCHEDULER_DRAINING))
+            self._remove(request)
 
-    def _serve(self, now_s: float) -> None:
-        for waiting in self._queue.expire(now_s):
-            self._end(waiting.handle, self._refused(waiting.handle, overdue(waiting, now_s), now_s))
-        if now_s - self._swept_s >= SWEEP_S:
+    def _run_round(self, now_s: float) -> None:
+        for entry in self._queue.expire(now_s):
+            self._reject(entry.handle, overdue_rejection(entry, now_s), now_s)
+        if now_s - self._swept_s >= SWEEP_INTERVAL_S:
             self._swept_s = now_s
-            for seat in [seat for seat in self._seats.values() if seat.is_lost(now_s)]:
-                self._leave(seat)
-        self._let_go(now_s)
+            for request in [request for request in self._requests.values() if request.is_abandoned(now_s)]:
+                self._remove(request)
+        self._place_next(now_s)
         self._on_size(len(self._queue))
 
-    def _let_go(self, now_s: float) -> None:
-        """Whoever can go, in their order. Those for whom alone there is no room are passed by those due next,
-        for a while."""
-        tries = DECISIONS_A_LOOK
+    def _place_next(self, now_s: float) -> None:
+        """Place requests in fair order until one is blocked. If only that one is, smaller ones may overtake it."""
+        tries = MAX_DECISIONS_PER_ROUND
         has_more = True
         while tries and has_more and (first := self._queue.peek()) is not None:
             tries -= 1
-            could_not = self._try(first, now_s)
-            if could_not is not None:
-                has_more = could_not is MustWait.THIS and self._let_pass(first.handle, tries, now_s)
+            blocked = self._try(first, now_s)
+            if blocked is not None:
+                has_more = blocked is Blocked.THIS_REQUEST and self._overtake(first.handle, tries, now_s)
                 break
         if has_more and len(self._queue):
             self._wake.set()
 
-    def _let_pass(self, first: _Seat, tries: int, now_s: float) -> bool:
-        """There is no room for `first`, but perhaps for some of those due next. Whether any has gone."""
+    def _overtake(self, first: _WaitingRequest, tries: int, now_s: float) -> bool:
+        """Try the requests due earliest while `first` fits on no worker. Returns True if any was answered."""
         num_before = first.num_overtaken
-        for waiting in self._queue.soonest(tries + 1):
-            if waiting.handle is first:
+        for entry in self._queue.earliest_due(tries + 1):
+            if entry.handle is first:
                 continue
-            could_not = self._try(waiting, now_s) if first.num_overtaken < MAX_OVERTAKEN else MustWait.ALL
-            if could_not is MustWait.ALL:
+            blocked = self._try(entry, now_s) if first.num_overtaken < MAX_OVERTAKES else Blocked.ALL_REQUESTS
+            if blocked is Blocked.ALL_REQUESTS:
                 break
-            first.num_overtaken += could_not is None
+            first.num_overtaken += blocked is None
         return first.num_overtaken > num_before
 
-    def _try(self, waiting: "Waiting[_Seat]", now_s: float) -> MustWait | None:
-        """Let it go, if it can: None then. A bug of ours costs the request, not those behind it."""
-        seat = waiting.handle
+    def _try(self, entry: "QueueEntry[_WaitingRequest]", now_s: float) -> Blocked | None:
+        """Answer a request if it can be placed or rejected. Returns what blocks it, or None if it was answered.
+
+        An unexpected error fails this request only, not those behind it.
+        """
+        request = entry.handle
         try:
-            answer = self._decide(seat.asks_now(now_s), now_s - seat.since_s)
+            answer = self._decide(request.query_at(now_s), now_s - request.since_s)
         except Exception:
-            log.exception("placement_failed", request=seat.query.request_id.hex())
-            self._queue.take(waiting)
-            if not seat.answer.done():
-                seat.answer.set_exception(Refused(BROKEN))
+            log.exception("placement_failed", request=request.query.request_id.hex())
+            self._queue.take(entry)
+            if not request.answer.done():
+                request.answer.set_exception(Refused(PLACEMENT_FAILED))
             return None
-        if isinstance(answer, MustWait):
+        if isinstance(answer, Blocked):
             return answer
-        self._queue.take(waiting)
-        self._end(seat, answer)
+        self._queue.take(entry)
+        self._resolve(request, answer)
         return None
 
-    def _refused(self, seat: _Seat, rejection: Rejection, now_s: float) -> Rejection:
-        return self._refuse(seat.asks_now(now_s), rejection, now_s - seat.since_s)
+    def _reject(self, request: _WaitingRequest, rejection: Rejection, now_s: float) -> None:
+        self._resolve(request, self._refuse(request.query_at(now_s), rejection, now_s - request.since_s))
 
-    def _end(self, seat: _Seat, answer: Answer) -> None:
-        """It is in the queue no more. Who is not asked for in this moment gets the answer when it is."""
-        if not seat.answer.done():
-            seat.answer.set_result(answer)
+    def _resolve(self, request: _WaitingRequest, answer: Answer) -> None:
+        """Set the answer of a request that has left the queue. If no call waits for it now, the next one gets it."""
+        if not request.answer.done():
+            request.answer.set_result(answer)
 
-    def _leave(self, seat: _Seat) -> None:
-        """Its client is gone."""
-        self._seats.pop(seat.key, None)
-        if seat.waiting is not None:
-            self._queue.remove(seat.waiting)
-        if seat.answer.done() and not seat.answer.cancelled() and seat.answer.exception() is None:
-            self._abandon(seat.answer.result())
-        seat.answer.cancel()
+    def _remove(self, request: _WaitingRequest) -> None:
+        """Remove a request whose client is gone. Its answer, if there is one, is abandoned."""
+        self._requests.pop(request.key, None)
+        if request.entry is not None:
+            self._queue.remove(request.entry)
+        if request.answer.done() and not request.answer.cancelled() and request.answer.exception() is None:
+            self._abandon(request.answer.result())
+        request.answer.cancel()
         self._on_size(len(self._queue))

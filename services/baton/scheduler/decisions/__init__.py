@@ -1,1 +1,1 @@
-"""Makes, records and explains placement decisions."""
+"""Makes placement decisions, records them, and repeats them from their records."""

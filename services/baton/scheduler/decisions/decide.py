@@ -1,5 +1,4 @@
-"""One decision, from beginning to end, as a pure function: policy, admission, and whether the request should
-wait here first."""
+"""Makes one decision as a pure function: the policy, the SLO check, and the check of the workers' queues."""
 
 from dataclasses import dataclass
 
@@ -7,17 +6,21 @@ from baton.core.cluster.cluster_snapshot import ClusterSnapshot
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.errors import Reason
 from baton.core.ids import DecisionId
-from baton.scheduler.admission.slo_admission import AdmissionMode, admit, no_turn_yet
-from baton.scheduler.policies.policy_result import Choice, Policy, PolicyContext
+from baton.scheduler.admission.slo_admission import AdmissionMode, check_slos, check_worker_queues
+from baton.scheduler.policies.policy_types import Choice, Policy, PolicyContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRules:
-    """What else a decision goes by: the scheduler's settings, the number of its turn, and `ahead_s`: of
-    prompts that wait at the scheduler for their turn before this one, a worker's share. `max_worker_queue_s`
-    None: nobody waits at the scheduler."""
+    """The scheduler's settings and state that a decision depends on, besides query and snapshot.
 
-    turn_number: int
+    decision_number: how many requests this scheduler has answered before.
+    max_waiting_seqs: limit for the sequences waiting at a chosen worker.
+    max_worker_queue_s: limit for the shortest predicted queue. None: requests cannot wait at the scheduler.
+    ahead_s: predicted time until the requests queued before this one are placed.
+    """
+
+    decision_number: int
     admission: AdmissionMode = AdmissionMode.OFF
     max_waiting_seqs: int = 256
     max_worker_queue_s: float | None = None
@@ -26,8 +29,11 @@ class DecisionRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`choice` None: the policy itself refused. `may_wait`: the answer is a refusal only if the request
-    cannot wait at the scheduler."""
+    """The result of `decide`.
+
+    choice: None if the policy itself rejected the request.
+    may_wait: the answer is a rejection only if the request cannot wait at the scheduler.
+    """
 
     answer: Placement | Rejection
     choice: Choice | None
@@ -43,18 +49,22 @@ def decide(
     cluster: ClusterSnapshot,
     rules: DecisionRules,
 ) -> Decision:
-    """Randomness follows from `decision_id`, so that the same comes out again. Raises ValueError for an id
-    that is no hexadecimal number."""
-    turn = PolicyContext(number=rules.turn_number, seed=int(decision_id, 16), max_full_s=rules.max_worker_queue_s)
-    choice = policy(query, cluster, turn)
+    """Place or reject one request. Equal arguments give equal decisions, as `decision_id` seeds all randomness.
+
+    Raises ValueError if `decision_id` is not a hexadecimal number.
+    """
+    context = PolicyContext(
+        number=rules.decision_number, seed=int(decision_id, 16), max_capacity_wait_s=rules.max_worker_queue_s
+    )
+    choice = policy(query, cluster, context)
     if isinstance(choice, Rejection):
         return Decision(answer=choice, choice=None, may_wait=choice.reason is Reason.NO_CAPACITY)
-    refused = admit(query, choice, mode=rules.admission, ahead_s=rules.ahead_s)
-    if refused is not None:
-        return Decision(answer=refused, choice=choice)
-    crowded = no_turn_yet(
+    slo_missed = check_slos(query, choice, mode=rules.admission, ahead_s=rules.ahead_s)
+    if slo_missed is not None:
+        return Decision(answer=slo_missed, choice=choice)
+    queues_full = check_worker_queues(
         query, choice, max_waiting_seqs=rules.max_waiting_seqs, max_worker_queue_s=rules.max_worker_queue_s
     )
-    if crowded is not None:
-        return Decision(answer=crowded, choice=choice, may_wait=True)
+    if queues_full is not None:
+        return Decision(answer=queues_full, choice=choice, may_wait=True)
     return Decision(answer=choice.placement(decision_id, scheduler_id, policy_name), choice=choice)

@@ -1,4 +1,4 @@
-"""Writes decision records, off the decision path: a slow or absent store costs records, never time."""
+"""Writes decision records to the store in the background. A slow or absent store loses records, never time."""
 
 import asyncio
 from contextlib import suppress
@@ -9,18 +9,18 @@ from baton.core.ids import DecisionId
 from baton.core.interfaces import DecisionStore
 from baton.core.request import RequestActuals
 from baton.runtime.observability.metrics import SchedulerMetrics
-from baton.scheduler.decisions.explain import Decided, RecentDecisions
+from baton.scheduler.decisions.decision_records import RecentDecisions, UnrecordedDecision
 
 RECORD_TTL_S = 3_600.0
 MAX_UNWRITTEN_RECORDS = 1_024
-RECORDS_PART = 0.2
-"""Of the scheduler's time, at most, that goes into telling records."""
-LAST_RECORDS_S = 1.0
-"""How long a scheduler that ends goes on writing records."""
+MAX_TIME_FRACTION = 0.2
+"""Largest fraction of the scheduler's time that is spent on building records."""
+FLUSH_TIMEOUT_S = 1.0
+"""How long a scheduler that shuts down still writes records."""
 
 
 class DecisionRecorder:
-    """What one scheduler decided lately, and what came of it; the store has it a little later."""
+    """Keeps one scheduler's recent decisions with their outcomes, and copies them to the store a little later."""
 
     def __init__(self, store: DecisionStore, metrics: SchedulerMetrics) -> None:
         self._store = store
@@ -28,34 +28,40 @@ class DecisionRecorder:
         self._recent = RecentDecisions()
         self._unwritten: asyncio.Queue[DecisionId] = asyncio.Queue(MAX_UNWRITTEN_RECORDS)
 
-    def decided(self, decided: Decided) -> None:
-        self._recent.decided(decided)
-        self._keep(decided.decision_id)
+    def add(self, decision: UnrecordedDecision) -> None:
+        """Remember a decision and write its record later."""
+        self._recent.add(decision)
+        self._write_later(decision.decision_id)
 
     def finished(self, actuals: RequestActuals) -> None:
-        """A request has ended so. Of a decision that is not known any more nothing is kept."""
+        """Add the outcome of a request to its record. Ignored if the decision has been forgotten."""
         if self._recent.finish(actuals):
-            self._keep(actuals.decision_id)
+            self._write_later(actuals.decision_id)
 
     async def of_request(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
-        """By attempt; those that another scheduler has decided, too, where the store knows them. None: the
-        request decided last."""
+        """Return the records of one request by attempt, including those of other schedulers in the store.
+
+        `request_id` None: the request that was decided last.
+        """
         recent = self._recent.of_request(request_id)
-        kept: tuple[DecisionRecord, ...] = ()
+        stored: tuple[DecisionRecord, ...] = ()
         with suppress(StoreUnavailable):
-            kept = await self._store.get(recent[0].request_id if recent else request_id)
-        by_attempt = {record.attempt: record for record in (*kept, *recent)}
+            stored = await self._store.get(recent[0].request_id if recent else request_id)
+        by_attempt = {record.attempt: record for record in (*stored, *recent)}
         return tuple(by_attempt[attempt] for attempt in sorted(by_attempt))
 
     async def run(self) -> None:
-        """For ever. Telling a record takes longer than deciding, so no more than a part of the time goes to
-        it; of decisions that come faster only the answers are kept."""
+        """Write records until cancelled.
+
+        Building a record takes longer than deciding, so it is limited to `MAX_TIME_FRACTION`. If decisions come
+        faster, only the answers of the oldest are kept (`RecentDecisions`).
+        """
         loop = asyncio.get_running_loop()
         while True:
             decision_id = await self._unwritten.get()
             began_s = loop.time()
-            record = self._recent.tell(decision_id)
-            await asyncio.sleep((loop.time() - began_s) * (1 / RECORDS_PART - 1))
+            record = self._recent.record_of(decision_id)
+            await asyncio.sleep((loop.time() - began_s) * (1 / MAX_TIME_FRACTION - 1))
             try:
                 if record is not None:
                     await self._store.put(record, RECORD_TTL_S)
@@ -66,12 +72,12 @@ class DecisionRecorder:
                 self._unwritten.task_done()
 
     async def flush(self) -> None:
-        """Wait, not long, until what is left is written."""
+        """Wait until all records are written, at most `FLUSH_TIMEOUT_S`."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_RECORDS_S):
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._unwritten.join()
 
-    def _keep(self, decision_id: DecisionId) -> None:
-        """Write the record later; drop it where the store is too slow to keep up."""
+    def _write_later(self, decision_id: DecisionId) -> None:
+        """Queue a record, or drop it if the store is too slow."""
         with suppress(asyncio.QueueFull):
             self._unwritten.put_nowait(decision_id)

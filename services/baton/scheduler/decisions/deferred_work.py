@@ -1,4 +1,4 @@
-"""What comes of a decision that its answer need not wait for."""
+"""Runs work that the answer to a request does not have to wait for."""
 
 import asyncio
 from collections import deque
@@ -6,39 +6,42 @@ from collections.abc import Callable
 
 
 class DeferredWork:
-    """Work put off to the event loop's next turn, done in order. Whoever must find it done calls `catch_up`
-    first.
+    """Callbacks that run in order in the next iteration of the event loop. Call `run_pending` to run them now.
 
-    `at_end`: called once a turn in which there was something, after all of it.
+    `after_batch` is called at the end of each iteration in which something was scheduled.
     """
 
-    def __init__(self, at_end: Callable[[], None]) -> None:
-        self._at_end = at_end
-        self._todo: deque[Callable[[], None]] = deque()
-        self._has_turn = False
+    def __init__(self, after_batch: Callable[[], None]) -> None:
+        self._after_batch = after_batch
+        self._pending: deque[Callable[[], None]] = deque()
+        self._is_scheduled = False
 
-    def add(self, todo: Callable[[], None]) -> None:
-        self._todo.append(todo)
-        self.take_turn()
+    def add(self, work: Callable[[], None]) -> None:
+        """Run `work` in the next iteration of the event loop."""
+        self._pending.append(work)
+        self.schedule()
 
-    def take_turn(self) -> None:
-        """There is something to do in the next turn, if only `at_end`."""
-        if not self._has_turn:
-            self._has_turn = True
-            asyncio.get_running_loop().call_soon(self._turn)
+    def schedule(self) -> None:
+        """Run an iteration soon, even if there is nothing but `after_batch`."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._run_batch)
 
-    def catch_up(self) -> None:
-        """One that fails is told of by the event loop: it is nobody's who happens to come next."""
-        while self._todo:
-            todo = self._todo.popleft()
+    def run_pending(self) -> None:
+        """Run all pending work now.
+
+        Errors go to the event loop's exception handler, because the caller is not the one who added the work.
+        """
+        while self._pending:
+            work = self._pending.popleft()
             try:
-                todo()
+                work()
             except Exception as error:
                 asyncio.get_running_loop().call_exception_handler(
-                    {"message": "put off, and failed", "exception": error}
+                    {"message": "deferred work of the scheduler failed", "exception": error}
                 )
 
-    def _turn(self) -> None:
-        self._has_turn = False
-        self.catch_up()
-        self._at_end()
+    def _run_batch(self) -> None:
+        self._is_scheduled = False
+        self.run_pending()
+        self._after_batch()

@@ -1,4 +1,4 @@
-"""A scheduler whose placements are traced: the span of each question, below the request that asks."""
+"""Traces the calls that place requests, as children of the request's span."""
 
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
@@ -11,8 +11,10 @@ from baton.runtime.observability.tracing import Attributes, Tracing, reason_of
 
 
 class TracedScheduler(SchedulerService):
-    """`inner`, to whoever calls it. A request that waits at the scheduler is asked for again and again: one
-    span a question."""
+    """Wraps a scheduler and records one span per `place` call.
+
+    The gateway of a request that waits at the scheduler repeats the call, so such a request has several spans.
+    """
 
     def __init__(self, inner: SchedulerService, tracing: Tracing) -> None:
         self._inner = inner
@@ -23,11 +25,11 @@ class TracedScheduler(SchedulerService):
         try:
             answer = await self._inner.place(query)
         except BaseException as error:
-            span.end(_asked(query), problem=reason_of(error).value)
+            span.end(_query_attributes(query), problem=reason_of(error).value)
             raise
         if span.is_recorded:
             span.end(
-                {**_asked(query), **_answered(answer)},
+                {**_query_attributes(query), **_answer_attributes(answer)},
                 problem=answer.reason.value if isinstance(answer, Rejection) else "",
             )
         return answer
@@ -48,7 +50,7 @@ class TracedScheduler(SchedulerService):
         await self._inner.report(stream)
 
 
-def _asked(query: PlacementQuery) -> Attributes:
+def _query_attributes(query: PlacementQuery) -> Attributes:
     return {
         "baton.request_id": query.request_id.hex(),
         "baton.attempt": query.attempt,
@@ -56,7 +58,7 @@ def _asked(query: PlacementQuery) -> Attributes:
     }
 
 
-def _answered(answer: Placement | Rejection | StillWaiting) -> Attributes:
+def _answer_attributes(answer: Placement | Rejection | StillWaiting) -> Attributes:
     match answer:
         case Placement():
             return {
@@ -84,4 +86,4 @@ def _answered(answer: Placement | Rejection | StillWaiting) -> Attributes:
                 "baton.retry_after_s": answer.retry_after_s,
             }
         case StillWaiting():
-            return {"baton.outcome": "waits", "baton.num_waiting": answer.num_waiting}
+            return {"baton.outcome": "waiting", "baton.num_waiting": answer.num_waiting}

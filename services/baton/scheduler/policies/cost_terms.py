@@ -1,5 +1,4 @@
-"""What `ranking` works out of each candidate, in seconds, and how a record tells of it, when somebody
-asks."""
+"""Holds the predicted terms of all candidates, and turns them into the candidates of a decision record."""
 
 from dataclasses import dataclass
 
@@ -9,30 +8,44 @@ import numpy.typing as npt
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot
 from baton.core.cluster.decision_record import Candidate
 from baton.core.cluster.placement import PlacementQuery
-from baton.scheduler.policies.policy_result import FAILED_BEFORE, FULL, SLOWER, has_room, unusable
+from baton.scheduler.policies.eligibility import Exclusion, Side, ineligible
 from baton.scheduler.prediction.predict import Prompt
-from baton.scheduler.state.worker_table import Floats, WorkerTable
+from baton.scheduler.state.worker_table import MEASURED_COSTS, Floats, WorkerTable
 
-SHOWN_A_SIDE = 4
-UNREADABLE = "barred, or its KV cannot be read (yet)"
+SHOWN_PER_SIDE = 4
+"""Candidates of each side whose terms are recorded."""
+NO_SOURCE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTerms:
-    """Terms of the decode side, one number a worker; `cost_s` is infinite for who is none of the
-    candidates."""
+    """Terms of the decode side, one number per worker.
+
+    tpot_s: predicted TPOT once the prompt is computed.
+    pull_s: time to pull the KV that the worker lacks.
+    cost_s: what is minimised; infinite for workers that are no candidates.
+    horizon_s: predicted time until the prompt is computed, by the fastest prefill worker.
+    fastest_prefill: position of that worker.
+    """
 
     tpot_s: Floats
     pull_s: Floats
     cost_s: Floats
+    horizon_s: float
+    fastest_prefill: int
 
 
 @dataclass(slots=True)
 class PrefillTerms:
-    """Terms of the prefill side, one number a worker; `cost_s` is infinite for who is none of the candidates.
-    `source`: the column whose prefix is pulled, -1 for none. `holders`: the columns that were considered to
-    pull from. Of the decode worker alone, if it is a candidate: `busy_s`, and `margin_s` by which it must be
-    faster."""
+    """Terms of the prefill side, one number per worker.
+
+    transfer_s: KV transfer that goes on after the prompt is computed.
+    redundant_s: charge for computing what another candidate has cached.
+    cost_s: what is minimised; infinite for workers that are no candidates.
+    source: position of the worker whose prefix is pulled, or NO_SOURCE.
+    holders: positions of the workers that were considered as sources.
+    local_delay_s, local_margin_s: charges of the decode worker if it is a candidate to prefill (`LocalPrefill`).
+    """
 
     queue_s: Floats
     pull_s: Floats
@@ -43,78 +56,79 @@ class PrefillTerms:
     source: npt.NDArray[np.intp]
     cached_tokens: Floats
     holders: list[int]
-    busy_s: float = 0.0
-    margin_s: float = 0.0
+    local_delay_s: float = 0.0
+    local_margin_s: float = 0.0
 
     def ttft_s(self) -> Floats:
+        """Return the predicted TTFT. Charges are no part of it."""
         return self.queue_s + self.pull_s + self.prefill_s
 
 
-def explained(
+def explain_candidates(
     query: PlacementQuery,
     cluster: ClusterSnapshot,
-    c: WorkerTable,
+    w: WorkerTable,
     prompt: Prompt,
     terms: PrefillTerms,
     decode_terms: DecodeTerms | None,
     decode: int | None,
 ) -> tuple[Candidate, ...]:
-    """The best of each side with their terms, best first and the sides in turn, then why the others are not
-    among them."""
-    prefill = _best_first(terms.cost_s)
+    """Return the best candidates of each side with their terms, then all other workers with their exclusions.
+
+    The best come first, decode and prefill in turn. `decode`: position of the chosen decode worker.
+    """
+    prefills = _best_first(terms.cost_s)
     decodes = _best_first(decode_terms.cost_s) if decode_terms is not None else []
     shown: list[Candidate] = []
-    for rank in range(SHOWN_A_SIDE):
+    for rank in range(SHOWN_PER_SIDE):
         if rank < len(decodes) and decode_terms is not None:
-            shown.append(_explained_decode(c, prompt, decode_terms, decodes[rank]))
-        if rank < len(prefill):
-            shown.append(_explained_prefill(c, prompt, terms, prefill[rank], decode))
-    for side, ranked in (("decode", decodes), ("prefill", prefill)):
-        shown += [Candidate(worker=c.views[i].worker, side=side, excluded=SLOWER) for i in ranked[SHOWN_A_SIDE:]]
+            shown.append(_decode_candidate(w, prompt, decode_terms, decodes[rank]))
+        if rank < len(prefills):
+            shown.append(_prefill_candidate(w, prompt, terms, prefills[rank], decode))
+    sides: tuple[tuple[Side, list[int]], ...] = (("decode", decodes), ("prefill", prefills))
+    for side, ranked in sides:
+        shown += [
+            Candidate(worker=w.views[i].worker, side=side, excluded=Exclusion.SLOWER.value)
+            for i in ranked[SHOWN_PER_SIDE:]
+        ]
         if side == "prefill" or decode_terms is not None:
-            shown += _left_out(query, cluster, side, {c.views[i].worker_id for i in ranked})
+            shown += _not_ranked(query, cluster, w, side, set(ranked), decode)
     return tuple(shown)
 
 
-def _explained_decode(c: WorkerTable, prompt: Prompt, terms: DecodeTerms, i: int) -> Candidate:
+def _decode_candidate(w: WorkerTable, prompt: Prompt, terms: DecodeTerms, i: int) -> Candidate:
     values = {
         "tpot_s": terms.tpot_s[i],
-        "pull_s": terms.pull_s[i],
+        "kv_pull_s": terms.pull_s[i],
         "cost_s": terms.cost_s[i],
-        "overlap_blocks": prompt.own_blocks[i],
+        "overlap_blocks": prompt.overlap_blocks[i],
     }
-    return Candidate(
-        worker=c.views[i].worker,
-        side="decode",
-        terms={name: float(value) for name, value in (values | _lent(c, i)).items()},
-    )
+    return _candidate(w, i, "decode", values)
 
 
-def _explained_prefill(c: WorkerTable, prompt: Prompt, terms: PrefillTerms, i: int, decode: int | None) -> Candidate:
+def _prefill_candidate(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, i: int, decode: int | None) -> Candidate:
     values = {
         "queue_s": terms.queue_s[i],
         "prefix_pull_s": terms.pull_s[i],
         "prefill_s": terms.prefill_s[i],
         "transfer_s": terms.transfer_s[i],
-        "busy_s": terms.busy_s if i == decode else 0.0,
+        "decode_delay_s": terms.local_delay_s if i == decode else 0.0,
         "redundant_s": terms.redundant_s[i],
         "cost_s": terms.cost_s[i],
-        "overlap_blocks": prompt.own_blocks[i],
+        "overlap_blocks": prompt.overlap_blocks[i],
     }
-    if i == decode and terms.margin_s > 0:
-        values["margin_s"] = terms.margin_s
-    if terms.source[i] >= 0:
-        values["pulled_blocks"] = prompt.held_blocks[int(terms.source[i])] - prompt.own_blocks[i]
-    return Candidate(
-        worker=c.views[i].worker,
-        side="prefill",
-        terms={name: float(value) for name, value in (values | _lent(c, i)).items()},
-    )
+    if i == decode and terms.local_margin_s > 0:
+        values["margin_s"] = terms.local_margin_s
+    if terms.source[i] != NO_SOURCE:
+        values["pulled_blocks"] = prompt.pullable_blocks[int(terms.source[i])] - prompt.overlap_blocks[i]
+    return _candidate(w, i, "prefill", values)
 
 
-def _lent(c: WorkerTable, i: int) -> dict[str, np.float64]:
-    """Told of a worker whose seconds are those of its peers."""
-    return {"borrowed_costs": np.float64(1.0)} if c.has_costs[i] < 1 else {}
+def _candidate(w: WorkerTable, i: int, side: Side, values: dict[str, np.float64 | float]) -> Candidate:
+    terms = {name: float(value) for name, value in values.items()}
+    if w.reported.cost_source[i] < MEASURED_COSTS:
+        terms["peer_costs"] = 1.0  # its seconds are estimated from the costs of other workers
+    return Candidate(worker=w.views[i].worker, side=side, terms=terms)
 
 
 def _best_first(cost_s: Floats) -> list[int]:
@@ -122,20 +136,16 @@ def _best_first(cost_s: Floats) -> list[int]:
     return [int(i) for i in order[: int(np.isfinite(cost_s).sum())]]
 
 
-def _left_out(query: PlacementQuery, cluster: ClusterSnapshot, side: str, ranked: set[str]) -> list[Candidate]:
-    """Those of the side's role that were no candidates, and why."""
-    left: list[Candidate] = []
-    for w in cluster.workers:
-        can = w.report.role.can_decode if side == "decode" else w.report.role.can_prefill
-        if not can or w.worker_id in ranked:
+def _not_ranked(
+    query: PlacementQuery, cluster: ClusterSnapshot, w: WorkerTable, side: Side, ranked: set[int], decode: int | None
+) -> list[Candidate]:
+    """Return the workers of the side's role that were no candidates, with their exclusions."""
+    candidates: list[Candidate] = []
+    for i, worker in enumerate(cluster.workers):
+        why = ineligible(worker, query, side)
+        if i in ranked or why is Exclusion.OTHER_ROLE:
             continue
-        if why := unusable(w, query):
-            pass
-        elif any(w.worker.is_same_incarnation(avoided) for avoided in query.avoid):
-            why = FAILED_BEFORE
-        elif not has_room(w, query, decodes=side == "decode"):
-            why = FULL
-        else:
-            why = UNREADABLE
-        left.append(Candidate(worker=w.worker, side=side, excluded=why))
-    return left
+        if why is None:
+            why = Exclusion.TPOT_SLO_AT_RISK if i == decode else Exclusion.NOT_READABLE
+        candidates.append(Candidate(worker=worker.worker, side=side, excluded=why.value))
+    return candidates

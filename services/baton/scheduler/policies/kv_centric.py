@@ -1,17 +1,173 @@
-"""The default: the earliest first token for this request, without taking from others what they were
-promised."""
+"""Chooses the workers with the earliest first token, without breaking the SLOs of other requests. The default.
+
+Source: Mooncake (FAST '25), section 4, Algorithm 1. docs/design/scheduling.md says what was added to it.
+"""
+
+from dataclasses import replace
+from math import inf
+
+import numpy as np
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot
 from baton.core.cluster.placement import PlacementQuery, Rejection
-from baton.scheduler.policies.policy_result import Choice, PolicyContext
-from baton.scheduler.policies.ranking import RankingRules, choose
+from baton.scheduler.policies.candidate_costs import (
+    LocalPrefill,
+    PlacementInputs,
+    add_local_prefill,
+    cheapest_decode,
+    decode_terms,
+    exceeds_tpot_slo,
+    local_delay_s,
+    local_prefill,
+    own_prefix_terms,
+    pair_choice,
+    placement_inputs,
+    prefill_only_choice,
+    rank,
+    transfer_terms_s,
+)
+from baton.scheduler.policies.cost_terms import PrefillTerms
+from baton.scheduler.policies.eligibility import any_worker, needs_no_decode, readable_mask, same_kv_group
+from baton.scheduler.policies.policy_types import Choice, PolicyContext
+from baton.scheduler.prediction.predict import Prompt, prefill_s
+from baton.scheduler.state.worker_table import Floats, Mask, WorkerTable
 
-RULES = RankingRules(pulls=True, conditional=True)
+MAX_HOLDERS = 4
+"""Number of workers considered to pull a prefix from: those that hold most of it."""
+LOCAL_PREFILL_GAIN = 0.1
+LOCAL_PREFILL_GAIN_S = 0.01
+"""A decode worker computes a prompt itself only if it is predicted to be faster by both this fraction and this time.
+
+Predictions are no more exact. A sequence that joins meanwhile would wait for the prompt, and cannot be charged yet.
+"""
 
 
-def kv_centric(query: PlacementQuery, cluster: ClusterSnapshot, turn: PolicyContext) -> Choice | Rejection:
-    """Decode worker: the least predicted seconds a token, once the prompt is computed. Prefill worker: the
-    least predicted queue + pull of a cached prefix from whoever holds it + prefill of the rest + KV not
-    hidden behind it; the decode worker itself is a candidate, charged with the delay of its sequences. Ties
-    break by id."""
-    return choose(query, cluster, turn, RULES)
+def kv_centric(
+    query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyContext, *, charge_decode_delay: bool = True
+) -> Choice | Rejection:
+    """Minimise the predicted time to the first token without breaking the SLOs of running requests.
+
+    Decode worker: the least predicted seconds per output token once the prompt is computed.
+    Prefill worker: the least predicted queue + pull of a cached prefix + prefill of the rest + exposed KV transfer.
+    The decode worker is a candidate to prefill, too, charged with the delay of its sequences.
+    Ties break by id.
+    """
+    inputs = placement_inputs(query, cluster, context)
+    if not isinstance(inputs, PlacementInputs):
+        return inputs
+    terms = own_prefix_terms(inputs)
+    terms.holders = _prefix_holders(inputs)
+    if needs_no_decode(query):
+        _use_pulled_prefixes(inputs, terms, inputs.prefill)
+        terms.redundant_s = _redundant_s(inputs.prompt, inputs.prefill, terms)
+        rank(terms, inputs.prefill)
+        return prefill_only_choice(inputs, terms)
+
+    by_decode = decode_terms(inputs)
+    decode = cheapest_decode(inputs, by_decode)
+    prefills = readable_mask(inputs.workers, inputs.prefill, decode)
+    has_prefills = any_worker(prefills)
+
+    _use_pulled_prefixes(inputs, terms, prefills)
+    terms.redundant_s = _redundant_s(inputs.prompt, prefills, terms)
+    terms.transfer_s = transfer_terms_s(inputs, terms, decode)
+    rank(terms, prefills)
+
+    local = _with_pulled_prefix(inputs, terms.holders, decode, local_prefill(inputs, decode))
+    breaks_slo = False
+    if charge_decode_delay:
+        local.delay_s = local_delay_s(inputs, decode, local)
+        breaks_slo = exceeds_tpot_slo(inputs, decode, local)
+    if not has_prefills:
+        add_local_prefill(terms, decode, local)
+    elif not breaks_slo:
+        if not inputs.workers.reported.can_prefill[decode]:
+            local.margin_s = max(LOCAL_PREFILL_GAIN_S, LOCAL_PREFILL_GAIN * float(terms.cost_s.min()))
+        local.redundant_s = _local_redundant_s(inputs.prompt, terms, local)
+        add_local_prefill(terms, decode, local)
+
+    choice = pair_choice(inputs, terms, by_decode, decode)
+    # Without a readable prefill worker the state of all of them is the reason for the choice.
+    return choice if has_prefills else replace(choice, basis=None)
+
+
+def _prefix_holders(inputs: PlacementInputs) -> list[int]:
+    """Return the ready workers that hold most of the prefix; among equals, those with the least data to send."""
+    w, pullable_blocks = inputs.workers, inputs.prompt.pullable_blocks
+    holders = sorted(i for i in pullable_blocks if w.reported.is_ready[i])
+    if len(holders) <= MAX_HOLDERS:
+        return holders
+    queued_s = dict(zip(holders, w.links.queued_s[:, holders].sum(axis=0), strict=True))
+    best = sorted(holders, key=lambda i: (-pullable_blocks[i], queued_s[i], i))[:MAX_HOLDERS]
+    return sorted(best)
+
+
+def _use_pulled_prefixes(inputs: PlacementInputs, terms: PrefillTerms, candidates: Mask) -> None:
+    """Let each candidate pull a prefix from the holder that makes it fastest, if any does."""
+    for holder in terms.holders:
+        _consider_holder(inputs.workers, inputs.prompt, terms, candidates, holder)
+
+
+def _consider_holder(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, candidates: Mask, holder: int) -> None:
+    """Enter the pull from `holder` into the terms of the candidates that it makes faster."""
+    links, held_blocks = w.links, prompt.pullable_blocks[holder]
+    can_pull = (
+        candidates & (prompt.overlap_blocks < held_blocks) & ~links.is_broken[:, holder] & same_kv_group(w, holder)
+    )
+    if not any_worker(can_pull):
+        return
+    cached_tokens = held_blocks * w.reported.block_size_tokens.item(holder)
+    compute_s = prefill_s(w, prompt.num_tokens, cached_tokens)
+    num_bytes = (held_blocks - prompt.overlap_blocks) * w.reported.block_bytes.item(holder)
+    pull_s = num_bytes * links.s_per_byte[:, holder] + links.queued_s[:, holder]
+    is_faster = can_pull & (compute_s + pull_s < terms.prefill_s + terms.pull_s)
+    np.copyto(terms.prefill_s, compute_s, where=is_faster)
+    np.copyto(terms.pull_s, pull_s, where=is_faster)
+    np.copyto(terms.cached_tokens, cached_tokens, where=is_faster)
+    np.copyto(terms.source, holder, where=is_faster)
+
+
+def _with_pulled_prefix(inputs: PlacementInputs, holders: list[int], decode: int, local: LocalPrefill) -> LocalPrefill:
+    """Return the local prefill with the pull that makes it fastest, or unchanged if none does."""
+    w, prompt, row, links = inputs.workers, inputs.prompt, inputs.workers.row(decode), inputs.workers.links
+    best = local
+    for holder in holders:
+        held_blocks = prompt.pullable_blocks[holder]
+        held_tokens = held_blocks * row.reported.block_size_tokens
+        if held_tokens <= local.cached_tokens or not _can_read(w, decode, holder):
+            continue
+        missing_blocks = (held_tokens - local.cached_tokens) / row.reported.block_size_tokens
+        num_bytes = missing_blocks * row.reported.block_bytes
+        pull_s = num_bytes * links.s_per_byte.item(decode, holder) + links.queued_s.item(decode, holder)
+        compute_s = prefill_s(row, prompt.num_tokens, held_tokens)
+        if compute_s + pull_s < best.prefill_s + best.pull_s:
+            best = LocalPrefill(cached_tokens=held_tokens, prefill_s=compute_s, pull_s=pull_s, source=holder)
+    return best
+
+
+def _can_read(w: WorkerTable, reader: int, holder: int) -> bool:
+    kv_group = w.reported.kv_group
+    return reader != holder and bool(kv_group[reader] == kv_group[holder]) and not w.links.is_broken[reader, holder]
+
+
+def _redundant_s(prompt: Prompt, candidates: Mask, terms: PrefillTerms) -> Floats:
+    """Charge each candidate once more for computing tokens that another one has cached or soon will.
+
+    These seconds are lost to the requests that come next.
+    """
+    most_cached = _most_cached_tokens(prompt, candidates)
+    if not most_cached:
+        return terms.redundant_s
+    num_new = prompt.num_tokens - terms.cached_tokens
+    return terms.prefill_s * np.maximum(0, most_cached - terms.cached_tokens) / num_new
+
+
+def _local_redundant_s(prompt: Prompt, terms: PrefillTerms, local: LocalPrefill) -> float:
+    """Charge a local prefill for computing tokens that a prefill candidate has cached, as `_redundant_s` does."""
+    most_cached = _most_cached_tokens(prompt, terms.cost_s < inf)
+    num_new = prompt.num_tokens - local.cached_tokens
+    return local.prefill_s * max(0.0, most_cached - local.cached_tokens) / num_new
+
+
+def _most_cached_tokens(prompt: Prompt, candidates: Mask) -> float:
+    return float(np.where(candidates, prompt.overlap_tokens, 0.0).max(initial=0.0))

@@ -1,37 +1,33 @@
-"""The fewest tokens waiting to prefill, the fewest sequences to decode: load only, no prefix and no
-seconds."""
+"""Chooses the workers with the least load: a baseline without prefixes and predictions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
-from baton.core.cluster.decision_record import Candidate
 from baton.core.cluster.placement import PlacementQuery, Rejection
 from baton.core.kv.block_hash import num_blocks_for
-from baton.scheduler.policies.policy_result import (
-    Choice,
-    PolicyContext,
-    candidates_for,
-    computes_alone,
-    needs_no_decode,
-)
+from baton.scheduler.policies.eligibility import Side, prefills_own_prompts
+from baton.scheduler.policies.pairing import pick_pair
+from baton.scheduler.policies.policy_types import Choice, PolicyContext
 
 
-def least_loaded(query: PlacementQuery, cluster: ClusterSnapshot, turn: PolicyContext) -> Choice | Rejection:
-    """Decode worker first: room for the prompt now, then the fewest sequences, then the most room. Prefill
-    worker: the fewest tokens queued, then the fewest sequences. Ties break by id."""
-    field = candidates_for(query, cluster, turn)
-    if isinstance(field, Rejection):
-        return field
-    if needs_no_decode(query):
-        chosen = min(field.prefill, key=_prefill_load)
-        considered = _explained(field.prefill, "prefill")
-        return Choice(prefill=chosen, decode=None, candidates=(*considered, *field.excluded), basis=(chosen.worker_id,))
-    decode = min(field.decode, key=lambda w: _decode_load(w, query))
-    sources = [] if computes_alone(decode) else field.readable_by(decode)
-    prefill = min(sources, key=_prefill_load, default=None)
-    considered = (*_explained(field.decode, "decode"), *_explained(sources, "prefill"))
-    basis: tuple[str, ...] | None = tuple(w.worker_id for w in (prefill, decode) if w is not None)
-    if prefill is None and not computes_alone(decode):
-        basis = None  # nobody could be read from: that is everybody's doing
-    return Choice(prefill=prefill, decode=decode, candidates=(*considered, *field.excluded), basis=basis)
+def least_loaded(query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyContext) -> Choice | Rejection:
+    """Choose the workers with the least load.
+
+    Decode worker: one with free blocks for the prompt, then the fewest sequences, then the most free blocks.
+    Prefill worker: the fewest queued prompt tokens, then the fewest sequences.
+    Ties break by id.
+    """
+
+    def pick(workers: Sequence[WorkerView], side: Side) -> WorkerView:
+        return min(workers, key=_prefill_load if side == "prefill" else lambda worker: _decode_load(worker, query))
+
+    choice = pick_pair(query, cluster, context, pick, _terms)
+    if isinstance(choice, Rejection):
+        return choice
+    if choice.prefill is None and choice.decode is not None and not prefills_own_prompts(choice.decode):
+        return choice  # no prefill worker was readable, and the state of all of them is the reason
+    return replace(choice, basis=tuple(w.worker_id for w in (choice.prefill, choice.decode) if w is not None))
 
 
 def _decode_load(w: WorkerView, query: PlacementQuery) -> tuple[bool, int, int, str]:
@@ -43,16 +39,9 @@ def _prefill_load(w: WorkerView) -> tuple[int, int, str]:
     return w.queued_prefill_tokens, w.num_seqs, w.worker_id
 
 
-def _explained(workers: list[WorkerView], side: str) -> tuple[Candidate, ...]:
-    return tuple(
-        Candidate(
-            worker=w.worker,
-            side=side,
-            terms={
-                "queued_prefill_tokens": w.queued_prefill_tokens,
-                "seqs": w.num_seqs,
-                "free_blocks": w.num_free_blocks,
-            },
-        )
-        for w in workers
-    )
+def _terms(w: WorkerView) -> dict[str, float]:
+    return {
+        "queued_prefill_tokens": w.queued_prefill_tokens,
+        "seqs": w.num_seqs,
+        "free_blocks": w.num_free_blocks,
+    }

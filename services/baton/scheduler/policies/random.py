@@ -1,33 +1,17 @@
-"""Any worker that can: the baseline that needs to know nothing."""
+"""Chooses workers at random: a baseline that uses no state."""
 
 from random import Random
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot
-from baton.core.cluster.decision_record import Candidate
 from baton.core.cluster.placement import PlacementQuery, Rejection
-from baton.scheduler.policies.policy_result import (
-    Choice,
-    PolicyContext,
-    candidates_for,
-    computes_alone,
-    needs_no_decode,
-)
+from baton.scheduler.policies.pairing import pick_pair
+from baton.scheduler.policies.policy_types import Choice, PolicyContext
 
 
-def random(query: PlacementQuery, cluster: ClusterSnapshot, turn: PolicyContext) -> Choice | Rejection:
-    """A decode worker and a prefill worker drawn at random, each with the same chance. A hybrid worker that
-    is drawn to decode prefills too."""
-    field = candidates_for(query, cluster, turn)
-    if isinstance(field, Rejection):
-        return field
-    rng = Random(turn.seed)
-    if needs_no_decode(query):
-        chosen = rng.choice(field.prefill)
-        considered = [Candidate(worker=w.worker, side="prefill") for w in field.prefill]
-        return Choice(prefill=chosen, decode=None, candidates=(*considered, *field.excluded))
-    decode = rng.choice(field.decode)
-    sources = [] if computes_alone(decode) else field.readable_by(decode)
-    prefill = rng.choice(sources) if sources else None
-    considered = [Candidate(worker=w.worker, side="decode") for w in field.decode]
-    considered += [Candidate(worker=w.worker, side="prefill") for w in sources]
-    return Choice(prefill=prefill, decode=decode, candidates=(*considered, *field.excluded))
+def random(query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyContext) -> Choice | Rejection:
+    """Choose a decode worker and a prefill worker at random, all with the same probability.
+
+    A hybrid worker that is drawn to decode also prefills.
+    """
+    rng = Random(context.seed)
+    return pick_pair(query, cluster, context, lambda workers, side: rng.choice(workers))

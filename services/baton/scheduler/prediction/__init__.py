@@ -1,1 +1,1 @@
-"""Predicts how long a worker needs for a request, in seconds."""
+"""Predicts what a request would cost on each worker, in seconds."""

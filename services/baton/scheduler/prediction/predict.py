@@ -1,5 +1,8 @@
-"""Seconds: what a worker would take for one request. Pure functions, of all workers at once (`WorkerTable`)
-or of one (`Row`)."""
+"""Predicts how many seconds a worker would take for one request.
+
+Pure functions. Those that are generic in `N` take all workers at once (`WorkerTable`, arrays) or one worker
+(`WorkerRow`, floats).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,163 +13,197 @@ import numpy as np
 from baton.core.cluster.cluster_snapshot import Overlap
 from baton.core.cluster.placement import PlacementQuery
 from baton.core.step_cost import MAX_PREFILL_SHARE, QUEUE_TARGET_S
-from baton.scheduler.state.worker_table import Floats, N, Row, Rows, WorkerTable
+from baton.scheduler.state.worker_table import Floats, N, WorkerData, WorkerRow, WorkerTable
 
-SHORT_S = 0.25
-"""A prompt that takes no longer hardly moves what prompts get of a step: that is not worked out for all
-workers again."""
+SHORT_PROMPT_S = 0.25
+"""Prompts below this compute time barely change the prefill share of a step. If all workers are below it, the
+share is taken as constant, which saves time."""
 _TINY = 1e-9
-"""Of a life: nothing ends or joins in less. Of computing: none is left."""
+"""Lower bound for divisors and logarithms; below any horizon or compute time that matters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request's prompt. Per worker: `num_blocks`, with a place for each sample's first token;
-    `own_blocks`, leading blocks that it has or soon will, and `own_tokens` in them. `held_blocks`: that can
-    be pulled, by the column of who holds them. Neither covers the last token, which must be computed."""
+    """One request's prompt as each worker sees it. Arrays have one element per worker.
+
+    The last token is never counted as cached, because it must always be computed.
+    """
 
     num_tokens: int
     num_samples: int
-    num_outputs_left: int
-    num_blocks: Floats
-    own_blocks: Floats
-    own_tokens: Floats
-    held_blocks: dict[int, float]
+    max_output_tokens: int  # still to be generated
+    num_blocks: Floats  # blocks of the prompt and of each sample's first token
+    overlap_blocks: Floats  # leading blocks that the worker holds or soon will
+    overlap_tokens: Floats  # tokens in these blocks
+    pullable_blocks: dict[int, float]  # leading blocks that other workers can pull, by position of the holder
 
 
-def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], c: WorkerTable) -> Prompt:
-    own_blocks = np.zeros(len(c.views))
-    held_blocks: dict[int, float] = {}
-    most_tokens = max(0, query.num_prompt_tokens - 1)
+def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerTable) -> Prompt:
+    """Combine a query with what the prefix index knows about it. `overlaps` is keyed by worker id."""
+    block_size_tokens = w.reported.block_size_tokens
+    overlap_blocks = np.zeros(len(w.views))
+    pullable_blocks: dict[int, float] = {}
+    max_cached_tokens = max(0, query.num_prompt_tokens - 1)
     for worker_id, overlap in overlaps.items():
-        i = c.index.get(worker_id)
+        i = w.index.get(worker_id)
         if i is not None:
-            most = most_tokens // c.block_tokens.item(i)
-            own_blocks[i] = min(overlap.num_blocks, most)
-            if overlap.num_held_blocks and most:
-                held_blocks[i] = min(overlap.num_held_blocks, most)
+            max_blocks = max_cached_tokens // block_size_tokens.item(i)
+            overlap_blocks[i] = min(overlap.num_blocks, max_blocks)
+            if overlap.num_held_blocks and max_blocks:
+                pullable_blocks[i] = min(overlap.num_held_blocks, max_blocks)
     return Prompt(
         num_tokens=query.num_prompt_tokens,
         num_samples=max(1, query.sample_count),
-        num_outputs_left=max(1, query.max_tokens - query.num_output_tokens),
-        num_blocks=np.ceil((query.num_prompt_tokens + query.sample_count) / c.block_tokens),
-        own_blocks=own_blocks,
-        own_tokens=own_blocks * c.block_tokens,
-        held_blocks=held_blocks,
+        max_output_tokens=max(1, query.max_tokens - query.num_output_tokens),
+        num_blocks=np.ceil((query.num_prompt_tokens + query.sample_count) / block_size_tokens),
+        overlap_blocks=overlap_blocks,
+        overlap_tokens=overlap_blocks * block_size_tokens,
+        pullable_blocks=pullable_blocks,
     )
 
 
-def prefill_s(c: Rows[N], num_tokens: int, cached_tokens: N | float) -> N:
-    """To compute what is left of a prompt of `num_tokens`, chunk by chunk, beside what decodes there."""
-    compute_s = added_s(c, num_tokens, cached_tokens)
-    return (
-        _ceil(_most((num_tokens - cached_tokens) / c.chunk_tokens, _num_shares(c, compute_s))) * c.beside_s + compute_s
-    )
+def prefill_s(w: WorkerData[N], num_tokens: int, cached_tokens: N | float) -> N:
+    """Predict the time to compute the uncached rest of a prompt, in chunks that share steps with decodes."""
+    compute_s = prefill_compute_s(w, num_tokens, cached_tokens)
+    num_chunks = (num_tokens - cached_tokens) / w.reported.max_chunk_tokens
+    num_steps = _ceil(_maximum(num_chunks, _num_shared_steps(w, compute_s)))
+    return num_steps * w.derived.mixed_step_s + compute_s
 
 
-def added_s(c: Rows[N], num_tokens: int, cached_tokens: N | float) -> N:
-    """What that adds to steps that run anyway: by so much each sequence that decodes there is delayed."""
-    mean_attended = (num_tokens + cached_tokens + 1) / 2  # of the new tokens, each attends to all before it
-    return (num_tokens - cached_tokens) * (c.token_s + c.attended_s * mean_attended)
+def prefill_compute_s(w: WorkerData[N], num_tokens: int, cached_tokens: N | float) -> N:
+    """Predict the compute that a prompt adds to steps that run anyway.
+
+    Each sequence that decodes on the worker is delayed by this time in all.
+    """
+    mean_attended = (num_tokens + cached_tokens + 1) / 2  # each new token attends to all tokens before it
+    reported = w.reported
+    return (num_tokens - cached_tokens) * (reported.prefill_token_s + reported.prefill_attended_s * mean_attended)
 
 
-def mixed_step_s(row: Row, num_tokens: int, cached_tokens: float) -> float:
-    """The longest step that decodes and computes a chunk of that prompt, its last one."""
-    chunk = min(row.chunk_tokens, num_tokens - cached_tokens)
-    before = num_tokens - chunk
-    share_s = _share_s(row, added_s(row, num_tokens, cached_tokens))
-    return row.beside_s + min(share_s, chunk * (row.token_s + row.attended_s * (before + (chunk + 1) / 2)))
+def longest_mixed_step_s(w: WorkerRow, num_tokens: int, cached_tokens: float) -> float:
+    """Predict the longest step that decodes and computes a chunk of the prompt. It is the last one."""
+    reported = w.reported
+    chunk = min(reported.max_chunk_tokens, num_tokens - cached_tokens)
+    num_before = num_tokens - chunk
+    share_s = _prefill_share_s(w, prefill_compute_s(w, num_tokens, cached_tokens))
+    chunk_s = chunk * (reported.prefill_token_s + reported.prefill_attended_s * (num_before + (chunk + 1) / 2))
+    return w.derived.mixed_step_s + min(share_s, chunk_s)
 
 
-def expected_outputs(c: Rows[N], prompt: Prompt) -> N:
-    """Tokens that the answer is expected to have."""
-    return _least(c.output_tokens, prompt.num_outputs_left)
+def expected_output_tokens(w: WorkerData[N], prompt: Prompt) -> N:
+    """Predict the length of the answer: the worker's mean, at most what the request allows."""
+    return _minimum(w.reported.mean_output_tokens, prompt.max_output_tokens)
 
 
-def room_s(c: WorkerTable, prompt: Prompt) -> Floats:
-    """Until so many of the sequences that decode at a worker have ended that the prompt, and its samples,
-    have room there: their part of those that do, times what a part takes to end. Infinite where nothing
-    decodes: then room comes with the prompts that are computed."""
-    seqs = (prompt.num_samples - c.free_seqs) / np.maximum(1, c.decoding_seqs)
-    blocks = (prompt.num_blocks - c.free_blocks) / np.maximum(1, c.total_blocks - c.free_blocks)
-    return np.where(c.decoding_seqs > 0, np.maximum(0.0, np.maximum(seqs, blocks)) * c.leave_s, np.inf)
+def time_to_fit_s(w: WorkerTable, prompt: Prompt) -> Floats:
+    """Predict how long it takes until the prompt and its samples fit into each worker's blocks and batch slots.
+
+    The missing slots and blocks are a fraction of what the decoding sequences use, and that fraction ends in its
+    share of `drain_s`. Infinite where nothing decodes, because then prompts in prefill must end first.
+    """
+    reported, reserved = w.reported, w.reserved
+    seqs = (prompt.num_samples - reserved.free_seqs) / np.maximum(1, reported.decoding_seqs)
+    used_blocks = np.maximum(1, reported.total_blocks - reserved.free_blocks)
+    blocks = (prompt.num_blocks - reserved.free_blocks) / used_blocks
+    fraction = np.maximum(0.0, np.maximum(seqs, blocks))
+    return np.where(reported.decoding_seqs > 0, fraction * w.derived.drain_s, np.inf)
 
 
-def idle_tpot_s(row: Row, prompt: Prompt) -> float:
-    """A step's time if nobody else decoded there."""
-    return row.decode_step_s + row.decode_seq_s + row.decode_context_s * prompt.num_tokens
+def idle_tpot_s(w: WorkerRow, prompt: Prompt) -> float:
+    """Predict the TPOT of the request if no other sequence decoded on the worker."""
+    reported = w.reported
+    return reported.decode_step_s + reported.decode_seq_s + reported.decode_context_s * prompt.num_tokens
 
 
-def tpot_now_s(row: Row, prompt: Prompt) -> float:
-    """A step's time if the request decoded right now, beside those that do."""
-    return _step_s(row, row.decoding_seqs, row.decoding_context, prompt)
+def tpot_now_s(w: WorkerRow, prompt: Prompt) -> float:
+    """Predict the TPOT if the request decoded right now, together with the sequences that do."""
+    return _decode_step_s(w, w.reported.decoding_seqs, w.reported.decoding_context_tokens, prompt)
 
 
-def tpot_s(c: Rows[N], prompt: Prompt, horizon_s: float) -> N:
-    """A step's time once the prompt is computed, in `horizon_s`: of those that decode now some have ended by
-    then, those that were placed before will have joined (and some of them ended), and what still waits there
-    to be computed takes its part, spread over the answer."""
-    lives = _most(horizon_s / c.leave_s, _TINY)
-    stay = _exp(-lives)
-    join = (1 - stay) / lives
-    seqs = c.decoding_seqs * stay + c.joining_seqs * join
-    context = c.decoding_context * stay + (c.joining_context + c.joining_alike * prompt.num_tokens) * join
-    still_queued_s = _most(c.queue_s - horizon_s, 0.0)
-    return _step_s(c, seqs, context, prompt) + still_queued_s / expected_outputs(c, prompt)
+def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
+    """Predict the TPOT of the request once its prompt is computed, in `horizon_s`.
+
+    Until then some of the decoding sequences end, and those placed earlier join, of which some end too. Prompts
+    that are still queued by then delay the answer, spread over its tokens.
+    """
+    reported, reserved = w.reported, w.reserved
+    num_drains = _maximum(horizon_s / w.derived.drain_s, _TINY)
+    staying = _exp(-num_drains)
+    joining = (1 - staying) / num_drains
+    joining_context = reserved.joining_context_tokens + reported.joining_seqs_unknown * prompt.num_tokens
+    seqs = reported.decoding_seqs * staying + reserved.joining_seqs * joining
+    context = reported.decoding_context_tokens * staying + joining_context * joining
+    still_queued_s = _maximum(w.derived.queue_s - horizon_s, 0.0)
+    return _decode_step_s(w, seqs, context, prompt) + still_queued_s / expected_output_tokens(w, prompt)
 
 
-def exposed_s(
+def exposed_transfer_s(
     num_bytes: float, last_bytes: Floats, s_per_byte: Floats, queued_s: Floats, compute_s: Floats, last_part: Floats
 ) -> Floats:
-    """How much longer the KV takes than computing it: blocks are read while later ones are computed, but
-    those of the last chunk (`last_part` of the computing) only after it. What the link has to do already
-    comes first."""
+    """Predict how long the KV transfer goes on after the prompt is computed.
+
+    num_bytes, last_bytes: bytes of the whole prompt and of its last chunk.
+    queued_s: time for what the link has to carry before.
+    compute_s, last_part: compute time, and the fraction of it that the last chunk takes.
+
+    Blocks are read while later ones are computed. Only the last chunk must wait for all of the computing.
+    """
     return np.maximum(last_bytes * s_per_byte, num_bytes * s_per_byte + queued_s - compute_s * (1 - last_part))
 
 
-def _num_shares(c: Rows[N], own_s: N) -> N:
-    """In how many steps `own_s` of computing is done, of one more prompt, behind which the others are left:
-    the integral of 1 / `_share_s`. With a part p = left / QUEUE_TARGET_S that is relax_s p / (1 - p), where that
-    is more than share_s."""
-    if not isinstance(own_s, float) and own_s.max() < SHORT_S:
-        return own_s / c.share_s
-    least_s, most_s = c.compute_s, c.compute_s + own_s
-    relax_s = _most(c.relax_s, _TINY)
-    even_s = QUEUE_TARGET_S / (1 + relax_s / c.share_s)
-    low_s = _between(even_s, least_s, most_s)
-    high_s = _between(_most(even_s, MAX_PREFILL_SHARE * QUEUE_TARGET_S), low_s, most_s)
-    most_share_s = _most(relax_s * MAX_PREFILL_SHARE / (1 - MAX_PREFILL_SHARE), c.share_s)
-    relaxed = (QUEUE_TARGET_S * _log(_most(high_s, _TINY) / _most(low_s, _TINY)) - (high_s - low_s)) / relax_s
-    return (low_s - least_s) / c.share_s + relaxed + (most_s - high_s) / most_share_s
+def _num_shared_steps(w: WorkerData[N], compute_s: N) -> N:
+    """Predict in how many mixed steps `compute_s` of prefill is done, after the prompts queued before it.
+
+    The integral of 1 / `_prefill_share_s` over the compute that is left. With the part p = left / QUEUE_TARGET_S, the
+    share is joined_step_s * p / (1 - p) where that is more than prefill_share_s.
+    """
+    share_s = w.derived.prefill_share_s
+    if not isinstance(compute_s, float) and compute_s.max() < SHORT_PROMPT_S:
+        return compute_s / share_s
+    least_s, most_s = w.derived.queued_prefill_s, w.derived.queued_prefill_s + compute_s
+    joined_step_s = _maximum(w.derived.joined_step_s, _TINY)
+    even_s = QUEUE_TARGET_S / (1 + joined_step_s / share_s)
+    low_s = _clip(even_s, least_s, most_s)
+    high_s = _clip(_maximum(even_s, MAX_PREFILL_SHARE * QUEUE_TARGET_S), low_s, most_s)
+    max_share_s = _maximum(joined_step_s * MAX_PREFILL_SHARE / (1 - MAX_PREFILL_SHARE), share_s)
+    growing = (
+        QUEUE_TARGET_S * _log(_maximum(high_s, _TINY) / _maximum(low_s, _TINY)) - (high_s - low_s)
+    ) / joined_step_s
+    return (low_s - least_s) / share_s + growing + (most_s - high_s) / max_share_s
 
 
-def _share_s(c: Row, own_s: float) -> float:
-    """What prompts get of a step while `own_s` of computing is left of one more."""
-    part = _least((c.compute_s + own_s) / QUEUE_TARGET_S, MAX_PREFILL_SHARE)
-    return _most(c.relax_s * part / (1 - part), c.share_s)
+def _prefill_share_s(w: WorkerRow, compute_s: float) -> float:
+    """Predict the prefill compute of one mixed step while `compute_s` of one more prompt is left."""
+    part = _minimum((w.derived.queued_prefill_s + compute_s) / QUEUE_TARGET_S, MAX_PREFILL_SHARE)
+    return _maximum(w.derived.joined_step_s * part / (1 - part), w.derived.prefill_share_s)
 
 
-def _step_s(c: Rows[N], seqs: N, context: N, prompt: Prompt) -> N:
-    """Sequences over `max_num_seqs` wait: they are in no step."""
+def _decode_step_s(w: WorkerData[N], seqs: N, context_tokens: N, prompt: Prompt) -> N:
+    """Predict a decode step of these sequences plus the request's.
+
+    Sequences above `max_num_seqs` wait, so they take part in no step.
+    """
+    reported = w.reported
     seqs = seqs + prompt.num_samples
-    running = _least(c.max_num_seqs / seqs, 1.0)
-    context = context + prompt.num_samples * prompt.num_tokens
-    return c.decode_step_s + running * (c.decode_seq_s * seqs + c.decode_context_s * context)
+    running = _minimum(reported.max_num_seqs / seqs, 1.0)
+    context_tokens = context_tokens + prompt.num_samples * prompt.num_tokens
+    return reported.decode_step_s + running * (
+        reported.decode_seq_s * seqs + reported.decode_context_s * context_tokens
+    )
 
 
-# numpy's functions take ten times as long as Python's for one number, and what they return goes on being
-# slow.
+# For a single number numpy's functions are ten times slower than Python's, and so is arithmetic with their results.
 
 
-def _least(a: N, b: float) -> N:
+def _minimum(a: N, b: float) -> N:
     return min(a, b) if isinstance(a, float) else np.minimum(a, b)
 
 
-def _most(a: N, b: N | float) -> N:
+def _maximum(a: N, b: N | float) -> N:
     return max(a, b) if isinstance(a, float) else np.maximum(a, b)
 
 
-def _between(a: N, least: N, most: N) -> N:
+def _clip(a: N, least: N, most: N) -> N:
     return min(max(a, least), most) if isinstance(a, float) else np.minimum(np.maximum(a, least), most)
 
 

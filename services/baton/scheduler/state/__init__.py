@@ -1,1 +1,1 @@
-"""What the scheduler knows of the cluster."""
+"""Keeps what the scheduler knows about the cluster: reports, reservations, cached prefixes, open streams."""

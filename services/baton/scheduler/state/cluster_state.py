@@ -1,5 +1,4 @@
-"""What one scheduler knows of the cluster: the last report of each worker, and what it has placed on them
-since."""
+"""Holds what one scheduler knows about the workers: their last reports, and its own placements since then."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -15,15 +14,17 @@ from baton.core.step_cost import attended_tokens
 from baton.scheduler.state.worker_table import WorkerTableBuilder
 
 MAX_RESERVATIONS = 65_536
-MAX_PROMISES = 65_536
+MAX_TPOT_SLOS = 65_536
 NO_OVERLAPS: Mapping[str, Overlap] = {}
 
 
 @dataclass(slots=True, kw_only=True)
 class _Reservation:
-    """What one placement takes at one worker. Whole numbers only, so that sums of them come back to 0. Never
-    changed; not `frozen`, because making it would take three times as long, and two are made for each
-    decision."""
+    """What one placement takes on one worker, until the worker's reports contain it.
+
+    All amounts are integers, so that adding and subtracting them returns to exactly 0. Never changed; not `frozen`,
+    because that would make construction, twice per decision, three times as slow.
+    """
 
     worker: WorkerRef
     seqs: int
@@ -33,12 +34,12 @@ class _Reservation:
     blocks: int
     read_from: str
     read_bytes: int
-    until_s: float
+    expires_s: float
 
 
 @dataclass(slots=True)
-class _Reserved:
-    """The sum of a worker's reservations, and the TPOT promises to requests that have not ended."""
+class _ReservedTotals:
+    """The sums of one worker's reservations, and the TPOT SLOs of its unfinished requests."""
 
     seqs: int = 0
     prefill_tokens: int = 0
@@ -48,23 +49,23 @@ class _Reserved:
     link_bytes: Counter[str] = field(default_factory=Counter)
     tpot_slos_s: Counter[float] = field(default_factory=Counter)
 
-    def add(self, one: _Reservation, sign: int) -> None:
-        self.seqs += sign * one.seqs
-        self.prefill_tokens += sign * one.prefill_tokens
-        self.attended_tokens += sign * one.attended_tokens
-        self.context_tokens += sign * one.context_tokens
-        self.blocks += sign * one.blocks
-        if one.read_bytes:
-            self.link_bytes[one.read_from] += sign * one.read_bytes
-            if not self.link_bytes[one.read_from]:
-                del self.link_bytes[one.read_from]
+    def add(self, reservation: _Reservation, sign: int) -> None:
+        self.seqs += sign * reservation.seqs
+        self.prefill_tokens += sign * reservation.prefill_tokens
+        self.attended_tokens += sign * reservation.attended_tokens
+        self.context_tokens += sign * reservation.context_tokens
+        self.blocks += sign * reservation.blocks
+        if reservation.read_bytes:
+            self.link_bytes[reservation.read_from] += sign * reservation.read_bytes
+            if not self.link_bytes[reservation.read_from]:
+                del self.link_bytes[reservation.read_from]
 
-    def promise(self, tpot_slo_s: float, sign: int) -> None:
+    def add_tpot_slo(self, tpot_slo_s: float, sign: int) -> None:
         self.tpot_slos_s[tpot_slo_s] += sign
         if not self.tpot_slos_s[tpot_slo_s]:
             del self.tpot_slos_s[tpot_slo_s]
 
-    def over(self, report: WorkerReport) -> WorkerView:
+    def view(self, report: WorkerReport) -> WorkerView:
         return WorkerView(
             report=report,
             reserved_seqs=self.seqs,
@@ -78,186 +79,202 @@ class _Reserved:
 
 
 class ClusterState:
-    """Single owner: the scheduler's event loop. Nothing here waits or does I/O.
+    """The reports and reservations of all workers. Owned by the scheduler's event loop; never blocks.
 
-    A reservation stands for a placement that the worker's reports do not contain yet. It ends exactly when a
-    report counts its decision, and at the latest `reservation_s` after it was made (the gateway may never
-    have sent the job). A promise stands until its request has ended. What a snapshot shows is kept ready as
-    reports come, so that making one takes microseconds; only workers whose reservations have changed
-    (`_stale`) are brought up to date by it, since mostly several have changed by then.
+    A reservation stands for a placement that the worker's reports do not contain yet. It ends when a report counts
+    its decision, or `reservation_s` after it was made, because the gateway may never have sent the job. The TPOT SLO
+    of a placed request counts until the request has ended.
+
+    The worker table is updated with each report, so that a snapshot takes microseconds. Workers whose reservations
+    have changed are only marked in `_stale` and updated together, because usually several have changed by then.
     """
 
-    def __init__(self, *, silence_s: float, reservation_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        silence_s: float,
+        reservation_s: float,
+        max_reservations: int = MAX_RESERVATIONS,
+        max_tpot_slos: int = MAX_TPOT_SLOS,
+    ) -> None:
+        """`silence_s`: a worker that has not reported for this time is removed."""
         self._silence_s = silence_s
         self._reservation_s = reservation_s
+        self._max_reservations = max_reservations
+        self._max_tpot_slos = max_tpot_slos
         self._reports: dict[str, WorkerReport] = {}
-        self._heard_s: dict[str, float] = {}
-        self._all_heard_until_s = inf
+        self._received_s: dict[str, float] = {}
+        self._no_silence_until_s = inf
         self._reservations: OrderedDict[tuple[DecisionId, str], _Reservation] = OrderedDict()
-        self._promises: OrderedDict[DecisionId, tuple[WorkerRef, float, float]] = OrderedDict()
-        self._reserved: dict[str, _Reserved] = {}
-        self._columns = WorkerTableBuilder()
+        self._tpot_slos: OrderedDict[DecisionId, tuple[WorkerRef, float, float]] = OrderedDict()
+        self._reserved: dict[str, _ReservedTotals] = {}
+        self._table_builder = WorkerTableBuilder()
         self._stale: set[str] = set()
 
-    def take_report(self, report: WorkerReport, now_s: float) -> bool:
-        """Remember a report. False if a newer one of that life is known already (streams may cross)."""
+    def update(self, report: WorkerReport, now_s: float) -> bool:
+        """Store a report. Returns False if a newer one of the same epoch is known, as streams may cross."""
         worker_id = report.worker.worker_id
         known = self._reports.get(worker_id)
         is_new = known is None or not known.worker.is_same_incarnation(report.worker)
         if known is not None:
             if is_new:
-                self._drop(known.worker)
+                self._forget_placements(known.worker)
             elif known.report_seq >= report.report_seq:
                 return False
         self._reports[worker_id] = report
-        self._heard_s[worker_id] = now_s
-        self._all_heard_until_s = min(self._all_heard_until_s, now_s + self._silence_s)
-        reserved = self._reserved.setdefault(worker_id, _Reserved())
+        self._received_s[worker_id] = now_s
+        self._no_silence_until_s = min(self._no_silence_until_s, now_s + self._silence_s)
+        reserved = self._reserved.setdefault(worker_id, _ReservedTotals())
         for decision_id in report.counted_decision_ids:
             counted = self._reservations.pop((decision_id, worker_id), None)
             if counted is not None:
                 reserved.add(counted, -1)
         if is_new:
-            self._rebuild()
+            self._rebuild_table()
         else:
-            self._refresh(worker_id)
+            self._update_table(worker_id)
         return True
 
-    def lose(self, worker: WorkerRef) -> bool:
-        """That life's report stream ended. False if another life has taken its place."""
+    def remove(self, worker: WorkerRef) -> bool:
+        """Remove a worker whose report stream has ended. Returns False if another epoch has taken its place."""
         known = self._reports.get(worker.worker_id)
         if known is None or not known.worker.is_same_incarnation(worker):
             return False
-        del self._reports[worker.worker_id], self._heard_s[worker.worker_id]
-        self._drop(worker)
-        self._rebuild()
+        del self._reports[worker.worker_id], self._received_s[worker.worker_id]
+        self._forget_placements(worker)
+        self._rebuild_table()
         return True
 
     def report_of(self, worker: WorkerRef) -> WorkerReport | None:
-        """The last one of whoever has that name now."""
+        """Return the last report of the worker with this id, of whatever epoch."""
         return self._reports.get(worker.worker_id)
 
     def reserve(self, decision_id: DecisionId, query: PlacementQuery, placement: Placement, now_s: float) -> None:
-        """Count a placement at its workers until they count it themselves."""
-        until_s = now_s + self._reservation_s
+        """Count a placement on its workers until their reports count it."""
         for worker in (placement.prefill, placement.decode):
             report = self._reports.get(worker.worker_id) if worker is not None else None
             if worker is None or report is None:
                 continue
-            self._end((decision_id, worker.worker_id))
-            one = _reservation(report, query, placement, is_prefill=worker is placement.prefill, until_s=until_s)
-            self._reservations[(decision_id, worker.worker_id)] = one
+            self._end_reservation((decision_id, worker.worker_id))
+            reservation = _reservation(
+                report,
+                query,
+                placement,
+                is_prefill=worker is placement.prefill,
+                expires_s=now_s + self._reservation_s,
+            )
+            self._reservations[(decision_id, worker.worker_id)] = reservation
             reserved = self._reserved[worker.worker_id]
-            reserved.add(one, 1)
+            reserved.add(reservation, 1)
             if worker is placement.decode and query.slo.tpot_s is not None:
-                self._promises[decision_id] = (report.worker, query.slo.tpot_s, now_s + query.deadline_s)
-                reserved.promise(query.slo.tpot_s, 1)
+                self._tpot_slos[decision_id] = (report.worker, query.slo.tpot_s, now_s + query.deadline_s)
+                reserved.add_tpot_slo(query.slo.tpot_s, 1)
             self._stale.add(worker.worker_id)
-        while len(self._reservations) > MAX_RESERVATIONS:
-            self._end(next(iter(self._reservations)))
-        while len(self._promises) > MAX_PROMISES:
-            self._keep_no_longer(next(iter(self._promises)))
+        while len(self._reservations) > self._max_reservations:
+            self._end_reservation(next(iter(self._reservations)))
+        while len(self._tpot_slos) > self._max_tpot_slos:
+            self._end_tpot_slo(next(iter(self._tpot_slos)))
 
     def release(self, decision_id: DecisionId, worker_ids: tuple[str, ...]) -> None:
-        """The placement's request has ended."""
+        """End everything that a placement has reserved on these workers, because its request has ended."""
         for worker_id in worker_ids:
-            self._end((decision_id, worker_id))
-        self._keep_no_longer(decision_id)
+            self._end_reservation((decision_id, worker_id))
+        self._end_tpot_slo(decision_id)
 
     def snapshot(self, now_s: float, overlaps: Mapping[str, Overlap] = NO_OVERLAPS) -> ClusterSnapshot:
-        """Workers heard of within `silence_s`, sorted by id, own reservations counted in. `overlaps`: see
-        `ClusterSnapshot`."""
+        """Return the workers that have reported within `silence_s`, sorted by id, reservations included.
+
+        `overlaps`: see `ClusterSnapshot`.
+        """
         self._expire(now_s)
-        self.bring_up_to_date()
-        columns = self._columns.columns()
-        snapshot = ClusterSnapshot(workers=columns.views, overlaps=overlaps)
-        columns.derive_into(snapshot)
+        self.update_stale()
+        table = self._table_builder.table()
+        snapshot = ClusterSnapshot(workers=table.views, overlaps=overlaps)
+        table.attach_to(snapshot)
         return snapshot
 
-    def bring_up_to_date(self) -> None:
-        """What the next snapshot would do first."""
+    def update_stale(self) -> None:
+        """Update the table for changed reservations now, so that the next snapshot need not."""
         while self._stale:
-            self._refresh(self._stale.pop())
+            self._update_table(self._stale.pop())
 
     @property
     def num_prefilling(self) -> int:
-        """Ready workers whose role it is to prefill."""
+        """Number of ready workers whose role includes prefill."""
         return sum(r.state is WorkerState.READY and r.role.can_prefill for r in self._reports.values())
 
     def reports(self) -> tuple[WorkerReport, ...]:
+        """Return the last reports, sorted by worker id."""
         return tuple(report for _, report in sorted(self._reports.items()))
 
     def _expire(self, now_s: float) -> None:
-        if now_s > self._all_heard_until_s:
-            for worker_id in [
-                worker_id for worker_id, heard_s in self._heard_s.items() if now_s - heard_s > self._silence_s
-            ]:
-                self.lose(self._reports[worker_id].worker)
-            self._all_heard_until_s = min(self._heard_s.values(), default=inf) + self._silence_s
+        if now_s > self._no_silence_until_s:
+            silent = [worker_id for worker_id, at_s in self._received_s.items() if now_s - at_s > self._silence_s]
+            for worker_id in silent:
+                self.remove(self._reports[worker_id].worker)
+            self._no_silence_until_s = min(self._received_s.values(), default=inf) + self._silence_s
         while self._reservations:
             key, oldest = next(iter(self._reservations.items()))
-            if oldest.until_s > now_s:
+            if oldest.expires_s > now_s:
                 break
-            self._end(key)
-        while self._promises:
-            decision_id, (_, _, until_s) = next(iter(self._promises.items()))
-            if until_s > now_s:
+            self._end_reservation(key)
+        while self._tpot_slos:
+            decision_id, (_, _, expires_s) = next(iter(self._tpot_slos.items()))
+            if expires_s > now_s:
                 break
-            self._keep_no_longer(decision_id)
+            self._end_tpot_slo(decision_id)
 
-    def _end(self, key: tuple[DecisionId, str]) -> None:
+    def _end_reservation(self, key: tuple[DecisionId, str]) -> None:
         ended = self._reservations.pop(key, None)
         if ended is not None:
             self._reserved[ended.worker.worker_id].add(ended, -1)
             self._stale.add(ended.worker.worker_id)
 
-    def _keep_no_longer(self, decision_id: DecisionId) -> None:
-        promise = self._promises.pop(decision_id, None)
-        if promise is not None:
-            worker, tpot_slo_s, _ = promise
-            self._reserved[worker.worker_id].promise(tpot_slo_s, -1)
+    def _end_tpot_slo(self, decision_id: DecisionId) -> None:
+        ended = self._tpot_slos.pop(decision_id, None)
+        if ended is not None:
+            worker, tpot_slo_s, _ = ended
+            self._reserved[worker.worker_id].add_tpot_slo(tpot_slo_s, -1)
             self._stale.add(worker.worker_id)
 
-    def _refresh(self, worker_id: str) -> None:
+    def _update_table(self, worker_id: str) -> None:
         self._stale.discard(worker_id)
-        self._columns.update(self._reserved[worker_id].over(self._reports[worker_id]))
+        self._table_builder.update(self._reserved[worker_id].view(self._reports[worker_id]))
 
-    def _drop(self, worker: WorkerRef) -> None:
-        """That life is over, and with it all that was placed on it."""
+    def _forget_placements(self, worker: WorkerRef) -> None:
+        """Drop all that was placed on a worker epoch that has ended."""
         for key in [key for key, r in self._reservations.items() if r.worker.is_same_incarnation(worker)]:
             del self._reservations[key]
         for decision_id in [
-            decision_id for decision_id, (at, _, _) in self._promises.items() if at.is_same_incarnation(worker)
+            decision_id for decision_id, (at, _, _) in self._tpot_slos.items() if at.is_same_incarnation(worker)
         ]:
-            del self._promises[decision_id]
+            del self._tpot_slos[decision_id]
         self._reserved.pop(worker.worker_id, None)
 
-    def _rebuild(self) -> None:
+    def _rebuild_table(self) -> None:
         self._stale.clear()
-        self._columns.rebuild(
-            [self._reserved[worker_id].over(report) for worker_id, report in sorted(self._reports.items())]
+        self._table_builder.rebuild(
+            [self._reserved[worker_id].view(report) for worker_id, report in sorted(self._reports.items())]
         )
 
 
 def _reservation(
-    report: WorkerReport, query: PlacementQuery, placement: Placement, *, is_prefill: bool, until_s: float
+    report: WorkerReport, query: PlacementQuery, placement: Placement, *, is_prefill: bool, expires_s: float
 ) -> _Reservation:
-    """`report`: of the worker in question, which is the placement's prefill or decode worker."""
-    block_tokens, block_bytes = report.layout.block_size_tokens, report.layout.block_bytes
-    num_blocks = num_blocks_for(query.num_prompt_tokens, block_tokens)
+    """Return what a placement takes on one of its workers. `report`: of that worker."""
+    block_size_tokens, block_bytes = report.layout.block_size_tokens, report.layout.block_bytes
+    num_blocks = num_blocks_for(query.num_prompt_tokens, block_size_tokens)
     cached_blocks = placement.prefill_overlap_blocks if is_prefill else placement.decode_overlap_blocks
-    new_blocks = num_blocks - cached_blocks  # the others are there, or reserved already by who brings them
+    new_blocks = num_blocks - cached_blocks  # the cached ones exist, or are reserved by the request that brings them
     read_from, missing_blocks = "", 0
     if not is_prefill and placement.prefill is not None:
         read_from, missing_blocks = placement.prefill.worker_id, num_blocks - cached_blocks
     elif placement.prefix_source is not None:
-        read_from, missing_blocks = (
-            placement.prefix_source.worker.worker_id,
-            placement.prefix_source.num_blocks - cached_blocks,
-        )
+        read_from = placement.prefix_source.worker.worker_id
+        missing_blocks = placement.prefix_source.num_blocks - cached_blocks
         cached_blocks = max(cached_blocks, placement.prefix_source.num_blocks)
     computes = is_prefill or placement.prefill is None
-    cached_tokens = min(query.num_prompt_tokens, cached_blocks * block_tokens)
+    cached_tokens = min(query.num_prompt_tokens, cached_blocks * block_size_tokens)
     new_tokens = query.num_prompt_tokens - cached_tokens if computes else 0
     return _Reservation(
         worker=report.worker,
@@ -268,5 +285,5 @@ def _reservation(
         blocks=max(0, new_blocks),
         read_from=read_from,
         read_bytes=max(0, missing_blocks) * block_bytes,
-        until_s=until_s,
+        expires_s=expires_s,
     )

@@ -1,5 +1,7 @@
-"""Keeps the prefix index right: reads every worker's events out of the shared log, beside the decisions,
-which never wait for it."""
+"""Keeps the prefix index up to date from the workers' KV events in the shared log.
+
+Runs beside the decisions, which never wait for it.
+"""
 
 import asyncio
 import math
@@ -19,44 +21,41 @@ from baton.runtime.logging import get_logger
 log = get_logger(__name__)
 
 READ_WAIT_S = 0.25
-"""A worker that joins, and a snapshot that is due, are looked at as late as that while nothing else
-happens."""
+"""Longest wait of one read. New workers and due snapshots are noticed no later than that."""
 READ_PAUSE_S = 0.01
-"""Between two reads: what many workers write meanwhile comes in one answer."""
-EVENTS_A_READ = 256
-"""Of all lives together, at most: 2 MiB, if every event is full."""
+"""Time between two reads, so that one answer contains the events of many workers."""
+EVENTS_PER_READ = 256
+"""Limit for all workers together: 2 MiB if every event is full."""
 FIRST_RETRY_S = 0.05
 MAX_RETRY_S = 1.0
-"""After a failure the store, or one worker's snapshot, is asked for again that late at the latest (half as
-much more by chance)."""
-ASK_EVERY_S = 1.0
-"""How often one worker is asked for a snapshot."""
-SNAPSHOTS_AT_ONCE = 4
-IMPOSSIBLE_LEAD = 100_000
-"""Events that no worker publishes between two of its reports."""
+"""First and longest pause before the store, or one worker's snapshot, is tried again. Each is varied by 50 %."""
+SNAPSHOT_REQUEST_INTERVAL_S = 1.0
+"""Least time between two requests to one worker to publish a snapshot."""
+MAX_CONCURRENT_SNAPSHOTS = 4
+IMPLAUSIBLE_LEAD = 100_000
+"""More events than a worker publishes between two of its reports."""
 SLICE_BLOCKS = 2_048
-"""Put into the index, or cleared away, at one go: about a millisecond."""
+"""Blocks that are indexed or removed without yielding to the event loop: about a millisecond."""
 SLICE_EVENTS = 8
 
 
-class _Followed:
-    """One life and when its snapshot is to be looked for again."""
+class _FollowedWorker:
+    """One worker epoch, the order of its events, and when its snapshot is to be read next."""
 
-    __slots__ = ("ask_at_s", "due_s", "follower", "pause_s")
+    __slots__ = ("due_s", "order", "pause_s", "request_at_s")
 
     def __init__(self, worker: WorkerRef) -> None:
-        self.follower = EventOrder(worker)
+        self.order = EventOrder(worker)
         self.due_s = 0.0
         self.pause_s = FIRST_RETRY_S
-        self.ask_at_s = 0.0
+        self.request_at_s = 0.0
 
 
-class KvEventFollowing:
-    """One task for all workers. `follow` and `unfollow` tell the index, too, so that a worker can be expected
-    to hold blocks at once.
+class KvEventReader:
+    """Reads the KV events of all followed workers in one task, and applies them to the prefix index.
 
-    `request_snapshot` is called for a worker whose snapshot is missing or too old (`CommandKind.SNAPSHOT`); it
-    must not wait. `on_degraded` is called when the store goes away (True) and when it is back (False).
+    request_snapshot(worker): is called for a worker whose snapshot is missing or too old. Must not block.
+    on_degraded(is_degraded): is called when the store becomes unavailable (True) and available again (False).
     """
 
     def __init__(
@@ -70,161 +69,166 @@ class KvEventFollowing:
     ) -> None:
         self.is_degraded = False
         self.num_events = dict.fromkeys(EventAction, 0)
-        """Entries read, by what became of them."""
+        """Events read, by what was done with them."""
         self.num_snapshots = 0
         self._feed = feed
         self._index = index
         self._request_snapshot = request_snapshot
         self._on_degraded = on_degraded
         self._rng = rng
-        self._lives: dict[str, _Followed] = {}
+        self._workers: dict[str, _FollowedWorker] = {}
         self._joined = asyncio.Event()
 
     @property
     def num_behind(self) -> int:
-        """Workers whose snapshot has yet to be read: what the index has of them is old, or nothing."""
-        return sum(life.follower.needs_snapshot for life in self._lives.values())
+        """Workers whose snapshot was not read yet. Their part of the index is old or empty."""
+        return sum(followed.order.needs_snapshot for followed in self._workers.values())
 
     def event_seq(self, worker: WorkerRef) -> int:
-        """The last event of that life that the index contains; 0 if it is not followed."""
-        life = self._life(worker)
-        return life.follower.event_seq if life is not None else 0
+        """Return the number of the last event of this epoch in the index, or 0 if it is not followed."""
+        followed = self._followed(worker)
+        return followed.order.event_seq if followed is not None else 0
 
     def follow(self, worker: WorkerRef, max_blocks: int) -> None:
-        """That life reports (again): `max_blocks` is the size of its pool. Any other life of the worker is
-        over."""
+        """Start following a worker epoch, or do nothing if it is followed. Other epochs of the worker end.
+
+        The index is told at once, so that blocks can be expected on the worker. `max_blocks`: size of its pool.
+        """
         self._index.join(worker, max_blocks)
-        if self._life(worker) is None:
-            self._lives[worker.worker_id] = _Followed(worker)
+        if self._followed(worker) is None:
+            self._workers[worker.worker_id] = _FollowedWorker(worker)
             self._joined.set()
 
     def unfollow(self, worker: WorkerRef) -> None:
-        """That life is over, as far as we know."""
-        if self._life(worker) is not None:
-            del self._lives[worker.worker_id]
+        """Stop following a worker epoch and remove its blocks from the index."""
+        if self._followed(worker) is not None:
+            del self._workers[worker.worker_id]
         self._index.drop(worker)
 
-    def heard(self, worker: WorkerRef, event_seq: int) -> None:
-        """That life reports the number of its last event. What lies far beyond it cannot be its own: then we
-        begin anew."""
-        life = self._life(worker)
-        if life is not None and life.follower.event_seq > event_seq + IMPOSSIBLE_LEAD:
+    def check_event_seq(self, worker: WorkerRef, event_seq: int) -> None:
+        """Compare the index with the number of the last event that the worker itself reports.
+
+        If the index is implausibly far ahead, its events were not the worker's, and it starts again with a snapshot.
+        """
+        followed = self._followed(worker)
+        if followed is not None and followed.order.event_seq > event_seq + IMPLAUSIBLE_LEAD:
             log.warning(
-                "kv_events_not_the_workers", worker=str(worker), event_seq=life.follower.event_seq, reported=event_seq
+                "kv_events_rejected",
+                worker=str(worker),
+                reason="implausible_event_seq",
+                event_seq=followed.order.event_seq,
+                reported=event_seq,
             )
-            life.follower.restart()
-            self._wait_for_snapshot(life, asyncio.get_running_loop().time())
+            followed.order.restart()
+            self._retry_snapshot(followed, asyncio.get_running_loop().time())
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow the workers until cancelled."""
         pause_s = FIRST_RETRY_S
         while True:
             try:
                 await self._load_snapshots()
                 await self._read_events()
             except StoreUnavailable as error:
-                self._degrade(str(error))
+                self._set_degraded(str(error))
                 await asyncio.sleep(pause_s * (0.5 + self._rng.random()))
                 pause_s = min(2 * pause_s, MAX_RETRY_S)
             else:
-                self._recover()
+                self._set_recovered()
                 pause_s = FIRST_RETRY_S
                 await asyncio.sleep(READ_PAUSE_S)
-            while self._index.sweep(SLICE_BLOCKS):  # noqa: ASYNC110 - nothing is waited for: others get their turn
+            while self._index.sweep(SLICE_BLOCKS):  # noqa: ASYNC110 - yields to the event loop between slices
                 await asyncio.sleep(0)
 
-    # -- snapshots ----------------------------------------------------------------------------------------------------------------------
-
     async def _load_snapshots(self) -> None:
-        """Of all workers for which it is time. Raises StoreUnavailable."""
+        """Read the snapshots that are due. Raises StoreUnavailable."""
         loop = asyncio.get_running_loop()
-        due = [life for life in self._lives.values() if life.follower.needs_snapshot and life.due_s <= loop.time()]
-        for first in range(0, len(due), SNAPSHOTS_AT_ONCE):
-            lives = due[first : first + SNAPSHOTS_AT_ONCE]
-            found = await asyncio.gather(*(self._feed.snapshot(life.follower.worker) for life in lives))
-            for life, snapshot in zip(lives, found, strict=True):
-                if self._life(life.follower.worker) is not life:
+        due = [each for each in self._workers.values() if each.order.needs_snapshot and each.due_s <= loop.time()]
+        for first in range(0, len(due), MAX_CONCURRENT_SNAPSHOTS):
+            part = due[first : first + MAX_CONCURRENT_SNAPSHOTS]
+            snapshots = await asyncio.gather(*(self._feed.snapshot(each.order.worker) for each in part))
+            for followed, snapshot in zip(part, snapshots, strict=True):
+                if self._followed(followed.order.worker) is not followed:
                     continue
-                if snapshot is not None and life.follower.take_snapshot(snapshot) is EventAction.APPLY:
+                if snapshot is not None and followed.order.take_snapshot(snapshot) is EventAction.APPLY:
                     self.num_snapshots += 1
-                    life.pause_s = FIRST_RETRY_S
-                    await self._put(life, snapshot)
+                    followed.pause_s = FIRST_RETRY_S
+                    await self._apply_snapshot(followed, snapshot)
                 else:
-                    self._wait_for_snapshot(life, loop.time())
+                    self._retry_snapshot(followed, loop.time())
 
-    async def _put(self, life: _Followed, snapshot: KvSnapshot) -> None:
-        """In slices, between which decisions are made: for a moment less is known of that worker than
-        before."""
-        worker = life.follower.worker
+    async def _apply_snapshot(self, followed: _FollowedWorker, snapshot: KvSnapshot) -> None:
+        """Replace the worker's blocks in the index.
+
+        Decisions are made between the slices. For a moment the index knows less of the worker than before.
+        """
+        worker = followed.order.worker
         self._index.reset(worker)
-        for tier, part in _slices(snapshot):
-            if self._life(worker) is not life:
+        for tier, hashes in _slices(snapshot):
+            if self._followed(worker) is not followed:
                 return
-            self._index.stored(worker, tier, part)
+            self._index.stored(worker, tier, hashes)
             await asyncio.sleep(0)
 
-    def _wait_for_snapshot(self, life: _Followed, now_s: float) -> None:
-        worker = life.follower.worker
-        if now_s >= life.ask_at_s:
-            life.ask_at_s = now_s + ASK_EVERY_S
-            log.info("kv_snapshot_asked", worker=str(worker), event_seq=life.follower.event_seq)
+    def _retry_snapshot(self, followed: _FollowedWorker, now_s: float) -> None:
+        """Read the snapshot again later, and ask the worker for a new one unless it was asked recently."""
+        worker = followed.order.worker
+        if now_s >= followed.request_at_s:
+            followed.request_at_s = now_s + SNAPSHOT_REQUEST_INTERVAL_S
+            log.info("kv_snapshot_requested", worker=str(worker), event_seq=followed.order.event_seq)
             self._request_snapshot(worker)
-        life.due_s = now_s + life.pause_s * (0.5 + self._rng.random())
-        life.pause_s = min(2 * life.pause_s, MAX_RETRY_S)
-
-    # -- events -------------------------------------------------------------------------------------------------------------------------
+        followed.due_s = now_s + followed.pause_s * (0.5 + self._rng.random())
+        followed.pause_s = min(2 * followed.pause_s, MAX_RETRY_S)
 
     async def _read_events(self) -> None:
-        """Whatever has come, or nothing within a short wait. Raises StoreUnavailable."""
-        lives = self._lives.values()
-        after = {life.follower.worker: life.follower.event_seq for life in lives if not life.follower.needs_snapshot}
-        next_due_s = min((life.due_s for life in lives if life.follower.needs_snapshot), default=math.inf)
+        """Read and apply new events, or wait briefly if there are none. Raises StoreUnavailable."""
+        workers = self._workers.values()
+        after = {each.order.worker: each.order.event_seq for each in workers if not each.order.needs_snapshot}
+        next_due_s = min((each.due_s for each in workers if each.order.needs_snapshot), default=math.inf)
         wait_s = max(READ_PAUSE_S, min(READ_WAIT_S, next_due_s - asyncio.get_running_loop().time()))
         if self.is_degraded:
-            wait_s = READ_PAUSE_S  # whether the store is back is to be known soon
+            wait_s = READ_PAUSE_S  # detect soon that the store is available again
         if not after:
             self._joined.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._joined.wait()
             return
-        num_taken = 0
-        max_events = max(1, EVENTS_A_READ // len(after))
+        num_applied = 0
+        max_events = max(1, EVENTS_PER_READ // len(after))
         for worker, events in (await self._feed.read(after, max_events=max_events, wait_s=wait_s)).items():
             for event in events:
-                self._take(worker, event)
-                num_taken += 1
-                if num_taken % SLICE_EVENTS == 0:
+                self._apply_event(worker, event)
+                num_applied += 1
+                if num_applied % SLICE_EVENTS == 0:
                     await asyncio.sleep(0)
 
-    def _take(self, worker: WorkerRef, event: KvEvent | UnreadableEvent) -> None:
-        life = self._life(worker)
-        if life is None:  # it has left while we read
+    def _apply_event(self, worker: WorkerRef, event: KvEvent | UnreadableEvent) -> None:
+        followed = self._followed(worker)
+        if followed is None:  # unfollowed during the read
             return
-        followed = life.follower.take_event(event)
-        self.num_events[followed] += 1
-        if followed is EventAction.APPLY and isinstance(event, KvEvent):
-            put = self._index.stored if event.kind is KvEventKind.STORED else self._index.evicted
-            put(event.worker, event.tier, event.hashes)
-        elif followed in (EventAction.GAP, EventAction.RESET, EventAction.DAMAGED):
-            life.due_s = 0.0
-            log.info("kv_snapshot_needed", worker=str(event.worker), why=followed.value, event_seq=event.event_seq)
+        action = followed.order.take_event(event)
+        self.num_events[action] += 1
+        if action is EventAction.APPLY and isinstance(event, KvEvent):
+            apply = self._index.stored if event.kind is KvEventKind.STORED else self._index.evicted
+            apply(event.worker, event.tier, event.hashes)
+        elif action in (EventAction.GAP, EventAction.RESET, EventAction.DAMAGED):
+            followed.due_s = 0.0
+            log.info("kv_events_interrupted", worker=str(event.worker), reason=action.value, event_seq=event.event_seq)
 
-    # -- inside -------------------------------------------------------------------------------------------------------------------------
+    def _followed(self, worker: WorkerRef) -> _FollowedWorker | None:
+        followed = self._workers.get(worker.worker_id)
+        return followed if followed is not None and followed.order.worker.is_same_incarnation(worker) else None
 
-    def _life(self, worker: WorkerRef) -> _Followed | None:
-        life = self._lives.get(worker.worker_id)
-        return life if life is not None and life.follower.worker.is_same_incarnation(worker) else None
-
-    def _degrade(self, problem: str) -> None:
+    def _set_degraded(self, problem: str) -> None:
         if not self.is_degraded:
-            log.warning("kv_events_store_away", problem=problem)
+            log.warning("kv_event_store_lost", problem=problem)
             self.is_degraded = True
             self._on_degraded(True)
 
-    def _recover(self) -> None:
+    def _set_recovered(self) -> None:
         if self.is_degraded:
-            log.info("kv_events_store_back", behind=self.num_behind)
+            log.info("kv_event_store_recovered", workers_behind=self.num_behind)
             self.is_degraded = False
             self._on_degraded(False)
 

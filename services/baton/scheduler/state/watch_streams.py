@@ -1,4 +1,4 @@
-"""Watch streams: every gateway and tool gets the newest cluster state, never a backlog of old ones."""
+"""Sends the newest cluster state to gateways and tools over Watch streams."""
 
 import asyncio
 import os
@@ -12,35 +12,40 @@ from baton.core.errors import StreamBroken
 from baton.core.interfaces import Source
 
 
-class Watchers:
+class WatchStreams:
     """The open Watch streams of one scheduler."""
 
     def __init__(self, scheduler_id: str, interval_s: float) -> None:
-        self._nobody = ClusterUpdate(scheduler_id=scheduler_id, reports=(), pid=os.getpid(), host=socket.gethostname())
+        """`interval_s`: least time between two updates on one stream."""
+        self._no_workers = ClusterUpdate(
+            scheduler_id=scheduler_id, reports=(), pid=os.getpid(), host=socket.gethostname()
+        )
         self._interval_s = interval_s
-        self._watchers: dict[Watcher, None] = {}  # in order, so that a simulation repeats itself
+        self._streams: dict[WatchStream, None] = {}  # ordered, unlike a set, so that a simulation repeats itself
 
-    def add(self, reports: tuple[WorkerReport, ...]) -> "Watcher":
-        watcher = Watcher(self._interval_s, lambda closed: self._watchers.pop(closed, None))
-        self._watchers[watcher] = None
-        watcher.offer(replace(self._nobody, reports=reports))
-        return watcher
+    def open(self, reports: tuple[WorkerReport, ...]) -> "WatchStream":
+        """Open a stream whose first update contains `reports`."""
+        stream = WatchStream(self._interval_s, lambda closed: self._streams.pop(closed, None))
+        self._streams[stream] = None
+        stream.offer(replace(self._no_workers, reports=reports))
+        return stream
 
     def update(self, reports: tuple[WorkerReport, ...]) -> None:
-        update = replace(self._nobody, reports=reports)
-        for watcher in self._watchers:
-            watcher.offer(update)
+        """Send `reports` to all streams."""
+        update = replace(self._no_workers, reports=reports)
+        for stream in self._streams:
+            stream.offer(update)
 
     def close(self) -> None:
-        for watcher in tuple(self._watchers):
-            watcher.end()
+        """End all streams."""
+        for stream in tuple(self._streams):
+            stream.end()
 
 
-class Watcher(Source[ClusterUpdate]):
-    """One stream. A newer update replaces one that was not taken yet; updates come at least `interval_s`
-    apart."""
+class WatchStream(Source[ClusterUpdate]):
+    """One Watch stream. Holds only the newest update; updates are received at least `interval_s` apart."""
 
-    def __init__(self, interval_s: float, on_close: "Callable[[Watcher], object]") -> None:
+    def __init__(self, interval_s: float, on_close: "Callable[[WatchStream], object]") -> None:
         self._interval_s = interval_s
         self._on_close = on_close
         self._latest: ClusterUpdate | None = None
@@ -49,15 +54,18 @@ class Watcher(Source[ClusterUpdate]):
         self._ended = False
 
     def offer(self, update: ClusterUpdate) -> None:
+        """Replace the update that was not received yet."""
         self._latest = update
         self._wake.set()
 
     def end(self) -> None:
+        """End the stream; `receive` then raises StreamBroken."""
         self._ended = True
         self._on_close(self)
         self._wake.set()
 
     async def receive(self) -> ClusterUpdate:
+        """Wait for the next update. Raises StreamBroken if the stream has ended."""
         loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()

@@ -1,4 +1,4 @@
-"""The workers' standing report streams: who is there, what it says, what it is told; and who watches them."""
+"""Handles the workers' report streams: receives reports, sends commands, and informs Watch streams."""
 
 import asyncio
 from collections import Counter
@@ -18,25 +18,28 @@ from baton.runtime.config.settings import HeartbeatSettings
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.metrics import SchedulerMetrics
 from baton.scheduler.state.cluster_state import ClusterState
-from baton.scheduler.state.kv_event_reader import KvEventFollowing
-from baton.scheduler.state.watch_streams import Watchers
+from baton.scheduler.state.kv_event_reader import KvEventReader
+from baton.scheduler.state.watch_streams import WatchStreams
 from baton.scheduler.state.worker_replacement import WorkerReplacement
 
 log = get_logger(__name__)
 
-UPDATES_A_HEARTBEAT = 20
-"""At most so many on a Watch stream; workers report no more often."""
-BACK_SILENCES = 24
-"""Of `silence_s`: how long the successor of a worn-out worker is waited for before the next one of its role
-may leave."""
+UPDATES_PER_HEARTBEAT = 20
+"""Most updates on a Watch stream. Workers report no more often."""
+REPLACEMENT_WAIT_SILENCES = 24
+"""Longest wait for a replacement before the next worker of the role is told to drain, in multiples of `silence_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerTimes:
-    """`silence_s`: a worker not heard of for so long is gone. `settle_s`: for so long after the start, or
-    after a worker's stream broke, a request for which there is no worker waits for one to report.
-    `reservation_s`: how long a placement counts if no report ever does. `watch_interval_s`: at most one
-    update an interval goes to a gateway."""
+    """The times of one scheduler.
+
+    silence_s: a worker that has not reported for this time is removed.
+    settle_s: after the start, or after a report stream broke, workers may not have reported yet. For this time a
+        request without a worker waits for one.
+    reservation_s: how long a placement counts if no report contains it.
+    watch_interval_s: least time between two updates to a gateway.
+    """
 
     silence_s: float
     settle_s: float
@@ -45,27 +48,32 @@ class SchedulerTimes:
 
     @classmethod
     def of(cls, config: HeartbeatSettings) -> "SchedulerTimes":
-        """Workers look for schedulers once a heartbeat, and may be busy when they do: one that lives has
-        reported after a detection time, which is two heartbeats at least. A job reaches its worker, and the
-        next report its scheduler, long before a second one is over."""
+        """Derive the times from the heartbeat settings.
+
+        Workers look for schedulers once per heartbeat, and may be busy then. A live worker has reported after a
+        detection time, which is at least two heartbeats. A job reaches its worker, and the next report its scheduler,
+        long before a second detection time is over.
+        """
         return cls(
             silence_s=config.detection_s,
             settle_s=config.detection_s,
             reservation_s=2 * config.detection_s,
-            watch_interval_s=config.heartbeat_s / UPDATES_A_HEARTBEAT,
+            watch_interval_s=config.heartbeat_s / UPDATES_PER_HEARTBEAT,
         )
 
 
 class WorkerStreams:
-    """Keeps `view` and `index` up to date. Single owner: the scheduler's event loop. `on_report`: a worker
-    has said something new."""
+    """Keeps the cluster state and the prefix index up to date. Owned by the scheduler's event loop.
+
+    `on_report` is called after each new report.
+    """
 
     def __init__(
         self,
         scheduler_id: str,
         *,
         times: SchedulerTimes,
-        view: ClusterState,
+        state: ClusterState,
         index: PrefixIndex,
         feed: KvEventFeed,
         metrics: SchedulerMetrics,
@@ -73,30 +81,33 @@ class WorkerStreams:
         on_report: Callable[[], None],
     ) -> None:
         self._times = times
-        self._view = view
+        self._state = state
         self._index = index
         self._metrics = metrics
         self._on_report = on_report
-        self._following = KvEventFollowing(
+        self._events = KvEventReader(
             feed=feed,
             index=index,
             request_snapshot=lambda worker: self._command(worker, CommandKind.SNAPSHOT),
             on_degraded=lambda is_degraded: metrics.kv_events_degraded.set(is_degraded),
             rng=rng,
         )
-        self._watchers = Watchers(scheduler_id, times.watch_interval_s)
-        self._leaving = WorkerReplacement(settle_s=times.silence_s, back_s=BACK_SILENCES * times.silence_s)
+        self._watch_streams = WatchStreams(scheduler_id, times.watch_interval_s)
+        self._replacement = WorkerReplacement(
+            settle_s=times.silence_s, max_wait_s=REPLACEMENT_WAIT_SILENCES * times.silence_s
+        )
         self._streams: dict[WorkerRef, Duplex[WorkerCommand, WorkerReport]] = {}
-        self._view_changed = asyncio.Event()
-        self._was_here: set[str] = set()
-        """Ids of workers, at the last look."""
-        self._unsettled_until_s = 0.0
-        self._unsettled()
+        self._state_changed = asyncio.Event()
+        self._ids_with_metrics: set[str] = set()
+        self._settled_s = 0.0
+        self._start_settling()
 
     def watch(self) -> Source[ClusterUpdate]:
-        return self._watchers.add(self._view.reports())
+        """Open a Watch stream."""
+        return self._watch_streams.open(self._state.reports())
 
     def drain(self, worker_id: str, *, node_shutting_down: bool) -> bool:
+        """Tell a worker to drain. Returns False if it has no open stream."""
         for worker, stream in self._streams.items():
             if worker.worker_id == worker_id:
                 with suppress(StreamBroken):
@@ -105,10 +116,9 @@ class WorkerStreams:
         return False
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
-        """One worker life's reports, from its first to the end of the stream, which is the end of that life
-        as far as we know."""
+        """Receive one worker epoch's reports until its stream ends. The worker counts as lost then."""
         worker: WorkerRef | None = None
-        warmed: set[WorkerRef] = set()
+        connected: set[WorkerRef] = set()
         try:
             while True:
                 report = await stream.receive()
@@ -116,100 +126,97 @@ class WorkerStreams:
                     worker = report.worker
                     self._streams[worker] = stream
                     log.info("worker_joined", worker=str(worker), role=report.role.value, address=worker.address)
-                if self._view.take_report(report, asyncio.get_running_loop().time()):
-                    self._following.follow(report.worker, report.blocks.total)
-                    self._following.heard(report.worker, report.event_seq)
-                    self._changed()
+                if self._state.update(report, asyncio.get_running_loop().time()):
+                    self._events.follow(report.worker, report.blocks.total)
+                    self._events.check_event_seq(report.worker, report.event_seq)
+                    self._publish_state()
                     self._on_report()
-                self._warm_pairs(report, stream, warmed)
+                self._connect_pairs(report, stream, connected)
         except StreamBroken:
             pass
         finally:
             if worker is not None and self._streams.get(worker) is stream:
                 del self._streams[worker]
-                self._unsettled()
-                self._following.unfollow(worker)
-                if self._view.lose(worker):
+                self._start_settling()
+                self._events.unfollow(worker)
+                if self._state.remove(worker):
                     log.warning("worker_lost", worker=str(worker))
-                    self._changed()
+                    self._publish_state()
 
     async def end_streams(self) -> None:
-        """Their other ends then go to another scheduler."""
-        self._watchers.close()
+        """End all streams, so that workers and gateways go on with another scheduler."""
+        self._watch_streams.close()
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             await stream.aclose()
 
-    async def follow(self) -> None:
-        """Which blocks workers hold, for ever."""
-        await self._following.run()
+    async def read_kv_events(self) -> None:
+        """Follow the KV events of all workers until cancelled."""
+        await self._events.run()
 
-    async def may_report(self) -> bool:
-        """Wait for the view to change, while workers may only not have reported yet: after our own start, or
-        after a stream broke."""
-        if not self.is_unsettled:
+    async def wait_for_report(self) -> bool:
+        """Wait for the next report if workers may not have reported yet. Returns False at once otherwise."""
+        if not self.is_settling:
             return False
-        self._view_changed.clear()
+        self._state_changed.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._unsettled_until_s):
-                await self._view_changed.wait()
+            async with asyncio.timeout_at(self._settled_s):
+                await self._state_changed.wait()
         return True
 
     @property
-    def is_unsettled(self) -> bool:
-        """Workers may only not have reported yet."""
-        return asyncio.get_running_loop().time() < self._unsettled_until_s
+    def is_settling(self) -> bool:
+        """True after the start and after a broken stream, as long as workers may not have reported yet."""
+        return asyncio.get_running_loop().time() < self._settled_s
 
-    def _unsettled(self) -> None:
-        self._unsettled_until_s = asyncio.get_running_loop().time() + self._times.settle_s
+    def _start_settling(self) -> None:
+        self._settled_s = asyncio.get_running_loop().time() + self._times.settle_s
 
-    def _warm_pairs(
-        self, report: WorkerReport, stream: Duplex[WorkerCommand, WorkerReport], warmed: set[WorkerRef]
+    def _connect_pairs(
+        self, report: WorkerReport, stream: Duplex[WorkerCommand, WorkerReport], connected: set[WorkerRef]
     ) -> None:
-        """Ask a decode worker to connect to each prefill worker whose KV it may be sent for, before the first
-        request needs the pair."""
+        """Tell a decode worker to connect with new prefill workers before a request needs the pair."""
         if report.role is not WorkerRole.DECODE:
             return
-        for other in self._view.reports():
-            is_source = other.role.can_prefill and other.state is WorkerState.READY and other.worker not in warmed
+        for other in self._state.reports():
+            is_source = other.role.can_prefill and other.state is WorkerState.READY and other.worker not in connected
             if is_source and other.layout.mismatch(report.layout) is None:
-                warmed.add(other.worker)
+                connected.add(other.worker)
                 stream.send(WorkerCommand(kind=CommandKind.CONNECT, peer=other.worker))
 
-    def _changed(self) -> None:
-        reports = self._view.reports()
+    def _publish_state(self) -> None:
+        reports = self._state.reports()
         self._metrics.workers.clear()
         for (role, state), number in Counter((r.role.value, r.state.value) for r in reports).items():
             self._metrics.workers.labels(role, state).set(number)
-        self._watchers.update(reports)
-        self._view_changed.set()
+        self._watch_streams.update(reports)
+        self._state_changed.set()
 
-    async def look_after(self) -> None:
-        """A worker whose stream stays open but says nothing (a half-open host) leaves the view without
-        waiting for a placement; worn-out ones are let go, each in its turn."""
+    async def run_maintenance(self) -> None:
+        """Remove silent workers and replace those that ask for it, until cancelled.
+
+        A worker is silent if its stream stays open without reports, as on a half-open connection.
+        """
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._times.silence_s / 4)
-            before = self._view.reports()
-            self._view.snapshot(loop.time())
-            if self._view.reports() != before:
-                self._changed()
-            for worker in self._leaving.choose(self._view.reports(), loop.time()):
-                log.warning("worker_let_go", worker=str(worker))
-                self._command(worker, CommandKind.LEAVE)
-            self._forget_gone()
-            self._following_metrics()
+            before = self._state.reports()
+            self._state.snapshot(loop.time())
+            if self._state.reports() != before:
+                self._publish_state()
+            for worker in self._replacement.choose(self._state.reports(), loop.time()):
+                log.warning("worker_replacement_requested", worker=str(worker))
+                self._command(worker, CommandKind.REPLACE)
+            self._remove_worker_metrics()
+            self._metrics.prefix_index_blocks.set(self._index.num_claims)
+            self._metrics.prefix_index_workers_behind.set(self._events.num_behind)
 
-    def _forget_gone(self) -> None:
-        """Metrics tell workers apart for as long as they are there."""
-        here = {report.worker.worker_id for report in self._view.reports()}
-        for worker_id in self._was_here - here:
+    def _remove_worker_metrics(self) -> None:
+        """Remove the time series of workers that are gone."""
+        ids = {report.worker.worker_id for report in self._state.reports()}
+        for worker_id in self._ids_with_metrics - ids:
             self._metrics.predicted_over_actual.remove_by_labels({"worker": worker_id})
-        self._was_here = here
-
-    def _following_metrics(self) -> None:
-        self._metrics.prefix_index_blocks.set(self._index.num_claims)
-        self._metrics.prefix_index_workers_behind.set(self._following.num_behind)
+        self._ids_with_metrics = ids
 
     def _command(self, worker: WorkerRef, kind: CommandKind) -> None:
         stream = self._streams.get(worker)

@@ -1,14 +1,14 @@
-"""The numbers of all workers side by side, so that a decision over a hundred of them is a few operations on
-arrays.
+"""Holds the numbers of all workers in arrays, one element per worker, for vectorised decisions.
 
-Nothing here is known that a `ClusterSnapshot` does not say: `worker_table_of` makes the columns of any
-snapshot, and `WorkerTableBuilder` keeps them up to date between snapshots, because making them takes longer
+The table contains nothing that the `ClusterSnapshot` does not: `worker_table_of` can build it from any
+snapshot. The scheduler keeps one `WorkerTableBuilder` up to date instead, because building a table takes longer
 than deciding.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from math import ceil, inf, isfinite
+from operator import attrgetter
 from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,343 +20,426 @@ from baton.core.kv.kv_layout import KvLayout
 from baton.core.step_cost import stall_free_step_s
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-"""One number a worker, in the order of their ids, where nothing else is said."""
+"""One number per worker, sorted by worker id, unless stated otherwise."""
 Mask: TypeAlias = npt.NDArray[np.bool_]
+"""One truth value per worker, sorted by worker id."""
 
 DEFAULT_LINK_BYTES_PER_S = 1e9
-"""Of a pair that has not been measured yet."""
+"""Assumed bandwidth of a pair of workers that was never measured."""
 DEFAULT_CHUNK_TOKENS = 512
+"""Assumed `max_num_batched_tokens` of a worker that does not report it."""
 DEFAULT_OUTPUT_TOKENS = 128
-"""Expected where no answer has ended yet."""
+"""Assumed mean answer length of a worker where no sequence has ended yet."""
 
-_COLUMNS = "columns"
+NO_COSTS, PEER_COSTS, MEASURED_COSTS = 0.0, 0.5, 1.0
+"""Values of `ReportedState.cost_source`."""
+
+_CACHE_KEY = "worker_table"
+_TINY_S = 1e-9
+"""Shorter than any step. Avoids a division by zero for a worker whose costs are 0."""
+
+N = TypeVar("N", Floats, float)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerKind:
-    """Workers of one kind serve one model in one layout: they can read each other's blocks."""
+class KvGroup:
+    """Workers that serve one model with one KV layout, and can therefore read each other's blocks."""
 
     model: str
     layout: KvLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
-    """How workers read from each other; all arrays are [reader, source]. `queued_s`: what is being read, or
-    will be by own placements. `is_broken`: a read was given up and no probe has succeeded since. `is_warm`:
-    the pair is set up with this life of the source."""
+@dataclass(slots=True)
+class ReportedState(Generic[N]):
+    """Numbers taken from the workers' reports alone. Never changed after construction, like the next two classes.
 
-    s_per_byte: Floats
-    queued_s: Floats
-    is_broken: Mask
-    is_warm: Mask
-
-
-N = TypeVar("N", Floats, float)
-
-
-class Rows(Generic[N]):
-    """One array a quantity, one element a worker.
-
-    `max_prefill_tokens`, `max_decode_tokens`: prompts under so many tokens could be prefilled or decoded
-    there, had the worker nothing else to do; 0 if it is not ready, or that is not its role. `free_seqs`:
-    places in its batch. `decoding_*`: of the running sequences, those that take part in every step (none at a
-    prefill worker, whose sequences leave with their first token). `joining_*`: placed there and not running
-    yet; where it is not known, their context is the mean of those that decode, and `joining_alike` of them
-    have that of the prompt at hand, because nothing decodes. `decoding_s`: what the decoding ones add to a
-    step. `link_s_per_byte`: of a source not read from yet. `step_s`, `token_s`, `attended_s`: corrected costs
-    of the steps that a prompt would get there, be they mixed or not; `decode_*_s`: of steps without prefill;
-    `beside_by_alone`: how much further the first are from what was measured. `has_costs`: 1 where they are
-    the worker's own, 0.5 where they are borrowed, 0 where there are none. `chunk_tokens`: of a prompt in one
-    step, at most. `slo_step_s`: the next step may take so long, for the promises to those that decode; 0
-    where they allow nothing. They can spare it once, and each step of a queue is taken to have it: with
-    little to spare beside a long queue the prediction is too early.
-
-    Seconds that are the same for every prompt: `beside_s` of a step that computes nothing of it; `compute_s`
-    of the prompts that wait, without these; `share_s` that prompts get of a step, so that those that decode
-    or will join do not wait for long (`core.step_cost.stall_free_step_s`), infinite where there are none;
-    `relax_s`, the time of a step of those, where prompts that take long get more than that, 0 where nobody
-    decodes; `leave_s`, in how long all but 1/e of the sequences that decode there will have ended (an
-    answer's age says little about what is left of it, so each is expected to go on for a whole mean length);
-    `queue_s` until the prompts that wait there now, own placements included, are computed.
+    They are not `frozen`, because that would make their construction, twice per decision, three times as slow.
+    The step costs are corrected by the live factors of the step kind that a prompt would meet at the worker:
+    mixed if sequences decode there, prefill otherwise.
     """
 
-    # As reported.
-    kind: N
-    is_ready: N
-    can_prefill: N
-    block_tokens: N
+    kv_group: N  # index into `WorkerTable.kv_groups`
+    is_ready: N  # 1 or 0
+    can_prefill: N  # 1 or 0, by role
+    block_size_tokens: N
     block_bytes: N
     total_blocks: N
-    max_prefill_tokens: N
-    max_decode_tokens: N
-    decoding_seqs: N
-    decoding_context: N
-    joining_alike: N
-    chunk_tokens: N
-    slo_step_s: N
+    max_prefill_tokens: N  # prompts must be shorter than this to be prefilled here; 0 if not ready or by role
+    max_decode_tokens: N  # the same for decoding
+    decoding_seqs: N  # running sequences that decode; 0 on prefill workers, where they end with the first token
+    decoding_context_tokens: N  # sum of their contexts
+    joining_seqs_unknown: N  # waiting sequences of unknown length: assumed to be as long as the new prompt
+    max_chunk_tokens: N  # largest chunk of a prompt in one step
+    slo_step_s: N  # longest next step that the running requests' TPOT SLOs allow; 0 if they allow nothing
     max_num_seqs: N
-    output_tokens: N
-    link_s_per_byte: N
-    has_costs: N
-    decoding_s: N
-    step_s: N
-    token_s: N
-    attended_s: N
-    decode_step_s: N
+    mean_output_tokens: N
+    default_link_s_per_byte: N  # expected for a peer that was never read from
+    cost_source: N  # `NO_COSTS`, `PEER_COSTS` (estimated from other workers) or `MEASURED_COSTS`
+    mixed_decode_s: N  # time that the decoding sequences add to a mixed step
+    base_step_s: N  # fixed time of a step with prefill
+    prefill_token_s: N
+    prefill_attended_s: N
+    decode_step_s: N  # fixed time of a step without prefill
     decode_seq_s: N
     decode_context_s: N
-    beside_by_alone: N
-    # With own reservations.
+    mixed_to_decode_ratio: N  # correction factor of mixed steps over that of decode steps
+
+
+@dataclass(slots=True)
+class ReservedState(Generic[N]):
+    """Numbers from the reports plus this scheduler's own placements that no report contains yet."""
+
     free_blocks: N
-    free_tokens: N
-    free_seqs: N
-    joining_seqs: N
-    joining_context: N
-    queued_tokens: N
-    queued_attended: N
-    # Worked out from these.
-    beside_s: N
-    compute_s: N
-    share_s: N
-    relax_s: N
-    leave_s: N
-    queue_s: N
+    free_tokens: N  # the same in tokens
+    free_seqs: N  # free batch slots
+    joining_seqs: N  # sequences placed here that do not run yet
+    joining_context_tokens: N  # sum of their contexts; reported ones count with the mean of the decoding ones
+    queued_tokens: N  # prompt tokens waiting for prefill
+    queued_attended_tokens: N  # (query, context) pairs of these tokens
 
 
-ROWS = tuple(Rows.__annotations__)
-_COSTS = slice(ROWS.index("step_s"), ROWS.index("beside_by_alone") + 1)
-_HAS_COSTS = ROWS.index("has_costs")
-_LINK = ROWS.index("link_s_per_byte")
-_RESERVED = slice(ROWS.index("free_blocks"), None)
-_SECONDS = slice(ROWS.index("beside_s"), None)
-_TINY_S = 1e-9
-"""Below any step: keeps a worker whose costs are 0 from a division by 0."""
+@dataclass(slots=True)
+class DerivedState(Generic[N]):
+    """Predicted seconds that are the same for every new prompt."""
+
+    mixed_step_s: N  # a step that decodes but computes nothing of the new prompt
+    queued_prefill_s: N  # prefill compute of all queued prompts, without the decode part of those steps
+    prefill_share_s: N  # prefill compute in one mixed step (`core.step_cost.stall_free_step_s`); inf if none decode
+    joined_step_s: N  # decode part of a mixed step once the joining sequences decode; 0 if there are none
+    drain_s: N  # time in which all but 1/e of the decoding sequences end
+    queue_s: N  # time until all queued prompts are computed
 
 
-class Row(Rows[float]):
-    """One worker's numbers, the first of them or all. Arithmetic with them takes a tenth of what it takes
-    with elements of arrays."""
+@dataclass(slots=True)
+class WorkerData(Generic[N]):
+    """All numbers of one worker (`WorkerData[float]`) or of all workers (`WorkerTable`).
 
-    def __init__(self, numbers: Sequence[float]) -> None:
-        vars(self).update(zip(ROWS, numbers, strict=False))
+    Scalars exist because numpy takes ten times as long as Python for a single number.
+    """
+
+    reported: ReportedState[N]
+    reserved: ReservedState[N]
+    derived: DerivedState[N]
 
 
-class WorkerTable(Rows[Floats]):
-    """`views` in the order of the columns; `kinds[i]` is what `kind == i` stands for; `numbers` [len(ROWS),
-    num_workers] holds all rows."""
+WorkerRow: TypeAlias = WorkerData[float]
+
+_REPORTED_NAMES = tuple(field.name for field in fields(ReportedState))
+_RESERVED_NAMES = tuple(field.name for field in fields(ReservedState))
+_DERIVED_NAMES = tuple(field.name for field in fields(DerivedState))
+_NUM_REPORTED = len(_REPORTED_NAMES)
+_NUM_STATE = _NUM_REPORTED + len(_RESERVED_NAMES)
+_NUM_FIELDS = _NUM_STATE + len(_DERIVED_NAMES)
+_reported_values = attrgetter(*_REPORTED_NAMES)
+_reserved_values = attrgetter(*_RESERVED_NAMES)
+_derived_values = attrgetter(*_DERIVED_NAMES)
+
+PEER_COST_NAMES = (
+    "base_step_s",
+    "prefill_token_s",
+    "prefill_attended_s",
+    "decode_step_s",
+    "decode_seq_s",
+    "decode_context_s",
+    "mixed_to_decode_ratio",
+)
+"""The fields of `ReportedState` that are estimated from peers while a worker has not measured itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How fast workers read from each other. All arrays are [reader, source]."""
+
+    s_per_byte: Floats
+    queued_s: Floats  # time for the reads under way plus those of own placements
+    is_broken: Mask  # a read was given up and no probe has succeeded since
+    is_warm: Mask  # the pair is connected with the source's current epoch
+
+
+class WorkerTable(WorkerData[Floats]):
+    """The numbers of all workers at one moment. Later updates of the builder do not change them.
+
+    views: the workers, sorted by id; element i of each array belongs to views[i].
+    index: position by worker id.
+    kv_groups: the meaning of the values of `reported.kv_group`.
+    """
+
+    __slots__ = ("_link_arrays", "_link_version", "_numbers", "_rows", "index", "kv_groups", "views")
 
     def __init__(
         self,
         views: tuple[WorkerView, ...],
         index: Mapping[str, int],
-        kinds: Sequence[WorkerKind],
+        kv_groups: Sequence[KvGroup],
         numbers: Floats,
-        links: "_LinkTable",
+        links: "_LinkArrays",
     ) -> None:
-        self.views, self.index, self.kinds, self.numbers = views, index, kinds, numbers
-        self._table, self._version = links, links.version
-        vars(self).update(zip(ROWS, numbers, strict=True))
+        """`numbers` [fields, workers] is the backing array. `links` may change later, and then has a new version."""
+        self.views, self.index, self.kv_groups = views, index, kv_groups
+        self._numbers = numbers
+        self._rows: dict[int, WorkerRow] = {}
+        self._link_arrays, self._link_version = links, links.version
+        rows = tuple(numbers)
+        self.reported = ReportedState(*rows[:_NUM_REPORTED])
+        self.reserved = ReservedState(*rows[_NUM_REPORTED:_NUM_STATE])
+        self.derived = DerivedState(*rows[_NUM_STATE:])
 
-    def row(self, i: int) -> Row:
-        return Row(self.numbers[:, i].tolist())
+    def row(self, i: int) -> WorkerRow:
+        """Return the numbers of one worker as Python floats."""
+        row = self._rows.get(i)
+        if row is None:
+            values = self._numbers[:, i].tolist()
+            row = self._rows[i] = WorkerData(
+                ReportedState(*values[:_NUM_REPORTED]),
+                ReservedState(*values[_NUM_REPORTED:_NUM_STATE]),
+                DerivedState(*values[_NUM_STATE:]),
+            )
+        return row
 
     @property
     def links(self) -> Links:
-        """Those of `views`. The keeper's own arrays while they still are, which they are when a decision
-        follows its snapshot."""
-        if self._table.version != self._version:
-            self._table = _LinkTable(self.views, self.index)
-            self._version = self._table.version
-        return self._table.links
+        """The links of `views`.
+
+        Shares the builder's arrays while these are unchanged, as they are if a decision follows its snapshot.
+        Otherwise they are built again from `views`.
+        """
+        if self._link_arrays.version != self._link_version:
+            self._link_arrays = _LinkArrays(self.views, self.index)
+            self._link_version = self._link_arrays.version
+        return self._link_arrays.links
 
     @property
     def all_measured(self) -> bool:
-        """Whether every worker's costs are its own."""
-        return bool(np.count_nonzero(self.has_costs == 1) == len(self.views))
+        """True if every worker has reported step costs of its own."""
+        return bool(np.count_nonzero(self.reported.cost_source == MEASURED_COSTS) == len(self.views))
 
-    def with_costs_borrowed(self) -> "WorkerTable":
-        """Workers that have not measured themselves yet are taken for the median of those of their kind that
-        have, where there are any."""
-        measured = self.has_costs > 0
-        numbers = self.numbers.copy()
-        for kind in range(len(self.kinds)):
-            of_kind = self.kind == kind
-            lenders, borrowers = np.flatnonzero(of_kind & measured), np.flatnonzero(of_kind & ~measured)
-            if len(lenders) and len(borrowers):
-                numbers[_COSTS, borrowers] = np.median(numbers[_COSTS, lenders], axis=1, keepdims=True)
-                numbers[_HAS_COSTS, borrowers] = 0.5
-                for i in borrowers:
-                    numbers[:, i] = _with_seconds(numbers[: _SECONDS.start, i].tolist())
-        lent = WorkerTable(self.views, self.index, self.kinds, numbers, self._table)
-        lent._version = self._version
-        return lent
+    def with_peer_costs(self) -> "WorkerTable":
+        """Return a table in which workers without step costs have the median costs of their KV group.
 
-    def derive_into(self, cluster: ClusterSnapshot) -> None:
-        """`cluster` has these very `views`: `worker_table_of` need not make them again."""
-        cluster.derived[_COLUMNS] = self
+        A group in which no worker has measured itself stays without costs.
+        """
+        is_measured = self.reported.cost_source > NO_COSTS
+        numbers = self._numbers.copy()
+        for group in range(len(self.kv_groups)):
+            in_group = self.reported.kv_group == group
+            measured, unmeasured = np.flatnonzero(in_group & is_measured), np.flatnonzero(in_group & ~is_measured)
+            if not len(measured):
+                continue
+            costs = {name: float(np.median(getattr(self.reported, name)[measured])) for name in PEER_COST_NAMES}
+            for i in unmeasured.tolist():
+                row = self.row(i)
+                reported = replace(row.reported, cost_source=PEER_COSTS, **costs)
+                _write(numbers, i, reported, row.reserved)
+        table = WorkerTable(self.views, self.index, self.kv_groups, numbers, self._link_arrays)
+        table._link_version = self._link_version
+        return table
+
+    def attach_to(self, cluster: ClusterSnapshot) -> None:
+        """Let `worker_table_of(cluster)` return this table. `cluster` must have the same `views`."""
+        cluster.derived[_CACHE_KEY] = self
 
 
 def worker_table_of(cluster: ClusterSnapshot) -> WorkerTable:
-    """Made once a snapshot, unless it came with them."""
-    known = cluster.derived.get(_COLUMNS)
+    """Return the table of a snapshot. Builds it at the first call unless one is attached."""
+    known = cluster.derived.get(_CACHE_KEY)
     if isinstance(known, WorkerTable):
         return known
-    keeper = WorkerTableBuilder()
-    keeper.rebuild(cluster.workers)
-    columns = keeper.columns()
-    columns.derive_into(cluster)
-    return columns
+    builder = WorkerTableBuilder()
+    builder.rebuild(cluster.workers)
+    table = builder.table()
+    table.attach_to(cluster)
+    return table
 
 
 class WorkerTableBuilder:
-    """The columns of one view, kept up to date. Single owner: the scheduler's event loop."""
+    """Keeps the numbers of the current workers up to date. Owned by the scheduler's event loop."""
 
     def __init__(self) -> None:
         self.rebuild(())
 
     def rebuild(self, views: Sequence[WorkerView]) -> None:
-        """Other workers than before, sorted by id. A millisecond for a hundred: only when one comes, goes or
-        is reborn."""
+        """Start again with `views`, sorted by id.
+
+        Takes a millisecond per hundred workers, so it is for changes of the set of workers and of their epochs.
+        """
         self._views = list(views)
         self._index = {view.worker_id: i for i, view in enumerate(views)}
-        self._kinds: dict[WorkerKind, int] = {}
-        self._numbers = np.zeros((len(ROWS), len(views)))
+        self._kv_groups: dict[KvGroup, int] = {}
+        self._reported: list[ReportedState[float]] = []
+        self._numbers = np.zeros((_NUM_FIELDS, len(views)))
         for i, view in enumerate(views):
-            self._numbers[:, i] = _with_seconds(
-                self._reported(view, _expected_s_per_byte(view.report.links)) + _reserved(view)
-            )
-        self._links = _LinkTable(views, self._index)
+            self._reported.append(self._reported_state(view, _best_s_per_byte(view.report.links)))
+            _write(self._numbers, i, self._reported[i], reserved_state(view))
+        self._links = _LinkArrays(views, self._index)
 
     def update(self, view: WorkerView) -> None:
-        """A newer view of a life that is known. Where only reservations have changed, which happens with each
-        placement, only what they change is worked out again."""
+        """Take over a newer view of a worker whose epoch is known.
+
+        If only reservations have changed, as after each placement, only their consequences are computed again.
+        """
         i = self._index[view.worker_id]
         before = self._views[i]
-        column = self._numbers[:, i]
         if view.report is before.report:
-            column[_RESERVED] = _with_seconds(column[: _RESERVED.start].tolist() + _reserved(view))[_RESERVED]
+            reserved = reserved_state(view)
+            derived = derived_state(self._reported[i], reserved)
+            self._numbers[_NUM_REPORTED:, i] = _reserved_values(reserved) + _derived_values(derived)
         else:
             same_links = view.report.links is before.report.links
-            link_s_per_byte = column[_LINK] if same_links else _expected_s_per_byte(view.report.links)
-            column[:] = _with_seconds(self._reported(view, link_s_per_byte) + _reserved(view))
+            link_s_per_byte = (
+                self._reported[i].default_link_s_per_byte if same_links else _best_s_per_byte(view.report.links)
+            )
+            self._reported[i] = self._reported_state(view, link_s_per_byte)
+            _write(self._numbers, i, self._reported[i], reserved_state(view))
         self._links.update(i, view, before)
         self._views[i] = view
 
-    def columns(self) -> WorkerTable:
-        """As they are now; later updates do not change them."""
-        return WorkerTable(tuple(self._views), self._index, tuple(self._kinds), self._numbers.copy(), self._links)
+    def table(self) -> WorkerTable:
+        """Return the current numbers. Later updates do not change them."""
+        return WorkerTable(tuple(self._views), self._index, tuple(self._kv_groups), self._numbers.copy(), self._links)
 
-    def _reported(self, view: WorkerView, link_s_per_byte: float) -> list[float]:
-        """The first of `ROWS`, those that reservations do not change."""
+    def _reported_state(self, view: WorkerView, link_s_per_byte: float) -> ReportedState[float]:
         report = view.report
-        costs = report.costs if report.costs is not None and report.costs.is_usable else None
-        is_ready, role, layout = report.state is WorkerState.READY, report.role, report.layout
+        role, layout = report.role, report.layout
+        is_ready = report.state is WorkerState.READY
         max_tokens = report.blocks.total * layout.block_size_tokens if is_ready else 0
         decoding_seqs = report.running_seqs if role.can_decode else 0
-        decoding_context = report.running_context_tokens if role.can_decode else 0
-        output_tokens = (
-            report.mean_output_tokens if 1 <= report.mean_output_tokens < float("inf") else DEFAULT_OUTPUT_TOKENS
+        decoding_context_tokens = report.running_context_tokens if role.can_decode else 0
+        has_mean = 1 <= report.mean_output_tokens < inf
+        costs = report.costs if report.costs is not None and report.costs.is_usable else None
+        reported: ReportedState[float] = ReportedState(
+            kv_group=self._kv_groups.setdefault(KvGroup(report.model, layout), len(self._kv_groups)),
+            is_ready=is_ready,
+            can_prefill=role.can_prefill,
+            block_size_tokens=layout.block_size_tokens,
+            block_bytes=layout.block_bytes,
+            total_blocks=report.blocks.total,
+            max_prefill_tokens=max_tokens if role.can_prefill else 0,
+            max_decode_tokens=max_tokens if role.can_decode else 0,
+            decoding_seqs=decoding_seqs,
+            decoding_context_tokens=decoding_context_tokens,
+            joining_seqs_unknown=0 if decoding_seqs else report.waiting_seqs,
+            max_chunk_tokens=max(1, (report.max_num_batched_tokens or DEFAULT_CHUNK_TOKENS) - decoding_seqs),
+            slo_step_s=report.slo_step_s,
+            max_num_seqs=report.max_num_seqs,
+            mean_output_tokens=report.mean_output_tokens if has_mean else DEFAULT_OUTPUT_TOKENS,
+            default_link_s_per_byte=link_s_per_byte,
+            cost_source=NO_COSTS,
+            mixed_decode_s=0.0,
+            base_step_s=0.0,
+            prefill_token_s=0.0,
+            prefill_attended_s=0.0,
+            decode_step_s=0.0,
+            decode_seq_s=0.0,
+            decode_context_s=0.0,
+            mixed_to_decode_ratio=0.0,
         )
-        numbers: list[float] = [
-            self._kinds.setdefault(WorkerKind(report.model, layout), len(self._kinds)),
-            is_ready,
-            role.can_prefill,
-            layout.block_size_tokens,
-            layout.block_bytes,
-            report.blocks.total,
-            max_tokens if role.can_prefill else 0,
-            max_tokens if role.can_decode else 0,
-            decoding_seqs,
-            decoding_context,
-            0 if decoding_seqs else report.waiting_seqs,
-            max(1, (report.max_num_batched_tokens or DEFAULT_CHUNK_TOKENS) - decoding_seqs),
-            report.slo_step_s,
-            report.max_num_seqs,
-            output_tokens,
-            link_s_per_byte,
-            costs is not None,
-        ]
         if costs is None:
-            return [*numbers, *[0.0] * 8]
-        prefill, decode = costs.mixed_factor if decoding_seqs else costs.prefill_factor, costs.decode_factor
-        decoding_s = (costs.decode_seq_s * decoding_seqs + costs.decode_context_s * decoding_context) * prefill
-        numbers += [
-            decoding_s,
-            costs.step_s * prefill,
-            costs.prefill_token_s * prefill,
-            costs.prefill_attended_s * prefill,
-        ]
-        numbers += [
-            costs.step_s * decode,
-            costs.decode_seq_s * decode,
-            costs.decode_context_s * decode,
-            prefill / decode,
-        ]
-        return numbers
+            return reported
+        prefill_factor = costs.mixed_factor if decoding_seqs else costs.prefill_factor
+        decode_s = costs.decode_seq_s * decoding_seqs + costs.decode_context_s * decoding_context_tokens
+        return replace(
+            reported,
+            cost_source=MEASURED_COSTS,
+            mixed_decode_s=decode_s * prefill_factor,
+            base_step_s=costs.step_s * prefill_factor,
+            prefill_token_s=costs.prefill_token_s * prefill_factor,
+            prefill_attended_s=costs.prefill_attended_s * prefill_factor,
+            decode_step_s=costs.step_s * costs.decode_factor,
+            decode_seq_s=costs.decode_seq_s * costs.decode_factor,
+            decode_context_s=costs.decode_context_s * costs.decode_factor,
+            mixed_to_decode_ratio=prefill_factor / costs.decode_factor,
+        )
 
 
-def _reserved(view: WorkerView) -> list[float]:
-    """The rows after those of `_reported`."""
+def reserved_state(view: WorkerView) -> ReservedState[float]:
+    """Return what a worker has left and what is queued there, own placements included."""
     report, free_blocks = view.report, view.num_free_blocks
-    waiting_attended = report.waiting_prefill_attended_tokens or report.waiting_prefill_tokens**2 / (
+    waiting_attended_tokens = report.waiting_prefill_attended_tokens or report.waiting_prefill_tokens**2 / (
         2 * max(1, report.waiting_seqs)
     )
     decodes = report.role.can_decode and report.running_seqs > 0
-    mean_context = report.running_context_tokens / report.running_seqs if decodes else 0.0
-    return [
-        free_blocks,
-        free_blocks * report.layout.block_size_tokens,
-        report.max_num_seqs - view.num_seqs,
-        report.waiting_seqs + view.reserved_seqs,
-        view.reserved_context_tokens + report.waiting_seqs * mean_context,
-        view.queued_prefill_tokens,
-        waiting_attended + view.reserved_attended_tokens,
-    ]
+    mean_context_tokens = report.running_context_tokens / report.running_seqs if decodes else 0.0
+    return ReservedState(
+        free_blocks=free_blocks,
+        free_tokens=free_blocks * report.layout.block_size_tokens,
+        free_seqs=report.max_num_seqs - view.num_seqs,
+        joining_seqs=report.waiting_seqs + view.reserved_seqs,
+        joining_context_tokens=view.reserved_context_tokens + report.waiting_seqs * mean_context_tokens,
+        queued_tokens=view.queued_prefill_tokens,
+        queued_attended_tokens=waiting_attended_tokens + view.reserved_attended_tokens,
+    )
 
 
-def _with_seconds(numbers: list[float]) -> list[float]:
-    """All of `ROWS`, from all but those that are worked out."""
-    row = Row(numbers)
-    beside_s = row.step_s + row.decoding_s
-    decode_s = row.decode_step_s + row.decode_seq_s * row.decoding_seqs + row.decode_context_s * row.decoding_context
-    leave_s = row.output_tokens * max(decode_s, _TINY_S)
-    compute_s = row.token_s * row.queued_tokens + row.attended_s * row.queued_attended
-    share_s, relax_s = _share_s(row, compute_s)
-    num_steps = ceil(max(row.queued_tokens / row.chunk_tokens, compute_s / share_s))
-    return [*numbers, beside_s, compute_s, share_s, relax_s, leave_s, num_steps * beside_s + compute_s]
+def derived_state(reported: ReportedState[float], reserved: ReservedState[float]) -> DerivedState[float]:
+    """Predict the seconds of `DerivedState` for one worker.
+
+    `slo_step_s` is slack that exists only once, but the model applies it to every queued step. Long queues beside
+    sequences with little slack are therefore predicted too early.
+
+    The age of an answer says little about its remaining length, so each decoding sequence is expected to run for
+    another whole mean answer (`drain_s`).
+    """
+    mixed_step_s = reported.base_step_s + reported.mixed_decode_s
+    decode_s = (
+        reported.decode_step_s
+        + reported.decode_seq_s * reported.decoding_seqs
+        + reported.decode_context_s * reported.decoding_context_tokens
+    )
+    queued_prefill_s = (
+        reported.prefill_token_s * reserved.queued_tokens
+        + reported.prefill_attended_s * reserved.queued_attended_tokens
+    )
+    prefill_share_s, joined_step_s = _prefill_share_s(reported, reserved, queued_prefill_s)
+    num_steps = ceil(max(reserved.queued_tokens / reported.max_chunk_tokens, queued_prefill_s / prefill_share_s))
+    return DerivedState(
+        mixed_step_s=mixed_step_s,
+        queued_prefill_s=queued_prefill_s,
+        prefill_share_s=prefill_share_s,
+        joined_step_s=joined_step_s,
+        drain_s=reported.mean_output_tokens * max(decode_s, _TINY_S),
+        queue_s=num_steps * mixed_step_s + queued_prefill_s,
+    )
 
 
-def _share_s(row: Row, queued_s: float) -> tuple[float, float]:
-    """(`share_s`, `relax_s`). The engine knows how many prompts wait and how many sequences decode; here
-    those that have no place yet stand for the first, those pulled among them, and those that have one for the
-    second."""
-    seqs = row.decoding_seqs + row.joining_seqs if row.max_decode_tokens else 0
-    if not seqs or not row.token_s:
+def _prefill_share_s(
+    reported: ReportedState[float], reserved: ReservedState[float], queued_prefill_s: float
+) -> tuple[float, float]:
+    """Return (`prefill_share_s`, `joined_step_s`).
+
+    The engine sizes its steps by the number of waiting prompts and of decoding sequences. Here the joining
+    sequences, pulled ones included, stand for the former and the decoding ones for the latter.
+    """
+    seqs = reported.decoding_seqs + reserved.joining_seqs if reported.max_decode_tokens else 0
+    if not seqs or not reported.prefill_token_s:
         return inf, 0.0
     decode_s = (
-        row.decode_step_s
-        + row.decode_seq_s * seqs
-        + row.decode_context_s * (row.decoding_context + row.joining_context)
+        reported.decode_step_s
+        + reported.decode_seq_s * seqs
+        + reported.decode_context_s * (reported.decoding_context_tokens + reserved.joining_context_tokens)
     )
-    beside_s = decode_s * row.beside_by_alone
-    share_s = (
-        stall_free_step_s(decode_s, beside_s, row.slo_step_s, queued_s, row.joining_seqs, row.decoding_seqs) - beside_s
+    joined_step_s = decode_s * reported.mixed_to_decode_ratio
+    step_s = stall_free_step_s(
+        decode_s, joined_step_s, reported.slo_step_s, queued_prefill_s, reserved.joining_seqs, reported.decoding_seqs
     )
-    return max(share_s, row.block_tokens * row.token_s), beside_s
+    return max(step_s - joined_step_s, reported.block_size_tokens * reported.prefill_token_s), joined_step_s
 
 
-class _LinkTable:
-    """`Links` that change in place, and a version that tells when they have."""
+def _write(numbers: Floats, i: int, reported: ReportedState[float], reserved: ReservedState[float]) -> None:
+    """Write one worker's numbers, the derived ones included, into the backing array [fields, workers]."""
+    derived = derived_state(reported, reserved)
+    numbers[:, i] = _reported_values(reported) + _reserved_values(reserved) + _derived_values(derived)
+
+
+class _LinkArrays:
+    """`Links` that are updated in place. `version` grows with each change."""
 
     def __init__(self, views: Sequence[WorkerView], index: Mapping[str, int]) -> None:
-        size = len(views)
+        shape = (len(views), len(views))
         self.version = 0
-        shape = (size, size)
         self.links = Links(np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool))
         self._reported_s = np.zeros(shape)
         self._index = index
-        self._lives = [view.worker for view in views]
+        self._workers = [view.worker for view in views]
         for i, view in enumerate(views):
             self._fill(i, view)
 
@@ -366,49 +449,51 @@ class _LinkTable:
             return
         self.version += 1
         if same_links:
-            self._reserve(i, dict.fromkeys(before.reserved_link_bytes, 0) | dict(view.reserved_link_bytes))
+            self._add_reserved(i, dict.fromkeys(before.reserved_link_bytes, 0) | dict(view.reserved_link_bytes))
         else:
             self._fill(i, view)
 
     def _fill(self, i: int, view: WorkerView) -> None:
         links = self.links
-        links.s_per_byte[i] = _expected_s_per_byte(view.report.links)
+        links.s_per_byte[i] = _best_s_per_byte(view.report.links)
         self._reported_s[i] = 0.0
         links.is_broken[i] = links.is_warm[i] = False
         known = [
             (self._index[link.peer.worker_id], link) for link in view.report.links if link.peer.worker_id in self._index
         ]
         if known:
-            at = [j for j, _ in known]
-            links.s_per_byte[i, at] = s_per_byte = [_s_per_byte(link) for _, link in known]
-            self._reported_s[i, at] = [
+            peers = [j for j, _ in known]
+            links.s_per_byte[i, peers] = s_per_byte = [_s_per_byte(link) for _, link in known]
+            self._reported_s[i, peers] = [
                 link.inflight_bytes * each for (_, link), each in zip(known, s_per_byte, strict=True)
             ]
-            links.is_broken[i, at] = [link.broken for _, link in known]
-            links.is_warm[i, at] = [
-                not link.broken and link.peer.is_same_incarnation(self._lives[j]) for j, link in known
+            links.is_broken[i, peers] = [link.broken for _, link in known]
+            links.is_warm[i, peers] = [
+                not link.broken and link.peer.is_same_incarnation(self._workers[j]) for j, link in known
             ]
         links.queued_s[i] = self._reported_s[i]
-        self._reserve(i, view.reserved_link_bytes)
+        self._add_reserved(i, view.reserved_link_bytes)
 
-    def _reserve(self, i: int, num_bytes: Mapping[str, int]) -> None:
-        for peer, more in num_bytes.items():
+    def _add_reserved(self, i: int, num_bytes: Mapping[str, int]) -> None:
+        for peer, reserved_bytes in num_bytes.items():
             j = self._index.get(peer)
             if j is not None:
-                self.links.queued_s[i, j] = self._reported_s[i, j] + more * self.links.s_per_byte[i, j]
+                self.links.queued_s[i, j] = self._reported_s[i, j] + reserved_bytes * self.links.s_per_byte[i, j]
 
 
 def _s_per_byte(link: LinkReport) -> float:
     return 1 / link.bytes_per_s if link.bytes_per_s > 0 and isfinite(link.bytes_per_s) else 1 / DEFAULT_LINK_BYTES_PER_S
 
 
-def fastest(links: Sequence[LinkReport]) -> LinkReport | None:
-    """Of those that were measured and work: what a worker can expect of a source that it has not read from
-    yet."""
+def fastest_link(links: Sequence[LinkReport]) -> LinkReport | None:
+    """Return the fastest working link that was measured, or None.
+
+    Its bandwidth is expected of a peer that the worker has never read from.
+    """
     known = [link for link in links if not link.broken and link.bytes_per_s > 0 and isfinite(link.bytes_per_s)]
     return max(known, key=lambda link: link.bytes_per_s, default=None)
 
 
-def _expected_s_per_byte(links: Sequence[LinkReport]) -> float:
-    link = fastest(links)
+def _best_s_per_byte(links: Sequence[LinkReport]) -> float:
+    link = fastest_link(links)
     return 1 / DEFAULT_LINK_BYTES_PER_S if link is None else 1 / link.bytes_per_s

@@ -30,7 +30,7 @@ class CommandKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMMAND_KIND_DRAIN: _ClassVar[CommandKind]
     COMMAND_KIND_PROBE_LINK: _ClassVar[CommandKind]
     COMMAND_KIND_CONNECT: _ClassVar[CommandKind]
-    COMMAND_KIND_LEAVE: _ClassVar[CommandKind]
+    COMMAND_KIND_REPLACE: _ClassVar[CommandKind]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
@@ -45,7 +45,7 @@ COMMAND_KIND_SNAPSHOT: CommandKind
 COMMAND_KIND_DRAIN: CommandKind
 COMMAND_KIND_PROBE_LINK: CommandKind
 COMMAND_KIND_CONNECT: CommandKind
-COMMAND_KIND_LEAVE: CommandKind
+COMMAND_KIND_REPLACE: CommandKind
 
 class Slo(_message.Message):
     __slots__ = ("ttft_s", "tpot_s")

@@ -16,10 +16,16 @@ from baton.core.request import RequestActuals, Slo
 from baton.scheduler.admission.slo_admission import AdmissionMode
 from baton.scheduler.decisions import decide as decide_module
 from baton.scheduler.decisions.decide import DecisionRules
-from baton.scheduler.decisions.explain import MAX_CANDIDATES, MAX_UNTOLD, Decided, RecentDecisions, repeat
+from baton.scheduler.decisions.decision_records import (
+    MAX_CANDIDATES,
+    MAX_UNRECORDED,
+    RecentDecisions,
+    UnrecordedDecision,
+    repeat_decision,
+)
 from baton.scheduler.policies import POLICIES
 from tests.builders import query
-from tests.unit.scheduler.costed import costed, decoding, fast_link, queued, random_cluster, seen
+from tests.unit.scheduler.measured_workers import decoding, fast_link, measured, queued, random_cluster, seen
 
 
 def decide(
@@ -28,11 +34,11 @@ def decide(
     policy: str = "kv_centric",
     decision_id: str = "c0ffee",
     rules: DecisionRules | None = None,
-) -> Decided:
+) -> UnrecordedDecision:
     """As the scheduler does."""
-    rules = rules or DecisionRules(turn_number=3, admission=AdmissionMode.PREDICTIVE)
+    rules = rules or DecisionRules(decision_number=3, admission=AdmissionMode.PREDICTIVE)
     verdict = decide_module.decide(DecisionId(decision_id), "s", policy, POLICIES[policy], asking, cluster, rules)
-    return Decided(
+    return UnrecordedDecision(
         decision_id=DecisionId(decision_id),
         scheduler_id="s",
         policy=policy,
@@ -46,16 +52,16 @@ def decide(
 
 def many(number: int) -> ClusterSnapshot:
     links = tuple(fast_link(f"p{i:02}") for i in range(number))
-    prefills = [costed(f"p{i:02}", "prefill", **queued(100 * i)) for i in range(number)]
+    prefills = [measured(f"p{i:02}", "prefill", **queued(100 * i)) for i in range(number)]
     return seen(
-        *prefills, *(costed(f"d{i:02}", "decode", **decoding(10 + i), links=links) for i in range(number)), p07=20
+        *prefills, *(measured(f"d{i:02}", "decode", **decoding(10 + i), links=links) for i in range(number)), p07=20
     )
 
 
 def test_a_record_has_the_best_of_both_sides_with_their_seconds_and_counts_of_the_others() -> None:
-    drained = replace(costed("z", "decode"), state=type(costed("z", "decode").state).DRAINING)
+    drained = replace(measured("z", "decode"), state=type(measured("z", "decode").state).DRAINING)
     cluster = seen(*(w.report for w in many(20).workers), drained)
-    record = decide(query(num_prompt_tokens=2000, block_hashes=(b"h" * 16,)), cluster).record()
+    record = decide(query(num_prompt_tokens=2000, block_hashes=(b"h" * 16,)), cluster).to_record()
     assert record.placement is not None
     assert len(record.candidates) == MAX_CANDIDATES
     assert {c.side for c in record.candidates} == {"prefill", "decode"}
@@ -63,7 +69,7 @@ def test_a_record_has_the_best_of_both_sides_with_their_seconds_and_counts_of_th
     assert len(chosen) >= 2
     assert chosen == list(record.candidates[: len(chosen)])
     prefill = next(c for c in record.candidates if c.side == "prefill")
-    assert {"queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "busy_s", "cost_s"} <= prefill.terms.keys()
+    assert {"queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "decode_delay_s", "cost_s"} <= prefill.terms.keys()
     assert prefill.terms["queue_s"] == record.placement.queue_s
     assert record.num_excluded == {"draining": 1, "predicted slower": 33}, (
         "16 to decode; 17 to prefill, the decode worker among them"
@@ -73,7 +79,7 @@ def test_a_record_has_the_best_of_both_sides_with_their_seconds_and_counts_of_th
 
 def test_a_record_does_not_grow_with_the_cluster() -> None:
     asking = query(num_prompt_tokens=2000)
-    assert len(decide(asking, many(60)).record().inputs) < 16_000
+    assert len(decide(asking, many(60)).to_record().inputs) < 16_000
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -90,50 +96,56 @@ def test_a_record_is_enough_to_repeat_its_decision(policy: str, seed: int) -> No
         avoid=tuple(w.worker for w in cluster.workers if random.random() < 0.1),
     )
     rules = DecisionRules(
-        turn_number=seed,
+        decision_number=seed,
         admission=random.choice(list(AdmissionMode)),
         max_waiting_seqs=6,
         max_worker_queue_s=random.choice([None, 0.01, 1.0]),
         ahead_s=random.choice([0.0, 2.0]),
     )
     decided = decide(asking, cluster, policy, f"{seed:016x}", rules)
-    stored = from_plain(DecisionRecord, to_plain(decided.record()))
-    assert repeat(stored) == decided.answer
+    stored = from_plain(DecisionRecord, to_plain(decided.to_record()))
+    assert repeat_decision(stored) == decided.answer
 
 
 def test_a_holder_that_was_not_thought_of_is_not_thought_of_again() -> None:
     """Of six that hold the same, the four with the least to send are considered; what the first two send,
     nobody in the record reads."""
-    holders = [costed(f"h{i}", "prefill", **queued(50_000)) for i in range(6)]
+    holders = [measured(f"h{i}", "prefill", **queued(50_000)) for i in range(6)]
     links = (fast_link("h0"), *(fast_link(f"h{i}", bytes_per_s=1e4) for i in range(1, 6)))
     readers = [
-        costed(f"r{i}", "decode", **decoding(40), links=tuple(fast_link(f"h{j}", inflight_bytes=10**9) for j in (0, 1)))
+        measured(
+            f"r{i}", "decode", **decoding(40), links=tuple(fast_link(f"h{j}", inflight_bytes=10**9) for j in (0, 1))
+        )
         for i in range(6)
     ]
-    decodes = [costed(f"d{i}", "decode", **decoding(20)) for i in range(4)]
-    cluster = seen(costed("a", "prefill", links=links), *decodes, *holders, *readers, **{f"h{i}": 60 for i in range(6)})
+    decodes = [measured(f"d{i}", "decode", **decoding(20)) for i in range(4)]
+    cluster = seen(
+        measured("a", "prefill", links=links), *decodes, *holders, *readers, **{f"h{i}": 60 for i in range(6)}
+    )
     decided = decide(query(num_prompt_tokens=2000), cluster)
     assert decided.choice is not None
     assert decided.choice.prefix_source is None
-    record = decided.record()
+    record = decided.to_record()
     assert "h0" in {c.worker.worker_id for c in record.candidates}
-    assert repeat(record) == decided.answer
+    assert repeat_decision(record) == decided.answer
 
 
 def test_what_cannot_be_repeated_says_so() -> None:
-    record = decide(query(), many(2)).record()
+    record = decide(query(), many(2)).to_record()
     for other in (
         replace(record, policy="oracle"),
         replace(record, inputs=""),
         replace(record, inputs='{"workers":[]}'),
     ):
-        with pytest.raises(ValueError, match=r"cannot be repeated|no inputs"):
-            repeat(other)
+        with pytest.raises(
+            ValueError, match=r"unknown; must be one of|inputs were not recorded|malformed or of another release"
+        ):
+            repeat_decision(other)
 
 
 def test_the_record_is_made_when_somebody_asks_and_keeps_what_came_of_it() -> None:
     recent, decided = RecentDecisions(), decide(query(request_id=b"r"), many(2))
-    recent.decided(decided)
+    recent.add(decided)
     (told,) = recent.of_request(b"r")
     assert told.candidates
     assert told.inputs
@@ -141,14 +153,14 @@ def test_the_record_is_made_when_somebody_asks_and_keeps_what_came_of_it() -> No
     (done,) = recent.of_request(None)
     assert done.actuals["ttft_s"] == 0.5
     assert done.inputs == told.inputs
-    assert recent.tell(decided.decision_id) == done
+    assert recent.record_of(decided.decision_id) == done
     assert not recent.finish(RequestActuals(decision_id=DecisionId("unknown"), outcome="stop"))
 
 
 def test_of_decisions_that_nobody_had_time_for_the_answers_stay() -> None:
     recent = RecentDecisions()
-    for number in range(MAX_UNTOLD + 5):
-        recent.decided(decide(query(request_id=b"%d" % number), many(2), decision_id=f"{number:x}"))
+    for number in range(MAX_UNRECORDED + 5):
+        recent.add(decide(query(request_id=b"%d" % number), many(2), decision_id=f"{number:x}"))
     (old,) = recent.of_request(b"0")
     assert old.placement is not None
     assert (old.candidates, old.inputs) == ((), "")

@@ -7,7 +7,7 @@ from baton.scheduler.decisions.deferred_work import DeferredWork
 
 async def test_it_is_done_in_the_next_turn_in_order_and_the_end_comes_once() -> None:
     done: list[str] = []
-    afterwards = DeferredWork(at_end=lambda: done.append("end"))
+    afterwards = DeferredWork(after_batch=lambda: done.append("end"))
     afterwards.add(lambda: done.append("a"))
     afterwards.add(lambda: done.append("b"))
     assert done == []
@@ -19,9 +19,9 @@ async def test_it_is_done_in_the_next_turn_in_order_and_the_end_comes_once() -> 
 
 async def test_who_must_find_it_done_does_not_wait_for_the_turn() -> None:
     done: list[str] = []
-    afterwards = DeferredWork(at_end=lambda: done.append("end"))
+    afterwards = DeferredWork(after_batch=lambda: done.append("end"))
     afterwards.add(lambda: done.append("a"))
-    afterwards.catch_up()
+    afterwards.run_pending()
     assert done == ["a"]
     await asyncio.sleep(0)
     assert done == ["a", "end"]
@@ -29,14 +29,14 @@ async def test_who_must_find_it_done_does_not_wait_for_the_turn() -> None:
 
 async def test_a_turn_without_work_has_its_end_too() -> None:
     done: list[str] = []
-    DeferredWork(at_end=lambda: done.append("end")).take_turn()
+    DeferredWork(after_batch=lambda: done.append("end")).schedule()
     await asyncio.sleep(0)
     assert done == ["end"]
 
 
 async def test_one_that_fails_keeps_none_of_the_others_from_being_done() -> None:
     done: list[str] = []
-    afterwards = DeferredWork(at_end=lambda: done.append("end"))
+    afterwards = DeferredWork(after_batch=lambda: done.append("end"))
 
     def fail() -> None:
         raise RuntimeError("a bug")

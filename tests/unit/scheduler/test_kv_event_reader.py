@@ -12,7 +12,7 @@ from baton.core.kv.kv_events import KvEvent, KvEventKind, KvSnapshot, Tier, Unre
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.prefix_index.event_order import EventAction
 from baton.prefix_index.index import PrefixIndex
-from baton.scheduler.state.kv_event_reader import SLICE_BLOCKS, KvEventFollowing
+from baton.scheduler.state.kv_event_reader import SLICE_BLOCKS, KvEventReader
 from baton.store.memory.memory_stores import MemoryKvEventFeed
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from tests.builders import hashes_of, worker_ref
@@ -97,7 +97,7 @@ class Rig:
         self.degraded: list[bool] = []
         self.asked: list[WorkerRef] = []
         self.workers: dict[WorkerRef, Worker] = {}
-        self.following = KvEventFollowing(
+        self.following = KvEventReader(
             feed=feed, index=self.index, request_snapshot=self.ask, on_degraded=self.degraded.append, rng=Random(0)
         )
         self.task = asyncio.create_task(self.following.run())
@@ -286,7 +286,7 @@ async def test_a_forged_snapshot_from_the_far_future_is_not_believed_for_long() 
         late.following.follow(w0.ref, POOL_BLOCKS)
         await asyncio.sleep(0.5)
         assert late.runs() == {"w0": 10}
-        late.following.heard(w0.ref, w0.publisher.event_seq)
+        late.following.check_event_seq(w0.ref, w0.publisher.event_seq)
         await asyncio.sleep(1.0)
         w0.store(*CHAIN[2:3])
         await asyncio.sleep(0.3)

@@ -1,6 +1,6 @@
 """Rules that hold always: over random clusters, whatever was placed before."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 
 from hypothesis import given
@@ -11,12 +11,12 @@ from baton.core.ids import DecisionId
 from baton.core.request import Slo
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.policies.kv_centric import kv_centric
-from baton.scheduler.policies.policy_result import Choice
+from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.state.cluster_state import ClusterState
-from baton.scheduler.state.worker_table import worker_table_of
+from baton.scheduler.state.worker_table import KvGroup, WorkerTable, worker_table_of
 from tests.builders import worker_ref
-from tests.unit.scheduler.choices import asked, busy, chosen, ids, turn
-from tests.unit.scheduler.costed import costed, fast_link, random_cluster, seen
+from tests.unit.scheduler.measured_workers import fast_link, measured, random_cluster, seen
+from tests.unit.scheduler.policy_cases import asked, busy, chosen, ids, turn
 
 
 @given(seed=st.integers(0, 1_000_000), name=st.sampled_from(sorted(POLICIES)), refuse_full=st.booleans())
@@ -30,11 +30,13 @@ def test_policies_repeat_themselves_and_never_place_on_dead_draining_or_full_wor
         slo=Slo(tpot_s=random.choice([None, 0.02])),
         sample_count=random.choice([1, 3]),
     )
-    answer = POLICIES[name](asking, cluster, turn(seed, max_full_s=0.0 if refuse_full else None))
+    answer = POLICIES[name](asking, cluster, turn(seed, max_capacity_wait_s=0.0 if refuse_full else None))
     shuffled = list(cluster.workers)
     random.shuffle(shuffled)
     again = POLICIES[name](
-        asking, replace(seen(*shuffled), overlaps=cluster.overlaps), turn(seed, max_full_s=0.0 if refuse_full else None)
+        asking,
+        replace(seen(*shuffled), overlaps=cluster.overlaps),
+        turn(seed, max_capacity_wait_s=0.0 if refuse_full else None),
     )
     assert answer == again
     if isinstance(answer, Rejection):
@@ -68,12 +70,17 @@ def test_policies_repeat_themselves_and_never_place_on_dead_draining_or_full_wor
     if answer.predicted is not None:
         p = answer.predicted
         assert all(
-            0 <= value < 1e6 for value in (p.queue_s, p.prefix_pull_s, p.prefill_s, p.transfer_s, p.busy_s, p.ttft_s)
+            0 <= value < 1e6
+            for value in (p.queue_s, p.prefix_pull_s, p.prefill_s, p.transfer_s, p.decode_delay_s, p.ttft_s)
         )
 
 
+def groups(table: WorkerTable) -> list[KvGroup]:
+    return [table.kv_groups[int(i)] for i in table.reported.kv_group]
+
+
 @given(seed=st.integers(0, 1_000_000))
-def test_columns_that_were_kept_are_those_that_a_snapshot_would_make(seed: int) -> None:
+def test_an_updated_worker_table_equals_one_rebuilt_from_the_snapshot(seed: int) -> None:
     random = Random(seed)
     view = ClusterState(silence_s=5.0, reservation_s=3.0)
     open_ids: list[DecisionId] = []
@@ -84,9 +91,9 @@ def test_columns_that_were_kept_are_those_that_a_snapshot_would_make(seed: int) 
                 drawn = random_cluster(random, 5)
                 for each in drawn.workers:
                     counted = tuple(random.sample(open_ids, min(len(open_ids), 2)))
-                    view.take_report(replace(each.report, report_seq=step, counted_decision_ids=counted), float(step))
+                    view.update(replace(each.report, report_seq=step, counted_decision_ids=counted), float(step))
             case 2:
-                view.lose(worker_ref(name))
+                view.remove(worker_ref(name))
             case 3:
                 answer = kv_centric(
                     asked(200, slo=Slo(tpot_s=0.1)), view.snapshot(float(step), seen(w1=9).overlaps), turn(step)
@@ -102,23 +109,25 @@ def test_columns_that_were_kept_are_those_that_a_snapshot_would_make(seed: int) 
             case 4:
                 if open_ids:
                     view.release(random.choice(open_ids), ("w0", "w1", "w2", "w3"))
-        kept = view.snapshot(float(step))
-        fresh = replace(kept)
-        assert "columns" not in fresh.derived
-        ours, theirs = worker_table_of(kept), worker_table_of(fresh)
-        assert [ours.kinds[int(k)] for k in ours.kind] == [theirs.kinds[int(k)] for k in theirs.kind]
-        assert (ours.numbers[1:] == theirs.numbers[1:]).all()
-        for table in ("s_per_byte", "queued_s", "is_broken", "is_warm"):
-            assert (getattr(ours.links, table) == getattr(theirs.links, table)).all(), table
+        snapshot = view.snapshot(float(step))
+        copy = replace(snapshot)
+        assert "worker_table" not in copy.derived
+        updated, rebuilt = worker_table_of(snapshot), worker_table_of(copy)
+        assert groups(updated) == groups(rebuilt)
+        for part in ("reported", "reserved", "derived", "links"):
+            for field in fields(getattr(updated, part)):
+                if field.name != "kv_group":
+                    left, right = (getattr(getattr(table, part), field.name) for table in (updated, rebuilt))
+                    assert (left == right).all(), field.name
 
 
 def test_a_snapshot_stays_as_it_was() -> None:
     view = ClusterState(silence_s=1e9, reservation_s=1e9)
-    view.take_report(costed("p", "prefill"), 0.0)
-    view.take_report(busy(links=(fast_link("p"),)), 0.0)
+    view.update(measured("p", "prefill"), 0.0)
+    view.update(busy(links=(fast_link("p"),)), 0.0)
     before = view.snapshot(0.0)
     first = chosen(before)
     view.reserve(DecisionId("1"), asked(), first.placement(DecisionId("1"), "s", "x"), 0.0)
-    view.take_report(busy(report_seq=2, links=(fast_link("p", broken=True),)), 0.0)
+    view.update(busy(report_seq=2, links=(fast_link("p", broken=True),)), 0.0)
     assert chosen(before) == first
     assert ids(chosen(view.snapshot(0.0))) == (None, "d")

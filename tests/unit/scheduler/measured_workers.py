@@ -6,7 +6,7 @@ from typing import Any
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
 from baton.core.cluster.worker_report import LinkReport, WorkerReport, WorkerState
 from baton.core.step_cost import StepCostModel
-from baton.scheduler.decisions.explain import RecordedOverlap
+from baton.scheduler.decisions.decision_records import RecordedOverlap
 from tests.builders import blocks, layout, worker_ref, worker_report
 
 COSTS = StepCostModel(
@@ -15,7 +15,7 @@ COSTS = StepCostModel(
 LAYOUT = layout(block_size_tokens=16)
 
 
-def costed(worker_id: str, role: str, **changes: Any) -> WorkerReport:
+def measured(worker_id: str, role: str, **changes: Any) -> WorkerReport:
     """Idle, with 10,000 blocks of 16 tokens and 64 places; answers there have 100 tokens."""
     fields: dict[str, Any] = {
         "layout": LAYOUT,
@@ -56,7 +56,7 @@ def random_view(random: Random, name: str, names: list[str]) -> WorkerView:
     """In any state, mostly ready; here and there too full, broken, of another model, or without costs."""
     role = random.choice(["prefill", "decode", "hybrid"])
     peers = random.sample(names, random.randrange(len(names) + 1))
-    report = costed(
+    report = measured(
         name,
         role,
         state=random.choice([WorkerState.READY] * 6 + list(WorkerState)),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Reason
 from baton.core.request import Slo
-from baton.scheduler.admission.waiting_queue import Waiting, WaitingQueue, displaced, overdue
+from baton.scheduler.admission.fair_queue import FairQueue, QueueEntry, displaced_rejection, overdue_rejection
 from tests.builders import query
 
 
@@ -16,21 +16,21 @@ def asked(tenant: str = "default", *, within_s: float = 10.0, priority: int = 0,
     return {"tenant": tenant, "deadline_s": within_s, "priority": priority, "attempt": attempt}
 
 
-def queue_of(*requests: dict[str, object], max_waiting: int = 100) -> WaitingQueue[int]:
+def queue_of(*requests: dict[str, object], max_waiting: int = 100) -> FairQueue[int]:
     """Their handles are their places in `requests`."""
-    queue: WaitingQueue[int] = WaitingQueue(max_waiting=max_waiting)
+    queue: FairQueue[int] = FairQueue(max_waiting=max_waiting)
     for handle, fields in enumerate(requests):
         queue.add(query(**fields), handle, 0.0)
     return queue
 
 
-def take_next(queue: WaitingQueue[int]) -> Waiting[int] | None:
+def take_next(queue: FairQueue[int]) -> QueueEntry[int] | None:
     if (first := queue.peek()) is not None:
         queue.take(first)
     return first
 
 
-def order(queue: WaitingQueue[int], count: int = 1000) -> list[int]:
+def order(queue: FairQueue[int], count: int = 1000) -> list[int]:
     taken = []
     while len(taken) < count and (waiting := take_next(queue)) is not None:
         taken.append(waiting.handle)
@@ -42,7 +42,7 @@ def test_the_earliest_due_goes_first_and_equals_as_they_came() -> None:
 
 
 def test_an_slo_is_due_before_the_deadline_but_not_for_a_later_attempt() -> None:
-    queue: WaitingQueue[int] = WaitingQueue(max_waiting=9)
+    queue: FairQueue[int] = FairQueue(max_waiting=9)
     first, _ = queue.add(query(slo=Slo(ttft_s=0.5), deadline_s=60.0), 0, 100.0)
     again, _ = queue.add(query(slo=Slo(ttft_s=0.5), deadline_s=60.0, attempt=1), 1, 100.0)
     assert (first.due_s, again.due_s) == (100.5, 160.0)
@@ -79,7 +79,7 @@ def test_a_full_queue_sends_away_the_last_due_of_the_tenant_that_holds_most() ->
     new, victim = queue.add(query(tenant="calm", deadline_s=5.0), 4, 0.0)
     assert victim is not None
     assert (new.handle, victim.handle, len(queue)) == (4, 1, 4)
-    refusal = displaced(queue, 0.7)
+    refusal = displaced_rejection(queue, 0.7)
     assert (refusal.reason, refusal.retry_after_s) == (Reason.QUEUE_FULL, 0.7)
 
 
@@ -93,23 +93,23 @@ def test_a_full_queue_refuses_a_newcomer_that_is_no_better() -> None:
 
 
 def test_what_is_overdue_is_told_why() -> None:
-    queue: WaitingQueue[int] = WaitingQueue(max_waiting=9)
+    queue: FairQueue[int] = FairQueue(max_waiting=9)
     queue.add(query(slo=Slo(ttft_s=0.5)), 0, 0.0)
     queue.add(query(deadline_s=2.0), 1, 0.0)
     queue.add(query(deadline_s=9.0), 2, 0.0)
     assert queue.expire(0.4) == []
     late, dead = sorted(queue.expire(2.0), key=lambda waiting: waiting.handle)
-    assert (overdue(late, 2.0).reason, overdue(late, 2.0).limit_s) == (Reason.TTFT_SLO, 0.5)
-    assert (overdue(dead, 2.0).reason, overdue(dead, 2.0).predicted_s) == (Reason.DEADLINE, 2.0)
-    assert overdue(dead, 2.0).retry_after_s > 0
+    assert (overdue_rejection(late, 2.0).reason, overdue_rejection(late, 2.0).limit_s) == (Reason.TTFT_SLO, 0.5)
+    assert (overdue_rejection(dead, 2.0).reason, overdue_rejection(dead, 2.0).predicted_s) == (Reason.DEADLINE, 2.0)
+    assert overdue_rejection(dead, 2.0).retry_after_s > 0
     assert order(queue) == [2]
 
 
 def test_a_deadline_is_no_slo_whatever_the_clock_says() -> None:
-    queue: WaitingQueue[int] = WaitingQueue(max_waiting=1000)
+    queue: FairQueue[int] = FairQueue(max_waiting=1000)
     for number in range(200):
         queue.add(query(deadline_s=0.1 + number / 7), number, number / 3)
-    assert {overdue(late, 1e6).reason for late in queue.expire(1e6)} == {Reason.DEADLINE}
+    assert {overdue_rejection(late, 1e6).reason for late in queue.expire(1e6)} == {Reason.DEADLINE}
 
 
 def test_who_comes_before_a_new_request() -> None:
@@ -122,9 +122,9 @@ def test_who_comes_before_a_new_request() -> None:
         asked("first", priority=-1),
         asked("last", priority=9),
     )
-    assert sorted(queue.before(query(tenant="calm", deadline_s=5.0), 0.0)) == [0, 1, 60, 62]
-    assert list(queue.before(query(tenant="calm", deadline_s=5.0, priority=-1), 0.0)) == [62]
-    assert len(list(queue.before(query(tenant="rush", deadline_s=61.5), 0.0))) == 2 + 2 + 1, (
+    assert sorted(queue.handles_before(query(tenant="calm", deadline_s=5.0), 0.0)) == [0, 1, 60, 62]
+    assert list(queue.handles_before(query(tenant="calm", deadline_s=5.0, priority=-1), 0.0)) == [62]
+    assert len(list(queue.handles_before(query(tenant="rush", deadline_s=61.5), 0.0))) == 2 + 2 + 1, (
         "two of its own, two turns of calm's"
     )
 
@@ -136,13 +136,13 @@ def test_who_is_due_soonest_whosever_turn_it_is() -> None:
         asked("b", within_s=3.0),
         asked("c", within_s=9.0, priority=-1),
     )
-    assert [each.handle for each in queue.soonest(3)] == [3, 1, 2]
-    queue.take(queue.soonest(2)[1])
+    assert [each.handle for each in queue.earliest_due(3)] == [3, 1, 2]
+    queue.take(queue.earliest_due(2)[1])
     assert sorted(order(queue)) == [0, 2, 3]
 
 
 def test_a_client_that_went_away_is_not_served() -> None:
-    queue: WaitingQueue[int] = WaitingQueue(max_waiting=9)
+    queue: FairQueue[int] = FairQueue(max_waiting=9)
     places = [queue.add(query(), handle, 0.0)[0] for handle in range(3)]
     assert queue.remove(places[1])
     assert not queue.remove(places[1])
@@ -151,7 +151,7 @@ def test_a_client_that_went_away_is_not_served() -> None:
 
 
 def test_those_that_stay_keep_their_order() -> None:
-    queue: WaitingQueue[int] = WaitingQueue(max_waiting=100)
+    queue: FairQueue[int] = FairQueue(max_waiting=100)
     dues = Random(0).sample(range(1, 100), 40)
     places = [queue.add(query(deadline_s=float(due)), due, 0.0)[0] for due in dues]
     for place in places[5:30]:
@@ -160,14 +160,14 @@ def test_those_that_stay_keep_their_order() -> None:
 
 
 def test_a_queue_for_nobody_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one request"):
-        WaitingQueue(max_waiting=0)
+    with pytest.raises(ValueError, match="max_waiting is 0; must be at least 1"):
+        FairQueue(max_waiting=0)
 
 
 @given(seed=st.integers(0, 100_000))
 def test_everybody_leaves_exactly_once_in_the_order_of_the_rules(seed: int) -> None:
     random = Random(seed)
-    queue: WaitingQueue[int] = WaitingQueue(max_waiting=random.randrange(1, 12))
+    queue: FairQueue[int] = FairQueue(max_waiting=random.randrange(1, 12))
     inside: dict[int, object] = {}
     for handle in range(60):
         now_s = handle / 4

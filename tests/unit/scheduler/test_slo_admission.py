@@ -15,13 +15,13 @@ from baton.scheduler.admission.slo_admission import (
     MAX_RETRY_S,
     MIN_RETRY_S,
     AdmissionMode,
-    admit,
-    no_turn_yet,
+    check_slos,
+    check_worker_queues,
 )
 from baton.scheduler.policies.kv_centric import kv_centric
-from baton.scheduler.policies.policy_result import Choice, PolicyContext, Prediction
+from baton.scheduler.policies.policy_types import Choice, PolicyContext, Prediction
 from tests.builders import query
-from tests.unit.scheduler.costed import costed, decoding, queued, random_cluster, seen
+from tests.unit.scheduler.measured_workers import decoding, measured, queued, random_cluster, seen
 
 MODES = [AdmissionMode.EARLY, AdmissionMode.PREDICTIVE]
 
@@ -34,13 +34,13 @@ def expecting(**changes: float) -> Choice:
         "prefix_pull_s": 0.0,
         "prefill_s": 1.0,
         "transfer_s": 0.0,
-        "busy_s": 0.0,
+        "decode_delay_s": 0.0,
         "ttft_s": 1.5,
         "least_queue_s": 0.5,
         "tpot_s": 0.02,
         "tpot_now_s": 0.03,
         "idle_tpot_s": 0.01,
-        "leave_s": 2.0,
+        "drain_s": 2.0,
     }
     return Choice(prefill=None, decode=None, predicted=Prediction(**(fields | changes)))
 
@@ -48,11 +48,13 @@ def expecting(**changes: float) -> Choice:
 def answer(
     choice: Choice, mode: AdmissionMode = AdmissionMode.PREDICTIVE, *, attempt: int = 0, **slo: float
 ) -> Rejection | None:
-    return admit(query(slo=Slo(**slo), attempt=attempt), choice, mode=mode)
+    return check_slos(query(slo=Slo(**slo), attempt=attempt), choice, mode=mode)
 
 
 def must_wait(choice: Choice, max_worker_queue_s: float | None, *, attempt: int = 0) -> Rejection | None:
-    return no_turn_yet(query(attempt=attempt), choice, max_waiting_seqs=100, max_worker_queue_s=max_worker_queue_s)
+    return check_worker_queues(
+        query(attempt=attempt), choice, max_waiting_seqs=100, max_worker_queue_s=max_worker_queue_s
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -122,10 +124,10 @@ def test_a_request_waits_while_every_queue_is_too_long() -> None:
 
 def test_time_that_has_passed_and_turns_of_others_count_against_the_first_token() -> None:
     asking = query(slo=Slo(ttft_s=2.0))
-    assert admit(asking, expecting(), mode=AdmissionMode.PREDICTIVE) is None
-    assert admit(asking.later(0.4), expecting(), mode=AdmissionMode.PREDICTIVE) is None
-    waited = admit(asking.later(0.6), expecting(), mode=AdmissionMode.PREDICTIVE)
-    behind = admit(asking, expecting(), mode=AdmissionMode.PREDICTIVE, ahead_s=0.6)
+    assert check_slos(asking, expecting(), mode=AdmissionMode.PREDICTIVE) is None
+    assert check_slos(asking.after_waiting(0.4), expecting(), mode=AdmissionMode.PREDICTIVE) is None
+    waited = check_slos(asking.after_waiting(0.6), expecting(), mode=AdmissionMode.PREDICTIVE)
+    behind = check_slos(asking, expecting(), mode=AdmissionMode.PREDICTIVE, ahead_s=0.6)
     for refused in (waited, behind):
         assert refused is not None
         assert refused.predicted_s == pytest.approx(2.2, abs=0.03)
@@ -133,23 +135,25 @@ def test_time_that_has_passed_and_turns_of_others_count_against_the_first_token(
 
 
 def test_the_least_queue_is_that_of_the_candidates() -> None:
-    long, longer = costed("p0", "prefill", **queued(50_000)), costed("p1", "prefill", **queued(60_000))
+    long, longer = measured("p0", "prefill", **queued(50_000)), measured("p1", "prefill", **queued(60_000))
     choice = kv_centric(
         query(),
-        seen(long, longer, costed("d", "decode", **decoding(40), **queued(99_000))),
+        seen(long, longer, measured("d", "decode", **decoding(40), **queued(99_000))),
         PolicyContext(number=0, seed=0),
     )
     assert isinstance(choice, Choice)
     assert must_wait(choice, 1.0)
     idle = kv_centric(
         query(num_prompt_tokens=8000),
-        seen(long, longer, costed("d", "decode", **decoding(40))),
+        seen(long, longer, measured("d", "decode", **decoding(40))),
         PolicyContext(number=0, seed=0),
     )
     assert isinstance(idle, Choice)
     assert idle.prefill is not None
     assert must_wait(idle, 1.0), "a decode worker has no queue, but it is not what prompts wait for"
-    alone = kv_centric(query(num_prompt_tokens=100), seen(long, costed("d", "decode")), PolicyContext(number=0, seed=0))
+    alone = kv_centric(
+        query(num_prompt_tokens=100), seen(long, measured("d", "decode")), PolicyContext(number=0, seed=0)
+    )
     assert isinstance(alone, Choice)
     assert alone.prefill is None
     assert not must_wait(alone, 1.0), "unless it is the choice"
@@ -165,7 +169,7 @@ def test_nothing_is_admitted_that_every_term_says_will_miss_and_all_else_is(seed
     choice = kv_centric(asking, random_cluster(random), PolicyContext(number=seed, seed=seed))
     if isinstance(choice, Rejection):
         return
-    refused = admit(asking, choice, mode=mode)
+    refused = check_slos(asking, choice, mode=mode)
     misses = []
     if choice.predicted is not None and asking.attempt == 0:
         tpot_s = choice.predicted.tpot_now_s if mode is AdmissionMode.EARLY else choice.predicted.tpot_s

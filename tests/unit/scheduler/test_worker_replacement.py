@@ -4,7 +4,7 @@ from baton.core.cluster.worker_report import WorkerReport, WorkerState
 from baton.scheduler.state.worker_replacement import WorkerReplacement
 from tests.builders import worker_report
 
-SETTLE_S, BACK_S = 1.0, 20.0
+SETTLE_S, MAX_WAIT_S = 1.0, 20.0
 READY, DRAINING = WorkerState.READY, WorkerState.DRAINING
 
 
@@ -15,7 +15,7 @@ def decode(
 
 
 def leaving() -> WorkerReplacement:
-    return WorkerReplacement(settle_s=SETTLE_S, back_s=BACK_S)
+    return WorkerReplacement(settle_s=SETTLE_S, max_wait_s=MAX_WAIT_S)
 
 
 def chosen(of: WorkerReplacement, now_s: float, *reports: WorkerReport) -> list[str]:
@@ -70,8 +70,8 @@ def test_a_successor_that_never_comes_is_not_waited_for_for_ever() -> None:
     of.choose((decode("d0"), decode("d1")), 0.0)
     of.choose((decode("d0"), decode("d1")), 1.0)
     assert chosen(of, 2.0, decode("d1")) == []
-    assert chosen(of, 2.0 + BACK_S - 0.1, decode("d1")) == []
-    assert chosen(of, 2.0 + BACK_S, decode("d1")) == ["d1"]
+    assert chosen(of, 2.0 + MAX_WAIT_S - 0.1, decode("d1")) == []
+    assert chosen(of, 2.0 + MAX_WAIT_S, decode("d1")) == ["d1"]
 
 
 def test_whose_memory_comes_back_before_it_went_keeps_nobody_waiting() -> None:

@@ -7,15 +7,14 @@ from baton.core.ids import DecisionId
 from baton.core.messages.jobs import PrefixSource
 from baton.core.request import Slo
 from baton.core.step_cost import attended_tokens
-from baton.scheduler.state import cluster_state as view_module
 from baton.scheduler.state.cluster_state import ClusterState
 from tests.builders import layout, query, worker_ref, worker_report
 
 
-def a_view() -> ClusterState:
-    view = ClusterState(silence_s=1.0, reservation_s=5.0)
-    view.take_report(worker_report("p", "prefill"), 0.0)
-    view.take_report(worker_report("d", "decode"), 0.0)
+def a_view(**limits: int) -> ClusterState:
+    view = ClusterState(silence_s=1.0, reservation_s=5.0, **limits)
+    view.update(worker_report("p", "prefill"), 0.0)
+    view.update(worker_report("d", "decode"), 0.0)
     return view
 
 
@@ -40,9 +39,9 @@ def test_a_placement_counts_at_once_on_both_sides() -> None:
 def test_a_reservation_ends_when_the_worker_counts_it_and_no_sooner() -> None:
     view = a_view()
     view.reserve(DecisionId("1"), query(), placement(), 0.0)
-    view.take_report(worker_report("p", "prefill", report_seq=2), 0.1)
+    view.update(worker_report("p", "prefill", report_seq=2), 0.1)
     assert view.snapshot(0.1).workers[1].reserved_seqs == 1
-    view.take_report(worker_report("p", "prefill", report_seq=3, counted_decision_ids=(DecisionId("1"),)), 0.2)
+    view.update(worker_report("p", "prefill", report_seq=3, counted_decision_ids=(DecisionId("1"),)), 0.2)
     d, p = view.snapshot(0.2).workers
     assert (p.reserved_seqs, d.reserved_seqs) == (0, 1), "each side counts for itself"
 
@@ -51,31 +50,31 @@ def test_a_reservation_that_nobody_counts_ends_by_itself() -> None:
     view = a_view()
     view.reserve(DecisionId("1"), query(), placement(), 0.0)
     for now_s in (2.0, 4.0, 6.0):
-        view.take_report(worker_report("p", "prefill", report_seq=int(now_s * 10)), now_s)
-        view.take_report(worker_report("d", "decode", report_seq=int(now_s * 10)), now_s)
+        view.update(worker_report("p", "prefill", report_seq=int(now_s * 10)), now_s)
+        view.update(worker_report("d", "decode", report_seq=int(now_s * 10)), now_s)
     assert [w.reserved_seqs for w in view.snapshot(6.0).workers] == [0, 0]
 
 
 def test_a_silent_worker_is_gone() -> None:
     view = a_view()
-    view.take_report(worker_report("p", "prefill", report_seq=2), 1.5)
+    view.update(worker_report("p", "prefill", report_seq=2), 1.5)
     assert [w.worker_id for w in view.snapshot(2.0).workers] == ["p"]
 
 
 def test_old_reports_change_nothing() -> None:
     view = a_view()
-    assert view.take_report(worker_report("p", "prefill", report_seq=5, running_seqs=3), 0.0)
-    assert not view.take_report(worker_report("p", "prefill", report_seq=4, running_seqs=9), 0.0)
+    assert view.update(worker_report("p", "prefill", report_seq=5, running_seqs=3), 0.0)
+    assert not view.update(worker_report("p", "prefill", report_seq=4, running_seqs=9), 0.0)
     assert view.snapshot(0.0).workers[1].report.running_seqs == 3
 
 
 def test_a_new_life_replaces_the_old_one_and_its_reservations() -> None:
     view = a_view()
     view.reserve(DecisionId("1"), query(), placement(), 0.0)
-    assert view.take_report(worker_report("p", "prefill", epoch=2, report_seq=1), 0.1)
+    assert view.update(worker_report("p", "prefill", epoch=2, report_seq=1), 0.1)
     assert view.snapshot(0.1).workers[1].reserved_seqs == 0
-    assert not view.lose(worker_ref("p", epoch=1)), "the end of the old life's stream must not remove the new life"
-    assert view.lose(worker_ref("p", epoch=2))
+    assert not view.remove(worker_ref("p", epoch=1)), "the end of the old life's stream must not remove the new life"
+    assert view.remove(worker_ref("p", epoch=2))
 
 
 def test_only_what_must_be_computed_and_read_is_reserved() -> None:
@@ -110,27 +109,25 @@ def test_the_strictest_promise_stands_until_its_request_has_ended() -> None:
     for decision_id, tpot_s in (("1", 0.05), ("2", 0.03), ("3", None)):
         view.reserve(DecisionId(decision_id), query(slo=Slo(tpot_s=tpot_s)), placement(decision_id), 0.0)
     counted = tuple(DecisionId(each) for each in "123")
-    view.take_report(worker_report("d", "decode", report_seq=2, counted_decision_ids=counted), 0.1)
+    view.update(worker_report("d", "decode", report_seq=2, counted_decision_ids=counted), 0.1)
     d, p = view.snapshot(0.1).workers
     assert (d.reserved_seqs, d.tpot_slo_s, p.tpot_slo_s) == (0, 0.03, None)
     view.release(DecisionId("2"), ("p", "d"))
     assert view.snapshot(0.1).workers[0].tpot_slo_s == 0.05
-    view.take_report(worker_report("d", "decode", epoch=2), 0.2)
+    view.update(worker_report("d", "decode", epoch=2), 0.2)
     assert view.snapshot(0.2).workers[0].tpot_slo_s is None, "its requests died with it"
 
 
 def test_a_promise_ends_with_its_deadline_at_the_latest() -> None:
     view = ClusterState(silence_s=1e9, reservation_s=5.0)
-    view.take_report(worker_report("d", "decode"), 0.0)
+    view.update(worker_report("d", "decode"), 0.0)
     view.reserve(DecisionId("1"), query(slo=Slo(tpot_s=0.03), deadline_s=60.0), placement(prefill=None), 0.0)
     assert view.snapshot(59.0).workers[0].tpot_slo_s == 0.03
     assert view.snapshot(61.0).workers[0].tpot_slo_s is None
 
 
-def test_reservations_and_promises_are_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(view_module, "MAX_RESERVATIONS", 4)
-    monkeypatch.setattr(view_module, "MAX_PROMISES", 2)
-    view = a_view()
+def test_reservations_and_tpot_slos_are_bounded() -> None:
+    view = a_view(max_reservations=4, max_tpot_slos=2)
     for number in range(9):
         view.reserve(DecisionId(str(number)), query(slo=Slo(tpot_s=0.01 * (number + 1))), placement(str(number)), 0.0)
     d, p = view.snapshot(0.0).workers

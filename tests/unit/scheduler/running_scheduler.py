@@ -80,7 +80,7 @@ async def join(network: InProcessNetwork, report: WorkerReport) -> Duplex[Worker
 
 def promised_tpot_s(scheduler: Scheduler) -> float | None:
     """By its only worker, as the next decision would see it."""
-    (worker,) = scheduler._view.snapshot(asyncio.get_running_loop().time()).workers
+    (worker,) = scheduler._state.snapshot(asyncio.get_running_loop().time()).workers
     return worker.tpot_slo_s
 
 

@@ -3,16 +3,16 @@
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot
 from baton.core.cluster.placement import PlacementQuery
 from baton.scheduler.policies import POLICIES
-from baton.scheduler.policies.policy_result import Choice, PolicyContext, Prediction
+from baton.scheduler.policies.policy_types import Choice, PolicyContext, Prediction
 from tests.builders import query
-from tests.unit.scheduler.costed import costed, decoding
+from tests.unit.scheduler.measured_workers import decoding, measured
 
 LONG = 4096
 NAMES = ["kv_centric", "prefix_aware"]
 
 
-def turn(number: int = 0, *, max_full_s: float | None = None) -> PolicyContext:
-    return PolicyContext(number=number, seed=number, max_full_s=max_full_s)
+def turn(number: int = 0, *, max_capacity_wait_s: float | None = None) -> PolicyContext:
+    return PolicyContext(number=number, seed=number, max_capacity_wait_s=max_capacity_wait_s)
 
 
 def asked(num_prompt_tokens: int = LONG, **changes: object) -> PlacementQuery:
@@ -38,4 +38,4 @@ def predicted(choice: Choice) -> Prediction:
 
 def busy(worker_id: str = "d", seqs: int = 20, **changes: object) -> object:
     """A decode worker where nobody prefills for nothing."""
-    return costed(worker_id, "decode", **decoding(seqs), **changes)
+    return measured(worker_id, "decode", **decoding(seqs), **changes)

@@ -11,8 +11,8 @@ from baton.scheduler.decisions.scheduler_spans import TracedScheduler
 from baton.scheduler.scheduler_service import Scheduler
 from tests import builders
 from tests.recorded_spans import RecordedTracing
-from tests.unit.scheduler.costed import costed, queued
-from tests.unit.scheduler.one_scheduler import a_scheduler, join, settle
+from tests.unit.scheduler.measured_workers import measured, queued
+from tests.unit.scheduler.running_scheduler import a_scheduler, join, settle
 
 REQUEST = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 
@@ -25,7 +25,7 @@ def traced(scheduler: Scheduler) -> tuple[TracedScheduler, RecordedTracing]:
 async def test_a_placement_says_who_and_what_was_predicted() -> None:
     async with a_scheduler("kv_centric") as (scheduler, network):
         service, tracing = traced(scheduler)
-        await join(network, costed("h0", "hybrid"))
+        await join(network, measured("h0", "hybrid"))
         answer = await service.place(replace(builders.query(), trace_context=REQUEST))
         assert isinstance(answer, Placement)
         span = tracing.only("placement")
@@ -50,17 +50,17 @@ async def test_a_rejection_says_why() -> None:
 async def test_who_waits_has_a_span_a_question() -> None:
     async with a_scheduler("kv_centric", max_waiting=4) as (scheduler, network):
         service, tracing = traced(scheduler)
-        await join(network, costed("h0", "hybrid", **queued(1_000_000)))
+        await join(network, measured("h0", "hybrid", **queued(1_000_000)))
         query = replace(builders.query(), answer_within_s=0.05, trace_context=REQUEST)
         for _ in range(2):
             assert isinstance(await service.place(query), StillWaiting)
-        assert [span.attributes["baton.outcome"] for span in tracing.named("placement")] == ["waits", "waits"]
+        assert [span.attributes["baton.outcome"] for span in tracing.named("placement")] == ["waiting", "waiting"]
 
 
 async def test_a_scheduler_that_leaves_and_a_question_that_is_given_up() -> None:
     async with a_scheduler("kv_centric", max_waiting=4) as (scheduler, network):
         service, tracing = traced(scheduler)
-        await join(network, costed("h0", "hybrid", **queued(1_000_000)))
+        await join(network, measured("h0", "hybrid", **queued(1_000_000)))
         asking = asyncio.create_task(service.place(builders.query()))
         await settle()
         asking.cancel()

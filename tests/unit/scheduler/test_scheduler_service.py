@@ -14,11 +14,11 @@ from baton.core.cluster.worker_command import CommandKind, WorkerCommand
 from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Reason, StreamBroken
 from baton.core.request import RequestActuals, Slo
-from baton.scheduler.decisions.explain import MAX_RECORDS
+from baton.scheduler.decisions.decision_records import MAX_DECISIONS
 from baton.store.memory.memory_stores import MemoryDecisionStore
 from tests.builders import blocks, decision_record, hashes_of, query, worker_report
-from tests.unit.scheduler.costed import costed
-from tests.unit.scheduler.one_scheduler import a_scheduler, join, promised_tpot_s, settle, told
+from tests.unit.scheduler.measured_workers import measured
+from tests.unit.scheduler.running_scheduler import a_scheduler, join, promised_tpot_s, settle, told
 
 
 async def test_workers_are_placed_on_from_their_first_report_to_the_end_of_their_stream() -> None:
@@ -59,7 +59,7 @@ async def test_a_burst_between_two_reports_does_not_pile_up() -> None:
 async def test_a_decision_knows_what_the_one_right_before_it_has_entailed() -> None:
     prompt = tuple(bytes([i]) * 16 for i in range(4))
     async with a_scheduler("prefix_aware") as (scheduler, network):
-        await join(network, costed("w0", "hybrid"))
+        await join(network, measured("w0", "hybrid"))
         placed = [
             await scheduler.place(query(request_id=name, num_prompt_tokens=64, block_hashes=prompt))
             for name in (b"a", b"b")
@@ -130,7 +130,7 @@ async def test_worn_out_workers_are_let_go_one_a_role_at_a_time() -> None:
             for name, stream in zip(("d0", "d1"), streams, strict=True):
                 stream.send(worker_report(name, "decode", report_seq=report_seq, needs_replacement=True))
             await asyncio.sleep(0.05)
-        assert heard.result() == WorkerCommand(kind=CommandKind.LEAVE)
+        assert heard.result() == WorkerCommand(kind=CommandKind.REPLACE)
         assert asyncio.get_running_loop().time() - began_s >= 0.5  # any scheduler would have heard of both
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(told(streams[1]), 0.01)
@@ -200,7 +200,7 @@ async def test_a_placement_counts_until_it_has_ended_however_many_are_refused_me
         stream = await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"a", slo=Slo(tpot_s=0.01)))
         assert isinstance(placed, Placement)
-        for number in range(MAX_RECORDS + 1):
+        for number in range(MAX_DECISIONS + 1):
             assert isinstance(await scheduler.place(query(request_id=b"%d" % number)), Rejection)
         stream.send(worker_report("w0", report_seq=2, running_seqs=1, counted_decision_ids=(placed.decision_id,)))
         await settle()
@@ -213,7 +213,7 @@ async def test_a_scheduler_whose_own_work_fails_says_so(monkeypatch: pytest.Monk
     async def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("baton.scheduler.state.kv_event_reader.KvEventFollowing.run", broken)
+    monkeypatch.setattr("baton.scheduler.state.kv_event_reader.KvEventReader.run", broken)
     async with a_scheduler() as (scheduler, _):
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(scheduler.failed, 5)
@@ -242,7 +242,7 @@ KINDS = ("asked", "predicted", "actual")
 async def test_prefix_hits_are_predicted_and_held_against_what_was_found() -> None:
     registry = CollectorRegistry()
     async with a_scheduler("kv_centric", registry=registry) as (scheduler, network):
-        await join(network, costed("h0", "hybrid"))
+        await join(network, measured("h0", "hybrid"))
         tokens = list(range(100))
         hashes = hashes_of(tokens, 16)
         found = {}
@@ -268,7 +268,7 @@ async def test_prefix_hits_are_predicted_and_held_against_what_was_found() -> No
 async def test_a_worker_that_is_gone_is_not_told_apart_any_more() -> None:
     registry = CollectorRegistry()
     async with a_scheduler("kv_centric", registry=registry, silence_s=0.2) as (scheduler, network):
-        stream = await join(network, costed("h0", "hybrid"))
+        stream = await join(network, measured("h0", "hybrid"))
         placed = await scheduler.place(query())
         later = await scheduler.place(query(request_id=b"later"))
         assert isinstance(placed, Placement)

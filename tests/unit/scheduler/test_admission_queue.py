@@ -9,10 +9,10 @@ import pytest
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.errors import Code, Reason, Refused
 from baton.core.request import RequestActuals, Slo
-from baton.scheduler.admission.admission_queue import DECISIONS_A_LOOK, AdmissionQueue, MustWait
+from baton.scheduler.admission.admission_queue import MAX_DECISIONS_PER_ROUND, AdmissionQueue, Blocked
 from baton.scheduler.admission.slo_admission import AdmissionMode
 from tests.builders import blocks, query, worker_report
-from tests.unit.scheduler.one_scheduler import a_scheduler, join, promised_tpot_s, settle
+from tests.unit.scheduler.running_scheduler import a_scheduler, join, promised_tpot_s, settle
 from tests.unit.worker.virtual import virtual
 
 
@@ -198,27 +198,27 @@ async def test_between_two_looks_others_have_their_turn(could_go: bool) -> None:
     decided_at_s: list[float] = []
     loop = asyncio.get_running_loop()
 
-    def decide(asking: PlacementQuery, waited_s: float) -> Rejection | MustWait:
+    def decide(asking: PlacementQuery, waited_s: float) -> Rejection | Blocked:
         decided_at_s.append(loop.time())
         if not could_go or asking.request_id == b"0":
-            return MustWait.THIS
+            return Blocked.THIS_REQUEST
         return Rejection(reason=Reason.TTFT_SLO, message="", retry_after_s=1.0)
 
-    room = AdmissionQueue(
+    queue = AdmissionQueue(
         max_waiting=100,
-        keeps_slos=True,
+        slos_set_due=True,
         decide=decide,
         refuse=lambda *_: None,
         abandon=lambda _: None,
         on_size=lambda _: None,
     )
-    running = asyncio.create_task(room.run())
+    running = asyncio.create_task(queue.run())
     for number in range(30):
         asking = query(request_id=b"%d" % number, answer_within_s=60.0)
-        room.enter(asking, 0.0)
+        queue.add(asking, 0.0)
     await asyncio.sleep(0.2)
     looks = Counter(decided_at_s)
-    assert max(looks.values()) <= DECISIONS_A_LOOK
-    assert len(room) == (1 if could_go else 30)
+    assert max(looks.values()) <= MAX_DECISIONS_PER_ROUND
+    assert len(queue) == (1 if could_go else 30)
     assert len(looks) == (6 if could_go else 1)
     running.cancel()

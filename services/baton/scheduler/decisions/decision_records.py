@@ -1,0 +1,228 @@
+"""Builds decision records, keeps the recent ones, and repeats decisions from them."""
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
+from baton.core.cluster.decision_record import Candidate, DecisionRecord
+from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
+from baton.core.ids import DecisionId
+from baton.core.plain_json import from_plain, to_plain
+from baton.core.request import RequestActuals
+from baton.scheduler.decisions.decide import DecisionRules, decide
+from baton.scheduler.policies import POLICIES
+from baton.scheduler.policies.eligibility import Exclusion
+from baton.scheduler.policies.policy_types import Choice
+from baton.scheduler.state.worker_table import fastest_link
+
+MAX_CANDIDATES = 8
+MAX_DECISIONS = 4_096
+MAX_UNRECORDED = 256
+"""Decisions kept with all their inputs until their records are built."""
+
+
+class RecordedOverlap(NamedTuple):
+    """An `Overlap` that was read from a record."""
+
+    num_blocks: int
+    num_held_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecordedDecision:
+    """A decision with references to its inputs. Its record is built later, because that takes longer than deciding.
+
+    choice: None if the policy itself rejected the request.
+    cluster: None if the answer does not depend on the cluster. The decision cannot be repeated then.
+    """
+
+    decision_id: DecisionId
+    scheduler_id: str
+    policy: str
+    query: PlacementQuery
+    answer: Placement | Rejection
+    choice: Choice | None
+    cluster: ClusterSnapshot | None
+    rules: DecisionRules
+
+    def to_record(self) -> DecisionRecord:
+        """Build the record. Takes a few hundred microseconds."""
+        candidates = self.choice.candidates if self.choice is not None else ()
+        record = build_record(self.decision_id, self.scheduler_id, self.policy, self.query, self.answer, candidates)
+        if self.cluster is None:
+            return record
+        basis = self.choice.basis if self.choice is not None else None
+        return replace(record, inputs=_inputs(self.cluster, self.rules, basis, record.candidates))
+
+    def without_inputs(self) -> "UnrecordedDecision":
+        """Return a copy that holds only the answer, which frees the snapshot."""
+        return replace(self, query=replace(self.query, block_hashes=()), choice=None, cluster=None)
+
+
+def build_record(
+    decision_id: DecisionId,
+    scheduler_id: str,
+    policy: str,
+    query: PlacementQuery,
+    answer: Placement | Rejection,
+    candidates: Sequence[Candidate],
+) -> DecisionRecord:
+    """Build a record with at most `MAX_CANDIDATES` candidates, the chosen ones first, then in the policy's order.
+
+    The others are counted by the reason of their exclusion. Block hashes are left out to keep the record small.
+    """
+    placed = answer if isinstance(answer, Placement) else None
+    chosen = {w.worker_id for w in (placed.prefill, placed.decode) if w is not None} if placed else set()
+    eligible = sorted((c for c in candidates if not c.excluded), key=lambda c: c.worker.worker_id not in chosen)
+    excluded = Counter(c.excluded for c in candidates if c.excluded)
+    if len(eligible) > MAX_CANDIDATES:
+        excluded[Exclusion.SLOWER.value] += len(eligible) - MAX_CANDIDATES
+    return DecisionRecord(
+        decision_id=decision_id,
+        scheduler_id=scheduler_id,
+        policy=policy,
+        request_id=query.request_id,
+        attempt=query.attempt,
+        query=replace(query, block_hashes=()),
+        placement=placed,
+        rejection=answer if isinstance(answer, Rejection) else None,
+        candidates=tuple(eligible[:MAX_CANDIDATES]),
+        num_excluded=dict(excluded),
+    )
+
+
+def repeat_decision(record: DecisionRecord) -> Placement | Rejection:
+    """Decide again from a record alone.
+
+    Raises ValueError if the policy is not known here, or if the inputs are missing or come from another release.
+    """
+    policy = POLICIES.get(record.policy)
+    if policy is None:
+        raise ValueError(f"policy {record.policy!r} is unknown; must be one of {', '.join(POLICIES)}")
+    if not record.inputs:
+        raise ValueError(f"decision {record.decision_id} cannot be repeated: its inputs were not recorded")
+    cluster, rules = _from_inputs(json.loads(record.inputs))
+    return decide(record.decision_id, record.scheduler_id, record.policy, policy, record.query, cluster, rules).answer
+
+
+@dataclass(slots=True)
+class _RecentDecision:
+    """One remembered decision. `record` is None until it is built."""
+
+    decision: UnrecordedDecision
+    record: DecisionRecord | None = None
+    actuals: dict[str, object] = field(default_factory=dict)
+
+
+class RecentDecisions:
+    """The last `MAX_DECISIONS` decisions of this scheduler, so that a recent request is explained without a store."""
+
+    def __init__(self) -> None:
+        self._recent: OrderedDict[DecisionId, _RecentDecision] = OrderedDict()
+        self._unrecorded: OrderedDict[DecisionId, None] = OrderedDict()
+
+    def add(self, decision: UnrecordedDecision) -> None:
+        """Remember a decision. Its record is built by the first `record_of` or `of_request`.
+
+        Of more than `MAX_UNRECORDED` decisions without a record, the oldest keep only their answers.
+        """
+        self._recent[decision.decision_id] = _RecentDecision(decision)
+        self._unrecorded[decision.decision_id] = None
+        if len(self._unrecorded) > MAX_UNRECORDED:
+            late = self._recent[self._unrecorded.popitem(last=False)[0]]
+            late.decision = late.decision.without_inputs()
+        if len(self._recent) > MAX_DECISIONS:
+            oldest, _ = self._recent.popitem(last=False)
+            self._unrecorded.pop(oldest, None)
+
+    def record_of(self, decision_id: DecisionId) -> DecisionRecord | None:
+        """Return the record with its outcome so far, or None if the decision has been forgotten."""
+        recent = self._recent.get(decision_id)
+        if recent is None:
+            return None
+        self._unrecorded.pop(decision_id, None)
+        if recent.record is None:
+            recent.record = recent.decision.to_record()
+            recent.decision = recent.decision.without_inputs()
+        return replace(recent.record, actuals=recent.actuals)
+
+    def finish(self, actuals: RequestActuals) -> bool:
+        """Add the outcome of a request. Returns False if its decision has been forgotten."""
+        recent = self._recent.get(actuals.decision_id)
+        if recent is not None:
+            recent.actuals = _as_dict(actuals)
+        return recent is not None
+
+    def of_request(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
+        """Return the records of one request by attempt. `request_id` None: the request that was decided last."""
+        if request_id is None:
+            if not self._recent:
+                return ()
+            request_id = next(reversed(self._recent.values())).decision.query.request_id
+        ids = [
+            decision_id
+            for decision_id, recent in self._recent.items()
+            if recent.decision.query.request_id == request_id
+        ]
+        return tuple(sorted((r for r in map(self.record_of, ids) if r is not None), key=lambda r: r.attempt))
+
+
+def _as_dict(actuals: RequestActuals) -> dict[str, object]:
+    return {
+        "outcome": actuals.outcome,
+        "ttft_s": actuals.ttft_s,
+        "tpot_s": actuals.tpot_s,
+        "num_output_tokens": actuals.num_output_tokens,
+        "num_cached_tokens": actuals.num_cached_tokens,
+        "legs": [{name: getattr(leg, name) for name in leg.__dataclass_fields__} for leg in actuals.legs],
+    }
+
+
+def _inputs(
+    cluster: ClusterSnapshot, rules: DecisionRules, basis: Sequence[str] | None, candidates: Sequence[Candidate]
+) -> str:
+    """Return the JSON text of the rules and the workers that determined the decision.
+
+    These are the workers of `basis` and the recorded candidates, or all workers if `basis` is None. The others can be
+    left out: the best of all workers is also the best of any subset that contains it.
+    """
+    if basis is None:
+        recorded = pullable = {w.worker_id for w in cluster.workers}
+    else:
+        recorded = {*basis, *(c.worker.worker_id for c in candidates)}
+        pullable = set(basis)  # a holder that was not considered as a source must not be considered again
+    layouts: list[Any] = []
+    workers = []
+    for view in cluster.workers:
+        if view.worker_id not in recorded:
+            continue
+        fastest = fastest_link(view.report.links)
+        links = tuple(link for link in view.report.links if link.peer.worker_id in recorded or link is fastest)
+        plain = to_plain(replace(view, report=replace(view.report, links=links, counted_decision_ids=())))
+        layout = plain["report"]["layout"]  # mostly the same for all workers
+        if layout not in layouts:
+            layouts.append(layout)
+        plain["report"]["layout"] = layouts.index(layout)
+        workers.append(plain)
+    overlaps = {
+        worker_id: [overlap.num_blocks, overlap.num_held_blocks if worker_id in pullable else 0]
+        for worker_id, overlap in cluster.overlaps.items()
+        if worker_id in recorded
+    }
+    inputs = {"rules": to_plain(rules), "layouts": layouts, "workers": workers, "overlaps": overlaps}
+    return json.dumps(inputs, separators=(",", ":"))
+
+
+def _from_inputs(inputs: Mapping[str, Any]) -> tuple[ClusterSnapshot, DecisionRules]:
+    """Read what `_inputs` wrote. Raises ValueError for anything else."""
+    try:
+        layouts, plain = inputs["layouts"], inputs["workers"]
+        workers = [each | {"report": each["report"] | {"layout": layouts[each["report"]["layout"]]}} for each in plain]
+        overlaps = {worker_id: RecordedOverlap(*numbers) for worker_id, numbers in inputs["overlaps"].items()}
+        rules = from_plain(DecisionRules, inputs["rules"])
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"the inputs of the decision are malformed or of another release: {error!r}") from error
+    return ClusterSnapshot(workers=tuple(from_plain(WorkerView, each) for each in workers), overlaps=overlaps), rules

@@ -1,0 +1,344 @@
+"""Predicts the cost of each candidate in seconds, for the policies `kv_centric` and `prefix_aware`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+
+import numpy as np
+
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot
+from baton.core.cluster.placement import PlacementQuery, Rejection
+from baton.core.messages.jobs import PrefixSource
+from baton.scheduler.policies.cost_terms import NO_SOURCE, DecodeTerms, PrefillTerms, explain_candidates
+from baton.scheduler.policies.eligibility import (
+    EligibilityMasks,
+    any_worker,
+    eligibility_masks,
+    needs_no_decode,
+    no_capacity,
+    no_workers,
+    rejects_when_full,
+)
+from baton.scheduler.policies.least_loaded import least_loaded
+from baton.scheduler.policies.policy_types import Choice, LazyCandidates, PolicyContext, Prediction
+from baton.scheduler.prediction.predict import (
+    Prompt,
+    expected_output_tokens,
+    exposed_transfer_s,
+    idle_tpot_s,
+    longest_mixed_step_s,
+    prefill_compute_s,
+    prefill_s,
+    prompt_of,
+    time_to_fit_s,
+    tpot_now_s,
+    tpot_s,
+)
+from baton.scheduler.state.worker_table import NO_COSTS, Floats, Mask, WorkerTable, worker_table_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementInputs:
+    """What both policies start from. Workers are positions in the table.
+
+    prefill, decode: candidates of each side by eligibility.
+    usable_prefill: prefill candidates, busy or avoided ones included.
+    own_prefill_s: time to compute what each worker has not cached itself.
+    """
+
+    query: PlacementQuery
+    context: PolicyContext
+    cluster: ClusterSnapshot
+    workers: WorkerTable
+    prompt: Prompt
+    prefill: Mask
+    decode: Mask
+    usable_prefill: Mask
+    own_prefill_s: Floats
+
+
+def placement_inputs(
+    query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyContext
+) -> PlacementInputs | Choice | Rejection:
+    """Find the candidates of both sides and what their own caches save them.
+
+    Returns a Rejection if a side that the request needs has no candidate. Returns the choice of `least_loaded`
+    while a usable worker has no step costs, not even those of its peers.
+    """
+    workers = worker_table_of(cluster)
+    no_decode = needs_no_decode(query)
+    prefill = eligibility_masks(query, workers, "prefill")
+    decode = eligibility_masks(query, workers, "decode")
+    if not any_worker(prefill.usable if no_decode else decode.usable):
+        return no_workers(query, "prefill" if no_decode else "decode")
+    if not workers.all_measured:
+        workers = workers.with_peer_costs()
+        needed = prefill.usable if no_decode else prefill.usable | decode.usable
+        if not (workers.reported.cost_source[needed] > NO_COSTS).all():
+            by_load = least_loaded(query, cluster, context)
+            return replace(by_load, basis=None) if isinstance(by_load, Choice) else by_load
+    prompt = prompt_of(query, cluster.overlaps, workers)
+    inputs = PlacementInputs(
+        query=query,
+        context=context,
+        cluster=cluster,
+        workers=workers,
+        prompt=prompt,
+        prefill=_best_available(query, workers, prompt, prefill, context),
+        decode=_best_available(query, workers, prompt, decode, context),
+        usable_prefill=prefill.usable,
+        own_prefill_s=prefill_s(workers, prompt.num_tokens, prompt.overlap_tokens),
+    )
+    if not any_worker(inputs.prefill if no_decode else inputs.decode):
+        return no_capacity("prefill" if no_decode else "decode")
+    return inputs
+
+
+def _best_available(
+    query: PlacementQuery, w: WorkerTable, prompt: Prompt, masks: EligibilityMasks, context: PolicyContext
+) -> Mask:
+    """Return the eligible workers, else those that are only full, else those that have failed the request before.
+
+    If the request may wait at the scheduler, full workers count only if it is predicted to fit soon enough.
+    """
+    if any_worker(masks.eligible):
+        return masks.eligible
+    if any_worker(masks.not_avoided):
+        if context.max_capacity_wait_s is None or not rejects_when_full(query, context):
+            return masks.not_avoided
+        fits_soon: Mask = masks.not_avoided & (time_to_fit_s(w, prompt) <= context.max_capacity_wait_s)
+        return fits_soon
+    return masks.usable
+
+
+def cheapest(cost_s: Floats, predicted_s: Callable[[], Floats], slo_s: float | None) -> int:
+    """Return the position of the least cost, among the workers predicted to meet the SLO if there are any.
+
+    `predicted_s` is called only if there is an SLO. Ties break by position, which is by id.
+    """
+    best = int(cost_s.argmin())
+    if slo_s is None or (seconds := predicted_s()).item(best) <= slo_s:
+        return best
+    meeting = np.where(seconds <= slo_s, cost_s, inf)
+    best_meeting = int(meeting.argmin())
+    return best_meeting if meeting.item(best_meeting) < inf else best
+
+
+def ttft_left_s(query: PlacementQuery) -> float | None:
+    """Return what is left of the request's TTFT SLO, or None without an SLO."""
+    return None if query.slo.ttft_s is None else query.slo.ttft_s - query.waited_s
+
+
+# Decode side
+
+
+def decode_terms(inputs: PlacementInputs) -> DecodeTerms:
+    """Predict the seconds per output token: the TPOT plus the KV pull, spread over the answer."""
+    w, prompt = inputs.workers, inputs.prompt
+    computed_s = w.derived.queue_s + inputs.own_prefill_s
+    candidates = inputs.prefill if any_worker(inputs.prefill) else inputs.decode
+    fastest = int(np.where(candidates, computed_s, inf).argmin())
+    horizon_s = computed_s.item(fastest)
+    step_s = tpot_s(w, prompt, horizon_s)
+    missing_blocks = prompt.num_blocks - prompt.overlap_blocks
+    pull_s = missing_blocks * w.reported.block_bytes * w.reported.default_link_s_per_byte
+    cost_s = step_s + pull_s / expected_output_tokens(w, prompt)
+    return DecodeTerms(step_s, pull_s, np.where(inputs.decode, cost_s, inf), horizon_s, fastest)
+
+
+def cheapest_decode(inputs: PlacementInputs, terms: DecodeTerms) -> int:
+    """Return the position of the decode worker with the least predicted seconds per output token."""
+    return cheapest(terms.cost_s, lambda: terms.tpot_s, inputs.query.slo.tpot_s)
+
+
+# Prefill side
+
+
+def own_prefix_terms(inputs: PlacementInputs) -> PrefillTerms:
+    """Return the terms if each worker computes what it has not cached itself. Not ranked yet."""
+    size = len(inputs.workers.views)
+    return PrefillTerms(
+        queue_s=inputs.workers.derived.queue_s,
+        pull_s=np.zeros(size),
+        prefill_s=inputs.own_prefill_s.copy(),
+        transfer_s=np.zeros(size),
+        redundant_s=np.zeros(size),
+        cost_s=inputs.own_prefill_s,
+        source=np.full(size, NO_SOURCE),
+        cached_tokens=inputs.prompt.overlap_tokens.copy(),
+        holders=[],
+    )
+
+
+def rank(terms: PrefillTerms, candidates: Mask) -> None:
+    """Sum the terms into `cost_s`; infinite for all but the candidates."""
+    seconds = terms.queue_s + terms.pull_s + terms.prefill_s + terms.transfer_s + terms.redundant_s
+    terms.cost_s = np.where(candidates, seconds, inf)
+
+
+def transfer_terms_s(inputs: PlacementInputs, terms: PrefillTerms, decode: int) -> Floats:
+    """Predict the exposed KV transfer to the decode worker. Valid for workers of its KV group only."""
+    w, prompt, links = inputs.workers, inputs.prompt, inputs.workers.links
+    block_bytes = w.reported.block_bytes.item(decode)
+    missing_blocks = prompt.num_blocks.item(decode) - prompt.overlap_blocks.item(decode)
+    num_new = prompt.num_tokens - terms.cached_tokens
+    last_tokens = np.minimum(w.reported.max_chunk_tokens, num_new)
+    last_blocks = np.minimum(missing_blocks, np.ceil(last_tokens / w.reported.block_size_tokens))
+    return exposed_transfer_s(
+        missing_blocks * block_bytes,
+        last_blocks * block_bytes,
+        links.s_per_byte[decode],
+        links.queued_s[decode],
+        terms.prefill_s,
+        last_tokens / num_new,
+    )
+
+
+# The decode worker prefills
+
+
+@dataclass(slots=True)
+class LocalPrefill:
+    """The terms if the decode worker computes the prompt itself. No KV is transferred, but its sequences wait.
+
+    delay_s: sum of the delays of its sequences.
+    margin_s: by how much it must be faster than the best prefill worker.
+    """
+
+    cached_tokens: float
+    prefill_s: float
+    pull_s: float = 0.0
+    source: int = NO_SOURCE
+    delay_s: float = 0.0
+    margin_s: float = 0.0
+    redundant_s: float = 0.0
+
+
+def local_prefill(inputs: PlacementInputs, decode: int) -> LocalPrefill:
+    """Predict the local prefill from the prefix that the decode worker holds itself.
+
+    Blocks that a decode worker is only expected to hold come from the worker that computes them, so they cannot
+    shorten a local prefill.
+    """
+    prompt, row = inputs.prompt, inputs.workers.row(decode)
+    if row.reported.can_prefill:
+        cached_tokens = prompt.overlap_tokens.item(decode)
+    else:
+        cached_tokens = prompt.pullable_blocks.get(decode, 0) * row.reported.block_size_tokens
+    return LocalPrefill(cached_tokens=cached_tokens, prefill_s=prefill_s(row, prompt.num_tokens, cached_tokens))
+
+
+def local_delay_s(inputs: PlacementInputs, decode: int, local: LocalPrefill) -> float:
+    """Predict by how much a local prefill delays the decode worker's sequences, in sum."""
+    row = inputs.workers.row(decode)
+    num_delayed = row.reported.decoding_seqs + row.reserved.joining_seqs
+    if not num_delayed:
+        return 0.0
+    return prefill_compute_s(row, inputs.prompt.num_tokens, local.cached_tokens) * num_delayed
+
+
+def exceeds_tpot_slo(inputs: PlacementInputs, decode: int, local: LocalPrefill) -> bool:
+    """True if a chunk of a local prefill makes a step longer than the strictest TPOT SLO at the decode worker."""
+    row = inputs.workers.row(decode)
+    slos = [s for s in (inputs.query.slo.tpot_s, inputs.workers.views[decode].tpot_slo_s) if s is not None]
+    if not slos or not row.reported.decoding_seqs + row.reserved.joining_seqs:
+        return False
+    return longest_mixed_step_s(row, inputs.prompt.num_tokens, local.cached_tokens) > min(slos)
+
+
+def add_local_prefill(terms: PrefillTerms, decode: int, local: LocalPrefill) -> None:
+    """Make the decode worker a candidate to prefill. `terms` must be ranked."""
+    terms.pull_s[decode], terms.prefill_s[decode], terms.transfer_s[decode] = local.pull_s, local.prefill_s, 0.0
+    terms.source[decode], terms.cached_tokens[decode] = local.source, local.cached_tokens
+    terms.redundant_s[decode] = local.redundant_s
+    terms.local_delay_s, terms.local_margin_s = local.delay_s, local.margin_s
+    terms.cost_s[decode] = (
+        terms.queue_s.item(decode) + local.pull_s + local.prefill_s + local.delay_s + local.margin_s + local.redundant_s
+    )
+
+
+# The choice
+
+
+def prefill_only_choice(inputs: PlacementInputs, terms: PrefillTerms) -> Choice:
+    """Choose the cheapest prefill worker for a request that needs no decode worker."""
+    best = cheapest(terms.cost_s, terms.ttft_s, ttft_left_s(inputs.query))
+    return _choice(inputs, terms, best, None, None)
+
+
+def pair_choice(inputs: PlacementInputs, terms: PrefillTerms, decode_terms: DecodeTerms, decode: int) -> Choice:
+    """Choose the cheapest worker to prefill for the chosen decode worker, or that worker itself."""
+    best = cheapest(terms.cost_s, terms.ttft_s, ttft_left_s(inputs.query))
+    return _choice(inputs, terms, best, decode_terms, decode)
+
+
+def _choice(
+    inputs: PlacementInputs, terms: PrefillTerms, best: int, decode_terms: DecodeTerms | None, decode: int | None
+) -> Choice:
+    query, w, prompt = inputs.query, inputs.workers, inputs.prompt
+    source = terms.source.item(best)
+    prefix_source = None
+    if source != NO_SOURCE:
+        prefix_source = PrefixSource(worker=w.views[source].worker, num_blocks=int(prompt.pullable_blocks[source]))
+    least_queued = _least_queued(w, terms, best, decode)
+    considered = {best, least_queued, *terms.holders}
+    if decode is not None and decode_terms is not None:
+        considered |= {decode, decode_terms.fastest_prefill}
+    return Choice(
+        prefill=None if best == decode else w.views[best],
+        decode=None if decode is None else w.views[decode],
+        candidates=LazyCandidates(
+            partial(explain_candidates, query, inputs.cluster, w, prompt, terms, decode_terms, decode)
+        ),
+        predicted=_prediction(w, prompt, terms, best, least_queued, decode),
+        prefix_source=prefix_source,
+        prefill_overlap_blocks=int(prompt.overlap_blocks[best]),
+        decode_overlap_blocks=0 if decode is None else _decode_overlap(w, prompt, decode, prefills=best == decode),
+        # The costs of unmeasured workers are estimated from all others.
+        basis=tuple(w.views[i].worker_id for i in sorted(considered)) if w.all_measured else None,
+    )
+
+
+def _prediction(
+    w: WorkerTable, prompt: Prompt, terms: PrefillTerms, best: int, least_queued: int, decode: int | None
+) -> Prediction:
+    queue_s, pull_s, compute_s = terms.queue_s.item(best), terms.pull_s.item(best), terms.prefill_s.item(best)
+    ttft_s = queue_s + pull_s + compute_s
+    of_decode: dict[str, float] = {}
+    if decode is not None:
+        row = w.row(decode)
+        of_decode = {
+            "tpot_s": tpot_s(row, prompt, ttft_s),
+            "tpot_now_s": tpot_now_s(row, prompt),
+            "idle_tpot_s": idle_tpot_s(row, prompt),
+            "drain_s": row.derived.drain_s,
+        }
+    return Prediction(
+        queue_s=queue_s,
+        prefix_pull_s=pull_s,
+        prefill_s=compute_s,
+        transfer_s=terms.transfer_s.item(best),
+        decode_delay_s=terms.local_delay_s if best == decode else 0.0,
+        ttft_s=ttft_s,
+        least_queue_s=terms.queue_s.item(least_queued),
+        **of_decode,
+    )
+
+
+def _least_queued(w: WorkerTable, terms: PrefillTerms, best: int, decode: int | None) -> int:
+    """Return the candidate with the shortest queue.
+
+    A decode worker has no queue of prompts, so it counts only if it is the choice or a hybrid.
+    """
+    candidates = terms.cost_s < inf
+    if decode is not None and best != decode and not w.reported.can_prefill[decode]:
+        candidates[decode] = False
+    return int(np.where(candidates, terms.queue_s, inf).argmin())
+
+
+def _decode_overlap(w: WorkerTable, prompt: Prompt, decode: int, *, prefills: bool) -> int:
+    """Return the blocks that the decode worker need not read or compute (see `local_prefill`)."""
+    if prefills and not w.reported.can_prefill[decode]:
+        return int(prompt.pullable_blocks.get(decode, 0))
+    return int(prompt.overlap_blocks[decode])

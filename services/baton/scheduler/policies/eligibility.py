@@ -1,0 +1,203 @@
+"""Decides which workers may serve a request, and which pairs of workers may exchange KV.
+
+`ineligible` is the only definition of a worker's eligibility. `eligibility_masks` is its vectorised form for
+policies that rank all workers at once, and `readable_mask` is that of `readable_workers`. Property tests compare
+each pair on random clusters.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from baton.core.cluster.cluster_snapshot import WorkerView
+from baton.core.cluster.placement import PlacementQuery, Rejection
+from baton.core.cluster.worker_report import WorkerRole, WorkerState
+from baton.core.errors import Reason
+from baton.core.kv.block_hash import num_blocks_for
+from baton.scheduler.policies.policy_types import PolicyContext
+from baton.scheduler.state.worker_table import Mask, WorkerTable
+
+Side: TypeAlias = Literal["prefill", "decode"]
+
+NO_WORKERS_RETRY_S = 1.0
+NO_CAPACITY_RETRY_S = 1.0
+
+
+class Exclusion(Enum):
+    """Why a worker was not chosen. The value is the text in decision records and in `baton explain`."""
+
+    OTHER_ROLE = "other role"
+    STARTING = "starting"
+    DRAINING = "draining"
+    UNHEALTHY = "unhealthy"
+    OTHER_MODEL = "serves another model"
+    OTHER_WEIGHTS = "has other weights than the answer began with"
+    TOO_SMALL = "prompt exceeds its KV cache"
+    OTHER_HASH_SCHEME = "uses another block hash scheme"
+    FAILED_BEFORE = "failed this request before"
+    NO_FREE_CAPACITY = "no free blocks or batch slots"
+
+    # The policy did not choose an eligible worker:
+    NOT_READABLE = "KV not readable by the decode worker"
+    TPOT_SLO_AT_RISK = "its decoding requests would miss their TPOT SLO"
+    SLOWER = "predicted slower"
+
+    @property
+    def is_soft(self) -> bool:
+        """True if the worker may still be chosen when all others are excluded, too."""
+        return self in (Exclusion.FAILED_BEFORE, Exclusion.NO_FREE_CAPACITY)
+
+
+_NOT_READY = {
+    WorkerState.STARTING: Exclusion.STARTING,
+    WorkerState.DRAINING: Exclusion.DRAINING,
+    WorkerState.UNHEALTHY: Exclusion.UNHEALTHY,
+}
+
+
+def ineligible(worker: WorkerView, query: PlacementQuery, side: Side) -> Exclusion | None:
+    """Return why `worker` should not prefill or decode `query`, or None if it is eligible.
+
+    A soft exclusion is returned only if there is no other one.
+    """
+    report, layout = worker.report, worker.report.layout
+    if not (report.role.can_prefill if side == "prefill" else report.role.can_decode):
+        return Exclusion.OTHER_ROLE
+    if report.state is not WorkerState.READY:
+        return _NOT_READY[report.state]
+    if report.model != query.model:
+        return Exclusion.OTHER_MODEL
+    if query.model_fingerprint not in ("", layout.model_fingerprint):
+        return Exclusion.OTHER_WEIGHTS
+    if num_blocks_for(query.num_prompt_tokens + 1, layout.block_size_tokens) > report.blocks.total:
+        return Exclusion.TOO_SMALL
+    if query.hash_scheme not in ("", layout.hash_scheme):
+        return Exclusion.OTHER_HASH_SCHEME
+    if any(worker.worker.is_same_incarnation(avoided) for avoided in query.avoid):
+        return Exclusion.FAILED_BEFORE
+    # Blocks for the prompt and each sample's first token; for decode also a batch slot for each sample.
+    num_blocks = num_blocks_for(query.num_prompt_tokens + query.sample_count, layout.block_size_tokens)
+    if num_blocks > worker.num_free_blocks:
+        return Exclusion.NO_FREE_CAPACITY
+    if side == "decode" and worker.num_seqs + query.sample_count > report.max_num_seqs:
+        return Exclusion.NO_FREE_CAPACITY
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class EligibilityMasks:
+    """The results of `ineligible` for all workers and one side, as three nested sets.
+
+    eligible: no exclusion.
+    not_avoided: no exclusion, or NO_FREE_CAPACITY.
+    usable: no exclusion, or a soft one.
+    """
+
+    eligible: Mask
+    not_avoided: Mask
+    usable: Mask
+
+
+def eligibility_masks(query: PlacementQuery, w: WorkerTable, side: Side) -> EligibilityMasks:
+    """Evaluate `ineligible` for all workers at once."""
+    reported, reserved = w.reported, w.reserved
+    # 0 for workers that are not ready or have another role.
+    max_tokens = reported.max_prefill_tokens if side == "prefill" else reported.max_decode_tokens
+    usable: Mask = max_tokens > query.num_prompt_tokens
+    serving = [
+        i
+        for i, group in enumerate(w.kv_groups)
+        if group.model == query.model
+        and query.model_fingerprint in ("", group.layout.model_fingerprint)
+        and query.hash_scheme in ("", group.layout.hash_scheme)
+    ]
+    if len(serving) < len(w.kv_groups):
+        usable &= np.isin(reported.kv_group, serving)
+    not_avoided = usable
+    if query.avoid:
+        not_avoided = usable.copy()
+        for worker in query.avoid:
+            i = w.index.get(worker.worker_id)
+            if i is not None and w.views[i].worker.is_same_incarnation(worker):
+                not_avoided[i] = False
+    eligible: Mask = not_avoided & (reserved.free_tokens >= query.num_prompt_tokens + query.sample_count)
+    if side == "decode":
+        eligible &= reserved.free_seqs >= query.sample_count
+    return EligibilityMasks(eligible=eligible, not_avoided=not_avoided, usable=usable)
+
+
+def readable_workers(prefill: list[WorkerView], decode: WorkerView) -> list[WorkerView]:
+    """Return the prefill workers whose KV the decode worker can pull, in order.
+
+    They are other workers with the same layout and no broken link. If any pair is warm, only warm pairs are
+    returned, because the first use of a pair pays for its setup.
+    """
+    links = {link.peer.worker_id: link for link in decode.report.links if not link.broken}
+    broken = {link.peer.worker_id for link in decode.report.links if link.broken}
+    readable = [
+        w
+        for w in prefill
+        if w.worker_id != decode.worker_id
+        and w.worker_id not in broken
+        and w.report.layout.mismatch(decode.report.layout) is None
+    ]
+    warm = [w for w in readable if w.worker_id in links and links[w.worker_id].peer.is_same_incarnation(w.worker)]
+    return warm or readable
+
+
+def readable_mask(w: WorkerTable, prefill: Mask, decode: int) -> Mask:
+    """Evaluate `readable_workers` for all of `prefill` at once. `decode`: position of the decode worker."""
+    readable = prefill & ~w.links.is_broken[decode] & same_kv_group(w, decode)
+    readable[decode] = False
+    warm: Mask = readable & w.links.is_warm[decode]
+    return warm if any_worker(warm) else readable
+
+
+def same_kv_group(w: WorkerTable, i: int) -> Mask | bool:
+    """Return which workers have the model and layout of worker i. True: all of them."""
+    return True if len(w.kv_groups) == 1 else w.reported.kv_group == w.reported.kv_group[i]
+
+
+def any_worker(mask: Mask) -> bool:
+    """Return `mask.any()`, several times faster for a hundred workers."""
+    return bool(np.count_nonzero(mask))
+
+
+def needs_no_decode(query: PlacementQuery) -> bool:
+    """True if only one token is left to generate: the prefill worker samples it, and no KV is pulled."""
+    return query.max_tokens - query.num_output_tokens <= 1
+
+
+def rejects_when_full(query: PlacementQuery, context: PolicyContext) -> bool:
+    """True if the request should wait at the scheduler rather than on a full worker.
+
+    A later attempt is never rejected for load.
+    """
+    return context.max_capacity_wait_s is not None and query.attempt == 0
+
+
+def prefills_own_prompts(decode: WorkerView) -> bool:
+    """True for a hybrid worker. A decode worker prefills only if no other worker can."""
+    return decode.report.role is WorkerRole.HYBRID
+
+
+def no_workers(query: PlacementQuery, side: Side) -> Rejection:
+    """Reject a request that no ready worker could ever serve on this side."""
+    return Rejection(
+        reason=Reason.NO_WORKERS,
+        message=f"no ready {side} worker serves {query.model!r}; retry, or see `baton status`",
+        retry_after_s=NO_WORKERS_RETRY_S,
+        term=side,
+    )
+
+
+def no_capacity(side: Side) -> Rejection:
+    """Reject a request because all workers of this side are full."""
+    return Rejection(
+        reason=Reason.NO_CAPACITY,
+        message=f"no {side} worker has free KV blocks for this prompt now; retry after {NO_CAPACITY_RETRY_S:g} s",
+        retry_after_s=NO_CAPACITY_RETRY_S,
+        term=f"{side}_capacity",
+    )

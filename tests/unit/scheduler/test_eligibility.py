@@ -1,0 +1,101 @@
+"""Eligibility: each exclusion on its own, and the vectorised forms against the scalar ones on random clusters."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.cluster.cluster_snapshot import WorkerView
+from baton.core.cluster.placement import PlacementQuery
+from baton.core.cluster.worker_report import WorkerState
+from baton.core.kv.block_hash import HASH_SCHEME
+from baton.scheduler.policies.eligibility import (
+    Exclusion,
+    Side,
+    eligibility_masks,
+    ineligible,
+    readable_mask,
+    readable_workers,
+)
+from baton.scheduler.state.worker_table import worker_table_of
+from tests.builders import blocks, query, worker_ref
+from tests.unit.scheduler.measured_workers import LAYOUT, decoding, measured, random_cluster
+
+SIDES: tuple[Side, ...] = ("prefill", "decode")
+
+
+def random_query(random: Random, workers: tuple[WorkerView, ...]) -> PlacementQuery:
+    return query(
+        num_prompt_tokens=random.choice([1, 15, 16, 100, 700, 799, 800, 15_999]),
+        sample_count=random.choice([1, 1, 3]),
+        model=random.choice(["demo", "demo", "other"]),
+        hash_scheme=random.choice(["", "", HASH_SCHEME, "unknown"]),
+        model_fingerprint=random.choice(["", "", "model-a", "model-b"]),
+        avoid=tuple(
+            replace(view.worker, worker_epoch=random.choice([1, 1, 2])) for view in workers if random.random() < 0.2
+        ),
+    )
+
+
+@given(seed=st.integers(0, 1_000_000))
+def test_masks_equal_the_scalar_function_on_random_clusters(seed: int) -> None:
+    random = Random(seed)
+    cluster = random_cluster(random, most=24)
+    asked = random_query(random, cluster.workers)
+    for side in SIDES:
+        masks = eligibility_masks(asked, worker_table_of(cluster), side)
+        exclusions = [ineligible(worker, asked, side) for worker in cluster.workers]
+        assert masks.eligible.tolist() == [why is None for why in exclusions]
+        assert masks.not_avoided.tolist() == [why in (None, Exclusion.NO_FREE_CAPACITY) for why in exclusions]
+        assert masks.usable.tolist() == [why is None or why.is_soft for why in exclusions]
+
+
+@given(seed=st.integers(0, 1_000_000))
+def test_readable_mask_equals_the_scalar_function_on_random_clusters(seed: int) -> None:
+    random = Random(seed)
+    cluster = random_cluster(random, most=24)
+    table, prefill = worker_table_of(cluster), eligibility_masks(query(), worker_table_of(cluster), "prefill").usable
+    candidates = [worker for worker, is_candidate in zip(cluster.workers, prefill, strict=True) if is_candidate]
+    for i, decode in enumerate(cluster.workers):
+        if decode.report.model != "demo":  # a decode candidate serves the model that the prefill candidates serve
+            continue
+        readable = readable_mask(table, prefill, i)
+        assert [w for w, yes in zip(cluster.workers, readable, strict=True) if yes] == readable_workers(
+            candidates, decode
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "expected"),
+    [
+        ({}, {}, None),
+        ({"state": WorkerState.STARTING}, {}, Exclusion.STARTING),
+        ({"state": WorkerState.DRAINING}, {}, Exclusion.DRAINING),
+        ({"state": WorkerState.UNHEALTHY}, {}, Exclusion.UNHEALTHY),
+        ({"model": "other"}, {}, Exclusion.OTHER_MODEL),
+        ({}, {"model_fingerprint": "model-b"}, Exclusion.OTHER_WEIGHTS),
+        ({"blocks": blocks(total=2)}, {"num_prompt_tokens": 32}, Exclusion.TOO_SMALL),
+        ({"blocks": blocks(total=2)}, {"num_prompt_tokens": 31}, None),
+        ({}, {"hash_scheme": "unknown"}, Exclusion.OTHER_HASH_SCHEME),
+        ({}, {"avoid": (worker_ref("w"),)}, Exclusion.FAILED_BEFORE),
+        ({}, {"avoid": (worker_ref("w", epoch=2),)}, None),
+        ({"blocks": blocks(total=9, used=8)}, {"num_prompt_tokens": 16}, Exclusion.NO_FREE_CAPACITY),
+        ({"max_num_seqs": 4, **decoding(3)}, {"sample_count": 2}, Exclusion.NO_FREE_CAPACITY),
+    ],
+)
+def test_each_exclusion_on_its_own(
+    changes: dict[str, object], asked: dict[str, object], expected: Exclusion | None
+) -> None:
+    worker = WorkerView(report=measured("w", "hybrid", layout=LAYOUT, **changes))
+    assert ineligible(worker, query(**asked), "decode") is expected
+
+
+def test_roles_exclude_and_batch_slots_count_only_for_decode() -> None:
+    prefill, decode = (WorkerView(report=measured(role, role)) for role in ("prefill", "decode"))
+    assert ineligible(decode, query(), "prefill") is Exclusion.OTHER_ROLE
+    assert ineligible(prefill, query(), "decode") is Exclusion.OTHER_ROLE
+    full = WorkerView(report=measured("h", "hybrid", max_num_seqs=3, **decoding(3)))
+    assert ineligible(full, query(), "prefill") is None
+    assert ineligible(full, query(), "decode") is Exclusion.NO_FREE_CAPACITY
