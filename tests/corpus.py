@@ -1,5 +1,4 @@
-"""Bad input for both public APIs: one table of cases, bodies that both can carry, and what may happen to
-bytes on their way."""
+"""Bad input for both public APIs: a table of cases, strategies for bodies, and mutations of bytes."""
 
 import json
 import math
@@ -24,14 +23,18 @@ LISTS = frozenset(("stop", "stop_token_ids"))
 GIVEN_ELSEWHERE = frozenset(
     ("choices", "label", "metadata", "token_ids", "messages", "messages.name", "x-baton-timeout-ms", "top_logprobs"),
 )
-"""Entries of the table of limits that are no field of a completions body by that name."""
+"""Entries of the table of limits that are not fields of a completions body."""
 FIELDS: Mapping[str, Limit] = {name: limit for name, limit in LIMITS.items() if name not in GIVEN_ELSEWHERE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One bad request: `body` as a JSON value, or `raw` as the bytes of the HTTP body. `says`: words of the
-    message. `code`: the answer's machine-readable reason, where it is not just an invalid request."""
+    """One bad request and the expected error.
+
+    body: the request as a JSON value; or raw: the bytes of the HTTP body.
+    says: words of the error message.
+    status, code: HTTP status and reason code.
+    """
 
     name: str
     says: tuple[str, ...]
@@ -48,7 +51,7 @@ class Case:
 
     @property
     def message(self) -> GenerateRequest | None:
-        """The same request over gRPC; None where that has no room for it."""
+        """The same request as a gRPC message; None if gRPC cannot carry it."""
         is_json = self.raw is None and self.headers is JSON_HEADERS and isinstance(self.body, dict)
         if not is_json or self.path != COMPLETIONS:
             return None
@@ -56,7 +59,7 @@ class Case:
 
 
 def message_of(body: Mapping[str, Any]) -> GenerateRequest | None:
-    """`body` over gRPC, if every value of it can be said there."""
+    """Return `body` as a gRPC message; None if gRPC cannot carry every value."""
     try:
         message = to_generate_request(body)
     except (TypeError, ValueError, AttributeError, OverflowError):
@@ -66,7 +69,7 @@ def message_of(body: Mapping[str, Any]) -> GenerateRequest | None:
 
 
 def _is_same(said: Any, value: Any) -> bool:
-    """Equal, and of the same types all the way down; NaN is itself."""
+    """Return True if both are equal and have the same types at every level. NaN equals NaN."""
     if isinstance(said, dict) and isinstance(value, dict):
         return said.keys() == value.keys() and all(_is_same(said[name], value[name]) for name in value)
     if isinstance(said, list) and isinstance(value, list):
@@ -75,7 +78,7 @@ def _is_same(said: Any, value: Any) -> bool:
 
 
 def body_with(name: str, value: Any) -> dict[str, Any]:
-    """A completions body in which only this field may be wrong."""
+    """Return a completions body in which only this field may be invalid."""
     body: dict[str, Any] = {"prompt": "x"}
     if name == "logit_bias":
         return body | {name: {"7": value}}
@@ -87,7 +90,7 @@ def body_with(name: str, value: Any) -> dict[str, Any]:
 
 
 def beyond(limit: Limit) -> list[Any]:
-    """Values that JSON can carry and the limit forbids: of another kind, and just outside."""
+    """Return values that the limit forbids: of another type, or just outside its range."""
     wrong: list[Any] = [{}, [[]], "1" if limit.kind is not ValueKind.STRING else 1]
     if limit.kind is ValueKind.BOOLEAN:
         return [*wrong, 0, 1, "true", 1.0]
@@ -104,16 +107,16 @@ def beyond(limit: Limit) -> list[Any]:
 
 
 def absurd_parameters() -> Iterator[Case]:
-    """Each field of the table with everything that it may not be."""
+    """Yield each field of the table of limits with invalid values."""
     for name, limit in sorted(FIELDS.items()):
         for number, value in enumerate(beyond(limit)):
             if name == "prompt" and value is True:
-                continue  # says what a prompt is instead
+                continue  # this error describes valid prompts instead
             yield Case(name=f"{name}-{number}", says=(name.split(".")[0],), body=body_with(name, value))
 
 
 def unimplemented_fields() -> Iterator[Case]:
-    """Fields of OpenAI's and vLLM's APIs that would change the answer."""
+    """Yield fields of OpenAI's and vLLM's APIs that are not implemented."""
     for path, table, good in (
         (COMPLETIONS, field_policy.NOT_IN_COMPLETIONS, {"prompt": "x"}),
         (CHAT, field_policy.NOT_IN_CHAT, dict(HELLO)),
@@ -125,23 +128,58 @@ def unimplemented_fields() -> Iterator[Case]:
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     COMPLETIONS: {
-        "best_of": 1, "echo": False, "frequency_penalty": 0, "logit_bias": {}, "logprobs": None, "n": 1, "presence_penalty": 0,
-        "seed": None, "stop": None, "stream": False, "stream_options": None, "suffix": None, "temperature": 1, "top_p": 1,
-        "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "spaces_between_special_tokens": True,
+        "best_of": 1,
+        "echo": False,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "logprobs": None,
+        "n": 1,
+        "presence_penalty": 0,
+        "seed": None,
+        "stop": None,
+        "stream": False,
+        "stream_options": None,
+        "suffix": None,
+        "temperature": 1,
+        "top_p": 1,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "early_stopping": False,
+        "spaces_between_special_tokens": True,
         "skip_special_tokens": True,
     },
     CHAT: {
-        "frequency_penalty": 0, "logprobs": False, "n": 1, "parallel_tool_calls": True, "presence_penalty": 0, "service_tier": "auto",
-        "response_format": {"type": "text"}, "stream": False, "store": False, "temperature": 1, "tool_choice": "none", "tools": [],
-        "top_p": 1, "modalities": ["text"], "function_call": "none", "functions": [], "verbosity": "medium", "top_logprobs": 0,
-        "add_generation_prompt": True, "continue_final_message": False, "metadata": {}, "top_k": -1, "min_p": 0, "repetition_penalty": 1,
+        "frequency_penalty": 0,
+        "logprobs": False,
+        "n": 1,
+        "parallel_tool_calls": True,
+        "presence_penalty": 0,
+        "service_tier": "auto",
+        "response_format": {"type": "text"},
+        "stream": False,
+        "store": False,
+        "temperature": 1,
+        "tool_choice": "none",
+        "tools": [],
+        "top_p": 1,
+        "modalities": ["text"],
+        "function_call": "none",
+        "functions": [],
+        "verbosity": "medium",
+        "top_logprobs": 0,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "metadata": {},
+        "top_k": -1,
+        "min_p": 0,
+        "repetition_penalty": 1,
     },
-}  # fmt: skip
-"""What OpenAI's and vLLM's documentation say that leaving a field out means."""
+}
+"""Default values of fields according to the documentation of OpenAI and vLLM."""
 
 
 def accepted_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
-    """(path, body) that ask for nothing that we lack: null, a field's default, and labels."""
+    """Yield (path, body) whose unimplemented fields have no effect: null, default values, and labels."""
     labels = {
         "user": "me",
         "metadata": {"a": "b"},
@@ -170,10 +208,10 @@ NO_JSON: list[tuple[bytes, str]] = [
     (b"{", "not valid JSON"),
     (b"[]", "JSON object"),
     (b'"text"', "JSON object"),
-    (b"\xff\xfe{}", "not UTF-8"),
+    (b"\xff\xfe{}", "not valid UTF-8"),
     (b'\xef\xbb\xbf{"prompt": "x"}', "not valid JSON"),
-    (b'{"prompt": "\xc3\x28"}', "not UTF-8"),
-    (b'{"prompt": "\xed\xa0\x80"}', "not UTF-8"),
+    (b'{"prompt": "\xc3\x28"}', "not valid UTF-8"),
+    (b'{"prompt": "\xed\xa0\x80"}', "not valid UTF-8"),
     (b'{"prompt": "\\ud800"}', "lone surrogate"),
     (b'{"prompt": "a\\u0000b"}', "NUL"),
     (b'{"prompt": "a\x00b"}', "not valid JSON"),
@@ -182,16 +220,16 @@ NO_JSON: list[tuple[bytes, str]] = [
     (b'{"prompt": "x", "temperature": NaN}', "NaN"),
     (b'{"prompt": "x", "temperature": -Infinity}', "-Infinity"),
     (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
-    (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "too long"),
-    (b"[" * 10_000 + b"]" * 10_000, "nested deeper"),
-    (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "nested deeper"),
-    (b'{"prompt": "x", "metadata": ' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper"),
+    (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "too many digits"),
+    (b"[" * 10_000 + b"]" * 10_000, "nested too deeply"),
+    (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "nested too deeply"),
+    (b'{"prompt": "x", "metadata": ' + b"[" * 40 + b"]" * 40 + b"}", "nested too deeply"),
     (b'{"prompt": "x",}', "not valid JSON"),
     (b"{'prompt': 'x'}", "not valid JSON"),
     (b'{"prompt": [' + b"[]," * 40 + b'"' + b'\\"' * 100_000, "not valid JSON"),
 ]
-"""Bodies that are no request, and words of the answer. The last is what a check of its depth could read for
-minutes."""
+"""Bodies that are not valid JSON objects, and words of the error. A slow depth check would take minutes for
+the last one."""
 
 WRONG_TYPES: list[Mapping[str, str]] = [
     {},
@@ -203,9 +241,9 @@ WRONG_TYPES: list[Mapping[str, str]] = [
 
 
 def prompts(max_model_len: int, vocab_size: int) -> Iterator[Case]:
-    """Prompts that are none, that are too long, or that no vocabulary has."""
+    """Yield prompts that are invalid, too long, or outside the vocabulary."""
     too_long = "context_length_exceeded"
-    whole = [5] * (max_model_len - 10)
+    almost_full = [5] * (max_model_len - 10)
     for prompt in (
         "",
         [],
@@ -227,20 +265,20 @@ def prompts(max_model_len: int, vocab_size: int) -> Iterator[Case]:
         yield Case(name=f"prompt-{prompt!r}", says=("prompt",), body={"prompt": prompt})
     yield Case(name="no-prompt", says=("prompt is missing",), body={})
     for name, body in (
-        ("one-over", {"prompt": whole, "max_tokens": 11}),
-        ("one-over-by-min-tokens", {"prompt": whole, "min_tokens": 11}),
-        ("one-over-in-a-batch", {"prompt": [[5], whole], "max_tokens": 11}),
+        ("one-over", {"prompt": almost_full, "max_tokens": 11}),
+        ("one-over-by-min-tokens", {"prompt": almost_full, "min_tokens": 11}),
+        ("one-over-in-a-batch", {"prompt": [[5], almost_full], "max_tokens": 11}),
     ):
-        says = (str(len(whole)), "11", str(max_model_len))
+        says = (str(len(almost_full)), "11", str(max_model_len))
         yield Case(name=name, says=says, body=body, code=too_long)
     says = (str(max_model_len), "is 1", str(max_model_len))
-    yield Case(name="no-room-for-one", says=says, body={"prompt": [5] * max_model_len}, code=too_long)
+    yield Case(name="no-space-for-one", says=says, body={"prompt": [5] * max_model_len}, code=too_long)
     yield Case(
         name="long-text", says=("at least", str(max_model_len)), body={"prompt": "word " * 100_000}, code=too_long
     )
     long_chat = {"messages": [{"role": "user", "content": "word " * 100_000}]}
     yield Case(name="long-chat", says=("at least", str(max_model_len)), body=long_chat, path=CHAT, code=too_long)
-    over = f"0 to {vocab_size - 1}"
+    over = f"between 0 and {vocab_size - 1}"
     for name, body in (
         ("prompt", {"prompt": [5, vocab_size]}),
         ("largest", {"prompt": [U32_MAX]}),
@@ -251,11 +289,16 @@ def prompts(max_model_len: int, vocab_size: int) -> Iterator[Case]:
     yield Case(name="vocabulary-detokenize", says=(over,), body={"tokens": [vocab_size]}, path=DETOKENIZE)
     yield Case(
         name="too-much-to-detokenize",
-        says=("one call takes",),
+        says=("are allowed in one call",),
         raw=b'{"tokens":[%b1]}' % (b"1," * 70_000),
         path=DETOKENIZE,
     )
-    yield Case(name="too-much-to-tokenize", says=("one call takes",), body={"prompt": "x" * (2**20 + 1)}, path=TOKENIZE)
+    yield Case(
+        name="too-much-to-tokenize",
+        says=("are allowed in one call",),
+        body={"prompt": "x" * (2**20 + 1)},
+        path=TOKENIZE,
+    )
     yield Case(
         name="other-model",
         says=("gpt-4", "demo"),
@@ -266,7 +309,7 @@ def prompts(max_model_len: int, vocab_size: int) -> Iterator[Case]:
 
 
 def together(max_num_seqs: int) -> Iterator[Case]:
-    """Fields that are each right, but not with one another; lists that are too long; senseless nesting."""
+    """Yield valid fields that do not fit together, lists that are too long, and unknown names."""
     for name, body in (
         ("n", {"prompt": ["x"] * 64, "n": max_num_seqs + 1}),
         ("n", {"prompt": "x", "n": max_num_seqs + 1}),
@@ -295,7 +338,7 @@ def together(max_num_seqs: int) -> Iterator[Case]:
 
 
 def cases(*, max_model_len: int, max_num_seqs: int, vocab_size: int) -> list[Case]:
-    """The whole corpus, for a gateway with these limits."""
+    """Return the complete corpus for a gateway with these limits."""
     found = [
         *prompts(max_model_len, vocab_size),
         *together(max_num_seqs),
@@ -311,11 +354,11 @@ def cases(*, max_model_len: int, max_num_seqs: int, vocab_size: int) -> list[Cas
 
 
 def grpc_only() -> Iterator[tuple[str, bytes, str]]:
-    """(name, bytes of a GenerateRequest, words of the answer) that HTTP cannot say."""
+    """Yield (name, bytes of a GenerateRequest, words of the error) that HTTP cannot express."""
     for name, limit in sorted(FIELDS.items()):
         for number in (math.nan, math.inf, -math.inf) if limit.kind is ValueKind.NUMBER else ():
             message = to_generate_request(body_with(name, number))
-            yield f"{name}={number}", message.SerializeToString(), f"{name} must be"
+            yield f"{name}={number}", message.SerializeToString(), f"{name} is "
     yield "both-prompts", GenerateRequest(prompt="x", token_ids=[5]).SerializeToString(), "both prompt and token_ids"
     for name, text in (("no-utf8", b"\xff\xfe"), ("surrogate", b"\xed\xa0\x80"), ("cut", b"\xe2\x82")):
         yield f"prompt-{name}", b"\x12" + bytes([len(text)]) + text, ""
@@ -328,7 +371,7 @@ def grpc_only() -> Iterator[tuple[str, bytes, str]]:
         yield name, raw, ""
 
 
-# Bodies that both APIs can carry.
+# Bodies for both APIs.
 
 OVER_GRPC = frozenset(GenerateRequest.DESCRIPTOR.fields_by_name) - {"token_ids", "slo", "logit_bias", "prompt"}
 SCALARS: Mapping[str, Limit] = {
@@ -338,7 +381,7 @@ SCALARS: Mapping[str, Limit] = {
 
 @st.composite
 def bodies(draw: st.DrawFn, *, numbers: st.SearchStrategy[float] | None = None, max_prompt: int = 30) -> dict[str, Any]:
-    """Bodies of the right types, with any values. `numbers`: where not every float can be sent."""
+    """Return a strategy for bodies with the right types and any values. `numbers`: strategy for numbers."""
     floats = st.floats() if numbers is None else numbers
     texts, ids = st.text(max_size=max_prompt), st.lists(st.integers(0, U32_MAX), min_size=1, max_size=5)
     body: dict[str, Any] = {"prompt": draw(st.one_of(texts, ids))}
@@ -367,9 +410,39 @@ def bodies(draw: st.DrawFn, *, numbers: st.SearchStrategy[float] | None = None, 
 # Mutations.
 
 NASTY: list[Any] = [
-    None, True, False, 0, -1, 1, 1.5, -0.0, 1e308, -1e308, I32_MAX + 1, U32_MAX + 1, U64_MAX + 1, 10**400, "", "\0", "\ud800", "x" * 5000,
-    "\u202e", [], {}, [[]], [{}], {"": ""}, [None], "NaN", "true", "1", "../../etc/passwd", {"role": "user"}, ["x"] * 300, [1] * 300,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    1.5,
+    -0.0,
+    1e308,
+    -1e308,
+    I32_MAX + 1,
+    U32_MAX + 1,
+    U64_MAX + 1,
+    10**400,
+    "",
+    "\0",
+    "\ud800",
+    "x" * 5000,
+    "\u202e",
+    [],
+    {},
+    [[]],
+    [{}],
+    {"": ""},
+    [None],
+    "NaN",
+    "true",
+    "1",
+    "../../etc/passwd",
+    {"role": "user"},
+    ["x"] * 300,
+    [1] * 300,
+]
 NASTY_BYTES = [
     b"\0",
     b"\xff",
@@ -389,7 +462,7 @@ NASTY_BYTES = [
 
 
 def mutated_value(rng: Random, value: Any) -> Any:
-    """`value` with one place of it replaced, doubled, renamed or left out."""
+    """Return a copy of `value` with one part replaced, doubled, renamed or omitted."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         name = rng.choice(sorted(value))
         rest = {key: item for key, item in value.items() if key != name}
@@ -406,7 +479,7 @@ def mutated_value(rng: Random, value: Any) -> Any:
 
 
 def mutated_bytes(rng: Random, data: bytes) -> bytes:
-    """`data` cut, flipped, repeated or with something put into it, in a few places."""
+    """Return a copy of `data` with a few cuts, flipped bits, repetitions or insertions."""
     out = bytearray(data)
     for _ in range(rng.randrange(1, 4)):
         at = rng.randrange(len(out) + 1)

@@ -1,4 +1,4 @@
-"""Connections that speak no protocol, or speak it badly; pickles that would tell if anybody opened them."""
+"""Connections with invalid or broken protocols, and pickles that leave a file if they are loaded."""
 
 import asyncio
 import pickle
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, END_HEADERS, PADDED, ACK = 1, 4, 8, 1
 
 
 class Heard(NamedTuple):
-    """What came back, and whether the other side then closed the connection."""
+    """The received bytes, and whether the other side closed the connection."""
 
     data: bytes
     was_closed: bool
@@ -23,8 +23,10 @@ class Heard(NamedTuple):
 async def say(
     port: int, pieces: Iterable[bytes], *, listen_s: float = 5.0, quiet_s: float = 0.25, until: bytes = b""
 ) -> Heard:
-    """Send these bytes over a new TCP connection, and listen until the other side closes it, or has said
-    `until`, or nothing for `quiet_s` after all was sent."""
+    """Send bytes over a new TCP connection and receive the response.
+
+    Stops when the other side closes, when `until` was received, or after `quiet_s` without data.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     heard = bytearray()
     was_closed = False
@@ -65,23 +67,23 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 
 def our_errors(log: Iterable[str]) -> list[str]:
-    """Lines of a process's log that tell of an error of ours. grpc calls it one when it cannot read a message
-    or a header."""
+    """Return the lines of a process's log that report an internal error. Errors of grpc about unreadable
+    input are left out."""
     errors = (line for line in log if '"level": "error"' in line or '"level": "critical"' in line)
     return [line for line in errors if '"logger": "grpc.' not in line]
 
 
-# HTTP/2, as far as it takes to get it wrong.
+# HTTP/2, as far as needed for broken connections.
 
 
 def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0, length: int | None = None) -> bytes:
-    """`length`: what the frame says, where that is not the truth."""
+    """Return an HTTP/2 frame. `length` replaces the true length in its header."""
     said = len(payload) if length is None else length
     return struct.pack(">I", said)[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
 def field_block(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Header fields as HPACK literals that no table keeps."""
+    """Return header fields as HPACK literals without indexing."""
     return b"".join(b"\0" + _string(name) + _string(value) for name, value in fields)
 
 
@@ -96,8 +98,10 @@ def _string(text: bytes) -> bytes:
 
 
 def request_head(call: str, /, **changes: bytes | None) -> list[tuple[bytes, bytes]]:
-    """Header fields of a gRPC call, `call` being its path. `changes`: by name with `_` for `-`,
-    pseudo-headers without their colon, None to leave one out."""
+    """Return the header fields of a gRPC call with the path `call`.
+
+    changes: values by name, with `_` for `-` and without the colon of pseudo-headers; None omits a field.
+    """
     fields: dict[str, bytes | None] = {
         ":method": b"POST",
         ":scheme": b"http",
@@ -116,7 +120,7 @@ def grpc_message(payload: bytes, *, length: int | None = None, flag: int = 0) ->
 
 
 def grpc_call(call: str, message: bytes, /, *, stream: int = 1, **changes: bytes | None) -> bytes:
-    """One whole call, `message` being what stands in its DATA frames."""
+    """Return the frames of a complete call. `message` is the content of its DATA frames."""
     frames = [frame(HEADERS, field_block(request_head(call, **changes)), flags=END_HEADERS, stream=stream)]
     frames += [frame(DATA, message[at : at + 16384], stream=stream) for at in range(0, len(message), 16384)]
     return b"".join([*frames, frame(DATA, flags=END_STREAM, stream=stream)])
@@ -126,7 +130,7 @@ BEGIN = PREFACE + frame(SETTINGS)
 
 
 def broken_http2(method: str) -> Mapping[str, bytes]:
-    """Connections that are no gRPC, by what is wrong with them. `method`: one that exists, by its path."""
+    """Return invalid gRPC connections by the kind of error. `method` is the path of an existing method."""
     head = field_block(request_head(method))
     opened = frame(HEADERS, head, flags=END_HEADERS, stream=1)
     return {
@@ -146,10 +150,13 @@ def broken_http2(method: str) -> Mapping[str, bytes]:
         "headers-index": BEGIN + frame(HEADERS, b"\xff\xff\xff\xff\x7f", flags=END_HEADERS, stream=1),
         "headers-table-size": BEGIN + frame(HEADERS, b"\x3f\xff\xff\xff\xff\x0f" + head, flags=END_HEADERS, stream=1),
         "headers-interrupted": BEGIN + frame(HEADERS, head, stream=1) + frame(PING, bytes(8)),
-        "headers-too-large": BEGIN + frame(HEADERS, field_block([(b"x", b"y" * 1000)] * 15), stream=1)
+        "headers-too-large": BEGIN
+        + frame(HEADERS, field_block([(b"x", b"y" * 1000)] * 15), stream=1)
         + frame(CONTINUATION, field_block([(b"x", b"y" * 1000)] * 15), stream=1) * 100,
         "continuation-of-nothing": BEGIN + frame(CONTINUATION, head, stream=1),
-        "continuations-for-ever": BEGIN + frame(HEADERS, head, stream=1) + frame(CONTINUATION, b"\0\1x\1y" * 3000, stream=1) * 150,
+        "continuations-for-ever": BEGIN
+        + frame(HEADERS, head, stream=1)
+        + frame(CONTINUATION, b"\0\1x\1y" * 3000, stream=1) * 150,
         "data-of-no-stream": BEGIN + frame(DATA, b"x"),
         "data-of-an-idle-stream": BEGIN + frame(DATA, b"x", stream=7),
         "data-padding": BEGIN + opened + frame(DATA, b"\xff12", flags=PADDED, stream=1),
@@ -159,10 +166,12 @@ def broken_http2(method: str) -> Mapping[str, bytes]:
         "ping-cut": BEGIN + frame(PING, b"1234"),
         "reset-cut": BEGIN + opened + frame(RST_STREAM, b"1", stream=1),
         "goaway-cut": BEGIN + frame(GOAWAY, b"1"),
-        "push-from-a-client": BEGIN + opened + frame(PUSH_PROMISE, struct.pack(">I", 2) + head, flags=END_HEADERS, stream=1),
+        "push-from-a-client": BEGIN + opened + frame(PUSH, struct.pack(">I", 2) + head, flags=END_HEADERS, stream=1),
         "depends-on-itself": BEGIN + frame(PRIORITY, struct.pack(">IB", 1, 1), stream=1),
-        "rapid-resets": BEGIN + b"".join(
-            frame(HEADERS, head, flags=END_HEADERS, stream=s) + frame(RST_STREAM, struct.pack(">I", 8), stream=s) for s in range(1, 1001, 2)
+        "rapid-resets": BEGIN
+        + b"".join(
+            frame(HEADERS, head, flags=END_HEADERS, stream=s) + frame(RST_STREAM, struct.pack(">I", 8), stream=s)
+            for s in range(1, 1001, 2)
         ),
         "message-length": BEGIN + grpc_call(method, grpc_message(b"abc", length=2**32 - 1)),
         "message-cut": BEGIN + grpc_call(method, grpc_message(b"abc", length=100)),
@@ -184,14 +193,14 @@ def broken_http2(method: str) -> Mapping[str, bytes]:
         "header-with-nul": BEGIN + grpc_call(method, grpc_message(b""), x=b"a\0b\r\nc: d"),
         "unknown-frames": BEGIN + frame(99, b"?" * 1000, stream=3) * 10,
         "pings": BEGIN + frame(PING, bytes(8)) * 500,
-    }  # fmt: skip
+    }
 
 
 # Pickles.
 
 
 class _Touch:
-    """Unpickled, it creates a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -201,7 +210,7 @@ class _Touch:
 
 
 class Canary:
-    """A file that exists once somebody has unpickled one of `payloads`."""
+    """A file that exists as soon as one of `payloads` was unpickled."""
 
     def __init__(self, directory: Path) -> None:
         self.file = directory / "canary"
@@ -211,7 +220,7 @@ class Canary:
         assert not self.file.exists(), "somebody has opened a pickle from the network"
 
     def check_trap(self) -> None:
-        """The payloads are what they say."""
+        """Check that loading a payload creates the file."""
         for payload in self.payloads:
             pickle.loads(payload).close()
             assert self.file.exists()

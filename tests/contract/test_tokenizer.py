@@ -1,4 +1,5 @@
-"""Every Tokenizer: what goes in comes out, a character is never broken, and an id without text has a sign."""
+"""Contract of all Tokenizers: text round trips, characters are never split, ids without text become
+U+FFFD."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ def write_model(directory: Path, tokenizer: RustTokenizer) -> Path:
 
 
 def llama_like(directory: Path) -> Path:
-    """As Llama 2's: spaces are ▁, the first one is stripped, unknown characters fall back to bytes."""
+    """Return a tokenizer like Llama 2's: spaces are ▁, the first one is stripped, with byte fallback."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     letters = "\u2581" + "abcdefghijklmnopqrstuvwxyzT.:[]"
     vocab |= {letter: len(vocab) + n for n, letter in enumerate(letters)}
@@ -65,7 +66,7 @@ def llama_like(directory: Path) -> Path:
 
 
 def byte_level(directory: Path) -> Path:
-    """As GPT-2's, trained on next to nothing."""
+    """Return a tokenizer like GPT-2's, trained on a few words."""
     tokenizer = RustTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -122,7 +123,7 @@ async def test_streamed_text_equals_the_decoded_text(tokenizer: Tokenizer) -> No
 
 
 async def test_any_ids_stream_to_their_decoded_text(tokenizer: Tokenizer) -> None:
-    """Random ids, most of them parts of characters; special tokens among them, left out or not."""
+    """Random ids, mostly parts of characters, with special tokens that are skipped or not."""
     rng = Random(5)
     for _ in range(sized(200, 5000)):
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 30))]
@@ -174,7 +175,7 @@ async def test_token_bytes_of_single_tokens(tokenizer: Tokenizer) -> None:
 
 
 async def test_byte_level_text_equals_that_of_the_library(tmp_path: Path) -> None:
-    """Our table of bytes against the library's own decoder, for ids that it decodes at all."""
+    """Compares our byte table with the library's decoder, for ids that the library can decode."""
     for directory in (DEMO_DIR, byte_level(tmp_path / "model")):
         ours, theirs = HfTokenizer(directory), RustTokenizer.from_file(str(directory / "tokenizer.json"))
         rng = Random(1)

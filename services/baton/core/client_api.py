@@ -1,7 +1,7 @@
 """Protocols that the gateway offers to clients and operators, independent of HTTP and gRPC.
 
-A request is a plain dict, as parsed from a JSON body of the OpenAI API. One validator therefore serves HTTP and
-gRPC.
+A request is a plain dict, as parsed from a JSON body of the OpenAI API. One validator therefore serves HTTP
+and gRPC.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,8 @@ class Timeline:
     attempts: number of attempts, including the first.
     policy: name of the scheduling policy that placed the first attempt.
     placed_s, ttft_s, total_s: from receipt to the first placement, the first token, and the end.
-    tpot_s: mean gap between a choice's tokens, (last - first) / (tokens - 1); None if no choice has two tokens.
+    tpot_s: mean gap between a choice's tokens, (last - first) / (tokens - 1); None if no choice has two
+        tokens.
     cached_tokens_by_tier: prompt tokens whose KV was reused, by cache tier.
     waiting_s: time of the last attempt in the scheduler's queue.
     predicted_ttft_s, predicted_tpot_s: predictions for the last attempt, TTFT from its placement on; None if
@@ -87,7 +88,8 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateChunk:
-    """One message of a streamed response. Only the last one has `usage`, and `timeline` if it was requested."""
+    """One message of a streamed response. Only the last one has `usage`, and `timeline` if it was
+    requested."""
 
     choices: tuple[ChoiceDelta, ...] = ()
     usage: TotalUsage | None = None
@@ -122,7 +124,8 @@ class ModelInfo:
 class InferenceApi(Protocol):
     """Inference calls of clients.
 
-    Every method raises Refused if the request, key or model is invalid, or if the cluster cannot serve it now.
+    Every method raises Refused if the request, key or model is invalid, or if the cluster cannot serve it
+    now.
     """
 
     async def generate(self, body: Mapping[str, Any], caller: Caller) -> Generation:

@@ -99,7 +99,8 @@ class ModelError(BatonError):
 
 
 class IllegalTransition(BatonError):
-    """A state machine was asked for a transition that its table does not contain. This is a bug in the caller."""
+    """A state machine was asked for a transition that its table does not contain. This is a bug in the
+    caller."""
 
 
 class LayoutMismatch(BatonError):
@@ -131,5 +132,6 @@ class Refused(BatonError):
 
 
 def invalid(message: str, reason: Reason = Reason.INVALID_REQUEST) -> Refused:
-    """Return a `Refused` for a client error (HTTP 400). `message` names the field, the rule and the remedy."""
+    """Return a `Refused` for a client error (HTTP 400). `message` names the field, the rule and the
+    remedy."""
     return Refused(Failure(code=Code.INVALID_ARGUMENT, reason=reason, message=message))

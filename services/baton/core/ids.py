@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import NewType, TypeAlias
 
 TransferId = NewType("TransferId", int)
-"""One pull of one request's KV: an unsigned 64-bit number that the reader draws, unique within the reader's epoch."""
+"""One pull of one request's KV: an unsigned 64-bit number that the reader draws, unique within the reader's
+epoch."""
 
 ReadId = NewType("ReadId", int)
-"""One slice of a transfer as a `TransferBackend` sees it. The reader numbers its reads and never reuses a number
-within one process."""
+"""One slice of a transfer as a `TransferBackend` sees it. The reader numbers its reads and never reuses a
+number within one process."""
 
 DecisionId = NewType("DecisionId", str)
 """One placement decision of a scheduler."""
@@ -24,7 +25,8 @@ Incarnation: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class WorkerRef:
-    """One incarnation of a worker. Each process draws `worker_epoch` at random; it is compared for equality only."""
+    """One incarnation of a worker. Each process draws `worker_epoch` at random; it is compared for equality
+    only."""
 
     worker_id: str
     worker_epoch: int

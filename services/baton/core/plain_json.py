@@ -1,8 +1,9 @@
 """Converts core dataclasses to plain JSON values and back, for storage, logs and people.
 
-Bytes become hex strings and enums become their names or string values. Integers above 2^53 become hex strings,
-because some JSON readers round them. Infinity and NaN become strings, because JSON has no such numbers. Reading
-ignores unknown fields and fills in defaults, so that values written by another release can be read.
+Bytes become hex strings and enums become their names or string values. Integers above 2^53 become hex
+strings, because some JSON readers round them. Infinity and NaN become strings, because JSON has no such
+numbers. Reading ignores unknown fields and fills in defaults, so that values written by another release can
+be read.
 """
 
 import math
@@ -43,8 +44,8 @@ def to_plain(value: object) -> Any:
 
 
 def from_plain(kind: type[T], plain: object) -> T:
-    """Build a `kind` (a dataclass) from the result of `to_plain`. Raises ValueError, naming the field, if a value
-    does not fit."""
+    """Build a `kind` (a dataclass) from the result of `to_plain`. Raises ValueError, naming the field, if a
+    value does not fit."""
     value: T = _read(kind, plain, kind.__name__)
     return value
 

@@ -26,9 +26,9 @@ class Sampling:
     sample_index, position, token id). A retry therefore draws the same tokens from the
     same logits.
 
-    `top_k` 0, `top_p` 1 and `min_p` 0 disable the filter. Penalties, `min_tokens` and `max_tokens` count from the
-    request's original `num_prompt_tokens`, so a retry sends them unchanged. `num_logprobs` None reports no
-    logprobs, and 0 reports only the chosen token's.
+    `top_k` 0, `top_p` 1 and `min_p` 0 disable the filter. Penalties, `min_tokens` and `max_tokens` count from
+    the request's original `num_prompt_tokens`, so a retry sends them unchanged. `num_logprobs` None reports
+    no logprobs, and 0 reports only the chosen token's.
     """
 
     max_tokens: int
@@ -82,7 +82,8 @@ class GenerateRequest:
 
     token_ids: the prompt, followed by outputs that earlier attempts delivered.
     num_prompt_tokens: number of tokens of the original prompt.
-    sample_indices: `range(n)` at first; a single index once a sample continues separately after a failed attempt.
+    sample_indices: `range(n)` at first; a single index once a sample continues separately after a failed
+        attempt.
     received_s, deadline_s: times on the gateway's event loop clock, not durations.
     priority: lower numbers are served first.
     tenant, cache_salt: prefixes are shared only within a tenant; the salt is part of the block hashes.
@@ -192,7 +193,8 @@ class RequestActuals:
     """Measured outcome of one placed attempt, reported to the scheduler for its decision record.
 
     outcome: "finished", or the reason of the failure.
-    ttft_s: from the placement query to the client's first token; None if an earlier attempt delivered that token.
+    ttft_s: from the placement query to the client's first token; None if an earlier attempt delivered that
+        token.
     tpot_s: mean gap between a sample's tokens in this attempt; None if no sample got two tokens.
     """
 

@@ -18,8 +18,8 @@ I32_MAX = 2**31 - 1
 
 
 class ValueKind(Enum):
-    """Type of a value. A boolean does not count as an integer, an integer counts as a number, and a number must
-    be finite."""
+    """Type of a value. A boolean does not count as an integer, an integer counts as a number, and a number
+    must be finite."""
 
     INTEGER = "an integer"
     NUMBER = "a number"
@@ -46,7 +46,8 @@ class Limit:
     default: object = None
 
     def check(self, name: str, value: object) -> None:
-        """Check one value, or one item if the field is a list. Raises OutOfLimits if its type or range is wrong."""
+        """Check one value, or one item if the field is a list. Raises OutOfLimits if its type or range is
+        wrong."""
         if not _is_kind(self.kind, value):
             raise OutOfLimits(name, f"{name} is {printable(value)}; must be {self.kind.value}")
         if self.kind is ValueKind.BOOLEAN:
@@ -152,8 +153,8 @@ LIMITS: Mapping[str, Limit] = {
 }
 """Limits by field name.
 
-`choices` bounds the number of prompts times `n`. `label` applies to every field that is accepted without effect.
-The model's context length further bounds `max_tokens` and prompts.
+`choices` bounds the number of prompts times `n`. `label` applies to every field that is accepted without
+effect. The model's context length further bounds `max_tokens` and prompts.
 """
 
 MAX_JSON_DEPTH = 32

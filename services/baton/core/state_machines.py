@@ -1,7 +1,7 @@
 """State machines of requests, sequences and transfers: one enum and one transition table each.
 
-Each machine has one owner. The gateway owns requests, the engine owns sequences, and the transfer package owns
-both sides of a transfer.
+Each machine has one owner. The gateway owns requests, the engine owns sequences, and the transfer package
+owns both sides of a transfer.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,8 @@ from baton.core.errors import IllegalTransition
 class RequestState(Enum):
     """State of a request at the gateway.
 
-    QUEUED: waiting for a placement. PREFILLING: placed, no token of this attempt yet. DECODING: tokens arrive.
+    QUEUED: waiting for a placement. PREFILLING: placed, no token of this attempt yet. DECODING: tokens
+    arrive.
     """
 
     QUEUED = auto()
@@ -41,7 +42,8 @@ class OwnedTransferState(Enum):
     """State of a transfer at the owner of the KV.
 
     EARLY: the reader's Follow arrived before the job. CREATED: the job arrived, no reader has followed yet.
-    FOLLOWED: a reader has followed. ENDED: kept as a tombstone for `early_s`, so that late messages are recognized.
+    FOLLOWED: a reader has followed. ENDED: kept as a tombstone for `early_s`, so that late messages are
+    recognized.
     """
 
     EARLY = auto()
@@ -102,7 +104,8 @@ PULL_TRANSITIONS: Mapping[PullState, frozenset[PullState]] = {
 
 
 class Lifecycle(Generic[StateT]):
-    """Current state of one machine. Every transition goes through `move`, which checks it against the table."""
+    """Current state of one machine. Every transition goes through `move`, which checks it against the
+    table."""
 
     __slots__ = ("_table", "state")
 
@@ -118,7 +121,8 @@ class Lifecycle(Generic[StateT]):
     def move(self, to: StateT) -> None:
         """Change the state to `to`.
 
-        Raises IllegalTransition, and leaves the state unchanged, if the table does not contain the transition.
+        Raises IllegalTransition, and leaves the state unchanged, if the table does not contain the
+        transition.
         """
         if to not in self._table[self.state]:
             allowed = ", ".join(sorted(state.name for state in self._table[self.state])) or "none"

@@ -1,4 +1,5 @@
-"""The process of `baton gateway`: builds the gateway service and connects it to HTTP, gRPC, Redis and metrics."""
+"""The process of `baton gateway`: builds the gateway service and connects it to HTTP, gRPC, Redis and
+metrics."""
 
 import asyncio
 import os
@@ -45,8 +46,8 @@ CLOSE_S = 1.0
 async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], None]) -> None:
     """Run a gateway until `stop` requests a drain. Calls `on_ready` with the URL of the OpenAI API.
 
-    While draining, `/ready` returns 503 and new calls are rejected. Open calls may finish within `drain_s`, and
-    `/health` still returns 200. Raises ConfigError if a port is in use or no scheduler is configured, and
+    While draining, `/ready` returns 503 and new calls are rejected. Open calls may finish within `drain_s`,
+    and `/health` still returns 200. Raises ConfigError if a port is in use or no scheduler is configured, and
     ModelError if the model has no usable tokenizer.
     """
     if config.redis_url is None and not config.schedulers:

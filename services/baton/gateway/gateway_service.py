@@ -1,4 +1,5 @@
-"""The gateway's core, independent of HTTP and gRPC: admits validated calls, runs them, counts them, and drains."""
+"""The gateway's core, independent of HTTP and gRPC: admits validated calls, runs them, counts them, and
+drains."""
 
 import asyncio
 from collections.abc import Iterator
@@ -54,14 +55,16 @@ class GatewayRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOutcome:
-    """Result of a call that succeeded. `timeline` has one entry per prompt, or none if it was not requested."""
+    """Result of a call that succeeded. `timeline` has one entry per prompt, or none if it was not
+    requested."""
 
     usage: TotalUsage
     timeline: tuple[Timeline, ...]
 
 
 class GatewayService:
-    """One gateway. Use as `async with`: entering starts the scheduler and worker connections, leaving closes them.
+    """One gateway. Use as `async with`: entering starts the scheduler and worker connections, leaving closes
+    them.
 
     Calls that still run when it closes fail.
     """
@@ -166,7 +169,8 @@ class GatewayService:
         )
 
     def admit(self, num_requests: int = 1) -> None:
-        """Check that new requests may start. Raises Refused while draining (503) or at `max_open_requests` (429)."""
+        """Check that new requests may start. Raises Refused while draining (503) or at `max_open_requests`
+        (429)."""
         if self.health.is_draining:
             message = "this gateway is shutting down; send the request again, to another gateway"
             raise Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message=message, retry_after_s=1.0))

@@ -1,5 +1,4 @@
-"""A gateway as a process of its own, with stub workers in another: what is sent to its ports meets what
-clients meet."""
+"""Runs a gateway in its own process, with stub workers in another one."""
 
 import asyncio
 import json
@@ -33,7 +32,7 @@ TIMES = {"heartbeat_s": 0.5, "detection_s": 10.0, "scheduler_wait_s": 20.0, "dra
 
 
 class GatewayProcess:
-    """Its ports, its health, and one good request through each of them."""
+    """A gateway process: its ports, its health, and one valid request through each port."""
 
     def __init__(self, child: Child, url: str, grpc_port: int, directory: Path) -> None:
         self.url = url
@@ -64,7 +63,7 @@ class GatewayProcess:
         return (self._directory / "gateway.out").read_text()
 
     async def check(self) -> None:
-        """It lives, and a good request over HTTP is answered exactly."""
+        """Check that the process lives and answers a valid HTTP request correctly."""
         assert self._child.exit_code is None, self.output
         async with self._asking:
             answer = await self._ask()
@@ -72,8 +71,8 @@ class GatewayProcess:
         assert (choice["token_ids"], choice["finish_reason"]) == (GOOD_TOKENS, "length")
 
     async def _ask(self) -> bytes:
-        """The good request's answer, over one connection that stays open from check to check; without the
-        cost of a whole client."""
+        """Send the valid request over one connection that stays open between checks, without the cost of a
+        client."""
         if self._connection is None:
             self._connection = await asyncio.open_connection("127.0.0.1", self.http_port)
         reader, writer = self._connection
@@ -85,7 +84,7 @@ class GatewayProcess:
         return body
 
     async def check_grpc(self) -> None:
-        """As `check`, over gRPC."""
+        """Check the same over gRPC."""
         generation = await InferenceClient(self.channel, "gateway").generate(
             good_body(return_token_ids=None), timeout_s=20
         )
@@ -99,7 +98,7 @@ class GatewayProcess:
         assert [token for choice in choices for token in choice.token_ids] == GOOD_TOKENS
 
     async def requests(self) -> Counter[tuple[str, str]]:
-        """How many requests ended, by endpoint and code."""
+        """Return the number of ended requests by endpoint and status."""
         text = (await self.http.get("/metrics")).text
         found: Counter[tuple[str, str]] = Counter()
         for family in text_string_to_metric_families(text):
@@ -122,7 +121,7 @@ def good_body(**more: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def gateway_process(**settings: Any) -> AsyncIterator[GatewayProcess]:
-    """A running, ready gateway; afterwards it must end by itself, as after any SIGTERM."""
+    """Start a gateway and wait until it is ready. Afterwards it must exit by itself after SIGTERM."""
     with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         stub = _child("stub", [sys.executable, "-m", "tests.integration.gateway.stub_cluster"], directory)

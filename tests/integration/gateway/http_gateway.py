@@ -1,4 +1,4 @@
-"""A gateway behind a real HTTP server on the loopback, with stub workers in the same process."""
+"""Runs a gateway behind a real HTTP server on loopback, with stub workers in the same process."""
 
 import asyncio
 import socket
@@ -43,7 +43,7 @@ class HttpGateway:
         return await self.client.post(path, content=content, headers=JSON if headers is None else headers)
 
     async def connect(self) -> "RawConnection":
-        """With a small receive buffer, so that what is not read is soon felt."""
+        """Connect with a small receive buffer, so that unread bytes soon block the sender."""
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.setblocking(False)
@@ -54,7 +54,7 @@ class HttpGateway:
 
 @dataclass(slots=True, kw_only=True)
 class RawConnection:
-    """Bytes over TCP, for clients that misbehave."""
+    """A TCP connection that sends raw bytes, for misbehaving clients."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter

@@ -1,8 +1,8 @@
-"""A stub scheduler and a stub hybrid worker, as one process behind real gRPC: `python -m` this, and it prints
-their address.
+"""Serves a stub scheduler and a stub hybrid worker over gRPC in one process. Run it with `python -m`; it
+prints their address.
 
-A worker's tokens follow from prompt, sample and position alone (`tests.unit.gateway.fakes.token_at`), and
-come at once.
+Tokens depend only on prompt, sample and position (`tests.unit.gateway.fakes.token_at`) and are sent
+immediately.
 """
 
 import asyncio

@@ -1,5 +1,4 @@
-"""A gateway that wants API keys, over its real HTTP and gRPC ports: who is let in, where, and that refusals
-cost nothing."""
+"""A gateway with API keys over real HTTP and gRPC ports: access per route, limits, and cheap rejections."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -70,7 +69,7 @@ async def test_missing_and_wrong_keys_are_rejected_before_the_body_is_read(
 
 
 async def test_every_route_except_the_probes_requires_a_key(gateway: HttpGateway) -> None:
-    """Walks the application's own table, so that a route that is added is looked at, too."""
+    """F-45. The routes come from the application's table, so that new routes are checked too."""
     for headers in ({}, bearer("wrong")):
         is_open = set()
         for path, (method, _) in gateway.app._routes.items():
@@ -146,7 +145,7 @@ async def test_key_over_its_limits_is_rejected_and_others_are_not() -> None:
 
 
 async def test_incomplete_bodies_count_as_open_requests() -> None:
-    """A key that may have one request open cannot fill the gateway with beginnings."""
+    """A key with a limit of one open request cannot fill the gateway with incomplete requests."""
     async with http_gateway(*PD, keys=key_ring(max_open_requests=1)) as gateway:
         head = request_bytes("/v1/completions", b"x" * 100, f"authorization: Bearer {ALICE}")[:-100]
         waiting = await gateway.connect()
@@ -209,7 +208,7 @@ async def over_grpc() -> AsyncIterator[str]:
 
 
 async def test_every_grpc_method_requires_a_key() -> None:
-    """Those of Baton's public services; gRPC's own health and reflection are for probes, and tell of nothing
+    """F-45. The gRPC health and reflection services need no key: they serve probes and reveal nothing
     else."""
     public = [method for method in grpc_methods.all_methods() if method.service.startswith("baton.v1.")]
     assert len(public) >= 7

@@ -1,8 +1,8 @@
-"""Bad input on the real ports of a real gateway: the corpus through both doors, and whatever else bytes can
-be (faults.md 36 to 38).
+"""Bad input on the ports of a gateway process: the corpus over HTTP and gRPC, and mutated bytes (F-36 to
+F-38).
 
-After each case the gateway lives, answers a good request exactly, and has grown by less than a bound; no
-mistake of a client's is a 5xx.
+After each case the gateway lives, answers a valid request correctly, and its memory has grown by less than a
+bound. No client error returns a 5xx status.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ PUBLIC = [method for method in grpc_methods.all_methods() if method.service.star
 
 
 class Checked:
-    """A gateway, and what must be true of it after each case."""
+    """A gateway and the checks that must hold after each case."""
 
     def __init__(self, process: GatewayProcess) -> None:
         self.process = process
@@ -78,7 +78,7 @@ class Checked:
         assert grown < MAX_GROWTH_BYTES, f"grown by {grown >> 20} MiB"
 
     async def post(self, path: str, content: bytes, headers: Any = None) -> tuple[int, dict[str, Any]]:
-        """Status and error object of the answer, which must be a good one or say that the client is wrong."""
+        """Return status and error object of the response, which must be a success or a client error."""
         answer = await self.http.post(path, content=content, headers=JSON_HEADERS if headers is None else headers)
         assert answer.status_code in (200, 400, 404, 405, 413, 415), (content[:200], answer.text)
         if answer.status_code == 200:
@@ -176,7 +176,7 @@ async def test_body_over_the_limit_is_rejected_before_it_is_read(gateway: Checke
         answer = await gateway.http.post(COMPLETIONS, content=content, headers=JSON_HEADERS)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     for pieces in (
-        [head + b"content-length: %d\r\n\r\n" % 10**15],  # nothing is sent of what is announced
+        [head + b"content-length: %d\r\n\r\n" % 10**15],  # the announced body is never sent
         [head + b"content-length: 104857600\r\n\r\n", *[mib] * 100],
         [head + b"transfer-encoding: chunked\r\n\r\n", *[b"100000\r\n" + mib + b"\r\n"] * 100],
     ):
@@ -215,7 +215,7 @@ async def test_small_message_that_decompresses_to_a_large_one_is_rejected(gatewa
     ],
 )
 async def test_largest_bodies_do_not_delay_other_clients(gateway: Checked, path: str, content: bytes) -> None:
-    """Each is refused; while it is, others are answered."""
+    """Each body is rejected, and other clients are served meanwhile."""
     assert len(content) <= MAX_BODY_BYTES
     large = asyncio.create_task(gateway.post(path, content))
     while not large.done():
@@ -292,7 +292,7 @@ async def test_mutated_bodies_are_served_or_rejected(gateway: Checked, seed: int
 
 
 def requests_to_break() -> Iterator[bytes]:
-    """Whole requests, of which bytes will be changed."""
+    """Return complete requests whose bytes will be mutated."""
     body = json.dumps(good_body()).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     yield head + b"content-length: %d\r\n\r\n" % len(body) + body
@@ -300,18 +300,22 @@ def requests_to_break() -> Iterator[bytes]:
     yield head + b"expect: 100-continue\r\nx-baton-timeout-ms: 5000\r\ncontent-length: %d\r\n\r\n" % len(body) + body
     yield b"GET /v1/models/demo?x=%41#y HTTP/1.1\r\nhost: localhost\r\ncookie: a=b\r\n\r\n" * 2
     yield b"GET /debug/decisions/00112233445566778899aabbccddeeff HTTP/1.0\r\n\r\n"
-    yield b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-key: eA==\r\n\r\n"
+    yield (
+        b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+        b"sec-websocket-key: eA==\r\n\r\n"
+    )
 
 
+POST_JSON = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
 BAD_HTTP = [
     b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET / ",
     b"POST /v1/completions HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}   ",
-    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: " + b"9" * 30 + b"\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: -1\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 0x10\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
-    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n{}\r\n",
-    b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    POST_JSON + b"content-length: " + b"9" * 30 + b"\r\n\r\n{}",
+    POST_JSON + b"content-length: -1\r\n\r\n{}",
+    POST_JSON + b"content-length: 0x10\r\n\r\n{}",
+    POST_JSON + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+    POST_JSON + b"transfer-encoding: chunked\r\n\r\n-1\r\n{}\r\n",
+    POST_JSON + b"transfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
     b"GET /health HTTP/1.1\r\nhost: x\r\nx: a\0b\r\n\r\n",
     b"GET /health HTTP/1.1\nhost: x\n\n",
     b"GET /health HTTP/9.9\r\n\r\n",
@@ -327,7 +331,7 @@ BAD_HTTP = [
     b"\r\n" * 1000,
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
-]  # fmt: skip
+]
 
 
 async def test_any_bytes_on_the_http_port_are_answered_or_closed(gateway: Checked, tmp_path: Path) -> None:
@@ -361,7 +365,9 @@ async def test_invalid_timeouts_are_rejected(gateway: Checked) -> None:
 
 async def test_broken_http2_only_ends_its_own_connection(gateway: Checked) -> None:
     rng = Random(38)
-    good = BEGIN + grpc_call(GENERATE, grpc_message(message_of(good_body(return_token_ids=None)).SerializeToString()))  # type: ignore[union-attr]
+    message = message_of(good_body(return_token_ids=None))
+    assert message is not None
+    good = BEGIN + grpc_call(GENERATE, grpc_message(message.SerializeToString()))
     broken = [*broken_http2(GENERATE).values(), *(mutated_bytes(rng, good) for _ in range(sized(40, 1000)))]
     slots = asyncio.Semaphore(16)
 

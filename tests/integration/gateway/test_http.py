@@ -1,5 +1,4 @@
-"""The HTTP API over a real server on the loopback: shapes, statuses, limits, and clients that misbehave. Stub
-workers do the rest."""
+"""The HTTP API over a real server on loopback: JSON shapes, statuses, limits and misbehaving clients."""
 
 import asyncio
 import json
@@ -48,7 +47,7 @@ async def events_of(gateway: HttpGateway, path: str, body: dict[str, Any]) -> li
 
 
 async def settled(gateway: HttpGateway) -> None:
-    """Wait until no worker runs anything: cancels have arrived."""
+    """Wait until no worker runs a job, that is, until all cancels have arrived."""
     service, workers = gateway.cluster.gateway, gateway.cluster.scheduler.workers
     await until(lambda: not service.num_open and not any(worker.open_jobs for worker in workers))
 
@@ -58,7 +57,7 @@ async def read_all(stream: Any, pieces: list[str]) -> None:
         pieces.append(chunk.choices[0].delta.content or "")  # noqa: PERF401 - kept when the stream fails
 
 
-# What OpenAI's own client reads.
+# The OpenAI client.
 
 
 async def test_openai_client_streams_a_chat(client: openai.AsyncOpenAI) -> None:
@@ -156,7 +155,7 @@ async def test_openai_client_lists_models(client: openai.AsyncOpenAI) -> None:
         await client.models.retrieve("other")
 
 
-# What is ours.
+# Baton's additions.
 
 
 async def test_request_id_timeline_and_token_ids(gateway: HttpGateway) -> None:
@@ -219,7 +218,9 @@ async def test_characters_are_never_split(gateway: HttpGateway) -> None:
     pieces = [event["choices"][0]["delta"].get("content", "") for event in events]
     assert "".join(pieces) == text.decode()
     assert "\ufffd" not in "".join(pieces)
-    events = await events_of(gateway, CHAT, HELLO | {"max_tokens": len(text) - 2})  # ends within a character
+    events = await events_of(
+        gateway, CHAT, HELLO | {"max_tokens": len(text) - 2}
+    )  # the response ends within a character
     assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == text[:-2].decode(errors="replace")
 
 
@@ -255,7 +256,7 @@ async def test_not_ready_without_a_role(gateway: HttpGateway) -> None:
     assert (await gateway.client.get("/health")).status_code == 200
 
 
-# Bad input. What each field may be is tested with the validator; here is what only HTTP has.
+# Bad input that only HTTP has. The fields are tested with the validator.
 
 
 async def test_invalid_bodies_are_rejected(gateway: HttpGateway) -> None:
@@ -287,11 +288,12 @@ async def test_body_over_the_limit_is_rejected_before_it_is_read() -> None:
     async with http_gateway(*PD, max_body_bytes=10_000) as gateway:
         raw = await gateway.connect()
         await raw.send(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100000000\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 100000000\r\n\r\n"
         )
         assert (await raw.read_until(b'"status": 413')).startswith(b"HTTP/1.1 413 ")
         await raw.close()
-        # All of it sent: the client still gets the answer, and the connection goes on.
+        # If the complete body is sent, the client still gets the response, and the connection stays usable.
         for _ in range(2):
             answer = await gateway.post(COMPLETIONS, content=b"x" * 3_000_000)
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
@@ -348,7 +350,7 @@ async def test_slow_heads_and_bodies_are_closed_at_the_receive_deadline() -> Non
             *[drip(head * 3) for _ in range(10)], *[_then_drip(gateway, whole, b"x" * 200) for _ in range(10)]
         )
         assert all(answer.startswith(b"HTTP/1.1 408 ") and b'"status": 408' in answer for answer in answers)
-        raw = await gateway.connect()  # says nothing at all
+        raw = await gateway.connect()  # sends nothing at all
         assert await raw.read_until_closed() == b""
         await raw.close()
         metrics = (await gateway.client.get("/metrics")).text
@@ -389,11 +391,11 @@ async def test_response_may_take_longer_than_the_receive_deadline() -> None:
 
 
 async def test_connection_stays_open_after_a_streamed_response() -> None:
-    """The time that a client has to read the rest of an answer ends with that answer."""
+    """The timeout for unread responses must not close a connection whose response was read."""
     async with http_gateway(("h0", "hybrid"), receive_deadline_s=1.0) as gateway:
         gateway.cluster.scheduler.workers[
             0
-        ].tokens_a_step = 8  # so that the answer and the call end in one turn of the event loop
+        ].tokens_a_step = 8  # so that the response and the call end in the same event loop iteration
         raw = await gateway.connect()
         for number in range(1, 3):
             await raw.send(request_bytes(COMPLETIONS, b'{"prompt": "x", "max_tokens": 3, "stream": true}'))
@@ -427,7 +429,7 @@ async def test_deadline_within_a_stream_sends_an_error_event_without_done(gatewa
     await settled(gateway)
 
 
-# Clients that leave or do not read.
+# Clients that disconnect or do not read.
 
 
 @pytest.mark.parametrize("phase", ["queued", "prefill", "stream", "whole"])
@@ -535,8 +537,7 @@ async def test_failure_of_one_prompt_fails_the_call(gateway: HttpGateway) -> Non
 
 
 async def test_responses_are_not_delayed_by_nagles_algorithm(gateway: HttpGateway) -> None:
-    """Nagle's algorithm and delayed acknowledgements would cost 40 ms on a connection that was used
-    before."""
+    """Nagle's algorithm with delayed acknowledgements would add 40 ms on a reused connection."""
     await gateway.client.get("/health")
     sockets = [connection.transport.get_extra_info("socket") for connection in gateway.server.connections]
     assert sockets

@@ -1,5 +1,5 @@
-"""The gateway as its process runs it: real HTTP, real gRPC on both sides, the demo model's tokenizer. Stub
-workers behind the wire."""
+"""The gateway as its process runs it: HTTP, gRPC on both sides, the demo model's tokenizer, and stub
+workers."""
 
 import asyncio
 from collections.abc import AsyncIterator

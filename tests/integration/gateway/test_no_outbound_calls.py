@@ -1,5 +1,5 @@
-"""Requests that name fields of ours, addresses, templates and grammars (row 39): refused by name, and nobody
-is called because of them."""
+"""Requests that name internal fields, addresses, templates and grammars are rejected and cause no calls
+(F-39)."""
 
 import asyncio
 import ctypes
@@ -28,7 +28,7 @@ DEEP: Any = json.loads('{"properties": {"x": ' * 12 + '{"type": "string"}' + "}}
 
 
 def internal_fields(address: str) -> dict[str, Any]:
-    """Fields that other servers take, or that our own messages have, with `address` wherever one would do."""
+    """Return fields of other servers and of internal messages, with `address` in all suitable places."""
     host, port = address.rsplit(":", 1)
     url = f"http://{address}/x"
     return {
@@ -80,7 +80,7 @@ def templates_and_grammars(url: str) -> dict[str, Any]:
 
 
 def parts_with(url: str) -> list[Any]:
-    """Contents of a message that somebody would have to fetch."""
+    """Return message contents that a server would have to fetch."""
     return [
         [{"type": "image_url", "image_url": {"url": url}}],
         [{"type": "video_url", "video_url": {"url": url}}],
@@ -91,7 +91,7 @@ def parts_with(url: str) -> list[Any]:
 
 
 def refused_bodies(address: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(path, word of the refusal, body)."""
+    """Return (path, word of the error message, body)."""
     url = f"http://{address}/x"
     for path, good in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [HELLO]})):
         for name, value in (internal_fields(address) | templates_and_grammars(url)).items():
@@ -105,15 +105,20 @@ def refused_bodies(address: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def harmless_headers(address: str) -> dict[str, str]:
-    """Headers with which somebody may hope to be called back; none of them is ours to follow."""
+    """Return headers with which a client may try to trigger a call to `address`."""
     url = f"http://{address}/x"
-    names = "x-request-id x-forwarded-for x-forwarded-host forwarded referer origin x-callback-url x-prefill-host-port baggage via".split()
+    names = (
+        "x-request-id x-forwarded-for x-forwarded-host forwarded referer origin x-callback-url x-prefill-host-port "
+        "baggage via"
+    ).split()
     return dict.fromkeys(names, url) | {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "host": address}
 
 
 async def say_all_of_it(gateway: GatewayProcess, address: str) -> None:
-    """Everything that could make the gateway call `address`. Each request is refused by name, or answered as
-    if it had not named it."""
+    """Send every request that could make the gateway call `address`.
+
+    Each one is rejected with the field's name, or served as if it had not contained the address.
+    """
     for path, word, body in refused_bodies(address):
         answer = await gateway.http.post(
             path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
@@ -136,7 +141,7 @@ async def say_all_of_it(gateway: GatewayProcess, address: str) -> None:
 
 
 async def test_addresses_named_by_clients_are_rejected_and_never_called() -> None:
-    """The address is one where somebody listens, who would notice."""
+    """A listener at the address would notice a call."""
     calls = 0
 
     def called(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -155,7 +160,7 @@ async def test_addresses_named_by_clients_are_rejected_and_never_called() -> Non
                 await asyncio.sleep(0.01)
 
 
-# The same where whatever leaves is counted, to whomever it goes.
+# The same in a network namespace that counts all outgoing packets.
 
 ELSEWHERE = "203.0.113.7:80"
 """An address reserved for documentation."""
@@ -175,21 +180,20 @@ def why_not() -> str:
 
 
 class Network:
-    """A network namespace with one way out, behind which there is nobody; what leaves through it is
-    counted."""
+    """A network namespace with one interface to nowhere, whose outgoing packets are counted."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def num_left(self) -> int:
-        told = subprocess.run(
+        results = subprocess.run(
             ["ip", "-n", self.name, "-s", "-j", "link", "show", "out"], capture_output=True, check=True
         ).stdout
-        packets: int = json.loads(told)[0]["stats64"]["tx"]["packets"]
+        packets: int = json.loads(results)[0]["stats64"]["tx"]["packets"]
         return packets
 
     def enter(self) -> None:
-        """The calling thread, and what it starts, is there from now on."""
+        """Move the calling thread, and all that it starts, into the namespace."""
         with open(f"/var/run/netns/{self.name}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
@@ -203,7 +207,7 @@ def counted_network() -> Iterator[Network]:
         for words in (
             "link set lo up",
             "link add out type veth peer name beyond",
-            "link set out addrgenmode none",  # so that it says nothing by itself
+            "link set out addrgenmode none",  # so that the interface sends nothing by itself
             "link set beyond addrgenmode none",
             "addr add 10.99.99.1/24 dev out",
             "link set beyond up",
@@ -224,7 +228,7 @@ async def say_all_of_it_there(network: Network) -> None:
         assert network.num_left() == before
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.sendto(b"x", (ELSEWHERE.partition(":")[0], 80))
-    async with asyncio.timeout(20):  # what leaves is counted
+    async with asyncio.timeout(20):  # outgoing packets are counted
         while network.num_left() == before:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

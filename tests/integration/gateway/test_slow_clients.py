@@ -1,5 +1,5 @@
-"""300 clients that send a byte a second (row 41): each is closed at the receive deadline, and nobody else
-waits for them."""
+"""300 clients that send one byte per second are closed at the receive deadline without delaying others
+(F-41)."""
 
 import asyncio
 import json
@@ -20,8 +20,10 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 
 
 async def drip(port: int, at_once: bytes) -> tuple[bytes, float]:
-    """Send this, and then a byte a second, until the other side closes; what it said, and after how many
-    seconds."""
+    """Send the data, then one byte per second, until the other side closes.
+
+    Returns the received bytes and the seconds until the close.
+    """
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -47,7 +49,7 @@ async def drip(port: int, at_once: bytes) -> tuple[bytes, float]:
 
 
 def beginnings() -> list[bytes]:
-    """Half of them in the middle of a head, half in the middle of a body."""
+    """Return beginnings of requests: half end within the head, half within the body."""
     body = request_bytes("/v1/completions", json.dumps(good_body()).encode())
     return [(HEAD if number % 2 else body[:-20]) for number in range(NUM_CLIENTS)]
 

@@ -1,8 +1,8 @@
-"""A cluster for gateway tests: stub workers and a stub scheduler that speak the real messages over a real
-in-process network.
+"""Stub workers and a stub scheduler for gateway tests. They exchange real messages over an in-process
+network.
 
-A stub worker's tokens are a function of the prompt, the sample and the position alone, so a test can say what
-any answer must be, however many workers had a part in it.
+A stub worker's tokens depend only on the prompt, the sample and the position. A test therefore knows the
+expected response, no matter how many workers took part.
 """
 
 import asyncio
@@ -55,17 +55,17 @@ PROMPT = "hello"
 
 
 def token_at(prompt: Sequence[int], sample: int, index: int) -> int:
-    """The stub workers' token: a letter."""
+    """Return a stub worker's token, which is a letter."""
     return ALPHABET[zlib.crc32(bytes(str((list(prompt), sample, index)), "ascii")) % len(ALPHABET)]
 
 
 def answer_to(prompt: Sequence[int] | bytes, num_tokens: int, sample: int = 0) -> bytes:
-    """The un-faulted answer."""
+    """Return the response that a client gets without faults."""
     return bytes(token_at(list(prompt), sample, index) for index in range(num_tokens))
 
 
 async def until(happened: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Wait until something is so that nobody announces. Raises TimeoutError."""
+    """Poll until `happened()` is true. Raises TimeoutError after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not happened():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -76,11 +76,11 @@ Hook = Callable[["StubWorker", JobId, int, int], None]
 
 
 class StubWorker:
-    """One life of a worker. Everything it was sent is in `jobs` and `cancels`."""
+    """One incarnation of a worker. Everything that it received is in `jobs` and `cancels`."""
 
     def __init__(self, network: InProcessNetwork, worker_id: str, role: str = "hybrid", *, epoch: int = 1) -> None:
-        """`network`: where it can be reached; tests over sockets serve it themselves, and give a network that
-        nobody uses."""
+        """Register the worker in `network`. Tests over sockets serve it themselves and pass an unused
+        network."""
         self.network = network
         self.ref = builders.worker_ref(worker_id, epoch)
         self.report = replace(
@@ -108,7 +108,7 @@ class StubWorker:
         network.add_worker(self.ref.address, self)
 
     def first_index(self, job: JobId) -> int:
-        """Of the first token that a job it was sent asks for."""
+        """Return the output index of the first token that a received job asks for."""
         sent = next(each for each in self.jobs if each.job == job)
         return len(sent.token_ids) - sent.num_prompt_tokens
 
@@ -117,7 +117,7 @@ class StubWorker:
         return list(self._running)
 
     def die(self) -> None:
-        """As kill -9: streams break, dials are refused."""
+        """Die as after kill -9: streams break, and dials are refused."""
         self.is_dead = True
         for task in self._running.values():
             task.cancel()
@@ -125,19 +125,19 @@ class StubWorker:
         self.network.remove(self.ref.address)
 
     def cut(self) -> None:
-        """Every session's stream breaks; the worker lives."""
+        """Break every session's stream. The worker stays alive."""
         for session in self._sessions.values():
             if session.stream is not None:
                 session.stream.break_("cut")
 
     def send_twice(self) -> None:
-        """Repeat every message that is not acknowledged yet."""
+        """Send every unacknowledged message again."""
         for session in self._sessions.values():
             for message in session.kept:
                 session.send(message)
 
     def lose_next(self) -> None:
-        """Lose the next message, as no stream does, but keep it to be asked for again."""
+        """Lose the next message of each session, but send it again on request."""
         for session in self._sessions.values():
             session.num_to_lose = 1
 
@@ -146,7 +146,7 @@ class StubWorker:
             session.put(Step(seq=session.next_seq, deltas=deltas))
 
     def fail_now(self, job: JobId, failure: Failure) -> None:
-        """End a running job with a failure."""
+        """Fail a running job."""
         if task := self._running.pop(job, None):
             task.cancel()
             for session in self._sessions.values():
@@ -175,7 +175,7 @@ class StubWorker:
             beat.cancel()
 
     async def peer(self, stream: Any) -> None:
-        raise AssertionError("nobody pulls from a stub")
+        raise AssertionError("stub workers serve no pulls")
 
     async def _beat(self, session: "_StubSession", stream: Any) -> None:
         while session.stream is stream:
@@ -298,7 +298,8 @@ class _StubSession:
 
 
 class StubScheduler:
-    """Places each attempt on the first living workers that are not to be avoided; `answer` overrides that."""
+    """Places each attempt on the first living workers that it need not avoid, unless `answer` decides
+    otherwise."""
 
     def __init__(self, network: InProcessNetwork, address: str = "scheduler:1") -> None:
         self.network = network
@@ -392,7 +393,7 @@ def placement(prefill: WorkerRef | None, decode: WorkerRef | None, decision_id: 
 
 @dataclass(slots=True)
 class Gathered:
-    """A sink that keeps everything."""
+    """A sink that stores all output."""
 
     texts: dict[int, str] = field(default_factory=dict)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -431,7 +432,7 @@ class Cluster:
         return wait_for_events
 
     async def timeline(self, prompt: Any = "hello", **body: Any) -> Timeline:
-        """Run one call to its end, for where its time went."""
+        """Run one call to its end, and return its timeline."""
         ending = await self.gateway.run(await self.call(prompt, timeline=True, **body), Gathered())
         return ending.timeline[0]
 
@@ -458,7 +459,10 @@ async def cluster(
     tracing: Tracing = OFF,
     **changes: Any,
 ) -> AsyncIterator[Cluster]:
-    """A gateway with these (id, role) stub workers, ready. Afterwards no task and no open job is left."""
+    """Start a gateway with these (id, role) stub workers and wait until it is ready.
+
+    Afterwards it checks that no task is left.
+    """
     before = asyncio.all_tasks()
     network = InProcessNetwork()
     scheduler = StubScheduler(network)

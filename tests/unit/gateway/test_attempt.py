@@ -1,4 +1,4 @@
-"""Which jobs follow from a placement."""
+"""Jobs that an attempt builds from a placement."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_job_that_computes_the_prompt_gets_the_prefix_source(
     assert set(sources.values()) <= {None}
 
 
-@pytest.mark.parametrize(("slo", "promised_s"), [(Slo(ttft_s=1.0, tpot_s=0.05), 0.05), (Slo(ttft_s=1.0), 0.0)])
-def test_both_jobs_carry_the_tpot_slo(slo: Slo, promised_s: float) -> None:
+@pytest.mark.parametrize(("slo", "tpot_slo_s"), [(Slo(ttft_s=1.0, tpot_s=0.05), 0.05), (Slo(ttft_s=1.0), 0.0)])
+def test_both_jobs_carry_the_tpot_slo(slo: Slo, tpot_slo_s: float) -> None:
     jobs = Attempt(request=request(slo), number=0).jobs(builders.placement("p", "d"), now_s=0.0)
-    assert [job.tpot_slo_s for job in jobs if job is not None] == [promised_s, promised_s]
+    assert [job.tpot_slo_s for job in jobs if job is not None] == [tpot_slo_s, tpot_slo_s]

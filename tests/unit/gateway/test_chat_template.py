@@ -29,7 +29,8 @@ def render(source: str, messages: tuple[dict[str, str], ...] = USER, clock: Call
 def test_templates_have_the_features_of_transformers() -> None:
     assert (
         render(
-            "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+            "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}"
+            "{{ m.content }}{{ eos_token }}{% endfor %}"
         )
         == "hi</s>"
     )

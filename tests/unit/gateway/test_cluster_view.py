@@ -1,4 +1,4 @@
-"""When a gateway says that it can serve, and what it believes of the cluster."""
+"""The gateway's view of the cluster, and the reasons why it is not ready."""
 
 from dataclasses import replace
 from typing import Any
@@ -64,7 +64,7 @@ def test_last_view_stays_when_the_scheduler_is_lost() -> None:
     assert seen.layout == LAYOUT
     assert len(seen.reports) == 2
     seen.update(ClusterUpdate(scheduler_id="s", reports=()))
-    assert seen.model_limits.max_model_len == 200  # of the workers that are away for a moment
+    assert seen.model_limits.max_model_len == 200  # of the workers that are missing for a moment
 
 
 def test_models_own_length_applies_until_a_worker_reports() -> None:

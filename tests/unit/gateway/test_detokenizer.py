@@ -1,4 +1,4 @@
-"""Incremental text: any bytes, split anywhere, and bounded memory."""
+"""Incremental detokenizers: any split of the bytes, and bounded memory."""
 
 from random import Random
 
@@ -33,7 +33,7 @@ def test_id_without_text_ends_an_incomplete_character() -> None:
 
 
 def decode_with_stripped_space(ids: list[int]) -> str:
-    """Ids are bytes; a leading space is not shown, as Llama's tokenizer has it."""
+    """Decode ids as bytes, and strip a leading space as Llama's tokenizer does."""
     text = bytes(ids).decode(errors="replace")
     return text[1:] if text.startswith(" ") else text
 

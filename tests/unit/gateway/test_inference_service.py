@@ -1,4 +1,4 @@
-"""The front door's methods as gRPC calls them."""
+"""The client and operator APIs that the gRPC server calls."""
 
 import asyncio
 from dataclasses import replace
@@ -188,9 +188,15 @@ async def test_explain_and_drain_call_the_schedulers() -> None:
             await admin(c).explain(None, ANONYMOUS)
         assert refused.value.failure.code is Code.NOT_FOUND
         record = DecisionRecord(
-            decision_id=DecisionId("d"), scheduler_id="stub", policy="first", request_id=b"\1\2", attempt=0, query=builders.query(),
-            placement=None, rejection=None,
-        )  # fmt: skip
+            decision_id=DecisionId("d"),
+            scheduler_id="stub",
+            policy="first",
+            request_id=b"\1\2",
+            attempt=0,
+            query=builders.query(),
+            placement=None,
+            rejection=None,
+        )
         c.scheduler.records = (record,)
         assert await admin(c).explain("0102", ANONYMOUS) == (record,)
         with pytest.raises(Refused):

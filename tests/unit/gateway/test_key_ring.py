@@ -1,4 +1,4 @@
-"""API keys: whose they are, what a file of them may say, and what each may ask for."""
+"""API keys: identities, the key file, and the limits of each key."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a gateway's requests."""
+"""Metrics of a gateway's requests."""
 
 from baton.core.request import LegTimeline
 from baton.gateway.request.delivery import Delivery
@@ -58,4 +58,4 @@ async def test_phases_are_observed_once_per_request() -> None:
             "placement": 1,
             "prefill": 1,
             "decode": 1,
-        }  # what stubs tell
+        }  # the phases that stub workers report

@@ -1,5 +1,4 @@
-"""Who is to blame when workers die under a request: one that kills them is stopped, and nobody else pays for
-it."""
+"""A request that kills workers is stopped, and other requests on the same workers are resumed."""
 
 import asyncio
 
@@ -22,7 +21,7 @@ def prompt_of(worker: StubWorker, job: JobId) -> bytes:
 
 
 def killed_by(prompt: bytes, *, from_index: int = 0):
-    """A hook: that prompt's request kills whoever is about to make its token `from_index`, or a later one."""
+    """Return a hook: a request with this prompt kills any worker at its token `from_index` or a later one."""
 
     def hook(worker: StubWorker, job: JobId, _sample: int, index: int) -> None:
         if index >= from_index and prompt_of(worker, job) == prompt:
@@ -32,7 +31,7 @@ def killed_by(prompt: bytes, *, from_index: int = 0):
 
 
 def dies_at(index: int):
-    """A hook: the worker dies by itself when that token is due."""
+    """Return a hook: the worker dies when it is about to send this token."""
 
     def hook(worker: StubWorker, _job: JobId, _sample: int, at: int) -> None:
         if at == index:
@@ -46,8 +45,10 @@ def num_dead(c: Cluster) -> int:
 
 
 async def ask_all(c: Cluster, num_tokens: int = 8) -> list[object]:
-    """The poison and all others at once; the others' answers are checked. Returns what came of the poison,
-    then of the others."""
+    """Send the poison request and all others concurrently, and check the others' responses.
+
+    Returns the result of the poison request, then those of the others.
+    """
     prompts = [POISON.decode(), *OTHERS]
     answers = await asyncio.gather(
         *(c.ask(prompt, max_tokens=num_tokens) for prompt in prompts), return_exceptions=True
@@ -75,7 +76,7 @@ async def test_request_survives_any_number_of_worker_deaths_with_progress() -> N
 
 @virtual
 async def test_first_token_from_prefill_is_not_progress_on_the_decode_worker() -> None:
-    """Each attempt gets one token further, but no decode worker has made it."""
+    """Each attempt delivers one more token, but from the prefill worker, not from a decode worker."""
     async with cluster(("p0", "prefill"), *((f"d{i}", "decode") for i in range(4))) as c:
         for worker in c.scheduler.workers[1:]:
             worker.before_token = lambda worker, job, sample, index: (
@@ -89,14 +90,14 @@ async def test_first_token_from_prefill_is_not_progress_on_the_decode_worker() -
 
 @virtual
 async def test_requests_on_only_one_dead_worker_are_resumed() -> None:
-    """Row 10: two deaths, and the others are resumed."""
+    """F-10: the poison request fails after two deaths, and the others are resumed."""
     async with cluster(*((f"h{i}", "hybrid") for i in range(5))) as c:
         h0, h1 = c.scheduler.workers[:2]
         for worker in c.scheduler.workers:
             worker.before_token = killed_by(POISON)
 
         def place(query):
-            """The poison first goes to h0, the others to h1."""
+            """Place the poison request on h0 first, and the others on h1."""
             is_poison = query.num_prompt_tokens == len(POISON)
             return placement(None, (h0 if is_poison else h1).ref) if query.attempt == 0 else None
 
@@ -133,7 +134,7 @@ async def test_worker_that_was_dead_before_the_job_does_not_count() -> None:
         await asyncio.sleep(1)
         for worker in (h0, h1):
             worker.die()
-        await asyncio.sleep(5)  # the gateway's sessions with them have ended
+        await asyncio.sleep(5)  # until the gateway's sessions with them have ended
         answers = [h0, h1, h2]
         c.scheduler.answer = lambda _: placement(None, answers.pop(0).ref)
         assert (await c.ask("hello")).texts[0].encode() == answer_to(b"hello", 8)
@@ -150,7 +151,7 @@ def test_result_for_a_death_does_not_depend_on_the_order_of_calls() -> None:
         for request_id in order:
             assert not detector.was_only_suspect(request_id, w0)
             detector.untrack(request_id)
-        detector.track(b"c", w0)  # by a scheduler that does not know of the death yet
+        detector.track(b"c", w0)  # placed by a scheduler that has not noticed the death
         assert not detector.was_only_suspect(b"a", w0)
         detector.track(b"a", w1)
         assert detector.was_only_suspect(b"a", w1)

@@ -1,5 +1,4 @@
-"""The path of a request, over stub workers: what a client gets when everything works, and how it ends what it
-no longer wants."""
+"""Requests over stub workers without faults: responses, stop strings and cancellation."""
 
 import asyncio
 

@@ -1,5 +1,4 @@
-"""Workers that die, fall silent or contradict themselves, and streams that break, under a request: its answer
-stays what it was."""
+"""Workers that die, fall silent or send wrong tokens, and streams that break: the response stays the same."""
 
 import asyncio
 from dataclasses import replace
@@ -26,7 +25,7 @@ async def test_decode_worker_crash_resumes_without_lost_or_duplicate_tokens(inde
         assert got.token_ids[0] == list(answer_to(PROMPT.encode(), 12))
         assert got.finishes[0] == [FinishReason.LENGTH]
         p0, d0, d1 = c.scheduler.workers
-        resumed = (d1 if index < 11 else p0).jobs[-1]  # the last token alone needs no decode worker
+        resumed = (d1 if index < 11 else p0).jobs[-1]  # a request for the last token needs no decode worker
         assert resumed.job.attempt == 1
         assert resumed.num_prompt_tokens == len(PROMPT)
         assert resumed.sampling == d0.jobs[0].sampling
@@ -37,7 +36,7 @@ async def test_prefill_worker_crash_before_the_first_token_starts_a_new_attempt(
     async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")) as c:
         p0, p1, d0 = c.scheduler.workers
         p0.before_token = kill_at(0)
-        d0.prefill_s = 3  # it waits for KV that never comes
+        d0.prefill_s = 3  # it waits for KV that never arrives
         got = asyncio.create_task(c.ask(PROMPT))
         await asyncio.sleep(0.5)
         assert p0.is_dead
@@ -58,7 +57,7 @@ async def test_prefill_worker_crash_after_the_first_token_has_no_effect() -> Non
 
 @virtual
 async def test_decode_continues_if_the_prefill_worker_dies_after_kv_ready() -> None:
-    """P dies after its last KvReady, before its word has reached the gateway."""
+    """The prefill worker dies after its last KvReady, before its delta reached the gateway."""
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         p0, d0 = c.scheduler.workers
         p0.prefill_s = 10
@@ -231,7 +230,7 @@ async def test_silent_worker_is_lost_after_the_detection_time() -> None:
         got = await c.ask(PROMPT)
         assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert c.gateway.rules.detection_s < loop.time() - begin_s < c.gateway.rules.detection_s + 0.5
-        h0.is_paused = False  # it wakes, and what it says is of an attempt that is over
+        h0.is_paused = False  # it resumes, and its messages belong to an attempt that has ended
         await asyncio.sleep(1)
         assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
@@ -255,12 +254,14 @@ async def test_restarted_worker_gets_no_job_of_its_earlier_incarnation() -> None
         answers = [placement(None, old.ref), placement(None, old.ref), placement(None, new.ref)]
         c.scheduler.answer = lambda _: answers.pop(0) if len(answers) > 1 else answers[0]
         assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
-        assert [job.job.attempt for job in new.jobs] == [1]  # the second answer named the dead and cost no attempt
+        assert [job.job.attempt for job in new.jobs] == [
+            1
+        ]  # the second placement named the dead worker and did not cost an attempt
 
 
 @virtual
 async def test_random_faults_never_change_the_response() -> None:
-    """Cuts, kills, repeats and pauses by seed; workers come back with another epoch."""
+    """Stream breaks, kills, repeated messages and pauses by seed. Workers restart with a new epoch."""
     for seed in range(sized(15, 300)):
         await _random_faults(Random(seed), seed)
 
@@ -291,8 +292,8 @@ async def _random_faults(rng: Random, seed: int) -> None:
         )
         for index, (prompt, got) in enumerate(zip(prompts, answers, strict=True)):
             if isinstance(got, Refused):
-                # By chance two workers died under it in a row, or one under each of its attempts (its
-                # successor may already answer).
+                # By chance, two workers died in a row while running it, or one in each of its attempts. A restarted
+                # worker may already be in use.
                 assert got.failure.reason in (Reason.POISON, Reason.WORKER_LOST, Reason.WRONG_EPOCH)
                 continue
             assert not isinstance(got, BaseException), got

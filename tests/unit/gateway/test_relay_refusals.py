@@ -1,5 +1,4 @@
-"""Requests that are refused, tried elsewhere, or wait: each ends by its deadline, with the reason that was
-given."""
+"""Requests that are rejected, retried or queued: each ends by its deadline, with the right reason."""
 
 import asyncio
 
@@ -143,7 +142,7 @@ async def test_deaths_of_workers_that_only_wait_for_kv_do_not_count() -> None:
         p0, *decode = c.scheduler.workers
         p0.prefill_s = 0.3
         for worker in decode[:3]:
-            worker.prefill_s = 1e6  # it waits for KV
+            worker.prefill_s = 1e6  # it only waits for KV
         got = asyncio.create_task(c.ask(PROMPT))
         for worker in decode[:3]:
             await asyncio.sleep(0.15)

@@ -1,4 +1,4 @@
-"""A request and the schedulers: what they are asked and told, and what is done without one."""
+"""Calls to schedulers: placement queries, reported outcomes, and behaviour without a scheduler."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The span of a request: over all its attempts, ended once, whatever happens."""
+"""The trace span of a request covers all its attempts and ends exactly once."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Workers of a release that draws other tokens: no answer begins on one and goes on with another."""
+"""Workers with another sampler version reject jobs, so a response never mixes tokens of two versions."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.unit.gateway.fakes import Cluster, answer_to, cluster
 
 
 def refuse(job: PrefillJob | DecodeJob) -> Failure | None:
-    """What a worker of the next release says."""
+    """Fail a job as a worker of the next release does."""
     return other_sampler(job.sampling.sampler_version, SAMPLER_VERSION + 1)
 
 
@@ -31,7 +31,7 @@ async def test_client_gets_the_reason_if_no_worker_has_the_same_sampler_version(
     async with cluster(("h0", "hybrid"), max_attempts=3) as c:
         c.scheduler.workers[0].fail_job = refuse
         with pytest.raises(
-            Refused, match=f"sampler_version: {SAMPLER_VERSION + 1} here, {SAMPLER_VERSION} asked for"
+            Refused, match=f"sampler_version is {SAMPLER_VERSION}; this worker supports {SAMPLER_VERSION + 1}"
         ) as refused:
             await ask(c)
         failure = refused.value.failure

@@ -23,7 +23,7 @@ def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
-    """What a reader would say who sees one character at a time."""
+    """Find the first stop string by reading one character at a time."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -1,5 +1,4 @@
-"""The one validator: every limit of the table, every field by name, and the same answer through both
-doors."""
+"""Validation: every limit of the table, every field, and the same result for HTTP and gRPC."""
 
 import math
 from typing import Any
@@ -35,7 +34,7 @@ def valid_values(name: str, limit: Limit) -> list[Any]:
 
 
 def invalid_values(limit: Limit) -> list[Any]:
-    """Also those that JSON has no word for."""
+    """Return values that the limit forbids, including some that JSON cannot express."""
     return [
         *beyond(limit),
         *([math.nan, math.inf, -math.inf] if limit.kind in (ValueKind.INTEGER, ValueKind.NUMBER) else []),
@@ -158,11 +157,11 @@ def test_internal_fields_cannot_be_set(field: str) -> None:
         assert refusal(body | {field: "10.0.0.1:9"}, endpoint).failure.reason is Reason.UNSUPPORTED_FIELD
 
 
-# Both doors.
+# HTTP and gRPC.
 
 
 def answer(body: dict[str, Any], endpoint: Endpoint) -> Any:
-    """What a door says: the requests, or why not."""
+    """Return the validated requests, or the failure."""
     try:
         return [call(body, endpoint).requests]
     except Refused as refused:

@@ -1,4 +1,4 @@
-"""What single fields mean, which values they take, and what holds where they are left out."""
+"""Single fields: meaning, accepted values and defaults."""
 
 from random import Random
 from typing import Any
@@ -21,10 +21,26 @@ def test_models() -> None:
 
 
 def test_sampling_fields_of_openai_and_vllm() -> None:
-    sampling = completion(
-        temperature=0, top_p=0.5, top_k=-1, min_p=0.1, presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.1, seed=7, logprobs=3,
-        logit_bias={"5": 1, "4": -100}, stop_token_ids=[1, 2], min_tokens=2, ignore_eos=True, stop="end",
-    ).requests[0].sampling  # fmt: skip
+    sampling = (
+        completion(
+            temperature=0,
+            top_p=0.5,
+            top_k=-1,
+            min_p=0.1,
+            presence_penalty=1,
+            frequency_penalty=-1,
+            repetition_penalty=1.1,
+            seed=7,
+            logprobs=3,
+            logit_bias={"5": 1, "4": -100},
+            stop_token_ids=[1, 2],
+            min_tokens=2,
+            ignore_eos=True,
+            stop="end",
+        )
+        .requests[0]
+        .sampling
+    )
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.0, 0.5, 0, 0.1)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1.0, -1.0, 1.1)
     assert (sampling.num_logprobs, sampling.logit_bias, sampling.stop_token_ids) == (3, ((4, -100.0), (5, 1.0)), (1, 2))

@@ -1,4 +1,4 @@
-"""Prompts and messages of every form, and whether they fit the model."""
+"""All forms of prompts and messages, and the check that they fit the context."""
 
 from array import array
 from random import Random
@@ -24,9 +24,35 @@ def test_all_forms_of_prompts_are_accepted() -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, 1, True, {}, "", [], [""], ["a", ""], [[]], [[1], []], ["a", [1]], [[1], "a"], [[1], 2], [1, "a"], [1, True], [1, 1.0],
-     [1, None], [-1], [2**32], [300], [[1], [300]], [["a"]], [[[1]]], ["x"] * 257, "a\0", "\ud800"],
-)  # fmt: skip
+    [
+        None,
+        1,
+        True,
+        {},
+        "",
+        [],
+        [""],
+        ["a", ""],
+        [[]],
+        [[1], []],
+        ["a", [1]],
+        [[1], "a"],
+        [[1], 2],
+        [1, "a"],
+        [1, True],
+        [1, 1.0],
+        [1, None],
+        [-1],
+        [2**32],
+        [300],
+        [[1], [300]],
+        [["a"]],
+        [[[1]]],
+        ["x"] * 257,
+        "a\0",
+        "\ud800",
+    ],
+)
 def test_invalid_prompts_are_rejected(prompt: Any) -> None:
     assert refusal({"prompt": prompt}).param == "prompt"
 
@@ -58,15 +84,33 @@ def test_seed_is_the_clients_or_random() -> None:
 @pytest.mark.parametrize(
     "messages",
     [
-        None, [], "hi", {}, [1], ["hi"], [{}], [{"role": "user"}], [{"role": "user", "content": None}], [{"role": "user", "content": 1}],
-        [{"role": "user", "content": []}], [{"role": "robot", "content": "x"}], [{"role": "tool", "content": "x"}], [{"content": "x"}],
+        None,
+        [],
+        "hi",
+        {},
+        [1],
+        ["hi"],
+        [{}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": 1}],
+        [{"role": "user", "content": []}],
+        [{"role": "robot", "content": "x"}],
+        [{"role": "tool", "content": "x"}],
+        [{"content": "x"}],
         [{"role": ["user"], "content": "x"}],
-        [{"role": "user", "content": "a\0"}], [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "x", "colour": 1}],
-        [{"role": "assistant", "content": "x", "tool_calls": [{}]}], [{"role": "user", "content": [{"type": "image_url"}]}],
-        [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}],
-        [{"role": "user", "content": [1]}], [{"role": "user", "content": "x", "name": 5}], [{"role": "user", "content": "x"}] * 4097,
+        [{"role": "user", "content": "a\0"}],
+        [{"role": "user", "content": "\ud800"}],
+        [{"role": "user", "content": "x", "colour": 1}],
+        [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}],
+        [{"role": "user", "content": [1]}],
+        [{"role": "user", "content": "x", "name": 5}],
+        [{"role": "user", "content": "x"}] * 4097,
     ],
-)  # fmt: skip
+)
 def test_invalid_messages_are_rejected(messages: Any) -> None:
     assert refusal({"messages": messages}, Endpoint.CHAT).param.startswith("messages")
 
@@ -144,7 +188,7 @@ def test_text_with_a_too_long_beginning_is_not_tokenized_completely(body: dict[s
             return await super().encode(text, add_special_tokens=add_special_tokens)
 
         def min_tokens_of(self, num_bytes: int) -> int:
-            return 0  # as where text may shrink before it is cut into tokens
+            return 0  # as for tokenizers whose normalizer can shorten text
 
     checked = Validator(
         tokenizer=Counts(),
@@ -184,5 +228,5 @@ def test_long_text_with_long_tokens_may_fit() -> None:
 def test_number_of_choices_is_bounded() -> None:
     assert len(completion(prompt=["x"] * 16, n=64).requests) == 16
     assert refusal({"prompt": ["x"] * 17, "n": 64}).param == "n"
-    assert refusal({"prompt": "x", "n": 65}).param == "n"  # what one worker runs
+    assert refusal({"prompt": "x", "n": 65}).param == "n"  # above the number of sequences that one worker runs
     call({"prompt": "x", "n": 65}, max_num_seqs=None)

@@ -1,4 +1,4 @@
-"""One validator, and what it makes of a body or says against it."""
+"""A validator for tests, and its result or error for a body."""
 
 from collections.abc import Coroutine
 from random import Random
@@ -27,12 +27,12 @@ def validator(**model_limits: Any) -> Validator:
 
 
 def at_once(work: Coroutine[Any, Any, ClientCall]) -> ClientCall:
-    """Its result; with a tokenizer that has no thread, nothing waits."""
+    """Run a coroutine that never waits, and return its result."""
     try:
         work.send(None)
     except StopIteration as end:
         return end.value
-    raise AssertionError("it waits")
+    raise AssertionError("the coroutine waits")
 
 
 def call(body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS, **model_limits: Any) -> ClientCall:
@@ -52,6 +52,6 @@ def refusal(body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS) -> 
         call(body, endpoint)
     assert refused.value.failure.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
     assert not refused.value.failure.retriable
-    str(refused.value).encode()  # can be sent
+    str(refused.value).encode()  # must be valid UTF-8
     assert len(str(refused.value)) < 400
     return refused.value

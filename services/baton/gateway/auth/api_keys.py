@@ -1,4 +1,5 @@
-"""API keys: identity and limits of callers. The key file contains hashes of the keys, never the keys themselves.
+"""API keys: identity and limits of callers. The key file contains hashes of the keys, never the keys
+themselves.
 
     salt: 6f1c…                      # at least 32 hex digits; separates the cached prefixes of tenants
     keys:
@@ -8,7 +9,7 @@
         admin: false                 # may read /metrics and /debug, and call baton.v1.Admin
         max_open_requests: 16        # requests open at a time; default: the gateway's limit
         requests_per_minute: 600     # bursts of up to a tenth of it are allowed
-        min_priority: 0              # lowest priority number that the key may use; lower is served first; default 0
+        min_priority: 0              # lowest priority number that the key may use; default 0
 
 Sources: RFC 6750 for the header; the rate limit is a leaky bucket as a meter (GCRA, ITU-T I.371).
 """
@@ -146,7 +147,8 @@ class KeyRing:
         self._full_at_s = {name: at_s for name, at_s in self._full_at_s.items() if name in names}
 
     def identify(self, authorization: str) -> Identity:
-        """Return the identity for an `Authorization` header. Raises Refused (401) if the key is missing or unknown."""
+        """Return the identity for an `Authorization` header. Raises Refused (401) if the key is missing or
+        unknown."""
         if self._keys is None:
             return ANONYMOUS
         scheme, _, given = authorization.strip().partition(" ")
@@ -167,7 +169,8 @@ class KeyRing:
     def admit(self, identity: Identity, now_s: float) -> None:
         """Count one call for the key's rate.
 
-        Raises Refused (429) if the key has too many open requests or exceeds its rate. `now_s` is event loop time.
+        Raises Refused (429) if the key has too many open requests or exceeds its rate. `now_s` is event loop
+        time.
         """
         self._check_open(identity, 1)
         if identity.requests_per_minute is not None:
@@ -176,19 +179,21 @@ class KeyRing:
             over_s = self._full_at_s.get(identity.name, now_s) + interval_s - now_s - burst_s
             if over_s > interval_s * 1e-6:
                 raise _too_many(
-                    f"the key {identity.name!r} exceeds its limit of {identity.requests_per_minute} requests per minute",
+                    f"the key {identity.name!r} exceeds its limit of {identity.requests_per_minute} requests a minute",
                     over_s,
                 )
             self.charge(identity, 1, now_s)
 
     def charge(self, identity: Identity, num_requests: int, now_s: float) -> None:
-        """Count further requests of an admitted call for the key's rate. The key's next calls wait for them too."""
+        """Count further requests of an admitted call for the key's rate. The key's next calls wait for them
+        too."""
         if identity.requests_per_minute is not None:
             full_at_s = max(now_s, self._full_at_s.get(identity.name, now_s))
             self._full_at_s[identity.name] = full_at_s + num_requests * 60.0 / identity.requests_per_minute
 
     def acquire(self, identity: Identity, num_requests: int) -> None:
-        """Count requests as open for the key, until `release`. Raises Refused (429) if they exceed its limit."""
+        """Count requests as open for the key, until `release`. Raises Refused (429) if they exceed its
+        limit."""
         self._check_open(identity, num_requests)
         self._num_open[identity.name] += num_requests
 
@@ -199,11 +204,10 @@ class KeyRing:
             del self._num_open[identity.name]
 
     def _check_open(self, identity: Identity, num_more: int) -> None:
-        most = identity.max_open_requests
-        if most is not None and self._num_open[identity.name] + num_more > most:
+        num_open, most = self._num_open[identity.name], identity.max_open_requests
+        if most is not None and num_open + num_more > most:
             raise _too_many(
-                f"the key {identity.name!r} has {self._num_open[identity.name]} open requests; at most {most} are allowed",
-                RETRY_AFTER_S,
+                f"the key {identity.name!r} has {num_open} open requests; at most {most} are allowed", RETRY_AFTER_S
             )
 
 

@@ -34,7 +34,8 @@ def read_keys(path: Path) -> Keys:
 
 
 def watch_key_file(path: Path) -> WatchedFiles[Keys]:
-    """Read a key file now, and return an object that can read it again. Raises ConfigError as `read_keys` does."""
+    """Read a key file now, and return an object that can read it again. Raises ConfigError as `read_keys`
+    does."""
     return WatchedFiles(partial(read_keys, path), path, event="api_keys_not_read")
 
 

@@ -5,8 +5,8 @@ from baton.core.ids import WorkerRef
 
 
 class WorkerLost(BatonError):
-    """The session with a worker has ended. `has_died` is True if the incarnation is known to be gone, not just
-    silent."""
+    """The session with a worker has ended. `has_died` is True if the incarnation is known to be gone, not
+    just silent."""
 
     def __init__(self, worker: WorkerRef, reason: Reason, message: str, *, has_died: bool) -> None:
         super().__init__(f"worker {worker} is lost: {message}")

@@ -18,7 +18,8 @@ class ClusterView:
     """Workers of the cluster, and the limits and KV layout of those that serve this gateway's model."""
 
     def __init__(self, *, model: str, tokenizer_fingerprint: str, model_max_len: int | None) -> None:
-        """Create an empty view. `model_max_len` is the model's own limit, used until a worker reports its limit."""
+        """Create an empty view. `model_max_len` is the model's own limit, used until a worker reports its
+        limit."""
         self._model = model
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._model_max_len = model_max_len

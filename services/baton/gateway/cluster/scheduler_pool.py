@@ -23,7 +23,8 @@ log = get_logger(__name__)
 MAX_UNSENT_ACTUALS = 1024
 """Outcomes that may wait to be reported. More are dropped, because they only serve decision records."""
 BATCH_INTERVAL_S = 0.01
-"""Time to collect outcomes for one call. One call per outcome would cost a fifth of a short request's time."""
+"""Time to collect outcomes for one call. One call per outcome would cost a fifth of a short request's
+time."""
 MAX_OUTCOMES_PER_CALL = 256
 """Maximum number of outcomes in one call."""
 
@@ -85,10 +86,10 @@ class SchedulerPool:
     ) -> Placement | Rejection:
         """Ask schedulers until one decides.
 
-        `make_query` builds the query from the event loop time and the seconds within which an answer must come.
-        A first attempt waits up to `wait_s` for a scheduler, a later one until `deadline_s` (event loop time).
-        While a scheduler answers that the request is queued there, it is asked again. Raises Refused (503) if no
-        scheduler answers in that time.
+        `make_query` builds the query from the event loop time and the seconds within which an answer must
+        come. A first attempt waits up to `wait_s` for a scheduler, a later one until `deadline_s` (event loop
+        time). While a scheduler answers that the request is queued there, it is asked again. Raises Refused
+        (503) if no scheduler answers in that time.
         """
         loop = asyncio.get_running_loop()
         give_up_s = self._placement_deadline_s(is_first, deadline_s)

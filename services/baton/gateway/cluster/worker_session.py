@@ -1,8 +1,8 @@
 """Session with one incarnation of a worker: sends jobs, receives tokens, and resumes after a broken stream.
 
-The worker counts as lost if it cannot be dialled, has restarted, no longer knows the session, or was silent for
-`detection_s`. The listener of every open job is then notified. Worker messages are numbered without gaps. A
-message that was received before is dropped, and a gap breaks the stream, so that the worker sends it again.
+The worker counts as lost if it cannot be dialled, has restarted, no longer knows the session, or was silent
+for `detection_s`. The listener of every open job is then notified. Worker messages are numbered without gaps.
+A message that was received before is dropped, and a gap breaks the stream, so that the worker sends it again.
 """
 
 import asyncio
@@ -36,7 +36,8 @@ log = get_logger(__name__)
 Stream = Duplex[GatewayMessage, WorkerMessage]
 
 MAX_STREAMS_WITHOUT_PROGRESS = 3
-"""Number of streams in a row that may break without a new message. After one more, the worker counts as lost."""
+"""Number of streams in a row that may break without a new message. After one more, the worker counts as
+lost."""
 ACK_EVERY = 32
 """Number of worker messages after which an Ack is sent, unless a heartbeat came first."""
 
@@ -202,8 +203,8 @@ class WorkerSession:
     async def _connect(self) -> Stream:
         """Dial the worker, exchange hellos, and send open jobs again.
 
-        Raises WorkerLost if the worker cannot be reached or its reply does not fit, and StreamBroken if the stream
-        breaks before the reply.
+        Raises WorkerLost if the worker cannot be reached or its reply does not fit, and StreamBroken if the
+        stream breaks before the reply.
         """
         dialled_s = self._loop.time()
         try:
@@ -257,7 +258,8 @@ class WorkerSession:
         raise WorkerLost(self.worker, reason, problem, has_died=False)
 
     def _resend_open_jobs(self) -> None:
-        """Send every open job and its cancels again. The worker ignores those whose JobId it already knows."""
+        """Send every open job and its cancels again. The worker ignores those whose JobId it already
+        knows."""
         now_s = self._loop.time()
         for job in self._jobs.values():
             job.was_sent = True

@@ -1,4 +1,5 @@
-"""HTTP over ASGI: reads request bodies within limits, reads headers, sends responses, and detects disconnects."""
+"""HTTP over ASGI: reads request bodies within limits, reads headers, sends responses, and detects
+disconnects."""
 
 import asyncio
 import json
@@ -28,8 +29,8 @@ class ClientDisconnected(BatonError):
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """Read the body of a JSON request.
 
-    Raises Refused (415) for another media type and Refused (413) for a body of more than `max_bytes`, if possible
-    before reading it. Raises ClientDisconnected if the client leaves before the end of the body.
+    Raises Refused (415) for another media type and Refused (413) for a body of more than `max_bytes`, if
+    possible before reading it. Raises ClientDisconnected if the client leaves before the end of the body.
     """
     headers = dict(scope["headers"])
     _check_type(headers)

@@ -49,7 +49,8 @@ class HttpExchange:
     """One HTTP request and the channel for its response.
 
     request_id: sent to the client as `x-request-id`.
-    endpoint: label of the metric that counts the response; None if none is counted, or it was counted already.
+    endpoint: label of the metric that counts the response; None if none is counted, or it was counted
+        already.
     """
 
     scope: Scope
@@ -118,11 +119,13 @@ class HttpApp:
             await self._refuse(exchange, refused)
         except Exception as error:
             log.exception("request_failed", request_id=exchange.request_id, path=scope["path"])
-            message = f"internal error ({type(error).__name__}); see the gateway's log for request {exchange.request_id.hex()}"
+            request_id = exchange.request_id.hex()
+            message = f"internal error ({type(error).__name__}); see the gateway's log for request {request_id}"
             await self._refuse(exchange, Refused(Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)))
 
     def count_rejected(self, failure: Failure) -> None:
-        """Count a request that the connection rejected before its head was complete, so its endpoint is unknown."""
+        """Count a request that the connection rejected before its head was complete, so its endpoint is
+        unknown."""
         self._service.count_result("", failure)
 
     def _handler(self, exchange: HttpExchange) -> Handler:
@@ -289,8 +292,9 @@ class HttpApp:
 class _SlowReaderGuard:
     """Aborts the connection of a client that does not read its response.
 
-    It aborts immediately if the call failed because too much of its stream was unread. Otherwise it aborts if the
-    rest is still unread `unread_s` after the end of the call. Without it, a write to such a client would never end.
+    It aborts immediately if the call failed because too much of its stream was unread. Otherwise it aborts if
+    the rest is still unread `unread_s` after the end of the call. Without it, a write to such a client would
+    never end.
     """
 
     def __init__(self, scope: Scope, unread_s: float) -> None:
@@ -302,8 +306,8 @@ class _SlowReaderGuard:
     def call_ended(self, run: "asyncio.Task[CallOutcome]") -> None:
         """Start the timeout when the call has ended.
 
-        If the response was already sent completely, `cancel` was called before, and the connection may serve the
-        next request. Then no timeout starts.
+        If the response was already sent completely, `cancel` was called before, and the connection may serve
+        the next request. Then no timeout starts.
         """
         failure = _failure_of(run)
         if failure is not None and failure.reason is Reason.SLOW_READER:

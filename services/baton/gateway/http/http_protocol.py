@@ -1,4 +1,5 @@
-"""One HTTP connection: uvicorn's protocol with a receive deadline, a limit for the request head, and an abort.
+"""One HTTP connection: uvicorn's protocol with a receive deadline, a limit for the request head, and an
+abort.
 
 uvicorn creates the instances itself, so `protocol_class` passes the settings through a subclass.
 """
@@ -16,8 +17,8 @@ from baton.gateway.http.openai_errors import error_body
 CONNECTION_EXTENSION = "baton.connection"
 """Name of the ASGI scope extension that the connection offers to the application.
 
-Its `abort` closes the connection and drops unsent bytes. Its `refusal` is the Failure that the connection sent by
-itself, in which case the application only sees a disconnect.
+Its `abort` closes the connection and drops unsent bytes. Its `refusal` is the Failure that the connection
+sent by itself, in which case the application only sees a disconnect.
 """
 
 
@@ -80,7 +81,8 @@ class GatewayProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def on_refused(self, failure: Failure) -> None:
-        """Handle the rejection of a request that the application has not seen. Overridden by `protocol_class`."""
+        """Handle the rejection of a request that the application has not seen. Overridden by
+        `protocol_class`."""
 
     def _arm(self) -> None:
         self._deadline = self.loop.call_later(self.receive_deadline_s, self._expired)

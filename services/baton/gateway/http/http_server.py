@@ -16,12 +16,13 @@ from baton.runtime.process.watched_files import WatchedFiles
 CERTIFICATE_CHECK_S = 5.0
 """Interval at which the certificate files are checked for changes."""
 KEEP_ALIVE_S = 75
-"""Time after which an idle connection is closed. It is longer than the timeout of most clients and proxies, so
-that these close the connection first and never send a request into a closing one."""
+"""Time after which an idle connection is closed. It is longer than the timeout of most clients and proxies,
+so that these close the connection first and never send a request into a closing one."""
 
 
 class HttpServer:
-    """HTTP server. Use as `async with`: leaving stops accepting, waits `grace_s` for running responses, and closes.
+    """HTTP server. Use as `async with`: leaving stops accepting, waits `grace_s` for running responses, and
+    closes.
 
     Calls `app.count_rejected` for requests that the connection rejects before the application sees them.
     """
@@ -76,7 +77,8 @@ class HttpServer:
         return tuple(c for c in self._server.server_state.connections if isinstance(c, GatewayProtocol))
 
     async def reload_certificate(self, interval_s: float = CERTIFICATE_CHECK_S) -> None:
-        """Use renewed certificate files for new connections, until cancelled. Unreadable files change nothing."""
+        """Use renewed certificate files for new connections, until cancelled. Unreadable files change
+        nothing."""
         assert self._certificate is not None
         while True:
             await asyncio.sleep(interval_s)
@@ -102,8 +104,8 @@ class HttpServer:
 def _context_with_newest_certificate(followed: WatchedFiles[ssl.SSLContext]) -> ssl.SSLContext:
     """Return an SSL context for listening that gives each new connection the newest certificate.
 
-    Loading new files into the listening context itself is not safe. If the files were replaced at that moment, the
-    context would have neither the old nor the new pair.
+    Loading new files into the listening context itself is not safe. If the files were replaced at that
+    moment, the context would have neither the old nor the new pair.
     """
 
     def hand_over(connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:

@@ -24,8 +24,8 @@ _TYPES: Mapping[Code, str] = {
 def error_body(failure: Failure, param: str | None = None) -> bytes:
     """Return the JSON error object of a failure. `param` names the invalid request field.
 
-    In the object, `code` is the reason code. `status` is the HTTP status, because an error within a stream cannot
-    set the status of its response.
+    In the object, `code` is the reason code. `status` is the HTTP status, because an error within a stream
+    cannot set the status of its response.
     """
     error = {
         "message": failure.message,

@@ -46,7 +46,8 @@ def completion_logprobs(
 
 
 def token_name(token: bytes) -> str:
-    """Return the text of a token. Part of a character is written as bytes, as OpenAI does, so that it is unique."""
+    """Return the text of a token. Part of a character is written as bytes, as OpenAI does, so that it is
+    unique."""
     try:
         return token.decode()
     except UnicodeDecodeError:

@@ -44,7 +44,8 @@ _LAST_ATTEMPT = ("waiting_s", "predicted_ttft_s", "predicted_tpot_s")
 
 
 def timeline_object(timeline: Sequence[Timeline]) -> dict[str, Any]:
-    """Return the `baton` object with the timeline. A call with several prompts has one timeline each in `requests`."""
+    """Return the `baton` object with the timeline. A call with several prompts has one timeline each in
+    `requests`."""
     if len(timeline) > 1:
         return {"requests": [_request_object(each) for each in timeline]}
     return _request_object(timeline[0])
@@ -53,8 +54,8 @@ def timeline_object(timeline: Sequence[Timeline]) -> dict[str, Any]:
 def _request_object(timeline: Timeline) -> dict[str, Any]:
     """Return the timeline of one request.
 
-    `prefill` and `decode` name the workers of the last attempt. `legs` has the reports of all workers, including
-    those of failed attempts.
+    `prefill` and `decode` name the workers of the last attempt. `legs` has the reports of all workers,
+    including those of failed attempts.
     """
     legs = timeline.legs
     prefill = next((leg for leg in reversed(legs) if leg.num_computed_tokens), None)

@@ -17,7 +17,8 @@ from baton.gateway.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 WRITE_BUFFER_BYTES = 64 * 1024
-"""Bytes that a transport buffers before a write waits. It is asyncio's default, which uvicorn does not change."""
+"""Bytes that a transport buffers before a write waits. It is asyncio's default, which uvicorn does not
+change."""
 
 
 class EventStream:
@@ -27,7 +28,8 @@ class EventStream:
     """
 
     def __init__(self, call: ClientCall, tokenizer: Tokenizer, max_bytes: int) -> None:
-        """Create the stream. `max_bytes` bounds the unread events, including those in the transport's buffer."""
+        """Create the stream. `max_bytes` bounds the unread events, including those in the transport's
+        buffer."""
         self._is_chat = call.endpoint.is_chat
         self._options = call.output_options
         self._has_logprobs = call.num_logprobs is not None

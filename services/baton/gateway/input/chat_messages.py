@@ -11,7 +11,8 @@ from baton.gateway.input.field_reader import as_object, check, check_count, chec
 from baton.gateway.text.chat_template import Message
 
 ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Role in a request → role in the template. Templates do not know `developer`, OpenAI's newer name of `system`."""
+"""Role in a request → role in the template. Templates do not know `developer`, OpenAI's newer name of
+`system`."""
 
 _KNOWN = frozenset(("role", "content", "name"))
 _TOOLS = "tools are not implemented; put calls and results into the message content"

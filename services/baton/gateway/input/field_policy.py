@@ -1,4 +1,5 @@
-"""Lists the known request fields: supported ones, labels that are accepted without effect, and unimplemented ones.
+"""Lists the known request fields: supported ones, labels that are accepted without effect, and unimplemented
+ones.
 
 Every other field is rejected, so no field is silently ignored.
 """
@@ -7,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 COMMON = frozenset(
-    """model max_tokens max_completion_tokens min_tokens temperature top_p top_k min_p n seed stop stop_token_ids presence_penalty
-    frequency_penalty repetition_penalty logit_bias logprobs ignore_eos skip_special_tokens stream stream_options return_token_ids timeline
-    priority slo""".split()
+    """
+    model max_tokens max_completion_tokens min_tokens temperature top_p top_k min_p n seed stop
+    stop_token_ids presence_penalty frequency_penalty repetition_penalty logit_bias logprobs
+    ignore_eos skip_special_tokens stream stream_options return_token_ids timeline priority slo
+    """.split()
 )
 COMPLETIONS = COMMON | {"prompt"}
 CHAT = COMMON | {"messages", "top_logprobs"}

@@ -70,7 +70,8 @@ def check_count(name: str, count: int, param: str | None = None) -> None:
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise InvalidField if a string contains a NUL character or a lone surrogate, which are not valid text."""
+    """Raise InvalidField if a string contains a NUL character or a lone surrogate, which are not valid
+    text."""
     if "\0" in text:
         raise InvalidField(name, f"{name} contains a NUL character; remove it")
     if not text.isascii():
@@ -91,8 +92,8 @@ def refuse_unknown_fields(
 ) -> None:
     """Raise InvalidField for the first field of `body` that is not allowed.
 
-    Allowed are `known` fields, fields for which `is_label(name, value)` is true, and `unimplemented` fields with a
-    value that has no effect. `prefix` is prepended to names in errors.
+    Allowed are `known` fields, fields for which `is_label(name, value)` is true, and `unimplemented` fields
+    with a value that has no effect. `prefix` is prepended to names in errors.
     """
     for name, value in body.items():
         if name in known or (is_label is not None and is_label(name, value)):

@@ -1,6 +1,7 @@
 """Parses and checks a request body, as far as possible without the tokenizer and the cluster.
 
-Used for HTTP and gRPC. Errors are `InvalidField` with a message that names the field, the rule and the remedy.
+Used for HTTP and gRPC. Errors are `InvalidField` with a message that names the field, the rule and the
+remedy.
 """
 
 from collections.abc import Mapping
@@ -197,15 +198,17 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
             "logit_bias", f"logit_bias is {printable(value)}; must be an object of token ids and numbers"
         )
     check_count("logit_bias", len(value))
-    biases: dict[int, object] = {}
+    biases: dict[int, Any] = {}
     for key, bias in value.items():
         is_id = (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10) or type(key) is int
         if not is_id or not 0 <= int(key) <= U32_MAX:
             raise InvalidField("logit_bias", f"logit_bias has the key {printable(key)}; keys must be token ids")
         biases[int(key)] = bias
-    for _, bias in sorted(biases.items()):  # sorted, so that the same error is reported for gRPC maps without order
+    checked: list[tuple[int, float]] = []
+    for token_id, bias in sorted(biases.items()):  # sorted, because gRPC maps have no order: errors stay the same
         check("logit_bias", bias)
-    return tuple((token_id, float(bias)) for token_id, bias in sorted(biases.items()))  # type: ignore[arg-type]  # checked above
+        checked.append((token_id, float(bias)))
+    return tuple(checked)
 
 
 def _slo(value: object) -> Slo:

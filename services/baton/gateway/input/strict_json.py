@@ -8,8 +8,8 @@ from baton.core.errors import invalid
 from baton.core.request_limits import MAX_JSON_DEPTH, printable
 
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])|([\]}])', re.DOTALL)
-"""Matches a string, or a bracket outside of a string. A string without a closing quote matches too. Otherwise the
-search would try each later quote as a beginning and read to the end of the text every time."""
+"""Matches a string, or a bracket outside of a string. A string without a closing quote matches too. Otherwise
+the search would try each later quote as a beginning and read to the end of the text every time."""
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -36,7 +36,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_depth(text: str) -> None:
-    """Raise Refused if the body is nested too deeply. Called before parsing, so that depth cannot exhaust the stack.
+    """Raise Refused if the body is nested too deeply. Called before parsing, so that depth cannot exhaust the
+    stack.
 
     Most bodies have so few brackets that counting them is enough.
     """

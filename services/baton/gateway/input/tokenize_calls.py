@@ -46,7 +46,8 @@ async def tokenize_body(validator: Validator, body: Mapping[str, Any]) -> TokenI
 
 
 async def detokenize_body(validator: Validator, body: Mapping[str, Any]) -> str:
-    """Return the text of `tokens`. An id without text becomes U+FFFD. Raises Refused if the body is invalid."""
+    """Return the text of `tokens`. An id without text becomes U+FFFD. Raises Refused if the body is
+    invalid."""
     refuse_unknown_fields(body, _DETOKENIZE, {})
     validator.check_model(FieldReader(body).value("model"))
     tokens = body.get("tokens")

@@ -1,4 +1,5 @@
-"""Validates and tokenizes calls for HTTP and gRPC: turns a request body into a `ClientCall` that fits the model."""
+"""Validates and tokenizes calls for HTTP and gRPC: turns a request body into a `ClientCall` that fits the
+model."""
 
 from array import array
 from collections.abc import Callable, Mapping
@@ -20,11 +21,11 @@ from baton.runtime.observability.tracing import is_traceparent
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. The default for chats is the rest of the context."""
 MAX_CHARACTERS_PER_TOKEN = 8
-"""A text with more characters than this per token of the model's context is probably too long. Natural language
-has about four characters per token."""
+"""A text with more characters than this per token of the model's context is probably too long. Natural
+language has about four characters per token."""
 TRUNCATION_SLACK_TOKENS = 64
-"""A text that is cut off may have this many more tokens than the same part of the complete text, because the word
-at the cut is tokenized differently. The value is a generous upper bound."""
+"""A text that is cut off may have this many more tokens than the same part of the complete text, because the
+word at the cut is tokenized differently. The value is a generous upper bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,8 @@ class Validator:
         """Validate a request body and tokenize its prompts.
 
         received_s: event loop time from which the deadline counts.
-        request_id: id for the first prompt's request. The other ids are generated, and this one too if it is None.
+        request_id: id for the first prompt's request. The other ids are generated, and this one too if it is
+            None.
 
         Raises Refused (400) if the request is invalid, and Refused (404) if it names another model.
         """
@@ -90,16 +92,16 @@ class Validator:
         self.check_model(parsed.model)
         if identity.min_priority is not None and parsed.priority < identity.min_priority:
             message = (
-                f"priority is {parsed.priority}; must be at least {identity.min_priority} for the key {identity.name!r} "
-                "(lower numbers are served first)"
+                f"priority is {parsed.priority}; must be at least {identity.min_priority} "
+                f"for the key {identity.name!r} (lower numbers are served first)"
             )
             raise InvalidField("priority", message)
         model_limits = self._model_limits()
         if model_limits.max_num_seqs is not None and parsed.n > model_limits.max_num_seqs:
             raise InvalidField(
                 "n",
-                f"n is {parsed.n}; must be at most {model_limits.max_num_seqs}, the number of sequences that one worker "
-                "runs at a time",
+                f"n is {parsed.n}; must be at most {model_limits.max_num_seqs}, "
+                "the number of sequences that one worker runs at a time",
             )
         deadline_s = received_s + (self._request_timeout_s if caller.timeout_s is None else caller.timeout_s)
         trace_context = caller.trace_context if is_traceparent(caller.trace_context) else ""
@@ -137,7 +139,8 @@ class Validator:
             raise InvalidField("model", message, Reason.MODEL_NOT_FOUND, Code.NOT_FOUND)
 
     async def tokens_of(self, prompt: Prompt, max_model_len: int | None = None) -> TokenIds:
-        """Return the token ids of a prompt that is a text or a list of ids. Raises Refused if it is invalid."""
+        """Return the token ids of a prompt that is a text or a list of ids. Raises Refused if it is
+        invalid."""
         if isinstance(prompt, array):
             self.check_vocabulary("prompt", max(prompt, default=0))
             return prompt
@@ -147,8 +150,8 @@ class Validator:
     async def encoded(self, text: str, max_model_len: int | None, *, add_special_tokens: bool = True) -> TokenIds:
         """Return the token ids of a text. Raises Refused if it is certainly longer than `max_model_len`.
 
-        A long text is rejected by its length, or by the tokens of its beginning, before it is tokenized completely.
-        Tokenizing takes about a second and 90 MB of memory per megabyte of text.
+        A long text is rejected by its length, or by the tokens of its beginning, before it is tokenized
+        completely. Tokenizing takes about a second and 90 MB of memory per megabyte of text.
         """
         if max_model_len is not None:
             at_least = self.tokenizer.min_tokens_of(len(text) if text.isascii() else len(text.encode()))

@@ -45,7 +45,8 @@ class Attempt:
         return len(self.request.token_ids) - self.request.num_prompt_tokens
 
     def query(self, now_s: float, answer_within_s: float) -> PlacementQuery:
-        """Build the placement query. `now_s` is event loop time; the scheduler answers within `answer_within_s`."""
+        """Build the placement query. `now_s` is event loop time; the scheduler answers within
+        `answer_within_s`."""
         request = self.request
         return PlacementQuery(
             request_id=request.request_id,
@@ -70,7 +71,8 @@ class Attempt:
         )
 
     def jobs(self, placement: Placement, now_s: float) -> tuple[PrefillJob | None, DecodeJob | None]:
-        """Build the (prefill job, decode job) of a placement. A job is None if the placement names no such worker."""
+        """Build the (prefill job, decode job) of a placement. A job is None if the placement names no such
+        worker."""
         prefill, decode = placement.prefill, placement.decode
         if prefill is not None and decode is not None and prefill.is_same_incarnation(decode):
             prefill = None  # a valid placement names a worker once: a decode worker can compute the prompt itself

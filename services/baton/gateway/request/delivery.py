@@ -1,6 +1,7 @@
 """Tokens of one request that were delivered to the client.
 
-Every token is delivered once and in order, even if attempts fail, workers repeat tokens, or messages arrive twice.
+Every token is delivered once and in order, even if attempts fail, workers repeat tokens, or messages arrive
+twice.
 """
 
 import asyncio

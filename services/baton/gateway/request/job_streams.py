@@ -45,7 +45,8 @@ class _JobStream:
 
 
 class JobStreams:
-    """Jobs of one attempt. Use as `async with`: entering sends the jobs, leaving cancels those that still run.
+    """Jobs of one attempt. Use as `async with`: entering sends the jobs, leaving cancels those that still
+    run.
 
     The buffer holds each token of the request at most twice, so it is bounded.
     """
@@ -86,7 +87,8 @@ class JobStreams:
                 self._waiter = None
 
     def end_sample(self, sample_index: int) -> None:
-        """End one sample, for example at a stop string, and cancel it on the workers. Other samples continue."""
+        """End one sample, for example at a stop string, and cancel it on the workers. Other samples
+        continue."""
         self._delivery.end(sample_index)
         if not self.finished:
             for stream in self._streams:
@@ -129,7 +131,8 @@ class JobStreams:
             raise AttemptFailed(conflict.failure, blamed=stream.session.worker) from conflict
 
     def _raise_unless_done(self, stream: _JobStream, event: Failure | WorkerLost) -> None:
-        """Raise the error for a failed job. A prefill job that has delivered its tokens may fail without effect."""
+        """Raise the error for a failed job. A prefill job that has delivered its tokens may fail without
+        effect."""
         is_handoff = len(self._streams) > 1
         if stream.is_prefill and is_handoff and self._delivery.all_past(self._num_replayed, self._samples):
             return

@@ -105,7 +105,8 @@ class OpenRequest:
 def phase_times(record: RequestRecord, delivery: Delivery, received_s: float) -> Iterator[tuple[str, float]]:
     """Yield (phase, seconds) for all attempts, as far as the workers reported them.
 
-    The phase "placement" lasts from receipt to the first placement, including the wait in the scheduler's queue.
+    The phase "placement" lasts from receipt to the first placement, including the wait in the scheduler's
+    queue.
     """
     if record.placed_s is not None:
         yield "placement", record.placed_s - received_s

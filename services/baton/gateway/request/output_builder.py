@@ -14,7 +14,8 @@ class ChoiceSink(Protocol):
     """Receives the choices of a call: a stream of events, one JSON object, or a gRPC stream."""
 
     def put(self, choice: ChoiceDelta) -> None:
-        """Take new output without waiting. Raises Refused (slow_reader) if the client left too much unread."""
+        """Take new output without waiting. Raises Refused (slow_reader) if the client left too much
+        unread."""
         ...
 
 

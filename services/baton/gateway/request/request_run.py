@@ -33,7 +33,8 @@ cluster in time."""
 MAX_KILLED_WORKERS = 2
 """After this many workers in a row died under a request without progress, the request counts as the cause."""
 TOKENS_AFTER_ONE_STEP_EACH = 2
-"""New tokens of an attempt after which both of its workers have run a step. The prefill worker makes the first."""
+"""New tokens of an attempt after which both of its workers have run a step. The prefill worker makes the
+first."""
 _OVERLOAD = {Reason.QUEUE_FULL, Reason.TENANT_QUOTA, Reason.NO_CAPACITY, Reason.TTFT_SLO, Reason.TPOT_SLO}
 
 
@@ -92,8 +93,8 @@ class _FailureHistory:
     original_request_id: id of the client's request; its samples share it after they continue separately.
     num_failed: failed attempts.
     num_killed: workers in a row that died while running the request, without progress in between.
-    needs_exclusive_run: another request may have caused the deaths too, so the next attempt runs as the only one
-        of the suspected requests.
+    needs_exclusive_run: another request may have caused the deaths too, so the next attempt runs as the only
+        one of the suspected requests.
     avoid: workers on which an attempt failed.
     dead: event loop time at which each dead incarnation was noticed.
     """
@@ -112,8 +113,8 @@ class _FailureHistory:
 class RequestRun:
     """One request from QUEUED to its end. Implements `Placer` and `TokenSink` for its attempts.
 
-    After a failed attempt with several samples, each unfinished sample continues as a run of its own that shares
-    the same `Delivery`.
+    After a failed attempt with several samples, each unfinished sample continues as a run of its own that
+    shares the same `Delivery`.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class RequestRun:
         """Prepare a run. The keyword arguments are the state of the run that this one continues.
 
         stalled_since_s: event loop time of the last token before a failed attempt; None if no attempt failed.
-        delivered_layout: KV layout of the workers that produced the delivered tokens. Only workers with the same
-            model fingerprint may continue. None if no token was delivered.
+        delivered_layout: KV layout of the workers that produced the delivered tokens. Only workers with the
+            same model fingerprint may continue. None if no token was delivered.
         """
         self._request = request
         self._delivery = delivery
@@ -153,7 +154,8 @@ class RequestRun:
         self._holds_exclusive_lock = False
 
     async def run(self) -> None:
-        """Run attempts until every sample has ended. Raises Refused if the request fails or its deadline passes."""
+        """Run attempts until every sample has ended. Raises Refused if the request fails or its deadline
+        passes."""
         scope = asyncio.timeout_at(self._request.deadline_s)
         try:
             async with scope:
@@ -256,7 +258,8 @@ class RequestRun:
             await self._pause()
 
     async def _split_samples(self) -> None:
-        """Continue each unfinished sample as a run of its own, because the samples now have different tokens."""
+        """Continue each unfinished sample as a run of its own, because the samples now have different
+        tokens."""
         runs = [
             RequestRun(
                 single_sample_request(
@@ -280,7 +283,8 @@ class RequestRun:
         await run_concurrently([run.run() for run in runs])
 
     def _record_failure(self, failed: AttemptFailed) -> None:
-        """Update the history after a failed attempt. Raises Refused if the request must not be tried again."""
+        """Update the history after a failed attempt. Raises Refused if the request must not be tried
+        again."""
         history = self._history
         now_s = asyncio.get_running_loop().time()
         self._last_problem = f" ({failed})"
@@ -323,8 +327,8 @@ class RequestRun:
     def _record_death(self, worker: WorkerRef) -> None:
         """Count a worker that died while running this request.
 
-        A second death in a row counts only if no other tracked request was on that worker. Otherwise this request
-        runs exclusively next, to find out which request is the cause.
+        A second death in a row counts only if no other tracked request was on that worker. Otherwise this
+        request runs exclusively next, to find out which request is the cause.
         """
         history = self._history
         detector = self._services.poison_detector

@@ -1,10 +1,10 @@
 """Encodes text with a cache of pre-tokens, for byte-level BPE tokenizers.
 
-A byte-level BPE tokenizer splits text into pre-tokens with a regular expression and encodes each one separately,
-so a pre-token always has the same ids. Splitting with `re` and caching the ids takes a sixth of the time that
-`tokenizers` needs. The result is equal only if `re` and the library interpret the expression in the same way.
-Therefore `re` is used only for the expressions of known tokenizers and only on ASCII, where Unicode versions do not
-differ. Words that are not ASCII are cached too, but split and encoded by the library.
+A byte-level BPE tokenizer splits text into pre-tokens with a regular expression and encodes each one
+separately, so a pre-token always has the same ids. Splitting with `re` and caching the ids takes a sixth of
+the time that `tokenizers` needs. The result is equal only if `re` and the library interpret the expression in
+the same way. Therefore `re` is used only for the expressions of known tokenizers and only on ASCII, where
+Unicode versions do not differ. Words that are not ASCII are cached too, but split and encoded by the library.
 """
 
 import re
@@ -22,29 +22,34 @@ MAX_PRE_TOKENS = 32 * 1024
 MAX_PRE_TOKEN_CHARACTERS = 32
 """Longer pre-tokens are not cached."""
 MAX_NEW_CHARACTERS = 2048
-"""Maximum number of uncached characters in one text. Encoding them takes about a millisecond. The library is faster
-for texts with more."""
+"""Maximum number of uncached characters in one text. Encoding them takes about a millisecond. The library is
+faster for texts with more."""
 NEW_PRE_TOKEN_COST = 8
 """Characters added to the length of an uncached pre-token, for the fixed cost of encoding it."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 ASCII_PATTERNS: Mapping[str, str] = {
     GPT2: r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+",
-    LLAMA3: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    QWEN2: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    LLAMA3: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}"
+    r"| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    QWEN2: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]"
+    r"| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 """Expressions of known tokenizers → equivalent expressions on ASCII, for `re`."""
 
 WORD = re.compile(r"\s*+\S++(?:[^\S ]\s*+\S++)*+(?:[^\S ]\s*+)?|\s++")
 """Matches text from the space after one word up to the space after the next one.
 
-In all of the expressions above, a pre-token that contains a word ends before a space, and the next one does not
-look back. Each match therefore has the same pre-tokens when it is split alone.
+In all of the expressions above, a pre-token that contains a word ends before a space, and the next one does
+not look back. Each match therefore has the same pre-tokens when it is split alone.
 """
 
 Description = Mapping[str, Any]
@@ -116,7 +121,8 @@ class CachedBpeEncoder:
         return pre_tokens
 
     def _split(self, text: str) -> list[str]:
-        """Split a text without added tokens: ASCII into pre-tokens, and other text into words for the library."""
+        """Split a text without added tokens: ASCII into pre-tokens, and other text into words for the
+        library."""
         if text.isascii():
             return self._split_ascii(text)
         pre_tokens: list[str] = []
@@ -131,7 +137,8 @@ class _TooManyNewPreTokens(Exception):
 
 
 class _PreTokenCache(dict[str, bytes]):
-    """Pre-token → its ids as bytes. Encodes and adds missing entries, and starts empty again when it is full."""
+    """Pre-token → its ids as bytes. Encodes and adds missing entries, and starts empty again when it is
+    full."""
 
     def __init__(self, rust: RustTokenizer, added: Mapping[str, bytes], max_pre_tokens: int) -> None:
         super().__init__(added)
@@ -191,8 +198,8 @@ def _pattern_of(description: Description) -> str:
 def _is_plain(description: Description) -> bool:
     """True if caching pre-tokens gives the same ids as the library.
 
-    No normalizer may change word boundaries, BPE must be deterministic, and all added tokens must be found in one
-    pass without consuming the space around them.
+    No normalizer may change word boundaries, BPE must be deterministic, and all added tokens must be found in
+    one pass without consuming the space around them.
     """
     normalizer, model, added = description["normalizer"], description["model"], description["added_tokens"]
     return (

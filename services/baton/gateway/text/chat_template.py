@@ -1,4 +1,5 @@
-"""Renders a model's chat template in a sandbox. Templates come from the model's directory, never from a request.
+"""Renders a model's chat template in a sandbox. Templates come from the model's directory, never from a
+request.
 
 The sandbox bounds the size of the output and the rendering time. Both are checked at every lookup, call and
 operation of the template.
@@ -35,7 +36,8 @@ class TemplateTooExpensive(BatonError):
 
 
 class ChatTemplate:
-    """A compiled chat template, which turns messages into a prompt. Not safe for concurrent use by threads."""
+    """A compiled chat template, which turns messages into a prompt. Not safe for concurrent use by
+    threads."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], *, max_characters: int = MAX_RENDERED_CHARACTERS
@@ -56,7 +58,8 @@ class ChatTemplate:
     def load(cls, model_dir: Path) -> "ChatTemplate | None":
         """Load the template from `chat_template.jinja`, or else from `tokenizer_config.json`.
 
-        Returns None if the model has no chat template. Raises ModelError if a file or the template is invalid.
+        Returns None if the model has no chat template. Raises ModelError if a file or the template is
+        invalid.
         """
         config = read_json(model_dir / CONFIG_FILE)
         file = model_dir / TEMPLATE_FILE
@@ -99,7 +102,8 @@ class ChatTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja environment with the settings of transformers, and limits checked at every lookup, call and operation."""
+    """Jinja environment with the settings of transformers, and limits checked at every lookup, call and
+    operation."""
 
     intercepted_binops = frozenset(("+", "*", "**"))
 
@@ -167,7 +171,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Return an upper bound for the characters, items or bits of an operation's result, before computing it."""
+    """Return an upper bound for the characters, items or bits of an operation's result, before computing
+    it."""
     sizes = [len(value) if hasattr(value, "__len__") else None for value in (left, right)]
     if operator == "+":
         return sum(size or 0 for size in sizes)
@@ -185,7 +190,8 @@ def _token_text(token: Any) -> str:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Format JSON without the HTML escapes of jinja2's own filter, because models were trained without them."""
+    """Format JSON without the HTML escapes of jinja2's own filter, because models were trained without
+    them."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -54,8 +54,8 @@ class BytesDetokenizer:
 class WindowDetokenizer:
     """Detokenizer for tokenizers in which a token's text depends on its neighbors.
 
-    Examples are a leading space that is stripped, and byte fallback. It decodes a short window twice, with and
-    without the new tokens, and returns the difference, as vLLM and text-generation-inference do.
+    Examples are a leading space that is stripped, and byte fallback. It decodes a short window twice, with
+    and without the new tokens, and returns the difference, as vLLM and text-generation-inference do.
     """
 
     __slots__ = ("_decode", "_has_text", "_ids", "_read", "_start")

@@ -18,8 +18,8 @@ class StopMatcher:
     def put(self, text: str) -> tuple[str, bool]:
         """Add text. Return (text that can be delivered now, True if a stop string was found).
 
-        The delivered text ends before the stop string. If there are several, the one that ends first counts, so the
-        result does not depend on how the text was divided into calls.
+        The delivered text ends before the stop string. If there are several, the one that ends first counts,
+        so the result does not depend on how the text was divided into calls.
         """
         if not self._stops:
             return text, False
@@ -33,7 +33,8 @@ class StopMatcher:
         return text[:begin], False
 
     def pass_through(self, text: str) -> str:
-        """Add text in which stop strings do not count yet, because of `min_tokens`. Return the text to deliver."""
+        """Add text in which stop strings do not count yet, because of `min_tokens`. Return the text to
+        deliver."""
         text, self._held = self._held + text, ""
         return text
 

@@ -1,6 +1,7 @@
 """Converts text to token ids and back.
 
-`HfTokenizer` reads a model's `tokenizer.json`. `ByteTokenizer` has the same interface, for tests and the simulator.
+`HfTokenizer` reads a model's `tokenizer.json`. `ByteTokenizer` has the same interface, for tests and the
+simulator.
 """
 
 import asyncio
@@ -158,7 +159,8 @@ class HfTokenizer(Tokenizer):
 
 
 class ByteTokenizer(Tokenizer):
-    """Tokenizer with one token per byte. An id above 255 has the text `<id>`, except the last one, which has none."""
+    """Tokenizer with one token per byte. An id above 255 has the text `<id>`, except the last one, which has
+    none."""
 
     def __init__(self, *, vocab_size: int = 512, max_model_len: int | None = 4096) -> None:
         self.fingerprint = "bytes"
@@ -203,7 +205,8 @@ def _bytes_table(rust: RustTokenizer, description: Description) -> list[bytes | 
 
 
 def _token_bytes(name: str, byte_of: dict[str, int]) -> bytes:
-    """Return the bytes of a byte-level token. An added token contains other characters and is its own text."""
+    """Return the bytes of a byte-level token. An added token contains other characters and is its own
+    text."""
     try:
         return bytes([byte_of[character] for character in name])
     except KeyError:
