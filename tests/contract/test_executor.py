@@ -14,7 +14,7 @@ from baton.core.errors import Failure
 from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling
 from baton.engine.executors.emulated import EmulatedExecutor
-from baton.engine.scheduling.async_scheduling import UNKNOWN
+from baton.engine.scheduling.async_scheduling import PLACEHOLDER
 from baton.engine.state.step import (
     DeviceFault,
     Executor,
@@ -274,7 +274,7 @@ def after(step_id: int, *parts: StepSequence) -> StepPlan:
         assert one.sample is not None
         sample = replace(one.sample, position=one.sample.position + 1)
         going_on.append(
-            replace(one, token_ids=UNKNOWN, position_begin=one.context_len, kv_begin=one.context_len, sample=sample)
+            replace(one, token_ids=PLACEHOLDER, position_begin=one.context_len, kv_begin=one.context_len, sample=sample)
         )
     return StepPlan(step_id=step_id + 1, sequences=tuple(going_on), follows=step_id)
 
