@@ -26,7 +26,7 @@ COMPONENTS = {
 }
 """Names under which code holds a component: an object with dependencies and tasks, not a data record."""
 
-FOREIGN = {"config._attn_implementation", "server._server", "lent._version", "table._link_version"}
+FOREIGN = {"config._attn_implementation", "server._server"}
 """Private attributes of other libraries, which offer no public way to set them."""
 
 

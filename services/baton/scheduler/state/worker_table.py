@@ -173,12 +173,18 @@ class WorkerTable(WorkerData[Floats]):
         kv_groups: Sequence[KvGroup],
         numbers: Floats,
         links: "_LinkArrays",
+        *,
+        link_version: int | None = None,
     ) -> None:
-        """`numbers` [fields, workers] is the backing array. `links` may change later, and then has a new version."""
+        """`numbers` [fields, workers] is the backing array. `links` may change later, and then has a new version.
+
+        `link_version` is the version of `links` that fits `views`; None: its current version.
+        """
         self.views, self.index, self.kv_groups = views, index, kv_groups
         self._numbers = numbers
         self._rows: dict[int, WorkerRow] = {}
-        self._link_arrays, self._link_version = links, links.version
+        self._link_arrays = links
+        self._link_version = links.version if link_version is None else link_version
         rows = tuple(numbers)
         self.reported = ReportedState(*rows[:_NUM_REPORTED])
         self.reserved = ReservedState(*rows[_NUM_REPORTED:_NUM_STATE])
@@ -230,9 +236,9 @@ class WorkerTable(WorkerData[Floats]):
                 row = self.row(i)
                 reported = replace(row.reported, cost_source=PEER_COSTS, **costs)
                 _write(numbers, i, reported, row.reserved)
-        table = WorkerTable(self.views, self.index, self.kv_groups, numbers, self._link_arrays)
-        table._link_version = self._link_version
-        return table
+        return WorkerTable(
+            self.views, self.index, self.kv_groups, numbers, self._link_arrays, link_version=self._link_version
+        )
 
     def attach_to(self, cluster: ClusterSnapshot) -> None:
         """Let `worker_table_of(cluster)` return this table. `cluster` must have the same `views`."""
