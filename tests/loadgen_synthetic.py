@@ -103,10 +103,13 @@ def records_of(
             times.append(now)
         heapq.heappush(running[worker], times[-1])
         legs = [
-            {"worker_id": "prefill-0", "pid": 41, "queue_s": queue_s, "compute_s": prefill_s, "num_computed_tokens": prompt - cached,
+            {"worker_id": "prefill-0", "pid": 41, "queue_s": queue_s, "compute_s": prefill_s,
+             "num_computed_tokens": prompt - cached,
              "num_cached_tokens": cached},
-            {"worker_id": f"decode-{worker}", "pid": 42 + worker, "kv_wait_s": queue_s + prefill_s * 0.3, "kv_transfer_s": exposed * 3,
-             "kv_exposed_s": exposed, "kv_bytes": (prompt - cached) * KV_BYTES_A_TOKEN, "transport": "nixl", "kv_admission_s": admission,
+            {"worker_id": f"decode-{worker}", "pid": 42 + worker, "kv_wait_s": queue_s + prefill_s * 0.3,
+             "kv_transfer_s": exposed * 3,
+             "kv_exposed_s": exposed, "kv_bytes": (prompt - cached) * KV_BYTES_A_TOKEN, "transport": "nixl",
+             "kv_admission_s": admission,
              "kv_early_bytes": int((prompt - cached) * KV_BYTES_A_TOKEN * 0.7), "decode_s": times[-1] - first,
              **({"first_decode_s": min(step, times[1] - first - exposed - admission)} if len(times) > 1 else {})},
         ]  # fmt: skip

@@ -6,9 +6,10 @@ trial.
 `seed`) and `notes` on limitations. `points` has one entry, or one for each point of a sweep:
 
     values, command   of the sweep; url, model, server, error, interrupted
-    answers           for each goal: attainment, slo_scale, state, capacity_rps, low_rps, high_rps, held_rps (SLO met),
-                      broke_rps (SLO missed), trials, why
-    trials            in order: directory, rate_rps, seconds, seed, is_scout, invalid, notes; judgements by goal
+    answers           for each goal: attainment, slo_scale, state, capacity_rps, low_rps, high_rps, trials,
+                      why, held_rps (SLO met), broke_rps (SLO missed)
+    trials            in order: directory, rate_rps, seconds, seed, is_scout, invalid, notes,
+                      and judgements by goal
 """
 
 from __future__ import annotations

@@ -8,19 +8,19 @@ trials around one falling curve, and the interval of its crossing includes that 
     p(r) = (1 - lapse) * logistic(c - slope * ln(r / capacity))     c such that p(capacity) = target
     variance of a trial's share = effect * scatter * p (1 - p) / judged requests
     scatter = sqrt((1 - p) / (1 - target))
-    D = 2 * sum judged / scatter * (share * ln(share / p) + (1 - share) * ln((1 - share) / (1 - p)))      the deviance
-    weight(capacity, slope, lapse) = prior * (N0 * E0 + D) ** (-(trials + N0) / 2)      `effect` integrated out
+    D = 2 * sum judged / scatter * (share * ln(share / p) + (1 - share) * ln((1 - share) / (1 - p)))
+    weight(capacity, slope, lapse) = prior * (N0 * E0 + D) ** (-(trials + N0) / 2)
 
-The prior of `effect` counts as N0 trials, so that a few trials that happen to agree do not give a narrow
-interval. E0 falls with the target like the scatter (near 100 % bad stretches are short) and with the size of
-a trial (a short one has no long stretches). The capacity's prior is flat in its logarithm, from a little
-below to a little above the measured rates. The slope's prior is normal in its logarithm around 8, within a
-factor of 2.2: a tenth more load lowers 90 % to about 80 %. `lapse` is a share that misses its SLO at any
-rate; a trial with fewer misses is evidence against it.
+D is the deviance; `effect` is integrated out. The prior of `effect` counts as N0 trials, so that a few trials
+that happen to agree do not give a narrow interval. E0 falls with the target like the scatter (near 100 % bad
+stretches are short) and with the size of a trial (a short one has no long stretches). The capacity's prior is
+flat in its logarithm, from a little below to a little above the measured rates. The slope's prior is normal
+in its logarithm around 8, within a factor of 2.2: a tenth more load lowers 90 % to about 80 %. `lapse` is a
+share that misses its SLO at any rate; a trial with fewer misses is evidence against it.
 
 Sources: quasi-likelihood for overdispersed counts, Wedderburn 1974; thresholds from such trials, Schütt,
 Harmeling, Macke and Wichmann 2016. The coverage of the intervals is measured on simulated servers
-(`bench.capacity_coverage`).
+(`bench.scenarios.control.capacity_coverage`).
 """
 
 from __future__ import annotations

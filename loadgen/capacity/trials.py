@@ -92,7 +92,8 @@ class IdleWaiter(Protocol):
     """Waits until the server is idle (`loadgen.send.server.idle`)."""
 
     def wait(self) -> IdleResult:
-        """Wait until the server is idle, up to a limit. Raises LoadgenError if it does not respond at first."""
+        """Wait until the server is idle, up to a limit. Raises LoadgenError if it does not respond at
+        first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,7 +185,8 @@ class TrialJudge:
         return max(ramp_s(np.array(e2e), span_s), min(self._session_s, span_s / 2))
 
     def _min_age_s(self, records: Sequence[Record]) -> float:
-        """Return the age below which requests are not judged early, because most of them are still in flight."""
+        """Return the age below which requests are not judged early, because most of them are still in
+        flight."""
         ages = [record.ended_s - record.intended_s for record in records]
         return min(float(np.percentile(ages, 90)) if ages else math.inf, self._latest_good_s)
 

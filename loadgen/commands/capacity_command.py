@@ -120,17 +120,20 @@ PERCENTS = Numbers(0, 100, of=100)
 def command(ctx: click.Context, **given: Any) -> None:
     """Find the highest open-loop request rate at which a given share of all offered requests meets its SLO.
 
-    WORKLOAD is a source of `loadgen plan` with its arguments, except those for rate, time and seed. It comes last:
+    WORKLOAD is a source of `loadgen plan` with its arguments, except those for rate, time and seed.
+    It comes last:
 
     \b
     loadgen capacity --slo ttft=500ms,tpot=50ms
-    loadgen capacity --slo ttft=2s --attainment 90,99 --seconds 2m shared-prefix --prefixes 10 --prefix-tokens 1024
+    loadgen capacity --slo ttft=2s --attainment 90,99 --seconds 2m shared-prefix --prefixes 10
     loadgen capacity --slo ttft=1s --command 'baton up --prefill {p} --decode {d} --http-port {port}' --sweep p:d=1:1,1:2,2:1
 
-    All results go into one directory: one result for each trial (`loadgen report DIR/trials/*`), and capacity.json.
+    All results go into one directory: one result for each trial (`loadgen report DIR/trials/*`), and
+    capacity.json.
 
     \b
-    Exit codes: 0 every capacity was found, 2 an error occurred, 3 a capacity is still unknown, 130 interrupted.
+    Exit codes: 0 every capacity was found, 2 an error occurred, 3 a capacity is still unknown,
+    130 interrupted.
     """
     job = CapacityJob.of(given)
     points = job.run()

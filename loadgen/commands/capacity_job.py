@@ -289,7 +289,8 @@ class _Progress:
 
 
 class _Terminations:
-    """Turns SIGTERM into KeyboardInterrupt while entered, so that servers are stopped and results are kept."""
+    """Turns SIGTERM into KeyboardInterrupt while entered, so that servers are stopped and results are
+    kept."""
 
     def __enter__(self) -> _Terminations:
         self._before = signal.getsignal(signal.SIGTERM)

@@ -93,7 +93,8 @@ class ByConversation(ByRate):
         self._count = math.inf if file is None else len(read_conversations(file).usable)
 
     def max_rps(self, seconds: float) -> float:
-        """Return the rate at which the conversations suffice with probability 0.9999 (arrivals are Poisson)."""
+        """Return the rate at which the conversations suffice with probability 0.9999 (arrivals are
+        Poisson)."""
         return (math.sqrt(self._count + 4) - 2) ** 2 / seconds
 
 

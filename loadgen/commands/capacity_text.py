@@ -30,7 +30,8 @@ def trial_line(trial: Trial, unit: str, goals: tuple[Goal, ...]) -> str:
         verdict = f"INVALID: {trial.invalid[0].partition(';')[0]}"
     notes = "".join(f"; {note}" for note in trial.notes)
     early = ", ended early" if trial.ended_early and trial.duration_s < trial.seconds else ""
-    return f"{trial.directory:<24} {trial.rate_rps:>7g} {unit}/s  {_share(judgement)} of {judgement.num_judged}{goal}  {verdict}{early}{notes}"
+    share = f"{_share(judgement)} of {judgement.num_judged}{goal}"
+    return f"{trial.directory:<24} {trial.rate_rps:>7g} {unit}/s  {share}  {verdict}{early}{notes}"
 
 
 def short_trials(plan: Plan, length: TrialLength) -> Iterator[str]:
@@ -46,7 +47,8 @@ def short_trials(plan: Plan, length: TrialLength) -> Iterator[str]:
 
 
 def unreachable_goals(plan: Plan, goals: Sequence[Goal], max_model_len: int | None) -> Iterator[str]:
-    """Yield a warning if so many requests can never meet their SLO that a goal cannot be reached at any rate."""
+    """Yield a warning if so many requests can never meet their SLO that a goal cannot be reached at any
+    rate."""
     too_long = (
         {request.index for request in plan.longer_than(max_model_len)} if max_model_len is not None else set[int]()
     )
@@ -56,7 +58,10 @@ def unreachable_goals(plan: Plan, goals: Sequence[Goal], max_model_len: int | No
     if unreachable:
         reasons = [f"{len(cancelling)} cancel early"] if cancelling else []
         reasons += [f"{len(too_long)} exceed the server's max_model_len of {max_model_len} tokens"] if too_long else []
-        yield f"of {len(plan.requests)} requests, {' and '.join(reasons)}: a share of {unreachable[0].target:.4g} cannot meet the SLO at any rate"
+        yield (
+            f"of {len(plan.requests)} requests, {' and '.join(reasons)}: "
+            f"a share of {unreachable[0].target:.4g} cannot meet the SLO at any rate"
+        )
 
 
 def trials_table(found: SearchResult, unit: str) -> Table:

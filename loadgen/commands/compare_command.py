@@ -86,12 +86,13 @@ def command(
 ) -> None:
     """Compare two results of `loadgen run`, request by request: B against A.
 
-    A metric counts as changed only if the 95 % interval of its difference excludes zero. --max-regression fails for metrics that are worse
-    by more than it allows. --fail-if fails for the observed change, whatever its interval.
+    A metric counts as changed only if the 95 % interval of its difference excludes zero. --max-regression
+    fails for metrics that are worse by more than it allows. --fail-if fails for the observed change, whatever
+    its interval.
 
     \b
-    Exit codes: 0 no regression, 1 a regression, 2 nothing was decided (bad arguments, different plans, an invalid run, or a --fail-if
-    metric that a run has no value for).
+    Exit codes: 0 no regression, 1 a regression, 2 nothing was decided (bad arguments, different plans,
+    an invalid run, or a --fail-if metric that a run has no value for).
     """
     limits = [RegressionBound.parse(text) for text in thresholds]
     first, second = read_result(before), read_result(after)

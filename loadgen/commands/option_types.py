@@ -47,7 +47,8 @@ class Headers(click.ParamType):
 
 
 class ApiKey(click.ParamType):
-    """Click type for an API key. It strips line ends (keys often come from files) and never prints the key."""
+    """Click type for an API key. It strips line ends (keys often come from files) and never prints the
+    key."""
 
     name = "text"
 

@@ -51,7 +51,7 @@ def command() -> None:
                   uniform:100-800
                   lognormal:mean=512,cv=0.8[,min=16][,max=4096]
                   exponential:mean=512[,min=…][,max=…]
-                  file:lengths.csv:ContextTokens    drawn from a column of a CSV file, or a key of a JSONL file
+                  file:lengths.csv:ContextTokens    drawn from a column of a CSV or a key of a JSONL file
     TIMES are the same, with durations (300ms, 5s, 2m) instead of numbers.
 
     \b

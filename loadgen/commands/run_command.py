@@ -65,12 +65,13 @@ EXIT_INTERRUPTED = 130
 def command(ctx: click.Context, **given: Any) -> None:
     """Send PLAN, a file of `loadgen plan`, to a server and record every response.
 
-    The load is open-loop: every request is sent at its planned time, whatever the server does. Without PLAN, --rate generates one.
+    The load is open-loop: every request is sent at its planned time, whatever the server does. Without PLAN,
+    --rate generates one.
 
     \b
-    Exit codes: 0 the run is valid, 2 an error occurred, 3 the run is invalid (for example, the generator sent late), 4 --check found
-    responses that differ or could not repeat the requests, 130 interrupted. The exit code does not say how well the server did: see
-    `loadgen compare`.
+    Exit codes: 0 the run is valid, 2 an error occurred, 3 the run is invalid (for example, requests were sent
+    late), 4 --check found responses that differ or could not repeat the requests, 130 interrupted.
+    The exit code does not say how well the server did: see `loadgen compare`.
     """
     if given["checks"] and dict(given["bodies"]).get("temperature"):
         raise click.UsageError(

@@ -25,7 +25,8 @@ def summary_lines(finished: FinishedRun, out: Path) -> Iterator[tuple[str, str]]
         rates = ""
         if sent.due_rps is not None and sent.achieved_rps is not None:
             rates = f"due {sent.due_rps:.2f} requests/s, achieved {sent.achieved_rps:.2f}; "
-        lag = f"send lag p50 {_ms(sent.lag_p50_s)}, p99 {_ms(sent.lag_p99_s)}, max {_ms(sent.lag_max_s)} (p99 limit {limit * 1e3:g} ms)"
+        lags = f"p50 {_ms(sent.lag_p50_s)}, p99 {_ms(sent.lag_p99_s)}, max {_ms(sent.lag_max_s)}"
+        lag = f"send lag {lags} (p99 limit {limit * 1e3:g} ms)"
         yield f"sending     {rates}{lag}", ""
     complete = [record for record in records if request_metrics.is_complete_response(record, rules)]
     for name, values in (

@@ -159,7 +159,8 @@ class RegressionBound:
         )
 
     def is_crossed(self, comparison: Comparison) -> bool | None:
-        """True if the observed change crosses the bound, whatever its interval. None if a run has no value."""
+        """True if the observed change crosses the bound, whatever its interval. None if a run has no
+        value."""
         change = next(change for change in comparison.changes if change.metric == self.metric)
         seen = change.relative if self.is_relative else change.difference
         if math.isnan(seen):

@@ -6,10 +6,11 @@ together.
 
     ttft        t_1 - intended            evaluates the SLO, so delays before sending are counted
     ttft_sent   t_1 - sent                for comparison with tools that measure from the actual send
-    tpot        (t_n - t_1) / (n - 1)     without the first token; undefined for n = 1, which meets any TPOT SLO
-    itl         t_(i+1) - t_i             n - 1 gaps per request; 0 within a message, so the mean gap is the tpot
+    tpot        (t_n - t_1) / (n - 1)     without the first token; undefined for n = 1, which meets any SLO
+    itl         t_(i+1) - t_i             n - 1 gaps per request; 0 within a message, so their mean is tpot
     tbt         mean of the longest ceil(10 %) of a request's gaps (Mooncake, FAST'25)
-    e2e         t_n - intended            to the last token, not the end of the stream; e2e_sent from the actual send
+    e2e         t_n - intended            to the last token, not the end of the stream
+    e2e_sent    t_n - sent
     normalised  e2e / n                   seconds per output token including the first (Orca, OSDI'22)
     queue       wait for the prefill worker, at the scheduler and the worker, from Baton's timeline
     send_lag    sent - intended           the load generator's own error
@@ -20,7 +21,8 @@ if that is less than n, gaps are those between messages and their mean exceeds t
 Every offered request has exactly one outcome (`RequestOutcome`). Shares are of all offered requests, so a
 request that was rejected, lost or cut short misses its SLO.
 
-    attainment  good / offered            joint; of one SLO: complete responses that met it / offered requests with it
+    attainment  good / offered            joint; for one SLO bound: complete responses that met it / offered
+                                          requests with that bound
     offered_rps (offered - 1) / (last - first intended time)
     goodput_rps attainment * offered_rps  not divided by the duration, which one slow request would extend
 """

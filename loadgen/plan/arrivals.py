@@ -236,7 +236,8 @@ def weibull_cv(shape: float) -> float:
 
 
 def weibull_shape(cv: float) -> float:
-    """Return the shape for a cv, by bisection. Raises BadPlan outside of shapes 0.1 to 100 (cv 0.013 to 430)."""
+    """Return the shape for a cv, by bisection. Raises BadPlan outside of shapes 0.1 to 100 (cv 0.013 to
+    430)."""
     low, high = 0.1, 100.0
     if not weibull_cv(high) <= cv <= weibull_cv(low):
         raise BadPlan(

@@ -95,7 +95,11 @@ def in_planned_order(plan: Plan) -> list[PlannedRequest]:
     """Return the requests by time, as if responses took no time; ties by index."""
     times: list[float] = []
     for request in plan.requests:
-        times.append(request.at_s if request.after is None else times[request.after] + request.think_s)  # type: ignore[arg-type]
+        if request.after is None:
+            assert request.at_s is not None
+            times.append(request.at_s)
+        else:
+            times.append(times[request.after] + request.think_s)
     return sorted(plan.requests, key=lambda request: (times[request.index], request.index))
 
 

@@ -1,12 +1,12 @@
 """Distributions of lengths (tokens, 1 or more) and times (seconds), with one text form for all options.
 
     512                                   constant
-    uniform:100-800                       integers from 100 to 800 with equal probability (times: real numbers)
-    lognormal:mean=512,cv=0.8             mean and coefficient of variation of the lognormal itself, not its logarithm
+    uniform:100-800                       integers from 100 to 800, equally likely (times: real numbers)
+    lognormal:mean=512,cv=0.8             mean and coefficient of variation of the lognormal itself
     lognormal:mean=512,cv=0.8,min=16,max=4096     values outside are moved to the bound, which shifts the mean
     exponential:mean=512                  may have min and max, too
-    file:lengths.csv:ContextTokens        drawn with replacement from a column of a CSV file or a key of a JSONL file,
-                                          either possibly gzipped
+    file:lengths.csv:ContextTokens        drawn with replacement from a column of a CSV file or a key of a
+                                          JSONL file, either possibly gzipped
 
 Times are written as `300ms`, `5s` or `2m`: `lognormal:mean=5s,cv=1,max=2m`.
 """

@@ -10,8 +10,8 @@ A prompt is a sequence of segments. So a plan of long prompts stays small and st
     {"id": 17, "num_tokens": 512}     generated tokens; equal ids give equal tokens everywhere in the plan
                                       (`loadgen.plan.prompt_tokens`)
     {"token_ids": [12, 99, …]}        exactly these tokens
-    {"text": "…"}                     exactly this text, tokenized by the server; only next to other texts; "role" is
-                                      "user" (default), "assistant" or "system" in a chat
+    {"text": "…"}                     exactly this text, tokenized by the server; only next to other texts;
+                                      "role" is "user" (default), "assistant" or "system" in a chat
     {"answer_of": 4}                  the response to request 4, an earlier turn of the same session
 """
 
@@ -142,7 +142,8 @@ class Plan:
         return total
 
     def longer_than(self, num_tokens: int) -> list[PlannedRequest]:
-        """Return the requests whose prompt and response together exceed `num_tokens`. Texts count as empty."""
+        """Return the requests whose prompt and response together exceed `num_tokens`. Texts count as
+        empty."""
         return [
             request
             for request in self.requests

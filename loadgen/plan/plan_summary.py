@@ -135,7 +135,8 @@ def summary_lines(plan: Plan, summary: PlanSummary) -> list[str]:
 
 
 def _spread_text(spread: Spread) -> str:
-    return f"mean {spread.mean:,.1f}, p50 {spread.p50:,.0f}, p99 {spread.p99:,.0f}, max {spread.max:,} tokens; {spread.total:,} in all"
+    percentiles = f"p50 {spread.p50:,.0f}, p99 {spread.p99:,.0f}"
+    return f"mean {spread.mean:,.1f}, {percentiles}, max {spread.max:,} tokens; {spread.total:,} in all"
 
 
 def _counts(values: Sequence[str]) -> dict[str, int]:

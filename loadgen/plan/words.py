@@ -29,26 +29,31 @@ class Words:
 COMMON_WORDS = Words(
     words=tuple(
         """
-        about above after again air all also always and animal another answer any are around ask away back base because been before began
-        begin being below best better between big black blue boat body book both boy build but call came can car carry center certain
-        change check children city class clear close cold come common complete contain correct could country course cover cut dark day did
-        different direct distance does dog done door down draw dream drive dry each ear early earth ease east eat end enough even ever
-        every example eye face fact fall family far farm fast father feel feet few field figure fill final find fine fire first fish five
-        fly follow food foot force form found four free friend from front full game gave general get girl give gold good got govern great
-        green ground group grow had half hand happen hard has have head hear heard heat help her here high him his hold home horse hot
-        hour house how hundred idea island just keep kind king knew know land language large last late laugh lay lead learn leave left
-        less let letter life light like line list listen little live long look lost love low machine made main make man many map mark may
-        mean measure men might mile mind minute miss money moon more morning most mother mountain move much music must name near need
-        never new next night north note nothing notice noun now number numeral object off often oil old once one only open order other our
-        out over own page paper part pass pattern people person picture piece place plain plan plane plant play point port pose possible
-        pound power press problem produce product pull put question quick rain ran reach read ready real record red remember rest right
-        river road rock room round rule run said same saw say school science sea second see seem self sentence serve set several shape she
-        ship short should show side simple since sing size sleep slow small snow some song soon sound south special spell stand star start
-        state stay step still stood stop story street strong study such sun sure surface system table tail take talk teach tell ten test
-        than that the their them then there these they thing think this those though thought thousand three through time together told too
-        took top toward town travel tree true try turn two under unit until upon use usual very voice vowel wait walk want war warm was
-        watch water way week weight well went were west what wheel when where which while white who whole why will wind with wonder wood
-        word work world would write year yes yet you young your
+        about above after again air all also always and animal another answer any are around ask away back
+        base because been before began begin being below best better between big black blue boat body book
+        both boy build but call came can car carry center certain change check children city class clear close
+        cold come common complete contain correct could country course cover cut dark day did different direct
+        distance does dog done door down draw dream drive dry each ear early earth ease east eat end enough
+        even ever every example eye face fact fall family far farm fast father feel feet few field figure fill
+        final find fine fire first fish five fly follow food foot force form found four free friend from front
+        full game gave general get girl give gold good got govern great green ground group grow had half hand
+        happen hard has have head hear heard heat help her here high him his hold home horse hot hour house
+        how hundred idea island just keep kind king knew know land language large last late laugh lay lead
+        learn leave left less let letter life light like line list listen little live long look lost love low
+        machine made main make man many map mark may mean measure men might mile mind minute miss money moon
+        more morning most mother mountain move much music must name near need never new next night north note
+        nothing notice noun now number numeral object off often oil old once one only open order other our out
+        over own page paper part pass pattern people person picture piece place plain plan plane plant play
+        point port pose possible pound power press problem produce product pull put question quick rain ran
+        reach read ready real record red remember rest right river road rock room round rule run said same saw
+        say school science sea second see seem self sentence serve set several shape she ship short should
+        show side simple since sing size sleep slow small snow some song soon sound south special spell stand
+        star start state stay step still stood stop story street strong study such sun sure surface system
+        table tail take talk teach tell ten test than that the their them then there these they thing think
+        this those though thought thousand three through time together told too took top toward town travel
+        tree true try turn two under unit until upon use usual very voice vowel wait walk want war warm was
+        watch water way week weight well went were west what wheel when where which while white who whole why
+        will wind with wonder wood word work world would write year yes yet you young your
         """.split()
     )
 )

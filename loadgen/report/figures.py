@@ -15,7 +15,10 @@ from loadgen.report.critical_path import STAGES, mean_path
 from loadgen.report.figure import Figure, axis, cdf, lines, series_of, spans, used
 from loadgen.report.run_view import SERIES_COLORS, RunView
 
-_KINDS = "Rings: invalid runs. Pale: ended early; requests in flight at the end count as not good, so the true value may be higher."
+_KINDS = (
+    "Rings: invalid runs. Pale: ended early; requests in flight at the end count as not good, "
+    "so the true value may be higher."
+)
 TITLES = {
     "ttft": "Time to first token",
     "tpot": "Time per output token",

@@ -107,7 +107,8 @@ def _inside(run: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines with facts that the server reported."""
     prompts, hits, handoff = run["prompts"], run["prefix_hits"], run["handoff"]
     if prompts["deviation"]:
-        yield f"Prompts: the server counted {prompts['counted_tokens']} tokens, {prompts['deviation']:+.2%} relative to the plan."
+        counted = f"{prompts['counted_tokens']} tokens, {prompts['deviation']:+.2%} relative to the plan"
+        yield f"Prompts: the server counted {counted}."
     if hits["achieved"] is not None:
         best = "".join(f"; {name} {format_percent(ratio)}" for name, ratio in hits["best"].items())
         yield f"Prefix hits: {format_percent(hits['achieved'])} of prompt tokens{best}."
@@ -117,7 +118,8 @@ def _inside(run: Mapping[str, Any]) -> Iterator[str]:
     for metric in ("ttft", "tpot"):
         ratio = run[f"predicted_to_actual_{metric}"]
         if ratio:
-            yield f"Predicted / actual {metric}: p50 {format_number(ratio['p50'])}, p90 {format_number(ratio['p90'])} of {ratio['requests']} requests."
+            p50, p90 = format_number(ratio["p50"]), format_number(ratio["p90"])
+            yield f"Predicted / actual {metric}: p50 {p50}, p90 {p90} of {ratio['requests']} requests."
 
 
 def _of(run: Mapping[str, Any], metric: str, key: str) -> float | None:
@@ -130,7 +132,8 @@ def _estimate(estimate: Mapping[str, Any] | None, write: Any) -> str:
         return "–"
     if estimate["low"] is None:
         return str(write(estimate["value"]))
-    return f"{write(estimate['value'])} [{write(estimate['low'])}, {write(estimate['high']) if estimate['high'] is not None else '…'}]"
+    high = "…" if estimate["high"] is None else write(estimate["high"])
+    return f"{write(estimate['value'])} [{write(estimate['low'])}, {high}]"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -84,7 +84,8 @@ def _verdict(run: Mapping[str, Any], is_named: bool) -> str:
         sent = run["sending"]
         rate = ""
         if sent["achieved_rps"] and sent["due_rps"]:
-            rate = f"; offered rate met to within {format_percent(abs(sent['achieved_rps'] / sent['due_rps'] - 1), 2)} (limit 1 %)"
+            deviation = abs(sent["achieved_rps"] / sent["due_rps"] - 1)
+            rate = f"; offered rate met to within {format_percent(deviation, 2)} (limit 1 %)"
         parts.append(
             f'<div class="verdict valid"><b>Valid run.</b> p99 send lag {format_ms(sent["lag_p99_ms"])} '
             f"(limit {format_ms(sent['lag_limit_ms'])}){rate}.</div>"
@@ -161,9 +162,10 @@ def _figures(figures: Mapping[str, Mapping[str, Any]], ids: Sequence[str]) -> st
 
 
 def _figure(figure: Mapping[str, Any]) -> str:
+    width = " class=wide" if figure["is_wide"] else ""
     return (
         "<figure "
-        f'data-figure="{escape(figure["id"])}"{" class=wide" if figure["is_wide"] else ""}><h3>{escape(figure["title"])}</h3>'
+        f'data-figure="{escape(figure["id"])}"{width}><h3>{escape(figure["title"])}</h3>'
         f'<p class="caption">{escape(figure["caption"])}</p>{legend(figure)}{draw(figure)}</figure>'
     )
 
@@ -192,7 +194,8 @@ def _run(number: int, run: Mapping[str, Any], figures: Mapping[str, Mapping[str,
     if is_only:
         return "".join(_section(title, inside) for title, inside in parts)
     inside = "".join(_section(title, part) for title, part in parts)
-    return f'<details class="run"{" open" if number == 0 else ""}><summary>{escape(run["name"])}</summary>{inside}</details>'
+    is_open = " open" if number == 0 else ""
+    return f'<details class="run"{is_open}><summary>{escape(run["name"])}</summary>{inside}</details>'
 
 
 def _resource(name: str) -> str:

@@ -185,7 +185,8 @@ def _request(run: RunView, row: int) -> dict[str, Any]:
         if ttft is not None
         else []
     )
-    tokens = f"{record.num_prompt_tokens or record.planned_prompt_tokens or '?'} + {request_metrics.num_output_tokens(record)}"
+    num_prompt_tokens = record.num_prompt_tokens or record.planned_prompt_tokens or "?"
+    tokens = f"{num_prompt_tokens} + {request_metrics.num_output_tokens(record)}"
     return {
         "name": f"#{record.index} · {tokens}",
         "color": f"o-{outcome}",

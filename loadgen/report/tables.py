@@ -275,7 +275,8 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _share(share: Mapping[str, Any]) -> str:
-    return f"{format_percent(share['share'])}<small>{format_percent(share['low'])} – {format_percent(share['high'])}</small>"
+    interval = f"{format_percent(share['low'])} – {format_percent(share['high'])}"
+    return f"{format_percent(share['share'])}<small>{interval}</small>"
 
 
 def _estimate(estimate: Mapping[str, Any] | None, write: Any) -> str:

@@ -223,7 +223,8 @@ def mooncake_hits(rows: list[MooncakeRow]) -> TraceHits:
 
 
 def _spread(timestamps_ms: list[int], tick_s: float, seed: int) -> draws.Floats:
-    """Return seconds from the first timestamp, with the requests of a tick at sorted uniform times within it."""
+    """Return seconds from the first timestamp, with the requests of a tick at sorted uniform times
+    within it."""
     ticks, counts = np.unique(np.asarray(timestamps_ms), return_counts=True)
     part = draws.stream(seed, "arrivals").random(len(timestamps_ms))
     tick_of = np.repeat(np.arange(len(ticks)), counts)

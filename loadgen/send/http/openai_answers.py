@@ -13,7 +13,8 @@ from typing import Any
 
 from loadgen.send.client import Exchange
 
-_scan: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # what `decode` calls
+# `scan_once` is what `JSONDecoder.decode` calls.
+_scan: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _SHOWN_CHARS = 300
 
 

@@ -32,7 +32,8 @@ class SseParser:
 
     @property
     def has_partial_event(self) -> bool:
-        """True if an unfinished event is buffered. At the end of a stream it means that the stream was cut."""
+        """True if an unfinished event is buffered. At the end of a stream it means that the stream was
+        cut."""
         return bool(self._cut_bytes or self._data)
 
     def feed(self, chunk: bytes) -> list[tuple[bytes, bytes]]:

@@ -27,7 +27,8 @@ class LiveView:
     def __init__(
         self, *, name: str, url: str, num_requests: int, planned_s: float, lag_limit_s: float, is_quiet: bool = False
     ) -> None:
-        """`planned_s` is the time from the first to the last planned request. `is_quiet` disables all output."""
+        """`planned_s` is the time from the first to the last planned request. `is_quiet` disables all
+        output."""
         self._title = f"{name} → {url}"
         self._num_requests = num_requests
         self._planned_s = planned_s

@@ -78,7 +78,8 @@ class FinishedRun:
 
     @property
     def not_answered(self) -> tuple[str, ...]:
-        """One line about refused and failed requests, with the most frequent reason. Empty if there are none."""
+        """One line about refused and failed requests, with the most frequent reason. Empty if there are
+        none."""
         reasons = Counter(
             f"{outcome.replace('_', ' ')}: {record.reason or record.error or record.status}"[:MAX_REASON_CHARS]
             for record in self.records
@@ -154,7 +155,8 @@ def outcome_line(outcomes: Mapping[RequestOutcome, int], num_offered: int, *, is
 
 
 def _new_directory(out: Path) -> bool:
-    """Create the result directory. Returns True if it did not exist. Raises LoadgenError if it is not empty."""
+    """Create the result directory. Returns True if it did not exist. Raises LoadgenError if it is not
+    empty."""
     try:
         if out.exists():
             if not out.is_dir() or any(out.iterdir()):

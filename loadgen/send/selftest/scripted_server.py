@@ -305,7 +305,8 @@ class _Answer:
         text = json.dumps("".join(f" t{token}" for token in ids))
         text = f'"delta":{{"content":{text}}}' if self._is_chat else f'"text":{text}'
         given = f',"token_ids":{ids}' if script.token_ids and self.served.body.get("return_token_ids") else ""
-        event = f'data: {{"id":"s-{self.served.number}","choices":[{{"index":0,{text},"finish_reason":{finish}{given}}}]}}\n\n'
+        choice = f'{{"index":0,{text},"finish_reason":{finish}{given}}}'
+        event = f'data: {{"id":"s-{self.served.number}","choices":[{choice}]}}\n\n'
         if self._num_sent < self._num_tokens:
             self.served.sent_s.append(self._connection.write(head + self._chunk(event.encode())))
             gaps = script.gaps_s

@@ -234,7 +234,10 @@ async def test_a_certificate_that_is_not_trusted_is_said_to_be_so(
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(Authority.new(tmp_path / "theirs").file))
     async with both_doors(tls=front(ours)) as (_, http, grpc):
-        words = f"answers at {grpc.urls[0]}; its certificate is not trusted; name a file of its authorities in SSL_CERT_FILE"
+        words = (
+            f"answers at {grpc.urls[0]}; its certificate is not trusted; "
+            "name a file of its authorities in SSL_CERT_FILE"
+        )
         with pytest.raises(UntrustedCertificate, match=words):
             await asyncio.to_thread(discover_grpc, grpc.urls[0], {})
         with pytest.raises(UntrustedCertificate, match=words):

@@ -22,7 +22,8 @@ PROBE = """
 const told = [];
 for (const figure of document.querySelectorAll("figure[data-figure]")) {
   const svg = figure.querySelector("svg");
-  const size = [...svg.querySelectorAll(".series, .line-row")].map((part) => part.getBBox()).reduce((sum, box) => sum + box.width, 0);
+  const boxes = [...svg.querySelectorAll(".series, .line-row")].map((part) => part.getBBox());
+  const size = boxes.reduce((sum, box) => sum + box.width, 0);
   const box = svg.getBoundingClientRect();
   if (!(size > 1 && box.width > 100 && box.height > 20)) told.push("empty " + figure.dataset.figure);
   const at = { clientX: box.left + box.width * 0.6, clientY: box.top + box.height * 0.5, bubbles: true };

@@ -82,7 +82,8 @@ def test_counts_vary_as_those_of_a_poisson_process() -> None:
 @pytest.mark.parametrize("process", ["poisson", "constant", "gamma:cv=2", "weibull:cv=2"])
 def test_a_longer_plan_begins_as_a_shorter_one(process: str) -> None:
     def times(**stop: float) -> list[float]:
-        return arrivals(stream(1, "a"), parse_gaps(process), parse_rate("onoff:40@5s,10@15s,random"), **stop).tolist()  # type: ignore[arg-type]
+        rate = parse_rate("onoff:40@5s,10@15s,random")
+        return arrivals(stream(1, "a"), parse_gaps(process), rate, **stop).tolist()  # type: ignore[arg-type]
 
     whole = times(until_s=400.0)
     assert len(whole) > 2 * 1024

@@ -99,7 +99,8 @@ def test_there_are_never_more_sessions_than_recorded_conversations(tmp_path: Pat
 def test_servegens_clients_change_their_rates_together(tmp_path: Path) -> None:
     windows = tmp_path / "windows.csv"
     windows.write_text(
-        "workload,client,window_start_s,rate_rps,cv,pattern,arg1,arg2\nw,1,0,0.3,1.5,Gamma,0.5,1\nw,2,0,0.1,1.0,Weibull,1.0,1\n"
+        "workload,client,window_start_s,rate_rps,cv,pattern,arg1,arg2\n"
+        "w,1,0,0.3,1.5,Gamma,0.5,1\nw,2,0,0.1,1.0,Weibull,1.0,1\n"
     )
     maker = maker_of(["servegen", str(windows), "--output-tokens", "8"], 60.0)
     counts = [len(maker.make(10.0, 60.0, seed=seed).requests) for seed in range(8)]

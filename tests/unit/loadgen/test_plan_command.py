@@ -135,7 +135,8 @@ def test_shared_prefix(tmp_path: Path) -> None:
 
 def test_sessions(tmp_path: Path) -> None:
     plan_made = made(
-        tmp_path, "sessions", "--rate", "1", "--sessions", "10", "--turns", "3", "--think", "2s", "--first-input-tokens", "50",
+        tmp_path, "sessions", "--rate", "1", "--sessions", "10", "--turns", "3", "--think", "2s",
+        "--first-input-tokens", "50",
         "--input-tokens", "5", "--output-tokens", "4", "--prefixes", "1", "--prefix-tokens", "7", "--max-context", "75",
     )  # fmt: skip
     assert sorted(plan_made.num_prompt_tokens(r) or 0 for r in plan_made.requests) == [57] * 10 + [66] * 10, (
@@ -223,8 +224,10 @@ def test_arrivals_from_a_file(tmp_path: Path) -> None:
 def test_clients_and_promises(tmp_path: Path) -> None:
     out = tmp_path / "p.jsonl"
     output = loadgen_plan(
-        "random", "--rate", "5", "--requests", "1000", "--slo-class", "chat:0.7:ttft=500ms,tpot=50ms", "--slo-class", "batch:0.3",
-        "--tenants", "a:3,b:1", "--priorities", "0:1,5:1", "--cancel", "0.1", "--stop-at-eos", "--name", "mixed", "-o", out,
+        "random", "--rate", "5", "--requests", "1000", "--slo-class", "chat:0.7:ttft=500ms,tpot=50ms",
+        "--slo-class", "batch:0.3",
+        "--tenants", "a:3,b:1", "--priorities", "0:1,5:1", "--cancel", "0.1", "--stop-at-eos",
+        "--name", "mixed", "-o", out,
     )  # fmt: skip
     plan_made = read_plan(out)
     assert plan_made.slos == {"chat": SloTarget(ttft_s=0.5, tpot_s=0.05), "batch": SloTarget()}

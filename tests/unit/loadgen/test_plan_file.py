@@ -66,12 +66,15 @@ def test_the_bytes_are_these() -> None:
         made_by={"b": 1, "a": 2},
     )
     assert b"".join(plan_lines(small)).decode() == (
-        '{"format":1,"ignore_eos":true,"made_by":{"a":2,"b":1},"name":"test","num_requests":3,"seed":0,"slos":{"default":{"ttft_s":0.5}},'
+        '{"format":1,"ignore_eos":true,"made_by":{"a":2,"b":1},"name":"test","num_requests":3,'
+        '"seed":0,"slos":{"default":{"ttft_s":0.5}},'
         '"vocabulary":{"excluded":[],"high":4096,"low":3}}\n'
-        '{"at_s":0.25,"index":0,"output_tokens":64,"priority":-1,"segments":[{"id":17,"num_tokens":512},{"token_ids":[12,99]}],'
+        '{"at_s":0.25,"index":0,"output_tokens":64,"priority":-1,'
+        '"segments":[{"id":17,"num_tokens":512},{"token_ids":[12,99]}],'
         '"session":"\\u00fc","tenant":"a"}\n'
         '{"at_s":1.0,"cancel_after_tokens":1,"index":1,"output_tokens":2,"segments":[{"text":"line\\n"}]}\n'
-        '{"after":0,"index":2,"output_tokens":3,"segments":[{"id":17,"num_tokens":512},{"answer_of":0}],"session":"\\u00fc","think_s":1e-06,"turn":1}\n'
+        '{"after":0,"index":2,"output_tokens":3,'
+        '"segments":[{"id":17,"num_tokens":512},{"answer_of":0}],"session":"\\u00fc","think_s":1e-06,"turn":1}\n'
     )
 
 

@@ -6,8 +6,8 @@ import sys
 
 PURE = """
     plan.plan plan.plan_check plan.plan_file plan.plan_summary plan.prompt_tokens plan.words plan.vocabulary plan.draws
-    plan.lengths plan.arrivals plan.mixes plan.cache_model plan.sources.workloads plan.sources.trace plan.sources.servegen
-    plan.sources.sharegpt
+    plan.lengths plan.arrivals plan.mixes plan.cache_model
+    plan.sources.workloads plan.sources.trace plan.sources.servegen plan.sources.sharegpt
     text_forms user_files slo_target loadgen_errors measure.records measure.request_metrics
 """.split()
 FORBIDDEN = {"aiohttp", "grpc", "rich", "click", "tokenizers", "httpx", "baton"}

@@ -131,7 +131,8 @@ def test_with_one_prompts_are_tokens_and_answers_as_long_as_recorded() -> None:
 
 def test_each_arrival_takes_another_conversation_by_seed() -> None:
     def first_texts(seed: int) -> set[str]:
-        return {r.segments[0].text for r in replay([0.0, 1.0], THREE, outputs=Fixed(1), seed=seed)}  # type: ignore[union-attr]
+        requests = replay([0.0, 1.0], THREE, outputs=Fixed(1), seed=seed)
+        return {r.segments[0].text for r in requests}  # type: ignore[union-attr]
 
     assert all(len(first_texts(seed)) == 2 for seed in range(5))
     assert len({frozenset(first_texts(seed)) for seed in range(20)}) == 3
