@@ -19,7 +19,7 @@ def console(*, is_error: bool = False) -> Console:
 
 def table(*columns: str, title: str | None = None) -> Table:
     """Create a table without borders; a column whose name begins with `>` is right-aligned."""
-    made = Table(
+    result = Table(
         box=None,
         pad_edge=False,
         header_style="bold",
@@ -29,12 +29,12 @@ def table(*columns: str, title: str | None = None) -> Table:
         show_edge=False,
     )
     for column in columns:
-        made.add_column(
+        result.add_column(
             column.removeprefix(">"),
             justify="right" if column.startswith(">") else "left",
             no_wrap=column.startswith(">"),
         )
-    return made
+    return result
 
 
 def seconds(value: float) -> str:

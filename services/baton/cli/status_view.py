@@ -1,4 +1,4 @@
-"""What `baton status` shows: a cluster's status as tables."""
+"""Renders the output of `baton status` as tables."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,12 +17,12 @@ STATE_STYLES = {
 
 
 def render_status(status: ClusterStatus) -> RenderableType:
-    """Processes, workers, their blocks and their links; the last two only where there are any."""
+    """Render processes, workers, KV blocks and links; tables without rows are omitted."""
     parts: list[RenderableType] = [_headline(status), "", _processes(status)]
     if status.workers:
         parts += ["", _workers(status.workers), "", _blocks(status.workers)]
     else:
-        parts += ["", Text("no workers; requests wait, then get 503", style="yellow")]
+        parts += ["", Text("no workers; new requests wait and then get 503", style="yellow")]
     if any(worker.links for worker in status.workers):
         parts += ["", _links(status.workers)]
     return Group(*parts)
@@ -34,13 +34,13 @@ def _headline(status: ClusterStatus) -> Text:
 
 
 def _processes(status: ClusterStatus) -> Table:
-    made = table("process", "id", ">pid", "host", "address")
-    made.add_row("gateway", *_process(status.gateway))
+    result = table("process", "id", ">pid", "host", "address")
+    result.add_row("gateway", *_process(status.gateway))
     if status.scheduler is None:
-        made.add_row("scheduler", Text("none answers; workers as last known", style="bold red"))
+        result.add_row("scheduler", Text("not reachable; workers are shown as last reported", style="bold red"))
     else:
-        made.add_row("scheduler", *_process(status.scheduler))
-    return made
+        result.add_row("scheduler", *_process(status.scheduler))
+    return result
 
 
 def _process(process: ProcessInfo) -> tuple[str, str, str, str]:
@@ -48,7 +48,7 @@ def _process(process: ProcessInfo) -> tuple[str, str, str, str]:
 
 
 def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
-    made = table(
+    result = table(
         "worker",
         "role",
         "state",
@@ -62,7 +62,7 @@ def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
         ">leases",
     )
     for worker in workers:
-        made.add_row(
+        result.add_row(
             worker.worker.worker_id,
             worker.role.value,
             Text(worker.state.value, style=STATE_STYLES[worker.state]),
@@ -75,11 +75,11 @@ def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
             f"{worker.waiting_prefill_tokens:,}",
             str(worker.open_leases),
         )
-    return made
+    return result
 
 
 def _blocks(workers: tuple[WorkerStatus, ...]) -> Table:
-    made = table(
+    result = table(
         "blocks",
         ">total",
         ">free",
@@ -93,7 +93,7 @@ def _blocks(workers: tuple[WorkerStatus, ...]) -> Table:
     )
     for worker in workers:
         blocks = worker.blocks
-        made.add_row(
+        result.add_row(
             worker.worker.worker_id,
             *(
                 f"{count:,}"
@@ -110,18 +110,18 @@ def _blocks(workers: tuple[WorkerStatus, ...]) -> Table:
             f"{worker.block_size_tokens} tokens",
             size(blocks.total * worker.block_bytes),
         )
-    return made
+    return result
 
 
 def _links(workers: tuple[WorkerStatus, ...]) -> Table:
-    made = table("link", "over", ">speed", ">in flight", "state")
+    result = table("link", "over", ">speed", ">in flight", "state")
     for worker in workers:
         for link in worker.links:
-            made.add_row(
+            result.add_row(
                 f"{worker.worker.worker_id} reads {link.peer.worker_id}",
                 link.transport or "unknown",
                 speed(link.bytes_per_s) if link.bytes_per_s else "unmeasured",
                 size(link.inflight_bytes),
                 Text("broken", style="bold red") if link.broken else Text("ok", style="green"),
             )
-    return made
+    return result

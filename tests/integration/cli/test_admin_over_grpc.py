@@ -106,7 +106,7 @@ def test_what_the_gateway_refuses_is_said_in_its_words(address: str) -> None:
 def test_a_worker_is_drained_and_waited_for(address: str, operator: Operator) -> None:
     done = run(address, "drain", "w1", "--wait")
     assert done.exit_code == 0
-    assert done.stdout.splitlines()[-1] == "w1 has left"
+    assert done.stdout.splitlines()[-1] == "w1 has ended"
     assert operator.drained == ["w1"]
 
 

@@ -57,14 +57,14 @@ async def test_a_request_is_explained_and_its_worker_drained() -> None:
         by_id = await baton(cluster, "explain", answer.headers["x-request-id"])
         assert by_id == await baton(cluster, "explain", "last")
         assert by_id[0] == 0
-        assert "attempt 1: prefill and decode h0, so no KV moves" in by_id[1]
+        assert "attempt 1: prefill and decode h0, without KV transfer" in by_id[1]
         assert f"h0 (pid {cluster.pid('h0')}): " in by_id[1]
         assert "4 tokens; ended: " in by_id[1]
 
         assert (await baton(cluster, "explain", "00" * 16))[0] == 1
         code, out, _ = await baton(cluster, "drain", "h0", "--wait")
         assert code == 0
-        assert out.splitlines()[-1] == "h0 has left"
+        assert out.splitlines()[-1] == "h0 has ended"
         assert await exit_code(cluster, "h0") == 0
         code, _, errors = await baton(cluster, "drain", "h0")
         assert (code, errors) == (1, "baton: no worker 'h0'; there is none\n")

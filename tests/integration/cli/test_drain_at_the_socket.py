@@ -43,7 +43,7 @@ async def test_a_worker_that_is_asked_finishes_its_answer_and_leaves() -> None:
                 )
                 code, said = await drain_here(drain_socket, "--wait", "--limit-s", "60")
                 answer = await asking
-            assert (code, said.splitlines()) == (0, ["d0 finishes what it runs and leaves", "d0 has left"])
+            assert (code, said.splitlines()) == (0, ["d0 drains", "d0 has ended"])
             assert answer.status_code == 200
             assert answer.json()["usage"]["completion_tokens"] == 100
             await cluster.until(lambda _: cluster.children["d0"].exit_code is not None, 10, "d0 has ended")

@@ -296,7 +296,7 @@ def test_worker_of_a_drained_node_moves_to_a_new_node(cluster: Cluster) -> None:
     hosts.join(new, "--num-cpus", "1", "--resources", '{"baton_decode": 1}')  # joins while the worker waits for a node
     done = cluster.baton(node, "drain", "--here", "--wait", "--limit-s", "30")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-1] == "decode-0 has left"
+    assert done.stdout.splitlines()[-1] == "decode-0 has ended"
     cluster.until(lambda: cluster.workers().get("decode-0", {}).get("host") == "node-e", "the worker on the new node")
     cluster.until_ready()
     cluster.head.call(lambda: ask(cluster.url, 9))

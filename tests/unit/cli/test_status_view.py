@@ -1,4 +1,4 @@
-"""`baton status` as text: what stands in which row."""
+"""`baton status` as text."""
 
 from baton.cli.status_view import render_status
 from baton.core.cluster.worker_report import WorkerState
@@ -37,7 +37,7 @@ def test_blocks_are_shown_by_state() -> None:
     assert row(below, "w0") == ["w0", "1,000", "941", "20", "30", "6", "4", "5", "4", "tokens", "1,000", "KiB"]
 
 
-def test_links_say_what_carries_them_and_which_are_broken() -> None:
+def test_links_show_their_transport_and_whether_they_are_broken() -> None:
     reports = (
         worker_report("w0", "prefill"),
         worker_report("w1", "decode", links=(link("w0"), link("w2", broken=True))),
@@ -48,7 +48,7 @@ def test_links_say_what_carries_them_and_which_are_broken() -> None:
     assert "reads" not in printed(render_status(cluster_status(*reports[:1]))), "no table of links without links"
 
 
-def test_an_empty_cluster_and_a_lost_scheduler_are_said() -> None:
+def test_an_empty_cluster_and_an_unreachable_scheduler_are_shown() -> None:
     screen = printed(render_status(cluster_status(scheduler=None)))
     assert "no workers" in screen
-    assert "none answers" in screen
+    assert "not reachable" in screen

@@ -1,0 +1,313 @@
+"""`baton status`, `explain` and `drain` with a fake gateway, and without a gateway."""
+
+import json
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from baton.cli import admin_commands
+from baton.cli.gateway_connection import AdminContext, GatewayAddress, Intervals
+from baton.cli.main import cli, main
+from baton.core.client_api import ClusterStatus, ProcessInfo
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.worker_report import WorkerReport
+from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StreamBroken
+from tests.builders import cluster_status, decision_record, worker_report
+
+UNAVAILABLE = Failure(code=Code.UNAVAILABLE, reason=Reason.SCHEDULER_LOST, message="no scheduler answers")
+
+
+class FakeGateway:
+    """Answers `status` from a list, whose last entry is repeated; exceptions in it are raised."""
+
+    def __init__(self, *statuses: ClusterStatus | BaseException, records: Sequence[DecisionRecord] = ()) -> None:
+        self.statuses = list(statuses)
+        self.records = tuple(records)
+        self.num_status_calls = 0
+        self.explained: list[str | None] = []
+        self.drained: list[str] = []
+        self.drained_with_node: list[str] = []
+
+    async def status(self) -> ClusterStatus:
+        self.num_status_calls += 1
+        answer = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def explain(self, request_id: str | None = None) -> tuple[DecisionRecord, ...]:
+        self.explained.append(request_id)
+        return self.records
+
+    async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> None:
+        self.drained.append(worker_id)
+        if node_shutting_down:
+            self.drained_with_node.append(worker_id)
+
+
+def admin_context(
+    *gateways: FakeGateway, own_addresses: frozenset[str] = frozenset(), find_s: float = 5.0, silence_s: float = 30.0
+) -> AdminContext:
+    """Connects to these gateways in turn, and to the last one from then on, with short intervals."""
+    remaining = list(gateways)
+
+    @asynccontextmanager
+    async def connect(address: GatewayAddress) -> AsyncIterator[FakeGateway]:
+        yield remaining.pop(0) if len(remaining) > 1 else remaining[0]
+
+    return AdminContext(
+        connect=connect,
+        own_addresses=lambda: own_addresses,
+        intervals=Intervals(watch_s=0.001, poll_s=0.001, retry_s=0.001, find_s=find_s, silence_s=silence_s),
+    )
+
+
+def run(gateway: FakeGateway, *args: str, context: AdminContext | None = None) -> Result:
+    return CliRunner().invoke(cli, args, prog_name="baton", obj=context or admin_context(gateway))
+
+
+def on(host: str, *worker_ids: str, epoch: int = 1) -> list[WorkerReport]:
+    return [worker_report(worker_id, host=host, pid=7, epoch=epoch, running_seqs=1) for worker_id in worker_ids]
+
+
+def test_status_as_tables_and_as_json() -> None:
+    gateway = FakeGateway(cluster_status(worker_report("w0", epoch=2**63)))
+    assert "w0" in run(gateway, "status").stdout
+    shown = json.loads(run(gateway, "status", "--json").stdout)
+    assert shown["workers"][0]["worker"] == {"worker_id": "w0", "worker_epoch": hex(2**63), "address": "w0:1"}
+    assert shown["scheduler"]["process_id"] == "s0"
+
+
+def test_watch_continues_while_the_gateway_is_unreachable_and_ends_with_ctrl_c() -> None:
+    found = cluster_status(worker_report("w0"))
+    done = run(
+        FakeGateway(found, StreamBroken("h:1: gone"), found, KeyboardInterrupt()),
+        "status",
+        "--watch",
+        "--json",
+    )
+    assert done.exit_code == 0
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line.get("model") for line in lines] == ["demo", None, "demo"]
+    assert "no gateway answers at h:1: gone" in lines[1]["error"]
+
+
+def test_a_watch_shows_tables() -> None:
+    done = run(FakeGateway(cluster_status(worker_report("w0")), KeyboardInterrupt()), "status", "--watch")
+    assert done.exit_code == 0
+    assert "w0" in done.stdout
+
+
+def test_explain_takes_an_id_or_last() -> None:
+    gateway = FakeGateway(cluster_status(), records=[decision_record()])
+    assert "prefill w0, decode w1" in run(gateway, "explain", "last").stdout
+    run(gateway, "explain", "7f3a")
+    assert gateway.explained == [None, "7f3a"]
+
+
+def test_explain_without_a_record_is_an_error() -> None:
+    done = run(FakeGateway(cluster_status()), "explain", "7f3a")
+    assert isinstance(done.exception, BatonError)
+    assert "7f3a" in str(done.exception)
+
+
+def test_drain_by_name_reports_the_remaining_sequences() -> None:
+    gateway = FakeGateway(cluster_status(*on("a", "w0", "w1")))
+    done = run(gateway, "drain", "w1")
+    assert done.stdout == "w1 (hybrid, pid 7) drains 1 sequence\n"
+    assert gateway.drained == ["w1"]
+    assert gateway.drained_with_node == []
+
+
+def test_drain_here_selects_the_workers_of_this_machine() -> None:
+    gateway = FakeGateway(cluster_status(*on(socket.gethostname(), "w0", "w2"), *on("elsewhere", "w1")))
+    assert run(gateway, "drain", "--here").exit_code == 0
+    assert gateway.drained == gateway.drained_with_node == ["w0", "w2"]
+
+
+def test_drain_here_selects_by_address_if_two_machines_share_a_host_name() -> None:
+    own_addresses = frozenset({"10.0.0.1", "fd00::1"})
+    here, elsewhere = on(socket.gethostname(), "w0", "w1"), on(socket.gethostname(), "w2")
+    addresses = {"w0": "10.0.0.1:7", "w1": "[fd00::1]:7", "w2": "10.0.0.2:7"}
+    reports = [replace(r, worker=replace(r.worker, address=addresses[r.worker.worker_id])) for r in (*here, *elsewhere)]
+    gateway = FakeGateway(cluster_status(*reports))
+    context = admin_context(gateway, own_addresses=own_addresses)
+    assert run(gateway, "drain", "--here", context=context).exit_code == 0
+    assert gateway.drained == ["w0", "w1"]
+
+
+def test_drain_wait_has_a_limit_and_its_own_exit_code() -> None:
+    gateway = FakeGateway(cluster_status(*on("a", "w0", "w1")))
+    done = run(gateway, "drain", "w1", "--wait", "--limit-s", "0.01")
+    assert done.exit_code == admin_commands.NOT_GONE_EXIT_CODE == 3
+    assert done.stderr == "baton: still running after 0.01 s: w1\n"
+
+
+def test_drain_wait_ends_when_that_incarnation_is_gone() -> None:
+    before, after = cluster_status(*on("a", "w0", epoch=1)), cluster_status(*on("a", "w0", epoch=2))
+    gateway = FakeGateway(before, before, StreamBroken("restarting"), before, after)
+    done = run(gateway, "drain", "w0", "--wait")
+    assert done.stdout.splitlines()[-1] == "w0 has ended"
+    assert gateway.statuses == [after], "it has waited for that status"
+
+
+def test_drain_wait_does_not_trust_the_worker_list_of_a_new_scheduler_immediately() -> None:
+    before = cluster_status(*on("a", "w0"))
+    new = replace(before, scheduler=ProcessInfo(process_id="another"))
+    gone = [replace(new, workers=()), replace(new, workers=())]
+    gateway = FakeGateway(
+        before, before, replace(before, scheduler=None, workers=()), replace(new, workers=()), new, *gone
+    )
+    done = run(gateway, "drain", "w0", "--wait", context=admin_context(gateway, find_s=0.6))
+    assert done.stdout.splitlines()[-1] == "w0 has ended"
+    assert gateway.statuses == gone[-1:], "not when it was missing from what a new scheduler knew"
+
+
+def test_drain_wait_fails_if_the_gateway_stays_unreachable() -> None:
+    gateway = FakeGateway(cluster_status(*on("a", "w0")), StreamBroken("gone"))
+    done = run(gateway, "drain", "w0", "--wait", context=admin_context(gateway, silence_s=0.01))
+    assert isinstance(done.exception, BatonError)
+    assert "no gateway answers" in str(done.exception)
+
+
+def test_drain_wait_retries_until_the_gateway_answers_and_knows_the_workers() -> None:
+    here = cluster_status(*on(socket.gethostname(), "w0"))
+    not_yet = [
+        StreamBroken("h:1: not yet"),
+        replace(here, scheduler=None),
+        Refused(UNAVAILABLE),
+        cluster_status(*on("elsewhere", "w1")),
+    ]
+    gateway = FakeGateway(*not_yet, here, here, cluster_status())
+    done = run(gateway, "drain", "--here", "--wait", "--limit-s", "5")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == "w0 has ended"
+    assert done.stderr == "baton: h:1: not yet; trying again for 5 s\n", "reported once"
+    assert gateway.drained == ["w0"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (StreamBroken("h:1: gone"), "no gateway answers at h:1: gone"),
+        (replace(cluster_status(), scheduler=None), "no scheduler"),
+        (cluster_status(*on("elsewhere", "w1")), "no worker on this machine"),
+    ],
+)
+def test_drain_wait_stops_retrying_at_its_limit(answer: ClusterStatus | BaseException, problem: str) -> None:
+    gateway = FakeGateway(answer)
+    done = run(gateway, "drain", "--here", "--wait", "--limit-s", "0.5")
+    assert isinstance(done.exception, BatonError)
+    assert problem in str(done.exception)
+    assert 1 < gateway.num_status_calls <= 501, "each 0.001 s, for 0.5 s"
+
+
+def test_drain_wait_stops_retrying_early_for_an_unknown_worker() -> None:
+    gateway = FakeGateway(cluster_status(*on("elsewhere", "w1")))
+    done = run(gateway, "drain", "--here", "--wait", context=admin_context(gateway, find_s=0.5))
+    assert "no worker on this machine" in str(done.exception)
+    assert 1 < gateway.num_status_calls <= 501, "each 0.001 s, for 0.5 s"
+
+
+@pytest.mark.parametrize("args", [("w0",), ("--here",), ("w0", "--wait")])
+def test_errors_that_retries_cannot_fix_are_reported_immediately(args: tuple[str, ...]) -> None:
+    answer = (
+        StreamBroken("h:1: gone")
+        if "--wait" not in args
+        else Refused(replace(UNAVAILABLE, code=Code.PERMISSION_DENIED))
+    )
+    gateway = FakeGateway(answer, cluster_status(*on(socket.gethostname(), "w0")))
+    done = run(gateway, "drain", *args)
+    assert isinstance(done.exception, BatonError)
+    assert gateway.drained == []
+
+
+def test_after_a_call_without_an_answer_the_command_reconnects() -> None:
+    """Another gateway may have the same name by then."""
+    here = cluster_status(*on(socket.gethostname(), "w0"))
+    first, second = FakeGateway(StreamBroken("the first one is gone")), FakeGateway(here, here, cluster_status())
+    context = admin_context(first, second)
+    assert CliRunner().invoke(cli, ["drain", "--here", "--wait"], obj=context).exit_code == 0
+    assert first.num_status_calls == 1
+    assert second.drained == ["w0"]
+
+
+def test_an_unknown_worker_is_an_error_that_names_the_known_ones() -> None:
+    gateway = FakeGateway(cluster_status(*on("a", "w0"), *on("b", "w1")))
+    done = run(gateway, "drain", "w9")
+    assert str(done.exception) == "no worker 'w9'; the cluster has w0 on a, w1 on b"
+    here = run(gateway, "drain", "--here")
+    assert f"no worker on this machine ({socket.gethostname()})" in str(here.exception)
+    assert gateway.drained == []
+
+
+@pytest.mark.parametrize(
+    "args", [["drain"], ["drain", "w0", "--here"], ["explain"], ["status", "--gateway", "http://h:1"]]
+)
+def test_contradictory_arguments_are_a_usage_error(args: list[str]) -> None:
+    assert CliRunner().invoke(cli, args).exit_code == 2
+
+
+def test_a_refusal_of_the_gateway_is_shown_verbatim() -> None:
+    refused = Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message="no decision is kept"))
+    assert str(run(FakeGateway(refused), "status").exception) == "no decision is kept"
+
+
+@pytest.mark.parametrize("args", [["status"], ["explain", "last"], ["drain", "w0"], ["status", "--json"]])
+def test_an_unreachable_gateway_is_one_line_with_the_remedy(
+    capsys: pytest.CaptureFixture[str], args: list[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(SystemExit) as end:
+        main([*args, "--gateway", address])
+    assert end.value.code == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"baton: no gateway answers at {address}")
+    assert (
+        "; start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT, and the CA of its certificate"
+        in output.err
+    )
+    assert output.err.count("\n") == 1
+
+
+def test_gateway_options_may_come_from_variables() -> None:
+    connected: list[GatewayAddress] = []
+
+    @asynccontextmanager
+    async def connect(address: GatewayAddress) -> AsyncIterator[FakeGateway]:
+        connected.append(address)
+        yield FakeGateway(cluster_status())
+
+    context = AdminContext(connect=connect)
+    CliRunner().invoke(
+        cli,
+        ["status"],
+        env={"BATON_GATEWAY": "h:1", "BATON_API_KEY": "k", "BATON_GATEWAY_CA": "ca.pem", "BATON_GATEWAY_NAME": "n"},
+        obj=context,
+    )
+    CliRunner().invoke(cli, ["status", "--api-key", "other"], obj=context)
+    CliRunner().invoke(cli, ["status", "--gateway-ca", "system"], obj=context)
+    assert connected == [
+        GatewayAddress("h:1", "k", "ca.pem", "n"),
+        GatewayAddress("127.0.0.1:8001", "other"),
+        GatewayAddress(admin_commands.DEFAULT_GATEWAY, ca="system"),
+    ]
+
+
+def test_unreadable_ca_files_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").touch()
+    for file, problem in (
+        ("missing.pem", "cannot read {}: No such file"),
+        ("empty.pem", "{} contains no CA certificates"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["status", "--gateway-ca", str(tmp_path / file)])
+        assert end.value.code == 1
+        assert capsys.readouterr().err.startswith(f"baton: {problem.format(tmp_path / file)}")
