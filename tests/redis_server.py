@@ -37,12 +37,12 @@ class RunningRedis:
         with self._command.log_file.open("ab") as output:
             self.process = subprocess.Popen(with_parent_death_signal(self._command.argv), stdout=output, stderr=output)
         for _ in range(500):
-            assert self.process.poll() is None, self._command.last_words()
+            assert self.process.poll() is None, self._command.log_tail()
             with suppress(redis.ConnectionError), redis.Redis.from_url(self.url, retry=Retry(NoBackoff(), 0)) as client:
                 client.ping()
                 return
             time.sleep(0.02)
-        raise AssertionError(f"no answer: {self._command.last_words()}")
+        raise AssertionError(f"no answer: {self._command.log_tail()}")
 
     def kill(self) -> None:
         self.process.kill()

@@ -219,7 +219,7 @@ def test_every_cut_of_a_snapshot_and_every_later_tier_is_told_apart() -> None:
     for cut in range(len(value)):
         with pytest.raises(ValueError):  # noqa: PT011 - any text
             decode_snapshot(W, value[:cut])
-    with pytest.raises(ValueError, match="left over"):
+    with pytest.raises(ValueError, match="bytes too long"):
         decode_snapshot(W, value + b"x")
     later = (
         value[: HEAD.size - 1] + bytes([4]) + value[HEAD.size :] + bytes([9]) + (1).to_bytes(4, "little") + bytes(16)

@@ -1,2 +1,4 @@
-"""Shared state in Redis: who is there, what was decided. Never on the path of a token or a decision; twins
-without Redis in `memory`."""
+"""Shared cluster state: membership, decisions, step costs and KV block events, in Redis or in memory.
+
+No token and no placement waits for a store.
+"""

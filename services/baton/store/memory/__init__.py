@@ -1,1 +1,1 @@
-"""Shared state in the memory of one process."""
+"""Stores in the memory of one process."""

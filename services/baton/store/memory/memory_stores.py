@@ -1,5 +1,7 @@
-"""Twins of the Redis stores for one process: `fleet/local`, the simulator, tests. Time is the running event
-loop's."""
+"""In-memory counterparts of the Redis stores, for `fleet/local`, the simulator and tests.
+
+Entries expire by the time of the running event loop.
+"""
 
 import asyncio
 from collections import deque
@@ -12,7 +14,7 @@ from typing import Generic, TypeVar
 
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.errors import StoreUnavailable
-from baton.core.ids import WorkerRef
+from baton.core.ids import Incarnation, WorkerRef
 from baton.core.interfaces import Member, MemberKind
 from baton.core.kv.kv_events import KvEvent, KvEventKind, KvSnapshot, UnreadableEvent
 from baton.core.step_cost import StepCostModel
@@ -24,21 +26,21 @@ ValueT = TypeVar("ValueT")
 
 
 class _Expiring(Generic[KeyT, ValueT]):
-    """A dict whose entries end."""
+    """Dict with expiring entries."""
 
     def __init__(self) -> None:
         self._entries: dict[KeyT, tuple[ValueT, float]] = {}
-        self._ends: list[tuple[float, int, KeyT]] = []  # a heap, one for each `put`
+        self._expiries: list[tuple[float, int, KeyT]] = []  # heap with one entry per `put`
         self._order = count()
 
     def put(self, key: KeyT, value: ValueT, ttl_s: float) -> None:
-        self._drop_ended()
-        end_s = _now_s() + ttl_s
-        self._entries[key] = (value, end_s)
-        heappush(self._ends, (end_s, next(self._order), key))
+        self._drop_expired()
+        expiry_s = _now_s() + ttl_s
+        self._entries[key] = (value, expiry_s)
+        heappush(self._expiries, (expiry_s, next(self._order), key))
 
     def get(self, key: KeyT) -> ValueT | None:
-        self._drop_ended()
+        self._drop_expired()
         value, _ = self._entries.get(key, (None, 0.0))
         return value
 
@@ -46,19 +48,19 @@ class _Expiring(Generic[KeyT, ValueT]):
         self._entries.pop(key, None)
 
     def values(self) -> list[ValueT]:
-        self._drop_ended()
+        self._drop_expired()
         return [value for value, _ in self._entries.values()]
 
-    def _drop_ended(self) -> None:
+    def _drop_expired(self) -> None:
         now_s = _now_s()
-        while self._ends and self._ends[0][0] <= now_s:
-            _, _, key = heappop(self._ends)
-            if key in self._entries and self._entries[key][1] <= now_s:  # it may have been put again since
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, _, key = heappop(self._expiries)
+            if key in self._entries and self._entries[key][1] <= now_s:  # a later `put` may have extended it
                 del self._entries[key]
 
 
 class MemoryMembership:
-    """Implements `Membership`. A member is known by its id: a new life replaces the old one."""
+    """Implements `Membership`. A member is identified by its id, so a new incarnation replaces the old one."""
 
     def __init__(self) -> None:
         self._members: _Expiring[tuple[MemberKind, str], Member] = _Expiring()
@@ -110,7 +112,7 @@ class MemoryCostStore:
 
 @dataclass(slots=True)
 class _Feed:
-    """One life's stream and snapshot."""
+    """Event stream and snapshot of one worker incarnation."""
 
     events: deque[KvEvent | UnreadableEvent]
     last_seq: int = 0
@@ -118,47 +120,47 @@ class _Feed:
 
 
 @dataclass(slots=True)
-class _Bell:
-    """Rings for all who wait now."""
+class _Notification:
+    """Wakes all coroutines that are waiting at that moment."""
 
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
     async def wait(self) -> None:
-        rung = asyncio.get_running_loop().create_future()
-        self.waiting.append(rung)
+        notified = asyncio.get_running_loop().create_future()
+        self.waiting.append(notified)
         try:
-            await rung
+            await notified
         finally:
-            if rung in self.waiting:
-                self.waiting.remove(rung)
+            if notified in self.waiting:
+                self.waiting.remove(notified)
 
-    def ring(self) -> None:
-        rung, self.waiting = self.waiting, []
-        for one in rung:
-            if not one.done():
-                one.set_result(None)
+    def notify_all(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for notified in waiting:
+            if not notified.done():
+                notified.set_result(None)
 
 
 class MemoryKvEventFeed:
-    """Implements `KvEventFeed`. A life is known by id and epoch."""
+    """Implements `KvEventFeed`, with one stream per worker incarnation."""
 
     def __init__(self, *, max_stream_events: int = MAX_STREAM_EVENTS) -> None:
         self._max_stream_events = max_stream_events
-        self._feeds: _Expiring[tuple[str, int], _Feed] = _Expiring()
-        self._written = _Bell()
+        self._feeds: _Expiring[Incarnation, _Feed] = _Expiring()
+        self._written = _Notification()
 
     async def publish(
         self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None
     ) -> None:
-        feed = self._feeds.get(_life(worker)) or _Feed(deque(maxlen=self._max_stream_events))
+        feed = self._feeds.get(worker.incarnation) or _Feed(deque(maxlen=self._max_stream_events))
         for event in events:
             if event.event_seq <= feed.last_seq:
-                raise StoreUnavailable(f"event {event.event_seq} comes after {feed.last_seq}")
+                raise StoreUnavailable(f"event_seq is {event.event_seq}; must be above the last one, {feed.last_seq}")
             feed.events.append(event)
             feed.last_seq = event.event_seq
         feed.snapshot = snapshot or feed.snapshot
-        self._feeds.put(_life(worker), feed, ttl_s)
-        self._written.ring()
+        self._feeds.put(worker.incarnation, feed, ttl_s)
+        self._written.notify_all()
 
     async def reset(self, snapshot: KvSnapshot, ttl_s: float) -> None:
         event = KvEvent(
@@ -167,18 +169,18 @@ class MemoryKvEventFeed:
             kind=KvEventKind.RESET,
             block_size_tokens=snapshot.block_size_tokens,
         )
-        self._feeds.pop(_life(snapshot.worker))
+        self._feeds.pop(snapshot.worker.incarnation)
         await self.publish(snapshot.worker, [event], ttl_s, snapshot)
 
     async def renew(self, worker: WorkerRef, ttl_s: float) -> int:
-        feed = self._feeds.get(_life(worker))
+        feed = self._feeds.get(worker.incarnation)
         if feed is None:
             return 0
-        self._feeds.put(_life(worker), feed, ttl_s)
+        self._feeds.put(worker.incarnation, feed, ttl_s)
         return feed.last_seq if feed.snapshot is not None else 0
 
     async def snapshot(self, worker: WorkerRef) -> KvSnapshot | None:
-        feed = self._feeds.get(_life(worker))
+        feed = self._feeds.get(worker.incarnation)
         return feed.snapshot if feed is not None else None
 
     async def read(
@@ -198,17 +200,13 @@ class MemoryKvEventFeed:
     ) -> dict[WorkerRef, list[KvEvent | UnreadableEvent]]:
         found = {}
         for worker, event_seq in after.items():
-            feed = self._feeds.get(_life(worker))
+            feed = self._feeds.get(worker.incarnation)
             newer = (
                 [] if feed is None else list(islice((e for e in feed.events if e.event_seq > event_seq), max_events))
             )
             if newer:
                 found[worker] = newer
         return found
-
-
-def _life(worker: WorkerRef) -> tuple[str, int]:
-    return worker.worker_id, worker.worker_epoch
 
 
 def _now_s() -> float:

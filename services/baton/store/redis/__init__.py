@@ -1,1 +1,1 @@
-"""Shared state in Redis."""
+"""Stores in Redis."""

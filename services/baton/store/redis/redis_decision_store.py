@@ -1,4 +1,4 @@
-"""Decision records in Redis, as JSON that people can read."""
+"""Stores decision records in Redis as readable JSON."""
 
 import json
 
@@ -12,7 +12,7 @@ log = get_logger(__name__)
 
 
 class RedisDecisionStore:
-    """Implements `DecisionStore`: a hash a request, a field an attempt."""
+    """Implements `DecisionStore` with one Redis hash per request and one field per attempt."""
 
     def __init__(self, connection: RedisConnection, keys: Keys) -> None:
         self._connection = connection
@@ -33,27 +33,27 @@ class RedisDecisionStore:
 
     async def get(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         if request_id is None:
-            request_id = await self._last()
+            request_id = await self._last_request_id()
             if request_id is None:
                 return ()
         key = self._keys.decisions(request_id)
         values: dict[str, str] = await self._connection.call(lambda redis: redis.hgetall(key))
-        records = (_record(value) for value in values.values())
+        records = (_parse_record(value) for value in values.values())
         return tuple(sorted((record for record in records if record is not None), key=lambda record: record.attempt))
 
-    async def _last(self) -> bytes | None:
+    async def _last_request_id(self) -> bytes | None:
         last: str | None = await self._connection.call(lambda redis: redis.get(self._keys.last_decision))
         try:
             return None if last is None else bytes.fromhex(last)
         except ValueError:
-            log.warning("last_decision_ignored", value=last)
+            log.warning("stored_last_decision_rejected", value=last)
             return None
 
 
-def _record(value: str) -> DecisionRecord | None:
-    """None for a value that no release of ours wrote."""
+def _parse_record(value: str) -> DecisionRecord | None:
+    """Parse a stored record; None if no release of Baton can have written it."""
     try:
         return from_plain(DecisionRecord, json.loads(value))
     except (ValueError, RecursionError) as error:
-        log.warning("decision_ignored", error=str(error))
+        log.warning("stored_decision_rejected", error=str(error))
         return None

@@ -1,5 +1,7 @@
-"""Every key that Baton uses in Redis. The cluster's name stands in braces, so that all keys of a cluster live
-on one shard."""
+"""Names of all keys that Baton uses in Redis.
+
+The cluster name is in braces (a hash tag), so that all keys of a cluster are on one shard.
+"""
 
 from dataclasses import dataclass
 
@@ -11,40 +13,42 @@ DEFAULT_CLUSTER = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """The keys of one cluster."""
+    """Redis keys of one cluster."""
 
     cluster: str = DEFAULT_CLUSTER
 
     def member(self, kind: MemberKind, member_id: str) -> str:
-        """Hash {epoch, value}; ends with the member's announcement."""
+        """Hash {epoch, value} of one member; expires with its announcement."""
         return self.member_prefix(kind) + member_id
 
     def member_prefix(self, kind: MemberKind) -> str:
+        """Common prefix of all `member` keys of a kind."""
         return f"baton:{{{self.cluster}}}:member:{kind.value}:"
 
     def members(self, kind: MemberKind) -> str:
-        """Set of the ids that have been announced; those whose hash has ended are taken out when the set is
-        read."""
+        """Set of announced member ids; ids whose hash has expired are removed when the set is read."""
         return f"baton:{{{self.cluster}}}:members:{kind.value}"
 
     def decisions(self, request_id: bytes) -> str:
-        """Hash {attempt: record} of one request."""
+        """Hash {attempt: decision record} of one request."""
         return f"baton:{{{self.cluster}}}:decision:{request_id.hex()}"
 
     @property
     def last_decision(self) -> str:
-        """The id, in hex, of the request whose record was put last."""
+        """Id in hex of the request whose decision record was written last."""
         return f"baton:{{{self.cluster}}}:last-decision"
 
     def kv_events(self, worker: WorkerRef) -> str:
-        """Stream of one life's block events; the id of an entry is `{event_seq}-0`. Ends when the worker
-        renews it no more."""
+        """Stream of block events of one worker incarnation, with entry ids `{event_seq}-0`.
+
+        Expires unless the worker renews it.
+        """
         return f"baton:{{{self.cluster}}}:kv:{worker.worker_id}:{worker.worker_epoch:016x}"
 
     def kv_snapshot(self, worker: WorkerRef) -> str:
-        """What that life holds, as of one event. Ends as the stream does."""
+        """Snapshot of the blocks of one worker incarnation as of one event; expires with the stream."""
         return f"baton:{{{self.cluster}}}:kv-snapshot:{worker.worker_id}:{worker.worker_epoch:016x}"
 
     def costs(self, key: str) -> str:
-        """What engine steps cost, as JSON. Ends when no worker of that kind has told it for long."""
+        """Step cost model as JSON; expires unless a worker of that kind writes it again."""
         return f"baton:{{{self.cluster}}}:costs:{key}"

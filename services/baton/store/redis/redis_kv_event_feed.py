@@ -1,9 +1,8 @@
-"""The workers' block events in Redis: a stream a worker life, an entry an event, and beside it one value with
-all that the life holds.
+"""Publishes the workers' KV block events in Redis: one stream and one snapshot per worker incarnation.
 
-An entry's fields: k, the kind; t, the tier; s, tokens a block; h, the hashes, 16 bytes each without anything
-between. A snapshot: `HEAD` (format, tokens a block, event_seq, number of tiers), then for each tier its
-number, how many hashes, and these.
+Fields of a stream entry: k, the kind; t, the tier; s, tokens per block; h, the concatenated hashes of 16 bytes.
+Format of a snapshot: `HEAD` (format, tokens per block, event_seq, number of tiers), then for each tier
+`TIER_HEAD` (tier number, number of hashes) and the hashes.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -24,10 +23,12 @@ from baton.store.redis.redis_keys import Keys
 log = get_logger(__name__)
 
 MAX_STREAM_EVENTS = 8_192
-"""Of one life, about: at most 64 MiB of Redis's memory, and then only if every event is full. A worker writes
-snapshots much more often."""
+"""Approximate length limit of a stream: at most 64 MiB if every event has the maximum size.
+
+Workers write a snapshot long before this limit.
+"""
 MAX_WAIT_S = 0.5
-"""Within the time in which the connection wants an answer."""
+"""Maximum time of a blocking read; must be below the timeout of the connection."""
 
 SNAPSHOT_FORMAT = b"BKV1"
 HEAD = Struct("<4sIQB")
@@ -36,8 +37,8 @@ TIERS = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2}
 _TIER_OF = {number: tier for tier, number in TIERS.items()}
 _HASH = Struct(f"{HASH_BYTES}s")
 
-# KEYS: stream, snapshot. ARGV: time to live. Returns the id of the last entry, or '' if one of them is not
-# there, or is something else.
+# KEYS: stream, snapshot. ARGV: time to live. Returns the id of the last entry, or '' if a key is missing or has
+# the wrong type.
 _RENEW = """
 if redis.call('TYPE', KEYS[1]).ok ~= 'stream' or redis.call('TYPE', KEYS[2]).ok ~= 'string' then return '' end
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[1]) end
@@ -47,8 +48,7 @@ return last[1] and last[1][1] or ''
 
 
 class RedisKvEventFeed:
-    """Implements `KvEventFeed`. A write is one transaction: the stream and its snapshot never contradict each
-    other."""
+    """Implements `KvEventFeed`. Each write is one transaction, so a stream and its snapshot are consistent."""
 
     def __init__(self, connection: RedisConnection, keys: Keys, *, max_stream_events: int = MAX_STREAM_EVENTS) -> None:
         self._connection = connection
@@ -58,7 +58,7 @@ class RedisKvEventFeed:
     async def publish(
         self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None
     ) -> None:
-        await self._write(worker, events, ttl_s, snapshot, anew=False)
+        await self._write(worker, events, ttl_s, snapshot, replace=False)
 
     async def reset(self, snapshot: KvSnapshot, ttl_s: float) -> None:
         event = KvEvent(
@@ -67,11 +67,11 @@ class RedisKvEventFeed:
             kind=KvEventKind.RESET,
             block_size_tokens=snapshot.block_size_tokens,
         )
-        await self._write(snapshot.worker, [event], ttl_s, snapshot, anew=True)
+        await self._write(snapshot.worker, [event], ttl_s, snapshot, replace=True)
 
     async def renew(self, worker: WorkerRef, ttl_s: float) -> int:
-        stream, kept = self._keys.kv_events(worker), self._keys.kv_snapshot(worker)
-        last: str = await self._connection.call(lambda redis: redis.eval(_RENEW, 2, stream, kept, str(_ms(ttl_s))))
+        keys = self._keys.kv_events(worker), self._keys.kv_snapshot(worker)
+        last: str = await self._connection.call(lambda redis: redis.eval(_RENEW, 2, *keys, str(_ms(ttl_s))))
         return _seq_of(last.encode())
 
     async def snapshot(self, worker: WorkerRef) -> KvSnapshot | None:
@@ -81,7 +81,7 @@ class RedisKvEventFeed:
         try:
             return decode_snapshot(worker, value)
         except ValueError as error:
-            log.warning("kv_snapshot_ignored", worker=str(worker), error=str(error))
+            log.warning("kv_snapshot_rejected", worker=str(worker), error=str(error))
             return None
 
     async def read(
@@ -90,10 +90,9 @@ class RedisKvEventFeed:
         if not after:
             return {}
         worker_of = {self._keys.kv_events(worker).encode(): worker for worker in after}
-        block_ms = max(1, round(min(wait_s, MAX_WAIT_S) * 1000))  # 0 would be for ever
-        ids = [
-            f"{event_seq}-{2**64 - 1}" for event_seq in after.values()
-        ]  # past that number, whatever comes behind its dash
+        block_ms = max(1, round(min(wait_s, MAX_WAIT_S) * 1000))  # 0 would block without limit
+        # XREAD returns entries after these ids, so the second part is the maximum
+        ids = [f"{event_seq}-{2**64 - 1}" for event_seq in after.values()]
         ask = _binary("XREAD", "COUNT", max_events, "BLOCK", block_ms, "STREAMS", *worker_of, *ids)
         answer = await self._connection.call(ask)
         streams = answer.items() if isinstance(answer, dict) else answer or ()
@@ -103,45 +102,45 @@ class RedisKvEventFeed:
         }
 
     async def _write(
-        self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None, *, anew: bool
+        self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None, *, replace: bool
     ) -> None:
-        stream, kept, ttl_ms = self._keys.kv_events(worker), self._keys.kv_snapshot(worker), _ms(ttl_s)
+        stream, snapshot_key, ttl_ms = self._keys.kv_events(worker), self._keys.kv_snapshot(worker), _ms(ttl_s)
         value = encode_snapshot(snapshot) if snapshot is not None else None
 
         def write(redis: Any) -> Awaitable[Any]:
             pipeline = redis.pipeline(transaction=True)
-            if anew:
+            if replace:
                 pipeline.delete(stream)
             for event in events:
                 pipeline.xadd(
                     stream, _fields(event), id=f"{event.event_seq}-0", maxlen=self._max_stream_events, approximate=True
                 )
             if value is not None:
-                pipeline.set(kept, value)
-            written: Awaitable[Any] = pipeline.pexpire(stream, ttl_ms).pexpire(kept, ttl_ms).execute()
+                pipeline.set(snapshot_key, value)
+            written: Awaitable[Any] = pipeline.pexpire(stream, ttl_ms).pexpire(snapshot_key, ttl_ms).execute()
             return written
 
         await self._connection.call(write)
 
 
 def encode_snapshot(snapshot: KvSnapshot) -> bytes:
+    """Serialize a snapshot in the format described at the top of this module."""
+    head = HEAD.pack(SNAPSHOT_FORMAT, snapshot.block_size_tokens, snapshot.event_seq, len(snapshot.hashes))
     tiers = (
-        part for tier, hashes in snapshot.hashes.items() for part in (TIER_HEAD.pack(TIERS[tier], len(hashes)), *hashes)
+        item for tier, hashes in snapshot.hashes.items() for item in (TIER_HEAD.pack(TIERS[tier], len(hashes)), *hashes)
     )
-    return b"".join(
-        chain(
-            (HEAD.pack(SNAPSHOT_FORMAT, snapshot.block_size_tokens, snapshot.event_seq, len(snapshot.hashes)),), tiers
-        )
-    )
+    return b"".join(chain((head,), tiers))
 
 
 def decode_snapshot(worker: WorkerRef, value: bytes) -> KvSnapshot:
-    """Tiers that a later release has written are left out. Raises ValueError for what no release of ours
-    wrote."""
+    """Deserialize a snapshot. Tiers that this release does not know are skipped.
+
+    Raises ValueError if no release of Baton can have written `value`.
+    """
     try:
         format_, block_size_tokens, event_seq, num_tiers = HEAD.unpack_from(value)
         if format_ != SNAPSHOT_FORMAT:
-            raise ValueError(f"it begins with {format_!r}, not {SNAPSHOT_FORMAT!r}")
+            raise ValueError(f"the snapshot begins with {format_!r}, not {SNAPSHOT_FORMAT!r}")
         hashes: dict[Tier, tuple[BlockHash, ...]] = {}
         at = HEAD.size
         for _ in range(num_tiers):
@@ -149,12 +148,12 @@ def decode_snapshot(worker: WorkerRef, value: bytes) -> KvSnapshot:
             at += TIER_HEAD.size
             end = at + count * HASH_BYTES
             if end > len(value):
-                raise ValueError(f"it ends {end - len(value)} bytes early")
+                raise ValueError(f"the snapshot is {end - len(value)} bytes too short")
             if (tier := _TIER_OF.get(number)) is not None:
                 hashes[tier] = tuple(_hashes(value[at:end]))
             at = end
         if at != len(value):
-            raise ValueError(f"{len(value) - at} bytes are left over")
+            raise ValueError(f"the snapshot is {len(value) - at} bytes too long")
     except StructError as error:
         raise ValueError(str(error)) from error
     return KvSnapshot(worker=worker, event_seq=event_seq, block_size_tokens=block_size_tokens, hashes=hashes)
@@ -196,7 +195,7 @@ def _hashes(value: bytes) -> Iterator[BlockHash]:
 
 
 def _seq_of(entry_id: bytes) -> int:
-    """0 for ''. What stands behind the dash is 0, but for an entry that is not ours."""
+    """Return the event number of an entry id, or 0 for ''. Baton's entries have 0 after the dash."""
     return int(entry_id.partition(b"-")[0] or 0)
 
 
@@ -205,5 +204,5 @@ def _ms(ttl_s: float) -> int:
 
 
 def _binary(*command: Any) -> Callable[[Any], Awaitable[Any]]:
-    """A call whose answer is bytes: the connection reads text otherwise."""
+    """Return a call that yields bytes instead of decoded text."""
     return lambda redis: redis.execute_command(*command, **{NEVER_DECODE: True})

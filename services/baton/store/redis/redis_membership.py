@@ -1,5 +1,4 @@
-"""Membership in Redis: a hash a member that ends with its announcement, and a set of ids, so that listing is
-one round trip."""
+"""Stores membership in Redis: an expiring hash per member, and a set of ids for listing in one round trip."""
 
 import json
 
@@ -12,10 +11,10 @@ from baton.store.redis.redis_keys import Keys
 log = get_logger(__name__)
 
 INDEX_TTL_MS = 86_400_000
-"""A cluster that is gone for a day leaves no key behind."""
+"""Lifetime of the set of ids, after which no key of a stopped cluster remains."""
 
-# KEYS: the set of ids. ARGV: what a member's key begins with. Returns the values of living members, and
-# forgets the others.
+# KEYS: the set of ids. ARGV: the prefix of member keys. Returns the values of members whose hash exists, and
+# removes the other ids.
 _LIST = """
 local values = {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
@@ -25,14 +24,14 @@ end
 return values
 """
 
-# KEYS: the member's key. ARGV: the epoch that leaves. A later life that has announced itself stays.
+# KEYS: the member's key. ARGV: the epoch to withdraw. A later incarnation that has announced itself is kept.
 _WITHDRAW = """
 if redis.call('HGET', KEYS[1], 'epoch') == ARGV[1] then redis.call('DEL', KEYS[1]) end
 """
 
 
 class RedisMembership:
-    """Implements `Membership`. A member is known by its id: a new life replaces the old one."""
+    """Implements `Membership`. A member is identified by its id, so a new incarnation replaces the old one."""
 
     def __init__(self, connection: RedisConnection, keys: Keys) -> None:
         self._connection = connection
@@ -59,17 +58,17 @@ class RedisMembership:
     async def members(self, kind: MemberKind) -> tuple[Member, ...]:
         index, prefix = self._keys.members(kind), self._keys.member_prefix(kind)
         values: list[str] = await self._connection.call(lambda redis: redis.eval(_LIST, 1, index, prefix))
-        found = (_member(value, kind) for value in values)
+        found = (_parse_member(value, kind) for value in values)
         return tuple(sorted((member for member in found if member is not None), key=lambda member: member.member_id))
 
 
-def _member(value: str, kind: MemberKind) -> Member | None:
-    """None for a value that no release of ours wrote: somebody else's mistake must not stop a cluster."""
+def _parse_member(value: str, kind: MemberKind) -> Member | None:
+    """Parse a stored member; None if no release of Baton can have written it, so that it stops nothing."""
     try:
         member = from_plain(Member, json.loads(value))
         if member.kind is not kind:
-            raise ValueError(f"it is a {member.kind.value}")
+            raise ValueError(f"the stored kind is {member.kind.value}, not {kind.value}")
     except (ValueError, RecursionError) as error:
-        log.warning("member_ignored", kind=kind.value, error=str(error))
+        log.warning("stored_member_rejected", kind=kind.value, error=str(error))
         return None
     return member
