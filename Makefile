@@ -13,7 +13,7 @@ STAMP := $(VENV)/.baton-setup
 PYTHON ?= python3
 export PROMPT ?= What does os.path.join do?
 
-.PHONY: setup run test test-long test-triton check check-deploy chart proto bench clean
+.PHONY: setup run test test-long test-triton check check-deploy proto bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -34,11 +34,11 @@ $(STAMP): pyproject.toml constraints.txt
 run: setup
 	@exec $(BIN)/baton up --first-prompt "$$PROMPT" $(if $(filter-out 0,$(RUN_ONCE)),--once) $(ARGS)
 
-test: setup check chart
+test: setup check
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # Some tests alone, as ARGS may ask for, are without the interpreted ones: pytest ends with an error where it is left with none.
-test-long: setup check chart
+test-long: setup check
 	BATON_TEST_LONG=1 $(BIN)/python -m pytest -m '' $(ARGS)
 	$(if $(ARGS),,$(MAKE) test-triton)
 
@@ -53,13 +53,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# The chart's tests, which `make test` runs, too. The first time it builds what renders the chart.
-check-deploy: chart
+# The chart's tests, which `make test` runs, too.
+check-deploy: setup
 	$(BIN)/python tools/gen_chart.py --check
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/deploy $(ARGS)
-
-chart: setup
-	@$(BIN)/python -m tests.deploy.renderer
 
 proto: setup
 	$(BIN)/python tools/gen_proto.py

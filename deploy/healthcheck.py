@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Whether the service of this container lives: asks `/health` at its admin port (BATON_ADMIN_PORT), or at the
-gateway's HTTP port."""
+"""Health check of a container: requests `/health` at the admin port (BATON_ADMIN_PORT) or the gateway's HTTP port."""
 
 import os
 import ssl
@@ -12,9 +11,9 @@ TIMEOUT_S = 4.0
 
 
 def main() -> int:
-    """0 while it lives, else 1 with the reason on standard error."""
+    """Return 0 if the service is healthy, else 1 with the reason on standard error."""
     port = os.environ.get("BATON_ADMIN_PORT") or os.environ.get("BATON_HTTP_PORT") or "8000"
-    # The gateway's own port may speak TLS; whose certificate that is does not matter from inside.
+    # The gateway's port may use TLS. Its certificate need not be verified from inside the container.
     has_tls = "BATON_ADMIN_PORT" not in os.environ and "BATON_FRONT_TLS_CERT" in os.environ
     context = ssl._create_unverified_context() if has_tls else None
     url = f"{'https' if has_tls else 'http'}://127.0.0.1:{port}/health"

@@ -76,7 +76,7 @@ def readme_text() -> str:
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     rows = "\n".join(f"| `{path}` | {_shown(default)} | {words} |" for path, default, words in described_values())
-    return f"{before}{BEGIN}\n| value | default | what it is |\n| --- | --- | --- |\n{rows}\n{END}{after}"
+    return f"{before}{BEGIN}\n| value | default | description |\n| --- | --- | --- |\n{rows}\n{END}{after}"
 
 
 def described_values() -> Iterator[tuple[str, Any, str]]:

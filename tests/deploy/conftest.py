@@ -1,4 +1,4 @@
-"""Each set of values is rendered once, and shared by all tests of a process."""
+"""Fixtures that render the chart. Each set of values is rendered once per process and shared by all tests."""
 
 from collections.abc import Callable
 
@@ -13,6 +13,7 @@ Rendered = Callable[[str], tuple[Doc, ...]]
 
 @pytest.fixture(scope="session")
 def helm() -> Renderer:
+    """The renderer. Tests are skipped where Helm's library is not available."""
     found = renderer.find()
     if isinstance(found, str):
         pytest.skip(found)
@@ -20,17 +21,8 @@ def helm() -> Renderer:
 
 
 @pytest.fixture(scope="session")
-def chartrender() -> Renderer:
-    """For what `helm template` cannot show: NOTES.txt, and what `lookup` finds."""
-    found = renderer.own()
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
-
-
-@pytest.fixture(scope="session")
 def rendered(helm: Renderer) -> Rendered:
-    """The objects of a set of values, by its name."""
+    """A function that returns the objects of a named set of values."""
     known: dict[str, tuple[Doc, ...]] = {}
 
     def render(name: str) -> tuple[Doc, ...]:

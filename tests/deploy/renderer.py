@@ -1,18 +1,15 @@
-"""Renders the chart as Helm would: with `helm` where it is on the PATH, else with `chartrender/`, which is
-built once; notes and what `lookup` finds, for which helm wants a cluster, always with the latter.
+"""Renders the chart with Helm itself: its Go SDK, which the package `helm-python-sdk` contains as a library.
 
-`python -m tests.deploy.renderer` builds it, ahead of the tests, and says what there is.
+The package has wheels for some platforms only. Elsewhere, tests of the chart are skipped.
 """
 
-import fcntl
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import sha256
+import importlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,110 +17,141 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "baton"
-SOURCE = Path(__file__).parent / "chartrender"
 RELEASE, NAMESPACE = "rel", "serving"
-BUILD_LIMIT_S, RENDER_LIMIT_S = 600.0, 30.0
+NOTES = "templates/NOTES.txt"
 
 Doc: TypeAlias = dict[str, Any]
 
 
 class RenderError(Exception):
-    """The chart refused these values; the message is what a user would see."""
+    """Helm refused the values. The message is the one that a user would see."""
+
+    def mentions(self, words: str) -> bool:
+        """Return True if the message contains these words. A path in it may use dots or slashes."""
+        return words in str(self) or words in str(self).replace("/", ".")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Renderer:
-    """One of the two programs. `is_helm`: it has no -lookup and no -notes."""
+    """Renders the chart without a cluster. All methods raise RenderError."""
 
-    program: Path
-    is_helm: bool
+    def __init__(self, helm: Any) -> None:
+        """`helm`: the module of the package."""
+        self._helm = helm
 
-    def text(
+    def text(self, values: Mapping[str, Any], **options: Any) -> str:
+        """Return everything that is sent to Kubernetes, as YAML. Options as in `templates`."""
+        return _joined(self.templates(values, **options))
+
+    def docs(self, values: Mapping[str, Any], **options: Any) -> tuple[Doc, ...]:
+        """Return the objects that are sent to Kubernetes. Options as in `templates`."""
+        return parse(self.text(values, **options))
+
+    def notes(self, values: Mapping[str, Any], **options: Any) -> str:
+        """Return the text that `helm install` prints. Options as in `templates`."""
+        return next(text for path, text in self.templates(values, **options).items() if path.endswith(NOTES))
+
+    def templates(
         self,
         values: Mapping[str, Any],
         *,
         files: Sequence[Path] = (),
         chart: Path = CHART,
         namespace: str = NAMESPACE,
-        flags: Sequence[str] = (),
-    ) -> str:
-        """What is sent to Kubernetes. `values` go over `files`. Raises RenderError."""
-        with tempfile.TemporaryDirectory() as directory:
-            own = Path(directory) / "values.yaml"
-            own.write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
-            inputs = [argument for file in (*files, own) for argument in ("-f", str(file))]
-            if self.is_helm:
-                command = [
-                    "template",
-                    RELEASE,
-                    str(chart),
-                    "--namespace",
-                    namespace,
-                    "--kube-version",
-                    "1.33.0",
-                    *inputs,
-                    *flags,
-                ]
-            else:
-                command = ["-name", RELEASE, "-namespace", namespace, *inputs, *flags, str(chart)]
-            done = subprocess.run([self.program, *command], capture_output=True, text=True, timeout=RENDER_LIMIT_S)
-        if done.returncode:
-            raise RenderError(done.stderr)
-        return done.stdout
+    ) -> dict[str, str]:
+        """Render an install. Return the text of each template by its path.
 
-    def docs(self, values: Mapping[str, Any], **options: Any) -> tuple[Doc, ...]:
-        """The same as objects."""
-        return parse(self.text(values, **options))
+        files: values files. Later files take precedence, and `values` over all of them.
+        """
+        with self._loaded(chart) as loaded:
+            rendered: dict[str, str] = loaded.render(
+                _merged_files(values, files), name=RELEASE, namespace=namespace, is_install=True
+            )
+            return rendered
+
+    def upgrade_docs(self, values: Mapping[str, Any], existing: Sequence[Doc]) -> tuple[Doc, ...]:
+        """Return the objects of an upgrade in a cluster where `lookup` finds the existing Secrets."""
+        with api_server(existing) as kubeconfig, self._loaded(CHART) as loaded:
+            config = self._helm.Config(kubeconfig_content=kubeconfig, namespace=NAMESPACE)
+            with config:
+                rendered = config.render(
+                    loaded, _plain(values), name=RELEASE, namespace=NAMESPACE, is_install=False, is_upgrade=True
+                )
+        return parse(_joined(rendered))
+
+    @contextmanager
+    def _loaded(self, chart: Path) -> Iterator[Any]:
+        try:
+            with self._helm.Chart.load(chart) as loaded:
+                yield loaded
+        except self._helm.HelmError as error:
+            raise RenderError(str(error)) from error
 
 
 def parse(text: str) -> tuple[Doc, ...]:
-    """The objects in a stream of YAML."""
+    """Return the objects in a stream of YAML documents."""
     return tuple(doc for doc in yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if doc)
 
 
-@lru_cache
+@cache
 def find() -> Renderer | str:
-    """The renderer, or why there is none."""
-    if helm := shutil.which("helm"):
-        return Renderer(program=Path(helm), is_helm=True)
-    return own()
+    """Return the renderer, or the reason why there is none."""
+    try:
+        return Renderer(importlib.import_module("helm_python"))
+    except ImportError as error:
+        return f"helm: helm-python-sdk cannot be used on this machine: {error}"
 
 
-@lru_cache
-def own() -> Renderer | str:
-    """`chartrender/`, or why there is none."""
-    if (program := _program()).exists():
-        return Renderer(program=program, is_helm=False)
-    return "helm: no chartrender in its place: `make chart` builds it, or says why it cannot"
+@contextmanager
+def api_server(secrets: Sequence[Doc]) -> Iterator[str]:
+    """Serve these Secrets as a Kubernetes API server does. Yields a kubeconfig."""
+    paths = {f"/api/v1/namespaces/{s['metadata']['namespace']}/secrets/{s['metadata']['name']}": s for s in secrets}
+    resource = {"name": "secrets", "singularName": "secret", "namespaced": True, "kind": "Secret", "verbs": ["get"]}
+    paths["/api/v1"] = {"kind": "APIResourceList", "groupVersion": "v1", "resources": [resource]}
+    not_found = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = paths.get(self.path.partition("?")[0])
+            body = json.dumps(found or not_found).encode()
+            self.send_response(200 if found else 404)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Keep the output of the tests clean."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    cluster = {"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+    context = {"name": "test", "context": {"cluster": "test", "user": ""}}
+    config = {"apiVersion": "v1", "kind": "Config", "clusters": [cluster], "contexts": [context]}
+    try:
+        yield json.dumps({**config, "current-context": "test"})
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
-def build() -> str:
-    """Build `chartrender/` where it is not yet; where it is then, or why it is not. One process builds, the
-    others wait for it."""
-    program = _program()
-    if program.exists():
-        return str(program)
-    program.parent.mkdir(parents=True, exist_ok=True)
-    with (program.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if program.exists():
-            return str(program)
-        unfinished = program.with_suffix(".new")
-        command = ["timeout", f"{BUILD_LIMIT_S:.0f}", "bash", str(SOURCE / "build.sh"), str(unfinished)]
-        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            return f"no chartrender, so tests that need it are skipped: {said[-1]}"
-        unfinished.rename(program)
-    return str(program)
+def _joined(templates: Mapping[str, str]) -> str:
+    return "\n---\n".join(text for path, text in sorted(templates.items()) if not path.endswith(NOTES))
 
 
-def _program() -> Path:
-    """Where the program of these sources is, or will be: beside the project's Python."""
-    files = sorted(SOURCE.iterdir())
-    version = sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    return Path(sys.prefix) / "chartrender" / version
+def _merged_files(values: Mapping[str, Any], files: Sequence[Path]) -> Any:
+    """Merge values files and values as `helm -f` does. Null stays, because Helm removes defaults with it."""
+    merged: Any = {}
+    for layer in (*(yaml.safe_load(file.read_text(encoding="utf-8")) for file in files), _plain(values)):
+        merged = _merged(merged, layer)
+    return merged
 
 
-if __name__ == "__main__":
-    sys.stdout.write(f"chart      {build()}\n")
+def _merged(below: Any, above: Any) -> Any:
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return {**below, **{name: _merged(below.get(name), value) for name, value in above.items()}}
+
+
+def _plain(values: Mapping[str, Any]) -> Any:
+    """Convert mappings and tuples to the types of JSON."""
+    return json.loads(json.dumps(values, default=dict))

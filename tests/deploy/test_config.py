@@ -262,18 +262,16 @@ def test_each_release_has_keys_of_its_own(helm: Renderer) -> None:
     assert first["keys.yaml"].splitlines()[0] != second["keys.yaml"].splitlines()[0]
 
 
-def test_an_upgrade_keeps_what_an_install_generated(chartrender: Renderer, rendered: Rendered, tmp_path: Path) -> None:
+def test_upgrade_keeps_generated_secrets(helm: Renderer, rendered: Rendered) -> None:
     installed = [stored(secret) for secret in of_kind(rendered("default"), "Secret")]
-    there = tmp_path / "there.yaml"
-    there.write_text(yaml.safe_dump(installed))
-    upgraded = chartrender.docs({}, flags=["-lookup", str(there)])
+    upgraded = helm.upgrade_docs({}, existing=installed)
 
     assert [secret["data"] for secret in of_kind(upgraded, "Secret")] == [secret["data"] for secret in installed]
     assert len(installed) == 3
 
 
 def stored(secret: Mapping[str, Any]) -> dict[str, Any]:
-    """A Secret as Kubernetes gives it back."""
+    """Return a Secret as Kubernetes stores it."""
     texts = {name: base64.b64encode(text.encode()).decode() for name, text in secret.get("stringData", {}).items()}
     return {key: secret[key] for key in ("apiVersion", "kind", "metadata")} | {
         "data": {**secret.get("data", {}), **texts}

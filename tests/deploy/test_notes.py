@@ -14,13 +14,13 @@ from tests.deploy.test_config import parse_command
 from tests.deploy.value_sets import SETS
 
 
-def notes(chartrender: Renderer, name: str) -> str:
-    return chartrender.text(SETS[name].values, files=SETS[name].files, flags=["-notes"])
+def notes(helm: Renderer, name: str) -> str:
+    return helm.notes(SETS[name].values, files=SETS[name].files)
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_there_is_a_first_request(chartrender: Renderer, name: str) -> None:
-    text = notes(chartrender, name)
+def test_there_is_a_first_request(helm: Renderer, name: str) -> None:
+    text = notes(helm, name)
 
     assert "/v1/completions" in text
     assert "<no value>" not in text
@@ -28,17 +28,17 @@ def test_there_is_a_first_request(chartrender: Renderer, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_status_is_asked_in_the_pod_itself(chartrender: Renderer, name: str) -> None:
+def test_the_status_is_asked_in_the_pod_itself(helm: Renderer, name: str) -> None:
     """A certificate's name may lead elsewhere, or nowhere: it is what is checked, not what is dialled."""
-    (command,) = re.findall(r"baton status [^']*", notes(chartrender, name))
+    (command,) = re.findall(r"baton status [^']*", notes(helm, name))
     arguments = shlex.split(re.sub(r"\$\(.*?\)", "system", command))[1:]
     parse_command(arguments)
     assert arguments[arguments.index("--gateway") + 1].startswith("localhost:")
     assert ("--gateway-name" in arguments) == SETS[name].values.get("frontTls", {}).get("enabled", False)
 
 
-def test_the_try_out_says_what_production_needs(chartrender: Renderer) -> None:
-    text = notes(chartrender, "default")
+def test_the_try_out_says_what_production_needs(helm: Renderer) -> None:
+    text = notes(helm, "default")
     for value in (
         "config.model",
         "redis.existingSecret",
@@ -50,13 +50,13 @@ def test_the_try_out_says_what_production_needs(chartrender: Renderer) -> None:
         assert f"- {value}" in text
 
 
-def test_production_is_not_told_what_it_has(chartrender: Renderer) -> None:
-    assert "Before production" not in notes(chartrender, "8p8d-rdma")
+def test_notes_of_a_production_setup_list_no_changes(helm: Renderer) -> None:
+    assert "Change before production" not in notes(helm, "8p8d-rdma")
 
 
-def test_gpus_without_rdma_are_told_so(chartrender: Renderer) -> None:
-    assert "KV goes over TCP" in notes(chartrender, "gpu-node")
-    assert "KV goes over TCP" not in notes(chartrender, "8p8d-rdma")
+def test_notes_warn_about_gpus_without_rdma(helm: Renderer) -> None:
+    assert "KV is transferred over TCP" in notes(helm, "gpu-node")
+    assert "KV is transferred over TCP" not in notes(helm, "8p8d-rdma")
 
 
 def test_the_helm_test_is_a_program(rendered: Rendered) -> None:

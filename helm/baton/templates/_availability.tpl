@@ -1,4 +1,4 @@
-{{/* PodDisruptionBudget; none where there is one pod, since it would keep its node from being drained. root, component, name, values, min, maxUnavailable, pool? */}}
+{{/* PodDisruptionBudget. None for a single pod, because it would block the drain of its node. Arguments: root, component, name, values, min, maxUnavailable, pool? */}}
 {{- define "baton.pdb" -}}
 {{- if and .values.pdb.enabled (gt (int .min) 1) }}
 ---
@@ -15,7 +15,7 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* KEDA ScaledObject over a Deployment. root, component, name, autoscaling, stabilization, triggers (list of query, threshold), pool? */}}
+{{/* KEDA ScaledObject of a Deployment. Arguments: root, component, name, autoscaling, stabilization, triggers (list of query, threshold), pool? */}}
 {{- define "baton.scaledObject" -}}
 ---
 apiVersion: keda.sh/v1alpha1
@@ -34,7 +34,7 @@ spec:
     horizontalPodAutoscalerConfig:
       behavior:
         scaleDown:
-          # No shorter than a cold start, or what was just started goes again.
+          # At least a cold start, else a pod that was just started would be removed again.
           stabilizationWindowSeconds: {{ int .stabilization }}
           policies:
             - {type: Pods, value: 1, periodSeconds: 60}

@@ -1,4 +1,4 @@
-{{/* The config files of the services, in their loaders' own words. What the chart itself decides stands here and not in values. */}}
+{{/* The config files of the services. Settings that the chart determines are set here and not in values. */}}
 
 {{- define "baton.config.tls" -}}
 {{- if .Values.tls.enabled }}
@@ -29,7 +29,7 @@ ray_address: {{ include "baton.ray.address" . }}
 ray_placement: role
 {{- end -}}
 
-{{/* How many workers of each role. Of a pool that scales the fewest: each pod that comes offers a place for one more. */}}
+{{/* The number of workers of each role. For an autoscaled pool it is the minimum: each new pod offers a place for one more. */}}
 {{- define "baton.config.workers" -}}
 {{- $count := dict "prefill" 0 "decode" 0 "hybrid" 0 -}}
 {{- range (include "baton.pools" . | fromYaml).pools -}}
@@ -42,7 +42,7 @@ ray_placement: role
 {{- toYaml $count -}}
 {{- end -}}
 
-{{/* What no worker is made anew for. A worker may take as long as the pool allows that allows most. */}}
+{{/* Settings whose change restarts no worker. The start timeout is the largest one of all pools. */}}
 {{- define "baton.config.ofFleet" -}}
 {{- include "baton.config.workers" . }}
 {{- $seconds := 0 -}}
@@ -51,19 +51,19 @@ worker_start_s: {{ $seconds }}
 scale_with_nodes: {{ eq .Values.runtime.mode "ray-in-pods" }}
 {{- end -}}
 
-{{/* One service's settings. root, service */}}
+{{/* The settings of one service. Arguments: root, service */}}
 {{- define "baton.config" -}}
 {{- $own := (index .root.Values .service).config -}}
 {{- $ours := include (printf "baton.config.%s" .service) .root | fromYaml -}}
 {{- toYaml (mergeOverwrite (deepCopy .root.Values.config) (deepCopy $own) $ours) -}}
 {{- end -}}
 
-{{/* A pod is made anew when its own settings change; workers not when there are more or fewer of them. */}}
+{{/* A pod is restarted if its settings change, but workers are not restarted if their number changes. */}}
 {{- define "baton.config.checksum" -}}
 checksum/config: {{ include "baton.config" . | sha256sum }}
 {{- end -}}
 
-{{/* What clients call the model. */}}
+{{/* The model name that clients use. */}}
 {{- define "baton.servedModel" -}}
 {{- $settings := include "baton.config" (dict "root" . "service" "gateway") | fromYaml -}}
 {{- default $settings.model $settings.served_model_name -}}

@@ -4,14 +4,14 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* What all objects begin with. 35 characters: the longest name made of it is -worker-POOL, and it is a label's value. */}}
+{{/* Prefix of all object names. At most 35 characters, because NAME-worker-POOL must fit into a label value. */}}
 {{- define "baton.fullname" -}}
 {{- $name := include "baton.name" . -}}
 {{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- default $full .Values.fullnameOverride | trunc 35 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* What a pod is selected by, in every mode. root, component, pool? */}}
+{{/* Selector labels of pods, in every mode. Arguments: root, component, pool? */}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: {{ include "baton.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -21,7 +21,7 @@ baton.internal/pool: {{ .name }}
 {{- end }}
 {{- end -}}
 
-{{/* Of a pod: nothing that changes with the chart's version, or every release would start all workers anew. root, component, pool? */}}
+{{/* Labels of pods. None depends on the chart's version, else every release would restart all workers. Arguments: root, component, pool? */}}
 {{- define "baton.podLabels" -}}
 {{ include "baton.selector" . }}
 {{- with .pool }}
@@ -32,7 +32,7 @@ baton.internal/role: {{ .role }}
 {{- end }}
 {{- end -}}
 
-{{/* root, component, pool? */}}
+{{/* Labels of other objects. Arguments: root, component, pool? */}}
 {{- define "baton.labels" -}}
 {{ include "baton.podLabels" . }}
 app.kubernetes.io/part-of: baton
@@ -41,7 +41,7 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{/* An object's metadata. root, component, name, pool?, annotations?, labels? */}}
+{{/* Metadata of an object. Arguments: root, component, name, pool?, annotations?, labels? */}}
 {{- define "baton.metadata" -}}
 name: {{ .name }}
 namespace: {{ .root.Release.Namespace }}
@@ -56,13 +56,13 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* A map of registry, repository, tag, digest. */}}
+{{/* The reference of an image, from a map of registry, repository, tag and digest. */}}
 {{- define "baton.imageReference" -}}
 {{- $name := ternary .repository (printf "%s/%s" .registry .repository) (empty .registry) -}}
 {{- if .digest }}{{ $name }}@{{ .digest }}{{ else }}{{ $name }}:{{ .tag }}{{ end -}}
 {{- end -}}
 
-{{/* Baton's image. root, image? (what differs) */}}
+{{/* Baton's image. Arguments: root, image? (overrides) */}}
 {{- define "baton.image" -}}
 {{- $image := mergeOverwrite (deepCopy .root.Values.image) (deepCopy (default dict .image)) -}}
 {{- $tag := default (printf "%s-%s" .root.Chart.AppVersion $image.variant) $image.tag -}}
@@ -74,11 +74,11 @@ annotations:
 {{- end -}}
 
 {{- define "baton.serviceAccountName" -}}
-{{- /* What fetches the model comes before the accounts. */ -}}
+{{- /* The download Job runs before the ServiceAccounts exist. */ -}}
 {{- if and .root.Values.serviceAccounts.create (ne .component "fetch") }}{{ include "baton.fullname" .root }}-{{ .component }}{{ else }}default{{ end -}}
 {{- end -}}
 
-{{/* Names of Secrets: yours, or ours. */}}
+{{/* Names of Secrets: the existing or the generated one. */}}
 {{- define "baton.secret.apiKeys" -}}
 {{- default (printf "%s-api-keys" (include "baton.fullname" .)) .Values.apiKeys.existingSecret -}}
 {{- end -}}
@@ -92,24 +92,24 @@ annotations:
 {{- default (printf "%s-ray" (include "baton.fullname" .)) .Values.ray.existingSecret -}}
 {{- end -}}
 
-{{/* Names in the certificate of the gateway's ports: {names: […]}. */}}
+{{/* DNS names in the certificate of the gateway's ports: {names: […]}. */}}
 {{- define "baton.front.names" -}}
 {{- $service := printf "%s-gateway" (include "baton.fullname" .) -}}
 {{- $ofService := list $service (printf "%s.%s" $service .Release.Namespace) (printf "%s.%s.svc" $service .Release.Namespace) -}}
 {{- toYaml (dict "names" (default $ofService .Values.frontTls.dnsNames)) -}}
 {{- end -}}
 
-{{/* The name that a client inside asks the certificate for. */}}
+{{/* The name that clients inside the cluster verify in the certificate. */}}
 {{- define "baton.front.name" -}}
 {{- (include "baton.front.names" . | fromYaml).names | first | replace "*." "any." -}}
 {{- end -}}
 
-{{/* "true" where the bundled Redis is used. */}}
+{{/* "true" if the bundled Redis is used. */}}
 {{- define "baton.redis.isBundled" -}}
 {{- if not (or .Values.redis.url .Values.redis.existingSecret) }}true{{ end -}}
 {{- end -}}
 
-{{/* The pools, each with its defaults: {pools: […]}. */}}
+{{/* The pools, merged over their defaults: {pools: […]}. */}}
 {{- define "baton.pools" -}}
 {{- $pools := list -}}
 {{- $names := dict -}}
@@ -121,13 +121,13 @@ annotations:
 {{- toYaml (dict "pools" $pools) -}}
 {{- end -}}
 
-{{/* Where Ray's head is found. */}}
+{{/* Address of Ray's head. */}}
 {{- define "baton.ray.address" -}}
 {{- $service := ternary "head-svc" "ray-head" (eq .Values.runtime.mode "kuberay") -}}
 {{ include "baton.fullname" . }}-{{ $service }}:{{ int .Values.ray.port }}
 {{- end -}}
 
-{{/* Seconds, as a whole number, of a duration that may have a part. */}}
+{{/* A duration in seconds, rounded up to an integer. */}}
 {{- define "baton.seconds" -}}
 {{- ceil . | int -}}
 {{- end -}}

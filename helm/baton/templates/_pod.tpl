@@ -1,9 +1,9 @@
 {{/*
-Parts of pods. `uses` says what a container needs, and both its volumes and its mounts follow from it:
+Parts of pods. `uses` lists what a container needs. Its volumes and mounts follow from this list:
 config, api-keys, tls, front-tls, front-ca, model, shm. Every container has /tmp and the cache.
 */}}
 
-{{/* What a service's pod uses. root, uses */}}
+{{/* The list of what a pod uses, without disabled features. Arguments: root, uses */}}
 {{- define "baton.uses" -}}
 {{- $uses := .uses -}}
 {{- if not .root.Values.tls.enabled }}{{ $uses = without $uses "tls" }}{{ end -}}
@@ -13,7 +13,7 @@ config, api-keys, tls, front-tls, front-ca, model, shm. Every container has /tmp
 {{- toYaml (dict "uses" $uses) -}}
 {{- end -}}
 
-{{/* root, component, uses, values, shmSize? */}}
+{{/* Volumes of a pod. Arguments: root, component, uses, values, shmSize? */}}
 {{- define "baton.volumes" -}}
 {{- $v := .root.Values -}}
 {{- $uses := (include "baton.uses" . | fromYaml).uses -}}
@@ -47,7 +47,7 @@ config, api-keys, tls, front-tls, front-ca, model, shm. Every container has /tmp
   secret:
     secretName: {{ include "baton.secret.frontTls" .root }}
     items: [{key: ca.crt, path: ca.crt}]
-    # What a public authority signed has none.
+    # A certificate of a public CA has none.
     optional: true
 {{- end }}
 {{- if has "model" $uses }}
@@ -67,7 +67,7 @@ config, api-keys, tls, front-tls, front-ca, model, shm. Every container has /tmp
 {{- end }}
 {{- end -}}
 
-{{/* root, uses, values */}}
+{{/* Volume mounts of a container. Arguments: root, uses, values */}}
 {{- define "baton.volumeMounts" -}}
 {{- $v := .root.Values -}}
 {{- $uses := (include "baton.uses" . | fromYaml).uses -}}
@@ -98,7 +98,7 @@ config, api-keys, tls, front-tls, front-ca, model, shm. Every container has /tmp
 {{- end }}
 {{- end -}}
 
-{{/* Where a process may write, with a root file system that it may not. */}}
+{{/* Environment variables that point to the writable volumes, because the root file system is read-only. */}}
 {{- define "baton.env.places" -}}
 - {name: HOME, value: /tmp}
 - {name: XDG_CACHE_HOME, value: /var/cache/baton}
@@ -132,7 +132,7 @@ config, api-keys, tls, front-tls, front-ca, model, shm. Every container has /tmp
 {{- default (printf "%s-redis" (include "baton.fullname" .)) .Values.redis.bundled.existingSecret -}}
 {{- end -}}
 
-{{/* Where the hub's own tools keep and find models. */}}
+{{/* Environment variables of the hub client: its cache and token. */}}
 {{- define "baton.env.hub" -}}
 - {name: HF_HOME, value: /var/cache/baton/huggingface}
 {{- with .Values.model.hub.existingSecret }}
@@ -152,12 +152,12 @@ config, api-keys, tls, front-tls, front-ca, model, shm. Every container has /tmp
 {{- end }}
 {{- end -}}
 
-{{/* "true" where the operator gives Ray's containers their token itself. */}}
+{{/* "true" if the KubeRay operator passes the token to Ray's containers. */}}
 {{- define "baton.ray.operatorHasToken" -}}
 {{- if and (eq .Values.runtime.mode "kuberay") (eq .Values.kuberay.apiLevel "1.6") }}true{{ end -}}
 {{- end -}}
 
-{{/* root, isOperators: whether it is a container of KubeRay's */}}
+{{/* Environment of Ray's containers. Arguments: root, isOperators (a container of KubeRay) */}}
 {{- define "baton.env.ray" -}}
 {{- if not (and .isOperators (include "baton.ray.operatorHasToken" .root)) }}
 - {name: RAY_AUTH_MODE, value: token}
@@ -165,21 +165,21 @@ config, api-keys, tls, front-tls, front-ca, model, shm. Every container has /tmp
   valueFrom: {secretKeyRef: {name: {{ include "baton.secret.ray" .root }}, key: auth_token}}
 {{- end }}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
-# What workers log is the pod's log, and not files in /tmp; Ray's own processes say little there.
+# Workers log to the pod's log instead of files in /tmp. Ray's own processes log little.
 - {name: RAY_LOG_TO_STDERR, value: "1"}
 - {name: RAY_BACKEND_LOG_LEVEL, value: error}
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
-# A node is never idle while its worker lives: the worker has been drained before, by preStop.
+# A node is never idle while its worker lives, and preStop has already drained the worker.
 - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "0"}
 {{- end -}}
 
-{{/* root, values, image? */}}
+{{/* Image and pull policy of a container. Arguments: root, values, image? */}}
 {{- define "baton.container.image" -}}
 image: {{ include "baton.image" . | quote }}
 imagePullPolicy: {{ include "baton.pullPolicy" . }}
 {{- end -}}
 
-{{/* port, path, then what is not a default of Kubernetes */}}
+{{/* An HTTP probe. Arguments: port, path, and probe settings that differ from Kubernetes' defaults */}}
 {{- define "baton.probe.http" -}}
 httpGet: {path: {{ .path }}, port: {{ .port }}}
 periodSeconds: {{ default 5 .period }}
@@ -187,25 +187,25 @@ timeoutSeconds: 3
 failureThreshold: {{ default 3 .failures }}
 {{- end -}}
 
-{{/* Once a started process has had its time: `seconds`, looked at every 5. */}}
+{{/* Failure threshold of a startup probe for `seconds`, with a period of 5 seconds. */}}
 {{- define "baton.probe.startupFailures" -}}
 {{- divf . 5 | ceil | int -}}
 {{- end -}}
 
-{{/* Endpoints, proxies and balancers need a moment to send nobody here any more; the process itself says 503 at once. */}}
+{{/* Wait until endpoints, proxies and load balancers have stopped sending requests. The process then answers 503 immediately. */}}
 {{- define "baton.preStop.sleep" -}}
 preStop: {exec: {command: [sleep, {{ int .Values.drain.endpointPropagationSeconds | quote }}]}}
 {{- end -}}
 
 {{/*
-How long Kubernetes waits between preStop and SIGKILL: what preStop takes, what the process may take to drain, what it then waits for, and
-ten seconds to end. root, drain_s, after? (seconds)
+The termination grace period: the preStop sleep, the drain time of the process, the wait after it, and ten seconds to exit.
+Arguments: root, drain_s, after? (seconds)
 */}}
 {{- define "baton.grace" -}}
 {{- add (int .root.Values.drain.endpointPropagationSeconds) (include "baton.seconds" .drain_s | int) (default 0 .after | int) 10 -}}
 {{- end -}}
 
-{{/* Beyond its drain decode hands over what it still runs (5 s), and prefill keeps KV until its readers have it, at most a lease. root, pool */}}
+{{/* Seconds after the drain: decode workers hand over running requests (5 s), prefill workers keep KV for readers (one lease). Arguments: root, pool */}}
 {{- define "baton.afterDrain.worker" -}}
 {{- $handOver := ternary 0 5 (eq .pool.role "prefill") -}}
 {{- $lease := ternary 0 (include "baton.seconds" .root.Values.fleet.config.lease_s | int) (eq .pool.role "decode") -}}
@@ -216,12 +216,12 @@ ten seconds to end. root, drain_s, after? (seconds)
 {{- include "baton.grace" (dict "root" .root "drain_s" .root.Values.fleet.config.drain_s "after" (include "baton.afterDrain.worker" .)) -}}
 {{- end -}}
 
-{{/* How long preStop waits for it. */}}
+{{/* Timeout of the preStop drain of a worker. */}}
 {{- define "baton.drainLimit.worker" -}}
 {{- add (include "baton.seconds" .root.Values.fleet.config.drain_s | int) (include "baton.afterDrain.worker" . | int) -}}
 {{- end -}}
 
-{{/* What every pod has. root, component, values, grace, pool? */}}
+{{/* The part of a pod spec that all pods share. Arguments: root, component, values, grace, pool? */}}
 {{- define "baton.podSpec" -}}
 {{- $v := .root.Values -}}
 serviceAccountName: {{ include "baton.serviceAccountName" . }}
@@ -265,7 +265,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* The user's, and for pools the wish to be near the other workers. */}}
+{{/* The affinity from values, and for pools a preference for nodes near other workers. */}}
 {{- define "baton.affinity" -}}
 {{- $affinity := deepCopy (default dict .values.affinity) -}}
 {{- with .values.colocateBy -}}
@@ -279,7 +279,7 @@ topologySpreadConstraints:
 {{- toYaml $affinity -}}
 {{- end -}}
 
-{{/* A pod template's metadata. root, component, values, pool?, checksum? */}}
+{{/* Metadata of a pod template. Arguments: root, component, values, pool?, checksum? */}}
 {{- define "baton.podMetadata" -}}
 labels:
   {{- include "baton.podLabels" . | nindent 2 }}

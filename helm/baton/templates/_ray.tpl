@@ -1,7 +1,7 @@
-{{/* Ray's nodes: the head, the fleet's (which runs nothing), and one a worker. */}}
+{{/* Ray nodes: the head, the fleet's node (which runs no workers), and one per worker. */}}
 
-{{/* Flags of `ray start`, as KubeRay's rayStartParams. Nodes have no CPUs: a worker asks for its role's resource, and nothing else may run.
-root, numGpus? */}}
+{{/* Flags of `ray start`, as KubeRay's rayStartParams. Nodes offer no CPUs, so that only workers run, which request their role's resource.
+Arguments: root, numGpus? */}}
 {{- define "baton.ray.params" -}}
 {{- $ray := .root.Values.ray -}}
 {{- $port := int $ray.port -}}
@@ -18,14 +18,14 @@ min-worker-port: {{ int $ray.minWorkerPort | quote }}
 max-worker-port: {{ int $ray.maxWorkerPort | quote }}
 {{- end -}}
 
-{{/* The same as arguments of a container. */}}
+{{/* The same flags as container arguments. */}}
 {{- define "baton.ray.args" -}}
 {{- range $name, $value := (include "baton.ray.params" . | fromYaml) }}
 - --{{ $name }}={{ $value }}
 {{- end }}
 {{- end -}}
 
-{{/* Arguments of a node that joins. root, resources? (JSON), numGpus? */}}
+{{/* Arguments of a node that joins the head. Arguments: root, resources? (JSON), numGpus? */}}
 {{- define "baton.ray.join" -}}
 - start
 - --address={{ include "baton.ray.address" .root }}
@@ -37,12 +37,12 @@ max-worker-port: {{ int $ray.maxWorkerPort | quote }}
 - --block
 {{- end -}}
 
-{{/* What a worker's node offers, and one worker of that role takes. */}}
+{{/* The resource that a worker's node offers and its worker takes. */}}
 {{- define "baton.ray.resources" -}}
 {{ dict (printf "baton_%s" .role) 1 | toJson }}
 {{- end -}}
 
-{{/* The raylet answers; it does not depend on anybody else. */}}
+{{/* Liveness probe of the raylet. It depends on no other process. */}}
 {{- define "baton.ray.alive" -}}
 tcpSocket: {port: raylet}
 periodSeconds: 10
@@ -63,7 +63,7 @@ args:
   - --include-dashboard=false
   {{- include "baton.ray.args" (dict "root" .root) | nindent 2 }}
   {{- if and $v.ray.gcsFaultTolerance.enabled $v.ray.gcsFaultTolerance.existingSecret }}
-  # Ray reads it nowhere else, and hands it to its GCS in the same way.
+  # Ray reads the password only from this variable and passes it to its GCS in the same way.
   - --redis-password=$(RAY_REDIS_PASSWORD)
   {{- end }}
   - --block
@@ -103,7 +103,7 @@ volumeMounts:
   {{- include "baton.volumeMounts" (dict "root" .root "uses" (list "shm") "values" $v.ray.head) | nindent 2 }}
 {{- end -}}
 
-{{/* Twice the object store, which is Ray's own advice. */}}
+{{/* Twice the size of the object store, as Ray recommends. */}}
 {{- define "baton.ray.shmSize" -}}
 {{ div (mul 2 (int64 .Values.ray.objectStoreBytes)) 1048576 }}Mi
 {{- end -}}
@@ -116,12 +116,12 @@ volumes:
   {{- include "baton.volumes" (dict "root" .root "component" "ray-head" "uses" (list "shm") "values" .root.Values.ray.head "shmSize" (include "baton.ray.shmSize" .root)) | nindent 2 }}
 {{- end -}}
 
-{{/* What a worker's pod uses. */}}
+{{/* The list of what a worker's pod uses. */}}
 {{- define "baton.worker.uses" -}}
 {{- toYaml (dict "uses" (list "tls" "model" "shm")) -}}
 {{- end -}}
 
-{{/* Limits with the pool's devices. */}}
+{{/* Resources with the pool's devices added. */}}
 {{- define "baton.worker.resources" -}}
 {{- $resources := deepCopy .resources -}}
 {{- $limits := default dict $resources.limits -}}
@@ -140,7 +140,7 @@ volumes:
 {{- toYaml $context -}}
 {{- end -}}
 
-{{/* root, pool, isOperators */}}
+{{/* The container of a worker's Ray node. Arguments: root, pool, isOperators */}}
 {{- define "baton.worker.container" -}}
 {{- $v := .root.Values -}}
 {{- $config := $v.worker.config -}}
@@ -157,11 +157,11 @@ env:
   {{- include "baton.env.places" .root | nindent 2 }}
   {{- include "baton.env.ray" . | trim | nindent 2 }}
   {{- include "baton.env.model" .root | trim | nindent 2 }}
-  # What the worker on this node takes from here, whatever the fleet gives it.
+  # Settings that override those of the fleet for the worker on this node.
   - {name: BATON_HOST, value: {{ $v.config.host | quote }}}
   - {name: BATON_RPC_PORT, value: {{ int $config.rpc_port | quote }}}
   - {name: BATON_ADMIN_PORT, value: {{ int $config.admin_port | quote }}}
-  # Where preStop asks that worker to drain: in this container alone, so that it needs no gateway, and no key.
+  # Socket for the drain by preStop. It is inside this container, so that no gateway and no API key are needed.
   - {name: BATON_DRAIN_SOCKET, value: /tmp/baton-drain.sock}
   {{- with .pool.extraEnv }}
   {{- toYaml . | nindent 2 }}
@@ -186,7 +186,7 @@ volumeMounts:
   {{- include "baton.volumeMounts" (dict "root" .root "uses" $uses "values" .pool) | nindent 2 }}
 {{- end -}}
 
-{{/* root, pool, isOperators */}}
+{{/* The pod spec of a worker. Arguments: root, pool, isOperators */}}
 {{- define "baton.worker.pod" -}}
 {{- $uses := (include "baton.worker.uses" .root | fromYaml).uses -}}
 {{- include "baton.podSpec" (dict "root" .root "component" "worker" "pool" .pool "values" .pool "grace" (include "baton.grace.worker" .)) }}
