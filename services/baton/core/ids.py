@@ -25,8 +25,10 @@ Incarnation: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class WorkerRef:
-    """One incarnation of a worker. Each process draws `worker_epoch` at random; it is compared for equality
-    only."""
+    """One incarnation of a worker.
+
+    Each process draws `worker_epoch` at random; it is compared for equality only.
+    """
 
     worker_id: str
     worker_epoch: int

@@ -1,8 +1,7 @@
-"""The seams: what one part may ask of another. Each Protocol has at least two implementations and one
-contract suite.
+"""Protocols between the components. Each has at least two implementations and one contract test suite.
 
-Service, client and test double share one Protocol, so a caller cannot tell a socket from a function call. No
-method blocks the event loop.
+Service, client and test double implement the same Protocol, so a caller does not depend on whether a call
+crosses a socket. No method blocks the event loop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,92 +27,125 @@ ReceiveT = TypeVar("ReceiveT", covariant=True)
 
 
 class Source(Protocol[ReceiveT]):
-    """The receiving half of a stream. An object, not an async generator, so that leaving it early is explicit
-    (PEP 789)."""
+    """The receiving half of a stream.
+
+    It is not an async generator, so that an early exit is explicit (PEP 789).
+    """
 
     async def receive(self) -> ReceiveT:
-        """The next message, in the order sent. Raises StreamBroken once the other end is gone, cleanly or
-        not."""
+        """Return the next message, in the order sent.
+
+        Raises StreamBroken once the other end has closed or is gone.
+        """
         ...
 
     async def aclose(self) -> None:
-        """End the stream; the other end sees StreamBroken. Safe to call twice."""
+        """Close the stream; the other end gets StreamBroken. Safe to call twice."""
         ...
 
 
 class Duplex(Source[ReceiveT], Protocol[SendT, ReceiveT]):
-    """One end of a two-way message stream."""
+    """One end of a bidirectional message stream."""
 
     def send(self, message: SendT) -> None:
-        """Queue one message; never waits. Raises StreamBroken if the stream has ended or its bounded buffer
-        is full (which ends it)."""
+        """Queue one message without waiting.
+
+        Raises StreamBroken if the stream has ended, or if its bounded buffer is full, which ends the stream.
+        """
         ...
 
 
 class SchedulerApi(Protocol):
-    """What gateways and tools ask of a scheduler. Every method raises StreamBroken when the scheduler cannot
-    be reached."""
+    """The calls of a scheduler for gateways and tools.
+
+    Every method raises StreamBroken if the scheduler cannot be reached.
+    """
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
-        """Answers within `query.answer_within_s`, in the middle of a long wait with StillWaiting: then the
-        same is asked again. Raises Refused (UNAVAILABLE) when this scheduler leaves: another one may
-        answer."""
+        """Place one request. Answers within `query.answer_within_s`.
+
+        StillWaiting means that the request is still queued; send the same query again. Raises Refused
+        (UNAVAILABLE) if this scheduler is shutting down; another one may answer.
+        """
         ...
 
     async def finished(self, *actuals: RequestActuals) -> None:
-        """What became of placed requests, all that ended within a short while at once."""
+        """Report the actual timings of placed requests that have ended."""
         ...
 
     async def watch(self) -> Source[ClusterUpdate]:
-        """All workers now, then again after each change."""
+        """Return a stream with the state of all workers: now, and after each change."""
         ...
 
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
-        """Decision records of a request's attempts in order, or of the last request (None). Empty if unknown
-        or expired."""
+        """Return the decision records of a request's attempts in order, or of the last request if None.
+
+        Empty if the request is unknown or its records have expired.
+        """
         ...
 
     async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
-        """Ask a worker to finish and leave; False if this scheduler does not know it. `node_shutting_down`:
-        its machine is about to end, so no worker shall take its place there."""
+        """Tell a worker to drain. Returns False if this scheduler does not know it.
+
+        node_shutting_down: its machine is shutting down, so no replacement may start there
+        """
         ...
 
 
 class SchedulerService(SchedulerApi, Protocol):
-    """A scheduler as its server sees it: the calls above and the workers' report streams."""
+    """The interface between a scheduler and its server: `SchedulerApi` and the report streams of workers."""
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
-        """Serve one worker's report stream until it breaks."""
+        """Serve the report stream of one worker until it breaks."""
         ...
 
 
 class WorkerService(Protocol):
-    """A worker as its server sees it. Both return when the stream has ended; neither ends a job or a lease by
-    itself."""
+    """The interface between a worker and its server.
 
-    async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None: ...
+    The end of a stream ends no job and no lease by itself.
+    """
 
-    async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None: ...
+    async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+        """Serve the session stream of one gateway until it ends."""
+        ...
+
+    async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
+        """Serve the stream of one peer that reads KV from this worker, until it ends."""
+        ...
 
 
 class Network(Protocol):
-    """The calls leaf: dials services by address. `wire` does it over gRPC, `sim` in one process with delays
-    and cuts."""
+    """Opens streams and calls to services by address: over gRPC, in one process, or simulated with delays and
+    cuts.
+
+    The `open_*` methods raise StreamBroken if no service answers at the address.
+    """
 
     async def open_session(self, address: str) -> Duplex[GatewayMessage, WorkerMessage]:
-        """Raises StreamBroken if nobody answers there; so do the others."""
+        """Open a gateway's session with a worker."""
         ...
 
-    async def open_peer(self, address: str) -> Duplex[ReaderMessage, OwnerMessage]: ...
+    async def open_peer(self, address: str) -> Duplex[ReaderMessage, OwnerMessage]:
+        """Open a reader's stream to an owner of KV."""
+        ...
 
-    async def open_report(self, address: str) -> Duplex[WorkerReport, WorkerCommand]: ...
+    async def open_report(self, address: str) -> Duplex[WorkerReport, WorkerCommand]:
+        """Open a worker's report stream to a scheduler."""
+        ...
 
-    def scheduler(self, address: str) -> SchedulerApi: ...
+    def scheduler(self, address: str) -> SchedulerApi:
+        """Return a client for the scheduler at `address`. Does not connect yet."""
+        ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Close all connections."""
+        ...
 
 
 class MemberKind(Enum):
+    """Kind of a service process."""
+
     SCHEDULER = "scheduler"
     GATEWAY = "gateway"
     WORKER = "worker"
@@ -121,7 +153,7 @@ class MemberKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One living process as others find it. `info` holds small facts for people (pid, host, log file)."""
+    """One running service process. `info` holds details for people, such as pid, host and log file."""
 
     kind: MemberKind
     member_id: str
@@ -131,114 +163,155 @@ class Member:
 
 
 class Membership(Protocol):
-    """Who is there. Entries end by themselves `ttl_s` after their last announcement. Raises StoreUnavailable
-    when the store is away: callers keep what they last knew."""
+    """The directory of running service processes.
 
-    async def announce(self, member: Member, ttl_s: float) -> None: ...
+    Every method raises StoreUnavailable if the store cannot be reached; callers then keep their last known
+    result.
+    """
 
-    async def withdraw(self, member: Member) -> None: ...
+    async def announce(self, member: Member, ttl_s: float) -> None:
+        """Add or renew a member. It is removed `ttl_s` seconds after its last announcement."""
+        ...
+
+    async def withdraw(self, member: Member) -> None:
+        """Remove a member now."""
+        ...
 
     async def members(self, kind: MemberKind) -> tuple[Member, ...]:
-        """Living members, sorted by id."""
+        """Return the current members of one kind, sorted by id."""
         ...
 
 
 class KvEventFeed(Protocol):
-    """The shared log of who holds which block: for each worker life a stream of bounded length and one
-    snapshot. Both end `ttl_s` after that worker last wrote or renewed. Every method raises StoreUnavailable
-    when the store is away or refuses; a write may then have happened."""
+    """The shared log of which worker holds which block: one bounded stream and one snapshot per worker
+    incarnation.
+
+    Both expire `ttl_s` after the worker's last write or renewal. Every method raises StoreUnavailable if the
+    store cannot be reached or refuses the call; a write may have happened nevertheless.
+    """
 
     async def publish(
         self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None
     ) -> None:
-        """Append, in order. `event_seq` grows within a life; refused where the stream has as high a number
-        already. `snapshot`, if one is due, replaces the last one and counts the last of these events."""
+        """Append events in order. `event_seq` must grow; an event with a number that is not higher is
+        refused.
+
+        snapshot: replaces the previous one; it must include the last of these events
+        """
         ...
 
     async def reset(self, snapshot: KvSnapshot, ttl_s: float) -> None:
-        """Begin the life's stream anew, whatever stood in it: the snapshot, and a RESET of the same number as
-        the only event."""
+        """Replace the stream of a worker incarnation by the snapshot and one RESET event with the same
+        number."""
         ...
 
     async def renew(self, worker: WorkerRef, ttl_s: float) -> int:
-        """The number of the last event that is kept; 0 if stream or snapshot is not there (any more)."""
+        """Extend the expiry.
+
+        Returns the number of the last stored event; 0 if stream or snapshot is missing.
+        """
         ...
 
     async def snapshot(self, worker: WorkerRef) -> KvSnapshot | None:
-        """The last one written; None if there is none that can be read."""
+        """Return the last snapshot of a worker incarnation; None if there is none that can be decoded."""
         ...
 
     async def read(
         self, after: Mapping[WorkerRef, int], *, max_events: int, wait_s: float
     ) -> Mapping[WorkerRef, Sequence[KvEvent | UnreadableEvent]]:
-        """Events of each life that come after that number, at most `max_events` a life, by number. Where
-        there are none at all, waits for one, about `wait_s` at most (the store may bound it); lives without
-        events are not in the answer."""
+        """Return the events of each worker incarnation after the given number, in order.
+
+        At most `max_events` per incarnation; those without new events are left out. If there are no events at
+        all, it waits up to about `wait_s` seconds for one; the store may wait shorter.
+        """
         ...
 
 
 class DecisionStore(Protocol):
-    """Where decision records are kept for a while. Raises StoreUnavailable when the store is away; the record
-    is then lost."""
+    """Stores decision records for a limited time.
 
-    async def put(self, record: DecisionRecord, ttl_s: float) -> None: ...
+    Every method raises StoreUnavailable if the store cannot be reached; a record is then lost.
+    """
+
+    async def put(self, record: DecisionRecord, ttl_s: float) -> None:
+        """Store a record for `ttl_s` seconds."""
+        ...
 
     async def get(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
-        """Records of one request by attempt, or of the last one put (None)."""
+        """Return the records of one request in the order of attempts, or of the last stored request if
+        None."""
         ...
 
 
 class CostStore(Protocol):
-    """What engine steps cost, by whatever decides it (model, device, threads), so that a worker that starts
-    again need not measure. Raises StoreUnavailable when the store is away."""
+    """Stores measured step costs under a key of model, device and threads, so that a restarted worker need
+    not measure.
 
-    async def put(self, key: str, costs: StepCostModel, ttl_s: float) -> None: ...
+    Every method raises StoreUnavailable if the store cannot be reached.
+    """
+
+    async def put(self, key: str, costs: StepCostModel, ttl_s: float) -> None:
+        """Store costs for `ttl_s` seconds."""
+        ...
 
     async def get(self, key: str) -> StepCostModel | None:
-        """None where nothing is kept that this release can use."""
+        """Return the stored costs; None if there are none that this release can use."""
         ...
 
 
 class GenerationTable(Protocol):
-    """One 32-byte entry a block, {life u64, block_hash 16 bytes, worker_epoch u64}, in memory that peers read
-    as the proof of a pull."""
+    """One 32-byte entry per block in memory that peers read, to validate their reads of the blocks.
+
+    Entry: generation u64, block_hash 16 bytes, worker_epoch u64.
+    """
 
     def begin_generation(self, block_id: int) -> int:
-        """Bump the block's life and clear its hash, before anyone may write the block. Returns the new
-        life."""
+        """Increment the block's generation and clear its hash. Call it before the block is written.
+
+        Returns the new generation.
+        """
         ...
 
     def set_hash(self, block_id: int, block_hash: BlockHash) -> None:
-        """The block's content is final."""
+        """Set the hash of a block whose content is final."""
         ...
 
-    def generation(self, block_id: int) -> int: ...
+    def generation(self, block_id: int) -> int:
+        """Return the current generation of a block."""
+        ...
 
 
 class ReceivingPool(Protocol):
-    """What a pull may do with the blocks it lands in. The engine's `BlockPool` implements it."""
+    """Operations of a pull on the blocks that it reads into. The engine's `BlockPool` implements it."""
 
     def mark_received(self, block_id: int, block_hash: BlockHash) -> None:
-        """The block is read, in lease and proven: it becomes visible (NO_HASH: a tail that is not shared)."""
+        """Make a validated block visible. NO_HASH: a partial last block, which is not shared."""
         ...
 
     def drop_receiving(self, block_ids: Sequence[int]) -> None:
-        """These will not be filled and no read of them is running: free again."""
+        """Free blocks that will not be filled. No read of them may be running."""
         ...
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
-        """A read of these was given up and may still write: out of use until `end_quarantine`."""
+        """Reserve blocks that a timed-out read may still write, until `end_quarantine`."""
         ...
 
-    def end_quarantine(self, block_ids: Sequence[int]) -> None: ...
+    def end_quarantine(self, block_ids: Sequence[int]) -> None:
+        """Free quarantined blocks, once their read is terminal."""
+        ...
 
 
 class PinPool(Protocol):
-    """What the owner of KV may do with blocks that a transfer needs. The engine's `BlockPool` implements
-    it."""
+    """Operations of a KV owner on blocks that a transfer needs. The engine's `BlockPool` implements it."""
 
-    def pin(self, block_ids: Sequence[int]) -> None: ...
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Keep blocks from being reused."""
+        ...
 
-    def unpin(self, block_ids: Sequence[int]) -> None: ...
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Undo one `pin`."""
+        ...
 
-    def generation(self, block_id: int) -> int: ...
+    def generation(self, block_id: int) -> int:
+        """Return the current generation of a block."""
+        ...

@@ -1,4 +1,5 @@
-"""The bytes seam: reads of whole blocks and of generation-table entries out of another worker's memory."""
+"""`TransferBackend`: the interface for reading KV blocks and generation-table entries from another worker's
+memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from baton.core.kv.kv_layout import KvLayout, KvMemory
 
 
 class ReadState(Enum):
-    """RUNNING may last for ever: nothing tells a slow peer from a dead one. DONE and FAILED are terminal: no
-    byte will be written any more."""
+    """State of a read. DONE and FAILED are terminal: no byte is written after them.
+
+    RUNNING may last for ever, because a slow peer cannot be told apart from a dead one.
+    """
 
     RUNNING = "running"
     DONE = "done"
@@ -20,7 +23,7 @@ class ReadState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvDescriptor:
-    """Blocks in one shard of a worker's memory, as plain integers and bytes."""
+    """Blocks in the KV memory of one worker, as plain integers and bytes."""
 
     memory: KvMemory
     block_ids: tuple[int, ...]
@@ -28,7 +31,7 @@ class KvDescriptor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationEntry:
-    """One generation-table entry as it was read from the owner."""
+    """One generation-table entry as read from the owner."""
 
     generation: int
     block_hash: bytes
@@ -36,78 +39,105 @@ class GenerationEntry:
 
 
 class TransferBackend(Protocol):
-    """Moves whole blocks. Methods never block: a backend that must wait does so in a thread of its own. Not
-    thread-safe: one caller, the event loop."""
+    """Reads complete KV blocks from the memory of peers into own blocks.
+
+    Methods never block; a backend that must wait does so in its own thread. Not thread-safe: only the event
+    loop may call it.
+    """
 
     @property
     def two_sided(self) -> bool:
-        """Whether the owner must be told of each read (`WillRead`, `expect_read`) before it is started."""
+        """True if the owner must take part in each read (`WillRead`, `expect_read`)."""
         ...
 
     @property
     def memory(self) -> tuple[KvMemory, ...]:
-        """This worker's own memory, for its peers (`PeerHelloReply`)."""
+        """Descriptors of this worker's own memory, for `PeerHelloReply`."""
         ...
 
     def connect(self, peer: KvMemory, layout: KvLayout) -> None:
-        """Make the pair usable and start warming it. Raises LayoutMismatch if blocks cannot be exchanged.
-        Idempotent for one life."""
+        """Start to connect to a peer. Idempotent for one incarnation.
+
+        Raises LayoutMismatch if the peer's layout or memory does not fit.
+        """
         ...
 
     def forget(self, peer: KvMemory) -> None:
-        """That life of the peer is over. Reads of it that are still running stay pollable until terminal."""
+        """Drop a peer incarnation that has ended.
+
+        Its running reads can still be polled until they are terminal.
+        """
         ...
 
     def transport_to(self, peer: KvMemory) -> str:
-        """What carries the bytes: `shared-memory`, `cma`, `tcp`, `rdma`, …; empty until known."""
+        """Return the transport that reads use: `shared-memory`, `cma`, `tcp`, `rdma`, …; empty until
+        known."""
         ...
 
     def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
-        """Own blocks as a peer would name them."""
+        """Return the descriptor of own blocks. Raises ValueError for a block id outside the memory."""
         ...
 
     def offer(self, block_ids: Sequence[int]) -> None:
-        """Owner's side: a peer is about to be told of these own blocks. From now on it may read what they
-        hold now."""
+        """Prepare own blocks for reading, before they are announced to a peer. Called at the owner."""
         ...
 
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
-        """Owner's side of a two-sided backend: post the sends, the blocks first and then, once those are read
-        out of memory, their generation-table entries. Nothing to do where reads are one-sided."""
+        """Post the sends for a read. Called at the owner; does nothing if reads are one-sided.
+
+        The blocks are sent first. Their generation-table entries are sent once the blocks were copied out of
+        memory.
+        """
         ...
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
-        """Begin to read the source's blocks into own blocks, pair by pair: one slice of a transfer."""
+        """Start to read the source's blocks into own blocks, in the same order.
+
+        Raises ValueError for invalid ids.
+        """
         ...
 
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
-        """Begin to read the generation-table entries of the source's blocks: the proof, taken after a read of
-        those blocks is terminal."""
+        """Start to read the generation-table entries of the source's blocks.
+
+        Call it after the read of these blocks is terminal; otherwise the entries validate nothing.
+        """
         ...
 
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
-        """Begin to read the source's blocks (at most `max_probe_blocks`) into memory that nobody looks at: is
-        the pair alive, and how fast is it?"""
+        """Start to read the source's blocks into scratch memory, to check and measure the link.
+
+        Raises ValueError for more than `max_probe_blocks` blocks.
+        """
         ...
 
     @property
     def max_probe_blocks(self) -> int:
-        """At least 1."""
+        """The most blocks of one probe; at least 1."""
         ...
 
-    def poll(self, read_id: ReadId) -> ReadState: ...
+    def poll(self, read_id: ReadId) -> ReadState:
+        """Return the state of a read. Raises ValueError for an unknown id."""
+        ...
 
     async def wait(self, read_id: ReadId) -> ReadState:
-        """Returns when the read is terminal. Cancelling the wait leaves the read running."""
+        """Wait until the read is terminal and return its state.
+
+        Cancelling the wait does not stop the read.
+        """
         ...
 
     def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
-        """The entries that a DONE `start_read_generations` brought, in the source's order."""
+        """Return the entries of a DONE `start_read_generations`, in the order of the source's blocks."""
         ...
 
     def release(self, read_id: ReadId) -> None:
-        """Forget a terminal read. Raises ValueError for a running one: its destination may still be
-        written."""
+        """Drop a terminal read.
+
+        Raises ValueError for a running one, because its destination may still be written.
+        """
         ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Wait a limited time for running reads, then close connections and threads."""
+        ...

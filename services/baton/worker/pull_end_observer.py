@@ -1,4 +1,5 @@
-"""Calls a function at the end of each pull, because a pull can fill blocks without an engine step after it."""
+"""Calls a function at the end of each pull, because a pull can fill blocks without an engine step after
+it."""
 
 from collections.abc import Callable
 

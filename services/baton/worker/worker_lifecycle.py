@@ -1,7 +1,7 @@
 """The lifecycle of a worker: its state, and the events that change it.
 
-States: STARTING -> READY -> DRAINING -> end of `run`, or UNHEALTHY from any of them. A drain command, too many
-quarantined blocks, a step that exceeds its limit, or an internal failure changes the state.
+States: STARTING -> READY -> DRAINING -> end of `run`, or UNHEALTHY from any of them. A drain command, too
+many quarantined blocks, a step that exceeds its limit, or an internal failure changes the state.
 """
 
 import asyncio
@@ -31,8 +31,10 @@ CHECKS_PER_HEARTBEAT = 10
 
 
 class WorkerUnhealthy(BatonError):
-    """The worker must not serve any more, because its device or its code has failed. The process exits and is
-    restarted."""
+    """The worker must not serve any more, because its device or its code has failed.
+
+    The process exits and is restarted.
+    """
 
 
 class WorkerNeedsReplacement(WorkerUnhealthy):
@@ -91,7 +93,10 @@ class WorkerLifecycle:
         self._on_change()
 
     def drain(self, *, node_shutting_down: bool = False) -> None:
-        """Stop taking jobs and begin to drain. See `Worker.drain`. Does nothing if the worker drains already."""
+        """Stop taking jobs and begin to drain.
+
+        See `Worker.drain`. Does nothing if the worker drains already.
+        """
         if node_shutting_down:  # also for a worker that drains already: its replacement must not start on this node
             self.node_shutting_down, self.is_to_be_replaced = True, False
         if self.state not in (WorkerState.STARTING, WorkerState.READY):
@@ -108,12 +113,16 @@ class WorkerLifecycle:
         self.move_to(WorkerState.DRAINING)
 
     def accept_replacement(self) -> None:
-        """Drain if the worker still needs replacement. Its quarantined blocks may have been freed meanwhile."""
+        """Drain if the worker still needs replacement.
+
+        Its quarantined blocks may have been freed meanwhile.
+        """
         if self._quarantine_limit.needs_replacement:
             self._drain_to_be_replaced()
 
     async def shut_down_unhealthy(self, problem: BaseException) -> None:
-        """Report UNHEALTHY and end all gateway sessions, so that gateways place their requests elsewhere now."""
+        """Report UNHEALTHY and end all gateway sessions, so that gateways place their requests elsewhere
+        now."""
         log.critical(
             "worker_unhealthy",
             worker=str(self._worker),
@@ -126,7 +135,10 @@ class WorkerLifecycle:
         await asyncio.sleep(min(UNHEALTHY_REPORT_S, self._config.heartbeat_s))
 
     async def run(self) -> None:
-        """Send heartbeats, and check for a stuck step, too much quarantine, and the end of a drain. Never returns."""
+        """Send heartbeats, and check for a stuck step, too much quarantine, and the end of a drain.
+
+        Never returns.
+        """
         loop, heartbeat_s = asyncio.get_running_loop(), self._config.heartbeat_s
         next_heartbeat_s = loop.time()
         while True:
@@ -167,7 +179,8 @@ class WorkerLifecycle:
             self.drain()
 
     def _check_drain(self, now_s: float) -> None:
-        """Stop open jobs at the drain deadline; end the engine loop once no peer or gateway needs this worker."""
+        """Stop open jobs at the drain deadline; end the engine loop once no peer or gateway needs this
+        worker."""
         if self._jobs.num_open:
             if self._drain_until_s is not None and now_s >= self._drain_until_s:
                 self._jobs.stop_all(draining(0.0))

@@ -63,7 +63,10 @@ OpenDevice = Callable[[WorkerConfig, WorkerRef], Device]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """Describes a started worker. `summary` is one line about its device; `start_s` is how long the start took."""
+    """Describes a started worker.
+
+    `summary` is one line about its device; `start_s` is how long the start took.
+    """
 
     worker: WorkerRef
     host: str
@@ -72,7 +75,10 @@ class WorkerReady:
 
 
 class StartupGate:
-    """Implements `WorkerService` from the moment the port is bound. Closes every stream until `worker` is set."""
+    """Implements `WorkerService` from the moment the port is bound.
+
+    Closes every stream until `worker` is set.
+    """
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
@@ -93,8 +99,9 @@ async def serve(
 ) -> None:
     """Run a worker as the only work of this process, then end the process.
 
-    `on_ready` gets the worker's address. The process ends through `exit_now`, without interpreter shutdown: after
-    torch is loaded, that takes a second or more, and the thread of a failed device may be stuck for ever.
+    `on_ready` gets the worker's address. The process ends through `exit_now`, without interpreter shutdown:
+    after torch is loaded, that takes a second or more, and the thread of a failed device may be stuck for
+    ever.
     """
     code = 0
     try:
@@ -115,8 +122,8 @@ async def run_worker(
 ) -> bool:
     """Start a worker and serve until it is drained. Returns True if its machine is shutting down.
 
-    Raises ConfigError or ModelError if it cannot start, WorkerUnhealthy if it must not go on. An unhealthy device is
-    not closed, because it may never answer.
+    Raises ConfigError or ModelError if it cannot start, WorkerUnhealthy if it must not go on. An unhealthy
+    device is not closed, because it may never answer.
     """
     if config.redis_url is None and not config.schedulers:
         raise ConfigError(
@@ -131,7 +138,8 @@ async def run_worker(
     async with AsyncExitStack() as stack:
         drain_socket = _drain_socket(config, worker_id, gate)
         if drain_socket is not None:
-            # Stopped last: a client that waits at the socket must not be released before the worker has ended.
+            # Stopped last: a client that waits at the socket must not be released before the worker has
+            # ended.
             stack.push_async_callback(drain_socket.stop)
         port = await _start_grpc_server(config, gate, observed.health, stack)
         await _start_admin_server(config, observed, gate, stack)
@@ -158,8 +166,8 @@ async def run_worker(
 class WorkerThread:
     """A worker in a thread of another process, such as a Ray actor.
 
-    The thread has its own event loop and no signal handlers. All methods are thread-safe. A worker that becomes
-    unhealthy ends the whole process through `exit_now`; one that needs replacement does not.
+    The thread has its own event loop and no signal handlers. All methods are thread-safe. A worker that
+    becomes unhealthy ends the whole process through `exit_now`; one that needs replacement does not.
 
     node_shutting_down: after the end, True if the worker was drained because its machine is shutting down
     """
@@ -183,8 +191,8 @@ class WorkerThread:
     def start(self) -> WorkerReady:
         """Load the model and start to serve. Blocks until the worker is ready.
 
-        Further calls return the same result. Raises the error that made the start fail, or BatonError if the worker
-        has ended since.
+        Further calls return the same result. Raises the error that made the start fail, or BatonError if the
+        worker has ended since.
         """
         with self._starting:
             if not self._is_started:
@@ -204,7 +212,8 @@ class WorkerThread:
     def wait(self, limit_s: float | None = None) -> str | None:
         """Block until the worker has ended, at most `limit_s` seconds.
 
-        Returns the error text, an empty string after a requested drain or stop, or None if the worker still runs.
+        Returns the error text, an empty string after a requested drain or stop, or None if the worker still
+        runs.
         """
         if not self._thread.join(limit_s):
             return None
@@ -240,8 +249,9 @@ async def initial_step_costs(
 ) -> StepCostModel | None:
     """Return the step costs that a worker starts with, or None if they are unknown.
 
-    Known costs of the device come first, then costs that an earlier worker of the same kind stored. Otherwise they are
-    measured now, while no other worker of this host measures. Raises WorkerUnhealthy if the device fails.
+    Known costs of the device come first, then costs that an earlier worker of the same kind stored. Otherwise
+    they are measured now, while no other worker of this host measures. Raises WorkerUnhealthy if the device
+    fails.
     """
     if device.costs is not None or not device.costs_key:
         return device.costs

@@ -1,4 +1,5 @@
-"""The metrics of a worker: gauges and counters refreshed at each scrape, steps and transfers recorded as they end."""
+"""The metrics of a worker: gauges and counters refreshed at each scrape, steps and transfers recorded as they
+end."""
 
 from __future__ import annotations
 

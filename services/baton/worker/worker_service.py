@@ -1,6 +1,7 @@
 """One worker: connects the engine, block pool, KV transfers, gateway sessions and reports.
 
-The same code runs on GPUs, on a CPU and in the simulator. Device, network, stores and randomness are passed in.
+The same code runs on GPUs, on a CPU and in the simulator. Device, network, stores and randomness are passed
+in.
 """
 
 import asyncio
@@ -50,7 +51,8 @@ log = get_logger(__name__)
 
 KV_EVENTS_TTL_S = 30.0
 KV_EVENTS_TTL_HEARTBEATS = 10
-"""The KV events of a worker outlive it by the longer of these two. After that, no scheduler needs them any more."""
+"""The KV events of a worker outlive it by the longer of these two. After that, no scheduler needs them any
+more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,8 @@ class WorkerParts:
 
     engine_config, pool, executor, backend: the opened device
     feed: where KV events are published; None: nowhere
-    costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at `costs_key`.
+    costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
+    `costs_key`.
     """
 
     worker: WorkerRef
@@ -83,8 +86,8 @@ class WorkerParts:
 class Worker:
     """One worker. Implements `core.interfaces.WorkerService`.
 
-    `run` serves until a drain has finished; cancelling `run` stops the worker immediately. The caller closes the
-    objects in `WorkerParts` afterwards.
+    `run` serves until a drain has finished; cancelling `run` stops the worker immediately. The caller closes
+    the objects in `WorkerParts` afterwards.
     """
 
     def __init__(self, parts: WorkerParts) -> None:
@@ -184,7 +187,7 @@ class Worker:
         """True if the worker drains because its machine is shutting down."""
         return self._lifecycle.node_shutting_down
 
-    # -- calls from servers and the process ---------------------------------------------------------------------
+    # -- calls from servers and the process --------------------------------------------------------
 
     async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
         """Serve the session stream of one gateway until it ends."""
@@ -198,18 +201,20 @@ class Worker:
         await self.owner.serve(stream)
 
     def drain(self, *, node_shutting_down: bool = False) -> None:
-        """Take no new jobs; `run` returns once the running ones have ended and no peer needs this worker's KV.
+        """Take no new jobs; `run` returns once the running ones have ended and no peer needs this worker's
+        KV.
 
-        Jobs that still run after `drain_s` are stopped with a retriable failure. Leases delay the end by at most
-        `lease_s` or `kv_claim_timeout_s`. `node_shutting_down`: the machine is shutting down, so no replacement starts on it.
+        Jobs that still run after `drain_s` are stopped with a retriable failure. Leases delay the end by at
+        most `lease_s` or `kv_claim_timeout_s`. `node_shutting_down`: the machine is shutting down, so no
+        replacement starts on it.
         """
         self._lifecycle.drain(node_shutting_down=node_shutting_down)
 
     async def run(self) -> None:
         """Serve until drained.
 
-        Raises WorkerUnhealthy after reporting the failure, WorkerNeedsReplacement after a drain that was caused by too
-        many quarantined blocks.
+        Raises WorkerUnhealthy after reporting the failure, WorkerNeedsReplacement after a drain that was
+        caused by too many quarantined blocks.
         """
         engine = asyncio.create_task(self.engine_loop.run(), name="engine")
         self._start_tasks()
@@ -233,10 +238,13 @@ class Worker:
         if problem is not None:
             raise WorkerUnhealthy(f"{type(problem).__name__}: {problem}") from problem
 
-    # -- introspection --------------------------------------------------------------------------------------------
+    # -- introspection -----------------------------------------------------------------------------
 
     def report(self, report_seq: int, counted: tuple[DecisionId, ...]) -> WorkerReport:
-        """Build the report for a scheduler. `counted`: decisions that the numbers contain since the last report."""
+        """Build the report for a scheduler.
+
+        `counted`: decisions that the numbers contain since the last report.
+        """
         engine, engine_loop = self.engine, self.engine_loop
         return WorkerReport(
             worker=self.worker,
@@ -281,7 +289,8 @@ class Worker:
         }
 
     def check_clean(self) -> None:
-        """Raise AssertionError unless nothing is left of past requests except cached and quarantined blocks."""
+        """Raise AssertionError unless nothing is left of past requests except cached and quarantined
+        blocks."""
         self.pool.check()
         counts = self.pool.counts()
         is_clean = (
@@ -293,7 +302,7 @@ class Worker:
         if not is_clean:
             raise AssertionError(f"not clean: {self.debug_state()}")
 
-    # -- internal -------------------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------
 
     def _deliver(self, outcome: EngineOutcome) -> None:
         self.legs.deliver(outcome)

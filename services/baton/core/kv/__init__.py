@@ -1,1 +1,1 @@
-"""KV blocks: content hashes, memory layout, and events about what a worker holds."""
+"""KV blocks: content hashes, memory layout, and events about the blocks that a worker holds."""

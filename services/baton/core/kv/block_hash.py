@@ -1,8 +1,8 @@
-"""Content hashes of KV blocks: who asks for a block by hash gets exactly the tokens, in exactly the context,
-that the hash stands for.
+"""Chained content hashes of KV blocks: equal hashes mean equal KV.
 
-A block's hash covers its own tokens and, through its parent's hash, every token before it; the root of the
-chain covers what else decides the content: model, tenant salt, adapter, block size and the scheme itself.
+The hash of a block covers its own tokens and, through the parent's hash, all tokens before it. The root of
+the chain covers everything else that affects the KV: model, tenant salt, adapter, block size, and the hash
+scheme.
 """
 
 from array import array
@@ -11,11 +11,10 @@ from hashlib import blake2b
 from typing import TypeAlias
 
 TokenIds: TypeAlias = "array[int]"
-"""Token ids as `array('I')`: 4 bytes a token, sliced and hashed without a copy for each token. Treated as
-immutable once shared."""
+"""Token ids as `array('I')`, 4 bytes per token. Treat it as immutable once it is shared."""
 
 BlockHash: TypeAlias = bytes
-"""16 bytes. `NO_HASH` marks a block whose content is not (yet) final."""
+"""16 bytes. `NO_HASH` marks a block whose content is not final."""
 
 HASH_BYTES = 16
 NO_HASH: BlockHash = bytes(HASH_BYTES)
@@ -23,16 +22,20 @@ HASH_SCHEME = "blake2b-128/1"
 
 
 def token_ids(values: Iterable[int] = ()) -> TokenIds:
-    """Any iterable of ints as `TokenIds`. Raises OverflowError or TypeError for what is not an unsigned
-    32-bit integer."""
+    """Convert an iterable of ints.
+
+    Raises OverflowError or TypeError for a value that is not an unsigned 32-bit int.
+    """
     return array("I", values)
 
 
 def root_hash(
     *, model_fingerprint: str, cache_salt: bytes = b"", adapter: str = "", block_size_tokens: int
 ) -> BlockHash:
-    """The parent of every first block. Each field is length-prefixed, so that no two field lists share one
-    encoding."""
+    """Return the parent hash of every first block.
+
+    Fields are length-prefixed, so their encoding is unambiguous.
+    """
     digest = blake2b(digest_size=HASH_BYTES, person=b"baton-kv-root")
     for field in (
         HASH_SCHEME.encode(),
@@ -47,8 +50,10 @@ def root_hash(
 
 
 def chain(parent: BlockHash, tokens: TokenIds, block_size_tokens: int) -> Iterator[BlockHash]:
-    """Hashes of the full blocks of `tokens`, the first one a child of `parent`. A last block that is not full
-    has no hash."""
+    """Yield the hashes of the full blocks of `tokens`. The first block is a child of `parent`.
+
+    A partial last block has no hash.
+    """
     view = memoryview(tokens).cast("B")
     step = block_size_tokens * tokens.itemsize
     for end in range(step, len(view) + 1, step):
@@ -57,5 +62,5 @@ def chain(parent: BlockHash, tokens: TokenIds, block_size_tokens: int) -> Iterat
 
 
 def num_blocks_for(num_tokens: int, block_size_tokens: int) -> int:
-    """Blocks that hold `num_tokens` tokens, the last one perhaps not full."""
+    """Return the number of blocks that hold `num_tokens` tokens; the last one may be partial."""
     return -(-num_tokens // block_size_tokens)

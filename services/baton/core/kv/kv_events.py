@@ -1,9 +1,8 @@
-"""What can happen to the blocks that a worker holds, where they lie, and how a worker tells it: numbered
-events and snapshots.
+"""Events and snapshots that describe which KV blocks a worker holds.
 
-Events of one worker life are numbered from 1 without gaps. RESET stands for everything that its number jumps
-over: what is held as of it stands in a snapshot, which is written with it. Whoever misses a number reads the
-snapshot, and goes on from there.
+The events of one worker incarnation are numbered from 1 without gaps. A RESET replaces all events before it;
+the snapshot that is written with it contains what the worker holds. A reader that misses an event reads the
+snapshot and continues from there.
 """
 
 from collections.abc import Mapping
@@ -14,17 +13,19 @@ from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import BlockHash
 
 MAX_EVENT_HASHES = 512
-"""Of one event: 8 KiB, so that a read of many events has a bound in bytes. A worker splits what is more."""
+"""Most hashes of one event (8 KiB), which bounds the bytes of a read. Workers split larger changes."""
 
 
 class KvEventKind(Enum):
+    """Kind of an event. RESET: the snapshot with the same number replaces all earlier events."""
+
     STORED = "stored"
     EVICTED = "evicted"
     RESET = "reset"
 
 
 class Tier(Enum):
-    """Where a block lies, the fastest first. Workers keep blocks in the device's memory only, today."""
+    """Memory tier of a block, fastest first. Workers keep blocks only in DEVICE memory at present."""
 
     DEVICE = "device"
     HOST = "host"
@@ -33,7 +34,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEvent:
-    """One numbered change. The order of `hashes` says nothing; RESET has none."""
+    """One numbered change of the held blocks. The order of `hashes` has no meaning; RESET has no hashes."""
 
     worker: WorkerRef
     event_seq: int
@@ -45,9 +46,11 @@ class KvEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableEvent:
-    """An entry of the log that this release cannot read. `is_from_later_release`: it is well-formed, but of a
-    kind or tier that we do not know, so nothing that we could use is lost with it; otherwise it is damaged,
-    or somebody else's."""
+    """An entry of the log that this release cannot decode.
+
+    is_from_later_release: True if it is well-formed but has an unknown kind or tier, so it may be skipped.
+    Otherwise it is corrupt or was written by another program.
+    """
 
     worker: WorkerRef
     event_seq: int
@@ -57,7 +60,7 @@ class UnreadableEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSnapshot:
-    """All that a worker holds once the event `event_seq` has been counted."""
+    """All blocks that a worker holds after the event `event_seq`."""
 
     worker: WorkerRef
     event_seq: int

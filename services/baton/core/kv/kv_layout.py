@@ -1,5 +1,4 @@
-"""Where each layer's keys and values lie inside a block. `block_bytes` and `range_of` are the only arithmetic
-over KV dimensions."""
+"""The memory layout of KV blocks. `block_bytes` and `range_of` are the only arithmetic over KV dimensions."""
 
 from dataclasses import dataclass, fields
 
@@ -14,8 +13,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvComponent:
-    """One tensor kind that a layer caches, such as `k`: shape [num_kv_heads, block_size_tokens, head_dim] a
-    block."""
+    """One tensor that a layer caches, such as `k`: [num_kv_heads, block_size_tokens, head_dim] per block."""
 
     name: str
     num_kv_heads: int
@@ -23,28 +21,29 @@ class KvComponent:
     dtype: str
 
     def head_bytes(self, block_size_tokens: int) -> int:
+        """Return the bytes of one head in one block."""
         return block_size_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Consecutive layers that cache the same components, in this order."""
+    """Consecutive layers that cache the same components, in the order of `components`."""
 
     layer_begin: int
     num_layers: int
     components: tuple[KvComponent, ...]
 
     def layer_bytes(self, block_size_tokens: int) -> int:
+        """Return the bytes of one layer in one block."""
         return sum(c.num_kv_heads * c.head_bytes(block_size_tokens) for c in self.components)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """What two workers must share before one reads the other's blocks: model, block size, bytes, hash scheme,
-    sampler.
+    """The KV layout of a worker. Two workers can exchange blocks only if all fields are equal.
 
-    Memory order inside a block: group, layer, component, head, token, head_dim. So a block, a (block, layer)
-    and a (block, layer, component, head) are each one contiguous range.
+    Memory order inside a block: group, layer, component, head, token, head_dim. A block, a (block, layer) and
+    a (block, layer, component, head) are therefore contiguous ranges.
     """
 
     model_fingerprint: str
@@ -57,15 +56,19 @@ class KvLayout:
 
     @property
     def num_layers(self) -> int:
+        """Number of layers of all groups."""
         return sum(group.num_layers for group in self.groups)
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of one block."""
         return sum(group.num_layers * group.layer_bytes(self.block_size_tokens) for group in self.groups)
 
     def range_of(self, block_id: int, layer: int, component: str, head: int) -> tuple[int, int]:
-        """(offset, size) in bytes of one head's keys or values, from the start of the KV memory. Raises
-        KeyError for an unknown place."""
+        """Return (offset, size) in bytes of one head in one block, from the start of the KV memory.
+
+        Raises KeyError for an unknown layer, component or head.
+        """
         offset = block_id * self.block_bytes
         for group in self.groups:
             layer_bytes = group.layer_bytes(self.block_size_tokens)
@@ -80,21 +83,22 @@ class KvLayout:
         raise KeyError(f"layout has no layer {layer}, component {component!r}, head {head}")
 
     def mismatch(self, other: "KvLayout") -> str | None:
-        """`field: ours != theirs` for the first field that differs, or None when blocks can be exchanged."""
+        """Return `field: own != other` for the first field that differs, or None if the layouts are equal."""
         for field in fields(self):
-            ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            if ours != theirs:
-                return f"{field.name}: {ours!r} != {theirs!r}"
+            own_value, other_value = getattr(self, field.name), getattr(other, field.name)
+            if own_value != other_value:
+                return f"{field.name}: {own_value!r} != {other_value!r}"
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMemory:
-    """One shard of a worker's KV memory as a peer needs it to read from there: plain integers and bytes,
-    never a pickle.
+    """Describes one shard of a worker's KV memory, so that a peer can read it. Plain integers and bytes, no
+    pickle.
 
-    `agent_metadata` is the transport's own opaque blob; `agent_name` is unique for the worker's life.
-    `generation_table_address` is where `num_blocks` entries of `generation_entry_bytes` each lie.
+    agent_name: name of the transport agent, unique per worker incarnation
+    agent_metadata: opaque data of the transport
+    generation_table_address: address of `num_blocks` entries of `generation_entry_bytes` each
     """
 
     owner: WorkerRef

@@ -1,1 +1,1 @@
-"""Messages of the standing streams between gateways, workers and peers."""
+"""Messages of the streams between gateways and workers, and between workers."""

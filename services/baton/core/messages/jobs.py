@@ -1,5 +1,7 @@
-"""Messages of the standing session between a gateway and a worker (`wire.md`, Session). No absolute time, no
-client-set transfer field."""
+"""Messages of the session between a gateway and a worker; see docs/design/protocol.md.
+
+Messages contain durations, never absolute times. Clients cannot set any field that concerns transfers.
+"""
 
 from dataclasses import dataclass
 
@@ -14,8 +16,11 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionHello:
-    """The gateway's first message. `last_seq`: the last worker message it has processed (0 = none).
-    `expected`: the life it means."""
+    """The gateway's first message on a stream.
+
+    last_seq: number of the last worker message that it has processed; 0: none
+    expected: the worker incarnation that it wants to reach
+    """
 
     gateway_id: str
     session_id: str
@@ -26,8 +31,10 @@ class SessionHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionHelloReply:
-    """The worker's first message. `resumed`: the jobs and messages of `session_id` are still here, from
-    `oldest_seq` on."""
+    """The worker's first message on a stream.
+
+    resumed: True if the worker still has the session's jobs, and its messages from `oldest_seq` on
+    """
 
     worker: WorkerRef
     layout: KvLayout
@@ -38,7 +45,7 @@ class SessionHelloReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSource:
-    """Where `num_blocks` leading blocks of the prompt can be pulled from."""
+    """A worker that holds the first `num_blocks` blocks of the prompt, so that they can be pulled from it."""
 
     worker: WorkerRef
     num_blocks: int
@@ -46,8 +53,14 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What both legs of one attempt share. `token_ids` is the original prompt of `num_prompt_tokens` plus
-    outputs already delivered. `tpot_slo_s`: promised between two tokens in the mean, 0 for nothing."""
+    """Common fields of the prefill and the decode job of one attempt.
+
+    token_ids: the original prompt (`num_prompt_tokens` tokens), then output tokens that were delivered
+    already
+    deadline_s: time from receipt until the job is stopped, in seconds
+    priority: lower values are scheduled first
+    tpot_slo_s: SLO of the mean time between two tokens, in seconds; 0: none
+    """
 
     job: JobId
     token_ids: TokenIds
@@ -64,8 +77,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillJob(Job):
-    """Compute the prompt and sample one token for each sample. `reader`: who will pull the KV; None: nobody,
-    the request ends here."""
+    """Computes the prompt and samples the first token of each sample.
+
+    reader: the worker that will pull the KV; None if the request ends with this job
+    """
 
     reader: WorkerRef | None = None
     prefix_source: PrefixSource | None = None
@@ -73,8 +88,12 @@ class PrefillJob(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeJob(Job):
-    """Continue after the prompt. `owner`: whose KV to follow and pull; None (`Local`): compute the prompt
-    here. `prefix_source` is of use only then: with an owner there is nothing to compute."""
+    """Generates the tokens after the prompt.
+
+    owner: the worker to pull the prompt's KV from; None (`Local` on the wire): compute the prompt on this
+    worker
+    prefix_source: only used without an owner
+    """
 
     owner: WorkerRef | None = None
     prefix_source: PrefixSource | None = None
@@ -82,7 +101,7 @@ class DecodeJob(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """End these samples of a job; empty `sample_indices` means all."""
+    """Ends samples of a job. Empty `sample_indices` means all samples."""
 
     job: JobId
     reason: Reason
@@ -91,14 +110,14 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
-    """Every worker message up to `seq` is processed; the worker may forget them."""
+    """Acknowledges all worker messages up to `seq`, so that the worker can drop them."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
-    """The gateway lives."""
+    """Shows the worker that the gateway is alive."""
 
 
 GatewayMessage = SessionHello | PrefillJob | DecodeJob | Cancel | Ack | Ping
@@ -106,13 +125,15 @@ GatewayMessage = SessionHello | PrefillJob | DecodeJob | Cancel | Ack | Ping
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFailure:
+    """The failure that ends a job."""
+
     job: JobId
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Everything new for this gateway since the last message: at most one message an engine step."""
+    """New tokens and failures for one gateway. At most one is sent per engine step."""
 
     seq: int
     deltas: tuple[TokenDelta, ...] = ()
@@ -121,8 +142,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Sent every `heartbeat_s`. Alive is not the same as stepping: `step_age_s` is how long the current step
-    has run (0 = idle)."""
+    """Shows the gateway, every `heartbeat_s`, that the worker is alive and that its steps make progress.
+
+    step_age_s: how long the current step has run; 0: idle
+    """
 
     seq: int
     steps_done: int

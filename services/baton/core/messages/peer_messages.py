@@ -1,5 +1,7 @@
-"""Messages of the standing stream between a reader of KV and its owner (`wire.md`, Peer). The reader opens
-the stream."""
+"""Messages of the stream between a reader of KV and its owner; see docs/design/protocol.md.
+
+The reader opens the stream.
+"""
 
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ from baton.core.request import FinishReason, LegTimeline, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerHello:
-    """The reader's first message. `owner`: the life it means to read from; another life refuses."""
+    """The reader's first message. `owner`: the incarnation that it wants to reach; any other one refuses."""
 
     reader: WorkerRef
     owner: WorkerRef
@@ -23,8 +25,11 @@ class PeerHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerHelloReply:
-    """`refusal` names what does not fit (layout field, epoch, protocol version); then nothing else is set and
-    the stream ends."""
+    """The owner's first message.
+
+    refusal: the reason value and field that do not match (layout, epoch or protocol version); empty if
+    accepted. After a refusal `memory` is empty and the stream ends.
+    """
 
     owner: WorkerRef
     layout: KvLayout
@@ -36,7 +41,7 @@ class PeerHelloReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashRange:
-    """Leading blocks of a prefix, asked for by content."""
+    """Requests the leading blocks of a prefix by their hashes."""
 
     hashes: tuple[BlockHash, ...]
     cache_salt: bytes = b""
@@ -44,9 +49,12 @@ class HashRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Follow:
-    """Announce to me the blocks of this job from index `have_blocks` on; the same `transfer_id` again goes on
-    after a broken stream, from `resume_from_block`. Counts as the transfer's first renewal. `trace_context`:
-    W3C's traceparent of the pull, or empty."""
+    """Asks the owner to announce blocks of a job or prefix. It counts as the first renewal of the lease.
+
+    have_blocks: number of leading blocks that the reader holds
+    resume_from_block: first block to announce; later Follows with the same `transfer_id` resume the transfer
+    trace_context: W3C traceparent of the pull, or empty
+    """
 
     transfer_id: TransferId
     subject: JobId | HashRange
@@ -57,14 +65,14 @@ class Follow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
-    """Extend every lease of this pair; numbered, one per pair and interval."""
+    """Extends all leases between this reader and owner. `renewal` numbers it."""
 
     renewal: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WillRead:
-    """For two-sided backends only: these blocks are about to be read."""
+    """Announces a read to the owner. Used by two-sided backends only."""
 
     transfer_id: TransferId
     read_id: ReadId
@@ -73,7 +81,7 @@ class WillRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """The reader is done with the transfer: its pins may end."""
+    """Ends a transfer that the reader has finished, so that the owner unpins its blocks."""
 
     transfer_id: TransferId
     outcome: str
@@ -83,8 +91,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandon:
-    """The reader gave the transfer up with reads perhaps still running; the owner's blocks are safe to reuse
-    (lives tell), so pins end."""
+    """Ends a transfer while `blocks_in_doubt` blocks are still being read.
+
+    The owner unpins its blocks. It may reuse them, because the reader detects a reuse by the generation.
+    """
 
     transfer_id: TransferId
     blocks_in_doubt: int
@@ -95,7 +105,10 @@ ReaderMessage = PeerHello | Follow | Renew | WillRead | Release | Abandon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """What the owner sampled at the prompt's end for one sample; `finish` if the sample ended with it."""
+    """The first output token of one sample, sampled by the owner.
+
+    `finish` is set if the sample ended with it.
+    """
 
     sample_index: int
     token_id: int
@@ -105,10 +118,15 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvReady:
-    """These blocks are computed. `lives[i]` is the life that `block_ids[i]` is in; `hashes[i]` is NO_HASH for
-    a tail that is not full, which only a final KvReady announces. `first_block_index`: position of
-    `block_ids[0]` in the prompt's blocks. `timeline`: the owner's leg, in a final one: the reader repeats it
-    to the gateway, as it does the first tokens, so that the owner need not be heard."""
+    """Announces computed blocks to the reader.
+
+    first_block_index: position of `block_ids[0]` in the prompt's blocks
+    generations: current generation of each block
+    hashes: hash of each block; NO_HASH for a partial last block, which only the final KvReady announces
+    final: the prompt is complete
+    first_tokens, timeline: set in the final KvReady. The reader repeats them to the gateway, so that no token
+    is lost if the owner dies.
+    """
 
     transfer_id: TransferId
     first_block_index: int
@@ -124,7 +142,7 @@ class KvReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewed:
-    """Answers `Renew` by number and names leases that the owner no longer holds."""
+    """Answers the `Renew` with the same number. `lost`: transfers whose lease has ended."""
 
     renewal: int
     lost: tuple[TransferId, ...] = ()
@@ -132,7 +150,7 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """This transfer will not go on: the owner cannot finish it, never knew it, or its lease ended."""
+    """Ends a transfer: the owner cannot finish it, does not know it, or its lease has ended."""
 
     transfer_id: TransferId
     reason: Reason

@@ -1,1 +1,1 @@
-"""Transfer backends: NIXL, shared memory, and staging through host memory."""
+"""Transfer backends: NIXL, shared memory of one host, and staging of GPU memory through host memory."""

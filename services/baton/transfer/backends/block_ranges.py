@@ -1,4 +1,4 @@
-"""Block ids as ranges of bytes: the only place where backends multiply."""
+"""Merges block ids into contiguous runs, and checks them before addresses are computed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRun:
-    """`num_blocks` blocks that are neighbours on both sides, from `source` in the owner's memory to `own` in
-    ours."""
+    """`num_blocks` blocks that are contiguous on both sides: from `source` in the owner's memory, to `own`
+    here."""
 
     source: int
     own: int
@@ -15,7 +15,10 @@ class BlockRun:
 
 
 def runs(source: Sequence[int], own: Sequence[int]) -> Iterator[BlockRun]:
-    """Pairs of blocks, in order, neighbours joined. Raises ValueError when the two differ in length."""
+    """Yield the pairs (source block, own block) in order, merged into contiguous runs.
+
+    Raises ValueError if the two sequences differ in length.
+    """
     if len(source) != len(own):
         raise ValueError(f"{len(source)} source blocks for {len(own)} own blocks")
     begin = 0
@@ -26,7 +29,7 @@ def runs(source: Sequence[int], own: Sequence[int]) -> Iterator[BlockRun]:
 
 
 def check_ids(block_ids: Sequence[int], num_blocks: int, whose: str) -> None:
-    """Raises ValueError for a block that is not in the memory: no address is ever computed from it."""
+    """Raise ValueError for a block id outside the memory. `whose`: names the memory in the error."""
     for block_id in block_ids:
         if not 0 <= block_id < num_blocks:
             raise ValueError(f"block {block_id} is outside {whose} memory of {num_blocks} blocks")

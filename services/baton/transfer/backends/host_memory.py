@@ -1,9 +1,9 @@
 """Allocates the host memory of one worker: its KV blocks, followed by its generation table.
 
-NIXL registers private memory by address. `local_backend` needs shared memory that peers can map. On Linux shared
-memory is a memfd that peers open through `/proc/PID/fd/FD`; the kernel frees it with its last user, even after
-kill -9. On other systems it is POSIX shared memory. Its name is removed by `close`, or by multiprocessing's resource
-tracker if the worker is killed.
+NIXL registers private memory by address. `local_backend` needs shared memory that peers can map. On Linux
+shared memory is a memfd that peers open through `/proc/PID/fd/FD`; the kernel frees it with its last user,
+even after kill -9. On other systems it is POSIX shared memory. Its name is removed by `close`, or by
+multiprocessing's resource tracker if the worker is killed.
 """
 
 import fcntl
@@ -48,9 +48,9 @@ class KvRegion:
 class HostMemory:
     """KV blocks and their generation table in one page-aligned segment, blocks first.
 
-    `handle` is what another process of this host passes to `attach_shared`; it is empty for private memory. The
-    memory is freed after `close`, once no array refers to it. Pages are allocated when first written, or by
-    `prefault`.
+    `handle` is what another process of this host passes to `attach_shared`; it is empty for private memory.
+    The memory is freed after `close`, once no array refers to it. Pages are allocated when first written, or
+    by `prefault`.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class HostMemory:
 
     @property
     def kv(self) -> Bytes:
-        """The blocks, [num_blocks, block_bytes] uint8, as a view that is shared with all users of this memory."""
+        """The blocks, [num_blocks, block_bytes] uint8, as a view that is shared with all users of this
+        memory."""
         return self._kv.reshape(self.num_blocks, self.block_bytes)
 
     @property
@@ -124,7 +125,10 @@ def anonymous(num_bytes: int) -> mmap.mmap:
 
 
 def allocate_shared(num_blocks: int, block_bytes: int, *, memfd: bool = _HAS_MEMFD) -> HostMemory:
-    """Allocate memory that processes of this host can attach. Raises OSError if there is not enough memory."""
+    """Allocate memory that processes of this host can attach.
+
+    Raises OSError if there is not enough memory.
+    """
     size = segment_bytes(num_blocks, block_bytes)
     if memfd:
         fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -144,7 +148,8 @@ def allocate_shared(num_blocks: int, block_bytes: int, *, memfd: bool = _HAS_MEM
 def attach_shared(handle: str, *, num_blocks: int, block_bytes: int) -> HostMemory:
     """Map another process's shared memory by its `handle`.
 
-    Raises LayoutMismatch if the memory is on another host or has another size, OSError if that process is gone.
+    Raises LayoutMismatch if the memory is on another host or has another size, OSError if that process is
+    gone.
     """
     kind, host, pid, where = _parse(handle)
     if host != host_id():
@@ -206,6 +211,7 @@ def _unlink(name: str) -> None:
 
 
 def host_id() -> str:
-    """Return an id that is equal for processes which can map each other's memory: the boot id, or the host name."""
+    """Return an id that is equal for processes which can map each other's memory: the boot id, or the host
+    name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else platform.node().replace(":", "_")

@@ -1,5 +1,5 @@
-"""KV between processes of one host over shared memory: each maps the other's and copies, in a thread of its
-own."""
+"""Transfer backend for workers of one host: maps the peer's shared memory and copies blocks in its own
+thread."""
 
 import queue
 import secrets
@@ -26,15 +26,19 @@ Work = Callable[[], tuple[ReadState, tuple[GenerationEntry, ...]]]
 
 
 class LocalBackend:
-    """Implements `TransferBackend` over memory from `allocate_shared`. Reads cannot get stuck: the owner
-    takes no part in them, and what a process leaves behind when it dies stays readable until the last reader
-    lets go."""
+    """Implements `TransferBackend` over memory from `allocate_shared`.
+
+    Reads cannot get stuck, because the owner takes no part in them. The memory of a dead owner stays readable
+    until its last reader unmaps it.
+    """
 
     two_sided = False
 
     def __init__(self, *, worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> None:
-        """Raises LayoutMismatch if `memory` has other blocks than `layout`; the caller closes `memory` after
-        the backend."""
+        """Raises LayoutMismatch if `memory` does not fit `layout`.
+
+        The caller closes `memory` after the backend.
+        """
         if memory.block_bytes != layout.block_bytes:
             raise LayoutMismatch(f"block_bytes: the memory has {memory.block_bytes}, the layout {layout.block_bytes}")
         self._layout = layout
@@ -66,12 +70,14 @@ class LocalBackend:
         return (self._memory,)
 
     def connect(self, peer: KvMemory, layout: KvLayout) -> None:
-        """A peer whose memory is gone already is connected all the same: reads of it fail."""
+        """Map the peer's memory. If it is gone already, nothing is raised here, but reads from it fail."""
         mismatch = self._layout.mismatch(layout)
         if mismatch is not None:
             raise LayoutMismatch(mismatch)
         if peer.block_stride_bytes != layout.block_bytes or peer.generation_entry_bytes != ENTRY_BYTES:
-            raise LayoutMismatch(f"block_stride_bytes: {peer.block_stride_bytes} there, {layout.block_bytes} here")
+            raise LayoutMismatch(
+                f"block_stride_bytes: the peer has {peer.block_stride_bytes}, this worker {layout.block_bytes}"
+            )
         if peer.agent_name in self._peers:
             return
         handle = peer.agent_metadata.decode(errors="replace")
@@ -81,7 +87,7 @@ class LocalBackend:
             log.warning("kv_peer_memory_gone", owner=str(peer.owner), error=str(error))
             return
         if decode_entries(attached.generation_table[:ENTRY_BYTES].tobytes())[0].worker_epoch != peer.owner.worker_epoch:
-            log.warning("kv_peer_memory_gone", owner=str(peer.owner), error="the process of that id is another one")
+            log.warning("kv_peer_memory_gone", owner=str(peer.owner), error="another process has that process id now")
             return
         self._peers[peer.agent_name] = attached
 
@@ -98,10 +104,10 @@ class LocalBackend:
         return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
 
     def offer(self, block_ids: Sequence[int]) -> None:
-        """Peers read the blocks themselves."""
+        """Do nothing: peers read the memory directly."""
 
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
-        """Reads are one-sided."""
+        """Do nothing: reads are one-sided."""
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         check_ids(block_ids, self._memory.num_blocks, "own")
@@ -109,7 +115,7 @@ class LocalBackend:
 
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
         if len(source.block_ids) > self.max_probe_blocks:
-            raise ValueError(f"a probe of {len(source.block_ids)} blocks; at most {self.max_probe_blocks}")
+            raise ValueError(f"a probe has {len(source.block_ids)} blocks; must be at most {self.max_probe_blocks}")
         self._start_copy(read_id, source, self._scratch, range(len(source.block_ids)))
 
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
@@ -151,19 +157,19 @@ class LocalBackend:
         self, read_id: ReadId, source: KvDescriptor, into: np.typing.NDArray[np.uint8], block_ids: Sequence[int]
     ) -> None:
         check_ids(source.block_ids, source.memory.num_blocks, "the peer's")
-        pieces = list(runs(source.block_ids, block_ids))
+        block_runs = list(runs(source.block_ids, block_ids))
         self._reads.begin(read_id)
         peer = self._peers.get(source.memory.agent_name)
         if peer is None:
             self._reads.end(read_id, ReadState.FAILED)
             return
-        theirs = peer.kv
+        peer_kv = peer.kv
 
         def copy() -> tuple[ReadState, tuple[GenerationEntry, ...]]:
-            for piece in pieces:  # numpy lets go of the interpreter for each
+            for run in block_runs:  # numpy releases the GIL during each copy
                 np.copyto(
-                    into[piece.own : piece.own + piece.num_blocks],
-                    theirs[piece.source : piece.source + piece.num_blocks],
+                    into[run.own : run.own + run.num_blocks],
+                    peer_kv[run.source : run.source + run.num_blocks],
                 )
             return ReadState.DONE, ()
 

@@ -1,7 +1,7 @@
-"""KV over NIXL (UCX): reads out of another process's registered memory, on one host or between hosts.
+"""Transfer backend over NIXL (UCX): reads registered memory of other processes, on one host or between hosts.
 
-Agent metadata travels as NIXL's own bytes, places as integers; nothing is pickled. Everything that touches
-the agent happens in `NixlThread`.
+Agent metadata is sent as NIXL's own bytes, addresses as integers; nothing is pickled. Only `NixlThread` uses
+the agent.
 """
 
 import asyncio
@@ -35,8 +35,7 @@ _CLOSE_S, _EXIT_S = 5.0, 2.0
 
 
 class NixlBackend:
-    """Implements `TransferBackend`. `kv` and `life` are registered for the life of the backend; the caller
-    keeps that memory until after `aclose`."""
+    """Implements `TransferBackend`. The caller keeps the registered memory allocated until after `aclose`."""
 
     two_sided = False
 
@@ -51,13 +50,15 @@ class NixlBackend:
         port_range: str | None = None,
         ucx_log: Path | None = None,
     ) -> None:
-        """Takes about a second: call it before the event loop has work. The last three arguments count only
-        for the first backend of a process (see `ucx.prepare_environment`). Raises LayoutMismatch if the
-        regions do not fit the layout."""
+        """Register `kv` and the generation table `generation`. Blocks for about a second.
+
+        The last three arguments only have an effect for the first backend of a process; see
+        `ucx.prepare_environment`. Raises LayoutMismatch if the regions do not fit the layout.
+        """
         num_blocks = generation.num_bytes // ENTRY_BYTES
         if kv.num_bytes != num_blocks * layout.block_bytes:
             raise LayoutMismatch(
-                f"num_blocks: {num_blocks} life entries for {kv.num_bytes / layout.block_bytes:g} blocks"
+                f"num_blocks: {num_blocks} generation-table entries for {kv.num_bytes / layout.block_bytes:g} blocks"
             )
         self._layout, self._kv = layout, kv
         self.max_probe_blocks = max(1, min(num_blocks, _PROBE_BYTES // layout.block_bytes))
@@ -88,14 +89,14 @@ class NixlBackend:
         self._peers: dict[str, NixlPeer] = {}
         self._reads = ReadTable()
         self._thread = NixlThread(agent, events, self._reads.report)
-        # Where nobody calls `aclose`: an interpreter that ends while the thread is inside NIXL would abort
-        # the process.
+        # If `aclose` is not called: an interpreter that ends while the thread is inside NIXL aborts the
+        # process.
         self._at_exit = partial(_stop_at_exit, weakref.ref(self._thread))
         atexit.register(self._at_exit)
 
     @classmethod
     def over(cls, memory: HostMemory, *, worker: WorkerRef, layout: KvLayout, **settings: Any) -> "NixlBackend":
-        """Over host memory from `allocate_private`."""
+        """Build a backend over host memory from `allocate_private`."""
         generation = KvRegion(
             address=int(memory.generation_table.ctypes.data), num_bytes=memory.generation_table.nbytes
         )
@@ -115,7 +116,7 @@ class NixlBackend:
             or peer.memory_kind not in SEGMENTS
         ):
             raise LayoutMismatch(
-                f"block_stride_bytes or memory_kind: {peer.block_stride_bytes}, {peer.memory_kind!r} there"
+                f"block_stride_bytes or memory_kind: the peer has {peer.block_stride_bytes}, {peer.memory_kind!r}"
             )
         if peer.agent_name not in self._peers:
             self._peers[peer.agent_name] = entry = NixlPeer(peer)
@@ -135,10 +136,10 @@ class NixlBackend:
         return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
 
     def offer(self, block_ids: Sequence[int]) -> None:
-        """Peers read the blocks themselves."""
+        """Do nothing: peers read the memory directly."""
 
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
-        """Reads are one-sided."""
+        """Do nothing: reads are one-sided."""
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         check_ids(block_ids, self._memory.num_blocks, "own")
@@ -146,7 +147,7 @@ class NixlBackend:
 
     def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
         if len(source.block_ids) > self.max_probe_blocks:
-            raise ValueError(f"a probe of {len(source.block_ids)} blocks; at most {self.max_probe_blocks}")
+            raise ValueError(f"a probe has {len(source.block_ids)} blocks; must be at most {self.max_probe_blocks}")
         self._start_copy(read_id, source, self._scratch, range(len(source.block_ids)))
 
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
@@ -167,8 +168,11 @@ class NixlBackend:
         self._reads.release(read_id)
 
     async def aclose(self) -> None:
-        """Waits a little for running reads. If some stay, the agent is kept until the process ends, and so
-        should be the memory."""
+        """Wait up to 5 s for running reads, then end the thread.
+
+        If reads still run, the agent is kept until the process ends. The caller must then keep the memory,
+        too.
+        """
         running = [asyncio.ensure_future(self._reads.wait(read_id)) for read_id in self._reads.running]
         if running:
             _done, late = await asyncio.wait(running, timeout=_CLOSE_S)
@@ -179,7 +183,10 @@ class NixlBackend:
         atexit.unregister(self._at_exit)
 
     def _begin(self, read_id: ReadId, source: KvDescriptor) -> NixlPeer | None:
-        """None, and the read has failed, when the peer is not connected."""
+        """Register the read.
+
+        Returns the peer; if it is not connected, the read fails and None is returned.
+        """
         check_ids(source.block_ids, source.memory.num_blocks, "the peer's")
         self._reads.begin(read_id)
         peer = self._peers.get(source.memory.agent_name)
@@ -188,33 +195,35 @@ class NixlBackend:
         return peer
 
     def _start_copy(self, read_id: ReadId, source: KvDescriptor, into: KvRegion, block_ids: Sequence[int]) -> None:
-        size, theirs = self._layout.block_bytes, source.memory
-        pieces = [
-            (theirs.base_address + run.source * size, into.address + run.own * size, run.num_blocks * size)
+        size, peer_memory = self._layout.block_bytes, source.memory
+        copies = [
+            (peer_memory.base_address + run.source * size, into.address + run.own * size, run.num_blocks * size)
             for run in runs(source.block_ids, block_ids)
         ]
         peer = self._begin(read_id, source)
         if peer is not None:
             local, remote = (
                 (SEGMENTS[into.memory_kind], into.device_id),
-                (SEGMENTS[theirs.memory_kind], theirs.device_id),
+                (SEGMENTS[peer_memory.memory_kind], peer_memory.device_id),
             )
-            self._thread.read(read_id, peer, pieces, local, remote)
+            self._thread.read(read_id, peer, copies, local, remote)
 
 
 def _stop_at_exit(thread: "weakref.ref[NixlThread]") -> None:
-    alive = thread()
-    if alive is not None:
-        alive.close()
-        alive.join(_EXIT_S)
+    running = thread()
+    if running is not None:
+        running.close()
+        running.join(_EXIT_S)
 
 
 def _new_agent(name: str) -> Any:
-    """An agent without a progress thread. NIXL is imported here: it takes a second, and exists on Linux
-    only."""
+    """Create an agent without a progress thread.
+
+    Imports NIXL, which takes a second and works on Linux only.
+    """
     from nixl._api import nixl_agent, nixl_agent_config
 
-    nixl_log = logging.getLogger("nixl")  # it has put a handler of its own on standard output
+    nixl_log = logging.getLogger("nixl")  # its own handler writes to standard output
     nixl_log.handlers.clear()
     nixl_log.setLevel(logging.WARNING)
     nixl_log.propagate = True

@@ -1,8 +1,8 @@
-"""The thread that owns a NIXL agent: it alone posts, polls, and makes the progress that peers which read from
-us may need.
+"""The thread that owns a NIXL agent: it posts and polls reads, and makes progress for peers that read from
+here.
 
-A post may last as long as the whole copy, and NIXL's own progress thread would burn a core. This thread
-sleeps on the descriptors that UCX itself waits on, so it costs nothing while nothing happens.
+Posting a read may block for the whole copy, and NIXL's own progress thread would use a full core. This thread
+sleeps on UCX's event descriptors, so it uses no CPU while it is idle.
 """
 
 import ctypes
@@ -29,21 +29,21 @@ log = get_logger(__name__)
 
 SEGMENTS = {HOST: "DRAM", "cuda": "VRAM"}
 _GENERATION_CELLS = 32_768
-"""Life-table entries that can be on their way at a time, 1 MiB of them."""
+"""Generation-table entries that can be in flight at a time, 1 MiB in all."""
 _SPINS = 200
-"""Looks at running reads before the thread sleeps between them."""
+"""How often the thread polls running reads before it sleeps between polls."""
 _BUSY_MS, _IDLE_MS, _BLIND_IDLE_MS = 1, 1000, 2
-"""How long it sleeps at most: while reads run; while none runs; the same where UCX's descriptors were not
+"""Longest sleep while reads run, while none runs, and while none runs and UCX's descriptors were not
 found."""
-Piece = tuple[int, int, int]
-"""(remote address, local address, bytes)."""
-Place = tuple[str, int]
-"""(NIXL's memory segment, device)."""
+CopyRange = tuple[int, int, int]
+"""(remote address, local address, size in bytes)."""
+Segment = tuple[str, int]
+"""(NIXL memory segment, device id)."""
 
 
 @dataclass(slots=True)
 class NixlPeer:
-    """One life of one peer, as the thread keeps it. The event loop only reads `transport`."""
+    """One peer incarnation. Owned by the thread; the event loop only reads `transport`."""
 
     memory: KvMemory
     transport: str = ""
@@ -54,7 +54,7 @@ class NixlPeer:
 
 @dataclass(slots=True)
 class _Running:
-    """One posted read. The handle's finalizer would release it, so it is kept until the read is terminal."""
+    """One posted read. Its handle is kept until the read is terminal, because the finalizer releases it."""
 
     handle: Any
     peer: NixlPeer
@@ -62,8 +62,10 @@ class _Running:
 
 
 class NixlThread:
-    """Runs commands in the order given; `report` is called from the thread with each read's end. Starts at
-    once."""
+    """Runs commands in the order of the calls. Calls `report` from the thread at the end of each read.
+
+    The thread starts in the constructor.
+    """
 
     def __init__(
         self,
@@ -71,8 +73,10 @@ class NixlThread:
         ucx_events: Sequence[int],
         report: Callable[[ReadId, ReadState, tuple[GenerationEntry, ...]], None],
     ) -> None:
-        """`agent` belongs to the thread from here on. `ucx_events`: descriptors that become readable when
-        there is work to progress."""
+        """Take ownership of `agent`.
+
+        `ucx_events`: descriptors that become readable when UCX has work to progress.
+        """
         self._agent, self._ucx_events, self._report = agent, ucx_events, report
         self._ucx_log = UcxLog()
         self._known_transports: list[str] = []
@@ -84,34 +88,41 @@ class NixlThread:
         self._running: dict[ReadId, _Running] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._is_closing = self._has_left = False
+        self._is_closing = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
         self._thread.start()
 
-    # From the event loop.
+    # -- called from the event loop ----------------------------------------------------------------
 
     def load(self, peer: NixlPeer) -> None:
-        """Make the peer known and begin to connect."""
+        """Load the peer's metadata and start to connect."""
         self._command(lambda: self._load(peer))
 
     def forget(self, peer: NixlPeer) -> None:
-        """Drop the peer once no read of it runs."""
+        """Unload the peer once no read from it runs."""
         self._command(lambda: self._forget(peer))
 
-    def read(self, read_id: ReadId, peer: NixlPeer, pieces: Sequence[Piece], local: Place, remote: Place) -> None:
-        self._command(lambda: self._post(read_id, peer, pieces, local, remote, []))
+    def read(
+        self, read_id: ReadId, peer: NixlPeer, copies: Sequence[CopyRange], local: Segment, remote: Segment
+    ) -> None:
+        """Post a read of several address ranges."""
+        self._command(lambda: self._post(read_id, peer, copies, local, remote, []))
 
     def read_generations(self, read_id: ReadId, peer: NixlPeer, block_ids: Sequence[int]) -> None:
-        """Into memory of the thread's own; the entries come with the read's end."""
+        """Post a read of generation-table entries. They are passed to `report` at its end."""
         self._command(lambda: self._post_generations(read_id, peer, block_ids))
 
     def close(self) -> None:
-        """Have the thread end. If reads still run, the agent and its handles are kept until the process ends:
-        destroying them would abort the process whose memory they read, once it comes back."""
+        """Ask the thread to end. If reads still run, the agent and its handles are kept until the process
+        ends.
+
+        Destroying them would abort a paused owner process when it resumes.
+        """
         self._is_closing = True
         self._wake()
 
     def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the thread has ended."""
         self._thread.join(timeout_s)
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -122,12 +133,12 @@ class NixlThread:
         try:
             os.write(self._wake_write, b"!")
         except BlockingIOError:
-            pass  # it is awake already
+            pass  # the pipe is full, so the thread wakes anyway
         except OSError:
-            if not self._has_left:
+            if not self._has_ended:
                 raise
 
-    # In the thread.
+    # -- in the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = select.poll()
@@ -136,25 +147,25 @@ class NixlThread:
         idle_ms = _IDLE_MS if self._ucx_events else _BLIND_IDLE_MS
         spins = 0
         while not self._is_closing:
-            worked = bool(self._commands)
+            had_work = bool(self._commands)
             while self._commands:
                 self._commands.popleft()()
             self._agent.get_new_notifs()  # serves peers that read from us
-            worked |= self._check_running()
-            spins = 0 if worked else spins + 1
+            had_work |= self._check_running()
+            spins = 0 if had_work else spins + 1
             sleep_ms = idle_ms if not self._running else 0 if spins < _SPINS else _BUSY_MS
             for fd, _event in poller.poll(sleep_ms):
                 if fd == self._wake_read:
                     os.read(self._wake_read, 4096)
-        self._leave()
+        self._end()
 
-    def _leave(self) -> None:
+    def _end(self) -> None:
         if self._running:
             log.warning("kv_agent_kept", running=len(self._running))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         else:
             del self._agent
-        self._has_left = True
+        self._has_ended = True
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -177,31 +188,41 @@ class NixlThread:
 
     def _post_generations(self, read_id: ReadId, peer: NixlPeer, block_ids: Sequence[int]) -> None:
         if len(self._free_cells) < len(block_ids):
-            log.warning("kv_life_cells_exhausted", running=len(self._running))
+            log.warning("kv_generation_cells_exhausted", running=len(self._running))
             self._report(read_id, ReadState.FAILED, ())
             return
         cells = sorted(self._free_cells.popleft() for _ in block_ids)
-        theirs, ours = peer.memory.generation_table_address, int(self._cells.ctypes.data)
-        pieces = [
-            (theirs + run.source * ENTRY_BYTES, ours + run.own * ENTRY_BYTES, run.num_blocks * ENTRY_BYTES)
+        remote_address, local_address = peer.memory.generation_table_address, int(self._cells.ctypes.data)
+        copies = [
+            (
+                remote_address + run.source * ENTRY_BYTES,
+                local_address + run.own * ENTRY_BYTES,
+                run.num_blocks * ENTRY_BYTES,
+            )
             for run in runs(block_ids, cells)
         ]
-        self._post(read_id, peer, pieces, (SEGMENTS[HOST], 0), (SEGMENTS[HOST], 0), cells)
+        self._post(read_id, peer, copies, (SEGMENTS[HOST], 0), (SEGMENTS[HOST], 0), cells)
 
     def _post(
-        self, read_id: ReadId, peer: NixlPeer, pieces: Sequence[Piece], local: Place, remote: Place, cells: list[int]
+        self,
+        read_id: ReadId,
+        peer: NixlPeer,
+        copies: Sequence[CopyRange],
+        local: Segment,
+        remote: Segment,
+        cells: list[int],
     ) -> None:
         if not peer.is_loaded and not peer.is_forgotten:
-            self._load(peer)  # a connection that broke is made anew
+            self._load(peer)  # reconnect after a failure
         agent = self._agent
         try:
-            ours = agent.get_xfer_descs(
-                np.array([(own, size, local[1]) for _their, own, size in pieces], dtype=np.uint64), local[0]
+            local_descs = agent.get_xfer_descs(
+                np.array([(address, size, local[1]) for _, address, size in copies], dtype=np.uint64), local[0]
             )
-            theirs = agent.get_xfer_descs(
-                np.array([(their, size, remote[1]) for their, _own, size in pieces], dtype=np.uint64), remote[0]
+            remote_descs = agent.get_xfer_descs(
+                np.array([(address, size, remote[1]) for address, _, size in copies], dtype=np.uint64), remote[0]
             )
-            handle = agent.initialize_xfer("READ", ours, theirs, peer.memory.agent_name)
+            handle = agent.initialize_xfer("READ", local_descs, remote_descs, peer.memory.agent_name)
         except Exception as error:
             self._not_posted(read_id, peer, cells, error)
             return
@@ -217,7 +238,7 @@ class NixlThread:
             self._terminal(read_id, state)
 
     def _check_running(self) -> bool:
-        """Whether a read has ended."""
+        """Handle reads that have ended. Returns True if there was one."""
         ended = False
         for read_id, read in list(self._running.items()):
             try:
@@ -254,14 +275,17 @@ class NixlThread:
         self._report(read_id, ReadState.FAILED, ())
 
     def _connection_failed(self, peer: NixlPeer) -> None:
-        """The next read loads the peer's metadata again."""
+        """Unload the peer, so that the next read loads its metadata again, and log UCX's errors."""
         self._unload(peer)
         for problem in self._ucx_log.problems()[:10]:
             log.warning("ucx", text=problem)
 
     def _find_transport(self, peer: NixlPeer) -> None:
-        """UCX tells once for each kind of peer which transport it reads with; a peer of a kind already told
-        of uses what was told last."""
+        """Set the transport of a peer from UCX's log.
+
+        UCX logs the transport once per kind of peer. A further peer of the same kind gets the last logged
+        one.
+        """
         self._known_transports += self._ucx_log.read_transports()
         peer.transport = self._known_transports[-1] if self._known_transports else ""
 
@@ -272,7 +296,7 @@ class NixlThread:
         try:
             action()
         except Exception as error:
-            log.info("nixl_refused", what=what, error=f"{type(error).__name__}: {error}")
+            log.info("nixl_call_failed", what=what, error=f"{type(error).__name__}: {error}")
 
     def _register(self, region: KvRegion) -> None:
         self._agent.register_memory(

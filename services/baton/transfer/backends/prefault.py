@@ -1,7 +1,8 @@
 """Prefaults KV memory in the background, so that no request pays for page faults.
 
-Linux allocates and clears an anonymous page when it is first written. On a virtual machine whose host reclaims idle
-memory this took up to 2.7 s per GiB (2026-11-21). Doing it in a background thread delays neither startup nor a pull.
+Linux allocates and clears an anonymous page when it is first written. On a virtual machine whose host
+reclaims idle memory this took up to 2.7 s per GiB (2026-11-21). Doing it in a background thread delays
+neither startup nor a pull.
 """
 
 import ctypes
@@ -17,15 +18,15 @@ PREFAULT_THREAD_NAME = "kv-prefault"
 _STEP_BYTES = 2 * 2**20
 _LOWEST_PRIORITY = 19
 _PAUSE_FACTOR = 5.0
-"""Pause after each step, as a multiple of the step's duration. A virtual machine's core is blocked while its host
-finds memory."""
+"""Pause after each step, as a multiple of the step's duration. A virtual machine's core is blocked while its
+host finds memory."""
 
 
 def prefault_in_background(address: int, num_bytes: int) -> Callable[[], None]:
     """Prefault `num_bytes` from the page-aligned `address` in a thread of the lowest priority.
 
-    Returns a function that stops the thread and waits for it. Call it before the memory is freed. On systems without
-    MADV_POPULATE_WRITE nothing happens, and pages are allocated when they are first written.
+    Returns a function that stops the thread and waits for it. Call it before the memory is freed. On systems
+    without MADV_POPULATE_WRITE nothing happens, and pages are allocated when they are first written.
     """
     if sys.platform != "linux":
         return lambda: None

@@ -1,5 +1,4 @@
-"""The reads of a backend as its caller, the event loop, sees them; their ends are reported from the backend's
-own thread."""
+"""Tracks the reads of a backend for the event loop, while the backend's thread reports their ends."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -15,7 +14,10 @@ class _PendingRead:
 
 
 class ReadTable:
-    """Every read from its start until it is released. All methods but `report` belong to the event loop."""
+    """Every read from its start until its release.
+
+    All methods except `report` must be called on the event loop.
+    """
 
     __slots__ = ("_loop", "_reads")
 
@@ -24,41 +26,47 @@ class ReadTable:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def begin(self, read_id: ReadId) -> None:
-        """Raises ValueError for an id that is in use."""
+        """Add a read. Raises ValueError if its id is in use."""
         if read_id in self._reads:
-            raise ValueError(f"read {read_id} exists already")
+            raise ValueError(f"read {read_id} exists already; ids must not be reused")
         self._loop = asyncio.get_running_loop()
         self._reads[read_id] = _PendingRead(self._loop.create_future())
 
     def report(self, read_id: ReadId, state: ReadState, generations: tuple[GenerationEntry, ...] = ()) -> None:
-        """From any thread: the read is terminal."""
+        """Record that a read is terminal. Thread-safe."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self.end, read_id, state, generations)
 
     def end(self, read_id: ReadId, state: ReadState, generations: tuple[GenerationEntry, ...] = ()) -> None:
+        """Record that a read is terminal."""
         read = self._reads.get(read_id)
         if read is not None and not read.ended.done():
             read.generations = generations
             read.ended.set_result(state)
 
     def poll(self, read_id: ReadId) -> ReadState:
+        """Return the state of a read. Raises ValueError for an unknown id."""
         read = self._find(read_id)
         return read.ended.result() if read.ended.done() else ReadState.RUNNING
 
     async def wait(self, read_id: ReadId) -> ReadState:
+        """Wait until a read is terminal and return its state."""
         return await asyncio.shield(self._find(read_id).ended)
 
     def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
+        """Return the generation-table entries that a read brought."""
         return self._find(read_id).generations
 
     def release(self, read_id: ReadId) -> None:
+        """Remove a terminal read. Raises ValueError if it is still running."""
         if self.poll(read_id) is ReadState.RUNNING:
-            raise ValueError(f"read {read_id} is still running: what it lands in may still be written")
+            raise ValueError(f"read {read_id} is still running and may still write its destination")
         del self._reads[read_id]
 
     @property
     def running(self) -> tuple[ReadId, ...]:
+        """Ids of the reads that are not terminal."""
         return tuple(read_id for read_id, read in self._reads.items() if not read.ended.done())
 
     def _find(self, read_id: ReadId) -> _PendingRead:

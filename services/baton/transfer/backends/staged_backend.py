@@ -1,5 +1,7 @@
-"""KV of a device through host memory, where nothing else reaches into the device: copied out before peers are
-told of it, and in once it has come."""
+"""Stages GPU blocks through host memory, if the transport cannot access GPU memory.
+
+Blocks are copied to the host before they are announced, and from the host to the GPU after they were read.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,21 +16,27 @@ log = get_logger(__name__)
 
 
 class BlockCopies(Protocol):
-    """Between blocks of a device and those of the same numbers in host memory. Both return when it is done,
-    from any thread."""
+    """Copies blocks between a device and host memory, under the same block ids. Thread-safe; calls block."""
 
-    def to_host(self, block_ids: Sequence[int]) -> None: ...
+    def to_host(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks from the device to the host."""
+        ...
 
-    def to_device(self, block_ids: Sequence[int]) -> None: ...
+    def to_device(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks from the host to the device."""
+        ...
 
     def close(self) -> None:
-        """Once nothing is copied any more, and before the host memory goes."""
+        """Release the host memory. Call it after the last copy and before the memory is freed."""
+        ...
 
 
 class StagedBackend:
-    """Implements `TransferBackend` for a device's blocks over one for host memory, which it owns. A block's
-    life is one for both: what lies in host memory is of the life in which it was offered, and a later one
-    fails the reader's proof."""
+    """Implements `TransferBackend` for device blocks on top of a host-memory backend, which it owns.
+
+    Host and device share one generation table. The host copy belongs to the generation in which it was
+    offered; after a reuse of the block, the reader's validation fails.
+    """
 
     def __init__(self, host: TransferBackend, copies: BlockCopies) -> None:
         self._host = host
@@ -56,8 +64,10 @@ class StagedBackend:
         return self._host.describe(block_ids)
 
     def offer(self, block_ids: Sequence[int]) -> None:
-        """Waits for the copy, as long as so many bytes take on their way to the host: what a peer is told of
-        before that would be wrong, unseen. Raises what the device does when it fails."""
+        """Copy the blocks to the host and wait for it. Raises the device's error if the copy fails.
+
+        An earlier announcement would let the peer read old bytes under a valid generation.
+        """
         self._copies.to_host(block_ids)
 
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
@@ -66,7 +76,7 @@ class StagedBackend:
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         self._host.start_read(read_id, source, block_ids)
         self._receiving[read_id] = asyncio.create_task(
-            self._mark_received(read_id, tuple(block_ids)), name=f"kv-staged-{read_id}"
+            self._copy_to_device(read_id, tuple(block_ids)), name=f"kv-staged-{read_id}"
         )
 
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
@@ -94,12 +104,12 @@ class StagedBackend:
 
     def release(self, read_id: ReadId) -> None:
         if self.poll(read_id) is ReadState.RUNNING:
-            raise ValueError(f"read {read_id} is still running: what it lands in may still be written")
+            raise ValueError(f"read {read_id} is still running and may still write its destination")
         self._host.release(read_id)
         self._receiving.pop(read_id, None)
 
     async def aclose(self) -> None:
-        """As the backend below does, and waits for copies that run: they write to the device's memory."""
+        """Close the host backend, and wait for running copies, because they write to the device."""
         await self._host.aclose()
         for read_id, receiving in self._receiving.items():
             if not receiving.done() and self._host.poll(read_id) is ReadState.RUNNING:
@@ -107,13 +117,13 @@ class StagedBackend:
         await asyncio.gather(*self._receiving.values(), return_exceptions=True)
         self._copies.close()
 
-    async def _mark_received(self, read_id: ReadId, block_ids: tuple[int, ...]) -> ReadState:
+    async def _copy_to_device(self, read_id: ReadId, block_ids: tuple[int, ...]) -> ReadState:
         state = await self._host.wait(read_id)
         if state is not ReadState.DONE:
             return state
         try:
             await asyncio.to_thread(self._copies.to_device, block_ids)
-        except Exception:  # the device's own kinds
-            log.exception("kv_not_copied_to_device", read_id=read_id)
+        except Exception:  # errors of the device library
+            log.exception("kv_copy_to_device_failed", read_id=read_id)
             return ReadState.FAILED
         return ReadState.DONE

@@ -1,5 +1,7 @@
-"""What UCX, under NIXL, is told and asked. NIXL exposes neither, so both go through UCX's environment and its
-own log."""
+"""Configures UCX through its environment, and reads the chosen transports from its log.
+
+NIXL exposes neither.
+"""
 
 import ctypes
 import os
@@ -12,7 +14,7 @@ _READ = "remote memory read by ucp_get"
 _HEADER = re.compile(r"(?P<peer>self|intra-node|inter-node) cfg#(?P<config>\d+)")
 _ROW = re.compile(r"\|\s*(?P<first>\d+)\.\.(?P<last>\w+)\s*\|(?P<how>[^|]*)\|(?P<config>[^|]*)\|")
 _PROBLEM = re.compile(r"\b(ERROR|WARN|FATAL)\b")
-_OURS = re.compile(r"/proc/\d+/fd/\d+")
+_OWN_LOG = re.compile(r"/proc/\d+/fd/\d+")
 _TAIL = re.compile(r"\|(?P<text>[^|]*)\|\s*$")
 
 _log_fd = -1
@@ -21,21 +23,20 @@ _log_fd = -1
 def prepare_environment(
     *, loopback_only: bool = False, port_range: str | None = None, log_path: Path | None = None
 ) -> None:
-    """Before NIXL is imported; only the first call in a process counts. What the user has set in the
-    environment stays as it is.
+    """Set UCX's environment. Call it before NIXL is imported; only the first call of a process has an effect.
 
-    `loopback_only`: UCX listens on 127.0.0.1 and not on every interface. `port_range`: `LOW-HIGH` for its TCP
-    listeners. `log_path`: where its log goes; without it, into memory, where the last words of a crash in UCX
-    are lost.
+    loopback_only: UCX listens on 127.0.0.1 instead of every interface
+    port_range: `LOW-HIGH` for UCX's TCP listeners
+    log_path: file of UCX's log; None: in memory, where the messages of a crash are lost
+
+    Variables that the user has set are not changed.
     """
     global _log_fd
     if loopback_only and not os.environ.get("UCX_NET_DEVICES"):
         os.environ["UCX_NET_DEVICES"] = "lo"
     if port_range is not None:
         os.environ.setdefault("UCX_TCP_PORT_RANGE", port_range)
-    if (
-        _OURS.fullmatch(os.environ.get("UCX_LOG_FILE", "")) and _log_fd < 0
-    ):  # inherited from a parent that uses UCX as well
+    if _OWN_LOG.fullmatch(os.environ.get("UCX_LOG_FILE", "")) and _log_fd < 0:  # set by a parent process
         del os.environ["UCX_LOG_FILE"], os.environ["UCX_PROTO_INFO"]
     if (
         _log_fd < 0
@@ -43,8 +44,8 @@ def prepare_environment(
         and "UCX_LOG_FILE" not in os.environ
         and "UCX_PROTO_INFO" not in os.environ
     ):
-        # UCX then says which protocol and transport it has chosen for each kind of operation: the only place
-        # where it does.
+        # With UCX_PROTO_INFO, UCX logs the protocol and transport of each kind of operation. Nothing else
+        # shows them.
         if log_path is None:
             _log_fd = os.memfd_create("baton-ucx-log", os.MFD_CLOEXEC)
             os.environ["UCX_LOG_FILE"] = f"/proc/{os.getpid()}/fd/{_log_fd}"
@@ -55,7 +56,7 @@ def prepare_environment(
 
 
 class UcxLog:
-    """Reads on in what UCX has logged: which transports its reads use, and its warnings."""
+    """Parses new lines of UCX's log: transports of reads, errors and warnings."""
 
     def __init__(self) -> None:
         self._offset = os.fstat(_log_fd).st_size if _log_fd >= 0 else 0
@@ -64,14 +65,16 @@ class UcxLog:
         self._transports: list[str] = []
 
     def problems(self) -> list[str]:
-        """Errors and warnings since the last call."""
+        """Return the errors and warnings since the last call."""
         self._scan()
         problems, self._problems = self._problems, []
         return problems
 
     def read_transports(self) -> list[str]:
-        """Transports of the read protocols chosen since the last call, such as `cma` or `tcp`; of the largest
-        reads where they differ."""
+        """Return the transports of the read protocols chosen since the last call, such as `cma` or `tcp`.
+
+        If a protocol uses several transports, it is the one for the largest reads.
+        """
         self._scan()
         found, self._transports = self._transports, []
         return found
@@ -111,8 +114,11 @@ class UcxLog:
 
 
 def transport_name(config: str) -> str:
-    """UCX's `cma/memory` is `cma`, `tcp/eth0` is `tcp`, its InfiniBand and RoCE transports are `rdma`;
-    several are joined by `+`."""
+    """Return the short name of a UCX transport configuration.
+
+    `cma/memory` is `cma`, `tcp/eth0` is `tcp`, InfiniBand and RoCE transports are `rdma`. Several are joined
+    by `+`.
+    """
     names = []
     for word in re.findall(r"([a-z_0-9]+)/[\w:.-]+", config):
         name = (
@@ -131,7 +137,7 @@ _SHARED = frozenset({"posix", "sysv", "xpmem", "knem"})
 
 
 def open_event_fds() -> dict[int, str]:
-    """This process's epoll descriptors and what each watches."""
+    """Return this process's epoll descriptors and their fdinfo text, which lists what each watches."""
     found = {}
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         try:
@@ -139,13 +145,15 @@ def open_event_fds() -> dict[int, str]:
                 with open(f"/proc/self/fdinfo/{name}") as info:
                     found[int(name)] = info.read()
         except OSError:
-            continue  # closed meanwhile
+            continue  # the descriptor was closed meanwhile
     return found
 
 
 def new_event_fds(before: dict[int, str]) -> list[int]:
-    """Epoll descriptors opened since, but not UCX's own thread's, which watches the others: those that tell
-    when there is work to progress."""
+    """Return UCX's event descriptors: the epoll descriptors opened since `before`.
+
+    The descriptor of UCX's own thread is left out. It is the one that watches the others.
+    """
     now = {fd: info for fd, info in open_event_fds().items() if fd not in before}
     watched = {
         fd: {int(line.split()[1]) for line in info.splitlines() if line.startswith("tfd:")} for fd, info in now.items()

@@ -13,14 +13,16 @@ _WORDS = ENTRY_BYTES // 8
 class MemoryGenerationTable:
     """Implements `GenerationTable` in memory that peers may read at any time.
 
-    Each of the four words of an entry is written by one aligned store, the generation first. A concurrent reader
-    therefore sees the announced generation or a different one, never a mixture that happens to be equal.
+    Each of the four words of an entry is written by one aligned store, the generation first. A concurrent
+    reader therefore sees the announced generation or a different one, never a mixture that happens to be
+    equal.
     """
 
     __slots__ = ("_hashes", "_words", "num_blocks")
 
     def __init__(self, buffer: Any, worker_epoch: int) -> None:
-        """Use `buffer` (writable, 32 bytes per block, 8-byte aligned) and write `worker_epoch` into every entry.
+        """Use `buffer` (writable, 32 bytes per block, 8-byte aligned) and write `worker_epoch` into every
+        entry.
 
         Existing generations and hashes stay.
         """

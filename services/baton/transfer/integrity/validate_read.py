@@ -1,4 +1,5 @@
-"""Validates a read: the generation table, read after the blocks, must equal what the owner announced before."""
+"""Validates a read: the generation table, read after the blocks, must equal what the owner announced
+before."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ class AnnouncedBlock:
 def mismatch(announced: Sequence[AnnouncedBlock], entries: Sequence[GenerationEntry], worker_epoch: int) -> str | None:
     """Return which field differs ("shape", "epoch", "generation" or "hash"), or None if all entries match.
 
-    A block gets a new generation before it is written again. If the generation is the same before and after a read,
-    the read saw exactly the announced content, whatever happened to leases and requests meanwhile.
+    A block gets a new generation before it is written again. If the generation is the same before and after a
+    read, the read saw exactly the announced content, whatever happened to leases and requests meanwhile.
     """
     if len(entries) != len(announced):
         return "shape"

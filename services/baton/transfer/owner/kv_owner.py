@@ -1,9 +1,11 @@
-"""The owner's side of every KV transfer: leases, pinned blocks and announcements, as a state machine over `now_s`.
+"""The owner's side of every KV transfer: leases, pinned blocks and announcements, as a state machine over
+`now_s`.
 
-A transfer is CREATED with its job, or with the Follow of a prefix pull. It is FOLLOWED after its reader's Follow. It is
-ENDED by Release, by Abandon, by the end of its lease, or by `claim_timeout_s`. A Follow that arrives before its job is
-kept for `reorder_window_s`. Blocks stay pinned from their allocation until the transfer has ended, even if the
-sequence ends before. Messages are idempotent: unknown, late and repeated ones are counted and dropped.
+A transfer is CREATED with its job, or with the Follow of a prefix pull. It is FOLLOWED after its reader's
+Follow. It is ENDED by Release, by Abandon, by the end of its lease, or by `claim_timeout_s`. A Follow that
+arrives before its job is kept for `reorder_window_s`. Blocks stay pinned from their allocation until the
+transfer has ended, even if the sequence ends before. Messages are idempotent: unknown, late and repeated ones
+are counted and dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,7 +91,10 @@ class OwnedTransfer:
 
 @dataclass(slots=True)
 class _Readers:
-    """Transfers by reader incarnation. `ended`: those that ended without the reader and are still remembered."""
+    """Transfers by reader incarnation.
+
+    `ended`: those that ended without the reader and are still remembered.
+    """
 
     open: dict[Incarnation, dict[TransferId, OwnedTransfer]] = field(default_factory=dict)
     ended: dict[Incarnation, dict[TransferId, None]] = field(default_factory=dict)
@@ -98,8 +103,8 @@ class _Readers:
 class KvOwner:
     """All transfers of one worker's blocks. Messages from peers never make it raise.
 
-    `send` sends a message to a reader incarnation. A message that cannot be delivered is lost; the reader's next
-    Follow makes up for it.
+    `send` sends a message to a reader incarnation. A message that cannot be delivered is lost; the reader's
+    next Follow makes up for it.
     """
 
     def __init__(
@@ -143,10 +148,13 @@ class KvOwner:
         times = [d.next_s for d in (self._transfer_until, self._early_until, self._tombstones_until)]
         return min((t for t in times if t is not None), default=None)
 
-    # -- called by the worker for its jobs ------------------------------------------------------------------------
+    # -- called by the worker for its jobs ---------------------------------------------------------
 
     def create(self, job: JobId, reader: WorkerRef, now_s: float) -> None:
-        """Create the transfer of an accepted job whose KV `reader` will pull. Does nothing if the job is known."""
+        """Create the transfer of an accepted job whose KV `reader` will pull.
+
+        Does nothing if the job is known.
+        """
         if job in self._transfers:
             return
         transfer = OwnedTransfer(
@@ -202,7 +210,8 @@ class KvOwner:
     def lost(self, job: JobId, reason: Reason, now_s: float) -> None:
         """Handle that the job's sequence ended before its prompt was computed.
 
-        Announced blocks stay pinned until the reader releases them or its lease ends. The others are unpinned now.
+        Announced blocks stay pinned until the reader releases them or its lease ends. The others are unpinned
+        now.
         """
         self._early.pop(job, None)
         self._early_until.drop(job)
@@ -218,13 +227,13 @@ class KvOwner:
         transfer.pinned = announced
         self._send(transfer.reader, Lost(transfer_id=transfer.transfer_id, reason=reason))
 
-    # -- called with the messages of readers ----------------------------------------------------------------------
+    # -- called with the messages of readers -------------------------------------------------------
 
     def stream_opened(self) -> int:
         """Return a number for a new stream of a reader, to be passed with each message that arrives on it.
 
-        Renewals extend only transfers that were followed on the same stream. A transfer that the reader no longer
-        knows thus ends with its current lease.
+        Renewals extend only transfers that were followed on the same stream. A transfer that the reader no
+        longer knows thus ends with its current lease.
         """
         self._streams += 1
         return self._streams
@@ -256,7 +265,10 @@ class KvOwner:
         self._send(reader, Renewed(renewal=message.renewal, lost=ended))
 
     def release(self, reader: WorkerRef, message: Release | Abandon, now_s: float) -> None:
-        """End a transfer that its reader has finished or abandoned. Unknown transfers are counted and dropped."""
+        """End a transfer that its reader has finished or abandoned.
+
+        Unknown transfers are counted and dropped.
+        """
         transfer = self._readers.open.get(reader.incarnation, {}).get(message.transfer_id)
         if transfer is None:
             dropped = self._drop_early(reader, message.transfer_id)
@@ -279,7 +291,8 @@ class KvOwner:
         return transfer is not None and set(block_ids) <= set(transfer.pinned[: transfer.next_block])
 
     def expire(self, now_s: float) -> None:
-        """End transfers whose lease or claim timeout has passed; drop expired early Follows and tombstones."""
+        """End transfers whose lease or claim timeout has passed; drop expired early Follows and
+        tombstones."""
         for key in self._transfer_until.pop_passed(now_s):
             transfer = self._transfers[key]
             if transfer.lifecycle.state is State.FOLLOWED:
@@ -298,7 +311,7 @@ class KvOwner:
         for transfer in list(self._transfers.values()):
             self._end(transfer, reason, now_s)
 
-    # -- internal -------------------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------
 
     def _follow_job(self, reader: WorkerRef, message: Follow, job: JobId, stream_number: int, now_s: float) -> None:
         transfer = self._transfers.get(job)

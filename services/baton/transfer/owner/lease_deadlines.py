@@ -10,8 +10,8 @@ K = TypeVar("K", bound=Hashable)
 class Deadlines(Generic[K]):
     """One deadline per key. A lease that is renewed for ever never hides another one that has passed.
 
-    Moving a deadline later costs one dictionary write. Its heap entry is corrected when the old time comes, so each
-    key has at most one valid heap entry.
+    Moving a deadline later costs one dictionary write. Its heap entry is corrected when the old time comes,
+    so each key has at most one valid heap entry.
     """
 
     __slots__ = ("_due", "_heap", "_serial")

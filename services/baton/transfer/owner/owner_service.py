@@ -1,4 +1,5 @@
-"""Serves peers that read KV from this worker: one stream per reader incarnation, and the clock for `KvOwner`."""
+"""Serves peers that read KV from this worker: one stream per reader incarnation, and the clock for
+`KvOwner`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ PeerStream = Duplex[OwnerMessage, ReaderMessage]
 class OwnerService:
     """The owner's side of every transfer of one worker.
 
-    The worker calls `create`, `allocated`, `announce` and `lost` for its jobs; see `KvOwner`. `serve` handles the
-    stream of one reader. Used from one event loop; no method blocks.
+    The worker calls `create`, `allocated`, `announce` and `lost` for its jobs; see `KvOwner`. `serve` handles
+    the stream of one reader. Used from one event loop; no method blocks.
     """
 
     def __init__(

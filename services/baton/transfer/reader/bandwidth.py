@@ -4,16 +4,18 @@ SLOW_BYTES_PER_S = 1e9
 """A slower link is logged as a warning, because prefill produces KV faster than it transfers."""
 
 _MEMORY_BYTES = 32 * 2**20
-"""Window of the moving average. After this many bytes, a sample of the same size has half of the total weight."""
+"""Window of the moving average. After this many bytes, a sample of the same size has half of the total
+weight."""
 _SLACK = 4.0
 """How many times slower than measured a read may be before its deadline passes."""
 
 
 class Bandwidth:
-    """Byte-weighted moving average over finished reads of one link, in bytes per second; None before the first.
+    """Byte-weighted moving average over finished reads of one link, in bytes per second; None before the
+    first.
 
-    A link serves its reads one after the other. The duration of a read counts from its start or from the end of the
-    read before it, whichever is later.
+    A link serves its reads one after the other. The duration of a read counts from its start or from the end
+    of the read before it, whichever is later.
     """
 
     __slots__ = ("_last_end_s", "_seen_bytes", "bytes_per_s", "deadline_max_s", "deadline_min_s")
@@ -36,11 +38,15 @@ class Bandwidth:
         if self.bytes_per_s is None:
             self.bytes_per_s = sample
             return
-        # Seconds per byte are averaged, not rates, because the estimate predicts how long the next read takes.
+        # Seconds per byte are averaged, not rates, because the estimate predicts how long the next read
+        # takes.
         self.bytes_per_s = 1 / ((1 - weight) / self.bytes_per_s + weight / sample)
 
     def deadline_s(self, num_bytes: int) -> float:
-        """Return how long a read may take. `num_bytes`: all bytes in flight on the link, including this read."""
+        """Return how long a read may take.
+
+        `num_bytes`: all bytes in flight on the link, including this read.
+        """
         if self.bytes_per_s is None:
             return self.deadline_max_s
         return min(self.deadline_max_s, self.deadline_min_s + _SLACK * num_bytes / self.bytes_per_s)

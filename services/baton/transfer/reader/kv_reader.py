@@ -1,4 +1,5 @@
-"""The reader's side of all KV transfers of one worker: one link per owner incarnation, and the pulls on them."""
+"""The reader's side of all KV transfers of one worker: one link per owner incarnation, and the pulls on
+them."""
 
 import asyncio
 import random
@@ -99,7 +100,10 @@ class KvReader:
         return pull
 
     def warm(self, owner: WorkerRef) -> None:
-        """Start to connect to an owner and to measure the link, before the first pull. Does nothing if connected."""
+        """Start to connect to an owner and to measure the link, before the first pull.
+
+        Does nothing if connected.
+        """
         self._link_to(owner)
 
     async def warmed(self, owner: WorkerRef) -> bool:
@@ -131,7 +135,10 @@ class KvReader:
         return self.quarantined_blocks > MAX_QUARANTINED_SHARE * self._num_blocks
 
     async def aclose(self) -> None:
-        """End all pulls and links and refuse new ones. Returns when every read is terminal or past its deadline."""
+        """End all pulls and links and refuse new ones.
+
+        Returns when every read is terminal or past its deadline.
+        """
         self._is_closed = True
         for link in list(self._links.values()):
             link.close(Reason.WORKER_LOST, "the reader is shutting down")

@@ -31,8 +31,8 @@ _MAX_UNANSWERED_RENEWALS = 1024
 class PeerLink:
     """The stream to one owner incarnation and all pulls from it.
 
-    The link ends (`has_ended`) if the owner refuses it or cannot be reached. `reads` is None until the owner has
-    answered the hello.
+    The link ends (`has_ended`) if the owner refuses it or cannot be reached. `reads` is None until the owner
+    has answered the hello.
     """
 
     def __init__(self, owner: WorkerRef, reading: Reading, on_ended: Callable[["PeerLink"], None]) -> None:
@@ -98,7 +98,10 @@ class PeerLink:
         self._pulls.pop(pull.transfer_id, None)
 
     def send(self, message: ReaderMessage) -> None:
-        """Send a message. If the stream is broken, it is lost; the next Follow or the end of the lease makes up for it."""
+        """Send a message.
+
+        If the stream is broken, it is lost; the next Follow or the end of the lease makes up for it.
+        """
         if self._stream is None:
             return
         try:
@@ -128,11 +131,13 @@ class PeerLink:
         self._on_ended(self)
 
     async def aclose(self) -> None:
-        """Wait, after `close`, until the stream is closed and all reads are terminal or past their deadline."""
+        """Wait, after `close`, until the stream is closed and all reads are terminal or past their
+        deadline."""
         await asyncio.gather(self._runner, *self._tasks, return_exceptions=True)
 
     def start_reads(self) -> None:
-        """Start slices while the in-flight limit allows it, in turn for all pulls, so that a long one delays no other."""
+        """Start slices while the in-flight limit allows it, in turn for all pulls, so that a long one delays
+        no other."""
         reads = self.reads
         if reads is None or self.has_ended:
             return
@@ -157,7 +162,7 @@ class PeerLink:
         await reads.warm()
         self._warmed.set()
 
-    # -- stream ----------------------------------------------------------------------------------------------------
+    # -- stream ------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         """Keep the stream connected until the owner refuses it or cannot be reached."""
@@ -188,7 +193,10 @@ class PeerLink:
                 raise
 
     async def _exchange_hellos(self, stream: Duplex[ReaderMessage, OwnerMessage]) -> bool:
-        """Send the hello and check the reply. Returns False, and ends the link, if epoch or layout do not match."""
+        """Send the hello and check the reply.
+
+        Returns False, and ends the link, if epoch or layout do not match.
+        """
         reading = self._reading
         stream.send(PeerHello(reader=reading.worker, owner=self.owner, layout=reading.layout))
         async with asyncio.timeout(reading.times.hello_s):
@@ -231,7 +239,8 @@ class PeerLink:
         if reply.protocol_version != PROTOCOL_VERSION:
             return (
                 Reason.PROTOCOL_VERSION,
-                f"{Reason.PROTOCOL_VERSION.value}: the owner supports {reply.protocol_version}, the reader {PROTOCOL_VERSION}",
+                f"{Reason.PROTOCOL_VERSION.value}: the owner supports {reply.protocol_version}, "
+                f"the reader {PROTOCOL_VERSION}",
             )
         mismatch = self._reading.layout.mismatch(reply.layout)
         if mismatch is not None:
@@ -269,7 +278,10 @@ class PeerLink:
                 pull.renewed(message.renewal, sent_s)
 
     async def _tick(self) -> None:
-        """Renew leases, fail pulls whose lease has ended, and probe a broken link. Sleeps while there is nothing to do."""
+        """Renew leases, fail pulls whose lease has ended, and probe a broken link.
+
+        Sleeps while there is nothing to do.
+        """
         renew_s = self._reading.times.renew_s
         while not self.has_ended:
             if not self._pulls and not self.is_broken:

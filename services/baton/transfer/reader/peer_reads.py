@@ -1,7 +1,7 @@
 """Reads from the memory of one owner: limited in flight, with deadlines, and probed while the link is broken.
 
-NIXL cannot cancel a read and does not report a stall, so every read has a deadline here. Blocks of a read that passes
-its deadline are quarantined until the read is terminal.
+NIXL cannot cancel a read and does not report a stall, so every read has a deadline here. Blocks of a read
+that passes its deadline are quarantined until the read is terminal.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ log = get_logger(__name__)
 PROBE_TRANSFER = TransferId(0)
 MAX_SLICE_BYTES = 8 * 2**20
 MAX_INFLIGHT_SHARE = 0.02
-"""Share of the pool, at least one block, that may be in flight from one owner. A silent owner can cause at most so many
-blocks to be quarantined."""
+"""Share of the pool, at least one block, that may be in flight from one owner. A silent owner can cause at
+most so many blocks to be quarantined."""
 MAX_OPEN_PROBES = 4
 _SELF_TEST_S = 0.02
 """The first measurement reads growing sizes until a read takes this long."""
@@ -37,7 +37,10 @@ _MIN_MEASURED_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderTimes:
-    """Time limits of the reader, in seconds. `lease_s` is used until the owner has sent its own lease length."""
+    """Time limits of the reader, in seconds.
+
+    `lease_s` is used until the owner has sent its own lease length.
+    """
 
     lease_s: float
     renew_s: float
@@ -125,8 +128,8 @@ class PeerReads:
     ) -> tuple[ReadId, ReadState | None]:
         """Read the source's blocks into own blocks.
 
-        Returns the read's id and its terminal state, or None as state if the deadline passed while it still runs. The
-        caller must then call `end_read` or `quarantine`.
+        Returns the read's id and its terminal state, or None as state if the deadline passed while it still
+        runs. The caller must then call `end_read` or `quarantine`.
         """
         read_id = self._shared.next_read_id()
         self._notify_owner(read_id, transfer_id, source)
@@ -144,7 +147,10 @@ class PeerReads:
         asyncio.get_running_loop().call_soon(self._on_change)
 
     def quarantine(self, read_id: ReadId, own: Sequence[int]) -> None:
-        """Quarantine the blocks of a timed-out read until it is terminal. They count as in flight until then."""
+        """Quarantine the blocks of a timed-out read until it is terminal.
+
+        They count as in flight until then.
+        """
         self._shared.observer.read_timed_out(self.owner, len(own))
         log.warning(
             "kv_read_timed_out", owner=str(self.owner), read_id=read_id, num_blocks=len(own), transport=self.transport
@@ -172,7 +178,8 @@ class PeerReads:
         return entries
 
     def break_link(self, reason: Reason) -> None:
-        """Mark the link as broken: nothing is read from this owner until a probe succeeds. Pulls fail with `reason`.
+        """Mark the link as broken: nothing is read from this owner until a probe succeeds. Pulls fail with
+        `reason`.
 
         A link that is broken already keeps its first reason.
         """
@@ -182,7 +189,10 @@ class PeerReads:
             self._publish()
 
     async def _wait(self, read_id: ReadId, num_bytes: int) -> ReadState | None:
-        """Wait for a read; None if its deadline passes. `num_bytes`: all bytes in flight, including this read."""
+        """Wait for a read; None if its deadline passes.
+
+        `num_bytes`: all bytes in flight, including this read.
+        """
         try:
             async with asyncio.timeout(self.bandwidth.deadline_s(num_bytes)):
                 return await self._backend.wait(read_id)
@@ -193,7 +203,7 @@ class PeerReads:
         if self._backend.two_sided:
             self._send(WillRead(transfer_id=transfer_id, read_id=read_id, block_ids=source.block_ids))
 
-    # -- probes ----------------------------------------------------------------------------------------------------
+    # -- probes ------------------------------------------------------------------------------------
 
     async def probe(self, num_blocks: int = 1) -> ReadState | None:
         """Read blocks into scratch memory. A probe that succeeds repairs a broken link.

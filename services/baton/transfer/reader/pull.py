@@ -1,7 +1,7 @@
 """One pull: follows the owner, reads announced blocks in slices, and validates each slice.
 
-Blocks become visible only after validation. Blocks of a failed read are dropped; blocks of a read that may still write
-are quarantined.
+Blocks become visible only after validation. Blocks of a failed read are dropped; blocks of a read that may
+still write are quarantined.
 """
 
 import asyncio
@@ -58,7 +58,10 @@ class PullResult:
 
 
 class PullLink(Protocol):
-    """The link to the owner, as a pull uses it. `PeerLink` implements it. `reads` is None before the hello reply."""
+    """The link to the owner, as a pull uses it.
+
+    `PeerLink` implements it. `reads` is None before the hello reply.
+    """
 
     owner: WorkerRef
     observer: TransferObserver
@@ -86,8 +89,8 @@ class PullLink(Protocol):
 class Pull:
     """The reader's side of one transfer. Created by `KvReader.pull`; used from one event loop.
 
-    From `receive_into` on, the pull owns the receiving blocks until each has been received. After a failure or `cancel`
-    it drops the others, and quarantines those that a read may still write.
+    From `receive_into` on, the pull owns the receiving blocks until each has been received. After a failure
+    or `cancel` it drops the others, and quarantines those that a read may still write.
 
     final: the owner's final KvReady, once it has arrived
     lease_start_s: start of the last confirmed lease; before the first confirmation, of the requested one
@@ -136,7 +139,7 @@ class Pull:
         self._follow_sent_s: float | None = None
         self._deadline = None if deadline_s is None else loop.call_later(deadline_s, self._on_deadline)
 
-    # -- called by the leg -----------------------------------------------------------------------------------------
+    # -- called by the leg -------------------------------------------------------------------------
 
     async def first_ready(self) -> None:
         """Wait until the owner has announced its first blocks. This is the time to allocate memory.
@@ -172,7 +175,10 @@ class Pull:
         return self.final.first_tokens if self.final is not None else None
 
     async def announced(self) -> tuple[FirstToken, ...]:
-        """Wait for the owner's final KvReady and return the first tokens. Raises Refused if the pull has failed."""
+        """Wait for the owner's final KvReady and return the first tokens.
+
+        Raises Refused if the pull has failed.
+        """
         while self.final is None:
             await self._wait_for_change()
         return self.final.first_tokens
@@ -199,7 +205,7 @@ class Pull:
         """End the pull because its request was cancelled. Does nothing if it has ended."""
         self.fail(Reason.CANCELLED, "the request was cancelled", code=Code.CANCELLED, retriable=False)
 
-    # -- called by the link ----------------------------------------------------------------------------------------
+    # -- called by the link ------------------------------------------------------------------------
 
     @property
     def has_ended(self) -> bool:
@@ -207,7 +213,8 @@ class Pull:
         return self._lifecycle.has_ended
 
     def follow(self) -> None:
-        """Send a Follow on the current stream, for the first block that was not announced and those after it."""
+        """Send a Follow on the current stream, for the first block that was not announced and those after
+        it."""
         self._follow_sent_s = self._clock()
         self._send_follow(self._blocks.first_unannounced())
 
@@ -265,7 +272,7 @@ class Pull:
             self._link.send(self._release_message(reason.value))
         self._end(State.FAILED, reason)
 
-    # -- slices ----------------------------------------------------------------------------------------------------
+    # -- slices ------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -320,7 +327,7 @@ class Pull:
         self._blocks.forget(part)
         self._send_follow(part.blocks[0].index)
 
-    # -- internal --------------------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------
 
     def _proceed(self) -> None:
         """Start reads of waiting blocks, or end the pull if everything was received."""
@@ -341,7 +348,10 @@ class Pull:
         self._link.start_reads()
 
     def _finish(self, unfilled: list[int]) -> None:
-        """End the pull successfully. `unfilled`: own blocks for prefix blocks that the owner no longer holds."""
+        """End the pull successfully.
+
+        `unfilled`: own blocks for prefix blocks that the owner no longer holds.
+        """
         self._pool.drop_receiving(unfilled)
         hit("transfer.before_release", owner=self._link.owner.worker_id)
         self._link.send(self._release_message("received"))

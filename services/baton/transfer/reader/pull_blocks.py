@@ -1,4 +1,7 @@
-"""Tracks which blocks of one pull are announced, waiting, being read, and received. Pure bookkeeping of integers."""
+"""Tracks which blocks of one pull are announced, waiting, being read, and received.
+
+Pure bookkeeping of integers.
+"""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -59,7 +62,10 @@ class PullBlocks:
         return len(self._received)
 
     def problem(self, message: KvReady, num_owner_blocks: int) -> str:
-        """Return what is wrong with an announcement, or an empty string. Call it before using any field of it."""
+        """Return what is wrong with an announcement, or an empty string.
+
+        Call it before using any field of it.
+        """
         count, begin = len(message.block_ids), message.first_block_index
         if not count == len(message.generations) == len(message.hashes):
             return "block_ids, generations and hashes have different lengths"
@@ -130,7 +136,10 @@ class PullBlocks:
                 del self._receiving[block.index]
 
     def stop(self) -> list[int]:
-        """Read nothing more. Returns the own blocks that were not received and that no running read writes."""
+        """Read nothing more.
+
+        Returns the own blocks that were not received and that no running read writes.
+        """
         self._queue.clear()
         return [
             own

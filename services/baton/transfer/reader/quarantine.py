@@ -1,6 +1,7 @@
 """Quarantines the destination blocks of timed-out reads until these reads are terminal.
 
-A read cannot be cancelled. A slow owner may still write into the destination, so its blocks must not be reused.
+A read cannot be cancelled. A slow owner may still write into the destination, so its blocks must not be
+reused.
 """
 
 import asyncio

@@ -14,12 +14,16 @@ class TransferObserver(Protocol):
     ) -> None:
         """Record a pull that succeeded (`reason` is None) or failed.
 
-        duration_s: from the first Follow to the end; read_s: total time in which at least one read was running
+        duration_s: from the first Follow to the end; read_s: total time in which at least one read was
+        running
         """
         ...
 
     def validation_failed(self, owner: WorkerRef, what: str) -> None:
-        """Record blocks that were read and then discarded. `what`: generation, hash, epoch, lease or shape."""
+        """Record blocks that were read and then discarded.
+
+        `what`: generation, hash, epoch, lease or shape.
+        """
         ...
 
     def read_timed_out(self, owner: WorkerRef, num_blocks: int) -> None:

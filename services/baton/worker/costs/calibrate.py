@@ -25,13 +25,14 @@ from baton.worker.costs.step_cost_keeper import work_of
 log = get_logger(__name__)
 
 BUDGET_S = 2.0
-"""Time limit for all sizes together. One prefill step and one decode step always run, however long they take, because
-costs cannot be fitted without them."""
+"""Time limit for all sizes together. One prefill step and one decode step always run, however long they take,
+because costs cannot be fitted without them."""
 NUM_ROUNDS = 3
-"""Rounds over all sizes. The shortest time of each size counts: a first step allocates memory, and any disturbance
-makes a step longer."""
+"""Rounds over all sizes. The shortest time of each size counts: a first step allocates memory, and any
+disturbance makes a step longer."""
 LOCK_WAIT_S = 20.0
-"""How long to wait for other workers of this host that measure. After that, this worker measures at the same time."""
+"""How long to wait for other workers of this host that measure. After that, this worker measures at the same
+time."""
 LOCK_POLL_S = 0.05
 
 LONG_CONTEXT_TOKENS = 2_048
@@ -45,7 +46,8 @@ class CannotMeasure(BatonError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """A step of `num_seqs` sequences that schedules `num_tokens` each, after `context_tokens` computed tokens."""
+    """A step of `num_seqs` sequences that schedules `num_tokens` each, after `context_tokens` computed
+    tokens."""
 
     num_seqs: int = 1
     num_tokens: int = 1
@@ -65,8 +67,8 @@ async def measure_costs(
 ) -> StepCostModel | None:
     """Measure steps on free blocks of `pool` and fit a cost model to them.
 
-    Returns None, with a log event, if the measurements fail or do not give usable costs. Raises DeviceFault if the
-    device fails.
+    Returns None, with a log event, if the measurements fail or do not give usable costs. Raises DeviceFault
+    if the device fails.
     """
     began_s = asyncio.get_running_loop().time()
     sizes = step_sizes(config, pool.num_allocatable)
@@ -129,8 +131,8 @@ def step_sizes(config: EngineConfig, num_blocks: int) -> list[StepSize]:
 async def calibration_lock(path: Path, *, wait_s: float = LOCK_WAIT_S) -> AsyncIterator[bool]:
     """Hold the lock file at `path`, so that only one process of the host measures at a time.
 
-    Yields False if the lock was not available within `wait_s` seconds; the caller then measures without it. The kernel
-    releases the lock of a process that dies.
+    Yields False if the lock was not available within `wait_s` seconds; the caller then measures without it.
+    The kernel releases the lock of a process that dies.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -192,8 +194,8 @@ async def _measure(
 def _guess_s(work: StepWork, measured: Mapping[StepWork, float]) -> float | None:
     """Predict a step's time from measured steps of the same kind; None if there are none.
 
-    Scales each measured time by the geometric mean of the smallest and the largest growth of its features, and returns
-    the smallest result.
+    Scales each measured time by the geometric mean of the smallest and the largest growth of its features,
+    and returns the smallest result.
     """
     guesses = []
     for known, step_s in measured.items():

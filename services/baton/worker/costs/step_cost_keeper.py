@@ -1,4 +1,5 @@
-"""Keeps the step costs of a worker: loads or measures them at start, corrects them with each step, stores them."""
+"""Keeps the step costs of a worker: loads or measures them at start, corrects them with each step, stores
+them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -28,15 +29,16 @@ def work_of(plan: StepPlan) -> StepWork:
 
 
 def step_costs_key(*parts: str | int) -> str:
-    """Return the key under which step costs are stored, derived from everything that decides what a step costs."""
+    """Return the key under which step costs are stored, derived from everything that decides what a step
+    costs."""
     return blake2b("\n".join(str(part) for part in (COSTS_VERSION, *parts)).encode(), digest_size=16).hexdigest()
 
 
 class CostKeeper:
     """The current step costs of one worker. Used from the worker's event loop only.
 
-    Without initial costs it stays empty. Corrected costs go to the store, where the next worker of the same kind
-    finds them.
+    Without initial costs it stays empty. Corrected costs go to the store, where the next worker of the same
+    kind finds them.
     """
 
     def __init__(self, costs: StepCostModel | None, store: CostStore | None = None, key: str = "") -> None:
@@ -58,7 +60,10 @@ class CostKeeper:
             self._is_changed = True
 
     async def run(self) -> None:
-        """Write the costs to the store every `SAVE_S` and on cancellation. A failed write is repeated at the next one."""
+        """Write the costs to the store every `SAVE_S` and on cancellation.
+
+        A failed write is repeated at the next one.
+        """
         try:
             while True:
                 await asyncio.sleep(SAVE_S)
@@ -78,7 +83,10 @@ class CostKeeper:
 async def known_or_measured(
     store: CostStore, key: str, measure: Callable[[], Awaitable[StepCostModel | None]]
 ) -> StepCostModel | None:
-    """Return the stored costs of `key`, or else measure them and store the result. None if measuring fails."""
+    """Return the stored costs of `key`, or else measure them and store the result.
+
+    None if measuring fails.
+    """
     costs = await _stored(store, key)
     if costs is None:
         costs = await measure()

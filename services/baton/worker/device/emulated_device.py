@@ -17,8 +17,8 @@ from baton.worker.device.worker_device import Device, engine_config_of, kv_summa
 def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     """Open a device whose step times come from `emulated_costs`.
 
-    It loads no weights and does not import torch. It never samples an end-of-sequence token: an answer ends at
-    max_tokens or at a stop string.
+    It loads no weights and does not import torch. It never samples an end-of-sequence token: an answer ends
+    at max_tokens or at a stop string.
     """
     from baton.model.loading.model_source import resolve_model
 

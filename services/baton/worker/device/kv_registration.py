@@ -1,4 +1,5 @@
-"""Allocates the KV memory of a worker and registers it with the transfer backend, so that peers can read it."""
+"""Allocates the KV memory of a worker and registers it with the transfer backend, so that peers can read
+it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +45,8 @@ class RegisteredMemory:
 def register_host_memory(
     config: WorkerConfig, worker: WorkerRef, layout: KvLayout, num_blocks: int
 ) -> tuple[Bytes, RegisteredMemory]:
-    """Allocate and register host memory. Returns the blocks [num_blocks, block_bytes] uint8 and their registration.
+    """Allocate and register host memory. Returns the blocks [num_blocks, block_bytes] uint8 and their
+    registration.
 
     Raises ConfigError if the memory cannot be allocated or NIXL is missing.
     """
@@ -70,7 +72,8 @@ def register_host_memory(
 
 
 def register_gpu_memory(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> RegisteredMemory:
-    """Register the KV cache of a GPU. Falls back to staging in host memory if NIXL cannot register GPU memory.
+    """Register the KV cache of a GPU. Falls back to staging in host memory if NIXL cannot register GPU
+    memory.
 
     Raises ConfigError if there is not enough host memory for staging.
     """

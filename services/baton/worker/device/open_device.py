@@ -10,7 +10,8 @@ from baton.worker.device.worker_device import Device
 def open_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     """Load the model, allocate and register KV memory, and build engine and executor.
 
-    Takes seconds to minutes and blocks the calling thread. Needs no event loop. Raises ModelError if the model cannot
-    be loaded, ConfigError if a setting does not fit this machine, LayoutMismatch if memory and layout disagree.
+    Takes seconds to minutes and blocks the calling thread. Needs no event loop. Raises ModelError if the
+    model cannot be loaded, ConfigError if a setting does not fit this machine, LayoutMismatch if memory and
+    layout disagree.
     """
     return open_emulated_device(config, worker) if config.device == "emulated" else open_real_device(config, worker)

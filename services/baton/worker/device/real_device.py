@@ -1,7 +1,7 @@
 """Opens a real device: loads the model, chooses a backend, sizes KV memory and starts the executor.
 
-torch and the model packages are imported inside the functions, because a worker on an emulated device does not need
-them.
+torch and the model packages are imported inside the functions, because a worker on an emulated device does
+not need them.
 """
 
 import os
@@ -101,8 +101,9 @@ def _open_in_compute_thread(
 def default_threads(workers_on_host: int, *, num_cores: int, num_usable_cores: int, quota: float | None) -> int:
     """Return the number of compute threads of one worker.
 
-    A process that is restricted to some cores uses all of those. Otherwise the cores are shared evenly by the workers
-    of the host. A container quota (`quota`, in cores, None if unlimited) is shared evenly, too, and caps the result.
+    A process that is restricted to some cores uses all of those. Otherwise the cores are shared evenly by the
+    workers of the host. A container quota (`quota`, in cores, None if unlimited) is shared evenly, too, and
+    caps the result.
     """
     cores = num_usable_cores if num_usable_cores < num_cores else max(1, num_cores // workers_on_host)
     return cores if quota is None else max(1, min(cores, int(quota / workers_on_host)))

@@ -1,4 +1,5 @@
-"""`Device`: the executor, engine limits, block pool and transfer backend of one worker, and how they are sized."""
+"""`Device`: the executor, engine limits, block pool and transfer backend of one worker, and how they are
+sized."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ def num_blocks_for_worker(
 ) -> int:
     """Return how many KV blocks this worker allocates.
 
-    free_bytes: free host memory, or this worker's part of the free GPU memory; step_bytes: peak activations of the
-    largest step.
+    free_bytes: free host memory, or this worker's part of the free GPU memory; step_bytes: peak activations
+    of the largest step.
     """
     return num_kv_blocks(
         layout,

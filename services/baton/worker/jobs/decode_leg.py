@@ -12,8 +12,8 @@ from baton.worker.jobs.leg import ComputingLeg, Leg, LegOutput, LegParts
 class DecodeLeg(Leg):
     """Generates all samples of a job, and ends with the `finish` of the last one.
 
-    The first delta carries the timeline of the prefill worker if KV was pulled. The last delta carries the timeline
-    of this leg, unless it is also the first one and carries the prefill worker's.
+    The first delta carries the timeline of the prefill worker if KV was pulled. The last delta carries the
+    timeline of this leg, unless it is also the first one and carries the prefill worker's.
     """
 
     def __init__(self, job: DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:

@@ -12,7 +12,10 @@ FINISHED = "finished"
 
 
 class JobSpan:
-    """A span named `prefill` or `decode`, child of the request's span. Pulls of the job are children of `context`."""
+    """A span named `prefill` or `decode`, child of the request's span.
+
+    Pulls of the job are children of `context`.
+    """
 
     def __init__(self, tracing: Tracing, job: PrefillJob | DecodeJob, worker: WorkerRef) -> None:
         self._job = job
@@ -21,7 +24,10 @@ class JobSpan:
         self.context = self._span.context
 
     def end(self, timeline: LegTimeline | None, failure: Failure | None, *, num_output_tokens: int) -> None:
-        """End the span. `timeline`: of the last delta, if the job ended with one; it may be the prefill worker's."""
+        """End the span.
+
+        `timeline`: of the last delta, if the job ended with one; it may be the prefill worker's.
+        """
         if not self._span.is_recorded:
             return
         job = self._job

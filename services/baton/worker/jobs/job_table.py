@@ -1,7 +1,8 @@
 """Tracks the jobs of one worker by JobId, and drops jobs of outdated attempts.
 
-The table keeps a job from its receipt until the gateway has acknowledged the job's last message. A job or cancel that
-a gateway repeats over a new stream therefore changes nothing. Each job ends with exactly one last message.
+The table keeps a job from its receipt until the gateway has acknowledged the job's last message. A job or
+cancel that a gateway repeats over a new stream therefore changes nothing. Each job ends with exactly one last
+message.
 """
 
 import asyncio
@@ -26,7 +27,8 @@ from baton.worker.sessions.gateway_sessions import GatewaySession
 log = get_logger(__name__)
 
 MAX_REMEMBERED_REQUESTS = 1 << 16
-"""How many requests have their highest attempt remembered. A lower attempt arrives within moments or never."""
+"""How many requests have their highest attempt remembered. A lower attempt arrives within moments or
+never."""
 MAX_SAMPLES = 1024
 
 
@@ -93,7 +95,8 @@ class JobTable:
         max_following: int,
         on_counted: Callable[[DecisionId], None],
     ) -> None:
-        """`max_following`: how many jobs may wait for another worker's KV. The engine bounds those that wait for memory.
+        """`max_following`: how many jobs may wait for another worker's KV. The engine bounds those that wait
+        for memory.
 
         `on_counted`: called when a decision is contained in the worker's own numbers.
         """
@@ -108,10 +111,13 @@ class JobTable:
         self._seq_ids = count(1)
         self._refusal: Failure | None = None
 
-    # -- called by sessions -----------------------------------------------------------------------------------------
+    # -- called by sessions ------------------------------------------------------------------------
 
     def start(self, job: PrefillJob | DecodeJob, session: GatewaySession) -> None:
-        """Start a job, unless this attempt is known already. A job that cannot start gets a Failure as its last message."""
+        """Start a job, unless this attempt is known already.
+
+        A job that cannot start gets a Failure as its last message.
+        """
         known = self._jobs.get(job.job)
         was_here_before = self._attempts.get(job.job.request_id) == job.job.attempt
         if (known is not None and known.session is session) or (known is None and was_here_before):
@@ -166,7 +172,7 @@ class JobTable:
                 opened.leg.stop(Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the session has ended"))
             self._forget(opened.id)
 
-    # -- called by the worker ---------------------------------------------------------------------------------------
+    # -- called by the worker ----------------------------------------------------------------------
 
     def refuse(self, failure: Failure) -> None:
         """Answer every new job with `failure`. Open jobs continue."""
@@ -187,7 +193,8 @@ class JobTable:
         return job in self._jobs
 
     def counted_decisions(self) -> Iterator[DecisionId]:
-        """Yield the decisions of running jobs that this worker's numbers contain, for the first report on a stream."""
+        """Yield the decisions of running jobs that this worker's numbers contain, for the first report on a
+        stream."""
         return (o.decision_id for o in self._jobs.values() if o.is_counted and not o.has_ended and o.decision_id)
 
     @property
@@ -203,7 +210,7 @@ class JobTable:
         """
         return sum(leg.is_following for leg in self._legs.values())
 
-    # -- internal ---------------------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------
 
     def _build_leg(self, job: PrefillJob | DecodeJob, opened: OpenJob) -> Leg:
         seq_id = next(self._seq_ids)
@@ -213,7 +220,10 @@ class JobTable:
                 Failure(
                     code=Code.RESOURCE_EXHAUSTED,
                     reason=Reason.QUEUE_FULL,
-                    message=f"{self._max_following} requests wait here for KV, which is the limit; try another worker or retry later",
+                    message=(
+                        f"{self._max_following} requests wait here for KV, which is the limit; "
+                        "try another worker or retry later"
+                    ),
                     retriable=True,
                 )
             )
@@ -245,7 +255,10 @@ class JobTable:
                 lower.leg.stop(superseded(f"attempt {job.attempt} of this request was received"))
 
     def _validate(self, job: PrefillJob | DecodeJob) -> None:
-        """Raise Refused for a job that a correct gateway never sends. The engine checks its own limits itself."""
+        """Raise Refused for a job that a correct gateway never sends.
+
+        The engine checks its own limits itself.
+        """
         samples = job.sample_indices
         if not 0 < len(samples) <= MAX_SAMPLES or len(set(samples)) != len(samples):
             raise invalid(f"sample_indices has {len(samples)} entries; must be 1 to {MAX_SAMPLES} distinct numbers")
@@ -283,7 +296,9 @@ def other_sampler(requested: int, supported: int) -> Failure:
     return Failure(
         code=Code.UNAVAILABLE,
         reason=Reason.LAYOUT_MISMATCH,
-        message=f"sampler_version is {requested}; this worker supports {supported}. Use a worker of the gateway's release",
+        message=(
+            f"sampler_version is {requested}; this worker supports {supported}. Use a worker of the gateway's release"
+        ),
         retry_after_s=1.0,
         retriable=True,
     )

@@ -56,12 +56,15 @@ class LegOutput(Protocol):
         ...
 
     def counted(self) -> None:
-        """Record that the worker's own numbers contain the job, so that a scheduler may drop its reservation."""
+        """Record that the worker's own numbers contain the job, so that a scheduler may drop its
+        reservation."""
         ...
 
 
 class Leg(ABC):
-    """The work of one job. `RunningLegs` calls `admitted`, `progressed` and `produced` with the engine's outcomes.
+    """The work of one job on this worker.
+
+    `RunningLegs` calls `admitted`, `progressed` and `produced` with the engine's outcomes.
 
     seq_id: the job's sequence in the engine
     is_following: the leg waits for another worker's KV and is not in the engine yet
@@ -100,7 +103,10 @@ class Leg(ABC):
 
     @abstractmethod
     def _release(self, failure: Failure) -> None:
-        """Free what the leg holds in engine and transfers. Called once, if the leg ends before its work is done."""
+        """Free what the leg holds in engine and transfers.
+
+        Called once, if the leg ends before its work is done.
+        """
 
     def progressed(self, progress: PrefillProgress) -> None:  # noqa: B027 - only a prefill leg announces
         """Handle that a step has computed part of the prompt."""
@@ -187,8 +193,8 @@ class Leg(ABC):
 class ComputingLeg(Leg):
     """A leg that computes the prompt on this worker.
 
-    If the job names a `prefix_source`, the leg first pulls that prefix into the prefix cache. The engine then finds it
-    there. A failed pull only means that the prefix is computed.
+    If the job names a `prefix_source`, the leg first pulls that prefix into the prefix cache. The engine then
+    finds it there. A failed pull only means that the prefix is computed.
     """
 
     def __init__(self, job: PrefillJob | DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:

@@ -13,7 +13,8 @@ from baton.worker.jobs.leg import ComputingLeg, LegOutput, LegParts
 
 
 class PrefillLeg(ComputingLeg):
-    """Computes a prompt for another worker or for itself, and ends with the first token of its last sample."""
+    """Computes a prompt for another worker or for itself, and ends with the first token of its last
+    sample."""
 
     def __init__(self, job: PrefillJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
@@ -63,7 +64,10 @@ class PrefillLeg(ComputingLeg):
             self._parts.owner.lost(self._job.job, failure.reason)
 
     def _announce(self, num_computed_tokens: int, timeline: LegTimeline | None = None) -> None:
-        """Announce computed blocks to the reader, if there is one. With a `timeline` it is the final announcement."""
+        """Announce computed blocks to the reader, if there is one.
+
+        With a `timeline` it is the final announcement.
+        """
         if self._reader is None:
             return
         if timeline is None:

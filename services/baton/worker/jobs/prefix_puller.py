@@ -1,7 +1,7 @@
 """Pulls cached prefixes of prompts from other workers into this worker's prefix cache.
 
-The scheduler asks for a pull if it predicts that pulling is faster than computing. A failed pull costs only time: the
-engine computes the blocks that are not in the cache.
+The scheduler asks for a pull if it predicts that pulling is faster than computing. A failed pull costs only
+time: the engine computes the blocks that are not in the cache.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ MAX_PULLED_SHARE = 0.25
 """Upper bound on the share of blocks that are replicas: those under way, and those that no second request has
 used yet."""
 MAX_COMPUTE_RATIO = 2.0
-"""A pull is cancelled after this multiple of the time that computing the same blocks would take on an idle device."""
+"""A pull is cancelled after this multiple of the time that computing the same blocks would take on an idle
+device."""
 MIN_PULL_S = 0.25
 """Lower bound of the time limit, because a link that was not used before must be connected first."""
 MAX_PULL_S = 10.0
@@ -35,7 +36,10 @@ DEFAULT_PULL_S = 2.0
 
 @dataclass(slots=True)
 class _RunningPull:
-    """One running pull. `unallocated_blocks`: blocks it asked for; 0 once it has receiving blocks in the pool."""
+    """One running pull.
+
+    `unallocated_blocks`: blocks it asked for; 0 once it has receiving blocks in the pool.
+    """
 
     unallocated_blocks: int
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,8 +61,9 @@ class PrefixPuller:
     ) -> None:
         """Pull the leading blocks of a prompt into the prefix cache.
 
-        Returns when the available blocks are cached, when the pull fails, or after the time limit. If another pull
-        already fetches the first missing block, it waits for that pull. `hashes`: of the prompt's leading blocks.
+        Returns when the available blocks are cached, when the pull fails, or after the time limit. If another
+        pull already fetches the first missing block, it waits for that pull. `hashes`: of the prompt's
+        leading blocks.
         """
         wanted = tuple(hashes[: source.num_blocks])
         limit_s = self._limit_s(wanted)
@@ -135,7 +140,10 @@ class PrefixPuller:
             self._pool.unref(receiving)
 
     def _allocate(self, num_blocks: int) -> list[int] | None:
-        """Allocate blocks for replicas, evicting idle ones if the budget requires it. None if that is not possible."""
+        """Allocate blocks for replicas, evicting idle ones if the budget requires it.
+
+        None if that is not possible.
+        """
         num_kept = self._pool.num_replicas - self._pool.num_idle_replicas
         if not 0 < num_blocks <= self._num_free_blocks() or num_kept + num_blocks > self._max_replicas:
             return None

@@ -118,7 +118,10 @@ class PulledDecodeLeg(DecodeLeg):
             )
 
     def _join_batch(self, first_tokens: Sequence[FirstToken]) -> None:
-        """Add the sequence to the running batch. Samples without a first token were cancelled at the owner."""
+        """Add the sequence to the running batch.
+
+        Samples without a first token were cancelled at the owner.
+        """
         missing = self._open_samples - {token.sample_index for token in first_tokens}
         if missing:
             self.cancel(tuple(missing), Reason.CANCELLED)
@@ -133,12 +136,16 @@ class PulledDecodeLeg(DecodeLeg):
         super()._send_output(output, is_last=is_last)
 
     def _owner_timeline(self) -> LegTimeline | None:
-        """Return the prefill leg's timeline. It is repeated because the prefill leg's own message may arrive late or never."""
+        """Return the prefill leg's timeline.
+
+        It is repeated because the prefill leg's own message may arrive late or never.
+        """
         final = self._pull.final if self._pull is not None else None
         return final.timeline if final is not None else None
 
     def _first_usage(self, output: SequenceOutput) -> Usage | None:
-        """Return the usage of the prefill leg: its cached tokens are those that the client did not wait for."""
+        """Return the usage of the prefill leg: its cached tokens are those that the client did not wait
+        for."""
         timeline = self._owner_timeline()
         return self._usage(timeline.num_cached_tokens) if timeline is not None else None
 

@@ -8,7 +8,10 @@ from baton.worker.jobs.leg import Leg
 
 
 class RunningLegs:
-    """The legs that have not ended, by `seq_id`. Built before the engine loop, which delivers its outcomes here."""
+    """The legs that have not ended, by `seq_id`.
+
+    Built before the engine loop, which delivers its outcomes here.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool

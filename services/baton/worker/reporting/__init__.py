@@ -1,1 +1,1 @@
-"""What a worker publishes: reports and KV events."""
+"""Reports of a worker: load and state to schedulers, KV events to the shared log."""

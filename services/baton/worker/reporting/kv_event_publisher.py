@@ -1,8 +1,8 @@
 """Publishes which KV blocks this worker holds to the shared event log.
 
-No step waits for it. The pool collects net changes until the publisher takes them. The stream of a worker begins with
-RESET and a snapshot. Nothing is buffered while the store is unavailable. When it is available again, or has lost data,
-the publisher writes RESET and a new snapshot.
+No step waits for it. The pool collects net changes until the publisher takes them. The stream of a worker
+begins with RESET and a snapshot. Nothing is buffered while the store is unavailable. When it is available
+again, or has lost data, the publisher writes RESET and a new snapshot.
 """
 
 import asyncio
@@ -29,12 +29,13 @@ MAX_RETRY_S = 0.5
 EVENTS_PER_SNAPSHOT = 1_024
 """A snapshot is due after this many events. A stream keeps far more."""
 HASHES_PER_SNAPSHOT = 16_384
-"""A snapshot is also due after this many hashes, or as many as the worker holds if that is more. Snapshots thus cost
-no more than the events themselves."""
+"""A snapshot is also due after this many hashes, or as many as the worker holds if that is more. Snapshots
+thus cost no more than the events themselves."""
 EVENTS_PER_WRITE = 32
 """At most 256 KiB per write."""
 MAX_FOREIGN_SEQ = 2**62
-"""If the stream contains entries of another writer, numbering continues after theirs, but only below this limit."""
+"""If the stream contains entries of another writer, numbering continues after theirs, but only below this
+limit."""
 
 
 class KvEventSource(Protocol):

@@ -1,8 +1,9 @@
-"""Sends the reports of a worker to every scheduler and receives their commands, over one stream per scheduler.
+"""Sends the reports of a worker to every scheduler and receives their commands, over one stream per
+scheduler.
 
-The worker opens the streams. It sends a report after a change, at most `REPORTS_PER_HEARTBEAT` and at least one per
-heartbeat. A report names each newly counted decision once per stream. The first report on a stream names all decisions
-that are open.
+The worker opens the streams. It sends a report after a change, at most `REPORTS_PER_HEARTBEAT` and at least
+one per heartbeat. A report names each newly counted decision once per stream. The first report on a stream
+names all decisions that are open.
 """
 
 import asyncio
@@ -28,7 +29,10 @@ MAX_SCHEDULERS = 16
 
 
 class UnreportedChanges:
-    """Changes since the last report on one stream. `decisions`: newly counted ones, kept only while connected."""
+    """Changes since the last report on one stream.
+
+    `decisions`: newly counted ones, kept only while connected.
+    """
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
@@ -37,7 +41,10 @@ class UnreportedChanges:
 
 
 class ChangeNotifier:
-    """Tells all report streams that the worker's reported state has changed. Built before what changes the state."""
+    """Tells all report streams that the worker's reported state has changed.
+
+    Built before what changes the state.
+    """
 
     def __init__(self) -> None:
         self._subscribers: dict[UnreportedChanges, None] = {}

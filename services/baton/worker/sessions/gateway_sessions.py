@@ -1,7 +1,8 @@
 """Long-lived sessions with gateways, which survive a broken stream.
 
-A session outlives its stream by `session_grace_s`. A gateway that reconnects in time continues after its `last_seq`.
-If it does not, or if it leaves too many messages unacknowledged, the session ends and its jobs are cancelled.
+A session outlives its stream by `session_grace_s`. A gateway that reconnects in time continues after its
+`last_seq`. If it does not, or if it leaves too many messages unacknowledged, the session ends and its jobs
+are cancelled.
 """
 
 import asyncio
@@ -65,8 +66,9 @@ class SessionJobs(Protocol):
 class GatewaySession:
     """The session of one gateway.
 
-    Messages that are queued in one iteration of the event loop, such as all outputs of an engine step, are sent as one
-    `Step`. They are sent after the engine has launched its next step, so writing overlaps with computing.
+    Messages that are queued in one iteration of the event loop, such as all outputs of an engine step, are
+    sent as one `Step`. They are sent after the engine has launched its next step, so writing overlaps with
+    computing.
     """
 
     def __init__(
@@ -118,7 +120,10 @@ class GatewaySession:
             )
 
     def acknowledge(self, seq: int) -> list[JobId]:
-        """Drop messages up to `seq`, which the gateway has processed. Returns jobs whose last message is among them."""
+        """Drop messages up to `seq`, which the gateway has processed.
+
+        Returns jobs whose last message is among them.
+        """
         self.outbox.acknowledge(seq)
         done = [job for last_seq, job in self._unacknowledged if last_seq <= seq]
         self._unacknowledged = self._unacknowledged[len(done) :]
@@ -245,8 +250,8 @@ class Sessions:
     def _open(self, hello: GatewayMessage, stream: GatewayStream) -> GatewaySession | None:
         """Resume or create the session of this stream.
 
-        Returns None if the hello was refused, for example for another worker epoch or protocol version; the reply says
-        so. Raises Refused if the first message is not a hello.
+        Returns None if the hello was refused, for example for another worker epoch or protocol version; the
+        reply says so. Raises Refused if the first message is not a hello.
         """
         if not isinstance(hello, SessionHello):
             log.warning("session_refused", problem=f"first message is {type(hello).__name__}")

@@ -39,7 +39,10 @@ class Outbox:
         return len(self._messages)
 
     def append(self, message: Step | Heartbeat) -> None:
-        """Add `message`, whose seq must be `next_seq`. Raises OutboxFull without adding it if the limit is exceeded."""
+        """Add `message`, whose seq must be `next_seq`.
+
+        Raises OutboxFull without adding it if the limit is exceeded.
+        """
         if message.seq != self.next_seq:
             raise ValueError(f"message {message.seq} does not follow {self.next_seq - 1}")
         size = message_bytes(message)
