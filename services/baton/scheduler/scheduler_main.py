@@ -40,9 +40,9 @@ CALLS_GRACE_S = 1.0
 async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], None]) -> None:
     """Serve until `stop` is requested. `on_ready` gets the address for gateways and workers.
 
-    A drain removes this scheduler from the membership, answers the calls that have begun, and ends all streams, so
-    that gateways and workers go on with another scheduler. Redis may be unavailable at the start. Raises ConfigError
-    if a port is taken or the Redis URL is invalid.
+    A drain removes this scheduler from the membership, answers the calls that have begun, and ends all
+    streams, so that gateways and workers go on with another scheduler. Redis may be unavailable at the start.
+    Raises ConfigError if a port is taken or the Redis URL is invalid.
     """
     rng = Random()
     registry = process_registry("scheduler")
@@ -125,8 +125,9 @@ async def _wait_for_drain(stop: Stop, scheduler: Scheduler) -> None:
 def _stores(config: SchedulerConfig, stack: AsyncExitStack) -> tuple[Membership, DecisionStore, KvEventFeed]:
     """Return the stores in Redis, or in this process if there is no Redis URL.
 
-    Without Redis, gateways and workers must be given this scheduler's address, a restart forgets the decisions, and
-    the workers' cached blocks are not known. KV events have a connection of their own, because reading them blocks it.
+    Without Redis, gateways and workers must be given this scheduler's address, a restart forgets the
+    decisions, and the workers' cached blocks are not known. KV events have a connection of their own, because
+    reading them blocks it.
     """
     if config.redis_url is None:
         return MemoryMembership(), MemoryDecisionStore(), MemoryKvEventFeed()

@@ -41,7 +41,7 @@ MAX_OPEN_PLACEMENTS = 65_536
 FINISHED = "finished"
 """Outcome that a gateway reports for an attempt that was completed."""
 EXPECTED_MARGIN_S = 1.0
-"""The blocks of a placed prompt are expected for twice the predicted TTFT plus this time, until an event reports them."""
+"""Blocks of a placed prompt are expected for twice the predicted TTFT plus this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,8 @@ class SchedulerRules:
 
     max_waiting: requests that may wait at the scheduler. With 0 none may, and a request is rejected if
         `max_waiting_seqs` sequences wait at the best worker.
-    max_worker_queue_s: a request waits at the scheduler while every worker's predicted queue is longer than this.
+    max_worker_queue_s: a request waits at the scheduler while every worker's predicted queue is longer than
+        this.
     """
 
     policy: str
@@ -135,7 +136,10 @@ class Scheduler(SchedulerService):
         self._num_answers = 0
         self._is_closed = False
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets the exception that has ended one of the scheduler's tasks. It must not go on without that task."""
+        """Gets the exception that has ended one of the scheduler's tasks.
+
+        It must not go on without that task.
+        """
         self._tasks = [
             asyncio.create_task(self._recorder.run(), name="scheduler-records"),
             asyncio.create_task(self._queue.run(), name="scheduler-admission-queue"),
@@ -146,7 +150,10 @@ class Scheduler(SchedulerService):
             task.add_done_callback(self._task_ended)
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
-        """Place or reject a request, or let it wait in the admission queue. Raises Refused if this scheduler drains."""
+        """Place or reject a request, or let it wait in the admission queue.
+
+        Raises Refused if this scheduler drains.
+        """
         if self._is_closed:
             raise Refused(SCHEDULER_DRAINING)
         if not self._queue.contains(query):
@@ -211,7 +218,9 @@ class Scheduler(SchedulerService):
         self._recorder.add(decision)
 
     def _decide(self, query: PlacementQuery, *, is_next: bool = False) -> tuple[UnrecordedDecision, bool]:
-        """Make a decision without any effect yet. Returns (the decision, True if the request may wait instead).
+        """Make a decision without any effect yet.
+
+        Returns (the decision, True if the request may wait instead).
 
         `is_next`: the request is the first in the admission queue.
         """
@@ -308,7 +317,7 @@ class Scheduler(SchedulerService):
                 self._metrics.predicted_over_actual.labels(term, worker.worker_id).observe(predicted_s / actual_s)
 
     def _compare_prefix(self, ended: "_OpenPlacement", actuals: RequestActuals) -> None:
-        """Count prompt tokens: all, those predicted to be cached or pulled where they are computed, and actual ones."""
+        """Count the prompt tokens: all, those predicted to be cached or pulled, and those that were."""
         computing = ended.placement.prefill or ended.placement.decode
         report = self._state.report_of(computing) if computing is not None else None
         if report is None:
@@ -339,7 +348,7 @@ class Scheduler(SchedulerService):
         await self._workers.report(stream)
 
     async def aclose(self) -> None:
-        """End all streams, so that their clients go on with another scheduler, and write the remaining records.
+        """End all streams, so that clients go on with another scheduler, and write the remaining records.
 
         Safe to call twice.
         """

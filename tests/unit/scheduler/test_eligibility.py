@@ -1,4 +1,5 @@
-"""Eligibility: each exclusion on its own, and the vectorised forms against the scalar ones on random clusters."""
+"""Eligibility: each exclusion on its own, and the vectorised forms against the scalar ones on random
+clusters."""
 
 from dataclasses import replace
 from random import Random

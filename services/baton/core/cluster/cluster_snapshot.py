@@ -10,13 +10,13 @@ from baton.core.ids import WorkerRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """One worker as a policy sees it: its last report, plus this scheduler's placements that it does not contain.
+    """One worker as a policy sees it: its last report, plus later placements of this scheduler.
 
     reserved_*: what these placements will take on the worker.
     reserved_context_tokens: prompt tokens of those that will decode there.
     reserved_link_bytes: KV that the worker is still going to read, by the id of the worker that holds it.
-    tpot_slo_s: strictest TPOT SLO of the unfinished requests that this scheduler has placed there, whether the
-        report contains them or not. None without any.
+    tpot_slo_s: strictest TPOT SLO of the unfinished requests that this scheduler has placed there, whether
+        the report contains them or not. None without any.
     """
 
     report: WorkerReport
@@ -53,7 +53,7 @@ class WorkerView:
 
 
 class Overlap(Protocol):
-    """How much of one prompt a worker has cached."""
+    """The part of one prompt that a worker has cached."""
 
     @property
     def num_blocks(self) -> int:
@@ -72,7 +72,8 @@ class ClusterSnapshot:
 
     The order makes equal reports give equal decisions.
 
-    overlaps: what the prefix index knows about the query's prompt, by worker id. Workers without overlap are absent.
+    overlaps: what the prefix index knows about the query's prompt, by worker id. Workers without overlap are
+        absent.
     derived: cache for values that readers compute from `workers`, which never change.
     """
 

@@ -23,12 +23,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """What was decided for one attempt, from which candidates, and what happened afterwards.
+    """The decision about one attempt, its candidates, and the measured outcome.
 
     num_excluded: number of workers that were not chosen, by reason.
     actuals: the measured outcome (`RequestActuals`); empty until the request has ended.
-    inputs: JSON text from which the decision can be repeated (`scheduler.decisions.decision_records`); empty if it
-        cannot be.
+    inputs: JSON text from which the decision can be repeated (`scheduler.decisions.decision_records`); empty
+        if it cannot be.
     """
 
     decision_id: DecisionId

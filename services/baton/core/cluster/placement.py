@@ -16,8 +16,8 @@ class PlacementQuery:
     attempt: counts from 0.
     num_prompt_tokens: tokens to prefill, including outputs of earlier attempts that are replayed.
     num_output_tokens: how many of these are outputs.
-    model_fingerprint: weights that generated the outputs which the client has. Empty if it has none: any worker that
-        serves `model` will do.
+    model_fingerprint: weights that generated the outputs which the client has. Empty if it has none: any
+        worker that serves `model` will do.
     avoid: workers that have failed the request.
     session_key: identifies the client's session; no policy uses it yet.
     waited_s: time since a gateway received the request.
@@ -83,7 +83,8 @@ class Placement:
 class Rejection:
     """A refusal before any prefill is spent.
 
-    term: the predicted quantity that exceeded its limit, with `predicted_s` and `limit_s` where they are known.
+    term: the predicted quantity that exceeded its limit, with `predicted_s` and `limit_s` where they are
+        known.
     """
 
     reason: Reason

@@ -7,7 +7,7 @@ from baton.core.ids import WorkerRef
 
 
 class CommandKind(Enum):
-    """What a scheduler can tell a worker over its report stream.
+    """The commands that a scheduler can send to a worker over its report stream.
 
     SNAPSHOT: publish a snapshot of the cached blocks.
     DRAIN: finish the running work and exit, at an operator's request.

@@ -9,7 +9,7 @@ from baton.core.step_cost import StepCostModel
 
 
 class WorkerRole(Enum):
-    """What a worker is meant for. Only the scheduler reads it: every worker can do both."""
+    """The intended use of a worker. Only the scheduler reads it: every worker can prefill and decode."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -37,7 +37,8 @@ class WorkerState(Enum):
 class BlockCounts:
     """The KV blocks of a pool by state. Each block is in exactly one state.
 
-    used: referenced by sequences or transfers. held_for_others: the part of them that only transfers reference.
+    used: referenced by sequences or transfers. held_for_others: the part of them that only transfers
+        reference.
     receiving: reserved for a pull under way.
     quarantined: a late read may still write to them.
     """
@@ -58,7 +59,7 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport:
-    """How fast this worker reads from `peer`, as measured.
+    """The measured speed and state of this worker's reads from `peer`.
 
     inflight_bytes: bytes of the reads under way.
     broken: a read was given up and no probe has succeeded since.

@@ -1,8 +1,8 @@
 """Holds requests at the scheduler until a worker is free enough for them.
 
-A gateway gives up a scheduler that does not answer. A waiting request is therefore answered with `StillWaiting` after
-half the time that its gateway allows, and keeps its position if the gateway asks again. If nobody asks again, the
-client is gone and the request is removed.
+A gateway gives up a scheduler that does not answer. A waiting request is therefore answered with
+`StillWaiting` after half the time that its gateway allows, and keeps its position if the gateway asks again.
+If nobody asks again, the client is gone and the request is removed.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ Answer = Placement | Rejection
 
 
 class Blocked(Enum):
-    """Why a request cannot be placed yet.
+    """The reason for which a request cannot be placed yet.
 
     ALL_REQUESTS: no request can be placed. THIS_REQUEST: it fits on no worker, but a smaller one may.
     """
@@ -116,7 +116,7 @@ class AdmissionQueue:
         return (query.request_id, query.attempt) in self._requests
 
     def work_before_s(self, query: PlacementQuery) -> float:
-        """Predict the compute time, on one worker, of the prompts that would be placed before a new request."""
+        """Predict the compute time on one worker of all prompts that would be placed before a new request."""
         now_s = asyncio.get_running_loop().time()
         return sum(request.work_s for request in self._queue.handles_before(query, now_s))
 
@@ -194,7 +194,10 @@ class AdmissionQueue:
         self._on_size(len(self._queue))
 
     def _place_next(self, now_s: float) -> None:
-        """Place requests in fair order until one is blocked. If only that one is, smaller ones may overtake it."""
+        """Place requests in fair order until one is blocked.
+
+        If only that one is, smaller ones may overtake it.
+        """
         tries = MAX_DECISIONS_PER_ROUND
         has_more = True
         while tries and has_more and (first := self._queue.peek()) is not None:
@@ -219,7 +222,9 @@ class AdmissionQueue:
         return first.num_overtaken > num_before
 
     def _try(self, entry: "QueueEntry[_WaitingRequest]", now_s: float) -> Blocked | None:
-        """Answer a request if it can be placed or rejected. Returns what blocks it, or None if it was answered.
+        """Answer a request if it can be placed or rejected.
+
+        Returns what blocks it, or None if it was answered.
 
         An unexpected error fails this request only, not those behind it.
         """
@@ -242,7 +247,10 @@ class AdmissionQueue:
         self._resolve(request, self._refuse(request.query_at(now_s), rejection, now_s - request.since_s))
 
     def _resolve(self, request: _WaitingRequest, answer: Answer) -> None:
-        """Set the answer of a request that has left the queue. If no call waits for it now, the next one gets it."""
+        """Set the answer of a request that has left the queue.
+
+        If no call waits for it now, the next one gets it.
+        """
         if not request.answer.done():
             request.answer.set_result(answer)
 

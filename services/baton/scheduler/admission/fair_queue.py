@@ -1,7 +1,7 @@
 """A bounded queue of requests that is fair to tenants.
 
-A lower priority number goes first. Within a priority, tenants are served in turn, and each tenant's requests in the
-order of their due times. A burst of one tenant therefore delays only its own requests.
+A lower priority number goes first. Within a priority, tenants are served in turn, and each tenant's requests
+in the order of their due times. A burst of one tenant therefore delays only its own requests.
 """
 
 from collections.abc import Iterator
@@ -45,8 +45,8 @@ class QueueEntry(Generic[T]):
 class _PriorityClass(Generic[T]):
     """The requests of one priority: one heap per tenant, earliest due first.
 
-    Tenants are served by start-time fair queueing (Goyal et al., 1996). A tenant's next service starts in virtual time
-    where its last one ended, or now if it was absent. Absence earns no credit.
+    Tenants are served by start-time fair queueing (Goyal et al., 1996). A tenant's next service starts in
+    virtual time where its last one ended, or now if it was absent. Absence earns no credit.
     """
 
     def __init__(self) -> None:
@@ -106,8 +106,8 @@ class FairQueue(Generic[T]):
     def add(self, query: PlacementQuery, handle: T, now_s: float) -> tuple[QueueEntry[T], QueueEntry[T] | None]:
         """Add a request. Returns (its entry, the entry that was displaced for it or None).
 
-        A full queue displaces the request of the lowest priority that is due last, of the tenant with the most
-        requests. That may be the new one itself.
+        A full queue displaces the request of the lowest priority that is due last, of the tenant with the
+        most requests. That may be the new one itself.
         """
         within_s, is_due_by_slo = self._due_in_s(query)
         new = QueueEntry(
@@ -144,8 +144,8 @@ class FairQueue(Generic[T]):
     def handles_before(self, query: PlacementQuery, now_s: float) -> Iterator[T]:
         """Yield the handles of requests that would be served before a new one.
 
-        These are all requests of lower priority numbers and those of its tenant that are due earlier. Each other
-        tenant is served as often as its own meanwhile.
+        These are all requests of lower priority numbers and those of its tenant that are due earlier. Each
+        other tenant is served as often as its own meanwhile.
         """
         due_s = now_s + self._due_in_s(query)[0]
         for priority, of_priority in self._by_priority.items():
@@ -179,7 +179,7 @@ class FairQueue(Generic[T]):
 
     @property
     def next_due_s(self) -> float | None:
-        """When the next request becomes overdue, or None if the queue is empty."""
+        """Time at which the next request becomes overdue, or None if the queue is empty."""
         return min((heap[0].due_s for heap in self._heaps()), default=None)
 
     def _due_in_s(self, query: PlacementQuery) -> tuple[float, bool]:

@@ -1,8 +1,8 @@
 """Rejects requests that are predicted to miss their SLOs, before any prefill is spent.
 
-Source: Mooncake (arXiv 2407.00079), section 7. Early rejection must predict the decode load at the moment when
-prefill ends. If it uses the current load, it rejects requests while prefill is idle and admits them while decode
-is filling up, so both loads oscillate in anti-phase.
+Source: Mooncake (arXiv 2407.00079), section 7. Early rejection must predict the decode load at the moment
+    when prefill ends. If it uses the current load, it rejects requests while prefill is idle and admits them
+    while decode is filling up, so both loads oscillate in anti-phase.
 """
 
 from enum import Enum
@@ -20,10 +20,10 @@ HEADROOM = 1.05
 
 
 class AdmissionMode(Enum):
-    """Which predictions are compared with a request's SLOs.
+    """Selects the predictions that are compared with a request's SLOs.
 
-    OFF: none. EARLY: TTFT, and TPOT at the current decode load. PREDICTIVE: TTFT, and TPOT at the load predicted for
-    the end of its prefill.
+    OFF: none. EARLY: TTFT, and TPOT at the current decode load. PREDICTIVE: TTFT, and TPOT at the load
+        predicted for the end of its prefill.
     """
 
     OFF = "off"
@@ -36,8 +36,8 @@ def check_slos(query: PlacementQuery, choice: Choice, *, mode: AdmissionMode, ah
 
     `ahead_s`: predicted time until the requests queued before it are placed.
 
-    Only first attempts are checked: a request that was admitted is not rejected for load after a worker's failure.
-    If the policy predicts nothing, all requests pass.
+    Only first attempts are checked: a request that was admitted is not rejected for load after a worker's
+        failure. If the policy predicts nothing, all requests pass.
     """
     predicted = choice.predicted
     if query.attempt > 0 or mode is AdmissionMode.OFF or predicted is None:
@@ -61,8 +61,9 @@ def check_worker_queues(
 ) -> Rejection | None:
     """Return a rejection if the workers' queues are too long, else None.
 
-    The caller lets the request wait at the scheduler instead if it can. The limits are `max_worker_queue_s` for the
-    shortest predicted queue of all candidates, and `max_waiting_seqs` for the sequences waiting at a chosen worker.
+    The caller lets the request wait at the scheduler instead if it can. The limits are `max_worker_queue_s`
+    for the shortest predicted queue of all candidates, and `max_waiting_seqs` for the sequences waiting at a
+    chosen worker.
     """
     if query.attempt > 0:
         return None
@@ -102,7 +103,10 @@ def _check_waiting_seqs(choice: Choice, max_waiting_seqs: int) -> Rejection | No
 
 
 def _slo_rejection(reason: Reason, term: str, predicted_s: float, limit_s: float, retry_s: float | None) -> Rejection:
-    """Build the rejection. `retry_s` None: waiting does not help, because an idle cluster would miss the SLO, too."""
+    """Build the rejection.
+
+    `retry_s` None: waiting does not help, because an idle cluster would miss the SLO, too.
+    """
     retry_after_s = MAX_RETRY_S if retry_s is None else min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s))
     advice = "an idle cluster would miss it, too" if retry_s is None else f"retry after {retry_after_s:.2g} s"
     return Rejection(
@@ -118,6 +122,9 @@ def _slo_rejection(reason: Reason, term: str, predicted_s: float, limit_s: float
 
 
 def _tpot_retry_s(predicted: Prediction, tpot_s: float, limit_s: float) -> float | None:
-    """Predict when enough of the other sequences have ended. None if a step takes too long even without them."""
+    """Predict when enough of the other sequences have ended.
+
+    None if a step takes too long even without them.
+    """
     allowed_s = limit_s - predicted.idle_tpot_s
     return predicted.drain_s * log((tpot_s - predicted.idle_tpot_s) / allowed_s) if allowed_s > 0 else None

@@ -49,7 +49,9 @@ def decide(
     cluster: ClusterSnapshot,
     rules: DecisionRules,
 ) -> Decision:
-    """Place or reject one request. Equal arguments give equal decisions, as `decision_id` seeds all randomness.
+    """Place or reject one request.
+
+    Equal arguments give equal decisions, as `decision_id` seeds all randomness.
 
     Raises ValueError if `decision_id` is not a hexadecimal number.
     """

@@ -1,4 +1,7 @@
-"""Writes decision records to the store in the background. A slow or absent store loses records, never time."""
+"""Writes decision records to the store in the background.
+
+A slow or absent store loses records, never time.
+"""
 
 import asyncio
 from contextlib import suppress
@@ -20,7 +23,7 @@ FLUSH_TIMEOUT_S = 1.0
 
 
 class DecisionRecorder:
-    """Keeps one scheduler's recent decisions with their outcomes, and copies them to the store a little later."""
+    """Keeps one scheduler's recent decisions with their outcomes, and copies them to the store later."""
 
     def __init__(self, store: DecisionStore, metrics: SchedulerMetrics) -> None:
         self._store = store
@@ -53,8 +56,8 @@ class DecisionRecorder:
     async def run(self) -> None:
         """Write records until cancelled.
 
-        Building a record takes longer than deciding, so it is limited to `MAX_TIME_FRACTION`. If decisions come
-        faster, only the answers of the oldest are kept (`RecentDecisions`).
+        Building a record takes longer than deciding, so it is limited to `MAX_TIME_FRACTION`. If decisions
+        come faster, only the answers of the oldest are kept (`RecentDecisions`).
         """
         loop = asyncio.get_running_loop()
         while True:

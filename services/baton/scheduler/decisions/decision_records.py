@@ -33,7 +33,9 @@ class RecordedOverlap(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnrecordedDecision:
-    """A decision with references to its inputs. Its record is built later, because that takes longer than deciding.
+    """A decision with references to its inputs.
+
+    Its record is built later, because that takes longer than deciding.
 
     choice: None if the policy itself rejected the request.
     cluster: None if the answer does not depend on the cluster. The decision cannot be repeated then.
@@ -70,9 +72,10 @@ def build_record(
     answer: Placement | Rejection,
     candidates: Sequence[Candidate],
 ) -> DecisionRecord:
-    """Build a record with at most `MAX_CANDIDATES` candidates, the chosen ones first, then in the policy's order.
+    """Build a record with at most `MAX_CANDIDATES` candidates, the chosen ones first.
 
-    The others are counted by the reason of their exclusion. Block hashes are left out to keep the record small.
+    The others are counted by the reason of their exclusion. Block hashes are left out to keep the record
+    small.
     """
     placed = answer if isinstance(answer, Placement) else None
     chosen = {w.worker_id for w in (placed.prefill, placed.decode) if w is not None} if placed else set()
@@ -97,7 +100,8 @@ def build_record(
 def repeat_decision(record: DecisionRecord) -> Placement | Rejection:
     """Decide again from a record alone.
 
-    Raises ValueError if the policy is not known here, or if the inputs are missing or come from another release.
+    Raises ValueError if the policy is not known here, or if the inputs are missing or come from another
+    release.
     """
     policy = POLICIES.get(record.policy)
     if policy is None:
@@ -118,7 +122,7 @@ class _RecentDecision:
 
 
 class RecentDecisions:
-    """The last `MAX_DECISIONS` decisions of this scheduler, so that a recent request is explained without a store."""
+    """The last `MAX_DECISIONS` decisions, so that recent requests are explained without the store."""
 
     def __init__(self) -> None:
         self._recent: OrderedDict[DecisionId, _RecentDecision] = OrderedDict()
@@ -157,7 +161,10 @@ class RecentDecisions:
         return recent is not None
 
     def of_request(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
-        """Return the records of one request by attempt. `request_id` None: the request that was decided last."""
+        """Return the records of one request by attempt.
+
+        `request_id` None: the request that was decided last.
+        """
         if request_id is None:
             if not self._recent:
                 return ()
@@ -186,7 +193,8 @@ def _inputs(
 ) -> str:
     """Return the JSON text of the rules and the workers that determined the decision.
 
-    These are the workers of `basis` and the recorded candidates, or all workers if `basis` is None. The others can be
+    These are the workers of `basis` and the recorded candidates, or all workers if `basis` is None. The
+    others can be
     left out: the best of all workers is also the best of any subset that contains it.
     """
     if basis is None:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 
 class DeferredWork:
-    """Callbacks that run in order in the next iteration of the event loop. Call `run_pending` to run them now.
+    """Callbacks that run in order in the next iteration of the event loop.
+
+    Call `run_pending` to run them now.
 
     `after_batch` is called at the end of each iteration in which something was scheduled.
     """

@@ -13,7 +13,8 @@ from baton.runtime.observability.tracing import Attributes, Tracing, reason_of
 class TracedScheduler(SchedulerService):
     """Wraps a scheduler and records one span per `place` call.
 
-    The gateway of a request that waits at the scheduler repeats the call, so such a request has several spans.
+    The gateway of a request that waits at the scheduler repeats the call, so such a request has several
+    spans.
     """
 
     def __init__(self, inner: SchedulerService, tracing: Tracing) -> None:

@@ -40,7 +40,7 @@ from baton.scheduler.state.worker_table import NO_COSTS, Floats, Mask, WorkerTab
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementInputs:
-    """What both policies start from. Workers are positions in the table.
+    """The candidates of both sides and what their own caches save them. Workers are positions in the table.
 
     prefill, decode: candidates of each side by eligibility.
     usable_prefill: prefill candidates, busy or avoided ones included.
@@ -63,8 +63,8 @@ def placement_inputs(
 ) -> PlacementInputs | Choice | Rejection:
     """Find the candidates of both sides and what their own caches save them.
 
-    Returns a Rejection if a side that the request needs has no candidate. Returns the choice of `least_loaded`
-    while a usable worker has no step costs, not even those of its peers.
+    Returns a Rejection if a side that the request needs has no candidate. Returns the choice of
+    `least_loaded` while a usable worker has no step costs, not even those of its peers.
     """
     workers = worker_table_of(cluster)
     no_decode = needs_no_decode(query)
@@ -98,7 +98,7 @@ def placement_inputs(
 def _best_available(
     query: PlacementQuery, w: WorkerTable, prompt: Prompt, masks: EligibilityMasks, context: PolicyContext
 ) -> Mask:
-    """Return the eligible workers, else those that are only full, else those that have failed the request before.
+    """Return the eligible workers, else those that are only full, else those that failed the request.
 
     If the request may wait at the scheduler, full workers count only if it is predicted to fit soon enough.
     """
@@ -200,7 +200,9 @@ def transfer_terms_s(inputs: PlacementInputs, terms: PrefillTerms, decode: int) 
 
 @dataclass(slots=True)
 class LocalPrefill:
-    """The terms if the decode worker computes the prompt itself. No KV is transferred, but its sequences wait.
+    """The terms if the decode worker computes the prompt itself.
+
+    No KV is transferred, but its sequences wait.
 
     delay_s: sum of the delays of its sequences.
     margin_s: by how much it must be faster than the best prefill worker.
@@ -218,8 +220,8 @@ class LocalPrefill:
 def local_prefill(inputs: PlacementInputs, decode: int) -> LocalPrefill:
     """Predict the local prefill from the prefix that the decode worker holds itself.
 
-    Blocks that a decode worker is only expected to hold come from the worker that computes them, so they cannot
-    shorten a local prefill.
+    Blocks that a decode worker is only expected to hold come from the worker that computes them, so they
+    cannot shorten a local prefill.
     """
     prompt, row = inputs.prompt, inputs.workers.row(decode)
     if row.reported.can_prefill:
@@ -239,7 +241,7 @@ def local_delay_s(inputs: PlacementInputs, decode: int, local: LocalPrefill) -> 
 
 
 def exceeds_tpot_slo(inputs: PlacementInputs, decode: int, local: LocalPrefill) -> bool:
-    """True if a chunk of a local prefill makes a step longer than the strictest TPOT SLO at the decode worker."""
+    """True if a local prefill makes a step longer than the strictest TPOT SLO at the decode worker."""
     row = inputs.workers.row(decode)
     slos = [s for s in (inputs.query.slo.tpot_s, inputs.workers.views[decode].tpot_slo_s) if s is not None]
     if not slos or not row.reported.decoding_seqs + row.reserved.joining_seqs:

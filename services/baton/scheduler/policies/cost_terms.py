@@ -44,7 +44,8 @@ class PrefillTerms:
     cost_s: what is minimised; infinite for workers that are no candidates.
     source: position of the worker whose prefix is pulled, or NO_SOURCE.
     holders: positions of the workers that were considered as sources.
-    local_delay_s, local_margin_s: charges of the decode worker if it is a candidate to prefill (`LocalPrefill`).
+    local_delay_s, local_margin_s: charges of the decode worker if it is a candidate to prefill
+        (`LocalPrefill`).
     """
 
     queue_s: Floats

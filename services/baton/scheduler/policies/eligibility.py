@@ -1,8 +1,8 @@
 """Decides which workers may serve a request, and which pairs of workers may exchange KV.
 
 `ineligible` is the only definition of a worker's eligibility. `eligibility_masks` is its vectorised form for
-policies that rank all workers at once, and `readable_mask` is that of `readable_workers`. Property tests compare
-each pair on random clusters.
+policies that rank all workers at once, and `readable_mask` is that of `readable_workers`. Property tests
+compare each pair on random clusters.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,10 @@ NO_CAPACITY_RETRY_S = 1.0
 
 
 class Exclusion(Enum):
-    """Why a worker was not chosen. The value is the text in decision records and in `baton explain`."""
+    """Reasons for which a worker is not chosen.
+
+    The value is the text in decision records and in `baton explain`.
+    """
 
     OTHER_ROLE = "other role"
     STARTING = "starting"

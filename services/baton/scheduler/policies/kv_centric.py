@@ -1,4 +1,6 @@
-"""Chooses the workers with the earliest first token, without breaking the SLOs of other requests. The default.
+"""Chooses the workers with the earliest first token, without breaking the SLOs of other requests.
+
+The default.
 
 Source: Mooncake (FAST '25), section 4, Algorithm 1. docs/design/scheduling.md says what was added to it.
 """
@@ -36,9 +38,10 @@ MAX_HOLDERS = 4
 """Number of workers considered to pull a prefix from: those that hold most of it."""
 LOCAL_PREFILL_GAIN = 0.1
 LOCAL_PREFILL_GAIN_S = 0.01
-"""A decode worker computes a prompt itself only if it is predicted to be faster by both this fraction and this time.
+"""A decode worker prefills only if it is predicted to be faster by both this fraction and this time.
 
-Predictions are no more exact. A sequence that joins meanwhile would wait for the prompt, and cannot be charged yet.
+Predictions are no more exact. A sequence that joins meanwhile would wait for the prompt, and cannot be
+charged yet.
 """
 
 
@@ -48,7 +51,9 @@ def kv_centric(
     """Minimise the predicted time to the first token without breaking the SLOs of running requests.
 
     Decode worker: the least predicted seconds per output token once the prompt is computed.
-    Prefill worker: the least predicted queue + pull of a cached prefix + prefill of the rest + exposed KV transfer.
+    Prefill worker: the least predicted queue + pull of a cached prefix + prefill of the rest + exposed KV
+        transfer.
+
     The decode worker is a candidate to prefill, too, charged with the delay of its sequences.
     Ties break by id.
     """
@@ -92,7 +97,7 @@ def kv_centric(
 
 
 def _prefix_holders(inputs: PlacementInputs) -> list[int]:
-    """Return the ready workers that hold most of the prefix; among equals, those with the least data to send."""
+    """Return the ready workers that hold most of the prefix. Ties break by the data they have to send."""
     w, pullable_blocks = inputs.workers, inputs.prompt.pullable_blocks
     holders = sorted(i for i in pullable_blocks if w.reported.is_ready[i])
     if len(holders) <= MAX_HOLDERS:
@@ -163,7 +168,7 @@ def _redundant_s(prompt: Prompt, candidates: Mask, terms: PrefillTerms) -> Float
 
 
 def _local_redundant_s(prompt: Prompt, terms: PrefillTerms, local: LocalPrefill) -> float:
-    """Charge a local prefill for computing tokens that a prefill candidate has cached, as `_redundant_s` does."""
+    """Charge a local prefill for computing tokens that a prefill candidate has cached."""
     most_cached = _most_cached_tokens(prompt, terms.cost_s < inf)
     num_new = prompt.num_tokens - local.cached_tokens
     return local.prefill_s * max(0.0, most_cached - local.cached_tokens) / num_new

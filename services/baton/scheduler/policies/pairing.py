@@ -34,8 +34,8 @@ def pick_pair(
 ) -> Choice | Rejection:
     """Pick a decode worker, then a prefill worker that it can read from.
 
-    A hybrid decode worker prefills the prompt itself, and so does a decode worker that can read from no prefill
-    worker. A request that needs only one more token gets a prefill worker alone.
+    A hybrid decode worker prefills the prompt itself, and so does a decode worker that can read from no
+    prefill worker. A request that needs only one more token gets a prefill worker alone.
     """
     workers = eligible_workers(query, cluster, context)
     if isinstance(workers, Rejection):
@@ -71,8 +71,9 @@ def eligible_workers(
 ) -> EligibleWorkers | Rejection:
     """Return the best available workers of each side.
 
-    These are the eligible ones, else those that are only full, else those that have failed the request before.
-    Rejects the request if a side that it needs is empty, or is full and the request may wait at the scheduler.
+    These are the eligible ones, else those that are only full, else those that have failed the request
+    before. Rejects the request if a side that it needs is empty, or is full and the request may wait at the
+    scheduler.
     """
     excluded: list[Candidate] = []
     sides: dict[Side, list[WorkerView]] = {"prefill": [], "decode": []}
@@ -97,7 +98,10 @@ def eligible_workers(
 def _by_exclusion(
     query: PlacementQuery, cluster: ClusterSnapshot, side: Side, excluded: list[Candidate]
 ) -> tuple[list[WorkerView], dict[Exclusion, list[WorkerView]]]:
-    """Return the eligible workers and the softly excluded ones. Appends to `excluded` those that cannot be used."""
+    """Return the eligible workers and the softly excluded ones.
+
+    Appends to `excluded` those that cannot be used.
+    """
     eligible: list[WorkerView] = []
     soft: dict[Exclusion, list[WorkerView]] = {Exclusion.FAILED_BEFORE: [], Exclusion.NO_FREE_CAPACITY: []}
     for worker in cluster.workers:

@@ -18,8 +18,9 @@ class PolicyContext:
 
     number: how many requests this scheduler has answered before.
     seed: seed for a policy that draws at random.
-    max_capacity_wait_s: a first attempt that fits on no worker now, and is predicted to fit on none within this
-        time, is rejected and waits at the scheduler. None: it is placed on a full worker and waits there.
+    max_capacity_wait_s: a first attempt that fits on no worker now, and is predicted to fit on none within
+        this time, is rejected and waits at the scheduler. None: it is placed on a full worker and waits
+        there.
     """
 
     number: int
@@ -61,8 +62,8 @@ class Choice:
     prefill, decode: see `Placement` for the meaning of None.
     candidates: the workers that were considered, for the decision record.
     predicted: None if the policy predicts no seconds.
-    basis: ids of the workers that determined the choice. The record keeps their state so that the decision can be
-        repeated. None: all workers.
+    basis: ids of the workers that determined the choice. The record keeps their state so that the decision
+        can be repeated. None: all workers.
     """
 
     prefill: WorkerView | None
@@ -100,7 +101,7 @@ Policy = Callable[[PlacementQuery, ClusterSnapshot, PolicyContext], Choice | Rej
 
 
 class LazyCandidates(Sequence[Candidate]):
-    """Candidates that are built on first access, because explaining a decision takes longer than making it."""
+    """Candidates that are built on first access, as explaining a decision takes longer than making it."""
 
     def __init__(self, make: Callable[[], tuple[Candidate, ...]]) -> None:
         self._make = make

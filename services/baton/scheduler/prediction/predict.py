@@ -16,8 +16,10 @@ from baton.core.step_cost import MAX_PREFILL_SHARE, QUEUE_TARGET_S
 from baton.scheduler.state.worker_table import Floats, N, WorkerData, WorkerRow, WorkerTable
 
 SHORT_PROMPT_S = 0.25
-"""Prompts below this compute time barely change the prefill share of a step. If all workers are below it, the
-share is taken as constant, which saves time."""
+"""Prompts below this compute time barely change the prefill share of a step.
+
+If all workers are below it, the share is taken as constant, which saves time.
+"""
 _TINY = 1e-9
 """Lower bound for divisors and logarithms; below any horizon or compute time that matters."""
 
@@ -96,10 +98,10 @@ def expected_output_tokens(w: WorkerData[N], prompt: Prompt) -> N:
 
 
 def time_to_fit_s(w: WorkerTable, prompt: Prompt) -> Floats:
-    """Predict how long it takes until the prompt and its samples fit into each worker's blocks and batch slots.
+    """Predict the time until the prompt and its samples fit into each worker's blocks and batch slots.
 
-    The missing slots and blocks are a fraction of what the decoding sequences use, and that fraction ends in its
-    share of `drain_s`. Infinite where nothing decodes, because then prompts in prefill must end first.
+    The missing slots and blocks are a fraction of what the decoding sequences use, and that fraction ends in
+    its share of `drain_s`. Infinite where nothing decodes, because then prompts in prefill must end first.
     """
     reported, reserved = w.reported, w.reserved
     seqs = (prompt.num_samples - reserved.free_seqs) / np.maximum(1, reported.decoding_seqs)
@@ -123,8 +125,8 @@ def tpot_now_s(w: WorkerRow, prompt: Prompt) -> float:
 def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
     """Predict the TPOT of the request once its prompt is computed, in `horizon_s`.
 
-    Until then some of the decoding sequences end, and those placed earlier join, of which some end too. Prompts
-    that are still queued by then delay the answer, spread over its tokens.
+    Until then some of the decoding sequences end, and those placed earlier join, of which some end too.
+    Prompts that are still queued by then delay the answer, spread over its tokens.
     """
     reported, reserved = w.reported, w.reserved
     num_drains = _maximum(horizon_s / w.derived.drain_s, _TINY)
@@ -154,8 +156,8 @@ def exposed_transfer_s(
 def _num_shared_steps(w: WorkerData[N], compute_s: N) -> N:
     """Predict in how many mixed steps `compute_s` of prefill is done, after the prompts queued before it.
 
-    The integral of 1 / `_prefill_share_s` over the compute that is left. With the part p = left / QUEUE_TARGET_S, the
-    share is joined_step_s * p / (1 - p) where that is more than prefill_share_s.
+    The integral of 1 / `_prefill_share_s` over the compute that is left. With the part p = left /
+    QUEUE_TARGET_S, the share is joined_step_s * p / (1 - p) where that is more than prefill_share_s.
     """
     share_s = w.derived.prefill_share_s
     if not isinstance(compute_s, float) and compute_s.max() < SHORT_PROMPT_S:

@@ -22,8 +22,8 @@ NO_OVERLAPS: Mapping[str, Overlap] = {}
 class _Reservation:
     """What one placement takes on one worker, until the worker's reports contain it.
 
-    All amounts are integers, so that adding and subtracting them returns to exactly 0. Never changed; not `frozen`,
-    because that would make construction, twice per decision, three times as slow.
+    All amounts are integers, so that adding and subtracting them returns to exactly 0. Never changed; not
+    `frozen`, because that would make construction, twice per decision, three times as slow.
     """
 
     worker: WorkerRef
@@ -81,12 +81,13 @@ class _ReservedTotals:
 class ClusterState:
     """The reports and reservations of all workers. Owned by the scheduler's event loop; never blocks.
 
-    A reservation stands for a placement that the worker's reports do not contain yet. It ends when a report counts
-    its decision, or `reservation_s` after it was made, because the gateway may never have sent the job. The TPOT SLO
-    of a placed request counts until the request has ended.
+    A reservation stands for a placement that the worker's reports do not contain yet. It ends when a report
+    counts its decision, or `reservation_s` after it was made, because the gateway may never have sent the
+    job. The TPOT SLO of a placed request counts until the request has ended.
 
-    The worker table is updated with each report, so that a snapshot takes microseconds. Workers whose reservations
-    have changed are only marked in `_stale` and updated together, because usually several have changed by then.
+    The worker table is updated with each report, so that a snapshot takes microseconds. Workers whose
+    reservations have changed are only marked in `_stale` and updated together, because usually several have
+    changed by then.
     """
 
     def __init__(
@@ -136,7 +137,10 @@ class ClusterState:
         return True
 
     def remove(self, worker: WorkerRef) -> bool:
-        """Remove a worker whose report stream has ended. Returns False if another epoch has taken its place."""
+        """Remove a worker whose report stream has ended.
+
+        Returns False if another epoch has taken its place.
+        """
         known = self._reports.get(worker.worker_id)
         if known is None or not known.worker.is_same_incarnation(worker):
             return False

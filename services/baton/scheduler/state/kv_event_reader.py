@@ -28,7 +28,10 @@ EVENTS_PER_READ = 256
 """Limit for all workers together: 2 MiB if every event is full."""
 FIRST_RETRY_S = 0.05
 MAX_RETRY_S = 1.0
-"""First and longest pause before the store, or one worker's snapshot, is tried again. Each is varied by 50 %."""
+"""First and longest pause before the store, or one worker's snapshot, is tried again.
+
+Each is varied by 50 %.
+"""
 SNAPSHOT_REQUEST_INTERVAL_S = 1.0
 """Least time between two requests to one worker to publish a snapshot."""
 MAX_CONCURRENT_SNAPSHOTS = 4
@@ -92,7 +95,8 @@ class KvEventReader:
     def follow(self, worker: WorkerRef, max_blocks: int) -> None:
         """Start following a worker epoch, or do nothing if it is followed. Other epochs of the worker end.
 
-        The index is told at once, so that blocks can be expected on the worker. `max_blocks`: size of its pool.
+        The index is told at once, so that blocks can be expected on the worker. `max_blocks`: size of its
+        pool.
         """
         self._index.join(worker, max_blocks)
         if self._followed(worker) is None:
@@ -108,7 +112,8 @@ class KvEventReader:
     def check_event_seq(self, worker: WorkerRef, event_seq: int) -> None:
         """Compare the index with the number of the last event that the worker itself reports.
 
-        If the index is implausibly far ahead, its events were not the worker's, and it starts again with a snapshot.
+        If the index is implausibly far ahead, its events were not the worker's, and it starts again with a
+        snapshot.
         """
         followed = self._followed(worker)
         if followed is not None and followed.order.event_seq > event_seq + IMPLAUSIBLE_LEAD:

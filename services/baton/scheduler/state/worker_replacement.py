@@ -1,8 +1,8 @@
 """Decides when a worker that needs replacement is told to drain.
 
-Only one worker per role is replaced at a time, and the next one only after its replacement is ready. All active
-schedulers decide independently and must decide the same. A request for replacement is therefore answered only after
-every scheduler must have received it.
+Only one worker per role is replaced at a time, and the next one only after its replacement is ready. All
+active schedulers decide independently and must decide the same. A request for replacement is therefore
+answered only after every scheduler must have received it.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,10 @@ class WorkerReplacement:
     """Chooses the workers to be replaced, from the reports that one scheduler receives."""
 
     def __init__(self, *, settle_s: float, max_wait_s: float) -> None:
-        """`settle_s`: time for which a worker must have asked. `max_wait_s`: longest wait for its replacement."""
+        """`settle_s`: time for which a worker must have asked.
+
+        `max_wait_s`: longest wait for its replacement.
+        """
         self._settle_s = settle_s
         self._max_wait_s = max_wait_s
         self._asked_s: dict[WorkerRef, float] = {}

@@ -27,7 +27,7 @@ log = get_logger(__name__)
 UPDATES_PER_HEARTBEAT = 20
 """Most updates on a Watch stream. Workers report no more often."""
 REPLACEMENT_WAIT_SILENCES = 24
-"""Longest wait for a replacement before the next worker of the role is told to drain, in multiples of `silence_s`."""
+"""Longest wait for a replacement before the next worker may be replaced, in multiples of `silence_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class SchedulerTimes:
     """The times of one scheduler.
 
     silence_s: a worker that has not reported for this time is removed.
-    settle_s: after the start, or after a report stream broke, workers may not have reported yet. For this time a
-        request without a worker waits for one.
+    settle_s: after the start, or after a report stream broke, workers may not have reported yet. For this
+        time a request without a worker waits for one.
     reservation_s: how long a placement counts if no report contains it.
     watch_interval_s: least time between two updates to a gateway.
     """
@@ -50,9 +50,9 @@ class SchedulerTimes:
     def of(cls, config: HeartbeatSettings) -> "SchedulerTimes":
         """Derive the times from the heartbeat settings.
 
-        Workers look for schedulers once per heartbeat, and may be busy then. A live worker has reported after a
-        detection time, which is at least two heartbeats. A job reaches its worker, and the next report its scheduler,
-        long before a second detection time is over.
+        Workers look for schedulers once per heartbeat, and may be busy then. A live worker has reported after
+        a detection time, which is at least two heartbeats. A job reaches its worker, and the next report its
+        scheduler, long before a second detection time is over.
         """
         return cls(
             silence_s=config.detection_s,

@@ -1,8 +1,8 @@
 """Holds the numbers of all workers in arrays, one element per worker, for vectorised decisions.
 
 The table contains nothing that the `ClusterSnapshot` does not: `worker_table_of` can build it from any
-snapshot. The scheduler keeps one `WorkerTableBuilder` up to date instead, because building a table takes longer
-than deciding.
+snapshot. The scheduler keeps one `WorkerTableBuilder` up to date instead, because building a table takes
+longer than deciding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,11 +51,13 @@ class KvGroup:
 
 @dataclass(slots=True)
 class ReportedState(Generic[N]):
-    """Numbers taken from the workers' reports alone. Never changed after construction, like the next two classes.
+    """Numbers taken from the workers' reports alone.
 
-    They are not `frozen`, because that would make their construction, twice per decision, three times as slow.
-    The step costs are corrected by the live factors of the step kind that a prompt would meet at the worker:
-    mixed if sequences decode there, prefill otherwise.
+    Never changed after construction, like the next two classes.
+
+    They are not `frozen`, because that would make their construction, twice per decision, three times as
+    slow. The step costs are corrected by the live factors of the step kind that a prompt would meet at the
+    worker: mixed if sequences decode there, prefill otherwise.
     """
 
     kv_group: N  # index into `WorkerTable.kv_groups`
@@ -148,7 +150,7 @@ PEER_COST_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How fast workers read from each other. All arrays are [reader, source]."""
+    """The speed and state of the links between workers. All arrays are [reader, source]."""
 
     s_per_byte: Floats
     queued_s: Floats  # time for the reads under way plus those of own placements
@@ -176,9 +178,10 @@ class WorkerTable(WorkerData[Floats]):
         *,
         link_version: int | None = None,
     ) -> None:
-        """`numbers` [fields, workers] is the backing array. `links` may change later, and then has a new version.
+        """`numbers` [fields, workers] is the backing array.
 
-        `link_version` is the version of `links` that fits `views`; None: its current version.
+        `links` may change later, and then has a new version. `link_version` is the one that fits `views`; None:
+        the current one.
         """
         self.views, self.index, self.kv_groups = views, index, kv_groups
         self._numbers = numbers
@@ -266,7 +269,8 @@ class WorkerTableBuilder:
     def rebuild(self, views: Sequence[WorkerView]) -> None:
         """Start again with `views`, sorted by id.
 
-        Takes a millisecond per hundred workers, so it is for changes of the set of workers and of their epochs.
+        Takes a millisecond per hundred workers, so it is for changes of the set of workers and of their
+        epochs.
         """
         self._views = list(views)
         self._index = {view.worker_id: i for i, view in enumerate(views)}
@@ -281,7 +285,8 @@ class WorkerTableBuilder:
     def update(self, view: WorkerView) -> None:
         """Take over a newer view of a worker whose epoch is known.
 
-        If only reservations have changed, as after each placement, only their consequences are computed again.
+        If only reservations have changed, as after each placement, only their consequences are computed
+        again.
         """
         i = self._index[view.worker_id]
         before = self._views[i]
@@ -379,11 +384,11 @@ def reserved_state(view: WorkerView) -> ReservedState[float]:
 def derived_state(reported: ReportedState[float], reserved: ReservedState[float]) -> DerivedState[float]:
     """Predict the seconds of `DerivedState` for one worker.
 
-    `slo_step_s` is slack that exists only once, but the model applies it to every queued step. Long queues beside
-    sequences with little slack are therefore predicted too early.
+    `slo_step_s` is slack that exists only once, but the model applies it to every queued step. Long queues
+    beside sequences with little slack are therefore predicted too early.
 
-    The age of an answer says little about its remaining length, so each decoding sequence is expected to run for
-    another whole mean answer (`drain_s`).
+    The age of an answer says little about its remaining length, so each decoding sequence is expected to run
+    for another whole mean answer (`drain_s`).
     """
     mixed_step_s = reported.base_step_s + reported.mixed_decode_s
     decode_s = (
