@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from random import Random
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from baton.core.cluster.placement import Rejection
 from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Reason
+from baton.runtime.config.settings import PolicySettings
 from baton.scheduler.policies import POLICIES, Policy
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
 from tests.builders import blocks, cluster, layout, link, query, worker_ref, worker_report
@@ -23,6 +25,12 @@ def choose(policy: Policy, *args: object, number: int = 0) -> Choice:
 
 def ids(choice: Choice) -> tuple[str | None, str | None]:
     return (choice.prefill.worker_id if choice.prefill else None, choice.decode.worker_id if choice.decode else None)
+
+
+def test_the_setting_offers_exactly_the_registered_policies() -> None:
+    assert get_args(get_type_hints(PolicySettings)["policy"]) == tuple(POLICIES), (
+        "add the name to PolicySettings.policy and run `python tools/gen_chart.py`"
+    )
 
 
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
