@@ -16,7 +16,7 @@ from baton.gateway.http.http_app import HttpApp
 from baton.gateway.http.http_server import HttpServer
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.network.addresses import listen
-from baton.runtime.network.tls_files import Pair
+from baton.runtime.network.tls_files import CertificatePair
 from baton.runtime.observability.metrics import expose
 from tests.unit.gateway.fakes import Cluster, cluster
 
@@ -104,7 +104,7 @@ async def http_gateway(
     max_body_bytes: int = 8 * 2**20,
     stream_buffer_bytes: int = 256 * 1024,
     keys: KeyRing | None = None,
-    tls: Pair | None = None,
+    tls: CertificatePair | None = None,
     **rules: Any,
 ) -> AsyncIterator[HttpGateway]:
     async with cluster(*workers, tokenizer=tokenizer, keys=keys, **rules) as c:

@@ -17,7 +17,7 @@ from baton.core.errors import Reason
 from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_tls import Tls
-from baton.runtime.network.tls_files import Pair
+from baton.runtime.network.tls_files import CertificatePair
 from loadgen.commands.run_command import command
 from loadgen.commands.target_options import server_facts, target_of
 from loadgen.loadgen_errors import LoadgenError, Unreachable, UntrustedCertificate
@@ -45,7 +45,7 @@ LETTERS = Vocabulary(low=97, high=123)
 
 @asynccontextmanager
 async def both_doors(
-    *, has_admin: bool = True, tls: Pair | None = None
+    *, has_admin: bool = True, tls: CertificatePair | None = None
 ) -> AsyncIterator[tuple[HttpGateway, Target, Target]]:
     """`tls`: the certificate of both."""
     async with http_gateway(*PD, tls=tls) as gateway:
@@ -194,7 +194,7 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
     return Authority.new(tmp_path / "ours")
 
 
-def front(authority: Authority) -> Pair:
+def front(authority: Authority) -> CertificatePair:
     return authority.pair("front", "localhost", "127.0.0.1")
 
 

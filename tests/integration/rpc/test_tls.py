@@ -31,7 +31,7 @@ from baton.rpc.grpc_tls import SERVICE_NAME, Tls
 from baton.rpc.inference_rpc import InferenceClient
 from baton.runtime.config.config_base import load
 from baton.runtime.config.settings import SchedulerConfig
-from baton.runtime.network.tls_files import Pair
+from baton.runtime.network.tls_files import CertificatePair
 from baton.wire.v1 import scheduler_pb2_grpc
 from tests import builders
 from tests.certificates import Authority, locked
@@ -299,10 +299,10 @@ async def test_files_that_are_replaced_while_they_are_read_are_not_taken(
 ) -> None:
     pair = ours.pair("service", SERVICE_NAME)
 
-    def check(self: Pair) -> None:
+    def check(self: CertificatePair) -> None:
         ours.pair("service", SERVICE_NAME)
 
-    monkeypatch.setattr(Pair, "check", check)
+    monkeypatch.setattr(CertificatePair, "check", check)
     with pytest.raises(ConfigError, match="are being replaced; try again"):
         pair.read()
 
@@ -317,9 +317,9 @@ def test_half_of_it_is_refused_by_name(ours: Authority, theirs: Authority, tmp_p
     with pytest.raises(ConfigError, match="tls_ca is missing"):
         load(SchedulerConfig, flags={"tls_cert": pair.certificate, "tls_key": pair.key}, environ={})
     with pytest.raises(ConfigError, match="are not a certificate and its key"):
-        Pair(certificate=pair.certificate, key=theirs.pair("other", "x").key).check()
+        CertificatePair(certificate=pair.certificate, key=theirs.pair("other", "x").key).check()
     with pytest.raises(ConfigError, match=r"missing\.pem: no such file"):
-        Pair(certificate=tmp_path / "missing.pem", key=pair.key).check()
+        CertificatePair(certificate=tmp_path / "missing.pem", key=pair.key).check()
 
 
 def trusting(authority: Authority) -> ssl.SSLContext:
@@ -354,13 +354,13 @@ async def test_clients_of_the_front_door_over_grpc(ours: Authority, theirs: Auth
 async def test_clients_of_the_front_door(ours: Authority, theirs: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = ours.pair("front", "localhost", "127.0.0.1", ends=PAST)
     readers: set[int] = set()
-    read = Pair.context
+    read = CertificatePair.context
 
-    def seen(self: Pair) -> ssl.SSLContext:
+    def seen(self: CertificatePair) -> ssl.SSLContext:
         readers.add(threading.get_ident())
         return read(self)
 
-    monkeypatch.setattr(Pair, "context", seen)
+    monkeypatch.setattr(CertificatePair, "context", seen)
     async with http_gateway(("p0", "prefill"), ("d0", "decode"), tls=pair) as gateway:
         readers.clear()
         following = asyncio.create_task(gateway.server.reload_certificate(interval_s=0.02))
