@@ -150,13 +150,13 @@ async def test_incomplete_bodies_count_as_open_requests() -> None:
         head = request_bytes("/v1/completions", b"x" * 100, f"authorization: Bearer {ALICE}")[:-100]
         waiting = await gateway.connect()
         await waiting.send(head)
-        await until(lambda: bool(gateway.cluster.gateway._num_arriving))
+        await until(lambda: bool(gateway.cluster.gateway._num_incoming))
         for path in ("/v1/completions", "/tokenize"):
             refused = await gateway.client.post(path, json={"prompt": "x"}, headers=bearer(ALICE))
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_quota")
         assert (await gateway.client.post("/tokenize", json={"prompt": "x"}, headers=bearer(EVE))).is_success
         await waiting.close()
-        await until(lambda: not gateway.cluster.gateway._num_arriving)
+        await until(lambda: not gateway.cluster.gateway._num_incoming)
         assert (await gateway.client.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))).is_success
 
 
