@@ -287,9 +287,9 @@ def break_half(authority: Authority, tls: Tls, half: str) -> None:
 async def test_at_the_start_half_is_an_error(ours: Authority, half: str) -> None:
     tls = ours.service()
     break_half(ours, tls, half)
-    with pytest.raises(ConfigError, match="not a certificate and its key|contains no CA certificates"):
+    with pytest.raises(ConfigError, match=r"not a certificate and its key|contains no CA certificates"):
         GrpcNetwork(heartbeat_s=0.2, tls=tls)
-    with pytest.raises(ConfigError, match="not a certificate and its key|contains no CA certificates"):
+    with pytest.raises(ConfigError, match=r"not a certificate and its key|contains no CA certificates"):
         async with scheduler(tls):
             pass
 
