@@ -1,5 +1,5 @@
-"""What a worker of `--device emulated` has to answer: a number that follows from the whole prefix, so only
-the right KV gives it."""
+"""The correct response of a worker with `--device emulated`. Only correct KV of the whole prefix produces
+it."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from baton.engine.kv_cache.checksum import extend, slots_of, token_after
 
 
 def emulated_answer(prompt: Sequence[int], *, seed: int, max_tokens: int, vocab_size: int) -> list[int]:
-    """The only right answer of a sampled request, computed without any cluster."""
+    """Return the correct response of a sampled request, computed without a cluster."""
     content, answer = int(slots_of(token_ids(prompt))[-1]), list[int]()
     for position in range(len(prompt), len(prompt) + max_tokens):
         answer.append(token_after(content, seed, 0, position, vocab_size))

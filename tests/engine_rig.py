@@ -1,4 +1,4 @@
-"""An engine with a pool and a fake device, driven step by step."""
+"""An engine with a block pool and a fake device, run step by step."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,8 +16,12 @@ from tests.fake_executor import FakeExecutor, FakeGenerationTable, expected_answ
 
 
 class EngineRig:
-    """`outputs[seq_id, sample_index]`: tokens as they came; `ends`: finish or failure of each sample that has
-    one."""
+    """Runs an engine and records what it produces.
+
+    outputs: (seq_id, sample_index) -> output tokens.
+    ends: (seq_id, sample_index) -> finish reason or failure.
+    admissions: seq_id -> its admission.
+    """
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class EngineRig:
         return plan
 
     def run(self, max_steps: int = 1000) -> int:
-        """Until nothing is left to do; how many steps that took. Fails rather than go on for ever."""
+        """Run until nothing is left to do. Returns the number of steps. Fails after `max_steps`."""
         for num_steps in range(max_steps):
             if self.step().is_empty:
                 return num_steps
@@ -76,7 +80,7 @@ class EngineRig:
             if condition():
                 return
             self.step()
-        raise AssertionError(f"it did not come to that within {max_steps} steps")
+        raise AssertionError(f"the condition is not true after {max_steps} steps")
 
     def note(self, outcome: EngineOutcome) -> None:
         self.progress.extend(outcome.progress)
@@ -93,7 +97,8 @@ class EngineRig:
                 self.ends[sample] = output.finish or output.failure
 
     def expected(self, request: SequenceRequest, sample_index: int) -> tuple[list[int], FinishReason]:
-        """Outputs of that sample after those that `request` replays."""
+        """Return the defined output tokens of a sample after those that `request` replays, and its finish
+        reason."""
         prompt = request.token_ids[: request.num_prompt_tokens]
         tokens, finish = expected_answer(
             prompt,
@@ -105,12 +110,12 @@ class EngineRig:
         return tokens[len(request.token_ids) - request.num_prompt_tokens :], finish
 
     def first_tokens(self, request: SequenceRequest) -> list[SampledToken]:
-        """What the owner of a pulled sequence's KV would have sampled."""
+        """Return the tokens that the owner of a pulled sequence's KV samples."""
         return [SampledToken(sample_index=i, token_id=self.expected(request, i)[0][0]) for i in request.sample_indices]
 
     def mark_received(self, request: SequenceRequest, block_indices: Sequence[int] | None = None) -> None:
-        """Fill the receiving blocks of an admitted pulled sequence (by index in its table) as a pull
-        would."""
+        """Fill the receiving blocks of a pulled sequence as a pull does; all, or those with these table
+        indices."""
         admission = self.admissions[request.seq_id]
         hashes = hashes_of(request.token_ids, self.config.block_size_tokens)
         receiving = range(admission.num_cached_blocks, len(admission.block_table))
@@ -120,13 +125,13 @@ class EngineRig:
             self.pool.mark_received(admission.block_table[index], hashes[index] if index < len(hashes) else bytes(16))
 
     def assert_answered(self, *requests: SequenceRequest) -> None:
-        """Every sample has exactly the tokens and the end that it has by definition."""
+        """Assert that every sample has exactly its defined tokens and finish reason."""
         for request in requests:
             for i in request.sample_indices:
                 assert (self.outputs[request.seq_id, i], self.ends[request.seq_id, i]) == self.expected(request, i)
 
     def assert_clean(self) -> None:
-        """Nothing leaks: every block is free or cached."""
+        """Assert that no block leaks: every block is free or cached, and the engine is idle."""
         counts = self.pool.counts()
         assert (counts.free + counts.cached, counts.held_for_others) == (counts.total, 0), counts
         assert self.engine.is_idle

@@ -1,5 +1,5 @@
-"""A device of plain Python integers: its tokens are a pure function of the prompt, and it notices when it is
-made to read KV that is not what the sequence's own tokens would have written."""
+"""A device of plain Python integers. Its tokens are a pure function of the prompt, and it detects wrong KV:
+every slot must hold what the sequence's own tokens would have written."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ EMPTY_CONTENT = 0
 
 
 def extend(content: int, token_id: int) -> int:
-    """What the slot of `token_id` holds when the slot before it holds `content`: so it stands for the whole
+    """Return the content of the slot of `token_id` after a slot with `content`. It depends on the whole
     prefix."""
     return hash((content, token_id)) & (2**61 - 1)
 
@@ -29,7 +29,7 @@ def contents(token_ids: Iterable[int]) -> list[int]:
 
 
 def draw(content: int, sampling: Sampling, sample_index: int, banned: Sequence[int] = (), vocab_size: int = 50) -> int:
-    """The token after a prefix."""
+    """Return the token after a prefix."""
     token_id = hash((content, sampling.seed, sample_index)) % vocab_size
     while token_id in banned:
         token_id = (token_id + 1) % vocab_size
@@ -44,7 +44,8 @@ def expected_answer(
     eos: Sequence[int] = (),
     max_model_len: int = 10_000,
 ) -> tuple[list[int], FinishReason]:
-    """All outputs of one sample, from the definition: no cache, no batch, no block."""
+    """Return all output tokens of one sample and its finish reason, by definition: without cache, batch or
+    block."""
     enders = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
     tokens, outputs = list(prompt), list[int]()
     while True:
@@ -58,18 +59,22 @@ def expected_answer(
 
 
 class FakeGenerationTable:
-    """Implements `GenerationTable`. `on_new_life` lets a memory forget what a block held."""
+    """Implements `GenerationTable`."""
 
     def __init__(self, num_blocks: int) -> None:
         self.generations = [0] * num_blocks
         self.hashes = [NO_HASH] * num_blocks
-        self.on_new_life: Callable[[int], None] | None = None
+        self._on_new_generation: list[Callable[[int], None]] = []
+
+    def on_new_generation(self, callback: Callable[[int], None]) -> None:
+        """Call `callback` with each block that starts a new generation."""
+        self._on_new_generation.append(callback)
 
     def begin_generation(self, block_id: int) -> int:
         self.generations[block_id] += 1
         self.hashes[block_id] = NO_HASH
-        if self.on_new_life is not None:
-            self.on_new_life(block_id)
+        for callback in self._on_new_generation:
+            callback(block_id)
         return self.generations[block_id]
 
     def set_hash(self, block_id: int, block_hash: BlockHash) -> None:
@@ -80,9 +85,17 @@ class FakeGenerationTable:
 
 
 class FakeExecutor:
-    """Implements `Executor`. `memory[block][slot]` holds contents. A step raises AssertionError if it attends
-    to a wrong slot, writes to a block that has a hash, or if two sequences write to one block. `guilty` makes
-    a step raise; `failing` answers a Failure."""
+    """Implements `Executor`. `memory[block][slot]` holds contents.
+
+    A step raises AssertionError if it attends to a wrong slot, writes to a block that has a hash, or if two
+    sequences write to one block.
+
+    raises_for: if true for a sequence, the step raises.
+    failing: failure that the result contains for a sequence, or None.
+    gate: if set, a step waits for it.
+    num_turns: turns of the event loop that a step takes.
+    num_ahead: steps that were planned before the preceding one had ended.
+    """
 
     def __init__(
         self,
@@ -90,23 +103,21 @@ class FakeExecutor:
         block_size_tokens: int,
         generation_table: FakeGenerationTable,
         *,
-        forget_on_new_life: bool = True,
+        spoil_new_blocks: bool = True,
     ) -> None:
         self.memory = [[NOTHING] * block_size_tokens for _ in range(num_blocks)]
         self.plans: list[StepPlan] = []
         self.num_ahead = 0
-        """Steps that were planned before the one before them had ended."""
-        self.guilty: Callable[[StepSequence], bool] = lambda _: False
+        self.raises_for: Callable[[StepSequence], bool] = lambda _: False
         self.failing: Callable[[StepSequence], Failure | None] = lambda _: None
         self.gate: asyncio.Event | None = None
         self.num_turns = 1
-        """Of the event loop: how long a step takes."""
         self._block_size_tokens = block_size_tokens
         self._generation_table = generation_table
-        self._turns = StepQueue()
+        self._queue = StepQueue()
         self._last = LastResult()
-        if forget_on_new_life:
-            generation_table.on_new_life = self.spoil
+        if spoil_new_blocks:
+            generation_table.on_new_generation(self.spoil)
 
     @property
     def layout(self) -> KvLayout:
@@ -117,7 +128,7 @@ class FakeExecutor:
         return len(self.memory)
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        async with self._turns.turn(plan.step_id):
+        async with self._queue.turn(plan.step_id):
             for _ in range(self.num_turns):
                 await asyncio.sleep(0)
             if self.gate is not None:
@@ -125,17 +136,17 @@ class FakeExecutor:
             return self.run(plan)
 
     def withdraw(self, step_id: int) -> bool:
-        return self._turns.withdraw(step_id)
+        return self._queue.withdraw(step_id)
 
     async def aclose(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to release."""
 
     def spoil(self, block_id: int) -> None:
-        """As a late read, or whoever had the block before, may leave it."""
+        """Overwrite a block, as a late read or its previous user may do."""
         self.memory[block_id] = [NOTHING] * self._block_size_tokens
 
     def write(self, block_table: Sequence[int], token_ids: Sequence[int], begin: int = 0) -> None:
-        """What computing (or receiving) these tokens' KV would leave, from index `begin` on."""
+        """Write the KV of these tokens from index `begin` on, as computing or receiving it would."""
         for index, content in enumerate(contents(token_ids)):
             if index >= begin:
                 self.memory[block_table[index // self._block_size_tokens]][index % self._block_size_tokens] = content
@@ -147,7 +158,7 @@ class FakeExecutor:
         self.num_ahead += plan.follows is not None
         plan = self._last.fill_in(plan)
         self.plans.append(plan)
-        if any(self.guilty(part) for part in plan.sequences):
+        if any(self.raises_for(part) for part in plan.sequences):
             raise RuntimeError("injected")
         for source, destination in plan.block_copies:
             assert self._generation_table.hashes[destination] == NO_HASH, "a copy over a shared block"
@@ -166,7 +177,7 @@ class FakeExecutor:
     def _write(self, part: StepSequence, written: dict[int, int]) -> None:
         assert part.position_begin == part.kv_begin
         before = self.read(part.block_table, part.kv_begin)
-        assert NOTHING not in before, f"sequence {part.seq_id} attends to slots that nobody wrote for it"
+        assert NOTHING not in before, f"sequence {part.seq_id} attends to slots that were not written"
         content = before[-1] if before else EMPTY_CONTENT
         for index, token_id in enumerate(part.token_ids, part.kv_begin):
             block_id = part.block_table[index // self._block_size_tokens]
@@ -180,9 +191,7 @@ class FakeExecutor:
     def _sample(self, part: StepSequence, sample: SampleRequest) -> tuple[SampledToken, ...]:
         assert sample.position == len(sample.history) == part.context_len
         expected = contents(sample.history)
-        assert self.read(part.block_table, part.context_len) == expected, (
-            f"sequence {part.seq_id} attends to KV that is not its own"
-        )
+        assert self.read(part.block_table, part.context_len) == expected, f"sequence {part.seq_id} attends to wrong KV"
         return tuple(
             SampledToken(sample_index=i, token_id=draw(expected[-1], sample.sampling, i, sample.banned_token_ids))
             for i in sample.sample_indices

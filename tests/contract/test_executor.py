@@ -1,5 +1,5 @@
-"""The contract of `Executor`, for every implementation: what a step answers, what it leaves in memory, whom a
-failure concerns."""
+"""The contract of `Executor`, for every implementation: results, KV in memory, and attribution of
+failures."""
 
 import asyncio
 import threading
@@ -43,8 +43,11 @@ PROMPTS = [(1, 2, 3), (9, 8, 7, 6, 5, 4), (11, 12, 13, 14)]
 
 @dataclass(frozen=True)
 class Device:
-    """`at_fault` makes of a sequence's part one that this executor cannot run: it names the sequence, or the
-    step raises."""
+    """An executor under test.
+
+    at_fault: changes a sequence's part so that the executor cannot run it. The executor then returns a
+    failure for the sequence, or the step raises.
+    """
 
     executor: Executor
     at_fault: Callable[[StepSequence], StepSequence]
@@ -61,7 +64,7 @@ def torch_device(name: str, kernels: str = "torch", dtype: str = "float32", *, i
 
     loaded = load_model(DEMO_DIR, dtype=dtype, device=name)
     cache = KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS, loaded.device)
-    cache.blocks.fill_(float("nan"))  # whoever reads what nobody has written spoils an answer
+    cache.blocks.fill_(float("nan"))  # a read of unwritten KV gives a wrong token
     unknown = token_ids([loaded.vocab_size])
     backend = choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
     event = record_late_event if is_late else record_event
@@ -82,7 +85,7 @@ def sim_device() -> Device:
 
 def emulated_device() -> Device:
     layout = builders.layout(block_size_tokens=SIZE)
-    kv = np.full((NUM_BLOCKS, layout.block_bytes), 0xEE, dtype=np.uint8)  # nobody has written it
+    kv = np.full((NUM_BLOCKS, layout.block_bytes), 0xEE, dtype=np.uint8)  # unwritten memory
     executor = EmulatedExecutor(layout=layout, kv=kv, vocab_size=VOCAB_SIZE, step_seconds=lambda plan: 0.001)
     return Device(executor, lambda p: replace(p, token_ids=p.token_ids[::-1]))
 
@@ -105,7 +108,7 @@ def fake_device(*, raises: bool) -> Device:
         return builders.failure() if part.seq_id in bad else None
 
     if raises:
-        executor.guilty = lambda part: part.seq_id in bad
+        executor.raises_for = lambda part: part.seq_id in bad
     else:
         executor.failing = failing
     return Device(executor, at_fault)
@@ -142,8 +145,10 @@ def part(
     sampling: Sampling = GREEDY,
     samples: tuple[int, ...] = (0,),
 ) -> StepSequence:
-    """Computes `tokens` from index `begin` on, in blocks `3 * seq_id`, … if none are given; draws `samples`,
-    if there are any."""
+    """Return a part that computes `tokens` from index `begin` on and draws `samples`, if there are any.
+
+    Without `blocks` the sequence uses the three blocks from `3 * seq_id` on.
+    """
     sample = SampleRequest(
         sampling=sampling,
         sample_indices=samples,
@@ -164,7 +169,7 @@ def part(
 async def ran(
     device: Device, *parts: StepSequence, copies: tuple[tuple[int, int], ...] = ()
 ) -> dict[int, tuple[int, ...]]:
-    """The tokens of each sequence, after a step in which nothing fails."""
+    """Run a step in which nothing fails, and return the tokens of each sequence."""
     result = await device.executor.execute(StepPlan(step_id=1, sequences=parts, block_copies=copies))
     assert not result.failures
     return tokens_of(result)
@@ -175,8 +180,10 @@ def tokens_of(result: StepResult) -> dict[int, tuple[int, ...]]:
 
 
 async def executed(device: Device, plan: StepPlan) -> tuple[dict[int, tuple[int, ...]], set[int]]:
-    """(tokens, sequences that failed). A step that raises is run again for each of its sequences alone, as
-    the engine's loop does."""
+    """Run a step and return (tokens, failed sequences).
+
+    If the step raises, each sequence is run in a step of its own, as in the engine loop.
+    """
     try:
         result = await device.executor.execute(plan)
     except DeviceFault:
@@ -184,19 +191,21 @@ async def executed(device: Device, plan: StepPlan) -> tuple[dict[int, tuple[int,
     except Exception:
         if len(plan.sequences) == 1:
             return {}, {plan.sequences[0].seq_id}
-        alone = [await executed(device, replace(plan, sequences=(one,))) for one in plan.sequences]
-        return {k: v for tokens, _ in alone for k, v in tokens.items()}, set().union(*(failed for _, failed in alone))
+        isolated = [await executed(device, replace(plan, sequences=(one,))) for one in plan.sequences]
+        return {k: v for tokens, _ in isolated for k, v in tokens.items()}, set().union(
+            *(failed for _, failed in isolated)
+        )
     assert not set(result.samples) & set(result.failures)
     return tokens_of(result), set(result.failures)
 
 
-async def test_it_says_what_memory_it_has(device: Device) -> None:
+async def test_executor_reports_its_memory(device: Device) -> None:
     assert device.executor.num_blocks == NUM_BLOCKS
     assert device.executor.layout.block_size_tokens == SIZE
 
 
 @pytest.mark.parametrize("step_id", [0, 7])
-async def test_every_sampling_sequence_has_a_result_and_no_other(device: Device, step_id: int) -> None:
+async def test_exactly_the_sampling_sequences_have_results(device: Device, step_id: int) -> None:
     silent = part(2, PROMPTS[2], samples=())
     parts = (part(0, PROMPTS[0], samples=(0, 1, 2), sampling=SEEDED), silent, part(1, PROMPTS[1], samples=(4,)))
     result = await device.executor.execute(StepPlan(step_id=step_id, sequences=parts))
@@ -209,51 +218,52 @@ async def test_every_sampling_sequence_has_a_result_and_no_other(device: Device,
     assert not result.failures
 
 
-async def test_a_sample_does_not_depend_on_what_else_is_drawn(device: Device) -> None:
+async def test_sample_is_independent_of_other_samples(device: Device) -> None:
     together = await ran(device, part(0, PROMPTS[0], samples=(0, 1, 2), sampling=SEEDED))
     apart = [await ran(device, part(0, PROMPTS[0], samples=(i,), sampling=SEEDED)) for i in range(3)]
     assert together[0] == tuple(one[0][0] for one in apart)
 
 
-async def test_a_batch_changes_no_answer(device: Device) -> None:
+async def test_batching_changes_no_token(device: Device) -> None:
     parts = [part(i, prompt) for i, prompt in enumerate(PROMPTS)]
     apart = [await ran(device, one) for one in parts]
     assert await ran(device, *parts) == {i: one[i] for i, one in enumerate(apart)}
 
 
-async def test_a_step_without_samples_leaves_its_kv_behind(device: Device) -> None:
-    """A prompt in chunks, the first of them beside others, has the answer of the whole."""
-    whole = await ran(device, part(0, PROMPTS[1]))
+async def test_step_without_samples_writes_its_kv(device: Device) -> None:
+    """A prompt in chunks gives the same token as in one step, also if the first chunk is batched with
+    others."""
+    complete = await ran(device, part(0, PROMPTS[1]))
     chunk = part(1, PROMPTS[1][:5], samples=())
     assert await ran(device, chunk, part(2, PROMPTS[2], samples=())) == {}
-    assert await ran(device, part(1, PROMPTS[1], begin=5)) == {1: whole[0]}
+    assert await ran(device, part(1, PROMPTS[1], begin=5)) == {1: complete[0]}
 
 
-async def test_a_step_may_be_run_again(device: Device) -> None:
-    """The same KV goes to the same places: the loop does so to find out whose fault it was that a step
-    raised."""
+async def test_step_can_be_repeated(device: Device) -> None:
+    """The same KV is written to the same slots. The loop repeats a failed step to find the failing
+    sequence."""
     await ran(device, part(0, PROMPTS[1][:5], samples=()))
     first = await ran(device, part(0, PROMPTS[1], begin=5))
     assert await ran(device, part(0, PROMPTS[1], begin=5)) == first
 
 
-async def test_copies_are_made_before_anything_is_written(device: Device) -> None:
-    """Two samples of one prompt part in its last block: one writes on in it, the other in the copy."""
+async def test_block_copies_are_made_before_kv_is_written(device: Device) -> None:
+    """Two samples of one prompt fork in its last block: one continues in the block, the other in a copy."""
     prompt, source, copy = PROMPTS[1], 1, 20
     wanted = [await ran(device, part(3 + i, (*prompt, token))) for i, token in enumerate((17, 23))]
     await ran(device, part(0, prompt, samples=()))
-    going_on = part(0, (*prompt, 17), begin=6), part(1, (*prompt, 23), begin=6, blocks=(0, copy))
-    assert await ran(device, *going_on, copies=((source, copy),)) == {0: wanted[0][3], 1: wanted[1][4]}
+    continued = part(0, (*prompt, 17), begin=6), part(1, (*prompt, 23), begin=6, blocks=(0, copy))
+    assert await ran(device, *continued, copies=((source, copy),)) == {0: wanted[0][3], 1: wanted[1][4]}
 
 
-async def test_a_step_may_have_nothing_but_copies_and_makes_them_in_order(device: Device) -> None:
+async def test_step_may_have_only_block_copies_and_makes_them_in_order(device: Device) -> None:
     prompt = PROMPTS[1]
     wanted = await ran(device, part(0, (*prompt, 17)))
     assert await ran(device, copies=((1, 20), (20, 21), (0, 22))) == {}
     assert await ran(device, part(1, (*prompt, 17), begin=6, blocks=(22, 21))) == {1: wanted[0]}
 
 
-async def test_whoever_fails_is_named_and_the_others_results_stand(device: Device) -> None:
+async def test_failing_sequence_is_identified_and_others_keep_their_results(device: Device) -> None:
     good = [part(i, prompt) for i, prompt in enumerate(PROMPTS)]
     wanted = await ran(device, *good)
     bad = device.at_fault(part(3, (21, 22, 23, 24, 25)))
@@ -262,24 +272,23 @@ async def test_whoever_fails_is_named_and_the_others_results_stand(device: Devic
     assert tokens == wanted
     assert (await executed(device, StepPlan(step_id=2, sequences=(bad,))))[1] == {3}
     assert await ran(device, *good) == wanted
-    # Nor does what it left in its blocks harm whoever gets them next.
+    # KV that it left in its blocks does not affect their next user.
     assert await ran(device, part(4, PROMPTS[1], blocks=bad.block_table)) == {4: wanted[1]}
 
 
 def after(step_id: int, *parts: StepSequence) -> StepPlan:
-    """The step in which each of these, whose step is `step_id`, goes on by the token that is drawn for it
-    there."""
-    going_on = []
+    """Return the step after `step_id` in which each of these sequences decodes its next token."""
+    continued = []
     for one in parts:
         assert one.sample is not None
         sample = replace(one.sample, position=one.sample.position + 1)
-        going_on.append(
+        continued.append(
             replace(one, token_ids=PLACEHOLDER, position_begin=one.context_len, kv_begin=one.context_len, sample=sample)
         )
-    return StepPlan(step_id=step_id + 1, sequences=tuple(going_on), follows=step_id)
+    return StepPlan(step_id=step_id + 1, sequences=tuple(continued), follows=step_id)
 
 
-async def test_a_step_that_follows_goes_on_from_what_was_drawn(device: Device) -> None:
+async def test_following_step_continues_from_the_drawn_tokens(device: Device) -> None:
     first = [part(i, prompt, sampling=SEEDED) for i, prompt in enumerate(PROMPTS)]
     drawn = await ran(device, *first)
     wanted = await ran(
@@ -291,9 +300,8 @@ async def test_a_step_that_follows_goes_on_from_what_was_drawn(device: Device) -
     assert tokens_of(following) == {i: wanted[3 + i] for i in range(3)}
 
 
-async def test_a_history_that_has_grown_meanwhile_is_no_other(device: Device) -> None:
-    """The engine appends what was drawn to the same array, perhaps before the step that follows looks at
-    it."""
+async def test_history_that_has_grown_meanwhile_gives_the_same_token(device: Device) -> None:
+    """The engine appends the drawn token to the same array, perhaps before the following step reads it."""
     first = part(0, PROMPTS[1])
     assert first.sample is not None
     before = await device.executor.execute(StepPlan(step_id=1, sequences=(first,)))
@@ -302,7 +310,7 @@ async def test_a_history_that_has_grown_meanwhile_is_no_other(device: Device) ->
     assert tokens_of(following)[0] == (await ran(device, part(1, tuple(first.sample.history))))[1]
 
 
-async def test_a_sequence_that_failed_is_not_in_the_step_that_follows(device: Device) -> None:
+async def test_failed_sequence_is_removed_from_the_following_step(device: Device) -> None:
     good, bad = part(0, PROMPTS[0]), device.at_fault(part(1, (21, 22, 23, 24, 25)))
     (before,) = await asyncio.gather(
         device.executor.execute(StepPlan(step_id=1, sequences=(good, bad))), return_exceptions=True
@@ -315,7 +323,7 @@ async def test_a_sequence_that_failed_is_not_in_the_step_that_follows(device: De
         assert isinstance(following, NothingToFollow)
 
 
-async def test_a_step_follows_none_but_the_last(device: Device) -> None:
+async def test_step_can_follow_only_the_last_step(device: Device) -> None:
     first = part(0, PROMPTS[0])
     await device.executor.execute(StepPlan(step_id=1, sequences=(first,)))
     with pytest.raises(NothingToFollow):
@@ -326,29 +334,29 @@ async def test_a_step_follows_none_but_the_last(device: Device) -> None:
 
 
 async def withdrew(device: Device, step_id: int, step: asyncio.Task[StepResult]) -> bool:
-    """Once it waits; False if it was too quick for that."""
+    """Withdraw a step once it is queued. Returns False if the device was faster."""
     while not device.executor.withdraw(step_id):
         if step.done():
             return False
         await asyncio.sleep(0)
-        assert not device.executor.withdraw(99), "another may be on its way to the device"
-        assert not device.executor.withdraw(1), "it waits for nothing"
+        assert not device.executor.withdraw(99), "another step must not be withdrawn"
+        assert not device.executor.withdraw(1), "the running step cannot be withdrawn"
     return True
 
 
-async def test_a_step_that_waits_can_be_withdrawn(device: Device) -> None:
-    """And another one behind it."""
+async def test_queued_step_can_be_withdrawn(device: Device) -> None:
+    """After a withdrawal another step can be queued."""
     first = part(0, PROMPTS[1])
-    assert not device.executor.withdraw(1), "nothing waits"
+    assert not device.executor.withdraw(1), "no step is queued"
     num_withdrawn = 0
-    for _ in range(200):  # until a device was not too quick
+    for _ in range(200):  # until the device was slow enough
         running = asyncio.create_task(device.executor.execute(StepPlan(step_id=1, sequences=(first,))))
         steps = []
         for step_id in (2, 3):
             steps.append(asyncio.create_task(device.executor.execute(replace(after(1, first), step_id=step_id))))
             if not await withdrew(device, step_id, steps[-1]):
                 break
-            assert not device.executor.withdraw(step_id), "twice"
+            assert not device.executor.withdraw(step_id), "withdrawn already"
             num_withdrawn += 1
         result = await running
         assert tokens_of(result)[0] == (await ran(device, first))[0]
@@ -358,13 +366,13 @@ async def test_a_step_that_waits_can_be_withdrawn(device: Device) -> None:
             break
         num_withdrawn = 0
     assert num_withdrawn == 2
-    going_on = asyncio.create_task(device.executor.execute(StepPlan(step_id=1, sequences=(first,))))
-    assert tokens_of(await device.executor.execute(after(1, first)))[0], "nothing is left of them"
-    await going_on
-    assert not device.executor.withdraw(2), "what has run does not wait"
+    continued = asyncio.create_task(device.executor.execute(StepPlan(step_id=1, sequences=(first,))))
+    assert tokens_of(await device.executor.execute(after(1, first)))[0], "withdrawn steps leave no state"
+    await continued
+    assert not device.executor.withdraw(2), "a finished step is not queued"
 
 
-async def test_closing_waits_for_a_step_that_runs_and_leaves_no_thread(device: Device) -> None:
+async def test_close_waits_for_the_running_step_and_leaves_no_thread(device: Device) -> None:
     step = asyncio.create_task(device.executor.execute(StepPlan(step_id=1, sequences=(part(0, PROMPTS[0]),))))
     await asyncio.sleep(0)
     await device.executor.aclose()

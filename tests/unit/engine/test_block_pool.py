@@ -1,12 +1,12 @@
-"""Blocks one call at a time: who gets which, what is found again, what is told."""
+"""The block pool, one operation at a time: allocation, cache, events, pins, receiving, fence."""
 
 import pytest
 
 from baton.core.kv.block_hash import NO_HASH
-from tests.unit.engine.pools import EVICTED, STORED, A, B, C, D, allocated, make_pool, receiving, stored_chain
+from tests.unit.engine.pool_helpers import EVICTED, STORED, A, B, C, D, allocated, make_pool, receiving, stored_chain
 
 
-def test_all_or_nothing() -> None:
+def test_allocation_is_all_or_nothing() -> None:
     pool, _ = make_pool(3)
     assert pool.allocate(4) is None
     assert len(allocated(pool, 2)) == 2
@@ -16,12 +16,12 @@ def test_all_or_nothing() -> None:
     pool.check()
 
 
-def test_each_handing_out_is_a_new_life_without_a_hash() -> None:
+def test_allocation_starts_a_new_generation_without_hash() -> None:
     pool, generation_table = make_pool(1)
     (block,) = stored_chain(pool, (A,))
     assert (pool.generation(block), generation_table.hashes[block]) == (1, A)
     pool.unref([block])
-    assert generation_table.hashes[block] == A  # still provable while it is only cached
+    assert generation_table.hashes[block] == A  # reads can still be validated while the block is cached
     assert pool.match([A], 1) == [block]
     assert pool.generation(block) == 1  # used again, not written
     pool.unref([block])
@@ -29,7 +29,7 @@ def test_each_handing_out_is_a_new_life_without_a_hash() -> None:
     assert (pool.generation(block), generation_table.hashes[block]) == (2, NO_HASH)
 
 
-def test_a_chain_is_evicted_from_its_tail_and_the_longest_unused_first() -> None:
+def test_least_recently_used_chain_is_evicted_first_from_its_tail() -> None:
     pool, _ = make_pool(4)
     first, second = stored_chain(pool, (A, B)), stored_chain(pool, (C, D))
     pool.unref(second)
@@ -37,7 +37,7 @@ def test_a_chain_is_evicted_from_its_tail_and_the_longest_unused_first() -> None
     assert [allocated(pool, 1)[0] for _ in range(4)] == [*reversed(second), *reversed(first)]
 
 
-def test_free_blocks_go_before_cached_ones() -> None:
+def test_free_blocks_are_allocated_before_cached_ones() -> None:
     pool, _ = make_pool(3)
     cached = stored_chain(pool, (A,))
     pool.unref(cached)
@@ -45,7 +45,7 @@ def test_free_blocks_go_before_cached_ones() -> None:
     assert allocated(pool, 1) == cached
 
 
-def test_using_a_cached_block_makes_it_recent() -> None:
+def test_use_of_a_cached_block_makes_it_most_recently_used() -> None:
     pool, _ = make_pool(2)
     old, young = stored_chain(pool, (A,)), stored_chain(pool, (B,))
     pool.unref(old)
@@ -54,7 +54,7 @@ def test_using_a_cached_block_makes_it_recent() -> None:
     assert allocated(pool, 1) == young
 
 
-def test_a_block_in_use_is_never_evicted() -> None:
+def test_block_in_use_is_never_evicted() -> None:
     pool, _ = make_pool(2)
     held = stored_chain(pool, (A, B))
     pool.unref(held[1:])
@@ -72,33 +72,33 @@ def test_match_stops_at_the_first_miss_and_at_the_limit() -> None:
     assert [pool.num_refs(b) for b in blocks] == [3, 2, 1]
 
 
-def test_what_is_not_hashed_is_free_when_released() -> None:
+def test_released_block_without_hash_is_free() -> None:
     pool, _ = make_pool(2)
     pool.unref(allocated(pool, 2))
     assert (pool.counts().free, pool.counts().cached) == (2, 0)
 
 
-def test_events_of_one_copy() -> None:
+def test_events_of_stored_and_evicted_content() -> None:
     pool, _ = make_pool(1)
     block = stored_chain(pool, (A,))
     assert pool.take_events() == [(STORED, A)]
     pool.unref(block)
-    assert pool.take_events() == []  # cached, not gone
+    assert pool.take_events() == []  # cached, not evicted
     allocated(pool, 1)
     assert pool.take_events() == [(EVICTED, A)]
     assert pool.hashes() == []
 
 
-def test_a_second_copy_tells_nothing_and_the_last_copy_is_the_one_that_is_evicted() -> None:
+def test_only_the_first_and_last_block_of_equal_content_make_events() -> None:
     pool, generation_table = make_pool(2)
     first, second = stored_chain(pool, (A,)), stored_chain(pool, (A,))
     assert pool.take_events() == [(STORED, A)]
-    assert generation_table.hashes[second[0]] == A  # a reader of the second copy must find its proof
+    assert generation_table.hashes[second[0]] == A  # a reader of the second block must be able to validate it
     pool.unref(first)
     assert (pool.counts().free, pool.counts().cached) == (
         1,
         0,
-    )  # the other copy is in use: this one is not worth keeping
+    )  # the other block with this content is in use
     assert allocated(pool, 1) == first
     assert (pool.take_events(), pool.match([A], 1)) == ([], second)
     pool.unref([*second, *second])
@@ -106,7 +106,7 @@ def test_a_second_copy_tells_nothing_and_the_last_copy_is_the_one_that_is_evicte
     assert pool.take_events() == [(EVICTED, A)]
 
 
-def test_a_cached_first_copy_may_be_evicted_while_the_second_is_used() -> None:
+def test_cached_block_is_reallocated_while_equal_content_is_in_use() -> None:
     pool, _ = make_pool(2)
     first = stored_chain(pool, (A,))
     pool.unref(first)
@@ -128,7 +128,7 @@ def test_events_are_net() -> None:
     assert pool.take_events() == []
 
 
-def test_pins_keep_blocks_for_others() -> None:
+def test_pinned_blocks_are_kept_after_their_sequence() -> None:
     pool, _ = make_pool(3)
     blocks = stored_chain(pool, (A, B))
     pool.pin(blocks)
@@ -147,7 +147,7 @@ def test_pins_keep_blocks_for_others() -> None:
     pool.check()
 
 
-def test_a_landing_block_is_nobodys_until_it_lands() -> None:
+def test_receiving_block_is_not_readable_until_received() -> None:
     pool, generation_table = make_pool(2)
     blocks = receiving(pool, 2)
     assert [pool.generation(b) for b in blocks] == [1, 1]
@@ -160,7 +160,7 @@ def test_a_landing_block_is_nobodys_until_it_lands() -> None:
     assert (pool.counts().free, pool.counts().cached) == (1, 1)
 
 
-def test_what_lands_after_its_sequence_is_cache() -> None:
+def test_block_received_after_its_sequence_ended_is_cached() -> None:
     pool, _ = make_pool(2)
     blocks = receiving(pool, 2)
     pool.unref(blocks)
@@ -171,7 +171,7 @@ def test_what_lands_after_its_sequence_is_cache() -> None:
     pool.check()
 
 
-def test_dropped_while_its_sequence_holds_it_a_block_stays_used_and_unreadable() -> None:
+def test_dropped_receiving_block_stays_used_and_unreadable_until_released() -> None:
     pool, _ = make_pool(1)
     blocks = receiving(pool, 1)
     pool.drop_receiving(blocks)
@@ -181,7 +181,7 @@ def test_dropped_while_its_sequence_holds_it_a_block_stays_used_and_unreadable()
     assert (pool.counts().free, pool.is_readable(blocks[0])) == (1, True)
 
 
-def test_dropped_after_its_sequence_a_block_is_free() -> None:
+def test_receiving_block_dropped_after_its_sequence_is_free() -> None:
     pool, _ = make_pool(1)
     blocks = receiving(pool, 1)
     pool.unref(blocks)
@@ -208,7 +208,7 @@ def test_quarantine_outlives_the_sequence(sequence_ends_first: bool) -> None:
 
 
 @pytest.mark.parametrize("receives", [False, True])
-def test_a_block_freed_during_a_step_is_nobodys_before_that_step_has_finished(receives: bool) -> None:
+def test_block_freed_during_a_step_is_not_allocated_before_the_step_ends(receives: bool) -> None:
     pool, _ = make_pool(2)
     take = pool.allocate_receiving if receives else pool.allocate
     blocks = allocated(pool, 2)
@@ -225,7 +225,7 @@ def test_a_block_freed_during_a_step_is_nobodys_before_that_step_has_finished(re
     assert take(1) == blocks[1:]
 
 
-def test_a_step_that_is_withdrawn_keeps_nothing_from_landing() -> None:
+def test_withdrawn_step_no_longer_fences_blocks() -> None:
     pool, _ = make_pool(2)
     blocks = allocated(pool, 2)
     pool.step_launched()
@@ -233,13 +233,13 @@ def test_a_step_that_is_withdrawn_keeps_nothing_from_landing() -> None:
     pool.unref(blocks)
     pool.step_withdrawn()
     pool.check()
-    assert pool.allocate_receiving(1) is None, "the step before it still runs"
+    assert pool.allocate_receiving(1) is None, "the preceding step is still running"
     pool.step_finished()
     pool.check()
     assert pool.allocate_receiving(2) is not None
 
 
-def test_in_doubt_means_not_found_and_not_proven() -> None:
+def test_unpublished_blocks_are_not_found_and_get_a_new_generation() -> None:
     pool, generation_table = make_pool(2)
     blocks = stored_chain(pool, (A,)) + allocated(pool, 1)
     pool.take_events()
@@ -250,10 +250,10 @@ def test_in_doubt_means_not_found_and_not_proven() -> None:
     assert pool.counts().free == 2
 
 
-def test_whoever_waits_hears_of_room() -> None:
+def test_callback_is_called_when_blocks_become_allocatable() -> None:
     pool, _ = make_pool(4)
-    heard: list[int] = []
-    pool.on_freed(lambda: heard.append(pool.num_allocatable))
+    freed_counts: list[int] = []
+    pool.on_freed(lambda: freed_counts.append(pool.num_allocatable))
     blocks, receiving_blocks = allocated(pool, 2), receiving(pool, 2)
     pool.pin(blocks)
     pool.unref(blocks)
@@ -262,11 +262,11 @@ def test_whoever_waits_hears_of_room() -> None:
     pool.quarantine(receiving_blocks[:1])
     pool.drop_receiving(receiving_blocks[1:])
     pool.end_quarantine(receiving_blocks[:1])
-    assert heard[-1] == 4
-    assert sorted(set(heard)) == [0, 2, 3, 4]
+    assert freed_counts[-1] == 4
+    assert sorted(set(freed_counts)) == [0, 2, 3, 4]
 
 
-def test_misuse_is_refused_by_name() -> None:
+def test_wrong_use_raises_and_changes_nothing() -> None:
     pool, _ = make_pool(4)
     (used,), (receives,) = allocated(pool, 1), receiving(pool, 1)
     free = 3

@@ -1,4 +1,4 @@
-"""The pool against a naive one: a list of records, everything recomputed at each question."""
+"""The block pool compared with a naive pool that recomputes everything, under random operations."""
 
 import random
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class NaiveBlock:
     block_hash: bytes = NO_HASH
     fill: str = ""
     generation: int = 0
-    released_in_step: int = 0  # 0: no step that is still in flight
-    released_at: int = 0  # when it became what it is while idle
+    released_in_step: int = 0  # 0: the step is not in flight any more
+    released_at: int = 0  # time when it became idle in its present state
     is_copy: bool = False
     num_uses: int = 0
 
@@ -33,13 +33,14 @@ class NaiveBlock:
         return "cached" if self.block_hash != NO_HASH else "free"
 
     @property
-    def goes(self) -> tuple[int, int]:
-        """The order in which idle blocks are handed out."""
+    def eviction_key(self) -> tuple[int, int]:
+        """Sort key: the order in which idle blocks are reallocated."""
         return (0 if self.state == "free" else 1 if self.is_copy else 2, self.released_at)
 
 
 class Pools:
-    """Both pools, driven alike. What is random is decided here, by what the naive pool allows."""
+    """Applies the same random operations to both pools. Only operations that the naive pool allows are
+    chosen."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -85,7 +86,7 @@ class Pools:
         assert (got is None) == (count > len(idle))
         if got is None:
             return
-        assert got == sorted(idle, key=lambda i: self.naive[i].goes)[:count]
+        assert got == sorted(idle, key=lambda i: self.naive[i].eviction_key)[:count]
         for i in got:
             self.naive[i] = NaiveBlock(
                 refs=1, fill="receiving" if receives else "", generation=self.naive[i].generation + 1
@@ -150,7 +151,7 @@ class Pools:
                     naive[i].is_copy, naive[i].released_at = False, self.tick()
         elif action == "forget":
             count = rng.randint(0, self.num_blocks)
-            cold = sorted((i for i in self.where("cached") if naive[i].is_copy), key=lambda i: naive[i].goes)
+            cold = sorted((i for i in self.where("cached") if naive[i].is_copy), key=lambda i: naive[i].eviction_key)
             assert pool.evict_replicas(count) == len(cold[:count])
             for i in cold[:count]:
                 naive[i].block_hash, naive[i].is_copy, naive[i].released_at = NO_HASH, False, self.tick()
@@ -182,7 +183,7 @@ class Pools:
             pool.step_withdrawn()
             withdrawn = self.in_flight.pop()
             for block in naive:
-                if block.released_in_step == withdrawn:  # the one before may still write to it
+                if block.released_in_step == withdrawn:  # the preceding step may still write to it
                     block.released_in_step = self.in_flight[-1] if self.in_flight else 0
         elif action == "doubt":
             chosen = self.some([i for i in self.where("used") if naive[i].fill == ""])[:1]
@@ -194,8 +195,10 @@ class Pools:
     def compare(self) -> None:
         pool, counts = self.pool, self.pool.counts()
         pool.check()
-        told = (counts.free, counts.cached, counts.used, counts.receiving, counts.quarantined)
-        assert told == tuple(len(self.where(state)) for state in ("free", "cached", "used", "receiving", "quarantined"))
+        reported = (counts.free, counts.cached, counts.used, counts.receiving, counts.quarantined)
+        assert reported == tuple(
+            len(self.where(state)) for state in ("free", "cached", "used", "receiving", "quarantined")
+        )
         assert counts.held_for_others == sum(b.pins > 0 and not b.refs for b in self.naive)
         copies = [b for b in self.naive if b.is_copy and b.fill != "void"]
         assert (pool.num_replicas, pool.num_idle_replicas) == (len(copies), sum(b.state == "cached" for b in copies))
@@ -213,7 +216,7 @@ class Pools:
 
 
 @pytest.mark.parametrize("seed", range(sized(20, 1000)))
-def test_the_pool_is_as_a_naive_one(seed: int) -> None:
+def test_pool_equals_naive_pool(seed: int) -> None:
     pools = Pools(seed)
     for _ in range(300):
         pools.act()

@@ -1,14 +1,14 @@
-"""What came from another worker's cache: which of it goes first, and until when it is told apart."""
+"""Replicas: content pulled from another worker's cache, its eviction order and its end."""
 
 import pytest
 
 from baton.core.kv.block_hash import NO_HASH
 from baton.engine.kv_cache.block_pool import BlockPool
-from tests.unit.engine.pools import EVICTED, A, B, C, D, allocated, make_pool, receiving, stored_chain
+from tests.unit.engine.pool_helpers import EVICTED, A, B, C, D, allocated, make_pool, receiving, stored_chain
 
 
-def copied(pool: BlockPool, hashes: tuple[bytes, ...]) -> list[int]:
-    """Brought from another worker's cache, and in use by nobody."""
+def received_replicas(pool: BlockPool, hashes: tuple[bytes, ...]) -> list[int]:
+    """Receive blocks as replicas. They are idle afterwards."""
     block_ids = receiving(pool, len(hashes))
     pool.mark_replicas(block_ids)
     for block_id, block_hash in zip(block_ids, hashes, strict=True):
@@ -19,7 +19,7 @@ def copied(pool: BlockPool, hashes: tuple[bytes, ...]) -> list[int]:
 
 
 def use(pool: BlockPool, hashes: tuple[bytes, ...]) -> None:
-    """A request finds these, computes something, and ends."""
+    """Act as a request that finds these blocks in the cache, and ends."""
     found = pool.match(hashes, len(hashes))
     pool.count_use(found)
     pool.check()
@@ -28,11 +28,11 @@ def use(pool: BlockPool, hashes: tuple[bytes, ...]) -> None:
 
 
 @pytest.mark.parametrize("num_uses", [0, 1])
-def test_a_cold_copy_goes_before_older_content_and_after_free_blocks(num_uses: int) -> None:
+def test_idle_replica_is_evicted_after_free_blocks_and_before_older_content(num_uses: int) -> None:
     pool, _ = make_pool(5)
     older = stored_chain(pool, (A, B))
     pool.unref(older)
-    copies = copied(pool, (C, D))
+    copies = received_replicas(pool, (C, D))
     for _ in range(num_uses):
         use(pool, (C, D))
     (free,) = {*range(5)} - {*older, *copies}
@@ -41,9 +41,9 @@ def test_a_cold_copy_goes_before_older_content_and_after_free_blocks(num_uses: i
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
-def test_a_copy_that_a_second_request_uses_is_cached_like_any_other(is_idle: bool) -> None:
+def test_second_use_makes_a_replica_an_ordinary_cached_block(is_idle: bool) -> None:
     pool, _ = make_pool(3)
-    copies = copied(pool, (A, B))
+    copies = received_replicas(pool, (A, B))
     use(pool, (A, B))
     if is_idle:
         pool.count_use(copies[:1])
@@ -56,9 +56,9 @@ def test_a_copy_that_a_second_request_uses_is_cached_like_any_other(is_idle: boo
     assert [allocated(pool, 1)[0] for _ in range(3)] == [copies[1], copies[0], *younger]
 
 
-def test_a_copy_in_use_is_counted_and_cannot_be_dropped() -> None:
+def test_replica_in_use_is_counted_and_not_evicted() -> None:
     pool, _ = make_pool(4)
-    copies = copied(pool, (A, B, C))
+    copies = received_replicas(pool, (A, B, C))
     held = pool.match((A,), 1)
     assert (pool.num_replicas, pool.num_idle_replicas) == (3, 2)
     pool.take_events()
@@ -71,7 +71,7 @@ def test_a_copy_in_use_is_counted_and_cannot_be_dropped() -> None:
     pool.check()
 
 
-def test_what_does_not_come_is_no_copy() -> None:
+def test_block_that_was_not_received_is_no_replica() -> None:
     pool, _ = make_pool(4)
     blocks = receiving(pool, 4)
     pool.mark_replicas(blocks)
@@ -83,14 +83,14 @@ def test_what_does_not_come_is_no_copy() -> None:
     assert pool.num_replicas == 2
     pool.unref(blocks)
     pool.check()
-    assert (pool.num_replicas, pool.num_idle_replicas) == (2, 1), "what is quarantined still takes its memory"
+    assert (pool.num_replicas, pool.num_idle_replicas) == (2, 1), "a quarantined block still takes memory"
     pool.end_quarantine(blocks[:1])
     pool.unpublish(pool.match((A,), 1))
     assert pool.num_replicas == 0
     pool.check()
 
 
-def test_a_copy_of_what_was_computed_meanwhile_is_free_again() -> None:
+def test_replica_of_content_that_is_in_use_is_freed() -> None:
     pool, _ = make_pool(2)
     blocks = receiving(pool, 1)
     pool.mark_replicas(blocks)

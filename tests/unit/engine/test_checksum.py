@@ -1,4 +1,4 @@
-"""The numbers that stand for KV: one by one or thousands at once, and which of them do not belong."""
+"""Checksums that stand for KV: single and vectorized computation, and detection of wrong slots."""
 
 from random import Random
 
@@ -15,7 +15,7 @@ def tokens(number: int, seed: int = 0) -> TokenIds:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 16, 17, 5000])
-def test_many_at_once_are_one_after_the_other(number: int) -> None:
+def test_vectorized_checksums_equal_single_ones(number: int) -> None:
     ids = tokens(number)
     expected, content = [], START
     for token_id in ids:
@@ -26,7 +26,7 @@ def test_many_at_once_are_one_after_the_other(number: int) -> None:
     assert slots_of(ids[cut:], expected[cut - 1] if cut else START).tolist() == expected[cut:]
 
 
-def test_a_slot_depends_on_every_token_before_it() -> None:
+def test_checksum_depends_on_every_token_of_the_prefix() -> None:
     ids = tokens(50)
     whole = slots_of(ids)
     for changed in (0, 20, 49):
@@ -37,14 +37,14 @@ def test_a_slot_depends_on_every_token_before_it() -> None:
     assert not (slots_of(swapped)[21:] == whole[21:]).any()
 
 
-def test_the_tokens_can_still_grow() -> None:
+def test_token_array_can_grow_afterwards() -> None:
     ids = tokens(3)
     slots_of(ids)
     ids.append(1)
     assert len(ids) == 4
 
 
-def test_the_first_wrong_slot_is_found_in_any_row() -> None:
+def test_first_wrong_slot_is_found_in_any_row() -> None:
     ids = tokens(40)
     whole = slots_of(ids)
     rows = whole[10:40].reshape(3, 10)
@@ -59,7 +59,7 @@ def test_the_first_wrong_slot_is_found_in_any_row() -> None:
     assert wrong_slot(whole[None], tokens(40, seed=1), [START]) == (0, 0)
 
 
-def test_the_next_token_depends_on_the_whole_key() -> None:
+def test_next_token_depends_on_prefix_and_sampling_key() -> None:
     base = token_after(START, 1, 2, 3, 1 << 30)
     others = [
         token_after(START + 1, 1, 2, 3, 1 << 30),
@@ -68,4 +68,4 @@ def test_the_next_token_depends_on_the_whole_key() -> None:
     ]
     assert len({base, *others, token_after(START, 1, 2, 4, 1 << 30)}) == 5
     drawn = [token_after(int(slot), 0, 0, 0, 10) for slot in slots_of(tokens(5000))]
-    assert min(drawn.count(token) for token in range(10)) > 400, "every token of the vocabulary is as likely"
+    assert min(drawn.count(token) for token in range(10)) > 400, "all tokens of the vocabulary are about equally likely"

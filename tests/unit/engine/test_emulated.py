@@ -1,5 +1,4 @@
-"""What the emulated device has beyond its contract: how long its steps last, and that no KV but a sequence's own
-goes unnoticed."""
+"""The emulated device beyond the executor contract: step durations, and detection of wrong KV."""
 
 import asyncio
 import math
@@ -30,8 +29,7 @@ SEEDED = Sampling(max_tokens=99, seed=5)
 
 
 class Rig:
-    """An executor over its own memory, and the plans that a loop would give it for one sequence in blocks 0,
-    2, 4, …"""
+    """An executor over its own memory, and plans for one sequence in blocks 0, 2, 4, …"""
 
     def __init__(self, step_s: float | None = None, costs: StepCostModel = COSTS) -> None:
         layout = builders.layout(block_size_tokens=SIZE)
@@ -48,7 +46,7 @@ class Rig:
     def part(
         self, tokens: Sequence[int], *, sampling: Sampling | None = SEEDED, seq_id: int = 0, **changes: object
     ) -> StepSequence:
-        """The next `tokens` of the history."""
+        """Append `tokens` to the history and return the step part that computes them."""
         begin = len(self.history)
         self.history.extend(tokens)
         sample = sampling and SampleRequest(
@@ -70,13 +68,13 @@ class Rig:
         return replace(part, **changes)  # type: ignore[arg-type]
 
     async def run(self, *parts: StepSequence) -> list[int]:
-        """The tokens of a step."""
+        """Run one step and return its tokens."""
         self.num_steps += 1
         result = await self.executor.execute(StepPlan(step_id=self.num_steps, sequences=parts))
         return [token.token_id for tokens in result.samples.values() for token in tokens]
 
     async def decode(self, num_steps: int, last: int) -> list[int]:
-        """Tokens, each of which follows from the one before."""
+        """Decode `num_steps` tokens after token `last`, and return them."""
         made = [last]
         for _ in range(num_steps):
             made += await self.run(self.part(made[-1:]))
@@ -84,7 +82,7 @@ class Rig:
 
 
 @virtual
-async def test_a_step_lasts_what_the_costs_say() -> None:
+async def test_step_takes_the_predicted_time() -> None:
     rig, loop = Rig(), asyncio.get_running_loop()
     prompt = list(range(1, 41))
     for tokens, work in (
@@ -98,7 +96,7 @@ async def test_a_step_lasts_what_the_costs_say() -> None:
 
 
 class _Coarse(virtual_time.VirtualTimeLoop):
-    """Wakes at whole milliseconds only, late."""
+    """An event loop whose timers fire late, at whole milliseconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +111,7 @@ class _Coarse(virtual_time.VirtualTimeLoop):
 
 
 @pytest.mark.parametrize("step_s", [0.0003, 0.0011, 0.0087])
-def test_coarse_timers_do_not_add_up(step_s: float) -> None:
+def test_timer_errors_do_not_accumulate(step_s: float) -> None:
     async def main() -> None:
         rig, loop = Rig(step_s), asyncio.get_running_loop()
         began_s = loop.time()
@@ -125,7 +123,7 @@ def test_coarse_timers_do_not_add_up(step_s: float) -> None:
 
 
 @virtual
-async def test_a_machine_that_stood_still_is_not_made_up_for() -> None:
+async def test_long_delay_is_made_up_for_only_in_part() -> None:
     rig, loop = Rig(0.010), asyncio.get_running_loop()
     step = asyncio.create_task(rig.run(rig.part([1, 2, 3])))
     await asyncio.sleep(0.005)
@@ -137,7 +135,7 @@ async def test_a_machine_that_stood_still_is_not_made_up_for() -> None:
 
 
 @virtual
-async def test_own_work_is_part_of_the_step() -> None:
+async def test_emulation_time_is_part_of_the_step() -> None:
     rig, loop = Rig(0.010), asyncio.get_running_loop()
     run = rig.executor._run
 
@@ -152,7 +150,7 @@ async def test_own_work_is_part_of_the_step() -> None:
 
 
 @virtual
-async def test_the_answer_does_not_depend_on_chunks_or_on_where_the_kv_came_from() -> None:
+async def test_response_is_independent_of_chunks_and_of_the_origin_of_kv() -> None:
     prompt = list(range(100, 131))
     whole = Rig()
     (first,) = await whole.run(whole.part(prompt))
@@ -171,7 +169,7 @@ async def test_the_answer_does_not_depend_on_chunks_or_on_where_the_kv_came_from
 
 @pytest.mark.parametrize("sampling", [SEEDED, replace(SEEDED, temperature=0.0)])
 @virtual
-async def test_without_a_temperature_neither_seed_nor_sample_matters(sampling: Sampling) -> None:
+async def test_greedy_tokens_are_independent_of_seed_and_sample(sampling: Sampling) -> None:
     answers = []
     for seed in (1, 2):
         rig = Rig()
@@ -183,7 +181,7 @@ async def test_without_a_temperature_neither_seed_nor_sample_matters(sampling: S
 
 
 @virtual
-async def test_logprobs_come_when_asked_for_and_banned_tokens_never() -> None:
+async def test_logprobs_are_returned_on_request_and_banned_tokens_never() -> None:
     rig = Rig()
     part = rig.part([1, 2, 3], sampling=replace(SEEDED, num_logprobs=2))
     assert part.sample is not None
@@ -197,7 +195,7 @@ async def test_logprobs_come_when_asked_for_and_banned_tokens_never() -> None:
 
 @pytest.mark.parametrize(("block", "slot"), [(0, 0), (1, 6), (7, 30)])
 @virtual
-async def test_one_wrong_bit_of_what_was_pulled_or_cached_is_noticed(block: int, slot: int) -> None:
+async def test_one_wrong_bit_in_pulled_or_cached_kv_is_detected(block: int, slot: int) -> None:
     rig = Rig()
     await rig.run(rig.part(range(31), sampling=None))
     token_bytes = rig.kv.shape[1] // SIZE
@@ -207,7 +205,7 @@ async def test_one_wrong_bit_of_what_was_pulled_or_cached_is_noticed(block: int,
 
 
 @virtual
-async def test_foreign_blocks_are_noticed() -> None:
+async def test_swapped_blocks_are_detected() -> None:
     rig = Rig()
     await rig.run(rig.part(range(32), sampling=None))
     rig.kv[[4, 6]] = rig.kv[[6, 4]]
@@ -216,7 +214,7 @@ async def test_foreign_blocks_are_noticed() -> None:
 
 
 @virtual
-async def test_what_happens_to_a_running_sequence_is_noticed_once_its_blocks_have_had_their_turn() -> None:
+async def test_wrong_bit_in_a_running_sequence_is_detected_within_a_few_steps() -> None:
     rig = Rig()
     await rig.run(rig.part(range(16), sampling=None))
     (first,) = await rig.run(rig.part([16]))
@@ -227,7 +225,7 @@ async def test_what_happens_to_a_running_sequence_is_noticed_once_its_blocks_hav
 
 
 @virtual
-async def test_the_last_slot_of_a_running_sequence_is_looked_at_in_every_step() -> None:
+async def test_last_slot_of_a_running_sequence_is_verified_in_every_step() -> None:
     rig = Rig()
     await rig.run(rig.part(range(20)))
     rig.kv[2 * 4][-rig.kv.shape[1] // SIZE] ^= 1
@@ -235,7 +233,7 @@ async def test_the_last_slot_of_a_running_sequence_is_looked_at_in_every_step() 
         await rig.run(rig.part([9]))
 
 
-def test_memory_that_is_not_the_layouts_is_refused() -> None:
+def test_memory_with_another_block_size_is_refused() -> None:
     layout = builders.layout(block_size_tokens=SIZE)
     with pytest.raises(LayoutMismatch, match="block_bytes"):
         EmulatedExecutor(

@@ -1,5 +1,4 @@
-"""What a emulated worker takes from a model's directory: as many bytes of KV as the real one, and never its
-name."""
+"""The model of an emulated worker: KV of the real size, under another fingerprint."""
 
 import json
 from pathlib import Path
@@ -23,26 +22,26 @@ CONFIG = {
 
 
 def directory(path: Path, **changes: Any) -> Path:
-    """A model without weights."""
+    """Write a model directory without weights."""
     (path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     (path / "tokenizer.json").write_text("{}")
     return path
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_its_blocks_are_those_of_the_real_model_under_another_name(dtype: str) -> None:
+def test_emulated_layout_has_the_real_sizes_and_another_fingerprint(dtype: str) -> None:
     from baton.model.loading.model_loader import load_model
 
     real, emulated = load_model(DEMO_DIR, dtype=dtype, device="cpu"), read_emulated_model(DEMO_DIR, dtype=dtype)
-    ours, theirs = emulated.layout(16), real.layout(16)
-    assert ours.groups == theirs.groups
-    assert ours.tokenizer_fingerprint == theirs.tokenizer_fingerprint
+    emulated_layout, real_layout = emulated.layout(16), real.layout(16)
+    assert emulated_layout.groups == real_layout.groups
+    assert emulated_layout.tokenizer_fingerprint == real_layout.tokenizer_fingerprint
     assert (emulated.vocab_size, emulated.max_model_len) == (real.vocab_size, real.max_model_len)
-    assert ours.model_fingerprint.startswith(EMULATED)
-    assert "model_fingerprint" in str(ours.mismatch(theirs))
+    assert emulated_layout.model_fingerprint.startswith(EMULATED)
+    assert "model_fingerprint" in str(emulated_layout.mismatch(real_layout))
 
 
-def test_no_weights_are_needed_and_what_is_left_out_follows_from_the_rest(tmp_path: Path) -> None:
+def test_missing_config_values_are_derived_and_weights_are_not_needed(tmp_path: Path) -> None:
     model = read_emulated_model(directory(tmp_path), max_model_len=300)
     assert (model.num_kv_heads, model.head_dim, model.dtype, model.max_model_len) == (4, 16, "float16", 300)
     assert model.layout(16).block_bytes == 3 * 2 * 4 * 16 * 16 * 2
@@ -50,7 +49,7 @@ def test_no_weights_are_needed_and_what_is_left_out_follows_from_the_rest(tmp_pa
     assert (model.num_kv_heads, model.head_dim, model.dtype, model.max_model_len) == (2, 32, "float32", 512)
 
 
-def test_models_that_differ_have_different_names(tmp_path: Path) -> None:
+def test_different_models_have_different_fingerprints(tmp_path: Path) -> None:
     names = {
         read_emulated_model(directory(tmp_path, **changes), dtype=dtype).model_fingerprint
         for changes in ({}, {"rope_theta": 5})
@@ -70,7 +69,7 @@ def test_models_that_differ_have_different_names(tmp_path: Path) -> None:
         ({"max_position_embeddings": 100}, "--max-model-len is 300; must be at most 100"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_error_names_missing_or_wrong_values(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_emulated_model(directory(tmp_path, **changes), max_model_len=300)
 
@@ -78,14 +77,14 @@ def test_what_is_missing_is_named(tmp_path: Path, changes: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("name", "message"), [("config.json", "no readable config.json"), ("tokenizer.json", "no readable tokenizer.json")]
 )
-def test_a_missing_file_is_named(tmp_path: Path, name: str, message: str) -> None:
+def test_error_names_a_missing_file(tmp_path: Path, name: str, message: str) -> None:
     (directory(tmp_path) / name).unlink()
     with pytest.raises(ModelError, match=message):
         read_emulated_model(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_config_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_config_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
     (directory(tmp_path) / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"config\.json"):
         read_emulated_model(tmp_path)

@@ -1,5 +1,4 @@
-"""What one engine does with requests, a step at a time. The fake device checks every slot that a step attends
-to."""
+"""The engine step by step. The fake device checks every slot that a step attends to."""
 
 import pytest
 
@@ -13,21 +12,22 @@ from tests.engine_rig import EngineRig
 
 
 def scheduled(plan: StepPlan) -> list[int]:
-    """Tokens of each sequence of a plan."""
+    """Return the scheduled tokens of each sequence of a plan."""
     return [part.num_scheduled_tokens for part in plan.sequences]
 
 
-def test_config_that_cannot_work_is_refused() -> None:
+def test_inconsistent_config_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens"):
         EngineRig(max_num_batched_tokens=4, max_num_seqs=5)
     with pytest.raises(ConfigError, match="max_model_len"):
         EngineRig(max_model_len=0)
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------------------------
+# -- steps ---------------------------------------------------------------------------------------------------
+# ---------------------------
 
 
-def test_a_prompt_in_chunks_then_a_token_a_step() -> None:
+def test_prompt_is_computed_in_chunks_then_one_token_per_step() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     request = rig.add(sequence_request(tokens=range(10, 30), max_tokens=3))
     plans = [rig.step() for _ in range(5)]
@@ -39,7 +39,7 @@ def test_a_prompt_in_chunks_then_a_token_a_step() -> None:
     rig.assert_clean()
 
 
-def test_running_sequences_are_carried_while_a_prompt_is_computed() -> None:
+def test_decodes_continue_during_prefill() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     first = rig.add(sequence_request(1, range(10, 14), max_tokens=10))
     rig.step()
@@ -50,7 +50,7 @@ def test_running_sequences_are_carried_while_a_prompt_is_computed() -> None:
     rig.assert_answered(first, second)
 
 
-def test_several_prompts_share_a_step() -> None:
+def test_step_can_contain_several_prompts() -> None:
     rig = EngineRig(max_num_batched_tokens=32)
     requests = [rig.add(sequence_request(i, range(i * 10, i * 10 + 6))) for i in range(1, 4)]
     assert scheduled(rig.step()) == [6, 6, 6]
@@ -71,14 +71,14 @@ def test_output_index_counts_over_attempts() -> None:
     rig.assert_answered(again)
 
 
-def test_min_tokens_bans_every_end_of_text_until_then() -> None:
+def test_min_tokens_bans_end_tokens_until_reached() -> None:
     rig = EngineRig(eos_token_ids=(3,))
     rig.add(sequence_request(tokens=range(10), max_tokens=4, sampling={"min_tokens": 2, "stop_token_ids": (8,)}))
     samples = [part.sample for _ in range(3) for part in rig.step().sequences]
     assert [sample.banned_token_ids for sample in samples if sample] == [(3, 8), (3, 8), ()]
 
 
-def test_no_more_than_max_num_seqs() -> None:
+def test_at_most_max_num_seqs_run() -> None:
     rig = EngineRig(max_num_seqs=2)
     requests = [rig.add(sequence_request(i, range(i, i + 5), max_tokens=4)) for i in range(5)]
     assert len(rig.step().sequences) == 2
@@ -87,7 +87,7 @@ def test_no_more_than_max_num_seqs() -> None:
     rig.assert_answered(*requests)
 
 
-def test_priority_then_arrival() -> None:
+def test_requests_run_by_priority_then_arrival() -> None:
     rig = EngineRig(max_num_seqs=1)
     for seq_id, priority in ((1, 0), (2, 1), (3, -1), (4, 0)):
         rig.add(sequence_request(seq_id, range(seq_id, seq_id + 5), max_tokens=1, priority=priority))
@@ -95,11 +95,12 @@ def test_priority_then_arrival() -> None:
     assert [output.seq_id for output in rig.all_outputs] == [3, 1, 4, 2]
 
 
-# -- prefix cache -----------------------------------------------------------------------------------------------------------------------
+# -- prefix cache --------------------------------------------------------------------------------------------
+# ---------------------------
 
 
 @pytest.mark.parametrize(("num_tokens", "num_cached_blocks"), [(4, 0), (7, 1), (8, 1), (9, 2), (12, 2)])
-def test_a_known_prompt_computes_at_least_one_token(num_tokens: int, num_cached_blocks: int) -> None:
+def test_cached_prompt_computes_at_least_one_token(num_tokens: int, num_cached_blocks: int) -> None:
     rig = EngineRig()
     requests = []
     for seq_id in (1, 2):
@@ -111,19 +112,19 @@ def test_a_known_prompt_computes_at_least_one_token(num_tokens: int, num_cached_
     rig.assert_answered(*requests)
 
 
-def test_outputs_are_cached_under_the_chain_that_a_prompt_would_have() -> None:
+def test_output_blocks_are_cached_under_the_hash_chain_of_a_prompt() -> None:
     rig = EngineRig()
     first = rig.add(sequence_request(1, (10, 11, 12), max_tokens=10, sampling={"ignore_eos": True}))
     rig.run()
     tokens = [10, 11, 12, *rig.outputs[1, 0]]
-    assert set(rig.pool.hashes()) == set(hashes_of(tokens[:-1]))  # the last token was never computed
+    assert set(rig.pool.hashes()) == set(hashes_of(tokens[:-1]))  # the KV of the last token is never computed
     second = rig.add(sequence_request(2, [*tokens, 9], max_tokens=2))
     rig.run()
     assert rig.admissions[2].num_cached_blocks == 3
     rig.assert_answered(first, second)
 
 
-def test_a_block_is_shared_only_when_its_step_has_finished() -> None:
+def test_block_is_shared_only_after_its_step_has_ended() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.add(sequence_request(tokens=range(10, 30)))
     plan = rig.plan()
@@ -132,7 +133,7 @@ def test_a_block_is_shared_only_when_its_step_has_finished() -> None:
     assert tuple(rig.pool.hashes()) == hashes_of(range(10, 18))
 
 
-def test_a_step_can_use_blocks_that_another_sequence_still_uses() -> None:
+def test_running_sequences_share_prefix_blocks() -> None:
     rig = EngineRig()
     first = rig.add(sequence_request(1, range(10, 22), max_tokens=6))
     rig.step()
@@ -144,10 +145,11 @@ def test_a_step_can_use_blocks_that_another_sequence_still_uses() -> None:
     rig.assert_clean()
 
 
-# -- samples ----------------------------------------------------------------------------------------------------------------------------
+# -- samples -------------------------------------------------------------------------------------------------
+# ---------------------------
 
 
-def test_samples_share_the_prompt_and_copy_its_tail() -> None:
+def test_samples_share_prompt_blocks_and_copy_the_partial_one() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10, 16), sample_indices=(0, 1, 2), sampling={"ignore_eos": True}))
     prompt = rig.step()
@@ -163,7 +165,7 @@ def test_samples_share_the_prompt_and_copy_its_tail() -> None:
     rig.assert_clean()
 
 
-def test_a_full_last_block_is_not_copied() -> None:
+def test_full_last_block_is_not_copied() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10, 18), sample_indices=(0, 1), sampling={"ignore_eos": True}))
     rig.run()
@@ -171,7 +173,7 @@ def test_a_full_last_block_is_not_copied() -> None:
     rig.assert_answered(request)
 
 
-def test_a_sample_that_ends_with_its_first_token_has_no_sequence() -> None:
+def test_sample_that_ends_with_its_first_token_does_not_fork() -> None:
     rig = EngineRig()
     request = sequence_request(tokens=range(10, 16), sample_indices=(0, 1))
     first = rig.expected(request, 0)[0][0]
@@ -185,7 +187,7 @@ def test_a_sample_that_ends_with_its_first_token_has_no_sequence() -> None:
     rig.assert_answered(request)
 
 
-def test_samples_take_places_before_they_part() -> None:
+def test_samples_reserve_slots_before_they_fork() -> None:
     rig = EngineRig(max_num_seqs=3)
     two = [rig.add(sequence_request(i, range(i, i + 5), sample_indices=(0, 1))) for i in (1, 2)]
     assert len(rig.step().sequences) == 1
@@ -193,7 +195,7 @@ def test_samples_take_places_before_they_part() -> None:
     rig.assert_answered(*two)
 
 
-def test_samples_that_find_no_room_to_part_are_computed_later() -> None:
+def test_samples_without_blocks_to_fork_are_preempted_and_computed_later() -> None:
     rig = EngineRig(num_blocks=4)
     request = rig.add(
         sequence_request(tokens=range(10, 20), max_tokens=6, sample_indices=(0, 1, 2), sampling={"ignore_eos": True})
@@ -204,10 +206,11 @@ def test_samples_that_find_no_room_to_part_are_computed_later() -> None:
     rig.assert_clean()
 
 
-# -- counts -----------------------------------------------------------------------------------------------------------------------------
+# -- counts --------------------------------------------------------------------------------------------------
+# ---------------------------
 
 
-def test_the_mean_length_of_answers_is_that_of_the_last_ones() -> None:
+def test_mean_output_length_follows_recent_samples() -> None:
     rig = EngineRig()
     counters = rig.engine.counters
     rig.add(sequence_request(1, range(10, 30), max_tokens=9, prefill_only=True))
@@ -220,7 +223,7 @@ def test_the_mean_length_of_answers_is_that_of_the_last_ones() -> None:
     assert counters.mean_output_tokens == pytest.approx(100, rel=1e-6)
 
 
-def test_counts_for_reports() -> None:
+def test_counts_for_worker_reports() -> None:
     rig = EngineRig(max_num_batched_tokens=8, max_num_seqs=3)
     rig.add(sequence_request(1, range(10, 30)))
     rig.add(sequence_request(2, range(30, 40), pulled=True))
@@ -233,7 +236,7 @@ def test_counts_for_reports() -> None:
     assert engine.waiting_prefill_attended_tokens == attended_tokens(12, 8) + attended_tokens(10, 0)
 
 
-def test_a_prompt_that_another_brings_is_not_waited_for_twice() -> None:
+def test_shared_prefix_of_queued_prompts_is_counted_once() -> None:
     rig = EngineRig(max_num_batched_tokens=8, max_num_seqs=3)
     block = rig.engine.config.block_size_tokens
     first, more = range(10, 10 + 5 * block), range(10, 10 + 6 * block)
@@ -241,7 +244,7 @@ def test_a_prompt_that_another_brings_is_not_waited_for_twice() -> None:
     rig.add(sequence_request(2, more))
     rig.add(sequence_request(3, first))
     waiting = rig.engine.waiting_prefill_tokens
-    assert waiting == 5 * block + block + block, "of a prompt that is wholly there the last block is computed again"
+    assert waiting == 5 * block + block + block, "the last block of a fully shared prompt is computed again"
     assert rig.engine.waiting_prefill_attended_tokens == (
         attended_tokens(5 * block, 0) + attended_tokens(block, 5 * block) + attended_tokens(block, 4 * block)
     )
@@ -250,4 +253,4 @@ def test_a_prompt_that_another_brings_is_not_waited_for_twice() -> None:
     rig.engine.cancel(3)
     assert len(rig.engine.queued_prefix) == 0
     rig.add(sequence_request(4, first))
-    assert rig.engine.waiting_prefill_tokens == 5 * block, "nobody brings it any more"
+    assert rig.engine.waiting_prefill_tokens == 5 * block, "no queued prompt shares it any more"

@@ -1,5 +1,4 @@
-"""An engine's part in a handoff: prompts that it computes for others, and sequences whose blocks come from
-elsewhere."""
+"""Prefill for other workers, and sequences whose KV is pulled."""
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.engine_rig import EngineRig
         (33, True, [8, 16, 24, 32, 33]),
     ],
 )
-def test_the_last_chunk_of_a_long_prompt_for_a_reader_is_at_most_a_sixth(
+def test_last_chunk_of_a_long_prompt_for_a_reader_is_at_most_a_sixth(
     num_tokens: int, for_reader: bool, ends: list[int]
 ) -> None:
     rig = EngineRig(max_num_batched_tokens=8)
@@ -28,7 +27,7 @@ def test_the_last_chunk_of_a_long_prompt_for_a_reader_is_at_most_a_sixth(
     assert [progress.num_computed_tokens for progress in rig.progress] == ends
 
 
-def test_a_prefill_tells_its_progress_and_ends_with_its_first_token() -> None:
+def test_prefill_only_sequence_reports_progress_and_ends_with_its_first_token() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     request = rig.add(sequence_request(tokens=range(10, 30), max_tokens=50, prefill_only=True, sample_indices=(0, 1)))
     plan = rig.plan()
@@ -41,26 +40,26 @@ def test_a_prefill_tells_its_progress_and_ends_with_its_first_token() -> None:
     rig.assert_clean()
 
 
-def test_a_prefill_says_so_if_the_first_token_is_the_last() -> None:
+def test_prefill_only_sequence_reports_finish_if_the_first_token_is_the_last() -> None:
     rig = EngineRig()
     rig.add(sequence_request(tokens=range(10), max_tokens=1, prefill_only=True))
     rig.run()
     assert rig.ends == {(1, 0): FinishReason.LENGTH}
 
 
-def test_a_prefill_is_not_preempted() -> None:
+def test_prefill_only_sequence_is_not_preempted() -> None:
     rig = EngineRig(num_blocks=7, max_num_batched_tokens=4, max_num_seqs=4)
     decode = rig.add(sequence_request(1, range(10, 13), max_tokens=20, sampling={"ignore_eos": True}))
     rig.step()
     rig.add(sequence_request(2, range(20, 40), prefill_only=True))
     rig.run_until(lambda: rig.engine.counters.preemptions > 0)
-    assert rig.engine.waiting_seqs == 1  # the decode gave way, though it is the older
+    assert rig.engine.waiting_seqs == 1  # the decode was preempted, although it arrived first
     rig.run()
     assert len(rig.outputs[2, 0]) == 1
     rig.assert_answered(decode)
 
 
-def test_no_prefill_for_others_while_they_hold_more_than_half() -> None:
+def test_no_prefill_for_readers_while_they_hold_more_than_half_of_the_pool() -> None:
     rig = EngineRig(num_blocks=10)
     rig.add(sequence_request(1, range(10, 34), prefill_only=True, for_reader=True))
     rig.plan()
@@ -77,12 +76,13 @@ def test_no_prefill_for_others_while_they_hold_more_than_half() -> None:
     assert list(rig.admissions) == [1, 3, 2]
 
 
-# -- pulled sequences -------------------------------------------------------------------------------------------------------------------
+# -- pulled sequences ----------------------------------------------------------------------------------------
+# ---------------------------
 
 
 @pytest.mark.parametrize("num_tokens", [3, 7, 8, 9])
 @pytest.mark.parametrize("num_samples", [1, 3])
-def test_a_pulled_sequence_goes_on_from_its_owners_token(num_tokens: int, num_samples: int) -> None:
+def test_pulled_sequence_continues_from_the_owners_first_token(num_tokens: int, num_samples: int) -> None:
     rig = EngineRig()
     request = rig.add(
         sequence_request(tokens=range(10, 10 + num_tokens), pulled=True, sample_indices=tuple(range(num_samples)))
@@ -101,7 +101,7 @@ def test_a_pulled_sequence_goes_on_from_its_owners_token(num_tokens: int, num_sa
     rig.assert_clean()
 
 
-def test_what_is_cached_is_not_pulled() -> None:
+def test_cached_blocks_are_not_pulled() -> None:
     rig = EngineRig()
     first = rig.add(sequence_request(1, range(10, 22), max_tokens=2))
     rig.run()
@@ -116,7 +116,7 @@ def test_what_is_cached_is_not_pulled() -> None:
     rig.assert_answered(first, second)
 
 
-def test_landing_blocks_are_all_or_nothing_and_leave_a_spare_block_a_sequence() -> None:
+def test_pulled_sequence_gets_all_blocks_or_none_and_leaves_a_spare_block() -> None:
     rig = EngineRig(num_blocks=6)
     running = rig.add(sequence_request(1, range(10, 13), max_tokens=12, sampling={"ignore_eos": True}))
     rig.step()
@@ -130,7 +130,7 @@ def test_landing_blocks_are_all_or_nothing_and_leave_a_spare_block_a_sequence() 
     rig.assert_answered(running, pulled)
 
 
-def test_a_landing_sequence_is_not_preempted() -> None:
+def test_receiving_sequence_is_not_preempted() -> None:
     rig = EngineRig(num_blocks=8)
     running = rig.add(sequence_request(1, range(10, 13), max_tokens=28, sampling={"ignore_eos": True}))
     rig.step()
@@ -144,7 +144,7 @@ def test_a_landing_sequence_is_not_preempted() -> None:
     rig.assert_clean()
 
 
-def test_a_pulled_sequence_needs_no_budget_and_passes_a_prefill_that_does() -> None:
+def test_pulled_sequence_overtakes_a_prefill_that_lacks_token_budget() -> None:
     rig = EngineRig(num_blocks=24, max_num_batched_tokens=8)
     rig.add(sequence_request(1, range(10, 50)))
     rig.step()
@@ -154,7 +154,7 @@ def test_a_pulled_sequence_needs_no_budget_and_passes_a_prefill_that_does() -> N
     assert list(rig.admissions) == [1, 3]
 
 
-def test_a_prefill_that_lacks_only_budget_keeps_its_claim_on_blocks() -> None:
+def test_prefill_that_lacks_token_budget_keeps_its_claim_on_blocks() -> None:
     rig = EngineRig(num_blocks=17, max_num_batched_tokens=8)
     rig.add(sequence_request(1, range(10, 50)))
     rig.step()
@@ -164,7 +164,7 @@ def test_a_prefill_that_lacks_only_budget_keeps_its_claim_on_blocks() -> None:
     assert list(rig.admissions) == [1]
 
 
-def test_a_first_token_that_ends_the_sample_starts_nothing() -> None:
+def test_pulled_sequence_that_ends_with_its_first_token_does_not_run() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10), max_tokens=1, pulled=True))
     rig.step()
@@ -175,7 +175,7 @@ def test_a_first_token_that_ends_the_sample_starts_nothing() -> None:
     rig.assert_clean()
 
 
-def test_landed_before_all_blocks_have_landed_fails_that_sequence() -> None:
+def test_received_with_missing_blocks_fails_the_sequence() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10), pulled=True))
     other = rig.add(sequence_request(2))
@@ -191,7 +191,7 @@ def test_landed_before_all_blocks_have_landed_fails_that_sequence() -> None:
     rig.assert_clean()
 
 
-def test_landed_with_other_content_than_asked_for_fails_that_sequence() -> None:
+def test_received_with_wrong_content_fails_the_sequence() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10), pulled=True))
     rig.step()
@@ -202,7 +202,7 @@ def test_landed_with_other_content_than_asked_for_fails_that_sequence() -> None:
     assert isinstance(rig.ends[1, 0], Failure)
 
 
-def test_landed_without_a_token_for_a_sample_fails_that_sequence() -> None:
+def test_received_without_first_token_of_a_sample_fails_the_sequence() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10), pulled=True, sample_indices=(0, 1)))
     rig.step()
@@ -213,10 +213,10 @@ def test_landed_without_a_token_for_a_sample_fails_that_sequence() -> None:
     rig.assert_clean()
 
 
-def test_landed_twice_or_for_nobody_changes_nothing() -> None:
+def test_received_twice_or_for_unknown_sequence_is_ignored() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10), pulled=True))
-    rig.engine.received(1, rig.first_tokens(request))  # it waits
+    rig.engine.received(1, rig.first_tokens(request))  # ignored: still queued
     rig.engine.received(99, [])
     rig.step()
     rig.mark_received(request)

@@ -1,5 +1,5 @@
-"""The engine against the definition of an answer: random requests, pulls, cancels and failures in pools that
-are too small for them."""
+"""The engine compared with the definition of responses: random requests, pulls, cancels and failures in small
+pools."""
 
 import random
 from collections import Counter
@@ -24,7 +24,7 @@ NUM_WORLDS = sized(100, 1000)
 
 
 class World:
-    """One engine among workers that pull from it, push nothing into it, and break."""
+    """One engine with random requests, and workers that read its KV, send KV to it, and fail."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -84,7 +84,9 @@ class World:
             pulled=kind == "pull",
             tpot_slo_s=rng.choice([0.0, 0.005, 0.05]),
         )
-        if rng.random() < 0.2 and len(tokens) < self.rig.config.max_model_len:  # a sample that goes on after a lost leg
+        if (
+            rng.random() < 0.2 and len(tokens) < self.rig.config.max_model_len
+        ):  # a sample that is replayed after a lost attempt
             sample = rng.randrange(3)
             answer, _ = self.rig.expected(request, sample)
             replayed = tokens + answer[: rng.randrange(len(answer))]
@@ -104,7 +106,7 @@ class World:
         return request
 
     def learn_contents(self, request: SequenceRequest) -> None:
-        """What each block that this request can bring about must hold."""
+        """Record what each block that this request can produce must hold."""
         for i in request.sample_indices:
             tokens = [*request.token_ids, *self.rig.expected(request, i)[0]]
             held = contents(tokens)
@@ -137,7 +139,7 @@ class World:
         self.happened.update(f"cancel {state}" for state in states)
 
     def after_admissions(self) -> None:
-        """What a worker does at once: pins for a reader, begins a pull."""
+        """React to admissions as a worker does: pin blocks for a reader, start a pull."""
         for seq_id, admission in self.rig.admissions.items():
             request = self.requests[seq_id]
             if request.pulled and seq_id not in self.pulls and seq_id not in self.received:
@@ -151,7 +153,7 @@ class World:
                 self.happened["pins"] += 1
 
     def pull(self) -> None:
-        """One thing that happens to one pull."""
+        """Advance one random pull: receive a block, fail, or complete."""
         rng, pool, rig = self.rng, self.rig.pool, self.rig
         if not self.pulls:
             return
@@ -171,7 +173,7 @@ class World:
             self.received.add(seq_id)
             del self.pulls[seq_id]
             if rng.random() < 0.5:
-                self.step()  # the worker's `fail` comes only after a step
+                self.step()  # the worker may call `fail` only after a step
             rig.engine.fail(seq_id, PULL_FAILED)
         elif not left:
             del self.pulls[seq_id]
@@ -179,23 +181,22 @@ class World:
             rig.engine.received(seq_id, rig.first_tokens(request))
 
     def receive_one(self, seq_id: int | None = None) -> None:
-        """A block of this pull, or of any."""
+        """Receive one block of this pull, or of a random one."""
         pulls = [s for s, left in self.pulls.items() if left] if seq_id is None else [seq_id]
         if pulls:
             seq_id = self.rng.choice(pulls)
             left = self.pulls[seq_id]
             self.rig.mark_received(self.requests[seq_id], [left.pop(self.rng.randrange(len(left)))])
-            self.happened["landings"] += 1
+            self.happened["received blocks"] += 1
 
     def spoil(self) -> None:
-        """Reads that still run write whatever they want to."""
+        """Overwrite all blocks to which a read may still write."""
         receiving = [self.rig.admissions[s].block_table[i] for s, left in self.pulls.items() for i in left]
         for block_id in [*receiving, *self.quarantined]:
             self.rig.executor.memory[block_id] = [self.rng.randrange(10**6) for _ in range(4)]
 
-    def bring(self) -> None:
-        """The beginning of prompts to come is pulled out of another worker's cache, or as much of it as there
-        is time for."""
+    def pull_prefix(self) -> None:
+        """Pull the prefix of later prompts from another worker's cache, completely or in part."""
         rng, pool = self.rng, self.rig.pool
         tokens = rng.choice(self.prefixes)[: 4 * rng.randint(1, 7)]
         hashes = hashes_of(tokens)
@@ -211,7 +212,7 @@ class World:
         pool.drop_receiving(receiving[num_received:])
         pool.unref(receiving)
         pool.unref(held)
-        self.happened["copies brought"] += num_received
+        self.happened["replicas pulled"] += num_received
         self.rig.engine.check()
 
     def unpin(self) -> None:
@@ -221,8 +222,7 @@ class World:
             self.rig.pool.end_quarantine([self.quarantined.pop(self.rng.randrange(len(self.quarantined)))])
 
     def step(self) -> bool:
-        """A step, and often those that can follow it at once; whether there was one. What others do goes on
-        meanwhile."""
+        """Run a step, and often steps planned ahead of it. Returns True if there was one."""
         plan = self.rig.plan()
         self.after_admissions()
         self.spoil()
@@ -230,12 +230,12 @@ class World:
         while not plan.is_empty:
             has_run = True
             self.happened["steps"] += 1
-            self.happened["steps beside a prompt that is cut short"] += (
+            self.happened["steps with a limited chunk"] += (
                 self.rig.engine.next_step_budget().num_tokens < self.rig.config.max_num_batched_tokens
             )
-            self.happened["steps as long as promised"] += self.rig.engine.next_step_budget().slo_step_s > 0
+            self.happened["steps with SLO slack"] += self.rig.engine.next_step_budget().slo_step_s > 0
             self.now_s += self.rng.uniform(0.002, 0.02)
-            after = self.ahead_of(plan)
+            after = self.plan_ahead(plan)
             result = self.rig.executor.run(plan)
             while after is None and self.rng.random() < 0.1:
                 self.cancel()
@@ -253,8 +253,8 @@ class World:
             plan = after
         return has_run
 
-    def ahead_of(self, plan: StepPlan) -> StepPlan | None:
-        """The step after it, if one can be planned and is not withdrawn again."""
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Return the step after `plan`, or None if none can be planned or it was withdrawn."""
         if self.rng.random() < 0.3:
             return None
         after = self.rig.engine.plan_ahead(plan)
@@ -269,16 +269,16 @@ class World:
         return after
 
     def meanwhile(self) -> None:
-        """A step runs that may still write to what has been given back: reads land, and begin."""
+        """Let reads start and end while a step runs that may still write to freed blocks."""
         if self.rng.random() < 0.3:
-            self.bring()
+            self.pull_prefix()
         for _ in range(self.rng.randint(0, 2)):
             self.receive_one()
         self.unpin()
         self.spoil()
 
     def audit(self) -> None:
-        """Events tell what is here, and what is here is what its hash says."""
+        """Check that events equal the cached content, and that each block has the content of its hash."""
         for kind, block_hash in self.rig.pool.take_events():
             assert (kind is KvEventKind.STORED) is (block_hash not in self.published)
             self.published ^= {block_hash}
@@ -290,7 +290,8 @@ class World:
                 assert self.rig.generation_table.hashes[block_id] == block_hash
 
     def assert_right(self) -> None:
-        """All that came out is a prefix of the definition; whole, unless somebody ended it."""
+        """Check that each output is a prefix of the defined response, and complete unless cancelled or
+        failed."""
         for seq_id, request in self.requests.items():
             for i in request.sample_indices:
                 answer, its_end = self.rig.expected(request, i)
@@ -313,7 +314,7 @@ class World:
             if self.rng.random() < 0.06:
                 self.cancel()
             if self.rng.random() < 0.15:
-                self.bring()
+                self.pull_prefix()
             for _ in range(self.rng.randint(0, 3)):
                 self.pull()
             self.unpin()
@@ -321,7 +322,8 @@ class World:
             self.audit()
 
     def come_to_an_end(self, max_steps: int) -> None:
-        """Nothing new comes: everything must end. Running into `max_steps` is a livelock."""
+        """Run without new requests until everything has ended. Fails after `max_steps`: that is a
+        livelock."""
         for _ in range(max_steps):
             if self.rig.engine.is_idle and not (self.pins or self.pulls or self.quarantined):
                 return
@@ -332,7 +334,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(NUM_WORLDS))
-def test_every_token_is_right_and_nothing_leaks(seed: int) -> None:
+def test_every_token_is_correct_and_no_block_leaks(seed: int) -> None:
     world = World(seed)
     world.live_through(120)
     world.come_to_an_end(max_steps=3000)
@@ -341,8 +343,8 @@ def test_every_token_is_right_and_nothing_leaks(seed: int) -> None:
     world.rig.assert_clean()
 
 
-def test_the_worlds_see_what_they_should() -> None:
-    """Else the test above proves less than it says."""
+def test_random_worlds_cover_all_events() -> None:
+    """Without these events the test above would check too little."""
     happened: Counter[str] = Counter()
     for seed in range(15):
         world = World(seed)
@@ -355,16 +357,16 @@ def test_the_worlds_see_what_they_should() -> None:
         "copies",
         "cached",
         "pulls",
-        "landings",
+        "received blocks",
         "quarantines",
         "pins",
         "replays",
         "queue_full",
         "no_capacity",
     }
-    seen |= {"steps ahead", "steps ahead of an end", "withdrawn", "copies brought"} | {
+    seen |= {"steps ahead", "steps ahead of an end", "withdrawn", "replicas pulled"} | {
         f"cancel {state}" for state in ("WAITING", "RUNNING", "RECEIVING")
     }
-    seen |= {"steps beside a prompt that is cut short", "steps as long as promised"}
+    seen |= {"steps with a limited chunk", "steps with SLO slack"}
     assert all(happened[what] >= 3 for what in seen), happened
     assert happened["steps"] / 15 * NUM_WORLDS >= 10_000

@@ -1,4 +1,4 @@
-"""The loop over a fake device: what lands between steps, what is delivered when, when it ends."""
+"""The engine loop: delivery order, draining, waking and step times."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.step import StepPlan
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
-from tests.unit.engine.loops import FAILURE, make_loop, running, turns
+from tests.unit.engine.loop_helpers import FAILURE, make_loop, running, turns
 
 
 async def test_requests_are_answered_and_the_loop_drains() -> None:
@@ -26,7 +26,7 @@ async def test_requests_are_answered_and_the_loop_drains() -> None:
     assert loop.steps_done == rig.engine.counters.steps > 0
 
 
-async def test_a_drained_loop_takes_nothing_more() -> None:
+async def test_drained_loop_refuses_requests() -> None:
     loop = make_loop(EngineRig())
     async with running(loop):
         pass
@@ -35,7 +35,7 @@ async def test_a_drained_loop_takes_nothing_more() -> None:
     assert refused.value.failure.reason is Reason.DRAINING
 
 
-async def test_draining_finishes_what_is_there_and_what_still_comes() -> None:
+async def test_draining_loop_finishes_present_and_late_sequences() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     pulled = sequence_request(1, range(10), pulled=True)
@@ -52,7 +52,7 @@ async def test_draining_finishes_what_is_there_and_what_still_comes() -> None:
     rig.assert_answered(pulled, late)
 
 
-async def test_refusals_come_at_once() -> None:
+async def test_requests_are_refused_immediately() -> None:
     rig = EngineRig(max_waiting_seqs=2, max_model_len=50)
     loop = make_loop(rig)
     with pytest.raises(Refused, match="length"):
@@ -66,7 +66,7 @@ async def test_refusals_come_at_once() -> None:
     assert refused.value.failure.reason is Reason.QUEUE_FULL
 
 
-async def test_changes_wait_for_the_running_step_and_keep_their_order() -> None:
+async def test_calls_take_effect_after_the_running_step_in_order() -> None:
     rig = EngineRig()
     rig.executor.gate = asyncio.Event()
     loop = make_loop(rig)
@@ -99,7 +99,7 @@ async def test_admissions_are_delivered_before_the_step_runs() -> None:
         rig.executor.gate.set()
 
 
-async def test_tokens_that_merely_go_on_are_delivered_while_the_next_step_runs_and_nothing_is_out_of_order() -> None:
+async def test_tokens_of_continuing_sequences_are_delivered_in_order_during_the_next_step() -> None:
     rig = EngineRig()
     running_at: list[tuple[int, bool]] = []
 
@@ -111,11 +111,13 @@ async def test_tokens_that_merely_go_on_are_delivered_while_the_next_step_runs_a
     request = sequence_request(1, range(10), max_tokens=4, sampling={"ignore_eos": True})
     async with running(loop):
         loop.add(request)
-    assert running_at == [(0, False), (1, True), (2, True), (3, False)], "the first and the last at once"
+    assert running_at == [(0, False), (1, True), (2, True), (3, False)], (
+        "the first and the last token are delivered immediately"
+    )
     rig.assert_answered(request)
 
 
-async def test_memory_that_a_transfer_gives_back_wakes_the_loop() -> None:
+async def test_blocks_freed_by_a_transfer_wake_the_loop() -> None:
     rig = EngineRig(num_blocks=6)
     first, second = (
         sequence_request(1, range(10, 26), prefill_only=True),
@@ -141,7 +143,7 @@ async def test_memory_that_a_transfer_gives_back_wakes_the_loop() -> None:
     rig.assert_answered(second)
 
 
-async def test_a_blocked_queue_costs_no_turns() -> None:
+async def test_blocked_queue_does_not_spin() -> None:
     rig = EngineRig(num_blocks=6)
     loop = make_loop(rig)
     held = rig.pool.allocate(4)
@@ -162,7 +164,7 @@ async def test_a_blocked_queue_costs_no_turns() -> None:
         rig.pool.unref(held)
 
 
-async def test_others_get_their_turn_though_the_device_answers_at_once() -> None:
+async def test_immediate_steps_do_not_starve_other_tasks() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     async with running(loop):
@@ -172,7 +174,7 @@ async def test_others_get_their_turn_though_the_device_answers_at_once() -> None
         loop.cancel(1)
 
 
-async def test_step_age() -> None:
+async def test_step_age_is_zero_between_steps() -> None:
     rig = EngineRig()
     rig.executor.gate = asyncio.Event()
     loop = make_loop(rig)
@@ -186,7 +188,7 @@ async def test_step_age() -> None:
     assert loop.step_started_s is None
 
 
-async def test_an_exception_of_deliver_is_not_swallowed() -> None:
+async def test_exception_of_deliver_ends_the_loop() -> None:
     rig = EngineRig()
 
     def deliver(_: EngineOutcome) -> None:
@@ -198,8 +200,8 @@ async def test_an_exception_of_deliver_is_not_swallowed() -> None:
         await asyncio.wait_for(loop.run(), 10)
 
 
-async def test_deliver_may_call_back() -> None:
-    """As a worker does that ends a job at its first token, or starts the next one."""
+async def test_deliver_may_call_methods_of_the_loop() -> None:
+    """A worker ends a job at its first token, or starts the next one."""
     rig = EngineRig()
     second = sequence_request(2, range(10))
 
@@ -213,22 +215,24 @@ async def test_deliver_may_call_back() -> None:
     loop = EngineLoop(rig.engine, rig.executor, deliver)
     async with running(loop):
         loop.add(sequence_request(1, range(30, 40), sampling={"ignore_eos": True}))
-    assert len(rig.outputs[1, 0]) <= 2, "one more may have been on its way"
+    assert len(rig.outputs[1, 0]) <= 2, "one more may have been computed already"
     rig.assert_answered(second)
 
 
-async def test_steps_that_ran_as_planned_are_told_with_their_time() -> None:
+async def test_on_step_gets_each_step_with_its_duration() -> None:
     rig = EngineRig()
-    told: list[tuple[int, float]] = []
-    loop = EngineLoop(rig.engine, rig.executor, rig.note, lambda plan, step_s: told.append((plan.num_tokens, step_s)))
+    observed: list[tuple[int, float]] = []
+    loop = EngineLoop(
+        rig.engine, rig.executor, rig.note, lambda plan, step_s: observed.append((plan.num_tokens, step_s))
+    )
     async with running(loop):
         loop.add(sequence_request(1, range(9), max_tokens=3))
-    assert [num_tokens for num_tokens, _ in told] == [9, 1, 1]
-    assert all(0 <= step_s < 1 for _, step_s in told)
+    assert [num_tokens for num_tokens, _ in observed] == [9, 1, 1]
+    assert all(0 <= step_s < 1 for _, step_s in observed)
 
 
-async def test_the_time_of_a_step_has_its_planning_in_it_and_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, told, now_s, done = EngineRig(), list[float](), [100.0], asyncio.Event()
+async def test_step_duration_includes_planning_but_no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, observed, now_s, done = EngineRig(), list[float](), [100.0], asyncio.Event()
     plan_s, rest_s, plan = 0.01, 0.5, rig.engine.plan
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s[0])
 
@@ -241,7 +245,7 @@ async def test_the_time_of_a_step_has_its_planning_in_it_and_no_rest(monkeypatch
             done.set()
 
     monkeypatch.setattr(rig.engine, "plan", plan_slowly)
-    loop = EngineLoop(rig.engine, rig.executor, deliver, lambda plan, step_s: told.append(step_s))
+    loop = EngineLoop(rig.engine, rig.executor, deliver, lambda plan, step_s: observed.append(step_s))
     async with running(loop):
         loop.add(sequence_request(1, range(200), max_tokens=1))
         await done.wait()
@@ -249,17 +253,17 @@ async def test_the_time_of_a_step_has_its_planning_in_it_and_no_rest(monkeypatch
         now_s[0] += rest_s
         loop.add(sequence_request(2, range(9), max_tokens=1))
         await turns()
-    assert len(told) >= 2
-    assert told == pytest.approx([plan_s] * len(told)), "the device takes no time here"
+    assert len(observed) >= 2
+    assert observed == pytest.approx([plan_s] * len(observed)), "the device takes no time here"
 
 
-async def test_steps_that_failed_are_not_told() -> None:
+async def test_on_step_gets_no_failed_steps() -> None:
     rig = EngineRig()
-    told: list[object] = []
-    loop = EngineLoop(rig.engine, rig.executor, rig.note, lambda plan, step_s: told.append(plan))
-    rig.executor.guilty = lambda sequence: sequence.token_ids[0] == 7
+    observed: list[object] = []
+    loop = EngineLoop(rig.engine, rig.executor, rig.note, lambda plan, step_s: observed.append(plan))
+    rig.executor.raises_for = lambda sequence: sequence.token_ids[0] == 7
     async with running(loop):
         loop.add(sequence_request(1, (7, 8, 9)))
         loop.add(sequence_request(2, (1, 2, 3), max_tokens=3))
         await turns()
-    assert len(told) == 2
+    assert len(observed) == 2

@@ -1,4 +1,4 @@
-"""When a sample ends, and the hash chain over its outputs."""
+"""The end of samples, and the hash chain over output tokens."""
 
 import pytest
 
@@ -26,7 +26,7 @@ EOS = (2,)
         (2, 3, {"min_tokens": 3}, STOP),
     ],
 )
-def test_finish(
+def test_finish_reason(
     token_id: int, num_outputs_before: int, sampling: dict[str, object], finish: FinishReason | None
 ) -> None:
     request = sequence_request(tokens=range(10, 15), max_tokens=8, sampling=sampling)
@@ -36,13 +36,13 @@ def test_finish(
     )
 
 
-def test_the_models_length_ends_a_sample() -> None:
+def test_max_model_len_ends_a_sample() -> None:
     request = sequence_request(tokens=range(10, 15))
     assert finish_reason(9, request, num_tokens=8, eos_token_ids=EOS, max_model_len=10) is None
     assert finish_reason(9, request, num_tokens=9, eos_token_ids=EOS, max_model_len=10) is LENGTH
 
 
-def test_outputs_of_an_earlier_attempt_count() -> None:
+def test_output_of_an_earlier_attempt_counts() -> None:
     request = sequence_request(tokens=range(10, 20), num_prompt_tokens=3, max_tokens=8)
     assert finish_reason(9, request, num_tokens=10, eos_token_ids=EOS, max_model_len=100) is LENGTH
 
@@ -53,12 +53,12 @@ def test_end_token_ids_have_no_duplicates() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
-def test_at_least_one_token_is_computed(num_tokens: int, num_blocks: int) -> None:
+def test_cache_leaves_at_least_one_token_to_compute(num_tokens: int, num_blocks: int) -> None:
     assert max_cached_blocks(num_tokens, 4) == num_blocks
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, 3, 4, 5, 8])
-def test_the_chain_goes_on_over_outputs(num_prompt_tokens: int) -> None:
+def test_hash_chain_continues_over_output_tokens(num_prompt_tokens: int) -> None:
     tokens = list(range(30, 50))
     seq = EngineSequence(sequence_request(tokens=tokens[:num_prompt_tokens]), key=1, arrival=1)
     for token_id in tokens[num_prompt_tokens:]:
@@ -66,7 +66,7 @@ def test_the_chain_goes_on_over_outputs(num_prompt_tokens: int) -> None:
     assert tuple(seq.hash_of_block(index, 4) for index in range(5)) == hashes_of(tokens)
 
 
-def test_a_token_can_be_appended_while_somebody_looks_on() -> None:
+def test_token_can_be_appended_while_the_buffer_is_exported() -> None:
     seq = EngineSequence(sequence_request(tokens=(1, 2)), key=1, arrival=1)
     with memoryview(seq.token_ids) as view:
         seq.append(3)
@@ -74,7 +74,7 @@ def test_a_token_can_be_appended_while_somebody_looks_on() -> None:
     assert seq.token_ids == token_ids((1, 2, 3))
 
 
-def test_the_callers_tokens_are_not_written() -> None:
+def test_tokens_of_the_request_are_not_modified() -> None:
     request = sequence_request(tokens=(1, 2))
     EngineSequence(request, key=1, arrival=1).append(3)
     assert request.token_ids == token_ids((1, 2))

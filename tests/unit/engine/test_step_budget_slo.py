@@ -25,7 +25,8 @@ COSTS = StepCostModel(
 def decoding(
     num_left: int, came_s: float, *, num_tokens: int = 1, slo_s: float = SLO_S, ignore_eos: bool = True
 ) -> EngineSequence:
-    """Return a sequence whose `num_tokens` tokens all came at `came_s`, with at most `num_left` more to come."""
+    """Return a sequence whose `num_tokens` tokens all came at `came_s`, with at most `num_left` more to
+    come."""
     sampling = {"ignore_eos": ignore_eos}
     request = sequence_request(1, range(8), max_tokens=num_tokens + num_left, sampling=sampling, tpot_slo_s=slo_s)
     seq = EngineSequence(request, key=1, arrival=1)
@@ -62,7 +63,8 @@ def test_remaining_tokens_of_a_response_recover_a_delay() -> None:
 
 
 def test_delay_is_recovered_in_steps_of_baseline_length() -> None:
-    """Each of 20 later tokens recovers 2 ms, not 5. If they recover nothing, only the present slack is used."""
+    """Each of 20 later tokens recovers 2 ms, not 5. If they recover nothing, only the present slack is
+    used."""
     assert limit_s([decoding(21, 0.0)], 0.0, 0.004, baseline_s=0.007) == pytest.approx(
         0.004 + SLACK_SHARE_PER_STEP * (0.005 + 20 * 0.002)
     )
@@ -72,7 +74,8 @@ def test_delay_is_recovered_in_steps_of_baseline_length() -> None:
 
 
 def test_slack_is_kept_for_later_decode_steps_that_exceed_the_target_gap() -> None:
-    """The sequence is 0.09 s ahead and falls behind by 0.5 ms with each of 200 later tokens: a tenth of a second."""
+    """The sequence is 0.09 s ahead and falls behind by 0.5 ms with each of 200 later tokens: a tenth of a
+    second."""
     assert limit_s([decoding(200, 0.0, num_tokens=11)], 0.0, 0.0095, baseline_s=0.017) == 0.0
     assert limit_s([decoding(20, 0.0, num_tokens=11)], 0.0, 0.0095, baseline_s=0.017) > 0.02
 
@@ -105,7 +108,8 @@ def test_smallest_slack_decides_unless_that_sequence_has_missed_its_slo() -> Non
 
 
 def test_sequence_that_can_just_meet_its_slo_is_not_delayed() -> None:
-    """It has 14 gaps in all, so the SLO allows 14 ms beyond the target of 126 ms. Its last five tokens take 20 ms."""
+    """It has 14 gaps in all, so the SLO allows 14 ms beyond the target of 126 ms. Its last five tokens take
+    20 ms."""
     loose = decoding(100, 0.0, num_tokens=20)
     just, hopeless = (limit_s([decoding(5, 0.0, num_tokens=10), loose], now_s, 0.004) for now_s in (0.119, 0.121))
     assert just == 0.0
@@ -137,7 +141,8 @@ def test_slo_limit_is_zero_if_a_sequence_has_no_slo() -> None:
 def test_response_meets_its_slo_if_every_step_keeps_the_limit(
     decode_s: float, times: float, num_tokens: int, wants: list[bool]
 ) -> None:
-    """Each step with prefill takes all that it may, and at least the baseline. The last one may be too many."""
+    """Each step with prefill takes all that it may, and at least the baseline. The last one may be too
+    many."""
     baseline_s = min(times * decode_s, SLO_TARGET_SHARE * SLO_S)
     seq, now_s = decoding(num_tokens - 1, 0.0), 0.0
     for token in range(num_tokens - 1):
@@ -157,7 +162,8 @@ def test_response_meets_its_slo_if_every_step_keeps_the_limit(
 def test_queue_delays_a_response_by_no_more_than_the_time_it_takes_beyond_the_limit(
     decode_s: float, num_tokens: int, queued_s: list[float]
 ) -> None:
-    """Steps grow with the queue by `stall_free_step_s`, whatever the SLO. Used slack is recovered all the same."""
+    """Steps grow with the queue by `stall_free_step_s`, whatever the SLO. Used slack is recovered all the
+    same."""
     baseline_s = STALL_FACTOR * decode_s
     seq, now_s, beyond_s = decoding(num_tokens - 1, 0.0), 0.0, 0.0
     for token in range(num_tokens - 1):

@@ -57,7 +57,8 @@ def test_prefill_takes_the_most_tokens_that_keep_the_limit(
 
 
 def test_chunks_stay_useful_if_any_prefill_makes_a_step_long() -> None:
-    """A chunk may add a quarter to the decodes' part of a mixed step. Smaller chunks would make more long steps."""
+    """A chunk may add a quarter to the decodes' part of a mixed step. Smaller chunks would make more long
+    steps."""
     slow_mixed = replace(COSTS, mixed_factor=2.5)
     contexts = [500] * 32
     assert slow_mixed.step_seconds(StepWork.of([(1, 0)], contexts)) > STALL_FACTOR * slow_mixed.step_seconds(
@@ -105,7 +106,8 @@ def test_chunks_shrink_if_mixed_steps_are_slower_than_measured() -> None:
 
 
 def test_slow_machine_does_not_starve_prefill() -> None:
-    """While prompts keep coming, no decode-only step is seen, so its factor must follow that of mixed steps."""
+    """While prompts keep coming, no decode-only step is seen, so its factor must follow that of mixed
+    steps."""
     correction, work = CostCorrection(COSTS), StepWork.of([(64, 0)], [500] * 8)
     for _ in range(500):
         correction.observe(work, 3 * COSTS.step_seconds(work))

@@ -14,7 +14,7 @@ from transformers import MistralConfig, PreTrainedConfig
 from baton.core.errors import Code, LayoutMismatch, Reason
 from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling
-from baton.engine.scheduling.async_scheduling import UNKNOWN
+from baton.engine.scheduling.async_scheduling import PLACEHOLDER
 from baton.engine.state.step import (
     DeviceFault,
     Executor,
@@ -341,7 +341,7 @@ def following(step: StepPlan, **sampling: Any) -> StepPlan:
         assert one.sample is not None
         asked = replace(one.sample, position=one.sample.position + 1, sampling=replace(one.sample.sampling, **sampling))
         parts.append(
-            replace(one, token_ids=UNKNOWN, position_begin=one.context_len, kv_begin=one.context_len, sample=asked)
+            replace(one, token_ids=PLACEHOLDER, position_begin=one.context_len, kv_begin=one.context_len, sample=asked)
         )
     return StepPlan(step_id=step.step_id + 1, sequences=tuple(parts), follows=step.step_id)
 

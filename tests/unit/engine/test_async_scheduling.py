@@ -1,4 +1,4 @@
-"""Steps that are planned while the one before still runs."""
+"""Steps that are planned while the preceding step is running."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ ENDLESS = {"ignore_eos": True}
 
 
 def decoding(*, num_blocks: int = 64, max_tokens: int = 50, num_seqs: int = 2, **changes: object) -> EngineRig:
-    """With answers that have had a token each."""
+    """Return a rig whose sequences have one output token each."""
     rig = EngineRig(num_blocks=num_blocks)
     for i in range(num_seqs):
         rig.add(sequence_request(i + 1, range(10 * i, 10 * i + 6), max_tokens=max_tokens, sampling=ENDLESS, **changes))
@@ -23,44 +23,46 @@ def decoding(*, num_blocks: int = 64, max_tokens: int = 50, num_seqs: int = 2, *
 
 
 def run_with_ahead(rig: EngineRig) -> list[StepPlan]:
-    """To the end, with a step ahead wherever there can be one; what was planned ahead."""
-    aheads: list[StepPlan] = []
+    """Run to the end, planning ahead whenever possible. Returns the plans that were made ahead."""
+    plans_ahead: list[StepPlan] = []
     plan = rig.plan()
     while not plan.is_empty:
         after = rig.engine.plan_ahead(plan)
         rig.engine.check()
         rig.apply(plan)
-        aheads += () if after.is_empty else (after,)
+        plans_ahead += () if after.is_empty else (after,)
         plan = rig.plan() if after.is_empty else after
-    return aheads
+    return plans_ahead
 
 
-def test_answers_go_on_step_after_step_until_their_known_end() -> None:
+def test_decodes_are_planned_ahead_until_their_length_limit() -> None:
     rig = EngineRig()
     short = rig.add(sequence_request(1, range(6), max_tokens=3, sampling=ENDLESS))
     longer = rig.add(sequence_request(2, range(20, 27), max_tokens=6, sampling=ENDLESS))
-    aheads = run_with_ahead(rig)
+    plans_ahead = run_with_ahead(rig)
     rig.assert_answered(short, longer)
     rig.assert_clean()
-    assert [len(plan.sequences) for plan in aheads] == [2, 2, 1, 1, 1], "who ends by length is in no step too many"
+    assert [len(plan.sequences) for plan in plans_ahead] == [2, 2, 1, 1, 1], (
+        "a sequence that ends by length is in no step too many"
+    )
     assert rig.engine.counters.steps == 6
 
 
-def test_an_end_that_only_the_token_tells_costs_one_part_of_a_step() -> None:
+def test_sequence_that_ends_by_token_is_in_one_step_too_many() -> None:
     rig = EngineRig()
     ends = rig.add(sequence_request(1, range(6), max_tokens=50, sampling={"ignore_eos": True}))
     token, _ = rig.expected(ends, 0)
     rig = EngineRig(eos_token_ids=(token[2],))
     ends = rig.add(sequence_request(1, range(6), max_tokens=50))
-    goes_on = rig.add(sequence_request(2, range(20, 27), max_tokens=9, sampling=ENDLESS))
-    aheads = run_with_ahead(rig)
-    rig.assert_answered(ends, goes_on)
+    continues = rig.add(sequence_request(2, range(20, 27), max_tokens=9, sampling=ENDLESS))
+    plans_ahead = run_with_ahead(rig)
+    rig.assert_answered(ends, continues)
     assert rig.ends[1, 0] is FinishReason.STOP
     rig.assert_clean()
-    assert [len(plan.sequences) for plan in aheads] == [2, 2, 2, 1, 1, 1, 1, 1]
+    assert [len(plan.sequences) for plan in plans_ahead] == [2, 2, 2, 1, 1, 1, 1, 1]
 
 
-def test_too_early_an_end_is_banned_in_a_step_ahead_too() -> None:
+def test_min_tokens_bans_end_tokens_in_steps_planned_ahead() -> None:
     rig = EngineRig(eos_token_ids=tuple(range(25)))
     request = rig.add(sequence_request(1, range(6), max_tokens=12, sampling={"min_tokens": 8}))
     assert run_with_ahead(rig)
@@ -68,7 +70,7 @@ def test_too_early_an_end_is_banned_in_a_step_ahead_too() -> None:
     assert len(rig.outputs[1, 0]) >= 8
 
 
-def test_full_blocks_are_found_by_others_as_ever() -> None:
+def test_full_blocks_of_steps_planned_ahead_are_cached() -> None:
     rig = EngineRig()
     first = rig.add(sequence_request(1, range(6), max_tokens=12, sampling=ENDLESS))
     run_with_ahead(rig)
@@ -78,18 +80,18 @@ def test_full_blocks_are_found_by_others_as_ever() -> None:
     rig.assert_answered(first, again)
 
 
-def waits(rig: EngineRig) -> None:
+def add_prompt(rig: EngineRig) -> None:
     rig.add(sequence_request(9, range(40, 50)))
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda: (rig := decoding(), rig.plan(), waits(rig))[:2], id="a prompt waits"),
+        pytest.param(lambda: (rig := decoding(), rig.plan(), add_prompt(rig))[:2], id="a prompt waits"),
         pytest.param(lambda: (rig := decoding(num_seqs=1, sample_indices=(0, 1)), rig.plan()), id="block copies"),
     ],
 )
-def test_whatever_else_is_due_waits_for_the_result(make: Callable[[], tuple[EngineRig, StepPlan]]) -> None:
+def test_no_step_is_planned_ahead_if_other_work_is_due(make: Callable[[], tuple[EngineRig, StepPlan]]) -> None:
     rig, plan = make()
     assert rig.engine.plan_ahead(plan).is_empty
     rig.apply(plan)
@@ -98,7 +100,7 @@ def test_whatever_else_is_due_waits_for_the_result(make: Callable[[], tuple[Engi
     rig.assert_clean()
 
 
-def test_without_memory_for_all_somebody_is_preempted_from_the_result() -> None:
+def test_preemption_waits_for_the_result_of_the_running_step() -> None:
     rig = decoding(num_blocks=16)
     assert run_with_ahead(rig)
     assert rig.engine.counters.preemptions
@@ -106,7 +108,7 @@ def test_without_memory_for_all_somebody_is_preempted_from_the_result() -> None:
     rig.assert_clean()
 
 
-def test_a_prompt_that_is_not_whole_goes_on_from_its_result() -> None:
+def test_incomplete_prefill_is_not_planned_ahead() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     request = rig.add(sequence_request(1, range(20), max_tokens=4, sampling=ENDLESS))
     plan = rig.plan()
@@ -116,27 +118,27 @@ def test_a_prompt_that_is_not_whole_goes_on_from_its_result() -> None:
     rig.assert_answered(request)
 
 
-def test_samples_part_before_they_go_on() -> None:
+def test_samples_fork_before_steps_are_planned_ahead() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(1, range(6), max_tokens=6, sampling=ENDLESS, sample_indices=(0, 1)))
     plan = rig.plan()
     assert rig.engine.plan_ahead(plan).is_empty
     rig.apply(plan)
-    assert run_with_ahead(rig), "apart, they do"
+    assert run_with_ahead(rig), "after the fork, steps are planned ahead"
     rig.assert_answered(request)
     rig.assert_clean()
 
 
-def test_a_prefill_ends_with_its_first_token() -> None:
+def test_prefill_only_sequence_is_not_planned_ahead() -> None:
     rig = EngineRig()
     rig.add(sequence_request(1, range(6), max_tokens=6, sampling=ENDLESS, prefill_only=True))
-    goes_on = rig.add(sequence_request(2, range(20, 26), max_tokens=6, sampling=ENDLESS))
-    aheads = run_with_ahead(rig)
-    assert [len(plan.sequences) for plan in aheads] == [1, 1, 1, 1, 1]
-    rig.assert_answered(goes_on)
+    continues = rig.add(sequence_request(2, range(20, 26), max_tokens=6, sampling=ENDLESS))
+    plans_ahead = run_with_ahead(rig)
+    assert [len(plan.sequences) for plan in plans_ahead] == [1, 1, 1, 1, 1]
+    rig.assert_answered(continues)
 
 
-def test_a_step_that_is_withdrawn_leaves_no_trace() -> None:
+def test_withdrawn_step_changes_nothing() -> None:
     rig = decoding()
     plan = rig.plan()
     assert not rig.engine.plan_ahead(plan).is_empty
@@ -148,8 +150,8 @@ def test_a_step_that_is_withdrawn_leaves_no_trace() -> None:
     rig.assert_clean()
 
 
-def test_nothing_lands_where_a_step_ahead_may_still_write() -> None:
-    """An answer has ended, and the step that is in flight has a part of it too many."""
+def test_blocks_of_an_ended_sequence_are_not_reallocated_while_a_step_may_write() -> None:
+    """A sequence has ended, but is still in the step in flight."""
     rig = EngineRig(num_blocks=6)
     token, _ = rig.expected(sequence_request(1, range(3), sampling=ENDLESS), 0)
     rig = EngineRig(num_blocks=4, eos_token_ids=(token[1],))
@@ -169,7 +171,7 @@ def test_nothing_lands_where_a_step_ahead_may_still_write() -> None:
     rig.engine.check()
 
 
-def test_whoever_failed_is_passed_over_in_the_step_ahead() -> None:
+def test_failed_sequence_is_removed_from_the_step_planned_ahead() -> None:
     failure = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="injected")
     rig = decoding()
 
@@ -182,16 +184,16 @@ def test_whoever_failed_is_passed_over_in_the_step_ahead() -> None:
     rig.assert_clean()
 
 
-def test_a_step_ahead_can_be_run_again_once_its_tokens_are_known() -> None:
-    """As the loop does to find out whose fault it was that it raised."""
+def test_step_planned_ahead_can_be_repeated_with_its_tokens_filled_in() -> None:
+    """The loop repeats a failed step for each of its sequences, to find the failing one."""
     rig = decoding()
     plan = rig.plan()
     after = rig.engine.plan_ahead(plan)
     rig.apply(plan)
-    known = rig.engine.without_placeholders(after)
-    assert (known.step_id, known.follows, len(known.sequences)) == (after.step_id, None, 2)
-    assert [part.token_ids[0] for part in known.sequences] == [rig.outputs[i, 0][-1] for i in (1, 2)]
-    rig.note(rig.engine.apply(after, rig.executor.run(known)))
+    repeated = rig.engine.without_placeholders(after)
+    assert (repeated.step_id, repeated.follows, len(repeated.sequences)) == (after.step_id, None, 2)
+    assert [part.token_ids[0] for part in repeated.sequences] == [rig.outputs[i, 0][-1] for i in (1, 2)]
+    rig.note(rig.engine.apply(after, rig.executor.run(repeated)))
     rig.run()
     assert set(rig.ends.values()) == {FinishReason.LENGTH}
     rig.assert_clean()

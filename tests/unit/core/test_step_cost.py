@@ -1,5 +1,4 @@
-"""The cost model: what it predicts, that a fit finds it again, and that live steps correct it without
-believing a stall."""
+"""The step cost model: predictions, fit to measurements, and correction by live steps."""
 
 import math
 from random import Random
@@ -25,7 +24,7 @@ def close(model: StepCostModel, other: StepCostModel, relative: float) -> bool:
     return all(math.isclose(model.step_seconds(work), other.step_seconds(work), rel_tol=relative) for work in WORKS)
 
 
-def test_a_prompt_costs_what_its_chunks_cost() -> None:
+def test_prompt_cost_equals_sum_of_its_chunks() -> None:
     chunks = [(512, 100), (512, 612), (76, 1124)]
     assert TRUE.prefill_s(1100, 100, 512) == pytest.approx(
         sum(TRUE.step_seconds(StepWork.of([chunk])) for chunk in chunks)
@@ -33,7 +32,7 @@ def test_a_prompt_costs_what_its_chunks_cost() -> None:
     assert TRUE.prefill_s(0, 100, 512) == 0
 
 
-def test_a_decode_step_costs_its_sequences_and_their_contexts() -> None:
+def test_decode_step_cost_grows_with_sequences_and_contexts() -> None:
     assert TRUE.decode_step_s(3, 600) == pytest.approx(TRUE.step_seconds(StepWork.of([], [100, 200, 300])))
     assert TRUE.decode_step_s(3, 600) == pytest.approx(2e-3 + 6e-4 + 2.4e-5)
 
@@ -49,14 +48,14 @@ def test_each_kind_of_step_has_its_own_factor() -> None:
     assert slow.step_seconds(WORKS[0]) == TRUE.step_seconds(WORKS[0])
 
 
-def test_a_fit_finds_the_costs_that_made_the_measurements() -> None:
+def test_fit_recovers_the_true_costs() -> None:
     fitted = fit_costs([(work, TRUE.step_seconds(work)) for work in WORKS])
     assert fitted.coefficients == pytest.approx(TRUE.coefficients, rel=1e-6)
     assert fitted.num_measured == len(WORKS)
 
 
 @given(seed=st.integers(0, 10_000))
-def test_a_fit_of_noisy_steps_is_near_though_two_were_held_up(seed: int) -> None:
+def test_fit_of_noisy_steps_is_close_despite_two_stalls(seed: int) -> None:
     random = Random(seed)
     measured = [(work, TRUE.step_seconds(work) * random.uniform(0.95, 1.05)) for work in WORKS * 3]
     for held_up in random.sample(range(len(measured)), 2):
@@ -67,14 +66,14 @@ def test_a_fit_of_noisy_steps_is_near_though_two_were_held_up(seed: int) -> None
 
 
 @given(seed=st.integers(0, 10_000))
-def test_a_fit_is_never_negative_whatever_was_measured(seed: int) -> None:
+def test_fit_is_never_negative(seed: int) -> None:
     random = Random(seed)
     measured = [(work, random.uniform(1e-6, 10.0)) for work in random.choices(WORKS, k=random.randrange(1, 8))]
     measured += [(StepWork.of([(8, 0)]), 1e-3), (StepWork.of([], [8]), 1e-3)]
     assert fit_costs(measured).is_usable
 
 
-def test_a_fit_needs_both_kinds_of_step_and_real_times() -> None:
+def test_fit_needs_prefill_and_decode_steps_and_finite_durations() -> None:
     with pytest.raises(ValueError, match="no step with prefill or no step with decode"):
         fit_costs([(WORKS[0], 1.0)])
     with pytest.raises(ValueError, match="no step with prefill or no step with decode"):
@@ -93,12 +92,12 @@ def corrected(slowdown: float, num_steps: int, num_stalls: int = 0) -> StepCostM
     return correction.costs
 
 
-def test_live_steps_correct_the_kind_that_they_are_of() -> None:
+def test_live_steps_correct_the_factor_of_their_kind() -> None:
     assert corrected(1.5, 200).decode_factor == pytest.approx(1.5, rel=0.02)
     assert corrected(0.5, 200).decode_factor == pytest.approx(0.5, rel=0.02)
 
 
-def test_what_slows_one_kind_is_taken_to_slow_the_others_until_they_are_seen() -> None:
+def test_correction_of_one_kind_moves_unseen_kinds_too() -> None:
     assert 1.2 < corrected(1.5, 200).prefill_factor < 1.5
     correction = CostCorrection(TRUE)
     slowdowns = {StepKind.PREFILL: 1.0, StepKind.DECODE: 0.6, StepKind.MIXED: 1.2}
@@ -108,24 +107,24 @@ def test_what_slows_one_kind_is_taken_to_slow_the_others_until_they_are_seen() -
     assert [correction.costs.factor(kind) for kind in slowdowns] == pytest.approx(list(slowdowns.values()), rel=0.02)
 
 
-def test_a_stall_in_ten_steps_moves_little() -> None:
+def test_one_stall_in_ten_steps_has_little_effect() -> None:
     assert corrected(1.0, 500, num_stalls=1).decode_factor < 1.08
 
 
-def test_a_correction_goes_on_from_the_factors_of_its_model() -> None:
+def test_correction_starts_from_the_factors_of_its_model() -> None:
     again = CostCorrection(corrected(1.5, 200))
     assert again.costs.decode_factor == pytest.approx(1.5, rel=0.02)
 
 
 @given(seconds=st.floats(), repeats=st.integers(1, 50))
-def test_no_measurement_makes_a_model_useless(seconds: float, repeats: int) -> None:
+def test_no_measurement_makes_the_model_unusable(seconds: float, repeats: int) -> None:
     correction = CostCorrection(TRUE)
     for _ in range(repeats):
         correction.observe(WORKS[0], seconds)
     assert correction.costs.is_usable
 
 
-def test_a_model_survives_its_plain_form_and_nonsense_does_not() -> None:
+def test_plain_form_round_trips_and_invalid_values_are_refused() -> None:
     assert StepCostModel.from_plain(TRUE.to_plain() | {"new_field_s": 3}) == TRUE
     for change in (
         {"version": COSTS_VERSION + 1},

@@ -1,5 +1,4 @@
-"""What is cancelled or fails ends alone, and what it held is free as soon as nothing writes there any
-more."""
+"""Cancelled and failed sequences end without effect on others, and their blocks are freed."""
 
 from baton.core.errors import Code, Failure, Reason
 from tests.builders import sequence_request
@@ -8,7 +7,7 @@ from tests.engine_rig import EngineRig
 FAILURE = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="injected")
 
 
-def test_a_failed_pull_frees_its_sequence_and_only_then_its_blocks() -> None:
+def test_failed_pull_frees_blocks_after_drop_and_quarantine_end() -> None:
     rig = EngineRig()
     request = rig.add(sequence_request(tokens=range(10), pulled=True))
     rig.step()
@@ -21,12 +20,12 @@ def test_a_failed_pull_frees_its_sequence_and_only_then_its_blocks() -> None:
     rig.step()
     assert rig.ends == {(1, 0): FAILURE}
     counts = rig.pool.counts()
-    assert (counts.cached, counts.quarantined, counts.used) == (1, 1, 0)  # what was proven stays
+    assert (counts.cached, counts.quarantined, counts.used) == (1, 1, 0)  # the validated block stays cached
     rig.pool.end_quarantine([table[1]])
     rig.assert_clean()
 
 
-def test_cancel_in_every_state_frees_at_once() -> None:
+def test_cancel_frees_blocks_in_every_state() -> None:
     rig = EngineRig(num_blocks=12, max_num_seqs=3)
     rig.add(sequence_request(1, range(10, 20), max_tokens=20))
     receiving = rig.add(sequence_request(2, range(20, 30), pulled=True))
@@ -43,21 +42,21 @@ def test_cancel_in_every_state_frees_at_once() -> None:
     rig.assert_clean()
 
 
-def test_cancel_of_some_samples_leaves_the_others() -> None:
+def test_cancel_of_some_samples_keeps_the_others() -> None:
     rig = EngineRig()
-    parted = rig.add(sequence_request(1, range(10, 16), sample_indices=(0, 1, 2), sampling={"ignore_eos": True}))
+    forked = rig.add(sequence_request(1, range(10, 16), sample_indices=(0, 1, 2), sampling={"ignore_eos": True}))
     rig.step()
-    whole = rig.add(sequence_request(2, range(20, 26), sample_indices=(0, 1, 2), sampling={"ignore_eos": True}))
+    unforked = rig.add(sequence_request(2, range(20, 26), sample_indices=(0, 1, 2), sampling={"ignore_eos": True}))
     rig.engine.cancel(1, (0, 2))
     rig.engine.cancel(2, (1,))
     rig.run()
     assert set(rig.ends) == {(1, 1), (2, 0), (2, 2)}
-    for request, sample_index in ((parted, 1), (whole, 0), (whole, 2)):
+    for request, sample_index in ((forked, 1), (unforked, 0), (unforked, 2)):
         assert rig.outputs[request.seq_id, sample_index] == rig.expected(request, sample_index)[0]
     rig.assert_clean()
 
 
-def test_cancel_while_the_step_runs() -> None:
+def test_cancel_during_a_step_keeps_its_blocks_fenced() -> None:
     rig = EngineRig()
     rig.add(sequence_request(1, range(10, 16), sample_indices=(0, 1)))
     other = rig.add(sequence_request(2, range(20, 26)))
@@ -74,22 +73,22 @@ def test_cancel_while_the_step_runs() -> None:
     rig.assert_clean()
 
 
-def test_a_failure_ends_that_request_alone_and_leaves_nothing_in_the_cache() -> None:
+def test_failed_request_leaves_nothing_in_the_cache() -> None:
     rig = EngineRig(max_num_batched_tokens=16)
-    guilty = rig.add(sequence_request(1, range(10, 30), sample_indices=(0, 1)))
+    failing = rig.add(sequence_request(1, range(10, 30), sample_indices=(0, 1)))
     other = rig.add(sequence_request(2, range(30, 36)))
     rig.step()
-    assert rig.pool.lookup(guilty.block_hashes)
+    assert rig.pool.lookup(failing.block_hashes)
     rig.executor.failing = lambda part: FAILURE if part.block_table == rig.admissions[1].block_table else None
     rig.step()
     assert rig.ends == {(1, 0): FAILURE, (1, 1): FAILURE}
-    assert rig.pool.lookup(guilty.block_hashes) == []
+    assert rig.pool.lookup(failing.block_hashes) == []
     rig.run()
     rig.assert_answered(other)
     rig.assert_clean()
 
 
-def test_an_executor_that_forgets_a_sample_fails_that_sequence() -> None:
+def test_missing_sample_in_a_result_fails_the_sequence() -> None:
     rig = EngineRig()
     rig.add(sequence_request(1))
     plan = rig.plan()

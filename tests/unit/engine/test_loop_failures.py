@@ -1,4 +1,4 @@
-"""Who is guilty of an exception in a step: one request, or the device."""
+"""Exceptions in a step: attribution to one request or to the device."""
 
 import asyncio
 
@@ -9,19 +9,19 @@ from baton.engine.loop import EngineUnhealthy
 from baton.engine.state.step import DeviceFault, StepSequence
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
-from tests.unit.engine.loops import FAILURE, make_loop, running, turns
+from tests.unit.engine.loop_helpers import FAILURE, make_loop, running, turns
 
 
-async def test_an_exception_is_charged_to_the_one_that_causes_it() -> None:
+async def test_exception_fails_only_the_request_that_causes_it() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     requests = [sequence_request(i, range(i * 10, i * 10 + 6), sample_indices=(0, 1), max_tokens=6) for i in (1, 2, 3)]
 
-    def guilty(part: StepSequence) -> bool:
+    def raises_for(part: StepSequence) -> bool:
         """A step of request 2, once it decodes: with copies for all three in the same plan."""
         return part.kv_begin >= 6 and part.block_table[0] == rig.admissions[2].block_table[0]
 
-    rig.executor.guilty = guilty
+    rig.executor.raises_for = raises_for
     async with running(loop):
         for request in requests:
             loop.add(request)
@@ -33,11 +33,11 @@ async def test_an_exception_is_charged_to_the_one_that_causes_it() -> None:
     rig.assert_clean()
 
 
-async def test_what_the_executor_finds_at_fault_while_the_guilty_one_is_sought_fails_too() -> None:
+async def test_failure_in_an_isolated_step_fails_that_sequence_too() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     requests = [sequence_request(i, range(i * 10, i * 10 + 6)) for i in (1, 2, 3)]
-    rig.executor.guilty = lambda part: part.seq_id == 1
+    rig.executor.raises_for = lambda part: part.seq_id == 1
     rig.executor.failing = lambda part: FAILURE if part.seq_id == 2 else None
     async with running(loop):
         for request in requests:
@@ -47,12 +47,12 @@ async def test_what_the_executor_finds_at_fault_while_the_guilty_one_is_sought_f
     rig.assert_answered(requests[2])
 
 
-async def test_an_exception_that_does_not_come_again_costs_nothing() -> None:
+async def test_exception_that_does_not_repeat_fails_no_request() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     requests = [sequence_request(i, range(i * 10, i * 10 + 6), max_tokens=6) for i in (1, 2)]
     left = [True]
-    rig.executor.guilty = lambda _: bool(left) and left.pop()
+    rig.executor.raises_for = lambda _: bool(left) and left.pop()
     async with running(loop):
         for request in requests:
             loop.add(request)
@@ -60,10 +60,10 @@ async def test_an_exception_that_does_not_come_again_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_seqs", [2, 3])
-async def test_when_different_requests_of_a_step_fail_each_alone_the_device_is_at_fault(num_seqs: int) -> None:
+async def test_device_is_at_fault_if_all_requests_of_a_step_fail_in_isolation(num_seqs: int) -> None:
     rig = EngineRig()
     loop = make_loop(rig)
-    rig.executor.guilty = lambda _: True
+    rig.executor.raises_for = lambda _: True
     for i in range(num_seqs):
         loop.add(sequence_request(i + 1, range(10)))
     with pytest.raises(EngineUnhealthy, match="restart") as unhealthy:
@@ -75,12 +75,12 @@ async def test_when_different_requests_of_a_step_fail_each_alone_the_device_is_a
 
 
 @pytest.mark.parametrize("sample_indices", [(0,), (0, 1, 2)])
-async def test_a_request_that_fails_with_nobody_beside_it_is_charged_like_any_other(
+async def test_request_that_fails_in_a_step_of_its_own_is_failed(
     sample_indices: tuple[int, ...],
 ) -> None:
     rig = EngineRig()
     loop = make_loop(rig)
-    rig.executor.guilty = lambda part: part.kv_begin >= 6  # once it decodes, each sample as a sequence of its own
+    rig.executor.raises_for = lambda part: part.kv_begin >= 6  # once it decodes, each sample as a sequence of its own
     bad = sequence_request(1, range(6), sample_indices=sample_indices, max_tokens=6, sampling={"ignore_eos": True})
     good = sequence_request(2, range(20, 30))
     async with running(loop):
@@ -88,16 +88,16 @@ async def test_a_request_that_fails_with_nobody_beside_it_is_charged_like_any_ot
         await turns(100)
         ends = [rig.ends[1, index] for index in sample_indices]
         assert all(isinstance(end, Failure) and (end.code, end.retriable) == (Code.INTERNAL, False) for end in ends)
-        rig.executor.guilty = lambda _: False
+        rig.executor.raises_for = lambda _: False
         loop.add(good)
     rig.assert_answered(good)
     rig.assert_clean()
 
 
-async def test_different_requests_that_fail_one_after_the_other_mean_the_device() -> None:
+async def test_device_is_at_fault_if_different_requests_fail_in_a_row() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
-    rig.executor.guilty = lambda _: True
+    rig.executor.raises_for = lambda _: True
     task = asyncio.create_task(loop.run())
     loop.add(sequence_request(1, range(10)))
     await turns(100)
@@ -105,19 +105,19 @@ async def test_different_requests_that_fail_one_after_the_other_mean_the_device(
     loop.add(sequence_request(2, range(10)))
     with pytest.raises(EngineUnhealthy, match="in a row"):
         await asyncio.wait_for(task, 10)
-    assert list(rig.ends) == [(1, 0)]  # the second one is not told that it was at fault: it goes on elsewhere
+    assert list(rig.ends) == [(1, 0)]  # the second one gets no failure: it is retried on another worker
 
 
-@pytest.mark.parametrize("beside", [False, True])
-async def test_one_success_in_between_clears_the_device(beside: bool) -> None:
+@pytest.mark.parametrize("in_same_step", [False, True])
+async def test_success_between_failures_resets_the_count(in_same_step: bool) -> None:
     rig = EngineRig()
     loop = make_loop(rig)
-    rig.executor.guilty = lambda part: part.token_ids[0] == 99
+    rig.executor.raises_for = lambda part: part.token_ids[0] == 99
     good = [sequence_request(10 + i, range(i, i + 6)) for i in range(6)]
     async with running(loop):
         for i in range(6):
             loop.add(sequence_request(i, [99, 1, 2, 3]))
-            if not beside:
+            if not in_same_step:
                 await turns(100)
             loop.add(good[i])
             await turns(100)
@@ -126,14 +126,14 @@ async def test_one_success_in_between_clears_the_device(beside: bool) -> None:
     rig.assert_clean()
 
 
-async def test_a_device_that_says_so_is_not_asked_again() -> None:
+async def test_device_fault_is_not_retried() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
 
     def fault(_: StepSequence) -> bool:
         raise DeviceFault("cuda:0: unspecified launch failure")
 
-    rig.executor.guilty = fault
+    rig.executor.raises_for = fault
     loop.add(sequence_request(1, range(10)))
     with pytest.raises(EngineUnhealthy, match="unspecified launch failure; restart"):
         await asyncio.wait_for(loop.run(), 10)
@@ -141,7 +141,7 @@ async def test_a_device_that_says_so_is_not_asked_again() -> None:
     assert rig.ends == {}
 
 
-async def test_a_device_may_fail_for_good_while_the_guilty_one_is_sought() -> None:
+async def test_device_fault_during_isolation_ends_the_loop() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     errors = [RuntimeError("injected"), DeviceFault("cuda:0: gone")]
@@ -149,7 +149,7 @@ async def test_a_device_may_fail_for_good_while_the_guilty_one_is_sought() -> No
     def fault(_: StepSequence) -> bool:
         raise errors.pop(0)
 
-    rig.executor.guilty = fault
+    rig.executor.raises_for = fault
     for i in (1, 2):
         loop.add(sequence_request(i, range(10)))
     with pytest.raises(EngineUnhealthy, match="gone"):
@@ -157,7 +157,7 @@ async def test_a_device_may_fail_for_good_while_the_guilty_one_is_sought() -> No
     assert len(rig.executor.plans) == 2
 
 
-async def test_a_failure_of_the_executors_own_needs_no_second_run() -> None:
+async def test_failure_in_a_result_needs_no_isolation() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     rig.executor.failing = lambda part: FAILURE if part.seq_id == 1 else None

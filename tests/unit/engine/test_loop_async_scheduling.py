@@ -1,4 +1,4 @@
-"""The loop while the next step waits at the device: what takes it back, and that none is left behind."""
+"""The engine loop with a queued step: when it is withdrawn, and that none is left behind."""
 
 import asyncio
 from contextlib import suppress
@@ -11,10 +11,10 @@ from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.step import NothingToFollow, StepPlan, StepResult
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
-from tests.unit.engine.loops import FAILURE, make_loop, running, turns
+from tests.unit.engine.loop_helpers import FAILURE, make_loop, running, turns
 
 
-async def test_while_answers_go_on_the_next_step_waits_at_the_device() -> None:
+async def test_next_step_is_queued_at_the_device_while_sequences_decode() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     requests = [sequence_request(i, range(i, i + 9), max_tokens=20, sampling={"ignore_eos": True}) for i in range(3)]
@@ -24,10 +24,10 @@ async def test_while_answers_go_on_the_next_step_waits_at_the_device() -> None:
         pass
     rig.assert_answered(*requests)
     rig.assert_clean()
-    assert (rig.executor.num_ahead, loop.steps_done) == (19, 20), "all but the prompts'"
+    assert (rig.executor.num_ahead, loop.steps_done) == (19, 20), "all steps except that of the prompts"
 
 
-async def test_what_comes_in_takes_back_the_step_that_waits() -> None:
+async def test_new_request_withdraws_the_queued_step() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     first, second = (sequence_request(i, range(i, i + 9), max_tokens=9, sampling={"ignore_eos": True}) for i in (1, 2))
@@ -37,13 +37,15 @@ async def test_what_comes_in_takes_back_the_step_that_waits() -> None:
         await turns()
         loop.add(second)
         rig.executor.gate.set()
-    assert [part.num_scheduled_tokens for part in rig.executor.plans[1].sequences] == [1, 9], "not one step later"
+    assert [part.num_scheduled_tokens for part in rig.executor.plans[1].sequences] == [1, 9], (
+        "the prompt is in the very next step"
+    )
     rig.assert_answered(first, second)
     rig.assert_clean()
 
 
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 3, 5, 20])
-async def test_a_loop_that_is_interrupted_leaves_no_step_behind(num_turns: int) -> None:
+async def test_cancelled_loop_leaves_no_step_behind(num_turns: int) -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     task = asyncio.create_task(loop.run())
@@ -54,18 +56,18 @@ async def test_a_loop_that_is_interrupted_leaves_no_step_behind(num_turns: int) 
     assert task.cancelled()
     assert not [other.get_coro() for other in asyncio.all_tasks() - {asyncio.current_task()}]
     with suppress(ValueError):
-        rig.pool.step_finished()  # one may have run
+        rig.pool.step_finished()  # one step may have run
     with pytest.raises(ValueError, match="no step is in flight"):
         rig.pool.step_finished()
 
 
-async def test_an_exception_in_a_step_that_was_planned_ahead_is_charged_too() -> None:
+async def test_exception_in_a_step_planned_ahead_fails_only_its_sequence() -> None:
     rig = EngineRig()
     loop = make_loop(rig)
     requests = [
         sequence_request(i, range(i * 10, i * 10 + 6), max_tokens=9, sampling={"ignore_eos": True}) for i in (1, 2, 3)
     ]
-    rig.executor.guilty = lambda part: part.seq_id == 2 and part.kv_begin >= 9
+    rig.executor.raises_for = lambda part: part.seq_id == 2 and part.kv_begin >= 9
     async with running(loop):
         for request in requests:
             loop.add(request)
@@ -75,12 +77,12 @@ async def test_an_exception_in_a_step_that_was_planned_ahead_is_charged_too() ->
     rig.assert_clean()
 
 
-async def test_a_step_that_fails_when_all_in_it_have_ended_is_nobodys_fault() -> None:
+async def test_failed_step_whose_sequences_have_ended_is_ignored() -> None:
     rig = EngineRig()
     token, _ = rig.expected(sequence_request(1, range(6), sampling={"ignore_eos": True}), 0)
     rig = EngineRig(eos_token_ids=(token[2],))
     loop = make_loop(rig)
-    rig.executor.guilty = lambda part: part.kv_begin == 8  # of the first: the step after its end
+    rig.executor.raises_for = lambda part: part.kv_begin == 8  # of the first request: the step after its end
     second = sequence_request(2, range(20, 31), max_tokens=3)
     async with running(loop):
         loop.add(sequence_request(1, range(6), max_tokens=50))
@@ -91,10 +93,10 @@ async def test_a_step_that_fails_when_all_in_it_have_ended_is_nobodys_fault() ->
     rig.assert_clean()
 
 
-async def test_a_step_that_the_device_has_begun_ends_before_anybody_gets_its_blocks(
+async def test_started_step_ends_before_its_blocks_are_reallocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a GPU has, which was given it while it computed the step before; that one fails."""
+    """A GPU may have started the queued step when the preceding step fails."""
     rig = EngineRig()
     loop = make_loop(rig)
     wrong, written = asyncio.Event(), asyncio.Event()
@@ -119,8 +121,8 @@ async def test_a_step_that_the_device_has_begun_ends_before_anybody_gets_its_blo
         await turns(50)
         wrong.set()
         await turns(50)
-        assert tried == [2], "nothing is run meanwhile"
-        assert loop.step_age_s() > 0, "and the step that is waited for is watched"
+        assert tried == [2], "no other step runs in the meantime"
+        assert loop.step_age_s() > 0, "the watchdog sees the step that is awaited"
         written.set()
         await turns(50)
         assert tried == [2, None]
@@ -128,7 +130,7 @@ async def test_a_step_that_the_device_has_begun_ends_before_anybody_gets_its_blo
     rig.assert_clean()
 
 
-async def test_a_loop_that_ends_by_a_delivery_leaves_no_step_behind() -> None:
+async def test_loop_that_ends_by_an_exception_of_deliver_leaves_no_step_behind() -> None:
     rig = EngineRig()
 
     def deliver(outcome: EngineOutcome) -> None:
@@ -143,7 +145,7 @@ async def test_a_loop_that_ends_by_a_delivery_leaves_no_step_behind() -> None:
     assert loop.step_started_s is None
 
 
-async def test_what_was_held_comes_before_a_failure_from_outside() -> None:
+async def test_deferred_tokens_are_delivered_before_a_failure() -> None:
     rig = EngineRig()
     outcomes: list[int | Failure] = []
 

@@ -1,4 +1,4 @@
-"""Block counts from budgets."""
+"""Number of KV blocks from memory sizes and limits."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,25 +18,25 @@ def blocks(**changes: int | None) -> int:
     return num_kv_blocks(builders.layout(), **(sizes | changes))  # type: ignore[arg-type]
 
 
-def test_default_is_half_of_what_is_free_split_between_workers() -> None:
+def test_default_is_half_of_free_memory_shared_by_workers() -> None:
     assert blocks() == 500
     assert blocks(num_sharing=2) == 250
 
 
-def test_no_more_than_can_be_used() -> None:
+def test_no_more_blocks_than_sequences_can_use() -> None:
     assert blocks(max_num_seqs=4) == 4 * 25
 
 
-def test_a_given_size_is_taken_as_it_is() -> None:
+def test_configured_size_is_used_unchanged() -> None:
     assert blocks(kv_memory=700 * BLOCK + BLOCK - 1, free=701 * BLOCK, max_num_seqs=1, num_sharing=8) == 700
 
 
-def test_more_than_is_free_is_refused() -> None:
+def test_configured_size_above_free_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--kv-memory is 700KiB; must be at most \d+ MiB: \d+ MiB are free"):
         blocks(kv_memory=700 * BLOCK, free=600 * BLOCK)
 
 
-def test_what_the_largest_step_takes_is_not_given_to_kv() -> None:
+def test_memory_of_the_largest_step_is_not_used_for_kv() -> None:
     assert blocks(step_bytes=100 * BLOCK) == 450
     assert blocks(step_bytes=100 * BLOCK, num_sharing=2) == 200
     assert blocks(kv_memory=900 * BLOCK, step_bytes=100 * BLOCK) == 900
@@ -44,7 +44,7 @@ def test_what_the_largest_step_takes_is_not_given_to_kv() -> None:
         blocks(kv_memory=901 * BLOCK, step_bytes=100 * BLOCK)
 
 
-def test_less_than_one_sequence_is_refused() -> None:
+def test_less_than_one_sequence_of_maximum_length_is_refused() -> None:
     assert blocks(kv_memory=25 * BLOCK) == 25
     with pytest.raises(
         ConfigError, match=r"holds the KV of 96 tokens; must hold one sequence of 100.*--kv-memory to at least 25KiB"
@@ -55,7 +55,7 @@ def test_less_than_one_sequence_is_refused() -> None:
 
 
 def free_in(cgroup: Path, files: Mapping[str, int | str]) -> int:
-    """MiB that are free once a cgroup has these files, too; numbers are MiB."""
+    """Write cgroup files, whose numbers are in MiB, and return the free memory in MiB."""
     for name, value in files.items():
         (cgroup / name).parent.mkdir(exist_ok=True)
         (cgroup / name).write_text(f"{value * MIB if isinstance(value, int) else value}\n")
@@ -69,8 +69,8 @@ def test_free_memory_respects_the_cgroup(tmp_path: Path) -> None:
     assert free_in(tmp_path, {"memory.max": "max"}) > 64
 
 
-def test_files_that_the_kernel_keeps_are_free(tmp_path: Path) -> None:
-    """Shared memory, which is no file on a disk, is not."""
+def test_page_cache_counts_as_free_memory(tmp_path: Path) -> None:
+    """Shared memory is not free, although it is counted as page cache."""
     stat = f"anon {20 * MIB}\nfile {70 * MIB}\nshmem {10 * MIB}\ninactive_file {45 * MIB}\nactive_file {15 * MIB}"
     assert free_in(tmp_path, {"memory.max": 100, "memory.current": 90, "memory.stat": stat}) == 70
 
@@ -78,6 +78,6 @@ def test_files_that_the_kernel_keeps_are_free(tmp_path: Path) -> None:
 def test_free_memory_respects_a_cgroup_of_version_1(tmp_path: Path) -> None:
     limit, current, stat = (f"memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat"))
     assert free_in(tmp_path, {limit: 100, current: 90}) == 10
-    kept = f"inactive_file 4096\ntotal_shmem {MIB}\ntotal_inactive_file {25 * MIB}\ntotal_active_file {5 * MIB}"
-    assert free_in(tmp_path, {stat: kept}) == 40
-    assert free_in(tmp_path, {limit: "9223372036854771712"}) > 64  # how it says that there is none
+    page_cache = f"inactive_file 4096\ntotal_shmem {MIB}\ntotal_inactive_file {25 * MIB}\ntotal_active_file {5 * MIB}"
+    assert free_in(tmp_path, {stat: page_cache}) == 40
+    assert free_in(tmp_path, {limit: "9223372036854771712"}) > 64  # no limit

@@ -1,4 +1,4 @@
-"""A pool of a few blocks, and what is done to it again and again."""
+"""Helpers that build small block pools and allocate from them."""
 
 from baton.core.kv.kv_events import KvEventKind
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -26,7 +26,7 @@ def receiving(pool: BlockPool, num_blocks: int) -> list[int]:
 
 
 def stored_chain(pool: BlockPool, hashes: tuple[bytes, ...]) -> list[int]:
-    """Computed, hashed, and still referred to."""
+    """Allocate blocks and publish `hashes` for them. They keep one reference each."""
     block_ids = allocated(pool, len(hashes))
     for block_id, block_hash in zip(block_ids, hashes, strict=True):
         pool.set_hash(block_id, block_hash)

@@ -1,4 +1,4 @@
-"""Sequences for which there are too few blocks: who waits, who gives way, and what is refused at once."""
+"""Engines with too few blocks: queueing, preemption and refusal."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
 
 
-def test_the_youngest_of_the_lowest_priority_is_preempted_and_replayed() -> None:
+def test_latest_sequence_of_the_lowest_priority_is_preempted_and_replayed() -> None:
     rig = EngineRig(num_blocks=8)
     requests = [
         rig.add(sequence_request(i, range(i * 10, i * 10 + 7), max_tokens=6, priority=p, sampling={"ignore_eos": True}))
@@ -26,7 +26,7 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_replayed() -> None
     rig.assert_clean()
 
 
-def test_a_preempted_sequence_comes_back_from_cache_before_anyone_new() -> None:
+def test_preempted_sequence_is_readmitted_from_cache_before_new_ones() -> None:
     rig = EngineRig(num_blocks=8)
     old = rig.add(sequence_request(1, range(10, 17), max_tokens=12, sampling={"ignore_eos": True}))
     young = rig.add(sequence_request(2, range(20, 37), max_tokens=8, sampling={"ignore_eos": True}))
@@ -37,12 +37,12 @@ def test_a_preempted_sequence_comes_back_from_cache_before_anyone_new() -> None:
     assert (back.token_ids[-1], back.kv_begin) == (
         rig.outputs[2, 0][-2],
         12,
-    )  # all that it had, but for the two blocks that the old one took
+    )  # all its KV is cached, except the two blocks that the first sequence took
     rig.run()
     rig.assert_answered(old, young, new)
 
 
-def test_who_does_not_fit_is_not_overtaken() -> None:
+def test_sequence_without_blocks_is_not_overtaken() -> None:
     rig = EngineRig(num_blocks=6)
     first = rig.add(sequence_request(1, range(10, 22), max_tokens=4, sampling={"ignore_eos": True}))
     rig.step()
@@ -57,19 +57,19 @@ def test_who_does_not_fit_is_not_overtaken() -> None:
     rig.assert_answered(first, large, small)
 
 
-def test_a_spare_block_is_kept_for_each_running_sequence() -> None:
+def test_admission_keeps_a_spare_block_for_each_running_sequence() -> None:
     rig = EngineRig(num_blocks=5)
     running = rig.add(sequence_request(1, range(10, 17), max_tokens=5, sampling={"ignore_eos": True}))
     rig.step()
     waiting = rig.add(sequence_request(2, range(20, 31), max_tokens=2))
-    rig.step()  # 3 blocks are free and 3 are wanted, but one is the other's next
+    rig.step()  # 3 blocks are free and 3 are needed, but one is spare for the first sequence
     assert list(rig.admissions) == [1]
     rig.run()
     assert rig.engine.counters.preemptions == 0
     rig.assert_answered(running, waiting)
 
 
-def test_cached_blocks_that_a_sequence_is_to_use_are_no_room_for_the_rest() -> None:
+def test_cached_blocks_of_a_prompt_do_not_count_as_free_for_its_rest() -> None:
     rig = EngineRig(num_blocks=5)
     known = rig.add(sequence_request(1, range(20, 33), max_tokens=2))
     rig.run()
@@ -82,7 +82,7 @@ def test_cached_blocks_that_a_sequence_is_to_use_are_no_room_for_the_rest() -> N
     rig.assert_answered(known, running, again)
 
 
-def test_landing_waits_for_a_step_that_may_still_write() -> None:
+def test_receiving_waits_for_a_step_that_may_still_write() -> None:
     rig = EngineRig(num_blocks=6)
     rig.add(sequence_request(1, range(20, 29), max_tokens=2))
     rig.run()
@@ -111,7 +111,7 @@ def test_landing_waits_for_a_step_that_may_still_write() -> None:
         ({"tokens": range(9), "num_prompt_tokens": 1, "max_tokens": 8}, Reason.INVALID_REQUEST),
     ],
 )
-def test_what_can_never_run_is_refused_at_once(changes: dict[str, Any], reason: Reason) -> None:
+def test_request_that_can_never_run_is_refused(changes: dict[str, Any], reason: Reason) -> None:
     rig = EngineRig(num_blocks=10, max_model_len=100)
     with pytest.raises(Refused) as refused:
         rig.add(sequence_request(**changes))
@@ -119,7 +119,7 @@ def test_what_can_never_run_is_refused_at_once(changes: dict[str, Any], reason: 
     assert rig.engine.is_idle
 
 
-def test_what_just_fits_runs() -> None:
+def test_largest_possible_request_runs() -> None:
     rig = EngineRig(num_blocks=10)
     request = rig.add(
         sequence_request(tokens=range(30), max_tokens=11, sampling={"ignore_eos": True})
@@ -131,7 +131,7 @@ def test_what_just_fits_runs() -> None:
     assert len(rig.outputs[prefill.seq_id, 0]) == 1
 
 
-def test_a_full_queue_refuses() -> None:
+def test_full_queue_refuses_requests() -> None:
     rig = EngineRig(max_num_seqs=1, max_waiting_seqs=2)
     for seq_id in (1, 2):
         rig.add(sequence_request(seq_id))
@@ -145,7 +145,7 @@ def test_a_full_queue_refuses() -> None:
 @pytest.mark.parametrize(
     "changes", [{"seq_id": 1}, {"block_hashes": ()}, {"sample_indices": ()}, {"sample_indices": (1, 1)}]
 )
-def test_a_callers_mistake_is_a_value_error(changes: dict[str, Any]) -> None:
+def test_malformed_request_raises_value_error(changes: dict[str, Any]) -> None:
     rig = EngineRig()
     rig.add(sequence_request(1))
     with pytest.raises(ValueError, match=r"already in use|hashes|sample"):

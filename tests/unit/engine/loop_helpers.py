@@ -1,4 +1,4 @@
-"""A loop over a fake device, run beside a test."""
+"""Helpers that run an engine loop over a fake device."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ def make_loop(rig: EngineRig) -> EngineLoop:
 
 @asynccontextmanager
 async def running(loop: EngineLoop) -> AsyncIterator[None]:
-    """Runs beside the test; drained at the end, and whatever it raises comes out."""
+    """Run the loop during the `async with` body, then drain it. Exceptions of the loop are raised."""
     task = asyncio.create_task(loop.run())
     try:
         yield
@@ -28,5 +28,6 @@ async def running(loop: EngineLoop) -> AsyncIterator[None]:
 
 
 async def turns(count: int = 20) -> None:
+    """Let other tasks run for `count` turns of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
