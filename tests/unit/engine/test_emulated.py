@@ -100,14 +100,14 @@ class _Coarse(virtual_time.VirtualTimeLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        exact = self._jump.select
+        exact = self._jumps.select
 
         def late(timeout: float | None = None) -> list[object]:
             found = exact(timeout)
-            self._jump.now_s = math.ceil(self._jump.now_s * 1000 - 1e-6) / 1000
+            self._jumps.now_s = math.ceil(self._jumps.now_s * 1000 - 1e-6) / 1000
             return found  # type: ignore[return-value]
 
-        self._jump.select = late  # type: ignore[method-assign,assignment]
+        self._jumps.select = late  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("step_s", [0.0003, 0.0011, 0.0087])
@@ -127,7 +127,7 @@ async def test_long_delay_is_made_up_for_only_in_part() -> None:
     rig, loop = Rig(0.010), asyncio.get_running_loop()
     step = asyncio.create_task(rig.run(rig.part([1, 2, 3])))
     await asyncio.sleep(0.005)
-    loop._jump.now_s += 5.0  # type: ignore[attr-defined]
+    loop._jumps.now_s += 5.0  # type: ignore[attr-defined]
     await step
     began_s = loop.time()
     await rig.decode(10, 1)
@@ -140,7 +140,7 @@ async def test_emulation_time_is_part_of_the_step() -> None:
     run = rig.executor._run
 
     def slowly(plan: StepPlan) -> object:
-        loop._jump.now_s += 0.004  # type: ignore[attr-defined]
+        loop._jumps.now_s += 0.004  # type: ignore[attr-defined]
         return run(plan)
 
     rig.executor._run = slowly  # type: ignore[method-assign,assignment]
