@@ -1,10 +1,11 @@
-# Baton's commands for people who work on it. `make setup` is what the others call first; it does nothing when nothing has changed.
+# Commands for people who work on Baton. Each sets up .venv first; that does nothing when nothing has changed.
 #
-#   PYTHON=python3.12          the interpreter that .venv is made with (3.11 to 3.13)
-#   TORCH_INDEX_URL=URL        one more index to look for torch in, such as PyTorch's CPU index: on Linux the default wheels bring CUDA
+#   PYTHON=python3.12          interpreter for .venv (3.11 to 3.13)
+#   TORCH_INDEX_URL=URL        additional index for torch, such as PyTorch's CPU index; the default wheels bring CUDA
 #   RUN_ONCE=1                 `make run` ends after the first answer
-#   PROMPT="What does …?"      what `make run` asks first
-#   ARGS="--decode 2"          more flags for `baton up` (run) or pytest (test, test-long)
+#   PROMPT="What does ...?"    first question of `make run`
+#   ARGS="--decode 2"          more flags for `baton up` (run), pytest (test*), or a benchmark (bench)
+#   NAME=scheduler             the benchmark of `make bench`
 
 SHELL := /bin/bash
 VENV := .venv
@@ -13,13 +14,16 @@ STAMP := $(VENV)/.baton-setup
 PYTHON ?= python3
 export PROMPT ?= What does os.path.join do?
 
-.PHONY: setup run test test-long test-triton check check-deploy proto bench clean
+UNIT_TESTS := tests/unit tests/contract tests/sim
+UNIT_MARKS := not long and not slow and not model and not integration
+
+.PHONY: setup run test test-unit test-long test-triton check check-deploy proto reference docs bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
 	@:
 
-# torch comes first and alone, so that a build from TORCH_INDEX_URL, or one that this machine already offers, is taken and then kept.
+# torch comes first and alone, so that a build from TORCH_INDEX_URL, or one that this machine already offers, is kept.
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "Baton needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is not: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
@@ -34,32 +38,47 @@ $(STAMP): pyproject.toml constraints.txt
 run: setup
 	@exec $(BIN)/baton up --first-prompt "$$PROMPT" $(if $(filter-out 0,$(RUN_ONCE)),--once) $(ARGS)
 
+# Everything that a change must pass.
 test: setup check
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-# Some tests alone, as ARGS may ask for, are without the interpreted ones: pytest ends with an error where it is left with none.
+# Seconds per package: no Ray, Redis, NIXL or model.
+test-unit: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(UNIT_MARKS)" $(UNIT_TESTS) $(ARGS)
+
+# The full-size forms. Single tests, as ARGS may select, run without the interpreted ones.
 test-long: setup check
 	BATON_TEST_LONG=1 $(BIN)/python -m pytest -m '' $(ARGS)
 	$(if $(ARGS),,$(MAKE) test-triton)
 
-# The kernel for GPUs, interpreted on a CPU: slow, and apart from .venv, because CPU builds of torch come without triton.
+# The GPU kernel, interpreted on a CPU: slow, and outside .venv, because CPU builds of torch come without triton.
 test-triton: setup
 	@test -d build/triton || $(BIN)/python -m pip install --quiet --no-deps --target build/triton triton==3.7.1
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest tests/gpu/test_triton_attention.py $(ARGS)
 
-check: setup
+check: setup docs
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tools.checks
+	$(BIN)/python -m tools.reference --check
 
-# The chart's tests, which `make test` runs, too.
+# The chart's tests, which `make test` runs too.
 check-deploy: setup
 	$(BIN)/python tools/gen_chart.py --check
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/deploy $(ARGS)
 
 proto: setup
 	$(BIN)/python tools/gen_proto.py
+
+# Writes docs/reference/ from the code.
+reference: setup
+	$(BIN)/python -m tools.reference
+
+# The documentation site, into build/site. A broken link fails.
+docs: setup
+	$(BIN)/mkdocs build --quiet --strict
 
 # One benchmark by NAME; without a name it lists them.
 bench: setup
