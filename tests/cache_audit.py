@@ -32,7 +32,7 @@ from baton.core.kv.block_hash import BlockHash, chain, root_hash, token_ids
 from baton.core.kv.kv_layout import KvLayout
 from baton.rpc.grpc_network import GrpcNetwork
 from tests.cache_reader import NUM_BLOCKS, CacheReader, cache_reader
-from tests.cluster import CALM_S, ProcessCluster
+from tests.cluster import SETTLE_S, ProcessCluster
 
 MAX_TAU = 1e-3
 MIN_COVERAGE = 0.9
@@ -302,7 +302,7 @@ async def _until_reported(cluster: ProcessCluster, num_cached: Counter[str]) -> 
         return all(w.blocks.cached == num_cached[w.worker.worker_id] and not w.open_leases for w in audited)
 
     await cluster.until(
-        is_so, CALM_S, f"what could be pulled is what is cached, and no lease is open: {dict(num_cached)}"
+        is_so, SETTLE_S, f"what could be pulled is what is cached, and no lease is open: {dict(num_cached)}"
     )
 
 

@@ -1,5 +1,7 @@
-"""A cluster of real processes for tests: Redis, scheduler, workers, gateway, without Ray. Each can be
-stopped, killed and started."""
+"""A test cluster of real processes: Redis, scheduler, workers and gateway, without Ray.
+
+Each process can be stopped, killed and started.
+"""
 
 import asyncio
 import json
@@ -33,34 +35,34 @@ from tests.times import TEST_TIMES
 HOST = "127.0.0.1"
 START_S = 90.0
 PROGRAM = "baton.cli"
-CALM_S = 10.0
-"""I2: so long after the last request and the last fault nothing may be left."""
+SETTLE_S = 10.0
+"""Time after the last request and fault within which all blocks, leases and sequences must be released."""
 
 
 class History(Protocol):
-    """What a client asked, and what it has got so far."""
+    """A request of a client and its answer so far."""
 
     def token_chains(self) -> Iterable[tuple[int, ...]]:
-        """Each sample's prompt and tokens; the prompt alone where there are none."""
+        """Return prompt and output tokens of each sample, or only the prompt if there is no output."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doors:
-    """Where clients reach a gateway."""
+class GatewayAddresses:
+    """Addresses at which clients reach a gateway."""
 
     url: str
     grpc_address: str
 
 
 class ProcessCluster:
-    """Processes by name: `redis`, `scheduler`, `gateway`, `p0`, `d0`, `h0`, …
+    """A cluster whose processes are named `redis`, `scheduler`, `gateway`, `p0`, `d0`, `h0`, ...
 
-    `history` is what clients asked of it since its start; whoever asks something adds to it.
+    history: requests and answers since the start. Each test client appends its own.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], secured: Secured | None = None) -> None:
-        """`secured`: without it, in plain text, and everybody may do everything."""
+        """`secured`: certificates and API keys. None: without TLS and authentication."""
         self.directory = directory
         self.secured = secured
         self.settings: dict[str, Any] = {
@@ -70,7 +72,7 @@ class ProcessCluster:
             "kv_memory": 64 * 2**20,
             "max_model_len": 4096,
             "threads_per_worker": 1,
-            "policy": "least_loaded",  # which workers a request meets is what these tests are about: it must not depend on measured seconds
+            "policy": "least_loaded",  # placement in these tests must not depend on measured times
             **TEST_TIMES,
             **({} if secured is None else secured.settings()),
             **settings,
@@ -91,8 +93,11 @@ class ProcessCluster:
         failpoints: Mapping[str, str] | None = None,
         wait: bool = True,
     ) -> None:
-        """Everything; `failpoints` by worker. `wait`: until the gateway is ready. Redis is reached through
-        `redis_proxy` where there is one."""
+        """Start all processes. Redis is reached through `redis_proxy` if that is set.
+
+        failpoints: failpoints by worker name.
+        wait: wait until the gateway is ready.
+        """
         redis = redis_command(self.directory / "redis")
         self.settings["redis_url"] = redis.url
         await self._start_child("redis", redis.argv, {}, redis.wait_until_ready)
@@ -116,7 +121,7 @@ class ProcessCluster:
             await self.wait_ready()
 
     async def start_worker(self, name: str, *, failpoints: str = "", program: str = PROGRAM, **settings: Any) -> None:
-        """A (new) life of the worker `name`."""
+        """Start a worker, or start it again with a new epoch."""
         role = self.roles.setdefault(name, {"p": "prefill", "d": "decode", "h": "hybrid"}[name[0]])
         await self.start_service(
             name, "worker", failpoints=failpoints, program=program, worker_id=name, role=role, **settings
@@ -132,8 +137,11 @@ class ProcessCluster:
         program: str = PROGRAM,
         **settings: Any,
     ) -> None:
-        """`max_open_files`: all that the process may have open. `program`: the module that it runs, with the
-        command line of Baton's."""
+        """Start a service.
+
+        max_open_files: limit of open files of the process.
+        program: the Python module to run; it takes the command line of `baton`.
+        """
         known = {setting.name for setting in settings_of(SERVICES[command])}
         values = {
             key: value for key, value in {**self.settings, **settings}.items() if key in known and value is not None
@@ -166,31 +174,31 @@ class ProcessCluster:
         await self.children.pop(name).stop(grace_s=5)
 
     async def stop_one(self, name: str) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM and return the exit code."""
         child = self.children.pop(name)
         await child.stop(grace_s=30)
         assert child.exit_code is not None
         return child.exit_code
 
     async def until_ended(self, name: str, limit_s: float = 60.0) -> int:
-        """Wait until a process that was told to stop has done so; the exit code."""
+        """Wait for the end of a process that received SIGTERM, and return its exit code."""
         async with asyncio.timeout(limit_s):
             while self.children[name].exit_code is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return await self.stop_one(name)
 
-    async def start_gateway(self, name: str, *, max_open_files: int | None = None, **settings: Any) -> "Doors":
-        """One more, beside `gateway`; returns when it is ready."""
+    async def start_gateway(self, name: str, *, max_open_files: int | None = None, **settings: Any) -> GatewayAddresses:
+        """Start another gateway and wait until it is ready."""
         http_port, grpc_port = (choose_port(HOST, 0, flag="--http-port") for _ in range(2))
         await self.start_service(
             name, "gateway", max_open_files=max_open_files, http_port=http_port, grpc_port=grpc_port, **settings
         )
-        doors = Doors(url=f"{self.url.partition(':')[0]}://{HOST}:{http_port}", grpc_address=f"{HOST}:{grpc_port}")
-        await self.wait_ready(doors.url)
-        return doors
+        url = f"{self.url.partition(':')[0]}://{HOST}:{http_port}"
+        await self.wait_ready(url)
+        return GatewayAddresses(url=url, grpc_address=f"{HOST}:{grpc_port}")
 
     async def wait_ready(self, url: str | None = None) -> None:
-        """The gateway there; by default `gateway`."""
+        """Wait until the gateway at `url` is ready, by default `gateway`."""
         last = ""
         async with httpx.AsyncClient(
             timeout=2.0, verify=True if self.secured is None else self.secured.trust
@@ -212,7 +220,7 @@ class ProcessCluster:
             return await AdminClient(channel, self.grpc_address, authorization=key).status()
 
     async def until(self, condition: Callable[[ClusterStatus], bool], limit_s: float, what: str) -> ClusterStatus:
-        """Poll the cluster's status until it is so. Raises AssertionError with the last one."""
+        """Poll the cluster's status until `condition` holds. Raises AssertionError with the last status."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
         while True:
@@ -232,7 +240,8 @@ class ProcessCluster:
         )
 
     async def check_clean(self) -> None:
-        """Invariant I2 on every living worker: each block is free or cached."""
+        """Wait until every block of every living worker is free or cached, and no lease or sequence is
+        left."""
 
         def is_clean(status: ClusterStatus) -> bool:
             return all(
@@ -245,23 +254,22 @@ class ProcessCluster:
             )
 
         await self.until(
-            is_clean, CALM_S, "every block free or cached, none used, receiving or quarantined; no lease, no sequence"
+            is_clean, SETTLE_S, "every block free or cached, none used, receiving or quarantined; no lease, no sequence"
         )
 
     def check_alive(self) -> None:
-        """Every process that nobody stopped still runs; else AssertionError with what the dead one logged
-        last."""
+        """Raise AssertionError with the end of its log if a process ended that was not stopped or killed."""
         for name, child in self.children.items():
             if child.exit_code is not None:
                 logs = [path.read_text()[-3000:] for path in (self.directory / "logs" / name).glob("*.log")]
                 raise AssertionError(f"{name} ended with {child.exit_code}: {logs}")
 
     async def metric(self, name: str, metric: str) -> float:
-        """The sum of a metric's samples at a process that was started with `admin_port=0`."""
+        """Return the sum of a metric's samples. The process must have been started with `admin_port=0`."""
         return sum(sample.value for sample in await self.scrape(name) if sample.name == metric)
 
     async def scrape(self, name: str) -> list[Sample]:
-        """All samples of a process that was started with `admin_port=0`."""
+        """Return all samples of a process that was started with `admin_port=0`."""
         log = next((self.directory / "logs" / name).glob("*.log")).read_text()
         address = next(json.loads(line)["address"] for line in log.splitlines() if '"admin_started"' in line)
         async with httpx.AsyncClient(timeout=5.0) as client:
@@ -269,7 +277,7 @@ class ProcessCluster:
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     async def stop(self) -> None:
-        """Everything, gateways first; nothing may be left."""
+        """Stop all processes, gateways first. Raises AssertionError if one is left."""
         order = sorted(self.children, key=lambda name: (name[0] != "g", name == "redis"))
         pids = [self.pid(name) for name in order]
         for name in order:
@@ -294,8 +302,10 @@ async def process_cluster(
     tenants: tuple[str, ...] = (),
     **settings: Any,
 ) -> AsyncIterator[ProcessCluster]:
-    """A running cluster; what a failed test leaves is cleaned up, too. `tenants`: with TLS everywhere, and a
-    key for each of them."""
+    """Run a cluster. It is cleaned up also after a failed test.
+
+    tenants: enable TLS on all connections and API keys for these tenants.
+    """
     with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         cluster = ProcessCluster(Path(directory), settings, Secured.new(Path(directory), *tenants) if tenants else None)
         cluster.redis_proxy = redis_proxy

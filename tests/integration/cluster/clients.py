@@ -1,4 +1,4 @@
-"""Clients of a test cluster over gRPC: what they asked, what they got, and whether it is exact."""
+"""gRPC clients of a test cluster. They record their requests and answers for later checks."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request. `sampling` decides everything but n."""
+    """One request. All sampling parameters except n come from `sampling`."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -47,7 +47,11 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class Got:
-    """What came back; `failure` is the reason of a typed error."""
+    """The answer to a request.
+
+    tokens, logprobs, finishes: by choice index.
+    failure: reason code of an error, empty if there was none.
+    """
 
     ask: Ask
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -66,15 +70,16 @@ class Got:
             self.finishes[choice.index] = choice.finish
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
+        """True if all samples finished and the usage arrived."""
         return self.usage is not None and len(self.finishes) == self.ask.num_samples
 
     def token_chains(self) -> list[tuple[int, ...]]:
-        """Implements `tests.cluster.History`."""
+        """Return the token chains, as `History` requires."""
         return [(*self.ask.prompt, *tokens) for tokens in self.tokens.values()] or [self.ask.prompt]
 
     def answers(self) -> list[Answer]:
-        """One a sample, for the checker."""
+        """Return one answer per sample, for `ExactnessChecker`."""
         return [
             Answer(
                 prompt=self.ask.prompt,
@@ -88,8 +93,10 @@ class Got:
 
 
 class Client:
-    """One client of a cluster's gateway, which enters what it asks into the cluster's history; use as `async
-    with`."""
+    """A client of a cluster's gateway, used as `async with`.
+
+    It appends its requests to the cluster's history.
+    """
 
     def __init__(self, cluster: ProcessCluster) -> None:
         self._history = cluster.history
@@ -102,8 +109,8 @@ class Client:
     async def __aexit__(self, *error: object) -> None:
         await self._channel.close()
 
-    async def ask(self, ask: Ask, *, leave_after: int | None = None, deadline_s: float = DEADLINE_S) -> Got:
-        """Ask and collect; `leave_after` tokens the client hangs up."""
+    async def ask(self, ask: Ask, *, cancel_after: int | None = None, deadline_s: float = DEADLINE_S) -> Got:
+        """Send a request and collect the answer. The client cancels after `cancel_after` tokens."""
         got = Got(ask=ask)
         self._history.append(got)
         loop = asyncio.get_running_loop()
@@ -120,7 +127,7 @@ class Client:
                     if chunk.usage is not None:
                         got.usage, got.timeline = chunk.usage, chunk.timeline
                         break
-                    if leave_after is not None and sum(map(len, got.tokens.values())) >= leave_after:
+                    if cancel_after is not None and sum(map(len, got.tokens.values())) >= cancel_after:
                         break
             finally:
                 await generation.aclose()
@@ -134,8 +141,8 @@ class Client:
 def random_asks(
     rng: Random, number: int, *, max_prompt: int, vocab_size: int, max_tokens: int = 16, num_samples: int = 1
 ) -> list[Ask]:
-    """Lengths around block and chunk boundaries, shared prefixes, whole prompts again; greedy and all kinds
-    of sampling."""
+    """Return random requests: lengths around block and chunk boundaries, shared prefixes, repeated prompts,
+    and greedy or any other kind of sampling."""
     boundaries = [n + d for n in (16, 32, 64, 256, 512, 1024, 2048) for d in (-1, 0, 1)] + [1, 2]
     prompts: list[tuple[int, ...]] = []
     for _ in range(number):
@@ -177,7 +184,7 @@ def _sampling(rng: Random, max_tokens: int) -> Sampling:
 
 
 async def ask_all(cluster: ProcessCluster, asks: Sequence[Ask], *, in_flight: int = 32) -> list[Got]:
-    """Every request, so many at a time."""
+    """Send all requests, at most `in_flight` at a time, and return their answers in order."""
     slots = asyncio.Semaphore(in_flight)
     async with Client(cluster) as client:
 

@@ -1,4 +1,4 @@
-"""References that every test of a cluster shares; both are of the demo model."""
+"""Reference checkers for the demo model, shared by all tests of this folder."""
 
 import pytest
 import torch

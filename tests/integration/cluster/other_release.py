@@ -1,5 +1,4 @@
-"""Baton of a release that lays its KV blocks out otherwise: `python -m` this with the arguments of
-`baton`."""
+"""Baton with another KV layout version, as another release would have: `python -m ... ARGUMENTS OF baton`."""
 
 from baton.cli.main import main
 from baton.core.kv.kv_layout import LAYOUT_VERSION, KvLayout

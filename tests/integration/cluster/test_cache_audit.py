@@ -1,5 +1,5 @@
-"""The cache audit finds what it is there for: one wrong number in one block of one worker, and whatever it
-has not seen."""
+"""The cache audit detects a single wrong value in one block of one worker, and blocks that it cannot
+check."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asy
 
 BLOCK = 16
 SHARED = tuple(Random(3).choices(range(4, 4096), k=2 * BLOCK))
-"""Blocks 1 and 2 of `FIRST` and `SECOND`: the same tokens after different ones."""
+"""Blocks 1 and 2 of `FIRST` and `SECOND`: the same tokens in different contexts."""
 FIRST = (*Random(1).choices(range(4, 4096), k=BLOCK), *SHARED, 5)
 SECOND = (*Random(2).choices(range(4, 4096), k=BLOCK), *SHARED, 5)
 
@@ -35,9 +35,11 @@ def hashes(layout: KvLayout, prompt: tuple[int, ...]) -> list[BlockHash]:
 
 
 @contextmanager
-def spoilt(memory: KvMemory, layout: KvLayout, block_id: int) -> Iterator[np.ndarray]:
-    """A worker's KV [num_blocks, num_layers, 2, num_kv_heads, block_size_tokens, head_dim], to be written
-    from outside; this block is as it was in the end."""
+def writable_block(memory: KvMemory, layout: KvLayout, block_id: int) -> Iterator[np.ndarray]:
+    """Yield a worker's KV memory, writable from this process, and restore one block at the end.
+
+    Shape [num_blocks, num_layers, 2, num_kv_heads, block_size_tokens, head_dim].
+    """
     shared = attach_shared(memory.agent_metadata.decode(), num_blocks=memory.num_blocks, block_bytes=layout.block_bytes)
     component = layout.groups[0].components[0]
     kv = shared.kv.view(np.float32).reshape(-1, layout.num_layers, 2, component.num_kv_heads, BLOCK, component.head_dim)
@@ -48,8 +50,10 @@ def spoilt(memory: KvMemory, layout: KvLayout, block_id: int) -> Iterator[np.nda
         kv[block_id] = before
 
 
-async def places(cluster: ProcessCluster) -> tuple[KvLayout, dict[WorkerRef, tuple[KvMemory, dict[BlockHash, int]]]]:
-    """The layout, and of each worker where its memory lies and which block holds what."""
+async def cached_blocks(
+    cluster: ProcessCluster,
+) -> tuple[KvLayout, dict[WorkerRef, tuple[KvMemory, dict[BlockHash, int]]]]:
+    """Return the KV layout, and the memory and the block ids by hash of each worker."""
     reports = await ready_reports(cluster)
     layout = reports[0].layout
     async with cache_reader(layout, transfer="local") as reader:
@@ -67,18 +71,20 @@ async def places(cluster: ProcessCluster) -> tuple[KvLayout, dict[WorkerRef, tup
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(auditor: CacheAuditor) -> AsyncIterator[ProcessCluster]:
-    """1P+1D over shared memory, which a test can write to; both workers cache `FIRST` and `SECOND`, three
-    full blocks each."""
+    """One prefill and one decode worker over shared memory, which a test can write to.
+
+    Both workers cache `FIRST` and `SECOND`, three full blocks each.
+    """
     async with process_cluster(prefill=1, decode=1, transfer="local") as running:
         with pytest.raises(NotCovered, match="nothing is cached"):
             await auditor.audit(running)
         asks = [Ask(prompt=prompt, sampling=Sampling(max_tokens=4, temperature=0.0)) for prompt in (FIRST, SECOND)]
-        assert all(got.is_whole for got in await ask_all(running, asks))
+        assert all(got.is_complete for got in await ask_all(running, asks))
         await running.check_clean()
         yield running
 
 
-async def test_an_audit_that_knows_too_little_fails(cluster: ProcessCluster, auditor: CacheAuditor) -> None:
+async def test_audit_fails_if_it_cannot_check_enough_blocks(cluster: ProcessCluster, auditor: CacheAuditor) -> None:
     assert (await auditor.audit(cluster)).num_cached == {"p0": 6, "d0": 6}
     forgotten = cluster.history.pop()
     with pytest.raises(NotCovered, match=r"only 3 of 6 cached blocks of [dp]0 "):
@@ -87,10 +93,10 @@ async def test_an_audit_that_knows_too_little_fails(cluster: ProcessCluster, aud
     await auditor.audit(cluster)
 
 
-async def test_one_wrong_block_of_one_worker_is_found_and_named(cluster: ProcessCluster, auditor: CacheAuditor) -> None:
+async def test_audit_names_one_wrong_block_of_one_worker(cluster: ProcessCluster, auditor: CacheAuditor) -> None:
     found = await auditor.audit(cluster)
     assert found.num_compared == found.num_cached == {"p0": 6, "d0": 6}
-    layout, workers = await places(cluster)
+    layout, workers = await cached_blocks(cluster)
     for worker, (memory, blocks) in workers.items():
         block, in_other_context, other = (
             blocks[hashes(layout, prompt)[index]] for prompt, index in ((FIRST, 1), (SECOND, 1), (SECOND, 0))
@@ -98,30 +104,29 @@ async def test_one_wrong_block_of_one_worker_is_found_and_named(cluster: Process
         at = (
             f"^{worker.worker_id} block {block}, hash {hashes(layout, FIRST)[1].hex()}, tokens 16 to 31 of a sequence: "
         )
-        with spoilt(memory, layout, block) as kv:
+        with writable_block(memory, layout, block) as kv:
             kv[block, 3, 1, 1, 7, 60] += 0.001
             with pytest.raises(
                 WrongBlock, match=f"{at}layer 3, v, head 1, token 23, element 60 .* 1 of .* in layers .3.$"
             ):
                 await auditor.audit(cluster)
-        with spoilt(memory, layout, block) as kv:
+        with writable_block(memory, layout, block) as kv:
             kv[block, 0, 0, 0, 0, 0] = np.nan
             with pytest.raises(WrongBlock, match=f"{at}layer 0, k, head 0, token 16, element 0 is nan"):
                 await auditor.audit(cluster)
-        with spoilt(memory, layout, block) as kv:
+        with writable_block(memory, layout, block) as kv:
             kv[block] = kv[other]
             with pytest.raises(WrongBlock, match=f"{at}.* in layers .0, 1, 2, 3, 4, 5.$"):
                 await auditor.audit(cluster)
-        with spoilt(memory, layout, block) as kv:
-            kv[block] = kv[
-                in_other_context
-            ]  # the same tokens at the same place: of the first layer alone nobody would know
+        with writable_block(memory, layout, block) as kv:
+            # The same tokens at the same position: the first layer alone would not show the difference.
+            kv[block] = kv[in_other_context]
             with pytest.raises(WrongBlock, match=f"{at}.* in layers .1, 2, 3, 4, 5.$"):
                 await auditor.audit(cluster)
-        with spoilt(memory, layout, block) as kv:
-            kv[block, :, 0] = np.roll(kv[block, :, 0], 1, axis=-2)  # keys one place too far
+        with writable_block(memory, layout, block) as kv:
+            kv[block, :, 0] = np.roll(kv[block, :, 0], 1, axis=-2)  # keys shifted by one position
             with pytest.raises(WrongBlock, match=f"{at}layer ., k, "):
                 await auditor.audit(cluster)
     again = await auditor.audit(cluster)
     assert again.num_compared == found.num_compared
-    assert again.num_tokens == 0, "all of it was found right before, bit by bit"
+    assert again.num_tokens == 0, "blocks that are bitwise unchanged are not recomputed"

@@ -1,4 +1,4 @@
-"""Emulated workers as processes: what they answer is a function of KV that really moved, over NIXL."""
+"""Emulated workers as processes. Their tokens are a function of KV that was really transferred over NIXL."""
 
 from random import Random
 
@@ -21,13 +21,13 @@ def ask(number: int, num_prompt_tokens: int = 700) -> Ask:
 
 
 def check(got: Got) -> None:
-    assert got.is_whole, got.failure
+    assert got.is_complete, got.failure
     sampling = got.ask.sampling
     right = emulated_answer(got.ask.prompt, seed=sampling.seed, max_tokens=sampling.max_tokens, vocab_size=VOCAB_SIZE)
     assert got.tokens[0] == right
 
 
-async def test_answers_follow_from_kv_that_was_pulled_cached_or_computed_and_take_their_time() -> None:
+async def test_answers_are_exact_with_pulled_cached_and_computed_kv_and_steps_take_time() -> None:
     async with (
         process_cluster(device="emulated", emulated_costs=f"step={STEP_MS}ms,prefill_token=20us") as cluster,
         Client(cluster) as client,
@@ -41,7 +41,7 @@ async def test_answers_follow_from_kv_that_was_pulled_cached_or_computed_and_tak
             assert got.timeline.tpot_s > 0.95 * STEP_MS / 1000
         assert pulled.timeline is not None
         assert pulled.timeline.legs[1].kv_bytes >= 700 * 6 * 2 * 2 * 64 * 4, (
-            "all of the prompt's: layers, keys and values, heads, float32"
+            "the whole prompt: layers, keys and values, heads, float32"
         )
         assert pulled.timeline.legs[1].transport
         assert {worker.model for worker in (await cluster.status()).workers} == {"demo (emulated)"}

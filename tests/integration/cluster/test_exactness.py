@@ -1,5 +1,4 @@
-"""Every topology against the reference (acceptance 3 of the spine): real processes, real transfers,
-float32."""
+"""Tokens of every topology equal the reference: real processes, real transfers, float32."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,11 +24,11 @@ DEMO_VOCAB = 4096
 
 def check(checker: ExactnessChecker, got: list[Got]) -> Exactness:
     assert [one.failure for one in got if one.failure] == []
-    assert all(one.is_whole for one in got)
+    assert all(one.is_complete for one in got)
     return checker.check([answer for one in got for answer in one.answers()])
 
 
-async def test_prefill_and_decode_apart_over_nixl(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
+async def test_disaggregated_answers_over_nixl_are_exact(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     asks = random_asks(Random(1), sized(24, 300), max_prompt=sized(1100, 3000), vocab_size=DEMO_VOCAB)
     async with process_cluster(prefill=1, decode=1, transfer="nixl") as cluster:
         got = await ask_all(cluster, asks)
@@ -37,8 +36,8 @@ async def test_prefill_and_decode_apart_over_nixl(checker: ExactnessChecker, aud
         await auditor.audit(cluster)
     check(checker, got)
     pulled = [leg for one in got if one.timeline for leg in one.timeline.legs if leg.kv_bytes]
-    assert len(pulled) > len(asks) / 2, "the answers must have gone through transfers"
-    assert any(one.usage and one.usage.num_cached_tokens for one in got), "and some through the prefix cache"
+    assert len(pulled) > len(asks) / 2, "most answers need a transfer"
+    assert any(one.usage and one.usage.num_cached_tokens for one in got), "some prompts hit the prefix cache"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ async def test_prefill_and_decode_apart_over_nixl(checker: ExactnessChecker, aud
     ],
     ids=["2P+2D", "hybrid", "shared-memory"],
 )
-async def test_other_topologies(
+async def test_answers_of_other_topologies_are_exact(
     checker: ExactnessChecker, auditor: CacheAuditor, shape: dict[str, int], settings: dict[str, Any]
 ) -> None:
     asks = random_asks(Random(2), sized(16, 60), max_prompt=600, vocab_size=DEMO_VOCAB)
@@ -73,7 +72,7 @@ async def test_several_samples_share_one_transfer(checker: ExactnessChecker, aud
     assert any(len(set(sample)) > 1 for sample in samples), "seeded samples of one prompt differ"
 
 
-async def test_decode_that_runs_out_of_memory_preempts_and_stays_exact(
+async def test_preemption_for_lack_of_blocks_keeps_answers_exact(
     checker: ExactnessChecker, auditor: CacheAuditor
 ) -> None:
     block_bytes = 16 * 6 * 2 * 2 * 64 * 4  # of the demo model in float32
@@ -81,7 +80,7 @@ async def test_decode_that_runs_out_of_memory_preempts_and_stays_exact(
     asks = [
         Ask(
             prompt=ask.prompt, sampling=replace(ask.sampling, max_tokens=120, ignore_eos=True)
-        )  # they all outgrow what they began with
+        )  # all sequences outgrow their first blocks
         for ask in random_asks(rng, sized(16, 60), max_prompt=200, vocab_size=DEMO_VOCAB)
     ]
     async with process_cluster(
@@ -95,7 +94,7 @@ async def test_decode_that_runs_out_of_memory_preempts_and_stays_exact(
 
 
 @pytest.mark.parametrize("name", list(TINY_MODELS) if sized(False, True) else ["mistral-window"])
-async def test_other_architectures(name: str, tmp_path: Path) -> None:
+async def test_answers_of_other_architectures_are_exact(name: str, tmp_path: Path) -> None:
     make: Callable[[], PreTrainedConfig] = TINY_MODELS[name]
     directory = tmp_path / "model"
     init_model(make(), directory, seed=5)

@@ -1,5 +1,5 @@
-"""Rows of the fault table that need processes: restarts, bad batches, mismatches, full memory, clients that
-leave, deadlines, drains."""
+"""Faults that need real processes: restarts, failing sequences, layout mismatches, full memory, cancels,
+deadlines and drains."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,15 +22,14 @@ from tests.scale import sized
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 MARKER = 4000
-"""A token that no other prompt of these tests has: failpoints wait for it."""
+"""A token that no other prompt of these tests contains. Failpoints fire on it."""
 BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
-"""Of the demo model in float32."""
+"""Size of a block of the demo model in float32."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[ProcessCluster]:
-    """1P+1D whose decode worker fails for one sequence, or makes NaN of its logits, when it meets a marker
-    token."""
+    """One prefill and one decode worker. On a marker token, a sequence raises or its logits become NaN."""
     failpoints = f"sequence_step[token={MARKER}]=raise:marked; logits[token={MARKER + 1}]=raise:nan"
     async with process_cluster(prefill=1, decode=1, failpoints={"p0": failpoints}) as running:
         yield running
@@ -49,7 +48,8 @@ def check(checker: ExactnessChecker, got: list[Got]) -> None:
     checker.check([answer for one in got for answer in one.answers()])
 
 
-async def test_row_12_one_bad_sequence_fails_alone(
+@pytest.mark.fault("F-12")
+async def test_failing_sequence_does_not_affect_its_batch(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
 ) -> None:
     rng = Random(12)
@@ -65,7 +65,8 @@ async def test_row_12_one_bad_sequence_fails_alone(
     await cluster.until_workers("p0", "d0")
 
 
-async def test_row_8_a_prefill_worker_restarts_at_the_same_address(
+@pytest.mark.fault("F-8")
+async def test_prefill_worker_restart_at_the_same_address_is_recognized(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
 ) -> None:
     before = await cluster.status()
@@ -75,20 +76,23 @@ async def test_row_8_a_prefill_worker_restarts_at_the_same_address(
     status = await cluster.until(
         lambda s: any(w.worker.worker_id == "p0" and w.worker.worker_epoch != old.worker_epoch for w in s.workers),
         60,
-        "a new life of p0",
+        "a new epoch of p0",
     )
     new = next(w.worker for w in status.workers if w.worker.worker_id == "p0")
     assert new.address == old.address
     await cluster.wait_ready()
     got = await ask_all(cluster, random_asks(Random(8), 4, max_prompt=300, vocab_size=4000))
     check(checker, got)
-    assert any(leg.kv_bytes for one in got if one.timeline for leg in one.timeline.legs), "read from the new life"
+    assert any(leg.kv_bytes for one in got if one.timeline for leg in one.timeline.legs), (
+        "KV is read from the new incarnation"
+    )
     await cluster.check_clean()
     await auditor.audit(cluster)
 
 
+@pytest.mark.fault("F-34", "F-35")
 @pytest.mark.parametrize("phase", ["queued", "prefill", "streaming"])
-async def test_rows_34_and_35_leaving_and_deadlines_end_the_work_in_every_phase(
+async def test_cancel_and_deadline_end_the_work_in_every_phase(
     cluster: ProcessCluster, auditor: CacheAuditor, phase: str
 ) -> None:
     rng = Random(34)
@@ -100,10 +104,10 @@ async def test_rows_34_and_35_leaving_and_deadlines_end_the_work_in_every_phase(
         ]
         await cluster.until(lambda s: _is_in(s, phase), 20, phase)
         for task in busy[1:] or busy:
-            task.cancel()  # the client hangs up
+            task.cancel()  # the client disconnects
         await asyncio.gather(*busy[1:] or busy, return_exceptions=True)
         late = await client.ask(Ask(prompt=prompt(rng, num_prompt), sampling=greedy(max_tokens)), deadline_s=0.3)
-        assert "deadline" in late.failure.lower(), "the gateway, or the call itself, which has the same deadline"
+        assert "deadline" in late.failure.lower(), "from the gateway, or from the gRPC call with the same deadline"
         await asyncio.gather(*busy, return_exceptions=True)
     await cluster.check_clean()
     await auditor.audit(cluster)
@@ -116,9 +120,9 @@ def _is_in(status: ClusterStatus, phase: str) -> bool:
     return workers["p0" if phase == "prefill" else "d0"].running_seqs > 0
 
 
-async def test_row_23_workers_that_do_not_fit_are_never_paired(tmp_path: Path) -> None:
-    """A decode worker with another model under the same name: nobody pulls from anybody, the answer is
-    computed where it is decoded."""
+@pytest.mark.fault("F-23")
+async def test_workers_with_different_models_are_never_paired(tmp_path: Path) -> None:
+    """The decode worker has another model under the same name. It pulls no KV and prefills locally."""
     other = tmp_path / "other"
     init_model(TINY_MODELS["qwen3"](), other, seed=9)
     async with process_cluster(prefill=1, decode=0, wait=False) as cluster:
@@ -134,7 +138,10 @@ async def test_row_23_workers_that_do_not_fit_are_never_paired(tmp_path: Path) -
     ExactnessChecker(other).check(got.answers())
 
 
-async def test_row_25_decode_memory_for_one_prompt_and_a_bit(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
+@pytest.mark.fault("F-25")
+async def test_requests_progress_with_decode_memory_for_little_more_than_one_prompt(
+    checker: ExactnessChecker, auditor: CacheAuditor
+) -> None:
     rng = Random(25)
     asks = [Ask(prompt=prompt(rng, 380), sampling=greedy(16)) for _ in range(sized(5, 8))]
     async with process_cluster(
@@ -144,10 +151,11 @@ async def test_row_25_decode_memory_for_one_prompt_and_a_bit(checker: ExactnessC
         await cluster.check_clean()
         await auditor.audit(cluster)
     check(checker, got)
-    assert all(one.is_whole for one in got), "every admitted request makes progress"
+    assert all(one.is_complete for one in got), "every admitted request makes progress"
 
 
-async def test_rows_47_and_48_a_drained_worker_loses_nothing(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
+@pytest.mark.fault("F-47", "F-48")
+async def test_drained_workers_lose_no_request(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(48)
     async with process_cluster(prefill=2, decode=2) as cluster, Client(cluster) as client:
         streams = [
@@ -159,6 +167,6 @@ async def test_rows_47_and_48_a_drained_worker_loses_nothing(checker: ExactnessC
         got = list(await asyncio.gather(*streams))
         assert codes == [0, 0]
         check(checker, got)
-        assert (await client.ask(Ask(prompt=prompt(rng, 50), sampling=greedy()))).is_whole
+        assert (await client.ask(Ask(prompt=prompt(rng, 50), sampling=greedy()))).is_complete
         await cluster.check_clean()
         await auditor.audit(cluster)

@@ -1,5 +1,4 @@
-"""A gateway at its limits, and at its end: clients that do not read, no file descriptor left, SIGTERM (rows
-42, 44 and 49)."""
+"""Limits and shutdown of a gateway: clients that do not read, exhausted file descriptors, SIGTERM."""
 
 import asyncio
 import json
@@ -22,7 +21,7 @@ from baton.rpc.channel import channel_options, open_channel
 from baton.rpc.mappers.client_mapper import to_generate_request
 from baton.runtime.config.settings import GatewayConfig
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from tests.cluster import Doors, ProcessCluster, process_cluster
+from tests.cluster import GatewayAddresses, ProcessCluster, process_cluster
 from tests.emulated_answer import emulated_answer
 from tests.hostile import ACK, BEGIN, PING, SETTINGS, frame, grpc_call, grpc_message, our_errors
 from tests.integration.gateway.http_gateway import request_bytes
@@ -32,7 +31,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asy
 VOCAB_SIZE, SEED = 4096, 7
 STEP_MS = 10
 LONG = 400
-"""Tokens of an answer that takes four seconds, however fast the machine is."""
+"""Number of tokens of an answer that takes four seconds on any machine."""
 COMPLETIONS = "/v1/completions"
 
 
@@ -65,28 +64,28 @@ def body_of(number: int, max_tokens: int, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def right(number: int, max_tokens: int) -> list[int]:
+def expected_tokens(number: int, max_tokens: int) -> list[int]:
     return emulated_answer(prompt_of(number), seed=SEED, max_tokens=max_tokens, vocab_size=VOCAB_SIZE)
 
 
-def open_grpc(doors: Doors) -> grpc.aio.Channel:
-    return open_channel(doors.grpc_address, channel_options(1.0))
+def open_grpc(addresses: GatewayAddresses) -> grpc.aio.Channel:
+    return open_channel(addresses.grpc_address, channel_options(1.0))
 
 
 class Stream:
-    """A streamed answer, read by a task as it comes, over HTTP or gRPC."""
+    """A streamed answer over HTTP or gRPC, read by a background task."""
 
-    def __init__(self, doors: Doors, number: int, *, over: str) -> None:
+    def __init__(self, addresses: GatewayAddresses, number: int, *, over: str) -> None:
         self.number = number
         self.tokens: list[int] = []
         self.has_begun = asyncio.Event()
-        self.task = asyncio.create_task((self._over_http if over == "http" else self._over_grpc)(doors))
+        self.task = asyncio.create_task((self._over_http if over == "http" else self._over_grpc)(addresses))
 
-    async def _over_http(self, doors: Doors) -> None:
+    async def _over_http(self, addresses: GatewayAddresses) -> None:
         body = body_of(self.number, LONG, stream=True, return_token_ids=True)
         async with (
             httpx.AsyncClient(timeout=60) as client,
-            client.stream("POST", f"{doors.url}{COMPLETIONS}", json=body) as answer,
+            client.stream("POST", f"{addresses.url}{COMPLETIONS}", json=body) as answer,
         ):
             assert answer.status_code == 200, await answer.aread()
             async for line in answer.aiter_lines():
@@ -94,8 +93,8 @@ class Stream:
                     self._take(json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"])
             assert line == "" or line == "data: [DONE]"
 
-    async def _over_grpc(self, doors: Doors) -> None:
-        async with open_grpc(doors) as channel:
+    async def _over_grpc(self, addresses: GatewayAddresses) -> None:
+        async with open_grpc(addresses) as channel:
             message = to_generate_request(body_of(self.number, LONG))
             async for chunk in inference_pb2_grpc.InferenceStub(channel).Generate(message, timeout=60):
                 for choice in chunk.choices:
@@ -106,14 +105,14 @@ class Stream:
         self.has_begun.set()
 
     async def check(self) -> None:
-        """It ends by itself, whole and exact."""
+        """Wait for the end and check all tokens."""
         await self.task
-        assert self.tokens == right(self.number, LONG)
+        assert self.tokens == expected_tokens(self.number, LONG)
 
 
-async def streams(doors: Doors) -> list[Stream]:
-    """Four that have begun, over both doors."""
-    made = [Stream(doors, number, over="http" if number % 2 else "grpc") for number in range(4)]
+async def streams(addresses: GatewayAddresses) -> list[Stream]:
+    """Start four streams, two over each protocol, and wait for their first tokens."""
+    made = [Stream(addresses, number, over="http" if number % 2 else "grpc") for number in range(4)]
     async with asyncio.timeout(30):
         await asyncio.gather(*(stream.has_begun.wait() for stream in made))
     return made
@@ -125,19 +124,19 @@ def log_of(cluster: ProcessCluster, name: str) -> list[str]:
     ]
 
 
-async def answers(doors: Doors, number: int) -> bool:
-    """Whether a request over a new connection is answered soon."""
+async def answers(addresses: GatewayAddresses, number: int) -> bool:
+    """Return True if a request over a new HTTP connection is answered within two seconds."""
     with suppress(httpx.TransportError):
         async with httpx.AsyncClient(timeout=2) as client:
-            answer = await client.post(f"{doors.url}{COMPLETIONS}", json=body_of(number, 4, return_token_ids=True))
-            return bool(answer.json()["choices"][0]["token_ids"] == right(number, 4))
+            answer = await client.post(f"{addresses.url}{COMPLETIONS}", json=body_of(number, 4, return_token_ids=True))
+            return bool(answer.json()["choices"][0]["token_ids"] == expected_tokens(number, 4))
     return False
 
 
-async def answers_grpc(doors: Doors) -> bool:
-    """As above at the other door."""
+async def answers_grpc(addresses: GatewayAddresses) -> bool:
+    """Return True if a call over a new gRPC connection is answered within two seconds."""
     with suppress(grpc.aio.AioRpcError):
-        async with open_grpc(doors) as channel:
+        async with open_grpc(addresses) as channel:
             return bool(
                 (
                     await inference_pb2_grpc.InferenceStub(channel).ListModels(
@@ -148,12 +147,13 @@ async def answers_grpc(doors: Doors) -> bool:
     return False
 
 
-async def test_row_49_a_gateway_that_is_told_to_stop_finishes_its_streams(cluster: ProcessCluster) -> None:
-    doors = await cluster.start_gateway("g1")
-    running = await streams(doors)
+@pytest.mark.fault("F-49")
+async def test_draining_gateway_finishes_its_streams_and_refuses_new_requests(cluster: ProcessCluster) -> None:
+    addresses = await cluster.start_gateway("g1")
+    running = await streams(addresses)
     async with (
-        httpx.AsyncClient(base_url=doors.url, timeout=20) as client,
-        open_grpc(doors) as channel,
+        httpx.AsyncClient(base_url=addresses.url, timeout=20) as client,
+        open_grpc(addresses) as channel,
     ):
         assert (await client.get("/ready")).status_code == 200
         cluster.signal("g1", signal.SIGTERM)
@@ -162,7 +162,7 @@ async def test_row_49_a_gateway_that_is_told_to_stop_finishes_its_streams(cluste
                 await asyncio.sleep(0.01)
         assert (ready.status_code, ready.json()["reasons"]) == (503, ["draining"])
         assert (await client.get("/health")).status_code == 200
-        for number in (90, 91):  # over the connection that there is, and over the new one that its `close` asks for
+        for number in (90, 91):  # over the open connection, and over a new one after its `connection: close`
             refused = await client.post(COMPLETIONS, json=body_of(number, 4))
             assert (refused.status_code, refused.json()["error"]["code"], refused.headers["connection"]) == (
                 503,
@@ -174,7 +174,7 @@ async def test_row_49_a_gateway_that_is_told_to_stop_finishes_its_streams(cluste
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
         call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest(prompt="x"), timeout=20)
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
-        assert not any(stream.task.done() for stream in running), "they run on while it refuses others"
+        assert not any(stream.task.done() for stream in running), "streams continue while new requests are refused"
         for stream in running:
             await stream.check()
     assert await cluster.until_ended("g1") == 0
@@ -187,7 +187,7 @@ MAX_OPEN_FILES = 256
 
 
 async def idle_connections(address: str) -> list[socket.socket]:
-    """More than the other side has descriptors for, that say nothing."""
+    """Open more connections than the gateway has file descriptors, and send nothing."""
     host, port = address.rsplit(":", 1)
     made = []
     for _ in range(NUM_IDLE):
@@ -199,28 +199,31 @@ async def idle_connections(address: str) -> list[socket.socket]:
     return made
 
 
-@pytest.mark.parametrize("door", ["http", pytest.param("grpc", marks=pytest.mark.long)])
-async def test_row_44_without_a_descriptor_left_streams_go_on_and_others_come_later(
-    cluster: ProcessCluster, door: str
+@pytest.mark.fault("F-44")
+@pytest.mark.parametrize("protocol", ["http", pytest.param("grpc", marks=pytest.mark.long)])
+async def test_streams_continue_without_free_file_descriptors_and_new_clients_connect_later(
+    cluster: ProcessCluster, protocol: str
 ) -> None:
-    """Idle clients hold all that there are, and stay: they lose their connections when they have had their
-    time to say something."""
-    name = f"g-{door}"
-    doors = await cluster.start_gateway(name, max_open_files=MAX_OPEN_FILES, receive_deadline_s=2.0)
-    running = await streams(doors)
+    """Idle clients hold all file descriptors until the gateway closes their connections at the receive
+    deadline."""
+    name = f"g-{protocol}"
+    addresses = await cluster.start_gateway(name, max_open_files=MAX_OPEN_FILES, receive_deadline_s=2.0)
+    running = await streams(addresses)
     process = psutil.Process(cluster.pid(name))
-    idle = await idle_connections(doors.url.removeprefix("http://") if door == "http" else doors.grpc_address)
+    idle = await idle_connections(
+        addresses.url.removeprefix("http://") if protocol == "http" else addresses.grpc_address
+    )
     try:
         async with asyncio.timeout(20):
             while process.num_fds() < MAX_OPEN_FILES - 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert not any(stream.task.done() for stream in running), "they run while nothing can be opened"
+        assert not any(stream.task.done() for stream in running), "streams continue while no connection can be opened"
         for stream in running:
             await stream.check()
         async with asyncio.timeout(60):
             while process.num_fds() > MAX_OPEN_FILES - NUM_IDLE // 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            while not (await answers(doors, 44) and await answers_grpc(doors)):  # noqa: ASYNC110
+            while not (await answers(addresses, 44) and await answers_grpc(addresses)):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     finally:
         for sock in idle:
@@ -233,22 +236,24 @@ async def test_row_44_without_a_descriptor_left_streams_go_on_and_others_come_la
 NUM_SAMPLES = 32
 
 
-async def not_read_over_http(doors: Doors) -> asyncio.StreamWriter:
-    """A client that asks for a long stream, and reads nothing of it."""
+async def not_read_over_http(addresses: GatewayAddresses) -> asyncio.StreamWriter:
+    """Request a long stream over HTTP and read nothing of it."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", int(doors.url.rsplit(":", 1)[1])))
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", int(addresses.url.rsplit(":", 1)[1])))
     _, writer = await asyncio.open_connection(sock=sock, limit=1024)
     body = body_of(42, 3000, n=NUM_SAMPLES, stream=True, return_token_ids=True, logprobs=1)
     writer.write(request_bytes(COMPLETIONS, json.dumps(body).encode()))
     return writer
 
 
-async def not_read_over_grpc(doors: Doors) -> None:
-    """As above, by the flow control of HTTP/2: it answers pings, so that it counts as alive, and makes no
-    room for more of the answer. Ends with the connection."""
-    reader, writer = await asyncio.open_connection(*doors.grpc_address.split(":"))
+async def not_read_over_grpc(addresses: GatewayAddresses) -> None:
+    """Request a long stream over gRPC and never extend its HTTP/2 flow-control window.
+
+    The client answers pings, so that it counts as alive. Returns when the connection ends.
+    """
+    reader, writer = await asyncio.open_connection(*addresses.grpc_address.split(":"))
     message = to_generate_request(body_of(43, 3000, n=NUM_SAMPLES, logprobs=1))
     writer.write(BEGIN + grpc_call("/baton.v1.Inference/Generate", grpc_message(message.SerializeToString())))
     with suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -259,27 +264,28 @@ async def not_read_over_grpc(doors: Doors) -> None:
                 writer.write(frame(head[3], payload if head[3] == PING else b"", flags=ACK))
 
 
-async def lost_readers(doors: Doors) -> dict[str, int]:
-    """How many requests have ended since their client did not read, by endpoint."""
+async def lost_readers(addresses: GatewayAddresses) -> dict[str, int]:
+    """Return the number of requests that ended with reason `slow_reader`, by endpoint."""
     async with httpx.AsyncClient(timeout=20) as client:
-        lines = (await client.get(f"{doors.url}/metrics")).text.splitlines()
+        lines = (await client.get(f"{addresses.url}/metrics")).text.splitlines()
     counts = (line for line in lines if line.startswith("baton_requests_total") and 'reason="slow_reader"' in line)
     return {line.split('endpoint="')[1].split('"')[0]: round(float(line.rsplit(" ", 1)[1])) for line in counts}
 
 
-async def test_row_42_a_client_that_does_not_read_loses_its_request_and_nobody_else_notices(
+@pytest.mark.fault("F-42")
+async def test_client_that_does_not_read_loses_its_request_and_others_are_unaffected(
     cluster: ProcessCluster,
 ) -> None:
-    """With the buffer that a gateway has by default."""
+    """With the default buffer size of a gateway."""
     assert GatewayConfig().stream_buffer_bytes <= 256 * 1024
-    doors = Doors(url=cluster.url, grpc_address=cluster.grpc_address)
-    others = [Stream(doors, number, over="http" if number % 2 else "grpc") for number in range(4)]
-    unread = await not_read_over_http(doors)
-    stalled = asyncio.create_task(not_read_over_grpc(doors))
+    addresses = GatewayAddresses(url=cluster.url, grpc_address=cluster.grpc_address)
+    others = [Stream(addresses, number, over="http" if number % 2 else "grpc") for number in range(4)]
+    unread = await not_read_over_http(addresses)
+    stalled = asyncio.create_task(not_read_over_grpc(addresses))
     async with asyncio.timeout(100):
-        while (await lost_readers(doors)).keys() != {"completions", "grpc"}:  # noqa: ASYNC110
+        while (await lost_readers(addresses)).keys() != {"completions", "grpc"}:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-    assert await lost_readers(doors) == {"completions": 1, "grpc": 1}
+    assert await lost_readers(addresses) == {"completions": 1, "grpc": 1}
     for stream in others:
         await stream.check()
     await cluster.check_clean()

@@ -1,5 +1,4 @@
-"""kill -9 of anyone, at any moment (acceptance 5 of the spine): while a colleague lives, every stream
-finishes, exactly."""
+"""SIGKILL of any process at any time: every stream finishes with exact tokens while another worker lives."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -34,7 +33,10 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
 
 
 def asks(rng: Random, *, prompt_tokens: int, max_tokens: int) -> list[Ask]:
-    """Half of them greedy, half sampled with a seed; long enough to be hit."""
+    """Half of the requests are greedy, half sampled with a seed.
+
+    They run long enough to be hit by the kill.
+    """
     return [
         Ask(
             prompt=tuple(rng.randrange(4, 4096) for _ in range(prompt_tokens)),
@@ -57,23 +59,27 @@ async def kill_during(
     victim: str,
     moment: Callable[[], Awaitable[None]],
 ) -> list[Got]:
-    """Ask, wait for the moment, kill, let the streams end; then everybody else is clean, and caches only what
-    is right."""
+    """Send the requests, wait for `moment`, kill the victim and wait for all streams.
+
+    Then check that the other workers have released everything and cache only correct blocks.
+    """
     async with Client(cluster) as client:
         streams = [asyncio.create_task(client.ask(ask)) for ask in requests]
         await moment()
         await cluster.kill(victim)
         got = list(await asyncio.gather(*streams))
         again = await client.ask(asks(Random(0), prompt_tokens=20, max_tokens=4)[1])
-    assert again.is_whole, f"the next request works: {again}"
+    assert again.is_complete, f"the next request works: {again}"
     await cluster.check_clean()
     await auditor.audit(cluster)
     return got
 
 
-async def whole(cluster: ProcessCluster) -> None:
-    """Whoever an earlier test killed is back, and every pair is warm: a cold one is not chosen while another
-    is warm."""
+async def restore(cluster: ProcessCluster) -> None:
+    """Restart what an earlier test killed, and wait until all pairs are connected.
+
+    A pair that is not connected is not chosen while another one is.
+    """
     missing = {*ALL, "scheduler"} - set(cluster.children)
     await asyncio.gather(
         *(cluster.start_worker(name) if name in ALL else cluster.start_service(name, name) for name in missing)
@@ -93,12 +99,12 @@ def all_pairs_are_warm(status: ClusterStatus) -> bool:
 
 def check(checker: ExactnessChecker, got: list[Got]) -> None:
     assert [one.failure for one in got if one.failure] == []
-    assert all(one.is_whole for one in got)
+    assert all(one.is_complete for one in got)
     checker.check([answer for one in got for answer in one.answers()])
 
 
 async def until_busy(cluster: ProcessCluster, victim: str, *, waiting: bool = False) -> None:
-    """Until the victim reports sequences that run, or that wait."""
+    """Wait until the victim reports running sequences, or waiting ones with `waiting`."""
     await cluster.until(
         lambda s: any(
             w.worker.worker_id == victim and (w.waiting_seqs if waiting else w.running_seqs) for w in s.workers
@@ -109,46 +115,49 @@ async def until_busy(cluster: ProcessCluster, victim: str, *, waiting: bool = Fa
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-async def test_prefill_worker_killed_in_mid_prefill(
+@pytest.mark.fault("F-1")
+async def test_prefill_worker_crash_during_prefill_resumes_all_streams(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
 ) -> None:
-    await whole(cluster)
+    await restore(cluster)
     rng = Random(100 + number)
     victim = rng.choice(["p0", "p1"])
     requests = asks(rng, prompt_tokens=sized(1500, 3000), max_tokens=8)
 
-    async def mid_prefill() -> None:
+    async def during_prefill() -> None:
         await until_busy(cluster, victim)
         await asyncio.sleep(rng.uniform(0.0, 0.2))
 
-    got = await kill_during(cluster, auditor, requests, victim, mid_prefill)
+    got = await kill_during(cluster, auditor, requests, victim, during_prefill)
     check(checker, got)
     assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-async def test_decode_worker_killed_in_mid_answer(
+@pytest.mark.fault("F-4")
+async def test_decode_worker_crash_resumes_without_duplicate_tokens(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
 ) -> None:
-    await whole(cluster)
+    await restore(cluster)
     rng = Random(200 + number)
     victim = rng.choice(["d0", "d1"])
     requests = asks(rng, prompt_tokens=100, max_tokens=240)
 
-    async def mid_answer() -> None:
+    async def during_decode() -> None:
         await until_busy(cluster, victim)
         await asyncio.sleep(rng.uniform(0.0, 0.3))
 
-    got = await kill_during(cluster, auditor, requests, victim, mid_answer)
+    got = await kill_during(cluster, auditor, requests, victim, during_decode)
     check(checker, got)
     assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-async def test_decode_worker_killed_while_it_waits_for_kv(
+@pytest.mark.fault("F-5")
+async def test_decode_worker_crash_while_it_waits_for_kv_resumes_all_streams(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
 ) -> None:
-    await whole(cluster)
+    await restore(cluster)
     rng = Random(300 + number)
     victim = rng.choice(["d0", "d1"])
     requests = asks(rng, prompt_tokens=1500, max_tokens=8)
@@ -159,10 +168,11 @@ async def test_decode_worker_killed_while_it_waits_for_kv(
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-async def test_scheduler_killed_in_traffic(
+@pytest.mark.fault("F-31")
+async def test_scheduler_crash_under_load_loses_no_request(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
 ) -> None:
-    await whole(cluster)
+    await restore(cluster)
     rng = Random(400 + number)
     requests = asks(rng, prompt_tokens=200, max_tokens=100)
     async with Client(cluster) as client:
@@ -179,8 +189,9 @@ async def test_scheduler_killed_in_traffic(
     await auditor.audit(cluster)
 
 
-async def test_without_any_decode_worker_the_answer_is_a_typed_error_in_time(cluster: ProcessCluster) -> None:
-    await whole(cluster)
+@pytest.mark.fault("F-9")
+async def test_request_without_any_decode_worker_fails_with_no_workers(cluster: ProcessCluster) -> None:
+    await restore(cluster)
     for victim in ("d0", "d1"):
         await cluster.kill(victim)
     await cluster.until_workers("p0", "p1", limit_s=10)
@@ -191,13 +202,14 @@ async def test_without_any_decode_worker_the_answer_is_a_typed_error_in_time(clu
             await cluster.start_worker(victim)
         await cluster.until_workers(*ALL, limit_s=BACK_S)
         await cluster.wait_ready()
-        assert (await client.ask(asks(Random(6), prompt_tokens=20, max_tokens=4)[0])).is_whole
+        assert (await client.ask(asks(Random(6), prompt_tokens=20, max_tokens=4)[0])).is_complete
 
 
-async def test_without_any_prefill_worker_prompts_are_computed_where_they_decode(
+@pytest.mark.fault("F-9")
+async def test_decode_workers_prefill_locally_without_any_prefill_worker(
     cluster: ProcessCluster, checker: ExactnessChecker
 ) -> None:
-    await whole(cluster)
+    await restore(cluster)
     for victim in ("p0", "p1"):
         await cluster.kill(victim)
     await cluster.until_workers("d0", "d1", limit_s=10)

@@ -1,7 +1,7 @@
-"""Dashboard and rules over what a really loaded cluster of processes exports: each query finds series, and
-gives a value.
+"""Queries of the dashboard and the rules over the metrics of a loaded cluster: each finds series and has a
+value.
 
-Values are computed by `tests.deploy.promql`, a part of PromQL; a real Prometheus has not been asked.
+Values are computed by `tests.deploy.promql`, not by a real Prometheus.
 """
 
 import asyncio
@@ -29,15 +29,19 @@ NEEDS_A_FAULT = {
     'baton_requests_total{reason=~"poison|numerical_error"}',
     'baton_transfers_total{outcome!~"received|cancelled"}',
 }
-"""Selectors that find nothing while nothing breaks."""
+"""Selectors without series as long as no fault occurs."""
 OF_A_FLEET = {'baton_fleet_workers{state=~"waiting|failing"}'}
-"""These processes are nobody's fleet; `tests/unit/fleet/test_main.py` scrapes one."""
+"""Selectors of fleet metrics, which this cluster does not export. `tests/unit/fleet/test_fleet_main.py`
+does."""
 
 
 @dataclass
 class Recorded:
-    """What was scraped, at times counted from the first scrape on. `num_moved`: answers that say that their
-    KV was moved."""
+    """Two scrapes of all services.
+
+    last_s: time of the second scrape, relative to the first.
+    num_moved: number of answers whose KV was transferred.
+    """
 
     database: Database
     last_s: float
@@ -52,8 +56,10 @@ async def ask(cluster: ProcessCluster, prompt: str, **changes: Any) -> httpx.Res
 
 
 async def load(cluster: ProcessCluster) -> int:
-    """A shared prefix, promises kept and not, one that is refused, one that is over its deadline. Of how many
-    answers the KV was moved: on a busy machine some are computed where they decode."""
+    """Send requests with a shared prefix, with SLOs, one that is refused and one that exceeds its deadline.
+
+    Returns the number of answers whose KV was transferred. On a busy machine some are prefilled locally.
+    """
     prefix = "Everybody begins like this, and goes on for a while. " * 40
     answers = await asyncio.gather(*(ask(cluster, f"{prefix}{number}") for number in range(6)))
     answers += [await ask(cluster, prefix + "again", slo={"tpot_ms": 60_000})]
@@ -93,7 +99,7 @@ async def recorded() -> AsyncIterator[Recorded]:
 
 
 def bare(selector: ast.VectorSelector) -> str:
-    """Without what is said of targets."""
+    """Return the selector without the namespace matcher."""
     matchers = [str(m) for m in selector.matchers.matchers if m.name != "namespace"]
     return f"{selector.name}{{{','.join(matchers)}}}" if matchers else str(selector.name)
 
@@ -109,13 +115,13 @@ async def test_every_selector_finds_a_series(recorded: Recorded) -> None:
 
 
 @pytest.mark.parametrize(("name", "query"), [pytest.param(name, query, id=name) for name, query in queries(RANGE)])
-async def test_every_query_of_the_dashboard_has_a_value(recorded: Recorded, name: str, query: str) -> None:
+async def test_every_dashboard_query_has_a_value(recorded: Recorded, name: str, query: str) -> None:
     needs_a_fault = any(bare(selector) in NEEDS_A_FAULT for selector in selectors(query))
     assert bool(recorded.database.vector(query, recorded.last_s)) is not needs_a_fault, name
 
 
-async def test_what_was_asked_is_what_is_shown(recorded: Recorded) -> None:
-    """A few values that are known."""
+async def test_metrics_equal_the_requests_that_were_sent(recorded: Recorded) -> None:
+    """Check some values that are known exactly."""
 
     def value(query: str) -> float:
         (found,) = recorded.database.vector(query, recorded.last_s).values()

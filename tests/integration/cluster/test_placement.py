@@ -1,9 +1,8 @@
-"""Placement in a cluster of real processes whose workers are emulated: what is shared is computed once, and
-whatever happens to Redis, to schedulers or to who holds a prefix, every answer is exact (acceptance 5 and 6
-of the scheduler, rows 27 to 32 of the fault table).
+"""Placement in a cluster of real processes with emulated workers.
 
-A emulated worker's token follows from the content of the whole context in its KV, so an answer from a wrong
-block is a wrong answer.
+Shared prefixes are computed once, and every answer is exact under faults of Redis, schedulers and prefix
+owners. The tokens of an emulated worker follow from the content of the whole context in its KV memory, so a
+wrong block gives a wrong answer.
 """
 
 import asyncio
@@ -44,17 +43,17 @@ WORKERS = ("p0", "p1", "d0", "d1")
 MAX_MODEL_LEN = 6144
 BLOCK_SIZE_TOKENS = 16
 PREFIX_TOKENS = 4096
-RIGHT_AGAIN_S = 5.0
+INDEX_RECOVERY_S = 5.0
 CLAIMS = 5
 TRAFFIC_TOKENS = 100
-"""Of a prompt in the traffic, those of its own."""
+"""Number of tokens of a background prompt that no other prompt shares."""
 BOUND_S = 10.0
-"""Generous: of what takes well under a second on a machine that has nothing else to do."""
+"""A generous limit for what takes well under a second on an idle machine."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[ProcessCluster]:
-    """4k tokens take about half a second to compute."""
+    """A cluster in which 4k tokens take about half a second to compute."""
     settings = {
         "device": "emulated",
         "emulated_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
@@ -65,7 +64,7 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
         "scheduler_wait_s": 30.0,
         "pull_wait_s": 20.0,
         "admin_port": 0,
-        "detection_s": 4.0,  # what a busy machine holds up is not lost: here every attempt counts
+        "detection_s": 4.0,  # long, so that a busy machine causes no retries: these tests count attempts
     }
     async with process_cluster(prefill=2, decode=2, redis_proxy=RedisProxy(), **settings) as running:
         await running.until(lambda s: sum(len(w.links) for w in s.workers) >= 4, 30, "all pairs are warm")
@@ -83,8 +82,8 @@ def ask(tokens: tuple[int, ...], max_tokens: int = 4) -> Ask:
     return Ask(prompt=tokens, sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
 
 
-def undisturbed(one: Ask) -> list[int]:
-    """What a worker that computed all by itself would answer."""
+def expected_answer(one: Ask) -> list[int]:
+    """Compute the expected answer without any cluster."""
     content = int(slots_of(token_ids(one.prompt))[-1])
     answer: list[int] = []
     for position in range(len(one.prompt), len(one.prompt) + one.sampling.max_tokens):
@@ -95,8 +94,8 @@ def undisturbed(one: Ask) -> list[int]:
 
 def check(got: list[Got]) -> None:
     assert [one.failure for one in got if one.failure] == []
-    assert all(one.is_whole for one in got)
-    assert [one.tokens[0] for one in got] == [undisturbed(one.ask) for one in got]
+    assert all(one.is_complete for one in got)
+    assert [one.tokens[0] for one in got] == [expected_answer(one.ask) for one in got]
 
 
 async def until(condition: Callable[[], Awaitable[bool]], within_s: float) -> None:
@@ -108,13 +107,13 @@ async def until(condition: Callable[[], Awaitable[bool]], within_s: float) -> No
 
 
 def logged(cluster: ProcessCluster, name: str, event: str) -> list[dict[str, Any]]:
-    """All entries of that event, of all lives of the process."""
+    """Return all log entries of an event, of all incarnations of a process."""
     log = next((cluster.directory / "logs" / name).glob("*.log")).read_text()
     return [entry for line in log.splitlines() if (entry := json.loads(line))["event"] == event]
 
 
 async def metric(cluster: ProcessCluster, name: str, wanted: str) -> float:
-    """The sum of its samples in this life of the process."""
+    """Return the sum of a metric's samples in the current incarnation of a process."""
     address = logged(cluster, name, "admin_started")[-1]["address"]
     async with httpx.AsyncClient(timeout=5.0) as client:
         text = (await client.get(f"http://{address}/metrics")).text
@@ -131,8 +130,8 @@ async def computed_tokens(cluster: ProcessCluster) -> float:
 
 
 def accounted_tokens(got: list[Got]) -> int:
-    """What these answers need to have computed: prompts less what was cached, and all tokens but the first,
-    which comes with the prompt."""
+    """Return the tokens that these answers required: uncached prompt tokens, and all output tokens but the
+    first."""
     assert all(one.usage is not None for one in got)
     return sum(
         u.num_prompt_tokens - u.num_cached_tokens + u.num_output_tokens - 1
@@ -145,8 +144,10 @@ def accounted_tokens(got: list[Got]) -> int:
 async def traffic(
     cluster: ProcessCluster, rng: Random, *, max_tokens: int = 8, apart_s: float = 0.1
 ) -> AsyncIterator[list[Got]]:
-    """A request every `apart_s` while the block runs, half of them with a prefix that all share; every answer
-    must be exact and soon there. The list is full only after the block."""
+    """Send a request every `apart_s` during the block, half of them with a shared prefix.
+
+    All answers must be exact and start within `BOUND_S`. The yielded list is filled after the block.
+    """
     shared, asked, got = prompt(rng, 320), [], []
     async with Client(cluster) as client:
 
@@ -166,7 +167,7 @@ async def traffic(
     assert max(one.timeline.ttft_s or 0.0 for one in got if one.timeline) < BOUND_S
 
 
-async def test_a_burst_on_one_new_prefix_computes_it_twice_at_most(cluster: ProcessCluster) -> None:
+async def test_burst_on_a_new_prefix_computes_it_at_most_twice(cluster: ProcessCluster) -> None:
     rng = Random(1)
     shared = prompt(rng, PREFIX_TOKENS)
     asks = [ask((*shared, *prompt(rng, 16))) for _ in range(50)]
@@ -179,20 +180,20 @@ async def test_a_burst_on_one_new_prefix_computes_it_twice_at_most(cluster: Proc
     await cluster.check_clean()
 
 
-async def until_index_is_right(cluster: ProcessCluster, within_s: float) -> None:
-    """Until the scheduler's index claims as many blocks as the idle workers have cached, and follows all of
-    them."""
+async def until_index_is_complete(cluster: ProcessCluster, within_s: float) -> None:
+    """Wait until the scheduler's index has as many blocks as the idle workers cache, and follows all
+    workers."""
 
-    async def is_right() -> bool:
+    async def is_complete() -> bool:
         cached = sum(w.blocks.cached for w in (await cluster.status()).workers)
         claims = await metric(cluster, "scheduler", "baton_prefix_index_blocks")
         return claims == cached and not await metric(cluster, "scheduler", "baton_prefix_index_workers_behind")
 
-    await until(is_right, within_s)
+    await until(is_complete, within_s)
 
 
 async def killed(cluster: ProcessCluster) -> None:
-    """Redis dies, is away for longer than its members live, and comes back with nothing."""
+    """Kill Redis, keep it down for longer than a membership lasts, and restart it empty."""
     spec = cluster.children["redis"].spec
     await cluster.kill("redis")
     await asyncio.sleep(2.0)
@@ -218,11 +219,12 @@ async def flushed(cluster: ProcessCluster) -> None:
         await asyncio.to_thread(client.flushall)  # the proxy needs this loop
 
 
+@pytest.mark.fault("F-27", "F-28", "F-29")
 @pytest.mark.parametrize("fault", [killed, stopped, slow, flushed], ids=lambda fault: fault.__name__)
-async def test_redis_may_fail_in_traffic(
+async def test_redis_fault_under_load_fails_no_request(
     cluster: ProcessCluster, fault: Callable[[ProcessCluster], Awaitable[None]]
 ) -> None:
-    """Rows 27 to 29. What was computed while it was away is found afterwards, too."""
+    """Prefixes computed during the fault are found in the index later."""
     rng = Random(fault.__name__)
     meanwhile = prompt(rng, 640)
     async with traffic(cluster, rng) as got, Client(cluster) as client:
@@ -232,7 +234,7 @@ async def test_redis_may_fail_in_traffic(
         check([await client.ask(ask(meanwhile, 1))])
         await failing
     assert len(got) > 3
-    await until_index_is_right(cluster, RIGHT_AGAIN_S)
+    await until_index_is_complete(cluster, INDEX_RECOVERY_S)
     async with Client(cluster) as client:
         again = await client.ask(ask((*meanwhile, *prompt(rng, 20))))
     check([again])
@@ -246,16 +248,16 @@ def hashes_of(tokens: tuple[int, ...]) -> tuple[BlockHash, ...]:
 
 
 async def claim(cluster: ProcessCluster, worker: WorkerStatus, hashes: tuple[BlockHash, ...]) -> None:
-    """Write into Redis, as that worker would, that it holds these blocks."""
+    """Publish to Redis, in the name of a worker, that it holds these blocks."""
     connection = RedisConnection(cluster.settings["redis_url"])
     try:
         feed = RedisKvEventFeed(connection, Keys())
 
-        async def has_told() -> bool:
-            """False where the store has just lost everything."""
+        async def is_known() -> bool:
+            """Return False if the store has just lost all data."""
             return await feed.renew(worker.worker, 10.0) > 0
 
-        await until(has_told, BOUND_S)
+        await until(is_known, BOUND_S)
         last = await feed.renew(worker.worker, 10.0)
         event = KvEvent(
             worker=worker.worker,
@@ -269,9 +271,12 @@ async def claim(cluster: ProcessCluster, worker: WorkerStatus, hashes: tuple[Blo
         await connection.aclose()
 
 
-async def test_what_nobody_holds_may_be_claimed_in_redis(cluster: ProcessCluster) -> None:
-    """Row 30: a claim attracts the request, and costs it the time to compute; then it is gone. The worker
-    itself may take it back before anybody is asked, so there are several."""
+@pytest.mark.fault("F-30")
+async def test_false_claim_in_the_index_costs_only_time(cluster: ProcessCluster) -> None:
+    """The claim attracts a request, which is then computed, and the claim disappears.
+
+    The worker may correct a claim before the request arrives, so the test makes several.
+    """
     rng = Random(30)
     victim = next(w for w in (await cluster.status()).workers if w.worker.worker_id == "p1")
     num_believed = 0
@@ -283,15 +288,15 @@ async def test_what_nobody_holds_may_be_claimed_in_redis(cluster: ProcessCluster
             got = await client.ask(ask((*claimed, *prompt(rng, 20))))
             check([got])
             assert got.usage is not None
-            assert got.usage.num_cached_tokens == 0, "nobody had it"
+            assert got.usage.num_cached_tokens == 0, "no worker held the prefix"
             num_believed += await claimed_blocks(cluster, got) == len(claimed) // BLOCK_SIZE_TOKENS
     assert num_believed > 0
-    await until_index_is_right(cluster, BOUND_S)
+    await until_index_is_complete(cluster, BOUND_S)
     await cluster.check_clean()
 
 
 async def claimed_blocks(cluster: ProcessCluster, got: Got) -> int:
-    """Of its prompt, by its first decision: what a worker was thought to hold, or to have for others."""
+    """Return the blocks of the prompt that its first placement expected to reuse or to pull."""
     assert got.timeline is not None
     async with open_channel(cluster.grpc_address, channel_options(1.0)) as channel:
         placed = (await AdminClient(channel, cluster.grpc_address).explain(got.timeline.request_id))[0].placement
@@ -299,9 +304,9 @@ async def claimed_blocks(cluster: ProcessCluster, got: Got) -> int:
     return max(placed.prefill_overlap_blocks, placed.prefix_source.num_blocks if placed.prefix_source else 0)
 
 
-async def test_a_second_scheduler_may_start_in_traffic(cluster: ProcessCluster) -> None:
-    """Row 32: both place, a gateway each; workers admit for themselves, so nothing is lost and nothing
-    computed twice."""
+@pytest.mark.fault("F-32")
+async def test_second_scheduler_can_start_under_load(cluster: ProcessCluster) -> None:
+    """Both schedulers place requests, one per gateway. No request is lost and no prompt is computed twice."""
     before = await computed_tokens(cluster)
     async with traffic(cluster, Random(32)) as got:
         await cluster.start_service("scheduler2", "scheduler")
@@ -323,9 +328,9 @@ async def test_a_second_scheduler_may_start_in_traffic(cluster: ProcessCluster) 
     await cluster.check_clean()
 
 
-async def test_a_scheduler_restarted_in_traffic_dispatches_nothing_twice(cluster: ProcessCluster) -> None:
-    """Row 31: streams are not touched, new requests wait for it, and what was placed before it died is not
-    placed again."""
+@pytest.mark.fault("F-31")
+async def test_scheduler_restart_under_load_places_no_request_twice(cluster: ProcessCluster) -> None:
+    """Running streams are not affected, and new requests wait for the scheduler."""
     rng = Random(31)
     before = await computed_tokens(cluster)
     async with Client(cluster) as client:
@@ -334,7 +339,7 @@ async def test_a_scheduler_restarted_in_traffic_dispatches_nothing_twice(cluster
         async with traffic(cluster, rng) as got:
             await asyncio.sleep(0.3)
             await cluster.kill("scheduler")
-            assert not any(stream.done() for stream in streams), "they must run while there is no scheduler"
+            assert not any(stream.done() for stream in streams), "streams must continue without a scheduler"
             await asyncio.sleep(0.5)
             await cluster.start_service("scheduler", "scheduler")
             await asyncio.sleep(0.5)
@@ -348,10 +353,13 @@ async def test_a_scheduler_restarted_in_traffic_dispatches_nothing_twice(cluster
     await cluster.check_clean()
 
 
-async def test_the_holder_of_a_prefix_may_die_in_the_middle_of_its_pull(cluster: ProcessCluster) -> None:
-    """A prefill worker holds a prefix and is busy, so the other pulls it and is held up after the second
-    slice; the holder is killed then. The other computes what is missing, and what the holder had to do goes
-    on elsewhere."""
+@pytest.mark.fault("F-2")
+async def test_prefix_owner_crash_during_a_pull_is_compensated_by_the_reader(cluster: ProcessCluster) -> None:
+    """The owner of a prefix is busy, so another worker pulls the prefix and is paused after the second slice.
+
+    Then the owner is killed. The reader computes the missing part, and the owner's request continues
+    elsewhere.
+    """
     rng = Random(5)
     held = prompt(rng, PREFIX_TOKENS)
     pair = {"p0": "p1", "p1": "p0"}
@@ -369,14 +377,14 @@ async def test_the_holder_of_a_prefix_may_die_in_the_middle_of_its_pull(cluster:
         (holder,) = (leg.worker_id for leg in first.timeline.legs)
         reader = pair[holder]
 
-        async def is_held_up() -> bool:
+        async def is_paused() -> bool:
             return bool(logged(cluster, reader, "failpoint_fired"))
 
-        await until_index_is_right(cluster, BOUND_S)
+        await until_index_is_complete(cluster, BOUND_S)
         busy = asyncio.create_task(client.ask(ask((*held, *prompt(rng, 2000)), 1)))
         await asyncio.sleep(0.02)
         pulls = asyncio.create_task(client.ask(ask((*held, *prompt(rng, 20)), 1)))
-        await until(is_held_up, BOUND_S)
+        await until(is_paused, BOUND_S)
         await cluster.kill(holder)
         got = [first, await pulls, await busy]
     check(got)

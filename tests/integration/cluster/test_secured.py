@@ -1,5 +1,4 @@
-"""A cluster of processes with TLS on every link and a key for every tenant: who gets in, and what one tenant
-can tell of another's prompts (acceptance 3 of the deployment; rows 45 and 46 of the fault table)."""
+"""Access control and tenant isolation of a cluster with TLS on all connections and an API key per tenant."""
 
 import asyncio
 import json
@@ -37,15 +36,15 @@ ALICE, EVE = "alice", "eve"
 PAST = datetime.now(UTC) - timedelta(days=1)
 PREFIX_TOKENS, TAIL_TOKENS, ANSWER_TOKENS = 400, 8, 4
 EMULATED = {"device": "emulated", "emulated_costs": "step=1ms,prefill_token=150us"}
-"""A prefix that is not cached costs 60 ms more than one that is."""
+"""With these costs, a prefix that is not cached takes 60 ms longer."""
 NUM_PAIRS = sized(24, 1000)
 MAX_AUC = sized(0.88, 0.55)
-"""See `test_what_another_tenant_has_asked_cannot_be_told_by_time`."""
+"""See `test_first_token_times_do_not_reveal_prompts_of_other_tenants`."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[ProcessCluster]:
-    """Two workers may hold a prefix, and pull it from each other."""
+    """A cluster with two prefill workers, which can pull prefixes from each other."""
     async with process_cluster(
         prefill=2,
         decode=1,
@@ -63,11 +62,11 @@ def secured(cluster: ProcessCluster) -> Secured:
     return cluster.secured
 
 
-# Who gets in.
+# Access control.
 
 
 def listening(cluster: ProcessCluster) -> dict[int, str]:
-    """Whose each TCP port is that somebody of the cluster listens at; Redis has none."""
+    """Return the process name of each listening TCP port of the cluster. Redis has none."""
     return {
         connection.laddr.port: name
         for name in cluster.children
@@ -77,7 +76,7 @@ def listening(cluster: ProcessCluster) -> dict[int, str]:
 
 
 async def is_served(port: int, tls: Tls | None) -> bool:
-    """Whether somebody who comes with `tls` gets an answer to a gRPC health check there."""
+    """Return True if a gRPC health check with `tls` is answered at this port."""
     async with open_channel(f"127.0.0.1:{port}", channel_options(1.0), tls) as channel:
         try:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
@@ -88,9 +87,8 @@ async def is_served(port: int, tls: Tls | None) -> bool:
     return True
 
 
-async def test_no_port_of_any_service_talks_to_strangers_or_in_plain_text(
-    cluster: ProcessCluster, tmp_path: Path
-) -> None:
+@pytest.mark.fault("F-45")
+async def test_no_port_answers_without_tls_or_to_a_foreign_certificate(cluster: ProcessCluster, tmp_path: Path) -> None:
     ours, theirs = secured(cluster).ours, Authority.new(tmp_path / "theirs")
     expired = ours.pair("expired", SERVICE_NAME, ends=PAST)
     ports = listening(cluster)
@@ -114,9 +112,12 @@ async def test_no_port_of_any_service_talks_to_strangers_or_in_plain_text(
     cluster.check_alive()
 
 
-async def test_row_45_a_foreign_worker_is_never_listed(cluster: ProcessCluster, tmp_path: Path) -> None:
-    """It finds the scheduler in Redis, which here is open to it, and would trust it; one of ours that starts
-    later is listed before it."""
+@pytest.mark.fault("F-45")
+async def test_foreign_worker_is_never_listed(cluster: ProcessCluster, tmp_path: Path) -> None:
+    """It finds the scheduler in Redis, which is open here, and has no accepted certificate.
+
+    A valid worker that starts later is listed, which shows that there was enough time.
+    """
     foreign: dict[str, dict[str, Any]] = {
         "p7": dict.fromkeys(("tls_cert", "tls_key", "tls_ca")),
         "p8": service_settings(
@@ -131,7 +132,7 @@ async def test_row_45_a_foreign_worker_is_never_listed(cluster: ProcessCluster, 
         listed.update(worker.worker.worker_id for worker in status.workers)
         return "p6" in listed
 
-    await cluster.until(see, 60, "our own worker is listed")
+    await cluster.until(see, 60, "the valid worker is listed")
     for _ in range(10):  # two heartbeats more
         see(await cluster.status())
         await asyncio.sleep(0.04)
@@ -141,7 +142,8 @@ async def test_row_45_a_foreign_worker_is_never_listed(cluster: ProcessCluster, 
     await cluster.stop_one("p6")
 
 
-async def test_the_doors_want_a_key_and_answer_with_one(cluster: ProcessCluster) -> None:
+@pytest.mark.fault("F-45")
+async def test_http_and_grpc_require_an_api_key(cluster: ProcessCluster) -> None:
     prompt = tokens(Random(1), 60)
     right = answer_to(prompt)
     async with http_client(cluster) as http:
@@ -157,12 +159,12 @@ async def test_the_doors_want_a_key_and_answer_with_one(cluster: ProcessCluster)
         assert [*got, *(token for choice in chunk.choices for token in choice.token_ids)] == right
 
 
-# What one tenant can tell of another's prompts.
+# Tenant isolation.
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One answer, as the client that asked saw it."""
+    """One answer as its client saw it."""
 
     ttft_s: float
     tokens: list[int]
@@ -202,15 +204,15 @@ async def probe(http: httpx.AsyncClient, bearer: str, prompt: Sequence[int]) -> 
 
 
 def auc(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """How often one of `slow` is more than one of `fast`, ties counting half (Mann and Whitney's U over the
-    number of pairs)."""
+    """Return the probability that a value of `slow` exceeds one of `fast`, ties counting half (Mann-Whitney
+    U)."""
     above = np.subtract.outer(np.array(slow), np.array(fast))
     return float(((above > 0) + 0.5 * (above == 0)).mean())
 
 
 @dataclass(slots=True)
 class Seen:
-    """First-token times of a run, in the order of its pairs."""
+    """First-token times of a run, one per pair of requests."""
 
     own_cold: list[float] = field(default_factory=list)
     own_warm: list[float] = field(default_factory=list)
@@ -219,14 +221,16 @@ class Seen:
 
 
 async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random) -> Seen:
-    """So many times: Alice asks for something, Eve, in random order, for the very same and for something new
-    of the same length, and Alice again for hers. Checks what needs no statistics: that Eve's requests find
-    nothing cached, and have the tokens that Alice's have where nothing was cached either."""
+    """Repeat: Alice sends a prompt, Eve sends the same prompt and a new one in random order, Alice repeats
+    hers.
+
+    Checks that Eve's requests hit no cache, and that their tokens are exact. Returns the first-token times.
+    """
     seen = Seen()
     alice, eve = (secured(cluster).bearer(tenant) for tenant in (ALICE, EVE))
     async with http_client(cluster) as http:
         for who in (alice, eve):
-            await probe(http, who, tokens(rng, 20))  # connections, and whatever else is made once
+            await probe(http, who, tokens(rng, 20))  # connections and other one-time setup
         for _ in range(num_pairs):
             asked, fresh = (tokens(rng, PREFIX_TOKENS + TAIL_TOKENS) for _ in range(2))
             first = await probe(http, alice, asked)
@@ -235,7 +239,7 @@ async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random) -> Seen
             again = await probe(http, alice, asked)
             same, new = found[id(asked)], found[id(fresh)]
             assert (first.num_cached_tokens, same.num_cached_tokens, new.num_cached_tokens) == (0, 0, 0)
-            assert again.num_cached_tokens >= PREFIX_TOKENS, "it was there to be found, all the time"
+            assert again.num_cached_tokens >= PREFIX_TOKENS, "the prefix was cached all the time"
             assert first.tokens == same.tokens
             if cluster.settings.get("device") == "emulated":
                 assert again.tokens == same.tokens == answer_to(asked)
@@ -247,31 +251,28 @@ async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random) -> Seen
     return seen
 
 
+@pytest.mark.fault("F-46")
 @pytest.mark.timeout(sized(300, 3600))
-async def test_what_another_tenant_has_asked_cannot_be_told_by_time(cluster: ProcessCluster) -> None:
-    """Row 46. The area under the curve of the best guess that Eve can make from her first-token times is near
-    0.5, of Alice's own near 1.
+async def test_first_token_times_do_not_reveal_prompts_of_other_tenants(cluster: ProcessCluster) -> None:
+    """The area under the curve (AUC) of Eve's best guess is near 0.5; for Alice's own prompts it is near 1.
 
-    With `n` pairs that come in random order and of which neither is any faster, the area has a standard error
-    of sqrt((2n + 1) / 12n²), whatever else the machine does meanwhile. With 200 pairs that is 0.029: a bound
-    of 0.55 would then fail one sound run in twenty-five (one in twelve, looked at from both sides), and pass
-    one in twenty-five of those whose true area is 0.6. So the full size has 1,000 pairs, 0.013, and keeps the
-    bound: 3.9 standard errors, one sound run in ten thousand. The slice of `make test` has 24 pairs and a
-    bound 4.5 standard errors away: it finds a cache that is shared, as Alice's own times show, and no subtler
-    leak.
+    With `n` pairs in random order and no difference between them, the AUC has a standard error of sqrt((2n +
+    1) / 12n²), independent of other load. The full size has 1,000 pairs: a standard error of 0.013, so that
+    the bound of 0.55 is 3.9 standard errors away and fails one correct run in ten thousand. The short form
+    has 24 pairs and a bound 4.5 standard errors away. It detects a shared cache, but no smaller leak.
     """
     seen = await spied_on(cluster, NUM_PAIRS, Random(46))
     own, others = auc(seen.own_cold, seen.own_warm), auc(seen.of_fresh, seen.of_others)
     assert 3.8 * math.sqrt((2 * NUM_PAIRS + 1) / (12 * NUM_PAIRS**2)) < MAX_AUC - 0.5
-    assert own > max(MAX_AUC, 0.8), "a prefix that is cached can be told by time, or this test shows nothing"
+    assert own > max(MAX_AUC, 0.8), "a cached prefix must be visible in the times, else the test shows nothing"
     assert max(others, 1.0 - others) <= MAX_AUC
     await cluster.check_clean()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-async def test_nor_with_a_real_model() -> None:
-    """As above over a model that computes, and KV that moves with NIXL."""
+async def test_first_token_times_reveal_no_prompts_with_a_real_model() -> None:
+    """The same with a real model and KV transfers over NIXL."""
     async with process_cluster(tenants=(ALICE, EVE), policy="kv_centric", kv_memory=256 * 2**20) as cluster:
         seen = await spied_on(cluster, NUM_PAIRS, Random(47))
         own, others = auc(seen.own_cold, seen.own_warm), auc(seen.of_fresh, seen.of_others)

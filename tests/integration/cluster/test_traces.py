@@ -1,4 +1,4 @@
-"""One request's trace over a cluster of real processes, as a collector gets it over OTLP."""
+"""Traces of requests over a cluster of real processes, as an OTLP collector receives them."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def complete(
 
 
 async def trace_of(collector: Collector, request_id: str) -> dict[str, ReceivedSpan]:
-    """All spans of the request's trace, by name, once they have all come."""
+    """Wait for all spans of a request's trace. Return them by name."""
 
     def found() -> dict[str, ReceivedSpan]:
         mine = [span for span in collector.spans if span.attributes.get("baton.request_id") == request_id]
@@ -79,9 +79,7 @@ def check_parents(trace: dict[str, ReceivedSpan]) -> None:
     assert (request.service, trace["placement"].service) == ("baton-gateway", "baton-scheduler")
 
 
-async def test_one_request_is_one_trace_over_every_process_that_it_met(
-    cluster: ProcessCluster, collector: Collector
-) -> None:
+async def test_request_has_one_trace_over_all_its_processes(cluster: ProcessCluster, collector: Collector) -> None:
     began_s = time.time()
     answer = await complete(cluster, "What does os.path.join do? " * 20)
     assert answer.status_code == 200, answer.text
@@ -112,7 +110,7 @@ async def test_one_request_is_one_trace_over_every_process_that_it_met(
     assert trace["kv lease"].attributes["baton.outcome"] == "released"
     assert decode.attributes["baton.first_decode_s"] > 0
     assert [span.problem for span in trace.values()] == [""] * len(SPANS)
-    slack_s = 0.05  # clocks are read one after the other, and an event loop's stands still for milliseconds
+    slack_s = 0.05  # clocks are read one after the other, and an event loop's time is cached for milliseconds
     assert began_s - slack_s <= request.start_s <= request.events["placed"] <= request.events["first token"]
     assert request.events["first token"] <= request.end_s + slack_s <= ended_s + 2 * slack_s
     for span in (placement, prefill, decode, pull):
@@ -124,7 +122,7 @@ async def test_one_request_is_one_trace_over_every_process_that_it_met(
 
 
 @pytest.mark.parametrize("door", ["http", "grpc"])
-async def test_a_client_that_traces_finds_the_request_below_its_own_span(
+async def test_request_span_is_a_child_of_the_client_span(
     cluster: ProcessCluster, collector: Collector, door: str
 ) -> None:
     trace_id = CLIENT_TRACE[:-1] + {"http": "2", "grpc": "3"}[door]
@@ -144,9 +142,7 @@ async def test_a_client_that_traces_finds_the_request_below_its_own_span(
     assert (trace["request"].trace_id, trace["request"].parent_id) == (trace_id, CLIENT_SPAN)
 
 
-async def test_a_client_that_does_not_record_its_trace_is_not_recorded(
-    cluster: ProcessCluster, collector: Collector
-) -> None:
+async def test_unsampled_client_trace_is_not_recorded(cluster: ProcessCluster, collector: Collector) -> None:
     unrecorded = CLIENT_TRACE[:-1] + "4"
     assert (await complete(cluster, "Not recorded. " * 20, f"00-{unrecorded}-{CLIENT_SPAN}-00")).status_code == 200
     after = await complete(cluster, "Recorded. " * 20)
@@ -154,15 +150,15 @@ async def test_a_client_that_does_not_record_its_trace_is_not_recorded(
     assert collector.of_trace(unrecorded) == {}
 
 
-async def test_a_context_that_is_none_begins_a_new_trace(cluster: ProcessCluster, collector: Collector) -> None:
+async def test_invalid_trace_context_starts_a_new_trace(cluster: ProcessCluster, collector: Collector) -> None:
     answer = await complete(cluster, "Odd context. " * 20, f"00-{'0' * 32}-{CLIENT_SPAN}-01")
     trace = await trace_of(collector, answer.headers["x-request-id"])
     check_parents(trace)
     assert trace["request"].parent_id == ""
 
 
-async def test_a_refused_request_says_so_in_its_spans(cluster: ProcessCluster, collector: Collector) -> None:
-    answer = await complete(cluster, "x " * 20_000)  # the gateway refuses it before it is a request: no span
+async def test_failed_request_has_its_reason_in_the_spans(cluster: ProcessCluster, collector: Collector) -> None:
+    answer = await complete(cluster, "x " * 20_000)  # refused by validation, before a span is created
     assert answer.status_code == 400
     answer = await complete(cluster, "Too late. " * 20, max_tokens=400, timeline=True)
     assert answer.status_code == 200
@@ -180,29 +176,31 @@ def logged(cluster: ProcessCluster, name: str, event: str) -> int:
     return sum(json.loads(line)["event"] == event for line in log.splitlines())
 
 
-async def test_an_absent_collector_costs_a_line_in_the_log(cluster: ProcessCluster, collector: Collector) -> None:
-    """Last of this cluster: it also ends with a collector that takes calls and answers none."""
+async def test_absent_collector_slows_no_request_and_is_logged_once(
+    cluster: ProcessCluster, collector: Collector
+) -> None:
+    """Must run last: it stops the cluster while the collector accepts calls and never answers."""
     await collector.stop()
     loop = asyncio.get_running_loop()
     slowest_s = 0.0
     for number in range(30):
         began_s = loop.time()
-        assert (await complete(cluster, f"Nobody listens, {number}. " * 5)).status_code == 200
+        assert (await complete(cluster, f"No collector, {number}. " * 5)).status_code == 200
         slowest_s = max(slowest_s, loop.time() - began_s)
-    assert slowest_s < 2.0  # a request takes some 0.1 s; a send that is given up takes 5
+    assert slowest_s < 2.0  # a request takes about 0.1 s, and an export times out after 5 s
     await collector.until(lambda: logged(cluster, "gateway", "trace_export_failed") == 1, within_s=15)
     await asyncio.sleep(1.0)
     assert logged(cluster, "gateway", "trace_export_failed") == 1
     await collector.start()
 
-    async def taken_again() -> None:
+    async def until_recovered() -> None:
         while not logged(cluster, "gateway", "trace_export_recovered"):
-            await complete(cluster, "Somebody listens again. " * 5)
+            await complete(cluster, "The collector is back. " * 5)
             await asyncio.sleep(0.2)
 
-    await asyncio.wait_for(taken_again(), 30)
+    await asyncio.wait_for(until_recovered(), 30)
     collector.answers = False
-    assert (await complete(cluster, "Nobody answers. " * 5)).status_code == 200
+    assert (await complete(cluster, "The collector hangs. " * 5)).status_code == 200
     for name in ("gateway", "d0", "p0", "scheduler"):
         began_s = loop.time()
         assert await cluster.stop_one(name) == 0
