@@ -24,10 +24,12 @@ class Code(Enum):
 
     @property
     def http(self) -> int:
+        """The HTTP status."""
         return self.value[0]
 
     @property
     def grpc(self) -> str:
+        """The name of the gRPC status."""
         return self.value[1]
 
 

@@ -105,14 +105,7 @@ class Validator:
             )
         deadline_s = received_s + (self._request_timeout_s if caller.timeout_s is None else caller.timeout_s)
         trace_context = caller.trace_context if is_traceparent(caller.trace_context) else ""
-        if parsed.messages:
-            prompts = [
-                await self.encoded(
-                    self.tokenizer.chat_text(parsed.messages), model_limits.max_model_len, add_special_tokens=False
-                )
-            ]
-        else:
-            prompts = [await self.tokens_of(prompt, model_limits.max_model_len) for prompt in parsed.prompts]
+        prompts = await self._tokenize(parsed, model_limits.max_model_len)
         return ClientCall(
             endpoint=endpoint,
             model=self.model,
@@ -131,6 +124,13 @@ class Validator:
             received_s=received_s,
             identity=identity,
         )
+
+    async def _tokenize(self, parsed: ParsedRequest, max_model_len: int | None) -> list[TokenIds]:
+        """Return the token ids of each prompt, or of the one prompt that the chat template makes of messages."""
+        if parsed.messages:
+            text = self.tokenizer.chat_text(parsed.messages)
+            return [await self.encoded(text, max_model_len, add_special_tokens=False)]
+        return [await self.tokens_of(prompt, max_model_len) for prompt in parsed.prompts]
 
     def check_model(self, name: str | None) -> None:
         """Raise Refused (404) if `name` is not the served model. None stands for the served model."""
