@@ -27,6 +27,8 @@ class EngineRig:
         self,
         num_blocks: int = 64,
         *,
+        engine_type: type[Engine] = Engine,
+        executor_type: type[FakeExecutor] = FakeExecutor,
         step_costs: Callable[[], StepCostModel | None] = unknown_costs,
         clock: Callable[[], float] = lambda: 0.0,
         **config: Any,
@@ -40,8 +42,8 @@ class EngineRig:
         self.config = EngineConfig(**(limits | config))
         self.generation_table = FakeGenerationTable(num_blocks)
         self.pool = BlockPool(num_blocks, self.config.block_size_tokens, self.generation_table)
-        self.executor = FakeExecutor(num_blocks, self.config.block_size_tokens, self.generation_table)
-        self.engine = Engine(self.config, self.pool, step_costs=step_costs, clock=clock)
+        self.executor = executor_type(num_blocks, self.config.block_size_tokens, self.generation_table)
+        self.engine = engine_type(self.config, self.pool, step_costs=step_costs, clock=clock)
         self.outputs: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[tuple[int, int], object] = {}
         self.admissions: dict[int, AdmittedSequence] = {}

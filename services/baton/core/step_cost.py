@@ -205,8 +205,8 @@ class StepCostModel:
         model = from_plain(StepCostModel, plain)
         if not model.is_usable:
             raise ValueError(
-                f"cost model of version {model.version} with costs {model.coefficients} cannot be used; must be of version "
-                f"{COSTS_VERSION} with finite costs of at least 0, not all 0: measure the costs again"
+                f"cost model of version {model.version} with costs {model.coefficients} cannot be used; "
+                f"must be of version {COSTS_VERSION} with finite costs of at least 0, not all 0: measure the costs again"
             )
         return model
 

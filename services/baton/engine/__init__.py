@@ -1,1 +1,1 @@
-"""Iteration-level batching over paged KV: integers here, tensors in `engine.model`."""
+"""The engine: continuous batching over paged KV. Integers only; tensors are in `baton.model`."""

@@ -95,8 +95,8 @@ class Pools:
     def act(self) -> None:
         rng, pool, naive = self.rng, self.pool, self.naive
         action = rng.choice(
-            "allocate allocate receiving receiving copy copy use use forget ref unref unref pin unpin hash land drop quarantine heal".split()
-            + "launch launch finish withdraw doubt".split()
+            "allocate allocate receiving receiving copy copy use use forget ref unref unref pin unpin hash".split()
+            + "land drop quarantine heal launch launch finish withdraw doubt".split()
         )
         if action in ("allocate", "receiving"):
             self.allocate(action == "receiving")

@@ -37,7 +37,7 @@ def test_checksum_depends_on_every_token_of_the_prefix() -> None:
     assert not (slots_of(swapped)[21:] == whole[21:]).any()
 
 
-def test_token_array_can_grow_afterwards() -> None:
+def test_token_array_can_still_grow() -> None:
     ids = tokens(3)
     slots_of(ids)
     ids.append(1)

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from baton.core.errors import Reason, Refused
+from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.step import StepPlan
@@ -144,19 +145,18 @@ async def test_blocks_freed_by_a_transfer_wake_the_loop() -> None:
 
 
 async def test_blocked_queue_does_not_spin() -> None:
-    rig = EngineRig(num_blocks=6)
+    plans = 0
+
+    class CountingEngine(Engine):
+        def plan(self) -> StepPlan:
+            nonlocal plans
+            plans += 1
+            return super().plan()
+
+    rig = EngineRig(num_blocks=6, engine_type=CountingEngine)
     loop = make_loop(rig)
     held = rig.pool.allocate(4)
     assert held is not None
-    plans = 0
-    plan_step = rig.engine.plan
-
-    def counting_plan() -> object:
-        nonlocal plans
-        plans += 1
-        return plan_step()
-
-    rig.engine.plan = counting_plan  # type: ignore[method-assign, assignment]
     async with running(loop):
         loop.add(sequence_request(1, range(12)))
         await turns(100)
@@ -232,25 +232,27 @@ async def test_on_step_gets_each_step_with_its_duration() -> None:
 
 
 async def test_step_duration_includes_planning_but_no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, observed, now_s, done = EngineRig(), list[float](), [100.0], asyncio.Event()
-    plan_s, rest_s, plan = 0.01, 0.5, rig.engine.plan
+    observed, now_s, done = list[float](), [100.0], asyncio.Event()
+    plan_s, idle_s = 0.01, 0.5
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s[0])
 
-    def plan_slowly() -> StepPlan:
-        now_s[0] += plan_s
-        return plan()
+    class SlowEngine(Engine):
+        def plan(self) -> StepPlan:
+            now_s[0] += plan_s
+            return super().plan()
+
+    rig = EngineRig(engine_type=SlowEngine)
 
     def deliver(outcome: EngineOutcome) -> None:
         if any(output.finish is not None for output in outcome.outputs):
             done.set()
 
-    monkeypatch.setattr(rig.engine, "plan", plan_slowly)
     loop = EngineLoop(rig.engine, rig.executor, deliver, lambda plan, step_s: observed.append(step_s))
     async with running(loop):
         loop.add(sequence_request(1, range(200), max_tokens=1))
         await done.wait()
         await turns()
-        now_s[0] += rest_s
+        now_s[0] += idle_s
         loop.add(sequence_request(2, range(9), max_tokens=1))
         await turns()
     assert len(observed) >= 2

@@ -11,6 +11,7 @@ from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.step import NothingToFollow, StepPlan, StepResult
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
+from tests.fake_executor import FakeExecutor
 from tests.unit.engine.loop_helpers import FAILURE, make_loop, running, turns
 
 
@@ -93,28 +94,29 @@ async def test_failed_step_whose_sequences_have_ended_is_ignored() -> None:
     rig.assert_clean()
 
 
-async def test_started_step_ends_before_its_blocks_are_reallocated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_started_step_ends_before_its_blocks_are_reallocated() -> None:
     """A GPU may have started the queued step when the preceding step fails."""
-    rig = EngineRig()
-    loop = make_loop(rig)
     wrong, written = asyncio.Event(), asyncio.Event()
-    execute = rig.executor.execute
     tried: list[int | None] = []
 
-    async def late(plan: StepPlan) -> StepResult:
-        if plan.step_id == 3:
-            tried.append(plan.follows)
-            await wrong.wait()
-            raise RuntimeError("injected")
-        if plan.follows == 3:
-            await written.wait()
-            raise NothingToFollow("the step before has failed")
-        return await execute(plan)
+    class StartsQueuedSteps(FakeExecutor):
+        """Fails in step 3, and has started the step that follows it by then."""
 
-    monkeypatch.setattr(rig.executor, "execute", late)
-    monkeypatch.setattr(rig.executor, "withdraw", lambda step_id: False)
+        async def execute(self, plan: StepPlan) -> StepResult:
+            if plan.step_id == 3:
+                tried.append(plan.follows)
+                await wrong.wait()
+                raise RuntimeError("injected")
+            if plan.follows == 3:
+                await written.wait()
+                raise NothingToFollow("the preceding step has failed")
+            return await super().execute(plan)
+
+        def withdraw(self, step_id: int) -> bool:
+            return False
+
+    rig = EngineRig(executor_type=StartsQueuedSteps)
+    loop = make_loop(rig)
     request = sequence_request(1, range(6), max_tokens=9, sampling={"ignore_eos": True})
     async with running(loop):
         loop.add(request)

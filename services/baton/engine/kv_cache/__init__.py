@@ -1,1 +1,1 @@
-"""Bookkeeping of KV blocks: the pool, eviction, sizing, checksums."""
+"""KV blocks: pool, eviction, sizing and checksums."""
