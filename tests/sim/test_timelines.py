@@ -1,5 +1,4 @@
-"""What a cluster says of where the time went, held against what its clients saw; over slow messages, so that
-legs overtake each other."""
+"""Timelines compared with what clients measured, over slow messages so that legs overtake each other."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ NUM_REQUESTS = 40
 
 @dataclass(slots=True)
 class Seen:
-    """A client: when it got how many tokens."""
+    """A client that notes when it got how many tokens."""
 
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
@@ -36,12 +35,12 @@ class Seen:
 
     @property
     def tpot_s(self) -> float | None:
-        """From its own clock."""
+        """TPOT by the client's clock."""
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
 async def ask(gateway: GatewayService, number: int, max_tokens: int) -> tuple[Seen, Timeline, int]:
-    """(what the client saw, the timeline, cached tokens)"""
+    """Return (what the client saw, the timeline, cached tokens)."""
     loop, seen = asyncio.get_running_loop(), Seen()
     prompt = [1 + (number * 7 + index) % 200 for index in range(30)]
     body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "timeline": True}
@@ -51,13 +50,13 @@ async def ask(gateway: GatewayService, number: int, max_tokens: int) -> tuple[Se
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 12])
-def test_every_answer_has_both_legs_and_the_pace_that_its_client_saw(max_tokens: int) -> None:
+def test_timeline_has_all_legs_and_the_tpot_that_the_client_measured(max_tokens: int) -> None:
     async def main() -> None:
         cluster = SimCluster(config(), SLOW, seed=max_tokens)
         await cluster.start()
         await asyncio.sleep(2.0)
         answers = await asyncio.gather(*(ask(cluster.gateway, number, max_tokens) for number in range(NUM_REQUESTS)))
-        await asyncio.sleep(10.0)  # until the scheduler has heard of all
+        await asyncio.sleep(10.0)  # until the scheduler has all outcomes
         for seen, timeline, _ in answers:
             roles = [leg.worker_id.split("-")[0] for leg in timeline.legs]
             assert roles == (["prefill", "decode"] if max_tokens > 1 else ["prefill"])
@@ -68,7 +67,9 @@ def test_every_answer_has_both_legs_and_the_pace_that_its_client_saw(max_tokens:
             (record,) = await cluster.gateway.schedulers.explain(bytes.fromhex(timeline.request_id))
             assert [leg["worker_id"] for leg in record.actuals["legs"]] == [leg.worker_id for leg in timeline.legs]
             assert (record.actuals["tpot_s"], record.actuals["num_output_tokens"]) == (timeline.tpot_s, max_tokens)
-        repeated = [await ask(cluster.gateway, 0, max_tokens) for _ in range(3)]  # of two workers one has it twice
+        repeated = [
+            await ask(cluster.gateway, 0, max_tokens) for _ in range(3)
+        ]  # with two workers, one gets the prompt twice
         cached = [(num_cached, timeline.legs[0].num_cached_tokens) for _, timeline, num_cached in repeated]
         assert (24, 24) in cached
         assert all(counted == computed for counted, computed in cached)

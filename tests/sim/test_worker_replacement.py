@@ -1,5 +1,4 @@
-"""All decode workers lose memory to one peer at the same moment: they are replaced, and their role is never
-without a worker."""
+"""All decode workers quarantine too many blocks at the same time: they are replaced one after the other."""
 
 import asyncio
 from dataclasses import replace
@@ -19,7 +18,7 @@ from tests.sim.test_chaos import config
 pytestmark = pytest.mark.sim
 
 DECODE = ("decode-0", "decode-1", "decode-2")
-MODEL = SimModel(num_blocks=9)  # one block, the most that is in flight to one peer, is more than a tenth of it
+MODEL = SimModel(num_blocks=9)  # the one block that may be in flight to a peer is more than a tenth of the pool
 STUCK = LinkModel(stuck=1.0, stuck_s=10_000.0)
 
 
@@ -32,27 +31,27 @@ async def ask(cluster: SimCluster, number: int, rng: Random) -> SimAnswer:
     return await run_client(request(number, rng), cluster.gateway)
 
 
-def lives(cluster: SimCluster) -> dict[str, WorkerRef]:
+def incarnations(cluster: SimCluster) -> dict[str, WorkerRef]:
     return {name: cluster.workers[name].worker for name in DECODE}
 
 
 @pytest.mark.parametrize("seed", range(sized(2, 20)))
-def test_a_role_is_replaced_one_worker_at_a_time(seed: int) -> None:
+def test_workers_of_a_role_are_replaced_one_at_a_time(seed: int) -> None:
     async def main() -> None:
         rng = Random(seed)
         cluster = SimCluster(replace(config(), prefill=1, decode=len(DECODE)), MODEL, seed=seed)
         await cluster.start()
         await asyncio.sleep(2.0)
-        before = lives(cluster)
+        before = incarnations(cluster)
         cluster.fabric.link = STUCK
-        wearing = [asyncio.create_task(ask(cluster, number, rng)) for number in range(6)]
+        stuck_requests = [asyncio.create_task(ask(cluster, number, rng)) for number in range(6)]
         while any(cluster.workers[name].reader.quarantined_blocks == 0 for name in DECODE):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         cluster.fabric.link = LinkModel()
 
         fewest_ready, number, answers = len(DECODE), 6, []
         async with asyncio.timeout(120.0):
-            while any(life in before.values() for life in lives(cluster).values()):
+            while any(worker in before.values() for worker in incarnations(cluster).values()):
                 fewest_ready = min(
                     fewest_ready, sum(cluster.workers[name].state is WorkerState.READY for name in DECODE)
                 )
@@ -61,7 +60,7 @@ def test_a_role_is_replaced_one_worker_at_a_time(seed: int) -> None:
                 number += 1
                 await asyncio.sleep(0.01)
         assert fewest_ready == len(DECODE) - 1
-        for answer in [await task for task in (*wearing, *answers)]:
+        for answer in [await task for task in (*stuck_requests, *answers)]:
             answer.check(MODEL.vocab_size)
             assert answer.outcome == "finished"
         await asyncio.sleep(10.0)

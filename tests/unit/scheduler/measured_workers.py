@@ -1,4 +1,4 @@
-"""Workers that have measured themselves, and clusters of them drawn at random."""
+"""Builds reports of workers with step costs, and random clusters of them."""
 
 from random import Random
 from typing import Any
@@ -16,7 +16,7 @@ LAYOUT = layout(block_size_tokens=16)
 
 
 def measured(worker_id: str, role: str, **changes: Any) -> WorkerReport:
-    """Idle, with 10,000 blocks of 16 tokens and 64 places; answers there have 100 tokens."""
+    """An idle worker with 10,000 blocks of 16 tokens, 64 batch slots and a mean answer of 100 tokens."""
     fields: dict[str, Any] = {
         "layout": LAYOUT,
         "blocks": blocks(total=10_000),
@@ -46,14 +46,14 @@ def fast_link(
 
 
 def seen(*workers: WorkerReport | WorkerView, **overlaps: int | tuple[int, int]) -> ClusterSnapshot:
-    """`overlaps`: blocks of the prompt that each worker holds, or (holds or soon will, holds)."""
+    """A snapshot. `overlaps`: blocks of the prompt that each worker holds, or (holds or soon will, holds)."""
     views = [w if isinstance(w, WorkerView) else WorkerView(report=w) for w in workers]
     known = {name: RecordedOverlap(*(n if isinstance(n, tuple) else (n, n))) for name, n in overlaps.items()}
     return ClusterSnapshot(workers=tuple(sorted(views, key=lambda w: w.worker_id)), overlaps=known)
 
 
 def random_view(random: Random, name: str, names: list[str]) -> WorkerView:
-    """In any state, mostly ready; here and there too full, broken, of another model, or without costs."""
+    """A worker in any state, mostly ready; some are full, unmeasured, or have broken links."""
     role = random.choice(["prefill", "decode", "hybrid"])
     peers = random.sample(names, random.randrange(len(names) + 1))
     report = measured(

@@ -1,4 +1,4 @@
-"""What a policy is asked, and what its choice says."""
+"""Queries for policies, and helpers that read a choice."""
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot
 from baton.core.cluster.placement import PlacementQuery
@@ -11,7 +11,7 @@ LONG = 4096
 NAMES = ["kv_centric", "prefix_aware"]
 
 
-def turn(number: int = 0, *, max_capacity_wait_s: float | None = None) -> PolicyContext:
+def context(number: int = 0, *, max_capacity_wait_s: float | None = None) -> PolicyContext:
     return PolicyContext(number=number, seed=number, max_capacity_wait_s=max_capacity_wait_s)
 
 
@@ -20,9 +20,9 @@ def asked(num_prompt_tokens: int = LONG, **changes: object) -> PlacementQuery:
 
 
 def chosen(
-    cluster: ClusterSnapshot, asking: PlacementQuery | None = None, policy: str = "kv_centric", **turns: bool
+    cluster: ClusterSnapshot, asking: PlacementQuery | None = None, policy: str = "kv_centric", **changes: bool
 ) -> Choice:
-    answer = POLICIES[policy](asking or asked(), cluster, turn(**turns))
+    answer = POLICIES[policy](asking or asked(), cluster, context(**changes))
     assert isinstance(answer, Choice), answer
     return answer
 
@@ -37,5 +37,5 @@ def predicted(choice: Choice) -> Prediction:
 
 
 def busy(worker_id: str = "d", seqs: int = 20, **changes: object) -> object:
-    """A decode worker where nobody prefills for nothing."""
+    """A decode worker with so many sequences that a local prefill costs too much."""
     return measured(worker_id, "decode", **decoding(seqs), **changes)

@@ -1,4 +1,4 @@
-"""One scheduler over in-process streams."""
+"""Runs one scheduler over in-process streams."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -64,8 +64,8 @@ async def a_scheduler(
         await scheduler.aclose()
 
 
-async def told(stream: Duplex[WorkerReport, WorkerCommand]) -> WorkerCommand:
-    """The next command, less those for a snapshot, which these workers never write."""
+async def next_command(stream: Duplex[WorkerReport, WorkerCommand]) -> WorkerCommand:
+    """Return the next command except SNAPSHOT, which these workers do not implement."""
     while (command := await stream.receive()).kind is CommandKind.SNAPSHOT:
         pass
     return command
@@ -78,8 +78,8 @@ async def join(network: InProcessNetwork, report: WorkerReport) -> Duplex[Worker
     return stream
 
 
-def promised_tpot_s(scheduler: Scheduler) -> float | None:
-    """By its only worker, as the next decision would see it."""
+def tpot_slo_of_only_worker(scheduler: Scheduler) -> float | None:
+    """Return the TPOT SLO at the only worker, as the next decision would see it."""
     (worker,) = scheduler._state.snapshot(asyncio.get_running_loop().time()).workers
     return worker.tpot_slo_s
 

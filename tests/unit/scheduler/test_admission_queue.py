@@ -1,4 +1,4 @@
-"""Requests that wait at one scheduler: who goes when, who is told what, who leaves."""
+"""Requests that wait at one scheduler: order, interim answers and removal."""
 
 import asyncio
 from collections import Counter
@@ -12,11 +12,11 @@ from baton.core.request import RequestActuals, Slo
 from baton.scheduler.admission.admission_queue import MAX_DECISIONS_PER_ROUND, AdmissionQueue, Blocked
 from baton.scheduler.admission.slo_admission import AdmissionMode
 from tests.builders import blocks, query, worker_report
-from tests.unit.scheduler.running_scheduler import a_scheduler, join, promised_tpot_s, settle
+from tests.unit.scheduler.running_scheduler import a_scheduler, join, settle, tpot_slo_of_only_worker
 from tests.unit.worker.virtual import virtual
 
 
-async def test_a_request_waits_here_until_a_worker_has_taken_what_it_has() -> None:
+async def test_request_waits_until_a_report_counts_the_placement_before_it() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
         first = await scheduler.place(query(request_id=b"a"))
@@ -32,24 +32,24 @@ async def test_a_request_waits_here_until_a_worker_has_taken_what_it_has() -> No
         assert record.placement == second
 
 
-async def test_who_waits_is_told_so_and_keeps_its_place_if_it_asks_again() -> None:
+async def test_waiting_request_gets_still_waiting_and_keeps_its_position_when_asked_again() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
         await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"a"))
         assert isinstance(placed, Placement)
-        patient = query(request_id=b"b", answer_within_s=0.05)
-        assert await scheduler.place(patient) == StillWaiting(num_waiting=1)
+        waiting_query = query(request_id=b"b", answer_within_s=0.05)
+        assert await scheduler.place(waiting_query) == StillWaiting(num_waiting=1)
         later = asyncio.create_task(scheduler.place(query(request_id=b"c", answer_within_s=60.0)))
-        assert await scheduler.place(patient) == StillWaiting(num_waiting=2)
-        again = asyncio.create_task(scheduler.place(replace(patient, answer_within_s=60.0)))
+        assert await scheduler.place(waiting_query) == StillWaiting(num_waiting=2)
+        again = asyncio.create_task(scheduler.place(replace(waiting_query, answer_within_s=60.0)))
         await settle()
         await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop"))
         assert isinstance(await asyncio.wait_for(again, 5), Placement)
-        assert not later.done(), "it came later"
+        assert not later.done(), "it arrived later"
         later.cancel()
 
 
-async def test_who_does_not_ask_again_has_left() -> None:
+async def test_request_that_is_not_asked_for_again_is_removed() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
         await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"a"))
@@ -63,7 +63,7 @@ async def test_who_does_not_ask_again_has_left() -> None:
         assert await last == StillWaiting(num_waiting=1)
 
 
-async def test_a_later_attempt_does_not_wait_and_a_new_request_does_not_overtake() -> None:
+async def test_later_attempt_does_not_wait_and_new_request_does_not_overtake() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
         await join(network, worker_report("w0"))
         assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
@@ -72,7 +72,7 @@ async def test_a_later_attempt_does_not_wait_and_a_new_request_does_not_overtake
         assert await scheduler.place(query(request_id=b"d", answer_within_s=0.02)) == StillWaiting(num_waiting=2)
 
 
-async def test_a_full_room_sends_one_away_and_an_overdue_request_is_refused_with_its_reason() -> None:
+async def test_full_queue_displaces_one_request_and_overdue_request_is_rejected_with_reason() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_waiting=2, admission=AdmissionMode.PREDICTIVE) as (
         scheduler,
         network,
@@ -80,7 +80,7 @@ async def test_a_full_room_sends_one_away_and_an_overdue_request_is_refused_with
         await join(network, worker_report("w0"))
         assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
         hasty = asyncio.create_task(scheduler.place(query(request_id=b"b", slo=Slo(ttft_s=0.3), answer_within_s=60.0)))
-        patient = asyncio.create_task(scheduler.place(query(request_id=b"c", answer_within_s=60.0)))
+        waiting_query = asyncio.create_task(scheduler.place(query(request_id=b"c", answer_within_s=60.0)))
         await settle()
         refused = await scheduler.place(query(request_id=b"d", deadline_s=900.0))
         assert isinstance(refused, Rejection)
@@ -88,14 +88,14 @@ async def test_a_full_room_sends_one_away_and_an_overdue_request_is_refused_with
         late = await asyncio.wait_for(hasty, 5)
         assert isinstance(late, Rejection)
         assert (late.reason, late.term, late.limit_s) == (Reason.TTFT_SLO, "waiting_s", 0.3)
-        assert not patient.done()
+        assert not waiting_query.done()
         for request_id in (b"b", b"d"):
             (record,) = await scheduler.explain(request_id)
             assert record.rejection is not None
-        patient.cancel()
+        waiting_query.cancel()
 
 
-async def test_a_scheduler_that_leaves_sends_those_who_wait_to_another() -> None:
+async def test_draining_scheduler_refuses_waiting_requests() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
         await join(network, worker_report("w0"))
         assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
@@ -109,7 +109,7 @@ async def test_a_scheduler_that_leaves_sends_those_who_wait_to_another() -> None
         assert await scheduler.explain(b"b") == ()
 
 
-async def test_a_worker_that_is_back_in_a_moment_costs_nobody_their_place() -> None:
+async def test_waiting_requests_survive_a_short_worker_absence() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
         assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
@@ -121,7 +121,7 @@ async def test_a_worker_that_is_back_in_a_moment_costs_nobody_their_place() -> N
         assert isinstance(await asyncio.wait_for(waiting, 5), Placement)
 
 
-async def test_without_any_worker_for_long_those_who_wait_are_told_so() -> None:
+async def test_waiting_requests_are_rejected_when_workers_stay_absent() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
         assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
@@ -133,7 +133,7 @@ async def test_without_any_worker_for_long_those_who_wait_are_told_so() -> None:
         assert refused.reason is Reason.NO_WORKERS
 
 
-async def test_a_bug_of_ours_costs_one_request_and_not_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_in_a_decision_fails_one_request_and_not_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
         await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"a"))
@@ -157,10 +157,10 @@ async def test_a_bug_of_ours_costs_one_request_and_not_those_behind_it(monkeypat
         assert isinstance(await asyncio.wait_for(second, 5), Placement)
         monkeypatch.undo()
         await scheduler.finished(RequestActuals(decision_id=second.result().decision_id, outcome="stop"))
-        assert isinstance(await scheduler.place(query(request_id=b"b")), Placement), "it may be asked for anew"
+        assert isinstance(await scheduler.place(query(request_id=b"b")), Placement), "it can be placed again"
 
 
-async def test_an_answer_that_nobody_fetches_counts_no_more() -> None:
+async def test_answer_that_is_not_fetched_is_released() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"a"))
@@ -169,14 +169,14 @@ async def test_an_answer_that_nobody_fetches_counts_no_more() -> None:
         assert isinstance(await scheduler.place(gone), StillWaiting)
         await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop"))
         await asyncio.sleep(0.05)
-        assert promised_tpot_s(scheduler) == 0.01, "it is kept for who asks again"
+        assert tpot_slo_of_only_worker(scheduler) == 0.01, "the answer waits for the next call"
         await asyncio.sleep(0.2)
         stream.send(worker_report("w0", report_seq=2))
         await asyncio.sleep(0.4)
-        assert promised_tpot_s(scheduler) is None
+        assert tpot_slo_of_only_worker(scheduler) is None
 
 
-async def test_one_for_which_there_is_no_room_lets_smaller_ones_pass_for_a_while() -> None:
+async def test_smaller_requests_overtake_one_that_fits_on_no_worker() -> None:
     roomy = {"blocks": blocks(total=100, free=10), "max_num_seqs": 100}
     async with a_scheduler(max_waiting_seqs=100, max_waiting=100) as (scheduler, network):
         await join(network, worker_report("w0", **roomy))
@@ -190,17 +190,16 @@ async def test_one_for_which_there_is_no_room_lets_smaller_ones_pass_for_a_while
         large.cancel()
 
 
-@pytest.mark.parametrize("could_go", [False, True])
+@pytest.mark.parametrize("can_answer", [False, True])
 @virtual
-async def test_between_two_looks_others_have_their_turn(could_go: bool) -> None:
-    """However many wait, one look costs a few decisions; and one follows the other while there is somebody
-    who can go."""
-    decided_at_s: list[float] = []
+async def test_one_round_makes_a_bounded_number_of_decisions(can_answer: bool) -> None:
+    """The next round follows while requests can be answered."""
+    decided_s: list[float] = []
     loop = asyncio.get_running_loop()
 
     def decide(asking: PlacementQuery, waited_s: float) -> Rejection | Blocked:
-        decided_at_s.append(loop.time())
-        if not could_go or asking.request_id == b"0":
+        decided_s.append(loop.time())
+        if not can_answer or asking.request_id == b"0":
             return Blocked.THIS_REQUEST
         return Rejection(reason=Reason.TTFT_SLO, message="", retry_after_s=1.0)
 
@@ -217,8 +216,8 @@ async def test_between_two_looks_others_have_their_turn(could_go: bool) -> None:
         asking = query(request_id=b"%d" % number, answer_within_s=60.0)
         queue.add(asking, 0.0)
     await asyncio.sleep(0.2)
-    looks = Counter(decided_at_s)
-    assert max(looks.values()) <= MAX_DECISIONS_PER_ROUND
-    assert len(queue) == (1 if could_go else 30)
-    assert len(looks) == (6 if could_go else 1)
+    rounds = Counter(decided_s)
+    assert max(rounds.values()) <= MAX_DECISIONS_PER_ROUND
+    assert len(queue) == (1 if can_answer else 30)
+    assert len(rounds) == (6 if can_answer else 1)
     running.cancel()

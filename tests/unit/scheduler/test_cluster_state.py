@@ -1,4 +1,4 @@
-"""Reports, lives and reservations: what is counted, and exactly until when."""
+"""Cluster state: reports, epochs, reservations and TPOT SLOs."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def placement(decision_id: str = "1", **changes: Any) -> Placement:
     return Placement(decision_id=DecisionId(decision_id), **(fields | changes))
 
 
-def test_a_placement_counts_at_once_on_both_sides() -> None:
+def test_placement_is_reserved_immediately_on_both_sides() -> None:
     view = a_view()
     view.reserve(DecisionId("1"), query(num_prompt_tokens=40), placement(), 0.0)
     d, p = view.snapshot(0.0).workers
@@ -36,17 +36,17 @@ def test_a_placement_counts_at_once_on_both_sides() -> None:
     assert (d.reserved_seqs, d.reserved_prefill_tokens, d.reserved_blocks) == (1, 0, 10)
 
 
-def test_a_reservation_ends_when_the_worker_counts_it_and_no_sooner() -> None:
+def test_reservation_ends_when_the_worker_counts_it() -> None:
     view = a_view()
     view.reserve(DecisionId("1"), query(), placement(), 0.0)
     view.update(worker_report("p", "prefill", report_seq=2), 0.1)
     assert view.snapshot(0.1).workers[1].reserved_seqs == 1
     view.update(worker_report("p", "prefill", report_seq=3, counted_decision_ids=(DecisionId("1"),)), 0.2)
     d, p = view.snapshot(0.2).workers
-    assert (p.reserved_seqs, d.reserved_seqs) == (0, 1), "each side counts for itself"
+    assert (p.reserved_seqs, d.reserved_seqs) == (0, 1), "each side counts separately"
 
 
-def test_a_reservation_that_nobody_counts_ends_by_itself() -> None:
+def test_uncounted_reservation_expires() -> None:
     view = a_view()
     view.reserve(DecisionId("1"), query(), placement(), 0.0)
     for now_s in (2.0, 4.0, 6.0):
@@ -55,25 +55,25 @@ def test_a_reservation_that_nobody_counts_ends_by_itself() -> None:
     assert [w.reserved_seqs for w in view.snapshot(6.0).workers] == [0, 0]
 
 
-def test_a_silent_worker_is_gone() -> None:
+def test_silent_worker_is_removed() -> None:
     view = a_view()
     view.update(worker_report("p", "prefill", report_seq=2), 1.5)
     assert [w.worker_id for w in view.snapshot(2.0).workers] == ["p"]
 
 
-def test_old_reports_change_nothing() -> None:
+def test_older_report_is_ignored() -> None:
     view = a_view()
     assert view.update(worker_report("p", "prefill", report_seq=5, running_seqs=3), 0.0)
     assert not view.update(worker_report("p", "prefill", report_seq=4, running_seqs=9), 0.0)
     assert view.snapshot(0.0).workers[1].report.running_seqs == 3
 
 
-def test_a_new_life_replaces_the_old_one_and_its_reservations() -> None:
+def test_new_epoch_replaces_the_old_one_and_its_reservations() -> None:
     view = a_view()
     view.reserve(DecisionId("1"), query(), placement(), 0.0)
     assert view.update(worker_report("p", "prefill", epoch=2, report_seq=1), 0.1)
     assert view.snapshot(0.1).workers[1].reserved_seqs == 0
-    assert not view.remove(worker_ref("p", epoch=1)), "the end of the old life's stream must not remove the new life"
+    assert not view.remove(worker_ref("p", epoch=1)), "the end of the old epoch's stream must not remove the new epoch"
     assert view.remove(worker_ref("p", epoch=2))
 
 
@@ -101,10 +101,10 @@ def test_only_what_must_be_computed_and_read_is_reserved() -> None:
     assert (d.reserved_prefill_tokens, d.reserved_link_bytes) == (16, {"p": 4 * block_bytes})
     for decision_id in ("1", "2"):
         view.release(DecisionId(decision_id), ("p", "d"))
-    assert view.snapshot(0.0).workers == a_view().snapshot(0.0).workers, "nothing is left of either"
+    assert view.snapshot(0.0).workers == a_view().snapshot(0.0).workers, "no reservation is left"
 
 
-def test_the_strictest_promise_stands_until_its_request_has_ended() -> None:
+def test_strictest_tpot_slo_counts_until_its_request_has_ended() -> None:
     view = a_view()
     for decision_id, tpot_s in (("1", 0.05), ("2", 0.03), ("3", None)):
         view.reserve(DecisionId(decision_id), query(slo=Slo(tpot_s=tpot_s)), placement(decision_id), 0.0)
@@ -115,10 +115,10 @@ def test_the_strictest_promise_stands_until_its_request_has_ended() -> None:
     view.release(DecisionId("2"), ("p", "d"))
     assert view.snapshot(0.1).workers[0].tpot_slo_s == 0.05
     view.update(worker_report("d", "decode", epoch=2), 0.2)
-    assert view.snapshot(0.2).workers[0].tpot_slo_s is None, "its requests died with it"
+    assert view.snapshot(0.2).workers[0].tpot_slo_s is None, "its requests ended with the epoch"
 
 
-def test_a_promise_ends_with_its_deadline_at_the_latest() -> None:
+def test_tpot_slo_expires_with_the_deadline() -> None:
     view = ClusterState(silence_s=1e9, reservation_s=5.0)
     view.update(worker_report("d", "decode"), 0.0)
     view.reserve(DecisionId("1"), query(slo=Slo(tpot_s=0.03), deadline_s=60.0), placement(prefill=None), 0.0)

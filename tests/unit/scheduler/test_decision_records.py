@@ -1,4 +1,4 @@
-"""Records tell why, stay small, and are enough to decide again."""
+"""Decision records explain a decision, stay small, and suffice to repeat it."""
 
 from dataclasses import replace
 from random import Random
@@ -35,7 +35,7 @@ def decide(
     decision_id: str = "c0ffee",
     rules: DecisionRules | None = None,
 ) -> UnrecordedDecision:
-    """As the scheduler does."""
+    """Decide as the scheduler does."""
     rules = rules or DecisionRules(decision_number=3, admission=AdmissionMode.PREDICTIVE)
     verdict = decide_module.decide(DecisionId(decision_id), "s", policy, POLICIES[policy], asking, cluster, rules)
     return UnrecordedDecision(
@@ -58,7 +58,7 @@ def many(number: int) -> ClusterSnapshot:
     )
 
 
-def test_a_record_has_the_best_of_both_sides_with_their_seconds_and_counts_of_the_others() -> None:
+def test_record_has_the_best_candidates_of_both_sides_and_counts_the_others() -> None:
     drained = replace(measured("z", "decode"), state=type(measured("z", "decode").state).DRAINING)
     cluster = seen(*(w.report for w in many(20).workers), drained)
     record = decide(query(num_prompt_tokens=2000, block_hashes=(b"h" * 16,)), cluster).to_record()
@@ -77,15 +77,15 @@ def test_a_record_has_the_best_of_both_sides_with_their_seconds_and_counts_of_th
     assert record.query.block_hashes == ()
 
 
-def test_a_record_does_not_grow_with_the_cluster() -> None:
+def test_record_does_not_grow_with_the_cluster() -> None:
     asking = query(num_prompt_tokens=2000)
     assert len(decide(asking, many(60)).to_record().inputs) < 16_000
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(seed=st.integers(0, 1_000_000))
-@example(seed=65_474)  # the decode worker holds a prefix, but four that nobody can read from hold more
-def test_a_record_is_enough_to_repeat_its_decision(policy: str, seed: int) -> None:
+@example(seed=65_474)  # four workers hold more of the prefix than the decode worker, but are not readable
+def test_decision_is_repeated_from_its_record(policy: str, seed: int) -> None:
     random = Random(seed)
     cluster = random_cluster(random, most=24)
     asking = query(
@@ -107,9 +107,11 @@ def test_a_record_is_enough_to_repeat_its_decision(policy: str, seed: int) -> No
     assert repeat_decision(stored) == decided.answer
 
 
-def test_a_holder_that_was_not_thought_of_is_not_thought_of_again() -> None:
-    """Of six that hold the same, the four with the least to send are considered; what the first two send,
-    nobody in the record reads."""
+def test_repeated_decision_does_not_consider_other_prefix_holders() -> None:
+    """Of six holders of the same prefix, the four with the least to send are considered.
+
+    The readers of the first two are not in the record, so in the record these have nothing to send.
+    """
     holders = [measured(f"h{i}", "prefill", **queued(50_000)) for i in range(6)]
     links = (fast_link("h0"), *(fast_link(f"h{i}", bytes_per_s=1e4) for i in range(1, 6)))
     readers = [
@@ -130,7 +132,7 @@ def test_a_holder_that_was_not_thought_of_is_not_thought_of_again() -> None:
     assert repeat_decision(record) == decided.answer
 
 
-def test_what_cannot_be_repeated_says_so() -> None:
+def test_repeat_fails_for_unknown_policy_or_missing_inputs() -> None:
     record = decide(query(), many(2)).to_record()
     for other in (
         replace(record, policy="oracle"),
@@ -143,21 +145,21 @@ def test_what_cannot_be_repeated_says_so() -> None:
             repeat_decision(other)
 
 
-def test_the_record_is_made_when_somebody_asks_and_keeps_what_came_of_it() -> None:
+def test_record_is_built_on_demand_and_keeps_the_outcome() -> None:
     recent, decided = RecentDecisions(), decide(query(request_id=b"r"), many(2))
     recent.add(decided)
-    (told,) = recent.of_request(b"r")
-    assert told.candidates
-    assert told.inputs
+    (record,) = recent.of_request(b"r")
+    assert record.candidates
+    assert record.inputs
     assert recent.finish(RequestActuals(decision_id=decided.decision_id, outcome="stop", ttft_s=0.5))
     (done,) = recent.of_request(None)
     assert done.actuals["ttft_s"] == 0.5
-    assert done.inputs == told.inputs
+    assert done.inputs == record.inputs
     assert recent.record_of(decided.decision_id) == done
     assert not recent.finish(RequestActuals(decision_id=DecisionId("unknown"), outcome="stop"))
 
 
-def test_of_decisions_that_nobody_had_time_for_the_answers_stay() -> None:
+def test_oldest_unrecorded_decisions_keep_only_their_answers() -> None:
     recent = RecentDecisions()
     for number in range(MAX_UNRECORDED + 5):
         recent.add(decide(query(request_id=b"%d" % number), many(2), decision_id=f"{number:x}"))

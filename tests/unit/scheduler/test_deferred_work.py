@@ -1,15 +1,15 @@
-"""What an answer does not wait for is done soon, in order, once."""
+"""Deferred work runs soon, in order, and once."""
 
 import asyncio
 
 from baton.scheduler.decisions.deferred_work import DeferredWork
 
 
-async def test_it_is_done_in_the_next_turn_in_order_and_the_end_comes_once() -> None:
+async def test_work_runs_in_order_in_the_next_iteration_and_after_batch_once() -> None:
     done: list[str] = []
-    afterwards = DeferredWork(after_batch=lambda: done.append("end"))
-    afterwards.add(lambda: done.append("a"))
-    afterwards.add(lambda: done.append("b"))
+    deferred = DeferredWork(after_batch=lambda: done.append("end"))
+    deferred.add(lambda: done.append("a"))
+    deferred.add(lambda: done.append("b"))
     assert done == []
     await asyncio.sleep(0)
     assert done == ["a", "b", "end"]
@@ -17,35 +17,35 @@ async def test_it_is_done_in_the_next_turn_in_order_and_the_end_comes_once() -> 
     assert done == ["a", "b", "end"]
 
 
-async def test_who_must_find_it_done_does_not_wait_for_the_turn() -> None:
+async def test_run_pending_runs_work_immediately() -> None:
     done: list[str] = []
-    afterwards = DeferredWork(after_batch=lambda: done.append("end"))
-    afterwards.add(lambda: done.append("a"))
-    afterwards.run_pending()
+    deferred = DeferredWork(after_batch=lambda: done.append("end"))
+    deferred.add(lambda: done.append("a"))
+    deferred.run_pending()
     assert done == ["a"]
     await asyncio.sleep(0)
     assert done == ["a", "end"]
 
 
-async def test_a_turn_without_work_has_its_end_too() -> None:
+async def test_scheduled_iteration_without_work_calls_after_batch() -> None:
     done: list[str] = []
     DeferredWork(after_batch=lambda: done.append("end")).schedule()
     await asyncio.sleep(0)
     assert done == ["end"]
 
 
-async def test_one_that_fails_keeps_none_of_the_others_from_being_done() -> None:
+async def test_failing_work_does_not_stop_the_rest() -> None:
     done: list[str] = []
-    afterwards = DeferredWork(after_batch=lambda: done.append("end"))
+    deferred = DeferredWork(after_batch=lambda: done.append("end"))
 
     def fail() -> None:
         raise RuntimeError("a bug")
 
-    told: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
-    afterwards.add(fail)
-    afterwards.add(lambda: done.append("b"))
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
+    deferred.add(fail)
+    deferred.add(lambda: done.append("b"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert done == ["b", "end"]
-    assert len(told) == 1
+    assert len(errors) == 1

@@ -1,5 +1,4 @@
-"""Eligibility: each exclusion on its own, and the vectorised forms against the scalar ones on random
-clusters."""
+"""Eligibility: each exclusion alone, and the masks against the scalar functions on random clusters."""
 
 from dataclasses import replace
 from random import Random

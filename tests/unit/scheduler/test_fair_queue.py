@@ -1,4 +1,4 @@
-"""Who goes next, who gives way, and who has waited too long."""
+"""The fair queue: order, displacement and expiry."""
 
 from random import Random
 
@@ -17,7 +17,7 @@ def asked(tenant: str = "default", *, within_s: float = 10.0, priority: int = 0,
 
 
 def queue_of(*requests: dict[str, object], max_waiting: int = 100) -> FairQueue[int]:
-    """Their handles are their places in `requests`."""
+    """A queue of these requests. Each handle is the position in `requests`."""
     queue: FairQueue[int] = FairQueue(max_waiting=max_waiting)
     for handle, fields in enumerate(requests):
         queue.add(query(**fields), handle, 0.0)
@@ -37,11 +37,11 @@ def order(queue: FairQueue[int], count: int = 1000) -> list[int]:
     return taken
 
 
-def test_the_earliest_due_goes_first_and_equals_as_they_came() -> None:
+def test_earliest_due_goes_first_and_ties_in_order_of_arrival() -> None:
     assert order(queue_of(asked(within_s=9), asked(within_s=3), asked(within_s=3), asked(within_s=6))) == [1, 2, 3, 0]
 
 
-def test_an_slo_is_due_before_the_deadline_but_not_for_a_later_attempt() -> None:
+def test_ttft_slo_sets_the_due_time_of_a_first_attempt_only() -> None:
     queue: FairQueue[int] = FairQueue(max_waiting=9)
     first, _ = queue.add(query(slo=Slo(ttft_s=0.5), deadline_s=60.0), 0, 100.0)
     again, _ = queue.add(query(slo=Slo(ttft_s=0.5), deadline_s=60.0, attempt=1), 1, 100.0)
@@ -49,7 +49,7 @@ def test_an_slo_is_due_before_the_deadline_but_not_for_a_later_attempt() -> None
     assert queue.next_due_s == 100.5
 
 
-def test_a_lower_priority_number_goes_before_any_deadline() -> None:
+def test_lower_priority_number_goes_before_any_deadline() -> None:
     assert order(queue_of(asked(within_s=1, priority=3), asked(within_s=99, priority=-1), asked(within_s=50))) == [
         1,
         2,
@@ -57,12 +57,12 @@ def test_a_lower_priority_number_goes_before_any_deadline() -> None:
     ]
 
 
-def test_tenants_take_turns_whoever_came_first() -> None:
+def test_tenants_are_served_in_turn_regardless_of_arrival() -> None:
     queue = queue_of(*[asked("rush", within_s=1.0)] * 50, *[asked("calm", within_s=9.0)] * 3)
     assert [handle >= 50 for handle in order(queue, 6)] == [False, True, False, True, False, True]
 
 
-def test_a_tenant_that_comes_back_each_time_gets_no_more_than_its_turns() -> None:
+def test_returning_tenant_gets_no_more_than_its_share() -> None:
     queue = queue_of(*[asked("patient", within_s=100.0)] * 10)
     taken = []
     for _ in range(10):
@@ -74,7 +74,7 @@ def test_a_tenant_that_comes_back_each_time_gets_no_more_than_its_turns() -> Non
     assert 4 <= taken.count("patient") <= 6
 
 
-def test_a_full_queue_sends_away_the_last_due_of_the_tenant_that_holds_most() -> None:
+def test_full_queue_displaces_the_last_due_of_the_largest_tenant() -> None:
     queue = queue_of(*[asked("rush", within_s=s) for s in (1, 8, 2)], asked("calm", within_s=9), max_waiting=4)
     new, victim = queue.add(query(tenant="calm", deadline_s=5.0), 4, 0.0)
     assert victim is not None
@@ -83,7 +83,7 @@ def test_a_full_queue_sends_away_the_last_due_of_the_tenant_that_holds_most() ->
     assert (refusal.reason, refusal.retry_after_s) == (Reason.QUEUE_FULL, 0.7)
 
 
-def test_a_full_queue_refuses_a_newcomer_that_is_no_better() -> None:
+def test_full_queue_displaces_a_new_request_without_precedence() -> None:
     queue = queue_of(*[asked(within_s=1)] * 3, max_waiting=3)
     new, victim = queue.add(query(deadline_s=2.0), 3, 0.0)
     assert victim is new
@@ -92,7 +92,7 @@ def test_a_full_queue_refuses_a_newcomer_that_is_no_better() -> None:
     assert victim.query.priority == 0
 
 
-def test_what_is_overdue_is_told_why() -> None:
+def test_overdue_rejection_names_the_reason_and_limit() -> None:
     queue: FairQueue[int] = FairQueue(max_waiting=9)
     queue.add(query(slo=Slo(ttft_s=0.5)), 0, 0.0)
     queue.add(query(deadline_s=2.0), 1, 0.0)
@@ -105,15 +105,15 @@ def test_what_is_overdue_is_told_why() -> None:
     assert order(queue) == [2]
 
 
-def test_a_deadline_is_no_slo_whatever_the_clock_says() -> None:
+def test_deadline_is_never_reported_as_an_slo() -> None:
     queue: FairQueue[int] = FairQueue(max_waiting=1000)
     for number in range(200):
         queue.add(query(deadline_s=0.1 + number / 7), number, number / 3)
     assert {overdue_rejection(late, 1e6).reason for late in queue.expire(1e6)} == {Reason.DEADLINE}
 
 
-def test_who_comes_before_a_new_request() -> None:
-    """Of its tenant who is due earlier; of another, one a turn; of a lower priority number, all."""
+def test_handles_before_a_new_request() -> None:
+    """Earlier ones of its tenant, one more of each other tenant, and all of lower priority numbers."""
     rush = [asked("rush", within_s=60.0 + i) for i in range(60)]
     queue = queue_of(
         *rush,
@@ -125,11 +125,11 @@ def test_who_comes_before_a_new_request() -> None:
     assert sorted(queue.handles_before(query(tenant="calm", deadline_s=5.0), 0.0)) == [0, 1, 60, 62]
     assert list(queue.handles_before(query(tenant="calm", deadline_s=5.0, priority=-1), 0.0)) == [62]
     assert len(list(queue.handles_before(query(tenant="rush", deadline_s=61.5), 0.0))) == 2 + 2 + 1, (
-        "two of its own, two turns of calm's"
+        "two of its own, two of calm's, and the first priority"
     )
 
 
-def test_who_is_due_soonest_whosever_turn_it_is() -> None:
+def test_earliest_due_ignores_tenants() -> None:
     queue = queue_of(
         asked("a", within_s=5.0),
         asked("a", within_s=1.0),
@@ -141,7 +141,7 @@ def test_who_is_due_soonest_whosever_turn_it_is() -> None:
     assert sorted(order(queue)) == [0, 2, 3]
 
 
-def test_a_client_that_went_away_is_not_served() -> None:
+def test_removed_request_is_not_served() -> None:
     queue: FairQueue[int] = FairQueue(max_waiting=9)
     places = [queue.add(query(), handle, 0.0)[0] for handle in range(3)]
     assert queue.remove(places[1])
@@ -150,7 +150,7 @@ def test_a_client_that_went_away_is_not_served() -> None:
     assert (len(queue), take_next(queue), queue.peek(), queue.next_due_s) == (0, None, None, None)
 
 
-def test_those_that_stay_keep_their_order() -> None:
+def test_remaining_requests_keep_their_order() -> None:
     queue: FairQueue[int] = FairQueue(max_waiting=100)
     dues = Random(0).sample(range(1, 100), 40)
     places = [queue.add(query(deadline_s=float(due)), due, 0.0)[0] for due in dues]
@@ -159,16 +159,16 @@ def test_those_that_stay_keep_their_order() -> None:
     assert order(queue) == sorted(dues[:5] + dues[30:])
 
 
-def test_a_queue_for_nobody_is_refused() -> None:
+def test_queue_without_capacity_is_refused() -> None:
     with pytest.raises(ValueError, match="max_waiting is 0; must be at least 1"):
         FairQueue(max_waiting=0)
 
 
 @given(seed=st.integers(0, 100_000))
-def test_everybody_leaves_exactly_once_in_the_order_of_the_rules(seed: int) -> None:
+def test_every_request_leaves_once_in_the_order_of_the_rules(seed: int) -> None:
     random = Random(seed)
     queue: FairQueue[int] = FairQueue(max_waiting=random.randrange(1, 12))
-    inside: dict[int, object] = {}
+    inside: dict[int, QueueEntry[int]] = {}
     for handle in range(60):
         now_s = handle / 4
         match random.randrange(6):
@@ -183,16 +183,16 @@ def test_everybody_leaves_exactly_once_in_the_order_of_the_rules(seed: int) -> N
                 assert (taken is None) == (not inside)
                 if taken is not None:
                     assert inside.pop(taken.handle) is taken
-                    same = [w for w in inside.values() if w.query.tenant == taken.query.tenant]  # type: ignore[attr-defined]
+                    same = [w for w in inside.values() if w.query.tenant == taken.query.tenant]
                     assert all(
-                        (taken.query.priority, taken.due_s, taken.seq) < (w.query.priority, w.due_s, w.seq)  # type: ignore[attr-defined]
+                        (taken.query.priority, taken.due_s, taken.seq) < (w.query.priority, w.due_s, w.seq)
                         for w in same
                     )
-                    assert all(taken.query.priority <= w.query.priority for w in inside.values())  # type: ignore[attr-defined]
+                    assert all(taken.query.priority <= w.query.priority for w in inside.values())
             case 4 if inside:
-                assert queue.remove(inside.pop(random.choice(sorted(inside))))  # type: ignore[arg-type]
+                assert queue.remove(inside.pop(random.choice(sorted(inside))))
             case 5:
                 gone = {waiting.handle for waiting in queue.expire(now_s)}
-                assert gone == {handle for handle, w in inside.items() if w.due_s <= now_s}  # type: ignore[attr-defined]
+                assert gone == {handle for handle, w in inside.items() if w.due_s <= now_s}
                 inside = {handle: w for handle, w in inside.items() if handle not in gone}
         assert len(queue) == len(inside)

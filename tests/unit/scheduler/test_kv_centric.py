@@ -1,5 +1,4 @@
-"""What deciding in seconds means: which worker is chosen in which situation, and what is said to be expected
-of it."""
+"""The policies that predict seconds: which workers they choose in which situation, and what they predict."""
 
 import math
 from dataclasses import replace
@@ -15,15 +14,15 @@ from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.state.cluster_state import ClusterState
 from tests.builders import layout, query, worker_ref
 from tests.unit.scheduler.measured_workers import COSTS, LAYOUT, decoding, fast_link, measured, queued, seen
-from tests.unit.scheduler.policy_cases import LONG, NAMES, asked, busy, chosen, ids, predicted, turn
+from tests.unit.scheduler.policy_cases import LONG, NAMES, asked, busy, chosen, context, ids, predicted
 
 BLOCK_BYTES = LAYOUT.block_bytes
 
 
-# -- the terms ---------------------------------------------------------------------------------------------------------------------------
+# the terms
 
 
-def test_the_terms_of_a_placement_are_the_cost_models_seconds() -> None:
+def test_predicted_terms_equal_the_cost_model() -> None:
     p = measured("p", "prefill", **queued(1024))
     got = predicted(chosen(seen(p, busy(links=(fast_link("p", bytes_per_s=1e7),)), p=64)))
     assert got.queue_s == pytest.approx(COSTS.prefill_s(1024, 0, 512), rel=0.01)
@@ -31,10 +30,10 @@ def test_the_terms_of_a_placement_are_the_cost_models_seconds() -> None:
     assert got.ttft_s == pytest.approx(got.queue_s + got.prefill_s)
     assert got.tpot_now_s == pytest.approx(COSTS.decode_step_s(21, 20 * 500 + LONG))
     last_chunk_s = 32 * BLOCK_BYTES / 1e7
-    assert got.transfer_s >= last_chunk_s > 0, "at least the last chunk comes after the first token"
+    assert got.transfer_s >= last_chunk_s > 0, "at least the last chunk is exposed"
 
 
-def test_live_corrections_count() -> None:
+def test_live_cost_corrections_apply() -> None:
     slow = replace(COSTS, prefill_factor=3.0, decode_factor=2.0)
     plain, corrected = (
         predicted(chosen(seen(measured("p", "prefill", costs=costs), busy(costs=costs)))) for costs in (COSTS, slow)
@@ -43,48 +42,48 @@ def test_live_corrections_count() -> None:
     assert corrected.tpot_now_s == pytest.approx(2 * (plain.tpot_now_s or 0))
 
 
-def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token() -> None:
+def test_fully_cached_prompt_still_computes_its_last_token() -> None:
     got = chosen(seen(measured("p", "prefill"), busy(), p=LONG // 16))
     assert got.prefill_overlap_blocks == LONG // 16 - 1
     assert predicted(got).prefill_s > 0
 
 
-def test_tpot_is_of_the_moment_at_which_the_prompt_is_computed() -> None:
+def test_tpot_is_predicted_for_the_end_of_prefill() -> None:
     short_answers, long_answers = (
         predicted(chosen(seen(measured("p", "prefill"), busy(mean_output_tokens=mean)))).tpot_s or 0
         for mean in (20.0, 2000.0)
     )
     now_s = predicted(chosen(seen(measured("p", "prefill"), busy()))).tpot_now_s or 0
-    assert short_answers < 0.8 * now_s, "most of those that decode now will have ended"
+    assert short_answers < 0.8 * now_s, "most of the decoding sequences will have ended"
     assert long_answers == pytest.approx(now_s, rel=0.05)
     joined = (
         predicted(chosen(seen(measured("p", "prefill"), busy(mean_output_tokens=2000.0, waiting_seqs=10)))).tpot_s or 0
     )
-    assert joined > long_answers * 1.1, "those that were placed before will have joined"
+    assert joined > long_answers * 1.1, "sequences placed before will have joined"
 
 
-def test_of_those_that_join_before_some_have_ended_by_then() -> None:
+def test_some_joining_sequences_end_before_prefill_does() -> None:
     d = busy(mean_output_tokens=20.0, waiting_seqs=10)
     got = predicted(chosen(seen(measured("p", "prefill"), d)))
-    lives = got.ttft_s / (20 * COSTS.decode_step_s(20, 20 * 500))
-    stay = math.exp(-lives)
-    join = (1 - stay) / lives
+    num_drains = got.ttft_s / (20 * COSTS.decode_step_s(20, 20 * 500))
+    stay = math.exp(-num_drains)
+    join = (1 - stay) / num_drains
     seqs = 20 * stay + 10 * join
     assert got.tpot_s == pytest.approx(COSTS.decode_step_s(seqs + 1, 500 * seqs + LONG))
 
 
-# -- who prefills ------------------------------------------------------------------------------------------------------------------------
+# who prefills
 
 
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_cached_prefix_is_worth_what_computing_it_takes(policy: str) -> None:
+def test_cached_prefix_counts_as_its_compute_time(policy: str) -> None:
     p0, p1 = measured("p0", "prefill"), measured("p1", "prefill")
     assert ids(chosen(seen(p0, p1, busy(), p1=128), policy=policy)) == ("p1", "d")
     far = replace(p1, waiting_prefill_tokens=9000, waiting_seqs=3)
-    assert ids(chosen(seen(p0, far, busy(), p1=128), policy=policy))[0] == "p0", "but not a queue that is longer"
+    assert ids(chosen(seen(p0, far, busy(), p1=128), policy=policy))[0] == "p0", "but not as a longer queue"
 
 
-def test_a_prefix_is_pulled_when_that_is_faster_than_computing_it() -> None:
+def test_prefix_is_pulled_if_faster_than_computing_it() -> None:
     p0, p1 = measured("p0", "prefill"), measured("p1", "prefill", **queued(20_000))
     got = chosen(seen(p0, p1, busy(), p1=200))
     assert (
@@ -104,13 +103,13 @@ def test_a_prefix_is_pulled_when_that_is_faster_than_computing_it() -> None:
     assert chosen(seen(crowded, p1, busy(), p1=200)).prefix_source is None
 
 
-def test_a_prefix_is_pulled_from_a_decode_worker_too_but_only_what_is_really_there() -> None:
+def test_prefix_is_pulled_from_a_decode_worker_but_not_if_only_expected_there() -> None:
     p = measured("p", "prefill")
     assert chosen(seen(p, busy(), d=200)).prefix_source is not None
-    assert chosen(seen(p, busy(), d=(200, 0))).prefix_source is None, "that is only expected there"
+    assert chosen(seen(p, busy(), d=(200, 0))).prefix_source is None, "the blocks are only expected there"
 
 
-def test_nothing_is_pulled_over_a_broken_link_or_from_another_layout_or_a_draining_worker() -> None:
+def test_no_pull_over_a_broken_link_or_from_another_layout_or_a_draining_worker() -> None:
     p = measured("p", "prefill")
     holder = measured("h", "prefill", **queued(50_000))
     assert chosen(seen(p, holder, busy(), h=200)).prefix_source is not None
@@ -122,8 +121,8 @@ def test_nothing_is_pulled_over_a_broken_link_or_from_another_layout_or_a_draini
         assert chosen(cluster).prefix_source is None
 
 
-def test_what_a_decode_worker_only_expects_is_nothing_to_begin_with() -> None:
-    """Blocks that a decode worker will read from who computes them cannot be had any sooner there."""
+def test_expected_blocks_do_not_shorten_a_local_prefill() -> None:
+    """The decode worker will read these blocks from the worker that computes them."""
     cluster = seen(
         measured("p", "prefill", **queued(LONG)),
         measured("d", "decode"),
@@ -136,18 +135,18 @@ def test_what_a_decode_worker_only_expects_is_nothing_to_begin_with() -> None:
     assert predicted(got).ttft_s > COSTS.prefill_s(LONG, 0, 512)
 
 
-def test_computing_what_another_will_have_soon_is_charged_once_more() -> None:
-    """As soon as the queue in which it is computed already takes twice as long, it is worth it."""
+def test_redundant_prefill_is_charged_twice() -> None:
+    """Computing again pays only if the queue of the worker that computes it takes twice as long."""
     full_s = COSTS.prefill_s(LONG, 0, 512)
     for tokens, prefill in ((LONG, "p0"), (int(1.8 * LONG), "p0"), (int(2.3 * LONG), "p1")):
         cluster = seen(measured("p0", "prefill", **queued(tokens)), measured("p1", "prefill"), busy(), p0=(255, 0))
         assert ids(chosen(cluster))[0] == prefill, tokens
-    assert predicted(chosen(cluster)).ttft_s == pytest.approx(full_s), "a charge is no part of what is predicted"
+    assert predicted(chosen(cluster)).ttft_s == pytest.approx(full_s), "a charge is not part of the prediction"
     shown = {c.worker.worker_id: c.terms for c in chosen(cluster).candidates if c.side == "prefill" and c.terms}
     assert shown["p1"]["redundant_s"] == pytest.approx(full_s * 4080 / LONG)
 
 
-def test_a_decode_worker_that_computes_itself_pulls_too() -> None:
+def test_local_prefill_can_pull_a_prefix() -> None:
     holder = measured("h", "prefill", **queued(50_000))
     got = chosen(seen(holder, measured("d", "decode"), h=200))
     assert (ids(got), got.prefix_source and got.prefix_source.worker) == ((None, "d"), worker_ref("h"))
@@ -156,19 +155,18 @@ def test_a_decode_worker_that_computes_itself_pulls_too() -> None:
     assert chosen(seen(holder, slow, h=200)).prefix_source is None
 
 
-def test_who_keeps_the_promise_goes_before_who_costs_less() -> None:
-    """p0 has a queue, but nothing is to be sent; p1 is idle, over a slow link: its first token comes sooner,
-    the second one later."""
+def test_worker_that_meets_the_slo_is_preferred_to_a_cheaper_one() -> None:
+    """p0 has a queue and a fast link; p1 is idle with a slow link, so only its first token is sooner."""
     queue = measured("p0", "prefill", **queued(2048))
     slow = tuple(fast_link(name, bytes_per_s=rate) for name, rate in (("p0", 1e12), ("p1", 1.2e6)))
     cluster = seen(queue, measured("p1", "prefill"), busy(links=slow))
     assert ids(chosen(cluster))[0] == "p0"
     soon_s = COSTS.prefill_s(LONG, 0, 512) * 1.1
     assert ids(chosen(cluster, asked(slo=Slo(ttft_s=soon_s))))[0] == "p1"
-    assert ids(chosen(cluster, asked(slo=Slo(ttft_s=soon_s), waited_s=soon_s)))[0] == "p0", "too late for both"
+    assert ids(chosen(cluster, asked(slo=Slo(ttft_s=soon_s), waited_s=soon_s)))[0] == "p0", "too late on both"
 
 
-def test_what_decodes_nowhere_else_is_not_transferred() -> None:
+def test_prefill_only_request_has_no_transfer() -> None:
     holder = measured("h", "prefill", **queued(50_000))
     got = chosen(seen(measured("p", "prefill"), holder, h=200), query(num_prompt_tokens=LONG, max_tokens=1))
     assert (ids(got), got.prefix_source and got.prefix_source.num_blocks) == (("p", None), 200)
@@ -185,7 +183,7 @@ def test_prefix_aware_never_pulls() -> None:
     )
 
 
-def test_kv_that_comes_late_counts() -> None:
+def test_exposed_transfer_counts() -> None:
     d = busy(links=(fast_link("p0", bytes_per_s=1e5), fast_link("p1")))
     got = chosen(seen(measured("p0", "prefill"), measured("p1", "prefill", **queued(100)), d))
     assert ids(got) == ("p1", "d")
@@ -196,7 +194,7 @@ def test_kv_that_comes_late_counts() -> None:
     )
 
 
-# -- who decodes -------------------------------------------------------------------------------------------------------------------------
+# who decodes
 
 
 @pytest.mark.parametrize("policy", NAMES)
@@ -207,58 +205,62 @@ def test_the_least_predicted_tpot_decodes(policy: str) -> None:
     assert ids(chosen(seen(p, busy("d0", 20), busy("d1", 10, costs=slow)), policy=policy))[1] == "d0"
 
 
-def test_what_the_decode_worker_holds_counts() -> None:
+def test_blocks_held_by_the_decode_worker_count() -> None:
     p, link = measured("p", "prefill"), (fast_link("p", bytes_per_s=1e7),)
     assert ids(chosen(seen(p, busy("d0", links=link), busy("d1", links=link))))[1] == "d0"
     assert ids(chosen(seen(p, busy("d0", links=link), busy("d1", links=link), d1=(200, 0))))[1] == "d1"
 
 
-def test_a_worker_that_prefills_for_itself_decodes_slower() -> None:
+def test_queued_prefill_slows_decode() -> None:
     assert ids(chosen(seen(measured("p", "prefill"), busy("d0", waiting_prefill_tokens=50_000), busy("d1"))))[1] == "d1"
 
 
-# -- the decode worker prefills ----------------------------------------------------------------------------------------------------------
+# the decode worker prefills
 
 
-def test_an_idle_decode_worker_takes_a_prompt_rather_than_wait_for_the_queue() -> None:
+def test_idle_decode_worker_prefills_instead_of_a_long_queue() -> None:
     long_queue = measured("p", "prefill", **queued(20_000))
     got = chosen(seen(long_queue, measured("d", "decode")), asked(64))
     assert ids(got) == (None, "d")
     assert (predicted(got).transfer_s, predicted(got).decode_delay_s) == (0.0, 0.0)
     assert ids(chosen(seen(long_queue, measured("d", "decode")), asked(64), "prefix_aware")) == ("p", "d"), (
-        "that is kv_centric's own"
+        "only kv_centric prefills on a decode worker"
     )
 
 
-def test_the_delay_of_its_sequences_is_charged() -> None:
+def test_local_prefill_is_charged_with_the_decode_delay() -> None:
     p = measured("p", "prefill", **queued(1000))
     got = chosen(seen(p, busy(seqs=20)), asked(256))
     assert ids(got) == ("p", "d")
     alone = next(c for c in got.candidates if c.side == "prefill" and c.worker.worker_id == "d")
     assert alone.terms["decode_delay_s"] == pytest.approx(20 * (COSTS.prefill_s(256) - COSTS.step_s), rel=0.01)
-    assert ids(chosen(seen(p, busy(seqs=1)), asked(256))) == (None, "d"), "one that waits a little is less than a queue"
+    assert ids(chosen(seen(p, busy(seqs=1)), asked(256))) == (None, "d"), (
+        "one delayed sequence costs less than the queue"
+    )
 
 
-@pytest.mark.parametrize("promised", ["asking", "running", "running more strictly"])
-def test_it_is_barred_where_a_chunk_would_break_a_promise(promised: str) -> None:
+@pytest.mark.parametrize("slo_of", ["asking", "running", "running more strictly"])
+def test_local_prefill_is_excluded_if_a_chunk_breaks_a_tpot_slo(slo_of: str) -> None:
     p, d = measured("p", "prefill", **queued(50_000)), WorkerView(report=measured("d", "decode", **decoding(2)))
     assert ids(chosen(seen(p, d), asked(2048))) == (None, "d")
-    if promised == "asking":
+    if slo_of == "asking":
         assert ids(chosen(seen(p, d), asked(2048, slo=Slo(tpot_s=0.005)))) == ("p", "d")
         assert ids(chosen(seen(p, d), asked(2048, slo=Slo(tpot_s=0.3)))) == (None, "d")
     else:
-        asking = asked(2048, slo=Slo(tpot_s=0.3 if promised == "running more strictly" else None))
+        asking = asked(2048, slo=Slo(tpot_s=0.3 if slo_of == "running more strictly" else None))
         assert ids(chosen(seen(p, replace(d, tpot_slo_s=0.005)), asking)) == ("p", "d")
 
 
-def test_without_anybody_else_it_prefills_whatever_is_promised() -> None:
+def test_decode_worker_prefills_despite_the_slo_if_it_is_the_only_one() -> None:
     assert ids(chosen(seen(busy()), asked(2048, slo=Slo(tpot_s=0.001)))) == (None, "d")
 
 
 def local_share(charge_decode_delay: bool, tpot_slo_s: float | None) -> float:
-    """Bursts of four short prompts arrive at one prefill worker, which is done with one before the next
-    comes, and at one decode worker with sixteen sequences. Returns the share of the prompts that the decode
-    worker prefilled."""
+    """Return the share of prompts that the decode worker prefills.
+
+    Bursts of four short prompts meet one prefill worker and one decode worker with sixteen sequences. Each
+    burst is done before the next one arrives.
+    """
     view = ClusterState(silence_s=1e9, reservation_s=1e9)
     view.update(measured("p", "prefill"), 0.0)
     view.update(measured("d", "decode", **decoding(16)), 0.0)
@@ -266,7 +268,7 @@ def local_share(charge_decode_delay: bool, tpot_slo_s: float | None) -> float:
     for burst in range(10):
         placed = [DecisionId(f"{burst}-{number}") for number in range(4)]
         for number, decision_id in enumerate(placed):
-            answer = kv_centric(asking, view.snapshot(0.0), turn(number), charge_decode_delay=charge_decode_delay)
+            answer = kv_centric(asking, view.snapshot(0.0), context(number), charge_decode_delay=charge_decode_delay)
             assert isinstance(answer, Choice)
             num_local += answer.prefill is None
             view.reserve(decision_id, asking, answer.placement(decision_id, "s", "kv_centric"), 0.0)
@@ -276,21 +278,21 @@ def local_share(charge_decode_delay: bool, tpot_slo_s: float | None) -> float:
     return num_local / 40
 
 
-def test_without_the_busy_term_disaggregation_undoes_itself_and_with_it_it_does_not() -> None:
+def test_decode_delay_term_keeps_prefill_off_decode_workers() -> None:
     slo_s, contexts = 0.03, [500] * 16
     assert COSTS.step_seconds(StepWork.of([], contexts)) < slo_s < COSTS.step_seconds(StepWork.of([(200, 0)], contexts))
     assert local_share(charge_decode_delay=False, tpot_slo_s=slo_s) >= 0.25, (
-        "prefill is at the decode worker, where each breaks the promise"
+        "the decode worker prefills, and each prefill breaks the SLO"
     )
     assert local_share(charge_decode_delay=True, tpot_slo_s=slo_s) == 0
-    assert local_share(charge_decode_delay=True, tpot_slo_s=None) == 0, "the charge alone is enough"
+    assert local_share(charge_decode_delay=True, tpot_slo_s=None) == 0, "the charge is enough without an SLO"
 
 
-# -- without costs -----------------------------------------------------------------------------------------------------------------------
+# without costs
 
 
 @pytest.mark.parametrize("policy", NAMES)
-def test_without_any_costs_load_decides_and_nothing_is_predicted(policy: str) -> None:
+def test_without_costs_load_decides_and_nothing_is_predicted(policy: str) -> None:
     cluster = seen(
         measured("p0", "prefill", costs=None, **queued(900)), measured("p1", "prefill", costs=None), busy(costs=None)
     )
@@ -299,14 +301,14 @@ def test_without_any_costs_load_decides_and_nothing_is_predicted(policy: str) ->
     assert got.candidates[0].terms.keys() == {"queued_prefill_tokens", "seqs", "free_blocks"}
 
 
-def test_a_worker_that_has_not_measured_itself_yet_is_taken_for_its_peers() -> None:
+def test_unmeasured_worker_gets_the_costs_of_its_peers() -> None:
     got = chosen(seen(measured("p0", "prefill", **queued(900)), measured("p1", "prefill", costs=None), busy()))
     assert ids(got) == ("p1", "d")
     assert predicted(got).prefill_s == pytest.approx(COSTS.prefill_s(LONG, 0, 512), rel=0.01)
-    told = {c.worker.worker_id: c.terms.get("peer_costs") for c in got.candidates if not c.excluded}
-    assert told == {"p0": None, "p1": 1.0, "d": None}
+    peer_costs = {c.worker.worker_id: c.terms.get("peer_costs") for c in got.candidates if not c.excluded}
+    assert peer_costs == {"p0": None, "p1": 1.0, "d": None}
 
 
-def test_costs_that_cannot_be_seconds_are_no_costs() -> None:
+def test_unusable_costs_count_as_none() -> None:
     nonsense = replace(COSTS, prefill_token_s=float("nan"))
     assert chosen(seen(measured("p", "prefill", costs=nonsense), busy(costs=nonsense))).predicted is None

@@ -1,5 +1,4 @@
-"""Bursts between two reports, and full workers: nobody is sent where many were sent already, or where there
-is no room."""
+"""Bursts between two reports, and full workers."""
 
 from dataclasses import replace
 
@@ -14,11 +13,11 @@ from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.policies.prefix_aware import prefix_aware
 from baton.scheduler.state.cluster_state import ClusterState
 from tests.unit.scheduler.measured_workers import measured, queued, seen
-from tests.unit.scheduler.policy_cases import asked, busy, chosen, ids, turn
+from tests.unit.scheduler.policy_cases import asked, busy, chosen, context, ids
 
 
 def place_burst(number: int, overlaps: dict[str, int], policy: str = "kv_centric", workers: int = 4) -> list[Choice]:
-    """Between two reports."""
+    """Place `number` requests between two reports."""
     view = ClusterState(silence_s=1e9, reservation_s=1e9)
     for i in range(workers):
         view.update(measured(f"p{i}", "prefill"), 0.0)
@@ -33,28 +32,28 @@ def place_burst(number: int, overlaps: dict[str, int], policy: str = "kv_centric
 
 
 @pytest.mark.parametrize("policy", ["kv_centric", "prefix_aware", "least_loaded"])
-def test_a_burst_between_two_reports_does_not_pile_up(policy: str) -> None:
+def test_burst_between_two_reports_is_spread(policy: str) -> None:
     placed = [ids(choice) for choice in place_burst(16, {}, policy)]
     for side in (0, 1):
         assert all(3 <= [pair[side] for pair in placed].count(name) <= 5 for name in {pair[side] for pair in placed})
         assert len({pair[side] for pair in placed}) == 4
 
 
-def test_a_hot_prefix_does_not_draw_all_load_to_the_worker_that_holds_it() -> None:
+def test_hot_prefix_does_not_attract_all_load_to_its_holder() -> None:
     choices = place_burst(40, {"p0": 250})
     counts = {f"p{i}": sum(ids(choice)[0] == f"p{i}" for choice in choices) for i in range(4)}
     assert max(counts.values()) <= 16
     assert min(counts.values()) >= 4
     elsewhere = [choice for choice in choices if ids(choice)[0] != "p0"]
-    assert all(choice.prefix_source is not None for choice in elsewhere), "the others pull it"
+    assert all(choice.prefix_source is not None for choice in elsewhere), "other workers pull the prefix"
 
 
-def test_a_burst_of_one_new_prefix_follows_where_it_is_expected() -> None:
+def test_burst_with_one_prefix_goes_where_it_is_expected() -> None:
     choices = place_burst(4, {"p2": 250})
     assert ids(choices[0])[0] == "p2"
 
 
-# -- full workers ------------------------------------------------------------------------------------------------------------------------
+# full workers
 
 
 def full(worker_id: str, role: str) -> object:
@@ -63,7 +62,7 @@ def full(worker_id: str, role: str) -> object:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_is_placed_on_a_full_worker_when_another_has_room(policy: str) -> None:
+def test_full_worker_is_not_chosen_if_another_has_capacity(policy: str) -> None:
     cluster = seen(
         full("p0", "prefill"),
         measured("p1", "prefill", **queued(9999)),
@@ -74,25 +73,27 @@ def test_nobody_is_placed_on_a_full_worker_when_another_has_room(policy: str) ->
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_when_everybody_is_full_the_answer_is_no_but_not_to_a_request_that_lost_a_worker(policy: str) -> None:
+def test_full_cluster_rejects_first_attempts_but_not_retries(policy: str) -> None:
     no_place = busy("d", 64)
     for cluster in (seen(measured("p", "prefill"), full("d", "decode")), seen(measured("p", "prefill"), no_place)):
-        answer = POLICIES[policy](asked(), cluster, turn(max_capacity_wait_s=0.0))
+        answer = POLICIES[policy](asked(), cluster, context(max_capacity_wait_s=0.0))
         assert isinstance(answer, Rejection)
         assert (answer.reason, answer.term) == (Reason.NO_CAPACITY, "decode_capacity")
         assert ids(chosen(cluster, asked(attempt=1), policy, max_capacity_wait_s=0.0))[1] == "d"
-        assert ids(chosen(cluster, asked(), policy))[1] == "d", "where nobody can wait at the scheduler, it waits there"
+        assert ids(chosen(cluster, asked(), policy))[1] == "d", (
+            "requests that cannot wait at the scheduler wait at the worker"
+        )
 
 
-def test_a_full_prefill_side_leaves_the_decode_worker() -> None:
+def test_decode_worker_prefills_if_the_prefill_side_is_full() -> None:
     assert ids(chosen(seen(full("p", "prefill"), busy()), max_capacity_wait_s=0.0)) == (None, "d")
-    answer = prefix_aware(asked(), seen(full("p", "prefill"), busy()), turn(max_capacity_wait_s=0.0))
+    answer = prefix_aware(asked(), seen(full("p", "prefill"), busy()), context(max_capacity_wait_s=0.0))
     assert isinstance(answer, Rejection)
     assert answer.term == "prefill_capacity"
 
 
-def test_a_full_decode_worker_that_will_have_room_soon_enough_is_not_waited_for() -> None:
-    """64 of 64 places are taken; one in 64 ends in a 64th of a mean answer."""
+def test_full_decode_worker_is_chosen_if_capacity_is_predicted_soon() -> None:
+    """All 64 batch slots are taken. The first of 64 sequences ends in a 64th of a mean answer."""
     crowded = seen(measured("p", "prefill"), busy("d", 64))
-    assert isinstance(kv_centric(asked(), crowded, turn(max_capacity_wait_s=0.001)), Rejection)
+    assert isinstance(kv_centric(asked(), crowded, context(max_capacity_wait_s=0.001)), Rejection)
     assert ids(chosen(crowded, max_capacity_wait_s=1.0)) == ("p", "d")

@@ -1,5 +1,4 @@
-"""Following the log: publishers, feed and index together, under virtual time; the store fails in every way
-that it can."""
+"""The event reader with publishers, feed and index, under virtual time and with store failures."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,7 +24,7 @@ POOL_BLOCKS = 6_000
 
 
 class Store(MemoryKvEventFeed):
-    """In memory, and away when asked to be: then nothing that it had is lost."""
+    """A store in memory that can be made unavailable without losing its contents."""
 
     def __init__(self, max_stream_events: int = 8_192) -> None:
         super().__init__(max_stream_events=max_stream_events)
@@ -69,7 +68,7 @@ class Store(MemoryKvEventFeed):
 
 
 class Worker:
-    """As much of one as publishes."""
+    """The part of a worker that publishes events."""
 
     def __init__(self, ref: WorkerRef, feed: Store) -> None:
         self.ref = ref
@@ -89,7 +88,7 @@ class Worker:
 
 
 class Rig:
-    """A scheduler's part, and workers."""
+    """The reader of one scheduler, and workers that publish."""
 
     def __init__(self, feed: Store) -> None:
         self.feed = feed
@@ -97,10 +96,10 @@ class Rig:
         self.degraded: list[bool] = []
         self.asked: list[WorkerRef] = []
         self.workers: dict[WorkerRef, Worker] = {}
-        self.following = KvEventReader(
+        self.reader = KvEventReader(
             feed=feed, index=self.index, request_snapshot=self.ask, on_degraded=self.degraded.append, rng=Random(0)
         )
-        self.task = asyncio.create_task(self.following.run())
+        self.task = asyncio.create_task(self.reader.run())
 
     def ask(self, worker: WorkerRef) -> None:
         self.asked.append(worker)
@@ -110,7 +109,7 @@ class Rig:
     def start(self, worker_id: str = "w0", epoch: int = 1) -> Worker:
         worker = Worker(worker_ref(worker_id, epoch), self.feed)
         self.workers[worker.ref] = worker
-        self.following.follow(worker.ref, POOL_BLOCKS)
+        self.reader.follow(worker.ref, POOL_BLOCKS)
         return worker
 
     def runs(self, hashes: Sequence[bytes] = CHAIN) -> dict[str, int]:
@@ -132,7 +131,7 @@ async def rig_of(feed: Store | None = None) -> AsyncIterator[Rig]:
 
 
 @virtual
-async def test_the_index_has_what_workers_hold_a_moment_later() -> None:
+async def test_index_follows_stored_blocks() -> None:
     async with rig_of() as rig:
         w0, w1 = rig.start("w0"), rig.start("w1")
         w0.store(*CHAIN[:4])
@@ -142,26 +141,26 @@ async def test_the_index_has_what_workers_hold_a_moment_later() -> None:
         w1.store(*CHAIN[:1])
         await asyncio.sleep(0.1)
         assert rig.runs() == {"w0": 6, "w1": 1}
-        assert (rig.following.num_behind, rig.following.event_seq(w0.ref)) == (0, w0.publisher.event_seq)
+        assert (rig.reader.num_behind, rig.reader.event_seq(w0.ref)) == (0, w0.publisher.event_seq)
 
 
 @virtual
-async def test_who_comes_late_begins_with_the_snapshot() -> None:
+async def test_new_reader_starts_with_the_snapshot() -> None:
     async with rig_of() as rig:
         w0 = rig.start()
         blocks = hashes_of(range(4 * (2 * SLICE_BLOCKS + 7)))
         w0.store(*blocks)
         await asyncio.sleep(1.0)
         late = Rig(rig.feed)
-        late.following.follow(w0.ref, POOL_BLOCKS)
+        late.reader.follow(w0.ref, POOL_BLOCKS)
         await asyncio.sleep(0.3)
         assert late.runs(blocks) == {"w0": len(blocks)}
-        assert late.following.num_snapshots == 1
+        assert late.reader.num_snapshots == 1
         late.task.cancel()
 
 
 @virtual
-async def test_equal_events_give_equal_answers_in_every_scheduler() -> None:
+async def test_equal_events_give_equal_indexes_in_every_scheduler() -> None:
     async with rig_of() as rig:
         workers, rng = [rig.start(f"w{i}") for i in range(3)], Random(5)
         other = Rig(rig.feed)
@@ -169,7 +168,7 @@ async def test_equal_events_give_equal_answers_in_every_scheduler() -> None:
             rng.choice(workers).store(*hashes_of([number % 7] * rng.randint(4, 40)))
             if number == 30:
                 for worker in workers:
-                    other.following.follow(worker.ref, POOL_BLOCKS)
+                    other.reader.follow(worker.ref, POOL_BLOCKS)
             await asyncio.sleep(0.02 * rng.random())
         await asyncio.sleep(1.0)
         for number in range(7):
@@ -178,7 +177,7 @@ async def test_equal_events_give_equal_answers_in_every_scheduler() -> None:
 
 
 @virtual
-async def test_a_restarted_worker_begins_with_nothing_and_its_old_life_is_forgotten() -> None:
+async def test_restarted_worker_starts_empty_and_its_old_epoch_is_removed() -> None:
     async with rig_of() as rig:
         rig.start().store(*CHAIN)
         await asyncio.sleep(0.5)
@@ -187,14 +186,14 @@ async def test_a_restarted_worker_begins_with_nothing_and_its_old_life_is_forgot
         reborn.store(*CHAIN[:2])
         await asyncio.sleep(0.5)
         assert (rig.runs(), rig.index.num_ended_claims) == ({"w0": 2}, 0)
-        rig.following.unfollow(worker_ref("w0", epoch=1))  # its stream breaks late
+        rig.reader.unfollow(worker_ref("w0", epoch=1))  # the old stream breaks late
         assert rig.runs() == {"w0": 2}
-        rig.following.unfollow(reborn.ref)
-        assert (rig.runs(), rig.following.event_seq(reborn.ref)) == ({}, 0)
+        rig.reader.unfollow(reborn.ref)
+        assert (rig.runs(), rig.reader.event_seq(reborn.ref)) == ({}, 0)
 
 
 @virtual
-async def test_a_store_away_for_a_minute_is_a_hint_that_grows_old_and_right_again_five_seconds_after() -> None:
+async def test_index_stays_usable_without_the_store_and_catches_up_later() -> None:
     async with rig_of() as rig:
         w0 = rig.start()
         w0.store(*CHAIN[:3])
@@ -204,61 +203,61 @@ async def test_a_store_away_for_a_minute_is_a_hint_that_grows_old_and_right_agai
         w0.store(*CHAIN[3:5])
         await asyncio.sleep(60.0)
         assert (rig.runs(), rig.degraded) == ({"w0": 3}, [True])
-        assert rig.feed.num_calls - calls < 60 * (1.5 + 4)  # both sides wait between two tries
+        assert rig.feed.num_calls - calls < 60 * (1.5 + 4)  # both sides pause between retries
         rig.feed.is_away = False
         await asyncio.sleep(3.0)
-        assert (rig.runs(), rig.degraded, rig.following.is_degraded) == ({"w0": 5}, [True, False], False)
+        assert (rig.runs(), rig.degraded, rig.reader.is_degraded) == ({"w0": 5}, [True, False], False)
 
 
 @virtual
-async def test_a_flushed_store_loses_nothing_for_long() -> None:
+async def test_index_recovers_from_a_flushed_store() -> None:
     async with rig_of() as rig:
         w0, w1 = rig.start("w0"), rig.start("w1")
         for worker in (w0, w1):
             worker.store(*CHAIN[:3])
         await asyncio.sleep(0.5)
         w0.store(*CHAIN[3:5])
-        await asyncio.sleep(0.021)  # published, perhaps not read
+        await asyncio.sleep(0.021)  # published, perhaps not read yet
         rig.feed.flush()
         await asyncio.sleep(5.0)
         assert rig.runs() == {"w0": 5, "w1": 3}
         late = Rig(rig.feed)
-        late.following.follow(w1.ref, POOL_BLOCKS)
+        late.reader.follow(w1.ref, POOL_BLOCKS)
         await asyncio.sleep(1.0)
         assert late.runs() == {"w1": 3}
         late.task.cancel()
 
 
 @virtual
-async def test_events_that_were_trimmed_before_they_were_read_are_made_good_by_a_snapshot() -> None:
+async def test_trimmed_events_are_replaced_by_a_snapshot() -> None:
     async with rig_of(Store(max_stream_events=3)) as rig:
         w0 = rig.start()
         await asyncio.sleep(0.5)
         rig.asked.clear()
-        rig.task.cancel()  # a scheduler that stands still
+        rig.task.cancel()  # the scheduler stalls
         for number in range(8):
             w0.store(CHAIN[number])
             await asyncio.sleep(0.1)
-        rig.task = asyncio.create_task(rig.following.run())
+        rig.task = asyncio.create_task(rig.reader.run())
         await asyncio.sleep(1.0)
         assert rig.runs() == {"w0": 8}
-        assert rig.following.num_events[EventAction.GAP] == 1
+        assert rig.reader.num_events[EventAction.GAP] == 1
         assert rig.asked == [w0.ref]
 
 
 @virtual
-async def test_a_worker_that_writes_nothing_is_asked_now_and_then_and_holds_up_nobody() -> None:
+async def test_silent_publisher_is_asked_at_intervals_and_does_not_delay_others() -> None:
     async with rig_of() as rig:
         mute = worker_ref("mute")
-        rig.following.follow(mute, POOL_BLOCKS)
+        rig.reader.follow(mute, POOL_BLOCKS)
         rig.start("w0").store(*CHAIN[:3])
         await asyncio.sleep(10.0)
-        assert (rig.runs(), rig.following.num_behind) == ({"w0": 3}, 1)
+        assert (rig.runs(), rig.reader.num_behind) == ({"w0": 3}, 1)
         assert 5 <= rig.asked.count(mute) <= 11
 
 
 @virtual
-async def test_a_forged_entry_goes_with_the_next_look() -> None:
+async def test_forged_event_is_removed_by_the_next_snapshot() -> None:
     async with rig_of() as rig:
         w0 = rig.start()
         w0.store(*CHAIN[:2])
@@ -270,12 +269,12 @@ async def test_a_forged_entry_goes_with_the_next_look() -> None:
         await rig.feed.publish(w0.ref, [forged], TTL_S)
         await asyncio.sleep(0.3)
         assert rig.runs() == {"w0": 10}
-        await asyncio.sleep(3.0)  # the worker sees that the store says what it never said
+        await asyncio.sleep(3.0)  # the worker detects an event that it did not publish
         assert rig.runs() == {"w0": 2}
 
 
 @virtual
-async def test_a_forged_snapshot_from_the_far_future_is_not_believed_for_long() -> None:
+async def test_forged_snapshot_with_implausible_event_seq_is_discarded() -> None:
     async with rig_of() as rig:
         w0 = rig.start()
         w0.store(*CHAIN[:2])
@@ -283,10 +282,10 @@ async def test_a_forged_snapshot_from_the_far_future_is_not_believed_for_long() 
         rig.feed.forge(KvSnapshot(worker=w0.ref, event_seq=2**60, block_size_tokens=4, hashes={Tier.DEVICE: CHAIN}))
         late = Rig(rig.feed)
         late.workers = rig.workers
-        late.following.follow(w0.ref, POOL_BLOCKS)
+        late.reader.follow(w0.ref, POOL_BLOCKS)
         await asyncio.sleep(0.5)
         assert late.runs() == {"w0": 10}
-        late.following.check_event_seq(w0.ref, w0.publisher.event_seq)
+        late.reader.check_event_seq(w0.ref, w0.publisher.event_seq)
         await asyncio.sleep(1.0)
         w0.store(*CHAIN[2:3])
         await asyncio.sleep(0.3)

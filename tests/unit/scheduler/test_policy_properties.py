@@ -1,4 +1,4 @@
-"""Rules that hold always: over random clusters, whatever was placed before."""
+"""Properties of all policies and of the worker table on random clusters."""
 
 from dataclasses import fields, replace
 from random import Random
@@ -16,11 +16,11 @@ from baton.scheduler.state.cluster_state import ClusterState
 from baton.scheduler.state.worker_table import KvGroup, WorkerTable, worker_table_of
 from tests.builders import worker_ref
 from tests.unit.scheduler.measured_workers import fast_link, measured, random_cluster, seen
-from tests.unit.scheduler.policy_cases import asked, busy, chosen, ids, turn
+from tests.unit.scheduler.policy_cases import asked, busy, chosen, context, ids
 
 
 @given(seed=st.integers(0, 1_000_000), name=st.sampled_from(sorted(POLICIES)), refuse_full=st.booleans())
-def test_policies_repeat_themselves_and_never_place_on_dead_draining_or_full_workers(
+def test_policies_are_deterministic_and_never_choose_dead_draining_or_full_workers(
     seed: int, name: str, refuse_full: bool
 ) -> None:
     random = Random(seed)
@@ -30,13 +30,13 @@ def test_policies_repeat_themselves_and_never_place_on_dead_draining_or_full_wor
         slo=Slo(tpot_s=random.choice([None, 0.02])),
         sample_count=random.choice([1, 3]),
     )
-    answer = POLICIES[name](asking, cluster, turn(seed, max_capacity_wait_s=0.0 if refuse_full else None))
+    answer = POLICIES[name](asking, cluster, context(seed, max_capacity_wait_s=0.0 if refuse_full else None))
     shuffled = list(cluster.workers)
     random.shuffle(shuffled)
     again = POLICIES[name](
         asking,
         replace(seen(*shuffled), overlaps=cluster.overlaps),
-        turn(seed, max_capacity_wait_s=0.0 if refuse_full else None),
+        context(seed, max_capacity_wait_s=0.0 if refuse_full else None),
     )
     assert answer == again
     if isinstance(answer, Rejection):
@@ -96,7 +96,7 @@ def test_an_updated_worker_table_equals_one_rebuilt_from_the_snapshot(seed: int)
                 view.remove(worker_ref(name))
             case 3:
                 answer = kv_centric(
-                    asked(200, slo=Slo(tpot_s=0.1)), view.snapshot(float(step), seen(w1=9).overlaps), turn(step)
+                    asked(200, slo=Slo(tpot_s=0.1)), view.snapshot(float(step), seen(w1=9).overlaps), context(step)
                 )
                 if isinstance(answer, Choice):
                     open_ids.append(DecisionId(str(step)))
@@ -121,7 +121,7 @@ def test_an_updated_worker_table_equals_one_rebuilt_from_the_snapshot(seed: int)
                     assert (left == right).all(), field.name
 
 
-def test_a_snapshot_stays_as_it_was() -> None:
+def test_snapshot_does_not_change_after_later_updates() -> None:
     view = ClusterState(silence_s=1e9, reservation_s=1e9)
     view.update(measured("p", "prefill"), 0.0)
     view.update(busy(links=(fast_link("p"),)), 0.0)

@@ -1,4 +1,4 @@
-"""What is predicted of a worker, beside what its engine would do."""
+"""Predictions compared with the steps that the engine would run."""
 
 from dataclasses import replace
 
@@ -16,8 +16,7 @@ CHUNK, BLOCK = 512, 16
 
 
 def steps_of(num_tokens: int, contexts: list[int], limit_s: float, costs: StepCostModel) -> list[float]:
-    """Seconds of each step in which an engine computes a part of the prompt, beside sequences with these
-    contexts."""
+    """Return the seconds of each engine step that computes a chunk of the prompt."""
     done, took_s = 0, []
     while done < num_tokens:
         left = num_tokens - done
@@ -39,7 +38,7 @@ def steps_of(num_tokens: int, contexts: list[int], limit_s: float, costs: StepCo
     mixed_factor=st.sampled_from([1.0, 1.3, 2.5]),
     decode_factor=st.sampled_from([0.5, 1.0]),
 )
-def test_a_prompt_takes_its_parts_beside_what_decodes(
+def test_predicted_prefill_matches_the_engine_steps_shared_with_decodes(
     num_tokens: int, seqs: int, limit_s: float, mixed_factor: float, decode_factor: float
 ) -> None:
     costs = replace(COSTS, mixed_factor=mixed_factor, decode_factor=decode_factor)
@@ -49,14 +48,14 @@ def test_a_prompt_takes_its_parts_beside_what_decodes(
     assert longest_mixed_step_s(row, num_tokens, 0.0) == pytest.approx(max(steps), rel=0.15)
 
 
-def test_those_that_will_join_count_and_a_prefill_workers_queue_does_not() -> None:
-    """A prompt that waits at a prefill worker never decodes there."""
+def test_joining_sequences_raise_the_prefill_share_and_prefill_workers_have_no_limit() -> None:
+    """Prompts that wait at a prefill worker never decode there."""
     d, p = measured("d", "decode", **decoding(1)), measured("p", "prefill", **queued(3000, 5))
     alone, crowded = (
         worker_table_of(seen(d)).row(0),
         worker_table_of(seen(measured("d", "decode", waiting_seqs=20, **decoding(1)))).row(0),
     )
     assert crowded.derived.prefill_share_s > 2 * alone.derived.prefill_share_s, (
-        "beside more that decode a step may take longer"
+        "a step with more decoding sequences may take longer"
     )
     assert worker_table_of(seen(p)).row(0).derived.prefill_share_s == float("inf")

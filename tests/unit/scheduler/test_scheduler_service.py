@@ -1,5 +1,4 @@
-"""One scheduler over in-process streams: it joins, loses and warms workers, counts what it places, and
-remembers why."""
+"""One scheduler over in-process streams: membership, reservations, commands and decision records."""
 
 import asyncio
 import os
@@ -18,14 +17,14 @@ from baton.scheduler.decisions.decision_records import MAX_DECISIONS
 from baton.store.memory.memory_stores import MemoryDecisionStore
 from tests.builders import blocks, decision_record, hashes_of, query, worker_report
 from tests.unit.scheduler.measured_workers import measured
-from tests.unit.scheduler.running_scheduler import a_scheduler, join, promised_tpot_s, settle, told
+from tests.unit.scheduler.running_scheduler import a_scheduler, join, next_command, settle, tpot_slo_of_only_worker
 
 
-async def test_workers_are_placed_on_from_their_first_report_to_the_end_of_their_stream() -> None:
+async def test_worker_gets_requests_from_its_first_report_to_the_end_of_its_stream() -> None:
     async with a_scheduler() as (scheduler, network):
-        nobody = await scheduler.place(query())
-        assert isinstance(nobody, Rejection)
-        assert nobody.reason is Reason.NO_WORKERS
+        rejected = await scheduler.place(query())
+        assert isinstance(rejected, Rejection)
+        assert rejected.reason is Reason.NO_WORKERS
         await join(network, worker_report("p", "prefill"))
         decode = await join(network, worker_report("d", "decode"))
         placed = await scheduler.place(query())
@@ -38,16 +37,16 @@ async def test_workers_are_placed_on_from_their_first_report_to_the_end_of_their
         assert isinstance(await scheduler.place(query()), Rejection)
 
 
-async def test_a_request_waits_for_workers_that_may_only_not_have_reported_yet() -> None:
+async def test_request_waits_for_workers_that_may_not_have_reported_yet() -> None:
     async with a_scheduler() as (scheduler, network):
         asked = asyncio.create_task(scheduler.place(query()))
         await settle()
-        assert not asked.done(), "a scheduler that has just started knows nobody yet"
+        assert not asked.done(), "a scheduler that has just started knows no workers yet"
         await join(network, worker_report("w0"))
         assert isinstance(await asked, Placement)
 
 
-async def test_a_burst_between_two_reports_does_not_pile_up() -> None:
+async def test_burst_between_two_reports_is_spread() -> None:
     async with a_scheduler() as (scheduler, network):
         for worker_id in ("w0", "w1"):
             await join(network, worker_report(worker_id, "hybrid"))
@@ -56,7 +55,7 @@ async def test_a_burst_between_two_reports_does_not_pile_up() -> None:
         assert sorted(chosen) == ["w0"] * 4 + ["w1"] * 4
 
 
-async def test_a_decision_knows_what_the_one_right_before_it_has_entailed() -> None:
+async def test_decision_sees_the_effects_of_the_one_before() -> None:
     prompt = tuple(bytes([i]) * 16 for i in range(4))
     async with a_scheduler("prefix_aware") as (scheduler, network):
         await join(network, measured("w0", "hybrid"))
@@ -65,11 +64,11 @@ async def test_a_decision_knows_what_the_one_right_before_it_has_entailed() -> N
             for name in (b"a", b"b")
         ]
         seen = [p.decode_overlap_blocks for p in placed if isinstance(p, Placement)]
-        assert seen == [0, 3], "nothing was waited for in between; the last token is always computed"
+        assert seen == [0, 3], "without any wait in between; the last token is always computed"
         assert [len(await scheduler.explain(name)) for name in (b"a", b"b")] == [1, 1]
 
 
-async def test_full_queues_refuse_new_requests_but_not_ones_that_lost_a_worker() -> None:
+async def test_full_queues_reject_new_requests_but_not_retries() -> None:
     async with a_scheduler(max_waiting_seqs=2) as (scheduler, network):
         await join(network, worker_report("w0", "hybrid"))
         answers = [await scheduler.place(query()) for _ in range(3)]
@@ -80,22 +79,22 @@ async def test_full_queues_refuse_new_requests_but_not_ones_that_lost_a_worker()
         assert isinstance(await scheduler.place(query(attempt=1)), Placement)
 
 
-async def test_decode_workers_are_told_to_warm_their_pairs_once() -> None:
+async def test_decode_worker_gets_one_connect_command_per_prefill_worker() -> None:
     async with a_scheduler() as (_, network):
         prefill = await join(network, worker_report("p", "prefill"))
         decode = await join(network, worker_report("d", "decode"))
-        command = await told(decode)
+        command = await next_command(decode)
         assert command.kind is CommandKind.CONNECT
         assert command.peer == worker_report("p").worker
         decode.send(worker_report("d", "decode", report_seq=2))
         await settle()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(told(decode), 0.01)
+            await asyncio.wait_for(next_command(decode), 0.01)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(told(prefill), 0.01)
+            await asyncio.wait_for(next_command(prefill), 0.01)
 
 
-async def test_watchers_see_each_change_and_only_the_newest_state() -> None:
+async def test_watch_stream_gets_only_the_newest_state() -> None:
     async with a_scheduler() as (scheduler, network):
         watch = await scheduler.watch()
         first = await watch.receive()
@@ -110,7 +109,7 @@ async def test_watchers_see_each_change_and_only_the_newest_state() -> None:
             await watch.receive()
 
 
-async def test_a_worker_that_says_nothing_any_more_is_dropped() -> None:
+async def test_silent_worker_is_removed_from_watch_streams() -> None:
     async with a_scheduler(silence_s=0.5) as (scheduler, network):
         await join(network, worker_report("w0"))
         watch = await scheduler.watch()
@@ -119,34 +118,34 @@ async def test_a_worker_that_says_nothing_any_more_is_dropped() -> None:
             assert (await watch.receive()).reports == ()
 
 
-async def test_worn_out_workers_are_let_go_one_a_role_at_a_time() -> None:
+async def test_workers_that_need_replacement_are_replaced_one_per_role_at_a_time() -> None:
     async with a_scheduler(silence_s=0.5) as (_, network):
         streams = [await join(network, worker_report(name, "decode", needs_replacement=True)) for name in ("d0", "d1")]
         began_s = asyncio.get_running_loop().time()
-        heard = asyncio.create_task(told(streams[0]))
+        command = asyncio.create_task(next_command(streams[0]))
         report_seq = 1
-        while not heard.done():
+        while not command.done():
             report_seq += 1
             for name, stream in zip(("d0", "d1"), streams, strict=True):
                 stream.send(worker_report(name, "decode", report_seq=report_seq, needs_replacement=True))
             await asyncio.sleep(0.05)
-        assert heard.result() == WorkerCommand(kind=CommandKind.REPLACE)
-        assert asyncio.get_running_loop().time() - began_s >= 0.5  # any scheduler would have heard of both
+        assert command.result() == WorkerCommand(kind=CommandKind.REPLACE)
+        assert asyncio.get_running_loop().time() - began_s >= 0.5  # every scheduler has received both requests
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(told(streams[1]), 0.01)
+            await asyncio.wait_for(next_command(streams[1]), 0.01)
 
 
-async def test_draining_reaches_the_worker_and_unknown_workers_are_said_so() -> None:
+async def test_drain_reaches_the_worker_and_is_false_for_unknown_workers() -> None:
     async with a_scheduler() as (scheduler, network):
         stream = await join(network, worker_report("w0", state=WorkerState.READY))
         assert await scheduler.drain("w0")
         assert await scheduler.drain("w0", node_shutting_down=True)
-        assert await told(stream) == WorkerCommand(kind=CommandKind.DRAIN)
-        assert await told(stream) == WorkerCommand(kind=CommandKind.DRAIN, node_shutting_down=True)
+        assert await next_command(stream) == WorkerCommand(kind=CommandKind.DRAIN)
+        assert await next_command(stream) == WorkerCommand(kind=CommandKind.DRAIN, node_shutting_down=True)
         assert not await scheduler.drain("w9")
 
 
-async def test_decisions_are_explained_with_what_came_of_them_though_the_store_is_away() -> None:
+async def test_decisions_are_explained_with_outcomes_without_the_store() -> None:
     async with a_scheduler() as (scheduler, network):
         await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"r", block_hashes=(b"h" * 16,)))
@@ -160,7 +159,7 @@ async def test_decisions_are_explained_with_what_came_of_them_though_the_store_i
         assert await scheduler.explain(b"unknown") == ()
 
 
-async def test_attempts_that_another_scheduler_decided_are_explained_too() -> None:
+async def test_attempts_decided_by_another_scheduler_are_explained() -> None:
     store = MemoryDecisionStore()
     await store.put(decision_record(0, request_id=b"r", scheduler_id="other"), 60.0)
     async with a_scheduler(store=store) as (scheduler, network):
@@ -169,7 +168,7 @@ async def test_attempts_that_another_scheduler_decided_are_explained_too() -> No
         assert [(r.attempt, r.scheduler_id) for r in await scheduler.explain(b"r")] == [(0, "other"), (1, "s0")]
 
 
-async def test_what_is_decided_last_is_written_before_the_end_and_streams_end() -> None:
+async def test_close_writes_the_last_record_and_ends_streams() -> None:
     store = MemoryDecisionStore()
     async with a_scheduler(store=store) as (scheduler, network):
         reports = await join(network, worker_report("w0"))
@@ -183,7 +182,7 @@ async def test_what_is_decided_last_is_written_before_the_end_and_streams_end() 
             await watch.receive()
 
 
-async def test_a_finished_request_no_longer_counts() -> None:
+async def test_finished_request_releases_its_reservation() -> None:
     async with a_scheduler(max_waiting_seqs=1) as (scheduler, network):
         await join(network, worker_report("w0"))
         placed = await scheduler.place(query())
@@ -195,7 +194,7 @@ async def test_a_finished_request_no_longer_counts() -> None:
             await network.aclose()
 
 
-async def test_a_placement_counts_until_it_has_ended_however_many_are_refused_meanwhile() -> None:
+async def test_placement_counts_until_it_has_ended_despite_many_rejections() -> None:
     async with a_scheduler(max_waiting_seqs=1) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"a", slo=Slo(tpot_s=0.01)))
@@ -204,12 +203,12 @@ async def test_a_placement_counts_until_it_has_ended_however_many_are_refused_me
             assert isinstance(await scheduler.place(query(request_id=b"%d" % number)), Rejection)
         stream.send(worker_report("w0", report_seq=2, running_seqs=1, counted_decision_ids=(placed.decision_id,)))
         await settle()
-        assert promised_tpot_s(scheduler) == 0.01
+        assert tpot_slo_of_only_worker(scheduler) == 0.01
         await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="stop"))
-        assert promised_tpot_s(scheduler) is None
+        assert tpot_slo_of_only_worker(scheduler) is None
 
 
-async def test_a_scheduler_whose_own_work_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_task_is_reported_as_the_schedulers_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object) -> None:
         raise ZeroDivisionError
 
@@ -219,7 +218,7 @@ async def test_a_scheduler_whose_own_work_fails_says_so(monkeypatch: pytest.Monk
             await asyncio.wait_for(scheduler.failed, 5)
 
 
-async def test_replicas_that_have_heard_the_same_answer_alike() -> None:
+async def test_schedulers_with_equal_reports_answer_equally() -> None:
     roomy = {"blocks": blocks(total=10_000), "max_num_seqs": 100}
     loads = (("p0", "prefill", 0), ("p1", "prefill", 1), ("d0", "decode", 3), ("d1", "decode", 2))
     answers = []
@@ -239,7 +238,7 @@ async def test_replicas_that_have_heard_the_same_answer_alike() -> None:
 KINDS = ("asked", "predicted", "actual")
 
 
-async def test_prefix_hits_are_predicted_and_held_against_what_was_found() -> None:
+async def test_predicted_and_actual_prefix_hits_are_counted() -> None:
     registry = CollectorRegistry()
     async with a_scheduler("kv_centric", registry=registry) as (scheduler, network):
         await join(network, measured("h0", "hybrid"))
@@ -262,10 +261,10 @@ async def test_prefix_hits_are_predicted_and_held_against_what_was_found() -> No
             "asked": 200,
             "predicted": 96,
             "actual": 48,
-        }  # the second was expected to find what the first has computed
+        }  # the second finds what the first has computed
 
 
-async def test_a_worker_that_is_gone_is_not_told_apart_any_more() -> None:
+async def test_metrics_of_a_removed_worker_are_removed() -> None:
     registry = CollectorRegistry()
     async with a_scheduler("kv_centric", registry=registry, silence_s=0.2) as (scheduler, network):
         stream = await join(network, measured("h0", "hybrid"))
@@ -279,7 +278,7 @@ async def test_a_worker_that_is_gone_is_not_told_apart_any_more() -> None:
             return registry.get_sample_value("baton_predicted_over_actual_ratio_count", labels)
 
         await scheduler.finished(RequestActuals(decision_id=placed.decision_id, outcome="finished", ttft_s=0.5))
-        await asyncio.sleep(0.1)  # a look at who is there
+        await asyncio.sleep(0.1)  # one maintenance round
         assert count() == 1
         await stream.aclose()
         await asyncio.sleep(0.2)

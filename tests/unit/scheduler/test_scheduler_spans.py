@@ -1,4 +1,4 @@
-"""The span of a placement: what was asked, what was answered, and why not."""
+"""Spans of placements: query, answer and reason of a rejection."""
 
 import asyncio
 from dataclasses import replace
@@ -22,7 +22,7 @@ def traced(scheduler: Scheduler) -> tuple[TracedScheduler, RecordedTracing]:
     return TracedScheduler(scheduler, tracing), tracing
 
 
-async def test_a_placement_says_who_and_what_was_predicted() -> None:
+async def test_placement_span_has_workers_and_predictions() -> None:
     async with a_scheduler("kv_centric") as (scheduler, network):
         service, tracing = traced(scheduler)
         await join(network, measured("h0", "hybrid"))
@@ -37,7 +37,7 @@ async def test_a_placement_says_who_and_what_was_predicted() -> None:
         assert span.ended_s is not None
 
 
-async def test_a_rejection_says_why() -> None:
+async def test_rejection_span_has_reason_and_term() -> None:
     async with a_scheduler() as (scheduler, _):
         service, tracing = traced(scheduler)
         answer = await service.place(builders.query())
@@ -47,7 +47,7 @@ async def test_a_rejection_says_why() -> None:
         assert span.problem == Reason.NO_WORKERS.value
 
 
-async def test_who_waits_has_a_span_a_question() -> None:
+async def test_waiting_request_has_one_span_per_call() -> None:
     async with a_scheduler("kv_centric", max_waiting=4) as (scheduler, network):
         service, tracing = traced(scheduler)
         await join(network, measured("h0", "hybrid", **queued(1_000_000)))
@@ -57,7 +57,7 @@ async def test_who_waits_has_a_span_a_question() -> None:
         assert [span.attributes["baton.outcome"] for span in tracing.named("placement")] == ["waiting", "waiting"]
 
 
-async def test_a_scheduler_that_leaves_and_a_question_that_is_given_up() -> None:
+async def test_spans_of_a_cancelled_call_and_a_draining_scheduler() -> None:
     async with a_scheduler("kv_centric", max_waiting=4) as (scheduler, network):
         service, tracing = traced(scheduler)
         await join(network, measured("h0", "hybrid", **queued(1_000_000)))

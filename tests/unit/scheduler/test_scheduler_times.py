@@ -1,4 +1,4 @@
-"""The scheduler's times, from the settings."""
+"""The scheduler's times are derived from the heartbeat settings."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from tests.times import TEST_TIMES
         pytest.param(1.0, 2.0, id="the shortest allowed"),
     ],
 )
-def test_times_follow_the_settings(heartbeat_s: float, detection_s: float) -> None:
+def test_times_follow_the_heartbeat_settings(heartbeat_s: float, detection_s: float) -> None:
     times = SchedulerTimes.of(SchedulerConfig(heartbeat_s=heartbeat_s, detection_s=detection_s))
     assert times.silence_s == detection_s
     assert times.settle_s >= 2 * heartbeat_s, (

@@ -1,4 +1,4 @@
-"""Who is refused before any prefill is spent, why, and when it is worth asking again."""
+"""SLO admission: which requests are rejected, with which reason, and when to retry."""
 
 import math
 from random import Random
@@ -27,8 +27,7 @@ MODES = [AdmissionMode.EARLY, AdmissionMode.PREDICTIVE]
 
 
 def expecting(**changes: float) -> Choice:
-    """A choice with these seconds: half a second of queue, one of prefill; 30 ms a token now, 20 ms once the
-    prompt is computed."""
+    """A choice with 0.5 s of queue, 1 s of prefill, a TPOT of 30 ms now and of 20 ms after prefill."""
     fields: dict[str, float] = {
         "queue_s": 0.5,
         "prefix_pull_s": 0.0,
@@ -58,7 +57,7 @@ def must_wait(choice: Choice, max_worker_queue_s: float | None, *, attempt: int 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_late_first_token_is_refused_with_its_numbers(mode: AdmissionMode) -> None:
+def test_predicted_ttft_over_slo_is_rejected_with_its_numbers(mode: AdmissionMode) -> None:
     refused = answer(expecting(), mode, ttft_s=1.2)
     assert refused is not None
     assert (refused.reason, refused.term, refused.predicted_s, refused.limit_s) == (
@@ -67,13 +66,12 @@ def test_a_late_first_token_is_refused_with_its_numbers(mode: AdmissionMode) -> 
         HEADROOM * 1.5,
         1.2,
     )
-    assert refused.retry_after_s == pytest.approx(HEADROOM * 1.5 - 1.2), "the queue is a second shorter each second"
+    assert refused.retry_after_s == pytest.approx(HEADROOM * 1.5 - 1.2), "the queue shrinks by a second per second"
     assert answer(expecting(), mode, ttft_s=HEADROOM * 1.5) is None
 
 
-def test_what_no_queue_explains_is_hopeless_by_the_same_measure() -> None:
-    """A queue of 0.5 s of a TTFT of 1.5 s, with headroom on both: an idle cluster is predicted to need
-    HEADROOM."""
+def test_headroom_applies_when_judging_whether_waiting_can_help() -> None:
+    """With a queue of 0.5 s in a TTFT of 1.5 s, an idle cluster is predicted to need HEADROOM seconds."""
     for ttft_s, is_hopeless in ((HEADROOM * 1.0 - 0.001, True), (HEADROOM * 1.0 + 0.001, False)):
         refused = answer(expecting(), ttft_s=ttft_s)
         assert refused is not None
@@ -81,7 +79,7 @@ def test_what_no_queue_explains_is_hopeless_by_the_same_measure() -> None:
         assert ("an idle cluster would miss it" in refused.message) == is_hopeless
 
 
-def test_early_looks_at_now_and_predictive_at_when_the_prompt_is_computed() -> None:
+def test_early_mode_uses_current_tpot_and_predictive_mode_tpot_after_prefill() -> None:
     assert answer(expecting(), AdmissionMode.EARLY, tpot_s=0.025) is not None
     assert answer(expecting(), AdmissionMode.PREDICTIVE, tpot_s=0.025) is None
     filling = expecting(tpot_now_s=0.02, tpot_s=0.03)
@@ -90,30 +88,30 @@ def test_early_looks_at_now_and_predictive_at_when_the_prompt_is_computed() -> N
     assert refused is not None
     assert (refused.reason, refused.term, refused.predicted_s) == (Reason.TPOT_SLO, "tpot_s", HEADROOM * 0.03)
     assert refused.retry_after_s == pytest.approx(2.0 * math.log((HEADROOM * 0.03 - 0.01) / 0.015)), (
-        "until enough of the others have ended"
+        "until enough other sequences have ended"
     )
 
 
-def test_what_even_an_idle_cluster_would_miss_is_said_so() -> None:
+def test_rejection_says_if_an_idle_cluster_would_miss_the_slo() -> None:
     for refused in (answer(expecting(), ttft_s=0.9), answer(expecting(), tpot_s=0.005)):
         assert refused is not None
         assert refused.retry_after_s == MAX_RETRY_S
         assert "idle" in refused.message
 
 
-def test_off_and_policies_without_predictions_let_promises_pass() -> None:
+def test_slos_are_not_checked_when_off_or_without_predictions() -> None:
     assert answer(expecting(), AdmissionMode.OFF, ttft_s=0.1, tpot_s=0.001) is None
     assert answer(Choice(prefill=None, decode=None), ttft_s=0.1, tpot_s=0.001) is None
-    assert answer(expecting()) is None, "who asks for nothing is promised nothing"
+    assert answer(expecting()) is None, "a request without SLOs passes"
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_later_attempt_is_never_turned_away_for_load(mode: AdmissionMode) -> None:
+def test_later_attempt_is_never_rejected_for_load(mode: AdmissionMode) -> None:
     assert answer(expecting(), mode, attempt=1, ttft_s=0.1, tpot_s=0.001) is None
     assert not must_wait(expecting(), 0.1, attempt=1)
 
 
-def test_a_request_waits_while_every_queue_is_too_long() -> None:
+def test_request_waits_while_every_worker_queue_is_too_long() -> None:
     waits = must_wait(expecting(least_queue_s=2.0), 1.0)
     assert waits is not None
     assert (waits.reason, waits.predicted_s, waits.limit_s, waits.retry_after_s) == (Reason.QUEUE_FULL, 2.0, 1.0, 1.0)
@@ -122,7 +120,7 @@ def test_a_request_waits_while_every_queue_is_too_long() -> None:
     assert not must_wait(expecting(least_queue_s=2.0), None)
 
 
-def test_time_that_has_passed_and_turns_of_others_count_against_the_first_token() -> None:
+def test_time_waited_and_requests_ahead_count_against_ttft() -> None:
     asking = query(slo=Slo(ttft_s=2.0))
     assert check_slos(asking, expecting(), mode=AdmissionMode.PREDICTIVE) is None
     assert check_slos(asking.after_waiting(0.4), expecting(), mode=AdmissionMode.PREDICTIVE) is None
@@ -134,7 +132,7 @@ def test_time_that_has_passed_and_turns_of_others_count_against_the_first_token(
         assert refused.retry_after_s == pytest.approx(0.2, abs=0.03)
 
 
-def test_the_least_queue_is_that_of_the_candidates() -> None:
+def test_least_queue_is_that_of_the_prefill_candidates() -> None:
     long, longer = measured("p0", "prefill", **queued(50_000)), measured("p1", "prefill", **queued(60_000))
     choice = kv_centric(
         query(),
@@ -150,17 +148,17 @@ def test_the_least_queue_is_that_of_the_candidates() -> None:
     )
     assert isinstance(idle, Choice)
     assert idle.prefill is not None
-    assert must_wait(idle, 1.0), "a decode worker has no queue, but it is not what prompts wait for"
-    alone = kv_centric(
+    assert must_wait(idle, 1.0), "the empty queue of a decode worker does not count"
+    local = kv_centric(
         query(num_prompt_tokens=100), seen(long, measured("d", "decode")), PolicyContext(number=0, seed=0)
     )
-    assert isinstance(alone, Choice)
-    assert alone.prefill is None
-    assert not must_wait(alone, 1.0), "unless it is the choice"
+    assert isinstance(local, Choice)
+    assert local.prefill is None
+    assert not must_wait(local, 1.0), "unless it is the choice"
 
 
 @given(seed=st.integers(0, 1_000_000), mode=st.sampled_from(MODES))
-def test_nothing_is_admitted_that_every_term_says_will_miss_and_all_else_is(seed: int, mode: AdmissionMode) -> None:
+def test_requests_are_rejected_exactly_if_a_predicted_term_misses_its_slo(seed: int, mode: AdmissionMode) -> None:
     random = Random(seed)
     slo = Slo(ttft_s=random.choice([None, 0.05, 1.0, 60.0]), tpot_s=random.choice([None, 0.003, 0.02, 10.0]))
     asking = query(

@@ -180,8 +180,8 @@ class WorkerTable(WorkerData[Floats]):
     ) -> None:
         """`numbers` [fields, workers] is the backing array.
 
-        `links` may change later, and then has a new version. `link_version` is the one that fits `views`; None:
-        the current one.
+        `links` may change later, and then has a new version. `link_version` is the one that fits `views`, or
+        None for the current one.
         """
         self.views, self.index, self.kv_groups = views, index, kv_groups
         self._numbers = numbers
