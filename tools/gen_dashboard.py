@@ -204,7 +204,8 @@ ROWS = [
             Panel(title="TPOT", queries=quantiles("baton_tpot_seconds", 0.5, 0.9, 0.99), unit="s"),
             Panel(
                 title="Mean time per request by phase",
-                text="placement: until the scheduler's answer; queue; prefill; kv_exposed: KV transfer after the prefill; admission: until the first decode step; decode.",
+                text="placement: until the scheduler's answer; queue; prefill; kv_exposed: KV transfer after the "
+                "prefill; admission: until the first decode step; decode.",
                 queries={
                     "{{phase}}": share("baton_request_phase_seconds_sum", "baton_request_phase_seconds_count", "phase")
                 },
@@ -304,7 +305,8 @@ ROWS = [
                     "predicted": share('baton_prefix_hit_tokens_total{kind="predicted"}', ASKED),
                     "actual": share('baton_prefix_hit_tokens_total{kind="actual"}', ASKED),
                 },
-                text="reported: to clients. predicted, actual: by the scheduler and by the workers, of completed requests.",
+                text="reported: to clients. predicted, actual: by the scheduler and by the workers, of completed "
+                "requests.",
             ),
             Panel(
                 title="Blocks by tier and state",

@@ -54,7 +54,7 @@ def differences(fresh: Path, committed: Path) -> list[str]:
 
 
 def install(fresh: Path, committed: Path) -> None:
-    """Copy each generated package from `fresh` to `committed`, and delete files that are no longer generated."""
+    """Copy each generated package from `fresh` to `committed`, and delete leftover files there."""
     for package in sorted({file.parent.relative_to(fresh) for file in fresh.rglob("*.py")}):
         target = committed / package
         target.mkdir(parents=True, exist_ok=True)

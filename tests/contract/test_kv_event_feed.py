@@ -211,7 +211,7 @@ async def test_keys_of_another_type_are_a_store_that_cannot_be_used(redis: Runni
     await connection.aclose()
 
 
-def test_every_cut_of_a_snapshot_and_every_later_tier_is_told_apart() -> None:
+def test_truncated_snapshots_are_refused_and_unknown_tiers_skipped() -> None:
     whole = snapshot(7)
     value = encode_snapshot(whole)
     assert decode_snapshot(W, value) == whole

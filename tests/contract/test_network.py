@@ -43,7 +43,7 @@ async def count_acks(stream: Duplex[Any, Any]) -> None:
 # Sessions and peer streams
 
 
-async def test_messages_arrive_in_order_both_ways(world: World) -> None:
+async def test_messages_arrive_in_order_in_both_directions(world: World) -> None:
     session = await world.network.open_session(await world.add_worker(StubWorker(session=count_acks)))
     for batch in range(0, 40, 4):
         for seq in range(batch, batch + 4):
@@ -431,7 +431,7 @@ async def test_reports_go_up_and_commands_come_down(world: World) -> None:
     await stream.aclose()
 
 
-async def test_an_error_of_the_store_is_told(world: World) -> None:
+async def test_a_store_error_reaches_the_caller(world: World) -> None:
     scheduler = world.network.scheduler(await world.add_scheduler(StubScheduler(StoreUnavailable("Redis is away"))))
     with pytest.raises((StoreUnavailable, Refused), match="Redis is away"):
         await scheduler.explain(None)

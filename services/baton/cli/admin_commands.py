@@ -56,7 +56,8 @@ def _gateway_options(function: Callable[..., Any]) -> Callable[..., Any]:
         default="",
         envvar="BATON_GATEWAY_CA",
         metavar=f"FILE|{SYSTEM}",
-        help=f"PEM file of the CA of the gateway's certificate, or `{SYSTEM}` for the CAs of this machine. Default: none, plain text. "
+        help=f"PEM file of the CA of the gateway's certificate, or `{SYSTEM}` for the CAs of this machine. Default: "
+        f"none, plain text. "
         "[BATON_GATEWAY_CA]",
     )
     @click.option(
@@ -127,14 +128,16 @@ def explain(request_id: str, gateway: GatewayAddress, context: AdminContext) -> 
     "--drain-socket",
     type=click.Path(path_type=Path),
     envvar="BATON_DRAIN_SOCKET",
-    help="With --here, drain the worker that listens at this Unix socket, without a gateway. Default: none. [BATON_DRAIN_SOCKET]",
+    help="With --here, drain the worker that listens at this Unix socket, without a gateway. Default: none. "
+    "[BATON_DRAIN_SOCKET]",
 )
 @click.option("--wait", is_flag=True, help="Return when the workers have ended, instead of when the drain has begun.")
 @click.option(
     "--limit-s",
     type=click.FloatRange(min=0, min_open=True),
     default=DRAIN_LIMIT_S,
-    help=f"With --wait, maximum time to wait (seconds); then the remaining workers are listed and the exit code is {NOT_GONE_EXIT_CODE}. "
+    help=f"With --wait, maximum time to wait (seconds); then the remaining workers are listed and the exit code is "
+    f"{NOT_GONE_EXIT_CODE}. "
     f"Default: {DRAIN_LIMIT_S:g}.",
 )
 @_gateway_options
@@ -149,9 +152,9 @@ def drain(
 ) -> None:
     """Drain a worker: it finishes its requests, accepts no new ones and exits.
 
-    WORKER is its name in `baton status`. It exits at the latest after its --drain-s. A fleet on an existing Ray
-    cluster then starts a replacement. After --here, which means that the machine is about to shut down, the
-    replacement runs on another node.
+    WORKER is its name in `baton status`. It exits at the latest after its --drain-s. A fleet on an existing
+    Ray cluster then starts a replacement. After --here, which means that the machine is about to shut down,
+    the replacement runs on another node.
     """
     if here == (worker is not None):
         raise click.UsageError("give either the name of a worker or --here")

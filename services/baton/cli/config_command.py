@@ -31,7 +31,8 @@ def config(schema: bool, as_json: bool, **options: Any) -> None:
         click.echo(f"{name:<{name_width}}  {value:<{value_width}}  {source}")
     if options[CONFIG_FILE] is None:
         click.echo(
-            f"\nno config file was read; set one with --config FILE ({click.style('baton config --schema', bold=True)} shows its format)",
+            f"\nno config file was read; set one with --config FILE "
+            f"({click.style('baton config --schema', bold=True)} shows its format)",
             err=True,
         )
 

@@ -133,10 +133,10 @@ def _retry_limit_s(error: BatonError, context: AdminContext) -> float:
 async def _wait_until_gone(
     gateway: Gateway, context: AdminContext, draining: tuple[WorkerStatus, ...], limit_s: float
 ) -> list[str]:
-    """Wait up to `limit_s` until these incarnations of the workers are gone, and return the ids of the others.
+    """Wait up to `limit_s` until these worker incarnations are gone, and return the ids of the others.
 
-    A scheduler that has just started lists only workers that have already reported to it, so a missing worker
-    counts as gone only after `find_s`. Raises StreamBroken if the gateway does not answer for `silence_s`.
+    A new scheduler lists only workers that have reported to it. So a missing worker counts as gone only
+    after `find_s`. Raises StreamBroken if the gateway does not answer for `silence_s`.
     """
     loop = asyncio.get_running_loop()
     remaining = {worker.worker.worker_id: worker.worker for worker in draining}

@@ -191,7 +191,8 @@ def _leg(leg: Mapping[str, Any]) -> str:
         over = f" over {leg['transport']}" if leg.get("transport") else ""
         parts.append(
             f"pulled {size(number('kv_bytes'))}{over} in {seconds(number('kv_transfer_s'))}"
-            f" ({seconds(number('kv_exposed_s'))} of it after the last chunk), waited {seconds(number('kv_wait_s'))} for it"
+            f" ({seconds(number('kv_exposed_s'))} of it after the last chunk), waited {seconds(number('kv_wait_s'))} "
+            f"for it"
         )
     if number("decode_s"):
         parts.append(f"decoded for {seconds(number('decode_s'))}")

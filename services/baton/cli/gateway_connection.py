@@ -74,7 +74,7 @@ class Intervals:
     poll_s: interval at which a waiting drain asks for the status.
     retry_s: interval between attempts to request a drain.
     find_s: time to wait for workers that the gateway does not know; its scheduler may have just started.
-    silence_s: time without an answer of the gateway, which may be restarting, after which a waiting drain fails.
+    silence_s: time without an answer of a gateway, which may restart, after which a waiting drain fails.
     """
 
     watch_s: float = 1.0

@@ -36,7 +36,7 @@ for command in (
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one command. A BatonError prints one line to standard error and exits with 1, without a traceback."""
+    """Run one command. A BatonError prints one line to standard error, and the exit code is 1."""
     disable_usage_reports()
     try:
         cli.main(args=list(args) if args is not None else None, prog_name="baton")

@@ -56,7 +56,7 @@ class SettingOption(click.Option):
 
 
 class SettingsCommand(click.Command):
-    """Command whose `--help` groups settings by section, its own first and those of every process last."""
+    """Command whose `--help` groups settings by section, starting with its own."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -73,7 +73,7 @@ class SettingsCommand(click.Command):
 
 
 def settings_options(cls: type[Config]) -> Callable[[F], F]:
-    """Decorate a command with one option per setting of `cls`, hidden options for aliases, and `--config FILE`.
+    """Decorate a command with one option per setting of `cls`, and `--config FILE`. Aliases are hidden.
 
     Options that were not given are None.
     """
@@ -84,7 +84,8 @@ def settings_options(cls: type[Config]) -> Callable[[F], F]:
             CONFIG_FILE,
             type=click.Path(dir_okay=False, path_type=Path),
             envvar="BATON_CONFIG",
-            help="YAML file with these settings as keys; flags and variables take precedence. Default: none. [BATON_CONFIG]",
+            help="YAML file with these settings as keys; flags and variables take precedence. Default: none. "
+            "[BATON_CONFIG]",
         )(function)
         by_name = {setting.name: setting for setting in settings_of(cls)}
         for section, name in reversed(list(_sections(cls))):

@@ -1,11 +1,13 @@
-"""The wire: protobuf and gRPC around the core, servicer and client of each contract side by side. grpc lives
-here and nowhere else."""
+"""RPC layer: protobuf and gRPC, with servicer and client of each service in one module.
+
+No other package imports grpc.
+"""
 
 import os
 
-# grpc's core reads these once, when it is loaded, which is after this.
-# It would write a line to standard error for every connection that goes away.
+# grpc reads these variables when it is loaded, which happens after this.
+# Without it, grpc writes a line to standard error for every closed connection.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-# It would start threads in every fork, before its exec: one child process in five then died, or printed
-# nonsense.
+# With fork support, grpc starts threads in every forked child before exec. One child in five then crashed or
+# printed garbage.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

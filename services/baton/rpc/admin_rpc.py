@@ -1,4 +1,4 @@
-"""What operators ask of a running cluster: servicer and client."""
+"""Servicer and client of `baton.v1.Admin`, the API for operators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import grpc.aio
 from baton.core.client_api import AdminApi, ClusterStatus
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.rpc import grpc_status
-from baton.rpc.inference_rpc import AUTHORIZATION_KEY, Context, answered, caller_of
+from baton.rpc.inference_rpc import AUTHORIZATION_KEY, Context, caller_of, client_errors_as_status
 from baton.rpc.mappers import client_mapper as convert
 from baton.v1 import admin_pb2 as pb
 from baton.v1 import admin_pb2_grpc as pb_grpc
@@ -17,30 +17,34 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
 class AdminServicer(pb_grpc.AdminServicer):
+    """Serves an `AdminApi` over gRPC."""
+
     def __init__(self, api: AdminApi) -> None:
         self._api = api
 
     async def Status(self, message: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802 - names of methods are grpc's
-        async with answered(context):
+        async with client_errors_as_status(context):
             return convert.to_status(await self._api.status(caller_of(context)))
 
     async def Explain(self, message: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: N802
-        async with answered(context):
+        async with client_errors_as_status(context):
             request_id = message.request_id if message.HasField("request_id") else None
             return convert.to_explain_response(await self._api.explain(request_id, caller_of(context)))
 
     async def Drain(self, message: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
-        async with answered(context):
+        async with client_errors_as_status(context):
             await self._api.drain(message.worker_id, caller_of(context), node_shutting_down=message.node_leaves)
             return pb.DrainResponse()
 
 
 class AdminClient:
-    """Raises Refused as the API does, StreamBroken where no gateway answers within `call_s`."""
+    """Client of `AdminApi`. Raises Refused like the API, and StreamBroken after `call_s`."""
 
-    def __init__(self, channel: grpc.aio.Channel, where: str, *, authorization: str = "", call_s: float = 10.0) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, address: str, *, authorization: str = "", call_s: float = 10.0
+    ) -> None:
         self._stub = pb_grpc.AdminStub(channel)
-        self._where = where
+        self._address = address
         self._call_s = call_s
         self._metadata = ((AUTHORIZATION_KEY, authorization),) if authorization else ()
 
@@ -59,4 +63,4 @@ class AdminClient:
         try:
             return await method(message, timeout=self._call_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise grpc_status.raised(error, self._where) from error
+            raise grpc_status.call_error(error, self._address) from error

@@ -1,5 +1,4 @@
-"""How every connection and every server of ours is set up: keepalive, message sizes, ports, health and
-reflection."""
+"""Configures gRPC connections and servers: keepalive, message sizes, reconnects and TLS."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,19 +12,21 @@ from baton.rpc.grpc_tls import Tls
 Options: TypeAlias = list[tuple[str, str | int]]
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""1 M tokens are 4 MB, already more than grpc's default."""
+"""Maximum message size; grpc's default of 4 MiB is too small for 1 M tokens."""
 MAX_METADATA_BYTES = 64 * 1024
 CONNECT_S = 5.0
 HANDSHAKE_S = 10.0
-"""By itself grpc leaves a connection whose client does not go on with TLS its descriptor for two minutes;
-keepalive comes later."""
+"""Timeout of TLS handshakes; grpc's default of two minutes would let idle clients hold descriptors."""
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 1.0
 
 
 def keepalive(heartbeat_s: float) -> Options:
-    """A host that vanished is found within two heartbeats and half a second: a ping a heartbeat (grpc's
-    clients send one a second at most), and as long, plus that, for its answer. grpc 1.85 lets only the ping's
-    own timeout, otherwise a minute, end a connection: the one for keepalive is never started."""
+    """Return keepalive options that detect a vanished host within two heartbeats and half a second.
+
+    A ping is sent every heartbeat (by grpc's clients at most once a second) and must be answered within a
+    heartbeat and half a second. grpc 1.85 never starts the keepalive timeout. So the ping timeout must be set
+    too, which is a minute by default.
+    """
     answer_ms = _milliseconds(heartbeat_s + 0.5)
     return [
         ("grpc.keepalive_time_ms", _milliseconds(heartbeat_s)),
@@ -37,8 +38,11 @@ def keepalive(heartbeat_s: float) -> Options:
 
 
 def channel_options(heartbeat_s: float, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """For connections between services. Each channel has a connection of its own, so that a dial says what is
-    there now and a stream's bytes wait behind no other's. A proxy from the environment is not for them."""
+    """Return options of connections between services.
+
+    Each channel has its own connection, so that a connect attempt reports the present state, and streams do
+    not queue behind each other. HTTP proxies from the environment are not used.
+    """
     return [
         *keepalive(heartbeat_s),
         *_sizes(max_message_bytes),
@@ -46,17 +50,13 @@ def channel_options(heartbeat_s: float, max_message_bytes: int = MAX_MESSAGE_BYT
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", _milliseconds(RECONNECT_MIN_S)),
-        (
-            "grpc.min_reconnect_backoff_ms",
-            _milliseconds(CONNECT_S),
-        ),  # in truth: how long one attempt to connect may take
+        ("grpc.min_reconnect_backoff_ms", _milliseconds(CONNECT_S)),  # in effect the timeout of one connect attempt
         ("grpc.max_reconnect_backoff_ms", _milliseconds(RECONNECT_MAX_S)),
     ]
 
 
 def server_options(heartbeat_s: float, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """A port that is taken is an error (no SO_REUSEPORT), and a ping from the other side, however often, is
-    no abuse."""
+    """Return server options: a port in use is an error (no SO_REUSEPORT), and pings are not rate-limited."""
     return [
         *keepalive(heartbeat_s),
         *_sizes(max_message_bytes),
@@ -73,17 +73,20 @@ def open_channel(
     tls: Tls | None = None,
     credentials: grpc.ChannelCredentials | None = None,
 ) -> grpc.aio.Channel:
-    """A channel, without `tls` within the trust of the network; nothing is dialled before the first call.
-    `credentials`: those of `tls`; where they are not given its files are read, which raises ConfigError when
-    they cannot be used."""
+    """Create a channel, which connects at its first call; without `tls` it uses plain text.
+
+    credentials: loaded credentials of `tls`; without them, its files are read.
+
+    Raises ConfigError if these files cannot be used.
+    """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     named = [("grpc.ssl_target_name_override", tls.name)] if tls.name else []
     return grpc.aio.secure_channel(address, credentials or tls.channel_credentials(), options=[*options, *named])
 
 
-class Line:
-    """A channel that was opened with `credentials`, and how many calls are under way on it."""
+class PooledChannel:
+    """Channel of a `ChannelPool`, with the credentials that opened it and its number of running calls."""
 
     def __init__(self, channel: grpc.aio.Channel, stub: Any, credentials: grpc.ChannelCredentials | None) -> None:
         self.channel = channel
@@ -92,9 +95,11 @@ class Line:
         self.num_calls = 0
 
 
-class Lines:
-    """The channel to one address, and another one once there are other credentials. A call goes on to its end
-    on the channel on which it began; an old channel is closed when its last call has ended."""
+class ChannelPool:
+    """Channel to one address, replaced by a new one when the credentials change.
+
+    A call stays on the channel on which it began. An old channel is closed when its last call has ended.
+    """
 
     def __init__(
         self,
@@ -102,43 +107,44 @@ class Lines:
         open_: Callable[[grpc.ChannelCredentials | None], grpc.aio.Channel],
         stub: Callable[[grpc.aio.Channel], Any],
     ) -> None:
-        """`credentials`: those to use now, the same object for as long as they have not changed."""
+        """Create a pool. `credentials` must return the same object as long as they have not changed."""
         self._credentials = credentials
         self._open = open_
         self._stub = stub
-        self._newest: Line | None = None
-        self._lines: set[Line] = set()
+        self._newest: PooledChannel | None = None
+        self._channels: set[PooledChannel] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
-    def take(self) -> Line:
-        """For one call, after which it is given back. Raises as opening does."""
-        credentials, line = self._credentials(), self._newest
-        if line is None or line.credentials is not credentials:
-            line = self._replace(line, credentials)
-        line.num_calls += 1
-        return line
+    def acquire(self) -> PooledChannel:
+        """Return the channel for one call, which must be released. Raises what opening a channel raises."""
+        credentials, channel = self._credentials(), self._newest
+        if channel is None or channel.credentials is not credentials:
+            channel = self._replace(channel, credentials)
+        channel.num_calls += 1
+        return channel
 
-    def give_back(self, line: Line) -> None:
-        line.num_calls -= 1
-        self._close_unused(line)
+    def release(self, channel: PooledChannel) -> None:
+        """End one call on a channel."""
+        channel.num_calls -= 1
+        self._close_unused(channel)
 
     async def aclose(self) -> None:
-        """Also what is under way ends."""
-        lines, self._lines, self._newest = self._lines, set(), None
-        await asyncio.gather(*[line.channel.close(None) for line in lines], *self._closing)
+        """Close all channels, including those with running calls."""
+        channels, self._channels, self._newest = self._channels, set(), None
+        await asyncio.gather(*[pooled.channel.close(None) for pooled in channels], *self._closing)
 
-    def _replace(self, old: Line | None, credentials: grpc.ChannelCredentials | None) -> Line:
+    def _replace(self, old: PooledChannel | None, credentials: grpc.ChannelCredentials | None) -> PooledChannel:
         channel = self._open(credentials)
-        self._newest = Line(channel, self._stub(channel), credentials)
-        self._lines.add(self._newest)
+        self._newest = PooledChannel(channel, self._stub(channel), credentials)
+        self._channels.add(self._newest)
         if old is not None:
             self._close_unused(old)
         return self._newest
 
-    def _close_unused(self, line: Line) -> None:
-        if line in self._lines and line is not self._newest and not line.num_calls:
-            self._lines.discard(line)
-            closing = asyncio.get_running_loop().create_task(line.channel.close(None))
+    def _close_unused(self, pooled: PooledChannel) -> None:
+        if pooled in self._channels and pooled is not self._newest and not pooled.num_calls:
+            self._channels.discard(pooled)
+            closing = asyncio.get_running_loop().create_task(pooled.channel.close(None))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 

@@ -1,4 +1,4 @@
-"""The calls leaf over gRPC: dials services by address."""
+"""Implements `Network` over gRPC: connects to services by address."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,25 +15,26 @@ from baton.core.interfaces import Duplex, SchedulerApi
 from baton.core.messages.jobs import GatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.rpc import peer_rpc, scheduler_rpc, worker_rpc
-from baton.rpc.channel import Lines, channel_options, open_channel
+from baton.rpc.channel import ChannelPool, channel_options, open_channel
 from baton.rpc.grpc_streams import ClientDuplex, StreamLimits
 from baton.rpc.grpc_tls import Tls
 
 DEFAULT_LIMITS = StreamLimits()
-LOOK_S = 1.0
-"""How often certificates are looked at, at most: the loop waits for it, and calls come by the thousand."""
+CERTIFICATE_CHECK_S = 1.0
+"""Minimum interval between checks for renewed certificates, which block the event loop."""
 
 SendT = TypeVar("SendT")
 ReceiveT = TypeVar("ReceiveT")
 
 
 class GrpcNetwork:
-    """Implements `Network`. A stream has a connection of its own; the calls to one scheduler share one, until
-    certificates are renewed.
+    """Implements `Network`. Each stream has its own connection; the calls to one scheduler share one.
 
-    `heartbeat_s` sets the keepalive: a vanished host breaks its streams within two of them and half a second.
-    A dial that nobody answers fails in `dial_s`, a call in `call_s`; a refused one at once. `tls`: see
-    `rpc.grpc_tls`.
+    heartbeat_s: keepalive interval. A vanished host breaks its streams within two of them and half a second.
+    dial_s, call_s: timeouts for opening a stream and for a call.
+    limits: buffer sizes of streams.
+    tls: certificates, see `rpc.grpc_tls`; without it, plain text. New connections use renewed certificates.
+    certificate_check_s: minimum interval between checks for renewed certificates.
     """
 
     def __init__(
@@ -44,16 +45,20 @@ class GrpcNetwork:
         call_s: float = 5.0,
         limits: StreamLimits = DEFAULT_LIMITS,
         tls: Tls | None = None,
+        certificate_check_s: float = CERTIFICATE_CHECK_S,
     ) -> None:
-        """Raises ConfigError for files of `tls` that cannot be used. Later the last ones that could be stay
-        in use."""
+        """Load the certificates. Raises ConfigError if they cannot be used.
+
+        If a later renewal cannot be used, the last valid certificates stay in use.
+        """
         self._options = channel_options(heartbeat_s)
         self._dial_s = dial_s
         self._call_s = call_s
         self._limits = limits
         self._tls = tls
         self._certificates = tls.followed_credentials() if tls is not None else None
-        self._look_s = float("-inf")
+        self._certificate_check_s = certificate_check_s
+        self._next_check_s = float("-inf")
         self._schedulers: dict[str, scheduler_rpc.SchedulerClient] = {}
         self._streams: set[Any] = set()
         self._is_closed = False
@@ -71,13 +76,13 @@ class GrpcNetwork:
         self._check_open()
         client = self._schedulers.get(address)
         if client is None:
-            lines = Lines(self._credentials, partial(self._channel, address), scheduler_rpc.Stub)
-            client = scheduler_rpc.SchedulerClient(lines, address, self._limits, self._call_s)
+            channels = ChannelPool(self._credentials, partial(self._channel, address), scheduler_rpc.Stub)
+            client = scheduler_rpc.SchedulerClient(channels, address, self._limits, self._call_s)
             self._schedulers[address] = client
         return client
 
     async def aclose(self) -> None:
-        """Close every stream and channel that is still open."""
+        """Close every open stream and channel."""
         self._is_closed = True
         await asyncio.gather(*[stream.aclose() for stream in list(self._streams)])
         await asyncio.gather(*[client.aclose() for client in self._schedulers.values()])
@@ -98,12 +103,12 @@ class GrpcNetwork:
         return open_channel(address, self._options, self._tls, credentials)
 
     def _credentials(self) -> grpc.ChannelCredentials | None:
-        """Those to dial with now."""
+        """Return the credentials for new connections, None for plain text."""
         if self._certificates is None:
             return None
         now_s = asyncio.get_running_loop().time()
-        if now_s >= self._look_s:
-            self._look_s = now_s + LOOK_S
+        if now_s >= self._next_check_s:
+            self._next_check_s = now_s + self._certificate_check_s
             self._certificates.reload_if_changed()
         return self._certificates.value
 

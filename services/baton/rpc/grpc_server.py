@@ -1,4 +1,4 @@
-"""A gRPC server for the services of one process, with health and, for what clients call, reflection."""
+"""gRPC server for the services of one process, with health checks and, for client APIs, reflection."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from baton.rpc import admin_rpc, inference_rpc, peer_rpc, scheduler_rpc, worker_
 from baton.rpc.aio_server import aio_server
 from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from baton.rpc.grpc_network import DEFAULT_LIMITS
-from baton.rpc.grpc_status import RefuseGarbage
+from baton.rpc.grpc_status import RefuseMalformedMessages
 from baton.rpc.grpc_streams import StreamLimits
 from baton.rpc.grpc_tls import Tls
 from baton.runtime.network.addresses import choose_port, join_address
@@ -26,9 +26,11 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GrpcServer:
-    """Make it inside the event loop that will run it, add services, `start`. Health checks are answered for
-    each service by its full name, and for "", which stands for all of them; all serve from the start unless
-    `follow` is given a Health."""
+    """gRPC server; create it on its event loop, add services, then `start`.
+
+    Health checks are answered for each service by its full name, and for "", which means all services. They
+    report SERVING from the start, unless `follow` is used.
+    """
 
     def __init__(
         self,
@@ -38,9 +40,11 @@ class GrpcServer:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         tls: Tls | None = None,
     ) -> None:
-        """`tls`: without it, plain text."""
-        by_name = () if tls is None else tls.interceptors()
-        self._server = aio_server((*by_name, RefuseGarbage()), server_options(heartbeat_s, max_message_bytes))
+        """Create the server. Without `tls` it uses plain text."""
+        name_checks = () if tls is None else tls.interceptors()
+        self._server = aio_server(
+            (*name_checks, RefuseMalformedMessages()), server_options(heartbeat_s, max_message_bytes)
+        )
         self._limits = limits
         self._tls = tls
         self._health_servicer = health_aio.HealthServicer()
@@ -52,34 +56,40 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self._server)
 
     def add_worker(self, service: WorkerService) -> None:
+        """Serve the Worker and Peer services."""
         worker_pb2_grpc.add_WorkerServicer_to_server(worker_rpc.WorkerServicer(service, self._limits), self._server)
         peer_pb2_grpc.add_PeerServicer_to_server(peer_rpc.PeerServicer(service, self._limits), self._server)
         self._services += [worker_rpc.SERVICE, peer_rpc.SERVICE]
 
     def add_scheduler(self, service: SchedulerService) -> None:
+        """Serve the Scheduler service."""
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(
             scheduler_rpc.SchedulerServicer(service, self._limits), self._server
         )
         self._services.append(scheduler_rpc.SERVICE)
 
     def add_inference(self, api: InferenceApi) -> None:
+        """Serve `baton.v1.Inference` for clients."""
         inference_pb2_grpc.add_InferenceServicer_to_server(inference_rpc.InferenceServicer(api), self._server)
         self._services.append(inference_rpc.SERVICE)
         self._public.append(inference_rpc.SERVICE)
 
     def add_admin(self, api: AdminApi) -> None:
+        """Serve `baton.v1.Admin` for operators."""
         admin_pb2_grpc.add_AdminServicer_to_server(admin_rpc.AdminServicer(api), self._server)
         self._services.append(admin_rpc.SERVICE)
         self._public.append(admin_rpc.SERVICE)
 
     def follow(self, health: Health) -> None:
-        """Answer health checks by `health.is_ready`."""
+        """Report `health.is_ready` in health checks."""
         self._health = health
         health.on_change(lambda _: self._health_changed.set())
 
     async def start(self, host: str, port: int, *, flag: str = "--rpc-port") -> int:
-        """Listen and serve; the port, which for 0 is a free one. Raises ConfigError naming port and `flag`
-        when it is taken, or TLS's files cannot be used."""
+        """Start serving and return the port (0 selects a free one).
+
+        Raises ConfigError, naming port and `flag`, if the port is in use, or if certificates cannot be used.
+        """
         if port:
             choose_port(host, port, flag=flag)
         try:
@@ -100,8 +110,10 @@ class GrpcServer:
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """Take nothing new, give what runs `grace_s` to end, then cut it off. Standing streams end only by
-        their services or by that."""
+        """Accept no new calls, and cancel running ones after `grace_s`.
+
+        Streams end only when their service ends them or they are cancelled.
+        """
         if self._health_task is not None:
             self._health_task.cancel()
             await asyncio.wait((self._health_task,))

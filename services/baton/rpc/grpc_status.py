@@ -1,7 +1,7 @@
-"""Errors over gRPC: a status with a message for people, and the typed failure in the trailing metadata.
+"""Converts errors to gRPC statuses and back, with the typed failure in the trailing metadata.
 
-Between services that is the whole `Failure` (`baton-failure-bin`); clients of baton.v1 get `baton-reason` and
-`retry-after-s` as text.
+Services send each other the complete `Failure` (`baton-failure-bin`). Clients of baton.v1 get `baton-reason`
+and `retry-after-s` as text.
 """
 
 from collections.abc import Callable
@@ -22,31 +22,34 @@ FAILURE_KEY = "baton-failure-bin"
 REASON_KEY = "baton-reason"
 RETRY_AFTER_KEY = "retry-after-s"
 MAX_DETAILS = 1000
-"""Characters of a message that travel in a status: HTTP/2 headers are bounded, and a client's whole prompt
-may stand in a message."""
+"""Maximum characters of a message in a status.
+
+HTTP/2 headers are limited, and a message may quote a client's complete prompt.
+"""
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 _GRPC_CODES = {code: grpc.StatusCode[code.grpc] for code in Code}
-_CORE_CODES = {
-    grpc_code: code for code, grpc_code in reversed(_GRPC_CODES.items())
-}  # the first core code with that status
+# several core codes share a status; the first one wins
+_CORE_CODES = {grpc_code: code for code, grpc_code in reversed(_GRPC_CODES.items())}
 
 
 def service_metadata(failure: Failure) -> Metadata:
-    """What another service needs: everything."""
+    """Return the trailing metadata for other services: the complete failure."""
     return ((FAILURE_KEY, to_failure(failure).SerializeToString()),)
 
 
 def client_metadata(failure: Failure) -> Metadata:
-    """What a client may know: the reason and when to come back; no worker's address."""
+    """Return the trailing metadata for clients: reason and retry delay, but no worker's address."""
     retry = () if failure.retry_after_s is None else ((RETRY_AFTER_KEY, f"{failure.retry_after_s:g}"),)
     return ((REASON_KEY, failure.reason.value), *retry)
 
 
-class reported:  # noqa: N801 - reads as a verb: `async with status.reported(context)`
-    """What the body raises becomes the call's status. An error that is not ours is logged; the other side
-    learns only that it happened."""
+class errors_as_status:  # noqa: N801 - used like a function
+    """Context manager that converts an exception of its body to the status of the call.
+
+    An unexpected exception is logged here; the caller gets only its type.
+    """
 
     def __init__(
         self, context: grpc.aio.ServicerContext[Any, Any], metadata: Callable[[Failure], Metadata] = service_metadata
@@ -69,12 +72,12 @@ async def abort(
     failure: Failure,
     metadata: Callable[[Failure], Metadata] = service_metadata,
 ) -> None:
-    """End the call with `failure`. Raises grpc's AbortError, which must reach grpc."""
-    await context.abort(grpc_code(failure.code), failure.message[:MAX_DETAILS], metadata(shortened(failure)))
+    """End the call with `failure`. Raises grpc's AbortError, which the caller must not catch."""
+    await context.abort(grpc_code(failure.code), failure.message[:MAX_DETAILS], metadata(truncated(failure)))
 
 
 def failure_of(error: Exception) -> Failure:
-    """What to tell the other side about `error`."""
+    """Convert an exception to the failure to send; an unexpected exception is logged."""
     match error:
         case Refused():
             return error.failure
@@ -96,65 +99,66 @@ def failure_of(error: Exception) -> Failure:
     return Failure(
         code=Code.INTERNAL,
         reason=Reason.INTERNAL,
-        message=f"internal error ({type(error).__name__}); the service's log has it",
+        message=f"internal error ({type(error).__name__}); see the service's log",
     )
 
 
-def garbage(error: DecodeError) -> Failure:
-    """Bytes that are no message of ours."""
+def malformed_message(error: DecodeError) -> Failure:
+    """Return the failure for bytes that are not a valid message."""
     return Failure(code=Code.INVALID_ARGUMENT, reason=Reason.INVALID_REQUEST, message=str(error))
 
 
-class RefuseGarbage(grpc.aio.ServerInterceptor):
-    """Calls whose one message cannot be read are refused as invalid. By itself grpc would call that the
-    server's own, unknown error, with a traceback in the log for every attempt. Streams of messages see to it
-    themselves."""
+class RefuseMalformedMessages(grpc.aio.ServerInterceptor):
+    """Refuses unary calls whose message cannot be decoded with INVALID_ARGUMENT.
+
+    grpc itself would report an unknown server error, and log a traceback for each such call. Request streams
+    check their messages themselves.
+    """
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
-        answer, read = handler.unary_stream or handler.unary_unary, handler.request_deserializer
+        serve, decode = handler.unary_stream or handler.unary_unary, handler.request_deserializer
 
-        def read_or_keep(raw: bytes) -> Any:
+        def decode_or_error(raw: bytes) -> Any:
             try:
-                return read(raw)
+                return decode(raw)
             except DecodeError as error:
                 return error
 
-        async def answer_or_refuse(message: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def serve_or_refuse(message: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             if isinstance(message, DecodeError):
-                await abort(context, garbage(message), client_metadata)
-            return await answer(message, context)
+                await abort(context, malformed_message(message), client_metadata)
+            return await serve(message, context)
 
         make = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
         return make(
-            answer_or_refuse, request_deserializer=read_or_keep, response_serializer=handler.response_serializer
+            serve_or_refuse, request_deserializer=decode_or_error, response_serializer=handler.response_serializer
         )
 
 
-def broken(error: grpc.aio.AioRpcError, where: str) -> StreamBroken:
-    """A stream's end as its receiver sees it."""
-    return StreamBroken(f"{where}: {_said(error)}", sent_failure(error))
+def stream_error(error: grpc.aio.AioRpcError, address: str) -> StreamBroken:
+    """Convert the error that ended a stream for its receiver."""
+    return StreamBroken(f"{address}: {_describe(error)}", received_failure(error))
 
 
-def raised(error: grpc.aio.AioRpcError, where: str) -> BatonError:
-    """What a failed call raises at its caller: Refused where the other side said why, StreamBroken where it
-    cannot be reached."""
-    failure = sent_failure(error)
-    return StreamBroken(f"{where}: {_said(error)}") if failure is None else Refused(failure)
+def call_error(error: grpc.aio.AioRpcError, address: str) -> BatonError:
+    """Convert the error of a call: Refused with the sent failure, or StreamBroken without one."""
+    failure = received_failure(error)
+    return StreamBroken(f"{address}: {_describe(error)}") if failure is None else Refused(failure)
 
 
-def sent_failure(error: grpc.aio.AioRpcError) -> Failure | None:
-    """The failure that the other side sent, in either form, or None where it sent none that we understand."""
+def received_failure(error: grpc.aio.AioRpcError) -> Failure | None:
+    """Return the failure in the trailing metadata, in either form, or None if there is no valid one."""
     raw: Any = error.trailing_metadata()
     metadata: dict[str, str | bytes] = dict(raw or ())
-    whole = metadata.get(FAILURE_KEY)
-    if isinstance(whole, bytes):
+    serialized = metadata.get(FAILURE_KEY)
+    if isinstance(serialized, bytes):
         try:
-            return from_failure(pb.Failure.FromString(whole))
+            return from_failure(pb.Failure.FromString(serialized))
         except (DecodeError, Refused):
             return None
     code = _CORE_CODES.get(error.code())
@@ -162,16 +166,20 @@ def sent_failure(error: grpc.aio.AioRpcError) -> Failure | None:
     if code is None or reason is None:
         return None
     return Failure(
-        code=code, reason=reason, message=error.details() or "", retry_after_s=_number(metadata.get(RETRY_AFTER_KEY))
+        code=code,
+        reason=reason,
+        message=error.details() or "",
+        retry_after_s=_parse_number(metadata.get(RETRY_AFTER_KEY)),
     )
 
 
 def grpc_code(code: Code) -> grpc.StatusCode:
+    """Return the gRPC status of a failure code."""
     return _GRPC_CODES[code]
 
 
-def shortened(failure: Failure) -> Failure:
-    """With a message that fits into a header."""
+def truncated(failure: Failure) -> Failure:
+    """Return `failure` with its message cut to `MAX_DETAILS` characters."""
     if len(failure.message) <= MAX_DETAILS:
         return failure
     return Failure(
@@ -184,11 +192,11 @@ def shortened(failure: Failure) -> Failure:
     )
 
 
-def _said(error: grpc.aio.AioRpcError) -> str:
+def _describe(error: grpc.aio.AioRpcError) -> str:
     return f"{error.details() or 'no answer'} ({error.code().name})"
 
 
-def _number(text: str | bytes | None) -> float | None:
+def _parse_number(text: str | bytes | None) -> float | None:
     try:
         return None if text is None else float(text)
     except ValueError:

@@ -1,8 +1,8 @@
-"""`Duplex` and `Source` over gRPC.
+"""Implements `Duplex` and `Source` over gRPC.
 
-Each stream has a task that reads and, where it sends, a task that writes; between them and its user lie
-bounded buffers, so that `send` never waits and a reader that stands still is felt by the sender. Whatever
-ends a stream is a StreamBroken with the reason, at both ends.
+Each stream has a reader task and, if it sends, a writer task. Bounded buffers lie between them and the user
+of the stream, so `send` never waits, and a receiver that does not read slows down the sender. Every end of a
+stream is a StreamBroken with the reason, on both sides.
 """
 
 import asyncio
@@ -30,18 +30,20 @@ ReceiveT = TypeVar("ReceiveT")
 
 ACCEPTED_KEY = "baton-accepted"
 ACCEPTED = ((ACCEPTED_KEY, "1"),)
-"""The server's first word, by which a client knows that somebody has taken its call; a refusal comes without
-it."""
+"""Initial metadata by which a client knows that the service has accepted its call; a refusal lacks it."""
 CLOSED_HERE = "this end has closed the stream"
 CLOSED_THERE = "the other end has closed the stream"
-FULL = "the stream's buffer is full: the other end does not keep up"
+FULL = "the stream's buffer is full: the other end does not read fast enough"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
-    """`max_messages`, `max_bytes`: what may wait to be sent. `max_received`: messages that may wait to be
-    taken, before the network has to wait. `close_s`: how long a closing end waits for what it sent to leave,
-    and for the other end to agree."""
+    """Buffer limits and the close timeout of a stream.
+
+    max_messages, max_bytes: limits of the send buffer; exceeding one breaks the stream.
+    max_received: received messages that may wait for the user; then reading pauses.
+    close_s: time that a closing end waits until sent messages are flushed and the other end has closed.
+    """
 
     max_messages: int = 4096
     max_bytes: int = 64 * 2**20
@@ -50,21 +52,23 @@ class StreamLimits:
 
 
 class Codec(NamedTuple, Generic[SendT, ReceiveT]):
-    """How one direction's messages are written and the other's are read; `from_wire` raises Refused for
-    garbage."""
+    """Pair of converters: sent values to protobuf, and received protobuf to values.
+
+    `from_wire` raises Refused for an invalid message.
+    """
 
     to_wire: Callable[[SendT], Message]
     from_wire: Callable[[Any], ReceiveT]
 
 
 class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
-    """What both ends share: `call` has grpc's `read` and `write`."""
+    """Common part of both ends; `call` has the methods `read` and `write` of grpc."""
 
-    def __init__(self, call: Any, codec: Codec[SendT, ReceiveT], limits: StreamLimits, where: str) -> None:
+    def __init__(self, call: Any, codec: Codec[SendT, ReceiveT], limits: StreamLimits, address: str) -> None:
         self._call = call
         self._codec = codec
         self._limits = limits
-        self._where = where
+        self._address = address
         self._inbox: Mailbox[ReceiveT] = Mailbox(limits.max_received)
         self._outbox: deque[tuple[Message, int]] = deque()
         self._outbox_bytes = 0
@@ -93,7 +97,7 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
         return await self._inbox.get()
 
     def _break(self, message: str, failure: Failure | None = None) -> None:
-        """End the stream; what has arrived can still be received. The first reason stays."""
+        """End the stream. Received messages can still be read. The first reason is kept."""
         if self._end is None:
             self._end = (message, failure)
             self._inbox.close(message, failure)
@@ -102,35 +106,35 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
 
     @abstractmethod
     def _hang_up(self) -> None:
-        """End the call, without waiting."""
+        """End the call without waiting."""
 
     @abstractmethod
-    async def _say_goodbye(self) -> None:
-        """Everything is sent, and no more comes."""
+    async def _finish_sending(self) -> None:
+        """Signal the other end that all messages are sent."""
 
     async def _read(self) -> None:
         try:
             while (message := await self._call.read()) is not EOF:
-                if message is None:  # grpc's clients say so
-                    raise DecodeError("what came is no message of ours")
+                if message is None:  # how grpc's clients report a message that they cannot decode
+                    raise DecodeError("the received bytes are not a valid message")
                 self._inbox.put(self._codec.from_wire(message))
                 await self._inbox.wait_for_space()
             self._break(CLOSED_THERE)
         except grpc.aio.AioRpcError as error:
-            broken = grpc_status.broken(error, self._where)
+            broken = grpc_status.stream_error(error, self._address)
             self._break(str(broken), broken.failure)
-        except (Refused, DecodeError) as garbage:
-            log.warning("message_refused", peer=self._where, error=str(garbage))
-            failure = garbage.failure if isinstance(garbage, Refused) else grpc_status.garbage(garbage)
+        except (Refused, DecodeError) as invalid:
+            log.warning("message_refused", peer=self._address, error=str(invalid))
+            failure = invalid.failure if isinstance(invalid, Refused) else grpc_status.malformed_message(invalid)
             self._break(failure.message, failure)
-        except asyncio.CancelledError:  # grpc raises it, too, where the call was cancelled
+        except asyncio.CancelledError:  # grpc also raises it if the call was cancelled
             self._break("the call was cancelled")
             raise
-        except Exception as error:  # grpc's own, of several kinds, once a call is over
-            self._break(f"{self._where}: {error or type(error).__name__}")
+        except Exception as error:  # grpc raises several types once a call has ended
+            self._break(f"{self._address}: {error or type(error).__name__}")
 
     async def _write(self) -> None:
-        """Returns when the stream has ended, or is closing and all is sent."""
+        """Write queued messages until the stream has ended, or is closing and everything is sent."""
         try:
             while self._end is None or self._closing:
                 while self._outbox:
@@ -139,16 +143,18 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
                     self._outbox.popleft()
                     self._outbox_bytes -= size
                 if self._closing:
-                    return await self._say_goodbye()
+                    return await self._finish_sending()
                 self._outbox_changed.clear()
                 await self._outbox_changed.wait()
-        except Exception as error:  # grpc's own: the call is over, and its reader knows better why
+        except Exception as error:  # the call has ended, and the reader gets a better reason from grpc
             await asyncio.wait((self._reader,), timeout=self._limits.close_s)
-            self._break(f"{self._where}: {error or type(error).__name__}")
+            self._break(f"{self._address}: {error or type(error).__name__}")
 
     def _begin_close(self) -> None:
-        """From now on nothing is sent or received; what was sent still leaves, and the reader reads to the
-        end without keeping anything."""
+        """Refuse further sends and receives.
+
+        Queued messages are still written, and the reader discards what it reads until the end.
+        """
         if self._end is None:
             self._end = (CLOSED_HERE, None)
             self._closing = True
@@ -156,8 +162,7 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
         self._inbox.close(*self._end, discard=True)
 
     async def _flush(self) -> None:
-        """After `_begin_close`: wait, at most `close_s`, until what was sent has left and the other end has
-        ended the stream."""
+        """Wait up to `close_s` until queued messages are sent and the peer has closed."""
         if self._closing:
             await asyncio.wait(self._until_flushed, timeout=self._limits.close_s)
 
@@ -172,29 +177,30 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
 
 
 class ClientDuplex(_GrpcDuplex[SendT, ReceiveT]):
-    """The end that dialled. Owns its channel, which closes with it. Implements `Duplex`."""
+    """Client end of a stream, which owns its channel. Implements `Duplex`."""
 
     def __init__(
-        self, call: Any, channel: grpc.aio.Channel, codec: Codec[SendT, ReceiveT], limits: StreamLimits, where: str
+        self, call: Any, channel: grpc.aio.Channel, codec: Codec[SendT, ReceiveT], limits: StreamLimits, address: str
     ) -> None:
-        super().__init__(call, codec, limits, where)
+        super().__init__(call, codec, limits, address)
         self._channel = channel
         self._closed: asyncio.Task[None] | None = None
         self._on_closed: Callable[[], None] = lambda: None
 
     async def aclose(self) -> None:
-        """Send what is queued, say that no more comes, and wait, at most `close_s`, for the other end to end
-        the call."""
+        """Send queued messages, then wait up to `close_s` until the other end has ended the call."""
         self._begin_close()
         await asyncio.shield(self._start_close())
 
     def on_closed(self, listener: Callable[[], None]) -> None:
-        """Call `listener` once all of this stream is closed; without aclose(), too: a stream that breaks
-        closes itself."""
+        """Call `listener` once the stream is completely closed.
+
+        A stream that breaks closes itself, so this also happens without `aclose`.
+        """
         self._on_closed = listener
 
     def _start_close(self) -> asyncio.Task[None]:
-        """In a task of its own: a caller that is cancelled meanwhile leaves nothing open."""
+        """Start closing in its own task, so that a cancelled caller leaves nothing open."""
         if self._closed is None:
             self._closed = asyncio.get_running_loop().create_task(self._close())
         return self._closed
@@ -212,7 +218,7 @@ class ClientDuplex(_GrpcDuplex[SendT, ReceiveT]):
         self._call.cancel()
         self._start_close()
 
-    async def _say_goodbye(self) -> None:
+    async def _finish_sending(self) -> None:
         await self._call.done_writing()
 
     @property
@@ -221,19 +227,19 @@ class ClientDuplex(_GrpcDuplex[SendT, ReceiveT]):
 
 
 class ServerDuplex(_GrpcDuplex[SendT, ReceiveT]):
-    """The end that was dialled, alive for as long as `serve` runs. Implements `Duplex`."""
+    """Server end of a stream, valid while `serve` runs. Implements `Duplex`."""
 
-    def __init__(self, context: Any, codec: Codec[SendT, ReceiveT], limits: StreamLimits, where: str) -> None:
+    def __init__(self, context: Any, codec: Codec[SendT, ReceiveT], limits: StreamLimits, address: str) -> None:
         self.hung_up = asyncio.Event()
-        super().__init__(context, codec, limits, where)
+        super().__init__(context, codec, limits, address)
 
     @property
     def refusal(self) -> Failure | None:
-        """Why this end broke the stream, where it did."""
+        """Reason why this end broke the stream, or None."""
         return None if self._end is None else self._end[1]
 
     async def aclose(self) -> None:
-        """Send what is queued, within `close_s`; the call then ends with its handler."""
+        """Send queued messages within `close_s`; the call ends when its handler returns."""
         self._begin_close()
         try:
             await self._flush()
@@ -241,18 +247,19 @@ class ServerDuplex(_GrpcDuplex[SendT, ReceiveT]):
             self._hang_up()
 
     async def stop(self) -> None:
+        """Close the stream and stop its tasks."""
         await self.aclose()
         await self._stop_tasks()
 
     def lost(self) -> None:
-        """grpc says that the call is over."""
+        """Break the stream because grpc has reported the end of the call."""
         self._break("the other end is gone")
 
     def _hang_up(self) -> None:
         self.hung_up.set()
 
-    async def _say_goodbye(self) -> None:
-        """The status that the handler returns says it."""
+    async def _finish_sending(self) -> None:
+        """Do nothing: the status that the handler returns ends the call."""
 
     @property
     def _until_flushed(self) -> tuple[asyncio.Task[None], ...]:
@@ -266,35 +273,39 @@ async def dial(
     *,
     limits: StreamLimits,
     dial_s: float,
-    where: str,
+    address: str,
 ) -> ClientDuplex[SendT, ReceiveT]:
-    """Open a stream and wait until the service there has taken it. Raises StreamBroken, and closes the
-    channel, if nobody does in `dial_s`."""
+    """Open a stream and wait until the service has accepted it.
+
+    Raises StreamBroken and closes the channel if that does not happen within `dial_s`.
+    """
     try:
         call = start(channel)
-        await accepted(call, dial_s, where)
+        await wait_until_accepted(call, dial_s, address)
     except BaseException as error:
         await channel.close(None)
         if isinstance(error, grpc.aio.AioRpcError):
-            raise grpc_status.broken(error, where) from error
+            raise grpc_status.stream_error(error, address) from error
         raise
-    return ClientDuplex(call, channel, codec, limits, where)
+    return ClientDuplex(call, channel, codec, limits, address)
 
 
-async def accepted(call: Any, dial_s: float | None, where: str, key: str = ACCEPTED_KEY) -> str:
-    """Wait for the service's first word, the initial metadata `key`, and return its value. Raises, the call
-    being over, its error, or StreamBroken when there is none in `dial_s`."""
+async def wait_until_accepted(call: Any, dial_s: float | None, address: str, key: str = ACCEPTED_KEY) -> str:
+    """Wait until the service has accepted the call, and return the initial metadata `key`.
+
+    Raises the call's error if it was refused, and StreamBroken without an answer within `dial_s`.
+    """
     try:
         async with asyncio.timeout(dial_s):
             metadata = dict(await call.initial_metadata())
             if key not in metadata:
                 await call.read()  # raises the call's status
-                raise StreamBroken(f"{where}: what answers there is not Baton")
+                raise StreamBroken(f"{address}: the server there is not Baton")
             return str(metadata[key])
     except BaseException as error:
         call.cancel()
         if isinstance(error, TimeoutError):
-            raise StreamBroken(f"{where}: no answer within {dial_s} s") from error
+            raise StreamBroken(f"{address}: no answer within {dial_s} s") from error
         raise
 
 
@@ -304,12 +315,14 @@ async def serve(
     service: Callable[[ServerDuplex[SendT, ReceiveT]], Coroutine[Any, Any, None]],
     limits: StreamLimits,
 ) -> None:
-    """Run a service's part of one stream, in a task of its own: when the other end goes away, grpc cancels
-    this coroutine, but the service sees StreamBroken from its stream, and has `close_s` to return. What it
-    raises, or what broke the stream here, becomes the call's status.
+    """Run the service side of one stream, in its own task.
+
+    If the other end goes away, grpc cancels this coroutine. The service gets StreamBroken from its stream
+    instead, and has `close_s` to return. Its exception, or the reason why this end broke the stream, becomes
+    the status of the call.
     """
     await context.send_initial_metadata(ACCEPTED)
-    stream = ServerDuplex(context, codec, limits, where=context.peer())
+    stream = ServerDuplex(context, codec, limits, address=context.peer())
     loop = asyncio.get_running_loop()
     work = loop.create_task(service(stream))
     hung_up = loop.create_task(stream.hung_up.wait())
@@ -322,7 +335,7 @@ async def serve(
         hung_up.cancel()
         await asyncio.wait((work,), timeout=limits.close_s)
         if not work.done():
-            log.warning("stream_service_cut_off", peer=context.peer(), waited_s=limits.close_s)
+            log.warning("stream_service_cancelled", peer=context.peer(), waited_s=limits.close_s)
             work.cancel()
             await asyncio.wait((work,))
         failure = _failure(work) or stream.refusal
@@ -332,7 +345,7 @@ async def serve(
 
 
 def _failure(work: asyncio.Task[None]) -> Failure | None:
-    """What a service ended with, where that was not just the end of its stream."""
+    """Return the failure of a service's task, unless it only reported the end of its stream."""
     error = None if work.cancelled() else work.exception()
     return (
         grpc_status.failure_of(error) if isinstance(error, Exception) and not isinstance(error, StreamBroken) else None
@@ -340,12 +353,12 @@ def _failure(work: asyncio.Task[None]) -> Failure | None:
 
 
 class GrpcSource(Generic[ReceiveT]):
-    """The client's end of a stream that only the server sends on. Implements `Source`."""
+    """Client end of a stream on which only the server sends. Implements `Source`."""
 
-    def __init__(self, call: Any, from_wire: Callable[[Any], ReceiveT], limits: StreamLimits, where: str) -> None:
+    def __init__(self, call: Any, from_wire: Callable[[Any], ReceiveT], limits: StreamLimits, address: str) -> None:
         self._call = call
         self._from_wire = from_wire
-        self._where = where
+        self._address = address
         self._inbox: Mailbox[ReceiveT] = Mailbox(limits.max_received)
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
@@ -365,34 +378,35 @@ class GrpcSource(Generic[ReceiveT]):
                 await self._inbox.wait_for_space()
             self._inbox.close(CLOSED_THERE)
         except grpc.aio.AioRpcError as error:
-            broken = grpc_status.broken(error, self._where)
+            broken = grpc_status.stream_error(error, self._address)
             self._inbox.close(str(broken), broken.failure)
         except asyncio.CancelledError:
             self._inbox.close("the call was cancelled")
             raise
         except Exception as error:
-            self._inbox.close(f"{self._where}: {error or type(error).__name__}")
+            self._inbox.close(f"{self._address}: {error or type(error).__name__}")
         finally:
             self._call.cancel()
 
 
 async def listen(
-    call: Any, from_wire: Callable[[Any], ReceiveT], *, limits: StreamLimits, dial_s: float, where: str
+    call: Any, from_wire: Callable[[Any], ReceiveT], *, limits: StreamLimits, dial_s: float, address: str
 ) -> GrpcSource[ReceiveT]:
-    """A call that the server has taken, as a source. Raises StreamBroken or, where the service said why it
-    will not, Refused."""
+    """Wait until the service has accepted a server-streaming call, and return it as a source.
+
+    Raises Refused with the service's reason, or StreamBroken.
+    """
     try:
-        await accepted(call, dial_s, where)
+        await wait_until_accepted(call, dial_s, address)
     except grpc.aio.AioRpcError as error:
-        raise grpc_status.raised(error, where) from error
-    return GrpcSource(call, from_wire, limits, where)
+        raise grpc_status.call_error(error, address) from error
+    return GrpcSource(call, from_wire, limits, address)
 
 
 async def feed(
     context: grpc.aio.ServicerContext[Any, Any], source: Source[SendT], to_wire: Callable[[SendT], Message]
 ) -> None:
-    """Send all of `source` at the pace of the other end; closes it in the end. Raises what the source
-    raises."""
+    """Send all messages of `source` as fast as the other end reads, then close it. Raises its exceptions."""
     try:
         await context.send_initial_metadata(ACCEPTED)
         while True:

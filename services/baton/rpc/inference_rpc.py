@@ -1,4 +1,4 @@
-"""Baton's inference API for clients: servicer and client."""
+"""Servicer and client of `baton.v1.Inference`, the inference API for clients."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from baton.core.client_api import Caller, GenerateChunk, Generation, InferenceAp
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.rpc import grpc_status
-from baton.rpc.grpc_streams import GrpcSource, StreamLimits, accepted
+from baton.rpc.grpc_streams import GrpcSource, StreamLimits, wait_until_accepted
 from baton.rpc.mappers import client_mapper as convert
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc as pb_grpc
@@ -21,13 +21,16 @@ REQUEST_ID_KEY = "x-request-id"
 AUTHORIZATION_KEY = "authorization"
 TRACE_KEY = "traceparent"
 WRITE_S = 30.0
-"""How long a client may leave a message unread before it loses its call. The request itself ends sooner, by
-the gateway's bound on what waits to be read."""
+"""Time after which a client that does not read a message loses its call.
+
+The request itself ends earlier, when the gateway's output buffer is full.
+"""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def caller_of(context: Context) -> Caller:
+    """Return credentials, deadline, address and trace context of a call."""
     metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
     return Caller(
         authorization=str(metadata.get(AUTHORIZATION_KEY, "")),
@@ -37,19 +40,23 @@ def caller_of(context: Context) -> Caller:
     )
 
 
-def answered(context: Context) -> grpc_status.reported:
-    """As `status.reported`, for clients."""
-    return grpc_status.reported(context, grpc_status.client_metadata)
+def client_errors_as_status(context: Context) -> grpc_status.errors_as_status:
+    """Return `grpc_status.errors_as_status` with the trailing metadata for clients."""
+    return grpc_status.errors_as_status(context, grpc_status.client_metadata)
 
 
 class InferenceServicer(pb_grpc.InferenceServicer):
+    """Serves an `InferenceApi` over gRPC."""
+
     def __init__(self, api: InferenceApi) -> None:
         self._api = api
 
     async def Generate(self, message: pb.GenerateRequest, context: Context) -> None:  # noqa: N802 - names of methods are grpc's
-        """When the client goes away or its deadline passes, grpc cancels this coroutine, and that closes the
-        generation."""
-        async with answered(context):
+        """Stream one generation.
+
+        If the client goes away or its deadline passes, grpc cancels this coroutine, which closes it.
+        """
+        async with client_errors_as_status(context):
             generation = await self._api.generate(convert.from_generate_request(message), caller_of(context))
             try:
                 await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
@@ -58,17 +65,17 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 await generation.aclose()
 
     async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
-        async with answered(context):
+        async with client_errors_as_status(context):
             body = {**_model_of(message), "prompt": message.prompt}
             return pb.TokenizeResponse(token_ids=await self._api.tokenize(body, caller_of(context)))
 
     async def Detokenize(self, message: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
-        async with answered(context):
+        async with client_errors_as_status(context):
             body = {**_model_of(message), "tokens": list(message.token_ids)}
             return pb.DetokenizeResponse(text=await self._api.detokenize(body, caller_of(context)))
 
     async def ListModels(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: N802
-        async with answered(context):
+        async with client_errors_as_status(context):
             return pb.ListModelsResponse(
                 models=[convert.to_model(model) for model in await self._api.models(caller_of(context))]
             )
@@ -81,7 +88,7 @@ async def _send_all(generation: Generation, context: Context) -> None:
             async with asyncio.timeout(WRITE_S):
                 await context.write(convert.to_generate_response(chunk))
         except TimeoutError as error:
-            message = f"nothing was read for {WRITE_S:g} s; read the stream as it comes"
+            message = f"the client has not read for {WRITE_S:g} s; read the stream continuously"
             raise Refused(Failure(code=Code.CANCELLED, reason=Reason.SLOW_READER, message=message)) from error
         if chunk.is_last:
             return
@@ -92,21 +99,23 @@ def _model_of(message: pb.TokenizeRequest | pb.DetokenizeRequest) -> dict[str, A
 
 
 class InferenceClient:
-    """For our own tools. Raises Refused as the API does, StreamBroken where no gateway answers."""
+    """Client of `InferenceApi`. Raises Refused like the API, and StreamBroken without an answer."""
 
-    def __init__(self, channel: grpc.aio.Channel, where: str, *, authorization: str = "", call_s: float = 10.0) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, address: str, *, authorization: str = "", call_s: float = 10.0
+    ) -> None:
         self._stub = pb_grpc.InferenceStub(channel)
-        self._where = where
+        self._address = address
         self._call_s = call_s
         self._metadata = ((AUTHORIZATION_KEY, authorization),) if authorization else ()
 
     async def generate(self, body: Mapping[str, Any], timeout_s: float | None = None) -> "ClientGeneration":
         call = self._stub.Generate(convert.to_generate_request(body), timeout=timeout_s, metadata=self._metadata)
         try:
-            request_id = await accepted(call, timeout_s, self._where, REQUEST_ID_KEY)
+            request_id = await wait_until_accepted(call, timeout_s, self._address, REQUEST_ID_KEY)
         except grpc.aio.AioRpcError as error:
-            raise grpc_status.raised(error, self._where) from error
-        return ClientGeneration(call, self._where, request_id)
+            raise grpc_status.call_error(error, self._address) from error
+        return ClientGeneration(call, self._address, request_id)
 
     async def tokenize(self, prompt: str) -> TokenIds:
         reply: pb.TokenizeResponse = await self._called(self._stub.Tokenize, pb.TokenizeRequest(prompt=prompt))
@@ -124,15 +133,15 @@ class InferenceClient:
         try:
             return await method(message, timeout=self._call_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise grpc_status.raised(error, self._where) from error
+            raise grpc_status.call_error(error, self._address) from error
 
 
 class ClientGeneration:
     """Implements `Generation`."""
 
-    def __init__(self, call: Any, where: str, request_id: str) -> None:
+    def __init__(self, call: Any, address: str, request_id: str) -> None:
         self._source: GrpcSource[GenerateChunk] = GrpcSource(
-            call, convert.from_generate_response, StreamLimits(), where
+            call, convert.from_generate_response, StreamLimits(), address
         )
         self.request_id = request_id
 

@@ -1,4 +1,4 @@
-"""The stream between a reader of KV and its owner: servicer and client."""
+"""Servicer and client of the Peer service, the stream between the reader and the owner of KV blocks."""
 
 from typing import Any
 
@@ -18,6 +18,8 @@ READER_SIDE: Codec[ReaderMessage, OwnerMessage] = Codec(to_reader_message, from_
 
 
 class PeerServicer(pb_grpc.PeerServicer):
+    """Serves the owner side of peer streams over gRPC."""
+
     def __init__(self, service: WorkerService, limits: StreamLimits) -> None:
         self._service = service
         self._limits = limits
@@ -27,9 +29,9 @@ class PeerServicer(pb_grpc.PeerServicer):
 
 
 async def open_peer(
-    channel: grpc.aio.Channel, where: str, limits: StreamLimits, dial_s: float
+    channel: grpc.aio.Channel, address: str, limits: StreamLimits, dial_s: float
 ) -> ClientDuplex[ReaderMessage, OwnerMessage]:
-    """Takes `channel` over. Raises StreamBroken."""
+    """Open a peer stream to an owner and take ownership of `channel`. Raises StreamBroken."""
     return await dial(
-        channel, lambda c: pb_grpc.PeerStub(c).Exchange(), READER_SIDE, limits=limits, dial_s=dial_s, where=where
+        channel, lambda c: pb_grpc.PeerStub(c).Exchange(), READER_SIDE, limits=limits, dial_s=dial_s, address=address
     )

@@ -1,4 +1,4 @@
-"""What a scheduler is asked: servicer and client, line for line."""
+"""Servicer and client of the Scheduler service."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from baton.core.cluster.worker_report import WorkerReport
 from baton.core.interfaces import SchedulerService, Source
 from baton.core.request import RequestActuals
 from baton.rpc import grpc_status
-from baton.rpc.channel import Lines
+from baton.rpc.channel import ChannelPool
 from baton.rpc.grpc_streams import ClientDuplex, Codec, StreamLimits, dial, feed, listen, serve
 from baton.rpc.mappers import scheduler_mapper as convert
 from baton.wire.v1 import scheduler_pb2 as pb
@@ -29,45 +29,46 @@ Stub = pb_grpc.SchedulerStub
 
 
 class SchedulerServicer(pb_grpc.SchedulerServicer):
+    """Serves a `SchedulerService` over gRPC."""
+
     def __init__(self, service: SchedulerService, limits: StreamLimits) -> None:
         self._service = service
         self._limits = limits
 
     async def Place(self, message: pb.PlacementQuery, context: Context) -> pb.PlaceReply:  # noqa: N802 - names of methods are grpc's
-        async with grpc_status.reported(context):
+        async with grpc_status.errors_as_status(context):
             return convert.to_place_reply(await self._service.place(convert.from_placement_query(message)))
 
     async def Finished(self, message: pb.FinishedRequest, context: Context) -> pb.FinishedReply:  # noqa: N802
-        async with grpc_status.reported(context):
+        async with grpc_status.errors_as_status(context):
             await self._service.finished(*map(convert.from_request_actuals, message.actuals))
             return pb.FinishedReply()
 
     async def Watch(self, message: pb.WatchRequest, context: Context) -> None:  # noqa: N802
-        async with grpc_status.reported(context):
+        async with grpc_status.errors_as_status(context):
             await feed(context, await self._service.watch(), convert.to_cluster_update)
 
     async def Report(self, _: Any, context: Context) -> None:  # noqa: N802
         await serve(context, SCHEDULER_SIDE, self._service.report, self._limits)
 
     async def Explain(self, message: pb.ExplainRequest, context: Context) -> pb.ExplainReply:  # noqa: N802
-        async with grpc_status.reported(context):
+        async with grpc_status.errors_as_status(context):
             records = await self._service.explain(message.request_id if message.HasField("request_id") else None)
             return pb.ExplainReply(records=[convert.to_decision_record(record) for record in records])
 
     async def Drain(self, message: pb.DrainRequest, context: Context) -> pb.DrainReply:  # noqa: N802
-        async with grpc_status.reported(context):
+        async with grpc_status.errors_as_status(context):
             return pb.DrainReply(
                 known=await self._service.drain(message.worker_id, node_shutting_down=message.node_shutting_down)
             )
 
 
 class SchedulerClient:
-    """Implements `SchedulerApi` over `lines` of `Stub`s, which it shares with nobody. Every call is bounded
-    by `call_s`."""
+    """Implements `SchedulerApi` over its own channel pool. Every call takes at most `call_s`."""
 
-    def __init__(self, lines: Lines, where: str, limits: StreamLimits, call_s: float) -> None:
-        self._lines = lines
-        self._where = where
+    def __init__(self, channels: ChannelPool, address: str, limits: StreamLimits, call_s: float) -> None:
+        self._channels = channels
+        self._address = address
         self._limits = limits
         self._call_s = call_s
 
@@ -80,11 +81,11 @@ class SchedulerClient:
         )
 
     async def watch(self) -> Source[ClusterUpdate]:
-        line = self._lines.take()
-        call = line.stub.Watch(pb.WatchRequest())
-        call.add_done_callback(lambda _: self._lines.give_back(line))
+        pooled = self._channels.acquire()
+        call = pooled.stub.Watch(pb.WatchRequest())
+        call.add_done_callback(lambda _: self._channels.release(pooled))
         return await listen(
-            call, convert.from_cluster_update, limits=self._limits, dial_s=self._call_s, where=self._where
+            call, convert.from_cluster_update, limits=self._limits, dial_s=self._call_s, address=self._address
         )
 
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
@@ -97,22 +98,22 @@ class SchedulerClient:
         return reply.known
 
     async def aclose(self) -> None:
-        await self._lines.aclose()
+        await self._channels.aclose()
 
     async def _called(self, method: Callable[[Stub], Any], message: Any) -> Any:
-        line = self._lines.take()
+        pooled = self._channels.acquire()
         try:
-            return await method(line.stub)(message, timeout=self._call_s)
+            return await method(pooled.stub)(message, timeout=self._call_s)
         except grpc.aio.AioRpcError as error:
-            raise grpc_status.raised(error, self._where) from error
+            raise grpc_status.call_error(error, self._address) from error
         finally:
-            self._lines.give_back(line)
+            self._channels.release(pooled)
 
 
 async def open_report(
-    channel: grpc.aio.Channel, where: str, limits: StreamLimits, dial_s: float
+    channel: grpc.aio.Channel, address: str, limits: StreamLimits, dial_s: float
 ) -> ClientDuplex[WorkerReport, WorkerCommand]:
-    """Takes `channel` over. Raises StreamBroken."""
+    """Open a worker's report stream and take ownership of `channel`. Raises StreamBroken."""
     return await dial(
-        channel, lambda c: pb_grpc.SchedulerStub(c).Report(), WORKER_SIDE, limits=limits, dial_s=dial_s, where=where
+        channel, lambda c: pb_grpc.SchedulerStub(c).Report(), WORKER_SIDE, limits=limits, dial_s=dial_s, address=address
     )

@@ -1,4 +1,4 @@
-"""The session of a gateway with a worker: servicer and client."""
+"""Servicer and client of the Worker service, the session between a gateway and a worker."""
 
 from typing import Any
 
@@ -23,6 +23,8 @@ GATEWAY_SIDE: Codec[GatewayMessage, WorkerMessage] = Codec(to_gateway_message, f
 
 
 class WorkerServicer(pb_grpc.WorkerServicer):
+    """Serves gateway sessions of a worker over gRPC."""
+
     def __init__(self, service: WorkerService, limits: StreamLimits) -> None:
         self._service = service
         self._limits = limits
@@ -32,9 +34,9 @@ class WorkerServicer(pb_grpc.WorkerServicer):
 
 
 async def open_session(
-    channel: grpc.aio.Channel, where: str, limits: StreamLimits, dial_s: float
+    channel: grpc.aio.Channel, address: str, limits: StreamLimits, dial_s: float
 ) -> ClientDuplex[GatewayMessage, WorkerMessage]:
-    """Takes `channel` over. Raises StreamBroken."""
+    """Open a session with a worker and take ownership of `channel`. Raises StreamBroken."""
     return await dial(
-        channel, lambda c: pb_grpc.WorkerStub(c).Session(), GATEWAY_SIDE, limits=limits, dial_s=dial_s, where=where
+        channel, lambda c: pb_grpc.WorkerStub(c).Session(), GATEWAY_SIDE, limits=limits, dial_s=dial_s, address=address
     )

@@ -1,1 +1,1 @@
-"""Runtime of every process: settings, logs, metrics, signals, health, failpoints. Imports only `baton.core`."""
+"""Runtime of every process: settings, logs, metrics, signals, health and failpoints."""

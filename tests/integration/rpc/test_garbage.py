@@ -1,8 +1,6 @@
-"""Anything at all on every internal port of a real cluster (faults.md 22): the call or connection ends with
-an error, nothing else does.
+"""Garbage on every internal port of a real cluster ends only its own call or connection (F-22).
 
-After each case every process lives and has grown by less than a bound, and a good request is answered
-exactly.
+After each case every process is alive, has grown by less than a bound, and answers a valid request exactly.
 """
 
 import asyncio

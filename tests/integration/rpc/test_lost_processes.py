@@ -1,4 +1,4 @@
-"""Streams whose other process is killed, or stands still with its connections open (faults.md 18)."""
+"""Streams break if the other process is killed, or stopped with its connections open (F-18)."""
 
 import asyncio
 import signal

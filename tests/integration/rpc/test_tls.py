@@ -67,7 +67,7 @@ async def scheduler(tls: Tls | None, service: StubScheduler | None = None) -> As
 
 @asynccontextmanager
 async def network_of(tls: Tls | None) -> AsyncIterator[GrpcNetwork]:
-    network = GrpcNetwork(heartbeat_s=0.2, dial_s=1.0, call_s=1.0, tls=tls)
+    network = GrpcNetwork(heartbeat_s=0.2, dial_s=1.0, call_s=1.0, tls=tls, certificate_check_s=0.0)
     try:
         yield network
     finally:
@@ -91,7 +91,7 @@ async def test_services_of_one_cluster_talk(ours: Authority) -> None:
 
 
 @pytest.mark.parametrize("who", ["plain text", "no certificate", "another authority", "another name", "expired"])
-async def test_nobody_else_is_heard(ours: Authority, theirs: Authority, who: str) -> None:
+async def test_calls_from_other_certificates_are_refused(ours: Authority, theirs: Authority, who: str) -> None:
     pairs = {
         "another authority": theirs.pair("client", SERVICE_NAME),
         "another name": ours.pair("other", "example.org", f"*.{SERVICE_NAME}"),
@@ -125,7 +125,7 @@ async def test_one_name_of_several_is_enough(ours: Authority) -> None:
 
 
 @pytest.mark.parametrize("what", ["plain text", "another authority", "another name", "expired"])
-async def test_nobody_else_is_believed(ours: Authority, theirs: Authority, what: str) -> None:
+async def test_servers_with_other_certificates_are_refused(ours: Authority, theirs: Authority, what: str) -> None:
     tls = {
         "plain text": None,
         "another authority": Tls(pair=theirs.pair("service", SERVICE_NAME), ca=ours.file),
@@ -136,7 +136,7 @@ async def test_nobody_else_is_believed(ours: Authority, theirs: Authority, what:
         assert not await asked(address, ours.service("client"))
 
 
-async def test_garbage_at_the_port_harms_nobody(ours: Authority) -> None:
+async def test_garbage_at_the_port_harms_no_other_connection(ours: Authority) -> None:
     async with scheduler(ours.service()) as address:
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000), b"\x16\x03\x01\xff\xff" + bytes(300)):
             _, writer = await asyncio.open_connection(*address.split(":"))
@@ -171,13 +171,6 @@ async def test_a_renewed_certificate_is_used_for_new_connections(ours: Authority
         assert await asked(address, client), "what cannot be read changes nothing"
 
 
-@pytest.fixture
-def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks look at their certificates at every call."""
-    monkeypatch.setattr(wire_network, "LOOK_S", 0.0)
-
-
-@pytest.mark.usefixtures("watchful")
 async def test_a_network_that_lives_long_uses_a_renewed_certificate(ours: Authority) -> None:
     client = ours.service("client", ends=PAST)
     async with scheduler(ours.service()) as address, network_of(client) as network:
@@ -206,7 +199,6 @@ def is_closed(channel: grpc.aio.Channel) -> bool:
     return channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
-@pytest.mark.usefixtures("watchful")
 async def test_what_is_under_way_ends_on_the_channel_on_which_it_began(
     ours: Authority, channels: list[grpc.aio.Channel]
 ) -> None:
@@ -229,7 +221,6 @@ async def test_what_is_under_way_ends_on_the_channel_on_which_it_began(
         await eventually(lambda: [is_closed(channel) for channel in channels] == [True, True, False])
 
 
-@pytest.mark.usefixtures("watchful")
 async def test_a_network_that_closes_leaves_no_channel_open(ours: Authority, channels: list[grpc.aio.Channel]) -> None:
     client = ours.service("client")
     async with scheduler(ours.service(), StubScheduler(builders.placement(), updates=Updates())) as address:
@@ -247,7 +238,6 @@ async def test_a_network_that_closes_leaves_no_channel_open(ours: Authority, cha
         assert len(channels) == 2
 
 
-@pytest.mark.usefixtures("watchful")
 @pytest.mark.parametrize("half", ["certificate", "key", "ca"])
 async def test_half_of_a_renewal_changes_nothing(ours: Authority, half: str, caplog: pytest.LogCaptureFixture) -> None:
     """It is there for a moment wherever files are replaced one by one; services dial and are dialled

@@ -1,5 +1,4 @@
-"""A real Redis that dies, hangs, forgets, is full, or holds nonsense (faults.md 27 to 30, as far as these two
-stores go)."""
+"""Stores with a real Redis that dies, hangs, loses data, is full, or contains garbage (F-27 to F-30)."""
 
 import asyncio
 import signal
@@ -43,7 +42,7 @@ def membership(connection: RedisConnection) -> RedisMembership:
     return RedisMembership(connection, KEYS)
 
 
-async def test_a_killed_server_is_told_and_its_return_noticed(
+async def test_a_killed_server_is_reported_and_its_return_noticed(
     server: RunningRedis, membership: RedisMembership
 ) -> None:
     await membership.announce(WORKER, LONG_S)
@@ -57,7 +56,7 @@ async def test_a_killed_server_is_told_and_its_return_noticed(
 
 
 @pytest.mark.parametrize("num_turns", range(12))
-async def test_whoever_is_told_to_end_in_the_middle_of_a_call_ends(connection: RedisConnection, num_turns: int) -> None:
+async def test_cancellation_during_a_call_ends_the_task(connection: RedisConnection, num_turns: int) -> None:
     async def for_ever() -> None:
         while True:
             await connection.ping()
@@ -74,7 +73,7 @@ async def test_whoever_is_told_to_end_in_the_middle_of_a_call_ends(connection: R
     assert ended
 
 
-async def test_whoever_is_told_to_end_while_a_call_fails_ends(connection: RedisConnection) -> None:
+async def test_cancellation_while_a_call_fails_ends_the_task(connection: RedisConnection) -> None:
     is_asked = asyncio.Event()
 
     async def fail(_: object) -> None:
@@ -183,7 +182,7 @@ async def test_clusters_on_one_server_do_not_meet(connection: RedisConnection, m
     assert await RedisMembership(connection, Keys(cluster="other")).members(MemberKind.WORKER) == ()
 
 
-async def test_nobody_at_the_address_is_told_without_the_password() -> None:
+async def test_the_error_of_an_unreachable_server_has_no_password() -> None:
     connection = RedisConnection("redis://:hunter2@127.0.0.1:9/0", timeout_s=0.5)
     with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:9") as error:
         await connection.ping()

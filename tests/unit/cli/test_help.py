@@ -31,7 +31,8 @@ HEAVY = {
 OF_SERVICES = "--host --advertise-host --admin-port --redis-url --log-dir --log-level --config"
 FLAGS = {
     "up": "--model --served-model-name --prefill --decode --hybrid --host --http-port --grpc-port --ray-address --redis-url "
-    "--device --dtype --kv-memory --block-size-tokens --max-model-len --max-num-seqs --max-num-batched-tokens --threads-per-worker "
+    "--device --dtype --kv-memory --block-size-tokens --max-model-len --max-num-seqs --max-num-batched-tokens "
+    "--threads-per-worker "
     "--transfer --policy --cluster --advertise-host --ray-placement --worker-start-s "
     "--log-dir --log-level --first-prompt --once --config",
     "gateway": f"{OF_SERVICES} --http-port --grpc-port --model --schedulers",

@@ -43,7 +43,7 @@ def test_keys_are_made_used_and_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file], "nothing else is left there"
 
 
-def test_mistakes_are_told_and_change_nothing(tmp_path: Path) -> None:
+def test_mistakes_are_reported_and_change_nothing(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     made(file, "alice")
     before = file.read_text()

@@ -144,7 +144,7 @@ async def test_a_plain_client_reads_totals_and_the_request_id(front: Front) -> N
     assert not messages[0].choices[1].HasField("finish_reason")
 
 
-async def test_who_asks_is_told_to_the_gateway(front: Front) -> None:
+async def test_the_gateway_gets_the_caller(front: Front) -> None:
     front.api.answer = answer = StubGeneration()
     answer.put(LAST)
     client = front.client(authorization="Bearer secret")
@@ -374,7 +374,7 @@ async def test_operators(front: Front) -> None:
     assert front.admin.asked == [None, "req-1", ("w0", True), ("w9", False)]
 
 
-async def test_no_gateway_is_told() -> None:
+async def test_a_missing_gateway_is_reported() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:9") as channel:
         with pytest.raises(StreamBroken):
             await asyncio.wait_for(AdminClient(channel, "gateway").status(), 5)

@@ -41,10 +41,10 @@ class Counting(MemoryMembership):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told_s: list[float] = []
+        self.announced_s: list[float] = []
 
     async def announce(self, member: Member, ttl_s: float) -> None:
-        self.told_s.append(asyncio.get_running_loop().time())
+        self.announced_s.append(asyncio.get_running_loop().time())
         await super().announce(member, ttl_s)
 
 
@@ -76,8 +76,8 @@ async def test_two_heartbeats_may_be_lost_where_no_time_is_asked_for() -> None:
     assert membership.ttls == [TTL_HEARTBEATS * HEARTBEAT_S]
 
 
-@pytest.mark.parametrize(("is_first_made", "told_s"), [(False, [0.0, 2.0, 4.0]), (True, [2.0, 4.0])])
-def test_one_announcement_a_heartbeat_until_it_is_withdrawn(is_first_made: bool, told_s: list[float]) -> None:
+@pytest.mark.parametrize(("is_first_made", "announced_s"), [(False, [0.0, 2.0, 4.0]), (True, [2.0, 4.0])])
+def test_one_announcement_a_heartbeat_until_it_is_withdrawn(is_first_made: bool, announced_s: list[float]) -> None:
     async def scenario() -> None:
         membership = Counting()
         announcements = Announcements(membership, MEMBER, heartbeat_s=HEARTBEAT_S)
@@ -85,7 +85,7 @@ def test_one_announcement_a_heartbeat_until_it_is_withdrawn(is_first_made: bool,
             announcements.reannounce_forever() if is_first_made else announcements.announce_forever()
         )
         await asyncio.sleep(2.5 * HEARTBEAT_S)
-        assert membership.told_s == told_s
+        assert membership.announced_s == announced_s
         assert await membership.members(MemberKind.SCHEDULER) == (MEMBER,)
         keeping.cancel()
         await announcements.withdraw()

@@ -17,7 +17,7 @@ async def test_a_receiver_that_waits_gets_what_is_put() -> None:
     assert await waiting == 1
 
 
-async def test_room_is_waited_for_until_one_is_taken() -> None:
+async def test_wait_for_space_returns_when_a_message_is_taken() -> None:
     box: Mailbox[int] = Mailbox(2)
     box.put(1)
     await box.wait_for_space()
@@ -64,6 +64,6 @@ async def test_a_cancelled_wait_takes_nothing() -> None:
     assert await box.get() == 1
 
 
-def test_a_mailbox_without_room_is_refused() -> None:
+def test_a_mailbox_without_capacity_is_refused() -> None:
     with pytest.raises(ValueError, match="max_messages is 0; must be at least 1"):
         Mailbox(0)

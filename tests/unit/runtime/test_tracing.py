@@ -85,7 +85,8 @@ def test_services_load_the_exporter_only_when_they_trace() -> None:
     code = (
         "import json, sys\n"
         "import baton.gateway.gateway_main, baton.scheduler.scheduler_main, baton.worker.worker_main\n"
-        "print(json.dumps([name for name in sys.modules if name.startswith(('baton.runtime.observability.otlp', 'opentelemetry.exporter'))]))"
+        "print(json.dumps([name for name in sys.modules if name.startswith(('baton.runtime.observability.otlp', "
+        "'opentelemetry.exporter'))]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == []  # the SDK is loaded by redis, which looks for it
@@ -166,7 +167,7 @@ async def test_a_part_of_traces(collector: Collector) -> None:
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-async def test_a_collector_that_takes_nothing_holds_nobody_up(collector: Collector, is_there: bool) -> None:
+async def test_a_collector_that_does_not_answer_delays_nothing(collector: Collector, is_there: bool) -> None:
     """Also not the end of the process: not there at all, or there and silent."""
     loop = asyncio.get_running_loop()
     collector.answers = False
@@ -182,7 +183,7 @@ async def test_a_collector_that_takes_nothing_holds_nobody_up(collector: Collect
     assert loop.time() - began_s < FLUSH_S + 1.0
 
 
-async def test_spans_that_find_no_room_are_counted_and_those_that_waited_are_sent(collector: Collector) -> None:
+async def test_spans_beyond_the_queue_limit_are_counted_and_queued_ones_are_sent(collector: Collector) -> None:
     metrics = a_process()
     collector.answers = False
     tracing = tracing_to(collector.endpoint, metrics=metrics)

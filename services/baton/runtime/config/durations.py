@@ -25,7 +25,7 @@ def parse_durations(text: str, names: Collection[str]) -> dict[str, float]:
 
 
 def format_duration(duration_s: float) -> str:
-    """Format seconds with three significant digits in the largest unit that gives at least 1: 0.008 is `8ms`."""
+    """Format seconds with three significant digits in a suitable unit: 0.008 is `8ms`."""
     unit = next((unit for unit in ("s", "ms", "us") if duration_s >= _UNITS[unit] * (1 - 1e-9)), "ns")
     return f"{duration_s / _UNITS[unit]:.3g}{unit}"
 

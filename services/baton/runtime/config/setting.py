@@ -88,7 +88,7 @@ class Setting:
         return Path(text) if self.kind is Path else text
 
     def convert(self, value: object) -> Any:
-        """Convert a typed value from a YAML file or from `dump`. Raises ValueError naming the expected type."""
+        """Convert a typed value of a YAML file or of `dump`. Raises ValueError naming the expected type."""
         if value is None and self.optional:
             return None
         if isinstance(value, str):

@@ -55,7 +55,8 @@ class ListenSettings(AdminSettings):
 
     advertise_host: str | None = setting(
         None,
-        help="address at which other processes reach this one; unset uses --host, or the machine's own address if --host means all",
+        help="address at which other processes reach this one; unset uses --host, or the machine's own address if "
+        "--host means all",
     )
 
 
@@ -65,7 +66,8 @@ class TracingSettings(Config):
 
     otlp_endpoint: str | None = setting(
         None,
-        help="OpenTelemetry collector (OTLP over gRPC) that receives traces, such as http://127.0.0.1:4317; unset disables tracing",
+        help="OpenTelemetry collector (OTLP over gRPC) that receives traces, such as http://127.0.0.1:4317; unset "
+        "disables tracing",
     )
     trace_sample: float = setting(
         1.0,
@@ -232,13 +234,15 @@ class PolicySettings(Config):
     )
     admission: Literal["off", "early", "predictive"] = setting(
         "off",
-        help="whether to refuse requests that are predicted to miss their SLO; early predicts from the present load, predictive from the "
+        help="whether to refuse requests that are predicted to miss their SLO; early predicts from the present load, "
+        "predictive from the "
         "load expected when the prompt is computed",
     )
 
     max_worker_queue_s: float = setting(
         1.0,
-        help="predicted queueing time above which a worker gets no more requests; if no worker is below it, requests are queued at the "
+        help="predicted queueing time above which a worker gets no more requests; if no worker is below it, requests "
+        "are queued at the "
         "scheduler",
         unit="seconds",
         above=0,
@@ -272,19 +276,23 @@ class FleetSettings(Config):
     hybrid: int = setting(0, help="number of workers that both prefill and decode", minimum=0)
     worker_start_s: float = setting(
         900.0,
-        help="maximum time for a placed worker to load and verify its model; then `baton fleet` on an existing Ray cluster restarts the "
+        help="maximum time for a placed worker to load and verify its model; then `baton fleet` on an existing Ray "
+        "cluster restarts the "
         "worker, and `baton up` fails",
         unit="seconds",
         above=0,
     )
     ray_address: str | None = setting(
         None,
-        help="existing Ray cluster to run workers on, HOST:PORT of its head or auto; unset starts a private Ray on this machine",
+        help="existing Ray cluster to run workers on, HOST:PORT of its head or auto; unset starts a private Ray on "
+        "this machine",
     )
     ray_placement: RayPlacement = setting(
         "auto",
-        help="which Ray nodes run workers; role places each worker on a node with the custom resource baton_prefill, baton_decode or "
-        "baton_hybrid; spread uses all nodes with CPUs in rotation; auto is role if any node has such a resource, else spread",
+        help="which Ray nodes run workers; role places each worker on a node with the custom resource baton_prefill, "
+        "baton_decode or "
+        "baton_hybrid; spread uses all nodes with CPUs in rotation; auto is role if any node has such a resource, "
+        "else spread",
     )
 
     def __post_init__(self) -> None:
@@ -296,7 +304,8 @@ class FleetSettings(Config):
             )
         if self.ray_address is not None and "://" in self.ray_address:
             raise ConfigError(
-                f"ray_address: {self.ray_address} is a Ray Client address, and Ray Client ends the workers when its connection breaks; "
+                f"ray_address: {self.ray_address} is a Ray Client address, and Ray Client ends the workers when its "
+                f"connection breaks; "
                 "start a node here (`ray start --address HEAD:PORT --num-cpus 0`) and set HEAD:PORT"
             )
 
@@ -365,7 +374,8 @@ class WorkerConfig(
     )
     drain_socket: Path | None = setting(
         None,
-        help="Unix socket at which `baton drain --here` reaches this worker without gateway or API key; file permissions control access; "
+        help="Unix socket at which `baton drain --here` reaches this worker without gateway or API key; file "
+        "permissions control access; "
         "unset opens none",
     )
 
@@ -391,7 +401,8 @@ class FleetConfig(
 
     scale_with_nodes: bool = setting(
         False,
-        help="with --ray-address, run one worker for each custom resource unit (baton_prefill, baton_decode, baton_hybrid) that the Ray "
+        help="with --ray-address, run one worker for each custom resource unit (baton_prefill, baton_decode, "
+        "baton_hybrid) that the Ray "
         "nodes have; --prefill, --decode and --hybrid are then the minimum",
         aliases=("follow_places",),
     )
@@ -400,7 +411,8 @@ class FleetConfig(
         super().__post_init__()
         if self.scale_with_nodes and (self.ray_address is None or self.ray_placement == "spread"):
             raise ConfigError(
-                "scale_with_nodes counts the role resources of an existing Ray cluster; set ray_address, and ray_placement to auto or role"
+                "scale_with_nodes counts the role resources of an existing Ray cluster; set ray_address, and "
+                "ray_placement to auto or role"
             )
 
 
@@ -426,7 +438,8 @@ class ClusterConfig(
 
     host: str = setting(
         "127.0.0.1",
-        help="address that clients connect to; the services themselves use the loopback, or their nodes' addresses with --ray-address",
+        help="address that clients connect to; the services themselves use the loopback, or their nodes' addresses "
+        "with --ray-address",
     )
     advertise_host: str | None = setting(
         None,
@@ -492,5 +505,6 @@ def check_endpoint(url: str) -> None:
         is_endpoint = False
     if not is_endpoint:
         raise ConfigError(
-            f"otlp_endpoint: expected http://HOST:PORT or https://HOST:PORT (OTLP over gRPC, usually port 4317), got {url!r}"
+            f"otlp_endpoint: expected http://HOST:PORT or https://HOST:PORT (OTLP over gRPC, usually port 4317), got "
+            f"{url!r}"
         )

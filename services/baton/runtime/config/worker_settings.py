@@ -17,14 +17,17 @@ class ComputeSettings(Config):
 
     device: Literal["auto", "cpu", "cuda", "emulated"] = setting(
         "auto",
-        help="device that runs the model; auto selects cuda if there is a GPU, else cpu; emulated runs no model: each step waits "
+        help="device that runs the model; auto selects cuda if there is a GPU, else cpu; emulated runs no model: each "
+        "step waits "
         "as long as --emulated-costs predicts",
         value_aliases={"paced": "emulated"},
     )
     emulated_costs: str = setting(
         "step=8ms, prefill_token=60us, prefill_attended=2ns, decode_seq=50us, decode_context=60ns",  # help is wrapped at spaces
-        help="step duration of --device emulated, as a sum of costs: per step, per prefill token, per (query, context) pair that prefill "
-        "attends, per decoding sequence and per token of its context; the default is about an 8B model on a GPU with 2 TB/s and 250 TFLOP/s",
+        help="step duration of --device emulated, as a sum of costs: per step, per prefill token, per (query, "
+        "context) pair that prefill "
+        "attends, per decoding sequence and per token of its context; the default is about an 8B model on a GPU with "
+        "2 TB/s and 250 TFLOP/s",
         aliases=("paced_costs",),
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
@@ -32,11 +35,13 @@ class ComputeSettings(Config):
     )
     kernels: Literal["auto", "torch"] = setting(
         "auto",
-        help="CPU kernels; auto uses Baton's own, compiled at the first start, if there is a C++ compiler; torch uses PyTorch only",
+        help="CPU kernels; auto uses Baton's own, compiled at the first start, if there is a C++ compiler; torch uses "
+        "PyTorch only",
     )
     kv_memory: int | None = setting(
         None,
-        help="KV cache size of one worker; unset uses 50 % of the host memory left after weights and peak activations, or 90 % on a GPU",
+        help="KV cache size of one worker; unset uses 50 % of the host memory left after weights and peak "
+        "activations, or 90 % on a GPU",
         unit="bytes",
         minimum=1,
     )
@@ -56,7 +61,8 @@ class ComputeSettings(Config):
     )
     threads_per_worker: int | None = setting(
         None,
-        help="compute threads per worker; unset gives each worker an equal share of the cores, limited by the container's CPU quota",
+        help="compute threads per worker; unset gives each worker an equal share of the cores, limited by the "
+        "container's CPU quota",
         minimum=1,
     )
     step_limit_s: float = setting(
@@ -74,7 +80,8 @@ class ComputeSettings(Config):
             raise ConfigError(f"emulated_costs: {error}") from error
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): "
                 "each running sequence needs one token of every step"
             )
 
@@ -101,7 +108,8 @@ class TransferSettings(Config):
     )
     transfer_reorder_window_s: float = setting(
         5.0,
-        help="tolerance for transfer messages that arrive out of order: how long a reader's request waits for its prefill job, and how "
+        help="tolerance for transfer messages that arrive out of order: how long a reader's request waits for its "
+        "prefill job, and how "
         "long an ended transfer is remembered",
         unit="seconds",
         above=0,

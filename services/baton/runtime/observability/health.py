@@ -8,8 +8,8 @@ Listener = Callable[["Health"], None]
 class Health:
     """Liveness and readiness of one service.
 
-    A service is ready if all of its parts are ready and it neither drains nor has failed. It is alive until it
-    fails. A failure is final: the process exits and is restarted. Not thread-safe; use it on the service's
+    A service is ready if all of its parts are ready and it neither drains nor has failed. It is alive until
+    it fails. A failure is final: the process exits and is restarted. Not thread-safe; use it on the service's
     loop.
     """
 

@@ -7,7 +7,7 @@ import mmap
 def allocate_anonymous(num_bytes: int) -> mmap.mmap:
     """Map private anonymous memory, zeroed on first access, with huge pages if the kernel offers them.
 
-    Huge pages make copies between processes and sequential scans faster. Raises OSError if there is not enough
+    Huge pages speed up copies between processes and sequential scans. Raises OSError if there is not enough
     memory.
     """
     segment = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

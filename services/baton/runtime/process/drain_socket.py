@@ -62,8 +62,8 @@ def request_drain(path: Path, answer_s: float = ANSWER_S) -> Iterator[tuple[str,
     """Ask the process that listens at `path` to drain.
 
     Yields its name and a function that waits up to the given seconds and returns True once the process has
-    ended. Raises BatonError if no process listens there, or none answers within `answer_s`. A busy process may
-    answer too late and drain nevertheless.
+    ended. Raises BatonError if no process listens there, or none answers within `answer_s`. A busy process
+    may answer too late and drain nevertheless.
     """
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(answer_s)

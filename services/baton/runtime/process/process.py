@@ -85,7 +85,7 @@ class StoppedNow(Exception):
 
 
 async def until_stopped(main: Main, stop: Stop) -> None:
-    """Await `main(stop)`. If `stop.now` is set first, cancel it, wait for its cleanup and raise StoppedNow."""
+    """Await `main(stop)`. If `stop.now` is set first, cancel it, await its cleanup and raise StoppedNow."""
     work = asyncio.create_task(main(stop))
     now = asyncio.create_task(stop.now.wait())
     try:
@@ -254,7 +254,7 @@ def infrequent_gc() -> Iterator[None]:
 
 
 def disable_usage_reports() -> None:
-    """Disable usage statistics of libraries in this process and its children. Call it before importing them."""
+    """Disable usage statistics of libraries here and in child processes. Call it before importing them."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 

@@ -60,7 +60,7 @@ class _Expiring(Generic[KeyT, ValueT]):
 
 
 class MemoryMembership:
-    """Implements `Membership`. A member is identified by its id, so a new incarnation replaces the old one."""
+    """Implements `Membership`. The id identifies a member, so a new incarnation replaces the old one."""
 
     def __init__(self) -> None:
         self._members: _Expiring[tuple[MemberKind, str], Member] = _Expiring()

@@ -120,7 +120,7 @@ def redis_command(
     """Write the configuration of a server into `directory` and return the command that starts it.
 
     directory: created with mode 0700 if it does not exist; must not be used for anything else.
-    host: address to listen on, at a free port with a random password; without it, a Unix socket in `directory`.
+    host: listening address, with a free port and a random password; without it, a Unix socket is used.
     advertise_host: address at which other machines reach `host`, if it differs.
 
     Raises ConfigError if no server is found, or the directory's path is too long for a Unix socket.

@@ -1,6 +1,6 @@
 """Publishes the workers' KV block events in Redis: one stream and one snapshot per worker incarnation.
 
-Fields of a stream entry: k, the kind; t, the tier; s, tokens per block; h, the concatenated hashes of 16 bytes.
+Fields of a stream entry: k, kind; t, tier; s, tokens per block; h, concatenated hashes of 16 bytes.
 Format of a snapshot: `HEAD` (format, tokens per block, event_seq, number of tiers), then for each tier
 `TIER_HEAD` (tier number, number of hashes) and the hashes.
 """
@@ -48,7 +48,7 @@ return last[1] and last[1][1] or ''
 
 
 class RedisKvEventFeed:
-    """Implements `KvEventFeed`. Each write is one transaction, so a stream and its snapshot are consistent."""
+    """Implements `KvEventFeed`. Each write is a transaction, so a stream and its snapshot are consistent."""
 
     def __init__(self, connection: RedisConnection, keys: Keys, *, max_stream_events: int = MAX_STREAM_EVENTS) -> None:
         self._connection = connection

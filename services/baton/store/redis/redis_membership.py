@@ -31,7 +31,7 @@ if redis.call('HGET', KEYS[1], 'epoch') == ARGV[1] then redis.call('DEL', KEYS[1
 
 
 class RedisMembership:
-    """Implements `Membership`. A member is identified by its id, so a new incarnation replaces the old one."""
+    """Implements `Membership`. The id identifies a member, so a new incarnation replaces the old one."""
 
     def __init__(self, connection: RedisConnection, keys: Keys) -> None:
         self._connection = connection
