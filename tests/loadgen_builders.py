@@ -1,4 +1,4 @@
-"""One-line inputs for loadgen's tests: every argument has a default that makes a valid value."""
+"""One-line builders of test inputs. Every argument has a valid default."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,10 @@ from loadgen.slo_target import SloTarget
 
 
 def record(index: int = 0, tokens: Sequence[float | tuple[float, int]] = (1.5, 1.6, 1.8), **changes: Any) -> Record:
-    """A whole answer, due at 1 s, sent at 1.1 s. `tokens`: when each message came, with one token, or (when,
-    how many)."""
+    """A complete response, due at 1 s and sent at 1.1 s.
+
+    `tokens` has the time of each message with one token, or (time, number of tokens).
+    """
     arrivals = tuple(
         Arrival(at_s=at[0], num_tokens=at[1]) if isinstance(at, tuple) else Arrival(at_s=at, num_tokens=1)
         for at in tokens
@@ -37,7 +39,7 @@ def record(index: int = 0, tokens: Sequence[float | tuple[float, int]] = (1.5, 1
 
 
 def refused(index: int = 0, after_s: float = 0.1, **changes: Any) -> Record:
-    """429 with a reason, `after_s` after it was due."""
+    """A rejection with status 429 and a reason, `after_s` after it was due."""
     fields: dict[str, Any] = {
         "tokens": (),
         "ended_s": 1.0 + after_s,

@@ -1,5 +1,5 @@
-"""Reads a report's page as a test needs it: what it refers to, what it carries, and which numbers its plots
-were drawn from."""
+"""Parses a report page: its references, its embedded data, and the numbers that its figures were drawn
+from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFERRING = ("src", "href", "action", "data", "poster", "srcset", "background", 
 
 @dataclass
 class Drawn:
-    """One figure: its svg's attributes, and the elements of each series or row."""
+    """One figure: the attributes of its SVG and the elements of each series or row."""
 
     svg: Attributes = field(default_factory=dict)
     groups: list[tuple[Attributes, list[tuple[str, Attributes]]]] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Drawn:
 
 
 class Page(HTMLParser):
-    """`references`: everything that an attribute points at; `data`: the embedded JSON."""
+    """A parsed page. `references` are the targets of all attributes; `data` is the embedded JSON."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Page(HTMLParser):
 
 
 def points_of(figure: Drawn, number: int) -> list[tuple[float, float]]:
-    """The numbers that a series' line, or its dots, stand for."""
+    """Return the numbers that a series' line or dots represent."""
     to_x, to_y = _back(figure, "data-x", 0, 2), _back(figure, "data-y", 3, 1)
     _, elements = figure.groups[number]
     lines = [attributes["d"] for tag, attributes in elements if tag == "path" and "line" in attributes["class"].split()]
@@ -95,7 +95,7 @@ def points_of(figure: Drawn, number: int) -> list[tuple[float, float]]:
 
 
 def spans_of(figure: Drawn, number: int) -> list[tuple[float, float]]:
-    """(from, to) of each bar of a row."""
+    """Return (from, to) of each bar of a row."""
     to_x = _back(figure, "data-x", 0, 2)
     _, elements = figure.groups[number]
     bars = [attributes for tag, attributes in elements if tag == "rect"]
@@ -115,7 +115,9 @@ def _back(figure: Drawn, name: str, start: int, end: int) -> Any:
 
 
 def tolerance(axis: Mapping[str, Any], value: float) -> float:
-    """What two decimals of a coordinate can tell: a 1/20,000 of the axis, or of a log axis's span times the
-    value."""
+    """Return the resolution of a coordinate with two decimals: 1/20,000 of the axis.
+
+    On a log axis it is relative to the value.
+    """
     span = math.log(axis["max"] / axis["min"]) * abs(value) if axis["is_log"] else axis["max"] - axis["min"]
     return span / 10_000 + 1e-9

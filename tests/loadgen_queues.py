@@ -1,6 +1,7 @@
-"""Servers in a few lines of arithmetic, and searches for their capacity in virtual time: what `loadgen
-capacity` would find, without a server, a clock or a socket. `python -m bench.capacity_coverage` measures with
-them how often the stated intervals hold the truth.
+"""Simulated servers, and capacity searches on them in virtual time without a server, clock or socket.
+
+`python -m bench.scenarios.control.capacity_coverage` measures with them how often intervals contain the
+truth.
 """
 
 from __future__ import annotations
@@ -68,8 +69,10 @@ def _lognormal(rng: random.Random, mean: float, cv: float) -> float:
 
 
 def one_at_a_time(mean_s: float, cv: float, lapse: float = 0.0) -> Serve:
-    """A prefill worker: first tokens come one request after the other. `lapse`: the part of answers that is 9
-    s late at any load."""
+    """A prefill worker that serves one request after the other.
+
+    `lapse` is the share of responses that are 9 s late at any load.
+    """
 
     def serve(plan: Plan, rng: random.Random) -> list[Record]:
         free_s, records = 0.0, []
@@ -83,7 +86,7 @@ def one_at_a_time(mean_s: float, cv: float, lapse: float = 0.0) -> Serve:
 
 
 def slots(count: int, mean_s: float, cv: float = 0.0) -> Serve:
-    """So many answers at a time, each of a time of its own; others wait in line."""
+    """A server with a number of slots; each response takes its own time, other requests wait in a queue."""
 
     def serve(plan: Plan, rng: random.Random) -> list[Record]:
         free, records = [0.0] * count, []
@@ -98,7 +101,7 @@ def slots(count: int, mean_s: float, cv: float = 0.0) -> Serve:
 
 
 def slower_together(step_s: float = 0.01, more_s: float = 0.001, steps: int = 64) -> Serve:
-    """A decode worker: a step takes longer the more answers go on."""
+    """A decode worker whose steps take longer the more responses are active."""
 
     def serve(plan: Plan, rng: random.Random) -> list[Record]:
         ends: list[float] = []
@@ -117,8 +120,10 @@ def slower_together(step_s: float = 0.01, more_s: float = 0.001, steps: int = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A server, its load and its promise. `capacity_rps`: at which 90 % keep it on average over 60 s trials
-    (`truth`)."""
+    """A server with its load and its SLO.
+
+    `capacity_rps` is the rate at which 90 % meet the SLO on average over 60 s trials (`truth`).
+    """
 
     serve: Serve
     slo: str
@@ -141,8 +146,7 @@ SYSTEMS = {
 def trial(
     system: System, rate_rps: float, seconds: float, seed: int, *, target: float = 0.9, looks: bool = True
 ) -> tuple[Judgement, float]:
-    """What it comes to, and how long it took; looked at as it goes on, as
-    `loadgen.capacity.trials.TrialWatch` does."""
+    """Return a trial's judgement and duration. It is evaluated while it runs, like `TrialWatch` does."""
     plan = plan_at(rate_rps, seconds, seed, gaps=system.gaps, slo=system.slo)
     records = system.serve(plan, random.Random(seed))
     judge = TrialJudge(plan, OutcomeRules(slos=plan.slos), target)
@@ -157,7 +161,7 @@ def trial(
 def search(
     system: System, seconds: float, seed: int, *, target: float = 0.9, limits: Limits | None = None
 ) -> tuple[CapacityEstimate, float]:
-    """The answer, and the seconds that all trials took."""
+    """Return the estimate and the total seconds of all trials."""
     start_rps = system.start_rps * (1.0, 1.37)[seed % 2]
     search = CapacitySearch(
         target, limits or Limits(start_rps=start_rps, min_rps=TrialLength(seconds=seconds).min_rps(target))
@@ -179,7 +183,7 @@ def search(
 
 
 def truth(system: System, seconds: float, target: float = 0.9, trials: int = 150) -> float:
-    """The rate at which the mean share of trials is `target`, to a percent or so."""
+    """Return the rate at which the mean share of trials is `target`, to about one percent."""
 
     def share(rate_rps: float, count: int) -> float:
         found = (trial(system, rate_rps, seconds, 10**6 + seed, target=target, looks=False)[0] for seed in range(count))

@@ -1,5 +1,4 @@
-"""A made-up run: one prefill and two decode workers in a few lines of arithmetic, near their limit. Nothing
-is measured."""
+"""Synthetic runs of one prefill and two decode workers near their limit. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ KV_BYTES_A_TOKEN = 24_576
 
 
 def make_plan(rate: float, seconds: float, seed: int = 1) -> Plan:
-    """Poisson arrivals; eight shared system prompts, the first far more used than the last; three tenants."""
+    """Return a plan with Poisson arrivals, eight system prompts of different popularity, and three
+    tenants."""
     rng = random.Random(seed)
     requests: list[PlannedRequest] = []
     at_s = rng.expovariate(rate)
@@ -53,8 +53,10 @@ def make_plan(rate: float, seconds: float, seed: int = 1) -> Plan:
 def records_of(
     plan: Plan, *, speed: float = 1.0, seed: int = 1, lag_s: float = 0.0002, sheds: bool = True, timeline: bool = True
 ) -> list[Record]:
-    """What that plan would see. `speed`: of the workers; `lag_s`: mean send lag; `sheds`: refuse what would
-    come too late."""
+    """Return the records of that plan.
+
+    `speed` is that of the workers, `lag_s` the mean send lag; `sheds` rejects requests that would be late.
+    """
     rng = random.Random(seed)
     free_s, running, seen, records = 0.0, [[], []], set[int](), list[Record]()
     for request in plan.requests:
@@ -160,7 +162,7 @@ def records_of(
 def write_result(
     directory: Path, *, rate: float = 6.0, seconds: float = 60.0, seed: int = 1, label: str = "", **changes: Any
 ) -> Path:
-    """A result directory as `loadgen run` leaves it."""
+    """Write a result directory like `loadgen run` does."""
     directory.mkdir(parents=True)
     plan = make_plan(rate, seconds, seed)
     plan_hash = write_plan(plan, directory / "plan.jsonl")

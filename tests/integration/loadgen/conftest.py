@@ -1,4 +1,4 @@
-"""Loadgen's processes run on uvloop; so do its tests with sockets."""
+"""Runs these tests on uvloop, like loadgen's own processes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""A run inside the test's own event loop, against any server: what comes of a plan, as records."""
+"""Runs a plan against any server inside the test's own event loop."""
 
 import asyncio
 import sys
@@ -21,7 +21,7 @@ LOADGEN = [sys.executable, "-m", "loadgen"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """`started_s`: when the run began, by the machine's clock."""
+    """Records of a run. `started_s` is its start by the machine's clock."""
 
     records: list[Record]
     started_s: float
@@ -32,7 +32,7 @@ class Measured:
         return [request_metrics.classify(record, self.rules) for record in self.records]
 
 
-class _Kept:
+class _RecordList:
     def __init__(self) -> None:
         self.records: list[Record] = []
 
@@ -41,9 +41,9 @@ class _Kept:
 
 
 async def measure(made: Plan, target: Target, *, timeout_s: float = 20.0, client: Client | None = None) -> Measured:
-    """Records in the order of the plan."""
+    """Send the plan and return the records in the order of the plan."""
     client = client or new_client(target)
-    rules, kept = OutcomeRules(slos=made.slos, ignore_eos=made.ignore_eos), _Kept()
+    rules, kept = OutcomeRules(slos=made.slos, ignore_eos=made.ignore_eos), _RecordList()
     await client.open()
     try:
         runner = Runner(made, made.requests, client, new_prompts(made, target), kept, rules=rules, timeout_s=timeout_s)

@@ -1,5 +1,4 @@
-"""One plan through HTTP and through gRPC, each time on a fresh float32 cluster of real processes: the same
-tokens and cache hits."""
+"""One plan over HTTP and over gRPC, each on a fresh float32 cluster, gives the same tokens and cache hits."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -21,14 +20,14 @@ PROMPTS = (
     ((0, 300), (10, 40)),  # new
     ((0, 300), (11, 25)),  # shares 300 tokens
     ((1, 130), (12, 9)),  # new
-    ((0, 300), (10, 40), 0, (13, 30)),  # goes on from the first one's answer
+    ((0, 300), (10, 40), 0, (13, 30)),  # continues after the first one's response
     ((1, 130), (12, 9), 2, (14, 12)),
-    ((0, 300), (10, 40)),  # all of it was there
+    ((0, 300), (10, 40)),  # completely cached
 )
 
 
 def one_after_the_other() -> Plan:
-    """No two requests overlap: each goes out when the one before has ended."""
+    """Return a plan in which each request is sent when the previous one has ended."""
 
     def nth(index: int) -> PlannedRequest:
         return request(
@@ -45,7 +44,7 @@ async def through(protocol: str) -> Measured:
         return await measure(one_after_the_other(), target)
 
 
-async def test_the_same_tokens_and_cache_hits_through_both_doors_of_a_cluster() -> None:
+async def test_http_and_grpc_give_the_same_tokens_and_cache_hits() -> None:
     http, grpc = await through("http"), await through("grpc")
     for run in (http, grpc):
         assert run.outcomes == [RequestOutcome.GOOD] * len(PROMPTS)

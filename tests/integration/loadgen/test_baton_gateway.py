@@ -1,5 +1,5 @@
-"""Baton's own gateway, with stub workers behind it: HTTP and gRPC say the same of the same plan, also where
-they say no."""
+"""Baton's gateway with stub workers: HTTP and gRPC give the same results for one plan, including
+rejections."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -44,10 +44,10 @@ LETTERS = Vocabulary(low=97, high=123)
 
 
 @asynccontextmanager
-async def both_doors(
+async def gateway_targets(
     *, has_admin: bool = True, tls: CertificatePair | None = None
 ) -> AsyncIterator[tuple[HttpGateway, Target, Target]]:
-    """`tls`: the certificate of both."""
+    """Run a gateway and yield it with its HTTP and gRPC targets. `tls` is the certificate of both."""
     async with http_gateway(*PD, tls=tls) as gateway:
         server = GrpcServer(heartbeat_s=1.0, tls=None if tls is None else Tls(pair=tls))
         server.add_inference(InferenceService(gateway.cluster.gateway, stream_buffer_bytes=1 << 18))
@@ -83,8 +83,8 @@ def conversation(**fields: object) -> Plan:
     )
 
 
-async def test_the_same_plan_through_both_doors_gives_the_same_tokens() -> None:
-    async with both_doors() as (gateway, http, grpc):
+async def test_http_and_grpc_give_the_same_tokens_for_one_plan() -> None:
+    async with gateway_targets() as (gateway, http, grpc):
         scheduler = gateway.cluster.scheduler
 
         def predicted(query: PlacementQuery) -> Placement:
@@ -106,8 +106,8 @@ async def test_the_same_plan_through_both_doors_gives_the_same_tokens() -> None:
     assert [len(tokens) for tokens in one] == [6, 9, 5]
 
 
-async def test_a_refusal_is_the_same_refusal() -> None:
-    async with both_doors() as (gateway, http, grpc):
+async def test_http_and_grpc_report_the_same_rejection() -> None:
+    async with gateway_targets() as (gateway, http, grpc):
         gateway.cluster.scheduler.answer = lambda _: Rejection(
             reason=Reason.TTFT_SLO, message="too long a queue", retry_after_s=3.0
         )
@@ -120,13 +120,13 @@ async def test_a_refusal_is_the_same_refusal() -> None:
         assert "too long a queue" in record.error
 
 
-async def test_bad_requests_and_the_clients_own_cancel() -> None:
+async def test_bad_requests_fail_and_client_cancels_are_recorded() -> None:
     made = plan(
         request(0, (0, 12), at_s=0.0, output=200_000_000),
         request(1, (1, 20), at_s=0.0, output=400, cancel_after_tokens=5),
         vocabulary=LETTERS,
     )
-    async with both_doors() as (_, http, grpc):
+    async with gateway_targets() as (_, http, grpc):
         runs = [await measure(made, target) for target in (http, grpc)]
     for run in runs:
         assert run.outcomes == [RequestOutcome.FAILED, RequestOutcome.CANCELLED]
@@ -134,8 +134,8 @@ async def test_bad_requests_and_the_clients_own_cancel() -> None:
         assert 5 <= len(run.records[1].token_ids) < 400
 
 
-async def test_what_the_doors_say_of_themselves() -> None:
-    async with both_doors() as (_, http, grpc):
+async def test_discovery_reads_models_over_http_and_grpc() -> None:
+    async with gateway_targets() as (_, http, grpc):
         by_http = await asyncio.to_thread(discover_http, http.urls[0], {})
         by_grpc = await asyncio.to_thread(discover_grpc, grpc.urls[0], {})
     assert (by_http.models, by_http.kind, by_grpc.models, by_grpc.kind) == (["demo"], "baton", ["demo"], "baton")
@@ -143,52 +143,52 @@ async def test_what_the_doors_say_of_themselves() -> None:
         await asyncio.to_thread(discover_grpc, grpc.urls[0], {})
 
 
-def asked(*arguments: str) -> dict[str, Any]:
-    """What `loadgen run` with these arguments knows of its server."""
+def server_facts_of(*arguments: str) -> dict[str, Any]:
+    """Return the server facts that `loadgen run` with these arguments records."""
     given = command.make_context("run", ["--rate", "1", *arguments]).params
     _, server = target_of(given)
     return server_facts(given, server)
 
 
-async def test_a_baton_tells_how_many_workers_it_has_and_what_they_hold() -> None:
-    """Over gRPC by itself, over HTTP where its gRPC address is given; what the user says goes before."""
-    async with both_doors() as (gateway, http, grpc):
+async def test_cluster_facts_have_workers_and_kv_cache_size() -> None:
+    """They are read over gRPC, or from --admin with HTTP. The user's own values take precedence."""
+    async with gateway_targets() as (gateway, http, grpc):
         admin = grpc.urls[0]
-        by_grpc = await asyncio.to_thread(asked, "--protocol", "grpc", "--url", admin)
-        by_http = await asyncio.to_thread(asked, "--url", http.urls[0], "--admin", admin)
-        alone = await asyncio.to_thread(asked, "--url", http.urls[0])
-        told = await asyncio.to_thread(
-            asked, "--url", http.urls[0], "--admin", admin, "--workers", "7", "--kv-tokens", "640"
+        by_grpc = await asyncio.to_thread(server_facts_of, "--protocol", "grpc", "--url", admin)
+        by_http = await asyncio.to_thread(server_facts_of, "--url", http.urls[0], "--admin", admin)
+        alone = await asyncio.to_thread(server_facts_of, "--url", http.urls[0])
+        problems = await asyncio.to_thread(
+            server_facts_of, "--url", http.urls[0], "--admin", admin, "--workers", "7", "--kv-tokens", "640"
         )
         with pytest.raises(LoadgenError, match="serves demo, not other"):
-            await asyncio.to_thread(asked, "--url", http.urls[0], "--admin", admin, "--model", "other")
+            await asyncio.to_thread(server_facts_of, "--url", http.urls[0], "--admin", admin, "--model", "other")
         prefill, view = gateway.cluster.scheduler.workers[0], gateway.cluster.gateway.view
         prefill.report = replace(prefill.report, state=WorkerState.DRAINING)
         gateway.cluster.scheduler.publish()
         await until(lambda: any(report.state is WorkerState.DRAINING for report in view.reports))
-        without = await asyncio.to_thread(asked, "--protocol", "grpc", "--url", admin)
+        without = await asyncio.to_thread(server_facts_of, "--protocol", "grpc", "--url", admin)
     tokens = blocks().total * layout().block_size_tokens
     for facts in (by_grpc, by_http):
         assert (facts["workers"], facts["roles"], facts["kv_tokens"]) == (2, {"decode": 1, "prefill": 1}, 2 * tokens)
         assert facts["block_size_tokens"] == layout().block_size_tokens
     assert not {"workers", "kv_tokens"} & alone.keys(), "nobody has said where to ask"
-    assert (told["workers"], told["kv_tokens"]) == (7, 640)
+    assert (problems["workers"], problems["kv_tokens"]) == (7, 640)
     assert (without["workers"], without["roles"], without["kv_tokens"]) == (1, {"decode": 1}, tokens)
 
 
-async def test_an_address_that_was_given_must_tell_and_one_that_was_not_may_not() -> None:
+async def test_admin_address_must_answer_only_if_given_by_the_user() -> None:
     async with http_gateway(*PD) as gateway:
         with pytest.raises(Unreachable, match="no Baton gRPC server"):
-            await asyncio.to_thread(asked, "--url", gateway.url, "--admin", "127.0.0.1:9")
-    async with both_doors(has_admin=False) as (_, _, grpc):
-        facts = await asyncio.to_thread(asked, "--protocol", "grpc", "--url", grpc.urls[0])
+            await asyncio.to_thread(server_facts_of, "--url", gateway.url, "--admin", "127.0.0.1:9")
+    async with gateway_targets(has_admin=False) as (_, _, grpc):
+        facts = await asyncio.to_thread(server_facts_of, "--protocol", "grpc", "--url", grpc.urls[0])
     assert facts["cluster"].startswith("unknown: ")
     assert "workers" not in facts
 
 
 @pytest.fixture
-def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
-    """Nobody is trusted yet."""
+def trusted_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
+    """A certificate authority that no test trusts yet."""
     for variable in AUTHORITIES:
         monkeypatch.delenv(variable, raising=False)
     return Authority.new(tmp_path / "ours")
@@ -198,15 +198,15 @@ def front(authority: Authority) -> CertificatePair:
     return authority.pair("front", "localhost", "127.0.0.1")
 
 
-async def test_over_tls_one_file_of_authorities_is_for_both_doors(
-    ours: Authority, monkeypatch: pytest.MonkeyPatch
+async def test_one_ca_file_works_for_http_and_grpc(
+    trusted_authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
-    async with both_doors(tls=front(ours)) as (_, http, grpc):
+    monkeypatch.setenv("SSL_CERT_FILE", str(trusted_authority.file))
+    async with gateway_targets(tls=front(trusted_authority)) as (_, http, grpc):
         assert all(target.urls[0].startswith("https://") for target in (http, grpc))
         runs = [await measure(conversation(), target) for target in (http, grpc)]
-        facts = await asyncio.to_thread(asked, "--protocol", "grpc", "--url", grpc.urls[0])
-        by_http = await asyncio.to_thread(asked, "--url", http.urls[0], "--admin", grpc.urls[0])
+        facts = await asyncio.to_thread(server_facts_of, "--protocol", "grpc", "--url", grpc.urls[0])
+        by_http = await asyncio.to_thread(server_facts_of, "--url", http.urls[0], "--admin", grpc.urls[0])
         assert await asyncio.to_thread(grpc_probe(grpc.urls[0], {}, is_insecure=False)) == 200
     one, other = runs
     assert one.outcomes == other.outcomes == [RequestOutcome.GOOD] * 3
@@ -214,26 +214,26 @@ async def test_over_tls_one_file_of_authorities_is_for_both_doors(
     assert facts["workers"] == by_http["workers"] == 2
 
 
-async def test_over_tls_grpcs_own_variable_goes_before(
-    ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_grpc_ca_variable_takes_precedence(
+    trusted_authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = Authority.new(tmp_path / "theirs")
-    for variable, authority in zip(AUTHORITIES, (ours, theirs), strict=True):
+    other_authority = Authority.new(tmp_path / "theirs")
+    for variable, authority in zip(AUTHORITIES, (trusted_authority, other_authority), strict=True):
         monkeypatch.setenv(variable, str(authority.file))
-    async with both_doors(tls=front(ours)) as (_, _, grpc):
+    async with gateway_targets(tls=front(trusted_authority)) as (_, _, grpc):
         assert (await asyncio.to_thread(discover_grpc, grpc.urls[0], {})).models == ["demo"]
-    async with both_doors(tls=front(theirs)) as (_, _, grpc):
+    async with gateway_targets(tls=front(other_authority)) as (_, _, grpc):
         with pytest.raises(
             UntrustedCertificate, match="name a file of its authorities in GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
         ):
             await asyncio.to_thread(discover_grpc, grpc.urls[0], {})
 
 
-async def test_a_certificate_that_is_not_trusted_is_said_to_be_so(
-    ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_untrusted_certificate_is_reported_as_such(
+    trusted_authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(Authority.new(tmp_path / "theirs").file))
-    async with both_doors(tls=front(ours)) as (_, http, grpc):
+    async with gateway_targets(tls=front(trusted_authority)) as (_, http, grpc):
         words = (
             f"answers at {grpc.urls[0]}; its certificate is not trusted; "
             "name a file of its authorities in SSL_CERT_FILE"
@@ -253,48 +253,46 @@ async def test_a_certificate_that_is_not_trusted_is_said_to_be_so(
             ):  # `capacity --command` need not wait until its server is ready: this one never is
                 await asyncio.to_thread(probe)
         assert await asyncio.to_thread(http_probe(http.urls[0], {}, is_insecure=True)) == 200
-    monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
-    async with both_doors(tls=ours.pair("other", "elsewhere")) as (_, _, grpc):
+    monkeypatch.setenv("SSL_CERT_FILE", str(trusted_authority.file))
+    async with gateway_targets(tls=trusted_authority.pair("other", "elsewhere")) as (_, _, grpc):
         with pytest.raises(UntrustedCertificate, match="its certificate is for another host name"):
             await asyncio.to_thread(discover_grpc, grpc.urls[0], {})
 
 
-async def test_who_speaks_tls_and_who_does_not(ours: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(ours.file))
-    async with both_doors() as (_, _, grpc):
+async def test_tls_mismatch_is_explained(trusted_authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(trusted_authority.file))
+    async with gateway_targets() as (_, _, grpc):
         with pytest.raises(Unreachable, match="does not use TLS"):
             await asyncio.to_thread(discover_grpc, f"https://{grpc.urls[0]}", {})
-    async with both_doors(tls=front(ours)) as (_, _, grpc):
+    async with gateway_targets(tls=front(trusted_authority)) as (_, _, grpc):
         with pytest.raises(Unreachable, match="if it uses TLS"):
             await asyncio.to_thread(discover_grpc, grpc.urls[0].removeprefix("https://"), {})
 
 
-async def test_grpc_cannot_be_insecure_over_tls(ours: Authority) -> None:
+async def test_insecure_is_rejected_for_grpc_over_tls(trusted_authority: Authority) -> None:
     refusal = (
         "--insecure is not supported over gRPC, which always checks certificates; name the authorities of https://"
     )
-    async with both_doors(tls=front(ours)) as (_, http, grpc):
+    async with gateway_targets(tls=front(trusted_authority)) as (_, http, grpc):
         for arguments in (
             ("--protocol", "grpc", "--url", grpc.urls[0]),
             ("--url", http.urls[0], "--admin", grpc.urls[0]),
         ):
             with pytest.raises(LoadgenError, match=refusal):
-                await asyncio.to_thread(asked, *arguments, "--insecure")
+                await asyncio.to_thread(server_facts_of, *arguments, "--insecure")
         with pytest.raises(LoadgenError, match=refusal):
             await measure(conversation(), replace(grpc, is_insecure=True))
         with pytest.raises(LoadgenError, match=refusal):
             await asyncio.to_thread(grpc_probe(grpc.urls[0], {}, is_insecure=True))
-    async with both_doors() as (_, _, grpc):
-        assert (await asyncio.to_thread(asked, "--protocol", "grpc", "--url", grpc.urls[0], "--insecure"))[
+    async with gateway_targets() as (_, _, grpc):
+        assert (await asyncio.to_thread(server_facts_of, "--protocol", "grpc", "--url", grpc.urls[0], "--insecure"))[
             "workers"
         ] == 2
 
 
 @pytest.mark.parametrize("text", [None, "", "no certificate"])
 @pytest.mark.usefixtures("ours")
-def test_authorities_that_cannot_be_read_are_named(
-    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_ca_file_is_named(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ca.pem"
     if text is not None:
         file.write_text(text)
@@ -304,19 +302,19 @@ def test_authorities_that_cannot_be_read_are_named(
 
 
 @pytest.mark.parametrize("url", ["grpcs://127.0.0.1:9", "ftp://127.0.0.1:9", "https://", ""])
-def test_what_is_no_address_over_grpc(url: str) -> None:
+def test_invalid_grpc_address_is_rejected(url: str) -> None:
     with pytest.raises(LoadgenError, match="is not a gRPC address"):
         discover_grpc(url, {})
 
 
-async def test_over_grpc_an_unknown_field_is_said_before_the_run() -> None:
+async def test_unknown_grpc_field_is_rejected_before_the_run() -> None:
     with pytest.raises(LoadgenError, match="does not have"):
         GrpcClient(GrpcSettings(targets=("127.0.0.1:1",), model="demo", more={"best_of": 2}))
 
 
 @pytest.mark.parametrize("value", [None, False])
-def test_over_grpc_a_field_may_be_taken_back(value: bool | None) -> None:
-    """Merging alone would leave ours."""
+def test_grpc_body_field_can_be_unset(value: bool | None) -> None:
+    """Merging messages alone would keep loadgen's own value."""
     client = GrpcClient(GrpcSettings(targets=("127.0.0.1:1",), model="demo", more={"ignore_eos": value, "priority": 3}))
     _, message = client.prepare(ResolvedRequest(index=0, token_ids=(5, 6), max_tokens=9, ignore_eos=True, priority=1))
     assert (message.ignore_eos, message.priority, message.max_tokens) == (False, 3, 9)

@@ -1,5 +1,5 @@
-"""`loadgen capacity` as a user runs it: a server of so many slots, a search of a few seconds, servers that
-are started and stopped."""
+"""`loadgen capacity` as a user runs it: short searches on servers with slots, and servers it starts and
+stops."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from tests.integration.loadgen.rig import LOADGEN, ROOT
 LIMIT_S = 150
 MAX_SEARCHES = 4
 SLOTS_RPS = 4 / 0.09
-"""Of 4 slots with answers of 8 tokens: 20 ms, and 7 gaps of 10 ms."""
+"""Capacity of 4 slots with responses of 8 tokens: 20 ms and 7 gaps of 10 ms."""
 SCRIPTED = [sys.executable, "-m", "loadgen.send.selftest.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
 QUICK = [
     "--slo",
@@ -44,22 +44,23 @@ QUICK = [
     "--start-rate",
     "40",
 ]
-"""A lax TTFT, so that a busy machine may send late by 50 ms; the e2e is what breaks."""
+"""The TTFT bound is lax, so that a busy machine may send up to 50 ms late; e2e is the bound that is
+missed."""
 AS_SERVER = shlex.join(["sh", "-c", "sleep 600 | (" + shlex.join(SCRIPTED) + " --slots {s} --port {port}; kill 0)"])
-"""It serves until its input ends; if it ends before, all ends."""
+"""A server that runs until its input ends, and ends all its processes then."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """One `loadgen capacity` that has ended, and where its files are."""
+    """A finished `loadgen capacity` and its result directory."""
 
     done: subprocess.CompletedProcess[str]
     out: Path
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process_sends_as_much_as_the_slots_take(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """As if a selftest had found it."""
+def stored_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Store a calibration as a selftest would."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         calibration.save(calibration.new_calibration(int(SLOTS_RPS), 320, "normal", "2026-01-01T00:00:00+00:00"))
@@ -67,7 +68,7 @@ def one_process_sends_as_much_as_the_slots_take(tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(autouse=True)
-def no_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -91,7 +92,7 @@ def read(out: Path) -> dict[str, Any]:
 
 
 def search(server: str, out: Path) -> Search:
-    """On a busy machine the generator may be late again and again, and says so: then it is asked again."""
+    """Run a search, and again if the machine was too busy to send in time."""
     for number in range(MAX_SEARCHES):
         trial = out.with_name(f"{out.name}-{number}")
         search = Search(
@@ -112,7 +113,7 @@ def searched(server: str, tmp_path_factory: pytest.TempPathFactory) -> Search:
     return search(server, tmp_path_factory.mktemp("searched") / "found")
 
 
-def test_it_finds_the_capacity_of_a_server_with_slots(searched: Search, tmp_path: Path) -> None:
+def test_search_finds_the_capacity_of_a_server_with_slots(searched: Search, tmp_path: Path) -> None:
     done, out = searched.done, searched.out
     point = read(out)["points"][0]
     trials = point["trials"]
@@ -156,8 +157,8 @@ def test_it_finds_the_capacity_of_a_server_with_slots(searched: Search, tmp_path
     assert all(trial["judgements"][0]["verdict"] == "broke" for trial in broke)
 
 
-def test_two_searches_of_one_server_state_intervals_that_overlap(server: str, searched: Search, tmp_path: Path) -> None:
-    """Each draws plans of its own: what they have in common is the server alone."""
+def test_two_searches_of_one_server_have_overlapping_intervals(server: str, searched: Search, tmp_path: Path) -> None:
+    """Each search draws its own plans; only the server is the same."""
     again = search(server, tmp_path / "again")
     points = [read(one.out)["points"][0] for one in (searched, again)]
     assert not {trial["seed"] for trial in points[0]["trials"]} & {trial["seed"] for trial in points[1]["trials"]}
@@ -171,7 +172,7 @@ def test_two_searches_of_one_server_state_intervals_that_overlap(server: str, se
 
 
 def test_a_sweep_starts_and_stops_a_server_for_each_point(tmp_path: Path) -> None:
-    """The second one cannot start; that does not undo the first."""
+    """The second server cannot start, which must not affect the first point."""
     out = tmp_path / "sweep"
     quick = [*QUICK, "--slo-scale", "1,2", "--requests", "60", "--time-limit", "6s"]
     done = capacity("--command", AS_SERVER, "--sweep", "s=4,x", *quick, "--out", str(out))
@@ -204,7 +205,7 @@ def processes_with(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_ctrl_c_stops_the_server_and_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
+def test_ctrl_c_stops_the_server_and_keeps_results(tmp_path: Path, number: int) -> None:
     out = tmp_path / "stopped"
     command = [*LOADGEN, "capacity", "--command", AS_SERVER.replace("{s}", "4"), *QUICK, "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -225,7 +226,7 @@ def test_ctrl_c_stops_the_server_and_keeps_what_was_measured(tmp_path: Path, num
     assert not processes_with(f"--port {port[1]}")
 
 
-def test_what_cannot_be_done_is_said_before_anything_is_started(server: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_reported_before_any_trial(server: str, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "x").touch()
@@ -264,7 +265,7 @@ time.sleep(600)
 """
 
 
-def test_a_server_that_does_not_want_to_go_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_server_that_ignores_signals_is_killed_with_its_children(tmp_path: Path) -> None:
     is_up = tmp_path / "up"
     program = tmp_path / "stubborn.py"
     program.write_text(STUBBORN)
@@ -282,7 +283,7 @@ def test_a_server_that_does_not_want_to_go_is_killed_with_its_children(tmp_path:
         time.sleep(0.05)
 
 
-def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
+def test_server_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
     program = tmp_path / "idle.py"
     program.write_text("import time\nprint('loading', flush=True)\ntime.sleep(600)\n")
     with (

@@ -1,5 +1,5 @@
-"""Servers that refuse, break, lie or fall silent: each request ends in the right class, with what was
-measured of it kept."""
+"""Servers that reject, break, send garbage or stop sending: each request has the right outcome and keeps its
+data."""
 
 import asyncio
 import socket
@@ -80,7 +80,7 @@ def target(server: ScriptedServer) -> Target:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-async def test_each_way_to_fail_has_its_class(
+async def test_each_kind_of_failure_has_its_outcome(
     script: Script, outcome: RequestOutcome, error: str, num_tokens: int | None
 ) -> None:
     made = plan(request(0, (0, 8), output=5), slos={"default": SloTarget(ttft_s=0.5 if script.ttft_s else 10.0)})
@@ -96,7 +96,7 @@ async def test_each_way_to_fail_has_its_class(
     assert record.retry_after_s == (2.0 if script.headers else None)
 
 
-async def test_a_server_that_dies_leaves_what_it_had_answered() -> None:
+async def test_responses_before_a_server_crash_are_kept() -> None:
     made = plan(*(request(index, (index, 8), at_s=index * 0.02 + (index > 7), output=3) for index in range(30)))
     tenth = asyncio.Event()
 
@@ -122,7 +122,7 @@ async def test_a_server_that_dies_leaves_what_it_had_answered() -> None:
     assert run.records[-1].sent_s is None
 
 
-async def test_patience_hangs_up_on_the_server() -> None:
+async def test_timeout_and_cancel_close_the_connection() -> None:
     made = plan(request(0, (0, 8), at_s=0.0, output=5), request(1, (1, 8), at_s=0.0, output=100, cancel_after_tokens=2))
     scripts = {0: Script(ttft_s=30.0), 1: Script(gaps_s=(0.01,))}
     async with ScriptedServer(lambda served: scripts[served.number]) as server:
@@ -132,7 +132,7 @@ async def test_patience_hangs_up_on_the_server() -> None:
     assert len(run.records[1].arrivals) == 2
 
 
-async def test_above_the_limit_of_connections_requests_are_not_sent_and_say_so() -> None:
+async def test_requests_above_the_connection_limit_are_not_sent() -> None:
     made = plan(*(request(index, (index, 8), at_s=0.0, output=2) for index in range(10)))
     async with ScriptedServer(Script(ttft_s=0.3)) as server:
         run = await measure(made, target(server), client=new_client(target(server), max_connections=4))
@@ -143,9 +143,8 @@ async def test_above_the_limit_of_connections_requests_are_not_sent_and_say_so()
     assert run.outcomes.count(RequestOutcome.FAILED) == 6
 
 
-async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_an_error() -> None:
-    """As servers do that keep idle connections for a short time only: nothing was answered, so the request
-    goes out once more."""
+async def test_request_on_a_stale_connection_is_sent_again() -> None:
+    """Some servers close idle connections early. Nothing was answered, so the request is sent again."""
     made = plan(*(request(index, (index, 8), at_s=at_s, output=2) for index, at_s in enumerate((0.0, 1.5))))
     async with ScriptedServer(
         lambda served: Script(ending=Ending.NOTHING if served.number == 1 else Ending.DONE)
@@ -162,7 +161,7 @@ async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_an_error
     assert (run.outcomes, server.num_served) == ([RequestOutcome.GOOD] * 2, 3)
 
 
-async def test_nobody_there() -> None:
+async def test_unreachable_server_raises() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(Unreachable, match="Connection refused"):
@@ -171,8 +170,8 @@ async def test_nobody_there() -> None:
         await new_client(Target(urls=("http://no-such-host.invalid",), model="m")).open()
 
 
-async def test_a_server_that_never_answers_a_connection_attempt_times_out() -> None:
-    """A listener whose backlog is full, as of a server that has stopped accepting."""
+async def test_connection_attempt_without_answer_times_out() -> None:
+    """A listener with a full backlog behaves like a server that has stopped accepting."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)

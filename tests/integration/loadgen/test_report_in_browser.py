@@ -1,5 +1,7 @@
-"""The page in a real browser: no console error, no empty plot, tooltips and legend at work. Skipped where
-there is none."""
+"""The report page in a real browser: no console errors, no empty figures, working tooltips and legends.
+
+Skipped without Chromium.
+"""
 
 import re
 import shutil
@@ -44,7 +46,7 @@ document.body.dataset.told = told.join("; ") || "all drawn: " + document.querySe
 
 
 def loaded(path: Path, profile: Path) -> tuple[str, list[str]]:
-    """(the page as it is after its scripts have run, what its console said)."""
+    """Return the page's DOM after its scripts have run, and its console messages."""
     flags = [
         "--headless",
         "--no-sandbox",
@@ -59,19 +61,19 @@ def loaded(path: Path, profile: Path) -> tuple[str, list[str]]:
 
 @pytest.mark.skipif(BROWSER is None, reason="browser: no Chromium on the PATH")
 @pytest.mark.parametrize("count", [1, 3])
-def test_the_page_loads_without_an_error_and_every_plot_shows_something(count: int, tmp_path: Path) -> None:
+def test_page_loads_without_console_errors_and_draws_every_figure(count: int, tmp_path: Path) -> None:
     results = [write_result(tmp_path / f"run{i}", rate=4.0 + i, seconds=12, timeline=i != 1) for i in range(count)]
     page = write_report(views_of(results), tmp_path / "out")[0]
     text = page.read_text().replace("<details", "<details open")
     page.write_text(text.replace("</body>", f"{PROBE}</body>"))
     dom, console = loaded(page, tmp_path / "profile")
     assert console == []
-    (told,) = re.findall(r'data-told="([^"]*)"', dom)
-    assert told == f"all drawn: {text.count('<figure ')}"
+    (problems,) = re.findall(r'data-told="([^"]*)"', dom)
+    assert problems == f"all drawn: {text.count('<figure ')}"
 
 
 @pytest.mark.skipif(BROWSER is None, reason="browser: no Chromium on the PATH")
-def test_a_console_error_would_be_seen(tmp_path: Path) -> None:
+def test_console_errors_are_detected(tmp_path: Path) -> None:
     page = tmp_path / "broken.html"
     page.write_text("<!DOCTYPE html><title>x</title><script>nonsense()</script>")
     _, console = loaded(page, tmp_path / "profile")

@@ -1,5 +1,4 @@
-"""`loadgen run` as a user runs it: real processes, a server in a process of its own, exit codes, and what is
-left on disk."""
+"""`loadgen run` as a user runs it: real processes, exit codes and the files of the result."""
 
 import json
 import re
@@ -23,7 +22,7 @@ LIMIT_S = 60
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Its address. 32 tokens take about 0.3 s."""
+    """Run a scripted server and yield its address. 32 tokens take about 0.3 s."""
     command = [LOADGEN[0], "-m", "loadgen.send.selftest.scripted_server", "--ttft", "20ms", "--gap", "10ms"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
@@ -32,8 +31,8 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Neither the user's calibration nor keys."""
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Hide the user's calibration and API key."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
@@ -49,7 +48,7 @@ def classes(result: Result) -> dict[str, int]:
 
 
 def last_line(text: str) -> tuple[int, dict[str, int]]:
-    """What it says was offered, and the classes."""
+    """Return the offered requests and the outcomes of the last line."""
     match = re.fullmatch(r"offered (\d+) = (.*?)(   INVALID)?", text.strip().splitlines()[-1])
     assert match, text
     return int(match[1]), {
@@ -57,7 +56,7 @@ def last_line(text: str) -> tuple[int, dict[str, int]]:
     }
 
 
-def test_a_first_look_makes_a_plan_keeps_it_and_accounts_for_every_request(server: str, tmp_path: Path) -> None:
+def test_run_without_plan_stores_its_plan_and_records_every_request(server: str, tmp_path: Path) -> None:
     out = tmp_path / "result"
     arguments = [
         "--rate",
@@ -108,7 +107,7 @@ def interrupt_when_running(process: subprocess.Popen[str], after_s: float, numbe
     process.send_signal(number)
 
 
-def test_ctrl_c_keeps_what_was_measured(server: str, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_results(server: str, tmp_path: Path) -> None:
     out = tmp_path / "result"
     command = [
         *LOADGEN,
@@ -138,7 +137,7 @@ def test_ctrl_c_keeps_what_was_measured(server: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_leader_leaves_records_that_can_be_read(server: str, tmp_path: Path, processes: int) -> None:
+def test_records_are_readable_after_the_main_process_is_killed(server: str, tmp_path: Path, processes: int) -> None:
     out = tmp_path / "result"
     command = [
         *LOADGEN,
@@ -180,7 +179,7 @@ def is_growing(out: Path, size: int) -> bool:
     return records_size(out) > size
 
 
-def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(server: str, tmp_path: Path) -> None:
+def test_invalid_arguments_give_one_line_and_no_result(server: str, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     write_plan(plan(request(0, (0, 8))), broken)
     broken.write_text(broken.read_text() + '{"index": 1, "at_s": "soon"}\n')
@@ -209,9 +208,7 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(server: str, t
         assert not (tmp_path / "result").exists()
 
 
-def test_a_plan_that_asks_for_more_than_is_known_to_be_kept_is_warned_about_and_run(
-    server: str, tmp_path: Path
-) -> None:
+def test_plan_above_the_calibrated_rate_is_run_with_a_warning(server: str, tmp_path: Path) -> None:
     out = tmp_path / "result"
     arguments = [
         "--rate",
@@ -234,8 +231,8 @@ def test_a_plan_that_asks_for_more_than_is_known_to_be_kept_is_warned_about_and_
     assert last_line(done.stdout)[0] == len(read_result(out).records) > 250
 
 
-def test_answers_that_change_are_counted(tmp_path: Path) -> None:
-    """A server whose answers depend on how many requests it has had."""
+def test_check_counts_responses_that_differ(tmp_path: Path) -> None:
+    """The server's responses depend on how many requests it has served."""
     code = (
         "import asyncio, sys\n"
         "from loadgen.send.selftest.scripted_server import Script, ScriptedServer\n"
@@ -273,7 +270,7 @@ def test_answers_that_change_are_counted(tmp_path: Path) -> None:
     assert "8 of 8 responses differ" in done.stdout
 
 
-def test_the_selftest_measures_and_remembers(tmp_path: Path) -> None:
+def test_selftest_measures_and_stores_its_result(tmp_path: Path) -> None:
     done = loadgen(
         "selftest", "--rate", "20", "--seconds", "500ms", "--gap", "5ms", "--output-tokens", "8", "--attempts", "1"
     )

@@ -1,8 +1,8 @@
-"""Against a server whose delays are known: times are what the script says, within what this machine adds, and
-every metric is exactly what follows from them by hand.
+"""Runs against a server with known delays: times match the script, and metrics match values computed by hand.
 
-The server writes down when it sent each event, by the same clock. Nothing may arrive before that; how much
-later it arrives is loadgen's error and the machine's, and is not held tightly here (`loadgen selftest` does).
+The server records when it sent each event, by the same clock. No event may arrive earlier. How much later it
+arrives is the error of loadgen and the machine, which has only a loose bound here (`loadgen selftest`
+measures it).
 """
 
 import ssl
@@ -31,9 +31,9 @@ def target(server: ScriptedServer, **changes: object) -> Target:
     return Target(**{"urls": (server.url,), "model": "scripted", "dialect": "baton", **changes})
 
 
-async def test_each_metric_is_what_the_script_says() -> None:
-    """0.2 s to the first token, then gaps of 0.1 s, 0.3 s and 0.05 s ever after; two tokens to a message, six
-    messages."""
+async def test_metrics_match_the_scripted_delays() -> None:
+    """0.2 s to the first token, then gaps of 0.1 s, 0.3 s and 0.05 s each; six messages with two tokens
+    each."""
     script = Script(ttft_s=0.2, gaps_s=(0.1, 0.3, 0.05), tokens_per_event=2)
     made = plan(
         *(request(index, (index, 20), at_s=index * 0.05, output=12) for index in range(4)),
@@ -62,8 +62,7 @@ async def test_each_metric_is_what_the_script_says() -> None:
 
 
 def check_by_hand(record: Record, sent_s: float) -> None:
-    """Six messages of two tokens: tokens of one message come together, so every other one of the 11 gaps is
-    0, and two are a tenth."""
+    """Tokens of one message arrive together, so every other one of the 11 gaps is 0, and two are a tenth."""
     arrivals = [arrival.at_s for arrival in record.arrivals]
     first, last = arrivals[0], arrivals[-1]
     waits = [later - earlier for earlier, later in pairwise(arrivals)]
@@ -83,8 +82,8 @@ def check_by_hand(record: Record, sent_s: float) -> None:
     assert list(request_metrics.itl_s(record)) == pytest.approx(gaps, rel=0, abs=EXACT_S)
 
 
-async def test_a_stalled_server_shows_in_every_request_that_was_due_in_the_stall() -> None:
-    """One stall of 2 s. Requests go on leaving at their times, and those of the stall wait for its end."""
+async def test_stall_shows_in_every_request_due_during_it() -> None:
+    """One stall of 2 s. Requests are still sent at their times; those during the stall wait for its end."""
     stall = (0.3, 2.3)
     made = plan(
         *(request(index, (index, 8), at_s=index * 0.1, output=2) for index in range(26)),
@@ -106,8 +105,8 @@ async def test_a_stalled_server_shows_in_every_request_that_was_due_in_the_stall
     assert 6 <= run.outcomes.count(RequestOutcome.LATE) <= 20
 
 
-async def test_a_plan_of_everything_ends_in_classes_that_sum_to_what_was_offered() -> None:
-    """Sessions, cancels, refusals and failures at once."""
+async def test_outcomes_sum_to_offered_for_a_mixed_plan() -> None:
+    """The plan has sessions, cancels, rejections and failures."""
     refused = Script(
         status=429, body=b'{"error": {"message": "full", "code": "queue_full"}}', headers={"Retry-After": "2"}
     )
@@ -141,7 +140,7 @@ async def test_a_plan_of_everything_ends_in_classes_that_sum_to_what_was_offered
     assert run.outcomes[40] in (RequestOutcome.CANCELLED, RequestOutcome.REJECTED_EARLY)
 
 
-async def test_several_endpoints_take_turns() -> None:
+async def test_requests_alternate_between_endpoints() -> None:
     made = plan(*(request(index, (index, 8), at_s=index * 0.01, output=2) for index in range(10)))
     async with ScriptedServer(Script()) as one, ScriptedServer(Script()) as two:
         run = await measure(made, target(one, urls=(one.url, f"{two.url}/v1")))
@@ -150,7 +149,7 @@ async def test_several_endpoints_take_turns() -> None:
 
 
 @pytest.mark.parametrize(("api", "prompts"), [("chat", "text"), ("completions", "text"), ("completions", "ids")])
-async def test_what_is_sent(api: str, prompts: str) -> None:
+async def test_request_bodies_have_all_fields(api: str, prompts: str) -> None:
     made = plan(
         request(0, (0, 6), output=2, session="s"),
         request(1, (0, 6), 0, (1, 3), output=2, session="s", turn=1, after=0, priority=3),
@@ -198,7 +197,7 @@ async def test_what_is_sent(api: str, prompts: str) -> None:
         assert len(served.body["prompt"]) == 11
 
 
-async def test_over_tls() -> None:
+async def test_run_over_tls() -> None:
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("localhost").configure_cert(tls)
     made = plan(*(request(index, (index, 2000), at_s=index * 0.01, output=3) for index in range(5)))
@@ -210,8 +209,8 @@ async def test_over_tls() -> None:
     assert all(record.sent_s is not None for record in run.records)
 
 
-async def test_a_long_prompt_is_sent_when_its_last_byte_is() -> None:
-    """Larger than any socket's buffer: the rest goes out as the server reads."""
+async def test_long_prompt_counts_as_sent_at_its_last_byte() -> None:
+    """The prompt exceeds any socket buffer, so its rest is written as the server reads."""
     made = plan(request(0, (0, 1_500_000), output=2))
     async with ScriptedServer(Script()) as server:
         run = await measure(made, target(server))

@@ -1,4 +1,4 @@
-"""Plans in one line."""
+"""One-line builders of plans."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ VOCABULARY = Vocabulary(low=3, high=4096)
 
 
 def segment(part: Any) -> Segment:
-    """`(17, 512)` is 512 tokens of id 17, a list exact tokens, a string text, an integer the answer of that
-    request."""
+    """Return a segment: `(17, 512)` generated, a list exact tokens, a string text, an integer an earlier
+    response."""
     if isinstance(part, tuple):
         return Generated(segment_id=part[0], num_tokens=part[1])
     if isinstance(part, list):
@@ -19,7 +19,7 @@ def segment(part: Any) -> Segment:
 
 
 def request(index: int, *parts: Any, output: int = 8, **fields: Any) -> PlannedRequest:
-    """Due `index` seconds into the run, unless it comes after another."""
+    """Return a request due `index` seconds into the run, unless it follows another."""
     if "after" not in fields:
         fields.setdefault("at_s", float(index))
     return PlannedRequest(index=index, segments=tuple(segment(part) for part in parts), output_tokens=output, **fields)
@@ -31,7 +31,7 @@ def plan(*requests: PlannedRequest, vocabulary: Vocabulary = VOCABULARY, **field
 
 
 def chat_plan(**fields: Any) -> Plan:
-    """Two turns of one session, with another request between."""
+    """Return a session of two turns with another request in between."""
     return plan(
         request(0, (0, 40), (1, 20), session="s", output=10),
         request(1, (0, 40), (2, 30)),

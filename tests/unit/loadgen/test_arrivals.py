@@ -1,4 +1,4 @@
-"""Arrivals: rates and gaps as stated, in equilibrium from the first second on, never rescaled."""
+"""Arrivals have the stated rates and gaps, in equilibrium from the start, and are never rescaled."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def cv(times: Floats) -> float:
     return float(gaps.std() / gaps.mean())
 
 
-def test_constant_is_exact() -> None:
+def test_constant_arrivals_are_exact() -> None:
     assert constant(rate_rps=10, until_s=60).tolist() == [round(i / 10, 6) for i in range(600)]
     assert constant(rate_rps=3, count=4).tolist() == [0, 0.333333, 0.666667, 1]
 
@@ -63,24 +63,23 @@ def test_gaps_have_their_mean_and_cv(make: Callable[..., Floats], expected_cv: f
 
 
 @pytest.mark.parametrize("process", ["poisson", "gamma:cv=3", "weibull:cv=3", "gamma:cv=0.2"])
-def test_the_first_seconds_are_like_any_others(process: str) -> None:
-    """In equilibrium 20 arrivals are expected in the first 10 s; a process begun with a whole gap would have
-    4 more at cv 3."""
+def test_processes_start_in_equilibrium(process: str) -> None:
+    """20 arrivals are expected in the first 10 s. Starting with a full gap would give 4 more at cv 3."""
     gaps = parse_gaps(process)
     counts = np.array([len(arrivals(stream(seed, process), gaps, steady(2.0), until_s=10.0)) for seed in range(1500)])
     assert abs(counts.mean() - 20) < 4 * counts.std() / math.sqrt(len(counts))
     assert counts.std() / math.sqrt(len(counts)) < 0.4
 
 
-def test_counts_vary_as_those_of_a_poisson_process() -> None:
-    """Nothing is rescaled: the number of arrivals is random, too."""
+def test_poisson_counts_have_poisson_variance() -> None:
+    """Nothing is rescaled, so the number of arrivals is random."""
     counts = np.array([len(poisson(stream(seed, "n"), rate_rps=5, until_s=20)) for seed in range(1000)])
     assert counts.var() == pytest.approx(100, rel=0.2)
     assert counts.mean() == pytest.approx(100, abs=4 * 10 / math.sqrt(1000))
 
 
 @pytest.mark.parametrize("process", ["poisson", "constant", "gamma:cv=2", "weibull:cv=2"])
-def test_a_longer_plan_begins_as_a_shorter_one(process: str) -> None:
+def test_longer_plan_starts_like_a_shorter_one(process: str) -> None:
     def times(**stop: float) -> list[float]:
         rate = parse_rate("onoff:40@5s,10@15s,random")
         return arrivals(stream(1, "a"), parse_gaps(process), rate, **stop).tolist()  # type: ignore[arg-type]
@@ -92,7 +91,7 @@ def test_a_longer_plan_begins_as_a_shorter_one(process: str) -> None:
     assert times(count=10, until_s=400.0) == whole[:10]
 
 
-def test_a_ramp_is_a_ramp() -> None:
+def test_ramp_rate_changes_linearly() -> None:
     times = ramp(stream(2, "ramp"), start_rps=0, end_rps=200, duration_s=100)
     assert len(times) == pytest.approx(10_000, abs=4 * 100)
     for part in (0.25, 0.5, 0.75):  # the expected share up to t is (t / T)²
@@ -101,8 +100,8 @@ def test_a_ramp_is_a_ramp() -> None:
     assert (falling < 50).mean() == pytest.approx(0.75, abs=0.02)
 
 
-def test_the_inverse_of_a_changing_rate_is_exact() -> None:
-    """Constant gaps: the n-th arrival is where the integral of the rate is n."""
+def test_inverse_of_a_changing_rate_is_exact() -> None:
+    """With constant gaps, the n-th arrival is where the integral of the rate is n."""
     rate = steps([Piece(4.0, 0.0, 2.0), Piece(3.0, 0.0, 0.0), Piece(2.0, 2.0, 1.0), Piece(1.0, 3.0, 3.0)])
     times = arrivals(stream(0, ""), constant_gaps, rate)
     by_hand = [
@@ -120,7 +119,7 @@ def test_the_inverse_of_a_changing_rate_is_exact() -> None:
     assert times.tolist() == pytest.approx(by_hand, abs=1e-6)
 
 
-def test_steps_have_their_rates_and_end() -> None:
+def test_steps_have_their_rates_and_then_end() -> None:
     times = piecewise(stream(4, "steps"), stretches=[(100, 50), (100, 0), (100, 10)])
     counts = np.histogram(times, [0, 100, 200, 300])[0]
     assert abs(counts[0] - 5000) < 4 * 71
@@ -129,14 +128,14 @@ def test_steps_have_their_rates_and_end() -> None:
     assert counts.sum() == len(times)
 
 
-def test_on_and_off() -> None:
+def test_on_off_rate_alternates() -> None:
     times = on_off(stream(5, "onoff"), on=(5, 20), off=(15, 2), until_s=2000)
     is_on = times % 20 < 5
     assert abs(is_on.sum() - 10_000) < 4 * 100
     assert abs((~is_on).sum() - 3000) < 4 * 55
 
 
-def test_random_on_and_off_is_stationary_and_bursty() -> None:
+def test_random_on_off_rate_is_stationary_and_bursty() -> None:
     counts = np.array(
         [len(on_off(stream(seed, "mmpp"), on=(5, 20), off=(15, 0), is_random=True, until_s=1)) for seed in range(3000)]
     )
@@ -144,7 +143,7 @@ def test_random_on_and_off_is_stationary_and_bursty() -> None:
     assert cv(on_off(stream(0, "mmpp"), on=(5, 20), off=(15, 0), is_random=True, count=20_000)) > 5
 
 
-def test_weibull_shapes() -> None:
+def test_weibull_shape_is_inverse_of_cv() -> None:
     assert weibull_cv(1.0) == pytest.approx(1.0)
     assert weibull_cv(2.0) == pytest.approx(math.sqrt(4 / math.pi - 1))
     assert weibull_cv(weibull_shape(7.4)) == pytest.approx(7.4)
@@ -152,7 +151,7 @@ def test_weibull_shapes() -> None:
         weibull_shape(1000)
 
 
-def test_times_of_a_trace_are_kept_but_for_the_factor() -> None:
+def test_trace_times_change_only_by_the_factor() -> None:
     assert trace_times([3.0, 1.0, 7.0, 9.0], time_scale=0.5, start_s=2.0, until_s=3.0).tolist() == [0.5, 2.5]
 
 
@@ -168,7 +167,7 @@ def test_times_of_a_trace_are_kept_but_for_the_factor() -> None:
         ("weibull:cv=x", "`x` is not a number of 0 or more"),
     ],
 )
-def test_processes_that_cannot_be_read(text: str, message: str) -> None:
+def test_invalid_processes_are_rejected(text: str, message: str) -> None:
     with pytest.raises(BadPlan) as caught:
         parse_gaps(text)
     assert message in str(caught.value)
@@ -192,13 +191,13 @@ def test_processes_that_cannot_be_read(text: str, message: str) -> None:
         ("sine:1", "`sine:1` is not a rate"),
     ],
 )
-def test_rates_that_cannot_be_read(text: str, message: str) -> None:
+def test_invalid_rates_are_rejected(text: str, message: str) -> None:
     with pytest.raises(BadPlan) as caught:
         parse_rate(text)
     assert message in str(caught.value)
 
 
-def test_rates_in_words() -> None:
+def test_rate_texts_are_parsed() -> None:
     rng = stream(0, "")
     assert list(parse_rate("5")(rng)) == [Piece(math.inf, 5, 5)]
     assert list(parse_rate("ramp:1-10@1m")(rng)) == [Piece(60, 1, 10)]
@@ -207,12 +206,12 @@ def test_rates_in_words() -> None:
     assert [next(pieces) for _ in range(3)] == [Piece(5, 10, 10), Piece(15, 0, 0), Piece(5, 10, 10)]
 
 
-def test_a_rate_without_end_ends_in_a_message() -> None:
+def test_unbounded_rate_raises() -> None:
     with pytest.raises(BadPlan, match="more than 5000 arrivals"):
         arrivals(stream(0, ""), poisson_gaps, steady(1.0), max_arrivals=5000)
 
 
-def test_times_from_a_file(tmp_path: Path) -> None:
+def test_times_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "times.txt"
     path.write_text("0\n0.5\n1e1\n")
     assert read_times(str(path)).tolist() == [0, 0.5, 10]
@@ -248,7 +247,7 @@ def test_normal_and_exponential_draws_have_their_moments() -> None:
     assert x.var() == pytest.approx(1, rel=0.03)
 
 
-def test_streams_are_independent_and_known_by_heart() -> None:
+def test_streams_are_independent_and_have_known_values() -> None:
     assert stream(0, "arrivals").random(3).tolist() == [0.972809746419624, 0.8318984687059328, 0.9125684867087402]
     a, b = stream(0, "arrivals").random(10_000), stream(0, "input").random(10_000)
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.05

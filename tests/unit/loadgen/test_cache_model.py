@@ -1,4 +1,4 @@
-"""The best hits of a plan: by hand, and against a cache that holds real tokens block by block."""
+"""The best hits of a plan, by hand and compared with a cache that stores real tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from loadgen.plan.prompt_tokens import tokens_of
 from tests.unit.loadgen.plans import chat_plan, plan, request
 
 
-def test_shared_prefixes_by_hand() -> None:
+def test_shared_prefixes_match_values_by_hand() -> None:
     made = plan(
         request(0, (0, 40), (1, 20)),
         request(1, (0, 40), (2, 30)),
@@ -30,7 +30,7 @@ def test_shared_prefixes_by_hand() -> None:
     assert use.hit_ratio == 168 / 270
 
 
-def test_only_full_blocks_are_held() -> None:
+def test_only_full_blocks_are_cached() -> None:
     made = plan(
         request(0, (0, 40), (1, 20)),
         request(1, (0, 40), (2, 30)),
@@ -42,13 +42,13 @@ def test_only_full_blocks_are_held() -> None:
     assert use.num_cached_tokens == (0, 32, 32, 48), "of 48 tokens the last is computed, and with it its block"
 
 
-def test_answers_are_held_for_later_turns() -> None:
-    """Turn 2 is 40 + 20 + an answer of 10 + 5; the answer's last token was never computed."""
+def test_responses_are_cached_for_later_turns() -> None:
+    """Turn 2 has 40 + 20 + 10 + 5 tokens; the last token of the response of 10 was never computed."""
     assert best_hits(chat_plan()).num_shared_tokens == (0, 40, 69)
     assert best_hits(chat_plan(), block_size_tokens=16).num_shared_tokens == (0, 32, 64)
 
 
-def test_a_client_that_leaves_leaves_a_shorter_answer() -> None:
+def test_cancelled_response_caches_fewer_tokens() -> None:
     made = plan(
         request(0, (0, 10), session="s", output=10, cancel_after_tokens=4),
         request(1, (0, 10), 0, (1, 5), session="s", turn=1, after=0),
@@ -68,29 +68,29 @@ def test_exact_tokens_are_compared_one_by_one() -> None:
     assert best_hits(made, block_size_tokens=4).num_shared_tokens == (0, 0, 4, 4), "a block in which two segments meet"
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_least_recently_used_block_is_evicted_first() -> None:
     a, b, c = (0, 16), (1, 16), (2, 16)
     made = plan(*(request(i, part, output=1) for i, part in enumerate([a, b, a, c, a, b])))
     assert best_hits(made, block_size_tokens=16, capacity_tokens=32).num_shared_tokens == (0, 0, 16, 0, 16, 0)
     assert best_hits(made, block_size_tokens=16, capacity_tokens=48).num_shared_tokens == (0, 0, 16, 0, 16, 16)
 
 
-def test_of_one_prompt_the_end_goes_first() -> None:
+def test_last_blocks_of_a_prompt_are_evicted_first() -> None:
     made = plan(request(0, (0, 64), output=1), request(1, (1, 32), output=1), request(2, (0, 64), output=1))
     assert best_hits(made, block_size_tokens=16, capacity_tokens=64).num_shared_tokens == (0, 0, 32)
 
 
-def test_what_was_used_again_is_not_old_but_what_follows_it_is() -> None:
-    """The first half of prompt 0 is used again by request 2; its second half is then the oldest, and makes
-    room for request 3."""
+def test_reused_prefix_is_kept_and_its_rest_evicted() -> None:
+    """Request 2 reuses the first half of prompt 0. Its second half is then the oldest and is evicted for
+    request 3."""
     made = plan(
         *(request(i, part, output=1) for i, part in enumerate([(0, 64), (1, 32), (0, 32), (2, 32), (1, 32), (0, 64)]))
     )
     assert best_hits(made, block_size_tokens=16, capacity_tokens=96).num_shared_tokens == (0, 0, 32, 0, 32, 32)
 
 
-def test_turns_are_replayed_when_they_are_due() -> None:
-    """Turn 2 is planned after request 1, so the one cache line is request 1's by then."""
+def test_turns_are_replayed_at_their_due_times() -> None:
+    """Turn 2 is planned after request 1, which owns the only cache block by then."""
     assert [r.index for r in in_planned_order(chat_plan())] == [0, 1, 2]
     early = plan(
         request(0, (0, 4), session="s"),
@@ -100,7 +100,7 @@ def test_turns_are_replayed_when_they_are_due() -> None:
     assert [r.index for r in in_planned_order(early)] == [0, 2, 1]
 
 
-def test_what_cannot_be_said_is_refused() -> None:
+def test_texts_and_impossible_sizes_are_rejected() -> None:
     with pytest.raises(BadPlan, match="request 0 is a text"):
         best_hits(plan(request(0, "hello")))
     with pytest.raises(BadPlan, match="the cache size is 8 tokens; it must hold at least one block of 16"):
@@ -110,7 +110,7 @@ def test_what_cannot_be_said_is_refused() -> None:
 
 
 class TokenCache:
-    """The model's twin: real tokens, a dict of blocks, and a search for the victim each time."""
+    """A reference cache with real tokens in a dict of blocks and a linear search for the victim."""
 
     def __init__(self, block_size: int, capacity_blocks: int | None) -> None:
         self.block_size, self.capacity = block_size, capacity_blocks
@@ -141,7 +141,7 @@ def by_tokens(made: Plan, block_size: int, capacity_tokens: int | None) -> list[
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Few ids and short lengths, so that much is shared; sessions among lone requests."""
+    """Plans with few ids and short lengths, so that much is shared."""
     requests: list[PlannedRequest] = []
     for index in range(draw(st.integers(1, 10))):
         own = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=3))
@@ -176,7 +176,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.sampled_from([1, 2, 4, 5, 16]), st.none() | st.integers(16, 60))
-def test_it_agrees_with_a_cache_of_tokens(made: Plan, block_size: int, capacity_tokens: int | None) -> None:
+def test_model_agrees_with_a_token_cache(made: Plan, block_size: int, capacity_tokens: int | None) -> None:
     use = best_hits(made, block_size_tokens=block_size, capacity_tokens=capacity_tokens)
     assert list(use.num_shared_tokens) == by_tokens(made, block_size, capacity_tokens)
 
@@ -188,7 +188,7 @@ EXACT_PROMPTS = st.lists(
 
 @settings(deadline=None)
 @given(EXACT_PROMPTS, st.integers(1, 4), st.none() | st.integers(4, 30))
-def test_exact_tokens_agree_with_a_cache_of_tokens(
+def test_model_agrees_with_a_token_cache_for_exact_tokens(
     prompts: list[list[list[int]]], block_size: int, capacity_tokens: int | None
 ) -> None:
     made = plan(*(request(i, *prompt, output=1) for i, prompt in enumerate(prompts)))

@@ -1,5 +1,4 @@
-"""The workload of a search at any rate: drawn anew, never stretched; a trace by its time scale, another part
-of it each time."""
+"""Workloads of a search at any rate: newly drawn, never stretched, except traces by their time scale."""
 
 import json
 import math
@@ -44,7 +43,7 @@ def trace(path: Path, rows: int = 600, gap_ms: int = 500) -> Path:
         (["random", "--arrivals", "gamma:cv=2"], "requests"),
     ],
 )
-def test_sources_of_loadgen_plan_at_any_rate(workload: list[str], unit: str) -> None:
+def test_sources_make_plans_at_any_rate(workload: list[str], unit: str) -> None:
     maker = maker_of(workload, 200.0)
     assert maker.unit == unit
     assert maker.max_rps(200.0) == math.inf
@@ -61,7 +60,7 @@ def test_sources_of_loadgen_plan_at_any_rate(workload: list[str], unit: str) -> 
     assert plan.slos["default"].to_json() == slos
 
 
-def test_without_a_workload_it_is_that_of_a_first_look() -> None:
+def test_default_workload_is_that_of_run_rate() -> None:
     plan = SimpleWorkload(16, 4, DEFAULT_VOCABULARY).make(5.0, 20.0, seed=1)
     assert Counter((plan.num_prompt_tokens(request), request.output_tokens) for request in plan.requests).keys() == {
         (16, 4)
@@ -70,8 +69,8 @@ def test_without_a_workload_it_is_that_of_a_first_look() -> None:
         SimpleWorkload(16, 4, DEFAULT_VOCABULARY).make(0.001, 1.0, seed=1)
 
 
-def test_a_trace_goes_by_its_time_scale_and_each_trial_plays_another_part(tmp_path: Path) -> None:
-    """600 rows, two a second, for 300 s."""
+def test_trace_is_scaled_in_time_and_each_seed_plays_another_part(tmp_path: Path) -> None:
+    """The trace has 600 rows, two per second, for 300 s."""
     maker = maker_of(["mooncake", str(trace(tmp_path / "trace.jsonl")), "--tick", "500ms"], 20.0)
     assert maker.max_rps(20.0) == pytest.approx(600 / 20, rel=0.01)
     slow, fast = maker.make(1.0, 20.0, seed=1), maker.make(10.0, 20.0, seed=1)
@@ -86,7 +85,7 @@ def test_a_trace_goes_by_its_time_scale_and_each_trial_plays_another_part(tmp_pa
         maker.make(40.0, 20.0, seed=1)
 
 
-def test_there_are_never_more_sessions_than_recorded_conversations(tmp_path: Path) -> None:
+def test_sessions_never_exceed_recorded_conversations(tmp_path: Path) -> None:
     said = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
     file = tmp_path / "conversations.json"
     file.write_text(json.dumps([{"conversations": said}] * 100))
@@ -96,7 +95,7 @@ def test_there_are_never_more_sessions_than_recorded_conversations(tmp_path: Pat
         maker.make(maker.max_rps(60.0), 60.0, seed=seed)
 
 
-def test_servegens_clients_change_their_rates_together(tmp_path: Path) -> None:
+def test_servegen_clients_scale_together(tmp_path: Path) -> None:
     windows = tmp_path / "windows.csv"
     windows.write_text(
         "workload,client,window_start_s,rate_rps,cv,pattern,arg1,arg2\n"
@@ -122,13 +121,13 @@ def test_servegens_clients_change_their_rates_together(tmp_path: Path) -> None:
         (["random", "--help"], "loadgen plan"),
     ],
 )
-def test_workloads_that_cannot_be(workload: list[str], message: str) -> None:
+def test_invalid_workloads_are_rejected(workload: list[str], message: str) -> None:
     with pytest.raises(LoadgenError) as raised:
         maker_of(workload, 10.0).make(1.0, 10.0, seed=1)
     assert message in str(raised.value)
 
 
-def test_a_wrong_option_is_a_usage_error() -> None:
+def test_unknown_option_is_a_usage_error() -> None:
     with pytest.raises(click.UsageError, match="--nonsense"):
         maker_of(["random", "--nonsense"], 10.0).make(1.0, 10.0, seed=1)
     with pytest.raises(BadPlan, match="not a distribution"):

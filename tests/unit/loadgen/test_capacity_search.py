@@ -1,5 +1,4 @@
-"""The search: what it asks for, when it ends, and whether it finds the capacity of servers whose capacity is
-known."""
+"""The search: what it proposes, when it ends, and whether it finds known capacities."""
 
 import math
 
@@ -11,7 +10,7 @@ from tests.loadgen_queues import SYSTEMS, search
 
 
 def answers(proposal: Proposal, capacity_rps: float, slope: float = 15.0, num: int = 400) -> Observation:
-    """Of a server without chance: 90 % at its capacity."""
+    """Observations of a deterministic server that meets 90 % at its capacity."""
     share = 1 / (1 + math.exp(slope * math.log(proposal.rate_rps / capacity_rps) - math.log(9)))
     return Observation(rate_rps=proposal.rate_rps, num_good=round(share * num), num_judged=num)
 
@@ -27,7 +26,7 @@ def run(capacity_rps: float, limits: Limits) -> tuple[CapacitySearch, list[Propo
 
 
 @pytest.mark.parametrize("capacity_rps", [0.7, 3.0, 11.0, 260.0])
-def test_it_scouts_brackets_and_closes_in(capacity_rps: float) -> None:
+def test_search_scouts_then_brackets_then_narrows(capacity_rps: float) -> None:
     searched, asked = run(capacity_rps, Limits(start_rps=2.0))
     scouts = [proposal.rate_rps for proposal in asked if proposal.is_scout]
     assert scouts == [2.0 * 2.0 ** (step if capacity_rps > 2 else -step) for step in range(len(scouts))]
@@ -45,19 +44,19 @@ def test_it_scouts_brackets_and_closes_in(capacity_rps: float) -> None:
     assert answer.num_trials >= MIN_TRIALS
 
 
-def test_it_ends_when_its_trials_are_used_up_and_says_that_the_interval_is_wide() -> None:
+def test_search_ends_wide_when_trials_are_used_up() -> None:
     searched, asked = run(10.0, Limits(resolution=0.001, max_trials=8))
     assert searched.answer.state is State.WIDE
     assert sum(not proposal.is_scout for proposal in asked) == 8
     assert searched.answer.interval is not None
 
 
-def test_a_proposal_stands_until_it_is_answered() -> None:
+def test_proposal_is_repeated_until_observed() -> None:
     searched = CapacitySearch(0.9, Limits())
     assert searched.next() == searched.next() == Proposal(rate_rps=1.0, is_scout=True)
 
 
-def test_nothing_above_the_limit_is_tried_and_holding_there_is_an_answer() -> None:
+def test_search_stays_below_the_limit_and_reports_above() -> None:
     searched, asked = run(1000.0, Limits(max_rps=30.0))
     assert max(proposal.rate_rps for proposal in asked) == 30.0
     assert searched.answer.state is State.ABOVE
@@ -66,8 +65,8 @@ def test_nothing_above_the_limit_is_tried_and_holding_there_is_an_answer() -> No
 
 
 @pytest.mark.parametrize("max_rps", [12.3667, 12.3334, 0.99951])
-def test_a_limit_of_many_digits_is_never_exceeded(max_rps: float) -> None:
-    """A trace is over after that."""
+def test_limit_with_many_digits_is_never_exceeded(max_rps: float) -> None:
+    """A trace has no more requests above its limit."""
     searched, asked = run(1000.0, Limits(start_rps=0.5, max_rps=max_rps))
     highest = max(proposal.rate_rps for proposal in asked)
     assert 0.99 * max_rps < highest <= max_rps
@@ -75,12 +74,12 @@ def test_a_limit_of_many_digits_is_never_exceeded(max_rps: float) -> None:
     assert searched.answer.state is State.ABOVE
 
 
-def test_limits_without_a_rate_of_three_digits_between_them() -> None:
+def test_limits_without_a_three_digit_rate_between_them() -> None:
     _, asked = run(1000.0, Limits(min_rps=12.341, max_rps=12.349))
     assert {proposal.rate_rps for proposal in asked} == {12.349}
 
 
-def test_a_server_that_never_keeps_its_promise() -> None:
+def test_server_that_never_meets_its_slo_is_below() -> None:
     searched, asked = run(1e-6, Limits(min_rps=0.2))
     assert min(proposal.rate_rps for proposal in asked) == 0.2
     assert searched.answer.state is State.BELOW
@@ -88,7 +87,7 @@ def test_a_server_that_never_keeps_its_promise() -> None:
     assert searched.answer.capacity_rps is None
 
 
-def test_a_scout_that_was_wrong_is_corrected_by_whole_trials() -> None:
+def test_wrong_scout_is_corrected_by_full_trials() -> None:
     searched = CapacitySearch(0.9, Limits())
     for rate, share in ((1.0, 1.0), (2.0, 0.0)):
         proposal = searched.next()
@@ -99,7 +98,7 @@ def test_a_scout_that_was_wrong_is_corrected_by_whole_trials() -> None:
     assert searched.answer.capacity_rps == pytest.approx(5.0, rel=0.06)
 
 
-def test_stopping_keeps_what_is_known() -> None:
+def test_stopped_search_keeps_its_estimate() -> None:
     searched = CapacitySearch(0.9, Limits())
     searched.stop("interrupted")
     assert searched.next() is None
@@ -109,7 +108,7 @@ def test_stopping_keeps_what_is_known() -> None:
     assert (searched.answer.state, searched.answer.why) == (State.FOUND, "")
 
 
-def test_what_others_have_tried_saves_trials() -> None:
+def test_observations_of_other_searches_save_trials() -> None:
     alone, _ = run(10.0, Limits())
     helped = CapacitySearch(0.9, Limits())
     for rate in (8.0, 9.0, 9.5, 10.5, 11.0, 12.0):
@@ -124,8 +123,9 @@ def test_what_others_have_tried_saves_trials() -> None:
 
 
 @pytest.mark.parametrize(("name", "num"), [("8 slots", 12), ("decode worker", 8)])
-def test_stated_intervals_hold_the_truth_and_overlap(name: str, num: int) -> None:
-    """At 95 % confidence; three of twelve fail by chance once in fifty times; the seeds are fixed."""
+def test_intervals_contain_the_true_capacity_and_overlap(name: str, num: int) -> None:
+    """Three of twelve intervals at 95 % confidence fail by chance once in fifty times; the seeds are
+    fixed."""
     system = SYSTEMS[name]
     found = [search(system, 60.0, 1000 + seed)[0] for seed in range(num)]
     intervals = [answer.interval for answer in found if answer.interval is not None]

@@ -1,4 +1,4 @@
-"""Differences of hand-written pairs, verdicts of made-up runs, and what a build's exit code hangs on."""
+"""Comparison of runs: differences by hand, verdicts on synthetic runs, and exit codes."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from tests.loadgen_synthetic import write_result
 
 
 def answer(index: int, ttft: float, gap: float = 0.1) -> Record:
-    """Due at its index, sent at once, three tokens."""
+    """A response due at its index, sent immediately, with three tokens."""
     due = float(index)
     return record(index, tokens=(due + ttft, due + ttft + gap, due + ttft + 2 * gap), intended_s=due, sent_s=due)
 
@@ -34,7 +34,7 @@ def result(records: list[Record], name: str = "A", **changes: Any) -> Result:
 
 
 def noisy(count: int, factor: float, seed: int = 1) -> list[Record]:
-    """Very unlike each other, and the same from call to call but for `factor` and a little noise."""
+    """Very different records that are equal between calls except for `factor` and a little noise."""
     base = np.random.default_rng(0).lognormal(-2, 1, count)
     noise = np.random.default_rng(seed).lognormal(0, 0.02, count)
     return [answer(i, float(base[i] * factor * noise[i])) for i in range(count)]
@@ -58,7 +58,7 @@ def test_means_medians_and_differences_of_pairs() -> None:
     assert (found["goodput"].before, found["goodput"].after) == pytest.approx((2 / 3, 1 / 3))
 
 
-def test_five_percent_slower_is_seen_through_noise_far_larger() -> None:
+def test_pairing_detects_five_percent_in_large_noise() -> None:
     found = changes_of(compare(result(noisy(400, 1.0)), result(noisy(400, 1.05, seed=2), "B")))
     assert found["ttft_mean"].verdict is ComparisonVerdict.WORSE
     assert found["ttft_p50"].verdict is ComparisonVerdict.WORSE
@@ -68,15 +68,15 @@ def test_five_percent_slower_is_seen_through_noise_far_larger() -> None:
     assert back["ttft_mean"].verdict is ComparisonVerdict.BETTER
 
 
-def test_a_run_compared_with_itself_shows_nothing() -> None:
+def test_run_compared_with_itself_has_no_change() -> None:
     found = compare(result(noisy(100, 1.0)), result(noisy(100, 1.0), "B"))
     assert {change.verdict for change in found.changes} == {ComparisonVerdict.SAME}
     assert {change.difference for change in found.changes} == {0.0}
     assert regressions(found, 0.0) == []
 
 
-def test_latencies_are_of_pairs_and_the_rest_shows_in_the_attainment() -> None:
-    """B refuses every other request, the slow ones: its survivors look no better, its attainment tells."""
+def test_latencies_compare_pairs_and_rejections_lower_attainment() -> None:
+    """B rejects the slow half of the requests. The rest is not faster, but attainment is lower."""
     before = [answer(i, 0.5 if i % 2 else 0.1) for i in range(60)]
     after = [
         refused(i, intended_s=float(i), sent_s=float(i), ended_s=i + 0.1) if i % 2 else answer(i, 0.1)
@@ -91,7 +91,7 @@ def test_latencies_are_of_pairs_and_the_rest_shows_in_the_attainment() -> None:
     assert found["goodput"].verdict is ComparisonVerdict.WORSE
 
 
-def test_different_plans_are_refused_unless_said() -> None:
+def test_different_plans_need_unpaired() -> None:
     other = result(noisy(50, 1.0, seed=3), "B", plan_hash="other")
     with pytest.raises(NotComparable, match="different plans"):
         compare(result(noisy(50, 1.0)), other)
@@ -100,7 +100,7 @@ def test_different_plans_are_refused_unless_said() -> None:
     assert changes_of(found)["ttft_mean"].verdict is ComparisonVerdict.SAME
 
 
-def test_what_only_one_run_has_offered_is_left_out_and_said() -> None:
+def test_requests_of_one_run_only_are_left_out_with_a_note() -> None:
     found = compare(
         result([answer(i, 0.1) for i in range(5)]), result([answer(i, 0.1) for i in range(3)], "B", interrupted=True)
     )
@@ -110,7 +110,7 @@ def test_what_only_one_run_has_offered_is_left_out_and_said() -> None:
         compare(result([answer(0, 0.1)]), result([answer(1, 0.1)], "B"))
 
 
-def test_too_little_to_tell_is_unknown() -> None:
+def test_too_few_values_are_unknown() -> None:
     found = changes_of(compare(result([answer(0, 0.1)]), result([answer(0, 0.2)], "B")))
     assert found["ttft_p50"].verdict is ComparisonVerdict.UNKNOWN
     nothing = changes_of(compare(result([refused(0), refused(1)]), result([refused(0), refused(1)], "B")))
@@ -130,7 +130,9 @@ def test_too_little_to_tell_is_unknown() -> None:
         ("attainment", -0.2, -0.1, ComparisonVerdict.WORSE),
     ],
 )
-def test_verdicts(metric: str, low: float, high: float | None, expected: ComparisonVerdict) -> None:
+def test_verdict_follows_from_the_interval(
+    metric: str, low: float, high: float | None, expected: ComparisonVerdict
+) -> None:
     assert (
         Change(metric=metric, before=1.0, after=1.1, interval=Interval(low=low, high=high), count=9).verdict is expected
     )
@@ -149,16 +151,16 @@ def test_verdicts(metric: str, low: float, high: float | None, expected: Compari
         ("e2e_p99 < 0%", False),
     ],
 )
-def test_thresholds_are_held_against_what_was_seen(text: str, is_crossed: bool) -> None:
-    """ttft p50 from 0.2 to 0.3 s, attainment from 2/3 to 1/3, goodput alike."""
+def test_thresholds_compare_the_observed_change(text: str, is_crossed: bool) -> None:
+    """ttft p50 changes from 0.2 to 0.3 s, attainment from 2/3 to 1/3, goodput similarly."""
     before = [answer(i, ttft) for i, ttft in enumerate((0.1, 0.2, 0.3))]
     after = [answer(i, ttft) for i, ttft in enumerate((0.2, 0.3, 0.7))]
     found = compare(result(before), result(after, "B"), rules=rules("ttft=250ms"))
     assert RegressionBound.parse(text).is_crossed(found) is is_crossed
 
 
-def test_a_threshold_of_what_there_is_none_of_is_not_crossed_and_not_kept() -> None:
-    """B has answered nothing: its latencies are no better for that."""
+def test_threshold_on_a_missing_metric_is_undecided() -> None:
+    """B completed nothing, which does not make its latencies better."""
     before = [answer(i, 0.1) for i in range(9)]
     found = compare(
         result(before), result([refused(i, intended_s=float(i)) for i in range(9)], "B"), rules=rules("ttft=250ms")
@@ -168,8 +170,8 @@ def test_a_threshold_of_what_there_is_none_of_is_not_crossed_and_not_kept() -> N
     assert RegressionBound.parse("attainment < -5pp").is_crossed(found) is True
 
 
-def test_a_stricter_promise_than_the_runs_own_is_held_against_the_generator_too() -> None:
-    """Sent 50 ms late each: little for a first token in 10 s, far too much for one in 100 ms."""
+def test_stricter_slo_also_tightens_the_lag_limit() -> None:
+    """Each request is sent 50 ms late: valid for a TTFT bound of 10 s, invalid for 100 ms."""
     late = [record(i, tokens=(i + 0.2, i + 0.3), intended_s=float(i), sent_s=i + 0.05) for i in range(40)]
     easy = {"slos": rules("ttft=10s").slos}
     assert compare(result(late, **easy), result(late, "B", **easy)).invalid == ()
@@ -180,13 +182,13 @@ def test_a_stricter_promise_than_the_runs_own_is_held_against_the_generator_too(
 @pytest.mark.parametrize(
     "text", ["ttft_p50", "ttft_p42 > 5%", "ttft_p50 > 5pp", "attainment > 5ms", "goodput < 5%%", "ttft_p50 >= 5%"]
 )
-def test_thresholds_that_cannot_be_read(text: str) -> None:
+def test_invalid_thresholds_are_rejected(text: str) -> None:
     with pytest.raises(NotComparable):
         RegressionBound.parse(text)
 
 
 def refusing(directory: Path) -> Path:
-    """The same run, had the server refused it all."""
+    """Return the run as if the server had rejected everything."""
     file = directory / RECORDS
     records = [
         replace(one, arrivals=(), status=429, is_complete=False, num_output_tokens=None)
@@ -233,7 +235,7 @@ def test_exit_codes(runs: dict[str, Path], before: str, after: str, flags: list[
         assert "INVALID" in found.output
 
 
-def test_plans_that_differ_end_the_command(runs: dict[str, Path]) -> None:
+def test_different_plans_end_the_command_with_an_error(runs: dict[str, Path]) -> None:
     found = CliRunner().invoke(command, [str(runs["fast"]), str(runs["other"])])
     assert isinstance(found.exception, NotComparable)
     assert (
@@ -244,14 +246,14 @@ def test_plans_that_differ_end_the_command(runs: dict[str, Path]) -> None:
     )
 
 
-def test_an_invalid_run_decides_only_if_told_to(runs: dict[str, Path]) -> None:
+def test_invalid_run_decides_only_with_allow_invalid(runs: dict[str, Path]) -> None:
     found = CliRunner().invoke(
         command, [str(runs["late"]), str(runs["fast"]), "--allow-invalid", "--max-regression", "900%"]
     )
     assert found.exit_code == 0
 
 
-def test_json(runs: dict[str, Path]) -> None:
+def test_json_output(runs: dict[str, Path]) -> None:
     found = CliRunner().invoke(command, [str(runs["fast"]), str(runs["slow"]), "--json"])
     data = json.loads(found.output)
     assert data["loadgen_compare"] == 1

@@ -1,4 +1,4 @@
-"""Counts that travel between processes, and what is shown of them."""
+"""Counts that processes exchange, and their live display."""
 
 import json
 
@@ -20,7 +20,7 @@ def histogram(lags: list[float]) -> LagHistogram:
 
 
 @given(LAGS, st.integers(1, 100))
-def test_a_percentile_is_that_of_the_values_to_within_a_bucket(lags: list[float], q: int) -> None:
+def test_percentile_is_exact_to_within_a_bucket(lags: list[float], q: int) -> None:
     exact = sorted(lags)[max(0, -(-len(lags) * q // 100) - 1)]
     found = histogram(lags).percentile(q)
     assert found is not None
@@ -28,7 +28,7 @@ def test_a_percentile_is_that_of_the_values_to_within_a_bucket(lags: list[float]
 
 
 @given(LAGS, LAGS)
-def test_parts_add_up_to_the_whole_also_after_a_journey(one: list[float], other: list[float]) -> None:
+def test_histograms_add_up_after_json(one: list[float], other: list[float]) -> None:
     total = LagHistogram.from_json(json.loads(json.dumps(histogram(one).to_json())))
     total += histogram(other)
     whole = histogram([*one, *other])
@@ -53,7 +53,7 @@ def test_counts_of_processes_add_up() -> None:
     assert attainment(Counts()) == "-"
 
 
-def test_without_a_terminal_the_view_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_view_prints_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with LiveView(name="plan", url="http://x", num_requests=20, planned_s=10.0, lag_limit_s=0.002) as view:
         view.phase("running")
         view.update(counts(3, 1, 6), 1.0)
@@ -65,7 +65,7 @@ def test_without_a_terminal_the_view_is_lines(capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_the_picture_says_early_that_a_run_will_be_invalid() -> None:
+def test_live_panel_warns_of_an_invalid_run() -> None:
     from rich.console import Console
 
     view = LiveView(name="plan", url="http://x", num_requests=20, planned_s=10.0, lag_limit_s=0.0005, is_quiet=True)
@@ -77,16 +77,16 @@ def test_the_picture_says_early_that_a_run_will_be_invalid() -> None:
     assert "1 × oops" in capture.get()
 
 
-def test_the_picture_has_the_rates_of_late() -> None:
-    """In two seconds 10 came due, 8 of them went out, and 6 were answered."""
+def test_live_panel_shows_recent_rates() -> None:
+    """In two seconds 10 requests were due, 8 were sent and 6 completed."""
     from rich.console import Console
 
     view = LiveView(name="plan", url="http://x", num_requests=20, planned_s=10.0, lag_limit_s=0.002, is_quiet=True)
     for elapsed_s, due, sent, ended in ((0.5, 0, 0, 0), (1.0, 4, 4, 3), (3.0, 14, 12, 9)):
-        told = Counts()
-        told.due, told.sent, told.in_flight = due, ended, sent - ended
-        told.outcomes.update({"good": ended})
-        view.update(told, elapsed_s + 5.0 * (elapsed_s > 0.5))  # the first is forgotten
+        shown_counts = Counts()
+        shown_counts.due, shown_counts.sent, shown_counts.in_flight = due, ended, sent - ended
+        shown_counts.outcomes.update({"good": ended})
+        view.update(shown_counts, elapsed_s + 5.0 * (elapsed_s > 0.5))  # the first is forgotten
     console = Console(width=120, record=True, file=None, force_terminal=True)
     with console.capture() as capture:
         console.print(view._picture())

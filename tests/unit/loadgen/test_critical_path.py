@@ -1,5 +1,4 @@
-"""Stages by hand: they leave no gap between the intended send and the last token, and never claim more than
-the client has seen."""
+"""Stages by hand: they cover the time from the intended send to the last token, and never exceed it."""
 
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.loadgen_builders import record, rules
 
 
 def timeline(**decode: Any) -> dict[str, Any]:
-    """As Baton's gateway tells it over HTTP: a prefill leg and a decode leg."""
+    """A timeline as Baton's gateway sends it over HTTP, with a prefill leg and a decode leg."""
     prefill = {"worker_id": "p0", "queue_s": 0.05, "compute_s": 0.2, "num_computed_tokens": 10, "num_cached_tokens": 0}
     pulled = {
         "worker_id": "d0",
@@ -27,7 +26,7 @@ def timeline(**decode: Any) -> dict[str, Any]:
 
 
 def test_stages_sum_to_e2e() -> None:
-    """Due 1.0, sent 1.1, tokens at 1.5, 1.6 and 1.8."""
+    """Due at 1.0, sent at 1.1, tokens at 1.5, 1.6 and 1.8."""
     answer = record(timeline=timeline())
     found = path_of(answer, Stages.of(answer.timeline))
     assert found == [
@@ -43,7 +42,7 @@ def test_stages_sum_to_e2e() -> None:
     assert sum(seconds for _, seconds in found) == pytest.approx(0.8)
 
 
-def test_a_wait_at_the_scheduler_is_told_apart_from_placing() -> None:
+def test_scheduler_wait_is_separate_from_placement() -> None:
     waited = timeline(first_decode_s=0.03) | {"placed_s": 0.09, "waiting_s": 0.08}
     stages = Stages.of(waited)
     found = dict(path_of(record(timeline=waited), stages))
@@ -59,17 +58,17 @@ def test_a_wait_at_the_scheduler_is_told_apart_from_placing() -> None:
     )
 
 
-def test_predictions_compare_from_the_placement_on_and_for_one_attempt_only() -> None:
-    told = timeline() | {"ttft_s": 0.26, "tpot_s": 0.1, "predicted_ttft_s": 0.2, "predicted_tpot_s": 0.05}
-    stages = Stages.of(told)
+def test_predictions_need_a_single_attempt() -> None:
+    complete_timeline = timeline() | {"ttft_s": 0.26, "tpot_s": 0.1, "predicted_ttft_s": 0.2, "predicted_tpot_s": 0.05}
+    stages = Stages.of(complete_timeline)
     assert (stages.predicted_ttft_s, stages.placed_ttft_s) == (0.2, pytest.approx(0.25))
     assert (stages.predicted_tpot_s, stages.placed_tpot_s) == (0.05, 0.1)
-    retried = Stages.of(told | {"attempts": 2})
+    retried = Stages.of(complete_timeline | {"attempts": 2})
     assert (retried.placed_ttft_s, retried.placed_tpot_s) == (None, None)
     assert (Stages.of(timeline()).predicted_ttft_s, Stages.of(timeline()).predicted_tpot_s) == (None, None)
 
 
-def test_a_timeline_that_claims_too_much_is_cut() -> None:
+def test_stages_longer_than_the_latency_are_shortened() -> None:
     wild = timeline(kv_exposed_s=9.0)
     wild["legs"][0]["queue_s"] = 9.0
     found = dict(path_of(record(timeline=wild), Stages.of(wild)))
@@ -80,7 +79,7 @@ def test_a_timeline_that_claims_too_much_is_cut() -> None:
     assert sum(found.values()) == pytest.approx(0.8)
 
 
-def test_without_a_timeline_the_client_still_knows_two_stages() -> None:
+def test_stages_without_a_timeline() -> None:
     assert path_of(record(), Stages()) == [
         ("send lag", pytest.approx(0.1)),
         ("to the first token", pytest.approx(0.4)),
@@ -89,7 +88,7 @@ def test_without_a_timeline_the_client_still_knows_two_stages() -> None:
     assert path_of(record(tokens=(), is_complete=False), Stages()) == []
 
 
-def test_one_worker_for_both_has_no_hand_off() -> None:
+def test_single_worker_has_no_handoff() -> None:
     both = {
         "legs": [
             {
@@ -111,16 +110,16 @@ def test_one_worker_for_both_has_no_hand_off() -> None:
 @pytest.mark.parametrize(
     "garbage", [[], "x", {"legs": 3}, {"legs": [3, None]}, {"placed_s": "soon", "legs": [{"queue_s": -1}]}]
 )
-def test_what_is_no_timeline_says_nothing(garbage: Any) -> None:
+def test_invalid_timeline_gives_no_stages(garbage: Any) -> None:
     assert Stages.of(garbage) == Stages()
 
 
-def test_large_integers_may_be_texts() -> None:
+def test_large_integers_can_be_strings() -> None:
     assert Stages.of(timeline(kv_bytes="123456789012")).kv_bytes == 123456789012
 
 
-def test_load_is_how_many_others_were_in_flight() -> None:
-    """Ten requests, each alone, then ten at once."""
+def test_load_counts_other_requests_in_flight() -> None:
+    """Ten requests one after the other, then ten together."""
     alone = [
         record(i, tokens=(10.0 * i + 0.5, 10.0 * i + 1.0), intended_s=10.0 * i, sent_s=10.0 * i, timeline=timeline())
         for i in range(10)

@@ -1,4 +1,4 @@
-"""What each kind of server is sent, and only that."""
+"""Each kind of server gets only the fields that it supports."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ def body(kind: str, ask: ResolvedRequest = ASK, *, is_chat: bool = False, **more
     return json.loads(BodyMaker(model="m", dialect=DIALECTS[kind], is_chat=is_chat, more=more).body(ask))
 
 
-def test_only_what_a_server_is_known_to_take() -> None:
+def test_bodies_have_only_supported_fields() -> None:
     assert body("openai") == {**OPENAI, "prompt": [5, 6]}
     assert body("vllm") == {**OPENAI, "prompt": [5, 6], "ignore_eos": True, "return_token_ids": True}
     assert body("sglang") == {**OPENAI, "prompt": [5, 6], "ignore_eos": True}
@@ -28,13 +28,13 @@ def test_only_what_a_server_is_known_to_take() -> None:
     assert body("baton") == {**OPENAI, "prompt": [5, 6], **ours}
 
 
-def test_texts_and_chats() -> None:
+def test_text_and_chat_bodies() -> None:
     text = ResolvedRequest(index=0, text='é "q"', max_tokens=9)
     assert body("openai", text)["prompt"] == 'é "q"'
     assert body("openai", text, is_chat=True) == {**OPENAI, "messages": [{"role": "user", "content": 'é "q"'}]}
 
 
-def test_the_users_fields_replace_ours_and_null_leaves_one_out() -> None:
+def test_user_fields_replace_defaults_and_null_removes_them() -> None:
     changed = body("openai", max_tokens=3, max_completion_tokens=4, temperature=0.7, stream_options=None)
     expected = {**OPENAI, "prompt": [5, 6], "max_tokens": 3, "max_completion_tokens": 4, "temperature": 0.7}
     del expected["stream_options"]
@@ -43,16 +43,18 @@ def test_the_users_fields_replace_ours_and_null_leaves_one_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "is_held"),
+    ("more", "is_ignored"),
     [({"seed": 1}, True), ({"ignore_eos": None}, False), ({"ignore_eos": False}, False), ({"max_tokens": None}, False)],
 )
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_who_is_not_told_to_ignore_the_end_may_end_early(more: dict[str, object], is_held: bool, protocol: str) -> None:
+def test_short_responses_count_if_ignore_eos_was_not_sent(
+    more: dict[str, object], is_ignored: bool, protocol: str
+) -> None:
     target = Target(urls=("http://h:1",), model="m", protocol=protocol, dialect="vllm", more=more)
-    assert target.rules(plan_at(1, 5, seed=1)).ignore_eos is is_held
+    assert target.rules(plan_at(1, 5, seed=1)).ignore_eos is is_ignored
 
 
-def test_a_server_is_known_by_who_owns_its_models() -> None:
+def test_dialect_follows_from_owned_by() -> None:
     names = ["baton", "vllm", "sglang", "llamacpp", "llama.cpp", "openai", "Somebody", ""]
     assert [dialect_of(name).name for name in names] == [
         *"baton vllm sglang llamacpp llamacpp openai openai openai".split()
@@ -69,7 +71,7 @@ def test_a_server_is_known_by_who_owns_its_models() -> None:
         ("http://[::1]:8000", "http://[::1]:8000"),
     ],
 )
-def test_addresses(given: str, base: str) -> None:
+def test_addresses_are_normalised(given: str, base: str) -> None:
     assert split_url(given).geturl() == base
 
 
@@ -86,7 +88,7 @@ def test_addresses(given: str, base: str) -> None:
         "http://[::1",
     ],
 )
-def test_what_is_no_address(given: str) -> None:
+def test_invalid_addresses_are_rejected(given: str) -> None:
     with pytest.raises(BadUrl) as raised:
         split_url(given)
     assert "secret" not in str(raised.value)

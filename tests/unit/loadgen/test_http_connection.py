@@ -1,5 +1,5 @@
-"""One connection, fed by hand: every kind of answer ends in the right facts, at the times at which its bytes
-came."""
+"""One connection with handwritten input: every kind of response gives the right result with the right
+times."""
 
 import asyncio
 import gzip
@@ -28,7 +28,7 @@ class Socket:
 
 
 class Transport(asyncio.Transport):
-    """What is written lies in its buffer while `takes` is False."""
+    """Keeps written data in its buffer while `takes` is False."""
 
     def __init__(self, fd: int = -1) -> None:
         super().__init__({"socket": Socket(fd)})
@@ -54,7 +54,7 @@ class Transport(asyncio.Transport):
 
 
 class Wire:
-    """A connection, its owner and its clock. `exchange` is on its way from the start."""
+    """A connection with its owner and clock. `exchange` is in flight from the start."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Wire:
         transport: Transport | None = None,
         **limits: Any,
     ) -> None:
-        """Over TLS, unless the `transport` has a file descriptor."""
+        """The connection uses TLS, unless `transport` has a file descriptor."""
         self.now_s = 10.0
         self.due_check = DueCheck()
         self.num_idle = 0
@@ -142,11 +142,11 @@ def chunk(*data: bytes, last: bool = False) -> bytes:
     return b"%x\r\n%b\r\n" % (len(body), body) + (b"0\r\n\r\n" if last else b"")
 
 
-def whole(status: int, body: bytes, **fields: str) -> bytes:
+def response(status: int, body: bytes, **fields: str) -> bytes:
     return head(status, "application/json", content_length=str(len(body)), **fields) + body
 
 
-def test_a_whole_answer_and_the_times_of_its_events() -> None:
+def test_complete_response_has_the_times_of_its_events() -> None:
     wire = Wire()
     exchange = wire.get(head(**CHUNKED), chunk(token(7)), chunk(token(8, "length")), chunk(USAGE, DONE, last=True))
     assert (exchange.times, exchange.counts, exchange.token_ids) == ([12.0, 13.0], [1, 1], [7, 8])
@@ -165,7 +165,7 @@ def test_a_whole_answer_and_the_times_of_its_events() -> None:
 
 
 @given(st.lists(st.integers(0, 2000), max_size=10))
-def test_however_the_bytes_are_cut_the_facts_are_the_same(places: list[int]) -> None:
+def test_result_does_not_depend_on_chunk_boundaries(places: list[int]) -> None:
     stream = head(**CHUNKED) + chunk(token(7), token(8)) + chunk(token(9, "length")) + chunk(USAGE, DONE, last=True)
     edges = sorted({place % len(stream) for place in places} | {0, len(stream)})
     wire = Wire()
@@ -181,7 +181,7 @@ def test_however_the_bytes_are_cut_the_facts_are_the_same(places: list[int]) -> 
 
 
 @given(st.binary(max_size=300), st.integers(0, 300))
-def test_garbage_ends_in_facts_and_never_raises(noise: bytes, place: int) -> None:
+def test_garbage_never_raises(noise: bytes, place: int) -> None:
     stream = head(**CHUNKED) + chunk(token(7)) + chunk(token(9, "length")) + chunk(USAGE, DONE, last=True)
     place %= len(stream)
     wire = Wire()
@@ -210,7 +210,7 @@ def test_garbage_ends_in_facts_and_never_raises(noise: bytes, place: int) -> Non
         b"[" * 100_000,
     ],
 )
-def test_an_event_that_is_no_completion_fails_the_request_and_keeps_what_came_before(data: bytes) -> None:
+def test_invalid_event_fails_and_keeps_earlier_tokens(data: bytes) -> None:
     wire = Wire()
     exchange = wire.get(head(**CHUNKED), chunk(token(7)), chunk(b"data: " + data + b"\n\n"))
     assert "the server sent an invalid completion event" in exchange.error
@@ -232,18 +232,18 @@ def test_an_event_that_is_no_completion_fails_the_request_and_keeps_what_came_be
         (b"", "", "status 429 without a body"),
     ],
 )
-def test_refusals_in_all_the_shapes_that_servers_give_them(body: bytes, reason: str, message: str) -> None:
-    exchange = Wire().get(whole(429, body, retry_after="3"))
+def test_rejections_in_all_known_formats(body: bytes, reason: str, message: str) -> None:
+    exchange = Wire().get(response(429, body, retry_after="3"))
     assert (exchange.status, exchange.reason, exchange.error, exchange.retry_after_s) == (429, reason, message, 3.0)
     assert not exchange.is_complete
 
 
-def test_an_error_with_status_200_is_an_error_with_its_own_status() -> None:
-    exchange = Wire().get(whole(200, b'{"error": {"message": "no", "code": 503, "type": "unavailable"}}'))
+def test_error_body_with_status_200_keeps_its_own_status() -> None:
+    exchange = Wire().get(response(200, b'{"error": {"message": "no", "code": 503, "type": "unavailable"}}'))
     assert (exchange.status, exchange.error, exchange.reason) == (503, "no", "unavailable")
 
 
-def test_an_error_in_mid_stream_keeps_the_tokens_and_says_what_it_would_have_been() -> None:
+def test_error_in_stream_keeps_tokens_and_status() -> None:
     error = {"message": "worker w1 is lost", "code": "worker_lost", "status": 503}
     exchange = Wire().get(head(**CHUNKED), chunk(token(7)), chunk(b"event: error\n", event(error=error), last=True))
     assert (exchange.token_ids, exchange.error, exchange.reason, exchange.status) == (
@@ -254,22 +254,22 @@ def test_an_error_in_mid_stream_keeps_the_tokens_and_says_what_it_would_have_bee
     )
 
 
-def test_an_answer_that_is_no_stream_is_not_what_was_asked_for() -> None:
+def test_response_without_stream_fails() -> None:
     assert (
-        Wire().get(whole(200, b'{"choices": [{"text": "hello"}]}')).error
+        Wire().get(response(200, b'{"choices": [{"text": "hello"}]}')).error
         == "the server sent a complete response instead of a stream"
     )
-    assert Wire().get(whole(200, b"")).error == "the server sent an empty response"
-    assert "no event stream: <html>" in Wire().get(whole(200, b"<html>hello")).error
+    assert Wire().get(response(200, b"")).error == "the server sent an empty response"
+    assert "no event stream: <html>" in Wire().get(response(200, b"<html>hello")).error
 
 
-def test_a_stream_under_another_name_is_a_stream() -> None:
+def test_stream_with_other_content_type_is_read() -> None:
     body = token(7, "length") + DONE
     exchange = Wire().get(head(kind="text/plain", content_length=str(len(body))), body)
     assert (exchange.token_ids, exchange.is_complete, exchange.error) == ([7], True, "")
 
 
-def test_a_stream_that_ends_properly_without_done_is_not_complete_and_no_error() -> None:
+def test_stream_without_done_is_incomplete_without_error() -> None:
     exchange = Wire().get(head(**CHUNKED), chunk(token(7, "length"), last=True))
     assert (exchange.token_ids, exchange.is_complete, exchange.error, exchange.ended_s) == ([7], False, "", 12.0)
 
@@ -279,7 +279,7 @@ def test_done_without_a_finish_reason_is_not_complete() -> None:
     assert (exchange.is_complete, exchange.error) == (False, "")
 
 
-def test_a_connection_that_closes_in_mid_stream_breaks_the_answer() -> None:
+def test_connection_closed_in_stream_fails() -> None:
     wire = Wire()
     wire.get(head(**CHUNKED), chunk(token(7)))
     exchange = wire.close()
@@ -291,7 +291,7 @@ def test_a_connection_that_closes_in_mid_stream_breaks_the_answer() -> None:
     assert "closed by the server before a response" in Wire().close().error
 
 
-def test_without_a_length_the_end_of_the_connection_is_the_end_of_the_answer() -> None:
+def test_connection_end_ends_an_unframed_response() -> None:
     wire = Wire()
     wire.get(head(), token(7, "length"))
     exchange = wire.close()
@@ -301,7 +301,7 @@ def test_without_a_length_the_end_of_the_connection_is_the_end_of_the_answer() -
     assert wire.close().error == "the stream ended in the middle of an event"
 
 
-def test_done_ends_the_exchange_though_the_server_never_ends_the_response() -> None:
+def test_done_ends_the_exchange_before_the_http_response() -> None:
     wire = Wire()
     exchange = wire.get(head(**CHUNKED), chunk(token(7, "stop"), DONE))
     assert (exchange.is_complete, wire.num_idle, wire.connection.is_usable) == (True, 0, False)
@@ -309,7 +309,7 @@ def test_done_ends_the_exchange_though_the_server_never_ends_the_response() -> N
     assert wire.connection.is_lingering(wire.now_s + ConnectionLimits().linger_s + 1)
 
 
-def test_a_used_connection_that_was_just_closed_is_not_the_servers_answer() -> None:
+def test_request_on_a_just_closed_connection_is_resent() -> None:
     wire = Wire()
     wire.get(head(**CHUNKED), chunk(token(7, "stop"), DONE, last=True))
     wire.send()
@@ -330,13 +330,13 @@ def compressed(kind: str, *parts: bytes) -> Sequence[bytes]:
 
 
 @pytest.mark.parametrize("kind", ["gzip", "deflate"])
-def test_a_compressed_stream_is_read_as_it_comes(kind: str) -> None:
+def test_compressed_stream_is_read_incrementally(kind: str) -> None:
     one, two = compressed(kind, token(7), token(8, "length") + DONE)
     exchange = Wire().get(head(content_encoding=kind, **CHUNKED), chunk(one), chunk(two, last=True))
     assert (exchange.token_ids, exchange.times, exchange.is_complete) == ([7, 8], [12.0, 13.0], True)
 
 
-def test_compression_that_cannot_be_read_or_hides_too_much() -> None:
+def test_bad_or_excessive_compression_fails() -> None:
     assert "unsupported compression br" in Wire().get(head(content_encoding="br", **CHUNKED), chunk(b"x")).error
     assert "cannot be decoded" in Wire().get(head(content_encoding="gzip", **CHUNKED), chunk(b"no gzip at all")).error
     bomb = gzip.compress(b"data: " + b"x" * 100_000)
@@ -346,9 +346,9 @@ def test_compression_that_cannot_be_read_or_hides_too_much() -> None:
     )
 
 
-def test_nothing_grows_without_bound() -> None:
+def test_body_and_header_are_bounded() -> None:
     wire = Wire(body_bytes=1000)
-    assert "2000 bytes that are not an event stream" in wire.get(whole(200, b"x" * 2000)).error
+    assert "2000 bytes that are not an event stream" in wire.get(response(200, b"x" * 2000)).error
     wire = Wire(head_bytes=1000)
     assert wire.get(b"HTTP/1.1 200 X\r\n", *[b"a: " + b"x" * 300 + b"\r\n"] * 5).error.endswith(
         "header is longer than 1000 bytes"
@@ -356,24 +356,24 @@ def test_nothing_grows_without_bound() -> None:
     assert wire.transport.is_aborted
 
 
-def test_what_is_no_http_is_said_so() -> None:
+def test_invalid_http_is_reported() -> None:
     assert "is not valid HTTP/1.1" in Wire().get(b"SSH-2.0-OpenSSH_9.6\r\n").error
 
 
-def test_continue_is_no_answer() -> None:
+def test_status_100_is_skipped() -> None:
     exchange = Wire().get(b"HTTP/1.1 100 Continue\r\n\r\n", head(**CHUNKED), chunk(token(7, "stop"), DONE, last=True))
     assert (exchange.status, exchange.is_complete) == (200, True)
 
 
-def test_a_redirect_is_not_followed() -> None:
-    exchange = Wire().get(whole(307, b"", location="http://elsewhere/v1/completions"))
+def test_redirect_is_not_followed() -> None:
+    exchange = Wire().get(response(307, b"", location="http://elsewhere/v1/completions"))
     assert (exchange.status, exchange.error) == (
         307,
         "redirected to http://elsewhere/v1/completions; use that address as --url",
     )
 
 
-def test_leaving_after_so_many_tokens_hangs_up() -> None:
+def test_cancel_after_tokens_closes_the_connection() -> None:
     wire = Wire(cancel_after=2)
     exchange = wire.get(head(**CHUNKED), chunk(token(7)), chunk(token(8)), chunk(token(9)))
     assert (exchange.token_ids, exchange.left_early, exchange.ended_s, wire.transport.is_aborted) == (
@@ -384,7 +384,7 @@ def test_leaving_after_so_many_tokens_hangs_up() -> None:
     )
 
 
-def test_text_without_ids_counts_a_token_a_message() -> None:
+def test_text_without_ids_counts_one_token_per_message() -> None:
     chat = [
         event(choices=[{"delta": delta, "finish_reason": None}])
         for delta in ({"role": "assistant", "content": ""}, {"content": "a"})
@@ -394,13 +394,13 @@ def test_text_without_ids_counts_a_token_a_message() -> None:
     assert (exchange.times, exchange.texts, exchange.is_complete, exchange.token_ids) == ([13.0], ["a"], True, [])
 
 
-def test_a_token_whose_text_is_not_there_yet_has_come_all_the_same() -> None:
+def test_token_without_text_is_counted() -> None:
     parts = [{"text": "", "token_ids": [7]}, {"text": "é", "token_ids": [8]}, {"text": "!", "token_ids": []}]
     exchange = Wire().get(head(**CHUNKED), *(chunk(event(choices=[part])) for part in parts))
     assert (exchange.times, exchange.counts, exchange.token_ids) == ([12.0, 13.0], [1, 1], [7, 8])
 
 
-def test_what_is_due_goes_before_what_has_come() -> None:
+def test_due_requests_are_sent_before_received_data_is_processed() -> None:
     wire = Wire()
     rung: list[int] = []
     wire.due_check.at_s = 12.0
@@ -411,7 +411,7 @@ def test_what_is_due_goes_before_what_has_come() -> None:
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """(out, in) of one that takes some 64 KiB and then no more for now."""
+    """Return (write end, read end) of a pipe that accepts about 64 KiB at first."""
     out, into = os.pipe()
     os.set_blocking(into, False)
     yield out, into
@@ -419,7 +419,7 @@ def pipe() -> Iterator[tuple[int, int]]:
     os.close(into)
 
 
-def test_a_request_that_the_kernel_takes_whole_is_sent_at_once(pipe: tuple[int, int]) -> None:
+def test_request_written_completely_has_its_send_time(pipe: tuple[int, int]) -> None:
     wire = Wire(transport=Transport(pipe[1]))
     assert (os.read(pipe[0], 100), wire.transport.written, wire.exchange.sent_s) == (b"POST", b"", 10.0)
 
@@ -427,7 +427,7 @@ def test_a_request_that_the_kernel_takes_whole_is_sent_at_once(pipe: tuple[int, 
 LONG = b"x" * (1 << 20)
 
 
-def test_a_long_request_is_sent_when_its_rest_is_gone(pipe: tuple[int, int]) -> None:
+def test_long_request_is_sent_when_its_rest_is_written(pipe: tuple[int, int]) -> None:
     transport = Transport(pipe[1])
     transport.takes = False
     wire = Wire(data=LONG, transport=transport)
@@ -438,15 +438,15 @@ def test_a_long_request_is_sent_when_its_rest_is_gone(pipe: tuple[int, int]) -> 
     assert wire.exchange.sent_s == 12.0
 
 
-def test_a_rest_that_the_transport_writes_at_once_is_sent_then(pipe: tuple[int, int]) -> None:
-    """It neither pauses nor resumes anything in this case."""
+def test_rest_written_immediately_sets_the_send_time(pipe: tuple[int, int]) -> None:
+    """The transport calls neither `pause_writing` nor `resume_writing` in this case."""
     wire = Wire(data=LONG, transport=Transport(pipe[1]))
     assert 0 < len(wire.transport.written) < len(LONG)
     assert wire.exchange.sent_s == 10.0
 
 
-def test_what_a_broken_connection_has_dropped_was_not_sent() -> None:
-    """Its buffer is empty, too."""
+def test_data_dropped_by_a_broken_connection_is_not_sent() -> None:
+    """The transport's buffer is empty in this case, too."""
     transport = Transport()
     transport.is_aborted = True
     assert Wire(transport=transport).exchange.sent_s is None

@@ -1,4 +1,4 @@
-"""Distributions of lengths and times, and how they are written."""
+"""Distributions of lengths and times, and their text forms."""
 
 import gzip
 import math
@@ -25,11 +25,11 @@ def drawn(text: str, count: int = 100_000) -> np.ndarray:
     return draw_lengths(parse_lengths(text), stream(1, text), count)
 
 
-def test_fixed() -> None:
+def test_fixed_length() -> None:
     assert set(drawn("512", 100).tolist()) == {512}
 
 
-def test_uniform_takes_both_ends_and_each_as_likely() -> None:
+def test_uniform_includes_both_ends_equally() -> None:
     values, counts = np.unique(drawn("uniform:3-7"), return_counts=True)
     assert values.tolist() == [3, 4, 5, 6, 7]
     assert counts == pytest.approx(20_000, rel=0.03)
@@ -42,24 +42,24 @@ def test_lognormal_has_its_mean_and_cv() -> None:
     assert np.median(values) == pytest.approx(512 / math.sqrt(1 + 0.64), rel=0.01)
 
 
-def test_bounds_are_kept_by_moving_to_them() -> None:
+def test_values_outside_are_moved_to_the_bounds() -> None:
     values = drawn("lognormal:mean=512,cv=0.8,min=300,max=600")
     assert (values.min(), values.max()) == (300, 600)
     free = drawn("lognormal:mean=512,cv=0.8")
     assert (values == 600).mean() == pytest.approx((free >= 600).mean(), abs=0.01)
 
 
-def test_exponential() -> None:
+def test_exponential_has_its_mean() -> None:
     values = parse_times("exponential:mean=5s,max=1m").draw(stream(1, "e"), 200_000)
     assert values.mean() == pytest.approx(5, rel=0.01)
     assert values.max() <= 60
 
 
-def test_no_length_is_below_one() -> None:
+def test_lengths_are_at_least_one() -> None:
     assert drawn("exponential:mean=1").min() == 1
 
 
-def test_times_have_units_and_are_not_whole() -> None:
+def test_times_have_units_and_fractions() -> None:
     assert parse_times("300ms") == Fixed(0.3)
     assert parse_times("2m") == Fixed(120)
     assert parse_times("uniform:1s-1500ms") == Uniform(1.0, 1.5, is_integer=False)
@@ -71,11 +71,11 @@ def test_times_have_units_and_are_not_whole() -> None:
 
 
 @pytest.mark.parametrize("text", ["512", "uniform:1-100", "lognormal:mean=512,cv=0.8", "exponential:mean=50"])
-def test_more_draws_begin_as_fewer_do(text: str) -> None:
+def test_more_draws_start_like_fewer(text: str) -> None:
     assert drawn(text, 5000)[:100].tolist() == drawn(text, 100).tolist()
 
 
-def test_from_a_column_of_a_csv(tmp_path: Path) -> None:
+def test_lengths_from_a_csv_column(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_text('TIMESTAMP,ContextTokens,"GeneratedTokens"\n2023,100,1\n2024,"300",2\n')
     assert parse_lengths(f"file:{path}:ContextTokens") == Empirical((100.0, 300.0))
@@ -84,7 +84,7 @@ def test_from_a_column_of_a_csv(tmp_path: Path) -> None:
     assert counts == pytest.approx(50_000, rel=0.03)
 
 
-def test_from_a_key_of_zipped_json_lines(tmp_path: Path) -> None:
+def test_lengths_from_a_key_of_gzipped_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"input_length": 7}\n{"input_length": 9}\n'))
     assert parse_lengths(f"file:{path}:input_length") == Empirical((7.0, 9.0))
@@ -101,7 +101,7 @@ def test_from_a_key_of_zipped_json_lines(tmp_path: Path) -> None:
         ('{"a": 1}\n{"a": \n', "a", "x.csv:2: no `a` in"),
     ],
 )
-def test_columns_that_cannot_be_read(tmp_path: Path, content: str, column: str, message: str) -> None:
+def test_invalid_columns_are_rejected(tmp_path: Path, content: str, column: str, message: str) -> None:
     (tmp_path / "x.csv").write_text(content)
     with pytest.raises(BadPlan) as caught:
         parse_lengths(f"file:{tmp_path}/x.csv:{column}")
@@ -129,13 +129,13 @@ def test_columns_that_cannot_be_read(tmp_path: Path, content: str, column: str, 
         ("file:x", "`file:x`: write file:PATH:COLUMN"),
     ],
 )
-def test_what_is_no_distribution(text: str, message: str) -> None:
+def test_invalid_distributions_are_rejected(text: str, message: str) -> None:
     with pytest.raises(BadPlan) as caught:
         parse_lengths(text)
     assert message in str(caught.value)
 
 
-def test_the_distributions_can_be_made_without_text() -> None:
+def test_distributions_can_be_constructed_directly() -> None:
     assert parse_lengths("lognormal:mean=512,cv=0.8,min=16,max=4096") == Lognormal(mean=512, cv=0.8, low=16, high=4096)
     assert parse_lengths("exponential:mean=512") == Exponential(mean=512)
     assert parse_lengths("uniform:1-2") == Uniform(1, 2)

@@ -1,4 +1,4 @@
-"""Small things that servers say."""
+"""Details of OpenAI's response formats."""
 
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -39,7 +39,7 @@ JSON = st.recursive(
 
 
 @given(JSON, st.sampled_from([None, 200, 429, 500]))
-def test_whatever_a_server_says_is_taken_without_a_fuss(value: object, status: int | None) -> None:
+def test_any_server_output_is_handled_without_raising(value: object, status: int | None) -> None:
     import json
 
     for take in (
@@ -72,7 +72,7 @@ def test_retry_after_as_a_date() -> None:
 
 
 @given(st.binary(max_size=3000) | st.text(max_size=3000))
-def test_what_is_shown_fits_in_a_line(value: bytes | str) -> None:
+def test_shown_text_fits_in_a_line(value: bytes | str) -> None:
     text = shown(value)
     assert len(text) <= 300
     assert text == "" or text.isprintable()

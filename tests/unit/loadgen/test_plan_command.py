@@ -1,4 +1,4 @@
-"""`loadgen plan`, from the command line to the file."""
+"""`loadgen plan` from the command line to the file."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ DEMO = ROOT / "services" / "baton" / "demo"
 
 
 def loadgen_plan(*args: str | Path) -> str:
-    """What it prints; raises what it raises."""
+    """Run the command and return its output; exceptions are raised."""
     result = CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
@@ -35,8 +35,8 @@ def made(tmp_path: Path, *args: str | Path) -> Plan:
     return read_plan(out)
 
 
-def refusal(*args: str | Path) -> str:
-    """Why it is not done: by click for a single option, as an error of loadgen's else."""
+def error_of(*args: str | Path) -> str:
+    """Return the error message of click or loadgen."""
     try:
         result = CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=False)
     except LoadgenError as error:
@@ -72,7 +72,7 @@ def windows(tmp_path: Path) -> Path:
     return path
 
 
-def test_random(tmp_path: Path) -> None:
+def test_random_source(tmp_path: Path) -> None:
     args = (
         "random",
         "--rate",
@@ -104,7 +104,7 @@ def test_random(tmp_path: Path) -> None:
     }
 
 
-def test_the_same_arguments_make_the_same_file_wherever_it_stands(tmp_path: Path) -> None:
+def test_same_arguments_make_the_same_file(tmp_path: Path) -> None:
     args = (
         "sessions",
         "--rate",
@@ -125,7 +125,7 @@ def test_the_same_arguments_make_the_same_file_wherever_it_stands(tmp_path: Path
     assert a != c
 
 
-def test_shared_prefix(tmp_path: Path) -> None:
+def test_shared_prefix_source(tmp_path: Path) -> None:
     output = loadgen_plan(
         "shared-prefix", "--rate", "5", "--requests", "100", "--prefixes", "2", "--prefix-tokens", "90", "--zipf", "0",
         "--input-tokens", "10", "-o", tmp_path / "p.jsonl",
@@ -133,7 +133,7 @@ def test_shared_prefix(tmp_path: Path) -> None:
     assert "prefix hit  at best 88.20% of prompt tokens (infinite cache)" in output  # 98 of 100 times 90 of 100 tokens
 
 
-def test_sessions(tmp_path: Path) -> None:
+def test_sessions_source(tmp_path: Path) -> None:
     plan_made = made(
         tmp_path, "sessions", "--rate", "1", "--sessions", "10", "--turns", "3", "--think", "2s",
         "--first-input-tokens", "50",
@@ -145,7 +145,7 @@ def test_sessions(tmp_path: Path) -> None:
     assert {r.think_s for r in plan_made.requests} == {0, 2}
 
 
-def test_mooncake(tmp_path: Path) -> None:
+def test_mooncake_source(tmp_path: Path) -> None:
     output = loadgen_plan(
         "mooncake", EXCERPT, "--max-tokens", "60000", "--cache-tokens", "100000", "-o", tmp_path / "p.jsonl.gz"
     )
@@ -176,7 +176,7 @@ def test_mooncake(tmp_path: Path) -> None:
     assert max(small.num_prompt_tokens(r) or 0 for r in small.requests) < 10_000
 
 
-def test_azure(tmp_path: Path, azure: Path) -> None:
+def test_azure_source(tmp_path: Path, azure: Path) -> None:
     plan_made = made(tmp_path, "azure", azure, "--time-scale", "0.1")
     assert [(r.at_s, plan_made.num_prompt_tokens(r), r.output_tokens) for r in plan_made.requests] == [
         (0.0, 100, 10),
@@ -184,7 +184,7 @@ def test_azure(tmp_path: Path, azure: Path) -> None:
     ]
 
 
-def test_servegen(tmp_path: Path, windows: Path) -> None:
+def test_servegen_source(tmp_path: Path, windows: Path) -> None:
     plan_made = made(tmp_path, "servegen", windows, "--workload", "w/a", "--seconds", "100s", "--output-tokens", "3")
     assert {r.tenant for r in plan_made.requests} == {"client-3", "client-4"}
     assert 200 < len(plan_made.requests) < 550
@@ -193,16 +193,16 @@ def test_servegen(tmp_path: Path, windows: Path) -> None:
     )
     assert {r.tenant for r in alone.requests} == {"client-4"}
     assert (
-        refusal("servegen", windows, "--seconds", "1s", "-o", tmp_path / "x")
+        error_of("servegen", windows, "--seconds", "1s", "-o", tmp_path / "x")
         == "the file has several workloads; give --workload, one of w/a, w/b"
     )
     assert (
-        refusal("servegen", windows, "--seconds", "1s", "--clients", "a", "-o", tmp_path / "x")
+        error_of("servegen", windows, "--seconds", "1s", "--clients", "a", "-o", tmp_path / "x")
         == "--clients: `a` is not an integer"
     )
 
 
-def test_sharegpt(tmp_path: Path, chats: Path) -> None:
+def test_sharegpt_source(tmp_path: Path, chats: Path) -> None:
     args = ("sharegpt", chats, "--rate", "1", "--sessions", "2")
     texts = made(tmp_path, *args, "--output-tokens", "9")
     assert all(isinstance(segment, Text) for r in texts.requests for segment in r.segments)
@@ -218,10 +218,10 @@ def test_arrivals_from_a_file(tmp_path: Path) -> None:
     args = ("random", "--arrivals", f"file:{tmp_path}/times")
     assert [r.at_s for r in made(tmp_path, *args).requests] == [0.5, 1.0, 7.0]
     assert [r.at_s for r in made(tmp_path, *args, "--seconds", "5s", "--requests", "1").requests] == [0.5]
-    assert "--rate cannot be combined with" in refusal(*args, "--rate", "5", "-o", tmp_path / "x")
+    assert "--rate cannot be combined with" in error_of(*args, "--rate", "5", "-o", tmp_path / "x")
 
 
-def test_clients_and_promises(tmp_path: Path) -> None:
+def test_client_mixes_and_slos(tmp_path: Path) -> None:
     out = tmp_path / "p.jsonl"
     output = loadgen_plan(
         "random", "--rate", "5", "--requests", "1000", "--slo-class", "chat:0.7:ttft=500ms,tpot=50ms",
@@ -247,7 +247,7 @@ def test_clients_and_promises(tmp_path: Path) -> None:
     assert one.slos == {"default": SloTarget(e2e_s=10)}
 
 
-def test_vocabularies(tmp_path: Path) -> None:
+def test_vocabulary_options(tmp_path: Path) -> None:
     args = ("random", "--rate", "5", "--requests", "1")
     assert made(tmp_path, *args, "--tokenizer", DEMO).vocabulary == Vocabulary(low=3, high=4096)
     assert made(tmp_path, *args, "--tokenizer", DEMO).made_by["tokenizer"]["file"] == "tokenizer.json"
@@ -295,12 +295,12 @@ def test_vocabularies(tmp_path: Path) -> None:
         (["sharegpt", "nothing.json", "--rate", "1", "--sessions", "1"], "nothing.json: no such file"),
     ],
 )
-def test_bad_arguments_are_said_and_nothing_is_written(tmp_path: Path, args: list[str], message: str) -> None:
-    assert message in refusal(*args, "-o", tmp_path / "plan.jsonl")
+def test_invalid_arguments_are_reported_and_nothing_is_written(tmp_path: Path, args: list[str], message: str) -> None:
+    assert message in error_of(*args, "-o", tmp_path / "plan.jsonl")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_show(tmp_path: Path) -> None:
+def test_show_prints_the_summary(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     sha256 = write_plan(chat_plan(slos={"default": SloTarget(ttft_s=0.5)}), path)
     assert loadgen_plan("show", path).splitlines() == [
@@ -326,14 +326,14 @@ def test_show(tmp_path: Path) -> None:
         loadgen_plan("show", path)
 
 
-def test_rates_are_of_arrivals() -> None:
+def test_rate_counts_arrivals() -> None:
     summary = summarize(plan(*(request(i, (i, 5), at_s=i / 4) for i in range(5)), request(5, (9, 1), at_s=1.0)))
     assert (summary.rate_rps, summary.last_arrival_s) == (5.0, 1.0)
     assert summary.gap_cv == pytest.approx(0.5)
     assert summarize(plan(request(0, (0, 1)))).rate_rps is None
 
 
-def test_every_option_says_what_it_is() -> None:
+def test_every_option_has_a_help_text() -> None:
     assert isinstance(command, click.Group)
     for subcommand in command.commands.values():
         assert subcommand.help

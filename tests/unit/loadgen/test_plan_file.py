@@ -1,4 +1,4 @@
-"""Plans on disk: the same plan is the same bytes, and what is not a plan is refused with its line."""
+"""Plan files: equal plans have equal bytes, and invalid files are rejected with the line."""
 
 import gzip
 import hashlib
@@ -29,7 +29,7 @@ from tests.unit.loadgen.plans import chat_plan, plan, request
 
 
 @pytest.mark.parametrize("name", ["plan.jsonl", "plan.jsonl.gz"])
-def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
+def test_written_plan_is_read_back(tmp_path: Path, name: str) -> None:
     written = chat_plan(
         slos={"default": SloTarget(ttft_s=0.5, tpot_s=0.05)},
         made_by={"source": "test", "n": [1, 2.5, None]},
@@ -42,7 +42,7 @@ def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_the_hash_is_that_of_the_uncompressed_bytes(tmp_path: Path) -> None:
+def test_hash_covers_the_uncompressed_bytes(tmp_path: Path) -> None:
     write_plan(chat_plan(), tmp_path / "a.jsonl")
     sha256 = write_plan(chat_plan(), tmp_path / "a.jsonl.gz")
     assert sha256 == hashlib.sha256((tmp_path / "a.jsonl").read_bytes()).hexdigest()
@@ -56,8 +56,8 @@ def test_equal_plans_are_equal_gzip_files(tmp_path: Path) -> None:
     assert (tmp_path / "a.jsonl.gz").read_bytes()[3:8] == bytes(5), "neither the file's name nor the time"
 
 
-def test_the_bytes_are_these() -> None:
-    """Known by heart: a change here makes every plan of the past another one, and needs another FORMAT."""
+def test_plan_bytes_are_fixed() -> None:
+    """Changed bytes would change the hash of every old plan and require another FORMAT."""
     small = plan(
         request(0, (17, 512), [12, 99], output=64, session="ü", tenant="a", priority=-1, at_s=0.25),
         request(1, "line\n", output=2, at_s=1, cancel_after_tokens=1),
@@ -102,11 +102,11 @@ REQUESTS = st.builds(
 
 
 @given(REQUESTS)
-def test_a_request_survives_json(made: PlannedRequest) -> None:
+def test_request_round_trip_through_json(made: PlannedRequest) -> None:
     assert request_from_json(json.loads(json.dumps(request_to_json(made)))) == made
 
 
-def test_a_plan_written_by_hand_is_read(tmp_path: Path) -> None:
+def test_handwritten_plan_is_read(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in plan_lines(chat_plan())]
     lines[1] |= {"turn": 0, "think_s": 0, "after": None, "at_s": 0}
     del lines[0]["vocabulary"]["excluded"]
@@ -221,7 +221,7 @@ BROKEN: list[tuple[Change, str]] = [
 @pytest.mark.parametrize(
     ("change", "message"), BROKEN, ids=[message.removeprefix("{path}:")[:50] for _, message in BROKEN]
 )
-def test_what_is_not_a_plan_is_refused_with_its_line(tmp_path: Path, change: Change, message: str) -> None:
+def test_invalid_line_is_named(tmp_path: Path, change: Change, message: str) -> None:
     lines = [json.loads(line) for line in plan_lines(chat_plan())]
     change(lines)
     path = tmp_path / "plan.jsonl"
@@ -246,7 +246,7 @@ def test_what_is_not_a_plan_is_refused_with_its_line(tmp_path: Path, change: Cha
         (gzip.compress(b"\n".join(plan_lines(chat_plan())))[:-20], "{path}: the gzip file is cut short"),
     ],
 )
-def test_damaged_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_damaged_files_are_rejected(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "plan"
     path.write_bytes(content)
     with pytest.raises(BadPlan) as caught:
@@ -255,21 +255,21 @@ def test_damaged_files_are_refused(tmp_path: Path, content: bytes, message: str)
 
 
 @pytest.mark.parametrize("read", [read_plan, plan_hash])
-def test_files_that_cannot_be_read_are_named(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+def test_unreadable_files_are_named(tmp_path: Path, read: Callable[[Path], Any]) -> None:
     with pytest.raises(BadPlan, match=r"nothing\.jsonl: no such file"):
         read(tmp_path / "nothing.jsonl")
     with pytest.raises(BadPlan, match="cannot be read"):
         read(tmp_path)
 
 
-def test_a_line_in_the_middle_that_is_empty_is_named(tmp_path: Path) -> None:
+def test_empty_line_is_named(tmp_path: Path) -> None:
     lines = list(plan_lines(chat_plan()))
     (tmp_path / "p").write_bytes(lines[0] + lines[1] + b"\n" + lines[2] + lines[3])
     with pytest.raises(BadPlan, match="p:3: an empty line"):
         read_plan(tmp_path / "p")
 
 
-def test_what_breaks_a_rule_is_not_written(tmp_path: Path) -> None:
+def test_invalid_plan_is_not_written(tmp_path: Path) -> None:
     wrong = replace(chat_plan(), requests=chat_plan().requests[1:])
     with pytest.raises(BadPlan, match="request 0: `index` is 1"):
         write_plan(wrong, tmp_path / "plan.jsonl")
@@ -278,7 +278,7 @@ def test_what_breaks_a_rule_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.jsonl"
     write_plan(chat_plan(), path)
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -289,7 +289,7 @@ def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
         write_plan(chat_plan(), tmp_path / "no" / "plan.jsonl")
 
 
-def test_prompt_lengths() -> None:
+def test_prompt_lengths_are_counted() -> None:
     counted: Plan = plan(
         request(0, (0, 40), [1, 2, 3], session="s", output=10),
         request(1, "words", session="t"),
@@ -298,5 +298,5 @@ def test_prompt_lengths() -> None:
     assert [counted.num_prompt_tokens(r) for r in counted.requests] == [43, None, 50]
 
 
-def test_a_vocabulary_has_its_size() -> None:
+def test_vocabulary_size() -> None:
     assert Vocabulary(low=10, high=20, excluded=(11, 12)).size == 8

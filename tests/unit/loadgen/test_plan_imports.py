@@ -1,5 +1,5 @@
-"""What the simulator may take from here: plans, traces and their like load no client library, no command line
-and none of Baton."""
+"""Plans and traces, which a simulator may import, load no client library, no command line and nothing of
+Baton."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Tokens of segments: equal for equal ids, different from the first one on for others, and nothing shared
-with a warm-up."""
+"""Tokens of segments: equal for equal ids, different from the first token for others, and distinct from
+warm-ups."""
 
 import itertools
 
@@ -39,8 +39,8 @@ def vocabularies(draw: st.DrawFn, least: int = 2) -> Vocabulary:
     return Vocabulary(low=low, high=low + span, excluded=tuple(sorted(excluded)))
 
 
-def test_the_tokens_are_these() -> None:
-    """Known by heart: other numbers make every plan of the past another workload."""
+def test_tokens_are_fixed() -> None:
+    """Other numbers would make every old plan another workload."""
     assert mix(np.array([0x9E3779B97F4A7C15], np.uint64)).tolist() == [
         0xE220A8397B1DCDAF
     ]  # the first number of splitmix64 from seed 0
@@ -71,7 +71,7 @@ def test_the_tokens_are_these() -> None:
 
 
 @given(IDS, st.integers(1, 200), vocabularies(least=16), SEEDS)
-def test_tokens_are_of_the_vocabulary_and_exactly_as_many(
+def test_tokens_have_the_requested_number_and_vocabulary(
     segment_id: int, num_tokens: int, vocabulary: Vocabulary, seed: int
 ) -> None:
     made = tokens(segment_id, num_tokens, vocabulary, seed)
@@ -81,7 +81,7 @@ def test_tokens_are_of_the_vocabulary_and_exactly_as_many(
 
 
 @given(IDS, st.integers(1, 100), st.integers(1, 100), vocabularies(least=16), SEEDS)
-def test_a_shorter_segment_begins_a_longer_one(
+def test_shorter_segment_is_a_prefix_of_a_longer_one(
     segment_id: int, a: int, b: int, vocabulary: Vocabulary, seed: int
 ) -> None:
     short, long = sorted((a, b))
@@ -89,7 +89,7 @@ def test_a_shorter_segment_begins_a_longer_one(
 
 
 @given(st.lists(st.tuples(IDS, st.integers(1, 60)), min_size=1, max_size=8), SEEDS)
-def test_segments_do_not_depend_on_their_neighbours(segments: list[tuple[int, int]], seed: int) -> None:
+def test_segments_are_independent_of_their_neighbours(segments: list[tuple[int, int]], seed: int) -> None:
     vocabulary = Vocabulary(low=3, high=4096)
     together = TokenSource(vocabulary, seed).segments([Generated(segment_id=id_, num_tokens=n) for id_, n in segments])
     assert together == list(itertools.chain.from_iterable(tokens(id_, n, vocabulary, seed) for id_, n in segments))
@@ -102,10 +102,8 @@ def test_two_ids_never_share_a_block(a: int, b: int, vocabulary: Vocabulary, see
 
 
 @given(vocabularies(), SEEDS, st.data())
-def test_neighbouring_ids_differ_from_their_first_token_on(
-    vocabulary: Vocabulary, seed: int, data: st.DataObject
-) -> None:
-    """Any window of V - 1 ids has V - 1 first tokens."""
+def test_neighbouring_ids_differ_from_the_first_token(vocabulary: Vocabulary, seed: int, data: st.DataObject) -> None:
+    """Any V - 1 consecutive ids have V - 1 different first tokens."""
     count = min(vocabulary.size - 1, 500)
     start = data.draw(st.integers(0, max_segment_id(vocabulary) - count + 1))
     made = TokenSource(vocabulary, seed).segments([Generated(segment_id=start + i, num_tokens=1) for i in range(count)])
@@ -113,7 +111,7 @@ def test_neighbouring_ids_differ_from_their_first_token_on(
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 15, 16, 17])
-def test_in_a_tiny_vocabulary_all_ids_that_fit_differ_within_a_block(size: int) -> None:
+def test_ids_of_a_tiny_vocabulary_differ_within_a_block(size: int) -> None:
     vocabulary = Vocabulary(low=0, high=size)
     last = max_segment_id(vocabulary)
     ids = sorted(
@@ -123,21 +121,21 @@ def test_in_a_tiny_vocabulary_all_ids_that_fit_differ_within_a_block(size: int) 
     assert len(np.unique(choices, axis=0)) == len(ids)
 
 
-def test_more_ids_than_tokens_differ_within_two() -> None:
+def test_more_ids_than_tokens_differ_within_two_tokens() -> None:
     """The conversation trace has 182,790 ids, the demo model 4,093 ordinary tokens."""
     ids = list(range(182_790))
     pairs = Choices(4093, seed=0).of(ids, [2] * len(ids)).reshape(-1, 2)
     assert len(np.unique(pairs, axis=0)) == len(ids)
 
 
-def test_the_digits_that_ids_need() -> None:
+def test_number_of_digits() -> None:
     assert [num_digits(size) for size in (2, 16, 4093, 151_643, 2**31 - 1)] == [16, 16, 6, 4, 3]
     assert max_segment_id(Vocabulary(low=0, high=2)) == 2**15 - 1
     assert max_segment_id(Vocabulary(low=0, high=16)) == MAX_ID
 
 
 @given(st.integers(0, 10**6), st.integers(1, 40), IDS, vocabularies(least=16), SEEDS)
-def test_a_warm_up_begins_as_no_prompt_of_the_plan_does(
+def test_warm_up_shares_no_first_token_with_the_plan(
     number: int, num_tokens: int, segment_id: int, vocabulary: Vocabulary, seed: int
 ) -> None:
     source = TokenSource(vocabulary, seed)
@@ -160,15 +158,15 @@ def test_warm_ups_differ_and_so_do_seeds() -> None:
 
 @settings(max_examples=20)
 @given(SEEDS)
-def test_tokens_are_spread_evenly(seed: int) -> None:
-    """Chi-squared of 64 tokens drawn 64,000 times; six deviations, so that one seed in a billion fails."""
+def test_tokens_are_uniform(seed: int) -> None:
+    """Chi-squared of 64 tokens drawn 64,000 times, with a limit of six deviations."""
     choices = Choices(64, seed).of(list(range(100)), [656] * 100).reshape(100, 656)[:, 16:]
     counts = np.bincount(choices.ravel(), minlength=64)
     chi = float(((counts - 1000.0) ** 2 / 1000.0).sum())
     assert abs(chi - 63) < 6 * (2 * 63) ** 0.5 + 20
 
 
-def test_a_prompt_is_its_segments_in_order() -> None:
+def test_prompt_is_its_segments_in_order() -> None:
     made = plan(
         request(0, (0, 40), [7, 8], (1, 20), session="s", output=3),
         request(1, (0, 40), [7, 8], (1, 20), 0, (2, 4), (3, 5), session="s", turn=1, after=0),
@@ -179,7 +177,7 @@ def test_a_prompt_is_its_segments_in_order() -> None:
     assert second == (*first, 91, 92, 93, *tokens(2, 4, made.vocabulary), *tokens(3, 5, made.vocabulary))
 
 
-def test_text_and_missing_answers_are_said() -> None:
+def test_texts_and_missing_responses_raise() -> None:
     with pytest.raises(BadPlan, match="request 0 is a text"):
         tokens_of(plan(request(0, "hello")), request(0, "hello"), {})
     with pytest.raises(KeyError):

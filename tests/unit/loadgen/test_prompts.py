@@ -1,4 +1,4 @@
-"""From planned segments to what goes over the wire."""
+"""Conversion of planned segments into what is sent."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ CHAT = Target(urls=("x",), model="m", dialect="openai", api="chat", prompts="tex
 ANSWERS = {0: EarlierResponse(token_ids=(7,) * 10, text=" an answer")}
 
 
-def test_token_ids_hold_the_answer_where_the_plan_has_it() -> None:
+def test_token_prompts_contain_earlier_responses() -> None:
     made = chat_plan()
     prompts = new_prompts(made, BATON)
     first, second = prompts.resolve(made.requests[0], {}), prompts.resolve(made.requests[2], ANSWERS)
@@ -25,7 +25,7 @@ def test_token_ids_hold_the_answer_where_the_plan_has_it() -> None:
     assert (len(second.token_ids), second.index, second.max_tokens, second.text) == (75, 2, 8, "")
 
 
-def test_a_chat_alternates_between_user_and_assistant() -> None:
+def test_chat_alternates_between_user_and_assistant() -> None:
     made = chat_plan()
     messages = new_prompts(made, CHAT).resolve(made.requests[2], ANSWERS).messages
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
@@ -33,7 +33,7 @@ def test_a_chat_alternates_between_user_and_assistant() -> None:
     assert messages[1]["content"] == " an answer"
 
 
-def test_texts_keep_their_roles_in_a_chat_and_are_one_prompt_otherwise() -> None:
+def test_texts_keep_their_roles_in_a_chat() -> None:
     made = plan(request(0, "hello"))
     segments = (
         Text(text="be brief", role="system"),
@@ -51,7 +51,7 @@ def test_texts_keep_their_roles_in_a_chat_and_are_one_prompt_otherwise() -> None
     assert new_prompts(made, BATON).resolve(talk, {}).text == "be briefhihellomore"
 
 
-def test_a_warm_up_is_as_long_and_shares_nothing() -> None:
+def test_warm_up_has_the_same_length_and_shares_nothing() -> None:
     made = plan(request(0, (0, 50), priority=2), slos={"default": SloTarget(ttft_s=1)})
     for target in (BATON, CHAT):
         prompts = new_prompts(made, target)
@@ -73,14 +73,14 @@ def test_a_warm_up_is_as_long_and_shares_nothing() -> None:
 
 
 @pytest.mark.parametrize("target", [CHAT, replace(BATON, prompts="text")])
-def test_exact_tokens_are_refused_before_a_text_or_a_chat_is_sent(target: Target) -> None:
+def test_exact_tokens_cannot_be_sent_as_text_or_chat(target: Target) -> None:
     made = plan(request(0, (0, 5)), request(1, [5, 6, 7]))
     with pytest.raises(LoadgenError, match="exact token ids"):
         new_prompts(made, target)
     assert list(new_prompts(made, BATON).resolve(made.requests[1], {}).token_ids) == [5, 6, 7]
 
 
-def test_answers_need_a_server_that_gives_their_tokens() -> None:
+def test_earlier_responses_need_a_server_that_returns_token_ids() -> None:
     with pytest.raises(LoadgenError, match="not known to return token ids"):
         new_prompts(chat_plan(), Target(urls=("x",), model="m", dialect="openai"))
     new_prompts(chat_plan(), Target(urls=("x",), model="m", dialect="openai", prompts="text"))

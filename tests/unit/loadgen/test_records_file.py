@@ -1,4 +1,4 @@
-"""What is written is read back, whatever ended the run; what cannot be read is named by file and line."""
+"""Records are read back as written, however the run ended; errors name the file and the line."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def written(path: Path, *records: Record) -> Path:
     return path
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_record_round_trip(tmp_path: Path) -> None:
     answer = record(
         1, tokens=(1.5, (1.6, 3)), token_ids=(4, 5, 6, 7), tenant="acme", timeline={"legs": [{"worker_id": "w0"}]}
     )
@@ -54,18 +54,18 @@ def test_round_trip(tmp_path: Path) -> None:
         is_complete=st.booleans(),
     )
 )
-def test_any_record_survives(seen: Record) -> None:
+def test_any_record_round_trip(seen: Record) -> None:
     assert from_json(json.loads(json.dumps(to_json(seen)))) == seen
 
 
-def test_each_record_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+def test_records_are_written_immediately(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path / "records.jsonl")
     writer.write(record())
     assert read_records(tmp_path / "records.jsonl")[0] == (record(),)
     writer.close()
 
 
-def test_a_torn_last_line_is_dropped_with_a_note(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_dropped_with_a_note(tmp_path: Path) -> None:
     path = written(tmp_path / "records.jsonl", record(0), record(1))
     path.write_bytes(path.read_bytes()[:-30])
     records, notes = read_records(path)
@@ -74,7 +74,7 @@ def test_a_torn_last_line_is_dropped_with_a_note(tmp_path: Path) -> None:
     assert "incomplete" in notes[0]
 
 
-def test_a_last_line_that_only_lacks_its_end_is_kept(tmp_path: Path) -> None:
+def test_last_line_without_line_end_is_kept(tmp_path: Path) -> None:
     path = written(tmp_path / "records.jsonl", record(0))
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
     assert read_records(path) == ((record(0),), ())
@@ -97,7 +97,7 @@ def test_a_last_line_that_only_lacks_its_end_is_kept(tmp_path: Path) -> None:
         (json.dumps(to_json(record(0))), "line 2: request 0 is already in line 1"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = written(tmp_path / "records.jsonl", record(0))
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(BadRecords) as raised:
@@ -106,20 +106,20 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_a_result_is_written_once(tmp_path: Path) -> None:
+def test_results_are_never_overwritten(tmp_path: Path) -> None:
     path = written(tmp_path / "records.jsonl")
     with pytest.raises(BadRecords, match="exists"):
         RecordWriter(path)
 
 
-def test_a_servers_object_that_json_cannot_hold_costs_the_object_not_the_record(tmp_path: Path) -> None:
+def test_timeline_that_is_not_json_is_dropped(tmp_path: Path) -> None:
     path = written(tmp_path / "records.jsonl", record(timeline={"placed_s": math.nan}, error="\udc80 garbage"))
     (seen,), _ = read_records(path)
     assert seen.timeline is None
     assert seen.error == "? garbage"
 
 
-def test_a_result_directory(tmp_path: Path) -> None:
+def test_result_directory_round_trip(tmp_path: Path) -> None:
     write_run(tmp_path, run(duration_s=0.0))
     write_run(tmp_path, run(invalid=("late",), flags={"label": "one worker"}))
     written(tmp_path / "records.jsonl", record())
@@ -141,7 +141,7 @@ def test_a_result_directory(tmp_path: Path) -> None:
         ('{"loadgen_result": 1, "colour": ""}', "unknown field 'colour'"),
     ],
 )
-def test_a_bad_run_file_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+def test_invalid_run_file_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "run.json").write_text(text)
     with pytest.raises(BadRecords, match=message) as raised:
@@ -149,7 +149,7 @@ def test_a_bad_run_file_is_named(tmp_path: Path, text: str | None, message: str)
     assert "run.json" in str(raised.value)
 
 
-def test_a_killed_run_of_several_processes_has_a_file_of_each(tmp_path: Path) -> None:
+def test_killed_run_is_read_from_the_files_of_its_processes(tmp_path: Path) -> None:
     write_run(tmp_path, run(processes=11))
     parts = [written(tmp_path / f"records.{part}.jsonl", record(20 - part)) for part in range(11)]
     written(tmp_path / ".records.jsonl", record(0))  # it was killed while it merged them
@@ -161,14 +161,14 @@ def test_a_killed_run_of_several_processes_has_a_file_of_each(tmp_path: Path) ->
     )
     for part in (2, 10):
         parts[part].write_bytes(parts[part].read_bytes()[:-30])
-    torn = read_result(tmp_path)
-    assert [seen.index for seen in torn.records] == [11, 12, 13, 14, 15, 16, 17, 19, 20]
-    assert [note.split(":")[0] for note in torn.notes[1:]] == ["records.2.jsonl", "records.10.jsonl"]
+    killed = read_result(tmp_path)
+    assert [seen.index for seen in killed.records] == [11, 12, 13, 14, 15, 16, 17, 19, 20]
+    assert [note.split(":")[0] for note in killed.notes[1:]] == ["records.2.jsonl", "records.10.jsonl"]
     written(tmp_path / "records.jsonl", record(7))
     assert (read_result(tmp_path).records, read_result(tmp_path).notes) == ((record(7),), ())
 
 
-def test_a_request_stands_in_one_file_only(tmp_path: Path) -> None:
+def test_request_in_two_files_is_an_error(tmp_path: Path) -> None:
     paths = [written(tmp_path / f"records.{part}.jsonl", record(part), record(5)) for part in range(2)]
     with pytest.raises(
         BadRecords, match=r"records\.1\.jsonl: line 2: request 5 is already in line 2 of records\.0\.jsonl"
@@ -176,12 +176,12 @@ def test_a_request_stands_in_one_file_only(tmp_path: Path) -> None:
         read_records(*paths)
 
 
-def test_no_directory(tmp_path: Path) -> None:
+def test_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadRecords, match="no such directory"):
         read_result(tmp_path / "nowhere")
 
 
-def test_processes_that_have_ended_leave_one_file_and_what_was_torn_is_told(tmp_path: Path) -> None:
+def test_merge_leaves_one_file_and_notes_incomplete_lines(tmp_path: Path) -> None:
     parts = [written(part_of(tmp_path, part), record(2 * part), record(2 * part + 1)) for part in range(2)]
     parts[1].write_bytes(parts[1].read_bytes()[:-30])
     (note,) = merge(tmp_path, parts)

@@ -1,5 +1,4 @@
-"""The report of a made-up run: it refers to nothing, carries its own numbers, and every plot is drawn from
-them."""
+"""The report of a synthetic run: self-contained, with its own data, and figures drawn from that data."""
 
 import csv
 import json
@@ -29,7 +28,7 @@ from tests.loadgen_synthetic import write_result
 
 @dataclass(frozen=True)
 class Written:
-    """A report's four files."""
+    """The four files of a report."""
 
     directory: Path
     data: dict[str, Any]
@@ -57,7 +56,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """Two systems at two rates; the last run's generator was late."""
+    """Two systems at two rates. The generator of the last run was late."""
     root = tmp_path_factory.mktemp("several")
     results = [write_result(root / f"a{rate}", rate=rate, seconds=6, label="A") for rate in (4, 8)]
     results.append(write_result(root / "b4", rate=4, seconds=6, label="B", timeline=False, sheds=False))
@@ -75,7 +74,7 @@ def small(directory: Path, *records: Record, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", ["single", "several"])
-def test_the_json_is_valid_by_its_schema(name: str, request: pytest.FixtureRequest) -> None:
+def test_json_matches_its_schema(name: str, request: pytest.FixtureRequest) -> None:
     written: Written = request.getfixturevalue(name)
     rules = json.loads(schema())
     jsonschema.Draft202012Validator.check_schema(rules)
@@ -85,7 +84,7 @@ def test_the_json_is_valid_by_its_schema(name: str, request: pytest.FixtureReque
     assert "Infinity" not in text
 
 
-def test_the_schema_can_fail(single: Written) -> None:
+def test_schema_rejects_invalid_reports(single: Written) -> None:
     rules = jsonschema.Draft202012Validator(json.loads(schema()))
     data = single.data | {"figures": []}
     assert rules.is_valid(data)
@@ -96,7 +95,7 @@ def test_the_schema_can_fail(single: Written) -> None:
 
 
 @pytest.mark.parametrize("name", ["single", "several"])
-def test_the_page_refers_to_nothing_outside_itself(name: str, request: pytest.FixtureRequest) -> None:
+def test_page_is_self_contained(name: str, request: pytest.FixtureRequest) -> None:
     page: Page = request.getfixturevalue(name).page
     assert [reference for reference in page.references if not reference.startswith("data:,")] == []
     assert not {"iframe", "img", "object", "embed", "base", "video", "audio", "source", "image", "use"} & set(page.tags)
@@ -108,13 +107,13 @@ def test_the_page_refers_to_nothing_outside_itself(name: str, request: pytest.Fi
 
 
 @pytest.mark.parametrize("name", ["single", "several"])
-def test_the_page_carries_the_numbers_of_the_json(name: str, request: pytest.FixtureRequest) -> None:
+def test_page_contains_the_json(name: str, request: pytest.FixtureRequest) -> None:
     written: Written = request.getfixturevalue(name)
     assert written.page.data == written.data
 
 
 @pytest.mark.parametrize("name", ["single", "several"])
-def test_every_plot_is_drawn_from_the_numbers_of_the_json(name: str, request: pytest.FixtureRequest) -> None:
+def test_every_figure_is_drawn_from_the_json(name: str, request: pytest.FixtureRequest) -> None:
     written: Written = request.getfixturevalue(name)
     drawn = written.page.figures
     assert sorted(drawn) == sorted(figure["id"] for figure in written.data["figures"])
@@ -132,11 +131,11 @@ def test_every_plot_is_drawn_from_the_numbers_of_the_json(name: str, request: py
                 axes = (figure["x"], figure["x"])
             assert len(seen) == len(expected) > 0, (figure["id"], number)
             for here, there in zip(seen, expected, strict=True):
-                for axis, value, told in zip(axes, here, there, strict=True):
-                    assert abs(value - told) <= tolerance(axis, told), (figure["id"], row["name"], here, there)
+                for axis, value, run_data in zip(axes, here, there, strict=True):
+                    assert abs(value - run_data) <= tolerance(axis, run_data), (figure["id"], row["name"], here, there)
 
 
-def test_curves_end_where_the_outcomes_say(single: Written) -> None:
+def test_curves_end_at_the_share_of_complete_responses(single: Written) -> None:
     (run_data,) = single.data["runs"]
     figures = {figure["id"]: figure for figure in single.data["figures"]}
     whole = run_data["outcomes"]["good"] + run_data["outcomes"]["late"]
@@ -147,7 +146,7 @@ def test_curves_end_where_the_outcomes_say(single: Written) -> None:
     assert sum(run_data["outcomes"].values()) == run_data["offered"]
 
 
-def test_the_critical_path_sums_to_the_mean_e2e(single: Written) -> None:
+def test_critical_path_sums_to_the_mean_e2e(single: Written) -> None:
     (run_data,) = single.data["runs"]
     assert sum(run_data["critical_path_ms"].values()) == pytest.approx(
         run_data["latency"]["e2e"]["mean_ms"]["value"], rel=1e-6
@@ -157,8 +156,8 @@ def test_the_critical_path_sums_to_the_mean_e2e(single: Written) -> None:
     ]
 
 
-def test_predictions_are_held_against_what_the_server_measured(single: Written) -> None:
-    """The made-up server predicts a TTFT that is a tenth too long, from the placement on."""
+def test_predictions_are_compared_with_server_measurements(single: Written) -> None:
+    """The synthetic server predicts a TTFT that is 10 % too long, from the placement on."""
     (run_data,) = single.data["runs"]
     whole = run_data["outcomes"]["good"] + run_data["outcomes"]["late"]
     ttft, tpot = run_data["predicted_to_actual_ttft"], run_data["predicted_to_actual_tpot"]
@@ -172,16 +171,16 @@ def test_predictions_are_held_against_what_the_server_measured(single: Written) 
     assert "predicted / actual tpot: p10, p50, p90" in single.html
 
 
-def test_where_nothing_was_predicted_nothing_is_said(several: Written) -> None:
+def test_no_predictions_without_data(several: Written) -> None:
     without = several.data["runs"][2]
     assert (without["predicted_to_actual_ttft"], without["predicted_to_actual_tpot"]) == (None, None)
 
 
-def test_prompts_that_the_server_counts_otherwise_are_told(tmp_path: Path) -> None:
+def test_prompt_token_deviation_is_reported(tmp_path: Path) -> None:
     counted = [record(index, planned_prompt_tokens=100, num_prompt_tokens=105) for index in range(4)]
     written = Written.of([small(tmp_path / "r", *counted, refused(4, planned_prompt_tokens=100))], tmp_path / "out")
-    (told,) = written.data["runs"]
-    assert told["prompts"] == {
+    (run_data,) = written.data["runs"]
+    assert run_data["prompts"] == {
         "planned_tokens": 400,
         "counted_tokens": 420,
         "requests": 4,
@@ -191,7 +190,7 @@ def test_prompts_that_the_server_counts_otherwise_are_told(tmp_path: Path) -> No
     assert "counted 420 tokens, +5.00% relative to the plan" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_prefix_hits_are_held_against_the_plans_best(single: Written) -> None:
+def test_prefix_hits_are_compared_with_the_best_possible(single: Written) -> None:
     hits = single.data["runs"][0]["prefix_hits"]
     infinite, lru = hits["best"].values()
     assert 0 < hits["achieved"] <= infinite < 1
@@ -199,7 +198,7 @@ def test_prefix_hits_are_held_against_the_plans_best(single: Written) -> None:
     assert sum(hits["by_tier"].values()) == hits["cached_tokens"]
 
 
-def test_groups_sum_to_the_whole(single: Written) -> None:
+def test_groups_sum_to_all_requests(single: Written) -> None:
     (run_data,) = single.data["runs"]
     for key in ("by_class", "by_tenant", "by_endpoint"):
         assert sum(group["offered"] for group in run_data[key]) == run_data["offered"]
@@ -208,7 +207,7 @@ def test_groups_sum_to_the_whole(single: Written) -> None:
     assert run_data["goodput_rps_per_worker"] == pytest.approx(run_data["goodput_rps"]["value"] / 3)
 
 
-def test_an_invalid_run_is_red_everywhere(several: Written, single: Written) -> None:
+def test_invalid_run_is_marked_in_every_format(several: Written, single: Written) -> None:
     assert several.page.alerts == 1
     assert single.page.alerts == 0
     assert [one["valid"] for one in several.data["runs"]] == [True, True, True, False]
@@ -224,7 +223,7 @@ def test_an_invalid_run_is_red_everywhere(several: Written, single: Written) -> 
     assert sum(row["valid"] == "no" for row in rows) == invalid["offered"]
 
 
-def test_the_csv_has_every_request(single: Written) -> None:
+def test_csv_has_every_request(single: Written) -> None:
     rows = list(csv.DictReader((single.directory / "requests.csv").open()))
     (run_data,) = single.data["runs"]
     assert len(rows) == run_data["offered"]
@@ -234,7 +233,7 @@ def test_the_csv_has_every_request(single: Written) -> None:
     assert sum(ttfts) / len(ttfts) == pytest.approx(run_data["latency"]["ttft"]["mean_ms"]["value"], rel=1e-5)
 
 
-def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
+def test_hostile_texts_are_escaped(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     one = refused(0, error=f"=HYPERLINK(1) {evil}", status=500, tenant=evil, reason="a|b`c")
     written = Written.of([small(tmp_path / "r", one, record(1), model=evil, flags={"label": evil})], tmp_path / "out")
@@ -262,7 +261,7 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
     ],
     ids=["refused", "one", "one-token", "unreachable", "all at once", "one message"],
 )
-def test_poor_runs_have_a_report_too(tmp_path: Path, records: list[Record]) -> None:
+def test_runs_without_responses_have_a_report(tmp_path: Path, records: list[Record]) -> None:
     written = Written.of([small(tmp_path / "r", *records)], tmp_path / "out")
     jsonschema.validate(written.data, json.loads(schema()))
     assert sum(written.data["runs"][0]["outcomes"].values()) == len(records)
@@ -274,7 +273,7 @@ def test_poor_runs_have_a_report_too(tmp_path: Path, records: list[Record]) -> N
         )
 
 
-def test_another_promise_for_the_same_records(tmp_path: Path) -> None:
+def test_slo_option_reevaluates_the_records(tmp_path: Path) -> None:
     result = small(tmp_path / "r", record(0), record(1))
     found = CliRunner().invoke(command, [str(result), "--slo", "ttft=1ms", "--workers", "4"])
     assert found.exit_code == 0, found.output
@@ -285,27 +284,27 @@ def test_another_promise_for_the_same_records(tmp_path: Path) -> None:
     assert "2 late = 2 offered; SLO attainment 0 %" in found.output
 
 
-def test_a_promise_of_one_class_leaves_the_others_theirs(tmp_path: Path) -> None:
+def test_slo_of_one_class_keeps_the_others(tmp_path: Path) -> None:
     result = write_result(tmp_path / "r", rate=4, seconds=4)
     found = CliRunner().invoke(command, [str(result), "--slo", "batch:ttft=9s"])
     assert found.exit_code == 0, found.output
-    (told,) = json.loads((result / "report.json").read_text())["runs"]
-    assert told["slos"] == {"interactive": {"ttft_ms": 500.0, "tpot_ms": 50.0}, "batch": {"ttft_ms": 9000.0}}
+    (run_data,) = json.loads((result / "report.json").read_text())["runs"]
+    assert run_data["slos"] == {"interactive": {"ttft_ms": 500.0, "tpot_ms": 50.0}, "batch": {"ttft_ms": 9000.0}}
     with pytest.raises(BadSlo, match="no class `bacth`; its classes are interactive, batch"):
         views_of([result], slos=[("bacth", SloTarget(ttft_s=9))])
 
 
-def test_a_cluster_whose_memory_the_user_knows_has_its_best_prefix_hits(tmp_path: Path) -> None:
+def test_kv_tokens_option_gives_the_best_prefix_hits(tmp_path: Path) -> None:
     result = write_result(tmp_path / "r", rate=4, seconds=4)
     found = CliRunner().invoke(command, [str(result), "--kv-tokens", "1000000"])
     assert found.exit_code == 0, found.output
-    (told,) = json.loads((result / "report.json").read_text())["runs"]
-    best = told["prefix_hits"]["best"]
+    (run_data,) = json.loads((result / "report.json").read_text())["runs"]
+    best = run_data["prefix_hits"]["best"]
     assert best["plan's best, LRU of 1,000,000 tokens"] == best["plan's best, infinite cache"], "all of it fits"
     assert len(best) == 2
 
 
-def test_several_results_are_reported_beside_each_other(tmp_path: Path) -> None:
+def test_several_results_share_one_report(tmp_path: Path) -> None:
     results = [small(tmp_path / name, record(0), flags={"label": "same"}) for name in ("x", "y")]
     found = CliRunner().invoke(command, [*map(str, results)])
     assert found.exit_code == 0, found.output
@@ -313,22 +312,22 @@ def test_several_results_are_reported_beside_each_other(tmp_path: Path) -> None:
     assert names == ["same · x", "same · y"]
 
 
-def test_a_torn_record_is_told(tmp_path: Path) -> None:
+def test_incomplete_record_is_noted(tmp_path: Path) -> None:
     result = small(tmp_path / "r", record(0), record(1))
     (result / "records.jsonl").write_bytes((result / "records.jsonl").read_bytes()[:-20])
     written = Written.of([result], tmp_path / "out")
-    (told,) = written.data["runs"]
-    assert "incomplete" in told["notes"][0]
-    assert "1 of 2 offered requests have no record; the run was probably killed" in told["invalid"]
+    (run_data,) = written.data["runs"]
+    assert "incomplete" in run_data["notes"][0]
+    assert "1 of 2 offered requests have no record; the run was probably killed" in run_data["invalid"]
     assert "incomplete" in written.html
 
 
-def test_without_records_there_is_nothing_to_report(tmp_path: Path) -> None:
+def test_result_without_records_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadRecords, match="there is nothing to report"):
         views_of([small(tmp_path / "r")])
 
 
-def test_results_that_lie_apart_need_a_place_for_their_report(tmp_path: Path) -> None:
+def test_results_in_different_directories_need_out(tmp_path: Path) -> None:
     for name in ("x", "y"):
         (tmp_path / name).mkdir()
     results = [str(small(tmp_path / name / "r", record(0))) for name in ("x", "y")]
@@ -339,15 +338,15 @@ def test_results_that_lie_apart_need_a_place_for_their_report(tmp_path: Path) ->
     assert CliRunner().invoke(command, [*results, "--out", str(tmp_path / "z")]).exit_code == 0
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_directory_is_named(tmp_path: Path) -> None:
     result = small(tmp_path / "r", record(0))
     (tmp_path / "file").touch()
     with pytest.raises(LoadgenError, match=r"file/out cannot be written .*--out"):
         write_report(views_of([result]), tmp_path / "file" / "out")
 
 
-def test_runs_that_were_ended_early_are_paler_where_rates_are_compared(tmp_path: Path) -> None:
-    """What was in flight then counts as broken, and might have been kept."""
+def test_runs_that_ended_early_are_marked_in_rate_figures(tmp_path: Path) -> None:
+    """Their requests in flight count as missed, although they could have met the SLO."""
     whole = [record(i, tokens=(i + 0.1, i + 0.2), intended_s=float(i), sent_s=float(i)) for i in range(3)]
     results = [small(tmp_path / name, *whole, interrupted=name == "y", flags={"label": "same"}) for name in ("x", "y")]
     for figure in (goodput_by_rate, attainment_by_rate):

@@ -1,5 +1,4 @@
-"""Each metric of hand-written records against values worked out by hand; each class; and that nothing is lost
-between them."""
+"""Metrics of handwritten records compared with values by hand, and every outcome."""
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ from loadgen.slo_target import SloTarget
 from tests.loadgen_builders import any_record, any_terms, record, refused, rules
 
 
-def test_every_metric_of_one_answer() -> None:
-    """Due at 1.0, sent at 1.1; tokens at 1.5, 1.6, 1.8 and, two in one message, 2.4."""
+def test_every_metric_of_one_response() -> None:
+    """Due at 1.0, sent at 1.1; tokens at 1.5, 1.6, 1.8 and two in one message at 2.4."""
     answer = record(tokens=(1.5, 1.6, 1.8, (2.4, 2)))
     assert request_metrics.num_output_tokens(answer) == 5
     assert request_metrics.ttft_s(answer) == pytest.approx(0.5)
@@ -27,18 +26,18 @@ def test_every_metric_of_one_answer() -> None:
     assert request_metrics.send_lag_s(answer) == pytest.approx(0.1)
 
 
-def test_the_mean_gap_is_the_tpot_however_tokens_are_bundled() -> None:
+def test_mean_gap_is_tpot_for_any_bundling() -> None:
     for tokens in [(1.5, 1.6, 1.8), ((1.5, 3), 1.9, (2.5, 4)), ((1.5, 2),)]:
         answer = record(tokens=tokens)
         assert np.mean(request_metrics.itl_s(answer)) == pytest.approx(request_metrics.tpot_s(answer))
 
 
-def test_tbt_takes_the_longest_tenth_rounded_up() -> None:
+def test_tbt_is_the_mean_of_the_longest_tenth() -> None:
     gaps = [0.01] * 18 + [0.5, 0.3, 0.2]  # 21 gaps: the longest 3
     assert request_metrics.tbt_s(record(tokens=np.cumsum([1.5, *gaps]).tolist())) == pytest.approx(1.0 / 3)
 
 
-def test_one_token_has_no_tpot_and_keeps_its_slo() -> None:
+def test_one_token_has_no_tpot_and_meets_its_slo() -> None:
     answer = record(tokens=(1.5,))
     assert request_metrics.tpot_s(answer) is None
     assert request_metrics.tbt_s(answer) is None
@@ -47,31 +46,31 @@ def test_one_token_has_no_tpot_and_keeps_its_slo() -> None:
     assert classify(answer, rules("ttft=600ms,tpot=1us")) is RequestOutcome.GOOD
 
 
-def test_usage_counts_where_text_messages_hide_tokens() -> None:
+def test_usage_counts_tokens_of_text_messages() -> None:
     answer = record(tokens=(1.5, 2.0), num_output_tokens=6)
     assert request_metrics.tpot_s(answer) == pytest.approx(0.5 / 5)
     assert request_metrics.itl_s(answer) == pytest.approx([0.5])
 
 
-def test_without_usage_token_ids_count_then_arrivals() -> None:
+def test_token_ids_then_arrivals_count_without_usage() -> None:
     assert request_metrics.num_output_tokens(record(num_output_tokens=None, token_ids=(7, 8, 9, 10))) == 4
     assert request_metrics.num_output_tokens(record(num_output_tokens=None)) == 3
 
 
-def test_messages_without_tokens_are_no_first_token() -> None:
+def test_empty_messages_are_not_the_first_token() -> None:
     assert request_metrics.ttft_s(record(tokens=((1.2, 0), 1.5, (1.9, 0)))) == pytest.approx(0.5)
     assert request_metrics.e2e_s(record(tokens=((1.2, 0), 1.5, (1.9, 0)))) == pytest.approx(0.5)
 
 
-def test_queue_is_what_the_timeline_says_or_nothing() -> None:
+def test_queue_time_comes_from_the_timeline() -> None:
     leg = {"worker_id": "w0", "queue_s": 0.25, "compute_s": 0.1, "num_computed_tokens": "12"}
     assert request_metrics.queue_s(record(timeline={"legs": [leg]})) == 0.25
     assert request_metrics.queue_s(record(timeline={"legs": []})) is None
     assert request_metrics.queue_s(record()) is None
 
 
-def test_a_request_that_was_held_back_is_judged_by_its_intended_time() -> None:
-    """Sent 2 s late by the generator, answered at once: the user has waited."""
+def test_late_send_counts_against_ttft() -> None:
+    """The generator sent 2 s late; the response came immediately, but the user has waited."""
     answer = record(sent_s=3.0, tokens=(3.1, 3.2))
     assert request_metrics.ttft_s(answer, from_intended=False) == pytest.approx(0.1)
     assert classify(answer, rules("ttft=500ms")) is RequestOutcome.LATE
@@ -107,16 +106,16 @@ def test_a_request_that_was_held_back_is_judged_by_its_intended_time() -> None:
         (RequestOutcome.TRUNCATED, record(tokens=(), num_output_tokens=0)),
     ],
 )
-def test_classes(expected: RequestOutcome, seen: Record) -> None:
+def test_outcomes(expected: RequestOutcome, seen: Record) -> None:
     assert classify(seen, rules("ttft=600ms,tpot=200ms")) is expected
 
 
-def test_without_ignore_eos_a_shorter_answer_is_whole() -> None:
+def test_shorter_response_is_complete_without_ignore_eos() -> None:
     shorter = record(planned_output_tokens=4, finish_reason="stop")
     assert classify(shorter, rules(ignore_eos=False)) is RequestOutcome.GOOD
 
 
-def test_a_server_that_counts_nothing_is_believed_its_finish_reason() -> None:
+def test_finish_reason_decides_without_token_counts() -> None:
     silent = record(tokens=(1.5, 1.6), num_output_tokens=None, planned_output_tokens=8)
     assert classify(silent, rules()) is RequestOutcome.GOOD
     assert classify(
@@ -124,24 +123,22 @@ def test_a_server_that_counts_nothing_is_believed_its_finish_reason() -> None:
     ) is (RequestOutcome.TRUNCATED)
 
 
-def test_each_class_of_requests_has_its_own_promise() -> None:
-    promises = OutcomeRules(slos={"default": SloTarget.parse("ttft=100ms"), "batch": SloTarget.parse("e2e=10s")})
-    assert classify(record(), promises) is RequestOutcome.LATE
-    assert classify(record(slo_class="batch"), promises) is RequestOutcome.GOOD
-    assert classify(record(slo_class="unheard of"), promises) is RequestOutcome.LATE
+def test_each_slo_class_has_its_own_slo() -> None:
+    class_slos = OutcomeRules(slos={"default": SloTarget.parse("ttft=100ms"), "batch": SloTarget.parse("e2e=10s")})
+    assert classify(record(), class_slos) is RequestOutcome.LATE
+    assert classify(record(slo_class="batch"), class_slos) is RequestOutcome.GOOD
+    assert classify(record(slo_class="unheard of"), class_slos) is RequestOutcome.LATE
     assert classify(record(), OutcomeRules()) is RequestOutcome.GOOD
 
 
 @settings(deadline=None)
 @given(any_record, any_terms)
-def test_any_record_is_in_exactly_one_class_and_only_whole_answers_are_good(
-    seen: Record, promised: OutcomeRules
-) -> None:
-    outcome = classify(seen, promised)
+def test_any_record_has_one_outcome_and_only_complete_ones_are_good(seen: Record, rules: OutcomeRules) -> None:
+    outcome = classify(seen, rules)
     assert outcome in RequestOutcome
     if outcome in request_metrics.COMPLETE:
-        assert request_metrics.is_complete_response(seen, promised)
-        kept = all(request_metrics.met_slos(seen, promised.slo_of(seen)).values())
+        assert request_metrics.is_complete_response(seen, rules)
+        kept = all(request_metrics.met_slos(seen, rules.slo_of(seen)).values())
         assert kept == (outcome is RequestOutcome.GOOD)
 
 
@@ -149,7 +146,7 @@ def due_each(gap_s: float, count: int, lag_s: float = 0.0, **changes: object) ->
     return [record(i, intended_s=i * gap_s, sent_s=i * gap_s + lag_s, **changes) for i in range(count)]
 
 
-def test_a_run_on_time_is_valid() -> None:
+def test_run_on_time_is_valid() -> None:
     sent = request_metrics.sending(due_each(0.01, 100, 0.001))
     assert sent.due_rps == pytest.approx(100)
     assert sent.achieved_rps == pytest.approx(100)
@@ -160,21 +157,21 @@ def test_a_run_on_time_is_valid() -> None:
 @pytest.mark.parametrize(
     ("slo", "limit_s"), [("ttft=100ms", 0.002), ("ttft=500ms", 0.005), ("tpot=1s", 0.002), ("", 0.002)]
 )
-def test_send_lag_is_held_against_the_ttft_slo(slo: str, limit_s: float) -> None:
+def test_send_lag_limit_follows_from_the_ttft_slo(slo: str, limit_s: float) -> None:
     assert request_metrics.lag_limit_s(rules(slo)) == pytest.approx(limit_s)
     assert not request_metrics.invalid_reasons(due_each(0.01, 100, 0.999 * limit_s), rules(slo))
     (reason,) = request_metrics.invalid_reasons(due_each(0.01, 100, 1.001 * limit_s), rules(slo))
     assert "p99 send lag" in reason
 
 
-def test_a_generator_that_falls_behind_misses_the_rate() -> None:
+def test_slow_generator_misses_the_rate() -> None:
     """Due within 0.99 s, sent within 1.04 s."""
     slow = [record(i, intended_s=i * 0.01, sent_s=i * 0.0105) for i in range(100)]
     assert request_metrics.sending(slow).achieved_rps == pytest.approx(99 / (99 * 0.0105))
     assert any("off by -4.8%" in reason for reason in request_metrics.invalid_reasons(slow, rules("ttft=10s")))
 
 
-def test_requests_that_were_dropped_miss_the_rate_but_those_given_up_do_not() -> None:
+def test_dropped_requests_miss_the_rate_but_cancelled_ones_do_not() -> None:
     kept = due_each(0.01, 98)
     lost = [refused(98 + i, intended_s=0.98 + 0.01 * i, sent_s=None, status=None, reason="") for i in range(2)]
     assert request_metrics.sending(kept + lost).achieved_rps == pytest.approx(98)
@@ -186,7 +183,7 @@ def test_requests_that_were_dropped_miss_the_rate_but_those_given_up_do_not() ->
     assert request_metrics.invalid_reasons(kept + given_up, rules("ttft=10s")) == ()
 
 
-def test_an_unreachable_server_is_not_the_generators_fault() -> None:
+def test_connection_refused_does_not_invalidate_the_run() -> None:
     refused_connections = [
         refused(i, intended_s=0.01 * i, sent_s=None, status=None, reason="", error="connection refused")
         for i in range(50)
@@ -194,7 +191,7 @@ def test_an_unreachable_server_is_not_the_generators_fault() -> None:
     assert request_metrics.invalid_reasons(due_each(0.01, 50) + refused_connections, rules("ttft=10s")) == ()
 
 
-def test_missing_records_are_told() -> None:
+def test_missing_records_invalidate_the_run() -> None:
     assert (
         "2 of 5 offered requests have no record"
         in request_metrics.invalid_reasons(due_each(0.01, 3), rules(), num_offered=5)[0]
@@ -202,5 +199,5 @@ def test_missing_records_are_told() -> None:
     assert request_metrics.invalid_reasons([], rules()) == ("no request was offered",)
 
 
-def test_no_promise_is_an_infinite_bound() -> None:
+def test_no_slo_is_an_infinite_bound() -> None:
     assert classify(refused(after_s=1e6), rules("tpot=1ms")) is RequestOutcome.REJECTED_EARLY

@@ -1,4 +1,4 @@
-"""What `loadgen run` makes of a run that has ended."""
+"""The summary, the exit code and the check of `loadgen run`."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def spec(out: Path) -> RunSpec:
     )
 
 
-def test_a_server_that_is_gone_when_it_is_asked_again_takes_nothing_from_the_run(tmp_path: Path) -> None:
+def test_unreachable_server_in_check_keeps_the_run(tmp_path: Path) -> None:
     before = finished(record(token_ids=(7, 8, 9)))
     after, code = _recheck(spec(tmp_path), before, is_quiet=True)
     assert code == EXIT_DIFFERS
@@ -51,7 +51,7 @@ def test_a_server_that_is_gone_when_it_is_asked_again_takes_nothing_from_the_run
     assert (after.run, after.records) == (before.run, before.records)
 
 
-def test_neither_does_a_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_check_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -60,8 +60,8 @@ def test_neither_does_a_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (code, after.notes) == (EXIT_INTERRUPTED, ("check: interrupted while repeating requests",))
 
 
-def test_its_goodput_is_the_reports(tmp_path: Path) -> None:
-    """A turn that was never sent, since the one before it failed, was offered all the same."""
+def test_summary_goodput_equals_the_reports(tmp_path: Path) -> None:
+    """A turn that was not sent because the previous one failed counts as offered."""
     given_up = record(4, tokens=(), intended_s=5.0, sent_s=None, ended_s=5.0, is_complete=False, left_early=True)
     done = finished(
         *(record(index, tokens=(index + 0.6,), intended_s=index + 0.5, sent_s=index + 0.5) for index in range(4)),
@@ -83,18 +83,18 @@ def test_its_goodput_is_the_reports(tmp_path: Path) -> None:
         (RecheckResult(compared=0, failed=0, skipped=3, differing=()), False),
     ],
 )
-def test_only_answers_that_came_again_are_the_same(found: RecheckResult, is_same: bool) -> None:
+def test_check_needs_equal_responses(found: RecheckResult, is_same: bool) -> None:
     assert found.is_same is is_same
 
 
-def test_a_key_from_a_file_is_sent_without_the_end_of_its_line() -> None:
+def test_api_key_is_stripped() -> None:
     assert ApiKey().convert("sk-1\n", None, None) == "sk-1"
 
 
-def test_what_was_refused_is_told_apart_from_what_was_slow() -> None:
+def test_rejections_are_listed_separately_from_slow_responses() -> None:
     slow = record(0, tokens=(9.0, 9.1, 9.2))
     assert finished(slow).not_answered == ()
-    told = finished(
+    notes = finished(
         slow, refused(1), refused(2), record(3, tokens=(), status=400, error="too long", is_complete=False)
     ).not_answered
-    assert told == ("3 of 4 requests have no complete response (2: rejected early: ttft_slo)",)
+    assert notes == ("3 of 4 requests have no complete response (2: rejected early: ttft_slo)",)

@@ -1,4 +1,4 @@
-"""The open loop under virtual time, against a client whose every delay is known: each time is exact."""
+"""The open loop in virtual time against a client with known delays: all times are exact."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from tests.unit.loadgen.plans import plan, request
 
 
 class VirtualAlarm:
-    """An alarm by the loop's own clock, which is virtual."""
+    """An alarm on the loop's virtual clock."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         self._loop = loop
@@ -39,8 +39,10 @@ class VirtualAlarm:
 
 
 class Server:
-    """Implements `client.Client`: a first token after `ttft_s`, the others `gap_s` apart, but nothing within
-    `stall`. `broken` are answered with an error after one token."""
+    """Implements `Client`: first token after `ttft_s`, the others `gap_s` apart, nothing during `stall`.
+
+    Requests in `broken` fail after one token.
+    """
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ def run(
     meanwhile: Callable[[Runner], None] | None = None,
     encode_before_start_bytes: int = runner.ENCODE_BEFORE_START_BYTES,
 ) -> dict[int, Record]:
-    """The records by index. `meanwhile` may plan what happens during the run."""
+    """Run the plan and return the records by index. `meanwhile` can schedule actions during the run."""
     recorder = recorder or Recorder()
 
     async def main() -> Runner:
@@ -146,7 +148,7 @@ def outcomes(made: Plan, records: Mapping[int, Record]) -> list[RequestOutcome]:
     return [request_metrics.classify(records[index], OutcomeRules(slos=made.slos)) for index in sorted(records)]
 
 
-def test_requests_leave_at_their_times_whatever_the_answers_do() -> None:
+def test_requests_are_sent_at_their_times_for_any_server() -> None:
     made = plan(*(request(index, (index, 4), at_s=index * 0.05) for index in range(40)))
     server = Server(ttft_s=30.0)
     records = run(made, server)
@@ -155,7 +157,7 @@ def test_requests_leave_at_their_times_whatever_the_answers_do() -> None:
     assert request_metrics.invalid_reasons(list(records.values()), OutcomeRules(slos=made.slos)) == ()
 
 
-def test_each_time_of_a_record_is_that_of_the_run() -> None:
+def test_record_times_count_from_the_start() -> None:
     made = plan(request(0, (0, 4), at_s=2.0, output=3))
     record = run(made, Server(ttft_s=0.25, gap_s=0.5))[0]
     assert (record.intended_s, record.sent_s, record.ended_s) == (2.0, pytest.approx(2.0), pytest.approx(3.25))
@@ -164,7 +166,7 @@ def test_each_time_of_a_record_is_that_of_the_run() -> None:
     assert (request_metrics.ttft_s(record), request_metrics.tpot_s(record)) == (pytest.approx(0.25), pytest.approx(0.5))
 
 
-def test_a_stall_shows_in_the_latency_of_every_request_that_was_due_in_it() -> None:
+def test_stall_shows_in_every_request_due_during_it() -> None:
     made = plan(
         *(request(index, (index, 4), at_s=index * 0.1, output=1) for index in range(50)),
         slos={"default": SloTarget(ttft_s=0.5)},
@@ -177,7 +179,7 @@ def test_a_stall_shows_in_the_latency_of_every_request_that_was_due_in_it() -> N
     assert outcomes(made, records).count(RequestOutcome.LATE) == 15  # those due from 1.0 to before 2.5
 
 
-def test_turns_follow_whole_answers_and_hold_them() -> None:
+def test_turns_follow_complete_responses_and_contain_them() -> None:
     made = plan(
         request(0, (0, 4), at_s=0.0, output=2, session="s"),
         request(1, (0, 4), 0, (1, 2), output=2, session="s", turn=1, after=0, think_s=1.5),
@@ -194,7 +196,7 @@ def test_turns_follow_whole_answers_and_hold_them() -> None:
     assert outcomes(made, records) == [RequestOutcome.GOOD] * 3
 
 
-def test_a_turn_that_was_not_whole_ends_its_session_and_nothing_is_lost() -> None:
+def test_incomplete_turn_cancels_the_rest_of_its_session() -> None:
     made = plan(
         request(0, (0, 4), at_s=0.0, output=2, session="s"),
         request(1, (0, 4), 0, output=2, session="s", turn=1, after=0, think_s=1.0),
@@ -212,7 +214,7 @@ def test_a_turn_that_was_not_whole_ends_its_session_and_nothing_is_lost() -> Non
     assert (list(server.sent), records[1].sent_s, records[2].intended_s) == ([0, 3], None, pytest.approx(2.1))
 
 
-def test_the_plans_cancels_and_the_clients_patience() -> None:
+def test_planned_cancels_and_timeouts() -> None:
     made = plan(request(0, (0, 4), at_s=0.0, output=8, cancel_after_tokens=3), request(1, (1, 4), at_s=0.5, output=50))
     server = Server(ttft_s=0.1, gap_s=0.1)
     records = run(made, server, timeout_s=1.95)
@@ -221,7 +223,7 @@ def test_the_plans_cancels_and_the_clients_patience() -> None:
     assert (len(records[1].arrivals), records[1].ended_s, server.hung_up) == (19, pytest.approx(2.45), [0, 1])
 
 
-def test_stopping_keeps_what_was_measured_and_offers_nothing_more() -> None:
+def test_stop_keeps_records_and_sends_nothing_more() -> None:
     made = plan(*(request(index, (index, 4), at_s=float(index), output=20) for index in range(10)))
     server = Server(ttft_s=0.5, gap_s=0.1)
 
@@ -233,7 +235,7 @@ def test_stopping_keeps_what_was_measured_and_offers_nothing_more() -> None:
     assert (sorted(records), server.hung_up) == ([0, 1, 2, 3, 4], [2, 3, 4])
 
 
-def test_a_request_that_cannot_be_made_is_a_fact_and_not_the_end() -> None:
+def test_request_that_cannot_be_sent_does_not_end_the_run() -> None:
     class Choosy(Server):
         def prepare(self, request_sent: ResolvedRequest) -> ResolvedRequest:
             if request_sent.index == 1:
@@ -246,7 +248,7 @@ def test_a_request_that_cannot_be_made_is_a_fact_and_not_the_end() -> None:
     assert records[1].error == "not sent: ValueError: too odd"
 
 
-def test_a_full_disk_ends_the_run() -> None:
+def test_full_disk_ends_the_run() -> None:
     class Full(Recorder):
         def write(self, record: Record) -> None:
             if len(self.records) == 2:
@@ -260,7 +262,7 @@ def test_a_full_disk_ends_the_run() -> None:
     assert len(server.sent) < 5
 
 
-def test_bodies_are_made_before_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_are_encoded_before_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(*(request(index, (index, 4), at_s=10.0 * index, output=2) for index in range(5)))
     server = Server()
     made_at: dict[int, float] = {}

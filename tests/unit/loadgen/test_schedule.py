@@ -1,4 +1,4 @@
-"""What is due when, which process sends it, and what becomes of a session whose turn was not whole."""
+"""The schedule: due times, distribution over processes, and sessions with an incomplete turn."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ def due(schedule: Schedule, now_s: float) -> list[tuple[float, int]]:
     return [(at_s, request.index) for at_s, request in schedule.take_due(now_s)]
 
 
-def test_the_plans_times_do_not_move_however_late_they_are_asked_for() -> None:
+def test_planned_times_never_move() -> None:
     schedule = Schedule([request(index, (index, 4), at_s=index / 10) for index in range(5)])
     assert (schedule.next_s, due(schedule, -1.0)) == (0.0, [])
     assert due(schedule, 0.25) == [(0.0, 0), (0.1, 1), (0.2, 2)]
@@ -38,7 +38,7 @@ def test_the_plans_times_do_not_move_however_late_they_are_asked_for() -> None:
     assert (schedule.next_s, schedule.num_unsent) == (None, 0)
 
 
-def test_a_later_turn_is_due_a_think_time_after_the_end_of_the_one_before() -> None:
+def test_later_turn_is_due_a_think_time_after_the_previous_end() -> None:
     schedule = Schedule([*session(0, 3, "s", think_s=2.5), request(3, (9, 4), at_s=4.0)])
     assert due(schedule, 1.0) == [(0.0, 0)]
     assert schedule.ended(0, 1.25, is_complete=True) == []
@@ -50,7 +50,7 @@ def test_a_later_turn_is_due_a_think_time_after_the_end_of_the_one_before() -> N
     assert schedule.num_unsent == 0
 
 
-def test_after_an_answer_that_is_not_whole_no_later_turn_is_sent() -> None:
+def test_incomplete_response_drops_later_turns() -> None:
     schedule = Schedule(session(0, 4, "s", think_s=1.0))
     due(schedule, 0.0)
     schedule.ended(0, 1.0, is_complete=True)
@@ -60,7 +60,7 @@ def test_after_an_answer_that_is_not_whole_no_later_turn_is_sent() -> None:
     assert (schedule.next_s, schedule.num_unsent) == (None, 0)
 
 
-def test_what_comes_up_is_shown_once_and_not_after_it_was_sent() -> None:
+def test_upcoming_returns_each_request_once_before_it_is_sent() -> None:
     schedule = Schedule([request(index, (index, 4), at_s=float(index)) for index in range(4)] + session(4, 2, "s"))
     first = schedule.upcoming(0.5)
     assert first is not None
@@ -73,7 +73,7 @@ def test_what_comes_up_is_shown_once_and_not_after_it_was_sent() -> None:
 
 
 @given(st.lists(st.floats(0, 10), max_size=30), st.lists(st.floats(0, 10), max_size=10), st.floats(0, 12))
-def test_the_number_due_soon_counts_turns_too(times: list[float], ends: list[float], until_s: float) -> None:
+def test_num_due_counts_released_turns(times: list[float], ends: list[float], until_s: float) -> None:
     requests = [request(index, (index, 4), at_s=at_s) for index, at_s in enumerate(sorted(times))]
     first = len(requests)
     for index in range(len(ends)):
@@ -89,7 +89,7 @@ def test_the_number_due_soon_counts_turns_too(times: list[float], ends: list[flo
 
 
 @given(st.integers(1, 5), st.lists(st.integers(1, 4), max_size=12))
-def test_processes_share_everything_and_a_session_stays_in_one(parts: int, sizes: list[int]) -> None:
+def test_share_covers_all_requests_and_keeps_sessions_together(parts: int, sizes: list[int]) -> None:
     requests: list[PlannedRequest] = []
     for number, turns in enumerate(sizes):
         requests += session(len(requests), turns, f"s{number}" if turns > 1 else "")
@@ -102,7 +102,7 @@ def test_processes_share_everything_and_a_session_stays_in_one(parts: int, sizes
         assert all(shares)
 
 
-def test_the_peak_is_that_of_the_busiest_seconds() -> None:
+def test_peak_rates_are_those_of_the_busiest_window() -> None:
     quiet = [request(index, (index, 4), at_s=float(index), output=10) for index in range(20)]
     burst = [request(20 + index, (index, 4), at_s=20.0 + index / 10, output=10) for index in range(50)]
     requests_per_s, tokens_per_s = peak_rates([*quiet, *burst])

@@ -1,5 +1,4 @@
-"""A whole search, with trials that are made up: goals that share them, invalid ones, the user, time, and
-errors."""
+"""A full search on simulated trials: shared goals, invalid trials, interrupts, time limits and errors."""
 
 import json
 import math
@@ -39,8 +38,8 @@ def judged(share: float, num: int = 400) -> Judgement:
 
 
 class Server:
-    """Capacity 10 at a scale of 1; a laxer promise is kept at higher rates. `before`: what happens instead of
-    a trial."""
+    """A simulated server with capacity 10 at SLO scale 1, and more at laxer scales. `before` replaces a
+    trial."""
 
     def __init__(
         self, goals: tuple[Goal, ...] = ONE, before: Callable[[int, Trial], Trial] = lambda _, trial: trial
@@ -75,7 +74,7 @@ def search(server: Server, goals: tuple[Goal, ...] = ONE, **changes: Any) -> tup
     return run_searches(goals, [limits] * len(goals), server, **options), heard
 
 
-def test_it_finds_the_capacity_and_tells_of_each_trial() -> None:
+def test_search_finds_the_capacity_and_reports_each_trial() -> None:
     server = Server()
     found, heard = search(server)
     answer = found.answers[0]
@@ -98,7 +97,7 @@ def test_later_goals_use_the_trials_of_earlier_ones() -> None:
     assert all(answer.num_trials == found.answers[0].num_trials for answer in found.answers)
 
 
-def test_an_invalid_trial_proves_nothing_and_is_tried_again() -> None:
+def test_invalid_trial_is_repeated() -> None:
     server = Server(before=lambda number, trial: replace(trial, invalid=("late",)) if number in (2, 5) else trial)
     found, _ = search(server)
     assert found.answers[0].state is State.FOUND
@@ -108,7 +107,7 @@ def test_an_invalid_trial_proves_nothing_and_is_tried_again() -> None:
     assert found.answers[0].num_trials + found.answers[0].num_scouts == len(server.asked) - 2
 
 
-def test_a_generator_at_its_limit_ends_the_search_and_says_so() -> None:
+def test_consecutive_invalid_trials_end_the_search() -> None:
     server = Server(
         before=lambda _, trial: (
             replace(trial, invalid=("the generator was late: more",)) if trial.rate_rps > 5 else trial
@@ -123,7 +122,7 @@ def test_a_generator_at_its_limit_ends_the_search_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("error", [Interrupted("twice"), KeyboardInterrupt()])
-def test_the_user_ends_it_and_what_was_measured_is_kept(error: BaseException) -> None:
+def test_interrupt_ends_the_search_and_keeps_results(error: BaseException) -> None:
     def before(number: int, trial: Trial) -> Trial:
         if number == 9:
             raise error
@@ -137,7 +136,7 @@ def test_the_user_ends_it_and_what_was_measured_is_kept(error: BaseException) ->
     assert found.answers[0].interval is not None
 
 
-def test_the_user_ends_it_while_a_result_is_being_written() -> None:
+def test_interrupt_while_writing_keeps_results() -> None:
     def on_update(found: SearchResult) -> None:
         raise KeyboardInterrupt
 
@@ -146,7 +145,7 @@ def test_the_user_ends_it_while_a_result_is_being_written() -> None:
     assert (len(found.trials), found.answers[0].state) == (1, State.STOPPED)
 
 
-def test_a_trial_that_the_user_cut_short_says_nothing() -> None:
+def test_interrupted_trial_is_not_an_observation() -> None:
     server = Server(before=lambda number, trial: replace(trial, is_interrupted=number == 3))
     found, _ = search(server)
     assert found.is_interrupted
@@ -154,7 +153,7 @@ def test_a_trial_that_the_user_cut_short_says_nothing() -> None:
     assert found.answers[0].num_scouts == 2
 
 
-def test_an_error_ends_it_with_what_is_known() -> None:
+def test_error_ends_the_search_with_its_estimate() -> None:
     def before(number: int, trial: Trial) -> Trial:
         if number == 8:
             raise LoadgenError("nothing answers")
@@ -166,8 +165,8 @@ def test_an_error_ends_it_with_what_is_known() -> None:
     assert len(found.trials) == 7
 
 
-def test_a_server_that_has_not_come_to_itself_yet_is_asked_again() -> None:
-    """After a trial that was too much it may refuse the next one's warm-up, too."""
+def test_failed_warm_up_is_retried() -> None:
+    """After an overload the server may also reject the next trial's warm-up."""
     refusals = iter((7, 8, 11))
     due = next(refusals)
 
@@ -184,7 +183,7 @@ def test_a_server_that_has_not_come_to_itself_yet_is_asked_again() -> None:
     assert len(found.trials) == len(server.asked) - 3
 
 
-def test_a_server_that_does_not_come_to_itself_ends_it() -> None:
+def test_repeated_warm_up_failures_end_the_search() -> None:
     def before(number: int, trial: Trial) -> Trial:
         if number >= 7:
             raise WarmUpFailed("refused")
@@ -196,7 +195,7 @@ def test_a_server_that_does_not_come_to_itself_ends_it() -> None:
     assert len(server.asked) == 6 + MAX_INVALID
 
 
-def test_time_is_limited() -> None:
+def test_time_limit_ends_the_search() -> None:
     clock = iter(range(0, 10_000, 60))
     found, _ = search(Server(), time_limit_s=300.0, clock=lambda: float(next(clock)))
     assert found.answers[0].state is State.STOPPED
@@ -213,7 +212,7 @@ def lines(found: SearchResult) -> list[str]:
     ]
 
 
-def test_the_last_line_states_the_capacity() -> None:
+def test_last_line_has_the_capacity() -> None:
     found, _ = search(Server())
     answer = found.answers[0]
     assert answer.interval is not None
@@ -236,7 +235,7 @@ def test_the_last_line_states_the_capacity() -> None:
     assert lines(stopped)[1].startswith("capacity unknown at 90 % joint attainment: ")
 
 
-def test_a_trial_is_one_line() -> None:
+def test_trial_line() -> None:
     trial = Server().run(Proposal(rate_rps=9.0, is_scout=False), 0)
     assert trial_line(trial, "requests", ONE).split() == ["01", "9", "requests/s", "97.8%", "of", "400", "SLO", "met"]
     broken = replace(trial, invalid=("the generator was late: 9 ms; do something",), notes=("not at rest",))
@@ -245,7 +244,7 @@ def test_a_trial_is_one_line() -> None:
     assert "(0.99)" in trial_line(replace(trial, goal=1, judgements=trial.judgements * 2), "requests", several)
 
 
-def test_the_file_has_answers_and_trials(tmp_path: Path) -> None:
+def test_capacity_file_has_answers_and_trials(tmp_path: Path) -> None:
     goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=2.0))
     found, _ = search(Server(goals), goals)
     point = PointResult(
@@ -282,8 +281,8 @@ def test_the_file_has_answers_and_trials(tmp_path: Path) -> None:
 # What is said before it.
 
 
-def test_sessions_that_outlast_the_trials_are_told() -> None:
-    """Ten turns with half a minute between: what a minute sees of them is their beginning."""
+def test_sessions_longer_than_trials_give_a_warning() -> None:
+    """Ten turns with 30 s between them; a trial of one minute sees only their start."""
     plan = maker_of(["sessions", "--turns", "10", "--think", "30s"], 60.0).make(1.0, 60.0, seed=1)
     (said,) = short_trials(plan, TrialLength(seconds=60))
     assert "is 270 s" in said
@@ -292,8 +291,8 @@ def test_sessions_that_outlast_the_trials_are_told() -> None:
     assert not list(short_trials(plan_at(5, 60, seed=1), TrialLength(seconds=1)))
 
 
-def test_a_goal_that_the_plan_itself_puts_out_of_reach_is_told() -> None:
-    """A fifth leaves early, and 48 of every 64 tokens are a prompt's."""
+def test_goal_that_the_plan_cannot_reach_gives_a_warning() -> None:
+    """A fifth of the requests cancel, and each prompt has 48 of 64 tokens."""
     plan = maker_of(["random", "--cancel", "0.2", "--input-tokens", "48", "--output-tokens", "16"], 60.0).make(
         5.0, 60.0, seed=1
     )

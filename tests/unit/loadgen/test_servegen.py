@@ -1,4 +1,5 @@
-"""ServeGen's client windows: chosen by workload, client and time, each at its own rate and burstiness."""
+"""ServeGen's client windows: selection by workload, client and time, each with its own rate and
+burstiness."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def test_windows_are_read(tmp_path: Path) -> None:
         (HEADER + "w,1,0,1\n", "2: 4 cells in `w,1,0,1`"),
     ],
 )
-def test_what_is_no_window(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_windows_are_rejected(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "windows.csv"
     path.write_text(content)
     with pytest.raises(BadPlan) as caught:
@@ -87,7 +88,7 @@ def test_windows_are_chosen() -> None:
         ({"workload": "w", "start_s": 600}, "no selected client sends a request"),
     ],
 )
-def test_choices_that_cannot_be_had(given: dict[str, Any], message: str) -> None:
+def test_impossible_selections_are_rejected(given: dict[str, Any], message: str) -> None:
     with pytest.raises(BadPlan) as caught:
         choose_windows([window(1), window(2), window(1, workload="v")], **given)
     assert str(caught.value).startswith(message)
@@ -96,7 +97,7 @@ def test_choices_that_cannot_be_had(given: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("family", "shape", "cv"), [("gamma", 0.25, 2.0), ("weibull", 0.5, 5**0.5), ("gamma", 4.0, 0.5)]
 )
-def test_a_window_has_its_rate_and_its_gaps(family: str, shape: float, cv: float) -> None:
+def test_window_has_its_rate_and_gap_cv(family: str, shape: float, cv: float) -> None:
     windows = [window(1, 600 * i, 20.0, family=family, shape=shape) for i in range(10)]
     times = np.array([r.at_s for r in replay(windows)])
     assert len(times) / (10 * 600) == pytest.approx(20, abs=4 * cv * (20 / 6000) ** 0.5)
@@ -104,7 +105,7 @@ def test_a_window_has_its_rate_and_its_gaps(family: str, shape: float, cv: float
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
 
 
-def test_clients_add_up_and_do_not_disturb_each_other() -> None:
+def test_clients_are_independent() -> None:
     windows = [window(1), window(2, rate_rps=3.0), window(1, 600, family="weibull", shape=0.4)]
     requests = replay(windows, inputs=parse_lengths("uniform:5-50"))
     check_plan(plan(*requests))
@@ -114,7 +115,7 @@ def test_clients_add_up_and_do_not_disturb_each_other() -> None:
     assert len({r.segments[0].segment_id for r in requests}) == len(requests)
 
 
-def test_time_is_the_files_and_rates_are_scaled_only_when_asked() -> None:
+def test_times_are_the_files_and_rates_scale_on_request() -> None:
     windows = [window(1, 600, 10.0), window(1, 1200, 10.0)]
     whole = replay(windows)
     assert whole[0].at_s > 600

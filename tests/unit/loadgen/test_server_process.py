@@ -1,4 +1,4 @@
-"""Commands with places in them, and what is put there."""
+"""Server commands with placeholders, and sweeps of their values."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from loadgen.loadgen_errors import LoadgenError
 from loadgen.send.server.server_process import ServerCommand, SweepPoint, free_port, parse_sweep
 
 
-def test_a_sweep_names_its_points() -> None:
+def test_sweep_names_its_points() -> None:
     points = parse_sweep("p:d=1:1, 1:2,2:1")
     assert [dict(point.values) for point in points] == [
         {"p": "1", "d": "1"},
@@ -20,12 +20,12 @@ def test_a_sweep_names_its_points() -> None:
 @pytest.mark.parametrize(
     "text", ["", "p", "p=", "=1", "p:d=1", "p:d=1:2:3", "p:d=1:", "p:p=1:2", "port=1,2", "a b=1", "p=1,1"]
 )
-def test_a_sweep_that_makes_no_sense(text: str) -> None:
+def test_invalid_sweeps_are_rejected(text: str) -> None:
     with pytest.raises(LoadgenError):
         parse_sweep(text)
 
 
-def test_values_take_their_places_argument_by_argument() -> None:
+def test_placeholders_are_filled_per_argument() -> None:
     points = parse_sweep("p:d=1:2")
     command = ServerCommand.parse("serve --prefill {p} --decode={d} --port {port} --text '{{a b}} {p}'", points)
     assert command.has_port
@@ -46,11 +46,11 @@ def test_values_take_their_places_argument_by_argument() -> None:
         ("  ", "empty"),
     ],
 )
-def test_a_command_that_cannot_be_filled(text: str, message: str) -> None:
+def test_invalid_commands_are_rejected(text: str, message: str) -> None:
     with pytest.raises(LoadgenError, match=r".") as raised:
         ServerCommand.parse(text, parse_sweep("p=1"))
     assert message in str(raised.value)
 
 
-def test_a_free_port_is_one() -> None:
+def test_free_port_can_be_bound() -> None:
     assert 1024 < free_port() < 65536

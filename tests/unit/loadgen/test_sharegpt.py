@@ -1,5 +1,4 @@
-"""Conversations that the user has: read, cut where they stop taking turns, and planned as texts or as
-tokens."""
+"""Recorded conversations: reading, cutting, and planning as texts or tokens."""
 
 import gzip
 import json
@@ -26,7 +25,7 @@ THREE = [Conversation(system="", turns=((f"question {i}", f"answer {i}"), ("more
 
 
 def encode(text: str) -> list[int]:
-    """A token a character."""
+    """Encode each character as one token."""
     return [ord(character) for character in text]
 
 
@@ -54,7 +53,7 @@ def replay(times: list[float], conversations: list[Conversation], **given: Any) 
         ),
     ],
 )
-def test_conversations_are_read_as_far_as_they_take_turns(tmp_path: Path, entry: Any, system: str, turns: Any) -> None:
+def test_conversations_are_cut_where_they_stop_alternating(tmp_path: Path, entry: Any, system: str, turns: Any) -> None:
     path = tmp_path / "chats.json"
     path.write_text(json.dumps([entry, said(("gpt", "I was first."))]))
     found = read_conversations(path)
@@ -62,7 +61,7 @@ def test_conversations_are_read_as_far_as_they_take_turns(tmp_path: Path, entry:
     assert found.num_unusable == 1
 
 
-def test_json_lines_and_gzip(tmp_path: Path) -> None:
+def test_json_lines_and_gzip_are_read(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl.gz"
     path.write_bytes(gzip.compress(f"{json.dumps(CHAT)}\n\n{json.dumps(CHAT)}\n".encode()))
     assert len(read_conversations(path).usable) == 2
@@ -92,7 +91,7 @@ def test_json_lines_and_gzip(tmp_path: Path) -> None:
         (json.dumps([said(("gpt", "a"))]), " none of its 1 conversations starts with a user's text and a response"),
     ],
 )
-def test_what_is_no_conversation(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_conversations_are_rejected(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "chats.json"
     path.write_text(content)
     with pytest.raises(BadPlan) as caught:
@@ -100,7 +99,7 @@ def test_what_is_no_conversation(tmp_path: Path, content: str, message: str) -> 
     assert str(caught.value).startswith(f"{path}:{message}")
 
 
-def test_without_a_tokenizer_prompts_are_texts_in_their_roles() -> None:
+def test_prompts_are_texts_without_a_tokenizer() -> None:
     requests = replay(
         [1.0], [Conversation(system="Be brief.", turns=(("Hi", "Hello!"), ("Bye", "See you.")))], outputs=Fixed(7)
     )
@@ -118,7 +117,7 @@ def test_without_a_tokenizer_prompts_are_texts_in_their_roles() -> None:
     ]
 
 
-def test_with_one_prompts_are_tokens_and_answers_as_long_as_recorded() -> None:
+def test_prompts_are_tokens_with_a_tokenizer() -> None:
     conversation = Conversation(system="", turns=(("Hi", "Hello!"), ("Bye", "See you.")))
     recorded = replay([1.0], [conversation], encode=encode)
     own = replay([1.0], [conversation], encode=encode, recorded_answers=False)
@@ -129,7 +128,7 @@ def test_with_one_prompts_are_tokens_and_answers_as_long_as_recorded() -> None:
     assert [r.output_tokens for r in replay([1.0], [conversation], encode=encode, outputs=Fixed(3))] == [3, 3]
 
 
-def test_each_arrival_takes_another_conversation_by_seed() -> None:
+def test_each_arrival_gets_another_conversation() -> None:
     def first_texts(seed: int) -> set[str]:
         requests = replay([0.0, 1.0], THREE, outputs=Fixed(1), seed=seed)
         return {r.segments[0].text for r in requests}  # type: ignore[union-attr]
@@ -140,7 +139,7 @@ def test_each_arrival_takes_another_conversation_by_seed() -> None:
         replay([0.0] * 4, THREE, outputs=Fixed(1))
 
 
-def test_conversations_are_cut_by_turns_and_by_context() -> None:
+def test_conversations_are_limited_by_turns_and_context() -> None:
     assert [r.turn for r in replay([0.0], THREE, outputs=Fixed(1), max_turns=1)] == [0]
     long = [Conversation(system="", turns=(("a" * 10, "b" * 10), ("c" * 10, "d" * 10)))]
     assert len(replay([0.0], long, encode=encode, max_context=32)) == 1
@@ -152,6 +151,6 @@ def test_conversations_are_cut_by_turns_and_by_context() -> None:
 @pytest.mark.parametrize(
     "given", [{}, {"outputs": Fixed(1), "recorded_answers": False}, {"outputs": Fixed(1), "max_context": 9}]
 )
-def test_what_needs_a_tokenizer_says_so(given: dict[str, Any]) -> None:
+def test_options_that_need_a_tokenizer_are_rejected_without(given: dict[str, Any]) -> None:
     with pytest.raises(BadPlan, match="without --tokenizer"):
         replay([0.0], THREE, **given)

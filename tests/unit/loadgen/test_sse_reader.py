@@ -1,4 +1,4 @@
-"""Server-sent events: however the bytes are cut, whatever they are."""
+"""Server-sent events for any bytes in any chunks."""
 
 import itertools
 import re
@@ -16,7 +16,7 @@ def parse(*chunks: bytes, max_bytes: int = 1 << 20) -> list[tuple[bytes, bytes]]
 
 
 def reference(stream: bytes) -> list[tuple[bytes, bytes]]:
-    """The standard's algorithm, line by line, on the whole stream."""
+    """The standard's algorithm, line by line, on the complete stream."""
     lines = re.split(rb"\r\n|\n|\r", stream.removeprefix(b"\xef\xbb\xbf"))
     events, name, data = [], b"", []
     for line in lines[:-1]:
@@ -58,23 +58,23 @@ STREAMS = st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from([b"\n", b"
 
 
 @given(STREAMS | st.binary(max_size=60), st.lists(st.integers(0, 200), max_size=8))
-def test_any_stream_in_any_pieces_is_what_the_standard_says(stream: bytes, places: list[int]) -> None:
+def test_any_stream_in_any_chunks_matches_the_standard(stream: bytes, places: list[int]) -> None:
     # What ends with a lone CR may go on with its LF; the line is complete either way, as the reference has
     # it.
     assert parse(*cuts(stream, places)) == reference(stream)
 
 
-def test_completion_events_as_servers_send_them() -> None:
+def test_completion_events_are_parsed() -> None:
     assert parse(b'data: {"a": 1}\n\ndata: [DONE]\n\n') == [(b"", b'{"a": 1}'), (b"", b"[DONE]")]
     assert parse(b'event: error\r\ndata: {"error": 1}\r\n\r\n') == [(b"error", b'{"error": 1}')]
 
 
-def test_a_pair_of_line_ends_that_is_cut_in_two_is_one() -> None:
+def test_crlf_split_over_two_chunks_is_one_line_end() -> None:
     assert parse(b"data: a\r", b"\n", b"data: b\r\n\r", b"\n") == [(b"", b"a\nb")]
 
 
 @given(st.integers(1, 40))
-def test_a_line_is_bounded_whether_it_comes_at_once_or_in_pieces(size: int) -> None:
+def test_line_length_is_bounded_for_any_chunks(size: int) -> None:
     for chunks in ([b"data: " + b"x" * size + b"\n\n"], [b"data: "] + [b"x"] * size + [b"\n\n"]):
         if size + 6 > 30:
             with pytest.raises(EventTooLong):
@@ -83,14 +83,14 @@ def test_a_line_is_bounded_whether_it_comes_at_once_or_in_pieces(size: int) -> N
             assert parse(*chunks, max_bytes=30) == [(b"", b"x" * size)]
 
 
-def test_an_event_of_many_lines_is_bounded() -> None:
+def test_event_size_is_bounded() -> None:
     with pytest.raises(EventTooLong):
         parse(b"data: 12345\n" * 10, max_bytes=60)
     with pytest.raises(EventTooLong):
         parse(*[b"data:\n"] * 20, max_bytes=60)
 
 
-def test_what_is_cut_at_the_end_is_known() -> None:
+def test_partial_event_at_the_end_is_detected() -> None:
     parser = SseParser()
     parser.feed(b"data: a\n\n")
     assert not parser.has_partial_event

@@ -1,4 +1,4 @@
-"""Numbers of hand-written sets of records, worked out by hand."""
+"""Summaries of handwritten records compared with values by hand."""
 
 import math
 
@@ -16,7 +16,7 @@ from tests.loadgen_builders import any_record, any_terms, record, refused, rules
 
 
 def answer(index: int, due: float, ttft: float, gaps: tuple[float, ...] = (0.1, 0.1), **changes: object) -> Record:
-    """Due at `due`, sent at once, first token after `ttft`."""
+    """A response due at `due`, sent immediately, with its first token after `ttft`."""
     times = np.cumsum([due + ttft, *gaps]).tolist()
     return record(index, tokens=times, intended_s=due, sent_s=due, **changes)
 
@@ -31,7 +31,7 @@ FIVE = (
 """One a second; SLO ttft 600 ms, tpot 200 ms."""
 
 
-def test_classes_attainment_and_goodput() -> None:
+def test_outcomes_attainment_and_goodput() -> None:
     found = summarise(Measures.of(FIVE, rules()))
     assert {name: count for name, count in found.outcomes.items() if count} == {
         RequestOutcome.GOOD: 2,
@@ -48,8 +48,8 @@ def test_classes_attainment_and_goodput() -> None:
     assert found.goodput_rps.value == pytest.approx(0.4)
 
 
-def test_distributions_are_of_whole_answers_and_of_offered_requests_beside() -> None:
-    """ttft 0.1, 0.2, 0.3, 0.9 and one that never came: the median of the offered is the third."""
+def test_distributions_cover_complete_responses_and_offered_requests() -> None:
+    """ttft 0.1, 0.2, 0.3, 0.9 and one missing: the median of the offered requests is the third."""
     found = summarise(Measures.of(FIVE, rules())).latency["ttft"]
     assert found.count == 4
     assert found.mean.value == pytest.approx(0.375)
@@ -60,7 +60,7 @@ def test_distributions_are_of_whole_answers_and_of_offered_requests_beside() -> 
     assert math.isinf(found.of_offered[90])
 
 
-def test_gaps_are_pooled_over_whole_answers() -> None:
+def test_gaps_are_pooled_over_complete_responses() -> None:
     cut = record(9, tokens=(2.0, 50.0), intended_s=1.5, is_complete=False)
     found = summarise(Measures.of([*FIVE, cut], rules())).latency["itl"]
     assert found.count == 8
@@ -68,7 +68,7 @@ def test_gaps_are_pooled_over_whole_answers() -> None:
     assert found.maximum == pytest.approx(0.5)
 
 
-def test_a_promise_counts_only_those_it_was_made_to() -> None:
+def test_slo_bound_counts_only_requests_that_have_it() -> None:
     has_slo = OutcomeRules(slos={"default": SloTarget.parse("ttft=150ms"), "batch": SloTarget.parse("e2e=350ms")})
     found = summarise(Measures.of([*FIVE[:3], answer(7, 5.0, 0.1, slo_class="batch")], has_slo))
     assert (found.attainment["ttft"].kept, found.attainment["ttft"].of) == (1, 3)
@@ -76,15 +76,15 @@ def test_a_promise_counts_only_those_it_was_made_to() -> None:
     assert (found.joint.kept, found.joint.of) == (2, 4)
 
 
-def test_an_answer_that_is_not_whole_keeps_no_promise() -> None:
-    """In time as far as it went."""
+def test_incomplete_response_meets_no_slo() -> None:
+    """It was in time as far as it went."""
     cut = answer(0, 0.0, 0.1, is_complete=False)
     found = summarise(Measures.of([cut, answer(1, 1.0, 0.1)], rules()))
     assert [(share.kept, share.of) for share in found.attainment.values()] == [(1, 2)] * 3
 
 
-def test_throughput_leaves_out_the_ramp_and_the_tail() -> None:
-    """Arrivals from 0 to 40 s, e2e always 2 s: the window is 2 to 40 s, though work went on until 42 s."""
+def test_throughput_excludes_ramp_and_tail() -> None:
+    """Arrivals from 0 to 40 s with e2e 2 s: the window is 2 to 40 s, although the last end is at 42 s."""
     rows = [answer(i, float(i), 1.0, (0.5, 0.5)) for i in range(41)]
     measures = Measures.of(rows, rules("ttft=2s"))
     assert steady_window(measures) == pytest.approx((2.0, 40.0))
@@ -105,7 +105,7 @@ def test_the_ramp_is_at_most_a_quarter() -> None:
     assert steady_window(Measures.of(rows, rules())) == pytest.approx((2.0, 8.0))
 
 
-def test_prefix_hits_are_of_those_that_were_told() -> None:
+def test_prefix_hits_count_only_reported_values() -> None:
     rows = [
         answer(0, 0.0, 0.1, num_prompt_tokens=100, num_cached_tokens=60),
         answer(1, 1.0, 0.1, num_prompt_tokens=300, num_cached_tokens=0),
@@ -116,23 +116,23 @@ def test_prefix_hits_are_of_those_that_were_told() -> None:
     assert found.ratio == pytest.approx(0.15)
 
 
-def test_in_flight_counts_those_before_that_have_not_ended() -> None:
+def test_in_flight_counts_earlier_unfinished_requests() -> None:
     rows = [answer(0, 0.0, 10.0), answer(1, 1.0, 0.5, ()), answer(2, 2.0, 0.5), answer(3, 2.2, 0.5)]
     assert in_flight_when_due(Measures.of(rows, rules())).tolist() == [0, 1, 1, 2]
 
 
-def test_rates() -> None:
+def test_rate_of_times() -> None:
     assert rate(np.array([0.0, 0.5, 1.0])) == pytest.approx(2.0)
     assert rate(np.array([1.0])) is None
     assert rate(np.array([1.0, 1.0])) is None
 
 
-def test_bundled_tokens_are_told() -> None:
+def test_tokens_per_message() -> None:
     found = summarise(Measures.of([record(tokens=(1.5, (1.6, 3)))], rules()))
     assert found.tokens_per_message == 2.0
 
 
-def test_a_part_is_measured_as_if_it_were_alone() -> None:
+def test_selected_rows_equal_their_own_measures() -> None:
     rows = [answer(0, 0.0, 0.1), answer(1, 1.0, 0.2, (0.3,)), answer(2, 2.0, 0.3, (0.4, 0.5, 0.6))]
     part = Measures.of(rows, rules()).select([0, 2])
     alone = Measures.of([rows[0], rows[2]], rules())
@@ -143,7 +143,7 @@ def test_a_part_is_measured_as_if_it_were_alone() -> None:
     assert part.outcomes == alone.outcomes
 
 
-def test_nothing_answered_is_a_summary_too() -> None:
+def test_summary_without_responses() -> None:
     found = summarise(Measures.of([refused(0), refused(1, intended_s=2.0)], rules()))
     assert found.latency == {}
     assert found.joint.value == 0.0
@@ -153,7 +153,7 @@ def test_nothing_answered_is_a_summary_too() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(any_record, min_size=1, max_size=12), any_terms)
-def test_classes_sum_to_offered_whatever_the_records(records: list[Record], has_slo: OutcomeRules) -> None:
+def test_outcomes_sum_to_offered_for_any_records(records: list[Record], has_slo: OutcomeRules) -> None:
     found = summarise(Measures.of(records, has_slo))
     assert sum(found.outcomes.values()) == found.offered == len(records)
     assert set(found.outcomes) == set(RequestOutcome)

@@ -1,4 +1,4 @@
-"""Where a share crosses its target: from exact trials, from trials that scatter, and with how much doubt."""
+"""Capacity estimates from exact and from scattered trials, with their uncertainty."""
 
 import math
 import random
@@ -30,7 +30,7 @@ def test_trials_on_the_curve_find_its_crossing(slope: float) -> None:
     assert found.weights.sum() == pytest.approx(1)
 
 
-def test_the_scale_of_rates_does_not_matter() -> None:
+def test_estimate_is_independent_of_the_scale_of_rates() -> None:
     rates = [0.7, 0.9, 1.0, 1.1, 1.3]
     slow = locate(exact(rates, capacity_rps=1.0), 0.9).interval(0.95)
     fast = locate(exact([rate * 50 for rate in rates], capacity_rps=50.0), 0.9).interval(0.95)
@@ -38,7 +38,7 @@ def test_the_scale_of_rates_does_not_matter() -> None:
     assert (fast.low / 50, (fast.high or 0) / 50) == pytest.approx((slow.low, slow.high), rel=1e-6)
 
 
-def test_more_trials_narrow_the_interval_and_scatter_widens_it() -> None:
+def test_more_trials_narrow_and_scatter_widens_the_interval() -> None:
     rates = [8.5, 9.5, 10.5, 11.5]
 
     def width(observations: list[Observation]) -> float:
@@ -54,8 +54,8 @@ def test_more_trials_narrow_the_interval_and_scatter_widens_it() -> None:
     assert width(scattered) > 1.3 * four
 
 
-def test_trials_that_contradict_each_other_are_no_contradiction_but_doubt() -> None:
-    """A lucky trial above, an unlucky one below."""
+def test_contradicting_trials_widen_the_interval() -> None:
+    """One lucky trial above the capacity, one unlucky trial below."""
     agreeing = locate([observed(9, 0.99), observed(9.5, 0.97), observed(10.5, 0.7), observed(11, 0.6)], 0.9).interval(
         0.95
     )
@@ -68,7 +68,7 @@ def test_trials_that_contradict_each_other_are_no_contradiction_but_doubt() -> N
     assert (crossing.high or 0) > 11
 
 
-def test_a_growing_backlog_says_above_capacity_though_the_share_held() -> None:
+def test_growing_backlog_means_above_capacity() -> None:
     met = [observed(8, 1.0), observed(9, 1.0), observed(10, 1.0), observed(12, 1.0)]
     blind = locate([*met, observed(11, 1.0)], 0.9).quantile(0.5)
     seeing = locate([*met[:3], observed(12, 1.0, is_overloaded=True), observed(11, 1.0, is_overloaded=True)], 0.9)
@@ -77,16 +77,16 @@ def test_a_growing_backlog_says_above_capacity_though_the_share_held() -> None:
     assert (seeing.interval(0.9).high or 0) < 12
 
 
-def test_what_breaks_at_any_load_is_told_from_load() -> None:
-    """5 % are late even at a tenth of the load; 90 % are lost only at 10. Without a lapse the curve would
-    have to fall all the way."""
+def test_constant_misses_are_separated_from_load() -> None:
+    """5 % are late even at a tenth of the load; 90 % meet the SLO up to 10. Without a lapse the curve would
+    not fit."""
     lapse = [
         observed(rate, 0.95 * share_at(rate, 10, 20, target=0.9 / 0.95), 2000) for rate in (1, 2, 4, 8, 9, 10, 11, 12)
     ]
     assert locate(lapse, 0.9).quantile(0.5) == pytest.approx(10, rel=0.05)
 
 
-def test_no_request_says_nothing_and_few_say_little() -> None:
+def test_few_requests_give_little_information() -> None:
     trials = exact([8.5, 9.5, 10.5, 11.5])
     nothing = Observation(rate_rps=10, num_good=0, num_judged=0)
     assert locate([*trials, nothing], 0.9).interval(0.95) == locate(trials, 0.9).interval(0.95)
@@ -96,7 +96,7 @@ def test_no_request_says_nothing_and_few_say_little() -> None:
     assert (few.high or 0) > (many.high or 0)
 
 
-def test_the_answer_lies_within_what_was_measured_and_a_little_beyond() -> None:
+def test_estimate_stays_near_the_measured_rates() -> None:
     found = locate([observed(5, 1.0), observed(10, 1.0)], 0.9).interval(0.999)
     assert found.low > 3.3
     assert (found.high or 0) <= 15.01

@@ -1,4 +1,4 @@
-"""Traces become plans: the same requests, lengths and sharing, and times that are undone but not rescaled."""
+"""Plans from traces: the same requests, lengths and sharing, and times that are only scaled."""
 
 import gzip
 import json
@@ -31,9 +31,8 @@ def row(timestamp_ms: int, input_length: int, *hash_ids: int, output: int = 5) -
     return MooncakeRow(timestamp_ms=timestamp_ms, input_length=input_length, output_length=output, hash_ids=hash_ids)
 
 
-def test_the_excerpt_planned_is_the_excerpt() -> None:
-    """Requests, lengths and what an infinite cache would hold: from the file itself on one side, from the
-    plan on the other."""
+def test_planned_excerpt_equals_the_trace() -> None:
+    """Requests, lengths and infinite-cache hits, from the file on one side and from the plan on the other."""
     with gzip.open(EXCERPT) as file:
         raw = [json.loads(line) for line in file]
     made = plan(*replay_mooncake(read_mooncake(EXCERPT), seed=1).requests)
@@ -60,9 +59,8 @@ def test_the_excerpt_planned_is_the_excerpt() -> None:
     assert in_file.num_hit_blocks / in_file.num_blocks == pytest.approx(0.21208570, abs=1e-8)
 
 
-def test_tokens_of_the_excerpt_are_shared_as_its_blocks_are() -> None:
-    """On the tokens themselves: two prompts agree exactly as far as their hash ids do, whatever the
-    vocabulary."""
+def test_tokens_are_shared_like_hash_blocks() -> None:
+    """Two prompts share exactly the tokens of their common hash ids, for any vocabulary."""
     rows = read_mooncake(EXCERPT)[:60]
     made = plan(*replay_mooncake(rows, shrink=16).requests)
     prompts = [tokens_of(made, r, {}) for r in made.requests]
@@ -77,7 +75,7 @@ def test_tokens_of_the_excerpt_are_shared_as_its_blocks_are() -> None:
             assert common == blocks * 32
 
 
-def test_a_partial_block_stays_partial() -> None:
+def test_partial_block_stays_partial() -> None:
     replay = replay_mooncake([row(0, 1030, 7, 8, 9), row(0, 512, 7)])
     assert replay.requests[0].segments == tuple(
         Generated(segment_id=i, num_tokens=n) for i, n in ((7, 512), (8, 512), (9, 6))
@@ -85,7 +83,7 @@ def test_a_partial_block_stays_partial() -> None:
     assert replay.requests[1].segments == (Generated(segment_id=7, num_tokens=512),)
 
 
-def test_shrinking_keeps_blocks_apart_and_rounds_up() -> None:
+def test_shrink_keeps_blocks_distinct_and_rounds_up() -> None:
     small = replay_mooncake([row(0, 1030, 7, 8, 9, output=17)], shrink=16).requests[0]
     assert small.segments == tuple(Generated(segment_id=i, num_tokens=n) for i, n in ((7, 32), (8, 32), (9, 1)))
     assert small.output_tokens == 2
@@ -93,7 +91,7 @@ def test_shrinking_keeps_blocks_apart_and_rounds_up() -> None:
         replay_mooncake([row(0, 5, 1)], shrink=3)
 
 
-def test_ticks_are_spread_in_the_order_of_rows() -> None:
+def test_ticks_are_spread_in_row_order() -> None:
     rows = read_mooncake(EXCERPT)
     at_s = np.array([r.at_s for r in replay_mooncake(rows, seed=5).requests])
     assert (np.diff(at_s) >= 0).all()
@@ -107,7 +105,7 @@ def test_ticks_are_spread_in_the_order_of_rows() -> None:
     assert kept == [(r.timestamp_ms - rows[0].timestamp_ms) / 1e3 for r in rows]
 
 
-def test_times_are_scaled_only_when_asked() -> None:
+def test_times_scale_only_on_request() -> None:
     rows = [row(6000, 5, 1), row(9000, 5, 2), row(15000, 5, 3)]
     assert [r.at_s for r in replay_mooncake(rows, tick_s=0).requests] == [0, 3, 9]
     assert [r.at_s for r in replay_mooncake(rows, Cut(time_scale=0.5), tick_s=0).requests] == [0, 1.5, 4.5]
@@ -117,7 +115,7 @@ def test_times_are_scaled_only_when_asked() -> None:
         replay_mooncake(rows, Cut(time_scale=0))
 
 
-def test_a_cut_counts_what_it_leaves_out() -> None:
+def test_cut_counts_omitted_rows() -> None:
     rows = [row(0, 600, 1, 2), row(0, 5, 3, output=0), row(0, 20, 4), row(0, 10, 5), row(0, 11, 6)]
     replay = replay_mooncake(rows, Cut(max_tokens=25, limit=2))
     assert [r.segments[0].segment_id for r in replay.requests] == [4, 5]  # type: ignore[union-attr]
@@ -151,7 +149,7 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1
         ),
     ],
 )
-def test_rows_that_are_not_mooncakes(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_mooncake_rows_are_rejected(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{GOOD}\n{line}\n")
     with pytest.raises(BadPlan) as caught:
@@ -159,7 +157,7 @@ def test_rows_that_are_not_mooncakes(tmp_path: Path, line: str, message: str) ->
     assert str(caught.value).startswith(f"{path}:2: {message}")
 
 
-def test_rows_go_forward_in_time_and_there_is_one(tmp_path: Path) -> None:
+def test_rows_must_be_sorted_and_not_empty(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(GOOD.replace("0,", "7,", 1) + "\n" + GOOD)
     with pytest.raises(BadPlan, match=r"trace\.jsonl:2: `timestamp` 0 is before 7 in the previous row"):
@@ -191,7 +189,7 @@ def test_azure_times_are_exact(tmp_path: Path) -> None:
     ]
 
 
-def test_a_cut_of_azures() -> None:
+def test_cut_of_an_azure_trace() -> None:
     rows = [AzureRow(ticks=10_000_000 * s, input_length=10 * s, output_length=1) for s in range(6)]
     replay = replay_azure(rows, Cut(start_s=1, duration_s=4, time_scale=0.5, max_tokens=31))
     assert [(r.index, r.at_s) for r in replay.requests] == [(0, 0.0), (1, 0.5), (2, 1.0)]
@@ -216,7 +214,7 @@ def test_a_cut_of_azures() -> None:
         ),
     ],
 )
-def test_rows_that_are_not_azures(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_azure_rows_are_rejected(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "azure.csv"
     path.write_text(content)
     with pytest.raises(BadPlan) as caught:

@@ -1,5 +1,4 @@
-"""A trial as it is watched: looks at files that grow, the end that need not be waited for, seeds and tokens
-of its own."""
+"""A trial while it runs: reading growing files, ending early, and separate seeds and tokens."""
 
 import json
 import random
@@ -29,7 +28,7 @@ def watch_of(plan: Plan, file: Path, goals: tuple[Goal, ...] = (Goal(target=0.9)
 
 
 def play(watch: TrialWatch, file: Path, records: list[Record], until_s: float, step_s: float = 0.25) -> float | None:
-    """When the watch has had enough; records are written as they end."""
+    """Return when the watch ends the trial; records are written as requests end."""
     waiting = sorted(records, key=lambda record: record.ended_s)
     with file.open("ab") as out:
         elapsed_s = 0.0
@@ -43,14 +42,14 @@ def play(watch: TrialWatch, file: Path, records: list[Record], until_s: float, s
     return None
 
 
-def test_a_trial_at_a_low_rate_goes_on_until_enough_requests_have_come() -> None:
+def test_trial_at_a_low_rate_is_extended() -> None:
     length = TrialLength(seconds=20, requests=45)
     assert [length.at(rate_rps) for rate_rps in (9, 2.25, 0.9)] == [20, 20, 50]
     assert length.at(0.001) == LONGEST_TIMES * 20, "but not for ever"
     assert TrialLength(seconds=20).at(0.001) == 20
 
 
-def test_the_lowest_rate_is_that_of_which_the_longest_trial_has_enough() -> None:
+def test_lowest_rate_has_enough_requests_in_the_longest_trial() -> None:
     assert TrialLength(seconds=20).min_rps(0.9) == pytest.approx(1)
     assert TrialLength(seconds=20).min_rps(0.99) == pytest.approx(10)
     assert TrialLength(seconds=20, requests=45).min_rps(0.9) == pytest.approx(1 / LONGEST_TIMES)
@@ -60,7 +59,7 @@ def test_the_lowest_rate_is_that_of_which_the_longest_trial_has_enough() -> None
     )
 
 
-def test_a_hopeless_trial_is_over_after_a_quarter_of_its_time(tmp_path: Path) -> None:
+def test_clear_miss_ends_the_trial_after_a_quarter(tmp_path: Path) -> None:
     plan = plan_at(24, 40, seed=1, slo="ttft=510ms,e2e=2s")
     records = slots(8, 1.0)(plan, random.Random(1))
     file = tmp_path / "records.jsonl"
@@ -73,8 +72,8 @@ def test_a_hopeless_trial_is_over_after_a_quarter_of_its_time(tmp_path: Path) ->
     assert judgement.num_judged < 24 * 11
 
 
-def test_a_trial_that_holds_takes_all_its_time_and_no_more(tmp_path: Path) -> None:
-    """A straggler that has broken its promise already is not waited for."""
+def test_trial_that_meets_the_slo_takes_its_full_time(tmp_path: Path) -> None:
+    """It does not wait for a late response that has already missed its SLO."""
     plan = plan_at(4, 40, seed=2, slo="ttft=510ms,e2e=3s")
     *records, last = slots(8, 1.0)(plan, random.Random(2))
     stuck = whole(plan.requests[last.index], last.intended_s + 500, last.intended_s + 501)
@@ -88,7 +87,7 @@ def test_a_trial_that_holds_takes_all_its_time_and_no_more(tmp_path: Path) -> No
     assert judgement.num_judged - judgement.num_good == 1
 
 
-def test_stragglers_that_could_still_become_good_are_waited_for_only_so_long(tmp_path: Path) -> None:
+def test_wait_for_late_responses_is_limited(tmp_path: Path) -> None:
     plan = plan_at(4, 20, seed=3, slo="ttft=510ms")
     *records, last = slots(8, 1.0)(plan, random.Random(3))
     stuck = whole(plan.requests[last.index], last.intended_s + 0.1, last.intended_s + 501)
@@ -101,7 +100,7 @@ def test_stragglers_that_could_still_become_good_are_waited_for_only_so_long(tmp
     assert (judgement.num_judged - judgement.num_good, judgement.num_open) == (1, 0)
 
 
-def test_one_trial_speaks_of_every_goal_but_only_the_asking_one_ends_it(tmp_path: Path) -> None:
+def test_trial_judges_every_goal_but_only_its_own_ends_it(tmp_path: Path) -> None:
     plan = plan_at(10, 40, seed=4)
     goals = (Goal(target=0.9), Goal(target=0.9, slo_scale=20.0))
     records = slots(8, 1.0)(plan, random.Random(4))
@@ -119,7 +118,7 @@ def test_one_trial_speaks_of_every_goal_but_only_the_asking_one_ends_it(tmp_path
     assert ends[1] is None or ends[1] > ends[0]
 
 
-def test_the_tail_of_a_file_is_read_once_and_torn_lines_later(tmp_path: Path) -> None:
+def test_record_tail_reads_each_line_once(tmp_path: Path) -> None:
     records = slots(8, 1.0)(plan_at(5, 4, seed=5), random.Random(5))
     first, second = tmp_path / "records.0.jsonl", tmp_path / "records.1.jsonl"
     tail = RecordTail([first, second])
@@ -133,9 +132,8 @@ def test_the_tail_of_a_file_is_read_once_and_torn_lines_later(tmp_path: Path) ->
     assert list(tail.read()) == records[:3]
 
 
-def test_trials_share_no_tokens_and_no_arrivals() -> None:
-    """Neither within a search nor between two of another seed, so nothing is in a cache because of an earlier
-    trial."""
+def test_trials_share_no_tokens_or_arrivals() -> None:
+    """This holds within a search and between searches with other seeds, so no trial hits another's cache."""
     plans = [
         simple_plan(rate_rps=5, seconds=10, input_tokens=64, output_tokens=4, seed=trial_seed(seed, number))
         for seed in (0, 1)
@@ -150,5 +148,5 @@ def test_trials_share_no_tokens_and_no_arrivals() -> None:
 @pytest.mark.parametrize(
     ("goal", "name"), [(Goal(target=0.9), "0.9"), (Goal(target=0.999, slo_scale=0.5), "0.999 at 0.5 x SLO")]
 )
-def test_goals_have_names(goal: Goal, name: str) -> None:
+def test_goal_names(goal: Goal, name: str) -> None:
     assert goal.name == name

@@ -1,5 +1,5 @@
-"""What a trial says of its rate, at its end and before: shares, backlogs, answers that are still out, errors
-that are spent once."""
+"""Verdicts of trials, at their end and before: shares, backlogs, open requests, and split error
+probabilities."""
 
 import math
 import random
@@ -22,7 +22,7 @@ def judge_of(plan: Plan, target: float = 0.9) -> TrialJudge:
 
 
 def answered(plan: Plan, ttft_s: Callable[[int], float], length_s: float = 0.1) -> list[Record]:
-    """Each request's first token so long after it was due, its last one `length_s` later."""
+    """Records with the first token this long after the due time, and the last one `length_s` later."""
     return [
         whole(
             request,
@@ -44,7 +44,7 @@ def ended_by(records: Sequence[Record], now_s: float) -> list[Record]:
     ("late_every", "verdict"),
     [(10**9, TrialVerdict.MET), (40, TrialVerdict.MET), (10, TrialVerdict.UNDECIDED), (4, TrialVerdict.MISSED)],
 )
-def test_the_share_decides_where_its_interval_is_clear_of_the_target(late_every: int, verdict: TrialVerdict) -> None:
+def test_share_decides_if_its_interval_excludes_the_target(late_every: int, verdict: TrialVerdict) -> None:
     plan = plan_at(10, 60, seed=1)
     judgement = judge_of(plan).judge(answered(plan, lambda index: 0.9 if index % late_every == 1 else 0.1))
     assert judgement.verdict is verdict
@@ -53,8 +53,8 @@ def test_the_share_decides_where_its_interval_is_clear_of_the_target(late_every:
     assert not judgement.is_overloaded
 
 
-def test_requests_of_the_ramp_are_not_judged() -> None:
-    """Answers take 3 s, so the first 3 s of arrivals are the ramp; what is late there does not count."""
+def test_requests_in_the_ramp_are_not_judged() -> None:
+    """Responses take 3 s, so the first 3 s of arrivals are the ramp; misses there do not count."""
     plan = plan_at(10, 60, seed=2)
     due_s = [request.at_s or 0.0 for request in plan.requests]
     judgement = judge_of(plan).judge(
@@ -64,7 +64,7 @@ def test_requests_of_the_ramp_are_not_judged() -> None:
     assert judgement.num_judged == sum(at_s >= due_s[0] + 3.1 for at_s in due_s)
 
 
-def test_failures_and_requests_without_an_answer_break_promises() -> None:
+def test_failures_and_missing_responses_miss_the_slo() -> None:
     plan = plan_at(10, 60, seed=3)
     records = answered(plan, lambda _: 0.1)
     half = [record if record.index % 2 else replace(record, status=500, error="broken") for record in records]
@@ -75,8 +75,8 @@ def test_failures_and_requests_without_an_answer_break_promises() -> None:
     assert lost.share == pytest.approx(0.5, abs=0.01)
 
 
-def test_bad_stretches_count_as_few_observations() -> None:
-    """As many late ones in one piece say less than spread over the trial."""
+def test_consecutive_misses_count_as_few_observations() -> None:
+    """The same number of misses is weaker evidence in one stretch than spread over the trial."""
     plan = plan_at(10, 60, seed=4)
     total = len(plan.requests)
     spread = judge_of(plan).judge(answered(plan, lambda index: 0.9 if index % 7 == 0 else 0.1)).interval
@@ -88,7 +88,7 @@ def test_bad_stretches_count_as_few_observations() -> None:
     assert (piece.high or 0) - piece.low > 2 * ((spread.high or 0) - spread.low)
 
 
-def test_an_empty_window_decides_nothing() -> None:
+def test_empty_window_is_undecided() -> None:
     plan = plan_at(10, 60, seed=5)
     early = judge_of(plan).judge([], 0.5, look=0)
     assert (early.num_judged, early.verdict) == (0, TrialVerdict.UNDECIDED)
@@ -98,7 +98,7 @@ def test_an_empty_window_decides_nothing() -> None:
 # The backlog.
 
 
-def test_a_backlog_that_grows_is_overload_even_while_answers_are_in_time() -> None:
+def test_growing_backlog_is_overload_even_if_responses_are_in_time() -> None:
     slo = "ttft=60s"
     plan = plan_at(12, 60, seed=6, slo=slo)
     judgement = judge_of(plan).judge(slots(8, 1.0)(plan, random.Random(1)))
@@ -107,8 +107,8 @@ def test_a_backlog_that_grows_is_overload_even_while_answers_are_in_time() -> No
     assert (judgement.is_overloaded, judgement.verdict) == (True, TrialVerdict.MISSED)
 
 
-def test_a_backlog_that_only_fluctuates_is_none() -> None:
-    """Half load and nine tenths of it: hardly ever, where the error is 2.5 %."""
+def test_fluctuating_backlog_is_not_overload() -> None:
+    """The load is half and nine tenths of the capacity. Overload may be reported in 2.5 % of trials."""
     for rate_rps, allowed in ((4.0, 1), (7.2, 3)):
         grown = 0
         for seed in range(40):
@@ -117,7 +117,7 @@ def test_a_backlog_that_only_fluctuates_is_none() -> None:
         assert grown <= allowed, rate_rps
 
 
-def test_refusals_keep_the_backlog_short_and_break_promises() -> None:
+def test_rejections_keep_the_backlog_short_but_miss_the_slo() -> None:
     plan = plan_at(10, 60, seed=7)
     records = answered(plan, lambda _: 0.1)
     shed = [
@@ -141,7 +141,7 @@ def test_refusals_keep_the_backlog_short_and_break_promises() -> None:
 # Early.
 
 
-def test_a_hopeless_trial_is_broken_at_the_first_look() -> None:
+def test_clear_miss_is_detected_at_the_first_look() -> None:
     plan = plan_at(20, 60, seed=8)
     records = answered(plan, lambda _: 3.0)
     judgement = judge_of(plan).judge(ended_by(records, 15.0), 15.0, look=0)
@@ -149,7 +149,7 @@ def test_a_hopeless_trial_is_broken_at_the_first_look() -> None:
     assert judgement.share == 0
 
 
-def test_no_early_look_says_held() -> None:
+def test_early_looks_never_report_met() -> None:
     plan = plan_at(20, 60, seed=9)
     records = answered(plan, lambda _: 0.01)
     judge = judge_of(plan)
@@ -159,9 +159,9 @@ def test_no_early_look_says_held() -> None:
     assert judge.judge(records).verdict is TrialVerdict.MET
 
 
-def test_what_is_still_out_does_not_count_for_either_side() -> None:
-    """TTFT alone is promised, and answers take 20 s: at 15 s hardly any has ended, and that is no reason to
-    call them late."""
+def test_open_requests_count_for_neither_side() -> None:
+    """The SLO has only a TTFT bound and responses take 20 s. At 15 s few have ended, which must not count as
+    missed."""
     plan = plan_at(20, 60, seed=10, slo="ttft=1s")
     records = answered(plan, lambda _: 0.1, length_s=20.0)
     judge = judge_of(plan)
@@ -172,8 +172,8 @@ def test_what_is_still_out_does_not_count_for_either_side() -> None:
     assert judge.judge(records).verdict is TrialVerdict.MET
 
 
-def test_what_is_too_old_to_become_good_is_late_though_it_has_not_ended() -> None:
-    """e2e in 1 s is promised and nothing ever ends."""
+def test_open_request_past_its_slo_counts_as_missed() -> None:
+    """The e2e bound is 1 s and nothing ever ends."""
     plan = plan_at(20, 60, seed=11, slo="ttft=500ms,e2e=1s")
     first = answered(plan, lambda _: 0.1)[:30]
     judgement = judge_of(plan).judge(first, 30.0, look=1)
@@ -184,15 +184,15 @@ def test_what_is_too_old_to_become_good_is_late_though_it_has_not_ended() -> Non
     assert waiting.num_open > 300
 
 
-def test_looks_err_together_as_often_as_one() -> None:
+def test_error_probability_is_split_over_looks() -> None:
     errors = look_errors(0.025)
     assert sum(errors) == pytest.approx(0.025)
     assert errors[0] < 1e-4
     assert list(errors) == sorted(errors)
 
 
-def test_hardly_a_trial_that_would_have_held_is_ended_early() -> None:
-    """Of a server at three quarters of its capacity, over 60 trials with three early looks each."""
+def test_trials_that_meet_the_slo_rarely_end_early() -> None:
+    """A server at three quarters of its capacity, in 60 trials with three early looks each."""
     system = SYSTEMS["8 slots"]
     broken = [
         trial(system, 0.75 * system.capacity_rps, 60.0, seed)[0].verdict is TrialVerdict.MISSED for seed in range(60)
@@ -203,9 +203,8 @@ def test_hardly_a_trial_that_would_have_held_is_ended_early() -> None:
 # Sessions and formulas.
 
 
-def test_sessions_are_judged_once_there_are_as_many_as_there_will_be() -> None:
-    """Three turns, 8 s apart: the first 16 s are the ramp, though answers take but 0.1 s. Later turns count
-    from when they were due."""
+def test_session_requests_are_judged_after_the_ramp() -> None:
+    """Three turns, 8 s apart: the first 16 s are the ramp, although responses take only 0.1 s."""
     requests: list[PlannedRequest] = []
     for session in range(100):
         at_s, before = session * 0.6, None
@@ -240,7 +239,7 @@ def test_sessions_are_judged_once_there_are_as_many_as_there_will_be() -> None:
     assert early.share == 1
 
 
-def test_how_old_an_answer_can_be_and_still_become_good() -> None:
+def test_latest_age_of_a_good_response() -> None:
     assert latest_good_s(SloTarget(), 8) == math.inf
     assert latest_good_s(SloTarget(ttft_s=1.0), 8) == math.inf
     assert latest_good_s(SloTarget(ttft_s=1.0), 1) == 1.0
@@ -249,7 +248,7 @@ def test_how_old_an_answer_can_be_and_still_become_good() -> None:
     assert latest_good_s(SloTarget(ttft_s=1.0, tpot_s=0.1, e2e_s=1.5), 8) == 1.5
 
 
-def test_students_t_is_that_of_tables() -> None:
+def test_student_tail_matches_tables() -> None:
     assert student_tail(0.0, 7) == pytest.approx(0.5)
     assert student_tail(2.365, 7) == pytest.approx(0.025, abs=1e-4)
     assert student_tail(3.499, 7) == pytest.approx(0.005, abs=1e-5)

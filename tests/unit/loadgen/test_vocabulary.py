@@ -1,4 +1,4 @@
-"""What a tokenizer says: safe ids, and words that are one token each; and prompts written with words."""
+"""Tokenizers: ordinary tokens, words that are one token each, and prompts made of words."""
 
 import json
 import random
@@ -17,7 +17,7 @@ DEMO = Path(__file__).resolve().parents[3] / "services" / "baton" / "demo"
 
 
 def train(path: Path, pre_tokenizer: object, specials: tuple[str, ...] = ("<unk>", "<s>", "</s>")) -> Tokenizer:
-    """Knows the common words."""
+    """Return a tokenizer that knows the common words."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizer  # type: ignore[assignment]
     tokenizer.train_from_iterator(
@@ -27,7 +27,7 @@ def train(path: Path, pre_tokenizer: object, specials: tuple[str, ...] = ("<unk>
     return tokenizer
 
 
-def test_the_demo_models_ordinary_tokens() -> None:
+def test_ordinary_tokens_of_the_demo_model() -> None:
     assert vocabulary_of(DEMO) == vocabulary_of(DEMO / "tokenizer.json") == Vocabulary(low=3, high=4096)
 
 
@@ -54,14 +54,14 @@ def test_holes_and_placeholders_in_the_middle_are_excluded(tmp_path: Path) -> No
     assert vocabulary_of(tmp_path).high == 8
 
 
-def test_a_vocabulary_of_which_only_the_size_is_known() -> None:
+def test_vocabulary_of_a_given_size() -> None:
     assert vocabulary_of_size(32_000) == Vocabulary(low=1000, high=32_000)
     assert vocabulary_of_size(500, 3) == Vocabulary(low=3, high=500)
     with pytest.raises(BadPlan, match="a vocabulary of 500 has fewer than two ids from 1000 on"):
         vocabulary_of_size(500)
 
 
-def test_what_is_no_tokenizer(tmp_path: Path) -> None:
+def test_invalid_tokenizers_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(BadPlan, match=r"tokenizer\.json: no such file; give a model's directory"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -75,7 +75,7 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pre_tokenizer", [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Metaspace()]
 )
-def test_a_text_of_a_tokenizers_words_has_as_many_tokens(tmp_path: Path, pre_tokenizer: object) -> None:
+def test_text_of_words_has_the_planned_tokens(tmp_path: Path, pre_tokenizer: object) -> None:
     tokenizer = train(tmp_path / "tokenizer.json", pre_tokenizer)
     words = words_of(tmp_path)
     assert len(words.words) > 100
@@ -84,7 +84,7 @@ def test_a_text_of_a_tokenizers_words_has_as_many_tokens(tmp_path: Path, pre_tok
         assert len(tokenizer.encode(text_of(made, r, {}, words)).ids) == made.num_prompt_tokens(r)
 
 
-def test_the_demo_models_words() -> None:
+def test_words_of_the_demo_model() -> None:
     tokenizer, words, rng = load_tokenizer(DEMO), words_of(DEMO), random.Random(1)
     for count in (1, 10, 1000):
         text = words.lead + " ".join(rng.choices(words.words, k=count))
@@ -92,18 +92,18 @@ def test_the_demo_models_words() -> None:
     assert encoder_of(DEMO)("hello") == tokenizer.encode("hello").ids
 
 
-def test_a_tokenizer_without_words_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_without_words_is_rejected(tmp_path: Path) -> None:
     train(tmp_path / "tokenizer.json", pre_tokenizers.Whitespace())
     with pytest.raises(BadPlan, match="only 0 words are one token each"):
         words_of(tmp_path)
 
 
-def test_the_common_words_are_many_and_all_different() -> None:
+def test_common_words_are_many_and_distinct() -> None:
     assert len(COMMON_WORDS.words) == len(set(COMMON_WORDS.words)) > 400
     assert all(word.isascii() and word.islower() and word.isalpha() for word in COMMON_WORDS.words)
 
 
-def test_what_is_shared_as_tokens_is_shared_as_text() -> None:
+def test_text_shares_what_tokens_share() -> None:
     made = chat_plan()
     first, second, later = (text_of(made, r, {0: " The answer. "}) for r in made.requests)
     assert len(first.split(" ")) == 60
@@ -113,7 +113,7 @@ def test_what_is_shared_as_tokens_is_shared_as_text() -> None:
     assert len(later.split(" ")) == 60 + 2 + 5
 
 
-def test_a_warm_up_begins_with_a_word_of_its_own() -> None:
+def test_warm_up_starts_with_a_reserved_word() -> None:
     made = plan(*(request(i, (i, 3)) for i in range(1000)))
     warm_up = warm_up_text(made, 0, 12)
     assert len(warm_up.split(" ")) == 12
@@ -121,7 +121,7 @@ def test_a_warm_up_begins_with_a_word_of_its_own() -> None:
     assert warm_up != warm_up_text(made, 1, 12)
 
 
-def test_texts_are_as_they_are_and_tokens_are_none() -> None:
+def test_texts_are_unchanged_and_exact_tokens_rejected() -> None:
     made = plan(request(0, "One\n", "Two"), request(1, [1, 2]))
     assert text_of(made, made.requests[0], {}) == "One\nTwo"
     with pytest.raises(BadPlan, match="exact token ids cannot be sent as text"):

@@ -1,5 +1,4 @@
-"""Made-up workloads: what they share, how sessions follow, and that one choice leaves the others as they
-were."""
+"""Synthetic workloads: sharing, sessions, and independent random streams."""
 
 from collections import Counter
 from typing import Any
@@ -57,7 +56,7 @@ def test_random_prompts_share_nothing() -> None:
     assert all(len(r.segments) == 1 for r in requests)
 
 
-def test_one_choice_leaves_the_others_as_they_were() -> None:
+def test_random_streams_are_independent() -> None:
     a, b = random_requests(200), random_requests(200, inputs="512")
     assert [(r.at_s, r.output_tokens) for r in a] == [(r.at_s, r.output_tokens) for r in b]
     c = random_requests(200, shared=SharedPrompts(count=5, lengths=Fixed(100)))
@@ -68,7 +67,7 @@ def test_one_choice_leaves_the_others_as_they_were() -> None:
     assert [part(r, 0).segment_id for r in c] == [part(r, 0).segment_id for r in d]
 
 
-def test_more_requests_begin_as_fewer_do() -> None:
+def test_more_requests_start_like_fewer() -> None:
     assert random_requests(50) == random_requests(400)[:50]
 
 
@@ -81,7 +80,7 @@ def test_system_prompts_are_shared_by_popularity() -> None:
     assert {part(r, 1).segment_id for r in requests} == set(range(4, 20_004))
 
 
-def test_a_later_turn_is_the_earlier_prompt_its_answer_and_new_tokens() -> None:
+def test_later_turn_has_earlier_prompt_response_and_new_tokens() -> None:
     requests = sessions(times(50), turns(), seed=0, shared=SharedPrompts(count=3, lengths=Fixed(64)))
     check_plan(plan(*requests))
     for later in requests:
@@ -95,7 +94,7 @@ def test_a_later_turn_is_the_earlier_prompt_its_answer_and_new_tokens() -> None:
     assert set(Counter(r.session for r in requests).values()) == {1, 2, 3, 4, 5, 6}
 
 
-def test_sessions_arrive_openly_and_stand_in_order_of_time() -> None:
+def test_sessions_are_in_order_of_time() -> None:
     requests = sessions(times(50), turns(), seed=0)
     assert [r.at_s for r in requests if r.at_s is not None] == times(50).tolist()
     due: list[float] = []
@@ -106,7 +105,7 @@ def test_sessions_arrive_openly_and_stand_in_order_of_time() -> None:
     assert sum(thinks) / len(thinks) == pytest.approx(5, rel=0.3)
 
 
-def test_the_tokens_of_a_turn_begin_with_those_of_the_turn_before() -> None:
+def test_turn_starts_with_the_tokens_of_the_previous_turn() -> None:
     made = plan(*sessions(times(5), turns(count=Fixed(3)), seed=0))
     last = next(r for r in made.requests if r.turn == 2)
     middle = made.requests[last.after or 0]
@@ -117,7 +116,7 @@ def test_the_tokens_of_a_turn_begin_with_those_of_the_turn_before() -> None:
     assert prompt[: made.num_prompt_tokens(middle)] == tokens_of(made, middle, answers)
 
 
-def test_a_session_ends_before_its_context_is_full() -> None:
+def test_session_ends_before_max_context() -> None:
     whole = sessions(times(40), turns(first_inputs=Fixed(200)), seed=0)
     cut = sessions(times(40), turns(first_inputs=Fixed(200), max_context=300), seed=0)
     made = plan(*cut)
@@ -129,7 +128,7 @@ def test_a_session_ends_before_its_context_is_full() -> None:
         sessions(times(40), turns(first_inputs=Fixed(40), max_context=50), seed=0)
 
 
-def test_a_first_look() -> None:
+def test_simple_plan() -> None:
     made = simple_plan(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=SloTarget(ttft_s=1))
     check_plan(made)
     assert {(made.num_prompt_tokens(r), r.output_tokens) for r in made.requests} == {(100, 7)}
@@ -141,9 +140,9 @@ def test_a_first_look() -> None:
         simple_plan(rate_rps=1e-9, seconds=1, input_tokens=1, output_tokens=1)
 
 
-def test_the_same_arguments_make_the_same_plan_on_any_machine() -> None:
-    """Known by heart: a seed of today must make the same plan tomorrow. Every distribution of
-    `loadgen.plan.draws` has its part in it."""
+def test_plan_hashes_are_fixed() -> None:
+    """A seed must make the same plan in every version. Every distribution of `loadgen.plan.draws` is
+    covered."""
     shared = SharedPrompts(count=7, lengths=parse_lengths("lognormal:mean=100,cv=1"))
     think: Distribution = parse_times("lognormal:mean=5s,cv=2")
     assert hash_of(plan(*sessions(times(200), turns(think=think), seed=3, shared=shared))) == KNOWN
@@ -155,7 +154,7 @@ KNOWN = "7ae03df30abfe057de387fc230024c48f625f928236c46ddb99435d93b150011"
 # Who the clients are.
 
 
-def test_a_session_is_one_client() -> None:
+def test_session_is_one_client() -> None:
     requests = sessions(times(300), turns(), seed=0)
     mixes = Mixes(
         tenants=Mix(("a", "b"), (3, 1)), priorities=Mix((0, 5), (1, 1)), classes=Mix(("x", "y"), (0.5, 0.5)), cancel=0.3
@@ -172,7 +171,7 @@ def test_a_session_is_one_client() -> None:
     check_plan(plan(*mixed, slos={"x": SloTarget(), "y": SloTarget()}))
 
 
-def test_who_leaves_does_so_after_any_number_of_tokens() -> None:
+def test_cancels_are_uniform_over_tokens() -> None:
     requests = [request(i, (i, 5), output=11) for i in range(20_000)]
     after = Counter(r.cancel_after_tokens for r in apply_mixes(requests, Mixes(cancel=0.5), seed=0))
     assert after.pop(None) == pytest.approx(10_000, abs=300)
@@ -182,7 +181,7 @@ def test_who_leaves_does_so_after_any_number_of_tokens() -> None:
     assert [r.cancel_after_tokens for r in everyone] == [None, 1]
 
 
-def test_one_mix_leaves_the_others_as_they_were() -> None:
+def test_mixes_are_independent() -> None:
     requests = random_requests(100)
     a = apply_mixes(requests, Mixes(tenants=Mix(("a", "b"), (1, 1))), seed=0)
     b = apply_mixes(
@@ -192,7 +191,7 @@ def test_one_mix_leaves_the_others_as_they_were() -> None:
     assert apply_mixes(requests, Mixes(), seed=0) == requests
 
 
-def test_mixes_in_words() -> None:
+def test_mix_texts_are_parsed() -> None:
     assert parse_tenants("a:3,b:1") == Mix(("a", "b"), (3.0, 1.0))
     assert parse_tenants("org:team:2") == Mix(("org:team",), (2.0,))
     assert parse_priorities("0:9, -5:1") == Mix((0, -5), (9.0, 1.0))
@@ -213,12 +212,12 @@ def test_mixes_in_words() -> None:
         (parse_classes, ["a:1", "a:1"], "the class `a` is given twice"),
     ],
 )
-def test_mixes_that_cannot_be_read(parse: Any, text: Any, message: str) -> None:
+def test_invalid_mixes_are_rejected(parse: Any, text: Any, message: str) -> None:
     with pytest.raises(BadPlan) as caught:
         parse(text)
     assert message in str(caught.value)
 
 
-def test_an_slo_that_cannot_be_read_is_said() -> None:
+def test_invalid_slo_is_reported() -> None:
     with pytest.raises(BadSlo, match="`ttft` is not an SLO"):
         parse_classes(["a:1:ttft"])
