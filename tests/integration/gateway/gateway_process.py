@@ -28,7 +28,7 @@ from tests.unit.gateway.fakes import token_at
 GOOD_PROMPT = [5, 6, 7]
 GOOD_TOKENS = [token_at(GOOD_PROMPT, 0, index) for index in range(8)]
 TIMES = {"heartbeat_s": 0.5, "detection_s": 10.0, "scheduler_wait_s": 20.0, "drain_s": 5.0}
-"""Nothing here dies, and nobody is to be taken for dead on a machine that is busy."""
+"""Long enough that no process counts as lost on a busy machine. No process dies in these tests."""
 
 
 class GatewayProcess:

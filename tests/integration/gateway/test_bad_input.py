@@ -51,7 +51,7 @@ VOCAB_SIZE = 4096
 MAX_BODY_BYTES = 2**21
 RECEIVE_DEADLINE_S = 2.0
 MAX_GROWTH_BYTES = 200 * 2**20
-"""Where nothing bounds it, each of the larger inputs here costs more."""
+"""Bound for memory growth. Each of the larger inputs would exceed it if it were not rejected early."""
 FUZZ = settings(
     max_examples=sized(50, 1000),
     deadline=None,

@@ -165,7 +165,7 @@ async def test_addresses_named_by_clients_are_rejected_and_never_called() -> Non
 ELSEWHERE = "203.0.113.7:80"
 """An address reserved for documentation."""
 NAMED = "callback.example.org:80"
-"""To look this up is to leave, too."""
+"""A DNS query for this name would count as an outbound packet too."""
 _CLONE_NEWNET = 0x40000000
 
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 NUM_CLIENTS = 300
 DEADLINE_S = 3.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-"""Not all of one: the empty line is missing."""
+"""An incomplete head: the empty line at its end is missing."""
 
 
 async def drip(port: int, at_once: bytes) -> tuple[bytes, float]:

@@ -72,7 +72,7 @@ async def until(happened: Callable[[], object], timeout_s: float = 20.0) -> None
 
 
 Hook = Callable[["StubWorker", JobId, int, int], None]
-"""(worker, job, sample, output index) before that token is sent."""
+"""Called with (worker, job, sample, output index) before a stub worker sends that token."""
 
 
 class StubWorker:

@@ -28,8 +28,8 @@ from baton.runtime.observability.tracing import NO_SPAN, OFF, Span, Tracing
 log = get_logger(__name__)
 
 MAX_FULL_QUEUES = 2
-"""After this many workers with a full queue, a new request is rejected, so that its client can try another
-cluster in time."""
+"""After this many workers with a full queue, a new request is rejected, so that its client can retry
+elsewhere in time."""
 MAX_KILLED_WORKERS = 2
 """After this many workers in a row died under a request without progress, the request counts as the cause."""
 TOKENS_AFTER_ONE_STEP_EACH = 2
