@@ -31,7 +31,7 @@ async def lives_of(pair: Pair, *block_ids: int) -> tuple[GenerationEntry, ...]:
 
 
 @every
-async def test_blocks_arrive_whole_and_nothing_else_is_touched(backend: str) -> None:
+async def test_read_fills_exactly_the_destination_blocks(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         for block_id in range(NUM_BLOCKS):
             pair.owner.fill(block_id, 100 + block_id)
@@ -45,7 +45,7 @@ async def test_blocks_arrive_whole_and_nothing_else_is_touched(backend: str) -> 
 
 
 @every
-async def test_many_reads_at_once(backend: str) -> None:
+async def test_many_concurrent_reads_succeed(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         order = Random(3).sample(range(NUM_BLOCKS), NUM_BLOCKS)
         for block_id in range(NUM_BLOCKS):
@@ -59,7 +59,7 @@ async def test_many_reads_at_once(backend: str) -> None:
 
 
 @every
-async def test_lives_are_the_owners_in_the_order_asked_for(backend: str) -> None:
+async def test_generations_are_returned_in_the_requested_order(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         for block_id in (4, 9):
             pair.owner.generation_table.begin_generation(block_id)
@@ -74,7 +74,7 @@ async def test_lives_are_the_owners_in_the_order_asked_for(backend: str) -> None
 
 
 @every
-async def test_a_life_that_began_before_the_read_is_seen_after_it(backend: str) -> None:
+async def test_new_generation_before_the_read_is_seen_after_it(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         assert await pair.read({4: 1}) is ReadState.DONE
         assert (await lives_of(pair, 4))[0].generation == 0
@@ -84,7 +84,7 @@ async def test_a_life_that_began_before_the_read_is_seen_after_it(backend: str) 
 
 
 @every
-async def test_a_probe_touches_no_block(backend: str) -> None:
+async def test_probe_changes_no_block(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         for block_id in range(NUM_BLOCKS):
             pair.owner.fill(block_id, 1)
@@ -94,14 +94,14 @@ async def test_a_probe_touches_no_block(backend: str) -> None:
 
 
 @every
-async def test_the_transport_has_a_name_once_something_was_read(backend: str) -> None:
+async def test_transport_is_known_after_the_first_read(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         await pair.read({0: 0})
         assert pair.reader.backend.transport_to(pair.owner.backend.memory[0])
 
 
 @every
-async def test_a_read_has_an_end_and_is_then_forgotten(backend: str) -> None:
+async def test_released_read_is_unknown(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         read_id = pair.start({0: 0})
         waiting = asyncio.ensure_future(pair.reader.backend.wait(read_id))
@@ -114,7 +114,7 @@ async def test_a_read_has_an_end_and_is_then_forgotten(backend: str) -> None:
 
 
 @checking
-async def test_a_read_id_in_use_is_refused(backend: str) -> None:
+async def test_read_id_in_use_is_refused(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         read_id = pair.start({0: 0})
         with pytest.raises(ValueError, match=str(read_id)):
@@ -123,7 +123,7 @@ async def test_a_read_id_in_use_is_refused(backend: str) -> None:
 
 
 @every
-async def test_a_running_read_is_not_released(backend: str) -> None:
+async def test_running_read_cannot_be_released(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         read_id = pair.start({0: 0})  # its end is reported to the event loop, which has not run yet
         with pytest.raises(ValueError, match="running"):
@@ -134,7 +134,7 @@ async def test_a_running_read_is_not_released(backend: str) -> None:
 
 @checking
 @pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS, 2**40])
-async def test_a_block_outside_the_memory_is_refused_before_anything_is_read(backend: str, block_id: int) -> None:
+async def test_block_outside_the_memory_is_refused(backend: str, block_id: int) -> None:
     async with BACKENDS[backend]() as pair:
         outside = type(pair.owner.backend.describe((0,)))(memory=pair.owner.backend.memory[0], block_ids=(block_id,))
         with pytest.raises(ValueError, match="outside"):
@@ -146,7 +146,7 @@ async def test_a_block_outside_the_memory_is_refused_before_anything_is_read(bac
 
 
 @every
-async def test_another_layout_is_refused_by_name(backend: str) -> None:
+async def test_other_layout_is_refused_and_names_the_field(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         with pytest.raises(LayoutMismatch, match="model_fingerprint"):
             pair.reader.backend.connect(pair.owner.backend.memory[0], builders.layout(model_fingerprint="other"))
@@ -165,7 +165,7 @@ async def test_connecting_twice_and_forgetting_twice_change_nothing(backend: str
 
 
 @checking
-async def test_a_peer_that_was_forgotten_cannot_be_read(backend: str) -> None:
+async def test_forgotten_peer_cannot_be_read(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         pair.reader.backend.forget(pair.owner.backend.memory[0])
         read_id = ReadId(next(pair.read_ids))
@@ -174,7 +174,7 @@ async def test_a_peer_that_was_forgotten_cannot_be_read(backend: str) -> None:
 
 
 @every
-async def test_what_peers_are_told_is_integers_and_bytes(backend: str) -> None:
+async def test_descriptors_are_integers_and_bytes(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         memory = pair.owner.backend.memory[0]
         assert memory.num_blocks == NUM_BLOCKS

@@ -27,7 +27,7 @@ from baton.rpc.admin_rpc import AdminClient
 from baton.rpc.channel import channel_options, open_channel
 from baton.rpc.grpc_network import GrpcNetwork
 from bench.systems.baton_cluster import machine, processes_up, table
-from tests.unit.worker.gateway import Gateway
+from tests.unit.worker.scripted_gateway import Gateway
 
 OWN_TOKENS = 16
 BLOCK_SIZE_TOKENS = 16

@@ -48,7 +48,7 @@ from tests.grpc_methods import OK, OURS_TO_SAY, Answered, Method, call
 from tests.hostile import BEGIN, Canary, broken_http2, grpc_call, grpc_message, our_errors, say
 from tests.scale import sized
 from tests.unit.rpc.strategies import messages, values
-from tests.unit.worker.gateway import Gateway
+from tests.unit.worker.scripted_gateway import Gateway
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.transfer import slow_link
 from tests.integration.transfer.peers import PeerDied, PeerHandle, Peers, peers
 from tests.integration.transfer.slow_link import Side, sent_bytes
-from tests.integration.transfer.test_between_processes import TOKENS, assert_clean, handed_over
+from tests.integration.transfer.test_transfer_between_processes import TOKENS, assert_clean, handed_over
 
 WHY_NOT = slow_link.why_not()
 pytestmark = [
@@ -54,7 +54,7 @@ async def works_again(owner: PeerHandle, reader: PeerHandle, request: int) -> No
     pytest.fail(f"the pair stays unusable: {answer}")
 
 
-async def test_an_owner_paused_in_mid_read_writes_late_into_quarantine_only() -> None:
+async def test_late_write_of_a_paused_owner_hits_only_quarantined_blocks() -> None:
     with slow_link.slow_link(RATE) as sides:
         async with peers() as group:
             owner, reader = await pair(group, sides)
@@ -86,7 +86,7 @@ async def test_an_owner_paused_in_mid_read_writes_late_into_quarantine_only() ->
 
 
 @pytest.mark.long
-async def test_an_owner_killed_in_mid_read_leaves_nothing_behind() -> None:
+async def test_owner_killed_during_a_read_leaves_nothing_behind() -> None:
     with slow_link.slow_link(RATE) as sides:
         async with peers() as group:
             owner, reader = await pair(group, sides)
@@ -100,7 +100,7 @@ async def test_an_owner_killed_in_mid_read_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.long
-async def test_a_reader_killed_in_mid_read_costs_the_owner_nothing() -> None:
+async def test_reader_killed_during_a_read_does_not_affect_the_owner() -> None:
     with slow_link.slow_link(RATE) as sides:
         async with peers() as group:
             owner, reader = await pair(group, sides)

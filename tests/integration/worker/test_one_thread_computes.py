@@ -27,7 +27,7 @@ OPENMPS, TORCHS = 1, 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")
-def test_a_second_thread_a_step_makes_one_team() -> None:
+def test_steps_share_one_thread_pool() -> None:
     one, two = (
         int(
             subprocess.run(

@@ -22,7 +22,7 @@ from baton.worker.worker_main import UNHEALTHY_EXIT_CODE
 from tests.integration.worker.processes import Processes, WorkerProcess, processes
 from tests.scale import sized
 from tests.times import TEST_TIMES
-from tests.unit.worker.gateway import Gateway
+from tests.unit.worker.scripted_gateway import Gateway
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -84,7 +84,7 @@ async def gateway_to(made: Processes, worker: WorkerProcess) -> Gateway:
 
 
 @pytest.mark.parametrize("transfer", sized(("nixl",), ("nixl", "local")))
-async def test_two_processes_answer_as_one_model(tmp_path: Path, transfer: str) -> None:
+async def test_prefill_and_decode_processes_answer_as_one_model(tmp_path: Path, transfer: str) -> None:
     """Then: a cancelled request leaves nothing, a stuck worker exits (row 11), a decode worker finishes its
     work after SIGTERM (row 47) and a prefill worker waits for its readers (row 48). One start serves all: a
     process takes seconds to load torch."""
@@ -170,7 +170,7 @@ async def _sigterm_loses_nothing(
 
 
 @pytest.mark.long
-async def test_a_killed_owner_is_blamed(tmp_path: Path) -> None:
+async def test_killed_owner_is_blamed(tmp_path: Path) -> None:
     """Row 2, as far as workers go."""
     async with processes(tmp_path) as made:
         shared = {"workers_on_host": 2, "max_num_batched_tokens": 64}

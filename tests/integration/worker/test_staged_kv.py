@@ -23,7 +23,7 @@ WORKERS = (builders.worker_ref("p0"), builders.worker_ref("d0"))
 
 
 @pytest.mark.parametrize("transfer", ["nixl", "local"])
-async def test_kv_goes_through_host_memory(transfer: str) -> None:
+async def test_gpu_kv_is_staged_through_host_memory(transfer: str) -> None:
     config = WorkerConfig(transfer=transfer)  # type: ignore[arg-type]
     caches = [KvCache.zeros(builders.layout(), NUM_BLOCKS) for _ in WORKERS]
     memories = [
@@ -52,7 +52,7 @@ async def test_kv_goes_through_host_memory(transfer: str) -> None:
         memory.close()
 
 
-def test_a_host_with_too_little_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_with_too_little_host_memory_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "free_host_bytes", lambda: 1)
     cache = KvCache.zeros(builders.layout(), NUM_BLOCKS)
     with pytest.raises(ConfigError, match="more than the 0 MiB that are free: give a smaller --kv-memory"):

@@ -19,7 +19,7 @@ from baton.engine.state.step import SampleRequest, StepPlan, StepSequence
 from baton.sim import virtual_time
 from baton.worker.costs.step_cost_keeper import work_of
 from tests import builders
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 128, 5000
 COSTS = StepCostModel(

@@ -13,7 +13,7 @@ from baton.scheduler.admission.admission_queue import MAX_DECISIONS_PER_ROUND, A
 from baton.scheduler.admission.slo_admission import AdmissionMode
 from tests.builders import blocks, query, worker_report
 from tests.unit.scheduler.running_scheduler import a_scheduler, join, settle, tpot_slo_of_only_worker
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 
 async def test_request_waits_until_a_report_counts_the_placement_before_it() -> None:

@@ -16,7 +16,7 @@ from baton.store.memory.memory_stores import MemoryKvEventFeed
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from tests.builders import hashes_of, worker_ref
 from tests.fake_executor import FakeGenerationTable
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 CHAIN = hashes_of(range(40))  # 10 blocks
 TTL_S = 30.0

@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.errors import Failure, Reason, Refused
 from baton.sim import virtual_time
-from tests.unit.transfer.rig import OWNER, Rig
+from tests.unit.transfer.transfer_rig import OWNER, Rig
 
 ENDLESS_S = 300.0
 

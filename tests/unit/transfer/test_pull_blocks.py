@@ -36,7 +36,7 @@ def blocks(*messages: KvReady, num_receiving: int = 4) -> PullBlocks:
     return made
 
 
-def test_slices_take_what_waits_in_the_order_of_its_announcement() -> None:
+def test_slices_take_waiting_blocks_in_order_of_announcement() -> None:
     made = blocks(ready(0, 20, 21, 22))
     first = made.begin_read(2)
     assert ([block.block_id for block in first.blocks], first.own) == ([20, 21], (10, 11))
@@ -44,7 +44,7 @@ def test_slices_take_what_waits_in_the_order_of_its_announcement() -> None:
     assert (made.any_waiting, made.num_reading) == (False, 3)
 
 
-def test_what_was_announced_before_there_is_memory_waits_from_then_on() -> None:
+def test_blocks_announced_before_memory_wait_once_it_is_there() -> None:
     made = PullBlocks((), 0)
     made.announce(ready(0, 20, 21))
     assert not made.any_waiting
@@ -66,7 +66,7 @@ def test_a_repeated_announcement_changes_only_what_still_waits() -> None:
     assert [block.block_id for block in made.begin_read(5).blocks] == [41], "forgotten, it is new again"
 
 
-def test_what_is_being_read_is_not_what_was_announced_meanwhile() -> None:
+def test_repeated_announcement_does_not_change_a_running_read() -> None:
     made = blocks(ready(0, 20))
     reading = made.begin_read(1)
     made.announce(ready(0, 30, generation=2))
@@ -74,7 +74,7 @@ def test_what_is_being_read_is_not_what_was_announced_meanwhile() -> None:
     assert made._announced[0] == reading.blocks[0]
 
 
-def test_a_stop_gives_back_what_no_read_may_write() -> None:
+def test_stop_returns_blocks_that_no_read_may_write() -> None:
     made = blocks(ready(0, 20, 21, 22))
     received, _reading = made.begin_read(1), made.begin_read(1)
     made.end_read(received)
@@ -84,7 +84,7 @@ def test_a_stop_gives_back_what_no_read_may_write() -> None:
     assert not made.any_waiting
 
 
-def test_what_a_lost_read_lands_in_is_not_given_back() -> None:
+def test_destination_of_a_lost_read_is_not_returned() -> None:
     made = blocks(ready(0, 20))
     lost = made.begin_read(1)
     made.lose_memory(lost)
@@ -92,7 +92,7 @@ def test_what_a_lost_read_lands_in_is_not_given_back() -> None:
     assert made.stop() == [11, 12, 13]
 
 
-def test_a_new_stream_goes_on_after_what_is_announced_without_a_gap() -> None:
+def test_new_stream_resumes_after_the_announced_prefix() -> None:
     made = blocks(ready(0, 20, 21), ready(3, 23))
     assert made.first_unannounced() == 2
 
@@ -106,11 +106,11 @@ def test_a_new_stream_goes_on_after_what_is_announced_without_a_gap() -> None:
         (ready(3, 20, 21), "more blocks than the prompt has"),
     ],
 )
-def test_an_announcement_is_checked_before_it_is_used(message: KvReady, problem: str) -> None:
+def test_announcement_is_checked_before_use(message: KvReady, problem: str) -> None:
     assert blocks().problem(message, NUM_OWNER_BLOCKS) == problem
 
 
-def test_hashes_are_those_of_the_prompt_where_it_has_any() -> None:
+def test_announced_hashes_must_match_known_prompt_hashes() -> None:
     made = PullBlocks((block_hash(0), NO_HASH, block_hash(7)), 0)
     assert made.problem(ready(0, 20, 21), NUM_OWNER_BLOCKS) == ""
     assert made.problem(ready(2, 22), NUM_OWNER_BLOCKS) == "a hash differs from the hash of the prompt's block"

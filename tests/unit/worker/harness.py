@@ -35,8 +35,8 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerat
 from baton.worker.worker_service import Worker, WorkerParts
 from tests import builders
 from tests.times import TEST_TIMES
-from tests.unit.worker.gateway import Gateway
 from tests.unit.worker.job_builders import VOCAB_SIZE, decode_job, prefill_job
+from tests.unit.worker.scripted_gateway import Gateway
 
 BLOCK = 4
 SCHEDULER = "scheduler:1"

@@ -18,7 +18,7 @@ from baton.worker.costs.calibrate import NUM_TOKEN_IDS, calibration_lock, measur
 from baton.worker.costs.step_cost_keeper import work_of
 from tests import builders
 from tests.fake_executor import FakeGenerationTable
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 COSTS = StepCostModel(
     step_s=0.003, prefill_token_s=4e-5, prefill_attended_s=3e-8, decode_seq_s=1e-4, decode_context_s=4e-7
@@ -74,14 +74,14 @@ async def measured(
 
 
 @virtual
-async def test_the_costs_of_the_device_are_found() -> None:
+async def test_costs_of_the_device_are_measured() -> None:
     found = await measured(CostedExecutor(first_s=0.02))
     assert found is not None
     assert found.coefficients == pytest.approx(COSTS.coefficients, rel=1e-6)
 
 
 @virtual
-async def test_every_step_is_one_that_the_engine_could_plan() -> None:
+async def test_measuring_steps_respect_the_engine_limits() -> None:
     executor, config = CostedExecutor(), limits(max_num_seqs=8, max_model_len=1_500)
     await measured(executor, config, pool(200))
     for plan in executor.plans:
@@ -101,7 +101,7 @@ async def test_every_step_is_one_that_the_engine_could_plan() -> None:
 
 
 @virtual
-async def test_the_pool_is_as_it_was() -> None:
+async def test_measuring_leaves_the_pool_unchanged() -> None:
     blocks = pool()
     await measured(CostedExecutor(), blocks=blocks)
     assert blocks.counts().free == 5_000
@@ -125,7 +125,7 @@ async def test_a_slow_device_is_measured_in_fewer_sizes_within_the_budget(slower
 
 
 @virtual
-async def test_a_device_that_fails_has_no_costs() -> None:
+async def test_failing_device_has_no_costs() -> None:
     executor = CostedExecutor()
     executor.error = RuntimeError("out of memory")
     assert await measured(executor) is None
@@ -140,7 +140,7 @@ async def test_a_device_that_fails_has_no_costs() -> None:
 
 
 @virtual
-async def test_steps_that_take_no_time_give_no_costs() -> None:
+async def test_steps_without_duration_give_no_costs() -> None:
     nothing = StepCostModel(step_s=0, prefill_token_s=0, prefill_attended_s=0, decode_seq_s=0, decode_context_s=0)
     assert await measured(CostedExecutor(nothing)) is None
 
@@ -149,7 +149,7 @@ async def test_steps_that_take_no_time_give_no_costs() -> None:
     ("num_blocks", "changes"),
     [(1, {}), (2, {"max_model_len": 1}), (3, {"max_num_batched_tokens": 1, "max_num_seqs": 1})],
 )
-def test_whatever_the_limits_all_sizes_fit(num_blocks: int, changes: dict[str, int]) -> None:
+def test_all_step_sizes_fit_any_limits(num_blocks: int, changes: dict[str, int]) -> None:
     config = limits(**{"max_num_seqs": 1} | changes)
     for size in step_sizes(config, num_blocks):
         assert size.num_blocks(16) <= num_blocks
@@ -158,7 +158,7 @@ def test_whatever_the_limits_all_sizes_fit(num_blocks: int, changes: dict[str, i
         assert size.context_tokens + size.num_tokens <= config.max_model_len
 
 
-async def test_workers_of_one_host_take_turns(tmp_path: Path) -> None:
+async def test_workers_of_one_host_measure_one_after_the_other(tmp_path: Path) -> None:
     order: list[str] = []
 
     async def measure(name: str) -> None:
@@ -171,19 +171,19 @@ async def test_workers_of_one_host_take_turns(tmp_path: Path) -> None:
     assert order in (["a True", "a", "b True", "b"], ["b True", "b", "a True", "a"])
 
 
-async def test_who_waits_too_long_measures_beside_the_others(tmp_path: Path) -> None:
+async def test_lock_timeout_lets_the_worker_measure(tmp_path: Path) -> None:
     async with calibration_lock(tmp_path / "lock"), calibration_lock(tmp_path / "lock", wait_s=0.1) as alone:
         assert not alone
 
 
-async def test_a_lock_that_cannot_be_had_holds_nobody_up(tmp_path: Path) -> None:
+async def test_unusable_lock_file_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     async with calibration_lock(tmp_path / "link") as alone:
         assert not alone
     assert not (tmp_path / "elsewhere").exists()
 
 
-async def test_a_process_that_dies_gives_its_turn_back(tmp_path: Path) -> None:
+async def test_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     program = "import fcntl, os, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); sys.stdin.read()"
     with subprocess.Popen(  # noqa: ASYNC220 - it lives for a moment
         [sys.executable, "-c", program, str(tmp_path / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE

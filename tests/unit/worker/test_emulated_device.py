@@ -38,7 +38,7 @@ def opened() -> Iterator[Open]:
         device.close_memory()
 
 
-def test_its_costs_are_what_it_was_told_and_are_kept_nowhere(opened: Open) -> None:
+def test_emulated_device_uses_the_configured_costs_and_stores_none(opened: Open) -> None:
     text = "step=4ms,prefill_token=50us,decode_seq=0.5ms"
     device = opened(emulated_costs=text)
     assert isinstance(device.executor, EmulatedExecutor)
@@ -48,13 +48,13 @@ def test_its_costs_are_what_it_was_told_and_are_kept_nowhere(opened: Open) -> No
     )
 
 
-def test_an_answer_ends_by_its_length_alone(opened: Open) -> None:
+def test_emulated_device_has_no_end_of_sequence_token(opened: Open) -> None:
     config = opened(max_num_seqs=7, max_queued_jobs=9).engine_config
     assert config.eos_token_ids == ()
     assert (config.max_num_seqs, config.max_model_len, config.max_waiting_seqs) == (7, 256, 9)
 
 
-def test_paced_workers_exchange_kv_and_a_real_one_does_not_with_them(opened: Open) -> None:
+def test_emulated_and_real_workers_do_not_exchange_kv(opened: Open) -> None:
     emulated, slower = opened("a"), opened("b", emulated_costs="step=1s")
     emulated.backend.connect(slower.backend.memory[0], slower.executor.layout)
     real = opened("c", device="cpu", kernels="torch", threads_per_worker=1)
@@ -63,11 +63,11 @@ def test_paced_workers_exchange_kv_and_a_real_one_does_not_with_them(opened: Ope
             ours.backend.connect(theirs.backend.memory[0], theirs.executor.layout)
 
 
-def test_a_status_says_what_it_is(opened: Open) -> None:
+def test_summary_names_the_emulated_device(opened: Open) -> None:
     assert WorkerStatus.of(builders.worker_report("w")).model == "demo"
     assert WorkerStatus.of(builders.worker_report("w", layout=opened().executor.layout)).model == "demo (emulated)"
 
 
-def test_too_little_memory_is_refused(opened: Open) -> None:
+def test_too_little_kv_memory_is_refused(opened: Open) -> None:
     with pytest.raises(ConfigError, match="must hold one sequence of 256"):
         opened(kv_memory=2**20)

@@ -18,8 +18,8 @@ from baton.worker.worker_lifecycle import WorkerUnhealthy
 from baton.worker.worker_main import initial_step_costs
 from tests import builders
 from tests.unit.worker.test_calibrate import CostedExecutor
-from tests.unit.worker.test_main import Opened, config
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.test_worker_main import Opened, config
+from tests.unit.worker.virtual_loop import virtual
 
 KNOWN = SimStepCost().model
 

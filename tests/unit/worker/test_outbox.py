@@ -20,7 +20,7 @@ def step(seq: int, *token_ids: int, logprobs: int = 0) -> Step:
     )
 
 
-def test_acknowledged_messages_are_forgotten_and_the_rest_is_kept_in_order() -> None:
+def test_acknowledged_messages_are_dropped_and_the_rest_stays_in_order() -> None:
     outbox = Outbox(10_000)
     for seq in range(1, 6):
         outbox.append(step(seq, seq))
@@ -30,14 +30,14 @@ def test_acknowledged_messages_are_forgotten_and_the_rest_is_kept_in_order() -> 
     assert [m.seq for m in outbox.after(3)] == [4, 5]
 
 
-def test_all_acknowledged_leaves_nothing_in_memory() -> None:
+def test_acknowledging_all_messages_empties_the_outbox() -> None:
     outbox = Outbox(10_000)
     outbox.append(step(1, 7))
     outbox.acknowledge(99)
     assert (len(outbox), outbox.num_bytes, outbox.oldest_seq, outbox.next_seq) == (0, 0, 2, 2)
 
 
-def test_a_message_out_of_order_is_refused() -> None:
+def test_message_out_of_order_is_refused() -> None:
     outbox = Outbox(10_000)
     with pytest.raises(ValueError, match="does not follow"):
         outbox.append(beat(2))
@@ -53,7 +53,7 @@ def test_the_limit_is_in_bytes_and_logprobs_count() -> None:
 
 
 @pytest.mark.parametrize(("last_seq", "resumes"), [(1, False), (2, True), (3, True), (5, True), (6, False)])
-def test_a_gateway_resumes_only_where_nothing_is_missing(last_seq: int, resumes: bool) -> None:
+def test_resume_requires_that_no_message_is_missing(last_seq: int, resumes: bool) -> None:
     outbox = Outbox(10_000)
     for seq in range(1, 6):
         outbox.append(beat(seq))

@@ -161,10 +161,10 @@ def test_every_job_ends_once_and_nothing_is_left(seed: int) -> None:
     assert any(tokens for _, tokens, _ in trace)
 
 
-def test_a_seed_decides_everything() -> None:
+def test_run_is_reproducible_from_its_seed() -> None:
     assert play(3) == play.__wrapped__(3)
 
 
-def test_the_faults_do_happen() -> None:
+def test_faults_are_injected() -> None:
     reasons = {reason for seed in range(25) for _, _, reasons in play(seed) for reason in reasons}
     assert reasons >= {Reason.CANCELLED, Reason.SUPERSEDED, Reason.DEADLINE, Reason.LEASE_LOST, Reason.TRANSFER_TIMEOUT}

@@ -14,8 +14,8 @@ from baton.transfer.backend import GenerationEntry
 from baton.transfer.integrity.validate_read import AnnouncedBlock
 from baton.transfer.reader import slice_reader
 from tests import builders
-from tests.unit.transfer import rig as rigs
-from tests.unit.transfer.rig import OWNER, READER, Rig, rig
+from tests.unit.transfer import transfer_rig as rigs
+from tests.unit.transfer.transfer_rig import OWNER, READER, Rig, rig
 
 FAULTS: dict[str, Callable[[Rig], None]] = {}
 
@@ -83,12 +83,12 @@ async def pull_under(scenario: Callable[[Rig], None]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_life_check_keeps_reused_blocks_out(name: str) -> None:
+def test_validation_keeps_reused_blocks_invisible(name: str) -> None:
     assert virtual_time.run(pull_under(FAULTS[name])) == set()
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_without_the_life_check_they_become_visible(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reused_blocks_become_visible_without_validation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter-proof: the scenarios really do what they say."""
     monkeypatch.setattr(slice_reader, "mismatch", lambda announced, entries, epoch: None)
     assert virtual_time.run(pull_under(FAULTS[name])) == {"other"}
@@ -96,7 +96,7 @@ def test_without_the_life_check_they_become_visible(name: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("blind_to", ["generation", "hash"])
-def test_either_half_of_an_entry_is_enough_here(name: str, blind_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_or_hash_alone_detects_the_reuse(name: str, blind_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is written again has a new life, and no hash until it is full."""
 
     real = slice_reader.mismatch
@@ -145,7 +145,7 @@ async def stopped_owner(*, prove: bool, monkeypatch: pytest.MonkeyPatch) -> set[
 
 
 @pytest.mark.parametrize("prove", [True, False])
-def test_a_late_write_hits_no_block_in_use(prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_write_hits_no_block_in_use(prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here quarantine and lease are enough, life check or not: the canary over all reused memory stays
     whole."""
     assert virtual_time.run(stopped_owner(prove=prove, monkeypatch=monkeypatch)) == set()

@@ -12,7 +12,7 @@ from baton.core.step_cost import StepCostModel, StepWork
 from baton.engine.state.step import StepPlan, StepSequence
 from baton.store.memory.memory_stores import MemoryCostStore
 from baton.worker.costs.step_cost_keeper import COSTS_TTL_S, SAVE_S, CostKeeper, known_or_measured, work_of
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 COSTS = StepCostModel(
     step_s=0.01, prefill_token_s=1e-4, prefill_attended_s=0, decode_seq_s=1e-4, decode_context_s=0, num_measured=9
@@ -49,7 +49,7 @@ def plan(*parts: StepSequence) -> StepPlan:
     return StepPlan(step_id=1, sequences=parts)
 
 
-def test_the_work_of_a_step_is_its_chunks_and_its_decoding_sequences() -> None:
+def test_step_work_consists_of_chunks_and_decoding_sequences() -> None:
     assert work_of(plan(part(1, 7), part(3, 10), part(1, 0))) == StepWork(
         num_prefill_tokens=3, prefill_attended_tokens=11 + 12 + 13, num_decode_seqs=2, decode_context_tokens=7
     )
@@ -66,14 +66,14 @@ def test_steps_correct_the_costs_of_their_kind_most() -> None:
     assert 1.5 < keeper.costs.prefill_factor < 1.9, "what was not seen follows"
 
 
-def test_without_costs_nothing_is_kept() -> None:
+def test_keeper_without_costs_stores_nothing() -> None:
     keeper = CostKeeper(None)
     keeper.observe(plan(part(1, 5)), 1.0)
     assert keeper.costs is None
 
 
 @virtual
-async def test_corrected_costs_are_saved_now_and_then_and_at_the_end() -> None:
+async def test_corrected_costs_are_saved_periodically_and_at_the_end() -> None:
     store = MemoryCostStore()
     keeper = CostKeeper(COSTS, store, "k")
     task = asyncio.create_task(keeper.run())
@@ -89,7 +89,7 @@ async def test_corrected_costs_are_saved_now_and_then_and_at_the_end() -> None:
 
 
 @virtual
-async def test_a_store_that_is_away_ends_nothing() -> None:
+async def test_unavailable_cost_store_is_tolerated() -> None:
     keeper = CostKeeper(COSTS, Away(), "k")
     keeper.observe(plan(part(1, 5)), 1.0)
     task = asyncio.create_task(keeper.run())
@@ -102,7 +102,7 @@ async def test_a_store_that_is_away_ends_nothing() -> None:
 
 
 @virtual
-async def test_a_worker_of_the_same_kind_does_not_measure_again() -> None:
+async def test_worker_of_the_same_kind_uses_stored_costs() -> None:
     store, measure = MemoryCostStore(), Measuring()
     assert await known_or_measured(store, "k", measure) == COSTS
     assert (await known_or_measured(store, "k", measure), measure.times) == (COSTS, 1)
@@ -114,7 +114,7 @@ async def test_a_worker_of_the_same_kind_does_not_measure_again() -> None:
 
 
 @virtual
-async def test_what_could_not_be_measured_is_not_kept() -> None:
+async def test_failed_measurement_is_not_stored() -> None:
     store, measure = MemoryCostStore(), Measuring(None)
     assert await known_or_measured(store, "k", measure) is None
     assert await store.get("k") is None

@@ -25,7 +25,7 @@ from baton.core.messages.peer_messages import (
 )
 from baton.transfer.owner.kv_owner import KvOwner
 from tests import builders
-from tests.unit.transfer.rig import CLAIM_S, EARLY_S, LEASE_S, READER
+from tests.unit.transfer.transfer_rig import CLAIM_S, EARLY_S, LEASE_S, READER
 
 TABLE = [10, 11, 12, 13, 14]
 HASHES = builders.hashes_of(range(16))
@@ -103,7 +103,7 @@ class Rig:
         return sent
 
 
-def test_the_blocks_of_a_job_are_pinned_from_allocation_to_release() -> None:
+def test_blocks_of_a_job_are_pinned_from_allocation_to_release() -> None:
     r = Rig()
     r.prefill()
     assert r.pins.held == TABLE
@@ -140,7 +140,7 @@ def test_each_chunk_is_announced_once_and_the_tail_only_at_the_end() -> None:
     assert (ready.first_block_index, ready.block_ids, ready.hashes[-1], ready.final) == (3, (13, 14), NO_HASH, True)
 
 
-def test_unclaimed_blocks_are_kept_for_claim_s_after_the_last_chunk() -> None:
+def test_unclaimed_blocks_are_pinned_until_the_claim_timeout() -> None:
     r = Rig()
     r.prefill(final=False)
     r.owner.expire(1000.0)
@@ -153,7 +153,7 @@ def test_unclaimed_blocks_are_kept_for_claim_s_after_the_last_chunk() -> None:
     assert r.owner.counts.unclaimed == 1
 
 
-def test_a_follow_that_overtakes_its_job_waits_early_s() -> None:
+def test_early_follow_waits_for_the_reorder_window() -> None:
     r = Rig()
     r.follow(0.0)
     r.prefill(EARLY_S - 0.01)
@@ -164,7 +164,7 @@ def test_a_follow_that_overtakes_its_job_waits_early_s() -> None:
     assert r.owner.next_deadline_s is not None  # transfer 1's lease
 
 
-def test_a_job_cancelled_before_its_follow_is_lost_for_that_reason() -> None:
+def test_follow_of_a_cancelled_job_gets_the_cancel_reason() -> None:
     r = Rig()
     r.prefill(final=False)
     r.owner.lost(builders.job_id(), Reason.CANCELLED, 0.1)
@@ -173,7 +173,7 @@ def test_a_job_cancelled_before_its_follow_is_lost_for_that_reason() -> None:
     assert r.take() == [Lost(transfer_id=TransferId(1), reason=Reason.CANCELLED)]
 
 
-def test_what_was_announced_outlives_its_sequence() -> None:
+def test_announced_blocks_stay_pinned_after_the_sequence_ends() -> None:
     r = Rig()
     r.prefill(final=False)
     r.follow()
@@ -205,7 +205,7 @@ def test_only_a_renewal_extends_a_lease() -> None:
     assert r.take() == [Renewed(renewal=21)]
 
 
-def test_a_new_stream_renews_only_what_is_followed_on_it() -> None:
+def test_renewal_extends_only_transfers_of_its_stream() -> None:
     r = Rig()
     r.prefill(request=0)
     r.prefill(request=1)
@@ -225,7 +225,7 @@ def test_a_new_stream_renews_only_what_is_followed_on_it() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 50, 3000])
-def test_one_lease_renewed_for_ever_hides_no_other(count: int) -> None:
+def test_renewed_lease_does_not_hide_expired_ones(count: int) -> None:
     r = Rig()
     for request in range(count):
         r.prefill(request=request)
@@ -247,7 +247,7 @@ def test_one_lease_renewed_for_ever_hides_no_other(count: int) -> None:
 # The vLLM #52234 matrix: a reference that does not hold any more is refused.
 
 
-def test_an_unknown_id_is_refused() -> None:
+def test_unknown_transfer_id_is_refused() -> None:
     r = Rig()
     r.owner.release(READER, Release(transfer_id=TransferId(77), outcome="received"), 0.0)
     assert r.owner.counts.dropped_notices == 1
@@ -257,7 +257,7 @@ def test_an_unknown_id_is_refused() -> None:
     assert r.take() == [Lost(transfer_id=TransferId(77), reason=Reason.LEASE_LOST)]
 
 
-def test_a_block_out_of_range_is_refused() -> None:
+def test_block_out_of_range_is_refused() -> None:
     r = Rig()
     r.prefill()
     r.follow()
@@ -268,7 +268,7 @@ def test_a_block_out_of_range_is_refused() -> None:
     assert not r.owner.may_read(OTHER, TransferId(1), (10,))
 
 
-def test_a_consumed_transfer_is_refused() -> None:
+def test_released_transfer_is_refused() -> None:
     r = Rig()
     r.prefill()
     r.follow()
@@ -282,7 +282,7 @@ def test_a_consumed_transfer_is_refused() -> None:
     assert r.pins.held == []
 
 
-def test_a_reused_life_is_announced_as_what_it_is_now() -> None:
+def test_reused_block_is_announced_with_its_current_generation() -> None:
     r = Rig()
     r.prefill()
     r.follow()
@@ -293,7 +293,7 @@ def test_a_reused_life_is_announced_as_what_it_is_now() -> None:
     assert (before.generations[2], after.generations[2]) == (0, 1)
 
 
-def test_a_lease_that_is_over_is_refused() -> None:
+def test_expired_lease_is_refused() -> None:
     r = Rig()
     r.prefill()
     r.follow(0.0)
@@ -316,7 +316,7 @@ def test_only_the_reader_of_the_job_may_follow_it(reader: WorkerRef, reason: Rea
 
 
 @pytest.mark.parametrize("wrong", [{"transfer_id": 0}, {"have_blocks": -1}, {"have_blocks": 3, "resume_from_block": 2}])
-def test_a_follow_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
+def test_invalid_follow_is_refused(wrong: dict[str, int]) -> None:
     r = Rig()
     r.prefill()
     r.follow(**wrong)
@@ -324,7 +324,7 @@ def test_a_follow_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
     assert r.pins.held == TABLE
 
 
-def test_a_prefix_is_pinned_as_far_as_it_is_cached() -> None:
+def test_prefix_is_pinned_as_far_as_it_is_cached() -> None:
     r = Rig()
     r.cached = dict(zip(HASHES[:3], [20, 21, 22], strict=True))
     r.follow(0.0, subject=HashRange(hashes=HASHES), have=1)
@@ -336,7 +336,7 @@ def test_a_prefix_is_pinned_as_far_as_it_is_cached() -> None:
     assert r.pins.held == []
 
 
-def test_a_consumed_prefix_is_not_born_again_by_a_late_follow() -> None:
+def test_late_follow_does_not_recreate_a_released_prefix() -> None:
     r = Rig()
     r.cached = dict(zip(HASHES[:3], [20, 21, 22], strict=True))
     r.follow(0.0, subject=HashRange(hashes=HASHES))
@@ -347,7 +347,7 @@ def test_a_consumed_prefix_is_not_born_again_by_a_late_follow() -> None:
     assert r.pins.held == []
 
 
-def test_what_is_over_leaves_nothing_behind() -> None:
+def test_ended_transfers_leave_nothing_behind() -> None:
     r = Rig()
     for request in range(100):
         r.prefill(request=request)
@@ -375,7 +375,7 @@ NOTICES = st.sampled_from(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(NOTICES, st.integers(0, 2), st.floats(0, 1.5)), max_size=40))
-def test_notices_in_any_order_any_number_of_times_do_no_harm(notices: list[tuple[str, int, float]]) -> None:
+def test_messages_in_any_order_and_number_are_safe(notices: list[tuple[str, int, float]]) -> None:
     """Duplicates, late ones and early ones: no exception, no pin given back twice, and nothing left once the
     leases are over."""
     r, now_s = Rig(), 0.0

@@ -28,9 +28,9 @@ from baton.worker.worker_lifecycle import WorkerLifecycle
 from baton.worker.worker_main import UNHEALTHY_EXIT_CODE, StartupGate, WorkerThread, run_worker, serve
 from baton.worker.worker_service import Worker
 from tests import builders
-from tests.unit.worker.gateway import Gateway
 from tests.unit.worker.harness import BLOCK, GatedExecutor, worker_times
 from tests.unit.worker.job_builders import VOCAB_SIZE, decode_job
+from tests.unit.worker.scripted_gateway import Gateway
 
 NUM_BLOCKS = 64
 
@@ -111,7 +111,7 @@ async def test_worker_serves_until_drained_and_closes_everything(opened: Opened)
         assert opened.closed.is_set()
 
 
-async def test_an_unhealthy_worker_refuses_dials_and_ends_the_process(opened: Opened) -> None:
+async def test_unhealthy_worker_refuses_connections_and_ends_the_process(opened: Opened) -> None:
     async with serving(opened) as (task, _, gateway, codes):
         opened.executor.error = DeviceFault("device lost")
         gateway.send(decode_job(20))

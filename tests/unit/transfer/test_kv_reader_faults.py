@@ -9,13 +9,13 @@ import pytest
 
 from baton.core.errors import Reason, Refused
 from tests import builders
-from tests.unit.transfer import rig as rigs
+from tests.unit.transfer import transfer_rig as rigs
 from tests.unit.transfer.pulls import failure_of, pull_all, refusal_of, virtual
-from tests.unit.transfer.rig import OWNER, READER, Rig, rig
+from tests.unit.transfer.transfer_rig import OWNER, READER, Rig, rig
 
 
 @virtual
-async def test_a_stuck_read_quarantines_its_blocks_until_it_is_terminal() -> None:
+async def test_stuck_read_quarantines_its_blocks_until_it_is_terminal() -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, _blocks = r.prefill("a", 18)
@@ -50,7 +50,7 @@ def seen_elsewhere(r: Rig, text: str) -> set[str]:
 
 
 @virtual
-async def test_everybody_whom_a_given_up_read_stops_hears_that_it_was_late_and_whose_it_was() -> None:
+async def test_timed_out_read_fails_all_pulls_of_the_link_and_blames_the_owner() -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         r.fabric.stuck.clear()
@@ -73,7 +73,7 @@ async def test_everybody_whom_a_given_up_read_stops_hears_that_it_was_late_and_w
 
 
 @virtual
-async def test_a_first_read_that_is_given_up_is_late_for_who_waits_for_it() -> None:
+async def test_timed_out_first_read_fails_the_waiting_pull() -> None:
     async with rig() as r:
         r.fabric.stuck.clear()
         pull = r.kv_reader.pull(OWNER, r.prefill("a", 18)[0], have_blocks=0)
@@ -85,7 +85,7 @@ async def test_a_first_read_that_is_given_up_is_late_for_who_waits_for_it() -> N
 
 
 @virtual
-async def test_a_broken_pair_is_probed_and_no_probe_is_endless() -> None:
+async def test_broken_link_is_probed_with_bounded_probes() -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         probes = r.fabric.probes
@@ -105,7 +105,7 @@ async def test_a_broken_pair_is_probed_and_no_probe_is_endless() -> None:
 
 
 @virtual
-async def test_entries_that_cannot_be_read_in_time_land_nothing() -> None:
+async def test_late_generation_read_makes_no_block_visible() -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, _blocks = r.prefill("a", 18)
@@ -124,7 +124,7 @@ async def test_entries_that_cannot_be_read_in_time_land_nothing() -> None:
 
 
 @virtual
-async def test_a_read_that_fails_lands_nothing() -> None:
+async def test_failed_read_makes_no_block_visible() -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, _blocks = r.prefill("a", 18)
@@ -140,7 +140,7 @@ async def test_a_read_that_fails_lands_nothing() -> None:
 
 @virtual
 @pytest.mark.parametrize("when", ["before memory", "while reading", "between slices"])
-async def test_a_cancelled_pull_gives_everything_back(when: str) -> None:
+async def test_cancelled_pull_frees_everything(when: str) -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, _blocks = r.prefill("a", 18)
@@ -160,7 +160,7 @@ async def test_a_cancelled_pull_gives_everything_back(when: str) -> None:
 
 
 @virtual
-async def test_the_requests_deadline_ends_the_pull() -> None:
+async def test_request_deadline_ends_the_pull() -> None:
     async with rig() as r:
         r.service.create(builders.job_id(), READER)
         pull = r.kv_reader.pull(OWNER, builders.job_id(), have_blocks=0, deadline_s=0.7)
@@ -177,7 +177,7 @@ async def test_the_requests_deadline_ends_the_pull() -> None:
         ("epoch", lambda e: replace(e, worker_epoch=e.worker_epoch ^ 1)),
     ],
 )
-async def test_a_flipped_bit_is_discarded_asked_again_once_and_then_refused(what: str, flip: Any) -> None:
+async def test_flipped_bit_is_retried_once_and_then_fails_the_pull(what: str, flip: Any) -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         for times, outcome in ((1, None), (2, Reason.VALIDATION_FAILED)):
@@ -199,7 +199,7 @@ async def test_a_flipped_bit_is_discarded_asked_again_once_and_then_refused(what
 
 
 @virtual
-async def test_hashes_that_are_not_the_prompts_are_refused() -> None:
+async def test_announced_hashes_must_be_the_prompts() -> None:
     async with rig() as r:
         job, _blocks = r.prefill("a", 18)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0, expected=r.hashes("b", 4))
@@ -207,7 +207,7 @@ async def test_hashes_that_are_not_the_prompts_are_refused() -> None:
 
 
 @virtual
-async def test_a_lease_that_ends_during_the_read_discards_what_arrived() -> None:
+async def test_lease_end_during_a_read_discards_its_blocks() -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, _blocks = r.prefill("a", 18)
@@ -224,7 +224,7 @@ async def test_a_lease_that_ends_during_the_read_discards_what_arrived() -> None
 
 
 @virtual
-async def test_too_much_quarantine_means_drain() -> None:
+async def test_quarantine_limit_is_a_tenth_of_the_pool() -> None:
     async with rig() as r:
         r.fabric.stuck.clear()
         assert not r.kv_reader.is_over_quarantine_limit

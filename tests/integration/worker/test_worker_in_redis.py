@@ -19,9 +19,9 @@ from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
 from baton.worker.device.worker_device import Device
 from baton.worker.worker_main import WorkerReady, run_worker
 from tests.redis_server import RunningRedis, running_redis
-from tests.unit.worker.gateway import Gateway
 from tests.unit.worker.job_builders import decode_job
-from tests.unit.worker.test_main import Opened, config
+from tests.unit.worker.scripted_gateway import Gateway
+from tests.unit.worker.test_worker_main import Opened, config
 
 pytestmark = pytest.mark.integration
 

@@ -26,12 +26,12 @@ from baton.worker.jobs.prefix_puller import (
 from tests import builders
 from tests.unit.worker.harness import BLOCK, expected_tokens
 from tests.unit.worker.job_builders import decode_job
-from tests.unit.worker.trio import BLOCK_BYTES, NUM_BLOCKS, NUM_TOKENS, trio
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.prefix_trio import BLOCK_BYTES, NUM_BLOCKS, NUM_TOKENS, trio
+from tests.unit.worker.virtual_loop import virtual
 
 
 @virtual
-async def test_a_prefix_is_pulled_and_only_the_rest_is_computed() -> None:
+async def test_prefix_is_pulled_and_only_the_rest_is_computed() -> None:
     async with trio() as made:
         await made.hold()
         assert await made.answered(*made.send()) == NUM_BLOCKS * BLOCK
@@ -40,7 +40,7 @@ async def test_a_prefix_is_pulled_and_only_the_rest_is_computed() -> None:
 
 
 @virtual
-async def test_what_is_here_already_is_not_pulled() -> None:
+async def test_cached_blocks_are_not_pulled() -> None:
     async with trio() as made:
         await made.hold()
         await made.answered(*made.send(0))
@@ -54,7 +54,7 @@ async def test_what_is_here_already_is_not_pulled() -> None:
 
 @pytest.mark.parametrize("num_held", [0, 3, 40])
 @virtual
-async def test_a_holder_that_has_less_than_was_said_gives_what_it_has(num_held: int) -> None:
+async def test_source_with_fewer_blocks_provides_what_it_has(num_held: int) -> None:
     async with trio() as made:
         if num_held:
             await made.hold(num_held)
@@ -62,7 +62,7 @@ async def test_a_holder_that_has_less_than_was_said_gives_what_it_has(num_held: 
 
 
 @virtual
-async def test_no_more_is_pulled_than_was_said() -> None:
+async def test_no_more_blocks_are_pulled_than_the_job_names() -> None:
     async with trio() as made:
         await made.hold()
         assert (
@@ -79,7 +79,7 @@ async def test_no_more_is_pulled_than_was_said() -> None:
     ],
 )
 @virtual
-async def test_a_holder_that_is_not_there_costs_a_moment(source: WorkerRef) -> None:
+async def test_unreachable_source_only_delays_the_request(source: WorkerRef) -> None:
     async with trio() as made:
         await made.hold()
         loop = asyncio.get_running_loop()
@@ -89,7 +89,7 @@ async def test_a_holder_that_is_not_there_costs_a_moment(source: WorkerRef) -> N
 
 
 @virtual
-async def test_a_worker_that_is_sent_to_itself_computes() -> None:
+async def test_source_that_is_the_worker_itself_is_ignored() -> None:
     async with trio() as made:
         assert (
             await made.answered(*made.send(prefix_source=PrefixSource(worker=made.p.ref, num_blocks=NUM_BLOCKS))) == 0
@@ -98,7 +98,7 @@ async def test_a_worker_that_is_sent_to_itself_computes() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0005, 0.005, 0.03, 0.08])
 @virtual
-async def test_a_holder_that_dies_in_mid_pull_is_not_noticed(after_s: float) -> None:
+async def test_source_death_during_the_pull_does_not_fail_the_request(after_s: float) -> None:
     async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
         await made.hold()
         loop = asyncio.get_running_loop()
@@ -112,7 +112,7 @@ async def test_a_holder_that_dies_in_mid_pull_is_not_noticed(after_s: float) -> 
 
 
 @virtual
-async def test_a_pull_that_is_slower_than_computing_is_given_up() -> None:
+async def test_pull_slower_than_computing_is_cancelled() -> None:
     async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.03)) as made:
         await made.hold()
         loop = asyncio.get_running_loop()
@@ -127,7 +127,7 @@ async def test_a_pull_that_is_slower_than_computing_is_given_up() -> None:
 
 
 @virtual
-async def test_reads_that_get_stuck_harm_nobody() -> None:
+async def test_stuck_prefix_reads_fail_no_request() -> None:
     async with trio(link=LinkModel(stuck=0.3, stuck_s=1.5)) as made:
         await made.hold()
         prefill, decode = made.send()
@@ -150,7 +150,7 @@ async def test_many_requests_with_one_new_prefix_pull_it_once() -> None:
 
 
 @virtual
-async def test_no_more_is_pulled_than_there_is_budget_for() -> None:
+async def test_pull_respects_the_replica_budget() -> None:
     async with trio(p_blocks=40) as made:
         await made.hold()
         assert await made.answered(*made.send()) == int(MAX_PULLED_SHARE * 40) * BLOCK
@@ -158,7 +158,7 @@ async def test_no_more_is_pulled_than_there_is_budget_for() -> None:
 
 @pytest.mark.parametrize(("num_blocks", "num_pulled"), [(6, 6), (7, 0)])
 @virtual
-async def test_running_sequences_keep_a_block_each(num_blocks: int, num_pulled: int) -> None:
+async def test_pull_leaves_a_spare_block_per_running_sequence(num_blocks: int, num_pulled: int) -> None:
     async with trio(p_blocks=40) as made:
         await made.hold()
         made.p.executor.gate.clear()
@@ -181,7 +181,7 @@ async def test_running_sequences_keep_a_block_each(num_blocks: int, num_pulled: 
 
 
 @virtual
-async def test_a_cancel_in_mid_pull_gives_everything_back() -> None:
+async def test_cancel_during_a_prefix_pull_frees_everything() -> None:
     async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
         await made.hold()
         prefill, _ = made.send()
@@ -199,7 +199,7 @@ async def test_a_cancel_in_mid_pull_gives_everything_back() -> None:
 
 
 @virtual
-async def test_a_sample_that_is_cancelled_in_mid_pull_is_not_sampled() -> None:
+async def test_sample_cancelled_during_the_pull_is_not_sampled() -> None:
     async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
         await made.hold()
         prefill, decode = made.send(sample_indices=(0, 1))
@@ -212,7 +212,7 @@ async def test_a_sample_that_is_cancelled_in_mid_pull_is_not_sampled() -> None:
 
 
 @virtual
-async def test_a_worker_that_drains_finishes_what_waits_for_a_prefix() -> None:
+async def test_draining_worker_finishes_jobs_that_wait_for_a_prefix() -> None:
     async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
         await made.hold()
         jobs = made.send()
@@ -223,7 +223,7 @@ async def test_a_worker_that_drains_finishes_what_waits_for_a_prefix() -> None:
 
 
 @virtual
-async def test_a_decision_is_counted_when_its_load_is_in_the_report() -> None:
+async def test_decision_is_counted_when_its_load_is_in_the_report() -> None:
     async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
         await made.hold()
         prefill, decode = made.jobs()
@@ -242,7 +242,7 @@ async def test_a_decision_is_counted_when_its_load_is_in_the_report() -> None:
     ("token_s", "limit_s"), [(None, DEFAULT_PULL_S), (1e-6, MIN_PULL_S), (0.01, MAX_COMPUTE_RATIO * 0.8)]
 )
 @virtual
-async def test_a_pull_may_take_some_times_as_long_as_computing(token_s: float | None, limit_s: float) -> None:
+async def test_pull_time_limit_is_a_multiple_of_the_compute_time(token_s: float | None, limit_s: float) -> None:
     async with trio(link=LinkModel(stuck=1.0, stuck_s=1e6)) as made:
         costs = None if token_s is None else SimStepCost(base_s=0.0, per_token_s=token_s).model
         puller = PrefixPuller(engine=made.p.worker.engine, reader=made.p.worker.reader, costs=lambda: costs)

@@ -8,9 +8,9 @@ from baton.core.messages.jobs import DecodeJob, PrefillJob, PrefixSource
 from baton.core.request import Sampling
 from baton.sim.sim_transfer_backend import LinkModel
 from tests import builders
-from tests.unit.worker.gateway import Gateway
 from tests.unit.worker.harness import Node, Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
+from tests.unit.worker.scripted_gateway import Gateway
 
 NUM_TOKENS = 82
 NUM_BLOCKS = 20

@@ -9,11 +9,11 @@ from baton.core.messages.jobs import Cancel
 from baton.core.request import FinishReason, Sampling
 from tests.unit.worker.harness import BLOCK, Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 
 @virtual
-async def test_a_prompt_computed_here_is_answered_there() -> None:
+async def test_prefill_and_decode_workers_answer_one_request() -> None:
     async with pair() as made:
         prefill, decode = made.send(num_tokens=30)
         deltas = await made.to_d.ended(decode.job)
@@ -28,7 +28,7 @@ async def test_a_prompt_computed_here_is_answered_there() -> None:
 
 
 @virtual
-async def test_each_leg_tells_where_its_seconds_went() -> None:
+async def test_each_leg_reports_its_timeline() -> None:
     async with pair() as made:
         prefill, decode = made.send(num_tokens=30)
         await made.to_d.ended(decode.job)
@@ -54,7 +54,7 @@ async def test_each_leg_tells_where_its_seconds_went() -> None:
 
 
 @virtual
-async def test_who_decodes_repeats_what_the_prefill_leg_said_of_itself() -> None:
+async def test_decode_leg_repeats_the_prefill_timeline() -> None:
     async with pair() as made:
         for attempt in range(2):  # the second time from the cache
             prefill, decode = made.send(num_tokens=30, request=b"same", attempt=attempt)
@@ -65,7 +65,7 @@ async def test_who_decodes_repeats_what_the_prefill_leg_said_of_itself() -> None
 
 
 @virtual
-async def test_a_first_token_that_is_the_last_comes_with_the_prefill_legs_timeline_from_both() -> None:
+async def test_single_token_answer_has_the_prefill_timeline_from_both_legs() -> None:
     async with pair() as made:
         first = expected_tokens(decode_job(30))[0]
         prefill, decode = made.send(num_tokens=30, sampling=Sampling(max_tokens=8, stop_token_ids=(first,)))
@@ -77,7 +77,7 @@ async def test_a_first_token_that_is_the_last_comes_with_the_prefill_legs_timeli
 
 
 @virtual
-async def test_a_long_prompt_moves_while_it_is_computed() -> None:
+async def test_kv_of_a_long_prompt_is_pulled_while_it_is_computed() -> None:
     async with pair(max_num_batched_tokens=64) as made:
         _, decode = made.send(num_tokens=200, request=b"long")
         await made.to_d.ended(decode.job)
@@ -89,7 +89,7 @@ async def test_a_long_prompt_moves_while_it_is_computed() -> None:
 
 
 @virtual
-async def test_blocks_that_the_reader_holds_are_not_sent_again() -> None:
+async def test_blocks_that_the_reader_holds_are_not_read() -> None:
     async with pair() as made:
         _, first = made.send(num_tokens=30, request=b"same")
         await made.to_d.ended(first.job)
@@ -106,7 +106,7 @@ async def test_blocks_that_the_reader_holds_are_not_sent_again() -> None:
 
 
 @virtual
-async def test_cached_blocks_that_are_evicted_before_the_kv_is_ready_are_asked_for_after_all() -> None:
+async def test_cached_blocks_evicted_before_kv_ready_are_requested_again() -> None:
     async with pair(num_blocks=16) as made:
         _, first = made.send(num_tokens=20, request=b"same")
         await made.to_d.ended(first.job)
@@ -143,7 +143,7 @@ async def test_samples_share_one_transfer_and_differ() -> None:
 
 
 @virtual
-async def test_a_cancelled_sample_ends_and_the_others_go_on() -> None:
+async def test_cancelled_sample_ends_and_the_others_continue() -> None:
     async with pair() as made:
         sampling = Sampling(max_tokens=40, ignore_eos=True)
         _, decode = made.send(num_tokens=30, sample_indices=(0, 1), sampling=sampling)
@@ -158,7 +158,7 @@ async def test_a_cancelled_sample_ends_and_the_others_go_on() -> None:
 
 
 @virtual
-async def test_a_sample_cancelled_at_the_owner_first_does_not_fail_the_others() -> None:
+async def test_sample_cancelled_at_the_owner_does_not_fail_the_others() -> None:
     async with pair() as made:
         made.p.executor.gate.clear()
         prefill, decode = made.send(num_tokens=30, sample_indices=(0, 1))
@@ -173,7 +173,7 @@ async def test_a_sample_cancelled_at_the_owner_first_does_not_fail_the_others() 
 
 
 @virtual
-async def test_replayed_outputs_go_on_where_they_ended() -> None:
+async def test_replayed_outputs_continue_exactly() -> None:
     async with pair() as made:
         whole = expected_tokens(decode_job(30))
         replayed = {
@@ -189,7 +189,7 @@ async def test_replayed_outputs_go_on_where_they_ended() -> None:
 
 
 @virtual
-async def test_a_first_token_that_ends_the_request_gives_the_place_back() -> None:
+async def test_first_token_that_ends_the_request_frees_the_decode_leg() -> None:
     async with pair() as made:
         prefill, decode = made.send(num_tokens=30, sampling=Sampling(max_tokens=1))
         deltas = await made.to_d.ended(decode.job)
@@ -202,7 +202,7 @@ async def test_a_first_token_that_ends_the_request_gives_the_place_back() -> Non
 
 
 @virtual
-async def test_without_a_reader_there_is_no_transfer() -> None:
+async def test_prefill_without_a_reader_creates_no_transfer() -> None:
     async with pair() as made:
         job = prefill_job(30, sampling=Sampling(max_tokens=1))
         made.to_p.send(job)
@@ -213,7 +213,7 @@ async def test_without_a_reader_there_is_no_transfer() -> None:
 
 
 @virtual
-async def test_a_decode_worker_can_compute_the_prompt_itself() -> None:
+async def test_decode_worker_can_compute_the_prompt_itself() -> None:
     async with pair() as made:
         job = decode_job(30)
         made.to_d.send(job)
@@ -228,7 +228,7 @@ async def test_a_decode_worker_can_compute_the_prompt_itself() -> None:
 
 
 @virtual
-async def test_what_was_pulled_is_found_by_the_next_prompt_there() -> None:
+async def test_pulled_blocks_are_cached_for_the_next_prompt() -> None:
     async with pair() as made:
         _, pulled = made.send(num_tokens=30, request=b"same")
         await made.to_d.ended(pulled.job)
@@ -240,7 +240,7 @@ async def test_what_was_pulled_is_found_by_the_next_prompt_there() -> None:
 
 
 @virtual
-async def test_another_salt_finds_nothing() -> None:
+async def test_prompt_with_another_salt_finds_no_cached_blocks() -> None:
     async with pair() as made:
         _, first = made.send(num_tokens=30, request=b"same", cache_salt=b"a")
         await made.to_d.ended(first.job)
@@ -255,7 +255,7 @@ async def test_another_salt_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_does_not_read_from_itself(role: str) -> None:
+def test_job_that_names_its_own_worker_as_peer_is_refused(role: str) -> None:
     @virtual
     async def refused() -> None:
         async with pair() as made:
@@ -269,7 +269,7 @@ def test_a_worker_does_not_read_from_itself(role: str) -> None:
 
 
 @virtual
-async def test_jobs_that_make_no_sense_are_refused_and_nothing_stays() -> None:
+async def test_invalid_jobs_are_refused_and_leave_nothing() -> None:
     async with pair() as made:
         wrong = [
             decode_job(10, request=b"a", sample_indices=()),
@@ -293,7 +293,7 @@ async def run_many(made: Pair, count: int) -> None:
 
 
 @virtual
-async def test_all_tokens_of_a_step_are_one_message() -> None:
+async def test_all_tokens_of_a_step_are_sent_in_one_message() -> None:
     async with pair(num_blocks=256) as made:
         await run_many(made, 8)
         num_deltas = sum(len(step.deltas) for step in made.to_d.steps)

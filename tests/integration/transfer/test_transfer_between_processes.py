@@ -46,7 +46,7 @@ async def assert_clean(*handles: PeerHandle) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_prompts_are_handed_over_exactly_both_ways_and_nothing_grows(backend: str) -> None:
+async def test_transfers_in_both_directions_are_exact_and_leak_nothing(backend: str) -> None:
     async with peers() as group:
         one, two = await asyncio.gather(group.start(backend, "h0", 7), group.start(backend, "h1", 8))
         assert (await two.ask("warm", owner=one.ref))["is_warm"]
@@ -76,7 +76,7 @@ async def test_prompts_are_handed_over_exactly_both_ways_and_nothing_grows(backe
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_an_owner_killed_at_any_moment_leaves_only_right_blocks(backend: str) -> None:
+async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) -> None:
     """And one that is started again on the same address is another worker."""
     rng = Random(5)
     async with peers() as group:
@@ -106,7 +106,7 @@ async def test_an_owner_killed_at_any_moment_leaves_only_right_blocks(backend: s
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_a_reader_killed_at_any_moment_costs_the_owner_a_lease(backend: str) -> None:
+async def test_reader_killed_at_any_point_frees_the_owner_within_a_lease(backend: str) -> None:
     rng = Random(6)
     async with peers() as group:
         owner = await group.start(backend, "p0", 7)
@@ -125,7 +125,7 @@ async def test_a_reader_killed_at_any_moment_costs_the_owner_a_lease(backend: st
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_an_owner_stopped_for_three_leases_serves_nothing_stale(backend: str) -> None:
+async def test_owner_paused_for_three_leases_serves_nothing_stale(backend: str) -> None:
     async with peers() as group:
         owner, reader = await asyncio.gather(group.start(backend, "p0", 7), group.start(backend, "d0", 8))
         assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
@@ -161,7 +161,7 @@ async def test_shared_memory_leaves_no_name_behind() -> None:
 
 
 @on_linux
-async def test_over_tcp_the_owner_helps_and_idles_cheaply() -> None:
+async def test_owner_over_tcp_makes_progress_and_idles_cheaply() -> None:
     tcp = {"UCX_TLS": "tcp"}
     async with peers() as group:
         owner, reader = await asyncio.gather(

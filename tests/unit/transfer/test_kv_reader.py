@@ -9,13 +9,13 @@ import pytest
 from baton.core.errors import Reason, Refused
 from baton.core.messages.peer_messages import FirstToken, HashRange
 from tests import builders
-from tests.unit.transfer import rig as rigs
+from tests.unit.transfer import transfer_rig as rigs
 from tests.unit.transfer.pulls import failure_of, pull_all, virtual
-from tests.unit.transfer.rig import OWNER, READER, rig
+from tests.unit.transfer.transfer_rig import OWNER, READER, rig
 
 
 @virtual
-async def test_a_prompt_lands_whole_and_everything_is_given_back() -> None:
+async def test_pull_receives_all_blocks_and_frees_everything() -> None:
     async with rig() as r:
         job, _blocks = r.prefill("a", 18)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0, expected=r.hashes("a", 4))
@@ -54,7 +54,7 @@ async def test_blocks_are_read_while_the_owner_still_computes() -> None:
 
 
 @virtual
-async def test_blocks_that_are_here_are_not_read_again() -> None:
+async def test_blocks_that_the_reader_holds_are_not_pulled() -> None:
     async with rig() as r:
         job, blocks = r.prefill("a", 18)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=3)
@@ -65,7 +65,7 @@ async def test_blocks_that_are_here_are_not_read_again() -> None:
 
 
 @virtual
-async def test_a_cached_block_that_was_evicted_meanwhile_is_asked_for_again() -> None:
+async def test_evicted_cached_block_is_requested_again() -> None:
     async with rig() as r:
         job, _blocks = r.prefill("a", 18)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=3)
@@ -85,7 +85,7 @@ async def test_at_most_two_percent_of_the_pool_is_in_flight() -> None:
 
 
 @virtual
-async def test_a_prefix_is_pulled_by_its_hashes() -> None:
+async def test_prefix_is_pulled_by_its_hashes() -> None:
     async with rig() as r:
         hashes = r.hashes("a", 4)
         r.owner.pool.unref(r.owner.compute("a", hashes, 4))
@@ -99,7 +99,7 @@ async def test_a_prefix_is_pulled_by_its_hashes() -> None:
 
 
 @virtual
-async def test_a_prefix_that_is_only_partly_there_lands_as_far_as_it_goes() -> None:
+async def test_partly_cached_prefix_is_received_as_far_as_it_goes() -> None:
     async with rig() as r:
         hashes = r.hashes("a", 6)
         r.owner.pool.unref(r.owner.compute("a", hashes[:3], 3))
@@ -112,7 +112,7 @@ async def test_a_prefix_that_is_only_partly_there_lands_as_far_as_it_goes() -> N
 
 
 @virtual
-async def test_a_follow_may_overtake_its_job() -> None:
+async def test_follow_may_arrive_before_its_job() -> None:
     async with rig() as r:
         pull = r.kv_reader.pull(OWNER, builders.job_id(), have_blocks=0)
         await asyncio.sleep(rigs.EARLY_S / 2)
@@ -123,7 +123,7 @@ async def test_a_follow_may_overtake_its_job() -> None:
 
 
 @virtual
-async def test_a_job_that_the_owner_never_hears_of_fails_the_pull() -> None:
+async def test_job_unknown_to_the_owner_fails_the_pull() -> None:
     async with rig() as r:
         pull = r.kv_reader.pull(OWNER, builders.job_id(), have_blocks=0)
         assert await failure_of(pull.first_ready()) is Reason.LEASE_LOST
@@ -131,7 +131,7 @@ async def test_a_job_that_the_owner_never_hears_of_fails_the_pull() -> None:
 
 
 @virtual
-async def test_a_long_wait_for_the_owner_keeps_the_lease() -> None:
+async def test_lease_is_renewed_while_the_owner_computes() -> None:
     async with rig() as r:
         r.service.create(builders.job_id(), READER)
         pull = r.kv_reader.pull(OWNER, builders.job_id(), have_blocks=0)
@@ -145,7 +145,7 @@ async def test_a_long_wait_for_the_owner_keeps_the_lease() -> None:
 
 @virtual
 @pytest.mark.parametrize("at", range(0, 60, 3))
-async def test_a_broken_stream_costs_nothing_but_time(at: int) -> None:
+async def test_pull_survives_a_broken_stream(at: int) -> None:
     async with rig() as r:
         job, hashes = builders.job_id(), r.hashes("a", 4)
         r.service.create(job, READER)
@@ -172,7 +172,7 @@ async def test_a_broken_stream_costs_nothing_but_time(at: int) -> None:
 
 
 @virtual
-async def test_an_owner_that_dies_fails_the_pull_within_a_lease() -> None:
+async def test_owner_death_fails_the_pull_within_a_lease() -> None:
     async with rig() as r:
         r.service.create(builders.job_id(), READER)
         pull = r.kv_reader.pull(OWNER, builders.job_id(), have_blocks=0)
@@ -183,7 +183,7 @@ async def test_an_owner_that_dies_fails_the_pull_within_a_lease() -> None:
 
 
 @virtual
-async def test_nobody_there_fails_the_pull() -> None:
+async def test_unreachable_owner_fails_the_pull() -> None:
     async with rig() as r:
         nobody = builders.worker_ref("gone", epoch=3)
         pull = r.kv_reader.pull(nobody, builders.job_id(), have_blocks=0)
@@ -201,7 +201,9 @@ async def test_nobody_there_fails_the_pull() -> None:
         ({"layout": builders.layout(block_size_tokens=8)}, Reason.LAYOUT_MISMATCH, "block_size_tokens"),
     ],
 )
-async def test_a_pair_that_does_not_fit_is_refused_by_name(change: dict[str, Any], reason: Reason, word: str) -> None:
+async def test_layout_mismatch_is_refused_and_names_the_field(
+    change: dict[str, Any], reason: Reason, word: str
+) -> None:
     async with rig() as r:
         other = rigs.PeerEnd(rigs.owner_service(r.owner, **change))
         r.network.add_worker(OWNER.address, other)
@@ -212,7 +214,7 @@ async def test_a_pair_that_does_not_fit_is_refused_by_name(change: dict[str, Any
 
 
 @virtual
-async def test_another_life_of_the_owner_is_not_read_from() -> None:
+async def test_other_incarnation_of_the_owner_is_not_read() -> None:
     async with rig() as r:
         before = replace(OWNER, worker_epoch=6)
         pull = r.kv_reader.pull(before, builders.job_id(), have_blocks=0)
@@ -221,7 +223,7 @@ async def test_another_life_of_the_owner_is_not_read_from() -> None:
 
 
 @virtual
-async def test_a_two_sided_owner_is_told_of_every_read() -> None:
+async def test_two_sided_owner_is_notified_of_every_read() -> None:
     async with rig(two_sided=True) as r:
         await pull_all(r)
         told = [blocks for _read, reader, blocks in r.owner.backend.expected if reader == READER.worker_id]

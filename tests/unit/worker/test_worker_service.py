@@ -19,7 +19,7 @@ from baton.worker.worker_lifecycle import WorkerNeedsReplacement, WorkerUnhealth
 from tests.times import TEST_TIMES
 from tests.unit.worker.harness import SCHEDULER, Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 HEARTBEAT_S = TEST_TIMES["heartbeat_s"]
 LONG = Sampling(max_tokens=4000, ignore_eos=True)
@@ -30,7 +30,7 @@ def decisions_of(made: Pair, worker_id: str) -> list[str]:
 
 
 @virtual
-async def test_reports_come_on_change_and_every_heartbeat() -> None:
+async def test_reports_are_sent_on_change_and_every_heartbeat() -> None:
     async with pair() as made:
         await asyncio.sleep(1.0)
         idle = made.cluster.scheduler.reports["d"]
@@ -45,7 +45,7 @@ async def test_reports_come_on_change_and_every_heartbeat() -> None:
 
 
 @virtual
-async def test_a_decision_is_counted_once_and_when_its_load_is_in_the_report() -> None:
+async def test_decision_is_counted_once_when_its_load_is_in_the_report() -> None:
     async with pair() as made:
         await asyncio.sleep(0.1)
         made.p.executor.gate.clear()
@@ -76,7 +76,7 @@ async def test_prompts_that_wait_for_the_running_step_are_in_the_report() -> Non
 
 @virtual
 @pytest.mark.parametrize("is_pulled", [False, True])
-async def test_what_promises_allow_is_in_the_report(is_pulled: bool) -> None:
+async def test_slo_step_limit_is_in_the_report(is_pulled: bool) -> None:
     """Of all samples of an answer whose tokens come faster than was promised, computed here or pulled."""
     sampling = Sampling(max_tokens=200, ignore_eos=True)
     async with pair(num_blocks=400) as made:
@@ -95,7 +95,7 @@ async def test_what_promises_allow_is_in_the_report(is_pulled: bool) -> None:
 
 
 @virtual
-async def test_a_refused_job_is_counted_too() -> None:
+async def test_refused_job_is_counted() -> None:
     async with pair() as made:
         await asyncio.sleep(0.1)
         made.to_d.send(decode_job(30, num_prompt_tokens=0, decision_id=DecisionId("no")))
@@ -104,7 +104,7 @@ async def test_a_refused_job_is_counted_too() -> None:
 
 
 @virtual
-async def test_a_scheduler_that_comes_back_hears_of_everything_that_is_open() -> None:
+async def test_new_report_stream_begins_with_all_open_decisions() -> None:
     async with pair() as made:
         made.d.executor.gate.clear()
         made.to_d.send(decode_job(30, decision_id=DecisionId("open")))
@@ -119,7 +119,7 @@ async def test_a_scheduler_that_comes_back_hears_of_everything_that_is_open() ->
 
 
 @virtual
-async def test_a_scheduler_warms_pairs_before_they_are_used() -> None:
+async def test_connect_command_measures_the_link() -> None:
     async with pair() as made:
         await asyncio.sleep(0.1)
         made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.CONNECT, peer=made.p.ref))
@@ -130,7 +130,7 @@ async def test_a_scheduler_warms_pairs_before_they_are_used() -> None:
 
 
 @virtual
-async def test_workers_are_listed_while_they_live() -> None:
+async def test_worker_is_a_member_while_it_runs() -> None:
     async with pair() as made:
         await asyncio.sleep(0.1)
         members = {m.member_id: m for m in await made.cluster.membership.members(MemberKind.WORKER)}
@@ -141,7 +141,7 @@ async def test_workers_are_listed_while_they_live() -> None:
 
 
 @virtual
-async def test_heartbeats_tell_whether_the_engine_steps() -> None:
+async def test_heartbeats_contain_step_progress() -> None:
     async with pair() as made:
         made.to_d.send(decode_job(30))
         await made.to_d.ended(decode_job(30).job)
@@ -156,7 +156,7 @@ async def test_heartbeats_tell_whether_the_engine_steps() -> None:
 
 
 @virtual
-async def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
+async def test_drain_finishes_running_jobs_and_refuses_new_ones() -> None:
     async with pair() as made:
         running = decode_job(30)
         made.to_d.send(running)
@@ -177,7 +177,7 @@ async def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
 
 
 @virtual
-async def test_what_does_not_finish_in_time_is_handed_back() -> None:
+async def test_jobs_still_running_at_the_drain_deadline_fail_as_retriable() -> None:
     async with pair(num_blocks=1100, drain_s=1.0) as made:
         endless = decode_job(30, sampling=LONG)
         made.to_d.send(endless)
@@ -192,7 +192,7 @@ async def test_what_does_not_finish_in_time_is_handed_back() -> None:
 
 
 @virtual
-async def test_a_draining_owner_waits_for_its_readers() -> None:
+async def test_draining_owner_waits_for_its_readers() -> None:
     """Row 48: SIGTERM to a prefill worker whose blocks have not been pulled yet."""
     async with pair(link=LinkModel(bytes_per_s=40_000.0)) as made:
         prefill, decode = made.send(num_tokens=60)
@@ -204,7 +204,7 @@ async def test_a_draining_owner_waits_for_its_readers() -> None:
 
 
 @virtual
-async def test_a_draining_owner_does_not_wait_for_a_reader_that_is_gone() -> None:
+async def test_draining_owner_waits_for_a_dead_reader_only_until_its_lease_ends() -> None:
     async with pair(link=LinkModel(bytes_per_s=40_000.0)) as made:
         prefill, _ = made.send(num_tokens=60)
         await made.to_p.ended_prefill(prefill.job)
@@ -214,7 +214,7 @@ async def test_a_draining_owner_does_not_wait_for_a_reader_that_is_gone() -> Non
 
 
 @virtual
-async def test_a_device_at_fault_makes_the_worker_say_so_and_end() -> None:
+async def test_device_fault_makes_the_worker_report_unhealthy_and_end() -> None:
     async with pair() as made:
         made.d.executor.error = DeviceFault("device lost")
         job = decode_job(30)
@@ -229,7 +229,7 @@ async def test_a_device_at_fault_makes_the_worker_say_so_and_end() -> None:
 
 
 @virtual
-async def test_a_request_whose_step_raises_costs_only_itself_also_where_it_is_alone() -> None:
+async def test_request_whose_step_raises_fails_alone() -> None:
     async with pair() as made:
         made.d.executor.error = RuntimeError("a bug that only this request meets")
         bad, good = decode_job(30), decode_job(30, request=b"good")
@@ -245,7 +245,7 @@ async def test_a_request_whose_step_raises_costs_only_itself_also_where_it_is_al
 
 
 @virtual
-async def test_a_step_that_does_not_end_is_noticed() -> None:
+async def test_stuck_step_makes_the_worker_unhealthy() -> None:
     async with pair() as made:
         made.d.executor.gate.clear()
         made.to_d.send(decode_job(30))
@@ -256,7 +256,7 @@ async def test_a_step_that_does_not_end_is_noticed() -> None:
 
 
 @virtual
-async def test_a_bug_in_a_background_task_makes_the_worker_unhealthy() -> None:
+async def test_error_in_a_background_task_makes_the_worker_unhealthy() -> None:
     async with pair() as made:
 
         async def broken() -> None:
@@ -289,7 +289,7 @@ async def assert_serves(made: Pair, request: bytes) -> None:
 
 
 @virtual
-async def test_too_much_quarantine_makes_the_worker_leave_when_it_is_its_turn() -> None:
+async def test_worker_over_the_quarantine_limit_drains_on_the_schedulers_command() -> None:
     async with pair(num_blocks=8) as made:
         await exceed_quarantine_limit(made)
         await asyncio.sleep(TEST_TIMES["drain_s"])
@@ -303,7 +303,7 @@ async def test_too_much_quarantine_makes_the_worker_leave_when_it_is_its_turn() 
 
 
 @virtual
-async def test_a_worn_out_worker_whom_nobody_answers_leaves_by_itself() -> None:
+async def test_worker_that_needs_replacement_drains_without_an_answer() -> None:
     async with pair(num_blocks=8) as made:
         await exceed_quarantine_limit(made)
         await made.cluster.network.kill(SCHEDULER)
@@ -314,7 +314,7 @@ async def test_a_worn_out_worker_whom_nobody_answers_leaves_by_itself() -> None:
 
 
 @virtual
-async def test_a_worker_whose_memory_came_back_stays() -> None:
+async def test_worker_whose_quarantine_ended_is_not_replaced() -> None:
     async with pair(num_blocks=8) as made:
         await exceed_quarantine_limit(made, stuck_s=8.0)
         await asyncio.sleep(8.0)
@@ -327,7 +327,7 @@ async def test_a_worker_whose_memory_came_back_stays() -> None:
 
 
 @virtual
-async def test_a_worn_out_worker_that_an_operator_drains_is_not_to_be_replaced() -> None:
+async def test_worker_drained_by_an_operator_is_not_replaced() -> None:
     async with pair(num_blocks=8) as made:
         await exceed_quarantine_limit(made)
         made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.DRAIN))
@@ -335,7 +335,7 @@ async def test_a_worn_out_worker_that_an_operator_drains_is_not_to_be_replaced()
 
 
 @virtual
-async def test_that_its_machine_leaves_is_known_of_a_worker_that_leaves_already() -> None:
+async def test_node_shutdown_is_recorded_for_a_draining_worker() -> None:
     async with pair(num_blocks=8) as made:
         await exceed_quarantine_limit(made)
         made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.REPLACE))
@@ -349,7 +349,7 @@ async def test_that_its_machine_leaves_is_known_of_a_worker_that_leaves_already(
 
 
 @virtual
-async def test_a_worker_can_be_stopped_at_once() -> None:
+async def test_worker_can_be_stopped_immediately() -> None:
     async with pair() as made:
         made.to_d.send(decode_job(30, sampling=Sampling(max_tokens=100, ignore_eos=True)))
         await made.settle()
@@ -362,7 +362,7 @@ async def test_a_worker_can_be_stopped_at_once() -> None:
         assert (state["open_jobs"], state["sessions"], state["tasks"]) == ([], 0, 0)
 
 
-def test_a_worker_over_other_leaves_loads_neither_torch_nor_a_transport() -> None:
+def test_worker_service_imports_neither_torch_nor_a_transport() -> None:
     names = ("torch", "transformers", "grpc", "redis", "nixl", "ray")
     code = f"import sys, baton.worker.worker_service; print([name for name in {names} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

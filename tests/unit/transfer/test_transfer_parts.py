@@ -70,7 +70,7 @@ def test_bandwidth_is_dominated_by_large_recent_reads() -> None:
     assert bandwidth.deadline_s(10**9) == 3.0
 
 
-def test_reads_that_overlap_are_not_each_charged_for_all() -> None:
+def test_overlapping_reads_are_not_counted_twice() -> None:
     bandwidth = Bandwidth(deadline_min_s=0.5, deadline_max_s=3.0)
     for end_s in (1.0, 2.0, 3.0):  # three of 1 MB started at once on a link of 1 MB/s
         bandwidth.ended(10**6, 0.0, end_s)
@@ -89,7 +89,7 @@ def test_runs_cover_every_pair_once_in_order(seed: int) -> None:
     assert list(runs([], [])) == []
 
 
-def test_neighbours_are_one_run() -> None:
+def test_contiguous_blocks_are_one_run() -> None:
     assert [(r.source, r.own, r.num_blocks) for r in runs([3, 4, 5, 9], [7, 8, 9, 10])] == [(3, 7, 3), (9, 10, 1)]
     with pytest.raises(ValueError, match="2 source blocks for 1"):
         list(runs([1, 2], [1]))
@@ -112,11 +112,11 @@ ENTRY = GenerationEntry(generation=5, block_hash=b"h" * 16, worker_epoch=9)
         ([ENTRY, ENTRY], "shape"),
     ],
 )
-def test_a_proof_needs_every_field(entries: list[GenerationEntry], what: str | None) -> None:
+def test_validation_compares_every_field(entries: list[GenerationEntry], what: str | None) -> None:
     assert mismatch([BLOCK], entries, 9) == what
 
 
-def test_the_life_table_is_what_peers_read() -> None:
+def test_generation_table_bytes_decode_to_its_entries() -> None:
     buffer = bytearray(4 * ENTRY_BYTES)
     table = MemoryGenerationTable(buffer, worker_epoch=2**64 - 1)
     assert (table.begin_generation(2), table.begin_generation(2)) == (1, 2)
@@ -138,7 +138,7 @@ def test_the_life_table_is_what_peers_read() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists names in /dev/shm and has memfd")
 @pytest.mark.parametrize("memfd", [True, False])
-def test_shared_memory_is_seen_by_whoever_attaches_and_leaves_no_name(memfd: bool) -> None:
+def test_attached_shared_memory_is_shared_and_leaves_no_name(memfd: bool) -> None:
     names, fds = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
     ours = host_memory.allocate_shared(3, 5000, memfd=memfd)
     theirs = host_memory.attach_shared(ours.handle, num_blocks=3, block_bytes=5000)
@@ -159,12 +159,12 @@ def test_shared_memory_is_seen_by_whoever_attaches_and_leaves_no_name(memfd: boo
 
 
 @pytest.mark.parametrize("handle", ["", "shm:x", "memfd:h:1:x", "shm:h:1:../x", "memfd:other-host:1:3", "pickle:h:1:2"])
-def test_a_handle_that_is_none_of_ours_is_refused(handle: str) -> None:
+def test_invalid_shared_memory_handle_is_refused(handle: str) -> None:
     with pytest.raises(LayoutMismatch, match="memory_kind"):
         host_memory.attach_shared(handle.replace(":h:", f":{host_memory.host_id()}:"), num_blocks=1, block_bytes=8)
 
 
-def test_private_memory_is_page_aligned_and_behind_each_other() -> None:
+def test_private_memory_is_page_aligned() -> None:
     host = host_memory.allocate_private(3, 5000)
     assert host.region.address % 4096 == 0
     assert host.region.num_bytes == 15_000
@@ -175,7 +175,7 @@ def test_private_memory_is_page_aligned_and_behind_each_other() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are made real ahead of their use on Linux only")
 @pytest.mark.parametrize("allocate", [host_memory.allocate_private, host_memory.allocate_shared])
-def test_touching_makes_all_pages_real_and_changes_none(allocate: Callable[[int, int], host_memory.HostMemory]) -> None:
+def test_prefault_allocates_all_pages_and_changes_none(allocate: Callable[[int, int], host_memory.HostMemory]) -> None:
     host = allocate(16, 2**20)
     host.kv[3] = 7
     before = psutil.Process().memory_info().rss
@@ -218,9 +218,7 @@ LOG = """\
         ("posix/memory", "shared-memory"),
     ],
 )
-def test_the_transport_is_what_ucx_says_it_reads_large_blocks_with(
-    config: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transport_is_parsed_from_the_ucx_log(config: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fd = os.memfd_create("log")
     monkeypatch.setattr(ucx, "_log_fd", fd)
     log = ucx.UcxLog()

@@ -7,11 +7,11 @@ from baton.worker.worker_metrics import MeteredExecutor, WorkerMetrics
 from tests import builders
 from tests.unit.worker.harness import pair
 from tests.unit.worker.job_builders import decode_job
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 
 @virtual
-async def test_gauges_are_read_and_totals_are_counted_once() -> None:
+async def test_refresh_sets_gauges_and_counts_totals_once() -> None:
     async with pair() as made:
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)
@@ -51,7 +51,7 @@ async def test_steps_are_timed() -> None:
         assert registry.get_sample_value("baton_step_tokens_total") == 37
 
 
-def test_links_of_workers_that_left_are_not_broken_any_more() -> None:
+def test_links_of_gone_workers_are_not_counted_as_broken() -> None:
     registry = CollectorRegistry()
     pulls = WorkerMetrics(registry).pulls
     here, gone = builders.worker_ref("here"), builders.worker_ref("gone")
@@ -68,7 +68,7 @@ def test_links_of_workers_that_left_are_not_broken_any_more() -> None:
     assert registry.get_sample_value("baton_transfer_read_seconds_total", {"transport": "tcp"}) == 0.05
 
 
-def test_a_link_that_goes_another_way_is_one_series() -> None:
+def test_link_with_a_new_transport_has_one_series() -> None:
     registry = CollectorRegistry()
     pulls = WorkerMetrics(registry).pulls
     for transport, speed in (("tcp", 1e9), ("rc_mlx5", 2e10)):
@@ -77,7 +77,7 @@ def test_a_link_that_goes_another_way_is_one_series() -> None:
     assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "w0", "transport": "rc_mlx5"}) == 2e10
 
 
-def test_a_new_life_that_is_reached_another_way_leaves_no_series_behind() -> None:
+def test_new_incarnation_with_another_transport_replaces_the_series() -> None:
     registry = CollectorRegistry()
     pulls = WorkerMetrics(registry).pulls
     before, after = builders.worker_ref("w0", 1), builders.worker_ref("w0", 2)
@@ -96,7 +96,7 @@ def test_a_new_life_that_is_reached_another_way_leaves_no_series_behind() -> Non
     assert speed("") is None
 
 
-def test_the_speed_of_an_earlier_life_is_not_that_of_the_next() -> None:
+def test_bandwidth_series_is_reset_for_a_new_incarnation() -> None:
     registry = CollectorRegistry()
     pulls = WorkerMetrics(registry).pulls
     before, after = builders.worker_ref("w0", 1), builders.worker_ref("w0", 2)
@@ -105,7 +105,7 @@ def test_the_speed_of_an_earlier_life_is_not_that_of_the_next() -> None:
     assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "w0", "transport": "tcp"}) is None
 
 
-def test_a_worker_says_who_it_is_in_which_role_and_life() -> None:
+def test_worker_info_has_id_role_and_epoch() -> None:
     registry = CollectorRegistry()
     WorkerMetrics(registry).identify(builders.worker_ref("w0", 255), "decode")
     labels = {"worker": "w0", "role": "decode", "epoch": "00000000000000ff"}
@@ -113,7 +113,7 @@ def test_a_worker_says_who_it_is_in_which_role_and_life() -> None:
 
 
 @virtual
-async def test_leases_that_ended_by_themselves_are_told_apart() -> None:
+async def test_leases_are_counted_by_outcome() -> None:
     async with pair() as made:
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)

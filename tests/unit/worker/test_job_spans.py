@@ -8,18 +8,18 @@ from dataclasses import replace
 from baton.core.errors import Reason
 from baton.core.messages.jobs import Cancel
 from tests.recorded_spans import RecordedTracing
-from tests.unit.worker.gateway import Gateway
 from tests.unit.worker.harness import cluster, pair
 from tests.unit.worker.job_builders import decode_job
-from tests.unit.worker.trio import trio
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.prefix_trio import trio
+from tests.unit.worker.scripted_gateway import Gateway
+from tests.unit.worker.virtual_loop import virtual
 
 REQUEST = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 SETTINGS = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
 
 
 @virtual
-async def test_prefill_pull_and_decode_hang_together() -> None:
+async def test_prefill_pull_and_decode_spans_form_one_trace() -> None:
     tracing = RecordedTracing()
     async with pair(tracing=tracing) as both:
         _, job = both.send(num_tokens=30, trace_context=REQUEST)
@@ -43,7 +43,7 @@ async def test_prefill_pull_and_decode_hang_together() -> None:
 
 
 @virtual
-async def test_a_prefix_pull_is_below_the_prefill_that_wants_it() -> None:
+async def test_prefix_pull_span_is_a_child_of_the_prefill_span() -> None:
     tracing = RecordedTracing()
     async with trio(tracing=tracing) as made:
         await made.hold()
@@ -58,7 +58,7 @@ async def test_a_prefix_pull_is_below_the_prefill_that_wants_it() -> None:
 
 
 @virtual
-async def test_a_job_that_is_cancelled_or_refused_ends_its_spans() -> None:
+async def test_cancelled_or_refused_job_ends_its_spans() -> None:
     tracing = RecordedTracing()
     async with pair(tracing=tracing) as both:
         _, cancelled = both.jobs(num_tokens=30, trace_context=REQUEST)
@@ -89,7 +89,7 @@ async def one_worker(tracing: RecordedTracing) -> AsyncIterator[Gateway]:
 
 
 @virtual
-async def test_a_job_that_comes_twice_has_one_span() -> None:
+async def test_repeated_job_has_one_span() -> None:
     tracing = RecordedTracing()
     async with one_worker(tracing) as gateway:
         job = decode_job(30, trace_context=REQUEST)

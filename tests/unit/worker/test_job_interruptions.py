@@ -15,7 +15,7 @@ from baton.sim.sim_transfer_backend import LinkModel
 from tests.times import TEST_TIMES
 from tests.unit.worker.harness import Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 LONG = Sampling(max_tokens=200, ignore_eos=True)
 SLOW_LINK = LinkModel(bytes_per_s=40_000.0)
@@ -40,7 +40,7 @@ async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("what", ["cancel", "deadline"])
-def test_a_job_ends_in_every_phase_with_one_last_message_and_nothing_left(phase: str, what: str) -> None:
+def test_job_ended_in_any_phase_sends_one_last_message_and_leaves_nothing(phase: str, what: str) -> None:
     @virtual
     async def ends() -> None:
         async with pair(num_blocks=128, link=SLOW_LINK, max_num_batched_tokens=16) as made:
@@ -71,7 +71,7 @@ def test_a_job_ends_in_every_phase_with_one_last_message_and_nothing_left(phase:
 
 
 @virtual
-async def test_a_deadline_is_counted_from_receipt() -> None:
+async def test_deadline_counts_from_receipt() -> None:
     async with pair() as made:
         made.p.executor.gate.clear()
         prefill, decode = made.send(num_tokens=30, deadline_s=1.0)
@@ -84,7 +84,7 @@ async def test_a_deadline_is_counted_from_receipt() -> None:
 
 
 @virtual
-async def test_a_repeated_job_changes_nothing() -> None:
+async def test_repeated_job_changes_nothing() -> None:
     async with pair() as made:
         prefill, decode = made.send(num_tokens=30)
         made.to_p.send(prefill, prefill)
@@ -98,7 +98,7 @@ async def test_a_repeated_job_changes_nothing() -> None:
 
 
 @virtual
-async def test_a_job_repeated_after_its_end_is_known_until_that_is_acknowledged() -> None:
+async def test_ended_job_is_known_until_its_last_message_is_acknowledged() -> None:
     async with pair() as made:
         made.to_d.acknowledges = False
         job = decode_job(30)
@@ -111,7 +111,7 @@ async def test_a_job_repeated_after_its_end_is_known_until_that_is_acknowledged(
 
 
 @virtual
-async def test_a_job_repeated_after_that_changes_nothing_either() -> None:
+async def test_job_repeated_after_its_acknowledgement_changes_nothing() -> None:
     async with pair() as made:
         job = decode_job(30)
         made.to_d.send(job)
@@ -125,7 +125,7 @@ async def test_a_job_repeated_after_that_changes_nothing_either() -> None:
 
 
 @virtual
-async def test_nothing_more_comes_of_a_sample_that_is_cancelled_during_a_step() -> None:
+async def test_sample_cancelled_during_a_step_sends_no_more_tokens() -> None:
     async with pair() as made:
         job = decode_job(30, sample_indices=(0, 1))
         made.to_d.send(job)
@@ -143,7 +143,7 @@ async def test_nothing_more_comes_of_a_sample_that_is_cancelled_during_a_step() 
 
 
 @virtual
-async def test_landing_blocks_of_a_job_that_is_over_are_given_back() -> None:
+async def test_receiving_blocks_of_an_ended_job_are_freed() -> None:
     async with pair() as made:
         receiving = made.d.pool.allocate_receiving(3)
         assert receiving is not None
@@ -164,7 +164,7 @@ async def test_landing_blocks_of_a_job_that_is_over_are_given_back() -> None:
 
 
 @virtual
-async def test_a_higher_attempt_drops_lower_ones_and_is_not_dropped_by_them() -> None:
+async def test_higher_attempt_supersedes_lower_ones() -> None:
     async with pair() as made:
         _, first = made.send(num_tokens=30, sampling=LONG)
         await made.to_d.until(lambda: len(made.to_d.tokens(first.job)) > 3)
@@ -183,7 +183,7 @@ async def test_a_higher_attempt_drops_lower_ones_and_is_not_dropped_by_them() ->
 
 
 @virtual
-async def test_a_gateway_that_returns_misses_nothing_and_gets_nothing_twice() -> None:
+async def test_reconnected_gateway_gets_each_message_once() -> None:
     async with pair() as made:
         _, decode = made.send(num_tokens=30, sampling=LONG)
         for _ in range(5):
@@ -200,7 +200,7 @@ async def test_a_gateway_that_returns_misses_nothing_and_gets_nothing_twice() ->
 
 
 @virtual
-async def test_a_gateway_that_does_not_return_in_time_loses_its_jobs() -> None:
+async def test_jobs_of_a_gateway_that_does_not_reconnect_are_cancelled() -> None:
     async with pair() as made:
         made.p.executor.gate.clear()
         made.send(num_tokens=30, sampling=LONG)
@@ -216,7 +216,7 @@ async def test_a_gateway_that_does_not_return_in_time_loses_its_jobs() -> None:
 
 
 @virtual
-async def test_a_cancelled_owner_leg_fails_the_reader_and_blames_the_owner() -> None:
+async def test_cancelled_owner_leg_fails_the_reader_and_blames_the_owner() -> None:
     async with pair(num_blocks=128, max_num_batched_tokens=16) as made:
         prefill, decode = made.send(num_tokens=60)
         await until(lambda: len(made.p.executor.plans) == 2)
@@ -231,7 +231,7 @@ async def test_a_cancelled_owner_leg_fails_the_reader_and_blames_the_owner() -> 
 
 
 @virtual
-async def test_a_cancelled_owner_leg_whose_first_token_is_out_changes_nothing() -> None:
+async def test_cancelling_the_owner_leg_after_its_first_token_changes_nothing() -> None:
     async with pair(num_blocks=128, link=SLOW_LINK) as made:
         prefill, decode = made.send(num_tokens=60)
         await made.to_p.ended_prefill(prefill.job)
@@ -242,7 +242,7 @@ async def test_a_cancelled_owner_leg_whose_first_token_is_out_changes_nothing() 
 
 
 @virtual
-async def test_an_owner_that_dies_fails_the_reader_and_what_was_pulled_stays_cached() -> None:
+async def test_owner_death_fails_the_reader_and_pulled_blocks_stay_cached() -> None:
     async with pair(link=SLOW_LINK) as made:
         _prefill, decode = made.send(num_tokens=60)
         await until(lambda: made.d.pool.counts().receiving in range(1, 8))
@@ -260,7 +260,7 @@ async def test_an_owner_that_dies_fails_the_reader_and_what_was_pulled_stays_cac
 
 
 @virtual
-async def test_a_reader_that_dies_leaves_the_owner_clean_within_a_lease() -> None:
+async def test_owner_is_clean_within_a_lease_of_the_readers_death() -> None:
     async with pair(link=SLOW_LINK) as made:
         prefill, decode = made.send(num_tokens=60)
         await until(lambda: PHASES["transfer"](made, prefill, decode))
@@ -270,7 +270,7 @@ async def test_a_reader_that_dies_leaves_the_owner_clean_within_a_lease() -> Non
 
 
 @virtual
-async def test_a_reader_that_never_comes_leaves_the_owner_clean_after_the_claim() -> None:
+async def test_owner_is_clean_after_the_claim_timeout_without_a_reader() -> None:
     async with pair() as made:
         prefill, _ = made.jobs(num_tokens=60)
         made.to_p.send(prefill)
@@ -280,7 +280,7 @@ async def test_a_reader_that_never_comes_leaves_the_owner_clean_after_the_claim(
 
 
 @virtual
-async def test_a_cut_peer_stream_is_dialled_again_and_the_transfer_goes_on() -> None:
+async def test_transfer_resumes_after_a_cut_peer_stream() -> None:
     async with pair(num_blocks=128, link=SLOW_LINK, max_num_batched_tokens=16) as made:
         _prefill, decode = made.send(num_tokens=60)
         for block in (12, 8, 4):
@@ -292,7 +292,7 @@ async def test_a_cut_peer_stream_is_dialled_again_and_the_transfer_goes_on() -> 
 
 
 @virtual
-async def test_requests_that_do_not_fit_together_are_answered_one_after_the_other() -> None:
+async def test_requests_that_do_not_fit_together_run_one_after_the_other() -> None:
     async with pair(num_blocks=20, p_blocks=20) as made:
         jobs = [made.send(num_tokens=60, request=b"r%d" % n)[1] for n in range(4)]
         for job in jobs:
@@ -302,7 +302,7 @@ async def test_requests_that_do_not_fit_together_are_answered_one_after_the_othe
 
 
 @virtual
-async def test_a_wait_for_memory_ends_with_no_room() -> None:
+async def test_wait_for_memory_ends_with_no_free_blocks() -> None:
     async with pair(num_blocks=32) as made:
         made.d.executor.gate.clear()
         local = decode_job(100, request=b"local")
@@ -328,7 +328,7 @@ async def released(made: Pair) -> bool:
 
 
 @virtual
-async def test_what_can_never_fit_is_refused_at_once() -> None:
+async def test_request_that_can_never_fit_is_refused_immediately() -> None:
     async with pair(num_blocks=10) as made:
         made.p.executor.gate.clear()
         _, decode = made.send(num_tokens=60)
@@ -369,7 +369,7 @@ class OneSequenceFails:
 
 
 @virtual
-async def test_a_sequence_that_fails_at_the_owner_is_not_sent_and_the_others_are() -> None:
+async def test_failed_sequence_is_not_announced_and_the_others_are() -> None:
     async with pair(max_num_batched_tokens=16) as made:
         made.p.executor.inner.execute = OneSequenceFails(made, 60)  # type: ignore[method-assign]
         bad, bad_decode = made.send(num_tokens=60, request=b"bad")

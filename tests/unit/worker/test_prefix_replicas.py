@@ -13,8 +13,8 @@ from baton.transfer.reader.pull import Pull
 from baton.worker.jobs.leg import chain_root
 from baton.worker.jobs.prefix_puller import MAX_PULLED_SHARE
 from tests.unit.worker.harness import BLOCK, Node
-from tests.unit.worker.trio import BLOCK_BYTES, NUM_BLOCKS, PROMPT, Trio, trio
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.prefix_trio import BLOCK_BYTES, NUM_BLOCKS, PROMPT, Trio, trio
+from tests.unit.worker.virtual_loop import virtual
 
 OTHER = b"prompt-1"
 P_BLOCKS = 80
@@ -45,7 +45,7 @@ async def pulled(made: Trio, number: int, prompt: bytes = PROMPT, **changes: Any
 
 
 @virtual
-async def test_a_second_request_makes_copies_ordinary() -> None:
+async def test_second_use_turns_replicas_into_ordinary_cache() -> None:
     async with trio(p_blocks=P_BLOCKS) as made:
         await made.hold()
         assert await pulled(made, 0) == NUM_BLOCKS
@@ -55,7 +55,7 @@ async def test_a_second_request_makes_copies_ordinary() -> None:
 
 
 @virtual
-async def test_the_samples_of_one_request_are_one_use() -> None:
+async def test_samples_of_one_request_count_as_one_use() -> None:
     async with trio(p_blocks=P_BLOCKS) as made:
         await made.hold()
         jobs = made.send(sample_indices=(0, 1), sampling=Sampling(max_tokens=4, ignore_eos=True))
@@ -65,14 +65,14 @@ async def test_the_samples_of_one_request_are_one_use() -> None:
 
 
 @virtual
-async def test_what_a_handoff_brings_is_no_copy() -> None:
+async def test_blocks_pulled_for_a_decode_leg_are_no_replicas() -> None:
     async with trio() as made:
         assert await pulled(made, 0, prefix_source=None) == 0
         assert copies(made.d) == (0, 0)
 
 
 @virtual
-async def test_cold_copies_make_way_for_new_ones() -> None:
+async def test_unused_replicas_are_evicted_for_new_ones() -> None:
     async with trio(p_blocks=P_BLOCKS) as made:
         await made.hold()
         await made.hold(prompt=OTHER)
@@ -84,7 +84,7 @@ async def test_cold_copies_make_way_for_new_ones() -> None:
 
 
 @virtual
-async def test_only_as_many_cold_copies_go_as_are_too_many() -> None:
+async def test_only_surplus_unused_replicas_are_evicted() -> None:
     async with trio(p_blocks=P_BLOCKS) as made:
         await made.hold()
         await made.hold(prompt=OTHER)
@@ -95,7 +95,7 @@ async def test_only_as_many_cold_copies_go_as_are_too_many() -> None:
 
 
 @virtual
-async def test_a_holder_that_has_nothing_costs_no_copies() -> None:
+async def test_source_without_blocks_causes_no_eviction() -> None:
     async with trio(p_blocks=P_BLOCKS) as made:
         await made.hold()
         await pulled(made, 0)
@@ -104,7 +104,7 @@ async def test_a_holder_that_has_nothing_costs_no_copies() -> None:
 
 
 @virtual
-async def test_proven_copies_take_none_of_the_budget() -> None:
+async def test_used_replicas_do_not_count_against_the_budget() -> None:
     async with trio(p_blocks=P_BLOCKS) as made:
         await made.hold()
         await made.hold(prompt=OTHER)
@@ -116,7 +116,7 @@ async def test_proven_copies_take_none_of_the_budget() -> None:
 
 @pytest.mark.parametrize("is_slow", [True, False], ids=["under way", "in use"])
 @virtual
-async def test_copies_in_use_and_under_way_leave_the_rest_of_the_budget(is_slow: bool) -> None:
+async def test_running_pulls_and_used_replicas_reduce_the_budget(is_slow: bool) -> None:
     async with trio(p_blocks=P_BLOCKS, link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.001) if is_slow else None) as made:
         await made.hold()
         await made.hold(prompt=OTHER)
@@ -134,7 +134,7 @@ async def test_copies_in_use_and_under_way_leave_the_rest_of_the_budget(is_slow:
 
 
 @virtual
-async def test_what_is_being_read_is_counted_once() -> None:
+async def test_blocks_being_read_count_once() -> None:
     async with trio(p_blocks=P_BLOCKS, link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
         await made.hold()
         await made.hold(prompt=OTHER)
@@ -147,7 +147,7 @@ async def test_what_is_being_read_is_counted_once() -> None:
 
 
 @virtual
-async def test_cold_copies_that_somebody_uses_meanwhile_stay_and_nothing_is_pulled() -> None:
+async def test_replicas_used_meanwhile_stay_and_nothing_is_pulled() -> None:
     async with trio(p_blocks=P_BLOCKS) as made:
         await made.hold()
         await made.hold(prompt=OTHER)

@@ -12,14 +12,14 @@ from baton.core.request import Sampling
 from baton.worker.jobs import leg
 from tests.unit.worker.harness import expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 OTHER = Sampling(max_tokens=8, ignore_eos=True, sampler_version=SAMPLER_VERSION + 1)
 
 
 @pytest.mark.parametrize("make", [prefill_job, decode_job])
 @virtual
-async def test_a_job_of_another_sampler_version_is_for_other_workers(
+async def test_job_of_another_sampler_version_is_refused(
     make: Callable[..., PrefillJob | DecodeJob],
 ) -> None:
     async with pair() as made:
@@ -39,7 +39,7 @@ async def test_a_job_of_another_sampler_version_is_for_other_workers(
 
 
 @virtual
-async def test_the_version_is_that_of_the_workers_own_layout() -> None:
+async def test_sampler_version_is_compared_with_the_workers_layout() -> None:
     """What it says of itself at pairing is what it holds jobs to."""
     async with pair() as made:
         parts = made.d.worker.jobs._parts
@@ -51,7 +51,7 @@ async def test_the_version_is_that_of_the_workers_own_layout() -> None:
 
 
 @virtual
-async def test_a_prompt_that_is_far_too_long_is_not_even_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_long_prompt_is_refused_before_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
     def chain(*_: object) -> None:
         raise AssertionError("hashed")
 

@@ -21,7 +21,7 @@ from baton.worker.worker_metrics import WorkerMetrics
 from baton.worker.worker_service import KV_EVENTS_TTL_S
 from tests.unit.worker.harness import STEP_COST, Cluster, Node, Pair, pair
 from tests.unit.worker.job_builders import decode_job
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 SOON_S = 0.1
 """Several of the publisher's intervals."""
@@ -44,7 +44,7 @@ def last_report(made: Pair, worker_id: str) -> WorkerReport:
 
 
 @virtual
-async def test_both_workers_of_a_pair_tell_what_they_hold() -> None:
+async def test_both_workers_publish_the_blocks_that_they_hold() -> None:
     async with pair() as made:
         _, decode = made.send(num_tokens=30)
         await made.to_d.ended(decode.job)
@@ -57,7 +57,7 @@ async def test_both_workers_of_a_pair_tell_what_they_hold() -> None:
 
 
 @virtual
-async def test_blocks_that_landed_for_a_request_that_was_cancelled_are_told_at_once() -> None:
+async def test_blocks_received_for_a_cancelled_request_are_published() -> None:
     async with pair(link=LinkModel(bytes_per_s=2e5)) as made:
         prefill, decode = made.send(num_tokens=200)
         while len(made.d.pool.hashes()) < 20:  # noqa: ASYNC110 - nobody tells
@@ -71,7 +71,7 @@ async def test_blocks_that_landed_for_a_request_that_was_cancelled_are_told_at_o
 
 
 @virtual
-async def test_a_scheduler_may_ask_for_a_snapshot() -> None:
+async def test_scheduler_can_request_a_snapshot() -> None:
     async with pair() as made:
         _, decode = made.send(num_tokens=30)
         await made.to_d.ended(decode.job)
@@ -86,7 +86,7 @@ async def test_a_scheduler_may_ask_for_a_snapshot() -> None:
 
 
 @virtual
-async def test_what_it_held_is_forgotten_some_time_after_it_has_gone() -> None:
+async def test_kv_events_expire_after_the_worker_has_ended() -> None:
     async with pair() as made:
         await asyncio.sleep(SOON_S)
         feed, ref = made.cluster.feed, made.d.ref
@@ -108,7 +108,7 @@ class AwayFeed(MemoryKvEventFeed):
 
 
 @virtual
-async def test_a_publisher_that_fails_does_not_do_so_unseen() -> None:
+async def test_failing_publisher_makes_the_worker_unhealthy() -> None:
     async with pair() as made:
         made.cluster.feed = BrokenFeed()
         node = made.cluster.start("x")
@@ -118,7 +118,7 @@ async def test_a_publisher_that_fails_does_not_do_so_unseen() -> None:
 
 
 @virtual
-async def test_a_store_that_is_away_costs_no_request() -> None:
+async def test_unavailable_store_fails_no_request() -> None:
     async with pair() as made:
         made.cluster.feed = AwayFeed()
         node = made.cluster.start("x")
@@ -134,7 +134,7 @@ async def test_a_store_that_is_away_costs_no_request() -> None:
 
 
 @virtual
-async def test_the_publisher_is_seen_in_the_metrics() -> None:
+async def test_publisher_counters_are_in_the_metrics() -> None:
     async with pair(num_blocks=16) as made:
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)
@@ -169,7 +169,7 @@ async def test_exact_costs_stay_exact() -> None:
 
 
 @virtual
-async def test_costs_follow_the_steps_and_are_kept_for_the_next_life() -> None:
+async def test_corrected_costs_are_stored_for_the_next_incarnation() -> None:
     async with pair() as made:
         made.d.executor.inner._cost = replace(STEP_COST, base_s=4 * STEP_COST.base_s)  # type: ignore[attr-defined]
         job = decode_job(30, sampling=Sampling(max_tokens=200, ignore_eos=True))
@@ -184,7 +184,7 @@ async def test_costs_follow_the_steps_and_are_kept_for_the_next_life() -> None:
 
 
 @virtual
-async def test_a_step_that_failed_corrects_nothing() -> None:
+async def test_failed_step_does_not_correct_the_costs() -> None:
     async with pair() as made:
         made.d.executor.error = RuntimeError("bad")
         job = decode_job(30)
@@ -196,7 +196,7 @@ async def test_a_step_that_failed_corrects_nothing() -> None:
 
 
 @virtual
-async def test_the_queue_is_told_with_what_it_attends_to() -> None:
+async def test_report_contains_attended_tokens_of_the_queue() -> None:
     async with pair(max_num_batched_tokens=16) as made:
         made.d.executor.gate.clear()
         for number in range(2):
@@ -215,7 +215,7 @@ async def test_the_queue_is_told_with_what_it_attends_to() -> None:
 
 
 @virtual
-async def test_answers_lengths_are_told_by_who_decodes() -> None:
+async def test_decode_worker_reports_mean_output_tokens() -> None:
     async with pair() as made:
         lengths = (4, 10, 16)
         for length in lengths:

@@ -14,7 +14,7 @@ from baton.store.memory.memory_stores import MemoryKvEventFeed
 from baton.worker.reporting.kv_event_publisher import EVENTS_PER_WRITE, KvEventPublisher
 from tests.builders import hashes_of, worker_ref
 from tests.fake_executor import FakeGenerationTable
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 STORED, EVICTED, RESET = KvEventKind.STORED, KvEventKind.EVICTED, KvEventKind.RESET
 W = worker_ref("w0", epoch=3)
@@ -97,7 +97,7 @@ class Rig:
 
 
 @virtual
-async def test_a_life_begins_with_a_reset_and_a_snapshot() -> None:
+async def test_stream_begins_with_a_reset_and_a_snapshot() -> None:
     rig = Rig()
     rig.store(A, B)
     async with rig.running():
@@ -108,7 +108,7 @@ async def test_a_life_begins_with_a_reset_and_a_snapshot() -> None:
 
 
 @virtual
-async def test_what_several_steps_do_goes_out_together_and_what_has_gone_first() -> None:
+async def test_changes_of_several_steps_are_written_together_evictions_first() -> None:
     rig = Rig(num_blocks=3)
     async with rig.running():
         rig.store(A, B)
@@ -145,7 +145,7 @@ async def test_many_changes_are_split_into_bounded_events_and_writes() -> None:
 
 
 @virtual
-async def test_a_snapshot_is_written_every_so_often_and_when_it_is_asked_for() -> None:
+async def test_snapshot_is_written_periodically_and_on_request() -> None:
     rig = Rig(num_blocks=8)
     async with rig.running():
         for number in range(2_000):
@@ -164,7 +164,7 @@ async def test_a_snapshot_is_written_every_so_often_and_when_it_is_asked_for() -
 
 
 @virtual
-async def test_a_store_that_is_away_is_told_everything_within_a_second_of_its_return() -> None:
+async def test_recovered_store_gets_everything_within_a_second() -> None:
     rig = Rig()
     async with rig.running():
         rig.feed.is_away = True
@@ -183,7 +183,7 @@ async def test_a_store_that_is_away_is_told_everything_within_a_second_of_its_re
 
 
 @virtual
-async def test_a_write_of_which_nobody_knows_whether_it_was_done_is_followed_by_a_reset() -> None:
+async def test_write_with_unknown_outcome_is_followed_by_a_reset() -> None:
     rig = Rig()
     async with rig.running():
         rig.feed.loses_answers = True
@@ -196,7 +196,7 @@ async def test_a_write_of_which_nobody_knows_whether_it_was_done_is_followed_by_
 
 
 @virtual
-async def test_a_store_that_has_forgotten_or_was_tampered_with_is_found_out_within_two_seconds() -> None:
+async def test_lost_or_modified_stream_is_detected_within_two_seconds() -> None:
     rig = Rig()
     rig.store(A)
     async with rig.running():
@@ -214,7 +214,7 @@ async def test_a_store_that_has_forgotten_or_was_tampered_with_is_found_out_with
 
 
 @virtual
-async def test_entries_live_as_long_as_the_worker_and_a_little_longer() -> None:
+async def test_stream_expires_some_time_after_the_worker_has_ended() -> None:
     rig = Rig()
     rig.store(A)
     async with rig.running():
@@ -225,7 +225,7 @@ async def test_entries_live_as_long_as_the_worker_and_a_little_longer() -> None:
 
 
 @virtual
-async def test_a_slow_store_holds_up_nothing_and_is_told_the_net_change() -> None:
+async def test_slow_store_delays_no_step_and_gets_the_net_change() -> None:
     rig = Rig(num_blocks=4)
     async with rig.running():
         rig.feed.call_s = 0.9

@@ -26,7 +26,7 @@ from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.sessions.gateway_sessions import MAX_SESSIONS, GatewaySession, Sessions
 from tests import builders
 from tests.unit.worker.job_builders import prefill_job
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.virtual_loop import virtual
 
 WORKER = builders.worker_ref("w0", 7)
 GRACE_S = 2.0
@@ -108,7 +108,7 @@ JOB = prefill_job().job
 
 
 @virtual
-async def test_everything_put_in_one_go_leaves_as_one_message() -> None:
+async def test_messages_of_one_loop_iteration_are_sent_as_one() -> None:
     rig = Rig()
     stream, session = await rig.open_with_job()
     session.put_delta(delta(JOB, 1), is_last=False)
@@ -124,7 +124,7 @@ async def test_everything_put_in_one_go_leaves_as_one_message() -> None:
 
 
 @virtual
-async def test_heartbeats_carry_seqs_of_the_same_series() -> None:
+async def test_heartbeats_and_steps_share_one_numbering() -> None:
     rig = Rig()
     stream, session = await rig.open_with_job()
     session.put_delta(delta(JOB, 1), is_last=False)
@@ -135,7 +135,7 @@ async def test_heartbeats_carry_seqs_of_the_same_series() -> None:
 
 
 @virtual
-async def test_a_job_is_forgotten_only_when_its_last_message_is_acknowledged() -> None:
+async def test_job_is_dropped_when_its_last_message_is_acknowledged() -> None:
     rig = Rig()
     stream, session = await rig.open_with_job()
     session.put_delta(delta(JOB, 1), is_last=False)
@@ -153,7 +153,7 @@ async def test_a_job_is_forgotten_only_when_its_last_message_is_acknowledged() -
 
 
 @virtual
-async def test_a_returning_gateway_goes_on_after_its_last_seq() -> None:
+async def test_reconnected_gateway_continues_after_its_last_seq() -> None:
     rig = Rig()
     stream, session = await rig.open_with_job()
     for token in range(3):
@@ -173,7 +173,7 @@ async def test_a_returning_gateway_goes_on_after_its_last_seq() -> None:
 
 
 @virtual
-async def test_what_the_hello_says_is_processed_counts_as_acknowledged() -> None:
+async def test_last_seq_of_a_hello_acknowledges_messages() -> None:
     rig = Rig()
     stream, session = await rig.open_with_job()
     session.put_delta(delta(JOB, 1), is_last=True)
@@ -185,7 +185,7 @@ async def test_what_the_hello_says_is_processed_counts_as_acknowledged() -> None
 
 
 @virtual
-async def test_after_its_grace_a_broken_session_is_over() -> None:
+async def test_broken_session_ends_after_its_grace_period() -> None:
     rig = Rig()
     stream, session = await rig.open_with_job()
     await stream.aclose()
@@ -198,7 +198,7 @@ async def test_after_its_grace_a_broken_session_is_over() -> None:
 
 
 @virtual
-async def test_a_new_stream_takes_over_from_one_that_still_looks_alive() -> None:
+async def test_new_stream_takes_over_from_an_unbroken_one() -> None:
     rig = Rig()
     old, session = await rig.open_with_job()
     new, reply = await rig.open(last_seq=0)
@@ -212,7 +212,7 @@ async def test_a_new_stream_takes_over_from_one_that_still_looks_alive() -> None
 
 
 @virtual
-async def test_what_the_old_stream_still_brings_is_not_heard() -> None:
+async def test_messages_of_the_replaced_stream_are_ignored() -> None:
     rig = Rig()
     old, _ = await rig.open_with_job()
     old.send(Cancel(job=JOB, reason=Reason.CANCELLED))
@@ -222,7 +222,7 @@ async def test_what_the_old_stream_still_brings_is_not_heard() -> None:
 
 
 @virtual
-async def test_a_session_that_is_asked_to_go_on_where_it_cannot_starts_anew() -> None:
+async def test_session_that_cannot_resume_starts_anew() -> None:
     rig = Rig()
     stream, session = await rig.open_with_job()
     session.put_delta(delta(JOB, 1), is_last=True)
@@ -235,7 +235,7 @@ async def test_a_session_that_is_asked_to_go_on_where_it_cannot_starts_anew() ->
 
 
 @virtual
-async def test_a_gateway_that_leaves_too_much_unacknowledged_loses_its_session() -> None:
+async def test_session_with_too_many_unacknowledged_bytes_ends() -> None:
     rig = Rig(buffer_bytes=1_000)
     stream, session = await rig.open_with_job()
     for token in range(40):
@@ -255,7 +255,7 @@ async def test_a_gateway_that_leaves_too_much_unacknowledged_loses_its_session()
     "changes",
     [{"expected": builders.worker_ref("w0", 8)}, {"expected": builders.worker_ref("w1", 7)}, {"protocol_version": 99}],
 )
-def test_another_life_or_protocol_is_refused_with_our_own_named(changes: dict[str, Any]) -> None:
+def test_other_epoch_or_protocol_version_is_refused(changes: dict[str, Any]) -> None:
     @virtual
     async def refused() -> None:
         rig = Rig()
@@ -269,7 +269,7 @@ def test_another_life_or_protocol_is_refused_with_our_own_named(changes: dict[st
 
 
 @virtual
-async def test_a_stream_that_does_not_begin_with_a_hello_is_closed() -> None:
+async def test_stream_without_a_hello_is_closed() -> None:
     rig = Rig()
     stream = rig.dial()
     stream.send(Ping())
@@ -280,7 +280,7 @@ async def test_a_stream_that_does_not_begin_with_a_hello_is_closed() -> None:
 
 
 @virtual
-async def test_a_second_hello_ends_the_stream() -> None:
+async def test_second_hello_ends_the_stream() -> None:
     rig = Rig()
     stream, _ = await rig.open()
     stream.send(hello())
@@ -291,7 +291,7 @@ async def test_a_second_hello_ends_the_stream() -> None:
 
 
 @virtual
-async def test_a_stream_that_says_nothing_is_closed() -> None:
+async def test_silent_stream_is_closed() -> None:
     rig = Rig()
     stream = rig.dial()
     with pytest.raises(StreamBroken):
@@ -312,7 +312,7 @@ async def test_sessions_are_bounded() -> None:
 
 
 @virtual
-async def test_closing_tells_what_is_left_ends_streams_and_takes_no_other() -> None:
+async def test_close_flushes_messages_and_refuses_new_sessions() -> None:
     rig = Rig()
     stream, session = await rig.open_with_job()
     session.put_failure(JOB, failure())

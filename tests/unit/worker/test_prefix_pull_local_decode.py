@@ -15,15 +15,15 @@ from baton.core.messages.jobs import Cancel, PrefixSource
 from baton.sim.sim_transfer_backend import LinkModel
 from baton.worker.jobs.prefix_puller import MIN_PULL_S
 from tests.unit.worker.harness import BLOCK, expected_tokens
-from tests.unit.worker.trio import BLOCK_BYTES, NUM_BLOCKS, NUM_TOKENS, trio
-from tests.unit.worker.virtual import virtual
+from tests.unit.worker.prefix_trio import BLOCK_BYTES, NUM_BLOCKS, NUM_TOKENS, trio
+from tests.unit.worker.virtual_loop import virtual
 
 SLOW = LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)
 """A whole prefix takes 0.1 s."""
 
 
 @virtual
-async def test_only_the_rest_is_computed() -> None:
+async def test_prefix_is_pulled_for_a_local_decode_leg_and_the_rest_computed() -> None:
     async with trio() as made:
         await made.hold()
         job = made.send_local()
@@ -34,7 +34,7 @@ async def test_only_the_rest_is_computed() -> None:
 
 @pytest.mark.parametrize("num_held", [0, 3, 40])
 @virtual
-async def test_a_holder_that_has_less_than_was_said_gives_what_it_has(num_held: int) -> None:
+async def test_source_with_fewer_blocks_provides_what_it_has(num_held: int) -> None:
     async with trio() as made:
         if num_held:
             await made.hold(num_held)
@@ -43,7 +43,7 @@ async def test_a_holder_that_has_less_than_was_said_gives_what_it_has(num_held: 
 
 @pytest.mark.parametrize("worker_id", ["nobody", "d"])
 @virtual
-async def test_a_source_that_is_none_is_not_noticed(worker_id: str) -> None:
+async def test_missing_source_does_not_fail_a_local_decode_leg(worker_id: str) -> None:
     async with trio() as made:
         began_s = asyncio.get_running_loop().time()
         source = PrefixSource(
@@ -56,7 +56,7 @@ async def test_a_source_that_is_none_is_not_noticed(worker_id: str) -> None:
 
 @pytest.mark.parametrize("after_s", [0.0005, 0.005, 0.03, 0.08])
 @virtual
-async def test_a_holder_that_dies_in_mid_pull_is_not_noticed(after_s: float) -> None:
+async def test_source_death_during_the_pull_does_not_fail_the_request(after_s: float) -> None:
     async with trio(link=SLOW) as made:
         await made.hold()
         job = made.send_local()
@@ -68,7 +68,7 @@ async def test_a_holder_that_dies_in_mid_pull_is_not_noticed(after_s: float) -> 
 
 @pytest.mark.parametrize("ends_by", ["cancel", "deadline"])
 @virtual
-async def test_an_end_in_mid_pull_gives_everything_back(ends_by: str) -> None:
+async def test_job_ended_during_the_pull_frees_everything(ends_by: str) -> None:
     async with trio(link=SLOW) as made:
         await made.hold()
         job = made.send_local(deadline_s=60.0 if ends_by == "cancel" else 0.03)
@@ -88,7 +88,7 @@ async def test_an_end_in_mid_pull_gives_everything_back(ends_by: str) -> None:
 
 
 @virtual
-async def test_a_sample_that_is_cancelled_in_mid_pull_is_not_sampled() -> None:
+async def test_sample_cancelled_during_the_pull_is_not_sampled() -> None:
     async with trio(link=SLOW) as made:
         await made.hold()
         job = made.send_local(sample_indices=(0, 1))
@@ -100,7 +100,7 @@ async def test_a_sample_that_is_cancelled_in_mid_pull_is_not_sampled() -> None:
 
 
 @virtual
-async def test_what_waits_for_a_prefix_is_bounded_and_not_counted() -> None:
+async def test_jobs_that_wait_for_a_prefix_are_bounded_and_not_counted() -> None:
     async with trio(link=SLOW, max_queued_jobs=2) as made:
         await made.hold()
         waiting = [made.send_local(0, decision_id="zero"), made.send_local(1, decision_id="one")]
@@ -114,7 +114,7 @@ async def test_what_waits_for_a_prefix_is_bounded_and_not_counted() -> None:
 
 
 @virtual
-async def test_a_worker_that_drains_finishes_what_waits_for_a_prefix() -> None:
+async def test_draining_worker_finishes_jobs_that_wait_for_a_prefix() -> None:
     async with trio(link=SLOW) as made:
         await made.hold()
         job = made.send_local()
@@ -125,7 +125,7 @@ async def test_a_worker_that_drains_finishes_what_waits_for_a_prefix() -> None:
 
 
 @virtual
-async def test_who_follows_an_owner_pulls_no_prefix() -> None:
+async def test_decode_leg_with_an_owner_pulls_no_prefix() -> None:
     async with trio() as made:
         await made.hold()
         prefill, decode = made.jobs(prefix_source=None)
