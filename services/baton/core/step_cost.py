@@ -101,8 +101,10 @@ class StepWork:
 
 
 def attended_tokens(num_tokens: int, num_before: int) -> int:
-    """Return the (query, context) pairs of `num_tokens` tokens after `num_before` tokens, in any number of
-    chunks."""
+    """Return the number of (query, context) pairs of `num_tokens` tokens after `num_before` tokens.
+
+    It does not depend on the number of chunks.
+    """
     return num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
 
 
@@ -200,13 +202,15 @@ class StepCostModel:
 
     @staticmethod
     def from_plain(plain: object) -> "StepCostModel":
-        """Return the model in `plain`. Raises ValueError if it is malformed, of another version, or not
-        usable."""
+        """Return the model in `plain`.
+
+        Raises ValueError if it is malformed, of another version, or not usable.
+        """
         model = from_plain(StepCostModel, plain)
         if not model.is_usable:
             raise ValueError(
                 f"cost model of version {model.version} with costs {model.coefficients} cannot be used; "
-                f"must be of version {COSTS_VERSION} with finite costs of at least 0, not all 0: measure the costs again"
+                f"must be of version {COSTS_VERSION} with finite costs of at least 0, not all 0: measure again"
             )
         return model
 
@@ -265,8 +269,10 @@ class CostCorrection:
         self._log_factors = {kind: math.log(costs.factor(kind)) for kind in StepKind}
 
     def observe(self, work: StepWork, actual_s: float) -> None:
-        """Record a step that took `actual_s` seconds. Durations that are not finite and positive are
-        ignored."""
+        """Record a step that took `actual_s` seconds.
+
+        Durations that are not finite and positive are ignored.
+        """
         predicted_s = self._costs.uncorrected_step_s(work)
         if not 0 < actual_s < math.inf or predicted_s <= 0:
             return

@@ -150,8 +150,10 @@ class Engine:
                 self._end(seq, SequenceState.CANCELLED)
 
     def fail(self, seq_id: int, failure: Failure) -> None:
-        """End all remaining samples of a request with `failure` as their last output. Unknown ids are
-        ignored."""
+        """End all remaining samples of a request with `failure` as their last output.
+
+        Unknown ids are ignored.
+        """
         for seq in self._sequences.of_request(seq_id):
             for sample_index in seq.sample_indices:
                 self._outputs.append(
@@ -258,8 +260,10 @@ class Engine:
         return StepPlan(step_id=plan.step_id, sequences=tuple(self._step_sequence(seq, 1) for seq in seqs))
 
     def seq_id_of(self, key: int) -> int:
-        """Return the `seq_id` of the request to which the running sequence `key` belongs. All samples share
-        it."""
+        """Return the `seq_id` of the request to which the running sequence `key` belongs.
+
+        All samples share it.
+        """
         return self._sequences.running[key].seq_id
 
     def apply(self, plan: StepPlan, result: StepResult) -> EngineOutcome:
@@ -357,8 +361,10 @@ class Engine:
             self._progress.append(PrefillProgress(seq_id=seq.seq_id, num_computed_tokens=seq.num_computed_tokens))
 
     def _append_tokens(self, seq: EngineSequence, tokens: Sequence[SampledToken]) -> None:
-        """Append one new token per sample. Each unfinished sample but the first forks off as a new
-        sequence."""
+        """Append one new token per sample.
+
+        Each unfinished sample but the first forks off as a new sequence.
+        """
         by_sample = {token.sample_index: token for token in tokens}
         unfinished: list[SampledToken] = []
         for sample_index in seq.sample_indices:

@@ -56,8 +56,10 @@ class Claims:
         return sum(map(len, self._tables))
 
     def toggle(self, hashes: Iterable[BlockHash], bit: int) -> None:
-        """Toggle the claims of one worker: add those that it does not have, remove the others. No hash may
-        repeat."""
+        """Toggle the claims of one worker: add those that it does not have, remove the others.
+
+        No hash may repeat.
+        """
         table_of = self._table_of
         touched: dict[Extent | None, list[BlockHash]] = {}
         for block_hash in hashes:

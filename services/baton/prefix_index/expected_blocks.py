@@ -50,8 +50,10 @@ class _TrieNode:
         return self.hashes[self.start]
 
     def common(self, hashes: Sequence[BlockHash]) -> int:
-        """Return the position up to which `hashes` is equal to this node. The first block of the node must be
-        equal."""
+        """Return the position up to which `hashes` is equal to this node.
+
+        The first block of the node must be equal.
+        """
         low, high = self.start + 1, min(self.end, len(hashes))
         if self.hashes[high - 1] == hashes[high - 1]:
             return high
@@ -134,8 +136,10 @@ class ExpectedBlocks:
         return found
 
     def stored(self, bit: int, hashes: Sequence[BlockHash]) -> None:
-        """End the worker's expectations whose last block is in `hashes`. Chains are stored from their
-        front."""
+        """End the worker's expectations whose last block is in `hashes`.
+
+        Chains are stored from their front.
+        """
         if not self._of_worker.get(bit):
             return
         for block_hash in hashes:
@@ -144,8 +148,10 @@ class ExpectedBlocks:
                 self._end(of_last[bit])
 
     def num_of(self, bit: int) -> int:
-        """Return the number of a worker's expectations. Expired ones count until the next call of
-        `levels`."""
+        """Return the number of a worker's expectations.
+
+        Expired ones count until the next call of `levels`.
+        """
         return self._of_worker.get(bit, 0)
 
     def _expire(self, now_s: float) -> None:

@@ -101,16 +101,20 @@ class PrefixIndex:
             self._end(holder)
 
     def reset(self, worker: WorkerRef) -> None:
-        """Forget all claims of a worker, before a snapshot. If it had any, its expectations are dropped as
-        well."""
+        """Forget all claims of a worker, before a snapshot.
+
+        If it had any, its expectations are dropped as well.
+        """
         holder = self._holder(worker)
         if holder is not None and any(holder.held.values()):
             self._end(holder)
             self._begin(worker, holder.max_blocks)
 
     def sweep(self, max_claims: int) -> int:
-        """Remove at most `max_claims` claims of ended incarnations. Returns the number removed; 0 if none is
-        left."""
+        """Remove at most `max_claims` claims of ended incarnations.
+
+        Returns the number removed; 0 if none is left.
+        """
         left = max_claims
         while left and self._ended:
             slot, tiers = self._ended[0]
@@ -154,8 +158,10 @@ class PrefixIndex:
         self._sweep_after_change(len(hashes))
 
     def evicted(self, worker: WorkerRef, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """Remove claims: the worker no longer holds these blocks in that tier. Unknown claims change
-        nothing."""
+        """Remove claims: the worker no longer holds these blocks in that tier.
+
+        Unknown claims change nothing.
+        """
         holder = self._holder(worker)
         held = holder.held.get(tier) if holder is not None else None
         if holder is None or held is None:
@@ -178,8 +184,10 @@ class PrefixIndex:
             self._expected.add(holder.bit, tuple(hashes), until_s)
 
     def overlaps(self, hashes: Sequence[BlockHash], now_s: float) -> Mapping[str, PrefixOverlap]:
-        """Return the overlap of each worker with this chain, by worker id. Workers without the first block
-        are left out."""
+        """Return the overlap of each worker with this chain, by worker id.
+
+        Workers without the first block are left out.
+        """
         has_other_tiers = bool(self._other_tiers)
         found: dict[str, PrefixOverlap] = {}
         for length, mask in self._runs(

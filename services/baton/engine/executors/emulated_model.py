@@ -13,8 +13,10 @@ from baton.core.tokenizer_fingerprint import EMULATED, FINGERPRINT_BYTES, tokeni
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedModel:
-    """The shape of a model whose steps are emulated. Its `model_fingerprint` never equals that of a real
-    model."""
+    """The shape of a model whose steps are emulated.
+
+    Its `model_fingerprint` never equals that of a real model.
+    """
 
     model_fingerprint: str
     tokenizer_fingerprint: str

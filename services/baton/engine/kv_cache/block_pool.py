@@ -110,13 +110,11 @@ class BlockPool:
         return sum(self._is_idle(b) for b in block_ids)
 
     def is_readable(self, block_id: int) -> bool:
-        """Return True if the block does not wait for a read from another worker, and no such read may write
-        to it."""
+        """Return True if no read from another worker is to fill the block or may still write to it."""
         return self._fill[block_id] is BlockFill.NONE
 
     def on_freed(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever blocks may have become allocatable, whether a sequence or a transfer freed
-        them."""
+        """Call `callback` whenever a sequence or a transfer may have made blocks allocatable."""
         self._on_freed.append(callback)
 
     # -- allocation and references -------------------------------------------------------------------------------------
@@ -306,8 +304,7 @@ class BlockPool:
         self._notify_freed()
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
-        """Take receiving blocks out of use until `end_quarantine`: an abandoned read may still write to
-        them."""
+        """Take blocks out of use until `end_quarantine`, because an abandoned read may still write to them."""
         for block_id in block_ids:
             self._end_receiving(block_id, BlockFill.QUARANTINED)
             self._num_quarantined += 1

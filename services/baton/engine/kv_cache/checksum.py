@@ -26,8 +26,10 @@ _STEP_BACK = pow(_STEP, -1, 1 << 64)
 
 
 class KvCorrupted(AssertionError):
-    """A sequence would attend to KV that is not its own. Block management and transfers must never cause
-    this."""
+    """A sequence would attend to KV that is not its own.
+
+    Block management and transfers must never cause this.
+    """
 
 
 def extend(prefix: int, token_id: int) -> int:
@@ -64,8 +66,7 @@ def token_after(prefix: int, seed: int, sample_index: int, position: int, vocab_
 
 
 def _mixed(prefix: int, number: _N) -> _N:
-    """Return a 64-bit hash of `prefix` and `number`, by the mixing function of SplitMix64; element-wise for
-    arrays."""
+    """Return a 64-bit hash of `prefix` and `number` (SplitMix64), element-wise for arrays."""
     z: Any = (prefix ^ (number + 1) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     mixed: _N = z ^ (z >> 31)

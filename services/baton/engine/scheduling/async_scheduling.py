@@ -46,8 +46,7 @@ def plan_next_decode(
 
 
 class LastResult:
-    """Keeps the result of the last successful step, to fill in the placeholders of the step that follows
-    it."""
+    """Keeps the result of the last successful step, to fill in placeholders of the following step."""
 
     def __init__(self) -> None:
         self._last: StepResult | None = None

@@ -11,8 +11,7 @@ from baton.engine.state.sequence import EngineSequence
 
 
 def admission_order(waiting: Iterable[EngineSequence]) -> list[EngineSequence]:
-    """Return queued sequences in the order of admission: preempted ones first, then by priority and
-    arrival."""
+    """Return queued sequences in admission order: preempted ones first, then by priority and arrival."""
     return sorted(waiting, key=lambda seq: (seq.state is not SequenceState.PREEMPTED, seq.sort_key))
 
 

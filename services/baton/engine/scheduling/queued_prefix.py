@@ -47,8 +47,7 @@ class QueuedPrefixEstimate:
                 del self._num_of[block_hash]
 
     def shared_tokens(self, seq_id: int) -> int:
-        """Return the leading prompt tokens that were cached at `add`, or that an earlier prompt will
-        compute."""
+        """Return how many leading tokens were cached at `add` or will be computed by an earlier prompt."""
         return self._shared_tokens.get(seq_id, 0)
 
     def __len__(self) -> int:

@@ -182,8 +182,10 @@ class EngineSequence:
         return blocks
 
     def hash_of_block(self, index: int, block_size_tokens: int) -> BlockHash:
-        """Return the chained hash of full block `index`. Its tokens are final. Call it for blocks in
-        order."""
+        """Return the chained hash of full block `index`.
+
+        Its tokens are final. Call it for blocks in order.
+        """
         while len(self.hashes) <= index:
             begin = len(self.hashes) * block_size_tokens
             parent = self.hashes[-1] if self.hashes else self.request.root_hash
