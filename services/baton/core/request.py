@@ -102,7 +102,6 @@ class GenerateRequest:
     slo: Slo = NO_SLO
     tenant: str = "default"
     cache_salt: bytes = b""
-    adapter: str = ""
     trace_context: str = ""
 
 

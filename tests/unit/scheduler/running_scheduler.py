@@ -11,7 +11,7 @@ from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
 from baton.core.cluster.worker_report import WorkerReport
 from baton.core.errors import StoreUnavailable
-from baton.core.interfaces import DecisionStore, Duplex
+from baton.core.interfaces import DecisionStore, Duplex, KvEventFeed
 from baton.runtime.network.in_process_network import InProcessNetwork
 from baton.runtime.observability.metrics import SchedulerMetrics
 from baton.scheduler.admission.slo_admission import AdmissionMode
@@ -39,6 +39,7 @@ async def a_scheduler(
     admission: AdmissionMode = AdmissionMode.OFF,
     silence_s: float = 30.0,
     registry: CollectorRegistry | None = None,
+    feed: KvEventFeed | None = None,
 ) -> AsyncIterator[tuple[Scheduler, InProcessNetwork]]:
     scheduler = Scheduler(
         scheduler_id="s0",
@@ -51,7 +52,7 @@ async def a_scheduler(
         ),
         times=SchedulerTimes(silence_s=silence_s, settle_s=0.05, reservation_s=5.0, watch_interval_s=0.0),
         store=store or BrokenStore(),
-        feed=MemoryKvEventFeed(),
+        feed=feed or MemoryKvEventFeed(),
         metrics=SchedulerMetrics(registry or CollectorRegistry()),
         rng=Random(0),
     )

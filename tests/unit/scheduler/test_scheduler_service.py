@@ -12,9 +12,11 @@ from baton.core.cluster.placement import Placement, Rejection
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
 from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Reason, StreamBroken
+from baton.core.ids import WorkerRef
+from baton.core.kv.kv_events import KvSnapshot
 from baton.core.request import RequestActuals, Slo
 from baton.scheduler.decisions.decision_records import MAX_DECISIONS
-from baton.store.memory.memory_stores import MemoryDecisionStore
+from baton.store.memory.memory_stores import MemoryDecisionStore, MemoryKvEventFeed
 from tests.builders import blocks, decision_record, hashes_of, query, worker_report
 from tests.unit.scheduler.measured_workers import measured
 from tests.unit.scheduler.running_scheduler import a_scheduler, join, next_command, settle, tpot_slo_of_only_worker
@@ -208,12 +210,14 @@ async def test_placement_counts_until_it_has_ended_despite_many_rejections() -> 
         assert tpot_slo_of_only_worker(scheduler) is None
 
 
-async def test_failed_task_is_reported_as_the_schedulers_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*_: object) -> None:
+class BrokenFeed(MemoryKvEventFeed):
+    async def snapshot(self, worker: WorkerRef) -> KvSnapshot | None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("baton.scheduler.state.kv_event_reader.KvEventReader.run", broken)
-    async with a_scheduler() as (scheduler, _):
+
+async def test_failed_task_is_reported_as_the_schedulers_failure() -> None:
+    async with a_scheduler(feed=BrokenFeed()) as (scheduler, network):
+        await join(network, worker_report("w0"))
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(scheduler.failed, 5)
 

@@ -35,7 +35,6 @@ class PlacementQuery:
     model_fingerprint: str = ""
     sample_count: int = 1
     num_output_tokens: int = 0
-    adapter: str = ""
     tenant: str = "default"
     slo: Slo = NO_SLO
     priority: int = 0

@@ -59,7 +59,6 @@ class Attempt:
             hash_scheme=self.hash_scheme,
             model_fingerprint=self.model_fingerprint,
             sample_count=len(request.sample_indices),
-            adapter=request.adapter,
             tenant=request.tenant,
             slo=request.slo,
             priority=request.priority,
@@ -111,7 +110,6 @@ async def make_attempt(
     root = root_hash(
         model_fingerprint=layout.model_fingerprint,
         cache_salt=request.cache_salt,
-        adapter=request.adapter,
         block_size_tokens=layout.block_size_tokens,
     )
     rest = chain(root, request.token_ids, layout.block_size_tokens)

@@ -56,11 +56,10 @@ class Slo(_message.Message):
     def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...
 
 class PlacementQuery(_message.Message):
-    __slots__ = ("request_id", "attempt", "model", "adapter", "tenant", "block_hashes", "hash_scheme", "model_fingerprint", "num_prompt_tokens", "num_output_tokens", "max_tokens", "sample_count", "slo", "priority", "deadline_s", "avoid", "session_key", "waited_s", "answer_within_s", "trace_context")
+    __slots__ = ("request_id", "attempt", "model", "tenant", "block_hashes", "hash_scheme", "model_fingerprint", "num_prompt_tokens", "num_output_tokens", "max_tokens", "sample_count", "slo", "priority", "deadline_s", "avoid", "session_key", "waited_s", "answer_within_s", "trace_context")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     HASH_SCHEME_FIELD_NUMBER: _ClassVar[int]
@@ -80,7 +79,6 @@ class PlacementQuery(_message.Message):
     request_id: bytes
     attempt: int
     model: str
-    adapter: str
     tenant: str
     block_hashes: bytes
     hash_scheme: str
@@ -97,7 +95,7 @@ class PlacementQuery(_message.Message):
     waited_s: float
     answer_within_s: float
     trace_context: str
-    def __init__(self, request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., tenant: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., hash_scheme: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sample_count: _Optional[int] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., avoid: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., session_key: _Optional[str] = ..., waited_s: _Optional[float] = ..., answer_within_s: _Optional[float] = ..., trace_context: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[bytes] = ..., attempt: _Optional[int] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., hash_scheme: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sample_count: _Optional[int] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., avoid: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., session_key: _Optional[str] = ..., waited_s: _Optional[float] = ..., answer_within_s: _Optional[float] = ..., trace_context: _Optional[str] = ...) -> None: ...
 
 class PlaceReply(_message.Message):
     __slots__ = ("placement", "rejection", "still_waiting")
