@@ -126,7 +126,8 @@ class Validator:
         )
 
     async def _tokenize(self, parsed: ParsedRequest, max_model_len: int | None) -> list[TokenIds]:
-        """Return the token ids of each prompt, or of the one prompt that the chat template makes of messages."""
+        """Return the token ids of each prompt, or of the one prompt that the chat template makes of
+        messages."""
         if parsed.messages:
             text = self.tokenizer.chat_text(parsed.messages)
             return [await self.encoded(text, max_model_len, add_special_tokens=False)]
