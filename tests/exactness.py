@@ -130,7 +130,8 @@ class ExactnessChecker:
         return largest
 
     def _is_choice(self, answer: Answer, position: int, logits: np.ndarray, tau: float, where: str) -> bool:
-        """Return True if the token is the reference's choice, False for a near-tie. Raises NotExact otherwise."""
+        """Return True if the token is the reference's choice, False for a near-tie. Raises NotExact
+        otherwise."""
         sampling, token = answer.sampling, answer.tokens[position]
         request = SampleRequest(
             sampling=sampling,
@@ -180,13 +181,15 @@ class ExactnessChecker:
             worst = max(worst, *(abs(a - b) for a, b in pairs))
             if not worst <= tau:
                 raise NotExact(
-                    f"{where}, output {position}: a logprob differs by {worst:.3g} (tau {tau:.3g}); the answer has {actual}"
+                    f"{where}, output {position}: a logprob differs by {worst:.3g} (tau {tau:.3g}); "
+                    f"the answer has {actual}"
                 )
         return worst
 
 
 def _truncation_threshold(processed: np.ndarray, request: SampleRequest, more_top_p: float) -> float:
-    """Return the lowest processed logit that top-k, top-p and min-p keep, with top-p changed by `more_top_p`."""
+    """Return the lowest processed logit that top-k, top-p and min-p keep, with top-p changed by
+    `more_top_p`."""
     sampling = request.sampling
     if sampling.is_greedy:
         return -np.inf

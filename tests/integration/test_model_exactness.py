@@ -357,7 +357,8 @@ def test_preempted_sequences_are_exact(tiny: tuple[LoadedModel, ExactnessChecker
 
 
 def test_cached_prefixes_are_exact(demo: tuple[LoadedModel, ExactnessChecker]) -> None:
-    """The same prompts are asked again, unchanged and longer. Some have only the last token left to compute."""
+    """The same prompts are asked again, unchanged and longer. Some have only the last token left to
+    compute."""
     loaded, checker = demo
     first = random_questions(4, loaded, sized(5, 60), longest=sized(120, 600), max_tokens=6)
     recomputed = [Question(q.prompt + (3,) * (i % 3), q.sampling) for i, q in enumerate(first)]

@@ -20,9 +20,8 @@ from baton.model.step.step_launch import StepLauncher
 
 _POLL_INTERVAL_S = 0.001
 _COSTLIEST_SAMPLE = SampleRequest(
-    sampling=Sampling(
-        max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, num_logprobs=20
-    ),  # top_p sorts the vocabulary
+    # top_p makes the sampler sort the vocabulary, which takes the most memory.
+    sampling=Sampling(max_tokens=1, temperature=1.0, top_k=50, top_p=0.9, num_logprobs=20),
     sample_indices=(0,),
     position=1,
     history=token_ids([0]),

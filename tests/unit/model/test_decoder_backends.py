@@ -121,7 +121,8 @@ def two_thread_kernels() -> Kernels:
 
 
 class Prompts:
-    """Two prompts of `length` tokens, computed in chunks that cross blocks and windows, then token by token."""
+    """Two prompts of `length` tokens, computed in chunks that cross blocks and windows, then token by
+    token."""
 
     def __init__(self, loaded: LoadedModel, length: int) -> None:
         rng = np.random.default_rng(0)
@@ -299,7 +300,7 @@ def test_native_decoder_refuses_the_cache_of_another_model(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "has_bf16_dot", "has_amx", "has_onednn", "wanted"),
+    ("dtype", "has_bf16_dot", "has_amx", "has_onednn", "expected"),
     [
         ("bfloat16", True, False, True, True),
         ("bfloat16", True, True, True, False),

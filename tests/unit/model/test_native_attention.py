@@ -40,7 +40,8 @@ BASELINE, AVX2 = "-march=x86-64", "-march=x86-64-v3"
 
 
 def processors() -> list[str]:
-    """Return compiler options for this processor, the baseline x86-64 (vectors as short as ARM's), and AVX2."""
+    """Return compiler options for this processor, the baseline x86-64 (vectors as short as ARM's), and
+    AVX2."""
     if platform.machine() != "x86_64":
         return [NATIVE]
     return [NATIVE, BASELINE, *([AVX2] if "avx512f" in Path("/proc/cpuinfo").read_text() else [])]

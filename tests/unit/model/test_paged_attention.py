@@ -1,4 +1,5 @@
-"""Compares paged attention with a plain implementation, over memory that is NaN wherever nothing was written."""
+"""Compares paged attention with a plain implementation, over memory that is NaN wherever nothing was
+written."""
 
 from random import Random
 

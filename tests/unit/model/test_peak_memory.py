@@ -1,4 +1,5 @@
-"""Tests that the memory of a step is measured, and that models that do not fit are refused with the numbers."""
+"""Tests that the memory of a step is measured, and that models that do not fit are refused with the
+numbers."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -213,7 +213,8 @@ def test_sampling_holds_no_view_of_the_history(processed_logits: Adjuster) -> No
 
 
 def keyed(row: np.ndarray, asked: SampleRequest, sample_index: int) -> np.ndarray:
-    """Return the values whose argmax is the drawn token, by the definition: -inf for tokens that are not kept."""
+    """Return the values whose argmax is the drawn token, by the definition: -inf for tokens that are not
+    kept."""
     processed, sampling = host_sampler.processed_logits(row, asked), asked.sampling
     if sampling.is_greedy:
         return processed

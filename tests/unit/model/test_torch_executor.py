@@ -223,7 +223,8 @@ def test_nan_fails_only_its_sequence_in_bfloat16(tiny_dir: Path) -> None:
 
 
 def test_nan_kv_outside_the_window_is_found(save: Callable[[PreTrainedConfig], Path]) -> None:
-    """With a short window the sampled token does not see the NaN: its logits are finite, but some KV is not."""
+    """With a short window the sampled token does not see the NaN: its logits are finite, but some KV is
+    not."""
     loaded = load_model(save(MistralConfig(**TINY, sliding_window=2)), device="cpu")
     loaded.model.get_input_embeddings().weight[77] = float("nan")
     executor = TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 100), thread=compute_thread(1))
@@ -300,7 +301,8 @@ async def test_device_failure_raises_device_fault(loaded: LoadedModel) -> None:
 
 
 class Late:
-    """An executor on a device that computes late. `launched`: (step, the step that was still computing then)."""
+    """An executor on a device that computes late. `launched`: (step, the step that was still computing
+    then)."""
 
     def __init__(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[LateEvent] = []
@@ -398,7 +400,8 @@ async def test_early_launch_error_is_raised_by_its_own_step(late: Late) -> None:
 async def test_step_launched_early_has_ended_when_it_is_reported_failed(
     late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step raises when its result is read. Blocks of the second step must not be written afterwards."""
+    """The first step raises when its result is read. Blocks of the second step must not be written
+    afterwards."""
     monkeypatch.setattr(LaunchedStep, "result", lambda self: 1 / 0)
     before, after = await late.run(first := plan(*GOOD), following(first))
     assert late.launched == [(1, None), (2, 1)]

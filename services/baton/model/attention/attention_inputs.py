@@ -303,7 +303,7 @@ class AttentionStep(StepCache):
         tables = np.empty((len(spans), longest), dtype=np.int64)
         lengths = np.empty(len(spans), dtype=np.int64)
         firsts = np.empty(len(spans), dtype=np.int64)
-        ours = np.empty(len(spans), dtype=np.int64)
+        own_slots = np.empty(len(spans), dtype=np.int64)
         for row, (segment, first_block) in enumerate(spans):
             own = self._num_blocks(segment, first_block)
             tables[row, :own] = segment.block_ids[first_block : first_block + own]
@@ -311,13 +311,13 @@ class AttentionStep(StepCache):
             tables[row, own:] = tables[row, 0]
             lengths[row] = segment.context_len - first_block * size
             firsts[row] = self._first_seen(segment.kv_begin, window) - first_block * size
-            ours[row] = own * size if own > 1 else longest * size
+            own_slots[row] = own * size if own > 1 else longest * size
         slots = np.arange(longest * size)[None, :]
         hidden = (slots >= lengths[:, None]) | (slots < firsts[:, None])
         # A hidden slot adds exp(-inf) = 0 times its value, which is NaN if the value is NaN. Slots that were
         # never written may hold NaN, so they are zeroed. Padding blocks repeat the first block. All of that
         # block is written, unless it is also the last.
-        stale_seqs, stale_slots = np.nonzero((slots >= lengths[:, None]) & (slots < ours[:, None]))
+        stale_seqs, stale_slots = np.nonzero((slots >= lengths[:, None]) & (slots < own_slots[:, None]))
         mask = None
         if hidden.any():
             mask = torch.zeros(hidden.shape, dtype=self.cache.dtype).masked_fill_(

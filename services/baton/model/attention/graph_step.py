@@ -42,5 +42,5 @@ class GraphStep(StepCache):
             block_ids=torch.zeros(batch, max_blocks, dtype=torch.int32, device=cache.device),
         )
 
-    def observe(self, layer: int, attention_mask: Any, asked: AttentionParams) -> None:
+    def observe(self, layer: int, attention_mask: Any, attention_params: AttentionParams) -> None:
         """Do nothing; see `AttentionStep.observe`."""

@@ -1,5 +1,4 @@
-"""Defines the interface of a forward pass, from a packed step to logits, and runs the model's own code behind
-it."""
+"""Defines the forward pass, from a packed step to logits, and implements it with the model's own code."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,9 +12,9 @@ from baton.model.step.step_inputs import PackedStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
-    """Result of one forward pass, on the device. Valid until the next step; the device may still be computing
-    it.
+    """Result of one forward pass, on the device. The device may still be computing it.
 
+    It is valid until the next step.
     logits: [num_samples, vocab_size], one row for each of the step's `sample_rows`.
     finite: bool [num_tokens], False if a token's KV contains NaN or infinity. It covers at least the last
     layer's keys and values (before norm and RoPE) and, for a sampled token, its last hidden state.

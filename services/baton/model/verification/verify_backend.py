@@ -24,7 +24,7 @@ from baton.model.loading.model_loader import LoadedModel
 from baton.model.step.forward import Forward, ModelForward
 from baton.model.step.step_inputs import PreparedSequence, pack
 
-_PAGED_WITH_MASKS = "baton_paged_proof"
+_PAGED_WITH_MASKS = "baton_paged_verification"
 """Paged attention for which transformers hands over a description of the mask."""
 _NUM_PROBES = 64
 """Random query positions at which masks are compared."""

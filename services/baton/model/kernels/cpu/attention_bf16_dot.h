@@ -13,7 +13,7 @@ namespace baton {
 constexpr int BF16_PER_LINE = CACHE_LINE_BYTES / int(sizeof(Bf16));
 constexpr int MAX_BF16_DIM = 1024;  // largest supported head size
 constexpr int BF16_BATCH_TOKENS = KV_BATCH;  // tokens processed at a time
-// stands for missing tokens of a tile that is not full
+// Stands for missing tokens of a tile that is not full.
 alignas(64) inline const Bf16 ZERO_ROW[MAX_BF16_DIM] = {};
 
 // 2^x, exact for integers: a polynomial of the fraction, scaled by the exponent. The relative error is below

@@ -30,7 +30,7 @@ inline float dot(const float* a, const float* b, int size) {
 template <typename T>
 class AttentionTileFloat {
    public:
-    // their state, as floats, fits into the L2 cache even with large heads
+    // The state of this many rows, as floats, fits into the L2 cache even with large heads.
     static constexpr int MAX_TILE_ROWS = 128;
 
     void attend(const T* const* rows, int num_rows, const KvRange* visible, const KvRows<T>& kv, KvRange range,

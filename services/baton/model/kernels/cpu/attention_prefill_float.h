@@ -30,7 +30,7 @@ inline void multiply_add_rows(float* sums, const float* left, int row_step, int 
 template <int V>
 inline void multiply_add(float* sums, int rows, const float* left, int row_step, int step, const float* right,
     int depth) {
-    // rows; 12 sums hide the latency of an addition and fit into 16 registers
+    // Numbers of rows. 12 sums hide the latency of an addition and fit into 16 registers.
     constexpr int MOST = 12 / V, SOME = 4 / V;
     int r = 0;
     const auto add = [&](auto at_once) {

@@ -30,7 +30,7 @@ struct AttentionPlan {
 
     // `max_rows`: rows per tile, at most MAX_ROWS.
     AttentionPlan(const AttentionArgs& given, int max_rows) : args(given), group(given.num_heads / given.num_kv_heads) {
-        // too many heads per KV head are divided evenly
+        // Too many heads per KV head are divided evenly.
         const int splits = (group + MAX_HEADS - 1) / MAX_HEADS;
         heads_per_tile = (group + splits - 1) / splits;
         // A tile reads the KV of its tokens once, so larger tiles read less KV again.
@@ -66,7 +66,7 @@ struct AttentionPlan {
             const int first_visible = args.window ? std::max(0, before + begin + 1 - args.window) : 0,
                 kv_end = before + end;
             const int kv_begin = first_visible / KV_BATCH * KV_BATCH;
-            // splits, so that every thread has a few
+            // Number of splits, so that every thread has a few.
             const int wanted = (TILES_PER_THREAD * args.num_threads + num_tiles - 1) / num_tiles;
             const int splits = args.num_threads == 1 ? 1
                 : std::clamp(wanted, 1, std::max(1, (kv_end - kv_begin) / MIN_SPLIT_TOKENS));

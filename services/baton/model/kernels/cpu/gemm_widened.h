@@ -7,7 +7,7 @@
 namespace baton {
 
 constexpr int SLICE_PAIRS = 512;  // six rows of a slice, as floats, fit into the L1 cache
-// not a power of two: rows would evict each other from the L1 cache
+// Not a power of two: rows would evict each other from the L1 cache.
 constexpr int ROW_FLOATS = 2 * SLICE_PAIRS + 16;
 
 // The even or odd inputs of the pairs, as floats.

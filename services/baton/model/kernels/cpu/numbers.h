@@ -33,12 +33,12 @@ inline float to_float(float value) { return value; }
 
 inline float to_float(Bf16 value) { return float_from_bits(uint32_t(value.bits) << 16); }
 
-// float16 is converted with integer arithmetic: compilers share no float16 type, and this form is vectorised,
-// which loops over theirs are not. Subnormals (below 2^-14) are the difference of two normal floats, so
-// flushing subnormals to zero changes nothing.
-// of a float; float16 exponents are 112 lower, its mantissa is 13 bits shorter
+// One step of a float's exponent. A float16's exponents are 112 lower and its mantissa is 13 bits shorter.
 constexpr uint32_t EXPONENT_ONE = 1u << 23;
 
+// float16 is converted with integer arithmetic: compilers share no float16 type, and this form is vectorised,
+// unlike loops over the compilers' types. Subnormals (below 2^-14) are the difference of two normal floats, so
+// flushing subnormals to zero changes nothing.
 inline float to_float(Fp16 value) {
     const uint32_t sign = uint32_t(value.bits & 0x8000) << 16, size = uint32_t(value.bits & 0x7fff) << 13;
     const uint32_t subnormal

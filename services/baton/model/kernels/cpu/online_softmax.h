@@ -13,13 +13,13 @@
 
 namespace baton {
 
-// floats per vector of attention_decode_bf16.h; splits of KV are multiples of it
+// Floats per vector of attention_decode_bf16.h. Splits of KV are multiples of it.
 constexpr int BF16_LANES = 16;
 constexpr int KV_TILE = 128;
-// a tile's KV begins at a multiple of it, even with a window, so that a row's sums do not depend on its tile
+// A tile's KV begins at a multiple of this, even with a window. So a row's sums do not depend on its tile.
 constexpr int KV_BATCH = 96;
 constexpr int MAX_ROWS = 512;  // upper bound for any tile
-// distance between the tokens being read and being prefetched
+// Distance between the tokens being read and being prefetched.
 constexpr int PREFETCH_TOKENS = 2 * BF16_LANES;
 constexpr float MASKED_SCORE = -1e30f;  // below every score; finite, so that differences are not NaN
 

@@ -1,7 +1,7 @@
 // Runs a sequence of parallel loops in one team of OpenMP threads.
 //
 // Threads take items dynamically. A loop ends when all its items are done, so a thread that the system has
-// preempted between two items delays nobody. Only the end of the last loop waits for all threads. With
+// preempted between two items delays no other. Only the end of the last loop waits for all threads. With
 // OpenMP's own loops, all threads wait for all others after each loop. If the team uses every core, other
 // processes preempt one thread or another all the time.
 #pragma once
@@ -17,9 +17,9 @@ namespace baton {
 
 using Clock = std::chrono::steady_clock;
 
-// limits how long a prompt's first token waits when three processes yield
+// Limits how long a prompt's first token waits when three processes yield.
 constexpr Clock::duration MIN_YIELD_INTERVAL = std::chrono::microseconds(200);
-// polls of the loop counter before the waiting thread yields its core; not tuned
+// Polls of the loop counter before a waiting thread yields its core. Not tuned.
 constexpr int SPINS_BEFORE_YIELD = 2000;
 constexpr int64_t BATCHES_PER_THREAD = 4;  // batches of short items per thread; not tuned
 
