@@ -304,7 +304,7 @@ class BlockPool:
         self._notify_freed()
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
-        """Take blocks out of use until `end_quarantine`, because an abandoned read may still write to them."""
+        """Take blocks out of use until `end_quarantine`, because a read may still write to them."""
         for block_id in block_ids:
             self._end_receiving(block_id, BlockFill.QUARANTINED)
             self._num_quarantined += 1
