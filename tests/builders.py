@@ -1,4 +1,4 @@
-"""One-line inputs for tests: every argument has a default that makes a valid value."""
+"""Builders of test inputs. Every argument has a valid default."""
 
 from collections.abc import Sequence
 from random import Random
@@ -19,7 +19,7 @@ from baton.engine.state.sequence import SequenceRequest
 
 
 def layout(**changes: Any) -> KvLayout:
-    """Two layers, two KV heads of 8, blocks of 4 tokens."""
+    """A layout with two layers, two KV heads of size 8, and blocks of 4 tokens."""
     fields: dict[str, Any] = {
         "model_fingerprint": "model-a",
         "tokenizer_fingerprint": "tokenizer-a",
@@ -42,7 +42,7 @@ def worker_ref(worker_id: str = "w0", epoch: int = 1) -> WorkerRef:
 
 
 def blocks(total: int = 100, cached: int = 0, used: int = 0, **more: int) -> BlockCounts:
-    """The rest of `total` is free."""
+    """Block counts. The rest of `total` is free."""
     free = total - cached - used - more.get("receiving", 0) - more.get("quarantined", 0)
     return BlockCounts(
         **({"total": total, "free": free, "cached": cached, "used": used, "receiving": 0, "quarantined": 0} | more)
@@ -96,15 +96,14 @@ ROOT = b"root".ljust(16, b"\0")
 
 
 def hashes_of(tokens: Sequence[int], block_size_tokens: int = BLOCK_SIZE_TOKENS) -> tuple[bytes, ...]:
-    """Chained hashes of the full blocks of `tokens`, below `ROOT`."""
+    """Return the chained hashes of the full blocks of `tokens`, starting at `ROOT`."""
     return tuple(chain(ROOT, token_ids(tokens), block_size_tokens))
 
 
 def sequence_request(
     seq_id: int = 1, tokens: Sequence[int] = (5, 6, 7), *, max_tokens: int = 8, sampling: Any = None, **changes: Any
 ) -> SequenceRequest:
-    """Blocks of 4 tokens, or of `block_size_tokens`; what `Sampling` has besides max_tokens goes into
-    `sampling`, a dict."""
+    """A sequence request. `sampling`: dict of sampling parameters other than max_tokens."""
     block_size_tokens = changes.pop("block_size_tokens", BLOCK_SIZE_TOKENS)
     fields: dict[str, Any] = {
         "seq_id": seq_id,
@@ -148,7 +147,7 @@ def failure(
 
 
 def cluster_status(*reports: WorkerReport, **changes: Any) -> ClusterStatus:
-    """As one gateway, `g0`, tells it, with scheduler `s0`."""
+    """The status that gateway `g0` reports, with scheduler `s0`."""
     fields: dict[str, Any] = {
         "version": "1.2.3",
         "model": "demo",
@@ -171,7 +170,7 @@ def placement(prefill: str | None = "w0", decode: str | None = "w1", **changes: 
 
 
 def decision_record(attempt: int = 0, **changes: Any) -> DecisionRecord:
-    """Placed on w0 and w1, and not finished."""
+    """A decision record of an unfinished request, placed on w0 and w1."""
     fields: dict[str, Any] = {
         "decision_id": DecisionId("d0"),
         "scheduler_id": "s0",

@@ -1,15 +1,13 @@
-"""Is what workers cache what its hash says? Each cached block of a running cluster against plain
-`transformers`, in float32.
+"""Compares every cached block of a running cluster with plain `transformers` in float32.
 
     auditor = CacheAuditor(model_dir)
     found = await auditor.audit(cluster)      # raises WrongBlock or NotCovered
 
-What a worker caches is what its generation table lists and a peer can pull; that must be as many blocks as it
-reports. A hash does not tell its tokens: those come from the clients' history, every prompt with whatever was
-answered to it. Every element of K and V of every block whose tokens are known must lie within tau of the
-reference's; tau is ten times the largest difference between two batchings of the reference itself on some of
-these very tokens, at most `MAX_TAU`. If less than `MIN_COVERAGE` of a worker's blocks are known, that is a
-failure, too.
+A worker's cached blocks are those that its generation table lists and a peer can pull. Their number must
+equal the number that it reports. The tokens of a hash come from the clients' history of prompts and answers.
+Every element of K and V must lie within tau of the reference. tau is ten times the largest difference between
+two batchings of the reference on some of these tokens, at most `MAX_TAU`. The audit also fails if it knows
+the tokens of less than `MIN_COVERAGE` of a worker's blocks.
 """
 
 import asyncio
@@ -41,18 +39,21 @@ _KINDS = ("k", "v")
 
 
 class WrongBlock(AssertionError):
-    """A worker caches under a hash what does not belong to its tokens."""
+    """The content of a cached block does not belong to its hash."""
 
 
 class NotCovered(AssertionError):
-    """The audit has seen too little of a cache to say anything about it."""
+    """The audit could check too few blocks of a cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheAudit:
-    """What an audit found, by worker: blocks that are cached, and those of them that were compared. For it
-    `num_tokens` were computed again; `worst` is the largest difference among what was not known, bit by bit,
-    from an earlier audit."""
+    """Result of an audit.
+
+    num_cached, num_compared: number of cached and of compared blocks, by worker.
+    num_tokens: tokens that the reference computed.
+    worst: largest difference of blocks that no earlier audit had accepted bitwise.
+    """
 
     num_cached: dict[str, int]
     num_compared: dict[str, int]
@@ -63,7 +64,7 @@ class CacheAudit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Tokens to compute again, and the blocks among them to compare: {index in the run: hash}."""
+    """Tokens for the reference to compute, and the blocks among them to compare: {index in the run: hash}."""
 
     tokens: tuple[int, ...]
     blocks: dict[int, BlockHash]
@@ -71,8 +72,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """What was read under a hash: `content` float32 [num_layers, 2, num_kv_heads, block_size_tokens,
-    head_dim]. `places`: where."""
+    """Content read for a hash, float32 [num_layers, 2, num_kv_heads, block_size_tokens, head_dim].
+
+    places: the workers and blocks that hold it.
+    """
 
     content: np.ndarray
     digest: bytes
@@ -80,12 +83,11 @@ class Copy:
 
 
 Copies = dict[BlockHash, list[Copy]]
-"""Workers that hold the same bits share a copy."""
+"""Copies by hash. Workers with bitwise equal content share a copy."""
 
 
 class CacheAuditor:
-    """The reference for one model directory. What was right once under a hash, bit by bit, is not computed
-    again in a later audit."""
+    """Audits caches against one model directory. Content that was accepted once is not computed again."""
 
     def __init__(self, model_dir: Path) -> None:
         attention = "sdpa"
@@ -96,7 +98,7 @@ class CacheAuditor:
         self._right: set[tuple[BlockHash, bytes]] = set()
 
     async def audit(self, cluster: ProcessCluster) -> CacheAudit:
-        """Every ready worker of a cluster that is idle and whose workers all serve this model."""
+        """Audit all ready workers of an idle cluster. All of them must serve this model."""
         reports = await ready_reports(cluster)
         layout = _layout(reports)
         num_cached, num_compared = Counter[str](), Counter[str]()
@@ -127,7 +129,7 @@ class CacheAuditor:
 
 
 class Comparison:
-    """Contents against the reference's. `right`: what need not be compared any more; grows."""
+    """Compares block contents with the reference. `right`: accepted contents, extended by each check."""
 
     def __init__(self, model: torch.nn.Module, layout: KvLayout, right: set[tuple[BlockHash, bytes]]) -> None:
         self._model = model
@@ -138,7 +140,10 @@ class Comparison:
         self.worst = 0.0
 
     def check(self, batch: Sequence[Run], copies: Copies, runs: Sequence[Run]) -> None:
-        """`runs`: what tau is measured on, the first time. Raises WrongBlock for the first that is wrong."""
+        """Check the copies of a batch.
+
+        Raises WrongBlock for the first wrong one. `runs`: tokens for measuring tau.
+        """
         for run in batch:
             doubtful = [
                 (index, block_hash, copy)
@@ -172,15 +177,17 @@ class Comparison:
             )
 
     @torch.inference_mode()
-    def _keys_and_values(self, tokens: Sequence[int], pieces: Iterable[int] = ()) -> np.ndarray:
-        """float32 [num_layers, 2, num_kv_heads, num_tokens, head_dim]. `pieces`: lengths to compute one after
-        the other; the rest, or all, at once."""
+    def _keys_and_values(self, tokens: Sequence[int], chunks: Iterable[int] = ()) -> np.ndarray:
+        """Return keys and values, float32 [num_layers, 2, num_kv_heads, num_tokens, head_dim].
+
+        chunks: lengths to compute one after the other. The rest is computed in one pass.
+        """
         ids, cache, done = (
             torch.tensor([tokens]),
             DynamicCache(),
             0,
         )  # without a configuration, so that no layer keeps only a window
-        for size in (*pieces, len(tokens)):
+        for size in (*chunks, len(tokens)):
             if done < len(tokens):
                 self._model(
                     input_ids=ids[:, done : done + size], past_key_values=cache, use_cache=True, logits_to_keep=1
@@ -190,23 +197,23 @@ class Comparison:
         return torch.stack([torch.cat((layer.keys, layer.values)) for layer in layers]).numpy()
 
     def _noise(self, runs: Sequence[Run]) -> float:
-        """How far the reference is from itself: one pass against passes over a few tokens at a time, mostly
-        single ones at the end, as in decoding."""
+        """Return the largest difference between one pass of the reference and chunked passes, as in
+        decoding."""
         rng = random.Random(0)
         largest = 0.0
         for run in runs[:: max(1, len(runs) // _MEASURED_RUNS)]:
-            left, pieces = len(run.tokens), []
+            left, chunks = len(run.tokens), []
             while left > 0:
-                pieces.append(min(left, 1 if left < 24 else rng.choice((5, 33, left // 2, left - 20))))
-                left -= pieces[-1]
-            apart, together = self._keys_and_values(run.tokens, pieces), self._keys_and_values(run.tokens)
+                chunks.append(min(left, 1 if left < 24 else rng.choice((5, 33, left // 2, left - 20))))
+                left -= chunks[-1]
+            apart, together = self._keys_and_values(run.tokens, chunks), self._keys_and_values(run.tokens)
             largest = max(largest, float(np.abs(apart - together).max()))
         return largest
 
 
 def plan_runs(layout: KvLayout, histories: Iterable[tuple[int, ...]], wanted: frozenset[BlockHash]) -> list[Run]:
-    """The fewest tokens that a simple rule finds: the longest histories first, each up to its last block that
-    is wanted and that no longer one has."""
+    """Choose few tokens that cover the wanted blocks: longest histories first, each cut after its last new
+    block."""
     size = layout.block_size_tokens
     root = root_hash(model_fingerprint=layout.model_fingerprint, block_size_tokens=size)
     candidates: list[tuple[int, tuple[int, ...], list[BlockHash]]] = []
@@ -227,7 +234,7 @@ def plan_runs(layout: KvLayout, histories: Iterable[tuple[int, ...]], wanted: fr
 
 
 def _batches(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    """With about as many blocks as the reader reads at once; more in one run are possible."""
+    """Group runs into batches of about as many blocks as the reader can read at once."""
     batch: list[Run] = []
     for run in runs:
         if batch and sum(len(r.blocks) for r in batch) + len(run.blocks) > NUM_BLOCKS:
@@ -246,7 +253,7 @@ async def _read(
     blocks: dict[BlockHash, list[int]],
     copies: Copies,
 ) -> int:
-    """Add to `copies` what of `asked` can be found at `worker`; how many blocks."""
+    """Read the blocks `asked` from a worker and add them to `copies`. Return their number."""
     component = layout.groups[0].components[0]
     shape = (layout.num_layers, len(_KINDS), component.num_kv_heads, layout.block_size_tokens, component.head_dim)
     found = await reader.read(worker, asked)
@@ -262,7 +269,7 @@ async def _read(
 
 
 async def ready_reports(cluster: ProcessCluster) -> list[WorkerReport]:
-    """Reports of all ready workers that run, as the cluster's scheduler has them."""
+    """Return the latest reports of all ready workers from the cluster's scheduler."""
     network = GrpcNetwork(heartbeat_s=1.0)
     try:
         watch = await network.scheduler(cluster.children["scheduler"].address).watch()
@@ -274,8 +281,7 @@ async def ready_reports(cluster: ProcessCluster) -> list[WorkerReport]:
 
 
 def _layout(reports: Sequence[WorkerReport]) -> KvLayout:
-    """Of all of them. Raises NotCovered if they differ, or hold something else than float32 keys and values
-    of one shape."""
+    """Return the common layout. Raises NotCovered if layouts differ or are not float32 keys and values."""
     layouts = {report.layout for report in reports}
     if len(layouts) != 1:
         raise NotCovered(f"{len(reports)} workers with {len(layouts)} layouts")
@@ -294,8 +300,7 @@ def _by_hash(table: dict[int, BlockHash]) -> dict[BlockHash, list[int]]:
 
 
 async def _until_reported(cluster: ProcessCluster, num_cached: Counter[str]) -> None:
-    """Every audited worker says that it caches exactly what could be pulled, and the audit's own leases have
-    ended."""
+    """Wait until every worker reports as many cached blocks as could be pulled, and all leases have ended."""
 
     def is_so(status: ClusterStatus) -> bool:
         audited = [w for w in status.workers if w.worker.worker_id in num_cached]

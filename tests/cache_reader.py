@@ -1,11 +1,10 @@
-"""Reads what workers cache, as a peer of theirs: over the product's own wire, transport and proof, from
-outside their processes.
+"""Reads the cached blocks of workers as a peer does: with the real protocol, transport and read validation.
 
     async with cache_reader(layout, transfer="nixl") as reader:
-        table = await reader.generation_table(worker)             # the hash of each block, as its generation table has it
-        blocks = await reader.read(worker, table.values())  # the content of those that can be found there
+        table = await reader.generation_table(worker)             # hashes by block id
+        blocks = await reader.read(worker, table.values())  # their contents
 
-A worker notices nothing but one more reader of cached prefixes.
+For a worker this is one more reader of cached prefixes.
 """
 
 import asyncio
@@ -29,16 +28,16 @@ from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.peer_reads import ReaderTimes
 
 Block = np.ndarray
-"""A block's bytes, uint8 [block_bytes]."""
+"""The bytes of a block, uint8 [block_bytes]."""
 
 NUM_BLOCKS = 512
-"""Of the reader's own memory, and so at most read at once."""
+"""Number of blocks of the reader's memory, and so the most that are read at once."""
 TRIES = 4
 AGAIN_S = 0.5
 READ_S = 30.0
 TIMES = ReaderTimes(lease_s=2.0, renew_s=0.2, deadline_min_s=5.0, deadline_max_s=READ_S)
 _FIRST_OWN_READ = 2**40
-"""Numbers of reads that `KvReader` does not use."""
+"""First read number above those that `KvReader` uses."""
 
 
 class CacheUnreadable(AssertionError):
@@ -46,8 +45,7 @@ class CacheUnreadable(AssertionError):
 
 
 class _Receiving:
-    """`LandingPool` over blocks that nobody else uses. What a read that was given up may still write is not
-    used again."""
+    """Implements `ReceivingPool` for a private range of blocks. Blocks of abandoned reads are not reused."""
 
     def __init__(self) -> None:
         self.free = list(range(NUM_BLOCKS))
@@ -63,14 +61,14 @@ class _Receiving:
         self.free.extend(block_ids)
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
-        """They are not free."""
+        """Keep the blocks out of the free list."""
 
     def end_quarantine(self, block_ids: Sequence[int]) -> None:
         self.free.extend(block_ids)
 
 
 class CacheReader:
-    """One at a time asks it."""
+    """Reads cached blocks of workers. It is not safe for concurrent use."""
 
     def __init__(self, layout: KvLayout, backend: TransferBackend, memory: HostMemory, me: WorkerRef) -> None:
         self._layout, self._backend, self._memory, self._me = layout, backend, memory, me
@@ -88,8 +86,10 @@ class CacheReader:
         self._next_read = _FIRST_OWN_READ
 
     async def memory_of(self, worker: WorkerRef) -> KvMemory:
-        """Where the worker's memory lies. Asked on a stream of its own, as another reader: each has but one.
-        Raises CacheUnreadable."""
+        """Return the KV memory of a worker.
+
+        Uses a separate stream under another reader id. Raises CacheUnreadable.
+        """
         stream = await self._network.open_peer(worker.address)
         try:
             asks = replace(self._me, worker_id=f"{self._me.worker_id}-hello")
@@ -99,12 +99,11 @@ class CacheReader:
         finally:
             await stream.aclose()
         if not isinstance(reply, PeerHelloReply) or reply.refusal:
-            raise CacheUnreadable(f"{worker} does not let itself be read: {reply}")
+            raise CacheUnreadable(f"{worker} refuses the reader: {reply}")
         return reply.memory[0]
 
     async def generation_table(self, worker: WorkerRef) -> dict[int, BlockHash]:
-        """{block_id: hash} of every block whose content is final, whether or not it can still be found by its
-        hash. Raises CacheUnreadable."""
+        """Return {block_id: hash} of all blocks with final content, cached or not. Raises CacheUnreadable."""
         memory = await self.memory_of(worker)
         self._backend.connect(memory, self._layout)
         read_id, self._next_read = ReadId(self._next_read), self._next_read + 1
@@ -123,17 +122,17 @@ class CacheReader:
         return {block_id: entry.block_hash for block_id, entry in enumerate(entries) if entry.block_hash != NO_HASH}
 
     async def read(self, worker: WorkerRef, hashes: Iterable[BlockHash]) -> dict[BlockHash, Block]:
-        """Those of `hashes` (each once) that can be found at `worker`, proven like any pull, in their order.
-        Raises CacheUnreadable."""
+        """Pull the blocks of `hashes` that the worker still caches, in order, and validate them.
+
+        Raises CacheUnreadable.
+        """
         found: dict[BlockHash, Block] = {}
         left = list(hashes)
         while left:
             asked = left[: len(self._pool.free)]
             blocks = await self._read(worker, asked)
             found.update(zip(asked, blocks, strict=False))
-            left = left[
-                len(blocks) + (len(blocks) < len(asked)) :
-            ]  # a prefix ends with the first one that is not there
+            left = left[len(blocks) + (len(blocks) < len(asked)) :]  # a prefix ends with the first missing block
         return found
 
     async def aclose(self) -> None:
@@ -141,8 +140,10 @@ class CacheReader:
         await self._network.aclose()
 
     async def _read(self, worker: WorkerRef, hashes: Sequence[BlockHash]) -> list[Block]:
-        """The leading ones that can be found. What may pass by itself is tried again; a proof cannot fail
-        here, where nobody writes."""
+        """Return the leading blocks that exist.
+
+        Temporary errors are retried, but a failed validation is an error.
+        """
         for _ in range(TRIES - 1):
             try:
                 return await self._try_to_read(worker, hashes)
@@ -168,7 +169,7 @@ class CacheReader:
 
 @asynccontextmanager
 async def cache_reader(layout: KvLayout, *, transfer: str) -> AsyncIterator[CacheReader]:
-    """A reader for workers of this layout on this machine that were started with this `--transfer`."""
+    """Create a reader for workers on this machine with this layout and `--transfer` backend."""
     me = WorkerRef(worker_id="cache-audit", worker_epoch=secrets.randbits(64), address="")
     memory = (allocate_shared if transfer == "local" else allocate_private)(NUM_BLOCKS, layout.block_bytes)
     backend = await asyncio.to_thread(_open_backend, layout, memory, me, transfer)

@@ -1,4 +1,4 @@
-"""Certificates of a test's own authorities, in files as services get them."""
+"""Certificates of test CAs, in files as services expect them."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,7 +18,7 @@ from baton.runtime.network.tls_files import CertificatePair
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """One authority, and where its certificates are written."""
+    """A CA and the directory of its certificates."""
 
     directory: Path
     ca: trustme.CA
@@ -35,7 +35,7 @@ class Authority:
         return self.directory / "ca.pem"
 
     def pair(self, file: str, *names: str, ends: datetime | None = None) -> CertificatePair:
-        """Certificate and key for these names, written over what is there."""
+        """Issue a certificate and key for these names. Existing files are overwritten."""
         pair = CertificatePair(certificate=self.directory / f"{file}.pem", key=self.directory / f"{file}.key")
         made = self.ca.issue_cert(*names, not_after=ends)
         made.private_key_pem.write_to_path(str(pair.key))
@@ -43,12 +43,12 @@ class Authority:
         return pair
 
     def service(self, file: str = "service", name: str = SERVICE_NAME, ends: datetime | None = None) -> Tls:
-        """What a service of this authority's cluster has."""
+        """Return the TLS settings of a service with a certificate of this CA."""
         return Tls(pair=self.pair(file, name, ends=ends), ca=self.file, name=SERVICE_NAME)
 
 
 def locked(pair: CertificatePair) -> CertificatePair:
-    """That pair, with its key behind a password."""
+    """Encrypt the key of a pair with a password, and return the pair."""
     key = load_pem_private_key(pair.key.read_bytes(), password=None)
     pair.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
     return pair

@@ -1,4 +1,4 @@
-"""What every test shares. Each directory's own fixtures stand in its own conftest."""
+"""Configuration and fixtures of all tests. Fixtures of one directory are in its own conftest."""
 
 import gc
 import os
@@ -12,21 +12,20 @@ from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600
 
-# A property is right or wrong, however slow the machine is at the moment.
+# Properties have no deadline, because a slow machine does not make them wrong.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
 
 
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test's result does not depend on the `BATON_` variables of the shell that runs it."""
+    """Remove `BATON_` variables of the shell, so that they do not change test results."""
     for name in [name for name in os.environ if name.startswith("BATON_") and name != "BATON_TEST_LONG"]:
         monkeypatch.delenv(name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the full size get an hour each if they name no time of their own; GPU tests are skipped where
-    there is none."""
+    """Give full-size tests an hour unless they set a timeout, and skip GPU tests without a GPU."""
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     has_gpu = any(item.get_closest_marker("gpu") for item in items) and _has_gpu()
     for item in items:
@@ -39,14 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests and what they import stay until the end: looking through them at each garbage
-    collection took a test's time."""
+    """Exclude collected tests and imported modules from garbage collection, which took as long as a test."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What did not run, and why."""
+    """Print which tests did not run, and why."""
     skips = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
     terminalreporter.section("not run")
     for reason, count in skips.most_common():

@@ -1,5 +1,4 @@
-"""Every method of every service that Baton's protobuf files describe, and a way to call each with anything at
-all."""
+"""Lists all gRPC methods of Baton's protobuf files, and calls any of them with arbitrary bytes."""
 
 import asyncio
 import importlib
@@ -16,7 +15,7 @@ import baton.v1
 import baton.wire.v1
 
 OK, CANCELLED = grpc.StatusCode.OK, grpc.StatusCode.CANCELLED
-OURS_TO_SAY = frozenset(
+EXPECTED_CODES = frozenset(
     (
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.NOT_FOUND,
@@ -25,8 +24,8 @@ OURS_TO_SAY = frozenset(
         grpc.StatusCode.DEADLINE_EXCEEDED,
     ),
 )
-"""What a client's or a peer's mistake may be answered with: not UNKNOWN, INTERNAL or UNAVAILABLE, which say
-that it was ours."""
+"""Status codes for errors of a caller. UNKNOWN, INTERNAL and UNAVAILABLE would mean an error of the
+server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Method:
     service: str
     name: str
     message: Any
-    """The class of what a caller sends."""
+    """Class of the request message."""
     streams_requests: bool
 
     @property
@@ -43,7 +42,7 @@ class Method:
 
 
 def all_methods() -> Iterator[Method]:
-    """Found in the generated descriptors, so that a new method is among them by itself."""
+    """Yield all methods, from the generated descriptors, so that new methods are included."""
     for package in (baton.v1, baton.wire.v1):
         for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
             if not info.name.endswith("_pb2"):
@@ -57,8 +56,11 @@ def all_methods() -> Iterator[Method]:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """How a call ended; None: it had not when the caller left, or nobody knows. `replies`: the first few of
-    them."""
+    """The end of a call.
+
+    code: its status; None if it was still running or the status was lost.
+    replies: the first replies.
+    """
 
     code: grpc.StatusCode | None
     details: str
@@ -74,8 +76,10 @@ async def call(
     max_replies: int = 4,
     stays: bool = False,
 ) -> Answered:
-    """Call any kind of method: every one looks the same on the wire. Sends all messages and leaves after
-    `wait_s` or `max_replies`; unless it `stays`, it says so at once that there will be no more."""
+    """Call a method of any kind with raw messages, and cancel after `wait_s` or `max_replies`.
+
+    stays: do not half-close the stream after the messages.
+    """
     for _ in range(10):
         answered = await _call(channel, path, tuple(messages), wait_s, max_replies, stays)
         if answered.details != LOST_STATUS:
@@ -84,19 +88,19 @@ async def call(
 
 
 LOST_STATUS = "Internal error from Core"
-"""What grpc's asyncio client says, instead of the status that came, where the call was over before all was
+"""Details that grpc's asyncio client reports instead of the status if a call ends before all messages are
 sent."""
 
 
 async def _call(
     channel: grpc.aio.Channel, path: str, messages: tuple[bytes, ...], wait_s: float, max_replies: int, stays: bool
 ) -> Answered:
-    is_whole = len(messages) == 1 and not stays  # then all of it leaves at once
-    stream: Any = channel.unary_stream(path)(messages[0]) if is_whole else channel.stream_stream(path)()
+    is_unary = len(messages) == 1 and not stays  # then it is sent as one unary request
+    stream: Any = channel.unary_stream(path)(messages[0]) if is_unary else channel.stream_stream(path)()
     replies: list[bytes] = []
     try:
         async with asyncio.timeout(wait_s):
-            if not is_whole:
+            if not is_unary:
                 with suppress(
                     asyncio.InvalidStateError, grpc.aio.UsageError
                 ):  # it has ended before everything was sent

@@ -1,4 +1,4 @@
-"""Machines' networks on this one: network namespaces on a bridge. Needs root; Linux only."""
+"""Simulates the networks of several machines with Linux network namespaces on a bridge. Needs root."""
 
 import ctypes
 import os
@@ -20,24 +20,24 @@ _CLONE_NEWNET = 0x40000000
 
 
 def why_not(*more_tools: str) -> str:
-    """Why there can be no such machines here; empty if there can be."""
+    """Return why namespaces cannot be used on this machine, or an empty string."""
     tools = (*TOOLS, *more_tools)
     if sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, tools)):
         return f"needs root, {', '.join(tools)}"
     done = subprocess.run(
         ["unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "true"], capture_output=True, check=False
     )
-    return "namespaces cannot be made here" if done.returncode else ""
+    return "namespaces cannot be created on this machine" if done.returncode else ""
 
 
 def own_environ() -> dict[str, str]:
-    """This process's, less what a NIXL backend of an earlier test has told UCX in it."""
+    """Return the environment without the UCX variables that a NIXL backend of an earlier test has set."""
     return {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Netns:
-    """One machine's network, which others reach at `address`."""
+    """The network namespace of one simulated machine."""
 
     name: str
     address: str
@@ -47,18 +47,20 @@ class Netns:
         return f"/var/run/netns/{self.name}"
 
     def call(self, function: Callable[[], T]) -> T:
-        """In a thread of ours on this network."""
+        """Call a function in a thread that uses this network."""
         with ThreadPoolExecutor(1, initializer=_enter, initargs=(self.path,)) as thread:
             return thread.submit(function).result()
 
     def delete(self) -> None:
-        """Safe to call twice."""
+        """Delete the namespace. Can be called twice."""
         subprocess.run(["ip", "netns", "del", self.name], capture_output=True, check=False)
 
 
 class Network:
-    """Namespaces that reach each other. `prefix`: the first three numbers of their addresses, which no other
-    network here has. The first of them has the bridge."""
+    """Namespaces that can reach each other. The first one contains the bridge.
+
+    prefix: first three bytes of the addresses; must be unique on this machine.
+    """
 
     def __init__(self, prefix: str, stack: ExitStack) -> None:
         self.prefix = prefix
@@ -68,7 +70,7 @@ class Network:
         self._count = 0
 
     def add(self) -> Netns:
-        """One more. It is deleted with the stack, if not before."""
+        """Add a namespace. It is deleted with the stack."""
         netns = Netns(name=f"{self._name}{self._count}", address=f"{self.prefix}.{self._count + 1}")
         _ip("netns", "add", netns.name)
         self._stack.callback(netns.delete)
@@ -84,8 +86,10 @@ class Network:
         return netns
 
     def join_ourselves(self, number: int) -> str:
-        """Let this process reach them, from the address with that last number, which is returned, until they
-        are deleted."""
+        """Connect this process to the network.
+
+        `number` is the last byte of its address, which is returned.
+        """
         assert self._bridge is not None
         address, device = f"{self.prefix}.{number}", f"{self._name}us"
         self._stack.callback(subprocess.run, ["ip", "link", "del", device], capture_output=True, check=False)
@@ -116,7 +120,7 @@ class Network:
 
 
 def machine_prefix() -> str:
-    """What the names of all that this process makes begin with."""
+    """Return the name prefix of all namespaces and devices of this process."""
     return f"bh{os.getpid() % 60_000}-"
 
 
@@ -125,7 +129,7 @@ def tool(name: str) -> str:
 
 
 def pid_below(process: "subprocess.Popen[bytes]") -> int:
-    """Of the command that was started on a machine, as it is called on this one."""
+    """Return the process id of a command that was started through `nsenter`."""
     return psutil.Process(process.pid).children()[0].pid
 
 

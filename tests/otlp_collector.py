@@ -1,4 +1,4 @@
-"""A collector for tests: a real gRPC server that takes OTLP traces and keeps their spans."""
+"""An OTLP trace collector for tests: a real gRPC server that records spans."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,8 +15,12 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedSpan:
-    """`service`, `instance`: of the process that made it. `parent_id`: empty where it begins a trace. Times
-    in wall seconds."""
+    """A span.
+
+    service, instance: of its process.
+    parent_id: empty for a root span.
+    start_s, end_s, events: wall-clock seconds.
+    """
 
     service: str
     instance: str
@@ -32,8 +36,12 @@ class ReceivedSpan:
 
 
 class Collector(pb_grpc.TraceServiceServicer):
-    """`spans` in order of arrival, `num_calls` of those who bring them. `answers` False: it takes every call
-    and says nothing."""
+    """Records spans.
+
+    spans: in order of arrival.
+    num_calls: number of export calls.
+    answers: if False, calls are accepted and never answered.
+    """
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
@@ -47,7 +55,7 @@ class Collector(pb_grpc.TraceServiceServicer):
         return f"http://{HOST}:{self.port}"
 
     async def start(self) -> None:
-        """On the port that it had before, if it had one."""
+        """Start the server, after a restart on the same port."""
         self._server = grpc.aio.server()
         pb_grpc.add_TraceServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"{HOST}:{self.port}")
@@ -84,7 +92,7 @@ class Collector(pb_grpc.TraceServiceServicer):
         return pb.ExportTraceServiceResponse()
 
     def of_trace(self, trace_id: str) -> dict[str, ReceivedSpan]:
-        """By name; of several of one name the last."""
+        """Return the spans of a trace by name. Of several with one name, the last."""
         return {span.name: span for span in self.spans if span.trace_id == trace_id}
 
     async def until(self, condition: Callable[[], bool], within_s: float = 10.0) -> None:

@@ -1,4 +1,4 @@
-"""Tracing that keeps its spans in memory, for tests that run in virtual time or look at one service alone."""
+"""Tracing that records spans in memory, for tests in virtual time and tests of a single service."""
 
 import asyncio
 from itertools import count
@@ -9,7 +9,7 @@ TRACE = "0123456789abcdef" * 2
 
 
 class RecordedSpan(Span):
-    """`parent`: the context that it was begun with. Times are the loop's."""
+    """A recorded span. `parent`: the context that it was started with. Times are those of the event loop."""
 
     is_recorded = True
 

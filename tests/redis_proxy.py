@@ -1,4 +1,4 @@
-"""A way to a Redis that can be made slow: every answer comes so much later."""
+"""A proxy in front of Redis that can delay its replies."""
 
 import asyncio
 from urllib.parse import urlsplit
@@ -7,8 +7,10 @@ CHUNK_BYTES = 64 * 1024
 
 
 class RedisProxy:
-    """Listens on the loopback and passes bytes on to a Redis behind a `unix://` URL. `delay_s`: of each
-    answer, from now on."""
+    """Listens on the loopback interface and forwards bytes to a Redis behind a `unix://` URL.
+
+    delay_s: delay of each reply from now on.
+    """
 
     def __init__(self) -> None:
         self.delay_s = 0.0
@@ -16,7 +18,7 @@ class RedisProxy:
         self._server: asyncio.Server | None = None
 
     async def start(self, url: str) -> str:
-        """The URL by which that Redis is reached from now on."""
+        """Start the proxy in front of the Redis at `url`. Return the URL of the proxy."""
         self._path = urlsplit(url).path
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"

@@ -1,4 +1,4 @@
-"""A real Redis for tests: the server that `baton up` would start."""
+"""A real Redis server for tests, the same program that `baton up` starts."""
 
 import subprocess
 import time
@@ -26,7 +26,7 @@ def running_redis(**options: object) -> Iterator["RunningRedis"]:
 
 
 class RunningRedis:
-    """A server process that tests may kill, pause and start again. It keeps nothing over a restart."""
+    """A server process that tests can kill, pause and restart. A restart loses all data."""
 
     def __init__(self, command: RedisCommand) -> None:
         self._command = command

@@ -1,4 +1,4 @@
-"""How much of a test runs: `make test` a seeded slice, `make test-long` all of it."""
+"""Sizes of tests: a small, seeded part in `make test`, the full size in `make test-long`."""
 
 import os
 from typing import TypeVar
@@ -6,9 +6,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 IS_LONG = os.environ.get("BATON_TEST_LONG", "0") not in ("", "0")
-"""Whether tests run in their full size."""
+"""True if tests run in full size."""
 
 
 def sized(short: T, long: T) -> T:
-    """`short` in `make test`, `long` in `make test-long`."""
+    """Return `short` in `make test` and `long` in `make test-long`."""
     return long if IS_LONG else short

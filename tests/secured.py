@@ -1,5 +1,5 @@
-"""A cluster that trusts nobody: mTLS between its services, TLS and API keys at its doors, all of it made for
-one test."""
+"""Certificates and API keys of a secured test cluster: mTLS between services, TLS and API keys for
+clients."""
 
 import ssl
 from collections.abc import Mapping
@@ -17,8 +17,11 @@ ADMIN = "admin"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secured:
-    """`ours`: who signs this cluster's certificates. `keys`: the API keys by the name of their tenant,
-    `admin` among them."""
+    """The security files of a cluster.
+
+    ours: the CA of this cluster.
+    keys: API keys by tenant, including `admin`.
+    """
 
     ours: Authority
     keys: Mapping[str, str]
@@ -26,7 +29,7 @@ class Secured:
 
     @staticmethod
     def new(directory: Path, *tenants: str) -> "Secured":
-        """With a key for each tenant and for an admin, in new files below `directory`."""
+        """Create a key for each tenant and for an admin, in new files below `directory`."""
         keys = {tenant: new_key() for tenant in (*tenants, ADMIN)}
         entries = [
             {"name": tenant, "tenant": tenant, "sha256": key_digest(key).hex(), "admin": tenant == ADMIN}
@@ -37,7 +40,7 @@ class Secured:
         return Secured(ours=Authority.new(directory / "ours"), keys=keys, key_file=file)
 
     def settings(self) -> dict[str, str]:
-        """For every service of the cluster."""
+        """Return the settings for all services of the cluster."""
         front = self.ours.pair("front", "localhost", "127.0.0.1")
         return {
             **service_settings(self.ours.service()),
@@ -47,21 +50,21 @@ class Secured:
         }
 
     def bearer(self, tenant: str) -> str:
-        """The header `authorization`."""
+        """Return the `authorization` header of a tenant."""
         return f"Bearer {self.keys[tenant]}"
 
     @property
     def front(self) -> Tls:
-        """How clients of the gRPC door see it."""
+        """TLS settings of gRPC clients."""
         return Tls(ca=self.ours.file)
 
     @property
     def trust(self) -> ssl.SSLContext:
-        """How clients of the HTTP door see it."""
+        """TLS context of HTTP clients."""
         return ssl.create_default_context(cafile=str(self.ours.file))
 
 
 def service_settings(tls: Tls) -> dict[str, str]:
-    """That a service has this certificate, key and authority."""
+    """Return the settings for a certificate, key and CA."""
     assert tls.pair is not None
     return {"tls_cert": str(tls.pair.certificate), "tls_key": str(tls.pair.key), "tls_ca": str(tls.ca)}

@@ -1,4 +1,4 @@
-"""Times for tests: about a tenth of the production defaults, so that every deadline passes within a test."""
+"""Intervals and timeouts for tests: about a tenth of the defaults, so that every timeout fits into a test."""
 
 TEST_TIMES: dict[str, float] = {
     "heartbeat_s": 0.2,
@@ -15,4 +15,4 @@ TEST_TIMES: dict[str, float] = {
     "step_limit_s": 3.0,
     "receive_deadline_s": 3.0,
 }
-"""By the name of the setting; the bounds of the acceptance tables are in these times."""
+"""Values by setting. The bounds of the fault model are tested with these values."""

@@ -1,6 +1,8 @@
-"""Small strict schemas of the custom kinds, of the fields that the chart emits and no others, after the
-kinds' published references: KubeRay 1.3 and 1.6, KEDA 2.17, Prometheus operator 0.85, Gateway API 1.3,
-cert-manager 1.18."""
+"""Strict schemas of the custom kinds. They allow only the fields that the chart emits.
+
+They follow the published references: KubeRay 1.3 and 1.6, KEDA 2.17, Prometheus operator 0.85, Gateway API
+    1.3, cert-manager 1.18.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +26,7 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 
 
 def _object(required: str, optional: str = "", **properties: Schema) -> Schema:
-    """Fields `required` and `optional`, in words; those without a schema of their own are texts."""
+    """Return the schema of an object. Fields without a schema in `properties` are strings."""
     names = [*required.split(), *optional.split()]
     shapes = {name: properties.get(name, TEXT) for name in names}
     return {"type": "object", "additionalProperties": False, "required": required.split(), "properties": shapes}
@@ -48,7 +50,7 @@ POD_TEMPLATE: Schema = {
     "required": ["metadata", "spec"],
     "properties": {"metadata": {}, "spec": {}},
 }
-"""Looked at with Kubernetes' own schema."""
+"""Checked with Kubernetes' own schema."""
 RAY_GROUP = {"rayStartParams": TEXTS, "template": POD_TEMPLATE}
 ISSUER = _object("name", "kind group", kind={"enum": ["Issuer", "ClusterIssuer"]})
 PARENTS = _list(_object("name", "group kind namespace sectionName port", port=PORT), maxItems=32)
@@ -216,13 +218,13 @@ SCHEMAS: Mapping[tuple[str, str], Schema] = {
 
 
 def custom_problem(doc: Mapping[str, Any]) -> str:
-    """What is wrong with it; empty when nothing is. Raises KeyError for a kind without a schema."""
+    """Return the first problem of an object, or an empty string. Raises KeyError for an unknown kind."""
     error = next(iter(Draft202012Validator(SCHEMAS[doc["apiVersion"], doc["kind"]]).iter_errors(doc)), None)
     return "" if error is None else f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
 
 
 def pod_templates(doc: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Those inside a custom kind."""
+    """Return the pod templates inside a custom object."""
     if doc["kind"] != "RayCluster":
         return []
     return [group["template"] for group in (doc["spec"]["headGroupSpec"], *doc["spec"]["workerGroupSpecs"])]

@@ -1,4 +1,4 @@
-"""The dashboard's queries, with Grafana's variables filled in."""
+"""Queries of the dashboard, with Grafana's variables replaced."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def filled(query: str, rate_interval: str) -> str:
 
 
 def queries(rate_interval: str = "5m") -> list[tuple[str, str]]:
-    """(panel and legend, query)."""
+    """Return (panel and legend, query) of each query."""
     return [
         (f"{panel['title']}: {target['legendFormat']}", filled(target["expr"], rate_interval))
         for panel in dashboard()["panels"]

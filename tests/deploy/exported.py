@@ -1,4 +1,4 @@
-"""What the code exports, and what queries name of it."""
+"""Metrics that the code exports, and the names that queries use."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,13 +18,12 @@ FAMILIES = (
     metrics.TransferMetrics,
 )
 OF_THE_TARGET = frozenset({"job", "instance", "namespace", "pod"})
-"""Labels that Prometheus gives a series; the code does not."""
+"""Labels that Prometheus adds to each series."""
 OF_KUBERNETES = frozenset({"namespace", "pod"})
 
 
 def exported() -> dict[str, frozenset[str]]:
-    """The labels of every series that some service can have, by its name, from the metric classes
-    themselves."""
+    """Return the labels of every series that a service can export, by name, from the metric classes."""
     found: dict[str, frozenset[str]] = {}
     for family in FAMILIES:
         for metric in vars(family(CollectorRegistry())).values():
@@ -45,7 +44,7 @@ def _series_of(metric: MetricWrapperBase) -> dict[str, frozenset[str]]:
 
 
 def selectors(query: str) -> Iterator[ast.VectorSelector]:
-    """Every selector of a query. Raises ValueError for a text that is none."""
+    """Yield the selectors of a query. Raises ValueError for an invalid query."""
     found: list[ast.VectorSelector] = []
 
     def visit(node: ast.Expr) -> None:
@@ -57,7 +56,7 @@ def selectors(query: str) -> Iterator[ast.VectorSelector]:
 
 
 def grouping_labels(query: str) -> set[str]:
-    """What a query groups by, matches on, or copies."""
+    """Return the labels that a query groups by, matches on or copies."""
     found: set[str] = set()
 
     def visit(node: ast.Expr) -> None:
@@ -73,7 +72,7 @@ def grouping_labels(query: str) -> set[str]:
 
 
 def problems(query: str, known: Mapping[str, frozenset[str]]) -> list[str]:
-    """Names in the query that nobody exports."""
+    """Return the names in a query that no service exports."""
     found, there = [], set(OF_THE_TARGET)
     for selector in selectors(query):
         if selector.name is None or selector.name not in known:

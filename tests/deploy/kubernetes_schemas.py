@@ -1,5 +1,7 @@
-"""Kubernetes' own schemas, from the package `kubernetes-validate`, strictly: a field that is not there is an
-error, and so is a kind."""
+"""Kubernetes' own strict schemas, from the package `kubernetes-validate`.
+
+Unknown fields and kinds are errors.
+"""
 
 from collections.abc import Mapping
 from functools import cache
@@ -14,15 +16,17 @@ DEFINITIONS = "_definitions.json"
 
 
 def kubernetes_problem(doc: Mapping[str, Any], version: str) -> str:
-    """Why the API server of that version would refuse it; empty when it would not. Raises FileNotFoundError
-    for a kind that it has not."""
+    """Return the first problem of an object in a Kubernetes version, or an empty string.
+
+    Raises FileNotFoundError if this version does not have the kind.
+    """
     group, _, name = doc["apiVersion"].rpartition("/")
     file = f"{doc['kind'].lower()}-{group.split('.')[0]}-{name}.json" if group else f"{doc['kind'].lower()}-{name}.json"
     return _first(_validator(version, file), doc)
 
 
 def pod_template_problem(template: Mapping[str, Any], version: str) -> str:
-    """The same of a pod template inside somebody else's kind."""
+    """Return the first problem of a pod template inside a custom object, or an empty string."""
     return _first(_definition(version, "io.k8s.api.core.v1.PodTemplateSpec"), template)
 
 

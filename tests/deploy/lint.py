@@ -1,5 +1,5 @@
-"""What no schema sees: whether the objects fit together, whether pods can drain, and whether they keep to the
-restricted profile."""
+"""Checks of rendered objects that no schema expresses: references, ports, drains and the restricted
+profile."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,8 +14,10 @@ Problems = Iterator[str]
 
 
 def problems(docs: Sequence[Doc], *, namespace: str, external: Iterable[str] = ()) -> list[str]:
-    """What is wrong with them, a sentence each. `external`: names of Secrets and claims that are there
-    without us."""
+    """Return the problems of these objects, one sentence each.
+
+    external: names of Secrets and claims that exist outside the chart.
+    """
     found = [*_of_objects(docs, namespace), *_of_services(docs), *_of_budgets(docs), *_of_scaling(docs)]
     there = _provided(docs) | {("secret", name) for name in external} | {("claim", name) for name in external}
     for workload in workloads(docs):
@@ -102,7 +104,7 @@ def _of_selectors(workload: Workload) -> Problems:
 def _of_ports(workload: Workload) -> Problems:
     numbers = Counter(
         port["containerPort"] for container in workload.containers for port in container.get("ports", ())
-    )  # containers of a pod share their addresses
+    )  # containers of a pod share one address
     yield from (f"port {number} is taken {count} times" for number, count in numbers.items() if count > 1)
     for container in workload.containers:
         own = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
@@ -179,7 +181,7 @@ def _of_environment(workload: Workload) -> Problems:
 
 
 def _of_profile(workload: Workload) -> Problems:
-    """Pod Security Standards, restricted; IPC_LOCK is the one thing that RDMA needs beyond it."""
+    """Check the Pod Security Standard "restricted". RDMA also needs IPC_LOCK."""
     spec, pod = workload.spec, workload.spec["securityContext"]
     for field in ("hostNetwork", "hostPID", "hostIPC"):
         if spec.get(field):
@@ -216,7 +218,7 @@ CHECKS: Sequence[Callable[[Workload], Problems]] = (
 
 
 def _of_references(workload: Workload, there: set[tuple[str, str]]) -> Problems:
-    """`there`: (kind, name), and (kind, name, key) of what we make ourselves, whose keys are known."""
+    """Check references. `there`: existing (kind, name), and (kind, name, key) of objects of the chart."""
     for kind, name, keys in references(workload):
         if (kind, name) not in there:
             yield f"there is no {kind} {name}"
@@ -225,7 +227,7 @@ def _of_references(workload: Workload, there: set[tuple[str, str]]) -> Problems:
 
 
 def references(workload: Workload) -> Iterator[tuple[str, str, list[str]]]:
-    """(kind, name, keys) of what its pods are given; no keys: all of them."""
+    """Yield (kind, name, keys) of the ConfigMaps and Secrets that the pods use. No keys: all of them."""
     for volume in workload.spec["volumes"]:
         if "configMap" in volume:
             yield (
@@ -255,7 +257,7 @@ def _of_accounts(workload: Workload, docs: Sequence[Doc]) -> Problems:
 
 
 def _provided(docs: Sequence[Doc]) -> set[Any]:
-    """(kind, name) of what the chart makes, and (kind, name, key) of what is in it."""
+    """Return (kind, name) of the objects of the chart, and (kind, name, key) of their content."""
     found: set[Any] = set()
     for doc in of_kind(docs, "ConfigMap", "Secret"):
         kind = "config map" if doc["kind"] == "ConfigMap" else "secret"

@@ -1,4 +1,4 @@
-"""Questions about rendered objects."""
+"""Queries on rendered objects."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tests.deploy.renderer import Doc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Pods of one kind, whoever makes them. `replicas`: None where an autoscaler decides."""
+    """A group of equal pods. `replicas`: None if an autoscaler sets it."""
 
     kind: str
     name: str
@@ -25,7 +25,7 @@ class Workload:
 
     @property
     def containers(self) -> list[Mapping[str, Any]]:
-        """Those that start first included."""
+        """All containers, including init containers."""
         return [*self.spec.get("initContainers", ()), *self.spec["containers"]]
 
     def container(self, name: str) -> Mapping[str, Any]:
@@ -41,7 +41,7 @@ def named(docs: Iterable[Doc], kind: str, name: str) -> Doc:
 
 
 def workloads(docs: Iterable[Doc]) -> Iterator[Workload]:
-    """Deployments, Jobs, pods, and the groups of a RayCluster."""
+    """Yield the Deployments, Jobs, pods and RayCluster groups."""
     for doc in docs:
         name = doc["metadata"]["name"]
         if doc["kind"] == "Job":
@@ -80,7 +80,7 @@ def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def bytes_of(quantity: str | float) -> float:
-    """A Kubernetes quantity of memory."""
+    """Convert a Kubernetes quantity of memory to bytes."""
     text = str(quantity)
     units = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
     for suffix, factor in units.items():

@@ -1,9 +1,8 @@
-"""A part of PromQL, for rules and dashboards where no Prometheus is installed: parsed by `promql-parser`,
-evaluated here.
+"""Evaluates the part of PromQL that Baton's rules and dashboard use. The package `promql-parser` parses it.
 
-It knows what our own queries use, by Prometheus's semantics (lookback of five minutes, ranges open to the
-left, staleness, extrapolating `rate`), and raises Unsupported for everything else. `test_promql.py` holds it
-against cases of Prometheus's own test suite.
+It follows Prometheus's semantics: lookback of five minutes, left-open ranges, staleness, extrapolating
+`rate`. Everything else raises Unsupported. `test_promql.py` compares it with cases of Prometheus's own test
+suite.
 """
 
 import math
@@ -19,7 +18,7 @@ import promql_parser as ast
 LOOKBACK_S = 300.0
 NAME = "__name__"
 STALE = None
-"""A sample that says that the series has ended."""
+"""A sample that marks the end of a series."""
 
 Labels = frozenset[tuple[str, str]]
 Vector = dict[Labels, float]
@@ -28,12 +27,12 @@ Samples = list[tuple[float, float | None]]
 
 
 class Unsupported(Exception):
-    """A part of PromQL that is not known here."""
+    """The query uses a part of PromQL that this evaluator does not support."""
 
 
 @dataclass
 class Database:
-    """Series by their labels; samples in the order of time."""
+    """Series by their labels, with samples in order of time."""
 
     series: dict[Labels, Samples] = field(default_factory=dict)
 
@@ -53,8 +52,10 @@ class Database:
                 yield labels, samples
 
     def evaluate(self, query: str | ast.Expr, at_s: float) -> Value:
-        """Raises ValueError for a text that is no query, Unsupported for one that is more than what is known
-        here."""
+        """Evaluate a query at a time.
+
+        Raises ValueError for an invalid query, Unsupported for an unsupported one.
+        """
         return _Evaluation(self, at_s).value(ast.parse(query) if isinstance(query, str) else query)
 
     def vector(self, query: str | ast.Expr, at_s: float) -> Vector:

@@ -1,5 +1,4 @@
-"""Rules run over made-up series, in the format of `promtool test rules`: by promtool where it is installed,
-else by `promql`."""
+"""Evaluates rules over series in the format of `promtool test rules`, with the evaluator in `promql`."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,14 +18,14 @@ _VALUE = re.compile(r"(?P<start>-?[\d.]+|_|stale)(?:(?P<step>[+-][\d.]+)?x(?P<ti
 
 @dataclass(frozen=True)
 class Firing:
-    """An alert that fires, without the rule's own labels `severity`."""
+    """A firing alert, without the labels of its rule."""
 
     alert: str
     labels: Labels
 
 
 def labels_of(series: str) -> dict[str, str]:
-    """`name{label="value"}` as labels."""
+    """Parse `name{label="value"}` into labels."""
     found = _SERIES.fullmatch(series)
     assert found is not None, series
     labels = dict(_LABEL.findall(found["labels"] or ""))
@@ -34,8 +33,7 @@ def labels_of(series: str) -> dict[str, str]:
 
 
 def values_of(text: str) -> Iterator[float | str | None]:
-    """promtool's expanding notation: `1 2 _ stale`, `0+10x3` = 0 10 20 30, `5x2` = 5 5 5, `_x2` = two
-    gaps."""
+    """Expand promtool's notation: `1 2 _ stale`, `0+10x3` = 0 10 20 30, `5x2` = 5 5 5, `_x2` = two gaps."""
     for word in text.split():
         found = _VALUE.fullmatch(word)
         assert found is not None, word
@@ -61,8 +59,7 @@ def database_of(case: Mapping[str, Any], interval_s: float) -> Database:
 
 
 def firing_at(rules: Mapping[str, Any], database: Database, end_s: float, interval_s: float) -> set[Firing]:
-    """Which alerts fire then, rules having been evaluated each `interval_s` since 0, groups in their
-    order."""
+    """Return the alerts that fire at `end_s` if the rules were evaluated every `interval_s` since 0."""
     active_since: dict[tuple[str, Labels], float] = {}
     firing: set[Firing] = set()
     at_s = 0.0
@@ -86,7 +83,7 @@ def firing_at(rules: Mapping[str, Any], database: Database, end_s: float, interv
 
 
 def seconds(duration: str) -> float:
-    """Raises ValueError for a text that is no duration of Prometheus's."""
+    """Parse a Prometheus duration. Raises ValueError if it is invalid."""
     return float(ast.parse_duration(duration).total_seconds()) if duration not in ("0", "0s") else 0.0
 
 

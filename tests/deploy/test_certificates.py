@@ -1,4 +1,4 @@
-"""Which names certificates are asked for, and that `helm test` believes the one that the gateway has."""
+"""Names in the requested certificates, and their verification by `helm test`."""
 
 import http.server
 import json
@@ -31,7 +31,7 @@ def front_names(docs: Any) -> list[str]:
     return names
 
 
-def test_a_public_issuer_is_asked_for_public_names_alone(helm: Renderer) -> None:
+def test_public_issuer_gets_only_public_names(helm: Renderer) -> None:
     values = {
         "frontTls": {"enabled": True, "dnsNames": [PUBLIC], "certManager": {"enabled": True, "issuerRef": ISSUER}}
     }
@@ -39,11 +39,11 @@ def test_a_public_issuer_is_asked_for_public_names_alone(helm: Renderer) -> None
     assert front_names(helm.docs(values)) == [PUBLIC]
 
 
-def test_without_names_it_is_the_service_s(rendered: Rendered) -> None:
+def test_default_name_is_the_gateway_service(rendered: Rendered) -> None:
     assert front_names(rendered("front-issuer")) == [SERVICE, f"{SERVICE}.serving", f"{SERVICE}.serving.svc"]
 
 
-def test_between_services_one_name_is_asked_for(rendered: Rendered) -> None:
+def test_service_certificates_have_one_name(rendered: Rendered) -> None:
     (certificate,) = (
         doc for doc in of_kind(rendered("tls-issuer"), "Certificate") if doc["metadata"]["name"] == "rel-baton-tls"
     )
@@ -51,7 +51,7 @@ def test_between_services_one_name_is_asked_for(rendered: Rendered) -> None:
     assert certificate["spec"]["dnsNames"] == [SERVICE_NAME]
 
 
-def test_nobody_needs_the_authority_of_a_certificate_that_a_public_one_signed(rendered: Rendered) -> None:
+def test_publicly_signed_certificate_needs_no_ca_file(rendered: Rendered) -> None:
     (volume,) = (
         each
         for each in named(rendered("front-tls"), "Pod", "rel-baton-test")["spec"]["volumes"]
@@ -64,7 +64,7 @@ def test_nobody_needs_the_authority_of_a_certificate_that_a_public_one_signed(re
 
 
 class Gateway(http.server.BaseHTTPRequestHandler):
-    """Answers as a gateway does whose model says one token."""
+    """Responds as a gateway whose model generates one token."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -83,7 +83,7 @@ class Gateway(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def gateway(context: ssl.SSLContext | None) -> Iterator[int]:
-    """The port of one."""
+    """Run such a gateway and yield its port."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
         if context is not None:
             server.socket = context.wrap_socket(server.socket, server_side=True)
@@ -97,8 +97,11 @@ def gateway(context: ssl.SSLContext | None) -> Iterator[int]:
 def helm_test(
     docs: Any, port: int, *, own: Path | None = None, trusted: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The program of the test's pod, in its environment; its Service is here. `own`: what is mounted as the
-    Secret's authority, `trusted`: whom the machine trusts."""
+    """Run the program of the test pod in its environment, with its Service on this machine.
+
+    own: the mounted CA file of the Secret.
+    trusted: the CA file of the system.
+    """
     (container,) = named(docs, "Pod", "rel-baton-test")["spec"]["containers"]
     environment = {variable["name"]: variable.get("value", "the-key") for variable in container["env"]}
     environment |= {
@@ -117,7 +120,7 @@ def helm_test(
 
 @pytest.mark.parametrize(("name", "in_certificate"), [("all-on", PUBLIC), ("front-issuer", SERVICE)])
 @pytest.mark.parametrize("signed_by", ["own", "trusted"])
-def test_the_helm_test_believes_the_certificate_that_was_asked_for(
+def test_helm_test_accepts_the_requested_certificate(
     rendered: Rendered, tmp_path: Path, name: str, in_certificate: str, signed_by: str
 ) -> None:
     authority = Authority.new(tmp_path / "authority")
@@ -137,7 +140,7 @@ def test_the_helm_test_believes_the_certificate_that_was_asked_for(
     assert "CERTIFICATE_VERIFY_FAILED" in stranger.stderr
 
 
-def test_the_helm_test_does_not_believe_another_name(rendered: Rendered, tmp_path: Path) -> None:
+def test_helm_test_rejects_a_certificate_with_another_name(rendered: Rendered, tmp_path: Path) -> None:
     authority = Authority.new(tmp_path / "authority")
     pair = authority.pair("gateway", "somebody.example.com")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -148,6 +151,6 @@ def test_the_helm_test_does_not_believe_another_name(rendered: Rendered, tmp_pat
     assert "Hostname mismatch" in done.stderr
 
 
-def test_the_helm_test_without_tls(rendered: Rendered) -> None:
+def test_helm_test_works_without_tls(rendered: Rendered) -> None:
     with gateway(None) as port:
         assert helm_test(rendered("default"), port).returncode == 0

@@ -1,4 +1,4 @@
-"""The services accept what the chart gives them: files with their own loaders, commands with their own
+"""The services accept what the chart passes to them: config files with their loaders, commands with their
 command line, keys with the gateway's own parser."""
 
 import base64
@@ -30,13 +30,13 @@ PLAIN = {"status.podIP": POD_IP}
 
 
 def files_of(rendered: Rendered, name: str) -> Mapping[str, str]:
-    """The config files of the three services, by their names."""
+    """Return the config files of the three services by name."""
     (config,) = (doc for doc in of_kind(rendered(name), "ConfigMap") if doc["metadata"]["name"].endswith("-config"))
     return config["data"]
 
 
 def environment_of(container: Mapping[str, Any]) -> dict[str, str]:
-    """The container's variables as its process has them; each Secret's value is `secret`."""
+    """Return the environment of a container. Each value from a Secret is `secret`."""
     found: dict[str, str] = {}
     for variable in container.get("env", ()):
         source = variable.get("valueFrom", {})
@@ -52,7 +52,7 @@ def environment_of(container: Mapping[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_each_service_loads_its_file(rendered: Rendered, tmp_path: Path, name: str) -> None:
+def test_each_service_loads_its_config_file(rendered: Rendered, tmp_path: Path, name: str) -> None:
     for file, text in files_of(rendered, name).items():
         service = file.removesuffix(".yaml")
         (tmp_path / file).write_text(text)
@@ -70,7 +70,7 @@ def test_each_service_loads_its_file(rendered: Rendered, tmp_path: Path, name: s
             assert loaded.sources[key] == f"{tmp_path / file}: {key}", "a variable of the pod goes before the file"
 
 
-def test_a_service_says_what_it_needs_to_be_reached(rendered: Rendered, tmp_path: Path) -> None:
+def test_services_advertise_their_pod_address(rendered: Rendered, tmp_path: Path) -> None:
     for file, text in files_of(rendered, "default").items():
         (tmp_path / file).write_text(text)
     for service in ("gateway", "scheduler", "fleet"):
@@ -87,7 +87,7 @@ def test_a_service_says_what_it_needs_to_be_reached(rendered: Rendered, tmp_path
 
 
 @pytest.mark.parametrize("service", ["gateway", "scheduler", "fleet"])
-def test_a_renamed_setting_would_be_noticed(rendered: Rendered, tmp_path: Path, service: str) -> None:
+def test_renamed_setting_is_detected(rendered: Rendered, tmp_path: Path, service: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(files_of(rendered, "default")[f"{service}.yaml"].replace("drain_s:", "drain_seconds:"))
 
@@ -96,7 +96,7 @@ def test_a_renamed_setting_would_be_noticed(rendered: Rendered, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_commands_are_baton_s_own(rendered: Rendered, name: str) -> None:
+def test_container_commands_are_valid_baton_commands(rendered: Rendered, name: str) -> None:
     seen = set()
     for workload in workloads(rendered(name)):
         for container in workload.containers:
@@ -110,7 +110,7 @@ def test_commands_are_baton_s_own(rendered: Rendered, name: str) -> None:
 
 
 def parse_command(arguments: list[str]) -> None:
-    """Raises click.UsageError where there is no such command or flag."""
+    """Parse a `baton` command. Raises click.UsageError for an unknown command or flag."""
     command: click.Command = cli
     while isinstance(command, click.Group):
         name, *arguments = arguments
@@ -120,15 +120,14 @@ def parse_command(arguments: list[str]) -> None:
     command.make_context(command.name, arguments)
 
 
-def test_a_command_that_is_none_would_be_noticed() -> None:
+def test_invalid_command_is_detected() -> None:
     for command in ("drain --there", "model fetch", "model get o/m", "drained"):
         with pytest.raises(click.UsageError):
             parse_command(shlex.split(command))
 
 
-def test_what_is_fetched_is_what_pods_look_for(rendered: Rendered) -> None:
-    """By a Job before all others, in the same claim; it alone asks the hub, and needs nothing that is not
-    there yet."""
+def test_prefetch_job_fills_the_cache_that_pods_use(rendered: Rendered) -> None:
+    """The Job runs before all other pods and uses the same claim. Only the Job contacts the hub."""
     docs = rendered("hub-claim")
     (job,) = of_kind(docs, "Job")
     (fetch,) = (workload for workload in workloads(docs) if workload.component == "fetch")
@@ -158,7 +157,7 @@ def test_what_is_fetched_is_what_pods_look_for(rendered: Rendered) -> None:
     assert {at for _, *at in map(tuple, places) for at in at} == {"/var/cache/baton/huggingface"}
 
 
-def test_a_worker_s_pod_says_only_what_a_worker_takes_from_its_node(rendered: Rendered) -> None:
+def test_worker_pod_sets_only_node_settings(rendered: Rendered) -> None:
     for workload in workloads(rendered("default")):
         if workload.component == "worker":
             environment = environment_of(workload.container("worker"))
@@ -170,7 +169,7 @@ def test_a_worker_s_pod_says_only_what_a_worker_takes_from_its_node(rendered: Re
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_nodes_offer_what_the_fleet_s_workers_ask_for(rendered: Rendered, name: str) -> None:
+def test_nodes_offer_the_resources_that_workers_request(rendered: Rendered, name: str) -> None:
     fleet = yaml.safe_load(files_of(rendered, name)["fleet.yaml"])
     joins = [
         workload.container("ray-node")["args"]
@@ -209,7 +208,7 @@ def test_nodes_offer_what_the_fleet_s_workers_ask_for(rendered: Rendered, name: 
     )
 
 
-def test_nothing_runs_where_no_worker_is_meant_to(rendered: Rendered) -> None:
+def test_head_and_fleet_nodes_offer_no_places(rendered: Rendered) -> None:
     for name in ("default", "8p8d-rdma"):
         for workload in workloads(rendered(name)):
             for container in workload.containers:
@@ -219,7 +218,7 @@ def test_nothing_runs_where_no_worker_is_meant_to(rendered: Rendered) -> None:
                     assert f"--num-gpus={int(has_gpu)}" in container["args"]
 
 
-def test_generated_keys_are_the_gateway_s(rendered: Rendered) -> None:
+def test_generated_key_file_is_valid(rendered: Rendered) -> None:
     secret = named(rendered("default"), "Secret", "rel-baton-api-keys")["stringData"]
     keys = parse_keys(yaml.safe_load(secret["keys.yaml"]))
 
@@ -230,8 +229,8 @@ def test_generated_keys_are_the_gateway_s(rendered: Rendered) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_no_pod_has_a_key_that_it_does_not_use(rendered: Rendered, name: str) -> None:
-    """The gateway has hashes, `helm test` a client's key; an admin's is for people."""
+def test_no_pod_gets_an_unneeded_key(rendered: Rendered, name: str) -> None:
+    """The gateway gets hashes, `helm test` a client's key, and no pod the admin key."""
     given = {
         (workload.component, key)
         for workload in workloads(rendered(name))
@@ -255,7 +254,7 @@ def fullname_of(rendered: Rendered, name: str) -> str:
     return str(config["metadata"]["name"]).removesuffix("-config")
 
 
-def test_each_release_has_keys_of_its_own(helm: Renderer) -> None:
+def test_each_release_generates_its_own_keys(helm: Renderer) -> None:
     first, second = (named(helm.docs({}), "Secret", "rel-baton-api-keys")["stringData"] for _ in range(2))
 
     assert not set(first.values()) & set(second.values())
@@ -278,7 +277,7 @@ def stored(secret: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_only_a_change_of_its_own_settings_makes_a_pod_anew(helm: Renderer, rendered: Rendered) -> None:
+def test_pod_restarts_only_if_its_own_settings_change(helm: Renderer, rendered: Rendered) -> None:
     def checksums(docs: Any) -> dict[str, Mapping[str, str]]:
         return {workload.name: workload.annotations for workload in workloads(docs)}
 
@@ -301,7 +300,7 @@ def test_only_a_change_of_its_own_settings_makes_a_pod_anew(helm: Renderer, rend
         assert {name for name in before if before[name] != after[name]} == expected, what
 
 
-def test_the_versions_that_the_chart_names_are_those_of_the_code() -> None:
+def test_chart_versions_equal_those_of_the_code() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     assert chart["appVersion"] == baton.__version__

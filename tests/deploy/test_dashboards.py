@@ -1,4 +1,4 @@
-"""The chart's Grafana dashboard: what the generator writes, on names that the code exports, and whole."""
+"""The Grafana dashboard of the chart is up to date, complete, and uses only exported metrics."""
 
 import re
 import subprocess
@@ -26,14 +26,14 @@ ASKED_FOR = {
 }
 
 
-def test_it_is_what_the_generator_writes() -> None:
+def test_dashboard_file_is_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools/gen_dashboard.py"), "--check"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_panels_are_whole_and_do_not_overlap() -> None:
+def test_panels_are_complete_and_do_not_overlap() -> None:
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -54,11 +54,11 @@ def test_variables_are_declared() -> None:
 
 
 @pytest.mark.parametrize("query", [query for _, query in queries()], ids=[name for name, _ in queries()])
-def test_queries_name_only_what_is_exported(query: str) -> None:
+def test_queries_use_only_exported_names(query: str) -> None:
     assert problems(query, KNOWN) == []
 
 
-def test_legends_name_labels_that_the_result_has() -> None:
+def test_legends_use_labels_of_the_result() -> None:
     for name, query in queries():
         node = ast.parse(query)
         of_result = grouping_labels(query) | {"instance"} | set().union(*(KNOWN[s] for s in KNOWN if s in query))
@@ -66,7 +66,7 @@ def test_legends_name_labels_that_the_result_has() -> None:
 
 
 @pytest.mark.parametrize("what", ASKED_FOR)
-def test_what_operators_ask_for_is_there(what: str) -> None:
+def test_dashboard_covers_the_operators_questions(what: str) -> None:
     kinds = [
         panel["type"]
         for panel in dashboard()["panels"]
@@ -76,7 +76,7 @@ def test_what_operators_ask_for_is_there(what: str) -> None:
     assert "heatmap" in kinds if "heat map" in what else kinds
 
 
-def test_a_wrong_name_is_seen() -> None:
+def test_wrong_name_is_detected() -> None:
     assert problems('rate(baton_requests{code="200"}[5m])', KNOWN) == ["no metric baton_requests"]
     assert problems('rate(baton_requests_total{status="200"}[5m])', KNOWN) == [
         "baton_requests_total has no label status"

@@ -31,7 +31,7 @@ def fullname(rendered: Rendered, name: str) -> str:
 
 
 def drain_s(rendered: Rendered, name: str, workload: Workload) -> float:
-    """What a drain may take, worked out from the services' settings alone."""
+    """Return the longest drain in seconds, computed from the services' settings."""
     if workload.component in ("gateway", "scheduler"):
         return settings(rendered, name, workload.component)["drain_s"]
     fleet = settings(rendered, name, "fleet")
@@ -40,7 +40,7 @@ def drain_s(rendered: Rendered, name: str, workload: Workload) -> float:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_grace_period_is_as_long_as_a_drain(rendered: Rendered, name: str) -> None:
+def test_grace_period_covers_the_drain(rendered: Rendered, name: str) -> None:
     draining = [
         workload for workload in workloads(rendered(name)) if workload.component in ("gateway", "scheduler", "worker")
     ]
@@ -52,9 +52,7 @@ def test_the_grace_period_is_as_long_as_a_drain(rendered: Rendered, name: str) -
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_gateways_wait_for_their_endpoints_to_go_and_workers_drain_before_ray_ends(
-    rendered: Rendered, name: str
-) -> None:
+def test_gateways_wait_for_endpoints_and_workers_drain_before_ray_stops(rendered: Rendered, name: str) -> None:
     for workload in workloads(rendered(name)):
         if workload.component in ("gateway", "scheduler"):
             (container,) = workload.containers
@@ -76,14 +74,14 @@ def test_gateways_wait_for_their_endpoints_to_go_and_workers_drain_before_ray_en
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_pool_never_has_more_pods_than_workers(rendered: Rendered, name: str) -> None:
+def test_pool_never_surges(rendered: Rendered, name: str) -> None:
     for doc in rendered(name):
         if doc["kind"] == "Deployment" and doc["metadata"]["labels"]["app.kubernetes.io/component"] == "worker":
             assert doc["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_worker_may_take_as_long_as_its_model_takes_to_load(rendered: Rendered, name: str) -> None:
+def test_startup_timeout_covers_the_model_load(rendered: Rendered, name: str) -> None:
     for workload in workloads(rendered(name)):
         if workload.component == "worker":
             probe = workload.container("worker")["startupProbe"]
@@ -96,7 +94,7 @@ def test_a_worker_may_take_as_long_as_its_model_takes_to_load(rendered: Rendered
             )
 
 
-def test_liveness_depends_on_nobody_else(rendered: Rendered) -> None:
+def test_liveness_probes_depend_on_no_other_process(rendered: Rendered) -> None:
     for workload in workloads(rendered("default")):
         for container in workload.containers:
             probe = container.get("livenessProbe", {})
@@ -104,7 +102,7 @@ def test_liveness_depends_on_nobody_else(rendered: Rendered) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_each_service_says_whether_it_lives_and_is_ready(rendered: Rendered, name: str) -> None:
+def test_each_service_has_liveness_and_readiness_probes(rendered: Rendered, name: str) -> None:
     for workload in workloads(rendered(name)):
         if workload.component in ("gateway", "scheduler", "fleet"):
             container = workload.container(workload.component)
@@ -118,7 +116,7 @@ def test_each_service_says_whether_it_lives_and_is_ready(rendered: Rendered, nam
             assert paths["readiness"] == "/ready" or container["readinessProbe"]["grpc"]
 
 
-def test_prometheus_finds_each_service_and_no_port_twice(rendered: Rendered) -> None:
+def test_prometheus_scrapes_each_service_once(rendered: Rendered) -> None:
     docs = rendered("monitors")
     (monitor,) = (doc for doc in docs if doc["kind"] == "ServiceMonitor")
     found = [

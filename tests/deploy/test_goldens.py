@@ -1,5 +1,7 @@
-"""Four sets of values and all that they make, as text to look at in a review. `UPDATE_GOLDENS=1` writes them
-anew."""
+"""Objects of four sets of values, as text for code review.
+
+`UPDATE_GOLDENS=1 pytest THIS_FILE` rewrites them.
+"""
 
 import os
 from collections.abc import Iterable
@@ -17,8 +19,7 @@ GENERATED = "(generated)"
 
 
 def golden_text(docs: Iterable[Doc]) -> str:
-    """Sorted, so that it does not matter who rendered; without what is random, and without alerts and
-    dashboards, which are files of their own."""
+    """Return the objects as sorted YAML, without random values, alerts and dashboards."""
     kept = [doc for doc in docs if doc["kind"] != "PrometheusRule" and "-dashboard-" not in doc["metadata"]["name"]]
     ordered = sorted(kept, key=lambda doc: (doc["kind"], doc["metadata"]["name"]))
     return yaml.dump_all((_without_secrets(doc) for doc in ordered), Dumper=yaml.CSafeDumper, sort_keys=True, width=140)
@@ -33,9 +34,9 @@ def _without_secrets(doc: Doc) -> Doc:
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-def test_what_is_rendered_is_what_was_reviewed(rendered: Rendered, name: str) -> None:
+def test_rendered_objects_equal_the_golden_file(rendered: Rendered, name: str) -> None:
     file, text = HERE / f"{name}.yaml", golden_text(rendered(GOLDENS[name]))
     if os.environ.get("UPDATE_GOLDENS") == "1":
         file.write_text(text, encoding="utf-8")
 
-    assert text == file.read_text(encoding="utf-8"), "look at the difference; UPDATE_GOLDENS=1 takes it over"
+    assert text == file.read_text(encoding="utf-8"), "review the difference; UPDATE_GOLDENS=1 accepts it"

@@ -25,7 +25,7 @@ BUILD_LIMIT_S, RUN_LIMIT_S = 3000.0, 600.0
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(instruction, arguments) with continued lines joined and comments left out."""
+    """Yield (instruction, arguments), with continued lines joined and comments removed."""
     lines = [line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
     text = "\n".join(lines).replace("\\\n", " ")
     return [
@@ -34,7 +34,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def stages() -> list[tuple[str, list[tuple[str, str]]]]:
-    """(what it is from, its instructions) of each stage."""
+    """Return (base, instructions) of each stage."""
     found: list[tuple[str, list[tuple[str, str]]]] = []
     for word, rest in instructions():
         if word == "FROM":
@@ -56,7 +56,7 @@ def test_every_stage_has_a_known_base() -> None:
     assert re.fullmatch(r"python:3\.1[123]-slim-\w+", defaults["BASE"])
 
 
-def test_what_is_copied_is_there_and_not_left_out() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     left_in = {
         line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")
     }
@@ -70,7 +70,7 @@ def test_what_is_copied_is_there_and_not_left_out() -> None:
     assert all((ROOT / source).exists() for source in copied)
 
 
-def test_nobody_is_root_and_layers_are_small() -> None:
+def test_image_runs_as_another_user_than_root_in_small_layers() -> None:
     _, last = stages()[-1]
     said = dict(last)
     assert said["USER"] == "10001:10001"
@@ -88,13 +88,13 @@ def test_nobody_is_root_and_layers_are_small() -> None:
                 assert "--constraint constraints.txt" in rest
 
 
-def test_the_places_that_pods_write_to_are_the_image_s_volumes() -> None:
+def test_writable_paths_of_pods_are_image_volumes() -> None:
     _, last = stages()[-1]
 
     assert json.loads(dict(last)["VOLUME"]) == ["/tmp", "/var/cache/baton"]
 
 
-def test_compose_starts_what_there_is() -> None:
+def test_compose_file_uses_existing_commands() -> None:
     services = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]
     for name, service in services.items():
         assert service["read_only"] is True
@@ -113,7 +113,7 @@ def test_compose_starts_what_there_is() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """`docker` with a running engine, or `buildah`."""
+    """A program that builds and runs images: `docker` with a running engine, or `buildah`."""
 
     program: str
 
@@ -184,7 +184,7 @@ def engine() -> Engine:
 
 @pytest.mark.long
 @pytest.mark.timeout(BUILD_LIMIT_S + 2 * RUN_LIMIT_S)
-def test_the_image_answers_without_network_root_or_a_writable_disk(engine: Engine) -> None:
+def test_image_serves_without_network_root_and_writable_root_file_system(engine: Engine) -> None:
     answer = engine.run("up", "--first-prompt", "What does os.path.join do?", "--once")
 
     assert "os.path.join" in answer
@@ -192,7 +192,7 @@ def test_the_image_answers_without_network_root_or_a_writable_disk(engine: Engin
 
 @pytest.mark.long
 @pytest.mark.timeout(BUILD_LIMIT_S + 2 * RUN_LIMIT_S)
-def test_the_image_has_no_root_and_nothing_that_installs(engine: Engine) -> None:
+def test_image_has_no_root_user_and_no_installer(engine: Engine) -> None:
     said = engine.run(
         "-c",
         "import os, shutil as s; from importlib import util; print(os.getuid(), s.which('pip'), util.find_spec('pip'), s.which('g++'))",

@@ -1,4 +1,4 @@
-"""Who keeps the rendered objects in a repository of their own changes them with Kustomize."""
+"""Rendered objects can be changed with Kustomize."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The objects fit together in every set of values; and the lint finds what does not."""
+"""Rendered objects have no lint problem, and the lint detects injected ones."""
 
 import copy
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from tests.deploy.value_sets import SETS
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_objects_fit_together(rendered: Rendered, name: str) -> None:
+def test_objects_of_all_value_sets_have_no_problem(rendered: Rendered, name: str) -> None:
     assert problems(rendered(name), namespace=NAMESPACE, external=SETS[name].external) == []
 
 
-def test_everything_is_in_the_release_s_namespace(helm: Renderer) -> None:
+def test_all_objects_are_in_the_namespace_of_the_release(helm: Renderer) -> None:
     docs = helm.docs(SETS["all-on"].values, namespace="another")
 
     assert {doc["metadata"]["namespace"] for doc in docs} == {"another"}
 
 
-def test_all_pods_but_the_bundled_redis_have_one_image(rendered: Rendered) -> None:
+def test_all_pods_except_redis_use_one_image(rendered: Rendered) -> None:
     images = {
         container["image"]
         for workload in workloads(rendered("digest"))
@@ -132,7 +132,7 @@ BROKEN: dict[str, tuple[Callable[[list[Doc]], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_the_lint_finds(rendered: Rendered, what: str) -> None:
+def test_lint_detects(rendered: Rendered, what: str) -> None:
     break_it, words = BROKEN[what]
     docs = copy.deepcopy(list(rendered("default")))
     break_it(docs)
@@ -140,7 +140,7 @@ def test_the_lint_finds(rendered: Rendered, what: str) -> None:
     assert any(words in problem for problem in problems(docs, namespace=NAMESPACE))
 
 
-def test_the_lint_finds_two_that_scale_one(rendered: Rendered) -> None:
+def test_lint_detects_two_autoscalers_of_one_deployment(rendered: Rendered) -> None:
     docs = copy.deepcopy(list(rendered("scaled-gateway")))
     (scaled,) = of_kind(docs, "ScaledObject")
     _gateway(docs)["replicas"] = 3

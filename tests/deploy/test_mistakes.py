@@ -1,4 +1,4 @@
-"""What users get wrong is refused at once, in words that name the place."""
+"""Typical mistakes in values are refused by an error that names the value."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,49 +17,49 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         {"scheduler": {"config": {"max_body_bytes": 5}}},
         ("scheduler.config", "max_body_bytes"),
     ),
-    "setting that the chart decides": (
+    "setting that the chart determines": (
         {"gateway": {"config": {"redis_url": "redis://x"}}},
         ("gateway.config", "redis_url"),
     ),
-    "workers counted by hand": ({"fleet": {"config": {"prefill": 2}}}, ("fleet.config", "prefill")),
+    "number of workers set by hand": ({"fleet": {"config": {"prefill": 2}}}, ("fleet.config", "prefill")),
     "number as text": ({"gateway": {"replicas": "2"}}, ("gateway.replicas", "integer")),
     "no replicas, with a budget": ({"gateway": {"replicas": 0}}, ("gateway.replicas", "1")),
     "no pods in a pool": ({"pools": [{**P, "replicas": 0}, D]}, ("pools.0.replicas", "1")),
-    "a setting out of its range": (
+    "a setting out of range": (
         {"fleet": {"config": {"block_size_tokens": 4096}}},
         ("fleet.config.block_size_tokens", "1,024"),
     ),
-    "a setting of another type": (
+    "a setting of the wrong type": (
         {"scheduler": {"config": {"max_queued_requests": "many"}}},
         ("scheduler.config.max_queued_requests",),
     ),
-    "a policy that is none": (
+    "an unknown policy": (
         {"scheduler": {"config": {"policy": "kv_centrc"}}},
         ("scheduler.config.policy", "kv_centric"),
     ),
-    "a port that nobody knows": ({"gateway": {"config": {"http_port": 0}}}, ("gateway.config.http_port", "1")),
+    "port 0": ({"gateway": {"config": {"http_port": 0}}}, ("gateway.config.http_port", "1")),
     "no port": ({"gateway": {"config": {"http_port": None}}}, ("http_port",)),
-    "a size that is none": ({"poolDefaults": {"shmSize": "2 GB"}}, ("poolDefaults.shmSize",)),
-    "a mode that is none": ({"runtime": {"mode": "ray"}}, ("runtime.mode", "kuberay")),
-    "an API level that is none": ({"runtime": KUBERAY, "kuberay": {"apiLevel": "1.5"}}, ("kuberay.apiLevel", "1.6")),
-    "a role that is none": ({"pools": [{"name": "a", "role": "prefil"}]}, ("pools.0.role", "prefill")),
+    "an invalid size": ({"poolDefaults": {"shmSize": "2 GB"}}, ("poolDefaults.shmSize",)),
+    "an unknown mode": ({"runtime": {"mode": "ray"}}, ("runtime.mode", "kuberay")),
+    "an unknown API level": ({"runtime": KUBERAY, "kuberay": {"apiLevel": "1.5"}}, ("kuberay.apiLevel", "1.6")),
+    "an unknown role": ({"pools": [{"name": "a", "role": "prefil"}]}, ("pools.0.role", "prefill")),
     "a pool without a role": ({"pools": [{"name": "a"}]}, ("pools.0", "role")),
-    "a pool's name that is none": ({"pools": [{"name": "My_Pool", "role": "hybrid"}]}, ("pools.0.name",)),
+    "an invalid pool name": ({"pools": [{"name": "My_Pool", "role": "hybrid"}]}, ("pools.0.name",)),
     "no pools": ({"pools": []}, ("pools",)),
-    "nobody decodes": ({"pools": [P]}, ("pools", "decode")),
+    "no decode pool": ({"pools": [P]}, ("pools", "decode")),
     "two pools of one name": (
         {"pools": [{"name": "a", "role": "prefill"}, {"name": "a", "role": "decode"}]},
         ("pools", '"a"'),
     ),
     "GPUs in the CPU image": ({"poolDefaults": {"gpu": {"count": 1}}}, ("pools: prefill", "image.variant", "cuda")),
     "more GPUs than a worker uses": ({"poolDefaults": {"gpu": {"count": 8}}}, ("poolDefaults.gpu.count", "1")),
-    "GPUs in one pool alone": (
+    "GPUs in one pool only": (
         {"pools": [{**P, "gpu": {"count": 1}, "image": {"variant": "cuda"}}, D]},
         ("pools", "gpu.count"),
     ),
     "RDMA without a resource": ({"poolDefaults": {"rdma": {"enabled": True}}}, ("rdma.resource",)),
     "autoscaling without Prometheus": ({"gateway": {"autoscaling": {"enabled": True}}}, ("keda.prometheusAddress",)),
-    "bounds that are crossed": (
+    "minReplicas above maxReplicas": (
         {
             "poolDefaults": {"autoscaling": {"enabled": True, "minReplicas": 9}},
             "keda": {"prometheusAddress": "http://p:9090"},
@@ -85,7 +85,7 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         ("config.model", "/models"),
     ),
     "offline without a cache": ({"model": {"source": "hub", "hub": {"offline": True}}}, ("model.hub.claimName",)),
-    "nowhere to fetch a model to": (
+    "prefetch without a claim": (
         {"model": {"source": "hub", "hub": {"prefetch": True}}},
         ("model.hub.prefetch", "model.hub.claimName"),
     ),
@@ -96,21 +96,21 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "an Ingress without hosts": ({"gateway": {"ingress": {"enabled": True}}}, ("gateway.ingress.hosts",)),
     "a route without a parent": ({"gateway": {"httpRoute": {"enabled": True}}}, ("gateway.httpRoute.parentRefs",)),
     "a tag that moves": ({"image": {"tag": "latest"}}, ("image.tag",)),
-    "a digest that is none": ({"image": {"digest": "sha256:abc"}}, ("image.digest",)),
-    "KV ports the wrong way round": (
+    "an invalid digest": ({"image": {"digest": "sha256:abc"}}, ("image.digest",)),
+    "KV ports in the wrong order": (
         {"fleet": {"config": {"kv_port_range": "200-100"}}},
         ("kv_port_range", "LOW-HIGH"),
     ),
-    "resources that are none": (
+    "an unknown resource field": (
         {"gateway": {"resources": {"limit": {"memory": "1Gi"}}}},
         ("gateway.resources", "limit"),
     ),
-    "a peer that is none": ({"networkPolicy": {"clients": [{"namespace": "a"}]}}, ("networkPolicy.clients.0",)),
+    "an invalid peer": ({"networkPolicy": {"clients": [{"namespace": "a"}]}}, ("networkPolicy.clients.0",)),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_refused_by_name(helm: Renderer, mistake: str) -> None:
+def test_mistake_in_values_is_refused_by_name(helm: Renderer, mistake: str) -> None:
     values, words = MISTAKES[mistake]
     with pytest.raises(RenderError) as refused:
         helm.text(values)

@@ -1,4 +1,4 @@
-"""What `helm install` prints, and what `helm test` runs."""
+"""The output of `helm install`, and the program of `helm test`."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ def notes(helm: Renderer, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_there_is_a_first_request(helm: Renderer, name: str) -> None:
+def test_notes_contain_a_first_request(helm: Renderer, name: str) -> None:
     text = notes(helm, name)
 
     assert "/v1/completions" in text
@@ -28,8 +28,8 @@ def test_there_is_a_first_request(helm: Renderer, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_status_is_asked_in_the_pod_itself(helm: Renderer, name: str) -> None:
-    """A certificate's name may lead elsewhere, or nowhere: it is what is checked, not what is dialled."""
+def test_status_command_connects_to_localhost_in_the_pod(helm: Renderer, name: str) -> None:
+    """The name in the certificate is verified, but need not resolve to the pod."""
     (command,) = re.findall(r"baton status [^']*", notes(helm, name))
     arguments = shlex.split(re.sub(r"\$\(.*?\)", "system", command))[1:]
     parse_command(arguments)
@@ -37,7 +37,7 @@ def test_the_status_is_asked_in_the_pod_itself(helm: Renderer, name: str) -> Non
     assert ("--gateway-name" in arguments) == SETS[name].values.get("frontTls", {}).get("enabled", False)
 
 
-def test_the_try_out_says_what_production_needs(helm: Renderer) -> None:
+def test_notes_of_the_defaults_list_changes_for_production(helm: Renderer) -> None:
     text = notes(helm, "default")
     for value in (
         "config.model",
@@ -59,7 +59,7 @@ def test_notes_warn_about_gpus_without_rdma(helm: Renderer) -> None:
     assert "KV is transferred over TCP" not in notes(helm, "8p8d-rdma")
 
 
-def test_the_helm_test_is_a_program(rendered: Rendered) -> None:
+def test_helm_test_is_valid_python(rendered: Rendered) -> None:
     pod = named(rendered("front-tls"), "Pod", "rel-baton-test")
     (container,) = pod["spec"]["containers"]
     ast.parse(container["args"][0])
@@ -70,7 +70,7 @@ def test_the_helm_test_is_a_program(rendered: Rendered) -> None:
     assert names >= {"HOST", "PORT", "TLS_NAME", "MODEL", "BATON_API_KEY"}
 
 
-def test_clients_ask_for_the_served_name(rendered: Rendered) -> None:
+def test_requests_use_the_served_model_name(rendered: Rendered) -> None:
     (container,) = named(rendered("8p8d-rdma"), "Pod", "rel-baton-test")["spec"]["containers"]
     model = next(variable["value"] for variable in container["env"] if variable["name"] == "MODEL")
     config = yaml.safe_load(named(rendered("8p8d-rdma"), "ConfigMap", "rel-baton-config")["data"]["gateway.yaml"])

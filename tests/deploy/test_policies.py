@@ -1,4 +1,4 @@
-"""Who may reach whom: the NetworkPolicies let in each way that the services need, and no other."""
+"""NetworkPolicies allow exactly the connections that the services need."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ NEEDED: Mapping[str, Mapping[str, Sequence[tuple[int, int]]]] = {
     "fleet": dict.fromkeys(RAY, RAY_PORTS),
     "redis": {name: [(6379, 6379)] for name in ("gateway", "scheduler", "fleet", "worker")},
 }
-"""By who is reached: who may, at which ports."""
+"""Allowed clients and ports by target component."""
 
 
 def allowed(docs: Sequence[Doc], target: Workload) -> dict[str, list[tuple[int, int]]]:
@@ -66,7 +66,7 @@ def _sources(rule: Mapping[str, Any], docs: Sequence[Doc]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", ["default", "kuberay", "hybrid", "two-kinds", "long-name", "redis-secret"])
-def test_each_way_that_is_needed_is_open_and_no_other(rendered: Rendered, name: str) -> None:
+def test_policies_allow_exactly_the_needed_connections(rendered: Rendered, name: str) -> None:
     docs = rendered(name)
     for workload in workloads(docs):
         if workload.component != "test":
@@ -75,7 +75,7 @@ def test_each_way_that_is_needed_is_open_and_no_other(rendered: Rendered, name: 
             assert allowed(docs, workload) == needed, workload.name
 
 
-def test_clients_that_are_named_are_the_only_ones(rendered: Rendered) -> None:
+def test_only_named_clients_reach_the_gateway(rendered: Rendered) -> None:
     docs = rendered("clients")
     (gateway,) = (workload for workload in workloads(docs) if workload.component == "gateway")
     (prefill,) = (workload for workload in workloads(docs) if workload.labels.get("baton.internal/role") == "prefill")
@@ -87,12 +87,12 @@ def test_clients_that_are_named_are_the_only_ones(rendered: Rendered) -> None:
     assert allowed(docs, fleet)[METRICS] == [(9000, 9000)]
 
 
-def test_switched_off_there_are_none(rendered: Rendered) -> None:
+def test_no_policies_if_disabled(rendered: Rendered) -> None:
     assert of_kind(rendered("no-policies"), "NetworkPolicy") == []
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_each_port_that_a_pod_opens_is_in_its_policy_or_for_probes(rendered: Rendered, name: str) -> None:
+def test_each_open_port_is_in_a_policy_or_used_by_probes(rendered: Rendered, name: str) -> None:
     docs = rendered(name)
     if not of_kind(docs, "NetworkPolicy"):
         return

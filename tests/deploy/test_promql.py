@@ -1,5 +1,7 @@
-"""The evaluator that stands in for Prometheus, held against cases of Prometheus's own test suite
-(promql/promqltest/testdata)."""
+"""The PromQL evaluator of the tests gives the results of cases in Prometheus's test suite.
+
+Source: promql/promqltest/testdata.
+"""
 
 import math
 
@@ -79,7 +81,7 @@ def test_ranges(series: dict[str, str], query: str, at_s: float, expected: dict[
     assert by_path(database(series).vector(query, at_s)) == pytest.approx(expected)
 
 
-def test_extrapolation_ends_where_the_counter_would_be_zero() -> None:
+def test_extrapolation_stops_at_zero() -> None:
     made = database(ZERO_CUTOFF, interval_s=240)
     early = {"0m": 0.5, "1m": 0.55, "2m": 0.6, "3m": 0.6, "4m": 0.6, "5m": 0.6}
     assert by_path(made.vector("rate(total[20m])", 600)) == pytest.approx(early)
@@ -130,7 +132,7 @@ def test_matching_and_grouping(query: str, expected: dict[tuple[str, ...], float
     )
 
 
-def test_what_is_old_or_has_ended_is_not_there() -> None:
+def test_old_and_ended_series_are_absent() -> None:
     made = database({"old": "1 2", "ended": "1 2 stale"}, interval_s=60)
     assert {dict(labels)["__name__"]: value for labels, value in made.vector('{__name__=~".+"}', 60).items()} == {
         "old": 2,
@@ -141,7 +143,7 @@ def test_what_is_old_or_has_ended_is_not_there() -> None:
     assert list(made.vector("last_over_time(ended[10m])", 360).values()) == [2]
 
 
-def test_two_partners_are_an_error_and_nothing_by_nothing_is_no_number() -> None:
+def test_ambiguous_match_is_an_error_and_zero_by_zero_is_nan() -> None:
     with pytest.raises(ValueError, match="many-to-many"):
         database(JOBS).vector("requests / on (job) requests", 3000)
     zero = database({"a": "0 0", "b": "0 0"}, interval_s=60)
@@ -158,6 +160,6 @@ def test_two_partners_are_an_error_and_nothing_by_nothing_is_no_number() -> None
         "label_replace(a, 'b', 'c', 'd', 'e')",
     ],
 )
-def test_what_is_not_known_is_not_guessed(query: str) -> None:
+def test_unsupported_query_raises(query: str) -> None:
     with pytest.raises(Unsupported):
         database({"a": "1 2"}, interval_s=60).evaluate(query, 60)

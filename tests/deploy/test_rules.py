@@ -1,5 +1,4 @@
-"""The chart's recording and alert rules: as promtool would check them, on names that the code exports, each
-with a case for and against."""
+"""The chart's recording and alert rules are valid, use only exported metrics, and fire as expected."""
 
 import re
 import shutil
@@ -29,7 +28,7 @@ _LABEL = re.compile(r"[a-zA-Z_]\w*")
 
 
 def labels_of_result(rule: dict[str, Any]) -> frozenset[str]:
-    """What its outermost grouping leaves."""
+    """Return the labels that the outermost aggregation keeps."""
     node = ast.parse(rule["expr"])
     while not isinstance(node, ast.AggregateExpr):
         node = next(
@@ -47,7 +46,7 @@ def _is_number(node: object) -> bool:
 KNOWN = exported() | {name: labels_of_result(rule) for name, rule in RECORDED.items()}
 
 
-def test_groups_and_rules_are_what_prometheus_takes() -> None:
+def test_groups_and_rules_have_valid_fields() -> None:
     assert RULES.keys() == {"groups"}
     names = [group["name"] for group in RULES["groups"]]
     assert len(names) == len(set(names))
@@ -68,12 +67,12 @@ def test_groups_and_rules_are_what_prometheus_takes() -> None:
 
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.get("alert") or rule["record"])
-def test_rules_name_only_what_is_exported(rule: dict[str, Any]) -> None:
+def test_rules_use_only_exported_names(rule: dict[str, Any]) -> None:
     assert problems(rule["expr"], KNOWN) == []
 
 
 @pytest.mark.parametrize("alert", ALERTS)
-def test_an_alert_says_what_happens_and_what_to_do(alert: str) -> None:
+def test_alert_has_severity_summary_and_runbook(alert: str) -> None:
     rule = ALERTS[alert]
     assert re.fullmatch(r"Baton[A-Z]\w+", alert)
     assert rule["labels"].keys() == {"severity"}
@@ -105,7 +104,7 @@ def labels_an_alert_has(rule: dict[str, Any]) -> set[str]:
     return found
 
 
-def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
+def test_every_alert_has_a_firing_and_a_silent_case() -> None:
     fires = {test["alertname"] for case in CASES["tests"] for test in case["alert_rule_test"] if test.get("exp_alerts")}
     stays = {
         test["alertname"] for case in CASES["tests"] for test in case["alert_rule_test"] if not test.get("exp_alerts")
@@ -114,8 +113,8 @@ def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
 
 
 @pytest.mark.parametrize("case", CASES["tests"], ids=lambda case: case["name"])
-def test_alerts_fire_when_they_should(case: dict[str, Any]) -> None:
-    """By our own evaluator of the part of PromQL that the rules use."""
+def test_alerts_fire_as_expected(case: dict[str, Any]) -> None:
+    """Evaluated by `promql`, which supports the part of PromQL that the rules use."""
     times = {test["eval_time"] for test in case["alert_rule_test"]}
     firing = {
         at: firing_at(RULES, database_of(case, seconds(case["interval"])), seconds(at), INTERVAL_S) for at in times
@@ -131,9 +130,9 @@ def test_alerts_fire_when_they_should(case: dict[str, Any]) -> None:
         assert {one for one in firing[test["eval_time"]] if one.alert == test["alertname"]} == expected, test
 
 
-if PROMTOOL is not None:  # otherwise the evaluator's word stands alone
+if PROMTOOL is not None:  # else only the evaluator in `promql` checks the rules
 
-    def test_promtool_says_the_same() -> None:
+    def test_promtool_gives_the_same_results() -> None:
         assert PROMTOOL is not None
         subprocess.run([PROMTOOL, "check", "rules", str(RULES_FILE)], check=True, timeout=60)
         subprocess.run([PROMTOOL, "test", "rules", "--ignore-unknown-fields", str(CASES_FILE)], check=True, timeout=120)

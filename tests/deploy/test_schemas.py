@@ -25,12 +25,12 @@ def problem_of(doc: Doc, version: str) -> str:
 
 @cache
 def known_problem(text: str, version: str) -> str:
-    """Most objects are the same in many sets."""
+    """Check an object once, because most are equal in many value sets."""
     return problem_of(yaml.load(text, Loader=yaml.CSafeLoader), version)
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_objects_are_what_kubernetes_takes(rendered: Rendered, name: str) -> None:
+def test_objects_are_valid_in_all_kubernetes_versions(rendered: Rendered, name: str) -> None:
     docs = rendered(name)
     texts = {f"{doc['kind']} {doc['metadata']['name']}": yaml.dump(doc, Dumper=yaml.CSafeDumper) for doc in docs}
     found = {f"{what}, {version}": known_problem(text, version) for what, text in texts.items() for version in VERSIONS}
@@ -39,7 +39,7 @@ def test_objects_are_what_kubernetes_takes(rendered: Rendered, name: str) -> Non
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_unknown_field_or_kind_is_an_error(rendered: Rendered, version: str) -> None:
+def test_unknown_field_or_kind_is_detected(rendered: Rendered, version: str) -> None:
     deployment = copy.deepcopy(named(rendered("default"), "Deployment", "rel-baton-gateway"))
     deployment["spec"]["template"]["spec"]["containers"][0]["livenessprobe"] = {}
 
@@ -61,7 +61,7 @@ MISTAKES_IN_CUSTOM_KINDS: dict[str, tuple[str, tuple[Any, ...], str]] = {
 
 
 @pytest.mark.parametrize("kind", MISTAKES_IN_CUSTOM_KINDS)
-def test_an_unknown_field_of_a_custom_kind_is_an_error(rendered: Rendered, kind: str) -> None:
+def test_unknown_field_of_a_custom_kind_is_detected(rendered: Rendered, kind: str) -> None:
     name, path, word = MISTAKES_IN_CUSTOM_KINDS[kind]
     doc = copy.deepcopy(next(doc for doc in rendered(name) if doc["kind"] == kind))
     assert custom_problem(doc) == ""
@@ -73,7 +73,7 @@ def test_an_unknown_field_of_a_custom_kind_is_an_error(rendered: Rendered, kind:
     assert word in custom_problem(doc) != ""
 
 
-def test_a_pod_inside_a_custom_kind_is_looked_at(rendered: Rendered) -> None:
+def test_pod_template_inside_a_custom_kind_is_checked(rendered: Rendered) -> None:
     cluster = copy.deepcopy(next(doc for doc in rendered("kuberay") if doc["kind"] == "RayCluster"))
     cluster["spec"]["workerGroupSpecs"][1]["template"]["spec"]["terminationGracePeriod"] = 5
 

@@ -1,4 +1,4 @@
-"""`values.yaml`, its schema, its table in the README and the templates say the same."""
+"""`values.yaml`, its schema, the table in the README and the templates are consistent."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ SECRETS: dict[str, Any] = {
     "ray": {"existingSecret": "token"},
     "redis": {"bundled": {"existingSecret": "password"}},
 }
-"""Nothing is generated, so that two renderings are the same text."""
+"""Values without generated Secrets, so that two renderings are equal."""
 FT = {"gcsFaultTolerance": {"enabled": True, "redisAddress": "other:6379"}}
 TLS = {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"name": "mine"}}}
 BASES: tuple[Mapping[str, Any], ...] = (
@@ -49,7 +49,7 @@ BASES: tuple[Mapping[str, Any], ...] = (
         "pools": [{"name": "a", "role": "hybrid"}],
     },
 )
-"""Between them each value matters somewhere."""
+"""Value sets such that each value has an effect in at least one of them."""
 DESCRIBED = {path: default for path, default, _ in gen_chart.described_values()}
 OTHER: Mapping[str, Any] = {
     "config.model": "/models/other",
@@ -98,13 +98,13 @@ OTHER: Mapping[str, Any] = {
     "keda.prometheusAddress": "http://other:9090",
     "extraObjects": [{"kind": "Some", "apiVersion": "v1"}],
 }
-"""Another value than the default, where its type alone does not say one."""
+"""A value other than the default, if it does not follow from the type."""
 NEEDS_FILES = ("metrics.prometheusRule", "metrics.dashboards")
-"""Tested below, with files."""
+"""Tested below with files."""
 
 
 def other_than(path: str, default: Any) -> Any:
-    """A value of the same kind."""
+    """Return another value of the same type."""
     if path in OTHER:
         return OTHER[path]
     if isinstance(default, int):
@@ -141,7 +141,7 @@ def at(path: str, value: Any) -> dict[str, Any]:
 
 
 def leaves(values: Any, path: str = "") -> Iterator[str]:
-    """Each value that has no values under it; a list, and an empty mapping, is one."""
+    """Yield the paths of all leaf values. Lists and empty mappings count as leaves."""
     for name, value in values.items():
         below = f"{path}.{name}" if path else name
         if isinstance(value, dict) and value and below not in DESCRIBED:
@@ -150,7 +150,7 @@ def leaves(values: Any, path: str = "") -> Iterator[str]:
             yield below
 
 
-def test_the_generated_parts_are_fresh() -> None:
+def test_generated_parts_are_up_to_date() -> None:
     assert (CHART / "values.schema.json").read_text(encoding="utf-8") == gen_chart.schema_text(), (
         "run: python tools/gen_chart.py"
     )
@@ -159,14 +159,14 @@ def test_the_generated_parts_are_fresh() -> None:
     )
 
 
-def test_each_value_has_its_row() -> None:
+def test_each_value_is_described() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 
     assert list(leaves(values)) == list(DESCRIBED)
 
 
 @pytest.mark.parametrize("path", [path for path in DESCRIBED if not path.startswith(NEEDS_FILES)])
-def test_no_value_is_dead(helm: Renderer, path: str, base_texts: dict[int, str]) -> None:
+def test_every_value_has_an_effect(helm: Renderer, path: str, base_texts: dict[int, str]) -> None:
     default = DESCRIBED[path]
     values = (True, False) if isinstance(default, bool) else (other_than(path, default),)
     for number, base in enumerate(BASES):
@@ -188,7 +188,7 @@ def base_texts() -> dict[int, str]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_says_nothing_that_is_the_default(example: str) -> None:
+def test_examples_repeat_no_defaults(example: str) -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     said = yaml.safe_load((CHART / f"values-{example}.yaml").read_text(encoding="utf-8"))
     same = [path for path in leaves_of(said) if path in DESCRIBED and value_at(said, path) == value_at(values, path)]
@@ -211,7 +211,7 @@ def value_at(values: Any, path: str) -> Any:
     return values
 
 
-def test_alerts_and_dashboards_are_files(helm: Renderer, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_alerts_and_dashboards_are_read_from_files(helm: Renderer, tmp_path_factory: pytest.TempPathFactory) -> None:
     import shutil
 
     chart = tmp_path_factory.mktemp("chart") / "baton"

@@ -1,4 +1,4 @@
-"""The values that the chart is rendered with: its examples, and one switch after the other."""
+"""Sets of values for rendering the chart: its examples, and one set per switch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,8 +10,11 @@ from tests.deploy.renderer import CHART
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSet:
-    """`example`: of the chart's own files; `values` go over it. `external`: Secrets and claims that the
-    values say are there already."""
+    """One set of values.
+
+    example: name of an example file of the chart. `values` take precedence.
+    external: names of Secrets and claims that the values expect to exist.
+    """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     example: str = ""

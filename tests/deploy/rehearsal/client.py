@@ -1,5 +1,7 @@
-"""Clients of the rehearsed gateways: each request on a connection of its own, which is opened again where it
-is refused."""
+"""Clients of the gateways in the rehearsal.
+
+Each request uses a new connection, which is retried if refused.
+"""
 
 import json
 import ssl
@@ -27,7 +29,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """`host`: the name in the gateway's certificate; `address`: of its Service."""
+    """A client. `host`: name in the gateway's certificate. `address`: address of its Service."""
 
     host: str
     address: str
@@ -36,8 +38,7 @@ class Client:
     context: ssl.SSLContext
 
     def ask(self, question: str, *, streams: bool) -> str:
-        """The answer. Raises AssertionError for one that is not whole, httpx.HTTPError where there is
-        none."""
+        """Return the answer. Raises AssertionError if it is incomplete, httpx.HTTPError if there is none."""
         end_s = time.monotonic() + REFUSED_S
         while True:
             try:
@@ -62,9 +63,11 @@ class Client:
 
 
 class Load:
-    """Threads on another machine that ask one question after the other, every second one as a stream, until
-    they are ended. `failed` is what was wrong with any answer; the right ones are those that were given
-    before."""
+    """Threads on another simulated machine that send requests until the end of the block, every second one
+    streamed.
+
+    failed: errors, including answers that differ from the expected ones.
+    """
 
     def __init__(self, client: Client, netns: Netns, right: Sequence[str], *, num_threads: int) -> None:
         self.answered = 0
@@ -129,7 +132,7 @@ def _streamed(text: str) -> str:
 
 
 def _is_refused(error: BaseException) -> bool:
-    """httpx says it with causes of causes."""
+    """Return True if the connection was refused. httpx nests the cause."""
     causes: list[BaseException | None] = [error]
     while causes[-1] is not None:
         causes.append(causes[-1].__cause__ or causes[-1].__context__)

@@ -1,5 +1,4 @@
-"""A cluster without Kubernetes: rendered objects as pods of this machine, with its controllers' part done
-here."""
+"""Runs rendered objects as pods on this machine, with a small replacement of Kubernetes' controllers."""
 
 import base64
 import os
@@ -23,15 +22,14 @@ from tests.netns import Netns, Network
 
 TABLE = "rehearsal"
 NODE, FIRST_SERVICE = 254, 200
-"""Last numbers of addresses: the node's, and the first Service's; pods have those from 2."""
+"""Last bytes of the addresses of the node and of the first Service. Pods start at 2."""
 KILL_S = 20.0
 WAIT_S = 0.1
 _DOMAINS = ("", ".{namespace}", ".{namespace}.svc", ".{namespace}.svc.cluster.local")
 
 
 def issued(docs: Sequence[Doc], ca: trustme.CA) -> list[Doc]:
-    """The Secrets that cert-manager would make of the Certificates among these objects, all signed by one
-    authority."""
+    """Return the Secrets that cert-manager would create for the Certificates, all signed by one CA."""
     made = []
     for doc in of_kind(docs, "Certificate"):
         if doc["spec"].get("isCA"):
@@ -49,24 +47,24 @@ def issued(docs: Sequence[Doc], ca: trustme.CA) -> list[Doc]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outsider:
-    """A machine that no policy selects, with the Services' addresses: where clients are."""
+    """A simulated machine outside all policies, for clients. It knows the addresses of the Services."""
 
     netns: Netns
     filter: PacketFilter
 
 
 class Cluster:
-    """All Deployments of the given objects, from `start` until the stack is closed."""
+    """Runs all Deployments of the objects from `start` until the stack is closed."""
 
     def __init__(self, docs: Sequence[Doc], namespace: str, directory: Path, stack: ExitStack) -> None:
         number = os.getpid() % 60_000
         self.docs = docs
         self.kubelets: list[Kubelet] = []
-        """All that there have been, those that have ended included."""
+        """All pods so far, including ended ones."""
         self._namespace = namespace
         self._directory = directory
         self._network = Network(f"10.{150 + number // 256 % 50}.{number % 256}", stack)
-        self._network.add()  # the bridge's
+        self._network.add()  # the bridge
         self._node = self._network.join_ourselves(NODE)
         self._filters: dict[str, PacketFilter] = {}
         self._outsiders: list[Outsider] = []
@@ -79,13 +77,13 @@ class Cluster:
         stack.callback(self._close)
 
     def start(self) -> None:
-        """All pods at once, as after `helm install`."""
+        """Start all pods at the same time, as after `helm install`."""
         for doc in of_kind(self.docs, "Deployment"):
             for _ in range(doc["spec"]["replicas"]):
                 self._create(doc)
 
     def outsider(self) -> Outsider:
-        """One more of them."""
+        """Create a machine for clients."""
         netns = self._network.add()
         made = Outsider(netns=netns, filter=PacketFilter(netns, TABLE))
         self._outsiders.append(made)
@@ -93,11 +91,11 @@ class Cluster:
         return made
 
     def address(self, service: str) -> str:
-        """A Service's own."""
+        """Return the address of a Service."""
         return self._virtual[service]
 
     def pods(self, component: str = "", **labels: str) -> list[Kubelet]:
-        """Those that are there and are not being ended, of one component or of all."""
+        """Return the running pods of one component or of all, without terminating ones."""
         wanted = {name.replace("__", "/").replace("_", "-"): value for name, value in labels.items()}
         wanted |= {"app.kubernetes.io/component": component} if component else {}
         return [
@@ -107,7 +105,8 @@ class Cluster:
         ]
 
     def roll(self, deployment: str, limit_s: float) -> None:
-        """Replace all its pods as `kubectl rollout restart` would, and wait until the old ones have ended."""
+        """Replace all pods of a Deployment as `kubectl rollout restart` does, and wait for the end of the old
+        ones."""
         doc = named(self.docs, "Deployment", deployment)
         old = self._of(doc)
         strategy = doc["spec"]["strategy"]
@@ -121,13 +120,13 @@ class Cluster:
         assert surge + away == 1, "one pod at a time"
         for kubelet in old:
             if away:
-                kubelet.end()  # which does not count any more, so its successor comes at once
+                kubelet.end()  # it no longer counts, so its successor starts immediately
             self._until_ready([self._create(doc)], limit_s)
             kubelet.end()
         _until_ended(old, limit_s)
 
     def until_ready(self, limit_s: float) -> None:
-        """All pods that are there. Raises AssertionError with what they have said."""
+        """Wait until all pods are ready. Raises AssertionError with their logs."""
         self._until_ready([kubelet for kubelet in self.kubelets if not kubelet.is_ending.is_set()], limit_s)
 
     def why_not_ready(self) -> list[str]:
@@ -166,7 +165,7 @@ class Cluster:
         return kubelet
 
     def _refresh(self) -> None:
-        """Let every network know who is there and ready."""
+        """Update policies, Services and host names of all machines."""
         with self._changing:
             there = [kubelet for kubelet in self.kubelets if kubelet.pod.name in self._filters]
             for kubelet in there:
@@ -192,7 +191,7 @@ class Cluster:
                 yield VirtualPort(address=address, port=port["port"], backends=backends)
 
     def _target(self, port: Mapping[str, Any], kubelet: Kubelet) -> int:
-        """The number of a pod's port that a Service knows by name."""
+        """Return the number of the pod port that a Service port targets."""
         for doc in of_kind(self.docs, "Deployment"):
             if selects(doc["spec"]["selector"]["matchLabels"], kubelet.pod.labels):
                 spec = doc["spec"]["template"]["spec"]
@@ -203,7 +202,7 @@ class Cluster:
         raise KeyError(port["targetPort"])
 
     def _names(self, there: Sequence[Kubelet]) -> Iterator[str]:
-        """What a cluster's DNS would say, as lines of /etc/hosts."""
+        """Yield the DNS records of the cluster as lines of /etc/hosts."""
         for doc in of_kind(self.docs, "Service"):
             name = doc["metadata"]["name"]
             words = " ".join(f"{name}{domain.format(namespace=self._namespace)}" for domain in _DOMAINS)
@@ -222,8 +221,7 @@ class Cluster:
 
 
 def _endpoints(spec: Mapping[str, Any], there: Sequence[Kubelet]) -> list[Kubelet]:
-    """Pods that a Service sends to: those that are ready; where there is none, those that were when they were
-    told to end."""
+    """Return the pods behind a Service: the ready ones, else terminating ones that were ready."""
     behind = [kubelet for kubelet in there if selects(spec["selector"], kubelet.pod.labels)]
     if spec.get("publishNotReadyAddresses"):
         return behind
@@ -238,7 +236,7 @@ def _until_ended(kubelets: Sequence[Kubelet], limit_s: float) -> None:
 
 
 def _write_over(file: Path, lines: Sequence[str]) -> None:
-    """In place: it is mounted somewhere."""
+    """Overwrite a file in place, because it is mounted elsewhere."""
     text = "\n".join([*lines, ""])
     if not file.exists() or file.read_text() != text:
         file.write_text(text)

@@ -1,5 +1,4 @@
-"""What a node does with a pod: start it, probe it, start again what has ended, and end it in the order that
-Kubernetes has."""
+"""Runs one pod as a kubelet does: start, probes, restarts, and termination in Kubernetes' order."""
 
 import signal
 import threading
@@ -16,15 +15,18 @@ from tests.netns import Netns
 
 TICK_S = 0.2
 BACK_OFF_S = (0.0, 10.0, 20.0, 40.0)
-"""Before a container is started for the second time, the third, …"""
+"""Delay before the first start of a container, the second, and so on."""
 SIDECAR_END_S = 2.0
-"""Kubernetes' least for what ends after the others."""
+"""Kubernetes' minimum termination time of sidecars."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a container ended that was asked to. `pre_stop_code`: None without a hook; `was_killed`: its time
-    was over."""
+    """The termination of a container.
+
+    pre_stop_code: exit code of its hook; None without a hook.
+    was_killed: the grace period was exceeded.
+    """
 
     pod: str
     container: str
@@ -36,7 +38,7 @@ class Ending:
 
 @dataclass(kw_only=True)
 class _Probing:
-    """One kind of probe of one container."""
+    """State of one probe of a container."""
 
     probe: Mapping[str, Any]
     due_s: float = 0.0
@@ -46,7 +48,7 @@ class _Probing:
 
 @dataclass(kw_only=True)
 class _Life:
-    """A container and its process of the moment."""
+    """A container and its current process."""
 
     container: Container
     running: Running | None = None
@@ -58,10 +60,10 @@ class _Life:
 
 
 class Kubelet(threading.Thread):
-    """Keeps one pod, from its own thread, until it is ended; the namespaces go with it."""
+    """Runs one pod in its own thread until it is terminated. Its namespaces end with it."""
 
     def __init__(self, pod: Pod, netns: Netns, directory: Path, on_change: Callable[[], None]) -> None:
-        """`on_change`: called when it has become ready, or is no more, or is to end, or has ended."""
+        """`on_change`: called when readiness changes, and when termination begins and ends."""
         super().__init__(name=f"kubelet-{pod.name}", daemon=True)
         self.pod = pod
         self.netns = netns
@@ -78,22 +80,21 @@ class Kubelet(threading.Thread):
 
     @property
     def hosts(self) -> Path:
-        """The pod's /etc/hosts, which may be written over at any time."""
+        """The pod's /etc/hosts. It may be overwritten at any time."""
         return self._directory / "hosts"
 
     def end(self) -> None:
-        """As `kubectl delete pod` does it: nobody is sent there from now on, and it has its grace period.
-        `join` waits for it."""
+        """Terminate the pod as `kubectl delete pod` does, with its grace period. `join` waits for the end."""
         self.is_ending.set()
         self._on_change()
 
     def kill(self) -> None:
-        """At once."""
+        """Kill the pod without a grace period."""
         self._kill.set()
         self.is_ending.set()
 
     def why_not_ready(self) -> str:
-        """What its probes say that fail."""
+        """Return the messages of failing probes."""
         lives = [*self._sidecars, *self._lives]
         said = [
             f"{life.container.name}: {kind}: {each.why}"
@@ -104,13 +105,13 @@ class Kubelet(threading.Thread):
         return f"{self.pod.name}: {'; '.join(said) or 'has not been asked'}; restarts: {self.restarts}"
 
     def log(self) -> str:
-        """The ends of what its containers have said."""
+        """Return the ends of the containers' logs."""
         return "\n".join(
             f"--- {file.parent.name}/{file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in self._logs()
         )
 
     def logs(self) -> dict[str, str]:
-        """All that its containers have said."""
+        """Return the logs by container."""
         return {file.stem: file.read_text(errors="replace") for file in self._logs()}
 
     def _logs(self) -> list[Path]:
@@ -180,7 +181,10 @@ class Kubelet(threading.Thread):
             self._stop_one(machine, life, f"startup: {why}")
 
     def _ask(self, machine: Machine, life: _Life, kind: str) -> str | None:
-        """Why it fails, empty where it does not; None where it is not the time to ask."""
+        """Run a probe if it is due.
+
+        Return the failure, an empty string on success, or None if it is not due.
+        """
         each = life.probing[kind]
         if time.monotonic() < each.due_s:
             return None
@@ -210,7 +214,7 @@ class Kubelet(threading.Thread):
         self._end_all(machine, self._sidecars[::-1], max(end_s, time.monotonic() + SIDECAR_END_S))
 
     def _end_all(self, machine: Machine, lives: Sequence[_Life], end_s: float) -> None:
-        """One after the other: a pod of the chart has one container beside its sidecars."""
+        """Terminate containers one after the other. Pods of the chart have one container and its sidecars."""
         for life in lives:
             if life.running is None:
                 continue
@@ -236,6 +240,6 @@ class Kubelet(threading.Thread):
 
 
 def _is_over(life: _Life, kind: str) -> bool:
-    """Whether that probe has failed as often as it may."""
+    """Return True if the probe has reached its failure threshold."""
     each = life.probing[kind]
     return each.failed >= int(each.probe.get("failureThreshold", FAILURES))

@@ -1,8 +1,8 @@
-"""Where the containers of one pod run: a root file system that they cannot write to, a name, a network,
-memory and processes of their own.
+"""Isolates the containers of one pod with Linux namespaces: root file system, host name, network and
+processes.
 
-What is in that root is this machine's /usr and the Python that runs us, at their own paths, where an image
-would have its own.
+The root file system contains this machine's /usr and this Python at their own paths, instead of those of an
+image.
 """
 
 import shlex
@@ -29,10 +29,10 @@ _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
 
 
 class Machine:
-    """One pod's namespaces. They, and all that runs in them, end with the thread that made them."""
+    """The namespaces of one pod. They end with the thread that created them."""
 
     def __init__(self, pod: Pod, netns: Netns, directory: Path) -> None:
-        """`directory`: has the pod's `hosts`, and is for its other files and its containers' logs."""
+        """`directory`: contains the pod's `hosts` file, and later its other files and logs."""
         self.pod = pod
         self.directory = directory
         self._source = Path(baton.__file__).parents[1]
@@ -64,7 +64,7 @@ class Machine:
         self._first_pid = first.pid
 
     def start(self, container: Container) -> "Running":
-        """A container's process: the first of its own, unless the pod shares them."""
+        """Start the process of a container in a new process namespace, unless the pod shares one."""
         alone = () if self.pod.shares_processes else ("unshare", "--pid", "--fork", "--mount", "--mount-proc")
         argv = [*self._enter(self._first_pid), *alone, *self._as_user(container.argv)]
         with self.log_of(container).open("ab") as log:
@@ -78,8 +78,7 @@ class Machine:
         return Running(process, depth=1 if self.pod.shares_processes else 2)
 
     def run_in(self, running: "Running", container: Container, argv: Sequence[str], limit_s: float) -> int:
-        """A command in a container that runs; its exit code, 124 where it was ended after the limit. What it
-        says is in the log."""
+        """Run a command in a running container. Return its exit code, or 124 after the timeout."""
         with self.log_of(container).open("ab") as log:
             done = subprocess.Popen(
                 with_parent_death_signal([*self._enter(running.pid()), *self._as_user(argv)]),
@@ -101,14 +100,14 @@ class Machine:
         return self.directory / f"{container.name}.log"
 
     def close(self) -> None:
-        """Everything in it ends, at once; only the logs stay."""
+        """Kill all processes of the pod. The logs stay."""
         self._pause.kill()
         self._pause.wait()
         assert self._pause.stdout is not None
         self._pause.stdout.close()
 
     def _environ(self, container: Container) -> dict[str, str]:
-        """The container's, with this machine's Baton and Redis before those that the image would have."""
+        """Return the environment of a container, with this machine's Baton and Redis first in its paths."""
         path = f"/opt/rehearsal:{container.environ['PATH']}"
         return {**container.environ, "PATH": path, "PYTHONPATH": str(self._source), "HOSTNAME": self.pod.name}
 
@@ -129,7 +128,7 @@ class Machine:
         ]
 
     def _root(self) -> list[str]:
-        """The lines of a shell that makes the root, moves into it and stays there."""
+        """Return the shell script that creates the root file system and changes into it."""
         root = self.directory / "root"
         lines = [
             f"mount -t tmpfs -o mode=0755 root {_quoted(root)}",
@@ -180,7 +179,7 @@ class Machine:
 
 
 class Running:
-    """A container's process."""
+    """The process of a container."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", *, depth: int) -> None:
         self._process = process
@@ -188,8 +187,10 @@ class Running:
         self._pid: int | None = None
 
     def pid(self) -> int:
-        """Of the container's own process, as it is called here. Raises ProcessLookupError where it has
-        ended."""
+        """Process id of the container's process in this namespace.
+
+        Raises ProcessLookupError after its end.
+        """
         end_s = time.monotonic() + START_S
         while self._pid is None:
             if self._process.poll() is not None or time.monotonic() > end_s:
@@ -205,7 +206,7 @@ class Running:
         return self._pid
 
     def signal(self, number: int) -> None:
-        """Nothing where it has ended."""
+        """Send a signal if the process still runs."""
         with suppress(ProcessLookupError, psutil.Error):
             psutil.Process(self.pid()).send_signal(number)
 
@@ -213,14 +214,14 @@ class Running:
         return self._process.poll()
 
     def wait(self, limit_s: float) -> bool:
-        """Whether it has ended within the limit."""
+        """Wait for the end. Return True if the process ended within the timeout."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
         return self._process.poll() is not None
 
 
 def _bound(source: Path, place: Path) -> list[str]:
-    """That file or directory of this machine, at that place of the root."""
+    """Return the mount commands for a file or directory of this machine."""
     inside = _quoted(f".{place}")
     make = f"mkdir -p {inside}" if source.is_dir() else f"mkdir -p {_quoted(f'.{place.parent}')} && touch {inside}"
     return [make, f"mount --rbind {_quoted(source)} {inside}"]

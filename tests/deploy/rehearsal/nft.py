@@ -1,5 +1,4 @@
-"""Rules of the kernel's packet filter, put into one network namespace over netlink: there is not everywhere
-an `nft` to call.
+"""Sets packet filter rules (nftables) in a network namespace over netlink, without the `nft` program.
 
 Source of the numbers: linux/netfilter/nf_tables.h. A rule is a list of expressions, run one after the other
 until one does not match.
@@ -31,8 +30,11 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Rules that packets pass at `hook`. `kind`: `filter` or `nat`; `policy`: what becomes of those that no
-    rule is about."""
+    """A chain of rules at `hook`.
+
+    kind: `filter` or `nat`.
+    policy: verdict for packets that match no rule.
+    """
 
     name: str
     kind: str
@@ -43,7 +45,7 @@ class Chain:
 
 
 def established() -> list[Expression]:
-    """Packets of connections that were let in, or out, before."""
+    """Match packets of established connections."""
     mask = struct.pack("=I", _ESTABLISHED_OR_RELATED)
     return [
         _expression("ct", (1, _u32(1)), (2, _u32(0))),
@@ -53,7 +55,7 @@ def established() -> list[Expression]:
 
 
 def loopback() -> list[Expression]:
-    """Packets from this very machine."""
+    """Match packets from the loopback interface."""
     return [_expression("meta", (1, _u32(1)), (2, _u32(6))), _compare(1, b"lo".ljust(16, b"\0"))]
 
 
@@ -66,7 +68,7 @@ def destination(address: str) -> list[Expression]:
 
 
 def tcp_to(low: int, high: int) -> list[Expression]:
-    """TCP to a port of that range, ends included."""
+    """Match TCP packets to a port in this inclusive range."""
     return [
         _expression("meta", (1, _u32(1)), (2, _u32(16))),
         _compare(1, bytes([socket.IPPROTO_TCP])),
@@ -78,7 +80,7 @@ def tcp_to(low: int, high: int) -> list[Expression]:
 
 
 def one_in(count: int) -> list[Expression]:
-    """One packet of so many, at random."""
+    """Match one of `count` packets at random."""
     return [_expression("numgen", (1, _u32(1)), (2, _u32(count)), (3, _u32(1))), _compare(1, struct.pack("=I", 0))]
 
 
@@ -101,7 +103,7 @@ def redirect_to(address: str, port: int) -> list[Expression]:
 
 
 class PacketFilter:
-    """One table of rules in a namespace, which goes with it."""
+    """A table of rules in a namespace. It ends with the namespace."""
 
     def __init__(self, netns: Netns, table: str) -> None:
         self._table = table
@@ -112,7 +114,7 @@ class PacketFilter:
         self._sequence = 0
 
     def replace(self, chains: Sequence[Chain]) -> None:
-        """These rules instead of those before, at once. Raises OSError with what the kernel says."""
+        """Replace all rules atomically. Raises OSError with the kernel's error."""
         table = _string(1, self._table)
         messages = [(_NEW_TABLE, _CREATE, table), (_DEL_TABLE, 0, table), (_NEW_TABLE, _CREATE, table)]
         for chain in chains:

@@ -1,5 +1,4 @@
-"""What a rendered pod comes to: commands, environment, files and memory, with every reference to another
-object followed."""
+"""Resolves a rendered pod into commands, environment, files and memory, including all references."""
 
 import base64
 import re
@@ -17,7 +16,7 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """A ConfigMap or Secret as a directory."""
+    """A ConfigMap or Secret mounted as a directory."""
 
     path: str
     contents: Mapping[str, bytes]
@@ -26,7 +25,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scratch:
-    """An empty directory of the pod's own, with at most so much in it."""
+    """An empty directory of the pod with a size limit."""
 
     path: str
     max_bytes: int
@@ -34,7 +33,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """One process of a pod. Probes are as rendered, less the names of ports; None where there is none."""
+    """One container of a pod. Probes are as rendered, with port numbers; None if absent."""
 
     name: str
     argv: tuple[str, ...]
@@ -47,7 +46,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """`sidecars` start before `containers` and end after them."""
+    """A pod. `sidecars` start before `containers` and end after them."""
 
     name: str
     address: str
@@ -62,8 +61,10 @@ class Pod:
 
 
 def pod_of(template: Mapping[str, Any], docs: Sequence[Doc], *, name: str, address: str) -> Pod:
-    """The pod that a Deployment makes of its template. Raises KeyError where an object or a key that it names
-    is missing, ValueError for what cannot be rehearsed."""
+    """Create the pod of a template.
+
+    Raises KeyError if a referenced object or key is missing, ValueError for unsupported fields.
+    """
     spec = template["spec"]
     sidecars = spec.get("initContainers", ())
     if any(container.get("restartPolicy") != "Always" for container in sidecars):
@@ -85,7 +86,7 @@ def pod_of(template: Mapping[str, Any], docs: Sequence[Doc], *, name: str, addre
 
 
 def image_environ() -> dict[str, str]:
-    """What the image gives each process: the ENV of the Dockerfile's base."""
+    """Return the environment that the image sets: ENV of the Dockerfile's base stage."""
     text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     base = text[text.index(" AS base") : text.index(" AS build")]
     (block,) = re.findall(r"^ENV ((?:.*\\\n)*.*)$", base, re.MULTILINE)
@@ -93,7 +94,7 @@ def image_environ() -> dict[str, str]:
 
 
 def secret(docs: Iterable[Doc], name: str) -> dict[str, bytes]:
-    """The contents of a Secret."""
+    """Return the content of a Secret."""
     doc = _named(docs, "Secret", name)
     plain = {key: value.encode() for key, value in doc.get("stringData", {}).items()}
     return {key: base64.b64decode(value) for key, value in doc.get("data", {}).items()} | plain
@@ -138,12 +139,12 @@ def _value(
 
 
 def _expand(text: str, environ: Mapping[str, str]) -> str:
-    """As Kubernetes does it: what is not known stays as it is, `$$` is a dollar."""
+    """Expand variables as Kubernetes does: unknown ones stay, and `$$` is a dollar sign."""
     return _REFERENCE.sub(lambda found: "$" if found[0] == "$$" else environ.get(found[1], found[0]), text)
 
 
 def _probe(probe: Mapping[str, Any] | None, ports: Mapping[str, int]) -> Mapping[str, Any] | None:
-    """With numbers for the names of ports."""
+    """Replace port names with numbers."""
     if probe is None:
         return None
     return {
@@ -157,8 +158,7 @@ def _probe(probe: Mapping[str, Any] | None, ports: Mapping[str, int]) -> Mapping
 def _volumes(
     volumes: Iterable[Mapping[str, Any]], containers: Iterable[Mapping[str, Any]], docs: Sequence[Doc]
 ) -> Iterator[Files | Scratch]:
-    """All containers of a pod see what one of them mounts: nothing in the chart has two volumes at one
-    path."""
+    """Return the volumes by path. All containers see all of them: no pod of the chart has two at one path."""
     mounts = {(mount["name"], mount["mountPath"]) for container in containers for mount in container["volumeMounts"]}
     paths = {path: name for name, path in mounts}
     if len(paths) != len(mounts):

@@ -1,5 +1,4 @@
-"""What a network plugin makes of the chart's objects: who is let in where, and what a Service's address leads
-to."""
+"""Translates NetworkPolicies and Services into packet filter rules, as a network plugin does."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from tests.deploy.renderer import Doc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A pod as others see it."""
+    """A pod as a peer of policies."""
 
     labels: Mapping[str, str]
     address: str
@@ -20,7 +19,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """Ports, ends included, and the addresses that reach them; None: all."""
+    """An inclusive port range and the addresses that can reach it; None: all addresses."""
 
     low: int
     high: int
@@ -28,8 +27,10 @@ class Opening:
 
 
 def openings(docs: Iterable[Doc], labels: Mapping[str, str], peers: Sequence[Peer]) -> tuple[Opening, ...] | None:
-    """Of a pod with these labels among `peers`; None where no policy is about it, so that everything is open.
-    Raises ValueError for a kind of rule that cannot be rehearsed with the pods of one namespace."""
+    """Return the open ports of a pod with these labels, or None if no policy selects it.
+
+    Raises ValueError for rules that cannot be simulated with the pods of one namespace.
+    """
     policies = [
         doc
         for doc in of_kind(docs, "NetworkPolicy")
@@ -64,7 +65,7 @@ def _check_keys(item: Mapping[str, Any], known: set[str]) -> None:
 
 
 def input_chain(opened: Sequence[Opening] | None, node: str) -> nft.Chain:
-    """What a pod lets in. Its node always reaches it: probes come from there."""
+    """Return the input chain of a pod. The node can always reach it, because probes come from there."""
     chain = nft.Chain(
         name="policy", kind="filter", hook=nft.INPUT, priority=0, policy=nft.ACCEPT if opened is None else nft.DROP
     )
@@ -82,7 +83,7 @@ def input_chain(opened: Sequence[Opening] | None, node: str) -> nft.Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualPort:
-    """A port of a Service's own address, and the pods' sockets behind it."""
+    """A port of a Service address, and the pod sockets behind it."""
 
     address: str
     port: int
@@ -90,8 +91,7 @@ class VirtualPort:
 
 
 def service_chains(ports: Sequence[VirtualPort]) -> list[nft.Chain]:
-    """What becomes of connections that somebody opens to a Service: one of its pods gets each; without any it
-    is refused."""
+    """Return the chains that send each connection to one pod of the Service, or refuse it without any."""
     translate = nft.Chain(name="services", kind="nat", hook=nft.OUTPUT, priority=-100)
     refuse = nft.Chain(name="nobody", kind="filter", hook=nft.OUTPUT, priority=0)
     for port in ports:

@@ -1,4 +1,4 @@
-"""Probes as a node's kubelet runs them."""
+"""Runs probes as a kubelet does."""
 
 import http.client
 import socket
@@ -9,14 +9,17 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 Run = Callable[[Sequence[str], float], int]
-"""Runs a command in the container, for so many seconds at most; its exit code."""
+"""Runs a command in the container with a timeout in seconds, and returns its exit code."""
 
 PERIOD_S, TIMEOUT_S, FAILURES = 10.0, 1.0, 3
-"""What Kubernetes takes where a probe says nothing."""
+"""Kubernetes' defaults of probe settings."""
 
 
 def why_failing(probe: Mapping[str, Any], address: str, run: Run) -> str:
-    """Ask once; empty where it succeeds. Raises ValueError for a probe that is of no kind known here."""
+    """Run a probe once.
+
+    Return the failure, or an empty string. Raises ValueError for an unknown kind of probe.
+    """
     timeout_s = float(probe.get("timeoutSeconds", TIMEOUT_S))
     try:
         if "httpGet" in probe:

@@ -1,4 +1,4 @@
-"""What pods come to: the words, variables and files that a container of the chart gets."""
+"""Commands, variables and files that the containers of the chart get."""
 
 import sys
 
@@ -26,7 +26,7 @@ def pod(docs: list[Doc], part: str) -> Pod:
     return pod_of(named(docs, "Deployment", name)["spec"]["template"], docs, name=f"{name}-1", address=ADDRESS)
 
 
-def test_variables_come_from_fields_secrets_and_those_before_them(docs: list[Doc]) -> None:
+def test_variables_come_from_fields_secrets_and_earlier_variables(docs: list[Doc]) -> None:
     (gateway,) = pod(docs, "gateway").containers
     password = secret(docs, "rel-baton-redis")["password"].decode()
 
@@ -37,7 +37,7 @@ def test_variables_come_from_fields_secrets_and_those_before_them(docs: list[Doc
     assert gateway.environ.items() >= {"RAY_USAGE_STATS_ENABLED": "0", "HOME": "/tmp"}.items()
 
 
-def test_words_of_a_command_name_variables(docs: list[Doc]) -> None:
+def test_commands_expand_variables(docs: list[Doc]) -> None:
     (head,) = pod(docs, "ray-head").containers
 
     assert f"--node-ip-address={ADDRESS}" in head.argv
@@ -45,14 +45,14 @@ def test_words_of_a_command_name_variables(docs: list[Doc]) -> None:
     assert not [word for word in head.argv if "$" in word]
 
 
-def test_a_shell_keeps_its_own_variables(docs: list[Doc]) -> None:
+def test_shell_variables_are_not_expanded(docs: list[Doc]) -> None:
     (redis,) = pod(docs, "redis").containers
 
     assert '"$REDIS_PASSWORD"' in redis.argv[2]
     assert secret(docs, "rel-baton-redis")["password"].decode() not in redis.argv
 
 
-def test_volumes_are_files_and_scratch(docs: list[Doc]) -> None:
+def test_volumes_become_files_and_scratch_directories(docs: list[Doc]) -> None:
     gateway = pod(docs, "gateway")
     volumes = {volume.path: volume for volume in gateway.volumes}
     keys, tls, tmp = volumes["/etc/baton/api-keys"], volumes["/etc/baton/tls"], volumes["/tmp"]
@@ -66,7 +66,7 @@ def test_volumes_are_files_and_scratch(docs: list[Doc]) -> None:
     assert (gateway.user, gateway.group, gateway.grace_s, gateway.shares_processes) == (10001, 10001, 75, False)
 
 
-def test_sidecars_probes_and_hooks(docs: list[Doc]) -> None:
+def test_sidecars_probes_and_hooks_are_resolved(docs: list[Doc]) -> None:
     fleet, worker = pod(docs, "fleet"), pod(docs, "worker-decode")
     (node,) = fleet.sidecars
     (container,) = worker.containers
@@ -80,20 +80,20 @@ def test_sidecars_probes_and_hooks(docs: list[Doc]) -> None:
     assert container.pre_stop[:2] == ("baton", "drain")
 
 
-def test_what_is_missing_is_missed(docs: list[Doc]) -> None:
+def test_missing_object_or_key_raises(docs: list[Doc]) -> None:
     without = [doc for doc in docs if doc["metadata"]["name"] != "rel-baton-tls" or doc["kind"] != "Secret"]
 
     with pytest.raises(KeyError, match="there is no Secret rel-baton-tls"):
         pod(without, "gateway")
 
 
-def test_certificates_are_issued_for_the_names_that_the_chart_asks_for(rendered: Rendered) -> None:
+def test_certificates_are_issued_for_the_requested_names(rendered: Rendered) -> None:
     made = {doc["metadata"]["name"]: doc["data"].keys() for doc in issued(rendered("all-on"), trustme.CA())}
 
     assert made == {name: {"tls.crt", "tls.key", "ca.crt"} for name in ("rel-baton-tls", "rel-baton-front-tls")}
 
 
-def test_the_image_gives_its_environment() -> None:
+def test_environment_of_the_image_is_read_from_the_dockerfile() -> None:
     environ = image_environ()
 
     assert environ["XDG_CACHE_HOME"] == "/var/cache/baton"

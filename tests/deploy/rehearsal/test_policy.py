@@ -1,4 +1,4 @@
-"""NetworkPolicies and Services as rules of the kernel."""
+"""Translation of NetworkPolicies and Services into packet filter rules."""
 
 import socket
 import threading
@@ -22,7 +22,7 @@ WHY_NOT = why_not()
 
 
 @pytest.mark.parametrize("name", ["default", "hybrid", "two-kinds", "long-name"])
-def test_each_rule_opens_its_ports_to_the_pods_that_it_selects(rendered: Rendered, name: str) -> None:
+def test_rules_open_ports_to_the_selected_pods(rendered: Rendered, name: str) -> None:
     there = [workload for workload in workloads(rendered(name)) if workload.component != "test"]
     peers = [Peer(labels=workload.labels, address=f"10.0.0.{number}") for number, workload in enumerate(there)]
     by_component = {
@@ -44,11 +44,11 @@ def test_each_rule_opens_its_ports_to_the_pods_that_it_selects(rendered: Rendere
         }
 
 
-def test_who_is_in_no_policy_is_open(rendered: Rendered) -> None:
+def test_pod_without_policy_is_open(rendered: Rendered) -> None:
     assert openings(rendered("no-policies"), next(workloads(rendered("no-policies"))).labels, ()) is None
 
 
-def test_rules_of_another_kind_are_not_passed_over(rendered: Rendered) -> None:
+def test_unknown_kind_of_rule_raises(rendered: Rendered) -> None:
     gateway = next(workload for workload in workloads(rendered("clients")) if workload.component == "gateway")
 
     with pytest.raises(ValueError, match="namespaceSelector cannot be rehearsed"):
@@ -59,14 +59,14 @@ def _policy(**spec: object) -> Doc:
     return {"kind": "NetworkPolicy", "spec": {"podSelector": {}, "policyTypes": ["Ingress"], **spec}}
 
 
-def test_a_policy_without_rules_opens_nothing() -> None:
+def test_policy_without_rules_opens_nothing() -> None:
     assert openings([_policy()], {}, ()) == ()
 
 
 @pytest.mark.parametrize(
     "spec", [{"policyTypes": ["Egress"]}, {"egress": []}, {"ingress": [{"ports": [{"protocol": "UDP", "port": 1}]}]}]
 )
-def test_what_cannot_be_rehearsed_is_named(spec: dict[str, object]) -> None:
+def test_unsupported_policy_raises(spec: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="cannot be rehearsed"):
         openings([_policy(**spec)], {}, ())
 
@@ -79,7 +79,7 @@ def machines() -> Iterator[tuple[Netns, Netns, Netns]]:
 
 
 def _said(netns: Netns, port: int, word: bytes, stack: ExitStack) -> None:
-    """Let each who connects there get that word."""
+    """Serve a word to every connection."""
     server = stack.enter_context(netns.call(lambda: socket.create_server((netns.address, port))))
 
     def serve() -> None:
@@ -109,7 +109,7 @@ def _heard(netns: Netns, address: str, port: int) -> str:
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "they can be made")
-def test_the_kernel_does_what_the_rules_say(machines: tuple[Netns, Netns, Netns]) -> None:
+def test_kernel_enforces_the_rules(machines: tuple[Netns, Netns, Netns]) -> None:
     known, other, server = machines
     with ExitStack() as stack:
         for port in (80, 89, 99):

@@ -1,4 +1,4 @@
-"""Probes against servers of this process."""
+"""Probes against servers in this process."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -39,19 +39,19 @@ def http_port() -> Iterator[int]:
         thread.join()
 
 
-def test_http(http_port: int) -> None:
+def test_http_probe(http_port: int) -> None:
     def asked(path: str) -> str:
         return why_failing({"httpGet": {"path": path, "port": http_port}}, HERE, never)
 
     assert (asked("/ready"), asked("/moved"), asked("/other")) == ("", "", "status 503: some words")
 
 
-def test_a_socket(http_port: int) -> None:
+def test_socket_probe(http_port: int) -> None:
     assert why_failing({"tcpSocket": {"port": http_port}}, HERE, never) == ""
     assert "refused" in why_failing({"tcpSocket": {"port": 1}}, HERE, never)
 
 
-def test_grpc() -> None:
+def test_grpc_probe() -> None:
     servicer = health.HealthServicer()
     server = grpc.server(ThreadPoolExecutor(2))
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -67,7 +67,7 @@ def test_grpc() -> None:
     assert "UNAVAILABLE" in why_failing(probe, HERE, never)
 
 
-def test_a_command() -> None:
+def test_command_probe() -> None:
     asked: list[tuple[Sequence[str], float]] = []
 
     def run(argv: Sequence[str], limit_s: float) -> int:
@@ -79,7 +79,7 @@ def test_a_command() -> None:
     assert asked == [(["some", "thing"], 3.0)] * 2
 
 
-def test_another_kind_is_named() -> None:
+def test_unknown_kind_of_probe_raises() -> None:
     with pytest.raises(ValueError, match="no known kind"):
         why_failing({"periodSeconds": 1}, HERE, never)
 

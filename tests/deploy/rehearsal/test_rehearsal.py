@@ -1,5 +1,5 @@
-"""The chart on this machine without Kubernetes: what its pods run, in namespaces of their own, behind its
-policies, replaced under load."""
+"""Runs the pods of the chart on this machine in namespaces, enforces its policies, and replaces pods under
+load."""
 
 import errno
 import http.client
@@ -46,14 +46,14 @@ START_S = 400.0
 ROLL_S = 400.0
 NUM_CLIENTS = 3
 MORE_ANSWERS, SETTLE_S, AFTER_S = 10, 15.0, 120.0
-"""Load goes on for so many answers and seconds when all new pods are ready; those answers must have come
-within the last of the three."""
+"""After all new pods are ready, the load continues for this many answers and seconds. The third value is the
+limit for these answers, in seconds."""
 CONNECT_S = 1.5
 PORTS = (6379, 6380, 6381, 6386, 8000, 8001, 8100, 8101, 9000, 10002, 20000)
 PROGRAMS = {"baton", "raylet", "gcs_server", "valkey-server"}
-"""What the pods run, as the kernel calls it."""
+"""Kernel names of the processes of the pods."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What every HTTP/2 client says first, with empty settings."""
+"""The HTTP/2 client preface with empty settings."""
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def client(cluster: Cluster, ca: trustme.CA) -> Client:
 
 @pytest.fixture(scope="module")
 def answers(cluster: Cluster, client: Client, outsider: Outsider) -> list[str]:
-    """What the demo model says, once all pods are ready."""
+    """Answers of the demo model after all pods are ready."""
     cluster.until_ready(START_S)
     return [
         outsider.netns.call(lambda question=question: client.ask(question, streams=False)) for question in QUESTIONS
@@ -104,18 +104,17 @@ def answers(cluster: Cluster, client: Client, outsider: Outsider) -> list[str]:
 
 @pytest.fixture(scope="module")
 def restarts(cluster: Cluster, answers: list[str]) -> dict[str, list[str]]:
-    """What had been started again when all were ready for the first time: Ray's nodes wait for their head so.
-    Nothing comes to it later."""
+    """Restarts until all pods were ready for the first time. Ray nodes restart until their head is up."""
     return {kubelet.pod.name: list(kubelet.restarts) for kubelet in cluster.kubelets}
 
 
 def _links() -> set[str]:
-    """What this process has made of networks: namespaces, and its own end of them."""
+    """Network namespaces and devices that this process has created."""
     listed = subprocess.run("ip netns; ip -o link", shell=True, capture_output=True, text=True, check=True).stdout
     return set(re.findall(rf"\b{re.escape(machine_prefix())}\S*", listed))
 
 
-def test_every_pod_becomes_ready_and_a_question_is_answered(
+def test_every_pod_becomes_ready_and_a_request_is_answered(
     cluster: Cluster, client: Client, outsider: Outsider, answers: list[str]
 ) -> None:
     counts = {component: len(cluster.pods(component)) for component in (*NEEDED, RAY_REDIS)}
@@ -126,7 +125,7 @@ def test_every_pod_becomes_ready_and_a_question_is_answered(
     assert [outsider.netns.call(lambda: client.ask(QUESTIONS[0], streams=True))] == answers[:1]
 
 
-def test_nobody_has_rights_or_may_write_to_the_root_file_system(cluster: Cluster, answers: list[str]) -> None:
+def test_processes_have_no_capabilities_and_a_read_only_root_file_system(cluster: Cluster, answers: list[str]) -> None:
     seen = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error, FileNotFoundError):
@@ -147,7 +146,7 @@ def test_nobody_has_rights_or_may_write_to_the_root_file_system(cluster: Cluster
     assert [each for each in seen if each[1:] != ([user, user, "0" * 16, "0" * 16, "1"], "ro")] == []
 
 
-def test_each_policy_lets_in_what_it_names_and_drops_the_rest(
+def test_policies_accept_named_connections_and_drop_others(
     cluster: Cluster, outsider: Outsider, answers: list[str]
 ) -> None:
     seen: dict[tuple[str, str, int], bool] = {}
@@ -172,8 +171,8 @@ def test_each_policy_lets_in_what_it_names_and_drops_the_rest(
 
 
 def reach(netns: Netns, places: Sequence[tuple[str, int]]) -> list[bool]:
-    """Whether a connection from there gets through to each: it is opened, or refused by the machine itself,
-    and not dropped."""
+    """Return for each address whether packets arrive: the connection is accepted or refused, but not
+    dropped."""
 
     def tried() -> list[bool]:
         with ExitStack() as stack:
@@ -190,7 +189,7 @@ def reach(netns: Netns, places: Sequence[tuple[str, int]]) -> list[bool]:
     return netns.call(tried)
 
 
-def test_the_gateway_answers_nobody_in_plain_text(cluster: Cluster, outsider: Outsider, answers: list[str]) -> None:
+def test_gateway_does_not_answer_without_tls(cluster: Cluster, outsider: Outsider, answers: list[str]) -> None:
     def ask() -> None:
         connection = http.client.HTTPConnection(cluster.address(GATEWAY), 8000, timeout=5)
         connection.request("GET", "/v1/models")
@@ -201,18 +200,18 @@ def test_the_gateway_answers_nobody_in_plain_text(cluster: Cluster, outsider: Ou
 
 
 @pytest.mark.parametrize(("component", "port"), [("scheduler", 8100), ("worker", 8101)])
-def test_between_services_plain_text_and_strangers_are_refused(
+def test_services_refuse_connections_without_a_valid_certificate(
     cluster: Cluster, ca: trustme.CA, answers: list[str], component: str, port: int
 ) -> None:
     address = cluster.pods(component)[0].pod.address
     netns = cluster.pods("gateway")[0].netns
-    known, stranger, nobody = (_context(ca) for _ in range(3))
+    known, foreign, anonymous = (_context(ca) for _ in range(3))
     ca.issue_cert(SERVICE_NAME).configure_cert(known)
-    trustme.CA().issue_cert(SERVICE_NAME).configure_cert(stranger)
+    trustme.CA().issue_cert(SERVICE_NAME).configure_cert(foreign)
 
     assert netns.call(lambda: greeted(address, port, known))
-    assert not netns.call(lambda: greeted(address, port, stranger))
-    assert not netns.call(lambda: greeted(address, port, nobody))
+    assert not netns.call(lambda: greeted(address, port, foreign))
+    assert not netns.call(lambda: greeted(address, port, anonymous))
     assert not netns.call(lambda: greeted(address, port, None))
 
 
@@ -224,7 +223,7 @@ def _context(ca: trustme.CA) -> ssl.SSLContext:
 
 
 def greeted(address: str, port: int, context: ssl.SSLContext | None) -> bool:
-    """Whether the HTTP/2 server there answers with settings of its own."""
+    """Return True if an HTTP/2 server answers with its settings."""
     try:
         with socket.create_connection((address, port), timeout=5) as plain:
             connection = plain if context is None else context.wrap_socket(plain, server_hostname=SERVICE_NAME)
@@ -238,7 +237,7 @@ def greeted(address: str, port: int, context: ssl.SSLContext | None) -> bool:
 @pytest.mark.parametrize(
     "part", ["gateway", "scheduler", "fleet", "ray-head", "worker-prefill", "worker-decode", "redis"]
 )
-def test_a_rolling_restart_fails_no_request(
+def test_rolling_restart_fails_no_request(
     cluster: Cluster, client: Client, outsider: Outsider, answers: list[str], restarts: dict[str, list[str]], part: str
 ) -> None:
     cluster.until_ready(START_S)
@@ -263,8 +262,7 @@ def test_a_rolling_restart_fails_no_request(
 
 
 def _ended_badly(kubelet: Kubelet) -> list[str]:
-    """Of a pod that was asked to end: containers that had to be killed, or whose hook failed or did not
-    run."""
+    """Return the containers of a terminated pod that were killed, or whose hook failed or did not run."""
     codes = {ending.container: ending.pre_stop_code for ending in kubelet.endings}
     hooks = {
         container.name: 0 if container.pre_stop else None

@@ -1,5 +1,4 @@
-"""What the chart is rendered with for the rehearsal: two of what there may be two of, every link encrypted,
-every door locked."""
+"""Values of the rehearsal: two replicas of everything possible, TLS on all connections, and API keys."""
 
 from typing import Any
 
@@ -57,7 +56,7 @@ RAY_REDIS_OBJECTS: tuple[dict[str, Any], ...] = (
         "stringData": {"password": RAY_REDIS_PASSWORD},
     },
 )
-"""The Redis that keeps the state of Ray's head, which the chart expects to be there."""
+"""The external Redis that stores the state of Ray's head."""
 
 VALUES: dict[str, Any] = {
     "tls": {"enabled": True, "certManager": {"enabled": True}},
