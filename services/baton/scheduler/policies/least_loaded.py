@@ -12,7 +12,7 @@ from baton.scheduler.policies.policy_types import Choice, PolicyContext
 
 
 def least_loaded(query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyContext) -> Choice | Rejection:
-    """Choose the workers with the fewest sequences to decode and the fewest queued tokens to prefill.
+    """Choose the workers with the least load: the fewest sequences, the fewest queued prompt tokens.
 
     Decode worker: one with free blocks for the prompt, then the fewest sequences, then the most free blocks.
     Prefill worker: the fewest queued prompt tokens, then the fewest sequences.
