@@ -56,66 +56,96 @@ def run_searches(
     entry for each goal. `on_update` is called with the result after each trial. Errors end the search and are
     returned in the result; only exceptions of `on_update` are raised.
     """
-    searches = [
-        CapacitySearch(goal.target, limit, confidence=confidence) for goal, limit in zip(goals, limits, strict=True)
-    ]
-    done: list[Trial] = []
-    began_s = clock()
-    is_interrupted, error = False, ""
+    run = _SearchRun(goals, limits, trials, confidence=confidence, deadline_s=clock() + time_limit_s, clock=clock)
+    try:
+        run.search_all(on_update, f"the time limit of {time_limit_s:g} s (--time-limit) was reached")
+    except (Interrupted, KeyboardInterrupt):  # can happen at any time: in a trial, or while a result is written
+        run.is_interrupted = True
+        run.stop("interrupted")
+    return run.result
 
-    def found() -> SearchResult:
+
+class _SearchRun:
+    """The searches of all goals and their common trials."""
+
+    def __init__(
+        self,
+        goals: Sequence[Goal],
+        limits: Sequence[Limits],
+        trials: TrialRunner,
+        *,
+        confidence: float,
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._goals = tuple(goals)
+        self._searches = [
+            CapacitySearch(goal.target, limit, confidence=confidence) for goal, limit in zip(goals, limits, strict=True)
+        ]
+        self._trials = trials
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._done: list[Trial] = []
+        self._num_invalid = 0
+        self._error = ""
+        self.is_interrupted = False
+
+    @property
+    def result(self) -> SearchResult:
+        """The result so far."""
         return SearchResult(
-            goals=tuple(goals),
-            answers=tuple(search.answer for search in searches),
-            trials=tuple(done),
-            is_interrupted=is_interrupted,
-            error=error,
+            goals=self._goals,
+            answers=tuple(search.answer for search in self._searches),
+            trials=tuple(self._done),
+            is_interrupted=self.is_interrupted,
+            error=self._error,
         )
 
-    def stop(why: str) -> None:
-        for search in searches:
+    def stop(self, why: str) -> None:
+        """End all searches."""
+        for search in self._searches:
             search.stop(why)
 
-    def search_all() -> None:
-        nonlocal is_interrupted, error
-        num_invalid = 0
-        for asking, search in enumerate(searches):
+    def search_all(self, on_update: Callable[[SearchResult], None], out_of_time: str) -> None:
+        """Run trials until every search is over. Raises Interrupted or KeyboardInterrupt."""
+        for goal, search in enumerate(self._searches):
             while (proposal := search.next()) is not None:
-                if clock() - began_s > time_limit_s:
-                    stop(f"the time limit of {time_limit_s:g} s (--time-limit) was reached")
+                if self._clock() > self._deadline_s:
+                    self.stop(out_of_time)
                     break
-                try:
-                    trial = trials.run(proposal, asking)
-                except Interrupted:
-                    raise
-                except LoadgenError as raised:
-                    num_invalid += 1
-                    if isinstance(raised, WarmUpFailed) and num_invalid < MAX_INVALID:
-                        continue  # the next trial waits again until the server is idle
-                    error = str(raised)
-                    stop(error)
-                    break
-                done.append(trial)
-                num_invalid = num_invalid + 1 if trial.invalid else 0
-                if trial.is_interrupted:
-                    raise KeyboardInterrupt
-                if num_invalid >= MAX_INVALID:
-                    stop(f"{num_invalid} trials in a row were invalid: {trial.invalid[0]}")
-                elif not trial.invalid:
-                    for position, other in enumerate(searches):
-                        observation = trial.judgements[position].observation(trial.rate_rps)
-                        other.observe(observation, is_scout=trial.is_scout, is_own=position == asking)
-                on_update(found())
+                trial = self._run_trial(proposal, goal)
+                if trial is not None:
+                    self._observe(trial, goal)
+                    on_update(self.result)
 
-    try:
-        search_all()
-    except (
-        Interrupted,
-        KeyboardInterrupt,
-    ):  # can happen at any time: in a trial, or while a result is being written
-        is_interrupted = True
-        stop("interrupted")
-    return found()
+    def _run_trial(self, proposal: Proposal, goal: int) -> Trial | None:
+        """Run a trial and return it, or None if it could not start.
+
+        It is then repeated, unless the searches were stopped.
+        """
+        try:
+            return self._trials.run(proposal, goal)
+        except Interrupted:
+            raise
+        except LoadgenError as error:
+            self._num_invalid += 1
+            if not (isinstance(error, WarmUpFailed) and self._num_invalid < MAX_INVALID):
+                self._error = str(error)
+                self.stop(self._error)
+            return None  # after a failed warm-up, the next trial waits again until the server is idle
+
+    def _observe(self, trial: Trial, goal: int) -> None:
+        """Add a trial to all searches. Too many invalid ones in a row stop them."""
+        self._done.append(trial)
+        self._num_invalid = self._num_invalid + 1 if trial.invalid else 0
+        if trial.is_interrupted:
+            raise KeyboardInterrupt
+        if self._num_invalid >= MAX_INVALID:
+            self.stop(f"{self._num_invalid} trials in a row were invalid: {trial.invalid[0]}")
+        elif not trial.invalid:
+            for position, search in enumerate(self._searches):
+                observation = trial.judgements[position].observation(trial.rate_rps)
+                search.observe(observation, is_scout=trial.is_scout, is_own=position == goal)
 
 
 def is_answered(answer: CapacityEstimate) -> bool:

@@ -43,7 +43,7 @@ OVERLOAD_ERROR = 0.02
 _SLOPES = np.geomspace(1.0, 50.0, 13)
 _SLOPE, _SLOPE_FACTOR = 8.0, 0.8
 _LAPSES = np.array([0.0, 0.3, 0.6, 0.85])
-"""As fractions of 1 - target."""
+"""Fractions of 1 - target."""
 _LAPSE_WEIGHTS = np.array([0.55, 0.2, 0.15, 0.1])
 _NUM_RATES = 240
 _NEGLIGIBLE = 1e-6

@@ -7,6 +7,7 @@ other, and no trial finds its prompts in a cache because of an earlier one.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +18,8 @@ from typing import Any, Protocol
 from loadgen.capacity.capacity_search import Proposal
 from loadgen.capacity.verdicts import LOOKS, Judgement, TrialJudge, TrialVerdict, scaled
 from loadgen.loadgen_errors import EmptyPlan
-from loadgen.measure.record_tail import RecordTail
 from loadgen.measure.records import Record
+from loadgen.measure.records_file import from_json
 from loadgen.measure.request_metrics import OutcomeRules, why_invalid
 from loadgen.plan.plan import Plan
 from loadgen.send.run.processes import ProgressView
@@ -28,7 +29,6 @@ from loadgen.send.server.idle import IdleResult
 LONGEST_TIMES = 10.0
 """Longest trial as a multiple of the requested seconds, however low its rate."""
 SCOUT_PART = 0.25
-"""Of a trial's time, that a scout takes; longer where that would be fewer than …"""
 SCOUT_REQUESTS = 20
 """A scout takes SCOUT_PART of a trial's time, or longer if that has fewer requests than SCOUT_REQUESTS."""
 SEEDS_TRIED = 5
@@ -231,6 +231,28 @@ class Trials:
             "seed": seed,
             "slo": {name: str(slo) for name, slo in plan.slos.items()},
         }
+
+
+class RecordTail:
+    """Reads files that other processes append to, one line per write. Each part is read only once."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._read = dict.fromkeys(files, 0)
+        self._records: list[Record] = []
+
+    def read(self) -> Sequence[Record]:
+        """Return all complete records so far. Files that do not exist yet are skipped."""
+        for path, done in self._read.items():
+            try:
+                with path.open("rb") as file:
+                    file.seek(done)
+                    data = file.read()
+            except FileNotFoundError:
+                continue
+            lines = data[: data.rfind(b"\n") + 1]
+            self._records += [from_json(json.loads(line)) for line in lines.splitlines() if line.strip()]
+            self._read[path] = done + len(lines)
+        return self._records
 
 
 class TrialWatch:

@@ -98,23 +98,7 @@ class CapacityJob:
         goals = tuple(
             Goal(target=target, slo_scale=scale) for scale in given["slo_scale"] for target in given["attainment"]
         )
-        limits = [
-            Limits(
-                start_rps=given["start_rate"],
-                min_rps=length.min_rps(goal.target),
-                max_rps=min(given["max_rate"] or math.inf, maker.max_rps(seconds)),
-                resolution=given["resolution"][0],
-                max_trials=given["max_trials"],
-            )
-            for goal in goals
-        ]
-        for goal, limit in zip(goals, limits, strict=True):
-            if limit.max_rps <= limit.min_rps:
-                raise LoadgenError(
-                    f"trials of this length can judge {goal.target * 100:g} % only from {limit.min_rps:.3g} "
-                    f"{maker.unit}/s on, but "
-                    f"the highest allowed rate is {limit.max_rps:.3g}; give longer --seconds or more --requests"
-                )
+        limits = [_limits(given, goal, length, maker) for goal in goals]
         seed = secrets.randbits(32) if given["seed"] is None else given["seed"]
         lowest_rps = min(max(limit.min_rps for limit in limits), *(limit.max_rps for limit in limits))
         plan = maker.make(lowest_rps, length.at(lowest_rps), trial_seed(seed, 0))
@@ -338,6 +322,23 @@ def _maker(given: Mapping[str, Any]) -> PlanMaker:
 
         vocabulary = vocabulary_of(given["tokenizer"])
     return SimpleWorkload(given["input_tokens"] or 128, given["output_tokens"] or 32, vocabulary)
+
+
+def _limits(given: Mapping[str, Any], goal: Goal, length: TrialLength, maker: PlanMaker) -> Limits:
+    """Return the bounds of one goal's search. Raises LoadgenError if they leave no rate to try."""
+    limits = Limits(
+        start_rps=given["start_rate"],
+        min_rps=length.min_rps(goal.target),
+        max_rps=min(given["max_rate"] or math.inf, maker.max_rps(given["seconds"])),
+        resolution=given["resolution"][0],
+        max_trials=given["max_trials"],
+    )
+    if limits.max_rps <= limits.min_rps:
+        raise LoadgenError(
+            f"trials of this length can judge {goal.target * 100:g} % only from {limits.min_rps:.3g} "
+            f"{maker.unit}/s on, but the highest allowed rate is {limits.max_rps:.3g}; give longer --seconds or more --requests"
+        )
+    return limits
 
 
 def _probe(given: Mapping[str, Any]) -> Any:

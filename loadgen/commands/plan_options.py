@@ -18,6 +18,11 @@ LENGTHS = "LENGTHS"
 
 def plan_options(function: F) -> F:
     """Add the options that every source has."""
+    return _token_options(_client_options(function))
+
+
+def _token_options(function: F) -> F:
+    """Add the options for the file and its tokens."""
     return _all(
         function,
         click.option(
@@ -51,6 +56,13 @@ def plan_options(function: F) -> F:
             type=click.IntRange(0),
             help="Lowest token id to draw, with --vocab-size.  [default: 1000]",
         ),
+    )
+
+
+def _client_options(function: F) -> F:
+    """Add the options for SLOs, clients and cancels."""
+    return _all(
+        function,
         click.option("--slo", metavar="SLO", help="SLO of every request, such as ttft=500ms,tpot=50ms."),
         click.option(
             "--slo-class",

@@ -11,6 +11,7 @@ import numpy as np
 
 from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
+from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome, SendingStats
 from loadgen.measure.stats import percentiles
 from loadgen.measure.summary import prompt_count, rate
 from loadgen.send.run.run_plan import FinishedRun, outcome_line
@@ -20,44 +21,13 @@ def summary_lines(finished: FinishedRun, out: Path) -> Iterator[tuple[str, str]]
     """Yield the lines of the summary as (text, colour or "")."""
     run, records, rules = finished.run, finished.records, finished.rules
     sent = request_metrics.sending(records)
+    lag_limit_s = request_metrics.lag_limit_s(rules)
     if sent.lag_p99_s is not None:
-        limit = request_metrics.lag_limit_s(rules)
-        rates = ""
-        if sent.due_rps is not None and sent.achieved_rps is not None:
-            rates = f"due {sent.due_rps:.2f} requests/s, achieved {sent.achieved_rps:.2f}; "
-        lags = f"p50 {_ms(sent.lag_p50_s)}, p99 {_ms(sent.lag_p99_s)}, max {_ms(sent.lag_max_s)}"
-        lag = f"send lag {lags} (p99 limit {limit * 1e3:g} ms)"
-        yield f"sending     {rates}{lag}", ""
-    complete = [record for record in records if request_metrics.is_complete_response(record, rules)]
-    for name, values in (
-        ("ttft", [value for record in complete if (value := request_metrics.ttft_s(record)) is not None]),
-        ("tpot", [value for record in complete if (value := request_metrics.tpot_s(record)) is not None]),
-        ("e2e", [value for record in complete if (value := request_metrics.e2e_s(record)) is not None]),
-    ):
-        if values:
-            p50, p90, p99 = percentiles(values, (50, 90, 99))
-            yield (
-                f"{name:<10}  p50 {_ms(p50)}  p90 {_ms(p90)}  p99 {_ms(p99)}  of {len(values)} complete "
-                "responses, from the intended send time",
-                "",
-            )
-    outcomes = finished.outcomes
+        yield _sending_line(sent, lag_limit_s), ""
+    for line in _latency_lines(records, rules):
+        yield line, ""
     if records:
-        good = outcomes[request_metrics.RequestOutcome.GOOD]
-        slo_text = "; ".join(
-            f"{name} {slo}" if len(rules.slos) > 1 else str(slo) for name, slo in rules.slos.items() if str(slo)
-        )
-        offered_rps = rate(np.array([record.intended_s for record in records]))
-        goodput = (
-            f", goodput {offered_rps * good / run.num_offered:.2f} requests/s"
-            if offered_rps and run.num_offered
-            else ""
-        )
-        yield (
-            f"attainment  {good / max(1, run.num_offered):.1%}{goodput} "
-            f"({slo_text or 'no SLO: every complete response counts'})",
-            "",
-        )
+        yield _attainment_line(finished), ""
     deviation = prompt_count(records).deviation
     if deviation and not math.isnan(deviation):
         than = "more" if deviation > 0 else "fewer"
@@ -74,17 +44,54 @@ def summary_lines(finished: FinishedRun, out: Path) -> Iterator[tuple[str, str]]
         yield f"INTERRUPTED after {run.duration_s:.1f} s: {run.num_offered} of the plan's requests were due", "red"
     for reason in run.invalid:
         yield f"INVALID     {reason}", "red"
-    if (
-        sent.lag_p99_s is not None
-        and sent.lag_p99_s > request_metrics.lag_limit_s(rules)
-        and run.machine.get("priority") != "realtime"
-    ):
+    if sent.lag_p99_s is not None and sent.lag_p99_s > lag_limit_s and run.machine.get("priority") != "realtime":
         yield (
             "hint        if the generator shares cores with the server, use --priority realtime; it needs root or "
             "CAP_SYS_NICE",
             "yellow",
         )
-    yield outcome_line(outcomes, run.num_offered, is_valid=not run.invalid), "red" if run.invalid else ""
+    yield (
+        outcome_line(finished.outcomes, run.num_offered, is_valid=not run.invalid),
+        "red" if run.invalid else "",
+    )
+
+
+def _sending_line(sent: SendingStats, lag_limit_s: float) -> str:
+    rates = ""
+    if sent.due_rps is not None and sent.achieved_rps is not None:
+        rates = f"due {sent.due_rps:.2f} requests/s, achieved {sent.achieved_rps:.2f}; "
+    lags = f"p50 {_ms(sent.lag_p50_s)}, p99 {_ms(sent.lag_p99_s)}, max {_ms(sent.lag_max_s)}"
+    return f"sending     {rates}send lag {lags} (p99 limit {lag_limit_s * 1e3:g} ms)"
+
+
+def _latency_lines(records: Sequence[Record], rules: OutcomeRules) -> Iterator[str]:
+    complete = [record for record in records if request_metrics.is_complete_response(record, rules)]
+    for name, metric in (
+        ("ttft", request_metrics.ttft_s),
+        ("tpot", request_metrics.tpot_s),
+        ("e2e", request_metrics.e2e_s),
+    ):
+        values = [value for record in complete if (value := metric(record)) is not None]
+        if values:
+            p50, p90, p99 = percentiles(values, (50, 90, 99))
+            yield (
+                f"{name:<10}  p50 {_ms(p50)}  p90 {_ms(p90)}  p99 {_ms(p99)}  of {len(values)} complete "
+                "responses, from the intended send time"
+            )
+
+
+def _attainment_line(finished: FinishedRun) -> str:
+    rules, num_offered = finished.rules, finished.run.num_offered
+    good = finished.outcomes[RequestOutcome.GOOD]
+    slo_text = "; ".join(
+        f"{name} {slo}" if len(rules.slos) > 1 else str(slo) for name, slo in rules.slos.items() if str(slo)
+    )
+    offered_rps = rate(np.array([record.intended_s for record in finished.records]))
+    goodput = f", goodput {offered_rps * good / num_offered:.2f} requests/s" if offered_rps and num_offered else ""
+    return (
+        f"attainment  {good / max(1, num_offered):.1%}{goodput} "
+        f"({slo_text or 'no SLO: every complete response counts'})"
+    )
 
 
 def _errors(records: Sequence[Record]) -> list[tuple[str, int]]:

@@ -29,6 +29,11 @@ GRPC_URL = "127.0.0.1:8001"
 
 def target_options(function: F) -> F:
     """Add the options for the server and its API."""
+    return _server_options(_request_options(function))
+
+
+def _server_options(function: F) -> F:
+    """Add the options for the server and the form of requests."""
     return _all(
         function,
         click.option(
@@ -64,6 +69,13 @@ def target_options(function: F) -> F:
             help="Kind of server, for API extensions.  [default: detected from /v1/models]",
         ),
         click.option("--model", help="Model name.  [default: the first of /v1/models]"),
+    )
+
+
+def _request_options(function: F) -> F:
+    """Add the options for authentication, additional fields, SLO and timeout."""
+    return _all(
+        function,
         click.option(
             "--api-key",
             type=ApiKey(),

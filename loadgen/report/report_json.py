@@ -99,14 +99,7 @@ def run_of(view: RunView) -> dict[str, Any]:
         "latency": {name: distribution.to_json() for name, distribution in summary.latency.items()},
         "throughput": summary.throughput.to_json() if summary.throughput else None,
         "tokens_per_message": summary.tokens_per_message,
-        "prefix_hits": {
-            "achieved": summary.prefix.ratio if summary.prefix.requests else None,
-            "cached_tokens": summary.prefix.cached_tokens,
-            "prompt_tokens": summary.prefix.prompt_tokens,
-            "requests": summary.prefix.requests,
-            "by_tier": dict(summary.prefix.by_tier),
-            "best": dict(view.best_hits),
-        },
+        "prefix_hits": _prefix_hits(view),
         "prompts": {
             "planned_tokens": summary.prompts.planned_tokens,
             "counted_tokens": summary.prompts.counted_tokens,
@@ -124,6 +117,18 @@ def run_of(view: RunView) -> dict[str, Any]:
         "by_endpoint": groups.by(view, lambda record: record.endpoint or "(none)"),
         "by_worker": groups.workers(view),
         "errors": groups.errors(view.measures),
+    }
+
+
+def _prefix_hits(view: RunView) -> dict[str, Any]:
+    prefix = view.summary.prefix
+    return {
+        "achieved": prefix.ratio if prefix.requests else None,
+        "cached_tokens": prefix.cached_tokens,
+        "prompt_tokens": prefix.prompt_tokens,
+        "requests": prefix.requests,
+        "by_tier": dict(prefix.by_tier),
+        "best": dict(view.best_hits),
     }
 
 

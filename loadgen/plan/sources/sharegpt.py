@@ -98,14 +98,7 @@ def replay_conversations(
             "without --tokenizer the number of tokens is unknown: --output-tokens is required, and --history "
             "answers and --max-context are not possible"
         )
-    if len(times_s) > len(conversations):
-        raise BadPlan(
-            f"{len(times_s)} sessions arrive, but there are only {len(conversations)} conversations; give fewer "
-            "--sessions or shorter --seconds"
-        )
-    chosen = np.argsort(draws.stream(seed, "conversations").random(len(conversations)), kind="stable")[
-        : len(times_s)
-    ].tolist()
+    chosen = _choose(len(conversations), len(times_s), seed)
     num_turns = [min(len(conversations[position].turns), max_turns or 1 << 30) for position in chosen]
     thinks = iter(np.round(think.draw(draws.stream(seed, "think"), sum(num_turns)), 6).tolist())
     lengths = (
@@ -142,6 +135,18 @@ def replay_conversations(
     if not turns:
         raise BadPlan(f"no conversation has a first turn of at most {max_context} tokens; raise --max-context")
     return in_order(turns, times_s.tolist(), systems)
+
+
+def _choose(num_conversations: int, count: int, seed: int) -> list[int]:
+    """Draw `count` different conversations. Raises BadPlan if there are fewer."""
+    if count > num_conversations:
+        raise BadPlan(
+            f"{count} sessions arrive, but there are only {num_conversations} conversations; give fewer "
+            "--sessions or shorter --seconds"
+        )
+    order = np.argsort(draws.stream(seed, "conversations").random(num_conversations), kind="stable")
+    chosen: list[int] = order[:count].tolist()
+    return chosen
 
 
 def _segments(text: str, role: str, encode: Encode | None) -> tuple[Segment, ...]:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.capacity.trials import LONGEST_TIMES, STRAGGLERS_S, Goal, TrialLength, TrialWatch, trial_seed
+from loadgen.capacity.trials import LONGEST_TIMES, STRAGGLERS_S, Goal, RecordTail, TrialLength, TrialWatch, trial_seed
 from loadgen.capacity.verdicts import TrialJudge, TrialVerdict, scaled
-from loadgen.measure.record_tail import RecordTail
 from loadgen.measure.records import Record
 from loadgen.measure.records_file import to_json
 from loadgen.measure.request_metrics import OutcomeRules
