@@ -1,7 +1,8 @@
-"""Configuration and fixtures of all tests. Fixtures of one directory are in its own conftest."""
+"""What every test shares. Each directory's own fixtures stand in its own conftest."""
 
 import gc
 import os
+import re
 from collections import Counter
 
 import pytest
@@ -12,23 +13,25 @@ from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600
 
-# Properties have no deadline, because a slow machine does not make them wrong.
+# A property is right or wrong, however slow the machine is at the moment.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
 
 
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove `BATON_` variables of the shell, so that they do not change test results."""
+    """A test's result does not depend on the `BATON_` variables of the shell that runs it."""
     for name in [name for name in os.environ if name.startswith("BATON_") and name != "BATON_TEST_LONG"]:
         monkeypatch.delenv(name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give full-size tests an hour unless they set a timeout, and skip GPU tests without a GPU."""
+    """Give each test its tier and its time limit; skip GPU tests if there is no GPU."""
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     has_gpu = any(item.get_closest_marker("gpu") for item in items) and _has_gpu()
     for item in items:
+        for tier in _tiers(item):
+            item.add_marker(tier)
         is_long = IS_LONG or item.get_closest_marker("long")
         if is_long and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
@@ -37,14 +40,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
 
 
+def _tiers(item: pytest.Item) -> list[str]:
+    """Markers that follow from where a test is and, for contract suites, which implementation it runs."""
+    path = item.path.as_posix()
+    if "/tests/unit/model/" in path or path.endswith("/test_demo_model.py"):
+        return ["model"]
+    if "/tests/contract/" not in path:
+        return []
+    words = set(re.findall(r"[a-z_]+", item.name.partition("[")[2]))
+    found = ["integration"] if words & {"redis", "nixl"} else []
+    return [*found, "model"] if words & {"torch", "kernels", "decoder", "gloo", "demo", "llama"} else found
+
+
 def pytest_collection_finish() -> None:
-    """Exclude collected tests and imported modules from garbage collection, which took as long as a test."""
+    """Thousands of tests and what they import stay until the end: looking through them at each garbage
+    collection took a test's time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print which tests did not run, and why."""
+    """What did not run, and why."""
     skips = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
     terminalreporter.section("not run")
     for reason, count in skips.most_common():
