@@ -1,9 +1,7 @@
-"""A two-sided `TransferBackend` over Gloo's send and receive, as NCCL's would be: a double that keeps the
-contract honest.
+"""A two-sided `TransferBackend` over Gloo's send and receive, to hold the contract for backends such as NCCL.
 
-The owner copies the blocks it was told of, then their generation-table entries, and sends both; the reader
-posts both receives. What the reader takes for proof was read out of the owner's memory after the blocks were,
-as it must be.
+The owner copies the announced blocks, then their generation-table entries, and sends both. The reader posts
+both receives. The entries are thus read from the owner's memory after the blocks, as validation requires.
 """
 
 import asyncio
@@ -29,7 +27,7 @@ PROBE_BLOCKS = 2
 
 
 class GlooBackend:
-    """One rank of a group of two; a worker's rank is told by `ranks`."""
+    """One rank of a group of two. `ranks` maps workers to ranks."""
 
     two_sided = True
     max_probe_blocks = PROBE_BLOCKS
@@ -65,7 +63,7 @@ class GlooBackend:
         )
 
     def join(self) -> None:
-        """Meet the other rank; blocks until it is there."""
+        """Connect to the other rank. Blocks until it is there."""
         self._group = dist.ProcessGroupGloo(self._store, self._rank, 2, TIMEOUT)
 
     @property
@@ -88,7 +86,7 @@ class GlooBackend:
         return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
 
     def offer(self, block_ids: Sequence[int]) -> None:
-        """Peers read the blocks themselves."""
+        """Do nothing: blocks are sent by `expect_read`."""
 
     def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
         blocks = torch.from_numpy(self._own.kv[list(block_ids)].copy())
@@ -106,7 +104,7 @@ class GlooBackend:
         self._receive_later(read_id, source, None)
 
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
-        """They came with the blocks."""
+        """Do nothing: the entries were received with the blocks."""
         self._reads.begin(read_id)
         entries = [self._entries.get((source.memory.agent_name, block_id)) for block_id in source.block_ids]
         known = tuple(entry for entry in entries if entry is not None)

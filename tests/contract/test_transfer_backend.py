@@ -1,4 +1,4 @@
-"""What every `TransferBackend` promises: whole blocks, lives read after them, terminal means terminal."""
+"""Contract of `TransferBackend`: complete blocks, generations read after them, and terminal states."""
 
 import asyncio
 from dataclasses import fields
@@ -15,13 +15,13 @@ from tests.contract.transfer_backends import BACKENDS, LAYOUT, NUM_BLOCKS, Pair
 pytestmark = pytest.mark.contract
 
 TRUSTING = {"sim"}
-"""Backends that do not check what only a bug of ours could do."""
+"""Backends that do not detect this misuse."""
 every = pytest.mark.parametrize("backend", BACKENDS)
 checking = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in TRUSTING])
 
 
 async def lives_of(pair: Pair, *block_ids: int) -> tuple[GenerationEntry, ...]:
-    """Entries as the reader's proof would see them."""
+    """Return the entries as the reader's validation sees them."""
     read_id = ReadId(next(pair.read_ids))
     pair.reader.backend.start_read_generations(read_id, pair.owner.backend.describe(block_ids))
     assert await pair.reader.backend.wait(read_id) is ReadState.DONE

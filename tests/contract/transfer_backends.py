@@ -1,5 +1,4 @@
-"""Every implementation of `TransferBackend`, behind one handle: two workers' memories and what moves blocks
-between them."""
+"""Builds each implementation of `TransferBackend` with the memories of two workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,13 +32,13 @@ LAYOUT = builders.layout()
 
 
 def pattern(seed: int, size: int) -> bytes:
-    """The content of a block that was filled with `seed`."""
+    """Return the content of a block that was filled with `seed`."""
     return Random(seed).randbytes(size)
 
 
 @dataclass(kw_only=True)
 class Side:
-    """One worker: its backend, and its memory as a test fills and checks it."""
+    """One worker: its backend, and its memory with functions to fill and check it."""
 
     worker: WorkerRef
     backend: TransferBackend
@@ -50,14 +49,14 @@ class Side:
 
 @dataclass(kw_only=True)
 class Pair:
-    """Two workers; the reader reads from the owner, which it is connected to."""
+    """Two workers; the reader is connected to the owner and reads from it."""
 
     owner: Side
     reader: Side
     read_ids: count = field(default_factory=lambda: count(1))
 
     def start(self, blocks: dict[int, int]) -> ReadId:
-        """Begin to read own blocks by the owner's blocks."""
+        """Start to read the owner's blocks into own blocks."""
         read_id = ReadId(next(self.read_ids))
         self.owner.backend.offer(tuple(blocks))
         if self.owner.backend.two_sided:
@@ -85,7 +84,7 @@ PairFactory = Callable[[], AbstractAsyncContextManager[Pair]]
 
 
 def _filling(kv: np.ndarray) -> tuple[Callable[[int, int], None], Callable[[int, int], bool]]:
-    """`fill` and `holds` of a `Side` with these blocks, [num_blocks, block_bytes]."""
+    """Return `fill` and `holds` of a `Side` for these blocks, [num_blocks, block_bytes]."""
 
     def fill(block_id: int, seed: int) -> None:
         kv[block_id] = np.frombuffer(pattern(seed, kv.shape[1]), dtype=np.uint8)
@@ -148,12 +147,12 @@ async def _open(connected: Callable[[], Awaitable[tuple[Pair, list[HostMemory]]]
 
 
 def _allocate_named(num_blocks: int, block_bytes: int) -> HostMemory:
-    """As on systems without memfd."""
+    """Allocate shared memory as on systems without memfd."""
     return allocate_shared(num_blocks, block_bytes, memfd=False)
 
 
 async def _staged(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory]]:
-    """What a device has is memory of torch's own, as if it were out of reach."""
+    """Build a staged backend; torch host memory takes the place of a device."""
     caches: list[KvCache] = []
 
     def staged(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:

@@ -1,8 +1,7 @@
-"""A worker without an engine, as a process of its own: pool, owner's service and reader over a real backend
-and gRPC.
+"""A worker without an engine as a process: pool, owner service and reader over a real backend and gRPC.
 
 Takes commands as JSON lines on standard input and answers each with one JSON line. Blocks hold a pattern of
-(text, index), so that a wrong block is seen. Run as `python -m tests.integration.transfer.peer_process
+(text, index), so that a wrong block is detected. Run as `python -m tests.integration.transfer.peer_process
 BACKEND WORKER_ID EPOCH PORT`.
 """
 
@@ -46,7 +45,7 @@ NUM_BLOCKS = int(os.environ.get("PEER_NUM_BLOCKS", "1024"))
 
 
 def layout() -> KvLayout:
-    """Blocks of 64 KiB."""
+    """Return a layout with blocks of 64 KiB."""
     components = tuple(KvComponent(name=name, num_kv_heads=4, head_dim=64, dtype="float32") for name in ("k", "v"))
     return builders.layout(groups=(LayerGroup(layer_begin=0, num_layers=8, components=components),))
 
@@ -123,7 +122,7 @@ class Peer:
     async def do_prefill(
         self, request: int, text: str, num_tokens: int, reader: dict[str, Any], chunks: int = 1, chunk_s: float = 0.0
     ) -> Any:
-        """Compute a prompt in `chunks` steps; its transfer lives on by its pins."""
+        """Compute a prompt in `chunks` steps. Its transfer keeps the blocks pinned."""
         job, num_full = builders.job_id(request), num_tokens // BLOCK_TOKENS
         hashes = hashes_of(text, num_full)
         self.owner.create(job, WorkerRef(**reader))
@@ -144,7 +143,7 @@ class Peer:
         return {}
 
     async def do_pull(self, owner: dict[str, Any], request: int, text: str, num_tokens: int) -> Any:
-        """Pull a prompt; `wrong` counts landed blocks with other content than it should be."""
+        """Pull a prompt. `wrong` counts received blocks with unexpected content."""
         num_blocks = -(-num_tokens // BLOCK_TOKENS)
         hashes = hashes_of(text, num_tokens // BLOCK_TOKENS)
         self.texts.update({h: (text, index) for index, h in enumerate(hashes)})
@@ -173,7 +172,7 @@ class Peer:
         return answer
 
     async def do_reuse(self, text: str) -> Any:
-        """Memory pressure: every block that nobody holds is handed out and written."""
+        """Allocate and overwrite every free block."""
         taken = self.pool.allocate(self.pool.num_allocatable) or []
         for index, block_id in enumerate(taken):
             self.memory.kv[block_id] = pattern(text, index, self.memory.block_bytes)
@@ -182,7 +181,7 @@ class Peer:
         return {"blocks": len(taken)}
 
     async def do_canary(self) -> Any:
-        """How many of the blocks that the last `reuse` wrote hold something else now."""
+        """Return how many of the blocks that the last `reuse` wrote have other content now."""
         damaged = sum(
             not np.array_equal(self.memory.kv[b], pattern(*was, self.memory.block_bytes))
             for b, was in self.canary.items()
@@ -193,7 +192,7 @@ class Peer:
         return {"is_warm": await self.reader.warmed(WorkerRef(**owner))}
 
     async def do_state(self) -> Any:
-        """Counts, and `audit`: visible blocks whose content is not their hash's."""
+        """Return counters, and `audit`: visible blocks whose content does not match their hash."""
         self.pool.check()
         audit = 0
         for block_id in range(NUM_BLOCKS):

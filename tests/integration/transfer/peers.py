@@ -1,4 +1,4 @@
-"""Starts `peer_process`es and talks to them; every one is gone when the test is."""
+"""Starts `peer_process`es and talks to them. All have ended after the test."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ class PeerDied(Exception):
 
 
 class PeerHandle:
-    """One process. `ask` sends a command and waits for its answer; several may be under way."""
+    """One process. `ask` sends a command and waits for its answer; several may run concurrently."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process

@@ -1,4 +1,4 @@
-"""Two network namespaces with a link of a given speed between them. Needs root and iproute2; Linux only."""
+"""Two network namespaces joined by a link of limited speed. Needs root and iproute2; Linux only."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from itertools import count
 
 _numbers = count()
 ENV = {"UCX_TLS": "tcp", "PEER_LOOPBACK": "0"}
-"""UCX would read across network namespaces with `cma` otherwise: the processes share a kernel."""
+"""Excludes `cma`, which UCX would use across network namespaces because the processes share a kernel."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Side:
 
 
 def why_not() -> str:
-    """Why there can be no slow link here; empty if there can be."""
+    """Return why a slow link cannot be set up here, or an empty string."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs root, ip and tc"
     if subprocess.run(["ip", "netns", "add", "baton-try"], capture_output=True, check=False).returncode:
@@ -36,7 +36,7 @@ def why_not() -> str:
 
 @contextmanager
 def slow_link(rate: str) -> Iterator[tuple[Side, Side]]:
-    """`rate` as tc has it (`40mbit`), in both directions."""
+    """Yield two joined sides. `rate`: in tc's format (`40mbit`), for both directions."""
     number = next(_numbers) + os.getpid() % 20_000 * 3
     name, network = f"bt{number}", f"10.{200 + number // 65536 % 50}.{number // 256 % 256}.{number % 64 * 4}"
     base, last = network.rsplit(".", 1)
@@ -51,7 +51,8 @@ def slow_link(rate: str) -> Iterator[tuple[Side, Side]]:
             _run(f"ip -n {side.netns} addr add {side.address}/30 dev {side.netns}")
             _run(f"ip -n {side.netns} link set {side.netns} up")
             _run(
-                f"ip netns exec {side.netns} tc qdisc add dev {side.netns} root tbf rate {rate} burst 32kbit latency 400ms"
+                f"ip netns exec {side.netns} tc qdisc add dev {side.netns} root "
+                f"tbf rate {rate} burst 32kbit latency 400ms"
             )
         yield sides[0], sides[1]
     finally:
@@ -60,9 +61,9 @@ def slow_link(rate: str) -> Iterator[tuple[Side, Side]]:
 
 
 def sent_bytes(side: Side) -> int:
-    """What has left this side through the link: proof that a fault struck while bytes were moving."""
-    told = _run(f"ip -n {side.netns} -s link show {side.netns}").split("TX:")[1].splitlines()[1]
-    return int(told.split()[0])
+    """Return the bytes sent through the link, to verify that a fault struck during a transfer."""
+    statistics = _run(f"ip -n {side.netns} -s link show {side.netns}").split("TX:")[1].splitlines()[1]
+    return int(statistics.split()[0])
 
 
 def _run(command: str) -> str:

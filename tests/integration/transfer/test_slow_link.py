@@ -1,5 +1,4 @@
-"""Faults in the middle of a real read: a link of 40 Mbit/s makes it last, so that a kill or a pause strikes
-with bytes under way."""
+"""Faults during a real read, which a link of 40 Mbit/s makes long enough."""
 
 import asyncio
 import signal
@@ -31,7 +30,7 @@ async def pair(group: Peers, sides: tuple[Side, Side]) -> tuple[PeerHandle, Peer
 
 
 async def in_mid_read(owner: PeerHandle, reader: PeerHandle, sides: tuple[Side, Side]) -> "asyncio.Task[dict]":
-    """Start a handover that takes seconds; returns when bytes of it are under way."""
+    """Start a transfer that takes seconds. Returns once bytes of it were sent."""
     before = sent_bytes(sides[0])
     await owner.ask("prefill", request=0, text="a", num_tokens=TOKENS, reader=reader.ref)
     handover = asyncio.create_task(reader.ask("pull", owner=owner.ref, request=0, text="a", num_tokens=TOKENS))
@@ -44,7 +43,7 @@ async def in_mid_read(owner: PeerHandle, reader: PeerHandle, sides: tuple[Side, 
 
 
 async def works_again(owner: PeerHandle, reader: PeerHandle, request: int) -> None:
-    """The pair is probed, and then used."""
+    """Wait until the link was probed and works again."""
     for attempt in range(40):
         answer = await handed_over(owner, reader, request + attempt, f"b{attempt}")
         if answer["outcome"] == "received":

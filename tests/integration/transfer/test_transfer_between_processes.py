@@ -1,5 +1,5 @@
-"""Pulls between real processes over NIXL and shared memory: kills, pauses and restarts never make a wrong
-block visible."""
+"""Pulls between real processes over NIXL and shared memory: kills, pauses and restarts make no wrong block
+visible."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ LEASE_S = TEST_TIMES["lease_s"]
 
 
 async def handed_over(owner: PeerHandle, reader: PeerHandle, request: int = 0, text: str = "a", **more: object) -> dict:
-    """One prompt computed there and pulled here."""
+    """Compute one prompt at the owner and pull it here."""
     prefill = asyncio.create_task(
         owner.ask("prefill", request=request, text=text, num_tokens=TOKENS, reader=reader.ref, **more)
     )
@@ -32,7 +32,7 @@ async def handed_over(owner: PeerHandle, reader: PeerHandle, request: int = 0, t
 
 
 async def assert_clean(*handles: PeerHandle) -> None:
-    """Everything given back and nothing visible that is wrong, within a lease."""
+    """Check that within a lease everything is freed and no wrong block is visible."""
     for handle in handles:
         for _attempt in range(40):
             state = await handle.ask("state")
@@ -77,7 +77,7 @@ async def test_transfers_in_both_directions_are_exact_and_leak_nothing(backend: 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) -> None:
-    """And one that is started again on the same address is another worker."""
+    """Also: a process restarted on the same address is a new incarnation."""
     rng = Random(5)
     async with peers() as group:
         reader, owner = await asyncio.gather(group.start(backend, "d0", 8), group.start(backend, "p0", 100))

@@ -1,5 +1,4 @@
-"""Worker processes over real gRPC, NIXL or shared memory and the demo model, and a scheduler that listens to
-them."""
+"""Starts worker processes over real gRPC and NIXL or shared memory, with a scheduler that records reports."""
 
 import asyncio
 import os
@@ -24,7 +23,7 @@ START_S = 180.0
 
 
 class WorkerProcess:
-    """`baton worker` as a process of its own."""
+    """One `baton worker` process."""
 
     def __init__(self, worker_id: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.worker_id = worker_id
@@ -41,7 +40,7 @@ class WorkerProcess:
 
 
 class Processes:
-    """Starts workers that report to its scheduler; ends all of them with itself."""
+    """Starts workers that report to its scheduler, and ends all of them at exit."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -56,8 +55,10 @@ class Processes:
         self.address = f"127.0.0.1:{await self._server.start('127.0.0.1', 0)}"
 
     async def start_workers(self, *workers: tuple[str, dict[str, Any], dict[str, str]]) -> list[WorkerProcess]:
-        """(worker_id, settings, further environment) of each, all at the same time; returns when all are
-        ready."""
+        """Start workers from (worker_id, settings, extra environment), concurrently.
+
+        Returns when all are ready.
+        """
         started = [await self._spawn(*worker) for worker in workers]
         for worker in started:
             worker.ref = (await self.report(worker.worker_id, within_s=START_S)).worker
@@ -66,7 +67,7 @@ class Processes:
     async def report(
         self, worker_id: str, state: WorkerState = WorkerState.READY, within_s: float = 10.0
     ) -> WorkerReport:
-        """The first report that tells of this state."""
+        """Wait for the first report with this state."""
         async with asyncio.timeout(within_s):
             while True:
                 for report in self.scheduler.reports[worker_id]:
@@ -80,7 +81,7 @@ class Processes:
                 await asyncio.sleep(0.02)
 
     async def latest_clean(self, worker_id: str, within_s: float = 10.0) -> WorkerReport:
-        """The newest report, once it tells of nothing but cache (invariant I2)."""
+        """Wait for a report of a clean worker: no block is in use except cached ones."""
         async with asyncio.timeout(within_s):
             while True:
                 report = self.scheduler.reports[worker_id][-1]

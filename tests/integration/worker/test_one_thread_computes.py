@@ -1,5 +1,5 @@
-"""All that a worker computes, it computes in one thread: another that ever did would keep OpenMP's threads
-from waiting awake."""
+"""A worker computes in one thread only; a second computing thread would make OpenMP's threads sleep between
+steps."""
 
 import subprocess
 import sys
@@ -17,13 +17,15 @@ from baton.worker.device.open_device import open_device
 
 config = WorkerConfig(model=str(DEMO_DIR), kv_memory=2**26, transfer="local", threads_per_worker=int(sys.argv[1]))
 executor = open_device(config, WorkerRef(worker_id="w", worker_epoch=1, address="w")).executor
-prompt = StepSequence(seq_id=0, token_ids=token_ids(range(300, 364)), position_begin=0, kv_begin=0, block_table=(0, 1, 2, 3), sample=None)
+prompt = StepSequence(
+    seq_id=0, token_ids=token_ids(range(300, 364)), position_begin=0, kv_begin=0, block_table=(0, 1, 2, 3), sample=None
+)
 executor._thread.submit(executor.run, StepPlan(step_id=0, sequences=(prompt,))).result()
 print(len(os.listdir("/proc/self/task")), flush=True)
 os._exit(0)
 """
 OPENMPS, TORCHS = 1, 1
-"""Of a second thread a step: in OpenMP's team, and in a pool of torch's that sleeps."""
+"""Threads that a second thread per step adds: one in OpenMP's team, and a sleeping one in torch's pool."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")

@@ -1,4 +1,4 @@
-"""Prefill and decode workers as processes, with the demo model in float32: real gRPC, real NIXL, real shared
+"""Tests of prefill and decode processes with the demo model in float32 over real gRPC, NIXL and shared
 memory."""
 
 import asyncio
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 NEAR_TIE = 1e-4
 MARKER = 4000
-"""A token that no prompt has by chance."""
+"""A token that no prompt contains by chance."""
 LENGTHS = sized((1, 15, 16, 17, 33, 300, 513), (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 300, 511, 512, 513, 1000, 1500))
 
 
@@ -53,7 +53,7 @@ def both_jobs(
 
 @cache
 def reference() -> Any:
-    """The model as transformers runs it."""
+    """The reference: the model run by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -64,8 +64,10 @@ def reference() -> Any:
 
 
 def check_exact(tokens: Any, answer: list[int], logprobs: list[float]) -> None:
-    """One teacher-forced pass: each token is the reference's best, or within a near-tie of it, and has the
-    reference's logprob."""
+    """Check an answer with one teacher-forced pass.
+
+    Each token must be the reference's best, or within a near-tie of it, and have the reference's logprob.
+    """
     import torch
 
     with torch.inference_mode():
@@ -85,9 +87,11 @@ async def gateway_to(made: Processes, worker: WorkerProcess) -> Gateway:
 
 @pytest.mark.parametrize("transfer", sized(("nixl",), ("nixl", "local")))
 async def test_prefill_and_decode_processes_answer_as_one_model(tmp_path: Path, transfer: str) -> None:
-    """Then: a cancelled request leaves nothing, a stuck worker exits (row 11), a decode worker finishes its
-    work after SIGTERM (row 47) and a prefill worker waits for its readers (row 48). One start serves all: a
-    process takes seconds to load torch."""
+    """Check answers, a cancelled request, F-11 (stuck worker exits), and F-47 and F-48 (SIGTERM) with one
+    start.
+
+    A process takes seconds to load torch, so all checks share the processes.
+    """
     async with processes(tmp_path) as made:
         shared = {"transfer": transfer, "workers_on_host": 3, "step_limit_s": 1.5}
         stuck = {"BATON_FAILPOINTS": f"sequence_step[token={MARKER}]=sleep:60"}
@@ -171,7 +175,7 @@ async def _sigterm_loses_nothing(
 
 @pytest.mark.long
 async def test_killed_owner_is_blamed(tmp_path: Path) -> None:
-    """Row 2, as far as workers go."""
+    """F-2, as far as it concerns workers."""
     async with processes(tmp_path) as made:
         shared = {"workers_on_host": 2, "max_num_batched_tokens": 64}
         p, d = await made.start_workers(

@@ -1,5 +1,4 @@
-"""A GPU whose KV no transport reaches: what stands for one here is memory of torch's own, which NIXL refuses
-to register as a GPU's."""
+"""Tests of staging with memory that NIXL refuses to register as GPU memory, in place of a GPU."""
 
 import asyncio
 from itertools import count

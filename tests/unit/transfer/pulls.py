@@ -1,4 +1,4 @@
-"""Pulls under virtual time, whole ones and those that fail."""
+"""Helpers that run pulls in virtual time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,7 @@ ENDLESS_S = 300.0
 
 
 def virtual(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a test under virtual time: its waits take none, and one that would never end fails."""
+    """Run a test in virtual time. A wait that would never end fails the test."""
 
     async def bounded(*args: Any, **kwargs: Any) -> None:
         async with asyncio.timeout(ENDLESS_S):

@@ -1,4 +1,4 @@
-"""The owner's state machine: who holds which pins until when, whatever is said in whatever order."""
+"""Tests of the owner's state machine: pins, leases and announcements under any order of messages."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ OTHER = builders.worker_ref("d1", epoch=5)
 
 @dataclass
 class Pins:
-    """A PinPool that counts, and that gives a block another life when told to."""
+    """A PinPool that counts pins. A test can give a block a new generation."""
 
     pinned: Counter[int] = field(default_factory=Counter)
     generations: Counter[int] = field(default_factory=Counter)
@@ -376,8 +376,8 @@ NOTICES = st.sampled_from(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(NOTICES, st.integers(0, 2), st.floats(0, 1.5)), max_size=40))
 def test_messages_in_any_order_and_number_are_safe(notices: list[tuple[str, int, float]]) -> None:
-    """Duplicates, late ones and early ones: no exception, no pin given back twice, and nothing left once the
-    leases are over."""
+    """Duplicate, late and early messages raise nothing, unpin nothing twice, and leave nothing after the
+    leases end."""
     r, now_s = Rig(), 0.0
     computing: set[int] = set()
     for notice, request, pause_s in notices:

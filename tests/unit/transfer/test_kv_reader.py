@@ -1,4 +1,5 @@
-"""Pulls from end to end: what lands is what was announced, whatever becomes of the stream and the owner."""
+"""Tests of complete pulls: received blocks equal the announced ones, also after a broken stream or a dead
+owner."""
 
 import asyncio
 from dataclasses import replace
@@ -185,12 +186,12 @@ async def test_owner_death_fails_the_pull_within_a_lease() -> None:
 @virtual
 async def test_unreachable_owner_fails_the_pull() -> None:
     async with rig() as r:
-        nobody = builders.worker_ref("gone", epoch=3)
-        pull = r.kv_reader.pull(nobody, builders.job_id(), have_blocks=0)
+        unreachable = builders.worker_ref("gone", epoch=3)
+        pull = r.kv_reader.pull(unreachable, builders.job_id(), have_blocks=0)
         with pytest.raises(Refused) as refused:
             await pull.first_ready()
         assert refused.value.failure.retriable
-        assert refused.value.failure.blamed == nobody
+        assert refused.value.failure.blamed == unreachable
 
 
 @virtual
@@ -226,6 +227,6 @@ async def test_other_incarnation_of_the_owner_is_not_read() -> None:
 async def test_two_sided_owner_is_notified_of_every_read() -> None:
     async with rig(two_sided=True) as r:
         await pull_all(r)
-        told = [blocks for _read, reader, blocks in r.owner.backend.expected if reader == READER.worker_id]
-        assert told[0] == (0,)  # the probe
-        assert told[-5:] == [source for source, _own in r.fabric.reads]
+        notified = [blocks for _read, reader, blocks in r.owner.backend.expected if reader == READER.worker_id]
+        assert notified[0] == (0,)  # the probe
+        assert notified[-5:] == [source for source, _own in r.fabric.reads]

@@ -1,5 +1,5 @@
-"""What must never become visible: reads that are late, fail, are cancelled or disproved land nothing, and
-nothing leaks."""
+"""Tests of reads that are late, fail, are cancelled or fail validation: no block becomes visible and nothing
+leaks."""
 
 import asyncio
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""What a pull knows of each of its blocks: announced, waiting, being read, landed. No rig: it is
-arithmetic."""
+"""Tests of the block bookkeeping of a pull: announced, waiting, being read, received."""
 
 import pytest
 
@@ -28,7 +27,7 @@ def ready(begin: int, *block_ids: int, generation: int = 1) -> KvReady:
 
 
 def blocks(*messages: KvReady, num_receiving: int = 4) -> PullBlocks:
-    """Own block 10 + i for block i."""
+    """Own block 10 + i for prompt block i."""
     made = PullBlocks((), 0)
     made.receive_into({index: 10 + index for index in range(num_receiving)}, 0)
     for message in messages:

@@ -1,4 +1,4 @@
-"""The small parts: deadlines that move, bandwidth, ranges, proof, generation table, memory, what UCX says."""
+"""Tests of deadlines, bandwidth, block runs, validation, generation table, host memory and the UCX log."""
 
 import os
 import sys

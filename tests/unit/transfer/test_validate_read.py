@@ -1,5 +1,7 @@
-"""The named negative tests: nothing but the generation table saves these pulls, so each must fail without it,
-and is shown to."""
+"""Scenarios in which only validation by the generation table keeps reused blocks invisible.
+
+Each scenario is also run without validation, where it must fail.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -27,8 +29,10 @@ def fault(scenario: Callable[[Rig], None]) -> Callable[[Rig], None]:
 
 @fault
 def cancel_at_p_with_a_read_in_flight_and_memory_pressure(r: Rig) -> None:
-    """The request is cancelled at P, whose Lost finds no stream; by P's clock, which runs ahead of D's, the
-    lease then ends."""
+    """Cancel the request at the owner while its stream is broken.
+
+    The lease then ends by the owner's clock.
+    """
     r.cut()
     r.service.lost(builders.job_id(), Reason.CANCELLED)
     r.service.owner.expire(asyncio.get_running_loop().time() + rigs.LEASE_S)
@@ -37,15 +41,19 @@ def cancel_at_p_with_a_read_in_flight_and_memory_pressure(r: Rig) -> None:
 
 @fault
 def p_stopped_for_three_leases_then_memory_pressure(r: Rig) -> None:
-    """P comes back after three leases, its reaper runs before the renewals that wait for it; D's host was
-    paused as long, so D's clock has not moved."""
+    """Resume the owner after three leases; it expires leases before it handles waiting renewals.
+
+    The reader's host was paused as long, so the reader's clock has not moved.
+    """
     r.service.owner.expire(asyncio.get_running_loop().time() + 3 * rigs.LEASE_S)
     r.owner.reuse_everything_free("other")
 
 
 async def pull_under(scenario: Callable[[Rig], None]) -> set[str]:
-    """Pull five blocks, with the fault half way through the read of the second. Returns what became visible
-    under another's hash."""
+    """Pull five blocks, with the fault in the middle of the second read.
+
+    Returns the blocks that became visible under a wrong hash.
+    """
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, hashes = builders.job_id(), r.hashes("a", 4)
@@ -89,7 +97,7 @@ def test_validation_keeps_reused_blocks_invisible(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_reused_blocks_become_visible_without_validation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counter-proof: the scenarios really do what they say."""
+    """The scenarios do reuse blocks: without validation they become visible."""
     monkeypatch.setattr(slice_reader, "mismatch", lambda announced, entries, epoch: None)
     assert virtual_time.run(pull_under(FAULTS[name])) == {"other"}
 
@@ -97,28 +105,27 @@ def test_reused_blocks_become_visible_without_validation(name: str, monkeypatch:
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("blind_to", ["generation", "hash"])
 def test_generation_or_hash_alone_detects_the_reuse(name: str, blind_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that is written again has a new life, and no hash until it is full."""
+    """A reused block has a new generation, and no hash until it is full."""
 
     real = slice_reader.mismatch
 
     def half_blind(announced: Sequence[AnnouncedBlock], entries: Sequence[GenerationEntry], epoch: int) -> str | None:
-        """As if that field had always been what was announced."""
-        told = [
+        """Validate as if the ignored field had always been what was announced."""
+        altered = [
             replace(entry, generation=block.generation)
             if blind_to == "generation"
             else replace(entry, block_hash=block.block_hash)
             for block, entry in zip(announced, entries, strict=True)
         ]
-        return real(announced, told, epoch)
+        return real(announced, altered, epoch)
 
     monkeypatch.setattr(slice_reader, "mismatch", half_blind)
     assert virtual_time.run(pull_under(FAULTS[name])) == set()
 
 
-async def stopped_owner(*, prove: bool, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """P really stopped, by D's clock, too: reads of it hang, nothing is answered for three leases, then it
-    comes back."""
-    if not prove:
+async def stopped_owner(*, validate: bool, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Pause the owner for three leases, also by the reader's clock: reads hang and nothing is answered."""
+    if not validate:
         monkeypatch.setattr(slice_reader, "mismatch", lambda announced, entries, epoch: None)
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
@@ -144,8 +151,8 @@ async def stopped_owner(*, prove: bool, monkeypatch: pytest.MonkeyPatch) -> set[
         return rigs.seen(in_use, "a:") | rigs.seen(r.reader.visible(), "other")
 
 
-@pytest.mark.parametrize("prove", [True, False])
-def test_late_write_hits_no_block_in_use(prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here quarantine and lease are enough, life check or not: the canary over all reused memory stays
-    whole."""
-    assert virtual_time.run(stopped_owner(prove=prove, monkeypatch=monkeypatch)) == set()
+@pytest.mark.parametrize("validate", [True, False])
+def test_late_write_hits_no_block_in_use(validate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quarantine and lease are enough here, with or without validation: the canary in reused memory stays
+    intact."""
+    assert virtual_time.run(stopped_owner(validate=validate, monkeypatch=monkeypatch)) == set()

@@ -1,5 +1,4 @@
-"""An owner and a reader in one process, under virtual time, over memories and a backend that a test can stop,
-tear and corrupt."""
+"""Runs an owner and a reader in one process, in virtual time. A test can stop, tear and corrupt reads."""
 
 import asyncio
 from collections import defaultdict
@@ -40,9 +39,13 @@ EMPTY = ""
 
 @dataclass
 class Fabric:
-    """What lies in whose blocks, which of them were offered, and how reads behave. `stuck`: reads of blocks
-    do not end while it is set; `stuck_lives` the same for entries; `failing`: reads end FAILED; `torn`:
-    called half way through each read of blocks."""
+    """Block contents of both sides, offered blocks, and the behaviour of reads.
+
+    stuck: reads of blocks do not end while it is set
+    stuck_lives: the same for generation-table entries
+    failing: reads end FAILED
+    torn: called in the middle of each read of blocks
+    """
 
     blocks: dict[str, list[str]] = field(default_factory=dict)
     offered: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -64,8 +67,10 @@ class Fabric:
 
 
 class FakeBackend:
-    """Implements `TransferBackend` over a Fabric: the read of a block takes what is there when the read
-    ends."""
+    """Implements `TransferBackend` over a Fabric.
+
+    A read of a block copies the content at the end of the read.
+    """
 
     max_probe_blocks = 1
 
@@ -187,7 +192,7 @@ class FakeBackend:
 
 @dataclass
 class Observed:
-    """A TransferObserver that keeps what it hears."""
+    """A TransferObserver that records its calls."""
 
     ended: list[Reason | None] = field(default_factory=list)
     disproved: list[str] = field(default_factory=list)
@@ -211,7 +216,7 @@ class Observed:
 
 @dataclass(kw_only=True)
 class Host:
-    """One worker's memory and pool."""
+    """Memory and pool of one worker."""
 
     worker: WorkerRef
     backend: FakeBackend
@@ -219,7 +224,7 @@ class Host:
     contents: list[str]
 
     def compute(self, text: str, hashes: Sequence[BlockHash], num_blocks: int) -> list[int]:
-        """Blocks as a prefill leaves them: content `text:index`, full ones hashed."""
+        """Allocate blocks as a prefill leaves them: content `text:index`, full ones hashed."""
         block_ids = self.pool.allocate(num_blocks)
         assert block_ids is not None
         for index, block_id in enumerate(block_ids):
@@ -229,14 +234,14 @@ class Host:
         return block_ids
 
     def reuse_everything_free(self, text: str) -> None:
-        """Memory pressure: every block that nobody holds gets a new life and other content."""
+        """Reuse every free block: it gets a new generation and other content."""
         taken = self.pool.allocate(self.pool.num_allocatable) or []
         for block_id in taken:
             self.contents[block_id] = text
         self.pool.unref(taken)
 
     def visible(self) -> set[str]:
-        """What of this memory an engine or a prefix cache could use as KV."""
+        """Return the contents that an engine or prefix cache could use as KV."""
         return {self.contents[b] for b in range(NUM_BLOCKS) if self.pool.hash_of(b) != NO_HASH or (self.is_seen(b))}
 
     def is_seen(self, block_id: int) -> bool:
@@ -244,8 +249,7 @@ class Host:
 
 
 class PeerEnd:
-    """The part of a WorkerService that peers call. `silent` swallows streams; `cut` breaks those that are
-    open."""
+    """The peer side of a WorkerService. `silent` swallows streams; `cut` breaks those that are open."""
 
     def __init__(self, service: OwnerService) -> None:
         self.service = service
@@ -274,7 +278,7 @@ class Rig:
         return builders.hashes_of([sum(text.encode())] * (count * builders.BLOCK_SIZE_TOKENS))
 
     def prefill(self, text: str = "a", num_tokens: int = 18, request: int = 0) -> tuple[JobId, list[int]]:
-        """A whole prompt computed at the owner and announced, final: (job, its blocks there)."""
+        """Compute a prompt at the owner and send its final announcement. Returns (job, its blocks)."""
         job = builders.job_id(request)
         hashes = self.hashes(text, num_tokens // builders.BLOCK_SIZE_TOKENS)
         self.service.create(job, READER)
@@ -285,7 +289,7 @@ class Rig:
         return job, block_ids
 
     def mark_received(self, pull: Pull, num_blocks: int, have_blocks: int = 0) -> dict[int, int]:
-        """Give a pull receiving blocks for the rest of `num_blocks`; returns them by index."""
+        """Give a pull receiving blocks for the rest of `num_blocks`. Returns them by index."""
         receiving = self.reader.pool.allocate_receiving(num_blocks - have_blocks)
         assert receiving is not None
         by_index = dict(enumerate(receiving, have_blocks))
@@ -293,7 +297,7 @@ class Rig:
         return by_index
 
     def let_go(self, receiving: dict[int, int]) -> None:
-        """The reader's sequence is over."""
+        """End the reader's sequence."""
         self.reader.pool.unref(list(receiving.values()))
 
     def check_nothing_leaks(self) -> None:
@@ -304,7 +308,7 @@ class Rig:
         assert self.service.open_leases == 0
 
     def cut(self) -> None:
-        """Break every open stream; the owner can be dialled again at once."""
+        """Break every open stream. The owner accepts new ones immediately."""
         self.network.remove(OWNER.address)
         self.network.add_worker(OWNER.address, self.end)
 
@@ -374,5 +378,5 @@ async def rig(*, two_sided: bool = False, seed: int = 0) -> AsyncIterator[Rig]:
 
 
 def seen(contents: Iterable[str], text: str) -> set[str]:
-    """Those of `contents` that belong to `text`."""
+    """Return those of `contents` that belong to `text`."""
     return {content for content in contents if content.startswith(text)}

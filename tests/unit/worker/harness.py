@@ -1,8 +1,7 @@
-"""A prefill and a decode worker over simulated leaves, and a scripted gateway: the real services, virtual
-time, no socket.
+"""Runs real workers and a scripted gateway on simulated devices and network, in virtual time.
 
-`SimExecutor` compares every slot of KV that a sample attends to with the sequence's own history, so a wrong
-block fails the test by itself.
+`SimExecutor` compares every KV slot that a sample attends to with the sequence's own history, so a wrong
+block fails the test.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ STEP_COST = SimStepCost(base_s=0.002, per_token_s=0.0001)
 
 
 class StaticMembership:
-    """Membership of one process; `is_away` makes it fail as a store that is down does."""
+    """A directory of members within one process."""
 
     def __init__(self) -> None:
         self.announced: dict[str, Member] = {}
@@ -60,7 +59,7 @@ class StaticMembership:
 
 
 class ListeningScheduler:
-    """Keeps what workers report; `send` gives them a command."""
+    """A scheduler that records reports. `send` sends a command to a worker."""
 
     def __init__(self) -> None:
         self.reports: dict[str, list[WorkerReport]] = defaultdict(list)
@@ -77,7 +76,7 @@ class ListeningScheduler:
 
 
 class GatedExecutor:
-    """Lets a test hold steps back, or make them fail."""
+    """An executor whose steps a test can hold back or fail."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
@@ -111,7 +110,7 @@ class GatedExecutor:
 
 
 class Node:
-    """One worker and what it runs on."""
+    """One worker with its simulated device."""
 
     def __init__(
         self, cluster: "Cluster", worker_id: str, role: str, num_blocks: int, epoch: int = 1, **changes: Any
@@ -198,7 +197,10 @@ class Cluster:
         await asyncio.wait((node.running,))
 
     def cut(self, *addresses: str) -> int:
-        """Cut every stream between hosts whose names begin so; how many there were."""
+        """Cut every stream between hosts whose names begin with these addresses.
+
+        Returns how many were cut.
+        """
         streams = [
             s for s in self.network.streams.values() if all(any(h.startswith(a) for h in s.hosts) for a in addresses)
         ]
@@ -211,7 +213,7 @@ class Cluster:
             node.worker.check_clean()
 
     async def until_clean(self, within_s: float = 10.0) -> None:
-        """I2: some time after the last request nothing is left."""
+        """Wait until all workers are clean: nothing is left of past requests except cached blocks."""
         async with asyncio.timeout(within_s):
             while True:
                 try:
@@ -226,7 +228,7 @@ class Cluster:
 async def cluster(
     seed: int = 0, *, delays: Delays | None = None, link: LinkModel | None = None, tracing: Tracing = OFF
 ) -> AsyncIterator[Cluster]:
-    """An empty cluster; workers that still run at the end are stopped."""
+    """Yield an empty cluster. Workers that still run at the end are stopped."""
     made = Cluster(seed, delays or Delays(), link or LinkModel(), tracing)
     try:
         yield made
@@ -237,7 +239,7 @@ async def cluster(
 
 
 def expected_tokens(job: Job, sample: int = 0) -> list[int]:
-    """What an un-faulted run of the job gives, from its first output on."""
+    """Return the output tokens of a run without faults."""
     prompt = list(job.token_ids[: job.num_prompt_tokens])
     content = contents(prompt)[-1]
     tokens: list[int] = []
@@ -261,18 +263,18 @@ class Pair:
         self.check_clean = made.check_clean
 
     def jobs(self, *, num_tokens: int = 30, **fields: Any) -> tuple[PrefillJob, DecodeJob]:
-        """Both jobs of one attempt."""
+        """Return the prefill and the decode job of one attempt."""
         return prefill_job(num_tokens, reader=self.d.ref, **fields), decode_job(num_tokens, owner=self.p.ref, **fields)
 
     def send(self, *, num_tokens: int = 30, **fields: Any) -> tuple[PrefillJob, DecodeJob]:
-        """Both jobs leave at the same moment."""
+        """Send both jobs of one attempt at the same time."""
         prefill, decode = self.jobs(num_tokens=num_tokens, **fields)
         self.to_p.send(prefill)
         self.to_d.send(decode)
         return prefill, decode
 
     async def settle(self) -> None:
-        """Long enough for messages that are under way to arrive."""
+        """Wait until messages in flight have arrived."""
         await asyncio.sleep(0.05)
 
 
@@ -287,8 +289,11 @@ async def pair(
     tracing: Tracing = OFF,
     **changes: Any,
 ) -> AsyncIterator[Pair]:
-    """`num_blocks` of the decode worker, `p_blocks` of the prefill worker; `changes` of both workers'
-    settings."""
+    """Yield a prefill worker (`p_blocks` blocks) and a decode worker (`num_blocks` blocks) with a session to
+    each.
+
+    `changes` apply to the settings of both workers.
+    """
     async with cluster(seed, delays=delays, link=link, tracing=tracing) as made:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 16} | changes
         both = Pair(

@@ -1,4 +1,4 @@
-"""Jobs whose prompt depends on their request's name only."""
+"""Builds jobs whose prompt depends only on the name of the request."""
 
 from random import Random
 from typing import Any

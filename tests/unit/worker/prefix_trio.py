@@ -1,4 +1,4 @@
-"""A pair of workers, and a third one that holds the beginning of a prompt."""
+"""A pair of workers, and a third worker that holds the prefix of a prompt."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,27 +14,27 @@ from tests.unit.worker.scripted_gateway import Gateway
 
 NUM_TOKENS = 82
 NUM_BLOCKS = 20
-"""Full blocks before the prompt's last token."""
+"""Number of full blocks before the last token of the prompt."""
 PROMPT = b"prompt-0"
 BLOCK_BYTES = builders.layout().block_bytes
 
 
 class Trio:
-    """A pair, and a third worker that holds the beginning of a prompt."""
+    """A pair of workers, and a third worker that holds the prefix of a prompt."""
 
     def __init__(self, made: Pair, holder: Node, to_holder: Gateway) -> None:
         self.pair, self.holder, self.to_holder = made, holder, to_holder
         self.p, self.d, self.to_p, self.to_d = made.p, made.d, made.to_p, made.to_d
 
     async def hold(self, num_tokens: int = NUM_TOKENS, *, prompt: bytes = PROMPT) -> None:
-        """The holder computes that much of the prompt of this name."""
+        """Let the holder compute that much of the prompt of this name."""
         ids = prefill_job(NUM_TOKENS, request=prompt).token_ids[:num_tokens]
         job = decode_job(num_tokens, request=b"earlier " + prompt, token_ids=ids, sampling=Sampling(max_tokens=1))
         self.to_holder.send(job)
         await self.to_holder.ended(job.job)
 
     def jobs(self, number: int = 0, *, prompt: bytes = PROMPT, **changes: Any) -> tuple[PrefillJob, DecodeJob]:
-        """Both jobs of a request for the prompt; P is told of the holder."""
+        """Send both jobs of a request; the prefill job names the holder as prefix source."""
         fields = self._fields(number, prompt) | changes
         source = fields.pop("prefix_source", self.source())
         return prefill_job(reader=self.d.ref, prefix_source=source, **fields), decode_job(owner=self.p.ref, **fields)
@@ -49,13 +49,13 @@ class Trio:
         return prefill, decode
 
     def send_local(self, number: int = 0, *, prompt: bytes = PROMPT, **changes: Any) -> DecodeJob:
-        """D computes the prompt itself, and is told of the holder."""
+        """Send a local decode job that names the holder as prefix source."""
         job = decode_job(**({"prefix_source": self.source()} | self._fields(number, prompt) | changes))
         self.to_d.send(job)
         return job
 
     async def answered(self, prefill: PrefillJob, decode: DecodeJob) -> int:
-        """The answer is exact; how many tokens of the prompt P did not compute."""
+        """Check that the answer is exact. Returns how many prompt tokens the prefill worker reused."""
         first = await self.to_p.ended_prefill(prefill.job)
         await self.to_d.ended(decode.job)
         assert self.to_d.tokens(decode.job) == expected_tokens(decode)
@@ -64,7 +64,7 @@ class Trio:
         return first.timeline.num_cached_tokens
 
     async def answered_locally(self, job: DecodeJob) -> int:
-        """The answer is exact; how many tokens of the prompt D did not compute."""
+        """Check that the answer is exact. Returns how many prompt tokens the decode worker reused."""
         deltas = await self.to_d.ended(job.job)
         assert self.to_d.tokens(job.job) == expected_tokens(job)
         timeline, usage = deltas[-1].timeline, deltas[0].usage

@@ -13,7 +13,7 @@ from baton.core.request import FinishReason, TokenDelta
 
 
 class Gateway:
-    """One session to one worker, scripted: keeps every delta and failure, acknowledges unless told not to."""
+    """One scripted session to one worker. Records every delta and failure, and acknowledges by default."""
 
     def __init__(self, network: Network, worker: WorkerRef, name: str = "g0") -> None:
         self.deltas: dict[JobId, list[TokenDelta]] = defaultdict(list)
@@ -32,7 +32,7 @@ class Gateway:
         self._changed = asyncio.Event()
 
     async def connect(self) -> SessionHelloReply:
-        """Dial, or dial again and go on."""
+        """Connect, or reconnect and resume."""
         self._stream = await self._network.open_session(self._worker.address)
         self._stream.send(
             SessionHello(
@@ -53,19 +53,19 @@ class Gateway:
             self._stream.send(message)
 
     async def break_off(self) -> None:
-        """The stream breaks; what the gateway has processed stays processed."""
+        """Break the stream. Processed messages stay processed."""
         await self._stream.aclose()
         assert self._reading is not None
         await asyncio.wait((self._reading,))
 
     async def ended(self, job: JobId, samples: Sequence[int] = (0,), within_s: float = 60.0) -> list[TokenDelta]:
-        """The job's deltas once it has ended. Raises AssertionError if it failed."""
+        """Wait until the job has ended and return its deltas. Raises AssertionError if it failed."""
         await self.until(lambda: self.failures[job] or self._has_finished(job, samples), within_s)
         assert not self.failures[job], self.failures[job]
         return self.deltas[job]
 
     async def ended_prefill(self, job: JobId) -> TokenDelta:
-        """The first token of a prefill job of one sample."""
+        """Return the first token of a prefill job with one sample."""
         await self.until(lambda: self.failures[job] or self.deltas[job])
         assert not self.failures[job], self.failures[job]
         return self.deltas[job][0]

@@ -1,10 +1,11 @@
-"""What a worker finds when it measures itself at start, within which time, and in whose turn."""
+"""Tests of measuring step costs: results, time limit, and the lock between workers of one host."""
 
 import asyncio
 import subprocess
 import sys
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,10 @@ COSTS = StepCostModel(
 
 
 class CostedExecutor:
-    """Takes the seconds of a model, and `first_s` more for each step of a size that it has not run before."""
+    """An executor whose steps take the time of a cost model.
+
+    The first step of each size takes `first_s` longer.
+    """
 
     def __init__(self, costs: StepCostModel = COSTS, *, first_s: float = 0.0) -> None:
         self.costs = costs
@@ -55,7 +59,7 @@ class CostedExecutor:
         return False
 
     async def aclose(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""
 
 
 def limits(**changes: int) -> EngineConfig:
@@ -112,7 +116,8 @@ async def test_measuring_leaves_the_pool_unchanged() -> None:
 @pytest.mark.parametrize("slower", [1, 10, 100, 1_000])
 @virtual
 async def test_a_slow_device_is_measured_in_fewer_sizes_within_the_budget(slower: int) -> None:
-    costs = StepCostModel(**{**COSTS.to_plain(), "step_s": 0.003 * slower, "prefill_token_s": 4e-5 * slower})  # type: ignore[arg-type]
+    changed: dict[str, Any] = {"step_s": 0.003 * slower, "prefill_token_s": 4e-5 * slower}
+    costs = StepCostModel(**{**COSTS.to_plain(), **changed})
     executor = CostedExecutor(costs)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
@@ -184,7 +189,10 @@ async def test_unusable_lock_file_is_ignored(tmp_path: Path) -> None:
 
 
 async def test_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
-    program = "import fcntl, os, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); sys.stdin.read()"
+    program = (
+        "import fcntl, os, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print(1, flush=True); sys.stdin.read()"
+    )
     with subprocess.Popen(  # noqa: ASYNC220 - it lives for a moment
         [sys.executable, "-c", program, str(tmp_path / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

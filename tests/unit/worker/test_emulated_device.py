@@ -1,4 +1,4 @@
-"""A emulated worker's device: its costs are those that it was told, and nobody takes it for a real one."""
+"""Tests of the emulated device: configured costs, and separation from real workers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ Open = Callable[..., Device]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Opens devices that are closed after the test."""
+    """Yield a function that opens devices, and close them after the test."""
     devices: list[Device] = []
 
     def open_one(worker_id: str = "w", **changes: Any) -> Device:

@@ -1,4 +1,4 @@
-"""A gateway's session: one message a go, resume after a break, grace, overflow, and who is refused."""
+"""Tests of gateway sessions: batching of messages, resume, grace period, overflow and refusals."""
 
 import asyncio
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ GRACE_S = 2.0
 
 @dataclass
 class FakeJobs:
-    """Notes what the sessions asked."""
+    """A job table that records its calls."""
 
     started: list[PrefillJob | DecodeJob] = field(default_factory=list)
     cancelled: list[Cancel] = field(default_factory=list)
@@ -57,7 +57,7 @@ class FakeJobs:
 
 
 class Rig:
-    """Sessions over fake jobs, and streams into them."""
+    """Sessions over recorded jobs, and the streams into them."""
 
     def __init__(self, buffer_bytes: int = 100_000) -> None:
         self.jobs = FakeJobs()
@@ -99,7 +99,7 @@ def failure() -> Failure:
 
 
 async def settle() -> None:
-    """Let everything that is ready happen."""
+    """Run all callbacks that are ready."""
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -1,5 +1,5 @@
-"""What happens to a job that is cancelled, repeated, superseded, late, or whose other leg, stream or worker
-is lost."""
+"""Tests of jobs that are cancelled, repeated, superseded or late, or whose other leg, stream or worker is
+lost."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tests.unit.worker.virtual_loop import virtual
 
 LONG = Sampling(max_tokens=200, ignore_eos=True)
 SLOW_LINK = LinkModel(bytes_per_s=40_000.0)
-"""A block of the test layout (1 KiB) takes 26 ms."""
+"""Reading one block of the test layout (1 KiB) takes 26 ms."""
 
 Phase = Callable[[Pair, PrefillJob, DecodeJob], bool]
 PHASES: dict[str, Phase] = {
@@ -352,8 +352,7 @@ async def test_too_many_jobs_are_refused() -> None:
 
 
 class OneSequenceFails:
-    """An executor whose answer for the longest sequence of a plan is a failure, as for logits that are not
-    numbers."""
+    """An executor that fails the longest sequence of a plan, as it does for NaN logits."""
 
     def __init__(self, made: Pair, num_tokens: int) -> None:
         inner = made.p.executor.inner
@@ -362,10 +361,10 @@ class OneSequenceFails:
 
     async def __call__(self, plan: StepPlan) -> StepResult:
         result = await self.execute_inner(plan)
-        guilty = [s.seq_id for s in plan.sequences if s.context_len >= self.num_tokens]
+        failing = [s.seq_id for s in plan.sequences if s.context_len >= self.num_tokens]
         failure = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="logits that are not numbers")
-        samples = {seq_id: tokens for seq_id, tokens in result.samples.items() if seq_id not in guilty}
-        return StepResult(step_id=plan.step_id, samples=samples, failures=dict.fromkeys(guilty, failure))
+        samples = {seq_id: tokens for seq_id, tokens in result.samples.items() if seq_id not in failing}
+        return StepResult(step_id=plan.step_id, samples=samples, failures=dict.fromkeys(failing, failure))
 
 
 @virtual

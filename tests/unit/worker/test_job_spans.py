@@ -1,4 +1,4 @@
-"""The spans of a worker's jobs, pulls and leases: one each, ended once, below the right one."""
+"""Tests of the spans of jobs, pulls and leases: one each, ended once, with the right parent."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -81,7 +81,7 @@ async def test_cancelled_or_refused_job_ends_its_spans() -> None:
 
 @asynccontextmanager
 async def one_worker(tracing: RecordedTracing) -> AsyncIterator[Gateway]:
-    """A gateway that is connected to it."""
+    """Return a connected gateway."""
     async with cluster(tracing=tracing) as made:
         gateway = made.gateway(made.start("h", **SETTINGS))
         await gateway.connect()

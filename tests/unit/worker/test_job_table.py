@@ -1,4 +1,4 @@
-"""Jobs that this worker must not take, whatever a gateway says."""
+"""Tests of jobs that a worker must refuse."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +40,7 @@ async def test_job_of_another_sampler_version_is_refused(
 
 @virtual
 async def test_sampler_version_is_compared_with_the_workers_layout() -> None:
-    """What it says of itself at pairing is what it holds jobs to."""
+    """The version in the worker's layout is the one that jobs are compared with."""
     async with pair() as made:
         parts = made.d.worker.jobs._parts
         made.d.worker.jobs._parts = replace(parts, sampler_version=SAMPLER_VERSION + 1)

@@ -1,5 +1,5 @@
-"""The publisher: what it writes, that it waits for nobody, and how it catches up with a store that was away
-or has forgotten."""
+"""Tests of the KV event publisher: what it writes, and how it recovers when the store was unavailable or lost
+data."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -23,7 +23,7 @@ TTL_S = 30.0
 
 
 class FailingFeed(MemoryKvEventFeed):
-    """A store that can be away, or slow; it may have done what it did not answer."""
+    """A store that can be unavailable or slow. A call that failed may have been executed."""
 
     def __init__(self, max_stream_events: int = 8_192) -> None:
         super().__init__(max_stream_events=max_stream_events)
@@ -53,7 +53,7 @@ class FailingFeed(MemoryKvEventFeed):
 
 
 class Rig:
-    """A pool, its publisher, and what the feed then says."""
+    """A pool, its publisher, and the feed that it writes to."""
 
     def __init__(self, num_blocks: int = 64, feed: FailingFeed | None = None) -> None:
         self.pool = BlockPool(num_blocks, 4, FakeGenerationTable(num_blocks))
@@ -85,7 +85,7 @@ class Rig:
         return list((await self.feed.read({W: after}, max_events=10_000, wait_s=0.0)).get(W, ()))
 
     async def held(self) -> set[bytes]:
-        """By the snapshot and the events that follow it."""
+        """Return what the feed says is held: the snapshot with the events after it."""
         snapshot = await self.feed.snapshot(W)
         assert snapshot is not None
         held = set(snapshot.hashes[Tier.DEVICE])

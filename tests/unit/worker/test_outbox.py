@@ -1,4 +1,4 @@
-"""What a gateway may still ask for again, and how much of it is kept."""
+"""Tests of the outbox: which messages it keeps, and its limit in bytes."""
 
 import pytest
 

@@ -1,8 +1,7 @@
-"""A decode worker that computes a prompt itself pulls its beginning as a prefill worker does, and computes
-what cannot be had.
+"""Tests of a local decode leg that pulls a prefix.
 
 `SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block
-fails the test by itself.
+fails the test.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from tests.unit.worker.prefix_trio import BLOCK_BYTES, NUM_BLOCKS, NUM_TOKENS, t
 from tests.unit.worker.virtual_loop import virtual
 
 SLOW = LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)
-"""A whole prefix takes 0.1 s."""
+"""Reading a whole prefix takes 0.1 s."""
 
 
 @virtual

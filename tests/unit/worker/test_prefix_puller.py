@@ -1,8 +1,7 @@
-"""A prefix that another worker holds is pulled instead of computed; and when that cannot be, it is computed,
-and nobody notices.
+"""Tests of pulling a prefix from another worker, and of computing it if the pull fails.
 
 `SimExecutor` compares every slot that a sample attends to with the request's own history, so a wrong block
-fails the test by itself.
+fails the test.
 """
 
 import asyncio

@@ -1,5 +1,4 @@
-"""What was pulled out of another worker's cache is kept within a budget, and goes first until a second
-request has used it."""
+"""Tests of the budget for replicas, which are evicted first until a second request uses them."""
 
 import asyncio
 from typing import Any
@@ -18,7 +17,7 @@ from tests.unit.worker.virtual_loop import virtual
 
 OTHER = b"prompt-1"
 P_BLOCKS = 80
-"""Just enough for one whole prefix."""
+"""Budget for exactly one whole prefix."""
 assert int(MAX_PULLED_SHARE * P_BLOCKS) == NUM_BLOCKS
 
 
@@ -33,12 +32,15 @@ def hashes(made: Trio, prompt: bytes) -> list[BlockHash]:
 
 
 def num_cached(made: Trio, prompt: bytes) -> int:
-    """Blocks of this prompt's prefix that P has."""
+    """Return how many blocks of this prompt's prefix the prefill worker holds."""
     return made.p.pool.count_cached(hashes(made, prompt))
 
 
 async def pulled(made: Trio, number: int, prompt: bytes = PROMPT, **changes: Any) -> int:
-    """Blocks that P did not compute; afterwards nothing of the request is in use."""
+    """Run a request and return how many blocks the prefill worker did not compute.
+
+    Nothing of it stays in use.
+    """
     num_tokens = await made.answered(*made.send(number, prompt=prompt, **changes))
     await made.pair.until_clean()
     return num_tokens // BLOCK

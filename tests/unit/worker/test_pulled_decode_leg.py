@@ -1,4 +1,4 @@
-"""From a prefill worker to a decode worker: what arrives, what is sent, and that nothing is left behind."""
+"""Tests of requests with a prefill and a decode worker: exact answers, transfers, and no leaks."""
 
 from dataclasses import replace
 

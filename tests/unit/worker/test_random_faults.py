@@ -1,5 +1,4 @@
-"""Two workers, many requests, and by seed everything that may go wrong: every job ends once, no token is
-wrong, nothing is left."""
+"""Random faults by seed: every job ends once, no token is wrong, nothing is left."""
 
 import asyncio
 from contextlib import suppress
@@ -27,7 +26,7 @@ STUCK_S = 5.0
 
 
 class Scenario:
-    """What happens to one pair of workers under one seed."""
+    """One run of a pair of workers under one seed."""
 
     def __init__(self, made: Pair, rng: Random) -> None:
         self.made = made
@@ -68,7 +67,7 @@ class Scenario:
             await self.job(self.made.to_p, prefill_job(num_tokens, **fields))
 
     async def job(self, gateway: Gateway, job: PrefillJob | DecodeJob) -> None:
-        """Send it, perhaps late, perhaps twice, and perhaps cancel it or some of its samples at some time."""
+        """Send a job, perhaps late or twice, and perhaps cancel it or some of its samples."""
         rng = self.rng
         if rng.random() < 0.2:
             await asyncio.sleep(rng.uniform(0, 0.7))
@@ -84,7 +83,7 @@ class Scenario:
             await self.say(gateway, Cancel(job=job.job, reason=Reason.CANCELLED, sample_indices=samples))
 
     async def say(self, gateway: Gateway, message: PrefillJob | DecodeJob | Cancel) -> None:
-        """As a gateway does: again over the next stream when this one has broken."""
+        """Send a message as a gateway does: repeat it over the next stream if this one has broken."""
         while True:
             try:
                 gateway.send(message)
@@ -107,7 +106,7 @@ class Scenario:
 
     @staticmethod
     def is_open(gateway: Gateway, job: PrefillJob | DecodeJob) -> bool:
-        """As far as the gateway knows."""
+        """Return True if the job has ended from the gateway's view."""
         ended = {d.sample_index for d in gateway.deltas[job.job] if isinstance(job, PrefillJob) or d.finish is not None}
         return not gateway.failures[job.job] and not ended >= set(job.sample_indices)
 

@@ -1,5 +1,4 @@
-"""Where a worker's costs come from, how steps correct them, and that the next worker of its kind begins with
-them."""
+"""Tests of step costs: correction by steps, storing, and reuse by the next worker of the same kind."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a worker."""
+"""Tests of the worker's metrics."""
 
 from prometheus_client import CollectorRegistry
 

@@ -1,5 +1,4 @@
-"""What a whole worker tells schedulers so that they can predict seconds: blocks it holds, its costs, its
-queue, its answers' lengths."""
+"""Tests of what a worker reports: held blocks, step costs, queued work and answer lengths."""
 
 import asyncio
 from dataclasses import replace
@@ -24,11 +23,11 @@ from tests.unit.worker.job_builders import decode_job
 from tests.unit.worker.virtual_loop import virtual
 
 SOON_S = 0.1
-"""Several of the publisher's intervals."""
+"""Several intervals of the publisher."""
 
 
-async def told(cluster: Cluster, node: Node) -> set[bytes]:
-    """What a scheduler that follows that worker now believes it to hold."""
+async def known_blocks(cluster: Cluster, node: Node) -> set[bytes]:
+    """Return the blocks that a scheduler believes the worker to hold."""
     snapshot = await cluster.feed.snapshot(node.ref)
     assert snapshot is not None
     held = set(snapshot.hashes[Tier.DEVICE])
@@ -50,7 +49,7 @@ async def test_both_workers_publish_the_blocks_that_they_hold() -> None:
         await made.to_d.ended(decode.job)
         await asyncio.sleep(SOON_S)
         for node, num_blocks in ((made.p, 7), (made.d, 9)):
-            assert await told(made.cluster, node) == set(node.pool.hashes())
+            assert await known_blocks(made.cluster, node) == set(node.pool.hashes())
             assert len(node.pool.hashes()) == num_blocks
         await asyncio.sleep(1.0)
         assert last_report(made, "d").event_seq == made.d.worker.publisher.event_seq > 1  # type: ignore[union-attr]
@@ -67,7 +66,7 @@ async def test_blocks_received_for_a_cancelled_request_are_published() -> None:
         await made.to_d.failed(decode.job)
         await asyncio.sleep(SOON_S)
         assert 0 < len(made.d.pool.hashes()) < 50
-        assert await told(made.cluster, made.d) == set(made.d.pool.hashes())
+        assert await known_blocks(made.cluster, made.d) == set(made.d.pool.hashes())
 
 
 @virtual
@@ -147,10 +146,10 @@ async def test_publisher_counters_are_in_the_metrics() -> None:
         assert registry.get_sample_value("baton_kv_publisher_behind") == 0
         assert registry.get_sample_value("baton_kv_resets_total") == 1
         assert registry.get_sample_value("baton_evictions_total") == 3 * 11 - len(made.d.pool.hashes()) > 0
-        assert await told(made.cluster, made.d) == set(made.d.pool.hashes())
+        assert await known_blocks(made.cluster, made.d) == set(made.d.pool.hashes())
 
 
-# -- costs and loads --------------------------------------------------------------------------------------------------------------------
+# -- costs and load -----------------------------------------------------------
 
 
 @virtual

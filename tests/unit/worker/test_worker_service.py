@@ -1,4 +1,4 @@
-"""What a worker tells schedulers and membership, how it leaves, and how it fails."""
+"""Tests of a worker: reports, membership, drain, replacement and failures."""
 
 import asyncio
 import subprocess
@@ -77,7 +77,7 @@ async def test_prompts_that_wait_for_the_running_step_are_in_the_report() -> Non
 @virtual
 @pytest.mark.parametrize("is_pulled", [False, True])
 async def test_slo_step_limit_is_in_the_report(is_pulled: bool) -> None:
-    """Of all samples of an answer whose tokens come faster than was promised, computed here or pulled."""
+    """The report contains the step limit of samples with a TPOT SLO, for local and pulled decode legs."""
     sampling = Sampling(max_tokens=200, ignore_eos=True)
     async with pair(num_blocks=400) as made:
         fields = {"sampling": sampling, "sample_indices": (0, 1), "tpot_slo_s": 60.0}
@@ -193,7 +193,7 @@ async def test_jobs_still_running_at_the_drain_deadline_fail_as_retriable() -> N
 
 @virtual
 async def test_draining_owner_waits_for_its_readers() -> None:
-    """Row 48: SIGTERM to a prefill worker whose blocks have not been pulled yet."""
+    """F-48: SIGTERM to a prefill worker whose blocks have not been pulled yet."""
     async with pair(link=LinkModel(bytes_per_s=40_000.0)) as made:
         prefill, decode = made.send(num_tokens=60)
         await made.to_p.ended_prefill(prefill.job)
@@ -268,7 +268,7 @@ async def test_error_in_a_background_task_makes_the_worker_unhealthy() -> None:
 
 
 async def exceed_quarantine_limit(made: Pair, stuck_s: float = 1000.0) -> None:
-    """One of the decode worker's eight blocks is lost to a read that does not end for so long."""
+    """Quarantine one of the decode worker's eight blocks with a read that does not end for this time."""
     _, first = made.send(num_tokens=12)
     await made.to_d.ended(first.job)
     made.cluster.fabric.link = LinkModel(stuck=1.0, stuck_s=stuck_s)

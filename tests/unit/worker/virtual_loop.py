@@ -1,4 +1,4 @@
-"""Tests that run under virtual time: no wait takes any, and every run is the same."""
+"""Runs tests in virtual time: waits take no real time, and every run is the same."""
 
 import functools
 from collections.abc import Callable, Coroutine
