@@ -169,11 +169,14 @@ class Comparison:
         if worst > self.tau:
             where = np.unravel_index(int(differences.argmax()), differences.shape)
             layer, kind, head, token, element = (int(index) for index in where)
+            differs = differences > self.tau
             raise WrongBlock(
-                f"{' and '.join(copy.places)}, hash {block_hash.hex()}, tokens {begin} to {begin + self._block_size - 1} of a sequence: "
-                f"layer {layer}, {_KINDS[kind]}, head {head}, token {begin + token}, element {element} is {copy.content[where]:.6g} where "
-                f"the reference has {expected[where]:.6g} (tau {self.tau:.3g}); {int((differences > self.tau).sum())} of "
-                f"{differences.size} elements differ, in layers {sorted({int(i) for i in np.nonzero(differences > self.tau)[0]})}"
+                f"{' and '.join(copy.places)}, hash {block_hash.hex()}, "
+                f"tokens {begin} to {begin + self._block_size - 1} of a sequence: "
+                f"layer {layer}, {_KINDS[kind]}, head {head}, token {begin + token}, element {element} "
+                f"is {copy.content[where]:.6g} where the reference has {expected[where]:.6g} (tau {self.tau:.3g}); "
+                f"{int(differs.sum())} of {differs.size} elements differ, "
+                f"in layers {sorted({int(i) for i in np.nonzero(differs)[0]})}"
             )
 
     @torch.inference_mode()

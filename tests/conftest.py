@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 
-import baton.rpc  # noqa: F401 - before anything loads grpc, whose fork handlers would break the child processes of tests
+import baton.rpc  # noqa: F401 - must be loaded before grpc, whose fork handlers would break child processes
 from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600

@@ -108,7 +108,8 @@ async def _call(
                         await stream.write(message)
                     if not stays:
                         await stream.done_writing()
-            while len(replies) < max_replies and (reply := await stream.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            end: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+            while len(replies) < max_replies and (reply := await stream.read()) is not end:
                 replies.append(reply)
             if len(replies) == max_replies:
                 return Answered(None, "", tuple(replies))

@@ -66,7 +66,9 @@ class Collector(pb_grpc.TraceServiceServicer):
             await self._server.stop(0)
             self._server = None
 
-    async def Export(self, request: pb.ExportTraceServiceRequest, context: Any) -> pb.ExportTraceServiceResponse:  # noqa: N802
+    async def Export(  # noqa: N802 - the name of the gRPC method
+        self, request: pb.ExportTraceServiceRequest, context: Any
+    ) -> pb.ExportTraceServiceResponse:
         self.num_calls += 1
         if not self.answers:
             await asyncio.Event().wait()

@@ -24,8 +24,8 @@ from baton.runtime.config.settings import FleetConfig, GatewayConfig, SchedulerC
 CHART = Path(__file__).parents[1] / "helm" / "baton"
 SERVICES: Mapping[str, type[Config]] = {"gateway": GatewayConfig, "scheduler": SchedulerConfig, "fleet": FleetConfig}
 SET_BY_CHART = frozenset(
-    """advertise_host api_keys front_tls_cert front_tls_key log_dir ray_address redis_url schedulers tls_ca tls_cert tls_key
-    prefill decode hybrid ray_placement worker_start_s scale_with_nodes""".split()
+    """advertise_host api_keys front_tls_cert front_tls_key log_dir ray_address redis_url schedulers tls_ca tls_cert
+    tls_key prefill decode hybrid ray_placement worker_start_s scale_with_nodes""".split()
 )
 """Settings that the templates `_config.tpl` and `_pod.tpl` set, so that values must not contain them."""
 REQUIRED: Mapping[str, tuple[str, ...]] = {

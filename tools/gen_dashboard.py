@@ -381,7 +381,8 @@ ROWS = [
                 title="Worker starts in the last hour",
                 text="More than one per instance: the worker was restarted.",
                 queries={
-                    "{{instance}}": "count by (instance) (count by (instance, epoch) (last_over_time(baton_worker_info[1h])))",
+                    "{{instance}}": "count by (instance) "
+                    "(count by (instance, epoch) (last_over_time(baton_worker_info[1h])))",
                 },
             ),
             Panel(

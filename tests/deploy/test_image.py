@@ -195,7 +195,8 @@ def test_image_serves_without_network_root_and_writable_root_file_system(engine:
 def test_image_has_no_root_user_and_no_installer(engine: Engine) -> None:
     said = engine.run(
         "-c",
-        "import os, shutil as s; from importlib import util; print(os.getuid(), s.which('pip'), util.find_spec('pip'), s.which('g++'))",
+        "import os, shutil as s; from importlib import util; "
+        "print(os.getuid(), s.which('pip'), util.find_spec('pip'), s.which('g++'))",
         entrypoint="python3",
     )
 

@@ -7,7 +7,10 @@ from tests.deploy.renderer import NAMESPACE
 RAY_REDIS = "ray-redis"
 RAY_REDIS_PASSWORD = "a-password-of-ray-s-own"
 _LABELS = {"app.kubernetes.io/name": RAY_REDIS, "app.kubernetes.io/component": RAY_REDIS}
-_COMMAND = """umask 077; printf 'requirepass "%s"\\n' "$PASSWORD" > /tmp/own.conf; exec valkey-server /tmp/own.conf --dir /tmp --save ''"""
+_COMMAND = (
+    """umask 077; printf 'requirepass "%s"\\n' "$PASSWORD" > /tmp/own.conf; """
+    """exec valkey-server /tmp/own.conf --dir /tmp --save ''"""
+)
 
 RAY_REDIS_OBJECTS: tuple[dict[str, Any], ...] = (
     {
