@@ -336,7 +336,8 @@ def _limits(given: Mapping[str, Any], goal: Goal, length: TrialLength, maker: Pl
     if limits.max_rps <= limits.min_rps:
         raise LoadgenError(
             f"trials of this length can judge {goal.target * 100:g} % only from {limits.min_rps:.3g} "
-            f"{maker.unit}/s on, but the highest allowed rate is {limits.max_rps:.3g}; give longer --seconds or more --requests"
+            f"{maker.unit}/s on, but the highest allowed rate is {limits.max_rps:.3g}; "
+            "give longer --seconds or more --requests"
         )
     return limits
 

@@ -13,7 +13,7 @@ from loadgen.send.dialects import DIALECTS
 from loadgen.send.http.http_client import HttpClient, HttpSettings
 from loadgen.send.http.http_connection import ConnectionLimits
 from loadgen.send.run.run_plan import NOT_SENT
-from loadgen.send.selftest.scripted_server import Ending, Script, ScriptedServer, Served
+from loadgen.send.selftest.scripted_server import Script, ScriptedEnd, ScriptedServer, ServedRequest
 from loadgen.send.target import Target, new_client
 from loadgen.slo_target import SloTarget
 from tests.integration.loadgen.rig import measure
@@ -31,24 +31,29 @@ def target(server: ScriptedServer) -> Target:
     ("script", "outcome", "error", "num_tokens"),
     [
         (
-            Script(num_tokens=3, ending=Ending.CLOSE),
+            Script(num_tokens=3, ending=ScriptedEnd.CLOSE),
             RequestOutcome.FAILED,
             "closed by the server in the middle of the response, after 3 tokens",
             3,
         ),
         (
-            Script(num_tokens=3, ending=Ending.RESET),
+            Script(num_tokens=3, ending=ScriptedEnd.RESET),
             RequestOutcome.FAILED,
             "by the server in the middle of the response",
             None,
         ),
-        (Script(num_tokens=3, ending=Ending.ERROR), RequestOutcome.FAILED, "scripted", 3),
-        (Script(num_tokens=3, ending=Ending.GARBAGE), RequestOutcome.FAILED, "invalid completion event: {]", 3),
-        (Script(num_tokens=3, ending=Ending.LONG_LINE), RequestOutcome.FAILED, "longer than", 3),
-        (Script(num_tokens=3, ending=Ending.SILENCE), RequestOutcome.TIMED_OUT, "no complete response within 1.5 s", 3),
-        (Script(ending=Ending.NOTHING), RequestOutcome.FAILED, "closed by the server before a response", 0),
-        (Script(num_tokens=0, ending=Ending.CLOSE), RequestOutcome.FAILED, "closed by the server", 0),
-        (Script(num_tokens=3, ending=Ending.NO_DONE), RequestOutcome.TRUNCATED, "", 3),
+        (Script(num_tokens=3, ending=ScriptedEnd.ERROR), RequestOutcome.FAILED, "scripted", 3),
+        (Script(num_tokens=3, ending=ScriptedEnd.GARBAGE), RequestOutcome.FAILED, "invalid completion event: {]", 3),
+        (Script(num_tokens=3, ending=ScriptedEnd.LONG_LINE), RequestOutcome.FAILED, "longer than", 3),
+        (
+            Script(num_tokens=3, ending=ScriptedEnd.SILENCE),
+            RequestOutcome.TIMED_OUT,
+            "no complete response within 1.5 s",
+            3,
+        ),
+        (Script(ending=ScriptedEnd.NOTHING), RequestOutcome.FAILED, "closed by the server before a response", 0),
+        (Script(num_tokens=0, ending=ScriptedEnd.CLOSE), RequestOutcome.FAILED, "closed by the server", 0),
+        (Script(num_tokens=3, ending=ScriptedEnd.NO_DONE), RequestOutcome.TRUNCATED, "", 3),
         (Script(num_tokens=3, finish_reason="stop"), RequestOutcome.TRUNCATED, "", 3),
         (Script(num_tokens=0), RequestOutcome.FAILED, "", 0),
         (Script(is_compressed=True), RequestOutcome.GOOD, "", 5),
@@ -100,7 +105,7 @@ async def test_responses_before_a_server_crash_are_kept() -> None:
     made = plan(*(request(index, (index, 8), at_s=index * 0.02 + (index > 7), output=3) for index in range(30)))
     tenth = asyncio.Event()
 
-    def script(served: Served) -> Script:
+    def script(served: ServedRequest) -> Script:
         if served.number == 9:
             tenth.set()
         return Script(ttft_s=0.01)
@@ -147,7 +152,7 @@ async def test_request_on_a_stale_connection_is_sent_again() -> None:
     """Some servers close idle connections early. Nothing was answered, so the request is sent again."""
     made = plan(*(request(index, (index, 8), at_s=at_s, output=2) for index, at_s in enumerate((0.0, 1.5))))
     async with ScriptedServer(
-        lambda served: Script(ending=Ending.NOTHING if served.number == 1 else Ending.DONE)
+        lambda served: Script(ending=ScriptedEnd.NOTHING if served.number == 1 else ScriptedEnd.DONE)
     ) as server:
         client = HttpClient(
             HttpSettings(

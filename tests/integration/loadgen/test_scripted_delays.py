@@ -15,7 +15,7 @@ from loadgen.loadgen_errors import Unreachable
 from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
 from loadgen.measure.request_metrics import RequestOutcome
-from loadgen.send.selftest.scripted_server import Script, ScriptedServer, Served
+from loadgen.send.selftest.scripted_server import Script, ScriptedServer, ServedRequest
 from loadgen.send.selftest.selftest import event_errors_s
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
@@ -111,7 +111,7 @@ async def test_outcomes_sum_to_offered_for_a_mixed_plan() -> None:
         status=429, body=b'{"error": {"message": "full", "code": "queue_full"}}', headers={"Retry-After": "2"}
     )
 
-    def script(served: Served) -> Script:
+    def script(served: ServedRequest) -> Script:
         return (
             refused
             if served.number % 5 == 3
