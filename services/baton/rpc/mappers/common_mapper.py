@@ -1,8 +1,8 @@
-"""What several contracts share, between core and protobuf.
+"""Converts values that several internal messages share, between core and protobuf.
 
-`to_x` takes a core value; `from_x` takes a message from outside and raises Refused (INVALID_ARGUMENT), naming
-the field, for whatever no core value stands for: enums that are unset or unknown, missing parts, wrong
-lengths, durations that are no number. It raises nothing else.
+`to_x` converts a core value. `from_x` converts a received message. It raises Refused (INVALID_ARGUMENT), naming
+the field, if the message is not valid: an enum is unset or unknown, a part is missing, a length is wrong, or a
+duration is not a number. It raises nothing else.
 """
 
 import math
@@ -13,8 +13,6 @@ from enum import Enum
 from struct import Struct
 from typing import Any, Generic, NoReturn, TypeVar
 
-from google.protobuf.message import Message
-
 from baton.core.errors import Code, Failure, Reason, invalid
 from baton.core.ids import JobId, WorkerRef
 from baton.core.kv.block_hash import HASH_BYTES, BlockHash, TokenIds
@@ -22,6 +20,7 @@ from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, KvMemory
 from baton.core.messages.jobs import PrefixSource
 from baton.core.request import FinishReason, LegTimeline, Sampling, TokenLogprobs, Usage
 from baton.core.request_limits import printable
+from baton.rpc.mappers.message_mapping import MessageMapping, checked, nested
 from baton.wire.v1 import common_pb2 as pb
 
 TOKEN_BYTES = 4
@@ -29,10 +28,9 @@ if array("I").itemsize != TOKEN_BYTES:
     raise ImportError("this platform's unsigned int is not 4 bytes: token ids cannot be sent")
 
 MAX_NAME = 256
-"""Characters of a name, bytes of an id or salt. They are kept for as long as what they name, and some stand
-in logs and in every report."""
+"""Maximum characters of a name, or bytes of an id or salt, which are stored, logged and reported."""
 MAX_SECONDS = 1e9
-"""Of a duration: 30 years, which every clock and timer can still add to now."""
+"""Maximum duration: 30 years, which every clock and timer can add to the present time."""
 MAX_AMOUNT = 1e12
 MAX_GROUPS, MAX_COMPONENTS = 4096, 64
 MAX_AGENT_BYTES = 2**20
@@ -44,8 +42,10 @@ NameT = TypeVar("NameT", str, bytes)
 
 
 class EnumMap(Generic[EnumT]):
-    """A core enum and its protobuf twin, matched by name: `FAILURE_REASON_X` is `X`. A member without a twin
-    is a KeyError at import."""
+    """Maps a core enum to the protobuf enum with the same member names: `X` to `FAILURE_REASON_X`.
+
+    A member without a counterpart is a KeyError at import.
+    """
 
     __slots__ = ("_from", "_name", "_to")
 
@@ -58,9 +58,11 @@ class EnumMap(Generic[EnumT]):
         self._from: Mapping[int, EnumT] = {number: member for member, number in self._to.items()}
 
     def to_wire(self, member: EnumT) -> Any:
+        """Return the protobuf number of a member."""
         return self._to[member]
 
     def from_wire(self, number: int) -> EnumT:
+        """Return the member of a protobuf number. Raises Refused if it is unset or unknown."""
         member = self._from.get(number)
         if member is None:
             raise invalid(f"{self._name.removesuffix('_UNSPECIFIED').lower()} {number} is unset or unknown")
@@ -73,7 +75,7 @@ FINISH_REASONS = EnumMap(FinishReason, pb.FinishReason)
 
 
 def seconds(value: float, field: str) -> float:
-    """A duration that something waits for."""
+    """Check a duration: a number from 0 to `MAX_SECONDS`. Raises Refused."""
     if not 0.0 <= value <= MAX_SECONDS:
         raise invalid(
             f"{field} is {value}: a duration must be a number of seconds, 0 or more, and at most {MAX_SECONDS:g}"
@@ -81,24 +83,20 @@ def seconds(value: float, field: str) -> float:
     return value
 
 
-def optional_seconds(message: Any, field: str) -> float | None:
-    """As `seconds`, of a field that may be unset."""
-    return seconds(getattr(message, field), field) if message.HasField(field) else None
-
-
 def amount(value: float, field: str) -> float:
-    """A mean of counts."""
+    """Check a mean of counts: a number from 0 to `MAX_AMOUNT`. Raises Refused."""
     if not 0.0 <= value <= MAX_AMOUNT:
         raise invalid(f"{field} is {value}: it must be a number, 0 or more, and at most {MAX_AMOUNT:g}")
     return value
 
 
 def name(value: NameT, field: str) -> NameT:
-    """A name, id or salt."""
+    """Check the length of a name, id or salt. Raises Refused."""
     return value if len(value) <= MAX_NAME else name_too_long(len(value), field)
 
 
 def name_too_long(length: int, field: str) -> NoReturn:
+    """Raise Refused for a name that is too long."""
     raise invalid(f"{field} has a length of {length}; at most {MAX_NAME} is allowed")
 
 
@@ -134,7 +132,7 @@ def to_worker_ref(ref: WorkerRef) -> pb.WorkerRef:
 
 
 def from_worker_ref(message: pb.WorkerRef) -> WorkerRef:
-    """Required: an empty `worker_id` is refused."""
+    """Convert a worker reference. Raises Refused if its `worker_id` is empty."""
     if not message.worker_id:
         raise invalid("a worker's worker_id is missing")
     return WorkerRef(
@@ -149,7 +147,7 @@ def to_job_id(job: JobId) -> pb.JobId:
 
 
 def from_job_id(message: pb.JobId) -> JobId:
-    """Required: an empty `request_id` is refused."""
+    """Convert a job id. Raises Refused if its `request_id` is empty."""
     request_id = message.request_id
     if not request_id:
         raise invalid("a job's request_id is missing")
@@ -164,26 +162,18 @@ def from_prefix_source(message: pb.PrefixSource) -> PrefixSource:
     return PrefixSource(worker=from_worker_ref(message.worker), num_blocks=message.num_blocks)
 
 
-def to_failure(failure: Failure) -> pb.Failure:
-    return pb.Failure(
-        code=CODES.to_wire(failure.code),
-        reason=REASONS.to_wire(failure.reason),
-        message=failure.message,
-        retry_after_s=failure.retry_after_s,
-        retriable=failure.retriable,
-        blamed=None if failure.blamed is None else to_worker_ref(failure.blamed),
-    )
+_FAILURE = MessageMapping(
+    Failure,
+    pb.Failure,
+    {
+        "code": nested(CODES.to_wire, CODES.from_wire),
+        "reason": nested(REASONS.to_wire, REASONS.from_wire),
+        "retry_after_s": checked(seconds),
+        "blamed": nested(to_worker_ref, from_worker_ref, optional=True),
+    },
+)
 
-
-def from_failure(message: pb.Failure) -> Failure:
-    return Failure(
-        code=CODES.from_wire(message.code),
-        reason=REASONS.from_wire(message.reason),
-        message=message.message,
-        retry_after_s=optional_seconds(message, "retry_after_s"),
-        retriable=message.retriable,
-        blamed=from_worker_ref(message.blamed) if message.HasField("blamed") else None,
-    )
+to_failure, from_failure = _FAILURE.to_wire, _FAILURE.from_wire
 
 
 def to_sampling(sampling: Sampling) -> pb.Sampling:
@@ -207,7 +197,7 @@ def to_sampling(sampling: Sampling) -> pb.Sampling:
 
 
 def from_sampling(message: pb.Sampling) -> Sampling:
-    """Refuses values that are no number; limits are the gateway's business."""
+    """Convert sampling parameters. Raises Refused for a NaN or infinity; the gateway checks limits."""
     sampling = Sampling(
         max_tokens=message.max_tokens,
         temperature=message.temperature,
@@ -253,33 +243,13 @@ def from_token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
     )
 
 
-def to_usage(usage: Usage) -> pb.Usage:
-    return pb.Usage(num_prompt_tokens=usage.num_prompt_tokens, num_cached_tokens=usage.num_cached_tokens)
+_USAGE = MessageMapping(Usage, pb.Usage, {"num_cached_tokens": nested(dict, dict)})
 
+to_usage, from_usage = _USAGE.to_wire, _USAGE.from_wire
 
-def from_usage(message: pb.Usage) -> Usage:
-    return Usage(num_prompt_tokens=message.num_prompt_tokens, num_cached_tokens=dict(message.num_cached_tokens))
+_LEG = MessageMapping(LegTimeline, pb.LegTimeline, {"worker_id": checked(name), "transport": checked(name)})
 
-
-_LEG_FIELDS = tuple(field.name for field in pb.LegTimeline.DESCRIPTOR.fields)
-
-
-def to_leg_timeline(leg: LegTimeline) -> pb.LegTimeline:
-    return pb.LegTimeline(**{field: getattr(leg, field) for field in _LEG_FIELDS})
-
-
-def from_leg_timeline(message: pb.LegTimeline) -> LegTimeline:
-    name(message.worker_id, "worker_id")
-    name(message.transport, "transport")
-    return LegTimeline(**values_of(message))
-
-
-def values_of(message: Message) -> dict[str, Any]:
-    """The fields' values by their names; None where the sender left an optional one out."""
-    return {
-        field.name: getattr(message, field.name) if not field.has_presence or message.HasField(field.name) else None
-        for field in message.DESCRIPTOR.fields
-    }
+to_leg_timeline, from_leg_timeline = _LEG.to_wire, _LEG.from_wire
 
 
 def to_kv_layout(layout: KvLayout) -> pb.KvLayout:
@@ -306,7 +276,7 @@ def to_kv_layout(layout: KvLayout) -> pb.KvLayout:
 
 
 def from_kv_layout(message: pb.KvLayout) -> KvLayout:
-    """Refuses an unknown dtype, and sizes that do not give `block_bytes` by our arithmetic."""
+    """Convert a layout. Raises Refused for an unknown dtype, or if `block_bytes` does not match the sizes."""
     if not message.block_size_tokens:
         raise invalid("layout: block_size_tokens is missing")
     if len(message.groups) > MAX_GROUPS:
@@ -347,43 +317,21 @@ def from_kv_layout(message: pb.KvLayout) -> KvLayout:
     return layout
 
 
-def to_kv_memory(memory: KvMemory) -> pb.KvMemory:
-    return pb.KvMemory(
-        owner=to_worker_ref(memory.owner),
-        shard=memory.shard,
-        layer_begin=memory.layer_begin,
-        num_layers=memory.num_layers,
-        head_begin=memory.head_begin,
-        num_heads=memory.num_heads,
-        agent_name=memory.agent_name,
-        agent_metadata=memory.agent_metadata,
-        memory_kind=memory.memory_kind,
-        device_id=memory.device_id,
-        base_address=memory.base_address,
-        block_stride_bytes=memory.block_stride_bytes,
-        num_blocks=memory.num_blocks,
-        generation_table_address=memory.generation_table_address,
-        generation_entry_bytes=memory.generation_entry_bytes,
-    )
+_MEMORY = MessageMapping(
+    KvMemory,
+    pb.KvMemory,
+    {
+        "owner": nested(to_worker_ref, from_worker_ref),
+        "agent_name": checked(name),
+        "memory_kind": checked(name),
+    },
+)
+
+to_kv_memory = _MEMORY.to_wire
 
 
 def from_kv_memory(message: pb.KvMemory) -> KvMemory:
+    """Convert the description of a worker's KV memory. Raises Refused if the agent's metadata is too long."""
     if len(message.agent_metadata) > MAX_AGENT_BYTES:
         raise invalid(f"agent_metadata has {len(message.agent_metadata)} bytes; at most {MAX_AGENT_BYTES} are allowed")
-    return KvMemory(
-        owner=from_worker_ref(message.owner),
-        shard=message.shard,
-        layer_begin=message.layer_begin,
-        num_layers=message.num_layers,
-        head_begin=message.head_begin,
-        num_heads=message.num_heads,
-        agent_name=name(message.agent_name, "agent_name"),
-        agent_metadata=message.agent_metadata,
-        memory_kind=name(message.memory_kind, "memory_kind"),
-        device_id=message.device_id,
-        base_address=message.base_address,
-        block_stride_bytes=message.block_stride_bytes,
-        num_blocks=message.num_blocks,
-        generation_table_address=message.generation_table_address,
-        generation_entry_bytes=message.generation_entry_bytes,
-    )
+    return _MEMORY.from_wire(message)
