@@ -1,4 +1,4 @@
-"""The peer stream's messages between core and protobuf."""
+"""Converts the messages of the peer stream between core and protobuf."""
 
 from baton.core.errors import invalid
 from baton.core.ids import JobId, ReadId, TransferId

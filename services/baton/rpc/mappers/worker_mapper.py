@@ -1,5 +1,7 @@
-"""The session's messages between core and protobuf. `Step` is the hot one: every token that a gateway streams
-passes here twice."""
+"""Converts the messages of a worker session between core and protobuf.
+
+`Step` is on the token path: every token that a gateway streams is converted here twice.
+"""
 
 from baton.core.errors import invalid
 from baton.core.ids import DecisionId, JobId
@@ -223,7 +225,7 @@ def _num_prompt_tokens(job: pb.Job) -> int:
 
 
 def _to_step(step: Step) -> pb.WorkerMessage:
-    """Fields are set in place: a nested constructor costs twice as much."""
+    """Convert a step. Fields are set in place, because nested constructors take twice as long."""
     message = pb.WorkerMessage()
     to = message.step
     to.seq = step.seq

@@ -45,7 +45,7 @@ class PeerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Exchange(self, request_iterator, context):
-        """The reader sends PeerHello first, the owner answers with PeerHelloReply.
+        """The reader sends PeerHello first, and the owner answers with PeerHelloReply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -76,21 +76,21 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Finished(self, request, context):
-        """What really happened to placed requests.
+        """Reports the measured outcomes of placed requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """All workers now, then again after each change.
+        """Sends all workers now, and again after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request_iterator, context):
-        """One worker's reports up, commands down.
+        """A worker sends reports and receives commands.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

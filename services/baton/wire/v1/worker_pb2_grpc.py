@@ -45,7 +45,8 @@ class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """Jobs down, tokens up. The gateway sends SessionHello first, the worker answers with SessionHelloReply.
+        """The gateway sends jobs and the worker sends tokens. The gateway begins with SessionHello, and the worker
+        answers with SessionHelloReply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
