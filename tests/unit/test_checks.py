@@ -77,6 +77,13 @@ def test_links_to_missing_files_and_headings_are_found(tmp_path: Path) -> None:
     ]
 
 
+def test_files_that_a_page_mentions_and_that_do_not_exist_are_found(tmp_path: Path) -> None:
+    found = repository(
+        tmp_path, docs__a_md="`services/baton/x.py` `x/y.py` `gone/z.py`", services__baton__x_py="", tests__x__y_py=""
+    )
+    assert links.missing_files(found) == ["docs/a.md: mentions `gone/z.py`: no such file"]
+
+
 def test_wide_lines_and_large_folders_are_found(tmp_path: Path) -> None:
     wide = "word " * 23
     files = {f"services__p__m{number}_py": "" for number in range(layout.MAX_FILES + 1)}

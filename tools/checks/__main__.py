@@ -1,4 +1,7 @@
-"""Runs the checks: `python -m tools.checks [NAME ...]`. Prints one line per problem; exit code 1 if there is any."""
+"""Runs the checks: `python -m tools.checks [NAME ...]`.
+
+Prints one line per problem. The exit code is 1 if there is any.
+"""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +18,7 @@ CHECKS: Mapping[str, Callable[[Repository], list[str]]] = {
     "folder-size": layout.large_folders,
     "line-width": layout.wide_lines,
     "links": links.broken_links,
+    "mentioned-files": links.missing_files,
     "commit-subjects": commits.subjects,
 }
 

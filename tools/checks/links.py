@@ -10,8 +10,13 @@ from tools.checks.source import Repository
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
 _LINK = re.compile(
-    r"(?<!!)\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|!\[[^\]]*\]\(([^)\s]+)\)|<(?:img|a)\s[^>]*(?:src|href)=\"([^\"]+)\""
+    r"(?<!!)\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)"
+    r"|!\[[^\]]*\]\(([^)\s]+)\)"
+    r"|<(?:img|a)\s[^>]*(?:src|href)=\"([^\"]+)\""
 )
+_CODE_PATH = re.compile(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|h|cpp|md|yaml|json|proto|toml|txt))`")
+_ROOTS = ("", "services/baton/", "helm/baton/", "tests/", "docs/", "bench/", "services/baton/model/")
+_NOT_OURS = re.compile(r"^(site-packages|~)|\*|^\.")
 _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*\s*$", re.MULTILINE)
 _ANCHOR = re.compile(r"(?:id|name)=\"([^\"]+)\"|\{#([\w-]+)\}")
 
@@ -33,6 +38,22 @@ def broken_links(repository: Repository) -> list[str]:
                 problems.append(f"{path}: link to {target}: no such file")
             elif anchor and found in anchors and anchor not in anchors[found]:
                 problems.append(f"{path}: link to {target}: the page has no such heading")
+    return problems
+
+
+def missing_files(repository: Repository) -> list[str]:
+    """Name each file that a page mentions in code and that does not exist.
+
+    A path may be relative to the repository or to one of its source folders.
+    """
+    exists = set(repository.paths)
+    problems = []
+    for path in repository.matching(".md"):
+        if path in ("CHANGELOG.md",) or path.startswith("docs/benchmarks/log/"):
+            continue  # history names files as they were
+        for mentioned in _CODE_PATH.findall(_FENCE.sub("", repository.read(path))):
+            if not _NOT_OURS.search(mentioned) and not any(root + mentioned in exists for root in _ROOTS):
+                problems.append(f"{path}: mentions `{mentioned}`: no such file")
     return problems
 
 

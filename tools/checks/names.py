@@ -40,9 +40,9 @@ def unique_modules(repository: Repository) -> list[str]:
 def retired_words(repository: Repository) -> list[str]:
     """Name each use of a retired word.
 
-    A line of `retired_words.txt` is `word -> replacement`. A word with a leading `=` is also ordinary English: only an
-    identifier or file name that is exactly this word, or has it as one of its parts, is a problem. Any other word is a
-    problem anywhere in code and docs.
+    A line of `retired_words.txt` is `word -> replacement`. A word with a leading `=` is also ordinary English:
+    only identifiers and file names that have it as a part are problems. Any other word is a problem anywhere in
+    code and docs.
     """
     ordinary, everywhere = read_retired(RETIRED.read_text(encoding="utf-8"))
     problems = []
@@ -96,7 +96,7 @@ def _identifiers(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def _first_retired(name: str, retired: Iterable[str]) -> str | None:
-    """The first retired word in a name: as the whole name, or as a run of its parts (`_has_room`, `RoomPool`)."""
+    """The first retired word among the parts of a name (`_has_room`, `RoomPool`), or None."""
     text = "_" + "_".join(part.lower() for part in _PART.findall(name)) + "_"
     return next((word for word in retired if f"_{word}_" in text), None)
 

@@ -24,7 +24,8 @@ def http_page() -> str:
         table(("method", "path", "what it does"), _routes()),
         "## Request fields",
         paragraph(
-            "`chat` is `/v1/chat/completions`, `completions` is `/v1/completions`. A name with a dot is a field of an object."
+            "`chat` is `/v1/chat/completions`, `completions` is `/v1/completions`. "
+            "A name with a dot is a field of an object."
         ),
         table(
             ("field", "type", "limits", "default", "endpoints"),
