@@ -51,9 +51,11 @@ def missing_files(repository: Repository) -> list[str]:
     for path in repository.matching(".md"):
         if path in ("CHANGELOG.md",) or path.startswith("docs/benchmarks/log/"):
             continue  # history names files as they were
-        for mentioned in _CODE_PATH.findall(_FENCE.sub("", repository.read(path))):
-            if not _NOT_OURS.search(mentioned) and not any(root + mentioned in exists for root in _ROOTS):
-                problems.append(f"{path}: mentions `{mentioned}`: no such file")
+        problems += [
+            f"{path}: mentions `{mentioned}`: no such file"
+            for mentioned in _CODE_PATH.findall(_FENCE.sub("", repository.read(path)))
+            if not _NOT_OURS.search(mentioned) and not any(root + mentioned in exists for root in _ROOTS)
+        ]
     return problems
 
 
