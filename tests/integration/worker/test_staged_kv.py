@@ -12,7 +12,7 @@ from baton.model.device.kv_tensors import KvCache
 from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backend import ReadState
 from baton.transfer.backends.staged_backend import StagedBackend
-from baton.worker import device
+from baton.worker.device.kv_registration import register_gpu_memory
 from tests import builders
 
 pytestmark = pytest.mark.integration
@@ -26,7 +26,7 @@ async def test_gpu_kv_is_staged_through_host_memory(transfer: str) -> None:
     config = WorkerConfig(transfer=transfer)  # type: ignore[arg-type]
     caches = [KvCache.zeros(builders.layout(), NUM_BLOCKS) for _ in WORKERS]
     memories = [
-        await asyncio.to_thread(device._device_memory, config, *pair) for pair in zip(WORKERS, caches, strict=True)
+        await asyncio.to_thread(register_gpu_memory, config, *pair) for pair in zip(WORKERS, caches, strict=True)
     ]
     owner, reader = (memory.backend for memory in memories)
     assert isinstance(owner, StagedBackend)
@@ -51,8 +51,7 @@ async def test_gpu_kv_is_staged_through_host_memory(transfer: str) -> None:
         memory.close()
 
 
-def test_staging_with_too_little_host_memory_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "free_host_bytes", lambda: 1)
+def test_staging_with_too_little_host_memory_is_refused_with_a_remedy() -> None:
     cache = KvCache.zeros(builders.layout(), NUM_BLOCKS)
-    with pytest.raises(ConfigError, match="more than the 0 MiB that are free: give a smaller --kv-memory"):
-        device._device_memory(WorkerConfig(transfer="local"), WORKERS[0], cache)
+    with pytest.raises(ConfigError, match="only 0 MiB are free: set a smaller --kv-memory"):
+        register_gpu_memory(WorkerConfig(transfer="local"), WORKERS[0], cache, free_bytes=lambda: 1)

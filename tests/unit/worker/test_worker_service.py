@@ -344,7 +344,7 @@ async def test_node_shutdown_is_recorded_for_a_draining_worker() -> None:
         made.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.DRAIN, node_shutting_down=True))
         await asyncio.wait_for(
             made.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"]
-        )  # worn out or not: nobody may replace it there
+        )  # no replacement may start on this node, even if it is over the quarantine limit
         assert made.d.worker.node_shutting_down
 
 

@@ -71,8 +71,10 @@ def register_host_memory(
     return memory.kv, RegisteredMemory(generations=generations, backend=backend, close=memory.close)
 
 
-def register_gpu_memory(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> RegisteredMemory:
-    """Register the KV cache of a GPU. Falls back to staging in host memory if NIXL cannot register GPU
+def register_gpu_memory(
+    config: WorkerConfig, worker: WorkerRef, cache: "KvCache", free_bytes: Callable[[], int] = free_host_bytes
+) -> RegisteredMemory:
+    """Register the KV cache of a GPU, or stage it in host memory if NIXL cannot register GPU
     memory.
 
     Raises ConfigError if there is not enough host memory for staging.
@@ -88,14 +90,14 @@ def register_gpu_memory(config: WorkerConfig, worker: WorkerRef, cache: "KvCache
                 error=f"{type(error).__name__}: {error}",
                 hint="KV is staged through host memory, which is slower",
             )
-    return _register_staged(config, worker, cache)
+    return _register_staged(config, worker, cache, free_bytes())
 
 
-def _register_staged(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> RegisteredMemory:
+def _register_staged(config: WorkerConfig, worker: WorkerRef, cache: "KvCache", free: int) -> RegisteredMemory:
     from baton.model.device.host_staging import HostStaging
 
     layout, num_blocks = cache.layout, cache.num_blocks
-    if (needed := num_blocks * layout.block_bytes) > (free := free_host_bytes()):
+    if (needed := num_blocks * layout.block_bytes) > free:
         raise ConfigError(
             f"GPU KV is staged through host memory, which needs {format_size(needed)}; only {free >> 20} MiB are free: "
             "set a smaller --kv-memory"
