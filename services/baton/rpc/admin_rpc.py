@@ -22,7 +22,7 @@ class AdminServicer(pb_grpc.AdminServicer):
     def __init__(self, api: AdminApi) -> None:
         self._api = api
 
-    async def Status(self, message: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802 - names of methods are grpc's
+    async def Status(self, message: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802
         async with client_errors_as_status(context):
             return convert.to_status(await self._api.status(caller_of(context)))
 

@@ -51,7 +51,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     def __init__(self, api: InferenceApi) -> None:
         self._api = api
 
-    async def Generate(self, message: pb.GenerateRequest, context: Context) -> None:  # noqa: N802 - names of methods are grpc's
+    async def Generate(self, message: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         """Stream one generation.
 
         If the client goes away or its deadline passes, grpc cancels this coroutine, which closes it.

@@ -35,7 +35,7 @@ class SchedulerServicer(pb_grpc.SchedulerServicer):
         self._service = service
         self._limits = limits
 
-    async def Place(self, message: pb.PlacementQuery, context: Context) -> pb.PlaceReply:  # noqa: N802 - names of methods are grpc's
+    async def Place(self, message: pb.PlacementQuery, context: Context) -> pb.PlaceReply:  # noqa: N802
         async with grpc_status.errors_as_status(context):
             return convert.to_place_reply(await self._service.place(convert.from_placement_query(message)))
 

@@ -1,7 +1,7 @@
 """Converts the messages of the public API, `baton.v1`, from and to `core.client_api`.
 
-A GenerateRequest becomes the dict of an equivalent `/v1/completions` body, with only the fields that the client
-set. The gateway validates both in the same way; here only what a dict cannot express is checked.
+A GenerateRequest becomes the dict of an equivalent `/v1/completions` body, with only the fields that the
+client set. The gateway validates both in the same way; here only what a dict cannot express is checked.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Converts values that several internal messages share, between core and protobuf.
 
-`to_x` converts a core value. `from_x` converts a received message. It raises Refused (INVALID_ARGUMENT), naming
-the field, if the message is not valid: an enum is unset or unknown, a part is missing, a length is wrong, or a
-duration is not a number. It raises nothing else.
+`to_x` converts a core value. `from_x` converts a received message. It raises Refused (INVALID_ARGUMENT),
+naming the field, if the message is not valid: an enum is unset or unknown, a part is missing, a length is
+wrong, or a duration is not a number. It raises nothing else.
 """
 
 import math

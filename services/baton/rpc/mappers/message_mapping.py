@@ -1,9 +1,9 @@
 """Declarative mapping between a core dataclass and its protobuf message.
 
-Fields are matched by name, and both sides must have the same fields, which is checked at import: a field that is
-added to one side only cannot be lost silently. Fields that need validation or conversion have a converter; all
-others are copied. As `dataclasses` does, each mapping generates the source of its two functions, so that they
-are as fast as handwritten ones.
+Fields are matched by name, and both sides must have the same fields, which is checked at import: a field that
+is added to one side only cannot be lost silently. Fields that need validation or conversion have a converter;
+all others are copied. As `dataclasses` does, each mapping generates the source of its two functions, so that
+they are as fast as handwritten ones.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,12 +35,12 @@ class FieldConverter:
 
 
 def checked(check: Callable[[Any, str], Any]) -> FieldConverter:
-    """Return the converter of a field that `check` validates on receipt; it gets the value and the field's name."""
+    """Return the converter of a field that `check(value, name)` validates on receipt."""
     return FieldConverter(from_wire=check, has_name=True)
 
 
 def nested(to_wire: Callable[[Any], Any], from_wire: Callable[[Any], Any], *, optional: bool = False) -> FieldConverter:
-    """Return the converter of a field with its own pair of conversions, such as a nested message or an enum."""
+    """Return the converter of a field with its own conversions, such as a nested message or an enum."""
     return FieldConverter(to_wire=to_wire, from_wire=from_wire, optional=optional)
 
 
@@ -53,7 +53,7 @@ class MessageMapping(Generic[CoreT, MessageT]):
     """Pair of functions that convert between a core dataclass and a protobuf message with the same fields.
 
     to_wire: converts a core value to a message.
-    from_wire: converts a received message to a core value. Raises Refused naming a field with an invalid value.
+    from_wire: converts a received message to a core value. Raises Refused naming an invalid field.
     """
 
     to_wire: Callable[[CoreT], MessageT]
@@ -92,7 +92,7 @@ class MessageMapping(Generic[CoreT, MessageT]):
 def _expressions(
     name: str, field: FieldDescriptor, converter: FieldConverter | None, scope: dict[str, Any]
 ) -> tuple[str, str]:
-    """Return the source that converts one field to protobuf and back. Adds the functions it uses to `scope`."""
+    """Return the source that converts one field to protobuf and back; add its functions to `scope`."""
     to_wire, from_wire = f"v.{name}", f"m.{field.name}"
     is_optional = field.has_presence and field.message_type is None
     if converter is not None:

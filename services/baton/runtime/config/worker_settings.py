@@ -23,7 +23,8 @@ class ComputeSettings(Config):
         value_aliases={"paced": "emulated"},
     )
     emulated_costs: str = setting(
-        "step=8ms, prefill_token=60us, prefill_attended=2ns, decode_seq=50us, decode_context=60ns",  # help is wrapped at spaces
+        # with spaces, so that help can wrap it
+        "step=8ms, prefill_token=60us, prefill_attended=2ns, decode_seq=50us, decode_context=60ns",
         help="step duration of --device emulated, as a sum of costs: per step, per prefill token, per (query, "
         "context) pair that prefill "
         "attends, per decoding sequence and per token of its context; the default is about an 8B model on a GPU with "

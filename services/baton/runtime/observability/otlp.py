@@ -1,8 +1,8 @@
 """Exports spans to a collector with OpenTelemetry's SDK and its OTLP exporter over gRPC.
 
 Implements `runtime.observability.tracing`; imported only if a collector is configured. Spans wait in a
-bounded queue for a sender thread of the SDK. Spans that do not fit are dropped and counted. An unreachable collector
-causes one log line when it begins and one when it ends.
+bounded queue for a sender thread of the SDK. Spans that do not fit are dropped and counted. An unreachable
+collector causes one log line when it begins and one when it ends.
 """
 
 import asyncio
