@@ -40,7 +40,7 @@ def test_decodes_and_chunks_together(kernel, device: str, window: int | None) ->
 
 
 @pytest.mark.parametrize("window", [None, 7, 700])
-def test_decodes_with_long_contexts_are_split(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
+def test_long_decodes_are_split(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
     check_step([(1500, 1), (3, 1), (700, 1)], window, device=device, kernel=kernel)
 
 
