@@ -107,6 +107,8 @@ def goodput_per_s(asked: list[Asked], seconds: float) -> float:
     return sum(one.is_good for one in asked) / seconds
 
 
+@pytest.mark.slow
+@pytest.mark.fault("F-43")
 def test_goodput_holds_and_surplus_is_rejected_immediately() -> None:
     normal_s = 6.0
     at_capacity, overload, _, after = run(

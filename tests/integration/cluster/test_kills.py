@@ -114,8 +114,8 @@ async def until_busy(cluster: ProcessCluster, victim: str, *, waiting: bool = Fa
     )
 
 
-@pytest.mark.parametrize("number", range(ROUNDS))
 @pytest.mark.fault("F-1")
+@pytest.mark.parametrize("number", range(ROUNDS))
 async def test_prefill_worker_crash_during_prefill_resumes_all_streams(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
 ) -> None:
@@ -133,8 +133,8 @@ async def test_prefill_worker_crash_during_prefill_resumes_all_streams(
     assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
 
 
+@pytest.mark.fault("F-4", "F-40")
 @pytest.mark.parametrize("number", range(ROUNDS))
-@pytest.mark.fault("F-4")
 async def test_decode_worker_crash_resumes_without_duplicate_tokens(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
 ) -> None:
@@ -152,8 +152,8 @@ async def test_decode_worker_crash_resumes_without_duplicate_tokens(
     assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
 
 
-@pytest.mark.parametrize("number", range(ROUNDS))
 @pytest.mark.fault("F-5")
+@pytest.mark.parametrize("number", range(ROUNDS))
 async def test_decode_worker_crash_while_it_waits_for_kv_resumes_all_streams(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
 ) -> None:
@@ -167,8 +167,8 @@ async def test_decode_worker_crash_while_it_waits_for_kv_resumes_all_streams(
     assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
 
 
-@pytest.mark.parametrize("number", range(ROUNDS))
 @pytest.mark.fault("F-31")
+@pytest.mark.parametrize("number", range(ROUNDS))
 async def test_scheduler_crash_under_load_loses_no_request(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
 ) -> None:

@@ -68,6 +68,7 @@ async def test_missing_and_wrong_keys_are_rejected_before_the_body_is_read(
     assert not gateway.cluster.scheduler.queries
 
 
+@pytest.mark.fault("F-45")
 async def test_every_route_except_the_probes_requires_a_key(gateway: HttpGateway) -> None:
     """F-45. The routes come from the application's table, so that new routes are checked too."""
     for headers in ({}, bearer("wrong")):
@@ -207,6 +208,7 @@ async def over_grpc() -> AsyncIterator[str]:
             await server.stop(1.0)
 
 
+@pytest.mark.fault("F-45")
 async def test_every_grpc_method_requires_a_key() -> None:
     """F-45. The gRPC health and reflection services need no key: they serve probes and reveal nothing
     else."""

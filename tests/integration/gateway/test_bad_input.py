@@ -111,6 +111,7 @@ async def gateway() -> AsyncIterator[Checked]:
 # The corpus.
 
 
+@pytest.mark.fault("F-37", "F-38")
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 async def test_http_and_grpc_reject_a_bad_request_alike(gateway: Checked, case: Case) -> None:
     status, error = await gateway.post(case.path, case.content, case.headers)
@@ -146,6 +147,7 @@ async def test_prompt_that_just_fits_is_served(gateway: Checked) -> None:
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 
 
+@pytest.mark.fault("F-38")
 @FUZZ
 @given(body=bodies(numbers=NUMBERS, max_prompt=60))
 async def test_http_and_grpc_agree_on_any_parameters(gateway: Checked, body: dict[str, Any]) -> None:
@@ -163,6 +165,7 @@ async def test_http_and_grpc_agree_on_any_parameters(gateway: Checked, body: dic
 # Sizes and times.
 
 
+@pytest.mark.fault("F-36")
 async def test_body_over_the_limit_is_rejected_before_it_is_read(gateway: Checked) -> None:
     before_bytes = gateway.process.rss_bytes
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -281,6 +284,7 @@ GOOD: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.fault("F-37")
 @pytest.mark.parametrize("seed", range(sized(50, 1000)))
 async def test_mutated_bodies_are_served_or_rejected(gateway: Checked, seed: int) -> None:
     rng = Random(seed)

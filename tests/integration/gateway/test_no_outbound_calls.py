@@ -140,6 +140,7 @@ async def say_all_of_it(gateway: GatewayProcess, address: str) -> None:
     await gateway.check()
 
 
+@pytest.mark.fault("F-39")
 async def test_addresses_named_by_clients_are_rejected_and_never_called() -> None:
     """A listener at the address would notice a call."""
     calls = 0
@@ -233,6 +234,7 @@ async def say_all_of_it_there(network: Network) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.fault("F-39")
 def test_requests_cause_no_outbound_packets() -> None:
     if reason := why_not():
         pytest.skip(reason)

@@ -197,6 +197,7 @@ async def target() -> AsyncIterator[Target]:
 # Bytes that are no message, messages that make no sense.
 
 
+@pytest.mark.fault("F-22")
 @EACH_METHOD
 @FUZZ
 @given(data=st.data())
@@ -210,6 +211,7 @@ async def test_any_message_of_any_method_is_answered_or_refused(
     await target.check()
 
 
+@pytest.mark.fault("F-22")
 @EACH_METHOD
 async def test_bytes_that_are_no_message_end_the_call_as_invalid(
     target: Target, method: Method, tmp_path: Path
@@ -223,6 +225,7 @@ async def test_bytes_that_are_no_message_end_the_call_as_invalid(
     await target.check()
 
 
+@pytest.mark.fault("F-22")
 @EACH_METHOD
 async def test_a_message_over_the_limit_ends_the_call(target: Target, method: Method) -> None:
     process = target.processes[target.served[method.path]]

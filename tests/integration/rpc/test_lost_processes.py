@@ -87,6 +87,7 @@ async def network() -> AsyncIterator[GrpcNetwork]:
     await network.aclose()
 
 
+@pytest.mark.fault("F-18")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_lost_server_breaks_every_stream_of_its_clients(network: GrpcNetwork, number: signal.Signals) -> None:
     with process(SERVER) as server:

@@ -53,6 +53,7 @@ async def works_again(owner: PeerHandle, reader: PeerHandle, request: int) -> No
     pytest.fail(f"the pair stays unusable: {answer}")
 
 
+@pytest.mark.fault("F-3")
 async def test_late_write_of_a_paused_owner_hits_only_quarantined_blocks() -> None:
     with slow_link.slow_link(RATE) as sides:
         async with peers() as group:
@@ -84,6 +85,7 @@ async def test_late_write_of_a_paused_owner_hits_only_quarantined_blocks() -> No
             await assert_clean(owner, reader)
 
 
+@pytest.mark.fault("F-2")
 @pytest.mark.long
 async def test_owner_killed_during_a_read_leaves_nothing_behind() -> None:
     with slow_link.slow_link(RATE) as sides:
@@ -98,6 +100,7 @@ async def test_owner_killed_during_a_read_leaves_nothing_behind() -> None:
             await works_again(owner, reader, 10)
 
 
+@pytest.mark.fault("F-6")
 @pytest.mark.long
 async def test_reader_killed_during_a_read_does_not_affect_the_owner() -> None:
     with slow_link.slow_link(RATE) as sides:

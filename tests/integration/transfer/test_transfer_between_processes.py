@@ -75,6 +75,7 @@ async def test_transfers_in_both_directions_are_exact_and_leak_nothing(backend: 
             assert await asyncio.wait_for(handle.process.wait(), 10) == 0
 
 
+@pytest.mark.fault("F-2")
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) -> None:
     """Also: a process restarted on the same address is a new incarnation."""
@@ -105,6 +106,7 @@ async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) 
             await assert_clean(owner, reader)
 
 
+@pytest.mark.fault("F-6")
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_reader_killed_at_any_point_frees_the_owner_within_a_lease(backend: str) -> None:
     rng = Random(6)
@@ -124,6 +126,7 @@ async def test_reader_killed_at_any_point_frees_the_owner_within_a_lease(backend
         assert (answer["outcome"], answer["wrong"]) == ("received", 0)
 
 
+@pytest.mark.fault("F-3")
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_owner_paused_for_three_leases_serves_nothing_stale(backend: str) -> None:
     async with peers() as group:

@@ -12,6 +12,7 @@ from tests.engine_rig import EngineRig
 from tests.unit.engine.loop_helpers import FAILURE, make_loop, running, turns
 
 
+@pytest.mark.fault("F-12")
 async def test_exception_fails_only_the_request_that_causes_it() -> None:
     rig = EngineRig()
     loop = make_loop(rig)

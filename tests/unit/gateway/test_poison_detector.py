@@ -88,6 +88,7 @@ async def test_first_token_from_prefill_is_not_progress_on_the_decode_worker() -
         assert num_dead(c) == 2
 
 
+@pytest.mark.fault("F-10")
 @virtual
 async def test_requests_on_only_one_dead_worker_are_resumed() -> None:
     """F-10: the poison request fails after two deaths, and the others are resumed."""
@@ -106,6 +107,7 @@ async def test_requests_on_only_one_dead_worker_are_resumed() -> None:
         assert num_dead(c) == 2
 
 
+@pytest.mark.fault("F-10")
 @pytest.mark.parametrize("from_index", [0, 3])
 @virtual
 async def test_requests_on_the_same_dead_workers_are_run_one_at_a_time(from_index: int) -> None:

@@ -68,6 +68,7 @@ async def test_decode_continues_if_the_prefill_worker_dies_after_kv_ready() -> N
         assert len(d0.jobs) == 1
 
 
+@pytest.mark.fault("F-40")
 @pytest.mark.parametrize("index", [1, 4])
 @virtual
 async def test_samples_continue_separately_after_a_failed_attempt(index: int) -> None:
@@ -215,6 +216,7 @@ async def test_tokens_of_another_job_or_sample_are_dropped() -> None:
         assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
+@pytest.mark.fault("F-7", "F-18")
 @virtual
 async def test_silent_worker_is_lost_after_the_detection_time() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
@@ -235,6 +237,7 @@ async def test_silent_worker_is_lost_after_the_detection_time() -> None:
         assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
+@pytest.mark.fault("F-11")
 @virtual
 async def test_worker_with_a_stuck_step_counts_as_lost() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
@@ -244,6 +247,7 @@ async def test_worker_with_a_stuck_step_counts_as_lost() -> None:
         assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
+@pytest.mark.fault("F-8")
 @virtual
 async def test_restarted_worker_gets_no_job_of_its_earlier_incarnation() -> None:
     async with cluster(("h0", "hybrid")) as c:

@@ -224,6 +224,7 @@ def test_renewal_extends_only_transfers_of_its_stream() -> None:
     assert r.owner.open_leases == 0
 
 
+@pytest.mark.fault("F-24")
 @pytest.mark.parametrize("count", [1, 2, 50, 3000])
 def test_renewed_lease_does_not_hide_expired_ones(count: int) -> None:
     r = Rig()
@@ -247,6 +248,7 @@ def test_renewed_lease_does_not_hide_expired_ones(count: int) -> None:
 # The vLLM #52234 matrix: a reference that does not hold any more is refused.
 
 
+@pytest.mark.fault("F-20")
 def test_unknown_transfer_id_is_refused() -> None:
     r = Rig()
     r.owner.release(READER, Release(transfer_id=TransferId(77), outcome="received"), 0.0)
@@ -257,6 +259,7 @@ def test_unknown_transfer_id_is_refused() -> None:
     assert r.take() == [Lost(transfer_id=TransferId(77), reason=Reason.LEASE_LOST)]
 
 
+@pytest.mark.fault("F-20")
 def test_block_out_of_range_is_refused() -> None:
     r = Rig()
     r.prefill()
@@ -268,6 +271,7 @@ def test_block_out_of_range_is_refused() -> None:
     assert not r.owner.may_read(OTHER, TransferId(1), (10,))
 
 
+@pytest.mark.fault("F-20")
 def test_released_transfer_is_refused() -> None:
     r = Rig()
     r.prefill()
@@ -282,6 +286,7 @@ def test_released_transfer_is_refused() -> None:
     assert r.pins.held == []
 
 
+@pytest.mark.fault("F-20")
 def test_reused_block_is_announced_with_its_current_generation() -> None:
     r = Rig()
     r.prefill()
@@ -293,6 +298,7 @@ def test_reused_block_is_announced_with_its_current_generation() -> None:
     assert (before.generations[2], after.generations[2]) == (0, 1)
 
 
+@pytest.mark.fault("F-20")
 def test_expired_lease_is_refused() -> None:
     r = Rig()
     r.prefill()
@@ -373,6 +379,7 @@ NOTICES = st.sampled_from(
 )
 
 
+@pytest.mark.fault("F-19")
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(NOTICES, st.integers(0, 2), st.floats(0, 1.5)), max_size=40))
 def test_messages_in_any_order_and_number_are_safe(notices: list[tuple[str, int, float]]) -> None:

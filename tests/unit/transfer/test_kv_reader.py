@@ -194,6 +194,7 @@ async def test_unreachable_owner_fails_the_pull() -> None:
         assert refused.value.failure.blamed == unreachable
 
 
+@pytest.mark.fault("F-23")
 @virtual
 @pytest.mark.parametrize(
     ("change", "reason", "word"),

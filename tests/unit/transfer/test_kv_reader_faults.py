@@ -84,6 +84,7 @@ async def test_timed_out_first_read_fails_the_waiting_pull() -> None:
         r.fabric.stuck.set()
 
 
+@pytest.mark.fault("F-15")
 @virtual
 async def test_broken_link_is_probed_with_bounded_probes() -> None:
     async with rig() as r:
@@ -168,6 +169,7 @@ async def test_request_deadline_ends_the_pull() -> None:
         assert asyncio.get_running_loop().time() == pytest.approx(0.7)
 
 
+@pytest.mark.fault("F-21")
 @virtual
 @pytest.mark.parametrize(
     ("what", "flip"),
@@ -206,6 +208,7 @@ async def test_announced_hashes_must_be_the_prompts() -> None:
         assert await failure_of(pull.first_ready()) is Reason.VALIDATION_FAILED
 
 
+@pytest.mark.fault("F-26")
 @virtual
 async def test_lease_end_during_a_read_discards_its_blocks() -> None:
     async with rig() as r:

@@ -90,6 +90,7 @@ async def pull_under(scenario: Callable[[Rig], None]) -> set[str]:
         return visible
 
 
+@pytest.mark.fault("F-3", "F-20")
 @pytest.mark.parametrize("name", FAULTS)
 def test_validation_keeps_reused_blocks_invisible(name: str) -> None:
     assert virtual_time.run(pull_under(FAULTS[name])) == set()

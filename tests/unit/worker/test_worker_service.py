@@ -191,6 +191,7 @@ async def test_jobs_still_running_at_the_drain_deadline_fail_as_retriable() -> N
         made.check_clean()
 
 
+@pytest.mark.fault("F-48")
 @virtual
 async def test_draining_owner_waits_for_its_readers() -> None:
     """F-48: SIGTERM to a prefill worker whose blocks have not been pulled yet."""
@@ -228,6 +229,7 @@ async def test_device_fault_makes_the_worker_report_unhealthy_and_end() -> None:
             await made.cluster.gateway(made.d, "g1").connect()
 
 
+@pytest.mark.fault("F-12")
 @virtual
 async def test_request_whose_step_raises_fails_alone() -> None:
     async with pair() as made:
@@ -244,6 +246,7 @@ async def test_request_whose_step_raises_fails_alone() -> None:
         made.check_clean()
 
 
+@pytest.mark.fault("F-11")
 @virtual
 async def test_stuck_step_makes_the_worker_unhealthy() -> None:
     async with pair() as made:
