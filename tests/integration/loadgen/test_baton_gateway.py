@@ -291,7 +291,7 @@ async def test_insecure_is_rejected_for_grpc_over_tls(trusted_authority: Authori
 
 
 @pytest.mark.parametrize("text", [None, "", "no certificate"])
-@pytest.mark.usefixtures("ours")
+@pytest.mark.usefixtures("trusted_authority")
 def test_unreadable_ca_file_is_named(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ca.pem"
     if text is not None:
