@@ -1,1 +1,1 @@
-"""Benchmarks: each compares Baton with a peer or a physical limit in the same run."""
+"""Benchmarks. Each one compares Baton with another system or with a hardware limit in the same run."""

@@ -1,4 +1,4 @@
-"""Runs a benchmark by name, or lists them: `python -m bench [NAME [ARGUMENTS]]`."""
+"""Run a benchmark by name, or list all of them: `python -m bench [NAME [ARGUMENTS]]`."""
 
 import ast
 import runpy
@@ -10,12 +10,12 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 
 
 def scenarios() -> Mapping[str, Path]:
-    """Each benchmark's name and file, sorted by folder."""
+    """Return the file of each benchmark by its name, sorted by folder."""
     return {file.stem: file for file in sorted(SCENARIOS.rglob("*.py")) if file.name != "__init__.py"}
 
 
 def overview() -> str:
-    """One line per benchmark: its name and the first sentence of its docstring."""
+    """Return one line per benchmark: its name and the first paragraph of its docstring."""
     lines = [
         "python -m bench NAME [ARGUMENTS]      (make bench NAME=... ARGS=...; --help shows a benchmark's arguments)",
         "",
@@ -31,14 +31,17 @@ def overview() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the named benchmark with the remaining arguments. Exit code 2 for a name that does not exist."""
+    """Run the named benchmark with the remaining arguments.
+
+    Return exit code 2 if no benchmark has this name.
+    """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(overview())
         return 0
     name, *rest = arguments
     file = scenarios().get(name.removesuffix(".py"))
     if file is None:
-        print(f"no benchmark is called {name!r}; there are: {', '.join(scenarios())}", file=sys.stderr)
+        print(f"unknown benchmark {name!r}; choose one of: {', '.join(scenarios())}", file=sys.stderr)
         return 2
     module = ".".join(("bench", *file.relative_to(SCENARIOS.parent).with_suffix("").parts))
     sys.argv = [f"python -m bench {name}", *rest]

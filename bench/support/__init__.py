@@ -1,1 +1,1 @@
-"""Helpers of the scenarios: load, roofline, saved figures, tables, charts."""
+"""Helpers of the scenarios: load, roofline, saved figures, tables and charts."""

@@ -1,4 +1,4 @@
-"""Grouped bars as one SVG that needs nothing else: the median of each, and a dot for each round."""
+"""Draws grouped bars as one self-contained SVG. A bar shows the median, a dot each round."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,17 @@ STYLE = "text{font:12px system-ui,sans-serif;fill:#222}.t{font-weight:600}.a{fil
 
 
 def picture(groups: Mapping[str, Sequence[tuple[str, Sequence[float]]]]) -> str:
-    """`groups`: by title, (name, a rate a round) of each bar. Every group has a scale of its own, from
-    zero."""
+    """Return the SVG.
+
+    `groups`: by title, the bars as (name, rate of each round). Every group has its own scale, starting at
+    zero.
+    """
     parts: list[str] = []
     y = 8
     for title, bars in groups.items():
         most = max((max(rates) for _, rates in bars if rates), default=0.0) or 1.0
         y += HEAD
-        parts.append(f'<text class="t" x="8" y="{y}">{escape(title)}: requests a second at 90 % attainment</text>')
+        parts.append(f'<text class="t" x="8" y="{y}">{escape(title)}: requests per second at 90 % attainment</text>')
         y += 8
         for (name, rates), color in zip(bars, COLORS, strict=False):
             parts += _bar(name, rates, color, most, y)

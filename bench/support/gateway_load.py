@@ -1,5 +1,7 @@
-"""The client of `gateway.py`, made to cost little: kept-alive connections, requests written in advance,
-answers counted but not parsed."""
+"""HTTP client of the gateway benchmarks with low CPU cost.
+
+Connections are kept alive, requests are encoded in advance, and responses are counted but not parsed.
+"""
 
 import asyncio
 import json
@@ -14,33 +16,31 @@ from string import ascii_lowercase
 from typing import Any
 
 WORDS = re.findall(r"[A-Za-z]+", " ".join(topics.values()))
-"""Python's manual, a word at a time: as in any prose a few words come often and most seldom."""
+"""Words of the Python manual. As in any prose, a few words are frequent and most are rare."""
 EVENT = b"data: "
 LAST_CHUNK = b"\n0\r\n\r\n"
 CARRY = len(LAST_CHUNK) - 1
 
 
 class Stamps:
-    """Where a stub notes each request in one line: max_tokens, when it arrived, when its first token was
-    sent."""
+    """File in which a stub logs each request: max_tokens, arrival, and send time of the first token (ns)."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", buffering=1)
 
     @staticmethod
     def now_ns() -> int:
-        """The clock that all processes of one machine share."""
+        """Return the monotonic clock, which all processes of a machine share."""
         return time.monotonic_ns()
 
     def put(self, max_tokens: int, arrived_ns: int) -> None:
-        """Just before the first token is sent."""
+        """Log one request. Call this just before the first token is sent."""
         self._file.write(f"{max_tokens} {arrived_ns} {self.now_ns()}\n")
 
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """When one answer arrived, by `time.monotonic_ns`: its first event (or its body, where nothing is
-    streamed) and its end."""
+    """Timing of one response in ns (monotonic): request sent, first event (or body) received, and end."""
 
     sent_ns: int
     first_ns: int = 0
@@ -49,7 +49,7 @@ class TimedAnswer:
 
 
 class LoadConnection(asyncio.Protocol):
-    """One kept-alive HTTP/1.1 connection, one request at a time."""
+    """A kept-alive HTTP/1.1 connection that handles one request at a time."""
 
     def __init__(self) -> None:
         self._transport: Any = None
@@ -62,8 +62,10 @@ class LoadConnection(asyncio.Protocol):
         self._carry = b""
 
     async def ask(self, request: bytes) -> TimedAnswer:
-        """Raises RuntimeError for an answer that is no 200, ConnectionError when the connection ends before
-        it."""
+        """Send one request and wait for its response.
+
+        Raises RuntimeError if the status is not 200, and ConnectionError if the connection closes early.
+        """
         self._done = asyncio.get_running_loop().create_future()
         self._head, self._in_head, self._carry = b"", True, b"\r"
         self._answer = TimedAnswer(time.monotonic_ns())
@@ -75,7 +77,9 @@ class LoadConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_exception(error or ConnectionError("the connection was closed before the answer's end"))
+            self._done.set_exception(
+                error or ConnectionError("the connection was closed before the end of the response")
+            )
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
@@ -90,7 +94,7 @@ class LoadConnection(asyncio.Protocol):
         self._answer.first_ns = self._answer.first_ns or now_ns
         seen = self._carry + data
         self._answer.num_events += seen.count(EVENT)
-        self._carry = seen[-CARRY:]  # shorter than an event's mark, so that none is counted twice
+        self._carry = seen[-CARRY:]  # shorter than EVENT, so that no event is counted twice
         self._left -= len(data)
         if (
             (seen.endswith(LAST_CHUNK) if self._is_chunked else self._left <= 0)
@@ -112,13 +116,13 @@ class LoadConnection(asyncio.Protocol):
 
 
 def prompts(seed: int, count: int, num_words: int) -> list[str]:
-    """No two alike."""
+    """Return prompts of random words, all different."""
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS, k=num_words)) for _ in range(count)]
 
 
-def made_up(seed: int, count: int, num_words: int) -> list[str]:
-    """Of words that are random letters."""
+def random_letter_prompts(seed: int, count: int, num_words: int) -> list[str]:
+    """Return prompts whose words are random letters."""
     rng = random.Random(seed)
     return [
         " ".join("".join(rng.choices(ascii_lowercase, k=rng.randint(2, 9))) for _ in range(num_words))
@@ -127,7 +131,7 @@ def made_up(seed: int, count: int, num_words: int) -> list[str]:
 
 
 def requests(host: str, model: str, texts: Iterable[str], *, max_tokens: int, stream: bool) -> list[bytes]:
-    """Completions, ready to be written."""
+    """Return encoded HTTP completion requests."""
     made = []
     for text in texts:
         fields = {
@@ -139,18 +143,22 @@ def requests(host: str, model: str, texts: Iterable[str], *, max_tokens: int, st
             "stream": stream,
         }
         body = json.dumps(fields).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         made.append(head.encode() + body)
     return made
 
 
 async def connect(host: str, port: int) -> LoadConnection:
+    """Open one connection."""
     _, connection = await asyncio.get_running_loop().create_connection(LoadConnection, host, port)
     return connection
 
 
 async def load(host: str, port: int, work: Sequence[bytes], in_flight: int) -> list[TimedAnswer]:
-    """Ask everything, `in_flight` at a time, each over a connection of its own that stays."""
+    """Send all requests over `in_flight` connections, one request at a time on each."""
     left = iter(work)
     answers: list[TimedAnswer] = []
 

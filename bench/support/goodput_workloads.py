@@ -1,11 +1,16 @@
-"""The three kinds of work that `goodput.py` asks of every system."""
+"""Workloads of the `goodput` benchmark."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`source`: of `loadgen plan`. `prompt_tokens`, `answer_tokens`: the means, for the SLO."""
+    """One workload.
+
+    what: description for the table.
+    prompt_tokens, answer_tokens: mean lengths, from which the SLO is measured.
+    source: arguments of `loadgen plan`.
+    """
 
     name: str
     what: str
@@ -21,21 +26,21 @@ def _random(prompt: str, answer: str) -> tuple[str, ...]:
 WORKLOADS = (
     Workload(
         name="chat",
-        what="prompts of 512 tokens (lognormal, cv 0.8), answers of 128 (cv 0.6)",
+        what="prompts of 512 tokens (lognormal, cv 0.8), responses of 128 (cv 0.6)",
         prompt_tokens=512,
         answer_tokens=128,
         source=_random("lognormal:mean=512,cv=0.8,min=16,max=4096", "lognormal:mean=128,cv=0.6,min=8,max=512"),
     ),
     Workload(
         name="long-prompt",
-        what="prompts of 3,000 tokens (cv 0.3), answers of 24 (cv 0.3)",
+        what="prompts of 3,000 tokens (cv 0.3), responses of 24 (cv 0.3)",
         prompt_tokens=3000,
         answer_tokens=24,
         source=_random("lognormal:mean=3000,cv=0.3,min=512,max=7000", "lognormal:mean=24,cv=0.3,min=4,max=64"),
     ),
     Workload(
         name="long-answer",
-        what="prompts of 128 tokens (cv 0.5), answers of 256 (cv 0.4)",
+        what="prompts of 128 tokens (cv 0.5), responses of 256 (cv 0.4)",
         prompt_tokens=128,
         answer_tokens=256,
         source=_random("lognormal:mean=128,cv=0.5,min=16,max=1024", "lognormal:mean=256,cv=0.4,min=32,max=768"),

@@ -1,5 +1,4 @@
-"""Load for the clusters of a benchmark, by `loadgen`; what became of it, and what the workers and the machine
-did meanwhile."""
+"""Runs `loadgen` against the clusters of a benchmark, and samples the workers and the machine meanwhile."""
 
 import json
 import shutil
@@ -22,12 +21,12 @@ from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome, classi
 from loadgen.measure.stats import percentile
 
 INVALID = 3
-"""`loadgen run`: the generator was late; what was measured is kept, and says so."""
-CALM_S = 120.0
+"""Exit code of `loadgen run` for an invalid run: the generator was late. The result is kept and marked."""
+IDLE_TIMEOUT_S = 120.0
 
 
 def loadgen(*arguments: object, may_exit: Sequence[int] = (0,)) -> None:
-    """Raises SystemExit with what it said."""
+    """Run `loadgen`. Raises SystemExit with its output if the exit code is not in `may_exit`."""
     command = [str(Path(sys.executable).parent / "loadgen"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in may_exit:
@@ -37,8 +36,10 @@ def loadgen(*arguments: object, may_exit: Sequence[int] = (0,)) -> None:
 def capacity(
     url: str, out: Path, *workload: object, slo: str, attainment: float, seconds: float, start_rps: float
 ) -> dict[str, Any]:
-    """The answer of `loadgen capacity`: `capacity_rps`, `low_rps`, `high_rps`. What an earlier, stopped
-    search has left is dropped."""
+    """Run `loadgen capacity` and return its answer with `capacity_rps`, `low_rps` and `high_rps`.
+
+    `out` is emptied first. Raises SystemExit if the search fails.
+    """
     shutil.rmtree(out, ignore_errors=True)
     settings = [
         "--url",
@@ -56,13 +57,13 @@ def capacity(
     loadgen("capacity", *settings, "--start-rate", f"{start_rps:g}", "--seed", 1, *workload, may_exit=(0, INVALID))
     point = json.loads((out / "capacity.json").read_text())["points"][0]
     if point["error"] or not point["answers"]:
-        raise SystemExit(f"no capacity was found: {point['error']}; see {out}")
+        raise SystemExit(f"the capacity search failed: {point['error']}; see {out}")
     answer: dict[str, Any] = point["answers"][0]
     return answer
 
 
 def run(running: Processes, plan: Path, out: Path, *, label: str, warmup: int) -> None:
-    """One run of a plan into a new directory; then wait until nothing is left of it in the workers."""
+    """Send a plan with `loadgen run`, then wait until the workers are idle. `out` must not exist."""
     flags = [
         "--out",
         out,
@@ -78,21 +79,26 @@ def run(running: Processes, plan: Path, out: Path, *, label: str, warmup: int) -
 
 
 def wait_idle(running: Processes) -> None:
-    """Until no worker has a sequence or a lease. Raises SystemExit."""
-    end_s = time.monotonic() + CALM_S
+    """Wait until no worker has a sequence or a lease. Raises SystemExit after `IDLE_TIMEOUT_S`."""
+    end_s = time.monotonic() + IDLE_TIMEOUT_S
     busy = ("baton_running_seqs", "baton_waiting_seqs", "baton_open_leases")
     while any(
         running.metrics(name)[metric] for name in (*running.workers("p"), *running.workers("d")) for metric in busy
     ):
         if time.monotonic() > end_s:
-            raise SystemExit(f"the workers were not idle {CALM_S:g} s after the load")
+            raise SystemExit(f"the workers are not idle {IDLE_TIMEOUT_S:g} s after the load")
         time.sleep(0.2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One look at the workers. By name: seconds spent in steps since the start, sequences in the batch,
-    tokens computed since the start."""
+    """Metrics of all workers at one time, by worker name.
+
+    at_s: monotonic clock.
+    step_s: seconds spent in steps since the start.
+    running_seqs: sequences in the batch.
+    step_tokens: tokens computed since the start.
+    """
 
     at_s: float
     step_s: Mapping[str, float]
@@ -101,9 +107,13 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Watched:
-    """What was seen while a block ran. `busy_share`: of all cores. `late_ms`: how late timers of a worker's
-    event loop ran in the mean, the worst worker. `rss_bytes`: of each process before, at most, and after."""
+class ClusterMeasurements:
+    """Measurements taken while a block ran.
+
+    busy_share: CPU use of all cores, 0 to 1.
+    late_ms: mean lag of the timers in a worker's event loop; the worst worker.
+    rss_bytes: resident memory of each process: before, maximum, after.
+    """
 
     samples: list[Sample] = field(default_factory=list)
     busy_share: float = 0.0
@@ -112,35 +122,37 @@ class Watched:
 
 
 @contextmanager
-def watched(running: Processes, interval_s: float) -> Iterator[Watched]:
-    """`interval_s` between two looks, which cost a worker some milliseconds each. Times of samples are of the
-    monotonic clock."""
-    found, stop = Watched(), threading.Event()
+def watched(running: Processes, interval_s: float) -> Iterator[ClusterMeasurements]:
+    """Sample the cluster every `interval_s` while the block runs.
+
+    A sample costs a worker some milliseconds.
+    """
+    found, stop = ClusterMeasurements(), threading.Event()
     workers = [*running.workers("p"), *running.workers("d")]
     processes = {name: psutil.Process(pid) for name, pid in running.pids.items()}
 
     def rss() -> dict[str, int]:
         return {name: process.memory_info().rss for name, process in processes.items()}
 
-    def look() -> None:
+    def take_sample() -> None:
         found.samples.append(_sample(running, workers))
         for name, now in rss().items():
             most[name] = max(most[name], now)
 
-    def keep_looking() -> None:
+    def sample_until_stopped() -> None:
         while not stop.wait(interval_s):
-            look()
+            take_sample()
 
     before, most, times, lags = rss(), rss(), psutil.cpu_times(), {name: _lag(running, name) for name in workers}
-    look()
-    looking = threading.Thread(target=keep_looking, name="watched")
-    looking.start()
+    take_sample()
+    sampler = threading.Thread(target=sample_until_stopped, name="watched")
+    sampler.start()
     try:
         yield found
     finally:
         stop.set()
-        looking.join()
-    look()
+        sampler.join()
+    take_sample()
     spent = [now - then for now, then in zip(psutil.cpu_times()[:8], times[:8], strict=True)]
     idle = psutil.cpu_times().idle - times.idle
     found.busy_share = 1 - idle / sum(spent) if sum(spent) else 0.0
@@ -153,7 +165,7 @@ def watched(running: Processes, interval_s: float) -> Iterator[Watched]:
 
 
 def outcomes(result: Result) -> dict[RequestOutcome, list[Record]]:
-    """Every offered request by what became of it."""
+    """Return the offered requests by their outcome."""
     rules = OutcomeRules(slos=result.run.slos, ignore_eos=result.run.ignore_eos)
     by_outcome: dict[RequestOutcome, list[Record]] = {outcome: [] for outcome in RequestOutcome}
     for record in result.records:
@@ -162,11 +174,12 @@ def outcomes(result: Result) -> dict[RequestOutcome, list[Record]]:
 
 
 def lag_p99_ms(result: Result) -> float:
-    """How late the generator sent."""
+    """Return the 99th percentile of the send lag."""
     return 1e3 * percentile([lag_s for record in result.records if (lag_s := send_lag_s(record)) is not None], 99)
 
 
 def read(directory: Path) -> Result:
+    """Read a result of `loadgen run`."""
     return read_result(directory)
 
 

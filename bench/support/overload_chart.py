@@ -1,14 +1,15 @@
-"""How busy prefill and decode are under overload, one panel a mode, as one SVG that needs nothing else."""
+"""Draws the utilisation of prefill and decode workers under overload as one SVG, with one panel per mode."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, LEFT, RIGHT, HIGH, HEAD, FOOT = 860, 54, 16, 130, 30, 26
 TOP_SHARE = 1.5
-"""Of the scale: decode workers without admission go far above what their TPOT SLO allows."""
+"""Top of the scale. Without admission, decode workers far exceed the batch that their TPOT SLO allows."""
 COLORS = {"prefill": "#2f6fdf", "decode": "#c2551f"}
 STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#222}.t{font-weight:600}.a{fill:#666}.g{stroke:#ddd}.e{stroke:#888;stroke-dasharray:4 3}"
+    "text{font:12px system-ui,sans-serif;fill:#222}.t{font-weight:600}.a{fill:#666}.g{stroke:#ddd}"
+    ".e{stroke:#888;stroke-dasharray:4 3}"
     "polyline{fill:none;stroke-width:1.8}"
 )
 
@@ -16,8 +17,11 @@ Points = Sequence[tuple[float, float]]
 
 
 def picture(panels: Mapping[str, Mapping[str, Points]], lasts_s: float) -> str:
-    """`panels`: by title, what each side did: (seconds into the load, share of what it can do), cut off at
-    `TOP_SHARE`."""
+    """Return the SVG.
+
+    `panels`: by title and worker role, points of (seconds since the start of the load, utilisation). Values
+    are cut off at `TOP_SHARE`. `lasts_s` is the length of the load.
+    """
     parts: list[str] = []
     y = 4.0
     for title, sides in panels.items():

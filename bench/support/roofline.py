@@ -1,5 +1,4 @@
-"""What the hardware allows, measured: products of matrices, and reading memory; and what a model needs of
-both."""
+"""Measures hardware limits (matrix products, memory bandwidth) and computes what a model needs."""
 
 import json
 import time
@@ -20,26 +19,32 @@ from baton.model.kernels.cpu.kernel_build import KernelsUnavailable
 from baton.model.kernels.cpu.kernel_library import load_kernels
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**30}
-"""Far more than its caches hold."""
+"""Bytes to read, by device: far more than its caches hold."""
 PRODUCTS = {
     "cpu": ((2048, 1024, 3072), (2048, 2048, 2048), (512, 1024, 4096)),
     "cuda": ((8192, 8192, 8192), (8192, 4096, 16384), (4096, 4096, 4096)),
 }
-"""(rows, inner, columns)"""
+"""Matrix products to time, by device: (rows, inner, columns)."""
 REPEATS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Of one device, per second: floating point operations of bfloat16 products, and bytes read."""
+    """Hardware limits of one device.
+
+    flops: floating-point operations per second of bfloat16 products.
+    bytes: bytes read from memory per second.
+    """
 
     flops: float
     bytes: float
 
 
 def measured(num_threads: int, device: str = "cpu") -> Roofline:
-    """The best of some products, each done in all ways that we know, and some ways to read: nothing here may
-    be faster. `num_threads` of a CPU."""
+    """Measure the roofline: the best rate over several product shapes, implementations and read patterns.
+
+    num_threads: threads on a CPU.
+    """
     torch.set_num_threads(num_threads)
     num_bytes = READ_BYTES[device]
     flops = []
@@ -48,7 +53,8 @@ def measured(num_threads: int, device: str = "cpu") -> Roofline:
             x = torch.randn(rows, inner, dtype=torch.bfloat16)
             module = nn.Linear(inner, columns, bias=False, dtype=torch.bfloat16).requires_grad_(False)
             flops += [
-                2 * rows * inner * columns / _best_s(partial(way, x)) for way in _ways(module, num_threads, device)
+                2 * rows * inner * columns / _best_s(partial(product, x))
+                for product in _product_implementations(module, num_threads, device)
             ]
         read_s = _read_s(num_bytes)
     if device == "cuda":
@@ -56,9 +62,14 @@ def measured(num_threads: int, device: str = "cpu") -> Roofline:
     return Roofline(flops=max(flops), bytes=num_bytes / read_s)
 
 
-def _ways(module: nn.Linear, num_threads: int, device: str) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """To multiply by one matrix: as it is; on a CPU also over packed weights, oneDNN's and ours, and in
-    float32, which is faster than bfloat16 where that is emulated."""
+def _product_implementations(
+    module: nn.Linear, num_threads: int, device: str
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Yield implementations of a product with one matrix.
+
+    On a CPU these include packed weights (oneDNN's and Baton's) and float32, which is faster than bfloat16 on
+    processors that emulate bfloat16.
+    """
     yield module
     if device == "cpu":
         yield PackedLinear(module)
@@ -91,9 +102,12 @@ def _best_s(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Of one model in bfloat16. `weight_params`: that take part in computing a token (the embedding as a
-    table does not); `end_params` of them, the head and what is not for keys and values of the last layer,
-    only where a token is to follow."""
+    """Operations and bytes that one model in bfloat16 needs.
+
+    weight_params: parameters used to compute a token, without the embedding table.
+    end_params: the part of them that is needed only for tokens that are sampled: the head, and the last layer
+        without its key and value projections.
+    """
 
     weight_params: int
     end_params: int
@@ -104,6 +118,7 @@ class Needs:
 
     @staticmethod
     def of(model: Path) -> "Needs":
+        """Read the needs of a model from its directory."""
         config = json.loads((model / "config.json").read_text())
         params = sum(_size(file) for file in model.glob("*.safetensors"))
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -119,18 +134,21 @@ class Needs:
         )
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Of the last layer and the head all but keys and values is needed for the last token alone.
-        Attention for each pair of tokens, once as scores and once as sums."""
+        """Return the operations of a prefill of `num_tokens` tokens.
+
+        The head and most of the last layer count for the last token only. Attention counts two products per
+        (query, key) pair: scores and weighted values.
+        """
         attention = 4 * (self.num_layers - 1) * self.num_heads * self.head_dim * num_tokens * (num_tokens + 1) / 2
         return 2 * (self.weight_params - self.end_params) * num_tokens + 2 * self.end_params + attention
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """KV bytes of one token over all layers."""
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def decode_bytes(self, num_seqs: int, context: float) -> float:
-        """Of a step: all weights once, and each sequence's keys and values."""
+        """Return the bytes that a decode step reads: all weights once, and the KV of each sequence."""
         return 2 * self.weight_params + num_seqs * context * self.kv_bytes_per_token
 
 

@@ -1,4 +1,4 @@
-"""Figures of a bench that takes long, in a file: one that was stopped goes on where it was."""
+"""Keeps the figures of a long benchmark in a file, so that an interrupted run can continue."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class SavedFigures(UserDict[str, Any]):
-    """By name, in a JSON file from the moment of their assignment."""
+    """A dictionary that is written to a JSON file at every assignment."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -17,13 +17,16 @@ class SavedFigures(UserDict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        beside = self._file.with_suffix(".new")
-        beside.write_text(json.dumps(self.data, indent=1) + "\n")
-        beside.replace(self._file)
+        new_file = self._file.with_suffix(".new")
+        new_file.write_text(json.dumps(self.data, indent=1) + "\n")
+        new_file.replace(self._file)
 
 
 def emptied(directory: Path) -> Path:
-    """For results: without what a stopped bench has left there. Its parents exist."""
+    """Remove the directory, which may hold parts of an interrupted run, and create its parents.
+
+    Return its path.
+    """
     shutil.rmtree(directory, ignore_errors=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
     return directory

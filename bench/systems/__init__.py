@@ -1,1 +1,1 @@
-"""Systems under test: how each of them is started, and the stubs behind gateways."""
+"""Systems under test: how each one is started, and the stub workers behind gateways."""

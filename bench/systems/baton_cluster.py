@@ -1,5 +1,7 @@
-"""Clusters of one's own for a benchmark, by `baton up` or process by process without Ray, and the machine
-that they ran on."""
+"""Starts Baton clusters for benchmarks, with `baton up` or process by process without Ray.
+
+Also describes the machine and formats tables.
+"""
 
 import asyncio
 import os
@@ -36,7 +38,7 @@ STOP_S = 30.0
 
 @contextmanager
 def baton_up(*flags: str) -> Iterator[str]:
-    """The HTTP address of a fresh cluster, which ends with the block."""
+    """Run `baton up` for the duration of the block and yield the HTTP address."""
     command = [str(Path(sys.executable).parent / "baton"), "up", "--http-port", "0", "--grpc-port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -48,8 +50,13 @@ def baton_up(*flags: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """A cluster that runs: by name (`scheduler`, `gateway`, `p0`, `d0`, …) process ids, and in `admin` the
-    addresses of metrics."""
+    """A running cluster.
+
+    url: HTTP address of the gateway.
+    grpc_address: gRPC address of the gateway.
+    pids: process ids by name (`scheduler`, `gateway`, `p0`, `d0`, …).
+    admin: addresses of the metrics endpoints by name.
+    """
 
     url: str
     grpc_address: str
@@ -57,11 +64,11 @@ class Processes:
     admin: Mapping[str, str]
 
     def workers(self, role: str) -> list[str]:
-        """Names, by the first letter of their role."""
+        """Return the sorted names of the workers with this role: `p` or `d`."""
         return sorted(name for name in self.pids if name[0] == role and name[1:].isdigit())
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Of one process: each metric, summed over its labels."""
+        """Return all metrics of one process, each summed over its labels."""
         sums: Counter[str] = Counter()
         for line in self.page(name).splitlines():
             if line and not line.startswith("#"):
@@ -70,7 +77,7 @@ class Processes:
         return dict(sums)
 
     def page(self, name: str) -> str:
-        """The metrics of one process, as it shows them."""
+        """Return the metrics page of one process as text."""
         with urllib.request.urlopen(f"http://{self.admin[name]}/metrics", timeout=10) as answer:
             page: str = answer.read().decode()
         return page
@@ -78,8 +85,11 @@ class Processes:
 
 @contextmanager
 def processes_up(*, prefill: int, decode: int, logs: Path, **settings: Any) -> Iterator[Processes]:
-    """Redis, a scheduler, a gateway and workers, each a process of its own on the loopback; `settings` go to
-    all of them. They end with the block. Their output is kept in `logs`."""
+    """Run Redis, a scheduler, a gateway and workers as separate processes for the duration of the block.
+
+    `settings` apply to every service that has a setting of that name. The output of the processes goes to
+    `logs`. Raises SystemExit if a process or the cluster does not become ready.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     names = [f"{role}{number}" for role, count in (("p", prefill), ("d", decode)) for number in range(count)]
     with tempfile.TemporaryDirectory(prefix="baton-b-", dir="/tmp") as directory, ExitStack() as stack:
@@ -121,7 +131,7 @@ def processes_up(*, prefill: int, decode: int, logs: Path, **settings: Any) -> I
 
 
 def machine(*packages: str) -> str:
-    """Date, hardware, load and versions, for the head of a table."""
+    """Return one line with date, hardware, load and package versions, for the head of a table."""
     cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
     load = os.getloadavg()[0]
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
@@ -129,13 +139,16 @@ def machine(*packages: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---:"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _after_ready(process: subprocess.Popen[str]) -> str:
-    """What it prints after `ready `: an address. Raises SystemExit with what it printed instead."""
+    """Return the address that the process prints after `ready `.
+
+    Raises SystemExit with its output otherwise.
+    """
     assert process.stdout is not None
     seen = ""
     for _ in range(START_LINES):
@@ -164,8 +177,10 @@ def _running(name: str, argv: Sequence[str], logs: Path) -> Iterator[subprocess.
 
 
 def _wait_ready(running: Processes) -> None:
-    """Until the gateway has what it needs and all pairs are warm: a cold one is not chosen while another is
-    warm. Raises SystemExit."""
+    """Wait until the gateway is ready and every decode worker has a link to every prefill worker.
+
+    The scheduler prefers pairs that have a link. Raises SystemExit after `START_S`.
+    """
     end_s = time.monotonic() + START_S
     last = ""
     while time.monotonic() < end_s:
@@ -179,7 +194,7 @@ def _wait_ready(running: Processes) -> None:
         except OSError as error:
             last = str(error)
         time.sleep(0.1)
-    raise SystemExit(f"the cluster is not ready: {last}")
+    raise SystemExit(f"the cluster is not ready after {START_S:g} s: {last}")
 
 
 def _cpuinfo() -> list[str]:

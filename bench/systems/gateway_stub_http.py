@@ -1,10 +1,9 @@
-"""An OpenAI server that computes nothing, for routers that pass requests on as they are: the stub of
-`gateway.py` for sglang-router.
+"""Stub OpenAI server behind sglang-router. It computes nothing.
 
 python -m bench.systems.gateway_stub_http STEP_S STAMPS
 
-As `gateway_stub.py`: the first token goes out as soon as the request is there, then one a step. Prints `ready
-ADDRESS`.
+Sends the first token as soon as a request arrives, then one token per step, as `gateway_stub` does. Prints
+`ready ADDRESS`.
 """
 
 import asyncio
@@ -24,18 +23,19 @@ CHOICE = (
 )
 EVENT = ("data: " + CHOICE % "null" + "\n\n").encode()
 LAST_EVENT = ("data: " + CHOICE % '"length"' + "\n\ndata: [DONE]\n\n").encode()
-WHOLE = (CHOICE % '"length"')[
+NON_STREAMING = (CHOICE % '"length"')[
     :-1
 ].encode() + b',"usage":{"prompt_tokens":1000,"completion_tokens":1,"total_tokens":1001}}'
 MODEL_INFO = b'{"served_model_name":"demo","is_generation":true}'
 
 
 def chunk(data: bytes) -> bytes:
+    """Encode one chunk of a chunked HTTP body."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 class Steps:
-    """Writes an event a step to every open stream."""
+    """Writes one event per step to every open stream."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -65,7 +65,7 @@ class Steps:
 
 
 class StubConnection(asyncio.Protocol):
-    """Reads one request after another; of a body only what is asked for matters."""
+    """Reads one request after another. Of a body, only `max_tokens` and `stream` matter."""
 
     def __init__(self, steps: Steps, stamps: Stamps) -> None:
         self._steps = steps
@@ -87,7 +87,7 @@ class StubConnection(asyncio.Protocol):
 
     def _answer(self, head: bytes, body: bytes) -> None:
         if not head.startswith(b"POST /v1/completions"):
-            self._whole(MODEL_INFO)  # health, models, and what else is asked of a worker
+            self._send_body(MODEL_INFO)  # health checks, model lists and other queries
             return
         arrived_ns = self._stamps.now_ns()
         found = re.search(rb'"max_tokens": *(\d+)', body)
@@ -99,9 +99,9 @@ class StubConnection(asyncio.Protocol):
             self._steps.add(self._transport, max_tokens - 1)
         else:
             self._stamps.put(max_tokens, arrived_ns)
-            self._whole(WHOLE)
+            self._send_body(NON_STREAMING)
 
-    def _whole(self, body: bytes) -> None:
+    def _send_body(self, body: bytes) -> None:
         self._transport.write(HEAD % (b"application/json", b"content-length: %d" % len(body)) + body)
 
 

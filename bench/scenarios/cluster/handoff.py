@@ -1,12 +1,17 @@
-"""How much of a handoff does a client feel? From P's last chunk being computed to D's first decode step, with
-a real 1P+1D over NIXL.
+"""Measures the exposed time of a KV handoff between two workers against the time of a decode step.
 
 python -m bench handoff [--repeats 9] [--lengths 128,512,2048,8192] [--in-flight 1,4]
 
-From P's last KvReady on: `waiting` until the last read begins, `transfer` until its blocks are landed and
-proven at D, `admission` until D's first step with the sequence starts. `early`: the share of the bytes that
-had been read when P's last chunk ended. `step`: D's mean time between tokens, in the same answers. Medians.
-The target is waiting + admission <= one decode step + 10 ms, and early >= 80 % from four chunks on.
+A cluster with one prefill (P) and one decode worker (D) transfers KV over NIXL. Times count from P's last
+KvReady message. Figures are medians.
+
+waiting: until the last read begins.
+transfer: until the blocks of that read have arrived at D and are validated.
+admission: until D's first step with the sequence starts.
+early: share of the bytes that D had read when P's last chunk ended.
+step: D's mean time between tokens in the same responses.
+
+Target: waiting + admission within one decode step + 10 ms, and early at least 80 % from four chunks on.
 """
 
 import argparse
@@ -25,8 +30,8 @@ OUTPUT_TOKENS = 16
 VOCAB = 4096
 
 
-async def one(client: httpx.AsyncClient, url: str, rng: random.Random, length: int) -> dict[str, Any]:
-    """The decode leg's timeline of one fresh prompt, with `tpot_s` beside it."""
+async def send_request(client: httpx.AsyncClient, url: str, rng: random.Random, length: int) -> dict[str, Any]:
+    """Send one new prompt. Return the timeline of its decode leg, with the mean step time as `step_s`."""
     body = {
         "model": "demo",
         "prompt": [rng.randrange(4, VOCAB) for _ in range(length)],
@@ -43,14 +48,15 @@ async def one(client: httpx.AsyncClient, url: str, rng: random.Random, length: i
 
 
 async def measure(url: str, lengths: list[int], repeats: int, in_flight: int) -> list[list[str]]:
-    """A row a length; lengths take turns, so that a drifting machine drifts for all."""
+    """Return one table row per length. The lengths alternate, so that machine drift affects all of them."""
     rng = random.Random(in_flight)
     legs: dict[int, list[dict[str, Any]]] = {length: [] for length in lengths}
     async with httpx.AsyncClient(timeout=300) as client:
-        await asyncio.gather(*(one(client, url, rng, length) for length in lengths))
+        await asyncio.gather(*(send_request(client, url, rng, length) for length in lengths))
         for _ in range(repeats):
             for length in lengths:
-                legs[length] += await asyncio.gather(*(one(client, url, rng, length) for _ in range(in_flight)))
+                requests = (send_request(client, url, rng, length) for _ in range(in_flight))
+                legs[length] += await asyncio.gather(*requests)
     rows = []
     for length, measured in legs.items():
         waiting, admission, step = (
@@ -58,8 +64,8 @@ async def measure(url: str, lengths: list[int], repeats: int, in_flight: int) ->
         )
         transfer = statistics.median((leg["kv_exposed_s"] - leg["kv_exposed_wait_s"]) * 1e3 for leg in measured)
         early = statistics.median(leg["kv_early_bytes"] / leg["kv_bytes"] for leg in measured)
-        both = statistics.median((leg["kv_exposed_wait_s"] + leg["kv_admission_s"]) * 1e3 for leg in measured)
-        kept = "yes" if both <= step + 10 and (length < 4 * CHUNK_TOKENS or early >= 0.8) else "no"
+        exposed_ms = statistics.median((leg["kv_exposed_wait_s"] + leg["kv_admission_s"]) * 1e3 for leg in measured)
+        is_met = "yes" if exposed_ms <= step + 10 and (length < 4 * CHUNK_TOKENS or early >= 0.8) else "no"
         kib = statistics.median(leg["kv_bytes"] for leg in measured) / 1024
         rows.append(
             [
@@ -69,10 +75,10 @@ async def measure(url: str, lengths: list[int], repeats: int, in_flight: int) ->
                 f"{waiting:.1f}",
                 f"{transfer:.1f}",
                 f"{admission:.1f}",
-                f"{both:.1f}",
+                f"{exposed_ms:.1f}",
                 f"{step:.1f}",
                 f"{early:.0%}",
-                kept,
+                is_met,
             ]
         )
     return rows
@@ -84,11 +90,11 @@ def _median_ms(legs: list[dict[str, Any]], key: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--lengths", default="128,512,2048,8192")
-    parser.add_argument("--in-flight", default="1,4")
-    parser.add_argument("--transfer", default="nixl", choices=["nixl", "local"])
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON, too")
+    parser.add_argument("--repeats", type=int, default=9, help="requests per length (9), times those in flight")
+    parser.add_argument("--lengths", default="128,512,2048,8192", help="prompt tokens (128,512,2048,8192)")
+    parser.add_argument("--in-flight", default="1,4", help="requests sent together (1,4)")
+    parser.add_argument("--transfer", default="nixl", choices=["nixl", "local"], help="transfer backend (nixl)")
+    parser.add_argument("--json", action="store_true", help="also print the rows as JSON")
     args = parser.parse_args()
     print(machine("torch", "transformers", "nixl", "ray"))
     lengths = [int(length) for length in args.lengths.split(",")]

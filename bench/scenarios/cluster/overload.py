@@ -1,21 +1,25 @@
-"""Does goodput collapse under overload? Admission off, early and predictive, on 2 prefill and 2 decode
-workers that are emulated.
+"""Measures goodput at twice the capacity with admission control off, early and predictive.
 
 python -m bench overload --out DIR [--repeats 3] [--json]
 
-Each process is a real one, but a step lasts what `EMULATED_COSTS` says: prefill can do a little more than
-decode, and a prompt takes a tenth of the TTFT SLO, so that many are on their way while a decode worker fills
-up. That is where judging by the load of now goes wrong (Mooncake, arXiv 2407.00079, section 7).
+The cluster has 2 prefill and 2 decode workers. All processes are real, but the workers emulate the device: a
+step lasts as long as `EMULATED_COSTS` predicts. Prefill has a little more capacity than decode. A prompt
+takes a tenth of the TTFT SLO, so many prompts are in progress while a decode worker fills up. Admission by
+the current load fails in this situation (Mooncake, arXiv 2407.00079, section 7).
 
-The capacity is the highest rate at which 90 % of all requests keep `SLO` with admission off. Then, on a fresh
-cluster for each mode and repeat, `AT_CAPACITY_S` at capacity and `OVERLOAD_S` at twice that. `goodput`:
-requests a second that are answered whole within their SLO. Utilisation, in windows of 5 s of the overload,
-less its first `RAMP_S`: of prefill workers the share of the time spent in steps; of decode workers the mean
-number of sequences in the batch over `BATCH_AT_SLO`, with which a step takes the TPOT SLO. What was computed
-is counted by the workers (`baton_step_tokens_total`), and must be the prompts of the answered requests less
-what was cached, and their answers' tokens beyond the first: a refused request has cost nothing. Last,
-`predictive` meets ten times its capacity for a minute, and then 70 % of it. All results stay in DIR, and a
-bench that was stopped goes on where it was.
+The capacity is the highest rate at which 90 % of all requests meet `SLO` with admission off. Each mode and
+repeat gets a new cluster, which runs `AT_CAPACITY_S` at the capacity and `OVERLOAD_S` at twice the capacity.
+
+goodput: requests per second with a complete response within the SLO.
+spread: standard deviation of the utilisation over windows of 5 s, without the first `RAMP_S`. The utilisation
+  of prefill workers is the share of time spent in steps. That of decode workers is the mean batch size over
+  `BATCH_AT_SLO`, the batch whose step takes the TPOT SLO.
+wasted tokens: tokens that the workers computed (`baton_step_tokens_total`) minus those that the answered
+  requests account for: uncached prompt tokens, and output tokens after the first. 0 means that rejected
+  requests were rejected before any computation.
+
+At the end, predictive admission gets ten times the capacity for a minute, then 70 % of it. DIR keeps all
+results. An interrupted run continues where it stopped.
 """
 
 import argparse
@@ -40,8 +44,7 @@ EMULATED_COSTS = "step=20ms,prefill_token=600us,decode_seq=1.2ms"
 SLO = "ttft=2500ms,tpot=40ms"
 TTFT_SLO_S = 2.5
 BATCH_AT_SLO = 16
-"""A step of so many takes 39.2 ms: not the SLO to the hair, which a step that ends late by anything at all
-would break."""
+"""A decode step with this batch takes 39.2 ms, a little less than the TPOT SLO of 40 ms."""
 PREFILL, DECODE = 2, 2
 WORKLOAD = [
     "shared-prefix",
@@ -66,7 +69,10 @@ REFUSED = (RequestOutcome.REJECTED_EARLY, RequestOutcome.REJECTED_LATE)
 
 
 class OverloadBench:
-    """`known`: what was found so far. `share`: of the full length of each load, for a look at the script."""
+    """Measures the missing results and keeps all of them in `known`.
+
+    --share shortens every load, to try the script.
+    """
 
     def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
         self._out = out
@@ -77,6 +83,7 @@ class OverloadBench:
         self._given_rps: float | None = arguments.capacity
 
     def measure(self) -> None:
+        """Measure the capacity, every mode and repeat, and the flood."""
         if "machine" not in self.known:
             self.known["machine"] = machine("nixl", "grpcio")
         if self._given_rps is None and "capacity" not in self.known:
@@ -93,6 +100,7 @@ class OverloadBench:
 
     @property
     def capacity_rps(self) -> float:
+        """Capacity without admission control in requests per second, measured or given by --capacity."""
         found: float = self.known["capacity"]["capacity_rps"] if self._given_rps is None else self._given_rps
         return found
 
@@ -117,7 +125,7 @@ class OverloadBench:
         }
 
     def _flood(self) -> dict[str, Any]:
-        """Ten times the capacity for a minute, then 70 % of it."""
+        """Offer ten times the capacity for a minute, then 70 % of it, with predictive admission."""
         flood_rps, after_rps = (times * self.capacity_rps for times in (FLOOD_TIMES, AFTER_SHARE))
         rates = f"steps:{flood_rps:.6g}@{FLOOD_S * self._share:g}s,{after_rps:.6g}@{BACK_S + AFTER_S:g}s"
         plan = self._plan("flood", rates, FLOOD_S + (BACK_S + AFTER_S) / self._share, seed=30)
@@ -174,7 +182,7 @@ class OverloadBench:
         self, running: Processes, plan: Path, name: str, *, is_first: bool
     ) -> tuple[Result, list[Sample], dict[str, Any]]:
         out = emptied(self._out / "runs" / name)
-        if is_first:  # a warm-up in a run of its own: what is counted afterwards is the plan's alone
+        if is_first:  # a separate warm-up run, so that the token counts include the plan only
             warm = self._plan("warmup", "2", 10.0 / self._share, seed=99)
             run(running, warm, emptied(out.with_name(f"{name}-warmup")), label="warm-up", warmup=0)
         with watched(running, interval_s=LOOK_S) as seen:
@@ -206,8 +214,12 @@ def _goodput_rps(result: Result, seconds: float) -> float:
 
 
 def _tokens(result: Result, samples: Sequence[Sample], running: Processes) -> dict[str, int]:
-    """`computed`, by all workers and by those that prefill; `accounted`: the answered prompts less what was
-    cached, and their answers less the first tokens, which come with the prompts."""
+    """Compare the tokens that workers computed with those that the answered requests account for.
+
+    computed: tokens computed by all workers; `computed_by_prefill`: by prefill workers.
+    accounted: uncached prompt tokens of the answered requests, and their output tokens after the first, which
+        the prefill computes.
+    """
     first, last = samples[0].step_tokens, samples[-1].step_tokens
     answered = [record for record in result.records if record.num_prompt_tokens is not None]
     prompts = {"p": 0, "d": 0}
@@ -231,8 +243,7 @@ def _new_tokens(record: Record) -> int:
 
 
 def _utilisation(samples: Sequence[Sample], running: Processes, lasts_s: float) -> dict[str, list[float]]:
-    """A number a window of `WINDOW_S` from the first sample on, as long as the load lasts; all workers of a
-    side together."""
+    """Return the utilisation of prefill and decode workers in each window of `WINDOW_S` seconds."""
     start_s = samples[0].at_s
     sides: dict[str, list[float]] = {"prefill": [], "decode": []}
     prefill, decode = running.workers("p"), running.workers("d")
@@ -249,18 +260,19 @@ def _utilisation(samples: Sequence[Sample], running: Processes, lasts_s: float) 
 
 
 def spread(utilisation: Sequence[float]) -> float:
-    """Standard deviation of the windows after the ramp."""
+    """Return the standard deviation of the windows after the ramp."""
     steady = utilisation[int(RAMP_S / WINDOW_S) :]
     return statistics.stdev(steady) if len(steady) > 1 else float("nan")
 
 
 def show(bench: OverloadBench, repeats: int, out: Path) -> dict[str, Any]:
+    """Print all tables, write `overload.svg`, and return the results for --json."""
     known = bench.known
     found = {mode: [known[_key(repeat, mode)] for repeat in range(repeats)] for mode in MODES}
     print(f"{known['machine']}\n")
     print(f"capacity {bench.capacity_rps:.3g} requests/s with admission off ({SLO}, {ATTAINMENT:.0%})\n")
-    head = ["admission", "goodput at capacity", "at twice that", "each repeat", "good", "late", "refused", "else"]
-    head += ["prefill's spread", "decode's spread", "tokens computed less accounted for"]
+    head = ["admission", "goodput at capacity", "at twice that", "each repeat", "good", "late", "rejected", "other"]
+    head += ["prefill spread", "decode spread", "wasted tokens"]
     rows = []
     for mode, repeated in found.items():
         at, over = ([one[name] for one in repeated] for name in ("goodput_at_capacity_rps", "goodput_rps"))
@@ -280,16 +292,17 @@ def show(bench: OverloadBench, repeats: int, out: Path) -> dict[str, Any]:
         )
     print(table(head, rows))
     best_rps = max(statistics.median(one["goodput_at_capacity_rps"] for one in repeated) for repeated in found.values())
-    kept = statistics.median(one["goodput_rps"] for one in found["predictive"]) / best_rps
+    predictive_share = statistics.median(one["goodput_rps"] for one in found["predictive"]) / best_rps
     print(
-        f"\npredictive, at twice the capacity, has {kept:.0%} of the best goodput at capacity ({best_rps:.2f} requests/s)"
+        f"\npredictive at twice the capacity: {predictive_share:.0%} of the best goodput at capacity "
+        f"({best_rps:.2f} requests/s)"
     )
     sides = [one for repeated in found.values() for one in repeated]
     print(
         f"send lag p99 at most {max(lag for one in sides for lag in one['send_lag_p99_ms']):.1f} ms, "
         f"{sum(bool(one['invalid']) for one in sides)} clusters with an invalid run; "
         f"cores at most {max(one['busy_share'] for one in sides):.0%} busy, "
-        f"a worker's timers in the mean at most {max(one['late_ms'] for one in sides):.1f} ms late"
+        f"mean timer lag of a worker at most {max(one['late_ms'] for one in sides):.1f} ms"
     )
     _show_flood(known["flood"], best_rps)
     panels = {
@@ -301,7 +314,7 @@ def show(bench: OverloadBench, repeats: int, out: Path) -> dict[str, Any]:
         "capacity_rps": bench.capacity_rps,
         "modes": found,
         "flood": known["flood"],
-        "predictive_of_best_goodput": kept,
+        "predictive_of_best_goodput": predictive_share,
     }
 
 
@@ -317,36 +330,40 @@ def _show_flood(flood: dict[str, Any], best_rps: float) -> None:
     most = {name: (most - before) / 2**20 for name, (before, most, _) in flood["rss_bytes"].items()}
     refused = flood["refused_ms"]
     rows = [
-        ["goodput of the best at capacity", f"{flood['goodput_rps'] / best_rps:.0%}", "90 % or more"],
-        ["offered, refused", f"{flood['num_offered']:,}, {flood['num_refused']:,}", ""],
+        ["goodput, share of the best at capacity", f"{flood['goodput_rps'] / best_rps:.0%}", "90 % or more"],
+        ["offered, rejected", f"{flood['num_offered']:,}, {flood['num_refused']:,}", ""],
         [
-            "what became of all, with those afterwards",
-            ", ".join(f"{n:,} {what}" for what, n in flood["outcomes"].items()),
+            "outcomes, later requests included",
+            ", ".join(f"{n:,} {outcome}" for outcome, n in flood["outcomes"].items()),
             "",
         ],
-        ["of these 429 with Retry-After", f"{flood['num_refused_with_retry_after']:,}", "all"],
-        ["refusal ms p50, p90, p99", ", ".join(f"{refused[q]:.0f}" for q in ("p50", "p90", "p99")), "50"],
-        ["refused within 50 ms", f"{flood['refused_in_time']:.1%}", "all"],
-        ["TTFT p99 of the admitted ms", f"{1e3 * flood['admitted_ttft_p99_s']:.0f}", f"{2e3 * TTFT_SLO_S:.0f}"],
-        [f"attainment from {BACK_S:g} s after it on", f"{flood['attainment_after']:.1%}", "90 % or more"],
-        ["tokens computed less accounted for", f"{flood['tokens']['computed'] - flood['tokens']['accounted']:,}", "0"],
-        ["memory MiB more, at most", f"{max(most.values()):.0f} ({max(most, key=lambda name: most[name])})", ""],
-        ["memory MiB more, afterwards", f"{max(grown.values()):.0f} ({max(grown, key=lambda name: grown[name])})", ""],
+        ["rejected with 429 and Retry-After", f"{flood['num_refused_with_retry_after']:,}", "all"],
+        ["rejection ms p50, p90, p99", ", ".join(f"{refused[q]:.0f}" for q in ("p50", "p90", "p99")), "50"],
+        ["rejected within 50 ms", f"{flood['refused_in_time']:.1%}", "all"],
+        ["TTFT p99 of admitted requests, ms", f"{1e3 * flood['admitted_ttft_p99_s']:.0f}", f"{2e3 * TTFT_SLO_S:.0f}"],
+        [f"attainment from {BACK_S:g} s after the flood", f"{flood['attainment_after']:.1%}", "90 % or more"],
+        ["wasted tokens", f"{flood['tokens']['computed'] - flood['tokens']['accounted']:,}", "0"],
+        ["memory growth MiB, maximum", f"{max(most.values()):.0f} ({max(most, key=lambda name: most[name])})", ""],
+        [
+            "memory growth MiB, afterwards",
+            f"{max(grown.values()):.0f} ({max(grown, key=lambda name: grown[name])})",
+            "",
+        ],
         ["send lag p99 ms", f"{flood['send_lag_p99_ms'][0]:.1f}", ""],
     ]
-    print(f"\nten times the capacity for {FLOOD_S:g} s, predictive\n\n{table(['what', 'measured', 'target'], rows)}")
+    print(f"\nten times the capacity for {FLOOD_S:g} s, predictive\n\n{table(['figure', 'measured', 'target'], rows)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a trial of the search for the capacity")
-    parser.add_argument("--capacity", type=float, help="in requests/s, where it is known")
+    parser.add_argument("--out", type=Path, required=True, help="directory that keeps all results and logs")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each mode (3)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of a trial of the capacity search (60)")
+    parser.add_argument("--capacity", type=float, help="capacity in requests/s if it is known; skips the search")
     parser.add_argument(
-        "--share", type=float, default=1.0, help="of the length of every load, for a look at the script"
+        "--share", type=float, default=1.0, help="factor for the length of every load, to try the script (1)"
     )
-    parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
+    parser.add_argument("--json", action="store_true", help="also print one line of JSON")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     bench = OverloadBench(arguments.out, arguments)

@@ -1,22 +1,23 @@
-"""Whose first tokens come earliest? The five policies on 2 prefill and 2 decode workers that are emulated, with
-a trace's shared prefixes.
+"""Measures TTFT under the scheduling policies on a trace with shared prefixes, against kv_centric.
 
 python -m bench policies --out DIR [--trace FILE] [--policies kv_centric,prefix_aware,least_loaded,random]
 [--repeats 3] [--json]
 
-Each process is a real one (gateway, scheduler, workers, Redis; gRPC, NIXL), but a step lasts what
-`EMULATED_COSTS` says: two and a half times as long as the default of --device emulated, which is about an 8B
-model on a GPU, so that four workers do not want more than two cores have. The prompts are those of Mooncake's
-conversation trace with all lengths divided by `SHRINK`, block for block, so that what is shared stays shared
-(`loadgen plan mooncake --shrink`); the few that are longer than `MAX_TOKENS` are left out. Answers' own
-tokens are not in the trace: only prompts share.
+The cluster has 2 prefill and 2 decode workers. All processes are real (gateway, scheduler, workers, Redis;
+gRPC and NIXL), but the workers emulate the device: a step lasts as long as `EMULATED_COSTS` predicts. That is
+2.5 times the default of --device emulated, which resembles an 8B model on a GPU, so that two cores suffice
+for four workers.
 
-First the capacity of `least_loaded` for this load is found: the highest rate at which 90 % of all requests
-keep `SLO`. Then the whole trace is played at `SHARE` of that, the same plan for each policy, every time on a
-fresh cluster with empty caches; every other repeat goes through the policies backwards. A request's TTFT is
-its mean over the repeats, and differences are paired by request: their intervals are 95 %, by a block
-bootstrap over requests (`loadgen.measure.stats`). Predictions are compared with what came, from the placement
-on. All results stay in DIR, and a bench that was stopped goes on where it was.
+The prompts come from Mooncake's conversation trace. All lengths are divided by `SHRINK` block by block, which
+keeps the shared prefixes (`loadgen plan mooncake --shrink`). Prompts over `MAX_TOKENS` are left out. The
+trace has no output tokens, so only prompts share prefixes.
+
+First, the capacity of `least_loaded` is searched: the highest rate at which 90 % of all requests meet `SLO`.
+Then the trace is sent at `SHARE` of that rate. Every policy gets the same plan and, in each repeat, a new
+cluster with empty caches. The order of the policies alternates. The TTFT of a request is its mean over the
+repeats. Differences are paired by request, with 95 % intervals from a block bootstrap over requests
+(`loadgen.measure.stats`). Predictions are compared with the actual times from the placement on. DIR keeps all
+results. An interrupted run continues where it stopped.
 """
 
 import argparse
@@ -42,7 +43,7 @@ SHRINK = 8
 MAX_TOKENS = 8000
 KV_MIB = 512
 KV_TOKEN_BYTES = 3072
-"""Of the demo model in bfloat16."""
+"""KV bytes per token of the demo model in bfloat16."""
 EMULATED_COSTS = "step=20ms,prefill_token=150us,prefill_attended=5ns,decode_seq=125us,decode_context=150ns"
 PREFILL, DECODE = 2, 2
 SLO = "ttft=2s,tpot=60ms"
@@ -53,12 +54,12 @@ START_RPS = 4.0
 WARMUP = 4
 BLOCK_SIZE_TOKENS = 16
 MIN_TPOT_TOKENS = 8
-"""In shorter answers the mean gap between tokens is mostly the handoff."""
-OURS = "kv_centric"
+"""In shorter responses the mean gap between tokens consists mostly of the handoff."""
+REFERENCE_POLICY = "kv_centric"
 
 
 class PolicyBench:
-    """`known`: what was found so far."""
+    """Measures the missing results and keeps all of them in `known`."""
 
     def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
         self._out = out
@@ -66,6 +67,7 @@ class PolicyBench:
         self.known = SavedFigures(out / "policies.json")
 
     def measure(self, policies: list[str]) -> None:
+        """Run every policy and repeat that is missing."""
         if "machine" not in self.known:
             self.known["machine"] = machine("nixl", "grpcio")
         plan = self._plan()
@@ -75,7 +77,7 @@ class PolicyBench:
                     self._play(plan, repeat, policy)
 
     def _plan(self) -> Path:
-        """The trace, at a share of the capacity."""
+        """Create the plan: the trace at a share of the capacity."""
         trace = ["mooncake", self._arguments.trace, "--shrink", SHRINK, "--max-tokens", MAX_TOKENS]
         if "capacity" not in self.known:
             given = self._arguments.capacity
@@ -130,6 +132,7 @@ class PolicyBench:
         print(f"{_key(repeat, policy)}: mean TTFT {1e3 * np.nanmean(_ttfts(read(out))):.0f} ms", file=sys.stderr)
 
     def results(self, policy: str) -> list[Result]:
+        """Return the results of all repeats of one policy."""
         keys = [_key(repeat, policy) for repeat in range(self._arguments.repeats)]
         return [read(self._out / key) for key in keys if key in self.known]
 
@@ -150,32 +153,38 @@ def _settings(policy: str) -> dict[str, Any]:
 
 
 def _ttfts(result: Result) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Of each request in the plan's order, NaN where there was no whole answer."""
-    whole = {record.index for outcome in COMPLETE for record in outcomes(result)[outcome]}
-    return np.array([(ttft_s(record) or np.nan) if record.index in whole else np.nan for record in result.records])
+    """Return the TTFT of each request in the order of the plan; NaN if its response is not complete."""
+    complete = {record.index for outcome in COMPLETE for record in outcomes(result)[outcome]}
+    return np.array([(ttft_s(record) or np.nan) if record.index in complete else np.nan for record in result.records])
 
 
 def _predicted_over_actual(records: list[Record]) -> dict[str, list[float]]:
-    """TTFT from the placement on, and TPOT of answers that are long enough, where both are known."""
+    """Return predicted / actual TTFT (from the placement on) and TPOT (of long responses), if known."""
     ratios: dict[str, list[float]] = {"ttft": [], "tpot": []}
     for record in records:
-        told = record.timeline or {}
-        if told.get("predicted_ttft_s") and told.get("ttft_s") and told["ttft_s"] > told["placed_s"]:
-            ratios["ttft"].append(told["predicted_ttft_s"] / (told["ttft_s"] - told["placed_s"]))
-        if told.get("predicted_tpot_s") and told.get("tpot_s") and record.planned_output_tokens >= MIN_TPOT_TOKENS:
-            ratios["tpot"].append(told["predicted_tpot_s"] / told["tpot_s"])
+        timeline = record.timeline or {}
+        if timeline.get("predicted_ttft_s") and timeline.get("ttft_s") and timeline["ttft_s"] > timeline["placed_s"]:
+            ratios["ttft"].append(timeline["predicted_ttft_s"] / (timeline["ttft_s"] - timeline["placed_s"]))
+        if (
+            timeline.get("predicted_tpot_s")
+            and timeline.get("tpot_s")
+            and record.planned_output_tokens >= MIN_TPOT_TOKENS
+        ):
+            ratios["tpot"].append(timeline["predicted_tpot_s"] / timeline["tpot_s"])
     return ratios
 
 
 def figures(bench: PolicyBench, policies: list[str]) -> dict[str, dict[str, Any]]:
-    """By policy, over its repeats."""
+    """Return the figures of each policy over its repeats."""
     results = {policy: bench.results(policy) for policy in policies}
     means = {policy: np.mean([_ttfts(result) for result in of], axis=0) for policy, of in results.items() if of}
     found = {}
     for policy, ttfts in means.items():
         records = [record for result in results[policy] for record in result.records]
-        both = ~np.isnan(ttfts) & ~np.isnan(means[OURS])
-        interval = difference_interval(ttfts[both], means[OURS][both]) if policy != OURS else None
+        both = ~np.isnan(ttfts) & ~np.isnan(means[REFERENCE_POLICY])
+        interval = (
+            difference_interval(ttfts[both], means[REFERENCE_POLICY][both]) if policy != REFERENCE_POLICY else None
+        )
         ratios = _predicted_over_actual(records)
         sides = [bench.known[_key(repeat, policy)] for repeat in range(len(results[policy]))]
         found[policy] = {
@@ -185,12 +194,12 @@ def figures(bench: PolicyBench, policies: list[str]) -> dict[str, dict[str, Any]
             "p90_ttft_s": percentile(ttfts[~np.isnan(ttfts)], 90),
             "hit_ratio": sum(r.num_cached_tokens or 0 for r in records)
             / sum(r.num_prompt_tokens or 0 for r in records),
-            "kv_centric_less_this_s": float(np.mean(means[OURS][both] - ttfts[both])),
+            "kv_centric_minus_this_s": float(np.mean(means[REFERENCE_POLICY][both] - ttfts[both])),
             "interval_s": None if interval is None else [interval.low, interval.high],
             "predicted_over_actual": {
                 term: {f"p{q}": percentile(values, q) for q in (50, 90)} for term, values in ratios.items() if values
             },
-            "num_not_whole": sum(int(np.isnan(_ttfts(result)).sum()) for result in results[policy]),
+            "num_incomplete": sum(int(np.isnan(_ttfts(result)).sum()) for result in results[policy]),
             "num_invalid": sum(bool(result.run.invalid) for result in results[policy]),
             "send_lag_p99_ms": max(lag_p99_ms(result) for result in results[policy]),
             "busy_share": max(side["busy_share"] for side in sides),
@@ -200,22 +209,24 @@ def figures(bench: PolicyBench, policies: list[str]) -> dict[str, dict[str, Any]
 
 
 def show(bench: PolicyBench, found: dict[str, dict[str, Any]]) -> None:
+    """Print the table of all policies."""
     known = bench.known
     found_rps = known["capacity"]["capacity_rps"]
     print(f"{known['machine']}\n")
     print(
-        f"capacity of least_loaded {found_rps:.3g} requests/s ({SLO}, {ATTAINMENT:.0%}); offered {bench._arguments.share:.0%} of it; "
-        f"best prefix hit {known['best_hits']['any']:.1%}, of the cluster's size {known['best_hits']['held']:.1%}\n"
+        f"capacity of least_loaded {found_rps:.3g} requests/s ({SLO}, {ATTAINMENT:.0%}); "
+        f"offered {bench._arguments.share:.0%} of it; "
+        f"best possible prefix hit {known['best_hits']['any']:.1%}, "
+        f"with the cluster's KV memory {known['best_hits']['held']:.1%}\n"
     )
-    head = ["policy", "mean TTFT ms", "p50", "p90", "prefix hit", "kv_centric's less this one's ms"]
+    head = ["policy", "mean TTFT ms", "p50", "p90", "prefix hit", "kv_centric minus this, ms"]
     head += ["predicted / actual TTFT p50", "p90", "TPOT p50", "p90"]
     rows = []
     for policy, one in found.items():
-        gap = (
-            ""
-            if one["interval_s"] is None
-            else f"{1e3 * one['kv_centric_less_this_s']:.0f} [{', '.join(f'{1e3 * edge:.0f}' for edge in one['interval_s'])}]"
-        )
+        difference = ""
+        if one["interval_s"] is not None:
+            interval = ", ".join(f"{1e3 * edge:.0f}" for edge in one["interval_s"])
+            difference = f"{1e3 * one['kv_centric_minus_this_s']:.0f} [{interval}]"
         ratios = [
             one["predicted_over_actual"].get(term, {}).get(q) for term in ("ttft", "tpot") for q in ("p50", "p90")
         ]
@@ -225,35 +236,38 @@ def show(bench: PolicyBench, found: dict[str, dict[str, Any]]) -> None:
                 policy,
                 *ttfts,
                 f"{one['hit_ratio']:.1%}",
-                gap,
+                difference,
                 *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
             ]
         )
     print(table(head, rows))
     worst = {name: max(one[name] for one in found.values()) for name in ("send_lag_p99_ms", "busy_share", "late_ms")}
     print(
-        f"\nsend lag p99 at most {worst['send_lag_p99_ms']:.1f} ms, {sum(one['num_invalid'] for one in found.values())} runs invalid, "
-        f"{sum(one['num_not_whole'] for one in found.values())} requests not answered whole; cores at most {worst['busy_share']:.0%} busy, "
-        f"a worker's timers in the mean at most {worst['late_ms']:.1f} ms late"
+        f"\nsend lag p99 at most {worst['send_lag_p99_ms']:.1f} ms, "
+        f"{sum(one['num_invalid'] for one in found.values())} runs invalid, "
+        f"{sum(one['num_incomplete'] for one in found.values())} incomplete responses; "
+        f"cores at most {worst['busy_share']:.0%} busy, "
+        f"mean timer lag of a worker at most {worst['late_ms']:.1f} ms"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--policies", default="kv_centric,prefix_aware,least_loaded,random")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--share", type=float, default=SHARE, help="of the capacity of least_loaded, offered")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of a trial of the search for the capacity")
-    parser.add_argument("--capacity", type=float, help="of least_loaded in requests/s, where it is known")
-    parser.add_argument("--limit", type=int, default=1_000_000, help="requests of the trace, at most")
-    parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
+    parser.add_argument("--out", type=Path, required=True, help="directory that keeps all results and logs")
+    parser.add_argument("--trace", type=Path, default=TRACE, help="Mooncake trace (the first 1,000 conversations)")
+    policies_default = "kv_centric,prefix_aware,least_loaded,random"
+    parser.add_argument("--policies", default=policies_default, help=f"comma-separated ({policies_default})")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each policy (3)")
+    parser.add_argument("--share", type=float, default=SHARE, help=f"offered rate over the capacity ({SHARE:g})")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="length of a trial of the capacity search (60)")
+    parser.add_argument("--capacity", type=float, help="capacity of least_loaded in requests/s; skips the search")
+    parser.add_argument("--limit", type=int, default=1_000_000, help="maximum number of requests of the trace")
+    parser.add_argument("--json", action="store_true", help="also print one line of JSON")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     policies = arguments.policies.split(",")
-    if OURS not in policies:
-        parser.error(f"--policies must have {OURS}, with which the others are compared")
+    if REFERENCE_POLICY not in policies:
+        parser.error(f"--policies must include {REFERENCE_POLICY}, the policy that the others are compared with")
     bench = PolicyBench(arguments.out, arguments)
     bench.measure(policies)
     found = figures(bench, policies)

@@ -1,13 +1,15 @@
-"""Is a prefix of 4,096 tokens pulled from a peer sooner than it is computed again? Two prefill workers with
-the real demo model.
+"""Measures the TTFT of a prompt whose 4,096-token prefix is pulled from a peer against computing the prefix.
 
 python -m bench prefix_pull [--repeats 9] [--tokens 4096] [--json]
 
-A worker is given jobs as a gateway gives them. In each repeat one worker computes a fresh prompt of that many
-tokens. Then the other is asked for it and `OWN_TOKENS` more, told that the first one holds it (`pulled`); and
-for another fresh prompt of the same length, told nothing (`computed`). Which of the two comes first, and
-which worker is which, changes with each repeat. Times are from the job's leaving to its first token; nothing
-else runs meanwhile, so both have the same cores.
+Two prefill workers run the demo model. The script sends them prefill jobs as a gateway does. In each repeat
+one worker computes a new prompt. Then the other worker gets two jobs:
+
+pulled: the same prompt and `OWN_TOKENS` more, with the first worker as prefix source.
+computed: another new prompt of the same length, without a prefix source.
+
+The order of the two and the roles of the workers change between repeats. Times count from sending the job to
+its first token. Nothing else runs meanwhile, so both workers have all cores.
 """
 
 import argparse
@@ -36,7 +38,8 @@ KV_MIB = 512
 NUMBER = count()
 
 
-async def workers_of(grpc_address: str) -> dict[str, WorkerRef]:
+async def worker_refs(grpc_address: str) -> dict[str, WorkerRef]:
+    """Return all workers of the cluster by worker id."""
     async with open_channel(grpc_address, channel_options(5.0)) as channel:
         status = await AdminClient(channel, grpc_address).status()
     return {w.worker.worker_id: w.worker for w in status.workers}
@@ -45,7 +48,7 @@ async def workers_of(grpc_address: str) -> dict[str, WorkerRef]:
 async def first_token(
     gateway: Gateway, prompt: list[int], source: PrefixSource | None = None
 ) -> tuple[float, LegTimeline]:
-    """(seconds, what the worker says of its leg)."""
+    """Run one prefill job. Return its seconds and the timeline that the worker reports."""
     job = JobId(request_id=next(NUMBER).to_bytes(16, "big"), attempt=0)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
@@ -67,24 +70,26 @@ async def first_token(
 
 
 async def measure(grpc_address: str, num_tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat. Raises SystemExit where a prefix was not pulled, or one was there that should
-    not be."""
-    refs = await workers_of(grpc_address)
+    """Return the seconds of each repeat, by kind.
+
+    Raises SystemExit if a prefix was not pulled, or if tokens of a new prompt were cached.
+    """
+    refs = await worker_refs(grpc_address)
     network, rng = GrpcNetwork(heartbeat_s=2.0), Random(0)
     gateways = {worker_id: Gateway(network, ref) for worker_id, ref in refs.items() if worker_id[0] == "p"}
     for gateway in gateways.values():
         await gateway.connect()
     seconds: dict[str, list[float]] = {"pulled": [], "computed": []}
 
-    def fresh(length: int) -> list[int]:
+    def new_prompt(length: int) -> list[int]:
         return [rng.randrange(4, 4096) for _ in range(length)]
 
     for repeat in range(-NUM_WARM, repeats):
         holder, other = ("p0", "p1") if repeat % 4 < 2 else ("p1", "p0")
-        held = fresh(num_tokens)
+        held = new_prompt(num_tokens)
         await first_token(gateways[holder], held)
         for kind in ("pulled", "computed") if repeat % 2 else ("computed", "pulled"):
-            prompt = [*(held if kind == "pulled" else fresh(num_tokens)), *fresh(OWN_TOKENS)]
+            prompt = [*(held if kind == "pulled" else new_prompt(num_tokens)), *new_prompt(OWN_TOKENS)]
             source = (
                 PrefixSource(worker=refs[holder], num_blocks=num_tokens // BLOCK_SIZE_TOKENS)
                 if kind == "pulled"
@@ -92,7 +97,9 @@ async def measure(grpc_address: str, num_tokens: int, repeats: int) -> dict[str,
             )
             took_s, leg = await first_token(gateways[other], prompt, source)
             if leg.num_cached_tokens != (num_tokens if kind == "pulled" else 0):
-                raise SystemExit(f"{kind}: {leg.num_cached_tokens} tokens were cached; see the workers' logs")
+                raise SystemExit(
+                    f"{kind}: {leg.num_cached_tokens} cached tokens are not as expected; see the workers' logs"
+                )
             if repeat >= 0:
                 seconds[kind].append(took_s)
     await network.aclose()
@@ -101,10 +108,10 @@ async def measure(grpc_address: str, num_tokens: int, repeats: int) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--logs", type=Path, help="where the workers' logs are to stay")
-    parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
+    parser.add_argument("--repeats", type=int, default=9, help="jobs of each kind (9)")
+    parser.add_argument("--tokens", type=int, default=4096, help="length of the prefix (4096)")
+    parser.add_argument("--logs", type=Path, help="directory for the logs of all processes (default: not kept)")
+    parser.add_argument("--json", action="store_true", help="also print one line of JSON")
     arguments = parser.parse_args()
     print(f"{machine('torch', 'nixl')}\n")
     with tempfile.TemporaryDirectory() as directory:
@@ -116,15 +123,15 @@ def main() -> None:
         [kind, f"{1e3 * statistics.median(took):.0f}", f"{1e3 * min(took):.0f}", f"{1e3 * max(took):.0f}"]
         for kind, took in seconds.items()
     ]
-    print(table([f"{arguments.tokens:,} tokens", "first token ms, median", "least", "most"], rows))
+    print(table([f"{arguments.tokens:,} tokens", "first token ms, median", "minimum", "maximum"], rows))
     times = statistics.median(seconds["computed"]) / statistics.median(seconds["pulled"])
-    print(f"\npulled {times:.1f} times as soon as computed")
+    print(f"\npulling is {times:.1f} times as fast as computing")
     if arguments.json:
         print(
             json.dumps(
                 {
                     "tokens": arguments.tokens,
-                    "times_as_soon": times,
+                    "times_as_fast": times,
                     **{f"{kind}_s": took for kind, took in seconds.items()},
                 }
             )

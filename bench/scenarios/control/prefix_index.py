@@ -1,11 +1,10 @@
-"""The prefix index alone, in one process on one core: events a second, seconds to ask, megabytes.
-`bench/scenarios/control/scheduler.py` builds on it.
+"""Measures event rate, lookup time and memory of the prefix index in one process on one core.
 
 python -m bench prefix_index [--workers 100] [--pairs 1000000] [--json]
 
-The population: chains of 8 to 8,192 blocks (log-uniform, 128 to 131,072 tokens in blocks of 16); a third of
-the blocks are held by two to four workers. Prompts to ask for begin with 0 to 95 % of a chain that is held,
-and go on with blocks that nobody has.
+The index is filled with chains of 8 to 8,192 blocks (log-uniform; 128 to 131,072 tokens in blocks of 16). Two
+to four workers hold the same chain for a third of the chains. Looked-up prompts begin with 0 to 95 % of a
+stored chain and continue with unknown blocks. `scheduler` uses the same population.
 """
 
 import argparse
@@ -37,7 +36,7 @@ MAX_HOLDERS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One worker holds one chain."""
+    """The blocks of one chain that one worker holds."""
 
     worker: WorkerRef
     hashes: tuple[BlockHash, ...]
@@ -45,8 +44,13 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Population:
-    """An index that is full, and a fifth of the chains in it, by length. `build_s`: of that in
-    `PrefixIndex.stored` alone."""
+    """A filled index.
+
+    chains: a fifth of the chains in the index, sorted by length.
+    num_pairs: (worker, block) pairs in the index.
+    build_s: seconds spent in `PrefixIndex.stored` while filling it.
+    index_mb: growth of the process's resident memory, without `chains`.
+    """
 
     index: PrefixIndex
     workers: tuple[WorkerRef, ...]
@@ -63,18 +67,20 @@ def workers_of(num_workers: int) -> tuple[WorkerRef, ...]:
 
 
 def prompt_blocks(rng: Random) -> int:
-    """Full blocks of a prompt whose length is log-uniform."""
+    """Draw the number of full blocks of a prompt whose length is log-uniform."""
     return round(exp(rng.uniform(log(MIN_PROMPT_TOKENS), log(MAX_PROMPT_TOKENS)))) // BLOCK_SIZE_TOKENS
 
 
 def random_hashes(rng: Random, num_blocks: int) -> tuple[BlockHash, ...]:
-    """As good as a chain: what is random twice agrees nowhere."""
+    """Return random hashes, which serve as a chain: two random chains share no block."""
     return tuple(rng.randbytes(16) for _ in range(num_blocks))
 
 
 def claims_of(workers: Sequence[WorkerRef], num_pairs: int, rng: Random) -> Iterator[Claim]:
-    """Until there are so many (worker, block) pairs. The hashes of each claim are objects of its own, as if
-    they had come over the wire."""
+    """Yield claims with `num_pairs` (worker, block) pairs in total.
+
+    Each claim has its own `bytes` objects, as if its hashes had been received from the network.
+    """
     left = num_pairs
     while left > 0:
         chain = random_hashes(rng, min(prompt_blocks(rng), left))
@@ -86,7 +92,7 @@ def claims_of(workers: Sequence[WorkerRef], num_pairs: int, rng: Random) -> Iter
 
 
 def populate(num_workers: int, num_pairs: int, rng: Random, index: PrefixIndex | None = None) -> Population:
-    """A full index (that one, if it is given), stored in batches as workers would publish them."""
+    """Fill `index`, or a new one, in batches of the size that workers publish."""
     workers, index = workers_of(num_workers), index or PrefixIndex()
     for worker in workers:
         index.join(worker)
@@ -114,7 +120,7 @@ def populate(num_workers: int, num_pairs: int, rng: Random, index: PrefixIndex |
 
 
 def prompt(population: Population, rng: Random, num_blocks: int | None = None) -> tuple[BlockHash, ...]:
-    """A prompt as a gateway would send it: its own objects, whose hash values nobody has computed yet."""
+    """Return the block hashes of a prompt as new objects, whose Python hash values are not cached yet."""
     num_blocks = num_blocks or prompt_blocks(rng)
     num_shared = int(num_blocks * rng.uniform(0.0, MAX_OVERLAP))
     first = min(bisect_left(population.chains, num_shared, key=len), len(population.chains) - 1)
@@ -123,18 +129,19 @@ def prompt(population: Population, rng: Random, num_blocks: int | None = None) -
 
 
 def seconds_each(
-    ask: Callable[[tuple[BlockHash, ...]], object], prompts: Sequence[tuple[BlockHash, ...]]
+    call: Callable[[tuple[BlockHash, ...]], object], prompts: Sequence[tuple[BlockHash, ...]]
 ) -> list[float]:
+    """Return the seconds that `call` takes for each prompt."""
     taken = []
     for hashes in prompts:
         began_s = time.perf_counter()
-        ask(hashes)
+        call(hashes)
         taken.append(time.perf_counter() - began_s)
     return taken
 
 
 def measure_index(num_workers: int, num_pairs: int, num_prompts: int, seed: int = 0) -> dict[str, float]:
-    """All that this page promises, by name; times in the unit that the name ends with."""
+    """Return all figures by name. The end of a name is its unit."""
     rng = Random(seed)
     population = populate(num_workers, num_pairs, rng)
     index, workers = population.index, population.workers
@@ -157,13 +164,16 @@ def measure_index(num_workers: int, num_pairs: int, num_prompts: int, seed: int 
         index.stored(worker, Tier.DEVICE, hot)
     taken = seconds_each(lambda h: index.overlaps(h, 0.0), [hot] * 200)
     figures["overlaps_held_by_all_p50_us"] = quantiles(taken, n=100)[49] * 1e6
-    figures |= _expecting(population, rng, num_prompts)
-    figures["drop_life_us"], figures["sweep_4096_max_us"] = _ending(population)
+    figures |= _measure_expected(population, rng, num_prompts)
+    figures["drop_worker_us"], figures["sweep_4096_max_us"] = _measure_drop(population)
     return figures
 
 
 def churn(population: Population, rng: Random, num_batches: int = 2_000) -> float:
-    """Block events a second at a full index: each batch stores 64 new blocks, the next one evicts them."""
+    """Return block events per second at a full index.
+
+    Each round stores 64 new blocks and evicts them again.
+    """
     batches = [(rng.choice(population.workers), random_hashes(rng, BATCH_BLOCKS)) for _ in range(num_batches)]
     began_s = time.perf_counter()
     for worker, hashes in batches:
@@ -172,25 +182,29 @@ def churn(population: Population, rng: Random, num_batches: int = 2_000) -> floa
     return 2 * num_batches * BATCH_BLOCKS / (time.perf_counter() - began_s)
 
 
-def _expecting(population: Population, rng: Random, num_prompts: int) -> dict[str, float]:
-    """What a placement writes, and what asking costs with so many written: each is expected at two workers
-    for 5 s, 100 come a second."""
-    index, asked, wrote = population.index, [], []
+def _measure_expected(population: Population, rng: Random, num_prompts: int) -> dict[str, float]:
+    """Measure `expect`, and `overlaps` while many blocks are expected.
+
+    Simulates 100 prompts per second; each is expected at two workers for 5 s.
+    """
+    index, lookup_s, expect_s = population.index, [], []
     for number in range(num_prompts):
         hashes, now_s = prompt(population, rng), number / 100
-        asked += seconds_each(lambda h, now_s=now_s: index.overlaps(h, now_s), [hashes])
+        lookup_s += seconds_each(lambda h, now_s=now_s: index.overlaps(h, now_s), [hashes])
         for worker in rng.sample(population.workers, 2):
-            wrote += seconds_each(lambda h, worker=worker, now_s=now_s: index.expect(worker, h, now_s + 5.0), [hashes])
+            expect_s += seconds_each(
+                lambda h, worker=worker, now_s=now_s: index.expect(worker, h, now_s + 5.0), [hashes]
+            )
     return {
-        "expect_p50_us": quantiles(wrote, n=100)[49] * 1e6,
-        "expect_p99_us": quantiles(wrote, n=100)[98] * 1e6,
-        "overlaps_expecting_p50_us": quantiles(asked, n=100)[49] * 1e6,
-        "overlaps_expecting_p99_us": quantiles(asked, n=100)[98] * 1e6,
+        "expect_p50_us": quantiles(expect_s, n=100)[49] * 1e6,
+        "expect_p99_us": quantiles(expect_s, n=100)[98] * 1e6,
+        "overlaps_expecting_p50_us": quantiles(lookup_s, n=100)[49] * 1e6,
+        "overlaps_expecting_p99_us": quantiles(lookup_s, n=100)[98] * 1e6,
     }
 
 
-def _ending(population: Population) -> tuple[float, float]:
-    """Microseconds to drop a life, and of the longest of the steps that clear it away."""
+def _measure_drop(population: Population) -> tuple[float, float]:
+    """Return microseconds to drop a worker, and of the longest sweep that removes its claims."""
     began_s = time.perf_counter()
     population.index.drop(population.workers[0])
     dropped_s = time.perf_counter() - began_s
@@ -204,11 +218,11 @@ def _ending(population: Population) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=100)
-    parser.add_argument("--pairs", type=int, default=1_000_000)
-    parser.add_argument("--prompts", type=int, default=1_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
+    parser.add_argument("--workers", type=int, default=100, help="workers in the index (100)")
+    parser.add_argument("--pairs", type=int, default=1_000_000, help="(worker, block) pairs (1000000)")
+    parser.add_argument("--prompts", type=int, default=1_000, help="prompts per figure (1000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the population (0)")
+    parser.add_argument("--json", action="store_true", help="also print one line of JSON")
     options = parser.parse_args()
     figures = measure_index(options.workers, options.pairs, options.prompts, options.seed)
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")

@@ -1,16 +1,19 @@
-"""How long does a decision take? One scheduler on one core: 100 workers, a million indexed (worker, block)
-pairs, the whole `Scheduler`.
+"""Measures the time of a placement decision with 100 workers and a million indexed (worker, block) pairs.
 
 python -m bench scheduler [--policy kv_centric] [--workers 100] [--pairs 1000000] [--seconds 10] [--json]
 
-`decision`: `Scheduler.place` for prompts of 8,192 tokens that begin with 0 to 95 % of a chain that is held:
-the index is asked, the policy predicts every candidate, the placement is reserved and its blocks are
-expected; the record is made and written beside, and the request is told to have finished. `decisions_per_s`:
-the same with log-uniform lengths of 128 to 131,072 tokens, all that comes with a decision included. `grpc`:
-the same call from another process, one in flight; `grpc_empty`: a call between the same processes that says
-nothing and asks nothing, made in turn with the others. `loop`: a bare loop of Python in turn with the
-decisions, by which one sees how fast the core was meanwhile: on a shared machine that changes by half within
-a minute. See `scheduler_index.py` for the index alone.
+One complete scheduler runs on one core.
+
+decision: `Scheduler.place` for prompts of 8,192 tokens that begin with 0 to 95 % of a stored chain. It looks
+  up the index, predicts every candidate, reserves the placement and marks its blocks as expected.
+decisions_per_s: placements per second of CPU time, with log-uniform lengths of 128 to 131,072 tokens. It
+  includes all deferred work, the decision record, and the report that the request has finished.
+grpc: `place` called from another process, one call in flight.
+grpc_empty: a call without content between the same processes, in alternation with the others.
+loop: a fixed Python loop, in alternation with the decisions. It shows how fast the core was during the run;
+  on a shared machine that varies by half within a minute.
+
+`prefix_index` measures the index alone.
 """
 
 import argparse
@@ -50,7 +53,7 @@ from bench.systems.baton_cluster import machine, table
 
 Between = Callable[[], Awaitable[None]]
 
-FOR_EVER_S = 1e9
+NEVER_S = 1e9
 NUM_TIMED, NUM_WARM = 3_000, 300
 EVERY_THIRD = 3
 LOOPS = 10
@@ -70,8 +73,11 @@ LAYOUT = KvLayout(
 )
 
 
-def report_of(worker: WorkerRef, number: int, peers: tuple[WorkerRef, ...], rng: Random) -> WorkerReport:
-    """Two of three prefill, the third decodes and has read from all of them; each with some work."""
+def worker_report(worker: WorkerRef, number: int, peers: tuple[WorkerRef, ...], rng: Random) -> WorkerReport:
+    """Return a report with some load.
+
+    Every third worker decodes and has links to all peers; the others prefill.
+    """
     decodes = number % EVERY_THIRD == 0
     return WorkerReport(
         worker=worker,
@@ -96,7 +102,10 @@ def report_of(worker: WorkerRef, number: int, peers: tuple[WorkerRef, ...], rng:
 
 
 @asynccontextmanager
-async def a_scheduler(policy: str, num_workers: int, num_pairs: int) -> AsyncIterator[tuple[Scheduler, Population]]:
+async def scheduler_running(
+    policy: str, num_workers: int, num_pairs: int
+) -> AsyncIterator[tuple[Scheduler, Population]]:
+    """Run a scheduler with a filled index and reports of all workers."""
     rng = Random(0)
     scheduler = Scheduler(
         scheduler_id="s0",
@@ -107,7 +116,7 @@ async def a_scheduler(policy: str, num_workers: int, num_pairs: int) -> AsyncIte
             max_worker_queue_s=1.0,
             max_waiting=0,
         ),
-        times=SchedulerTimes(silence_s=FOR_EVER_S, settle_s=0.0, reservation_s=60.0, watch_interval_s=1.0),
+        times=SchedulerTimes(silence_s=NEVER_S, settle_s=0.0, reservation_s=60.0, watch_interval_s=1.0),
         store=MemoryDecisionStore(),
         feed=MemoryKvEventFeed(),
         metrics=SchedulerMetrics(CollectorRegistry()),
@@ -117,19 +126,20 @@ async def a_scheduler(policy: str, num_workers: int, num_pairs: int) -> AsyncIte
     sources = tuple(worker for number, worker in enumerate(population.workers) if number % EVERY_THIRD)
     reporting = []
     for number, worker in enumerate(population.workers):
-        ours, theirs = duplex_pair()
-        reporting.append((asyncio.create_task(scheduler.report(theirs)), ours))
-        ours.send(report_of(worker, number, sources, rng))
+        worker_end, scheduler_end = duplex_pair()
+        reporting.append((asyncio.create_task(scheduler.report(scheduler_end)), worker_end))
+        worker_end.send(worker_report(worker, number, sources, rng))
     await asyncio.sleep(1.0)
     try:
-        with infrequent_gc():  # as the service does
+        with infrequent_gc():  # the service does the same
             yield scheduler, population
     finally:
         await scheduler.aclose()
         await asyncio.gather(*(task for task, _ in reporting), return_exceptions=True)
 
 
-def query_of(number: int, hashes: tuple[BlockHash, ...]) -> PlacementQuery:
+def placement_query(number: int, hashes: tuple[BlockHash, ...]) -> PlacementQuery:
+    """Return a query for a prompt with these blocks and a partial last block."""
     return PlacementQuery(
         request_id=number.to_bytes(16, "big"),
         attempt=0,
@@ -141,18 +151,18 @@ def query_of(number: int, hashes: tuple[BlockHash, ...]) -> PlacementQuery:
     )
 
 
-async def timed(
+async def placement_seconds(
     api: SchedulerApi, population: Population, rng: Random, num_blocks: int | None, between: Between | None = None
 ) -> list[float]:
-    """Seconds of each call. `between` is called after each."""
+    """Return the seconds of each `place` call. `between` is called after each of them."""
     taken = []
     for number in range(NUM_WARM + NUM_TIMED):
-        query = query_of(number, prompt(population, rng, num_blocks))
+        query = placement_query(number, prompt(population, rng, num_blocks))
         began_s = time.perf_counter()
         answer = await api.place(query)
         if number >= NUM_WARM:
             taken.append(time.perf_counter() - began_s)
-        await finished(api, answer)
+        await report_finished(api, answer)
         if between is not None:
             await between()
         await asyncio.sleep(0)
@@ -160,7 +170,7 @@ async def timed(
 
 
 def loop_s() -> float:
-    """Seconds of a loop that is always the same."""
+    """Return the seconds of a fixed Python loop, which shows the current speed of the core."""
     known = dict.fromkeys(range(100), 0)
     began_s = time.perf_counter()
     for _ in range(LOOPS):
@@ -169,17 +179,18 @@ def loop_s() -> float:
     return time.perf_counter() - began_s
 
 
-async def finished(api: SchedulerApi, answer: object) -> None:
+async def report_finished(api: SchedulerApi, answer: object) -> None:
+    """Report to the scheduler that the placed request has finished."""
     if isinstance(answer, Placement):
         await api.finished(RequestActuals(decision_id=answer.decision_id, outcome="finished", ttft_s=0.5, tpot_s=0.02))
 
 
 async def per_second(scheduler: Scheduler, population: Population, rng: Random, seconds: float) -> float:
-    """Decisions a second of CPU time: making the prompts is not counted."""
+    """Return decisions per second of CPU time, without the time to generate the prompts."""
     prompts = [prompt(population, rng) for _ in range(2_000)]
     number, began_s = 0, time.process_time()
     while time.process_time() - began_s < seconds:
-        await finished(scheduler, await scheduler.place(query_of(number, prompts[number % len(prompts)])))
+        await report_finished(scheduler, await scheduler.place(placement_query(number, prompts[number % len(prompts)])))
         number += 1
         if number % 16 == 0:
             await asyncio.sleep(0)
@@ -187,8 +198,8 @@ async def per_second(scheduler: Scheduler, population: Population, rng: Random, 
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """For `grpc`: prints `ready PORT`, serves until its input ends."""
-    async with a_scheduler(options.policy, options.workers, options.pairs) as (scheduler, _):
+    """Serve the scheduler over gRPC until stdin ends; print `ready PORT` first. Used by the `grpc` figure."""
+    async with scheduler_running(options.policy, options.workers, options.pairs) as (scheduler, _):
         server = GrpcServer(heartbeat_s=2.0)
         server.add_scheduler(scheduler)
         print("ready", await server.start("127.0.0.1", 0), flush=True)
@@ -197,7 +208,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 async def over_grpc(options: argparse.Namespace, rng: Random) -> tuple[list[float], list[float]]:
-    """Seconds of each call, and of each empty one."""
+    """Return the seconds of each `place` call over gRPC, and of each empty call."""
     empty: list[float] = []
 
     async def call_empty() -> None:
@@ -207,28 +218,33 @@ async def over_grpc(options: argparse.Namespace, rng: Random) -> tuple[list[floa
 
     command = [sys.executable, "-m", "bench.scenarios.control.scheduler", "--serve", "--policy", options.policy]
     command += ["--workers", str(options.workers), "--pairs", str(options.pairs)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:  # noqa: ASYNC220 - nothing else runs
+    # A blocking Popen is fine here, because nothing else runs in this event loop.
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:  # noqa: ASYNC220
         assert server.stdout is not None
         assert server.stdin is not None
         port = server.stdout.readline().split()[1]
         network = GrpcNetwork(heartbeat_s=2.0)
-        like = populate(options.workers, options.pairs, Random(0))  # the same chains: the server has drawn them alike
+        twin = populate(
+            options.workers, options.pairs, Random(0)
+        )  # the server draws the same chains from the same seed
         api = network.scheduler(f"127.0.0.1:{port}")
-        taken = await timed(api, like, rng, 8_192 // BLOCK_SIZE_TOKENS, call_empty)
+        taken = await placement_seconds(api, twin, rng, 8_192 // BLOCK_SIZE_TOKENS, call_empty)
         await network.aclose()
         server.stdin.close()
     return taken, empty
 
 
 async def measure(options: argparse.Namespace) -> dict[str, float]:
+    """Return all figures by name."""
     rng = Random(1)
-    async with a_scheduler(options.policy, options.workers, options.pairs) as (scheduler, population):
+    async with scheduler_running(options.policy, options.workers, options.pairs) as (scheduler, population):
         loops: list[float] = []
 
         async def loop() -> None:
             loops.append(loop_s())
 
-        cuts = quantiles(await timed(scheduler, population, rng, 8_192 // BLOCK_SIZE_TOKENS, loop), n=100)
+        cuts = quantiles(await placement_seconds(scheduler, population, rng, 8_192 // BLOCK_SIZE_TOKENS, loop), n=100)
         figures = {
             "decision_p50_ms": cuts[49] * 1e3,
             "decision_p99_ms": cuts[98] * 1e3,
@@ -248,11 +264,11 @@ async def measure(options: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", default="kv_centric")
-    parser.add_argument("--workers", type=int, default=100)
-    parser.add_argument("--pairs", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
+    parser.add_argument("--policy", default="kv_centric", help="scheduling policy (kv_centric)")
+    parser.add_argument("--workers", type=int, default=100, help="workers that report (100)")
+    parser.add_argument("--pairs", type=int, default=1_000_000, help="(worker, block) pairs in the index (1000000)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="CPU seconds for decisions_per_s (10)")
+    parser.add_argument("--json", action="store_true", help="also print one line of JSON")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):

@@ -1,1 +1,1 @@
-"""Benchmarks of one worker: kernels, steps, starts."""
+"""Benchmarks of a single worker: kernels, engine steps and startup."""

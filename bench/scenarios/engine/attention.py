@@ -1,11 +1,14 @@
-"""How fast is paged attention, beside what the cores allow? And beside that of another tree, in turns.
+"""Measures Baton's paged attention kernels on a CPU against the machine's roofline.
 
-python -m bench attention [--repeats 15] [--against services/baton/engine/model/native of another checkout]
+python -m bench attention [--repeats 15] [--against KERNEL_SOURCES]
 
-Of our kernels, in bfloat16 and with two threads: a chunk of a prompt behind a context, and sequences that
-decode one token each, with the heads of two models. KV lies in huge pages and in blocks in any order, as a
-worker's does; each call is of another of LAYERS layers. Shares are of the rates of products and of reading
-memory that `roofline.py` measures: of prompts their operations, of decode the bytes of keys and values.
+The kernels run in bfloat16 with two threads, with the head counts of two models. A case is either a prompt
+chunk after a context or a batch of sequences that decode one token each. As in a worker, the KV cache lies
+in huge pages and block ids are in random order. Consecutive calls use different layers (LAYERS in all).
+
+Each time is also given as a share of the roofline (`bench/support/roofline.py`). Prefill is compared with the
+rate of matrix products, decode with the memory bandwidth for keys and values. With --against, the kernels of
+another checkout (its folder services/baton/model/kernels/cpu) are measured in alternation.
 """
 
 import argparse
@@ -36,12 +39,17 @@ LAYERS = 8
 BLOCK = 16
 NUM_BLOCKS = 1_400
 HEADS = {"42M": (8, 4, 64), "0.6B": (16, 8, 128)}
-"""(query heads, KV heads, head size)"""
+"""By model size: (query heads, KV heads, head dimension)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`num` sequences of which the step has `num_tokens` each, the last of `context`."""
+    """One attention call to measure.
+
+    num: sequences in the step.
+    num_tokens: scheduled tokens of each sequence.
+    context: total tokens of each sequence, the scheduled ones included.
+    """
 
     num: int
     num_tokens: int
@@ -53,7 +61,7 @@ class Case:
 
     @property
     def num_pairs(self) -> float:
-        """Of a query and a key that it sees."""
+        """Number of (query, key) pairs under the causal mask."""
         return self.num * (
             self.num_tokens * (self.context - self.num_tokens) + self.num_tokens * (self.num_tokens + 1) / 2
         )
@@ -70,35 +78,39 @@ CASES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--against", type=Path)
+    parser.add_argument("--repeats", type=int, default=15, help="timed calls per case (15)")
+    parser.add_argument("--against", type=Path, help="kernel source folder of another checkout to compare with")
     arguments = parser.parse_args()
     print(machine("torch"))
     limits = measured(THREADS)
     print(f"products {limits.flops / 1e9:,.0f} GFLOP/s, memory {limits.bytes / 1e9:.1f} GB/s\n")
     with libraries(arguments.against) as kernels:
         for name, (heads, kv_heads, dim) in HEADS.items():
-            cache = cache_of(kv_heads, dim)
+            cache = random_cache(kv_heads, dim)
             rows = []
             for case in CASES:
-                took_s = in_turns(kernels, cache, case, heads, arguments.repeats)
+                took_s = alternating_medians_s(kernels, cache, case, heads, arguments.repeats)
                 is_decode = case.num_tokens == 1
                 kv_bytes = 2 * 2 * kv_heads * dim * case.num * case.context
                 limit_s = kv_bytes / limits.bytes if is_decode else 4 * heads * dim * case.num_pairs / limits.flops
-                of_what = "memory" if is_decode else "products"
-                shown = [f"{1e3 * each:.3f} ms, {limit_s / each:.0%} of {of_what}" for each in took_s]
+                roofline_kind = "memory" if is_decode else "products"
+                shown = [f"{1e3 * each:.3f} ms, {limit_s / each:.0%} of {roofline_kind}" for each in took_s]
                 rows.append([case.name, *shown, *([f"{took_s[1] / took_s[0]:.2f}"] if len(took_s) > 1 else [])])
             head = [
                 f"{name}: tokens of context",
-                "ours",
-                *(["the other's", "times as fast"] if len(kernels) > 1 else []),
+                "Baton",
+                *(["--against", "times as fast"] if len(kernels) > 1 else []),
             ]
             print(table(head, rows) + "\n")
 
 
 @contextmanager
 def libraries(against: Path | None) -> Iterator[list[Kernels]]:
-    """Ours, and the other's under names of its own: what is inline is one for a whole process."""
+    """Yield this checkout's kernels and, if `against` is given, those built from its sources.
+
+    The second library is compiled with its namespace renamed. Otherwise the dynamic linker would merge inline
+    functions of the same name, and both libraries would run the same code.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         found = [Kernels(build(), THREADS)]
         if against is not None:
@@ -116,8 +128,8 @@ def libraries(against: Path | None) -> Iterator[list[Kernels]]:
         yield found
 
 
-def cache_of(kv_heads: int, dim: int) -> KvCache:
-    """Full of random numbers."""
+def random_cache(kv_heads: int, dim: int) -> KvCache:
+    """Return a KV cache filled with random numbers."""
     layout = uniform_layout(
         model_fingerprint="bench",
         tokenizer_fingerprint="bench",
@@ -133,8 +145,10 @@ def cache_of(kv_heads: int, dim: int) -> KvCache:
     return cache
 
 
-def in_turns(kernels: Sequence[Kernels], cache: KvCache, case: Case, heads: int, repeats: int) -> list[float]:
-    """Median seconds of each."""
+def alternating_medians_s(
+    kernels: Sequence[Kernels], cache: KvCache, case: Case, heads: int, repeats: int
+) -> list[float]:
+    """Return the median seconds per call of each kernel library, measured in alternation."""
     free = iter(np.random.default_rng(0).permutation(NUM_BLOCKS))
     segments = [
         Segment(
@@ -148,7 +162,7 @@ def in_turns(kernels: Sequence[Kernels], cache: KvCache, case: Case, heads: int,
     step = AttentionStep(cache, segments, CausalMasks(cache.dtype, cache.device), paged_attention)
     query = torch.randn(heads, case.num * case.num_tokens, cache.head_dim).bfloat16()
     took_s: list[list[float]] = [[] for _ in kernels]
-    layers = cycle(range(LAYERS))  # never one that was just read: whoever came second would find it in a cache
+    layers = cycle(range(LAYERS))  # a layer that was just read would still be in the CPU cache
     for _ in range(2 + repeats):
         for own, each in zip(took_s, kernels, strict=True):
             layer = next(layers)

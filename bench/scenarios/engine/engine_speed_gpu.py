@@ -1,15 +1,14 @@
-"""How fast is a worker on one GPU? Ours beside transformers' continuous batching on the same GPU, and beside
-what it allows.
+"""Measures one worker on a GPU against transformers' continuous batching and the GPU's roofline.
 
 python -m bench engine_speed_gpu --out DIR [--models qwen3-0.6b,qwen3-8b] [--repeats 5] [--json]
 
-What is measured, and how, is said in `engine.py`, and here for 64 sequences at a time, too. All engines share
-the GPU, each with its own weights and KV memory of `--kv-gib`, and compute in turns: what has no room is left
-out, and named. `--device cpu` runs the same on a CPU, to try the bench where there is no GPU.
+The cells are those of `engine_speed`, plus decode batches of 64 sequences. All engines share the GPU and run
+one at a time, each with its own weights and `--kv-gib` of KV memory. Cells that do not fit into KV memory are
+skipped with a note. `--device cpu` runs the same cells on a CPU, to try the script without a GPU.
 """
 
 from bench.scenarios.engine.engine_speed import CELLS, DECODED, EngineCell, bench, parser
-from bench.systems.engines import ALONE, BATCHED, OURS
+from bench.systems.engines import ALONE, BATCHED, BATON
 
 KV_GIB = 8
 MODELS = ("qwen3-0.6b", "qwen3-8b")
@@ -18,9 +17,9 @@ MORE = tuple(EngineCell(what="TPOT", num=64, num_tokens=n, num_outputs=DECODED) 
 
 def main() -> None:
     asked = parser(
-        __doc__, engines=(OURS, ALONE, BATCHED), models=MODELS, cells=(*CELLS, *MORE), device="cuda", kv_gib=KV_GIB
+        __doc__, engines=(BATON, ALONE, BATCHED), models=MODELS, cells=(*CELLS, *MORE), device="cuda", kv_gib=KV_GIB
     )
-    asked.add_argument("--device", choices=("cuda", "cpu"), help="(cuda)")
+    asked.add_argument("--device", choices=("cuda", "cpu"), help="device that computes (cuda)")
     bench(asked.parse_args())
 
 

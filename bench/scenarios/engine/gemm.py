@@ -1,10 +1,11 @@
-"""Our matrix products beside torch's, and drawing on the host beside drawing all rows at once: what
-`native/gemm.h` and `host_sampler.py` are there for.
+"""Measures Baton's CPU matrix products against torch's, and its host sampler against the torch sampler.
 
 python -m bench gemm [--threads 2] [--repeats 15]
 
-All of each kind in turns, medians. Torch's in bfloat16 are oneDNN's over packed weights where the processor
-has them (`fused.py`); in float32 they are what bfloat16 is held against where it is emulated.
+All implementations run in alternation; figures are medians. In bfloat16, torch uses oneDNN with packed
+weights if the processor supports it (`baton.model.backends.fused_layers`). The float32 column matters on
+processors that emulate bfloat16. The host sampler draws row by row in numpy; the torch sampler draws all rows
+in one call.
 """
 
 import argparse
@@ -30,14 +31,14 @@ from bench.systems.baton_cluster import machine, table
 SHAPES = ((256, 512), (512, 3072), (1024, 6144), (3072, 1024))
 ROWS = (1, 8, 32, 512)
 CALLS_S = 0.02
-"""Of each at a time, at least one call."""
+"""Seconds per timed batch of calls. A batch has at least one call."""
 VOCABULARIES = (4096, 151_936)
 NUM_SEQS = 32
 KINDS = {"temperature 1": {}, "top-k 20, top-p 0.95": {"top_k": 20, "top_p": 0.95}, "top-p 0.9": {"top_p": 0.9}}
 
 
-def in_turns(calls: tuple[Callable[[], object], ...], repeats: int) -> list[float]:
-    """Median seconds of each."""
+def alternating_medians_s(calls: tuple[Callable[[], object], ...], repeats: int) -> list[float]:
+    """Return the median seconds per call of each function, measured in alternation."""
     taken: list[list[float]] = [[] for _ in calls]
     counts = []
     for call in calls:
@@ -55,43 +56,46 @@ def in_turns(calls: tuple[Callable[[], object], ...], repeats: int) -> list[floa
 
 
 def product_rows(num_threads: int, repeats: int) -> list[list[str]]:
+    """Return the table rows for matrix products, one per shape and row count."""
     kernels = load_kernels(num_threads)
     rows = []
     for k, n in SHAPES:
         module = nn.Linear(k, n, bias=False).bfloat16().requires_grad_(False)
-        ours, theirs, in_floats = PackedGemm(kernels, module), PackedLinear(module), deepcopy(module).float()
+        own, onednn, float32 = PackedGemm(kernels, module), PackedLinear(module), deepcopy(module).float()
         for num_rows in ROWS:
             x = torch.randn(num_rows, k).bfloat16()
-            ours_s, theirs_s, floats_s = in_turns(
-                (partial(ours, x), partial(theirs, x), partial(in_floats, x.float())), repeats
+            own_s, onednn_s, float32_s = alternating_medians_s(
+                (partial(own, x), partial(onednn, x), partial(float32, x.float())), repeats
             )
-            rate = 2 * num_rows * k * n / ours_s / 1e9
+            rate = 2 * num_rows * k * n / own_s / 1e9
             rows.append(
                 [
                     f"{k} x {n}",
                     f"{num_rows}",
-                    f"{ours_s * 1e6:.1f} us",
-                    f"{theirs_s * 1e6:.1f} us",
-                    f"{floats_s * 1e6:.1f} us",
-                    f"{theirs_s / ours_s:.2f}",
+                    f"{own_s * 1e6:.1f} us",
+                    f"{onednn_s * 1e6:.1f} us",
+                    f"{float32_s * 1e6:.1f} us",
+                    f"{onednn_s / own_s:.2f}",
                     f"{rate:.0f}",
                 ]
             )
     return rows
 
 
-def drawn_on_host(logits: torch.Tensor, requests: list[SampleRequest]) -> list[tuple[int, ...] | None]:
+def sample_on_host(logits: torch.Tensor, requests: list[SampleRequest]) -> list[tuple[int, ...] | None]:
+    """Sample each row of `logits` with the host sampler."""
     return list(map(host_sampler.draw, logits.numpy(), requests))
 
 
 def sampler_rows(repeats: int) -> list[list[str]]:
+    """Return the table rows for sampling, one per vocabulary size and sampling setting."""
     rows = []
     for vocab_size in VOCABULARIES:
         logits = 3 * torch.randn(NUM_SEQS, vocab_size)
-        for name, asked in KINDS.items():
+        for name, fields in KINDS.items():
             requests = [
                 SampleRequest(
-                    sampling=Sampling(max_tokens=1, seed=seed, **asked),  # type: ignore[arg-type]
+                    sampling=Sampling(max_tokens=1, seed=seed, **fields),  # type: ignore[arg-type]
                     sample_indices=(0,),
                     position=9,
                     history=token_ids(range(9)),
@@ -99,8 +103,8 @@ def sampler_rows(repeats: int) -> list[list[str]]:
                 )
                 for seed in range(NUM_SEQS)
             ]
-            host_s, device_s = in_turns(
-                (partial(drawn_on_host, logits, requests), partial(device_sampler.draw, logits, requests)),
+            host_s, device_s = alternating_medians_s(
+                (partial(sample_on_host, logits, requests), partial(device_sampler.draw, logits, requests)),
                 repeats,
             )
             rows.append(
@@ -117,19 +121,28 @@ def sampler_rows(repeats: int) -> list[list[str]]:
 
 @torch.inference_mode()
 def bench(arguments: argparse.Namespace) -> None:
+    """Print both tables."""
     print(machine("torch"))
-    products = ["inputs x outputs", "rows", "ours", "torch's", "in float32", "times as fast", "GFLOP/s"]
-    samplers = ["vocabulary", f"{NUM_SEQS} rows", "numpy, row by row", "torch, at once", "torch over numpy"]
+    products = [
+        "inputs x outputs",
+        "rows",
+        "Baton",
+        "torch bfloat16",
+        "torch float32",
+        "times as fast as bfloat16",
+        "GFLOP/s",
+    ]
+    samplers = ["vocabulary", f"{NUM_SEQS} rows", "numpy, row by row", "torch, all rows", "torch over numpy"]
     print("\n" + table(products, product_rows(arguments.threads, arguments.repeats)))
     print("\n" + table(samplers, sampler_rows(arguments.repeats)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2, help="compute threads (2)")
+    parser.add_argument("--repeats", type=int, default=15, help="timed batches of calls per cell (15)")
     arguments = parser.parse_args()
-    with compute_thread(arguments.threads) as thread:  # one team of threads, as in a worker
+    with compute_thread(arguments.threads) as thread:  # one thread pool for all kernels, as in a worker
         thread.submit(bench, arguments).result()
 
 

@@ -1,11 +1,11 @@
-"""Is the first request after a restart as fast as the tenth, and how long does a start take?
+"""Measures the startup time and the TTFT of the first request after a restart against the tenth.
 
 python -m bench restart --out DIR [--models demo,tiny-42m] [--repeats 5]
 
-Each repeat starts `baton up` anew, with one hybrid worker of both cores, whose kernels and costs are kept
-from the start before (the first start is not counted), and asks ten times for a token after a new prompt of
-512, one after the other with a short rest between. A start lasts from its command until it is ready, so all
-that is loaded, compiled, proven or measured is in it, or else in the first request.
+Each repeat starts `baton up` with one hybrid worker on both cores. Compiled kernels and step costs are kept
+from an earlier start, which is not counted. Then ten requests run one after the other with a short pause,
+each with a new prompt of 512 tokens. Startup is the time from the command until the cluster is ready. All
+loading, compiling, verifying and measuring therefore counts either as startup or in the first request.
 """
 
 import argparse
@@ -21,15 +21,17 @@ from bench.systems.baton_cluster import machine, table
 from bench.systems.engines import ServedEngine, vocabulary
 from bench.systems.serving_systems import SYSTEMS, SystemSetting
 
-BOTH_CORES = next(way for way in SYSTEMS if way.name == "Baton 1 hybrid")
+BOTH_CORES = next(system for system in SYSTEMS if system.name == "Baton 1 hybrid")
 NUM_REQUESTS = 10
 PROMPT_TOKENS = 512
 REST_S = 0.5
 
 
 def one_start(setting: SystemSetting, seed: int) -> dict[str, float]:
-    """Seconds until ready, and of the first, the tenth, and the median of all but the first request until the
-    first token."""
+    """Start the cluster once and return seconds: startup, and TTFT of the first and the tenth request.
+
+    `median_s` is the median TTFT of all requests but the first.
+    """
     rng, size = random.Random(seed), vocabulary(setting.model)
     began_s = time.perf_counter()
     with BOTH_CORES.run(setting) as url:
@@ -48,9 +50,9 @@ def one_start(setting: SystemSetting, seed: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", default="demo,tiny-42m")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, required=True, help="directory that keeps all figures and logs")
+    parser.add_argument("--models", default="demo,tiny-42m", help="comma-separated (demo,tiny-42m)")
+    parser.add_argument("--repeats", type=int, default=5, help="counted starts per model (5)")
     arguments = parser.parse_args()
     logs = arguments.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)

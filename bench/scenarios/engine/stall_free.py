@@ -1,14 +1,20 @@
-"""Does a prompt stall whoever decodes, on a real engine? And what does it cost that it does not?
+"""Measures how much prefill delays decoding in one engine, with and without the stall-free rule.
 
 python -m bench stall_free --out DIR [--models demo,tiny-42m] [--outputs 256] [--requests 60] [--repeats 5]
 
-One hybrid engine with both cores in this process, in turns with its batch policy and without: then a prompt
-is computed once it is there, as much of it as a step holds. Prompts of PROMPT_TOKENS, all new. Capacity: all
-requests at once. Then they come at SHARE of that (Poisson), and every gap between two tokens of an answer
-counts, over the time of a step of as many sequences that all decode (the median of such steps of the same
-run). How gaps scatter that no prompt was in the way of is told, too: no policy can do better. First it waits
-until the worker's memory is real, which takes from its steps (`baton.transfer.backends.prefault`). DIR keeps
-every figure, and a bench that was stopped goes on where it was.
+One hybrid engine with both cores runs in this process, alternately in two modes:
+
+stall-free: the step budget limits prefill chunks, so that decodes are not stalled.
+prompts first: every step takes as many prompt tokens as fit.
+
+All prompts are new and have PROMPT_TOKENS tokens. Capacity is the rate at which the engine finishes all
+requests if they arrive together. Then requests arrive at SHARE of the capacity (Poisson). Each gap between
+two tokens of a sequence is divided by the time of a decode-only step of the same batch size (the median of
+such steps in the same run). The table also shows gaps that ended in a decode-only step: their scatter is a
+lower limit for any policy.
+
+The run starts after the KV memory is prefaulted (`baton.transfer.backends.prefault`), because page faults
+slow steps down. DIR keeps every figure. An interrupted run continues where it stopped.
 """
 
 import argparse
@@ -46,35 +52,49 @@ from bench.systems.engines import THREADS, sequence_requests, vocabulary
 PROMPT_TOKENS = 1024
 SHARE = 0.8
 KV_GIB = 1
-"""All requests at once need less."""
-WAYS = {"emulated": True, "prompts first": False}
+"""KV memory in GiB. All requests together need less."""
+MODES = {"stall-free": True, "prompts first": False}
+"""By mode: whether the stall-free rule is on."""
 
 
 @dataclass(slots=True)
-class Seen:
-    """Of one run: `gaps` (seconds, how many decoded in the step that ended it, whether it did nothing else);
-    `alone`: seconds of steps that only decode, by how many."""
+class RunMeasurements:
+    """Measurements of one run.
+
+    took_s: duration of the run.
+    gaps: of each gap between tokens (seconds, decodes in the step that ended it, True if that step only
+    decoded).
+    decode_only_s: seconds of decode-only steps, by batch size.
+    ttfts_s: TTFT of each request, from its arrival time.
+    """
 
     took_s: float = 0.0
     gaps: list[tuple[float, int, bool]] = field(default_factory=list)
-    alone: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    decode_only_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     ttfts_s: list[float] = field(default_factory=list)
 
-    def relative_gaps(self, *, alone: bool = False) -> np.ndarray:
-        """`alone`: only of steps that only decoded."""
-        batches = sorted(self.alone)
-        steps_s = [statistics.median(self.alone[batch]) for batch in batches]
+    def relative_gaps(self, *, decode_only: bool = False) -> np.ndarray:
+        """Return all gaps, divided by the median decode-only step of the same batch size.
+
+        With `decode_only`, return only those gaps that ended in a decode-only step.
+        """
+        batches = sorted(self.decode_only_s)
+        steps_s = [statistics.median(self.decode_only_s[batch]) for batch in batches]
         return np.array(
             [
                 gap_s / np.interp(batch, batches, steps_s)
-                for gap_s, batch, is_alone in self.gaps
-                if is_alone or not alone
+                for gap_s, batch, is_decode_only in self.gaps
+                if is_decode_only or not decode_only
             ]
         )
 
 
 class EngineRun:
-    """Requests through one engine, which is idle before and afterwards. `rate_rps` 0: all at once."""
+    """Runs requests through one engine, which is idle before and after.
+
+    keeper: step costs for the stall-free rule; None switches the rule off.
+    rate_rps: Poisson arrival rate; 0 submits all requests together.
+    """
 
     def __init__(
         self, device: Device, keeper: CostKeeper | None, requests: list[SequenceRequest], rate_rps: float, seed: int
@@ -93,11 +113,11 @@ class EngineRun:
         self._due_s: dict[int, float] = {}
         self._last_s: dict[int, float] = {}
         self._batch = 0
-        self._is_alone = False
+        self._is_decode_only = False
         self._open = {request.seq_id for request in requests}
-        self.seen = Seen()
+        self.measured = RunMeasurements()
 
-    async def run(self) -> Seen:
+    async def run(self) -> RunMeasurements:
         clock = asyncio.get_running_loop().time
         began_s = at_s = clock()
         running = asyncio.create_task(self._loop.run())
@@ -109,16 +129,18 @@ class EngineRun:
         self._loop.drain()
         await running
         assert not self._open
-        self.seen.took_s = clock() - began_s
-        return self.seen
+        self.measured.took_s = clock() - began_s
+        return self.measured
 
     def _on_step(self, plan: StepPlan, step_s: float) -> None:
         if self._keeper is not None:
             self._keeper.observe(plan, step_s)
         self._batch = sum(part.num_scheduled_tokens == 1 for part in plan.sequences)
-        self._is_alone = self._batch == len(plan.sequences)
-        if self._is_alone:  # the device's time: what lies between two steps is of the gaps
-            self.seen.alone[self._batch].append(self._loop.last_step_ended_s - self._loop.last_step_started_s)
+        self._is_decode_only = self._batch == len(plan.sequences)
+        if self._is_decode_only:  # device time only: the time between two steps belongs to the gaps
+            self.measured.decode_only_s[self._batch].append(
+                self._loop.last_step_ended_s - self._loop.last_step_started_s
+            )
 
     def _deliver(self, outcome: EngineOutcome) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -126,23 +148,23 @@ class EngineRun:
             if output.failure is not None:
                 raise RuntimeError(output.failure.message)
             if output.seq_id in self._last_s:
-                self.seen.gaps.append((now_s - self._last_s[output.seq_id], self._batch, self._is_alone))
+                self.measured.gaps.append((now_s - self._last_s[output.seq_id], self._batch, self._is_decode_only))
             else:
-                self.seen.ttfts_s.append(now_s - self._due_s[output.seq_id])
+                self.measured.ttfts_s.append(now_s - self._due_s[output.seq_id])
             self._last_s[output.seq_id] = now_s
             if output.finish is not None:
                 self._open.discard(output.seq_id)
 
 
 def wait_for_memory() -> None:
-    """Until all of this process's KV memory is real."""
+    """Block until the KV memory of this process is prefaulted."""
     for thread in threading.enumerate():
         if thread.name == PREFAULT_THREAD_NAME:
             thread.join()
 
 
 class StallFreeBench:
-    """`known`: by model, of each repeat the figures of each way."""
+    """Runs both modes. `known` keeps, by model, one entry per repeat with the figures of each mode."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -166,7 +188,7 @@ class StallFreeBench:
             try:
                 await asyncio.to_thread(wait_for_memory)
                 keeper = CostKeeper(await measure_costs(device.executor, device.engine_config, device.pool))
-                with frozen_heap():  # as in a worker
+                with frozen_heap():  # the worker does the same
                     while len(found) < self._arguments.repeats:
                         found.append(await self._repeat(device, keeper, directory, len(found)))
                         self.known[model] = found
@@ -175,28 +197,28 @@ class StallFreeBench:
 
     async def _repeat(self, device: Device, keeper: CostKeeper, directory: Path, number: int) -> dict[str, Any]:
         figures: dict[str, Any] = {}
-        names = list(WAYS) if number % 2 == 0 else list(reversed(WAYS))
+        names = list(MODES) if number % 2 == 0 else list(reversed(MODES))
         for name in names:
-            burst = await self._run(device, keeper if WAYS[name] else None, directory, 0.0, number)
+            burst = await self._run(device, keeper if MODES[name] else None, directory, 0.0, number)
             figures[name] = {"capacity_rps": self._arguments.requests / burst.took_s}
         rate_rps = SHARE * max(figures[name]["capacity_rps"] for name in names)
         for name in names:
-            seen = await self._run(device, keeper if WAYS[name] else None, directory, rate_rps, number)
-            gaps = seen.relative_gaps()
+            measured = await self._run(device, keeper if MODES[name] else None, directory, rate_rps, number)
+            gaps = measured.relative_gaps()
             figures[name] |= {
                 "gap_p50": float(np.percentile(gaps, 50)),
                 "gap_p99": float(np.percentile(gaps, 99)),
-                "alone_p99": float(np.percentile(seen.relative_gaps(alone=True), 99)),
-                "gap_p99_s": float(np.percentile([gap_s for gap_s, _, _ in seen.gaps], 99)),
-                "batch": statistics.fmean(batch for _, batch, _ in seen.gaps),
-                "ttft_p50_s": statistics.median(seen.ttfts_s),
+                "decode_only_p99": float(np.percentile(measured.relative_gaps(decode_only=True), 99)),
+                "gap_p99_s": float(np.percentile([gap_s for gap_s, _, _ in measured.gaps], 99)),
+                "batch": statistics.fmean(batch for _, batch, _ in measured.gaps),
+                "ttft_p50_s": statistics.median(measured.ttfts_s),
             }
             print(number, name, figures[name], file=sys.stderr)
         return figures
 
     async def _run(
         self, device: Device, keeper: CostKeeper | None, directory: Path, rate_rps: float, seed: int
-    ) -> Seen:
+    ) -> RunMeasurements:
         rng = random.Random(self._next_id)
         size = vocabulary(directory)
         prompts = [
@@ -213,19 +235,19 @@ class StallFreeBench:
         head = [
             "",
             "capacity",
-            "of prompts first",
+            "share of prompts first",
             "gap p50",
             "gap p99",
-            "without prompts",
+            "decode-only gap p99",
             "gap p99 ms",
-            "decoding",
+            "batch",
             "TTFT p50 ms",
         ]
         for model in self._arguments.models.split(","):
             found = self.known[model]
             print(f"\n{model}: {PROMPT_TOKENS} in / {self._arguments.outputs} out, {len(found)} repeats\n")
             rows = []
-            for name in WAYS:
+            for name in MODES:
                 medians = {key: statistics.median(repeat[name][key] for repeat in found) for key in found[0][name]}
                 share = statistics.median(
                     repeat[name]["capacity_rps"] / repeat["prompts first"]["capacity_rps"] for repeat in found
@@ -237,7 +259,7 @@ class StallFreeBench:
                         f"{share:.0%}",
                         f"{medians['gap_p50']:.2f}",
                         f"{medians['gap_p99']:.2f}",
-                        f"{medians['alone_p99']:.2f}",
+                        f"{medians['decode_only_p99']:.2f}",
                         f"{1e3 * medians['gap_p99_s']:.1f}",
                         f"{medians['batch']:.1f}",
                         f"{1e3 * medians['ttft_p50_s']:.0f}",
@@ -248,11 +270,11 @@ class StallFreeBench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", default="demo,tiny-42m")
-    parser.add_argument("--outputs", type=int, default=256)
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, required=True, help="directory that keeps all figures")
+    parser.add_argument("--models", default="demo,tiny-42m", help="comma-separated (demo,tiny-42m)")
+    parser.add_argument("--outputs", type=int, default=256, help="output tokens per request (256)")
+    parser.add_argument("--requests", type=int, default=60, help="requests per run (60)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each mode (5)")
     bench = StallFreeBench(parser.parse_args())
     asyncio.run(bench.run())
     bench.show()
