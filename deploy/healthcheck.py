@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Health check of a container: requests `/health` at the admin port (BATON_ADMIN_PORT) or the gateway's HTTP port."""
+"""Health check of a container: requests `/health` at the admin port (BATON_ADMIN_PORT) or the gateway's HTTP
+port."""
 
 import os
 import ssl

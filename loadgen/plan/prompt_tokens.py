@@ -110,8 +110,8 @@ class Choices:
         encoded = np.empty((len(ids), self._num_digits), np.int64)
         shift = np.uint64(int(self._key) % (self.size - 1))
         encoded[:, 0] = (ids + shift) % np.uint64(self.size - 1) + np.uint64(1)
-        # Each offset depends only on the lower digits, which the choices before it determine. So each digit can
-        # be decoded.
+        # Each offset depends only on the lower digits, which the choices before it determine. So each digit
+        # can be decoded.
         offsets = mix(self._hash(ids[:, None] % self._units, self._key) + self._positions)
         encoded[:, 1:] = (
             ids[:, None] // self._units % np.uint64(self.size) + offsets % np.uint64(self.size)

@@ -1,4 +1,5 @@
-"""Import rules beyond the ranks that `lint-imports` checks: which module may use which library, clock or generator."""
+"""Import rules beyond the ranks that `lint-imports` checks: which module may use which library, clock or
+generator."""
 
 import ast
 import json
@@ -31,8 +32,8 @@ HOMES: dict[str, tuple[str, ...]] = {
 """The only modules that may import a library. A `*` stands for any letters."""
 
 SIMULATED_PACKAGES = ("core", "prefix_index", "engine", "scheduler", "gateway", "worker", "sim", "transfer")
-"""Packages whose code also runs in the simulator. They take the time from the running event loop and get a seeded
-generator."""
+"""Packages whose code also runs in the simulator. They take the time from the running event loop and get a
+seeded generator."""
 NOT_SIMULATED = (
     "baton.model",
     "baton.transfer.*_backend",
@@ -45,8 +46,8 @@ CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep
 UNPICKLERS = ("pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle")
 """Libraries that can run code while they read data."""
 CODE_GENERATORS = {"baton.rpc.mappers.message_mapping"}
-"""Modules that may call `eval`: they generate functions from the field names of their own classes, as `dataclasses`
-does, and never from data."""
+"""Modules that may call `eval`: they generate functions from the field names of their own classes, as
+`dataclasses` does, and never from data."""
 LOADGEN_MODULES_FOR_SIM = {
     "loadgen.plan.plan",
     "loadgen.plan.sources.trace",
@@ -154,7 +155,8 @@ def clocks_and_random_numbers(modules: dict[str, ast.Module]) -> list[str]:
 
 
 def unsafe_loading(modules: dict[str, ast.Module]) -> list[str]:
-    """Return calls and imports by which data could be executed: pickle and its kind, `eval`, `exec`, unsafe loaders."""
+    """Return calls and imports by which data could be executed: pickle and its kind, `eval`, `exec`, unsafe
+    loaders."""
     found = [str(i) for i in imports(modules) if i.target.split(".")[0] in UNPICKLERS]
     for module, tree in modules.items():
         for node in ast.walk(tree):
@@ -209,7 +211,8 @@ def test_every_code_directory_is_a_package() -> None:
 
 
 def loaded_after_importing(package: str, forbidden: set[str]) -> list[str]:
-    """Return the `forbidden` modules that are loaded after all modules of `package` were imported in a new process."""
+    """Return the `forbidden` modules that are loaded after all modules of `package` were imported in a new
+    process."""
     modules = [module for module in sources() if is_in(module, (package,))]
     code = (
         "import importlib, json, sys\n"

@@ -40,9 +40,9 @@ def unique_modules(repository: Repository) -> list[str]:
 def retired_words(repository: Repository) -> list[str]:
     """Name each use of a retired word.
 
-    A line of `retired_words.txt` is `word -> replacement`. A word with a leading `=` is also ordinary English:
-    only identifiers and file names that have it as a part are problems. Any other word is a problem anywhere in
-    code and docs.
+    A line of `retired_words.txt` is `word -> replacement`. A word with a leading `=` is also ordinary
+    English: only identifiers and file names that have it as a part are problems. Any other word is a problem
+    anywhere in code and docs.
     """
     ordinary, everywhere = read_retired(RETIRED.read_text(encoding="utf-8"))
     problems = []

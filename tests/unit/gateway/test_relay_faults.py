@@ -296,8 +296,8 @@ async def _random_faults(rng: Random, seed: int) -> None:
         )
         for index, (prompt, got) in enumerate(zip(prompts, answers, strict=True)):
             if isinstance(got, Refused):
-                # By chance, two workers died in a row while running it, or one in each of its attempts. A restarted
-                # worker may already be in use.
+                # By chance, two workers died in a row while running it, or one in each of its attempts. A
+                # restarted worker may already be in use.
                 assert got.failure.reason in (Reason.POISON, Reason.WORKER_LOST, Reason.WRONG_EPOCH)
                 continue
             assert not isinstance(got, BaseException), got

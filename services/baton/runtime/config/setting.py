@@ -174,8 +174,8 @@ class Setting:
         try:
             number = float(value)
         except (ValueError, OverflowError) as error:
-            # Kubernetes sets NAME_PORT=tcp://10.0.0.1:80 for every Service, even if NAME_PORT is one of Baton's
-            # settings.
+            # Kubernetes sets NAME_PORT=tcp://10.0.0.1:80 for every Service, even if NAME_PORT is one of
+            # Baton's settings.
             hint = (
                 "; Kubernetes set it for a Service of that name (enableServiceLinks: false)"
                 if "tcp://" in str(value)

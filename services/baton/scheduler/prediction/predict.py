@@ -194,7 +194,8 @@ def _decode_step_s(w: WorkerData[N], seqs: N, context_tokens: N, prompt: Prompt)
     )
 
 
-# For a single number numpy's functions are ten times slower than Python's, and so is arithmetic with their results.
+# For a single number numpy's functions are ten times slower than Python's, and so is arithmetic with their
+# results.
 
 
 def _minimum(a: N, b: float) -> N:

@@ -37,8 +37,8 @@ TIERS = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2}
 _TIER_OF = {number: tier for tier, number in TIERS.items()}
 _HASH = Struct(f"{HASH_BYTES}s")
 
-# KEYS: stream, snapshot. ARGV: time to live. Returns the id of the last entry, or '' if a key is missing or has
-# the wrong type.
+# KEYS: stream, snapshot. ARGV: time to live. Returns the id of the last entry, or '' if a key is missing or
+# has the wrong type.
 _RENEW = """
 if redis.call('TYPE', KEYS[1]).ok ~= 'stream' or redis.call('TYPE', KEYS[2]).ok ~= 'string' then return '' end
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[1]) end
