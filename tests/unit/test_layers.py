@@ -239,11 +239,15 @@ def test_importing_a_package_loads_no_heavy_library(package: str, forbidden: set
 
 BROKEN = {
     "services/baton/worker/reporting/worker_reporter.py": "import grpc\nfrom baton.rpc import worker_rpc\n",
-    "services/baton/worker/worker_main.py": "from baton.rpc import worker_rpc\nfrom baton.store.redis.redis_keys import key\n",
+    "services/baton/worker/worker_main.py": (
+        "from baton.rpc import worker_rpc\nfrom baton.store.redis.redis_keys import key\n"
+    ),
     "services/baton/rpc/worker_rpc.py": "import grpc.aio\n",
     "services/baton/wire/v1/x_pb2_grpc.py": "import grpc\n",
     "services/baton/transfer/backends/local_backend.py": "import torch, time\ntime.sleep(1)\n",
-    "services/baton/transfer/owner/lease_deadlines.py": "import torch, time, random\ntime.monotonic()\ntime.time()\nrandom.random()\nrandom.Random(3)\n",
+    "services/baton/transfer/owner/lease_deadlines.py": (
+        "import torch, time, random\ntime.monotonic()\ntime.time()\nrandom.random()\nrandom.Random(3)\n"
+    ),
     "services/baton/engine/loop.py": "from time import sleep, time\nfrom random import Random, random\n",
     "services/baton/sim/scenario.py": "from loadgen.plan import plan\nfrom loadgen.send.client import Client\n",
     "services/baton/rpc/peer_rpc.py": "from pickle import loads\nagent.get_serialized_descs(x)\neval('1')\n",

@@ -25,7 +25,7 @@ def subjects(repository: Repository) -> list[str]:
 
 
 def problem_of(subject: str) -> str | None:
-    """What is wrong with a subject, or None."""
+    """Return the problem of a subject, or None."""
     if len(subject) > MAX_LENGTH:
         return f"the subject has {len(subject)} characters, at most {MAX_LENGTH}: {subject}"
     if _SUBJECT.fullmatch(subject) is None:

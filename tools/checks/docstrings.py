@@ -36,7 +36,7 @@ def modules_without_docstring(repository: Repository) -> list[str]:
 
 
 def problem_of(text: str) -> str | None:
-    """What is wrong with the first paragraph of a docstring, or None."""
+    """Return the problem of the first paragraph of a docstring, or None."""
     first = text.strip().split("\n\n")[0].replace("\n", " ").strip()
     if not first:
         return "the docstring is empty"

@@ -8,8 +8,8 @@ from tools.reference.markdown import code, page, paragraph, table
 INTRODUCTION = """
 A setting has one name in three spellings: the flag `--max-queued-jobs`, the environment variable
 `BATON_MAX_QUEUED_JOBS` and the YAML key `max_queued_jobs` of the file that `--config` names. The flag comes before
-the variable, the variable before the file, the file before the default. An unknown key or variable is an error. `baton config` shows effective values and
-where each comes from.
+the variable, the variable before the file, the file before the default. An unknown key or variable is an error.
+`baton config` shows effective values and where each comes from.
 
 A size may be written `512MiB`, `2GB` or as a number of bytes.
 """

@@ -55,10 +55,10 @@ def _routes() -> list[tuple[str, str, str]]:
                 path = str(eval(ast.unparse(key), vars(http_app)))  # a literal or a constant of the module
                 assert isinstance(value, ast.Tuple)
                 method, handler = ast.literal_eval(value.elts[0]), ast.unparse(value.elts[1]).removeprefix("self.")
-                text = (inspect.getdoc(getattr(http_app.App, handler)) or "").split("\n\n")[0]
+                text = (inspect.getdoc(getattr(http_app.HttpApp, handler)) or "").split("\n\n")[0]
                 rows.append((method, code(path + ("{id}" if path.endswith("/") else "")), text))
             return rows
-    raise RuntimeError("http_app.App has no table of routes any more: adapt tools/reference/http_page.py")
+    raise RuntimeError("http_app.HttpApp has no table of routes any more: adapt tools/reference/http_page.py")
 
 
 def _field(name: str, limit: Limit) -> tuple[str, str, str, str, str]:

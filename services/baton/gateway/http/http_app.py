@@ -142,9 +142,11 @@ class HttpApp:
         return _method_not_allowed(method)
 
     async def _completions(self, exchange: HttpExchange) -> None:
+        """Complete a prompt."""
         await self._inference(exchange, Endpoint.COMPLETIONS)
 
     async def _chat(self, exchange: HttpExchange) -> None:
+        """Complete a chat."""
         await self._inference(exchange, Endpoint.CHAT)
 
     async def _inference(self, exchange: HttpExchange, endpoint: Endpoint) -> None:
@@ -212,10 +214,12 @@ class HttpApp:
         await exchange.send({"type": "http.response.body", "body": body})
 
     async def _models(self, exchange: HttpExchange) -> None:
+        """List the models of the cluster."""
         self._identify(exchange)
         await respond_json(exchange.send, 200, {"object": "list", "data": [self._model_object()]})
 
     async def _model(self, exchange: HttpExchange) -> None:
+        """Describe one model."""
         self._identify(exchange)
         self._service.validator.check_model(exchange.scope["path"][len(MODELS) :])
         await respond_json(exchange.send, 200, self._model_object())
@@ -231,21 +235,25 @@ class HttpApp:
         }
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
+        """Convert text or messages to token ids."""
         with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
             ids = await tokenize_body(self._service.validator, await self._body(exchange))
         response = {"count": len(ids), "max_model_len": self._service.view.max_model_len, "tokens": list(ids)}
         await respond_json(exchange.send, 200, response)
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
+        """Convert token ids to text."""
         with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
             text = await detokenize_body(self._service.validator, await self._body(exchange))
         await respond_json(exchange.send, 200, {"prompt": text})
 
     async def _health(self, exchange: HttpExchange) -> None:
+        """Report whether the gateway process is alive."""
         is_alive = self._service.health.is_alive
         await respond_json(exchange.send, 200 if is_alive else 503, {"status": "ok" if is_alive else "failed"})
 
     async def _ready(self, exchange: HttpExchange) -> None:
+        """Report whether the cluster can serve: every role has a ready worker."""
         reasons = self._service.health.reasons
         response = {"status": "waiting" if reasons else "ready", "reasons": reasons}
         if self._is_admin(exchange):
@@ -253,6 +261,7 @@ class HttpApp:
         await respond_json(exchange.send, 503 if reasons else 200, response)
 
     async def _metrics_text(self, exchange: HttpExchange) -> None:
+        """Return the metrics in Prometheus text format. With API keys on it needs an admin key."""
         self._service.keys.check_admin(self._identify(exchange))
         await respond(exchange.send, 200, self._metrics(), content_type=CONTENT_TYPE.encode())
 
@@ -267,6 +276,7 @@ class HttpApp:
         return self._service.keys.identify(caller_of(exchange.scope).authorization)
 
     async def _decisions(self, exchange: HttpExchange) -> None:
+        """Return the decision records of a request. With API keys on it needs an admin key."""
         name = exchange.scope["path"][len(DECISIONS) :]
         records = await self._admin.explain(None if name == "last" else name, caller_of(exchange.scope))
         await respond_json(exchange.send, 200, {"decisions": [to_plain(record) for record in records]})
