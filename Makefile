@@ -78,7 +78,7 @@ reference: setup
 
 # The documentation site, into build/site. A broken link fails.
 docs: setup
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # One benchmark by NAME; without a name it lists them.
 bench: setup

@@ -95,6 +95,7 @@ def test_paged_attention_equals_the_cpus(window: int | None, seed: int) -> None:
     torch.testing.assert_close(found, check_step(spans, window, seed=seed), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.fault("F-13")
 def test_nan_fails_only_its_sequence(tmp_path: Path) -> None:
     init_model(TINY_MODELS["qwen3"](), tmp_path / "model", seed=1)
     loaded = load_model(tmp_path / "model", dtype="float32", device=DEVICE)

@@ -298,6 +298,7 @@ def test_logprobs_are_those_of_the_unmodified_logits() -> None:
     assert [v for _, v in token.logprobs.top] == pytest.approx(values.tolist(), abs=1e-6)
 
 
+@pytest.mark.fault("F-13")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.usefixtures("where")
