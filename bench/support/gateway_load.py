@@ -105,6 +105,7 @@ class LoadConnection(asyncio.Protocol):
             self._done.set_result(self._answer)
 
     def close(self) -> None:
+        """Close the connection."""
         self._transport.close()
 
     def _begin(self, head: bytes, body: bytes) -> None:

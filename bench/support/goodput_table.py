@@ -74,12 +74,12 @@ class GoodputCell:
         return [system.name, str(self), each, overlap, tokens, f"{lag_ms:.1f}", str(num_invalid)]
 
 
-def cells(known: Mapping[str, Any], model: str, workload: Workload) -> dict[str, GoodputCell]:
+def cells(saved: Mapping[str, Any], model: str, workload: Workload) -> dict[str, GoodputCell]:
     """Return the cells of all systems that have figures, by system name."""
     made = {}
     for system in SYSTEMS:
         keys = [found_key(number, model, workload, system) for number in range(MAX_ROUNDS)]
-        if found := tuple(known[key] for key in keys if key in known):
+        if found := tuple(saved[key] for key in keys if key in saved):
             made[system.name] = GoodputCell(found)
     return made
 
@@ -97,27 +97,27 @@ def goodput_ratio(baton: Iterable[GoodputCell], peers: Iterable[GoodputCell]) ->
     return ("" if is_known else "more than ") + f"{max(rates) / most_rps:.1f}"
 
 
-def show(known: Mapping[str, Any], out: Path) -> None:
+def show(saved: Mapping[str, Any], out: Path) -> None:
     """Print all tables and write the chart to `goodput.svg` in `out`."""
-    print(known["machine"])
-    models = list(dict.fromkeys(key.split("/")[1] for key in known if key.startswith("slo/")))
+    print(saved["machine"])
+    models = list(dict.fromkeys(key.split("/")[1] for key in saved if key.startswith("slo/")))
     measured = [
         system.name
         for system in SYSTEMS
-        if any(key.startswith("found/") and key.endswith(f"/{system.name}") for key in known)
+        if any(key.startswith("found/") and key.endswith(f"/{system.name}") for key in saved)
     ]
     lines, bars = [], {}
     for model in models:
         for workload in WORKLOADS:
-            if (slo := known.get(slo_key(model, workload))) is not None:
-                found = cells(known, model, workload)
+            if (slo := saved.get(slo_key(model, workload))) is not None:
+                found = cells(saved, model, workload)
                 print(f"\n{model}, {workload.name}: {workload.what}; {slo['slo']}\n")
                 head = [
                     "system",
                     "req/s",
                     "each round",
-                    "intervals that overlap",
-                    "answer tokens/s",
+                    "overlapping intervals",
+                    "output tokens/s",
                     "send lag p99 ms",
                     "invalid trials",
                 ]

@@ -46,6 +46,7 @@ class System:
 
     @property
     def address(self) -> tuple[str, int]:
+        """Host and port of the gateway."""
         host, _, port = self.url.removeprefix("http://").rpartition(":")
         return host, int(port)
 

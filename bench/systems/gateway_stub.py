@@ -57,6 +57,7 @@ class StubWorkers:
         self._stamps = stamps
 
     async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+        """Serve one gateway session until it ends."""
         hello = await stream.receive()
         assert isinstance(hello, SessionHello)
         worker = self._refs[hello.expected.worker_id]
@@ -104,10 +105,12 @@ class StubDecoder:
         self._has_jobs = asyncio.Event()
 
     def add(self, job: JobId, max_tokens: int) -> None:
+        """Start to send tokens of a job, `max_tokens` in all."""
         self._jobs[job] = (0, max_tokens)
         self._has_jobs.set()
 
     def drop(self, job: JobId) -> None:
+        """Stop sending tokens of a job. Does nothing if the job has ended."""
         self._jobs.pop(job, None)
 
     async def run(self) -> None:
@@ -192,6 +195,7 @@ def layout() -> KvLayout:
 
 
 def report(worker: WorkerRef, role: WorkerRole, *peers: WorkerRef) -> WorkerReport:
+    """Return the report of an idle worker with links to `peers`."""
     return WorkerReport(
         worker=worker,
         report_seq=1,

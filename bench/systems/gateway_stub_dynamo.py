@@ -29,6 +29,7 @@ class StubWorker:
         self._stamps = stamps
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+        """Stream the tokens of one request in Dynamo's format."""
         loop = asyncio.get_running_loop()
         arrived_ns = self._stamps.now_ns()
         max_tokens = request["stop_conditions"]["max_tokens"]

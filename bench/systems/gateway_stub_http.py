@@ -43,10 +43,12 @@ class Steps:
         self._has_streams = asyncio.Event()
 
     def add(self, transport: Any, num_events: int) -> None:
+        """Start to send events to a stream, `num_events` in all."""
         self._streams[transport] = num_events
         self._has_streams.set()
 
     async def run(self) -> None:
+        """Send events until cancelled. Late steps are caught up."""
         loop = asyncio.get_running_loop()
         event, last = chunk(EVENT), chunk(LAST_EVENT) + b"0\r\n\r\n"
         while True:

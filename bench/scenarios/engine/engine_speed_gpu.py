@@ -7,7 +7,7 @@ one at a time, each with its own weights and `--kv-gib` of KV memory. Cells that
 skipped with a note. `--device cpu` runs the same cells on a CPU, to try the script without a GPU.
 """
 
-from bench.scenarios.engine.engine_speed import CELLS, DECODED, EngineCell, bench, parser
+from bench.scenarios.engine.engine_speed import CELLS, DECODED, EngineCell, bench, make_parser
 from bench.systems.engines import ALONE, BATCHED, BATON
 
 KV_GIB = 8
@@ -16,11 +16,11 @@ MORE = tuple(EngineCell(what="TPOT", num=64, num_tokens=n, num_outputs=DECODED) 
 
 
 def main() -> None:
-    asked = parser(
+    arguments_parser = make_parser(
         __doc__, engines=(BATON, ALONE, BATCHED), models=MODELS, cells=(*CELLS, *MORE), device="cuda", kv_gib=KV_GIB
     )
-    asked.add_argument("--device", choices=("cuda", "cpu"), help="device that computes (cuda)")
-    bench(asked.parse_args())
+    arguments_parser.add_argument("--device", choices=("cuda", "cpu"), help="device that computes (cuda)")
+    bench(arguments_parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -56,18 +56,18 @@ def main() -> None:
     arguments = parser.parse_args()
     logs = arguments.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    known = SavedFigures(arguments.out / "restart.json")
-    known.setdefault("machine", machine("torch", "transformers", "ray"))
+    saved = SavedFigures(arguments.out / "restart.json")
+    saved.setdefault("machine", machine("torch", "transformers", "ray"))
     rows = []
     for model in arguments.models.split(","):
         directory = model_directory(model, arguments.out)
         setting = SystemSetting(model=directory, max_model_len=4096, cores=(0, 1), kv_gib=1, vllm=Path(), logs=logs)
-        found = known.get(model, [])
+        found = saved.get(model, [])
         if len(found) < arguments.repeats:
             one_start(setting, 0)
         while len(found) < arguments.repeats:
             found.append(one_start(setting, 1 + len(found)))
-            known[model] = found
+            saved[model] = found
         medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
         ratios = sorted(each["first_s"] / each["tenth_s"] for each in found)
         rows.append(
@@ -78,7 +78,7 @@ def main() -> None:
                 f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",
             ]
         )
-    print(known["machine"])
+    print(saved["machine"])
     print(
         table(["model", "until ready", "first TTFT", "tenth", "median of the second to tenth", "first to tenth"], rows)
     )

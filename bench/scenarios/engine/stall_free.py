@@ -118,6 +118,7 @@ class EngineRun:
         self.measured = RunMeasurements()
 
     async def run(self) -> RunMeasurements:
+        """Submit all requests, wait until the engine is idle, and return the measurements."""
         clock = asyncio.get_running_loop().time
         began_s = at_s = clock()
         running = asyncio.create_task(self._loop.run())
@@ -164,18 +165,19 @@ def wait_for_memory() -> None:
 
 
 class StallFreeBench:
-    """Runs both modes. `known` keeps, by model, one entry per repeat with the figures of each mode."""
+    """Runs both modes. `saved` keeps, by model, one entry per repeat with the figures of each mode."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._next_id = 1
         arguments.out.mkdir(parents=True, exist_ok=True)
-        self.known = SavedFigures(arguments.out / "stall_free.json")
+        self.saved = SavedFigures(arguments.out / "stall_free.json")
 
     async def run(self) -> None:
-        self.known.setdefault("machine", machine("torch", "transformers"))
+        """Measure the missing repeats of all models."""
+        self.saved.setdefault("machine", machine("torch", "transformers"))
         for model in self._arguments.models.split(","):
-            found: list[Any] = self.known.get(model, [])
+            found: list[Any] = self.saved.get(model, [])
             if len(found) >= self._arguments.repeats:
                 continue
             directory = model_directory(model, self._arguments.out)
@@ -191,7 +193,7 @@ class StallFreeBench:
                 with frozen_heap():  # the worker does the same
                     while len(found) < self._arguments.repeats:
                         found.append(await self._repeat(device, keeper, directory, len(found)))
-                        self.known[model] = found
+                        self.saved[model] = found
             finally:
                 await device.aclose()
 
@@ -231,7 +233,8 @@ class StallFreeBench:
         return await EngineRun(device, keeper, requests, rate_rps, seed).run()
 
     def show(self) -> None:
-        print(self.known["machine"])
+        """Print the tables of all models."""
+        print(self.saved["machine"])
         head = [
             "",
             "capacity",
@@ -244,7 +247,7 @@ class StallFreeBench:
             "TTFT p50 ms",
         ]
         for model in self._arguments.models.split(","):
-            found = self.known[model]
+            found = self.saved[model]
             print(f"\n{model}: {PROMPT_TOKENS} in / {self._arguments.outputs} out, {len(found)} repeats\n")
             rows = []
             for name in MODES:
