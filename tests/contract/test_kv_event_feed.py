@@ -158,7 +158,7 @@ async def test_a_stream_has_a_bound(kind: str, request: pytest.FixtureRequest) -
     await connection.aclose()
 
 
-# -- Redis alone ---------------------------------------------------------------------------------------------------------------------------
+# -- Redis only
 
 
 @pytest.mark.parametrize(

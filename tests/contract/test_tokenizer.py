@@ -40,7 +40,10 @@ def write_model(directory: Path, tokenizer: RustTokenizer) -> Path:
     (directory / "config.json").write_text(
         json.dumps({"vocab_size": tokenizer.get_vocab_size() + 3, "max_position_embeddings": 77})
     )
-    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": template, "eos_token": {"content": "</s>"}})
     )

@@ -33,7 +33,7 @@ def http_page() -> str:
         ),
         "## Labels",
         paragraph("These are accepted and do not change the answer."),
-        ", ".join(code(name) for name in sorted({*field_policy.LABELS, "metadata", "store"})) + ".",
+        paragraph(", ".join(code(name) for name in sorted({*field_policy.LABELS, "metadata", "store"})) + "."),
         "## Fields that are refused",
         paragraph("A field is refused unless it has one of the values that change nothing. `null` is always accepted."),
         table(("field", "endpoints", "accepted values", "what to do instead"), _refused()),

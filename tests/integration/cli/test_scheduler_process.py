@@ -158,7 +158,7 @@ async def test_it_is_found_asked_explained_and_drained(tmp_path: Path, redis: Ru
             with pytest.raises(StreamBroken):
                 await until_broken(reports)
     assert "scheduler_draining" in process.events()
-    assert "worker_lost" not in process.events(), "a drain loses nobody"
+    assert "worker_lost" not in process.events(), "a drain loses rejection"
 
 
 async def test_redis_may_go_and_come_back(tmp_path: Path) -> None:
@@ -187,9 +187,9 @@ async def test_it_starts_without_redis_and_says_so(tmp_path: Path) -> None:
     with scheduler(tmp_path, f"redis://127.0.0.1:{choose_port('127.0.0.1', 0, flag='')}/0") as process:
         assert process.ready.startswith("ready 127.0.0.1:")
         async with network() as dial, asyncio.timeout(LIMIT_S):
-            nobody = await dial.scheduler(process.address).place(query())
-            assert isinstance(nobody, Rejection)
-            assert nobody.reason is Reason.NO_WORKERS
+            rejection = await dial.scheduler(process.address).place(query())
+            assert isinstance(rejection, Rejection)
+            assert rejection.reason is Reason.NO_WORKERS
         assert process.stop() == 0
     assert "store_became_unavailable" in process.events()
 

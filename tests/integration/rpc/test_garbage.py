@@ -464,7 +464,10 @@ async def test_bytes_on_the_admin_ports_are_answered_or_closed(target: Target, t
     rng, canary, slots = Random(23), Canary(tmp_path), asyncio.Semaphore(16)
     good = b"GET /metrics?x=%41 HTTP/1.1\r\nhost: localhost\r\naccept: */*\r\n\r\n"
     post = b"POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n" + bytes(10_000)
-    upgrade = b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-key: eA==\r\n\r\n"
+    upgrade = (
+        b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+        b"sec-websocket-key: eA==\r\n\r\n"
+    )
 
     async def one(port: int, pieces: list[bytes]) -> None:
         async with slots:

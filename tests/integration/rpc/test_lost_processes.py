@@ -34,7 +34,9 @@ from tests.integration.rpc.test_lost_processes import step
 
 async def main():
     server = GrpcServer(heartbeat_s={HEARTBEAT_S})
-    server.add_worker(StubWorker(lambda s: echo(s, step), lambda s: echo(s, lambda renew: Renewed(renewal=renew.renewal))))
+    server.add_worker(
+        StubWorker(lambda s: echo(s, step), lambda s: echo(s, lambda renew: Renewed(renewal=renew.renewal)))
+    )
     server.add_scheduler(StubScheduler(()))
     print(await server.start("127.0.0.1", 0), flush=True)
     await asyncio.sleep(60)

@@ -38,8 +38,8 @@ FLAGS = {
     "gateway": f"{OF_SERVICES} --http-port --grpc-port --model --schedulers",
     "scheduler": f"{OF_SERVICES} --rpc-port --policy",
     "worker": f"{OF_SERVICES} --rpc-port --kv-port-range --role --worker-id --model --schedulers --transfer",
-    "fleet": "--prefill --decode --hybrid --ray-address --ray-placement --scale-with-nodes --worker-start-s --cluster --redis-url --host "
-    "--admin-port --log-dir --log-level --config",
+    "fleet": "--prefill --decode --hybrid --ray-address --ray-placement --scale-with-nodes --worker-start-s --cluster "
+    "--redis-url --host --admin-port --log-dir --log-level --config",
     "status": "--watch --json --gateway --gateway-ca --gateway-name --api-key",
     "explain": "--gateway --gateway-ca --gateway-name --api-key",
     "drain": "--here --wait --drain-socket --limit-s --gateway --gateway-ca --gateway-name --api-key",
