@@ -67,4 +67,4 @@ async def test_a_request_is_explained_and_its_worker_drained() -> None:
         assert out.splitlines()[-1] == "h0 has ended"
         assert await exit_code(cluster, "h0") == 0
         code, _, errors = await baton(cluster, "drain", "h0")
-        assert (code, errors) == (1, "baton: no worker 'h0'; there is none\n")
+        assert (code, errors) == (1, "baton: no worker 'h0'; the cluster has none\n")
