@@ -38,7 +38,7 @@ from tests.corpus import (
     mutated_bytes,
     mutated_value,
 )
-from tests.grpc_methods import OK, EXPECTED_CODES, Method, call
+from tests.grpc_methods import EXPECTED_CODES, OK, Method, call
 from tests.hostile import BEGIN, Canary, broken_http2, grpc_call, grpc_message, our_errors, say
 from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, good_body
 from tests.integration.gateway.stub_cluster import MAX_MODEL_LEN, MAX_NUM_SEQS

@@ -44,7 +44,7 @@ from baton.wire.v1.worker_pb2 import WorkerMessage as WorkerMessagePb
 from tests import grpc_methods
 from tests.cluster import ProcessCluster, process_cluster
 from tests.corpus import mutated_bytes
-from tests.grpc_methods import OK, EXPECTED_CODES, Answered, Method, call
+from tests.grpc_methods import EXPECTED_CODES, OK, Answered, Method, call
 from tests.hostile import BEGIN, Canary, broken_http2, grpc_call, grpc_message, our_errors, say
 from tests.scale import sized
 from tests.unit.rpc.strategies import messages, values
