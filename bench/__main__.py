@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         return 2
     module = ".".join(("bench", *file.relative_to(SCENARIOS.parent).with_suffix("").parts))
     sys.argv = [f"python -m bench {name}", *rest]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module(module, run_name="__main__")
     return 0
 
 
