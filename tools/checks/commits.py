@@ -5,7 +5,7 @@ import subprocess
 
 from tools.checks.source import Repository
 
-SINCE = "5bd758d5"
+SINCE = "5bd758d47ef05da7b3ed5bedbbb792cf21651361"
 """Commits after this one follow the rule. Its full history holds older subjects."""
 MAX_LENGTH = 72
 _SUBJECT = re.compile(r"[a-z0-9][a-z0-9_./ -]*(?:, [a-z0-9_./ -]+)*: \S.*[^.]")
