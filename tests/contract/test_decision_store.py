@@ -57,12 +57,12 @@ def record(request_id: bytes, attempt: int, **changes: Any) -> DecisionRecord:
     return DecisionRecord(**(fields | changes))
 
 
-async def test_a_record_comes_back_as_it_was(store: DecisionStore) -> None:
+async def test_record_is_unchanged_after_put_and_get(store: DecisionStore) -> None:
     await store.put(placed(), LONG_S)
     assert await store.get(placed().request_id) == (placed(),)
 
 
-async def test_a_rejection_comes_back_as_it_was(store: DecisionStore) -> None:
+async def test_rejection_is_unchanged_after_put_and_get(store: DecisionStore) -> None:
     rejection = Rejection(
         reason=Reason.NO_WORKERS, message="no prefill worker", retry_after_s=1.5, term="workers", limit_s=2.0
     )

@@ -130,7 +130,7 @@ async def test_a_close_that_is_cancelled_still_closes(ends: Ends) -> None:
     assert await until_broken(ends.far) == []
 
 
-async def test_who_waits_is_woken_by_a_close_of_either_end(ends: Ends) -> None:
+async def test_waiting_receiver_is_woken_when_either_end_closes(ends: Ends) -> None:
     far, near = asyncio.create_task(ends.far.receive()), asyncio.create_task(ends.near.receive())
     await asyncio.sleep(0.01)
     closing = asyncio.create_task(ends.near.aclose())

@@ -63,7 +63,7 @@ def snapshot(event_seq: int, worker: WorkerRef = W, number: int = 3) -> KvSnapsh
     return KvSnapshot(worker=worker, event_seq=event_seq, block_size_tokens=16, hashes=held)
 
 
-async def test_events_come_back_as_they_were_and_in_order(feed: KvEventFeed) -> None:
+async def test_events_are_read_unchanged_and_in_order(feed: KvEventFeed) -> None:
     events = [
         event(1),
         event(2, KvEventKind.EVICTED),

@@ -54,7 +54,7 @@ async def test_who_withdraws_is_gone(membership: Membership) -> None:
     assert await membership.members(MemberKind.WORKER) == (member("w2"),)
 
 
-async def test_an_old_life_cannot_withdraw_the_new_one(membership: Membership) -> None:
+async def test_old_epoch_cannot_withdraw_the_new_one(membership: Membership) -> None:
     await membership.announce(member(epoch=2**63), LONG_S)
     await membership.announce(member(epoch=2**63 + 1), LONG_S)
     await membership.withdraw(member(epoch=2**63))

@@ -350,7 +350,7 @@ async def test_a_schedulers_errors_are_typed(world: World) -> None:
         await asyncio.wait_for(scheduler.watch(), 2)
 
 
-async def test_a_scheduler_that_dies_with_a_question_open_breaks_it(world: World) -> None:
+async def test_scheduler_crash_breaks_its_open_call(world: World) -> None:
     asked = asyncio.Event()
 
     class Slow(StubScheduler):
@@ -367,7 +367,7 @@ async def test_a_scheduler_that_dies_with_a_question_open_breaks_it(world: World
         await asyncio.wait_for(asking, 2)
 
 
-async def test_a_question_that_is_cancelled_is_cancelled_at_the_scheduler(world: World) -> None:
+async def test_cancelled_call_is_cancelled_at_the_scheduler(world: World) -> None:
     asked, ended = asyncio.Event(), asyncio.Event()
 
     class Slow(StubScheduler):

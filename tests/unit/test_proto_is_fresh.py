@@ -33,7 +33,7 @@ def test_committed_code_can_be_imported() -> None:
         importlib.import_module(".".join(file.relative_to(OUT_ROOT).with_suffix("").parts))
 
 
-def test_what_is_stale_missing_or_left_over_is_named(tmp_path: Path) -> None:
+def test_stale_missing_and_leftover_files_are_named(tmp_path: Path) -> None:
     proto, fresh, committed = tmp_path / "proto", tmp_path / "fresh", tmp_path / "committed"
     fresh.mkdir()
     write(

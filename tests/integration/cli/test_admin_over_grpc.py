@@ -97,7 +97,7 @@ def test_every_attempt_is_explained(address: str) -> None:
         assert "attempt 2: prefill w0, decode w1" in shown
 
 
-def test_what_the_gateway_refuses_is_said_in_its_words(address: str) -> None:
+def test_gateway_refusal_is_shown_with_its_message(address: str) -> None:
     refused = run(address, "explain", "abcd")
     assert refused.exit_code == 1
     assert str(refused.exception) == "no decision about abcd is kept"

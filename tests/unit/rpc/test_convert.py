@@ -195,7 +195,7 @@ def ready_with(**changes: Any) -> Any:
         ("failure", common_pb2.Failure(code=1), "failure_reason 0"),
     ],
 )
-def test_what_is_wrong_is_named(name: str, message: Any, complaint: str) -> None:
+def test_error_names_the_invalid_field(name: str, message: Any, complaint: str) -> None:
     with pytest.raises(Refused, match=complaint) as refused:
         WIRE[name].back(message)
     assert refused.value.failure.reason is Reason.INVALID_REQUEST

@@ -210,7 +210,7 @@ async def test_a_missing_service_is_reported(server: GrpcServer, network: GrpcNe
         await network.open_session(address)
 
 
-async def test_a_scheduler_that_never_answers_costs_the_bound(server: GrpcServer, network: GrpcNetwork) -> None:
+async def test_unresponsive_scheduler_costs_at_most_the_timeout(server: GrpcServer, network: GrpcNetwork) -> None:
     never = StubScheduler()
 
     async def place(_: object) -> None:
@@ -323,7 +323,7 @@ async def test_garbage_from_a_server_breaks_the_clients_stream(network: GrpcNetw
     await liar.stop(0)
 
 
-async def test_a_path_that_is_no_text_does_not_end_the_server(server: GrpcServer, network: GrpcNetwork) -> None:
+async def test_non_text_path_does_not_stop_the_server(server: GrpcServer, network: GrpcNetwork) -> None:
     """grpc's own server would stop for good, and leave a process that lives and serves nobody."""
     server.add_worker(StubWorker(session=lambda stream: echo(stream, lambda ack: Step(seq=ack.seq))))
     address = await started(server)

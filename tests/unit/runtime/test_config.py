@@ -152,12 +152,12 @@ def test_an_unknown_variable_is_a_warning() -> None:
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "port: [\n", "1: 2\n", "port: 1\nport: 2\n", "just words\n"])
-def test_a_file_that_is_no_flat_mapping_is_refused(tmp_path: Path, text: str) -> None:
+def test_file_that_is_not_a_flat_mapping_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"baton\.yaml"):
         load_service(write(tmp_path, text))
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the config file"):
         load_service(tmp_path / "none.yaml")
 

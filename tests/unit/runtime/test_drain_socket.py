@@ -70,7 +70,7 @@ async def test_a_place_that_is_none_is_named(tmp_path: Path, where: str) -> None
         await DrainSocket(tmp_path / where, "w0", Asked()).start()
 
 
-async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+async def test_file_that_is_not_a_socket_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError):
         await DrainSocket(tmp_path / "file", "w0", Asked()).start()

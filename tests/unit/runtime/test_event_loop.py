@@ -66,7 +66,7 @@ def test_what_is_due_runs_in_the_next_turn(loop: asyncio.AbstractEventLoop, dela
     assert loop.run_until_complete(order()) == ["due", "soon"]
 
 
-def test_a_timer_may_be_for_ever(loop: asyncio.AbstractEventLoop) -> None:
+def test_timer_may_have_an_infinite_delay(loop: asyncio.AbstractEventLoop) -> None:
     async def waited() -> None:
         async with asyncio.timeout(inf):
             await asyncio.sleep(0.001)

@@ -38,7 +38,7 @@ def test_costs_are_read(text: str, expected: StepCostModel) -> None:
         ("step=1e999s", "step: 1e999s is not a finite duration"),
     ],
 )
-def test_what_are_no_costs_is_refused(text: str, message: str) -> None:
+def test_invalid_step_costs_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_step_costs(text)
 
