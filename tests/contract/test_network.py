@@ -162,7 +162,7 @@ async def test_a_worker_that_returns_ends_the_stream_after_its_last_word(world: 
     await session.aclose()
 
 
-async def test_a_closed_end_neither_sends_nor_receives(world: World) -> None:
+async def test_closed_end_cannot_send_or_receive(world: World) -> None:
     session = await world.network.open_session(await world.add_worker(StubWorker(session=count_acks)))
     session.send(Ack(seq=1))
     await session.aclose()

@@ -76,7 +76,7 @@ async def test_the_error_of_a_server_that_exits_at_start_has_its_output(director
         await PrivateRedis.start(command)
 
 
-async def test_a_server_that_does_not_answer_is_stopped(directory: Path) -> None:
+async def test_unresponsive_server_is_stopped(directory: Path) -> None:
     command = redis_command(directory)
     command.argv[:] = [sys.executable, "-c", "import time; time.sleep(60)"]
     with pytest.raises(StoreUnavailable, match="did not answer"):

@@ -28,7 +28,7 @@ FUZZ = settings(
 @pytest.mark.parametrize("name", ALL)
 @given(data=st.data())
 @FUZZ
-def test_a_core_message_arrives_as_it_was(name: str, data: st.DataObject) -> None:
+def test_core_message_is_unchanged_after_round_trip(name: str, data: st.DataObject) -> None:
     conversion = ALL[name]
     value = data.draw(values(conversion.kind))
     assert conversion.over_the_wire(value) == value
@@ -66,7 +66,7 @@ def test_any_message_of_the_schema_is_read_or_refused(name: str, data: st.DataOb
 @pytest.mark.parametrize("name", WIRE)
 @given(data=st.data())
 @FUZZ
-def test_bytes_that_were_changed_are_read_or_refused(name: str, data: st.DataObject) -> None:
+def test_corrupted_bytes_are_read_or_refused(name: str, data: st.DataObject) -> None:
     conversion = WIRE[name]
     raw = bytearray(conversion.to(data.draw(values(conversion.kind))).SerializeToString())
     for place in data.draw(st.lists(st.integers(0, max(0, len(raw) - 1)), max_size=4)):

@@ -264,7 +264,7 @@ async def test_a_deadline_that_passes_closes_its_generation(front: Front) -> Non
     await eventually(lambda: answer.is_closed)
 
 
-async def test_a_client_that_does_not_read_is_cut_off(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_does_not_read_is_disconnected(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.rpc.inference_rpc.WRITE_S", 0.2)
     front.api.answer = answer = StubGeneration()
     call = front.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
@@ -320,7 +320,7 @@ BODIES = st.fixed_dictionaries(
 
 @given(body=BODIES)
 @settings(max_examples=50, deadline=None)
-def test_a_body_is_the_same_after_the_wire(body: dict[str, Any]) -> None:
+def test_body_is_unchanged_after_serialization(body: dict[str, Any]) -> None:
     raw = to_generate_request(body).SerializeToString()
     assert from_generate_request(inference_pb2.GenerateRequest.FromString(raw)) == body
 

@@ -74,7 +74,7 @@ def test_timer_may_have_an_infinite_delay(loop: asyncio.AbstractEventLoop) -> No
     loop.run_until_complete(waited())
 
 
-def test_a_timer_of_the_past_fires_and_a_cancelled_one_does_not(loop: asyncio.AbstractEventLoop) -> None:
+def test_past_timer_fires_and_cancelled_timer_does_not(loop: asyncio.AbstractEventLoop) -> None:
     async def fired() -> list[str]:
         found: list[str] = []
         loop.call_at(loop.time() - 1, found.append, "past")
