@@ -49,7 +49,7 @@ class Result:
 
     @property
     def plan_path(self) -> Path | None:
-        """The plan stored with the records, or None."""
+        """Path of the workload plan in the result directory, or None if the run stored none."""
         return next((path for name in PLANS if (path := self.path / name).is_file()), None)
 
 

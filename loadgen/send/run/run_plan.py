@@ -73,7 +73,7 @@ class FinishedRun:
 
     @property
     def outcomes(self) -> Counter[RequestOutcome]:
-        """Number of requests by outcome."""
+        """Number of the run's requests by outcome (good, late, failed, ...)."""
         return Counter(request_metrics.classify(record, self.rules) for record in self.records)
 
     @property

@@ -29,7 +29,7 @@ class PoisonDetector:
         self._tracked.setdefault(worker.incarnation, set()).add(request_id)
 
     def untrack(self, request_id: bytes) -> None:
-        """Forget the request, because it made progress or its attempt ended."""
+        """Stop suspecting the request of killing workers: it made progress, or its attempt ended."""
         for worker in [worker for worker, requests in self._tracked.items() if request_id in requests]:
             self._tracked[worker].discard(request_id)
             if not self._tracked[worker]:
