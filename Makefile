@@ -14,7 +14,7 @@ STAMP := $(VENV)/.baton-setup
 PYTHON ?= python3
 export PROMPT ?= What does os.path.join do?
 
-UNIT_TESTS := tests/unit tests/contract tests/sim
+UNIT_TESTS := tests/unit tests/contract tests/sim --ignore tests/unit/model --ignore tests/unit/test_demo_model.py
 UNIT_MARKS := not long and not slow and not model and not integration
 
 .PHONY: setup run test test-unit test-long test-triton check check-deploy proto reference docs bench clean

@@ -274,6 +274,7 @@ class Both:
             await connection.aclose()
 
 
+@pytest.mark.integration
 async def test_the_index_is_right_within_five_seconds_of_whatever_befell_redis() -> None:
     blocks = iter(hashes(64))
     with running_redis() as server, Redis.from_url(server.url) as raw:

@@ -35,6 +35,7 @@ def incarnations(cluster: SimCluster) -> dict[str, WorkerRef]:
     return {name: cluster.workers[name].worker for name in DECODE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(sized(2, 20)))
 def test_workers_of_a_role_are_replaced_one_at_a_time(seed: int) -> None:
     async def main() -> None:

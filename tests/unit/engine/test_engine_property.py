@@ -334,7 +334,7 @@ class World:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 25 else []) for seed in range(NUM_WORLDS)]
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 10 else []) for seed in range(NUM_WORLDS)]
 )
 def test_every_token_is_correct_and_no_block_leaks(seed: int) -> None:
     world = World(seed)

@@ -122,6 +122,7 @@ def test_observations_of_other_searches_save_trials() -> None:
     assert helped.answer.state is State.FOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num"), [("8 slots", 12), ("decode worker", 8)])
 def test_intervals_contain_the_true_capacity_and_overlap(name: str, num: int) -> None:
     """Three of twelve intervals at 95 % confidence fail by chance once in fifty times; the seeds are

@@ -183,6 +183,7 @@ async def test_a_collector_that_does_not_answer_delays_nothing(collector: Collec
     assert loop.time() - began_s < FLUSH_S + 1.0
 
 
+@pytest.mark.slow
 async def test_spans_beyond_the_queue_limit_are_counted_and_queued_ones_are_sent(collector: Collector) -> None:
     metrics = a_process()
     collector.answers = False
