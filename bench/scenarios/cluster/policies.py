@@ -54,7 +54,7 @@ START_RPS = 4.0
 WARMUP = 4
 BLOCK_SIZE_TOKENS = 16
 MIN_TPOT_TOKENS = 8
-"""In shorter responses the mean gap between tokens consists mostly of the handoff."""
+"""Responses below this length are left out: their mean gap between tokens is mostly the handoff."""
 REFERENCE_POLICY = "kv_centric"
 
 

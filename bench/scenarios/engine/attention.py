@@ -39,7 +39,7 @@ LAYERS = 8
 BLOCK = 16
 NUM_BLOCKS = 1_400
 HEADS = {"42M": (8, 4, 64), "0.6B": (16, 8, 128)}
-"""By model size: (query heads, KV heads, head dimension)."""
+"""(query heads, KV heads, head dimension) for each model size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

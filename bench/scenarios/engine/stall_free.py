@@ -54,7 +54,7 @@ SHARE = 0.8
 KV_GIB = 1
 """KV memory in GiB. All requests together need less."""
 MODES = {"stall-free": True, "prompts first": False}
-"""By mode: whether the stall-free rule is on."""
+"""True for the mode in which the stall-free rule is on."""
 
 
 @dataclass(slots=True)

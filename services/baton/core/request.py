@@ -8,7 +8,7 @@ from baton.core.kv.block_hash import TokenIds
 from baton.core.kv.kv_layout import SAMPLER_VERSION
 
 GREEDY_TEMPERATURE = 1e-5
-"""At or below this temperature sampling is argmax, because dividing logits by less would overflow."""
+"""Highest temperature at which sampling is argmax. Dividing logits by less would overflow."""
 
 
 class FinishReason(Enum):

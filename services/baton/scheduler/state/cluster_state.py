@@ -20,7 +20,7 @@ NO_OVERLAPS: Mapping[str, Overlap] = {}
 
 @dataclass(slots=True, kw_only=True)
 class _Reservation:
-    """What one placement takes on one worker, until the worker's reports contain it.
+    """Resources that one placement takes on one worker, until the worker's reports contain it.
 
     All amounts are integers, so that adding and subtracting them returns to exactly 0. Never changed; not
     `frozen`, because that would make construction, twice per decision, three times as slow.

@@ -32,7 +32,7 @@ HASHES_PER_SNAPSHOT = 16_384
 """A snapshot is also due after this many hashes, or as many as the worker holds if that is more. Snapshots
 thus cost no more than the events themselves."""
 EVENTS_PER_WRITE = 32
-"""At most 256 KiB per write."""
+"""Events in one write to the store. With the largest events that is 256 KiB."""
 MAX_FOREIGN_SEQ = 2**62
 """If the stream contains entries of another writer, numbering continues after theirs, but only below this
 limit."""
