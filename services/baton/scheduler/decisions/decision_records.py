@@ -16,7 +16,7 @@ from baton.scheduler.decisions.decide import DecisionRules, decide
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.policies.eligibility import Exclusion
 from baton.scheduler.policies.policy_types import Choice
-from baton.scheduler.state.worker_table import fastest_link
+from baton.scheduler.state.worker_links import fastest_link
 
 MAX_CANDIDATES = 8
 MAX_DECISIONS = 4_096

@@ -35,7 +35,8 @@ from baton.scheduler.prediction.predict import (
     tpot_now_s,
     tpot_s,
 )
-from baton.scheduler.state.worker_table import NO_COSTS, Floats, Mask, WorkerTable, worker_table_of
+from baton.scheduler.state.worker_data import NO_COSTS, Floats, Mask
+from baton.scheduler.state.worker_table import WorkerTable, worker_table_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

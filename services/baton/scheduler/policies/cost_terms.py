@@ -10,7 +10,8 @@ from baton.core.cluster.decision_record import Candidate
 from baton.core.cluster.placement import PlacementQuery
 from baton.scheduler.policies.eligibility import Exclusion, Side, ineligible
 from baton.scheduler.prediction.predict import Prompt
-from baton.scheduler.state.worker_table import MEASURED_COSTS, Floats, WorkerTable
+from baton.scheduler.state.worker_data import MEASURED_COSTS, Floats
+from baton.scheduler.state.worker_table import WorkerTable
 
 SHOWN_PER_SIDE = 4
 """Candidates of each side whose terms are recorded."""

@@ -17,7 +17,8 @@ from baton.core.cluster.worker_report import WorkerRole, WorkerState
 from baton.core.errors import Reason
 from baton.core.kv.block_hash import num_blocks_for
 from baton.scheduler.policies.policy_types import PolicyContext
-from baton.scheduler.state.worker_table import Mask, WorkerTable
+from baton.scheduler.state.worker_data import Mask
+from baton.scheduler.state.worker_table import WorkerTable
 
 Side: TypeAlias = Literal["prefill", "decode"]
 

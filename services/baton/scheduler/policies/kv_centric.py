@@ -32,7 +32,8 @@ from baton.scheduler.policies.cost_terms import PrefillTerms
 from baton.scheduler.policies.eligibility import any_worker, needs_no_decode, readable_mask, same_kv_group
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
 from baton.scheduler.prediction.predict import Prompt, prefill_s
-from baton.scheduler.state.worker_table import Floats, Mask, WorkerTable
+from baton.scheduler.state.worker_data import Floats, Mask
+from baton.scheduler.state.worker_table import WorkerTable
 
 MAX_HOLDERS = 4
 """Number of workers considered to pull a prefix from: those that hold most of it."""

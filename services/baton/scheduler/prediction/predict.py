@@ -13,7 +13,8 @@ import numpy as np
 from baton.core.cluster.cluster_snapshot import Overlap
 from baton.core.cluster.placement import PlacementQuery
 from baton.core.step_cost import MAX_PREFILL_SHARE, QUEUE_TARGET_S
-from baton.scheduler.state.worker_table import Floats, N, WorkerData, WorkerRow, WorkerTable
+from baton.scheduler.state.worker_data import Floats, N, WorkerData, WorkerRow
+from baton.scheduler.state.worker_table import WorkerTable
 
 SHORT_PROMPT_S = 0.25
 """Prompts below this compute time barely change the prefill share of a step.
