@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from baton.runtime.config.settings import ClusterConfig, settings_of
+from baton.runtime.config.config_base import settings_of
+from baton.runtime.config.settings import ClusterConfig
 from baton.sim import virtual_time
 from baton.sim.chaos import ChaosProfile, ChaosReport, audit_caches, run_chaos
 from baton.sim.sim_clients import SimRequest, run_client

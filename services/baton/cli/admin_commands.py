@@ -16,7 +16,7 @@ from baton.cli.drain_workers import drain_at_gateway, drain_at_socket
 from baton.cli.gateway_connection import SYSTEM, AdminContext, Gateway, GatewayAddress, ReconnectingGateway, unreachable
 from baton.core.errors import BatonError, StreamBroken
 from baton.core.plain_json import to_plain
-from baton.runtime.config.settings import FrontDoorSettings
+from baton.runtime.config.gateway_settings import FrontDoorSettings
 
 DEFAULT_GATEWAY = f"127.0.0.1:{FrontDoorSettings.grpc_port}"
 DRAIN_LIMIT_S = 300.0

@@ -15,14 +15,8 @@ import click
 from baton.cli.setting_options import SettingsCommand, load_options, settings_options
 from baton.core.errors import BatonError, ConfigError
 from baton.runtime.config.config_base import Loaded
-from baton.runtime.config.settings import (
-    ClusterConfig,
-    FleetConfig,
-    GatewayConfig,
-    ProcessSettings,
-    SchedulerConfig,
-    WorkerConfig,
-)
+from baton.runtime.config.settings import ClusterConfig, FleetConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from baton.runtime.config.shared_settings import ProcessSettings
 from baton.runtime.process.process import Stop, run
 
 P = TypeVar("P", bound=ProcessSettings)

@@ -13,7 +13,8 @@ from baton.fleet.ray.ray_fleet import RayFleet
 from baton.fleet.ray.ray_session import JoinedCluster
 from baton.fleet.worker_plan import DesiredWorkers, WorkerSpec, max_workers_per_gpu, workers_by_role
 from baton.runtime.config.config_base import derive
-from baton.runtime.config.settings import AdminSettings, FleetConfig, WorkerConfig
+from baton.runtime.config.settings import FleetConfig, WorkerConfig
+from baton.runtime.config.shared_settings import AdminSettings
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import join_address
 from baton.runtime.observability.admin_http import AdminServer

@@ -8,7 +8,8 @@ from itertools import chain, count, islice, pairwise
 from baton.core.cluster.worker_report import WorkerRole
 from baton.core.errors import ConfigError
 from baton.runtime.config.byte_sizes import format_size
-from baton.runtime.config.settings import FleetSettings, WorkerConfig
+from baton.runtime.config.fleet_settings import FleetSettings
+from baton.runtime.config.settings import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from baton.fleet.ray.actor_placement import PlacementTimes
 from baton.fleet.ray.ray_fleet import RayFleet
 from baton.fleet.ray.ray_session import JoinedCluster
 from baton.fleet.worker_plan import DesiredWorkers, WorkerSpec
-from baton.runtime.config.settings import RayPlacement, WorkerConfig
+from baton.runtime.config.fleet_settings import RayPlacement
+from baton.runtime.config.settings import WorkerConfig
 from tests.unit.fleet.fake_ray import FakeActor, FakeRay, FakeSession
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE

@@ -9,7 +9,8 @@ import pytest
 from baton.fleet.ray.node_resources import Demand, Node, demand_of, living_nodes, max_workers_on, places_by_role
 from baton.fleet.ray.ray_nodes import NodesRefused, RayNodes
 from baton.fleet.ray.release_check import release_mismatch, release_probe
-from baton.runtime.config.settings import RayPlacement, WorkerConfig
+from baton.runtime.config.fleet_settings import RayPlacement
+from baton.runtime.config.settings import WorkerConfig
 from tests.unit.fleet.fake_ray import FakeSession
 
 RELEASE = release_probe()()

@@ -12,7 +12,8 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from baton.core.errors import ConfigError
-from baton.runtime.config.settings import GatewayConfig, TracingSettings
+from baton.runtime.config.settings import GatewayConfig
+from baton.runtime.config.shared_settings import TracingSettings
 from baton.runtime.observability.metrics import ProcessMetrics
 from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.observability.otlp import BATCH_SPANS, FLUSH_S, MAX_QUEUED_SPANS, SEND_S, OtlpTracing

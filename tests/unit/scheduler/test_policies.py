@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.core.cluster.placement import Rejection
 from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Reason
-from baton.runtime.config.settings import PolicySettings
+from baton.runtime.config.scheduler_settings import PolicySettings
 from baton.scheduler.policies import POLICIES, Policy
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
 from tests.builders import blocks, cluster, layout, link, query, worker_ref, worker_report

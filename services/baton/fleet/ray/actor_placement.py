@@ -12,7 +12,8 @@ from baton.fleet.ray.ray_calls import root_cause, wait_for_object
 from baton.fleet.ray.ray_nodes import RayCall, RayNodes
 from baton.fleet.ray.ray_session import RaySession
 from baton.fleet.worker_plan import WorkerSpec
-from baton.runtime.config.settings import RayPlacement, WorkerConfig
+from baton.runtime.config.fleet_settings import RayPlacement
+from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)

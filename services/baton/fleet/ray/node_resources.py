@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.core.cluster.worker_report import WorkerRole
-from baton.runtime.config.settings import RayPlacement, WorkerConfig
+from baton.runtime.config.fleet_settings import RayPlacement
+from baton.runtime.config.settings import WorkerConfig
 
 ROLE_RESOURCES: Mapping[str, str] = {role.value: f"baton_{role.value}" for role in WorkerRole}
 """Custom Ray resource of each role, by role name. A node offers places for workers of a role with it, for

@@ -22,7 +22,8 @@ from baton.fleet.ray.ray_nodes import RayNodes
 from baton.fleet.ray.ray_session import JoinedCluster, RaySession
 from baton.fleet.ray.worker_actor import WorkerFacts
 from baton.fleet.worker_plan import DesiredWorkers, WorkerSpec, plan_changes
-from baton.runtime.config.settings import FleetSettings, WorkerConfig
+from baton.runtime.config.fleet_settings import FleetSettings
+from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)

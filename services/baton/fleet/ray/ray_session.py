@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.runtime.config.settings import RayPlacement
+from baton.runtime.config.fleet_settings import RayPlacement
 from baton.runtime.process.process import disable_usage_reports
 
 OBJECT_STORE_BYTES = 80 * 2**20

@@ -2,6 +2,7 @@
 
 import re
 
+MIB = 2**20
 _UNITS = {
     "": 1,
     "B": 1,

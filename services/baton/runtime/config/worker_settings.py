@@ -1,13 +1,13 @@
-"""Settings of a worker: the model and device it runs, and how it transfers KV."""
+"""Settings of a worker: the model and device that it runs, its queue, and how it transfers KV."""
 
 from typing import Literal
 
 from baton.core.errors import ConfigError
 from baton.core.step_cost import StepCostModel
+from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.config_base import Config, config, setting
 from baton.runtime.config.durations import parse_durations
 
-MIB = 2**20
 _COST_TERMS = ("step", "prefill_token", "prefill_attended", "decode_seq", "decode_context")
 
 
@@ -85,6 +85,18 @@ class ComputeSettings(Config):
                 f"({self.max_num_seqs}): "
                 "each running sequence needs one token of every step"
             )
+
+
+@config
+class QueueSettings(Config):
+    """Queue limit of a worker, which the worker enforces and the scheduler respects."""
+
+    max_queued_jobs: int = setting(
+        256,
+        help="maximum number of jobs queued in one worker before their first step; more are refused",
+        minimum=1,
+        aliases=("max_queue",),
+    )
 
 
 @config

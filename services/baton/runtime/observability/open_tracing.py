@@ -1,6 +1,6 @@
 """Creates tracing from the settings; loads OpenTelemetry only if a collector is configured."""
 
-from baton.runtime.config.settings import TracingSettings
+from baton.runtime.config.shared_settings import TracingSettings
 from baton.runtime.observability.metrics import ProcessMetrics
 from baton.runtime.observability.tracing import NOTHING, OFF, Attributes, Tracing
 

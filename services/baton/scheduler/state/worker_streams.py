@@ -14,7 +14,7 @@ from baton.core.errors import StreamBroken
 from baton.core.ids import WorkerRef
 from baton.core.interfaces import Duplex, KvEventFeed, Source
 from baton.prefix_index.index import PrefixIndex
-from baton.runtime.config.settings import HeartbeatSettings
+from baton.runtime.config.shared_settings import HeartbeatSettings
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.metrics import SchedulerMetrics
 from baton.scheduler.state.cluster_state import ClusterState

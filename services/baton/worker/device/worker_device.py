@@ -10,7 +10,8 @@ from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.sizing import DEVICE_SHARE, HOST_SHARE, num_kv_blocks
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.step import Executor
-from baton.runtime.config.settings import MIB, WorkerConfig
+from baton.runtime.config.byte_sizes import MIB
+from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backend import TransferBackend
 
 

@@ -1,0 +1,88 @@
+"""Settings of the gateway: the ports that clients use, the default SLO, and the limits of requests."""
+
+from pathlib import Path
+
+from baton.core.errors import ConfigError
+from baton.core.request import Slo
+from baton.runtime.config.byte_sizes import MIB
+from baton.runtime.config.config_base import Config, config, setting
+from baton.runtime.config.durations import parse_durations
+
+
+@config
+class FrontDoorSettings(Config):
+    """Ports that clients use."""
+
+    http_port: int = setting(8000, help="port of the OpenAI API; 0 picks a free one", minimum=0, maximum=65535)
+    grpc_port: int = setting(8001, help="port of the gRPC API; 0 picks a free one", minimum=0, maximum=65535)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.http_port and self.http_port == self.grpc_port:
+            raise ConfigError(
+                f"http_port and grpc_port are both {self.http_port}; choose different ports, or 0 for a free one"
+            )
+
+
+@config
+class SloSettings(Config):
+    """Default SLO, which the gateway attaches to requests without their own."""
+
+    slo: str = setting(
+        "", help="default SLO for requests that set none, such as ttft=500ms,tpot=50ms; unset gives them no SLO"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_slo(self.slo)
+
+    @property
+    def default_slo(self) -> Slo:
+        """The parsed value of `slo`."""
+        return parse_slo(self.slo)
+
+
+@config
+class RequestSettings(Config):
+    """Limits and retries of client requests in the gateway."""
+
+    request_timeout_s: float = setting(600.0, help="deadline of a request that sets none", unit="seconds", above=0)
+    receive_deadline_s: float = setting(
+        30.0, help="maximum time to receive the head and body of a request", unit="seconds", above=0
+    )
+    max_body_bytes: int = setting(
+        8 * MIB,
+        help="maximum size of a request body; a larger one gets 413 and is not parsed",
+        unit="bytes",
+        minimum=1024,
+    )
+    api_keys: Path | None = setting(None, help="file with API keys, see `baton key`; unset disables authentication")
+    max_open_requests: int = setting(1024, help="maximum number of open requests per gateway; more get 429", minimum=1)
+    max_attempts: int = setting(
+        8,
+        help="maximum number of placements of one request; the last failure is then returned to the client",
+        minimum=1,
+    )
+    scheduler_wait_s: float = setting(
+        20.0,
+        help="time that a new request waits while no scheduler is reachable; then it gets 503",
+        unit="seconds",
+        above=0,
+    )
+    stream_buffer_bytes: int = setting(
+        256 * 1024,
+        help="maximum output that a client has not read yet, per request; beyond it the request is cancelled",
+        unit="bytes",
+        minimum=4096,
+    )
+
+
+def parse_slo(text: str) -> Slo:
+    """Parse `ttft=500ms,tpot=50ms`, or one of the two. Raises ConfigError if it is malformed."""
+    try:
+        terms = parse_durations(text, ("ttft", "tpot"))
+    except ValueError as error:
+        raise ConfigError(f"slo: {error}") from error
+    if not all(terms.values()):
+        raise ConfigError(f"slo: durations must be above 0, got {text!r}")
+    return Slo(ttft_s=terms.get("ttft"), tpot_s=terms.get("tpot"))
