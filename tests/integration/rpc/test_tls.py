@@ -38,7 +38,7 @@ from tests.certificates import Authority, locked
 from tests.contract.networks import StubScheduler, eventually, until_broken
 from tests.contract.test_network import Updates
 from tests.integration.gateway.http_gateway import http_gateway
-from tests.unit.rpc.front_stubs import StubAdmin, StubInference
+from tests.unit.rpc.client_api_stubs import StubAdmin, StubInference
 
 pytestmark = pytest.mark.integration
 
@@ -334,10 +334,10 @@ async def test_clients_of_the_front_door_over_grpc(ours: Authority, theirs: Auth
 
     assert await answered(Tls(ca=ours.file))
     assert await answered(Tls(ca=ours.file, pair=ours.pair("client", "example.org")))
-    num_asked = len(inference.asked)
+    num_asked = len(inference.calls)
     for stranger in (None, Tls(ca=theirs.file), Tls(ca=ours.file, name="example.org")):
         assert not await answered(stranger)
-    assert len(inference.asked) == num_asked
+    assert len(inference.calls) == num_asked
     await server.stop(0)
 
 

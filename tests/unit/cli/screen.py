@@ -1,4 +1,4 @@
-"""What a person would see: renderables as plain text."""
+"""Rich renderables as plain text."""
 
 import io
 
@@ -6,13 +6,13 @@ from rich.console import Console, RenderableType
 
 
 def printed(renderable: RenderableType, width: int = 200) -> str:
-    """Without colours and without trailing blanks."""
+    """Return the rendered text without colours and trailing spaces."""
     out = io.StringIO()
     Console(file=out, width=width, highlight=False).print(renderable)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def row(screen: str, begins: str) -> list[str]:
-    """The words of the one line that begins so."""
+    """Return the words of the first line that begins with `begins`."""
     (found,) = [line for line in screen.splitlines() if line.strip().startswith(begins)][:1]
     return found.split()

@@ -71,11 +71,11 @@ def run(gateway: FakeGateway, *args: str, context: AdminContext | None = None) -
     return CliRunner().invoke(cli, args, prog_name="baton", obj=context or admin_context(gateway))
 
 
-def on(host: str, *worker_ids: str, epoch: int = 1) -> list[WorkerReport]:
+def reports_on(host: str, *worker_ids: str, epoch: int = 1) -> list[WorkerReport]:
     return [worker_report(worker_id, host=host, pid=7, epoch=epoch, running_seqs=1) for worker_id in worker_ids]
 
 
-def test_status_as_tables_and_as_json() -> None:
+def test_status_prints_tables_or_json() -> None:
     gateway = FakeGateway(cluster_status(worker_report("w0", epoch=2**63)))
     assert "w0" in run(gateway, "status").stdout
     shown = json.loads(run(gateway, "status", "--json").stdout)
@@ -97,13 +97,13 @@ def test_watch_continues_while_the_gateway_is_unreachable_and_ends_with_ctrl_c()
     assert "no gateway answers at h:1: gone" in lines[1]["error"]
 
 
-def test_a_watch_shows_tables() -> None:
+def test_status_watch_without_json_shows_tables() -> None:
     done = run(FakeGateway(cluster_status(worker_report("w0")), KeyboardInterrupt()), "status", "--watch")
     assert done.exit_code == 0
     assert "w0" in done.stdout
 
 
-def test_explain_takes_an_id_or_last() -> None:
+def test_explain_accepts_a_request_id_or_last() -> None:
     gateway = FakeGateway(cluster_status(), records=[decision_record()])
     assert "prefill w0, decode w1" in run(gateway, "explain", "last").stdout
     run(gateway, "explain", "7f3a")
@@ -116,8 +116,8 @@ def test_explain_without_a_record_is_an_error() -> None:
     assert "7f3a" in str(done.exception)
 
 
-def test_drain_by_name_reports_the_remaining_sequences() -> None:
-    gateway = FakeGateway(cluster_status(*on("a", "w0", "w1")))
+def test_drain_by_name_prints_the_running_sequences() -> None:
+    gateway = FakeGateway(cluster_status(*reports_on("a", "w0", "w1")))
     done = run(gateway, "drain", "w1")
     assert done.stdout == "w1 (hybrid, pid 7) drains 1 sequence\n"
     assert gateway.drained == ["w1"]
@@ -125,14 +125,14 @@ def test_drain_by_name_reports_the_remaining_sequences() -> None:
 
 
 def test_drain_here_selects_the_workers_of_this_machine() -> None:
-    gateway = FakeGateway(cluster_status(*on(socket.gethostname(), "w0", "w2"), *on("elsewhere", "w1")))
+    gateway = FakeGateway(cluster_status(*reports_on(socket.gethostname(), "w0", "w2"), *reports_on("elsewhere", "w1")))
     assert run(gateway, "drain", "--here").exit_code == 0
     assert gateway.drained == gateway.drained_with_node == ["w0", "w2"]
 
 
 def test_drain_here_selects_by_address_if_two_machines_share_a_host_name() -> None:
     own_addresses = frozenset({"10.0.0.1", "fd00::1"})
-    here, elsewhere = on(socket.gethostname(), "w0", "w1"), on(socket.gethostname(), "w2")
+    here, elsewhere = reports_on(socket.gethostname(), "w0", "w1"), reports_on(socket.gethostname(), "w2")
     addresses = {"w0": "10.0.0.1:7", "w1": "[fd00::1]:7", "w2": "10.0.0.2:7"}
     reports = [replace(r, worker=replace(r.worker, address=addresses[r.worker.worker_id])) for r in (*here, *elsewhere)]
     gateway = FakeGateway(cluster_status(*reports))
@@ -141,23 +141,23 @@ def test_drain_here_selects_by_address_if_two_machines_share_a_host_name() -> No
     assert gateway.drained == ["w0", "w1"]
 
 
-def test_drain_wait_has_a_limit_and_its_own_exit_code() -> None:
-    gateway = FakeGateway(cluster_status(*on("a", "w0", "w1")))
+def test_drain_wait_exits_with_code_3_at_its_time_limit() -> None:
+    gateway = FakeGateway(cluster_status(*reports_on("a", "w0", "w1")))
     done = run(gateway, "drain", "w1", "--wait", "--limit-s", "0.01")
     assert done.exit_code == admin_commands.NOT_GONE_EXIT_CODE == 3
     assert done.stderr == "baton: still running after 0.01 s: w1\n"
 
 
-def test_drain_wait_ends_when_that_incarnation_is_gone() -> None:
-    before, after = cluster_status(*on("a", "w0", epoch=1)), cluster_status(*on("a", "w0", epoch=2))
+def test_drain_wait_ends_when_the_worker_has_a_new_epoch() -> None:
+    before, after = cluster_status(*reports_on("a", "w0", epoch=1)), cluster_status(*reports_on("a", "w0", epoch=2))
     gateway = FakeGateway(before, before, StreamBroken("restarting"), before, after)
     done = run(gateway, "drain", "w0", "--wait")
     assert done.stdout.splitlines()[-1] == "w0 has ended"
-    assert gateway.statuses == [after], "it has waited for that status"
+    assert gateway.statuses == [after], "drain returned before the worker's epoch changed"
 
 
 def test_drain_wait_does_not_trust_the_worker_list_of_a_new_scheduler_immediately() -> None:
-    before = cluster_status(*on("a", "w0"))
+    before = cluster_status(*reports_on("a", "w0"))
     new = replace(before, scheduler=ProcessInfo(process_id="another"))
     gone = [replace(new, workers=()), replace(new, workers=())]
     gateway = FakeGateway(
@@ -165,23 +165,23 @@ def test_drain_wait_does_not_trust_the_worker_list_of_a_new_scheduler_immediatel
     )
     done = run(gateway, "drain", "w0", "--wait", context=admin_context(gateway, find_s=0.6))
     assert done.stdout.splitlines()[-1] == "w0 has ended"
-    assert gateway.statuses == gone[-1:], "not when it was missing from what a new scheduler knew"
+    assert gateway.statuses == gone[-1:], "drain trusted the incomplete worker list of the new scheduler"
 
 
 def test_drain_wait_fails_if_the_gateway_stays_unreachable() -> None:
-    gateway = FakeGateway(cluster_status(*on("a", "w0")), StreamBroken("gone"))
+    gateway = FakeGateway(cluster_status(*reports_on("a", "w0")), StreamBroken("gone"))
     done = run(gateway, "drain", "w0", "--wait", context=admin_context(gateway, silence_s=0.01))
     assert isinstance(done.exception, BatonError)
     assert "no gateway answers" in str(done.exception)
 
 
 def test_drain_wait_retries_until_the_gateway_answers_and_knows_the_workers() -> None:
-    here = cluster_status(*on(socket.gethostname(), "w0"))
+    here = cluster_status(*reports_on(socket.gethostname(), "w0"))
     not_yet = [
         StreamBroken("h:1: not yet"),
         replace(here, scheduler=None),
         Refused(UNAVAILABLE),
-        cluster_status(*on("elsewhere", "w1")),
+        cluster_status(*reports_on("elsewhere", "w1")),
     ]
     gateway = FakeGateway(*not_yet, here, here, cluster_status())
     done = run(gateway, "drain", "--here", "--wait", "--limit-s", "5")
@@ -196,7 +196,7 @@ def test_drain_wait_retries_until_the_gateway_answers_and_knows_the_workers() ->
     [
         (StreamBroken("h:1: gone"), "no gateway answers at h:1: gone"),
         (replace(cluster_status(), scheduler=None), "no scheduler"),
-        (cluster_status(*on("elsewhere", "w1")), "no worker on this machine"),
+        (cluster_status(*reports_on("elsewhere", "w1")), "no worker on this machine"),
     ],
 )
 def test_drain_wait_stops_retrying_at_its_limit(answer: ClusterStatus | BaseException, problem: str) -> None:
@@ -208,7 +208,7 @@ def test_drain_wait_stops_retrying_at_its_limit(answer: ClusterStatus | BaseExce
 
 
 def test_drain_wait_stops_retrying_early_for_an_unknown_worker() -> None:
-    gateway = FakeGateway(cluster_status(*on("elsewhere", "w1")))
+    gateway = FakeGateway(cluster_status(*reports_on("elsewhere", "w1")))
     done = run(gateway, "drain", "--here", "--wait", context=admin_context(gateway, find_s=0.5))
     assert "no worker on this machine" in str(done.exception)
     assert 1 < gateway.num_status_calls <= 501, "each 0.001 s, for 0.5 s"
@@ -221,15 +221,15 @@ def test_errors_that_retries_cannot_fix_are_reported_immediately(args: tuple[str
         if "--wait" not in args
         else Refused(replace(UNAVAILABLE, code=Code.PERMISSION_DENIED))
     )
-    gateway = FakeGateway(answer, cluster_status(*on(socket.gethostname(), "w0")))
+    gateway = FakeGateway(answer, cluster_status(*reports_on(socket.gethostname(), "w0")))
     done = run(gateway, "drain", *args)
     assert isinstance(done.exception, BatonError)
     assert gateway.drained == []
 
 
-def test_after_a_call_without_an_answer_the_command_reconnects() -> None:
-    """Another gateway may have the same name by then."""
-    here = cluster_status(*on(socket.gethostname(), "w0"))
+def test_drain_reconnects_after_a_call_without_an_answer() -> None:
+    """The address may resolve to another gateway by then."""
+    here = cluster_status(*reports_on(socket.gethostname(), "w0"))
     first, second = FakeGateway(StreamBroken("the first one is gone")), FakeGateway(here, here, cluster_status())
     context = admin_context(first, second)
     assert CliRunner().invoke(cli, ["drain", "--here", "--wait"], obj=context).exit_code == 0
@@ -237,8 +237,8 @@ def test_after_a_call_without_an_answer_the_command_reconnects() -> None:
     assert second.drained == ["w0"]
 
 
-def test_an_unknown_worker_is_an_error_that_names_the_known_ones() -> None:
-    gateway = FakeGateway(cluster_status(*on("a", "w0"), *on("b", "w1")))
+def test_drain_of_an_unknown_worker_lists_the_known_workers() -> None:
+    gateway = FakeGateway(cluster_status(*reports_on("a", "w0"), *reports_on("b", "w1")))
     done = run(gateway, "drain", "w9")
     assert str(done.exception) == "no worker 'w9'; the cluster has w0 on a, w1 on b"
     here = run(gateway, "drain", "--here")
@@ -253,17 +253,17 @@ def test_contradictory_arguments_are_a_usage_error(args: list[str]) -> None:
     assert CliRunner().invoke(cli, args).exit_code == 2
 
 
-def test_a_refusal_of_the_gateway_is_shown_verbatim() -> None:
+def test_gateway_refusal_is_shown_verbatim() -> None:
     refused = Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message="no decision is kept"))
     assert str(run(FakeGateway(refused), "status").exception) == "no decision is kept"
 
 
 @pytest.mark.parametrize("args", [["status"], ["explain", "last"], ["drain", "w0"], ["status", "--json"]])
-def test_an_unreachable_gateway_is_one_line_with_the_remedy(
+def test_unreachable_gateway_gives_one_line_with_the_remedy(
     capsys: pytest.CaptureFixture[str], args: list[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(SystemExit) as end:
         main([*args, "--gateway", address])
     assert end.value.code == 1
@@ -277,7 +277,7 @@ def test_an_unreachable_gateway_is_one_line_with_the_remedy(
     assert output.err.count("\n") == 1
 
 
-def test_gateway_options_may_come_from_variables() -> None:
+def test_gateway_options_are_read_from_environment_variables() -> None:
     connected: list[GatewayAddress] = []
 
     @asynccontextmanager

@@ -10,9 +10,9 @@ from baton.runtime.config.settings import ALL_ALIASES, ALL_NAMES
 SECRET = "redis://:hunter2@h:1/0"
 
 
-@pytest.mark.parametrize("how", [[], ["--json"]])
-def test_a_password_is_never_shown(how: list[str]) -> None:
-    done = CliRunner().invoke(cli, ["config", *how, "--redis-url", SECRET])
+@pytest.mark.parametrize("output_flags", [[], ["--json"]])
+def test_config_masks_passwords(output_flags: list[str]) -> None:
+    done = CliRunner().invoke(cli, ["config", *output_flags, "--redis-url", SECRET])
     assert "hunter2" not in done.output
     assert "redis://:***@h:1/0" in done.output
 
@@ -24,7 +24,7 @@ def test_each_row_shows_the_source_of_its_value() -> None:
     assert rows["decode"] == ["1", "default"]
 
 
-def test_an_unknown_variable_is_a_warning() -> None:
+def test_unknown_environment_variable_gives_a_warning() -> None:
     done = CliRunner().invoke(cli, ["config"], env={"BATON_PREFIL": "3"})
     assert done.exit_code == 0
     assert (
@@ -32,7 +32,7 @@ def test_an_unknown_variable_is_a_warning() -> None:
     )
 
 
-def test_the_schema_has_every_setting_and_rejects_unknown_keys() -> None:
+def test_schema_has_every_setting_and_rejects_unknown_keys() -> None:
     schema = json.loads(CliRunner().invoke(cli, ["config", "--schema"]).stdout)
     assert schema["properties"].keys() == ALL_NAMES | ALL_ALIASES
     assert {key for key, shape in schema["properties"].items() if shape.get("deprecated")} == ALL_ALIASES

@@ -9,7 +9,7 @@ from baton.fleet.doctor import findings as doctor_findings
 from baton.fleet.doctor.doctor_check import Finding, fail, ok, warn
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, found: list[Finding], *args: str) -> Result:
+def run_doctor(monkeypatch: pytest.MonkeyPatch, found: list[Finding], *args: str) -> Result:
     def findings() -> Iterator[Finding]:
         yield from found
 
@@ -17,8 +17,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, found: list[Finding], *args: str) -> 
     return CliRunner().invoke(cli, ["doctor", *args])
 
 
-def test_a_line_a_finding_and_its_advice_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = asked(monkeypatch, [ok("cpu", "x86 [fast]"), warn("cores", "1 core", "get two")])
+def test_doctor_prints_one_line_per_finding_with_its_advice_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run_doctor(monkeypatch, [ok("cpu", "x86 [fast]"), warn("cores", "1 core", "get two")])
     assert done.stdout.splitlines() == [
         "ok    cpu                 x86 [fast]",
         "warn  cores               1 core",
@@ -26,14 +26,14 @@ def test_a_line_a_finding_and_its_advice_below(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
-def test_json_is_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = asked(monkeypatch, [warn("cores", "1 core", "get two")], "--json")
+def test_doctor_json_is_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run_doctor(monkeypatch, [warn("cores", "1 core", "get two")], "--json")
     assert json.loads(done.stdout) == [{"name": "cores", "verdict": "warn", "found": "1 core", "advice": "get two"}]
 
 
 @pytest.mark.parametrize(("last", "code"), [(warn("a", "b", "c"), 0), (fail("a", "b", "c"), 1)])
-@pytest.mark.parametrize("how", [[], ["--json"]])
-def test_only_something_that_is_needed_makes_it_fail(
-    monkeypatch: pytest.MonkeyPatch, last: Finding, code: int, how: list[str]
+@pytest.mark.parametrize("output_flags", [[], ["--json"]])
+def test_doctor_exits_with_1_only_if_a_check_failed(
+    monkeypatch: pytest.MonkeyPatch, last: Finding, code: int, output_flags: list[str]
 ) -> None:
-    assert asked(monkeypatch, [ok("cpu", "x"), last], *how).exit_code == code
+    assert run_doctor(monkeypatch, [ok("cpu", "x"), last], *output_flags).exit_code == code

@@ -1,4 +1,4 @@
-"""`baton explain` as text: every attempt with its answer, its reasons, and what came of it."""
+"""`baton explain` as text: each attempt with its placement or refusal, candidates and actual values."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from baton.scheduler.policies import POLICIES
 from tests.builders import decision_record, placement, query, worker_ref
 from tests.unit.cli.screen import printed, row
 
-RULES = {"least_loaded": "The emptiest first."}
+RULES = {"least_loaded": "The worker with the least load."}
 ACTUALS: dict[str, Any] = {
     "outcome": "stop",
     "ttft_s": 0.031,
@@ -46,31 +46,31 @@ def shown(*records: DecisionRecord) -> str:
     return printed(render_decisions(records, RULES))
 
 
-def test_a_placement_names_workers_policy_and_reason() -> None:
+def test_placement_shows_workers_policy_and_rule() -> None:
     lines = shown(decision_record()).splitlines()
     assert lines[0] == f"request {b'request-0'.hex()}"
     assert lines[2] == "attempt 1: prefill w0, decode w1"
     assert lines[3] == "  request    40 tokens to prefill, at most 16 to generate"
-    assert lines[4] == "  policy     least_loaded, at s0: The emptiest first."
+    assert lines[4] == "  policy     least_loaded, at s0: The worker with the least load."
 
 
-def test_an_unknown_policy_is_still_named() -> None:
+def test_unknown_policy_is_shown_without_a_rule() -> None:
     assert "  policy     oracle, at s0\n" in shown(decision_record(policy="oracle")) + "\n"
 
 
-def test_a_placement_with_one_worker_describes_its_role() -> None:
+def test_placement_with_one_worker_describes_its_role() -> None:
     assert "prefill and decode w1, without KV transfer" in shown(decision_record(placement=placement(prefill=None)))
     assert "prefill w0, without decode because one token is requested" in shown(
         decision_record(placement=placement(decode=None))
     )
 
 
-def test_a_pulled_prefix_is_named() -> None:
+def test_pulled_prefix_shows_blocks_and_source_worker() -> None:
     source = PrefixSource(worker=worker_ref("w7"), num_blocks=3)
     assert "prefix of 3 blocks from w7" in shown(decision_record(placement=placement(prefix_source=source)))
 
 
-def test_candidates_show_their_terms_and_the_chosen_ones_are_marked() -> None:
+def test_candidates_show_their_terms_and_chosen_ones_are_marked() -> None:
     candidates = (
         Candidate(worker=worker_ref("w0"), side="prefill", terms={"queued_prefill_tokens": 1200, "queue_s": 0.0004}),
         Candidate(worker=worker_ref("w1"), side="decode", terms={"free_blocks": 8192}),
@@ -84,7 +84,7 @@ def test_candidates_show_their_terms_and_the_chosen_ones_are_marked() -> None:
     assert "  excluded   2 draining, 1 serves other" in screen
 
 
-def test_a_candidates_seconds_are_shown_in_order_of_time() -> None:
+def test_seconds_of_a_candidate_are_shown_in_the_order_of_the_request_path() -> None:
     terms = {
         "transfer_s": 0.004,
         "queue_s": 0.02,
@@ -121,7 +121,7 @@ def test_unknown_values_are_omitted() -> None:
     assert "w0 (pid 0): nothing" in partly
 
 
-def test_a_refusal_shows_its_reason_and_numbers() -> None:
+def test_refusal_shows_reason_prediction_and_limit() -> None:
     refusal = Rejection(
         reason=Reason.TTFT_SLO, message="too late", retry_after_s=1.0, term="ttft", predicted_s=0.8, limit_s=0.5
     )

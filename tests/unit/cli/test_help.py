@@ -28,16 +28,16 @@ HEAVY = {
     "numpy",
 }
 
-OF_SERVICES = "--host --advertise-host --admin-port --redis-url --log-dir --log-level --config"
+SERVICE_FLAGS = "--host --advertise-host --admin-port --redis-url --log-dir --log-level --config"
 FLAGS = {
     "up": "--model --served-model-name --prefill --decode --hybrid --host --http-port --grpc-port --ray-address --redis-url "
     "--device --dtype --kv-memory --block-size-tokens --max-model-len --max-num-seqs --max-num-batched-tokens "
     "--threads-per-worker "
     "--transfer --policy --cluster --advertise-host --ray-placement --worker-start-s "
     "--log-dir --log-level --first-prompt --once --config",
-    "gateway": f"{OF_SERVICES} --http-port --grpc-port --model --schedulers",
-    "scheduler": f"{OF_SERVICES} --rpc-port --policy",
-    "worker": f"{OF_SERVICES} --rpc-port --kv-port-range --role --worker-id --model --schedulers --transfer",
+    "gateway": f"{SERVICE_FLAGS} --http-port --grpc-port --model --schedulers",
+    "scheduler": f"{SERVICE_FLAGS} --rpc-port --policy",
+    "worker": f"{SERVICE_FLAGS} --rpc-port --kv-port-range --role --worker-id --model --schedulers --transfer",
     "fleet": "--prefill --decode --hybrid --ray-address --ray-placement --scale-with-nodes --worker-start-s --cluster "
     "--redis-url --host --admin-port --log-dir --log-level --config",
     "status": "--watch --json --gateway --gateway-ca --gateway-name --api-key",
@@ -107,7 +107,7 @@ def test_help_of_a_service_lists_its_own_settings_first_and_process_settings_las
     assert len(headings) == len(set(headings))
 
 
-def test_version() -> None:
+def test_version_flag_prints_the_version() -> None:
     assert run("--version") == f"baton {baton.__version__}\n"
 
 

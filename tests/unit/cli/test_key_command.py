@@ -1,4 +1,4 @@
-"""`baton key`: keys are printed once, files have hashes."""
+"""`baton key`: a new key is printed once, and the key file has its hash only."""
 
 import asyncio
 from pathlib import Path
@@ -16,16 +16,16 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(cli, ["key", *args])
 
 
-def made(file: Path, name: str, *more: str) -> str:
+def new_key(file: Path, name: str, *more: str) -> str:
     done = run("new", str(file), "--name", name, *more)
     assert done.exit_code == 0, done.output
     return done.output.strip()
 
 
-def test_keys_are_made_used_and_removed(tmp_path: Path) -> None:
+def test_new_keys_identify_callers_until_they_are_removed(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
-    alice = made(file, "alice", "--tenant", "search", "--max-open-requests", "4")
-    boss = made(file, "boss", "--admin", "--requests-per-minute", "60")
+    alice = new_key(file, "alice", "--tenant", "search", "--max-open-requests", "4")
+    bob = new_key(file, "bob", "--admin", "--requests-per-minute", "60")
     assert alice not in file.read_text()
     assert file.stat().st_mode & 0o077 == 0
     ring = KeyRing(read_keys(file))
@@ -33,19 +33,19 @@ def test_keys_are_made_used_and_removed(tmp_path: Path) -> None:
         "search",
         4,
     )
-    assert (ring.identify(f"Bearer {boss}").tenant, ring.identify(f"Bearer {boss}").is_admin) == ("boss", True)
-    salt = ring.identify(f"Bearer {boss}").cache_salt
+    assert (ring.identify(f"Bearer {bob}").tenant, ring.identify(f"Bearer {bob}").is_admin) == ("bob", True)
+    salt = ring.identify(f"Bearer {bob}").cache_salt
     assert run("remove", str(file), "alice").exit_code == 0
-    left = KeyRing(read_keys(file))
-    assert left.identify(f"Bearer {boss}").cache_salt == salt
+    remaining = KeyRing(read_keys(file))
+    assert remaining.identify(f"Bearer {bob}").cache_salt == salt
     with pytest.raises(Refused):
-        left.identify(f"Bearer {alice}")
-    assert list(tmp_path.iterdir()) == [file], "nothing else is left there"
+        remaining.identify(f"Bearer {alice}")
+    assert list(tmp_path.iterdir()) == [file], "a temporary file is left"
 
 
-def test_mistakes_are_reported_and_change_nothing(tmp_path: Path) -> None:
+def test_invalid_arguments_are_reported_and_the_file_is_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
-    made(file, "alice")
+    new_key(file, "alice")
     before = file.read_text()
     for arguments, message in (
         (("new", str(file), "--name", "alice"), "same `name`"),
@@ -61,7 +61,7 @@ def test_mistakes_are_reported_and_change_nothing(tmp_path: Path) -> None:
     assert file.read_text() == before
 
 
-def test_a_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_error_names_a_missing_or_invalid_key_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     with pytest.raises(ConfigError, match=r"keys\.yaml: No such file"):
         read_keys(file)
@@ -70,7 +70,7 @@ def test_a_file_is_refused_by_name(tmp_path: Path) -> None:
         read_keys(file)
 
 
-async def until_known(ring: KeyRing, key: str) -> None:
+async def wait_until_known(ring: KeyRing, key: str) -> None:
     async with asyncio.timeout(10):
         while True:
             try:
@@ -81,16 +81,16 @@ async def until_known(ring: KeyRing, key: str) -> None:
                 return
 
 
-async def test_a_gateway_sees_a_changed_file_and_keeps_what_it_had_when_it_is_broken(tmp_path: Path) -> None:
+async def test_gateway_reloads_a_changed_key_file_and_keeps_its_keys_while_it_is_invalid(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
-    alice = made(file, "alice")
-    followed = watch_key_file(file)
-    ring = KeyRing(followed.value)
-    following = asyncio.create_task(reload_keys(followed, ring, interval_s=0.01))
+    alice = new_key(file, "alice")
+    watched = watch_key_file(file)
+    ring = KeyRing(watched.value)
+    reloading = asyncio.create_task(reload_keys(watched, ring, interval_s=0.01))
     await asyncio.sleep(0.05)
-    bob = await asyncio.to_thread(made, file, "bob")
+    bob = await asyncio.to_thread(new_key, file, "bob")
 
-    await until_known(ring, bob)
+    await wait_until_known(ring, bob)
     good = file.read_text()
     for broken in ("keys: [", ""):
         file.write_text(broken)
@@ -99,27 +99,27 @@ async def test_a_gateway_sees_a_changed_file_and_keeps_what_it_had_when_it_is_br
     file.unlink()
     await asyncio.sleep(0.1)
     file.write_text(good)
-    eve = await asyncio.to_thread(made, file, "eve")
-    await until_known(ring, eve)
-    following.cancel()
+    eve = await asyncio.to_thread(new_key, file, "eve")
+    await wait_until_known(ring, eve)
+    reloading.cancel()
 
 
-async def test_what_changed_before_it_was_followed_is_seen(tmp_path: Path) -> None:
-    """A gateway reads its keys first, and follows them when all else has started."""
+async def test_change_between_reading_and_watching_is_loaded(tmp_path: Path) -> None:
+    """A gateway reads its keys first and starts to watch the file when all other parts have started."""
     file = tmp_path / "keys.yaml"
-    made(file, "alice")
-    followed = watch_key_file(file)
-    ring = KeyRing(followed.value)
-    bob = made(file, "bob")
-    following = asyncio.create_task(reload_keys(followed, ring, interval_s=0.01))
-    await until_known(ring, bob)
-    following.cancel()
+    new_key(file, "alice")
+    watched = watch_key_file(file)
+    ring = KeyRing(watched.value)
+    bob = new_key(file, "bob")
+    reloading = asyncio.create_task(reload_keys(watched, ring, interval_s=0.01))
+    await wait_until_known(ring, bob)
+    reloading.cancel()
 
 
-def test_a_file_stays_readable_by_whom_it_was(tmp_path: Path) -> None:
-    """Or a gateway of another user would go on with the keys from before."""
+def test_new_key_keeps_the_mode_of_the_file(tmp_path: Path) -> None:
+    """Otherwise a gateway of another user could not read the new keys."""
     file = tmp_path / "keys.yaml"
-    made(file, "alice")
+    new_key(file, "alice")
     file.chmod(0o640)
-    made(file, "bob")
+    new_key(file, "bob")
     assert file.stat().st_mode & 0o777 == 0o640

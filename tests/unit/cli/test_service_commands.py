@@ -1,5 +1,4 @@
-"""One command a service: its settings, its log, its `ready` line, its exit code. The services here are
-stand-ins."""
+"""The command of each service: settings, log, `ready` line and exit code. The services are fakes."""
 
 import asyncio
 import json
@@ -24,7 +23,7 @@ ADDRESS = "127.0.0.1:4711"
 
 
 @pytest.fixture(autouse=True)
-def unconfigured() -> Iterator[None]:
+def restore_logging() -> Iterator[None]:
     root = logging.getLogger()
     level = root.level
     yield
@@ -33,8 +32,8 @@ def unconfigured() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
-class StandIn:
-    """A service's main that is ready at once, notes its settings, and returns or raises."""
+class FakeService:
+    """A service that is ready immediately, records its settings, and then returns or raises."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.config: Any = None
@@ -48,10 +47,10 @@ class StandIn:
         on_ready(ADDRESS)
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, service: str, error: BaseException | None = None) -> StandIn:
-    made = StandIn(error)
-    monkeypatch.setitem(sys.modules, f"baton.{service}.{service}_main", SimpleNamespace(serve=made.serve))  # type: ignore[arg-type]
-    return made
+def fake_service(monkeypatch: pytest.MonkeyPatch, service: str, error: BaseException | None = None) -> FakeService:
+    fake = FakeService(error)
+    monkeypatch.setitem(sys.modules, f"baton.{service}.{service}_main", SimpleNamespace(serve=fake.serve))  # type: ignore[arg-type]
+    return fake
 
 
 def run(*args: str, env: dict[str, str] | None = None) -> Result:
@@ -62,19 +61,19 @@ def run(*args: str, env: dict[str, str] | None = None) -> Result:
     ("service", "kind"),
     [("gateway", GatewayConfig), ("scheduler", SchedulerConfig), ("worker", WorkerConfig), ("fleet", FleetConfig)],
 )
-def test_each_service_gets_its_own_settings_and_says_where_it_serves(
+def test_each_service_gets_its_settings_and_prints_its_address_when_ready(
     monkeypatch: pytest.MonkeyPatch, service: str, kind: type
 ) -> None:
-    made = stand_in(monkeypatch, service)
+    fake = fake_service(monkeypatch, service)
     done = run(service, "--drain-s", "7", env={"BATON_REDIS_URL": "redis://h:1/0"})
     assert done.exit_code == 0, done.output
     assert done.stdout == f"ready {ADDRESS}\n"
-    assert type(made.config) is kind
-    assert (made.config.drain_s, made.config.redis_url) == (7.0, "redis://h:1/0")
+    assert type(fake.config) is kind
+    assert (fake.config.drain_s, fake.config.redis_url) == (7.0, "redis://h:1/0")
 
 
-def test_the_log_file_is_named_and_says_which_process_wrote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stand_in(monkeypatch, "worker", RuntimeError("a bug"))
+def test_log_file_path_is_printed_and_its_lines_have_the_pid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_service(monkeypatch, "worker", RuntimeError("a bug"))
     done = run("worker", "--worker-id", "w7", "--log-dir", str(tmp_path))
     file = tmp_path / "worker-w7.log"
     assert done.stderr.splitlines()[0] == f"log {file}"
@@ -84,9 +83,9 @@ def test_the_log_file_is_named_and_says_which_process_wrote(monkeypatch: pytest.
     assert isinstance(line["pid"], int)
 
 
-def test_an_odd_variable_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unknown_environment_variable_is_reported_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("scheduler", "gateway"):
-        stand_in(monkeypatch, name)
+        fake_service(monkeypatch, name)
     in_file = run("scheduler", "--log-dir", str(tmp_path), env={"BATON_POLCY": "x"})
     assert in_file.stderr.count("BATON_POLCY") == 1
     assert (tmp_path / "scheduler.log").read_text().count("BATON_POLCY") == 0
@@ -94,10 +93,10 @@ def test_an_odd_variable_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.parametrize("error", [ConfigError("port 80 is taken"), ModelError("port 80 is taken")])
-def test_an_error_raised_on_purpose_is_one_line_and_exit_code_1(
+def test_baton_error_gives_one_line_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, error: Exception
 ) -> None:
-    stand_in(monkeypatch, "gateway", error)
+    fake_service(monkeypatch, "gateway", error)
     with pytest.raises(SystemExit) as end:
         main(["gateway", "--log-dir", str(tmp_path)])
     assert end.value.code == 1
@@ -105,16 +104,16 @@ def test_an_error_raised_on_purpose_is_one_line_and_exit_code_1(
     assert json.loads((tmp_path / "gateway.log").read_text())["event"] == "service_failed"
 
 
-def test_errors_of_several_tasks_are_one_line_and_a_bug_among_them_is_not_hidden(
+def test_baton_errors_of_several_tasks_give_one_line_and_other_exceptions_are_raised(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     nested = ExceptionGroup("tasks", [ExceptionGroup("inner", [ConfigError("first")]), ConfigError("second")])
-    stand_in(monkeypatch, "fleet", nested)
+    fake_service(monkeypatch, "fleet", nested)
     with pytest.raises(SystemExit) as end:
         main(["fleet", "--log-dir", str(tmp_path)])
     assert end.value.code == 1
     assert capsys.readouterr().err.splitlines()[-1] == "baton: first"
-    stand_in(monkeypatch, "fleet", ExceptionGroup("tasks", [ConfigError("first"), ValueError("a bug")]))
+    fake_service(monkeypatch, "fleet", ExceptionGroup("tasks", [ConfigError("first"), ValueError("a bug")]))
     with pytest.raises(ExceptionGroup):
         main(["fleet", "--log-dir", str(tmp_path)])
     failed, crashed = [json.loads(line) for line in (tmp_path / "fleet.log").read_text().splitlines()]
@@ -123,29 +122,27 @@ def test_errors_of_several_tasks_are_one_line_and_a_bug_among_them_is_not_hidden
     assert "ValueError: a bug" in crashed["exception"]
 
 
-def test_every_command_turns_off_what_libraries_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_disables_telemetry_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_DISABLE_TELEMETRY", "RAY_USAGE_STATS_ENABLED"):
         monkeypatch.setenv(name, "unset")
-    stand_in(monkeypatch, "worker")
+    fake_service(monkeypatch, "worker")
     with pytest.raises(SystemExit):
         main(["worker"])
     assert (os.environ["HF_HUB_DISABLE_TELEMETRY"], os.environ["RAY_USAGE_STATS_ENABLED"]) == ("1", "0")
 
 
 @pytest.mark.parametrize("service", ["scheduler", "up"])
-def test_a_log_that_cannot_be_written_names_the_flag(
+def test_unwritable_log_directory_is_an_error_that_names_the_flag(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, service: str
 ) -> None:
-    stand_in(monkeypatch, service)
+    fake_service(monkeypatch, service)
     (tmp_path / "file").touch()
     done = run(service, "--log-dir", str(tmp_path / "file" / "logs"))
     assert isinstance(done.exception, ConfigError)
     assert "choose another directory with --log-dir" in str(done.exception)
 
 
-def test_up_gets_the_settings_of_a_cluster_and_prints_what_it_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_up_gets_the_cluster_settings_and_prints_its_messages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def up(config: Any, stop: Stop, say: Callable[[str], None]) -> None:
         say(f"{config.prefill} prefill, {config.model_name}")
 

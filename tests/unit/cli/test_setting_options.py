@@ -31,18 +31,18 @@ def effective(*args: str, env: dict[str, str] | None = None) -> dict[str, dict[s
         (["--modle", "demo"], "No such option '--modle'"),
     ],
 )
-def test_a_flag_that_cannot_be_used_is_named(args: list[str], message: str) -> None:
+def test_invalid_flag_is_a_usage_error_that_names_it(args: list[str], message: str) -> None:
     done = run("up", *args)
     assert done.exit_code == 2
     assert message in done.stderr
 
 
-def test_an_unknown_flag_names_the_nearest() -> None:
+def test_unknown_flag_or_command_suggests_the_nearest() -> None:
     assert "--model" in run("up", "--modle", "demo").stderr
     assert "status" in run("statsu").stderr
 
 
-def test_flag_goes_before_variable_before_file_before_default(tmp_path: Path) -> None:
+def test_flag_overrides_variable_overrides_file_overrides_default(tmp_path: Path) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("prefill: 2\ndecode: 2\nhybrid: 2\n")
     found = effective("--config", str(file), "--prefill", "4", env={"BATON_PREFILL": "3", "BATON_DECODE": "3"})
@@ -52,25 +52,25 @@ def test_flag_goes_before_variable_before_file_before_default(tmp_path: Path) ->
     assert found["http_port"] == {"value": 8000, "source": "default"}
 
 
-def test_the_file_may_come_from_a_variable(tmp_path: Path) -> None:
+def test_config_file_is_read_from_the_environment_variable(tmp_path: Path) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("prefill: 5\n")
     assert effective(env={"BATON_CONFIG": str(file)})["prefill"]["value"] == 5
 
 
-def test_a_switch_can_be_turned_off_against_a_file(tmp_path: Path) -> None:
+def test_no_flag_overrides_a_true_value_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("once: true\nfirst_prompt: hello\n")
     assert effective("--config", str(file))["once"]["value"] is True
     assert effective("--config", str(file), "--no-once")["once"] == {"value": False, "source": "--once"}
 
 
-def test_sizes_are_read_as_people_write_them() -> None:
+def test_size_with_a_unit_is_parsed() -> None:
     assert effective("--kv-memory", "512MiB")["kv_memory"]["value"] == 512 * 2**20
 
 
-def failed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The one line that `baton` prints for an error raised on purpose."""
+def error_line(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Run `baton` and return the one line that it prints for a BatonError."""
     with pytest.raises(SystemExit) as end:
         main(args)
     assert end.value.code == 1
@@ -79,24 +79,24 @@ def failed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return error
 
 
-def test_an_unknown_key_of_the_file_names_the_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unknown_key_of_the_file_suggests_the_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("http-port: 80\n")
     assert (
-        failed(capsys, "up", "--config", str(file))
+        error_line(capsys, "up", "--config", str(file))
         == f"baton: {file}: unknown key 'http-port'; did you mean 'http_port'?\n"
     )
     file.write_text("polcy: round_robin\n")
-    assert "did you mean 'policy'?" in failed(capsys, "scheduler", "--config", str(file))
+    assert "did you mean 'policy'?" in error_line(capsys, "scheduler", "--config", str(file))
 
 
-def test_settings_that_contradict_each_other_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no worker could decode" in failed(capsys, "up", "--decode", "0")
-    assert "cannot read the config file" in failed(capsys, "config", "--config", "/nowhere/baton.yaml")
-    assert "once needs first_prompt" in failed(capsys, "up", "--once")
+def test_contradictory_settings_give_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no worker could decode" in error_line(capsys, "up", "--decode", "0")
+    assert "cannot read the config file" in error_line(capsys, "config", "--config", "/nowhere/baton.yaml")
+    assert "once needs first_prompt" in error_line(capsys, "up", "--once")
 
 
-def test_old_spellings_still_work_and_warn() -> None:
+def test_deprecated_flags_and_values_work_with_a_warning() -> None:
     done = run("config", "--json", "--device", "paced", "--paced-costs", "step=1ms")
     found = json.loads(done.stdout)
     assert found["device"] == {"value": "emulated", "source": "--device"}
@@ -105,12 +105,12 @@ def test_old_spellings_still_work_and_warn() -> None:
     assert "--device: paced is deprecated and will be removed in the next release; use emulated" in done.stderr
 
 
-def test_old_and_new_flag_together_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    error = failed(capsys, "config", "--paced-costs", "step=1ms", "--emulated-costs", "step=1ms")
+def test_deprecated_and_new_flag_together_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_line(capsys, "config", "--paced-costs", "step=1ms", "--emulated-costs", "step=1ms")
     assert "--emulated-costs and --paced-costs are the same setting" in error
 
 
-def test_help_hides_old_spellings() -> None:
+def test_help_hides_deprecated_flags() -> None:
     text = run("worker", "--help").output
     assert "--emulated-costs" in text
     assert "paced" not in text

@@ -1,4 +1,4 @@
-"""`baton status` as text."""
+"""Text output of `baton status`."""
 
 from baton.cli.status_view import render_status
 from baton.core.cluster.worker_report import WorkerState
@@ -6,14 +6,14 @@ from tests.builders import blocks, cluster_status, link, worker_report
 from tests.unit.cli.screen import printed, row
 
 
-def test_each_process_has_its_row() -> None:
+def test_gateway_and_scheduler_have_a_row() -> None:
     screen = printed(render_status(cluster_status(worker_report("w0"), open_requests=1)))
     assert screen.splitlines()[0] == "demo  baton 1.2.3  1 open request"
     assert row(screen, "gateway") == ["gateway", "g0", "11", "here", "127.0.0.1:8001"]
     assert row(screen, "scheduler") == ["scheduler", "s0", "12", "here", "127.0.0.1:9000"]
 
 
-def test_a_worker_shows_its_load() -> None:
+def test_worker_row_shows_state_and_load() -> None:
     report = worker_report(
         "w0",
         "decode",

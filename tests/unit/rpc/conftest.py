@@ -1,3 +1,3 @@
-"""Loaded before the tests, and so before grpc, whose settings it brings."""
+"""Imports baton.rpc before any test imports grpc, because baton.rpc sets grpc's environment variables."""
 
 import baton.rpc  # noqa: F401

@@ -1,4 +1,4 @@
-"""Every pair of conversions between core and protobuf, as (core type, message, to, from)."""
+"""Tables of all conversions between core types and protobuf messages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,16 +21,18 @@ from baton.wire.v1 import common_pb2, peer_pb2, scheduler_pb2, worker_pb2
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
+    """Converts values of the core type `kind` to protobuf messages with `to`, and back with `back`."""
+
     kind: Any
     message: Any
     to: Callable[[Any], Any]
     back: Callable[[Any], Any]
 
-    def over_the_wire(self, value: Any) -> Any:
+    def round_trip(self, value: Any) -> Any:
         return self.back(self.message.FromString(self.to(value).SerializeToString()))
 
 
-WIRE = {
+INTERNAL = {
     "failure": Conversion(Failure, common_pb2.Failure, common_mapper.to_failure, common_mapper.from_failure),
     "gateway": Conversion(
         GatewayMessage, worker_pb2.GatewayMessage, worker_mapper.to_gateway_message, worker_mapper.from_gateway_message
@@ -81,9 +83,9 @@ WIRE = {
         scheduler_mapper.from_decision_record,
     ),
 }
-"""Between services."""
+"""Conversions of messages between services."""
 
-FRONT = {
+CLIENT = {
     "chunk": Conversion(
         GenerateChunk,
         inference_pb2.GenerateResponse,
@@ -99,4 +101,4 @@ FRONT = {
         client_mapper.from_explain_response,
     ),
 }
-"""With clients."""
+"""Conversions of messages between clients and the gateway."""

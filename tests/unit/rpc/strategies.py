@@ -1,5 +1,7 @@
-"""Hypothesis strategies for core values, made from their type hints, and for messages, made from their
-descriptors: what is added there is tested, too."""
+"""Hypothesis strategies for core values and protobuf messages.
+
+They are built from type hints and message descriptors, so that new fields are tested without a change here.
+"""
 
 import math
 import types
@@ -43,7 +45,7 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "dtype": st.sampled_from(sorted(DTYPE_BYTES)),
     "mean_output_tokens": SECONDS,
 }
-"""Fields whose name says more than their type."""
+"""Strategies for fields whose valid values are narrower than their type."""
 WIDE = {
     *(
         "worker_epoch",
@@ -72,13 +74,13 @@ WIDE = {
     *("generation_table_address", "total", "free", "cached", "used", "receiving", "quarantined", "held_for_others"),
     *("waiting_prefill_tokens", "running_context_tokens", "block_bytes", "waiting_prefill_attended_tokens"),
 }
-"""Whole numbers of 64 bits; the others have 32."""
-NARROW_AGAIN = {("PrefixSource", "num_blocks")}
+"""Fields with unsigned 64-bit integers. All other integer fields have 32 bits."""
+WIDE_EXCEPTIONS = {("PrefixSource", "num_blocks")}
 
 
 @cache
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of a core type, or of a union of them, that our own code could send."""
+    """Return a strategy for the valid values of a core type or of a union of core types."""
     return _of(kind, "", "")
 
 
@@ -102,7 +104,7 @@ def _of(kind: Any, name: str, owner: str) -> st.SearchStrategy[Any]:
         return _dataclass(kind)  # type: ignore[arg-type]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return st.sampled_from(kind)
-    wide = name in WIDE and (owner, name) not in NARROW_AGAIN
+    wide = name in WIDE and (owner, name) not in WIDE_EXCEPTIONS
     by_type: dict[Any, st.SearchStrategy[Any]] = {
         int: U64 if wide else U32,
         float: SECONDS if name.endswith("_s") else NUMBER,
@@ -117,27 +119,30 @@ def _of(kind: Any, name: str, owner: str) -> st.SearchStrategy[Any]:
 def _dataclass(kind: type) -> st.SearchStrategy[Any]:
     # before Python 3.12 `array[int]` cannot be evaluated
     hints = get_type_hints(kind, localns={"array": list})
-    made = {field.name: _of(hints[field.name], field.name, kind.__name__) for field in fields(kind)}
+    strategies = {field.name: _of(hints[field.name], field.name, kind.__name__) for field in fields(kind)}
     if kind in (KvComponent, LayerGroup):
-        made |= {name: SMALL for name, hint in hints.items() if hint is int}
-    if kind is StepCostModel:  # one that can be used; others arrive as none
-        made = {name: st.floats(1e-9, 1e3) for name in made} | {"version": st.just(COSTS_VERSION), "num_measured": U32}
+        strategies |= {name: SMALL for name, hint in hints.items() if hint is int}
+    if kind is StepCostModel:  # unusable models arrive as None
+        strategies = {name: st.floats(1e-9, 1e3) for name in strategies} | {
+            "version": st.just(COSTS_VERSION),
+            "num_measured": U32,
+        }
     if kind is KvLayout:
-        made["block_size_tokens"] = SMALL
+        strategies["block_size_tokens"] = SMALL
     if kind is TotalUsage:
-        made = dict.fromkeys(made, U32)  # their sum is sent, too
-    build = st.builds(kind, **made)
-    return build.map(_COMPLETE[kind]) if kind in _COMPLETE else build
+        strategies = dict.fromkeys(strategies, U32)  # their sum is sent too and must fit
+    build = st.builds(kind, **strategies)
+    return build.map(_FIX_UP[kind]) if kind in _FIX_UP else build
 
 
-def _whole_job(job: Any) -> Any:
-    """At least one token, and a prompt within them."""
+def _valid_job(job: Any) -> Any:
+    """Return the job with at least one token and a valid prompt length."""
     ids = job.token_ids if len(job.token_ids) else array("I", [7])
     return _with(job, token_ids=ids, num_prompt_tokens=1 + job.num_prompt_tokens % len(ids))
 
 
-def _whole_ready(ready: KvReady) -> KvReady:
-    """As many lives and hashes as blocks."""
+def _valid_kv_ready(ready: KvReady) -> KvReady:
+    """Return the message with equally many block ids, generations and hashes."""
     count = min(len(ready.block_ids), len(ready.generations), len(ready.hashes))
     return _with(
         ready, block_ids=ready.block_ids[:count], generations=ready.generations[:count], hashes=ready.hashes[:count]
@@ -148,11 +153,11 @@ def _with(value: T, **changes: Any) -> T:
     return type(value)(**({f.name: getattr(value, f.name) for f in fields(value)} | changes))  # type: ignore[arg-type]
 
 
-_COMPLETE: dict[type, Callable[[Any], Any]] = {
-    Job: _whole_job,
-    PrefillJob: _whole_job,
-    DecodeJob: _whole_job,
-    KvReady: _whole_ready,
+_FIX_UP: dict[type, Callable[[Any], Any]] = {
+    Job: _valid_job,
+    PrefillJob: _valid_job,
+    DecodeJob: _valid_job,
+    KvReady: _valid_kv_ready,
 }
 
 
@@ -165,7 +170,7 @@ WEIRD_BYTES = st.sampled_from([b"", b"x", bytes(16), bytes(17), bytes(32)])
 
 @cache
 def messages(kind: Any, depth: int = 4) -> st.SearchStrategy[Any]:
-    """Any message of a protobuf type, however senseless."""
+    """Return a strategy for messages of a protobuf type with arbitrary field values."""
 
     @st.composite
     def build(draw: st.DrawFn) -> Any:

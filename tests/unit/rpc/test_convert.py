@@ -1,4 +1,4 @@
-"""Every core message, through protobuf's bytes and back; and whatever else may arrive."""
+"""Conversion of core messages to protobuf bytes and back, and of invalid input."""
 
 import math
 from array import array
@@ -16,10 +16,10 @@ from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.rpc.mappers import common_mapper, worker_mapper
 from baton.wire.v1 import common_pb2, peer_pb2, scheduler_pb2, worker_pb2
 from tests import builders
-from tests.unit.rpc.conversions import FRONT, WIRE, Conversion
+from tests.unit.rpc.conversions import CLIENT, INTERNAL, Conversion
 from tests.unit.rpc.strategies import messages, values
 
-ALL = {**WIRE, **FRONT}
+ALL = {**INTERNAL, **CLIENT}
 FUZZ = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
@@ -31,22 +31,21 @@ FUZZ = settings(
 def test_core_message_is_unchanged_after_round_trip(name: str, data: st.DataObject) -> None:
     conversion = ALL[name]
     value = data.draw(values(conversion.kind))
-    assert conversion.over_the_wire(value) == value
+    assert conversion.round_trip(value) == value
 
 
 @pytest.mark.parametrize("union", [GatewayMessage, WorkerMessage, ReaderMessage, OwnerMessage])
-def test_every_kind_of_stream_message_has_its_own_place(union: Any) -> None:
-    """As many kinds as the message has places, so that none is left out of the round trip."""
-    conversion = next(each for each in WIRE.values() if each.kind == union)
+def test_each_type_of_a_stream_union_has_one_oneof_field(union: Any) -> None:
+    """The number of types equals the number of oneof fields, so the round-trip test covers all of them."""
+    conversion = next(each for each in INTERNAL.values() if each.kind == union)
     assert len(get_args(union)) == len(conversion.message.DESCRIPTOR.oneofs_by_name["kind"].fields)
 
 
-# Garbage
+# Invalid input
 
 
-def accepted(conversion: Conversion, message: Any) -> None:
-    """A core value, which can be sent on, or Refused with a message for people: nothing else may come of a
-    message."""
+def check_read_or_refused(conversion: Conversion, message: Any) -> None:
+    """Check that a message gives a core value that can be sent again, or Refused with a message."""
     failure = None
     try:
         conversion.to(conversion.back(message))
@@ -55,19 +54,19 @@ def accepted(conversion: Conversion, message: Any) -> None:
     assert failure is None or (failure.code is Code.INVALID_ARGUMENT and failure.message)
 
 
-@pytest.mark.parametrize("name", WIRE)
+@pytest.mark.parametrize("name", INTERNAL)
 @given(data=st.data())
 @FUZZ
-def test_any_message_of_the_schema_is_read_or_refused(name: str, data: st.DataObject) -> None:
-    conversion = WIRE[name]
-    accepted(conversion, data.draw(messages(conversion.message)))
+def test_arbitrary_message_of_the_schema_is_read_or_refused(name: str, data: st.DataObject) -> None:
+    conversion = INTERNAL[name]
+    check_read_or_refused(conversion, data.draw(messages(conversion.message)))
 
 
-@pytest.mark.parametrize("name", WIRE)
+@pytest.mark.parametrize("name", INTERNAL)
 @given(data=st.data())
 @FUZZ
 def test_corrupted_bytes_are_read_or_refused(name: str, data: st.DataObject) -> None:
-    conversion = WIRE[name]
+    conversion = INTERNAL[name]
     raw = bytearray(conversion.to(data.draw(values(conversion.kind))).SerializeToString())
     for place in data.draw(st.lists(st.integers(0, max(0, len(raw) - 1)), max_size=4)):
         if raw:
@@ -77,14 +76,14 @@ def test_corrupted_bytes_are_read_or_refused(name: str, data: st.DataObject) -> 
         message = conversion.message.FromString(bytes(raw[:cut]))
     except DecodeError:
         return
-    accepted(conversion, message)
+    check_read_or_refused(conversion, message)
 
 
 REF = common_mapper.to_worker_ref(builders.worker_ref())
 JOB = common_mapper.to_job_id(builders.job_id())
 
 
-def gateway(**kind: Any) -> Any:
+def gateway_message(**kind: Any) -> Any:
     return worker_pb2.GatewayMessage(**kind)
 
 
@@ -100,7 +99,7 @@ def layout_with(**changes: Any) -> Any:
 
 
 def changed(message: Any, part: Any, changes: dict[str, Any]) -> Any:
-    """`message`, once this part of it has these values."""
+    """Return `message` after setting these fields of its part `part`."""
     for name, value in changes.items():
         part.ClearField(name)
         if isinstance(value, list):
@@ -118,14 +117,18 @@ def ready_with(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "message", "complaint"),
+    ("name", "message", "error"),
     [
-        ("gateway", gateway(), "no known kind"),
-        ("gateway", gateway(cancel=worker_pb2.Cancel(job=JOB)), "failure_reason 0 is unset or unknown"),
-        ("gateway", gateway(cancel=worker_pb2.Cancel(job=JOB, reason=99)), "failure_reason 99 is unset or unknown"),
-        ("gateway", gateway(cancel=worker_pb2.Cancel(reason=1)), "request_id is missing"),
-        ("gateway", gateway(decode=worker_pb2.DecodeJob(job=job_with().prefill.job)), "no source"),
-        ("gateway", gateway(hello=worker_pb2.SessionHello()), "worker_id is missing"),
+        ("gateway", gateway_message(), "no known kind"),
+        ("gateway", gateway_message(cancel=worker_pb2.Cancel(job=JOB)), "failure_reason 0 is unset or unknown"),
+        (
+            "gateway",
+            gateway_message(cancel=worker_pb2.Cancel(job=JOB, reason=99)),
+            "failure_reason 99 is unset or unknown",
+        ),
+        ("gateway", gateway_message(cancel=worker_pb2.Cancel(reason=1)), "request_id is missing"),
+        ("gateway", gateway_message(decode=worker_pb2.DecodeJob(job=job_with().prefill.job)), "no source"),
+        ("gateway", gateway_message(hello=worker_pb2.SessionHello()), "worker_id is missing"),
         ("gateway", job_with(token_ids=b"12345"), "not a multiple of 4"),
         ("gateway", job_with(token_ids=b""), "num_prompt_tokens is 3 of 0"),
         ("gateway", job_with(num_prompt_tokens=4), "num_prompt_tokens is 4 of 3"),
@@ -139,7 +142,7 @@ def ready_with(**changes: Any) -> Any:
         ("gateway", job_with(job=common_pb2.JobId(request_id=bytes(257))), "request_id has a length of 257"),
         (
             "gateway",
-            gateway(hello=worker_pb2.SessionHello(expected=REF, session_id="x" * 257)),
+            gateway_message(hello=worker_pb2.SessionHello(expected=REF, session_id="x" * 257)),
             "session_id has a length of 257",
         ),
         ("reader", peer_pb2.ReaderMessage(release=peer_pb2.Release(outcome="x" * 257)), "outcome has a length of 257"),
@@ -195,13 +198,13 @@ def ready_with(**changes: Any) -> Any:
         ("failure", common_pb2.Failure(code=1), "failure_reason 0"),
     ],
 )
-def test_error_names_the_invalid_field(name: str, message: Any, complaint: str) -> None:
-    with pytest.raises(Refused, match=complaint) as refused:
-        WIRE[name].back(message)
+def test_error_names_the_invalid_field(name: str, message: Any, error: str) -> None:
+    with pytest.raises(Refused, match=error) as refused:
+        INTERNAL[name].back(message)
     assert refused.value.failure.reason is Reason.INVALID_REQUEST
 
 
-def test_an_unknown_dtype_is_refused() -> None:
+def test_unknown_dtype_is_refused() -> None:
     message = layout_with()
     message.hello_reply.layout.groups[0].components[0].dtype = "int3"
     with pytest.raises(Refused, match="dtype 'int3' is unknown; known are float32"):
@@ -211,7 +214,7 @@ def test_an_unknown_dtype_is_refused() -> None:
 @pytest.mark.parametrize(
     "field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 )
-def test_sampling_takes_numbers_only(field: str) -> None:
+def test_nan_sampling_parameter_is_refused(field: str) -> None:
     message = job_with()
     setattr(message.prefill.job.sampling, field, math.nan)
     with pytest.raises(Refused, match=f"{field} is nan"):
@@ -221,7 +224,7 @@ def test_sampling_takes_numbers_only(field: str) -> None:
 # Bytes on the wire
 
 
-def test_token_ids_are_little_endian_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_ids_are_little_endian_on_big_endian_machines_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = token_ids([1, 0x01020304])
     assert common_mapper.to_token_bytes(ids) == b"\x01\0\0\0\x04\x03\x02\x01"
     swapped = array("I", ids)
@@ -231,16 +234,16 @@ def test_token_ids_are_little_endian_on_every_machine(monkeypatch: pytest.Monkey
     assert common_mapper.from_token_bytes(b"\x01\0\0\0\x04\x03\x02\x01") == swapped
 
 
-def test_fields_that_a_newer_release_added_are_ignored() -> None:
+def test_unknown_fields_of_a_newer_release_are_ignored() -> None:
     raw = worker_mapper.to_gateway_message(Ack(seq=7)).SerializeToString() + b"\xfa\x3e\x03new"  # field 1007, a string
     assert worker_mapper.from_gateway_message(worker_pb2.GatewayMessage.FromString(raw)) == Ack(seq=7)
 
 
-def test_unset_and_zero_differ() -> None:
+def test_unset_and_zero_are_distinct_after_round_trip() -> None:
     cancel = Cancel(job=builders.job_id(), reason=Reason.CANCELLED)
-    assert WIRE["gateway"].over_the_wire(cancel) == cancel
+    assert INTERNAL["gateway"].round_trip(cancel) == cancel
     delta = builders.token_delta(1, 2)
-    assert WIRE["worker"].over_the_wire(Step(seq=1, deltas=(delta,))).deltas[0].finish is None
+    assert INTERNAL["worker"].round_trip(Step(seq=1, deltas=(delta,))).deltas[0].finish is None
     for num_logprobs in (None, 0):
         job = builders.prefill_job(sampling=builders.Sampling(max_tokens=1, num_logprobs=num_logprobs))
-        assert WIRE["gateway"].over_the_wire(job).sampling.num_logprobs == num_logprobs
+        assert INTERNAL["gateway"].round_trip(job).sampling.num_logprobs == num_logprobs

@@ -1,4 +1,4 @@
-"""A mapping covers all fields of both sides, and applies converters, optional fields and new names."""
+"""MessageMapping: field coverage, converters, optional fields and renamed fields."""
 
 from dataclasses import dataclass
 
@@ -27,26 +27,26 @@ def test_fields_are_copied_and_unset_optional_fields_are_none() -> None:
     assert mapping.from_wire(scheduler_pb2.Slo(tpot_s=0.0)) == Target(tpot_s=0.0)
 
 
-def test_a_field_may_have_another_name_in_the_message() -> None:
+def test_renamed_field_is_mapped_in_both_directions() -> None:
     mapping = MessageMapping(Bias, common_pb2.LogitBias, renamed={"token": "token_id"})
     message = common_pb2.LogitBias(token_id=7, bias=0.5)
     assert mapping.to_wire(Bias(token=7, bias=0.5)) == message
     assert mapping.from_wire(message) == Bias(token=7, bias=0.5)
 
 
-def test_a_field_that_only_one_side_has_is_an_error_at_construction() -> None:
+def test_construction_fails_if_a_field_exists_on_one_side_only() -> None:
     with pytest.raises(TypeError, match=r"Bias has the fields .*, but its message has .*token_id"):
         MessageMapping(Bias, common_pb2.LogitBias)
     with pytest.raises(TypeError, match="Target has the fields"):
         MessageMapping(Target, common_pb2.LogitBias)
 
 
-def test_a_converter_of_an_unknown_field_is_an_error_at_construction() -> None:
+def test_construction_fails_for_a_converter_of_an_unknown_field() -> None:
     with pytest.raises(TypeError, match=r"Target has no fields \['ttft'\]"):
         MessageMapping(Target, scheduler_pb2.Slo, {"ttft": nested(float, float)})
 
 
-def test_a_check_gets_value_and_field_name_only_if_the_field_is_set() -> None:
+def test_check_is_called_with_value_and_name_only_if_the_field_is_set() -> None:
     def positive(value: float, field: str) -> float:
         if value <= 0:
             raise invalid(f"{field} is {value}")

@@ -1,5 +1,4 @@
-"""What only the real thing has: ports, health, reflection, socket options, and other programs at the other
-end."""
+"""GrpcServer and GrpcNetwork over real sockets: ports, health, reflection, connections and invalid peers."""
 
 import asyncio
 import os
@@ -21,7 +20,7 @@ from baton.runtime.observability.health import Health
 from baton.wire.v1 import scheduler_pb2_grpc, worker_pb2_grpc
 from tests import builders, hostile
 from tests.contract.networks import StubScheduler, StubWorker, echo, eventually, until_broken
-from tests.unit.rpc.front_stubs import StubInference
+from tests.unit.rpc.client_api_stubs import StubInference
 
 HEARTBEAT_S = 0.2
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -41,29 +40,29 @@ async def network() -> AsyncIterator[GrpcNetwork]:
     await network.aclose()
 
 
-async def started(server: GrpcServer) -> str:
+async def start(server: GrpcServer) -> str:
     return f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
 
 
 # Ports
 
 
-async def test_a_taken_port_is_an_error_that_names_port_and_flag(server: GrpcServer) -> None:
+async def test_used_port_is_an_error_that_names_port_and_flag(server: GrpcServer) -> None:
     port = await server.start("127.0.0.1", 0)
     second = GrpcServer(heartbeat_s=HEARTBEAT_S)
     with pytest.raises(ConfigError, match=f"port {port} .*--grpc-port"):
         await second.start("127.0.0.1", port, flag="--grpc-port")
 
 
-async def test_two_servers_never_share_a_port(server: GrpcServer) -> None:
-    """SO_REUSEPORT would let them, and give each half of the calls."""
+async def test_second_server_with_reuseport_cannot_bind_the_same_port(server: GrpcServer) -> None:
+    """With SO_REUSEPORT on both, each server would receive half of the calls."""
     port = await server.start("127.0.0.1", 0)
     other = grpc.aio.server(options=[("grpc.so_reuseport", 1)])
     with pytest.raises(RuntimeError):
         other.add_insecure_port(f"127.0.0.1:{port}")
 
 
-async def test_a_stopped_server_gives_its_port_back(server: GrpcServer) -> None:
+async def test_port_can_be_bound_again_after_stop(server: GrpcServer) -> None:
     port = await server.start("127.0.0.1", 0)
     await server.stop(0)
     second = GrpcServer(heartbeat_s=HEARTBEAT_S)
@@ -74,11 +73,11 @@ async def test_a_stopped_server_gives_its_port_back(server: GrpcServer) -> None:
 # Health and reflection
 
 
-async def test_health_follows_the_process(server: GrpcServer) -> None:
+async def test_grpc_health_status_follows_the_process_health(server: GrpcServer) -> None:
     server.add_worker(StubWorker())
     health = Health("model")
     server.follow(health)
-    async with grpc.aio.insecure_channel(await started(server)) as channel:
+    async with grpc.aio.insecure_channel(await start(server)) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
         async def status(service: str) -> int:
@@ -99,9 +98,9 @@ async def test_health_follows_the_process(server: GrpcServer) -> None:
         watch.cancel()
 
 
-async def test_without_health_all_serve_until_the_server_stops(server: GrpcServer) -> None:
+async def test_services_without_process_health_are_serving_until_stop(server: GrpcServer) -> None:
     server.add_scheduler(StubScheduler())
-    async with grpc.aio.insecure_channel(await started(server)) as channel:
+    async with grpc.aio.insecure_channel(await start(server)) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=scheduler_rpc.SERVICE))
         assert (await watch.read()).status == SERVING
         stopping = asyncio.create_task(server.stop(0.1))
@@ -109,7 +108,7 @@ async def test_without_health_all_serve_until_the_server_stops(server: GrpcServe
         await stopping
 
 
-async def listed(address: str) -> set[str]:
+async def reflected_services(address: str) -> set[str]:
     async with grpc.aio.insecure_channel(address) as channel:
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
@@ -118,29 +117,29 @@ async def listed(address: str) -> set[str]:
         return {service.name for service in answer.list_services_response.service}
 
 
-async def test_reflection_shows_what_clients_call_and_nothing_else(server: GrpcServer) -> None:
+async def test_reflection_lists_client_services_and_no_internal_ones(server: GrpcServer) -> None:
     server.add_inference(StubInference())
     server.add_scheduler(StubScheduler())
-    found = await listed(await started(server))
+    found = await reflected_services(await start(server))
     assert inference_rpc.SERVICE in found
     assert not [name for name in found if name.startswith("baton.wire")]
 
 
-async def test_a_server_for_services_only_has_no_reflection(server: GrpcServer) -> None:
+async def test_server_with_internal_services_only_has_no_reflection(server: GrpcServer) -> None:
     server.add_scheduler(StubScheduler())
-    address = await started(server)
+    address = await start(server)
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await listed(address)
+        await reflected_services(address)
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 # Connections
 
 
-async def test_nagles_delay_is_off_on_both_ends(server: GrpcServer, network: GrpcNetwork) -> None:
-    """A step's tokens must not wait for the last step's acknowledgement."""
+async def test_tcp_nodelay_is_set_on_both_ends(server: GrpcServer, network: GrpcNetwork) -> None:
+    """With Nagle's algorithm, a step's tokens would wait for the acknowledgement of the previous step."""
     server.add_worker(StubWorker(session=echo_steps))
-    address = await started(server)
+    address = await start(server)
     port = int(address.rsplit(":", 1)[1])
     session = await network.open_session(address)
     ends = [(sock, sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)) for sock in own_tcp_sockets(port)]
@@ -152,7 +151,7 @@ async def test_nagles_delay_is_off_on_both_ends(server: GrpcServer, network: Grp
 
 
 def own_tcp_sockets(port: int) -> list[socket.socket]:
-    """This process's connected TCP sockets with `port` at one end, as copies."""
+    """Return duplicates of this process's connected TCP sockets with `port` at one end."""
     found = []
     for name in os.listdir("/dev/fd"):
         try:
@@ -174,9 +173,9 @@ async def echo_steps(stream: object) -> None:
     await echo(stream)  # type: ignore[arg-type]
 
 
-async def test_each_stream_has_a_connection_of_its_own(server: GrpcServer, network: GrpcNetwork) -> None:
+async def test_each_session_uses_its_own_connection(server: GrpcServer, network: GrpcNetwork) -> None:
     server.add_worker(StubWorker(session=until_broken))  # type: ignore[arg-type]
-    address = await started(server)
+    address = await start(server)
     sessions = [await network.open_session(address) for _ in range(3)]
     sockets = own_tcp_sockets(int(address.rsplit(":", 1)[1]))
     assert len(sockets) == 6
@@ -186,43 +185,43 @@ async def test_each_stream_has_a_connection_of_its_own(server: GrpcServer, netwo
         await session.aclose()
 
 
-async def test_a_proxy_of_the_environment_is_not_asked(
+async def test_proxy_environment_variables_are_ignored(
     server: GrpcServer, network: GrpcNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "grpc_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     server.add_worker(StubWorker(session=until_broken))  # type: ignore[arg-type]
-    session = await network.open_session(await started(server))
+    session = await network.open_session(await start(server))  # raises StreamBroken if it uses the proxy
     await session.aclose()
 
 
-async def test_a_refused_connection_and_a_silent_server_are_reported_in_time(network: GrpcNetwork) -> None:
+async def test_open_session_fails_if_the_connection_is_refused_or_never_answered(network: GrpcNetwork) -> None:
     with pytest.raises(StreamBroken):
         await network.open_session("127.0.0.1:9")
-    with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(StreamBroken, match="no answer"):
-        await network.open_session(f"127.0.0.1:{deaf.getsockname()[1]}")
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StreamBroken, match="no answer"):
+        await network.open_session(f"127.0.0.1:{silent.getsockname()[1]}")
 
 
-async def test_a_missing_service_is_reported(server: GrpcServer, network: GrpcNetwork) -> None:
+async def test_open_session_fails_if_the_server_lacks_the_service(server: GrpcServer, network: GrpcNetwork) -> None:
     server.add_scheduler(StubScheduler())
-    address = await started(server)
+    address = await start(server)
     with pytest.raises(StreamBroken, match="UNIMPLEMENTED"):
         await network.open_session(address)
 
 
-async def test_unresponsive_scheduler_costs_at_most_the_timeout(server: GrpcServer, network: GrpcNetwork) -> None:
-    never = StubScheduler()
+async def test_call_to_an_unresponsive_scheduler_times_out(server: GrpcServer, network: GrpcNetwork) -> None:
+    unresponsive = StubScheduler()
 
     async def place(_: object) -> None:
         await asyncio.Event().wait()
 
-    never.place = place  # type: ignore[assignment, method-assign]
-    server.add_scheduler(never)
+    unresponsive.place = place  # type: ignore[assignment, method-assign]
+    server.add_scheduler(unresponsive)
     with pytest.raises(StreamBroken, match="DEADLINE_EXCEEDED"):
-        await network.scheduler(await started(server)).place(builders.query())
+        await network.scheduler(await start(server)).place(builders.query())
 
 
-async def test_a_scheduler_that_comes_back_is_found_again(server: GrpcServer, network: GrpcNetwork) -> None:
+async def test_client_reconnects_to_a_restarted_scheduler(server: GrpcServer, network: GrpcNetwork) -> None:
     server.add_scheduler(StubScheduler(()))
     port = await server.start("127.0.0.1", 0)
     client = network.scheduler(f"127.0.0.1:{port}")
@@ -230,9 +229,9 @@ async def test_a_scheduler_that_comes_back_is_found_again(server: GrpcServer, ne
     await server.stop(0)
     with pytest.raises(StreamBroken):
         await client.explain(None)
-    again = GrpcServer(heartbeat_s=HEARTBEAT_S)
-    again.add_scheduler(StubScheduler(()))
-    await again.start("127.0.0.1", port)
+    restarted = GrpcServer(heartbeat_s=HEARTBEAT_S)
+    restarted.add_scheduler(StubScheduler(()))
+    await restarted.start("127.0.0.1", port)
     async with asyncio.timeout(5):
         while True:
             try:
@@ -240,17 +239,19 @@ async def test_a_scheduler_that_comes_back_is_found_again(server: GrpcServer, ne
                 break
             except StreamBroken:
                 await asyncio.sleep(0.05)
-    await again.stop(0)
+    await restarted.stop(0)
 
 
-# Garbage (F-22)
+# Invalid input
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 20, b"\x80\x04\x95pickle.", b"", b"\x0a\x02\x08\x01"])
-async def test_garbage_ends_its_own_stream_only(server: GrpcServer, network: GrpcNetwork, garbage: bytes) -> None:
+async def test_invalid_message_ends_only_its_own_stream(
+    server: GrpcServer, network: GrpcNetwork, garbage: bytes
+) -> None:
     stub = StubWorker(session=echo_steps)
     server.add_worker(stub)
-    address = await started(server)
+    address = await start(server)
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.stream_stream("/baton.wire.v1.Worker/Session")()
         await call.write(garbage)
@@ -263,11 +264,11 @@ async def test_garbage_ends_its_own_stream_only(server: GrpcServer, network: Grp
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 20, b"", b"\x0a\x01"])
-async def test_garbage_in_a_call_is_refused(
+async def test_invalid_call_is_refused_without_a_traceback(
     server: GrpcServer, garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.add_scheduler(StubScheduler(()))
-    address = await started(server)
+    address = await start(server)
     async with grpc.aio.insecure_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await channel.unary_unary("/baton.wire.v1.Scheduler/Place")(garbage)
@@ -276,9 +277,11 @@ async def test_garbage_in_a_call_is_refused(
         assert await scheduler_pb2_grpc.SchedulerStub(channel).Explain(scheduler_rpc.pb.ExplainRequest()) is not None  # type: ignore[no-untyped-call]
 
 
-async def test_bytes_that_are_not_http2_leave_the_server_alive(server: GrpcServer, network: GrpcNetwork) -> None:
+async def test_server_accepts_sessions_after_connections_that_are_not_http2(
+    server: GrpcServer, network: GrpcNetwork
+) -> None:
     server.add_worker(StubWorker(session=until_broken))  # type: ignore[arg-type]
-    address = await started(server)
+    address = await start(server)
     for garbage in (
         b"\x80\x04\x95" * 1000,
         b"GET / HTTP/1.1\r\n\r\n",
@@ -292,7 +295,7 @@ async def test_bytes_that_are_not_http2_leave_the_server_alive(server: GrpcServe
     await session.aclose()
 
 
-async def test_a_message_that_is_too_large_ends_the_stream(server: GrpcServer) -> None:
+async def test_message_above_the_size_limit_ends_the_stream(server: GrpcServer) -> None:
     small = GrpcServer(heartbeat_s=HEARTBEAT_S, max_message_bytes=1000)
     stub = StubWorker(session=echo_steps)
     small.add_worker(stub)
@@ -305,40 +308,42 @@ async def test_a_message_that_is_too_large_ends_the_stream(server: GrpcServer) -
     await small.stop(0)
 
 
-async def test_garbage_from_a_server_breaks_the_clients_stream(network: GrpcNetwork) -> None:
-    async def babble(_: object, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
+async def test_client_stream_breaks_on_an_invalid_message_from_the_server(network: GrpcNetwork) -> None:
+    async def send_invalid_message(_: object, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
         await context.send_initial_metadata(ACCEPTED)
         await context.write(b"\xff\xff")
 
-    liar = grpc.aio.server()
-    handler = grpc.stream_stream_rpc_method_handler(babble)  # type: ignore[arg-type]
-    liar.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.wire.v1.Worker", {"Session": handler}),))
-    port = liar.add_insecure_port("127.0.0.1:0")
-    await liar.start()
+    invalid_server = grpc.aio.server()
+    handler = grpc.stream_stream_rpc_method_handler(send_invalid_message)  # type: ignore[arg-type]
+    invalid_server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("baton.wire.v1.Worker", {"Session": handler}),)
+    )
+    port = invalid_server.add_insecure_port("127.0.0.1:0")
+    await invalid_server.start()
     session = await network.open_session(f"127.0.0.1:{port}")
     with pytest.raises(StreamBroken, match="not a valid message"):
         await asyncio.wait_for(session.receive(), 2)
     with pytest.raises(StreamBroken):
         session.send(Ack(seq=1))
-    await liar.stop(0)
+    await invalid_server.stop(0)
 
 
-async def test_non_text_path_does_not_stop_the_server(server: GrpcServer, network: GrpcNetwork) -> None:
-    """grpc's own server would stop for good, and leave a process that lives and serves nobody."""
+async def test_call_with_an_undecodable_path_does_not_stop_the_server(server: GrpcServer, network: GrpcNetwork) -> None:
+    """The server of grpc.aio alone stops accepting calls after such a path while its process keeps running."""
     server.add_worker(StubWorker(session=lambda stream: echo(stream, lambda ack: Step(seq=ack.seq))))
-    address = await started(server)
-    no_text = hostile.BEGIN + hostile.grpc_call("/", hostile.grpc_message(b""), path=b"/\xff/\xfe")
+    address = await start(server)
+    undecodable = hostile.BEGIN + hostile.grpc_call("/", hostile.grpc_message(b""), path=b"/\xff/\xfe")
     for _ in range(3):
-        assert not (await hostile.say(int(address.rsplit(":", 1)[1]), [no_text])).was_closed
+        assert not (await hostile.say(int(address.rsplit(":", 1)[1]), [undecodable])).was_closed
     session = await network.open_session(address)
     session.send(Ack(seq=7))
     assert await session.receive() == Step(seq=7)
     await session.aclose()
 
 
-async def test_a_call_of_an_unknown_method_is_refused(server: GrpcServer) -> None:
+async def test_unknown_method_is_refused_as_unimplemented(server: GrpcServer) -> None:
     server.add_scheduler(StubScheduler(()))
-    async with grpc.aio.insecure_channel(await started(server)) as channel:
+    async with grpc.aio.insecure_channel(await start(server)) as channel:
         for path in ("/", "/x", "/baton.wire.v1.Scheduler/Nothing", "/baton.wire.v1.Worker/Session", "/\u20ac/y"):
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await channel.unary_unary(path)(b"", timeout=5)

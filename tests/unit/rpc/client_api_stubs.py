@@ -1,4 +1,4 @@
-"""The front door's APIs, answering as told."""
+"""Stubs of the gateway's inference and admin APIs with answers set by the test."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from baton.runtime.network.mailbox import Mailbox
 
 
 class StubGeneration:
-    """A generation that a test fills; `fail` ends it with an error."""
+    """A generation whose chunks are put by the test. An exception among them ends it."""
 
     def __init__(self, request_id: str = "req-1") -> None:
         self.request_id = request_id
@@ -34,11 +34,11 @@ class StubGeneration:
 
 
 class StubInference:
-    """`answer`, where it is an error, is raised by every method."""
+    """Returns `answer` from `generate` and records calls. If `answer` is an exception, all methods raise it."""
 
     def __init__(self, answer: Any = None) -> None:
         self.answer = answer
-        self.asked: list[tuple[Mapping[str, Any], Caller]] = []
+        self.calls: list[tuple[Mapping[str, Any], Caller]] = []
 
     async def generate(self, body: Mapping[str, Any], caller: Caller) -> StubGeneration:
         return self._answer(body, caller)  # type: ignore[no-any-return]
@@ -56,19 +56,19 @@ class StubInference:
         return (ModelInfo(model_id="demo", max_model_len=1024), ModelInfo(model_id="other"))
 
     def _answer(self, body: Mapping[str, Any], caller: Caller) -> Any:
-        self.asked.append((body, caller))
+        self.calls.append((body, caller))
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
 
 class StubAdmin:
-    """Knows one worker, w0."""
+    """Returns the given status and records, and records all calls. Its only worker is w0."""
 
     def __init__(self, status: ClusterStatus, records: tuple[DecisionRecord, ...] = ()) -> None:
         self._status = status
         self._records = records
-        self.asked: list[Any] = []
+        self.calls: list[Any] = []
         self.callers: list[Caller] = []
 
     async def status(self, caller: Caller) -> ClusterStatus:
@@ -76,11 +76,11 @@ class StubAdmin:
         return self._status
 
     async def explain(self, request_id: str | None, caller: Caller) -> tuple[DecisionRecord, ...]:
-        self.asked.append(request_id)
+        self.calls.append(request_id)
         return self._records
 
     async def drain(self, worker_id: str, caller: Caller, *, node_shutting_down: bool = False) -> None:
-        self.asked.append((worker_id, node_shutting_down))
+        self.calls.append((worker_id, node_shutting_down))
         if worker_id != "w0":
             raise Refused(
                 Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=f"there is no worker {worker_id}")

@@ -1,4 +1,4 @@
-"""The front door over gRPC: servicers, our own clients, and clients that know nothing of us."""
+"""The client gRPC API: servicers, Baton's own clients and plain gRPC clients."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_r
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests import builders
 from tests.contract.networks import eventually
-from tests.unit.rpc.front_stubs import StubAdmin, StubGeneration, StubInference
+from tests.unit.rpc.client_api_stubs import StubAdmin, StubGeneration, StubInference
 
 BODY = {"prompt": "once upon", "max_tokens": 4, "stream": True, "return_token_ids": True}
 LAST = GenerateChunk(
@@ -67,8 +67,8 @@ CHUNKS = (
 )
 
 
-class Front:
-    """A served gateway, and a channel to it."""
+class GatewayServer:
+    """A running gRPC server with stub services, and a channel to it."""
 
     def __init__(
         self, server: GrpcServer, channel: grpc.aio.Channel, inference: StubInference, admin: StubAdmin
@@ -104,22 +104,22 @@ RECORD = DecisionRecord(
 
 
 @pytest.fixture
-async def front() -> AsyncIterator[Front]:
+async def gateway() -> AsyncIterator[GatewayServer]:
     server = GrpcServer(heartbeat_s=0.2)
     inference, admin = StubInference(), StubAdmin(STATUS, (RECORD,))
     server.add_inference(inference)
     server.add_admin(admin)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start('127.0.0.1', 0)}") as channel:
-        yield Front(server, channel, inference, admin)
+        yield GatewayServer(server, channel, inference, admin)
     await server.stop(0)
 
 
 # Generate
 
 
-async def test_an_answer_arrives_chunk_by_chunk(front: Front) -> None:
-    front.api.answer = answer = StubGeneration("req-7")
-    generation = await front.client().generate(BODY)
+async def test_generate_streams_each_chunk_as_it_is_produced(gateway: GatewayServer) -> None:
+    gateway.api.answer = answer = StubGeneration("req-7")
+    generation = await gateway.client().generate(BODY)
     assert generation.request_id == "req-7"
     for chunk in CHUNKS:
         answer.put(chunk)
@@ -127,13 +127,13 @@ async def test_an_answer_arrives_chunk_by_chunk(front: Front) -> None:
     with pytest.raises(StreamBroken):
         await generation.receive()
     assert answer.is_closed
-    assert front.api.asked[0][0] == BODY
+    assert gateway.api.calls[0][0] == BODY
 
 
-async def test_a_plain_client_reads_totals_and_the_request_id(front: Front) -> None:
-    front.api.answer = answer = StubGeneration("req-8")
+async def test_plain_grpc_client_receives_usage_and_request_id(gateway: GatewayServer) -> None:
+    gateway.api.answer = answer = StubGeneration("req-8")
     answer.put(*CHUNKS)
-    call = front.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
+    call = gateway.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
     messages = [message async for message in call]
     assert dict(await call.initial_metadata())["x-request-id"] == "req-8"
     assert await call.code() is grpc.StatusCode.OK
@@ -144,12 +144,12 @@ async def test_a_plain_client_reads_totals_and_the_request_id(front: Front) -> N
     assert not messages[0].choices[1].HasField("finish_reason")
 
 
-async def test_the_gateway_gets_the_caller(front: Front) -> None:
-    front.api.answer = answer = StubGeneration()
+async def test_gateway_receives_authorization_timeout_and_address_of_the_caller(gateway: GatewayServer) -> None:
+    gateway.api.answer = answer = StubGeneration()
     answer.put(LAST)
-    client = front.client(authorization="Bearer secret")
+    client = gateway.client(authorization="Bearer secret")
     await (await client.generate(BODY, timeout_s=30)).receive()
-    _, caller = front.api.asked[0]
+    _, caller = gateway.api.calls[0]
     assert isinstance(caller, Caller)
     assert caller.authorization == "Bearer secret"
     assert caller.timeout_s is not None
@@ -157,12 +157,12 @@ async def test_the_gateway_gets_the_caller(front: Front) -> None:
     assert caller.address
 
 
-async def test_a_call_without_key_or_deadline_has_neither(front: Front) -> None:
-    front.api.answer = answer = StubGeneration()
+async def test_call_without_key_and_deadline_has_no_authorization_and_timeout(gateway: GatewayServer) -> None:
+    gateway.api.answer = answer = StubGeneration()
     answer.put(LAST)
-    await (await front.client().generate(BODY)).receive()
-    assert front.api.asked[0][1].authorization == ""
-    assert front.api.asked[0][1].timeout_s is None
+    await (await gateway.client().generate(BODY)).receive()
+    assert gateway.api.calls[0][1].authorization == ""
+    assert gateway.api.calls[0][1].timeout_s is None
 
 
 @pytest.mark.parametrize(
@@ -195,13 +195,13 @@ async def test_a_call_without_key_or_deadline_has_neither(front: Front) -> None:
     ],
 )
 @pytest.mark.parametrize("first", [(), CHUNKS[:1]])
-async def test_a_failure_has_its_status_before_and_in_mid_stream(
-    front: Front, failure: Failure, status: grpc.StatusCode, first: tuple[GenerateChunk, ...]
+async def test_failure_before_and_during_the_stream_has_its_grpc_status(
+    gateway: GatewayServer, failure: Failure, status: grpc.StatusCode, first: tuple[GenerateChunk, ...]
 ) -> None:
     answer = StubGeneration()
     answer.put(*first, Refused(failure))
-    front.api.answer = answer if first else Refused(failure)
-    call = front.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
+    gateway.api.answer = answer if first else Refused(failure)
+    call = gateway.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
     with pytest.raises(grpc.aio.AioRpcError) as error:
         _ = [message async for message in call]
     assert error.value.code() is status
@@ -212,71 +212,75 @@ async def test_a_failure_has_its_status_before_and_in_mid_stream(
     assert "baton-failure-bin" not in trailing
 
 
-async def test_our_client_gets_the_failure_itself(front: Front) -> None:
+async def test_own_client_raises_the_original_failure(gateway: GatewayServer) -> None:
     failure = Failure(code=Code.RESOURCE_EXHAUSTED, reason=Reason.TTFT_SLO, message="too slow", retry_after_s=0.25)
-    front.api.answer = Refused(failure)
+    gateway.api.answer = Refused(failure)
     with pytest.raises(Refused) as refused:
-        await front.client().generate(BODY)
+        await gateway.client().generate(BODY)
     assert refused.value.failure == failure
-    front.api.answer = answer = StubGeneration()
+    gateway.api.answer = answer = StubGeneration()
     answer.put(CHUNKS[0], Refused(failure))
-    generation = await front.client().generate(BODY)
+    generation = await gateway.client().generate(BODY)
     assert await generation.receive() == CHUNKS[0]
     with pytest.raises(Refused) as refused:
         await generation.receive()
     assert refused.value.failure == failure
 
 
-async def test_a_message_longer_than_a_header_still_arrives(front: Front) -> None:
+async def test_error_message_longer_than_a_header_is_truncated(gateway: GatewayServer) -> None:
     message = "ä is not allowed; " * 10_000
-    front.api.answer = Refused(Failure(code=Code.INVALID_ARGUMENT, reason=Reason.INVALID_REQUEST, message=message))
+    gateway.api.answer = Refused(Failure(code=Code.INVALID_ARGUMENT, reason=Reason.INVALID_REQUEST, message=message))
     with pytest.raises(Refused) as refused:
-        await front.client().generate(BODY)
+        await gateway.client().generate(BODY)
     assert refused.value.failure.code is Code.INVALID_ARGUMENT
     assert message.startswith(str(refused.value))
 
 
-async def test_a_bug_is_no_clients_business(front: Front, caplog: pytest.LogCaptureFixture) -> None:
-    front.api.answer = KeyError("secret internals")
+async def test_internal_error_is_logged_and_not_shown_to_the_client(
+    gateway: GatewayServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway.api.answer = KeyError("secret internals")
     with pytest.raises(Refused) as refused:
-        await front.client().generate(BODY)
+        await gateway.client().generate(BODY)
     assert refused.value.failure.code is Code.INTERNAL
     assert "secret" not in str(refused.value)
     assert "secret internals" in caplog.text
 
 
-async def test_a_client_that_goes_away_closes_its_generation(front: Front) -> None:
-    front.api.answer = answer = StubGeneration()
+async def test_generation_is_closed_when_the_client_cancels(gateway: GatewayServer) -> None:
+    gateway.api.answer = answer = StubGeneration()
     answer.put(CHUNKS[0])
-    generation = await front.client().generate(BODY)
+    generation = await gateway.client().generate(BODY)
     await generation.receive()
     await generation.aclose()
     await eventually(lambda: answer.is_closed)
 
 
-async def test_a_deadline_that_passes_closes_its_generation(front: Front) -> None:
-    front.api.answer = answer = StubGeneration()
+async def test_generation_is_closed_when_the_deadline_passes(gateway: GatewayServer) -> None:
+    gateway.api.answer = answer = StubGeneration()
     answer.put(CHUNKS[0])
-    generation = await front.client().generate(BODY, timeout_s=0.3)
+    generation = await gateway.client().generate(BODY, timeout_s=0.3)
     assert await generation.receive() == CHUNKS[0]
     with pytest.raises(StreamBroken, match="DEADLINE_EXCEEDED"):
         await generation.receive()
     await eventually(lambda: answer.is_closed)
 
 
-async def test_client_that_does_not_read_is_disconnected(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_does_not_read_is_disconnected(
+    gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("baton.rpc.inference_rpc.WRITE_S", 0.2)
-    front.api.answer = answer = StubGeneration()
-    call = front.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
+    gateway.api.answer = answer = StubGeneration()
+    call = gateway.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
     answer.put(*[GenerateChunk(choices=(ChoiceDelta(index=0, text="x" * 100_000),))] * 200)
     await eventually(lambda: answer.is_closed)
     call.cancel()
 
 
-# The request as a dict
+# Conversion of a request to a body
 
 
-def test_only_what_a_client_set_is_in_the_body() -> None:
+def test_body_has_only_fields_that_the_client_set() -> None:
     always = {"stream": True, "return_token_ids": True}
     assert from_generate_request(inference_pb2.GenerateRequest()) == always
     message = inference_pb2.GenerateRequest(prompt="", temperature=0.0, n=0, ignore_eos=False, seed=-1)
@@ -290,7 +294,7 @@ def test_only_what_a_client_set_is_in_the_body() -> None:
     }
 
 
-def test_token_ids_are_a_prompt() -> None:
+def test_token_ids_become_the_prompt_and_exclude_a_text_prompt() -> None:
     assert from_generate_request(inference_pb2.GenerateRequest(token_ids=[1, 2]))["prompt"] == [1, 2]
     with pytest.raises(Refused, match="both prompt and token_ids"):
         from_generate_request(inference_pb2.GenerateRequest(token_ids=[1, 2], prompt="x"))
@@ -325,8 +329,8 @@ def test_body_is_unchanged_after_serialization(body: dict[str, Any]) -> None:
     assert from_generate_request(inference_pb2.GenerateRequest.FromString(raw)) == body
 
 
-def test_every_field_of_a_request_is_passed_on() -> None:
-    """A field that is added to the proto and forgotten here would be silently ignored."""
+def test_body_has_every_field_of_the_proto() -> None:
+    """A field that is added to the proto but not to the mapper would be ignored without an error."""
     message = inference_pb2.GenerateRequest(
         **{
             f.name: _sample(f)
@@ -347,34 +351,34 @@ def _sample(field: Any) -> Any:
     return [value] if field.is_repeated else value
 
 
-# The other calls
+# Other calls
 
 
-async def test_text_and_tokens(front: Front) -> None:
-    client = front.client()
+async def test_tokenize_detokenize_and_models_return_values_and_failures(gateway: GatewayServer) -> None:
+    client = gateway.client()
     assert list(await client.tokenize("ab")) == [97, 98]
     assert await client.detokenize(await client.tokenize("ab")) == "ab"
     assert await client.models() == (ModelInfo(model_id="demo", max_model_len=1024), ModelInfo(model_id="other"))
-    assert [body for body, _ in front.api.asked] == [{"prompt": "ab"}, {"prompt": "ab"}, {"tokens": [97, 98]}, {}]
-    front.api.answer = Refused(builders.failure())
+    assert [body for body, _ in gateway.api.calls] == [{"prompt": "ab"}, {"prompt": "ab"}, {"tokens": [97, 98]}, {}]
+    gateway.api.answer = Refused(builders.failure())
     with pytest.raises(Refused):
         await client.tokenize("ab")
 
 
-async def test_operators(front: Front) -> None:
-    client = front.admin_client(authorization="Bearer admin")
+async def test_admin_calls_return_values_and_failures(gateway: GatewayServer) -> None:
+    client = gateway.admin_client(authorization="Bearer admin")
     assert await client.status() == STATUS
-    assert front.admin.callers[0].authorization == "Bearer admin"
+    assert gateway.admin.callers[0].authorization == "Bearer admin"
     assert await client.explain() == (RECORD,)
     assert await client.explain("req-1") == (RECORD,)
     await client.drain("w0", node_shutting_down=True)
     with pytest.raises(Refused, match="there is no worker w9") as refused:
         await client.drain("w9")
     assert refused.value.failure.code is Code.NOT_FOUND
-    assert front.admin.asked == [None, "req-1", ("w0", True), ("w9", False)]
+    assert gateway.admin.calls == [None, "req-1", ("w0", True), ("w9", False)]
 
 
-async def test_a_missing_gateway_is_reported() -> None:
+async def test_call_without_a_gateway_raises_stream_broken() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:9") as channel:
         with pytest.raises(StreamBroken):
             await asyncio.wait_for(AdminClient(channel, "gateway").status(), 5)
