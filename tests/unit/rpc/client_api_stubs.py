@@ -34,7 +34,7 @@ class StubGeneration:
 
 
 class StubInference:
-    """Returns `answer` from `generate` and records calls. If `answer` is an exception, all methods raise it."""
+    """Records calls. `generate` returns `answer`, but if it is an exception, all methods raise it."""
 
     def __init__(self, answer: Any = None) -> None:
         self.answer = answer

@@ -329,7 +329,7 @@ async def test_client_stream_breaks_on_an_invalid_message_from_the_server(networ
 
 
 async def test_call_with_an_undecodable_path_does_not_stop_the_server(server: GrpcServer, network: GrpcNetwork) -> None:
-    """The server of grpc.aio alone stops accepting calls after such a path while its process keeps running."""
+    """The server of grpc.aio stops accepting calls after such a path while its process keeps running."""
     server.add_worker(StubWorker(session=lambda stream: echo(stream, lambda ack: Step(seq=ack.seq))))
     address = await start(server)
     undecodable = hostile.BEGIN + hostile.grpc_call("/", hostile.grpc_message(b""), path=b"/\xff/\xfe")

@@ -56,7 +56,7 @@ def load_service(file: Path | None = None, *, environ: dict[str, str] | None = N
     return load(Service, flags=flags, environ=environ or {}, file=file).config
 
 
-def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path) -> None:
+def test_flag_overrides_variable_overrides_file_overrides_default(tmp_path: Path) -> None:
     file = write(tmp_path, "port: 1\nlease_s: 11\nbeat_s: 1.5\n")
     loaded = load(
         Service, flags={"port": "3", "lease_s": None}, environ={"BATON_PORT": "2", "BATON_LEASE_S": "12"}, file=file
@@ -73,7 +73,7 @@ def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path) -> None:
     assert loaded.sources["mode"] == "default"
 
 
-def test_every_type_from_text_and_from_yaml(tmp_path: Path) -> None:
+def test_every_type_is_parsed_from_text_and_from_yaml(tmp_path: Path) -> None:
     expected = Service(
         memory=512 * 2**20, port=9, mode="fast", eager=True, peers=("a:1", "b:2"), where=Path("/x"), lease_s=3.0
     )
@@ -85,12 +85,12 @@ def test_every_type_from_text_and_from_yaml(tmp_path: Path) -> None:
     assert from_text == from_yaml == expected
 
 
-def test_numbers_as_templating_tools_write_them(tmp_path: Path) -> None:
+def test_integers_in_exponent_notation_are_parsed(tmp_path: Path) -> None:
     assert load_service(write(tmp_path, "memory: 8.388608e+06\nport: 1e+03\n")).memory == 8388608
     assert load_service(write(tmp_path, "port: 1e+03\n")).port == 1000
 
 
-def test_null_and_an_empty_variable(tmp_path: Path) -> None:
+def test_null_and_empty_variable_mean_unset(tmp_path: Path) -> None:
     assert load_service(write(tmp_path, "where: null\n")).where is None
     assert load_service(environ={"BATON_PORT": ""}).port == 8000
     with pytest.raises(ConfigError, match="port: expected an integer, got None"):
@@ -114,31 +114,31 @@ def test_null_and_an_empty_variable(tmp_path: Path) -> None:
         ({"lease_s": "1"}, "beat_s is more than lease_s"),
     ],
 )
-def test_bad_values_name_their_source(flags: dict[str, object], message: str) -> None:
+def test_error_of_an_invalid_value_names_its_source(flags: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_service(**flags)
     assert message in str(error.value)
 
 
-def test_a_service_link_of_kubernetes_is_explained() -> None:
+def test_kubernetes_service_link_variable_gives_the_remedy() -> None:
     with pytest.raises(ConfigError, match="enableServiceLinks"):
         load_service(environ={"BATON_PORT": "tcp://10.0.0.7:80"})
 
 
 @pytest.mark.parametrize(("key", "near"), [("lease", "lease_s"), ("Beat-S", "beat_s"), ("memry", "memory")])
-def test_an_unknown_key_names_the_nearest(tmp_path: Path, key: str, near: str) -> None:
+def test_unknown_key_suggests_the_nearest(tmp_path: Path, key: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown key '{key}'; did you mean '{near}'"):
         load_service(write(tmp_path, f"{key}: 1\n"))
 
 
-def test_a_key_of_another_service_is_passed_over(tmp_path: Path) -> None:
+def test_key_of_another_service_is_ignored(tmp_path: Path) -> None:
     file = write(tmp_path, "policy: x\n")
     assert load(Service, flags={}, environ={"BATON_POLICY": "x"}, file=file, also_known={"policy"}).warnings == ()
     with pytest.raises(ConfigError, match=r"unknown key 'policy'$"):
         load_service(file)
 
 
-def test_an_unknown_variable_is_a_warning() -> None:
+def test_unknown_environment_variable_gives_a_warning() -> None:
     environ = {
         "BATON_PROT": "1",
         "BATON_TEST_LONG": "1",
@@ -162,40 +162,40 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         load_service(tmp_path / "none.yaml")
 
 
-def test_direct_construction_checks_too() -> None:
+def test_direct_construction_validates_values() -> None:
     with pytest.raises(ConfigError, match="lease_s: expected a finite number"):
         Service(lease_s=math.inf)
     with pytest.raises(ConfigError, match="mode: expected one of"):
         Service(mode="sage")  # type: ignore[arg-type]
 
 
-def test_secrets_are_not_shown() -> None:
+def test_secrets_are_masked() -> None:
     loaded = load(Service, flags={"url": "redis://me:hunter2@host:6379/0"}, environ={})
     rows = {name: shown for name, shown, _ in loaded.rows()}
     assert rows["url"] == "redis://me:***@host:6379/0"
     assert "hunter2" not in repr(loaded.config)
 
 
-def test_rows_show_values_as_one_would_write_them() -> None:
+def test_rows_show_values_in_input_format() -> None:
     rows = {
         name: shown for name, shown, _ in load(Service, flags={"memory": 2**30, "peers": ["a", "b"]}, environ={}).rows()
     }
     assert (rows["memory"], rows["peers"], rows["eager"], rows["url"]) == ("1GiB", "a,b", "false", "")
 
 
-def test_dump_goes_through_json() -> None:
+def test_dump_is_restored_after_json() -> None:
     service = Service(peers=("a",), where=None, memory=5, url="redis://h")
     assert restore(Service, json.loads(json.dumps(dump(service)))) == service
     with pytest.raises(ConfigError, match="unknown settings"):
         restore(Service, {"prt": 1})
 
 
-def test_derive_takes_what_both_have() -> None:
+def test_derive_copies_common_settings() -> None:
     timing = derive(Timing, Service(lease_s=9.0, port=1), beat_s=0.5)
     assert timing == Timing(lease_s=9.0, beat_s=0.5)
 
 
-def test_names_follow_from_the_field() -> None:
+def test_flag_and_variable_are_derived_from_the_field_name() -> None:
     lease = next(item for item in settings_of(Service) if item.name == "lease_s")
     assert (lease.flag, lease.variable, lease.description) == (
         "--lease-s",
@@ -204,7 +204,7 @@ def test_names_follow_from_the_field() -> None:
     )
 
 
-def test_schema_accepts_what_load_accepts(tmp_path: Path) -> None:
+def test_schema_accepts_valid_values_and_rejects_invalid_ones(tmp_path: Path) -> None:
     schema = json_schema(Timing, Service)
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
@@ -232,13 +232,13 @@ def test_schema_accepts_what_load_accepts(tmp_path: Path) -> None:
         assert not validator.is_valid(bad), bad
 
 
-def test_a_setting_has_one_simple_type() -> None:
+def test_setting_of_an_unsupported_type_is_refused() -> None:
     @config
-    class Odd(Config):
+    class Unsupported(Config):
         table: tuple[int, ...] = setting((), help="")
 
     with pytest.raises(TypeError, match="a setting cannot be of type"):
-        settings_of(Odd)
+        settings_of(Unsupported)
 
 
 @config
@@ -251,20 +251,20 @@ def deprecated(old: str, new: str) -> str:
     return f"{old} is deprecated and will be removed in the next release; use {new}"
 
 
-def test_an_old_flag_is_accepted_with_a_warning() -> None:
+def test_deprecated_flag_is_accepted_with_a_warning() -> None:
     loaded = load(Renamed, flags={"claim_s": "3", "kv_timeout_s": None}, environ={})
     assert loaded.config.kv_timeout_s == 3.0
     assert loaded.sources["kv_timeout_s"] == "--claim-s"
     assert loaded.warnings == (deprecated("--claim-s", "--kv-timeout-s"),)
 
 
-def test_an_old_variable_is_accepted_with_a_warning() -> None:
+def test_deprecated_variable_is_accepted_with_a_warning() -> None:
     loaded = load(Renamed, flags={}, environ={"BATON_CLAIM_S": "3"})
     assert (loaded.config.kv_timeout_s, loaded.sources["kv_timeout_s"]) == (3.0, "BATON_CLAIM_S")
     assert loaded.warnings == (deprecated("BATON_CLAIM_S", "BATON_KV_TIMEOUT_S"),)
 
 
-def test_an_old_yaml_key_is_accepted_with_a_warning(tmp_path: Path) -> None:
+def test_deprecated_yaml_key_is_accepted_with_a_warning(tmp_path: Path) -> None:
     file = write(tmp_path, "claim_s: 3\n")
     loaded = load(Renamed, flags={}, environ={}, file=file)
     assert (loaded.config.kv_timeout_s, loaded.sources["kv_timeout_s"]) == (3.0, f"{file}: claim_s")
@@ -272,7 +272,7 @@ def test_an_old_yaml_key_is_accepted_with_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [("claim_s", "kv_timeout_s"), ("kv_timeout_s", "claim_s")])
-def test_old_and_new_name_in_one_source_are_refused(tmp_path: Path, order: tuple[str, str]) -> None:
+def test_deprecated_and_new_name_in_one_source_are_refused(tmp_path: Path, order: tuple[str, str]) -> None:
     both = dict.fromkeys(order, "3")
     with pytest.raises(ConfigError, match=r"^--kv-timeout-s and --claim-s are the same setting, and both are given"):
         load(Renamed, flags=both, environ={})
@@ -282,12 +282,12 @@ def test_old_and_new_name_in_one_source_are_refused(tmp_path: Path, order: tuple
         load(Renamed, flags={}, environ={}, file=write(tmp_path, "".join(f"{name}: 3\n" for name in order)))
 
 
-def test_a_flag_replaces_an_old_key_of_the_file(tmp_path: Path) -> None:
+def test_flag_overrides_a_deprecated_key_of_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, "claim_s: 3\n")
     assert load(Renamed, flags={"kv_timeout_s": "4"}, environ={}, file=file).config.kv_timeout_s == 4.0
 
 
-def test_an_old_choice_is_accepted_with_a_warning(tmp_path: Path) -> None:
+def test_deprecated_choice_is_accepted_with_a_warning(tmp_path: Path) -> None:
     loaded = load(Renamed, flags={"device": "paced"}, environ={})
     assert loaded.config.device == "emulated"
     assert loaded.warnings == (deprecated("--device: paced", "emulated"),)
@@ -295,12 +295,12 @@ def test_an_old_choice_is_accepted_with_a_warning(tmp_path: Path) -> None:
     assert load(Renamed, flags={}, environ={}, file=file).config.device == "emulated"
 
 
-def test_an_invalid_value_of_an_old_name_names_that_source() -> None:
+def test_error_of_an_invalid_value_names_the_deprecated_flag() -> None:
     with pytest.raises(ConfigError, match="--claim-s: must be more than 0, got 0"):
         load(Renamed, flags={"claim_s": "0"}, environ={})
 
 
-def test_the_schema_marks_old_names_as_deprecated() -> None:
+def test_schema_marks_old_names_as_deprecated() -> None:
     schema = json_schema(Renamed)
     assert schema["properties"]["claim_s"]["deprecated"] is True
     validator = jsonschema.Draft202012Validator(schema)

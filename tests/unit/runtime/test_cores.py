@@ -1,4 +1,4 @@
-"""How much of the machine's cores a container's limit leaves, as the kernel tells it."""
+"""CPU quota of a container, read from cgroup files."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from baton.runtime.process.cores import core_quota
         ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
     ],
 )
-def test_a_limit_is_read_in_both_versions(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+def test_core_quota_is_read_from_cgroup_v1_and_v2(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -18,11 +18,11 @@ def fires(points: Failpoints, name: str, **context: object) -> bool:
     return False
 
 
-def test_nothing_happens_while_none_are_armed() -> None:
+def test_hit_without_rules_does_not_raise() -> None:
     Failpoints("").hit("engine.step", token=1)
 
 
-def test_raise_at_every_hit_with_its_text() -> None:
+def test_raise_rule_raises_its_text_at_every_hit() -> None:
     points = Failpoints("engine.step=raise:no memory left")
     for _ in range(2):
         with pytest.raises(FailpointError, match="no memory left"):
@@ -30,12 +30,12 @@ def test_raise_at_every_hit_with_its_text() -> None:
     points.hit("engine.other")
 
 
-def test_nth_fires_once() -> None:
+def test_rule_with_a_hit_number_fires_once() -> None:
     points = Failpoints("engine.step=raise@3")
     assert [fires(points, "engine.step") for _ in range(5)] == [False, False, True, False, False]
 
 
-def test_context_must_match_and_only_matches_count() -> None:
+def test_rule_with_context_counts_matching_hits_only() -> None:
     points = Failpoints("engine.step[token=123,worker=w0]=raise@2")
     points.identify(worker="w0")
     hits = [7, 123, 7, 123, 123]
@@ -44,7 +44,7 @@ def test_context_must_match_and_only_matches_count() -> None:
     assert not fires(Failpoints("engine.step[worker=w0]=raise"), "engine.step")
 
 
-def test_several_rules() -> None:
+def test_rules_of_one_text_are_independent() -> None:
     points = Failpoints(" a=raise:first ; b=raise:second@1; ")
     assert fires(points, "b")
     assert not fires(points, "b")
@@ -60,7 +60,7 @@ def test_sleep_blocks_the_caller() -> None:
 @pytest.mark.parametrize(
     "text", ["a", "a=", "a=explode", "a=sleep", "a=sleep:soon", "a=exit:x", "a[b]=exit", "a=raise@0", "a b=raise"]
 )
-def test_a_rule_that_cannot_be_read_is_refused(text: str) -> None:
+def test_invalid_rule_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="BATON_FAILPOINTS"):
         Failpoints(text)
 
@@ -74,17 +74,17 @@ def start(rules: str, code: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(("action", "code"), [("exit", 137), ("exit:9", 9)])
-def test_exit_ends_the_process_there_and_leaves_a_line(action: str, code: int) -> None:
+def test_exit_rule_ends_the_process_and_writes_to_stderr(action: str, code: int) -> None:
     process = start(f"here={action}@2", "for n in range(3): print(n, flush=True); failpoints.hit('here', n=n)")
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (code, "0\n1\n")
     assert "failpoint" in err
 
 
-def test_stop_waits_for_a_continue() -> None:
-    process = start("here=stop", "failpoints.hit('here'); print('went on', flush=True)")
+def test_stop_rule_stops_the_process_until_sigcont() -> None:
+    process = start("here=stop", "failpoints.hit('here'); print('continued', flush=True)")
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     process.send_signal(signal.SIGCONT)
     out, _ = process.communicate(timeout=30)
-    assert out == "went on\n"
+    assert out == "continued\n"

@@ -1,7 +1,7 @@
 from baton.runtime.observability.health import Health
 
 
-def test_ready_when_every_part_is() -> None:
+def test_health_is_ready_when_every_part_is_ready() -> None:
     health = Health("model", "scheduler")
     assert health.is_alive
     assert health.reasons == ("model: starting", "scheduler: starting")
@@ -13,14 +13,14 @@ def test_ready_when_every_part_is() -> None:
     assert health.reasons == ("scheduler: stream broken",)
 
 
-def test_draining_lives_but_is_not_ready() -> None:
+def test_draining_process_is_alive_but_not_ready() -> None:
     health = Health()
     assert health.is_ready
     health.drain()
     assert (health.is_alive, health.is_ready, health.is_draining) == (True, False, True)
 
 
-def test_failed_is_for_ever_and_keeps_its_first_reason() -> None:
+def test_failure_is_permanent_and_keeps_the_first_reason() -> None:
     health = Health("model")
     health.fail("step stuck")
     health.fail("second")
@@ -29,13 +29,13 @@ def test_failed_is_for_ever_and_keeps_its_first_reason() -> None:
     assert health.reasons == ("failed: step stuck",)
 
 
-def test_listeners_hear_changes_once() -> None:
-    heard: list[bool] = []
+def test_listeners_are_called_once_per_change_of_readiness() -> None:
+    changes: list[bool] = []
     health = Health("a", "b")
-    health.on_change(lambda h: heard.append(h.is_ready))
+    health.on_change(lambda h: changes.append(h.is_ready))
     health.ready("a")
     health.ready("b")
     health.ready("b")
     health.not_ready("a", "x")
     health.not_ready("a", "y")
-    assert heard == [False, True, False]
+    assert changes == [False, True, False]

@@ -21,7 +21,7 @@ class Colour(Enum):
 
 
 @pytest.fixture(autouse=True)
-def unconfigured() -> Iterator[None]:
+def restore_logging() -> Iterator[None]:
     root = logging.getLogger()
     level = root.level
     yield
@@ -53,7 +53,7 @@ def test_events_become_json_lines_in_the_process_file(tmp_path: Path) -> None:
     }
 
 
-def test_other_libraries_and_warnings_go_the_same_way(tmp_path: Path) -> None:
+def test_library_logs_and_warnings_are_in_the_same_file(tmp_path: Path) -> None:
     path = configure("gateway", log_dir=tmp_path)
     assert path is not None
     logging.getLogger("uvicorn.error").warning("listening on %d", 80)
@@ -66,7 +66,7 @@ def test_other_libraries_and_warnings_go_the_same_way(tmp_path: Path) -> None:
     assert "old" in str(second["event"])
 
 
-def test_exceptions_keep_their_traceback(tmp_path: Path) -> None:
+def test_exception_is_logged_with_its_traceback(tmp_path: Path) -> None:
     path = configure("x", log_dir=tmp_path)
     assert path is not None
     try:
@@ -77,18 +77,18 @@ def test_exceptions_keep_their_traceback(tmp_path: Path) -> None:
     assert "LookupError: nothing there" in str(line["exception"])
 
 
-def test_level_and_context(tmp_path: Path) -> None:
+def test_level_filters_lines_and_context_variables_are_added(tmp_path: Path) -> None:
     path = configure("x", log_dir=tmp_path, level="warning")
     assert path is not None
     log = get_logger("baton.test")
-    log.info("unheard")
+    log.info("below_level")
     with structlog.contextvars.bound_contextvars(request_id="r1"):
-        log.warning("heard")
+        log.warning("at_level")
     (line,) = lines(path)
-    assert (line["event"], line["request_id"]) == ("heard", "r1")
+    assert (line["event"], line["request_id"]) == ("at_level", "r1")
 
 
-def test_a_crash_in_native_code_leaves_its_stacks_in_the_file(tmp_path: Path) -> None:
+def test_native_crash_writes_its_stack_to_the_log_file(tmp_path: Path) -> None:
     code = (
         "import faulthandler, sys; from pathlib import Path; from baton.runtime.logging import configure\n"
         "configure('worker', log_dir=Path(sys.argv[1])); faulthandler._sigsegv()"
@@ -98,7 +98,7 @@ def test_a_crash_in_native_code_leaves_its_stacks_in_the_file(tmp_path: Path) ->
     assert "Segmentation fault" in (tmp_path / "worker.log").read_text()
 
 
-def test_a_second_call_replaces_the_first(tmp_path: Path) -> None:
+def test_second_configure_call_replaces_the_first(tmp_path: Path) -> None:
     first, second = configure("a", log_dir=tmp_path), configure("b", log_dir=tmp_path)
     assert first is not None
     assert second is not None
@@ -106,7 +106,7 @@ def test_a_second_call_replaces_the_first(tmp_path: Path) -> None:
     assert (len(lines(first)), len(lines(second))) == (0, 1)
 
 
-def test_a_stream_gets_json_and_a_terminal_text() -> None:
+def test_stream_gets_json_and_terminal_gets_text() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -1,4 +1,4 @@
-"""One direction of a stream."""
+"""Mailbox: the bounded queue of one direction of a stream."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from baton.runtime.network.mailbox import Mailbox
 from tests import builders
 
 
-async def test_a_receiver_that_waits_gets_what_is_put() -> None:
+async def test_waiting_receiver_gets_the_next_message() -> None:
     box: Mailbox[int] = Mailbox(2)
     waiting = asyncio.create_task(box.get())
     await asyncio.sleep(0)
@@ -31,7 +31,7 @@ async def test_wait_for_space_returns_when_a_message_is_taken() -> None:
     assert not box.is_full
 
 
-async def test_closing_wakes_both_sides_and_keeps_what_was_put() -> None:
+async def test_close_wakes_sender_and_receiver_and_keeps_queued_messages() -> None:
     box: Mailbox[int] = Mailbox(1)
     box.put(1)
     waiting = asyncio.create_task(box.wait_for_space())
@@ -45,7 +45,7 @@ async def test_closing_wakes_both_sides_and_keeps_what_was_put() -> None:
     assert broken.value.failure == failure
 
 
-async def test_the_first_reason_stays_and_discarding_empties() -> None:
+async def test_second_close_keeps_the_first_reason_and_can_discard_messages() -> None:
     box: Mailbox[int] = Mailbox(5)
     box.put(1)
     box.close("first")
@@ -54,7 +54,7 @@ async def test_the_first_reason_stays_and_discarding_empties() -> None:
         await box.get()
 
 
-async def test_a_cancelled_wait_takes_nothing() -> None:
+async def test_cancelled_get_removes_no_message() -> None:
     box: Mailbox[int] = Mailbox(5)
     waiting = asyncio.create_task(box.get())
     await asyncio.sleep(0)
@@ -64,6 +64,6 @@ async def test_a_cancelled_wait_takes_nothing() -> None:
     assert await box.get() == 1
 
 
-def test_a_mailbox_without_capacity_is_refused() -> None:
+def test_capacity_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="max_messages is 0; must be at least 1"):
         Mailbox(0)

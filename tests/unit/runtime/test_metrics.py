@@ -16,7 +16,7 @@ from baton.runtime.observability.metrics import (
 FAMILIES = (ProcessMetrics, GatewayMetrics, SchedulerMetrics, EngineMetrics, TransferMetrics)
 
 
-def test_all_parts_fit_into_one_registry_and_are_named_for_baton() -> None:
+def test_all_metric_names_are_unique_and_start_with_baton() -> None:
     registry = CollectorRegistry()
     for family in FAMILIES:
         family(registry)
@@ -25,7 +25,7 @@ def test_all_parts_fit_into_one_registry_and_are_named_for_baton() -> None:
     assert all(name.startswith("baton_") for name in names)
 
 
-def test_two_workers_in_one_process_count_apart() -> None:
+def test_metrics_of_two_workers_in_one_process_are_separate() -> None:
     first, second = CollectorRegistry(), CollectorRegistry()
     EngineMetrics(first).blocks.labels("device", "free").set(5)
     EngineMetrics(second).blocks.labels("device", "free").set(7)
@@ -33,7 +33,7 @@ def test_two_workers_in_one_process_count_apart() -> None:
     assert second.get_sample_value("baton_kv_blocks", {"tier": "device", "state": "free"}) == 7
 
 
-async def test_tasks_that_have_not_ended_are_counted() -> None:
+async def test_unfinished_tasks_are_counted() -> None:
     registry = CollectorRegistry()
     metrics = ProcessMetrics(registry)
     metrics.observe_loop(0.001)
@@ -49,7 +49,7 @@ async def test_tasks_that_have_not_ended_are_counted() -> None:
     assert registry.get_sample_value("baton_event_loop_lag_seconds_count") == 3
 
 
-def test_exposition() -> None:
+def test_exposition_has_values_and_build_info() -> None:
     registry = process_registry("worker")
     TransferMetrics(registry).bytes.labels("nixl").inc(4096)
     text = expose(registry).decode()

@@ -56,7 +56,7 @@ sys.exit(run(main))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_and_exits_with_0(number: signal.Signals) -> None:
+def test_first_signal_drains_and_exits_with_0(number: signal.Signals) -> None:
     with program(DRAINING_SERVICE.replace("DRAIN_S", "0.01")) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -65,7 +65,7 @@ def test_a_signal_drains_and_exits_with_0(number: signal.Signals) -> None:
         assert process.wait(10) == 0
 
 
-def test_a_second_signal_stops_now_but_cleans_up() -> None:
+def test_second_signal_stops_immediately_with_cleanup() -> None:
     with program(DRAINING_SERVICE.replace("DRAIN_S", "60")) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -76,12 +76,12 @@ def test_a_second_signal_stops_now_but_cleans_up() -> None:
         assert process.wait(10) == 128 + signal.SIGINT
 
 
-def test_what_main_raises_ends_the_process_with_1() -> None:
+def test_exception_in_main_exits_with_1() -> None:
     code = "from baton.runtime.process.process import run\nasync def main(stop): raise OSError('no disk')\nrun(main)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False).returncode == 1
 
 
-async def test_until_stopped_returns_raises_or_is_cut_off() -> None:
+async def test_until_stopped_returns_raises_or_is_stopped_now() -> None:
     stop = Stop()
 
     async def returns(_stop: Stop) -> None:
@@ -119,7 +119,7 @@ async def test_cancelling_until_stopped_cancels_main_and_waits_for_it() -> None:
     assert ended == [True]
 
 
-def test_a_service_thread_drains_on_request() -> None:
+def test_service_thread_drains_on_request() -> None:
     events: list[str] = []
 
     async def main(stop: Stop) -> None:
@@ -133,10 +133,10 @@ def test_a_service_thread_drains_on_request() -> None:
     service.request_stop()
     assert service.join(10)
     assert (events, service.error) == (["drained"], None)
-    service.request_stop()  # too late, and harmless
+    service.request_stop()  # no effect after the end
 
 
-def test_a_service_thread_can_be_cut_off_and_keeps_its_error() -> None:
+def test_service_thread_can_be_stopped_now_and_stores_its_error() -> None:
     async def hangs(stop: Stop) -> None:
         await asyncio.Event().wait()
 
@@ -153,10 +153,10 @@ def test_a_service_thread_can_be_cut_off_and_keeps_its_error() -> None:
     assert isinstance(failing.error, LookupError)
 
 
-async def test_background_tasks_end_with_their_scope() -> None:
+async def test_background_tasks_are_cancelled_at_the_end_of_their_scope() -> None:
     events: list[str] = []
 
-    async def reap() -> None:
+    async def wait_forever() -> None:
         try:
             await asyncio.Event().wait()
         finally:
@@ -165,13 +165,13 @@ async def test_background_tasks_end_with_their_scope() -> None:
     async def short() -> None:
         events.append("short")
 
-    async with Background(reap(), short()):
+    async with Background(wait_forever(), short()):
         await asyncio.sleep(0)
         events.append("body")
     assert events == ["short", "body", "ended"]
 
 
-async def test_a_background_failure_ends_the_body() -> None:
+async def test_background_failure_cancels_the_body() -> None:
     async def fails() -> None:
         raise LookupError
 
@@ -185,7 +185,7 @@ async def test_loop_lag_is_observed() -> None:
     lags: list[float] = []
     async with Background(watch_loop_lag(lags.append, interval_s=0.01)):
         await asyncio.sleep(0.03)
-        time.sleep(0.1)  # noqa: ASYNC251 - the lag to be seen
+        time.sleep(0.1)  # noqa: ASYNC251 - blocks the loop on purpose
         await asyncio.sleep(0.03)
     assert max(lags) > 0.08
     assert min(lags) >= 0
@@ -202,7 +202,7 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_a_tethered_child_dies_with_its_parent() -> None:
+def test_child_with_parent_death_signal_dies_with_its_parent() -> None:
     with program(PARENT) as parent:
         assert parent.stdout is not None
         lines = {parent.stdout.readline().strip() for _ in range(2)}
@@ -210,18 +210,18 @@ def test_a_tethered_child_dies_with_its_parent() -> None:
         child = int((lines - {"up"}).pop())
         parent.kill()
         parent.wait()
-        assert gone(child, within_s=5)
+        assert has_ended(child, within_s=5)
 
 
-def test_a_tethered_child_whose_parent_has_gone_does_not_begin() -> None:
-    command = with_parent_death_signal([sys.executable, "-c", "print('lives')"])
+def test_child_with_parent_death_signal_exits_if_its_parent_is_already_dead() -> None:
+    command = with_parent_death_signal([sys.executable, "-c", "print('runs')"])
     orphan = [*command[:5], str(1 << 22), *command[6:]]
     done = subprocess.run(orphan, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (1, "")
 
 
-def gone(pid: int, *, within_s: float) -> bool:
-    """Whether no such process runs any more; a zombie has ended."""
+def has_ended(pid: int, *, within_s: float) -> bool:
+    """Return whether the process ends within `within_s`. A zombie counts as ended."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
         try:
@@ -233,7 +233,7 @@ def gone(pid: int, *, within_s: float) -> bool:
     return False
 
 
-async def test_work_is_left_when_a_stop_is_asked_for_and_its_error_is_raised() -> None:
+async def test_unless_stopped_cancels_the_work_on_stop_and_raises_its_error() -> None:
     stop, cleaned = Stop(), asyncio.Event()
 
     async def work() -> None:
@@ -248,13 +248,13 @@ async def test_work_is_left_when_a_stop_is_asked_for_and_its_error_is_raised() -
     assert cleaned.is_set()
 
     async def fail() -> None:
-        raise ValueError("of the work")
+        raise ValueError("work failed")
 
-    with pytest.raises(ValueError, match="of the work"):
+    with pytest.raises(ValueError, match="work failed"):
         await unless_stopped(Stop(), fail())
 
 
-def test_a_process_knows_its_age_from_its_very_start() -> None:
+def test_process_age_counts_from_the_start_of_the_process() -> None:
     with program(
         "from baton.runtime.process.process import process_age_s; print(process_age_s(), flush=True); input()"
     ) as process:
@@ -277,19 +277,19 @@ subprocess.run([sys.executable, "-c", child])
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no such policies")
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs SCHED_BATCH")
 @pytest.mark.parametrize("given", ["SCHED_OTHER", "SCHED_IDLE"])
-def test_what_gives_way_does_so_with_all_it_starts_but_for_what_computes(given: str) -> None:
-    """Whoever has chosen a policy keeps it."""
-    said = subprocess.run(
+def test_batch_scheduling_applies_to_children_but_not_to_the_compute_thread(given: str) -> None:
+    """A scheduling policy that was set before is kept."""
+    output = subprocess.run(
         [sys.executable, "-c", SCHEDULED, given], capture_output=True, text=True, check=True
     ).stdout.split()
-    gives_way, computes = (os.SCHED_BATCH, os.SCHED_OTHER) if given == "SCHED_OTHER" else (os.SCHED_IDLE, os.SCHED_IDLE)
-    assert list(map(int, said)) == [gives_way, computes, gives_way]
+    batch, computes = (os.SCHED_BATCH, os.SCHED_OTHER) if given == "SCHED_OTHER" else (os.SCHED_IDLE, os.SCHED_IDLE)
+    assert list(map(int, output)) == [batch, computes, batch]
 
 
 @pytest.mark.parametrize("scope", [frozen_heap, infrequent_gc])
-def test_what_was_there_is_left_out_of_collections_until_the_end(
+def test_existing_objects_are_frozen_until_the_end_of_the_scope(
     scope: Callable[[], AbstractContextManager[None]],
 ) -> None:
     threshold, num_frozen = gc.get_threshold(), gc.get_freeze_count()

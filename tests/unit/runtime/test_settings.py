@@ -28,7 +28,7 @@ def test_each_service_has_usable_defaults_and_documents_each_setting(cls: type[C
         assert item.name.endswith("_s") == (item.unit == "seconds"), item.name
 
 
-def test_a_name_means_one_thing_in_every_service() -> None:
+def test_setting_has_the_same_type_and_limits_in_every_service() -> None:
     kinds: dict[str, tuple[object, ...]] = {}
     for cls in SERVICES.values():
         for item in settings_of(cls):
@@ -36,13 +36,13 @@ def test_a_name_means_one_thing_in_every_service() -> None:
             assert kinds.setdefault(item.name, kind) == kind, item.name
 
 
-def test_up_has_every_setting_of_its_services_but_those_it_decides() -> None:
-    decided_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "drain_socket", "scale_with_nodes"}
-    decided_by_up |= {"workers_on_host", "workers_on_gpu"}
-    assert ALL_NAMES - {item.name for item in settings_of(ClusterConfig)} == decided_by_up
+def test_up_has_every_service_setting_except_those_it_sets_itself() -> None:
+    set_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "drain_socket", "scale_with_nodes"}
+    set_by_up |= {"workers_on_host", "workers_on_gpu"}
+    assert ALL_NAMES - {item.name for item in settings_of(ClusterConfig)} == set_by_up
 
 
-def test_up_configures_its_services() -> None:
+def test_service_settings_are_derived_from_cluster_settings() -> None:
     cluster = ClusterConfig(model="/m", lease_s=7.0, decode=2, http_port=0)
     assert derive(WorkerConfig, cluster, role="decode", worker_id="w1").lease_s == 7.0
     assert derive(GatewayConfig, cluster).model_name == "/m"
@@ -74,17 +74,17 @@ def test_test_times_are_settings_below_the_defaults() -> None:
         ({"ray_address": "ray://h:10001"}, "ray://h:10001 is a Ray Client address.*--num-cpus 0"),
     ],
 )
-def test_rules_between_settings(values: dict[str, object], message: str) -> None:
+def test_invalid_combination_of_settings_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ClusterConfig(**values)  # type: ignore[arg-type]
 
 
-def test_hybrid_workers_alone_make_a_cluster() -> None:
+def test_cluster_of_hybrid_workers_and_two_free_ports_are_valid() -> None:
     assert ClusterConfig(prefill=0, decode=0, hybrid=2).hybrid == 2
     assert ClusterConfig(http_port=0, grpc_port=0).grpc_port == 0
 
 
-def test_one_file_serves_a_whole_cluster(tmp_path: Path) -> None:
+def test_one_config_file_is_valid_for_all_services(tmp_path: Path) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("policy: round_robin\nlease_s: 3\nmax_body_bytes: 1MiB\n")
     assert load_settings(SchedulerConfig, flags={}, environ={}, file=file).config.policy == "round_robin"
@@ -96,10 +96,10 @@ def test_one_file_serves_a_whole_cluster(tmp_path: Path) -> None:
         load_settings(GatewayConfig, flags={}, environ={}, file=file)
 
 
-def test_the_default_slo_of_requests() -> None:
+def test_default_slo_is_parsed() -> None:
     assert GatewayConfig(slo="tpot=50ms, ttft=1.5s").default_slo == Slo(ttft_s=1.5, tpot_s=0.05)
     assert GatewayConfig().default_slo == Slo()
 
 
-def test_port_range() -> None:
+def test_port_range_is_parsed() -> None:
     assert port_range("20000-20100") == (20000, 20100)

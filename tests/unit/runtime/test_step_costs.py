@@ -19,7 +19,7 @@ def costs(**seconds: float) -> StepCostModel:
         ("decode_context=1e1µs", costs(decode_context_s=1e-5)),
     ],
 )
-def test_costs_are_read(text: str, expected: StepCostModel) -> None:
+def test_step_costs_are_parsed(text: str, expected: StepCostModel) -> None:
     assert parse_step_costs(text).coefficients == pytest.approx(expected.coefficients)
 
 
@@ -43,5 +43,5 @@ def test_invalid_step_costs_are_refused(text: str, message: str) -> None:
         parse_step_costs(text)
 
 
-def test_the_default_can_be_used() -> None:
+def test_default_step_costs_are_usable() -> None:
     assert parse_step_costs(WorkerConfig().emulated_costs).is_usable

@@ -1,4 +1,4 @@
-"""Spans that are made, sent and lost; and that nothing of it is there while tracing is off."""
+"""Trace spans: creation, export, sampling and loss, and no overhead while tracing is off."""
 
 import asyncio
 import json
@@ -26,25 +26,25 @@ CONTEXT = f"00-{TRACE}-{SPAN}-01"
 
 @pytest_asyncio.fixture
 async def collector() -> AsyncIterator[Collector]:
-    made = Collector()
-    await made.start()
-    yield made
-    await made.stop()
+    collector = Collector()
+    await collector.start()
+    yield collector
+    await collector.stop()
 
 
-def a_process() -> ProcessMetrics:
+def process_metrics() -> ProcessMetrics:
     return ProcessMetrics(CollectorRegistry())
 
 
 def tracing_to(endpoint: str, sample: float = 1.0, metrics: ProcessMetrics | None = None) -> OtlpTracing:
-    spans = (metrics or a_process()).trace_spans
+    spans = (metrics or process_metrics()).trace_spans
     return OtlpTracing(
         endpoint, sample, spans, service="gateway", instance="g0", attributes={"baton.role": "x", "baton.nothing": None}
     )
 
 
-def counted(metrics: ProcessMetrics) -> dict[str, float]:
-    """Spans by what became of them."""
+def span_outcomes(metrics: ProcessMetrics) -> dict[str, float]:
+    """Return the number of spans by outcome."""
     return {
         s.labels["outcome"]: s.value
         for family in metrics.trace_spans.collect()
@@ -54,7 +54,7 @@ def counted(metrics: ProcessMetrics) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_one"),
+    ("text", "is_valid"),
     [
         (CONTEXT, True),
         (f"01-{TRACE}-{SPAN}-00", True),
@@ -67,12 +67,12 @@ def counted(metrics: ProcessMetrics) -> dict[str, float]:
         ("", False),
     ],
 )
-def test_a_traceparent(text: str, is_one: bool) -> None:
-    assert is_traceparent(text) is is_one
+def test_traceparent_is_validated(text: str, is_valid: bool) -> None:
+    assert is_traceparent(text) is is_valid
 
 
-def test_without_a_collector_there_are_no_spans_and_contexts_pass_through() -> None:
-    tracing = open_tracing(GatewayConfig(), a_process(), "gateway", "g0")
+def test_tracing_without_a_collector_records_no_spans_and_passes_contexts_on() -> None:
+    tracing = open_tracing(GatewayConfig(), process_metrics(), "gateway", "g0")
     assert tracing is OFF
     assert not tracing.is_on
     assert tracing.start("request") is NO_SPAN
@@ -82,7 +82,7 @@ def test_without_a_collector_there_are_no_spans_and_contexts_pass_through() -> N
     assert (span.context, span.is_recorded) == (CONTEXT, False)
 
 
-def test_services_load_the_exporter_only_when_they_trace() -> None:
+def test_services_import_the_exporter_only_with_tracing_on() -> None:
     code = (
         "import json, sys\n"
         "import baton.gateway.gateway_main, baton.scheduler.scheduler_main, baton.worker.worker_main\n"
@@ -90,12 +90,12 @@ def test_services_load_the_exporter_only_when_they_trace() -> None:
         "'opentelemetry.exporter'))]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == []  # the SDK is loaded by redis, which looks for it
+    assert json.loads(done.stdout.splitlines()[-1]) == []  # redis imports the SDK itself
 
 
-async def test_a_span_reaches_the_collector_with_what_was_said_of_it(collector: Collector) -> None:
-    metrics = a_process()
-    assert counted(metrics) == {"sent": 0, "failed": 0, "dropped": 0}
+async def test_span_reaches_the_collector_with_attributes_events_and_times(collector: Collector) -> None:
+    metrics = process_metrics()
+    assert span_outcomes(metrics) == {"sent": 0, "failed": 0, "dropped": 0}
     tracing = open_tracing(
         TracingSettings(otlp_endpoint=collector.endpoint), metrics, "worker", "d0", {"baton.role": "decode"}
     )
@@ -110,7 +110,7 @@ async def test_a_span_reaches_the_collector_with_what_was_said_of_it(collector: 
     await tracing.aclose()
     spans = collector.of_trace(TRACE)
     assert spans.keys() == {"decode", "kv pull"}
-    assert counted(metrics) == {"sent": 2, "failed": 0, "dropped": 0}
+    assert span_outcomes(metrics) == {"sent": 2, "failed": 0, "dropped": 0}
     decode, pull = spans["decode"], spans["kv pull"]
     assert (decode.parent_id, pull.parent_id) == (SPAN, decode.span_id)
     assert outer.context == f"00-{TRACE}-{decode.span_id}-01"
@@ -121,8 +121,8 @@ async def test_a_span_reaches_the_collector_with_what_was_said_of_it(collector: 
     assert decode.end_s - decode.events["first token"] == pytest.approx(1.0, abs=1e-6)
 
 
-async def test_no_span_ends_before_it_begins(collector: Collector) -> None:
-    """Whatever the loop's clock, which stands still between its turns, says in between."""
+async def test_spans_never_end_before_their_start(collector: Collector) -> None:
+    """The loop's clock is updated once per iteration, so its times may be before the span's start."""
     tracing = tracing_to(collector.endpoint)
     for _ in range(50):
         span = tracing.start("placement")
@@ -135,7 +135,7 @@ async def test_no_span_ends_before_it_begins(collector: Collector) -> None:
     assert all(span.start_s <= min(span.events.values(), default=span.end_s) <= span.end_s for span in collector.spans)
 
 
-async def test_a_trace_without_a_beginning_begins_here(collector: Collector) -> None:
+async def test_span_without_a_valid_parent_context_starts_a_new_trace(collector: Collector) -> None:
     tracing = tracing_to(collector.endpoint)
     for context in ("", "garbage", f"00-{'0' * 32}-{SPAN}-01"):
         tracing.start("request", context).end()
@@ -144,7 +144,7 @@ async def test_a_trace_without_a_beginning_begins_here(collector: Collector) -> 
     assert len({span.trace_id for span in collector.spans}) == 3
 
 
-async def test_what_is_recorded_is_decided_where_a_trace_begins(collector: Collector) -> None:
+async def test_sampling_is_decided_by_the_first_span_of_a_trace(collector: Collector) -> None:
     tracing = tracing_to(collector.endpoint, sample=0.0)
     own = tracing.start("request")
     below = tracing.start("placement", own.context)
@@ -160,61 +160,61 @@ async def test_what_is_recorded_is_decided_where_a_trace_begins(collector: Colle
     assert below.context.split("-")[1] == own.context.split("-")[1]
 
 
-async def test_a_part_of_traces(collector: Collector) -> None:
+async def test_sample_rate_is_the_recorded_share_of_traces(collector: Collector) -> None:
     tracing = tracing_to(collector.endpoint, sample=0.25)
     recorded = sum(tracing.start("request").is_recorded for _ in range(2000))
     await tracing.aclose()
     assert 380 < recorded < 620  # six standard deviations
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-async def test_a_collector_that_does_not_answer_delays_nothing(collector: Collector, is_there: bool) -> None:
-    """Also not the end of the process: not there at all, or there and silent."""
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_unavailable_collector_delays_neither_spans_nor_shutdown(collector: Collector, is_running: bool) -> None:
+    """The collector is either stopped, or accepts calls and never answers."""
     loop = asyncio.get_running_loop()
     collector.answers = False
-    if not is_there:
+    if not is_running:
         await collector.stop()
     tracing = tracing_to(collector.endpoint)
-    began_s = loop.time()
+    start_s = loop.time()
     for _ in range(2 * MAX_QUEUED_SPANS):
         tracing.start("request").end()
-    assert loop.time() - began_s < 5.0
-    began_s = loop.time()
+    assert loop.time() - start_s < 5.0
+    start_s = loop.time()
     await tracing.aclose()
-    assert loop.time() - began_s < FLUSH_S + 1.0
+    assert loop.time() - start_s < FLUSH_S + 1.0
 
 
 @pytest.mark.slow
 async def test_spans_beyond_the_queue_limit_are_counted_and_queued_ones_are_sent(collector: Collector) -> None:
-    metrics = a_process()
+    metrics = process_metrics()
     collector.answers = False
     tracing = tracing_to(collector.endpoint, metrics=metrics)
     for _ in range(BATCH_SPANS):
         tracing.start("first").end()
     await collector.until(lambda: collector.num_calls == 1)
     for _ in range(MAX_QUEUED_SPANS):
-        tracing.start("waits").end()
-    assert counted(metrics)["dropped"] == 0
+        tracing.start("queued").end()
+    assert span_outcomes(metrics)["dropped"] == 0
     for _ in range(3):
-        tracing.start("too much").end()
-    assert counted(metrics) == {"sent": 0, "failed": 0, "dropped": 3}
-    collector.answers = True  # the first call alone goes unanswered, until its time is over
+        tracing.start("dropped").end()
+    assert span_outcomes(metrics) == {"sent": 0, "failed": 0, "dropped": 3}
+    collector.answers = True  # only the first call stays unanswered, until it times out
     await collector.until(lambda: len(collector.spans) == MAX_QUEUED_SPANS, within_s=3 * SEND_S)
-    assert {span.name for span in collector.spans} == {"waits"}
-    tracing.start("there is room").end()
+    assert {span.name for span in collector.spans} == {"queued"}
+    tracing.start("after the queue was sent").end()
     await tracing.aclose()
-    assert counted(metrics) == {"sent": MAX_QUEUED_SPANS + 1, "failed": BATCH_SPANS, "dropped": 3}
+    assert span_outcomes(metrics) == {"sent": MAX_QUEUED_SPANS + 1, "failed": BATCH_SPANS, "dropped": 3}
 
 
 @pytest.mark.parametrize(
     "url", ["collector:4317", "grpc://c:4317", "http://c", "http://:4317", "http://c:x", "http://c:4318/v1/traces", ""]
 )
-def test_an_endpoint_that_is_none(url: str) -> None:
+def test_invalid_endpoint_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="otlp_endpoint: expected http://HOST:PORT"):
         GatewayConfig(otlp_endpoint=url)
 
 
 @pytest.mark.parametrize("settings", [{"trace_sample": 1.1}, {"trace_sample": -0.1}])
-def test_a_part_that_is_none(settings: dict[str, Any]) -> None:
+def test_sample_rate_outside_0_to_1_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="trace_sample"):
         GatewayConfig(**settings)

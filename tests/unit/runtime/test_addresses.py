@@ -14,7 +14,7 @@ from baton.runtime.network.addresses import (
 )
 
 
-def test_listen_on_a_free_port_accepts() -> None:
+def test_listen_on_a_free_port_accepts_connections() -> None:
     with listen("127.0.0.1", 0, flag="--http-port") as server:
         port = server.getsockname()[1]
         assert port > 0
@@ -24,7 +24,7 @@ def test_listen_on_a_free_port_accepts() -> None:
 
 
 @pytest.mark.parametrize("claim", [listen, choose_port])
-def test_a_taken_port_names_port_and_flag(claim: object) -> None:
+def test_used_port_is_an_error_that_names_port_and_flag(claim: object) -> None:
     with listen("127.0.0.1", 0, flag="--x") as server:
         port = server.getsockname()[1]
         with pytest.raises(
@@ -33,35 +33,35 @@ def test_a_taken_port_names_port_and_flag(claim: object) -> None:
             claim("127.0.0.1", port, flag="--http-port")  # type: ignore[operator]
 
 
-def test_choose_port_keeps_the_given_and_finds_a_free_one() -> None:
+def test_choose_port_returns_the_given_port_or_a_free_one() -> None:
     free = choose_port("127.0.0.1", 0, flag="--http-port")
     assert free > 0
     assert choose_port("127.0.0.1", free, flag="--http-port") == free
 
 
-def test_an_address_of_another_machine_is_refused() -> None:
+def test_listen_on_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0 \(--http-port\)"):
         listen("192.0.2.1", 0, flag="--http-port")
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "node-7", "fd00::1"])
-def test_the_host_of_an_address_is_the_one_it_was_made_of(host: str) -> None:
+def test_host_of_returns_the_host_of_join_address(host: str) -> None:
     assert host_of(join_address(host, 80)) == host
 
 
-def test_own_addresses_are_those_that_others_reach() -> None:
+def test_own_addresses_exclude_loopback_and_include_the_outward_address() -> None:
     found = own_addresses()
     assert not {"127.0.0.1", "::1"} & found
     assert outward_address() in found | {"127.0.0.1"}
 
 
-def test_advertised_host() -> None:
+def test_advertised_host_of_a_wildcard_is_the_given_host_or_the_outward_address() -> None:
     assert advertised_host("127.0.0.1", None) == "127.0.0.1"
     assert advertised_host("0.0.0.0", "node-7") == "node-7"
     assert advertised_host("0.0.0.0", None) == outward_address()
     socket.inet_aton(outward_address())
 
 
-def test_join_address() -> None:
+def test_join_address_brackets_ipv6_hosts() -> None:
     assert join_address("127.0.0.1", 80) == "127.0.0.1:80"
     assert join_address("::1", 80) == "[::1]:80"

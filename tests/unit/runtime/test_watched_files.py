@@ -1,4 +1,4 @@
-"""Files that change under a running process."""
+"""WatchedFiles: files that are reloaded when they change."""
 
 import os
 import time
@@ -25,12 +25,12 @@ def number(file: Path) -> int:
         raise ConfigError(str(error)) from error
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged_events(caplog: pytest.LogCaptureFixture) -> list[str]:
     events: list[Any] = [record.msg for record in caplog.records]
     return [event["event"] for event in events]
 
 
-def test_a_version_changes_with_content_mode_and_file(file: Path, tmp_path: Path) -> None:
+def test_version_changes_with_content_mode_and_inode(file: Path, tmp_path: Path) -> None:
     seen = [version_of(file)]
     file.write_text("22")
     seen.append(version_of(file))
@@ -47,58 +47,56 @@ def test_a_version_changes_with_content_mode_and_file(file: Path, tmp_path: Path
     assert version_of(file, tmp_path / "missing") is None
 
 
-def test_what_has_changed_is_read_again_and_nothing_else(file: Path) -> None:
-    followed = WatchedFiles(lambda: number(file), file, event="not_read")
-    assert (followed.reload_if_changed(), followed.value) == (None, 1)
+def test_reload_reads_only_a_changed_file(file: Path) -> None:
+    watched = WatchedFiles(lambda: number(file), file, event="not_read")
+    assert (watched.reload_if_changed(), watched.value) == (None, 1)
     file.write_text("22")
-    assert (followed.reload_if_changed(), followed.value) == (22, 22)
-    assert followed.reload_if_changed() is None
+    assert (watched.reload_if_changed(), watched.value) == (22, 22)
+    assert watched.reload_if_changed() is None
 
 
-def test_what_cannot_be_read_changes_nothing_and_is_said_once_a_version(
+def test_unreadable_file_keeps_the_value_and_is_logged_once_per_version(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    followed = WatchedFiles(lambda: number(file), file, event="not_read")
+    watched = WatchedFiles(lambda: number(file), file, event="not_read")
     for broken in ("half", "other half"):
         file.write_text(broken)
-        assert [followed.reload_if_changed() for _ in range(3)] == [None] * 3
+        assert [watched.reload_if_changed() for _ in range(3)] == [None] * 3
     file.unlink()
-    assert [followed.reload_if_changed() for _ in range(3)] == [None] * 3
-    assert followed.value == 1
-    assert said(caplog) == ["not_read"] * 3
+    assert [watched.reload_if_changed() for _ in range(3)] == [None] * 3
+    assert watched.value == 1
+    assert logged_events(caplog) == ["not_read"] * 3
     file.write_text("333")
-    assert followed.reload_if_changed() == 333
+    assert watched.reload_if_changed() == 333
 
 
-def test_what_could_not_be_read_is_tried_again_without_another_change(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not every reason shows in a version: the disk may have been away."""
-    problems = [None, ConfigError("away"), ConfigError("away"), None]
+def test_failed_read_is_retried_without_another_change(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Some causes do not change the version of the file, such as an unavailable disk."""
+    problems = [None, ConfigError("unavailable"), ConfigError("unavailable"), None]
 
     def read() -> int:
         if (problem := problems.pop(0)) is not None:
             raise problem
         return number(file)
 
-    followed = WatchedFiles(read, file, event="not_read")
+    watched = WatchedFiles(read, file, event="not_read")
     file.write_text("22")
-    assert [followed.reload_if_changed() for _ in range(4)] == [None, None, 22, None]
-    assert said(caplog) == ["not_read"]
+    assert [watched.reload_if_changed() for _ in range(4)] == [None, None, 22, None]
+    assert logged_events(caplog) == ["not_read"]
 
 
-def test_what_changes_while_it_is_read_is_read_again(file: Path) -> None:
+def test_file_that_changes_during_a_read_is_read_again(file: Path) -> None:
     def read() -> int:
         value = number(file)
         if value == 1:
             file.write_text("22")
         return value
 
-    followed = WatchedFiles(read, file, event="not_read")
-    assert (followed.value, followed.reload_if_changed()) == (1, 22)
+    watched = WatchedFiles(read, file, event="not_read")
+    assert (watched.value, watched.reload_if_changed()) == (1, 22)
 
 
-def test_at_first_it_is_an_error(file: Path) -> None:
+def test_failure_of_the_first_read_raises(file: Path) -> None:
     file.write_text("half")
     with pytest.raises(ConfigError, match="half"):
         WatchedFiles(lambda: number(file), file, event="not_read")

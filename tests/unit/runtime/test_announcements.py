@@ -1,5 +1,4 @@
-"""How a process stays listed: how often it says so, for how long that holds, and what it says of a store that
-is away."""
+"""Announcements of a process in the store: interval, TTL and logging while the store is unavailable."""
 
 import asyncio
 import logging
@@ -17,8 +16,8 @@ MEMBER = Member(kind=MemberKind.SCHEDULER, member_id="s0", epoch=1, address="h:1
 HEARTBEAT_S = 2.0
 
 
-class Unsteady(Membership):
-    """Is away whenever the next entry of `answers` says so."""
+class FailingMembership(Membership):
+    """Fails an announcement if the next entry of `answers` is False, and records the TTL of the others."""
 
     def __init__(self, *answers: bool) -> None:
         self.answers = list(answers)
@@ -26,18 +25,18 @@ class Unsteady(Membership):
 
     async def announce(self, member: Member, ttl_s: float) -> None:
         if not self.answers.pop(0):
-            raise StoreUnavailable("redis is away")
+            raise StoreUnavailable("redis is unreachable")
         self.ttls.append(ttl_s)
 
     async def withdraw(self, member: Member) -> None:
-        raise StoreUnavailable("redis is away")
+        raise StoreUnavailable("redis is unreachable")
 
     async def members(self, kind: MemberKind) -> tuple[Member, ...]:
-        raise AssertionError("nobody asks here")
+        raise AssertionError("members() must not be called")
 
 
-class Counting(MemoryMembership):
-    """Takes down when it was told."""
+class RecordingMembership(MemoryMembership):
+    """Records the time of each announcement."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,8 +47,8 @@ class Counting(MemoryMembership):
         await super().announce(member, ttl_s)
 
 
-async def test_a_store_that_goes_and_comes_is_logged_once_each_way(caplog: pytest.LogCaptureFixture) -> None:
-    membership = Unsteady(True, False, False, True, True, False)
+async def test_store_outage_and_recovery_are_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    membership = FailingMembership(True, False, False, True, True, False)
     announcements = Announcements(membership, MEMBER, heartbeat_s=HEARTBEAT_S, ttl_s=5.0)
     with caplog.at_level(logging.INFO):
         for _ in range(6):
@@ -65,29 +64,31 @@ async def test_a_store_that_goes_and_comes_is_logged_once_each_way(caplog: pytes
     assert membership.ttls == [5.0] * 3
 
 
-async def test_a_bug_in_the_store_is_not_taken_for_an_absence() -> None:
+async def test_unexpected_store_error_is_raised() -> None:
     with pytest.raises(IndexError):
-        await Announcements(Unsteady(), MEMBER, heartbeat_s=HEARTBEAT_S).announce()
+        await Announcements(FailingMembership(), MEMBER, heartbeat_s=HEARTBEAT_S).announce()
 
 
-async def test_two_heartbeats_may_be_lost_where_no_time_is_asked_for() -> None:
-    membership = Unsteady(True)
+async def test_default_ttl_is_a_multiple_of_the_heartbeat() -> None:
+    membership = FailingMembership(True)
     await Announcements(membership, MEMBER, heartbeat_s=HEARTBEAT_S).announce()
     assert membership.ttls == [TTL_HEARTBEATS * HEARTBEAT_S]
 
 
-@pytest.mark.parametrize(("is_first_made", "announced_s"), [(False, [0.0, 2.0, 4.0]), (True, [2.0, 4.0])])
-def test_one_announcement_a_heartbeat_until_it_is_withdrawn(is_first_made: bool, announced_s: list[float]) -> None:
+@pytest.mark.parametrize(("already_announced", "announced_s"), [(False, [0.0, 2.0, 4.0]), (True, [2.0, 4.0])])
+def test_member_is_announced_once_per_heartbeat_until_withdrawn(
+    already_announced: bool, announced_s: list[float]
+) -> None:
     async def scenario() -> None:
-        membership = Counting()
+        membership = RecordingMembership()
         announcements = Announcements(membership, MEMBER, heartbeat_s=HEARTBEAT_S)
-        keeping = asyncio.create_task(
-            announcements.reannounce_forever() if is_first_made else announcements.announce_forever()
+        announcing = asyncio.create_task(
+            announcements.reannounce_forever() if already_announced else announcements.announce_forever()
         )
         await asyncio.sleep(2.5 * HEARTBEAT_S)
         assert membership.announced_s == announced_s
         assert await membership.members(MemberKind.SCHEDULER) == (MEMBER,)
-        keeping.cancel()
+        announcing.cancel()
         await announcements.withdraw()
         assert await membership.members(MemberKind.SCHEDULER) == ()
 
