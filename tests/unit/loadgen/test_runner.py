@@ -262,17 +262,16 @@ def test_full_disk_ends_the_run() -> None:
     assert len(server.sent) < 5
 
 
-def test_bodies_are_encoded_before_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_are_encoded_before_they_are_due() -> None:
     made = plan(*(request(index, (index, 4), at_s=10.0 * index, output=2) for index in range(5)))
-    server = Server()
     made_at: dict[int, float] = {}
-    prepare = server.prepare
 
-    def noted(request_sent: ResolvedRequest) -> ResolvedRequest:
-        made_at[request_sent.index] = asyncio.get_running_loop().time() - server.start_s
-        return prepare(request_sent)
+    class NotingServer(Server):
+        def prepare(self, request_sent: ResolvedRequest) -> ResolvedRequest:
+            made_at[request_sent.index] = asyncio.get_running_loop().time() - self.start_s
+            return super().prepare(request_sent)
 
-    monkeypatch.setattr(server, "prepare", noted)
+    server = NotingServer()
     run(made, server, encode_before_start_bytes=1)
     assert [made_at[index] for index in range(1, 5)] == pytest.approx(
         [10.0 * index - runner.ENCODE_AHEAD_S for index in range(1, 5)], abs=0.03

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import huggingface_hub
 import pytest
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -17,68 +16,64 @@ from baton.core.errors import ModelError
 from baton.model.loading.model_source import DEMO_DIR, resolve_model
 
 
+class Hub:
+    """Records downloads as (id, revision), and the file patterns of each."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.asked: list[tuple[str, str | None]] = []
+        self.patterns: list[list[str]] = []
+
+    def download(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        self.asked.append((repo_id, revision))
+        self.patterns.append(allow_patterns)
+        return str(self._directory)
+
+
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str | None]]:
-    """Return the list of downloads, as (id, revision)."""
-    calls: list[tuple[str, str | None]] = []
-
-    def download(repo_id: str, *, revision: str | None, **_: Any) -> str:
-        calls.append((repo_id, revision))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    return calls
+def hub(tmp_path: Path) -> Hub:
+    return Hub(tmp_path)
 
 
-def test_demo_and_directories_are_resolved_locally(
-    tmp_path: Path, asked: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert resolve_model("demo") == DEMO_DIR
+def test_demo_and_directories_are_resolved_locally(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model("demo", download=hub.download) == DEMO_DIR
     assert (DEMO_DIR / "config.json").is_file()
-    assert resolve_model(str(tmp_path)) == tmp_path
+    assert resolve_model(str(tmp_path), download=hub.download) == tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     # a local directory takes precedence over the hub
-    assert resolve_model("owner/name") == tmp_path / "owner" / "name"
-    assert asked == []
+    assert resolve_model("owner/name", download=hub.download) == tmp_path / "owner" / "name"
+    assert hub.asked == []
 
 
-def test_hub_ids_are_downloaded(tmp_path: Path, asked: list[tuple[str, str | None]]) -> None:
-    assert resolve_model("Qwen/Qwen3-0.6B") == tmp_path
-    resolve_model("gpt2@refs/pr/3")
-    resolve_model("owner/na.me_1@0123abc")
-    assert asked == [("Qwen/Qwen3-0.6B", None), ("gpt2", "refs/pr/3"), ("owner/na.me_1", "0123abc")]
+def test_hub_ids_are_downloaded(tmp_path: Path, hub: Hub) -> None:
+    assert resolve_model("Qwen/Qwen3-0.6B", download=hub.download) == tmp_path
+    resolve_model("gpt2@refs/pr/3", download=hub.download)
+    resolve_model("owner/na.me_1@0123abc", download=hub.download)
+    assert hub.asked == [("Qwen/Qwen3-0.6B", None), ("gpt2", "refs/pr/3"), ("owner/na.me_1", "0123abc")]
 
 
-def test_weights_false_downloads_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    expected: list[list[str]] = []
-
-    def download(repo_id: str, *, allow_patterns: list[str], **_: Any) -> str:
-        expected.append(allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    resolve_model("owner/name")
-    resolve_model("owner/name", weights=False)
-    assert expected == [["*.json", "*.jinja", "model*.safetensors"], ["*.json", "*.jinja"]]
+def test_weights_false_downloads_no_weights(hub: Hub) -> None:
+    resolve_model("owner/name", download=hub.download)
+    resolve_model("owner/name", weights=False, download=hub.download)
+    assert hub.patterns == [["*.json", "*.jinja", "model*.safetensors"], ["*.json", "*.jinja"]]
 
 
 @pytest.mark.parametrize(
     "model", ["/no/such/dir", "./missing", "~/missing", "a/b/c", "", "http://host/x", "owner/name@"]
 )
-def test_neither_directory_nor_hub_id_is_refused(model: str, asked: list[tuple[str, str | None]]) -> None:
+def test_neither_directory_nor_hub_id_is_refused(model: str, hub: Hub) -> None:
     with pytest.raises(ModelError, match="no such directory"):
-        resolve_model(model)
-    assert asked == []
+        resolve_model(model, download=hub.download)
+    assert hub.asked == []
 
 
-def test_a_file_is_refused(
-    tmp_path: Path, asked: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_refused(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").write_text("")
     with pytest.raises(ModelError, match="no such directory"):
-        resolve_model("model.gguf")
+        resolve_model("model.gguf", download=hub.download)
+    assert hub.asked == []
 
 
 def response(status: int) -> httpx.Response:
@@ -97,11 +92,10 @@ def response(status: int) -> httpx.Response:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_hub_errors_name_the_remedy(error: Exception, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_name_the_remedy(error: Exception, advice: str) -> None:
     def download(*_: Any, **__: Any) -> str:
         raise error
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(ModelError, match=advice) as raised:
-        resolve_model("owner/name@rev")
+        resolve_model("owner/name@rev", download=download)
     assert raised.value.__cause__ is error

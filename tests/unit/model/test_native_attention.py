@@ -227,9 +227,8 @@ def test_gemm_equals_float64(library: Path, rows: int, k: int, n: int, with_bias
     assert torch.equal(found[:7], separate), "a row must not depend on the other rows"
 
 
-def test_weight_arena_slices_are_aligned_and_outlive_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WeightArena, "_CHUNK_WORDS", 1024)
-    words = WeightArena()
+def test_weight_arena_slices_are_aligned_and_outlive_the_arena() -> None:
+    words = WeightArena(chunk_words=1024)
     taken = [words.take(count) for count in (100, 1, 900, 5, 3000, 16)]
     assert [part.numel() for part in taken] == [100, 1, 900, 5, 3000, 16]
     assert all(part.data_ptr() % 64 == 0 for part in taken)

@@ -4,6 +4,7 @@ other."""
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -15,10 +16,10 @@ from baton.core.kv.block_hash import token_ids
 from baton.core.kv.kv_layout import SAMPLER_VERSION
 from baton.core.request import Sampling
 from baton.engine.state.step import SampleRequest
-from baton.model.sampling import device_sampler, host_sampler, sampler
+from baton.model.sampling import device_sampler, host_sampler
 from baton.model.sampling.device_sampler import truncation_threshold
 from baton.model.sampling.logits_processors import process_logits
-from baton.model.sampling.sampler import SampledStep, sample
+from baton.model.sampling.sampler import Draw, SampledStep, sample
 from baton.model.sampling.sampling_noise import noise_key
 
 VOCAB = 300
@@ -47,21 +48,23 @@ def logits(seed: int = 0, rows: int = 1, vocab_size: int = VOCAB) -> torch.Tenso
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def sampled(rows: torch.Tensor, asked: list[tuple[int, SampleRequest]]) -> SampledStep:
-    return sample(rows, asked).result()
+class Sampler:
+    """Samples with one way to draw tokens; by default the one for a CPU."""
 
+    def __init__(self, draw: Draw | None = None) -> None:
+        self._draw = draw
 
-def draw(row: np.ndarray, asked: SampleRequest) -> tuple[int, ...]:
-    return tuple(token.token_id for token in sampled(torch.from_numpy(row)[None], [(0, asked)]).samples[0])
+    def sampled(self, rows: torch.Tensor, asked: list[tuple[int, SampleRequest]]) -> SampledStep:
+        return sample(rows, asked, self._draw).result()
+
+    def draw(self, row: np.ndarray, asked: SampleRequest) -> tuple[int, ...]:
+        return tuple(token.token_id for token in self.sampled(torch.from_numpy(row)[None], [(0, asked)]).samples[0])
 
 
 @pytest.fixture(params=["host", "device"])
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the device on which tokens are drawn; the device sampler also runs on a CPU here."""
-    if request.param == "device":
-        monkeypatch.setattr(sampler, "_draw_on_host", device_sampler.draw)
-    name: str = request.param
-    return name
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    """Return the sampler of a CPU or that of a GPU, which also runs on a CPU here."""
+    return Sampler(device_sampler.draw if request.param == "device" else None)
 
 
 def noise_on_device(seed: int, sample_index: int, position: int, vocab_size: int) -> np.ndarray:
@@ -132,12 +135,11 @@ def test_noise_differs_by_each_part_of_its_key(noise: Noise) -> None:
     assert not set(noise(0, 1, 5, VOCAB)) & set(noise(1, 0, 5, VOCAB))
 
 
-@pytest.mark.usefixtures("where")
-def test_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution(sampler: Sampler) -> None:
     """Compare frequencies over many seeds with softmax(logits / temperature)."""
     row = np.array([2.0, 1.0, 0.0, -1.0], dtype=np.float32)
     count = 4000
-    drawn = Counter(draw(row, request(seed=seed, temperature=0.8))[0] for seed in range(count))
+    drawn = Counter(sampler.draw(row, request(seed=seed, temperature=0.8))[0] for seed in range(count))
     expected = np.exp(row / 0.8) / np.exp(row / 0.8).sum()
     for token, share in enumerate(expected):
         assert drawn[token] / count == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / count))
@@ -235,17 +237,15 @@ def keyed(row: np.ndarray, asked: SampleRequest, sample_index: int) -> np.ndarra
         {"temperature": 1.7, "repetition_penalty": 1.5},
     ],
 )
-@pytest.mark.usefixtures("where")
-def test_drawn_token_is_the_argmax_by_the_definition(sampling: dict[str, float]) -> None:
+def test_drawn_token_is_the_argmax_by_the_definition(sampling: dict[str, float], sampler: Sampler) -> None:
     for seed in range(5):
         row, asked = logits(seed)[0].numpy(), request(samples=4, seed=seed, **sampling)
-        assert draw(row, asked) == tuple(int(keyed(row, asked, i).argmax()) for i in range(4))
+        assert sampler.draw(row, asked) == tuple(int(keyed(row, asked, i).argmax()) for i in range(4))
 
 
-@pytest.mark.usefixtures("where")
-def test_samples_of_one_request_differ_and_do_not_depend_on_each_other() -> None:
+def test_samples_of_one_request_differ_and_do_not_depend_on_each_other(sampler: Sampler) -> None:
     row = torch.zeros(VOCAB).numpy()
-    batched = draw(row, request(samples=5, seed=1))
+    batched = sampler.draw(row, request(samples=5, seed=1))
     assert len(set(batched)) > 1
     separate = SampleRequest(
         sampling=Sampling(max_tokens=1, seed=1),
@@ -254,11 +254,10 @@ def test_samples_of_one_request_differ_and_do_not_depend_on_each_other() -> None
         history=token_ids(),
         num_prompt_tokens=0,
     )
-    assert draw(row, separate) == (batched[3],)
+    assert sampler.draw(row, separate) == (batched[3],)
 
 
-@pytest.mark.usefixtures("where")
-def test_rows_of_a_mixed_batch_are_independent() -> None:
+def test_rows_of_a_mixed_batch_are_independent(sampler: Sampler) -> None:
     """Each row gives the same result as in a batch of its own."""
     asked = [
         request(temperature=0.0),
@@ -269,26 +268,25 @@ def test_rows_of_a_mixed_batch_are_independent() -> None:
         request(seed=6),
     ]
     rows = logits(1, 6)
-    found = sampled(rows, list(enumerate(asked)))
+    found = sampler.sampled(rows, list(enumerate(asked)))
     assert not found.failures
     for seq_id, one in enumerate(asked):
-        separate = sampled(rows[seq_id : seq_id + 1], [(seq_id, one)]).samples[seq_id]
+        separate = sampler.sampled(rows[seq_id : seq_id + 1], [(seq_id, one)]).samples[seq_id]
         assert (
             [s.token_id for s in found.samples[seq_id]]
-            == list(draw(rows[seq_id].numpy(), one))
+            == list(sampler.draw(rows[seq_id].numpy(), one))
             == [s.token_id for s in separate]
         )
         assert [s.sample_index for s in found.samples[seq_id]] == list(one.sample_indices)
     assert found.samples[2][0].token_id != int(rows[2].argmax())
 
 
-@pytest.mark.usefixtures("where")
-def test_logprobs_are_those_of_the_unmodified_logits() -> None:
+def test_logprobs_are_those_of_the_unmodified_logits(sampler: Sampler) -> None:
     """They are taken before temperature, penalties and truncation. The chosen token has one even if it is not
     among the top."""
     rows = logits(2)
     asked = request(seed=5, temperature=2.0, top_k=0, repetition_penalty=1.7, logit_bias=((17, 50.0),), num_logprobs=3)
-    (token,) = sampled(rows, [(0, asked)]).samples[0]
+    (token,) = sampler.sampled(rows, [(0, asked)]).samples[0]
     reference = torch.log_softmax(rows[0], dim=-1)
     assert token.token_id == 17
     assert token.logprobs is not None
@@ -301,19 +299,17 @@ def test_logprobs_are_those_of_the_unmodified_logits() -> None:
 @pytest.mark.fault("F-13")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.usefixtures("where")
-def test_row_with_nan_fails_without_affecting_others(bad: float, temperature: float) -> None:
+def test_row_with_nan_fails_without_affecting_others(bad: float, temperature: float, sampler: Sampler) -> None:
     rows = logits(4, 3)
     rows[1, 7] = bad
     asked = [(seq_id, request(temperature=temperature, num_logprobs=2)) for seq_id in (10, 11, 12)]
-    found = sampled(rows, asked)
+    found = sampler.sampled(rows, asked)
     assert found.failures[11].reason is Reason.NUMERICAL_ERROR
     assert set(found.samples) == {10, 12}
-    assert found.samples[12] == sampled(rows[2:], asked[2:]).samples[12]
+    assert found.samples[12] == sampler.sampled(rows[2:], asked[2:]).samples[12]
 
 
-@pytest.mark.usefixtures("where")
-def test_invalid_request_fails_without_affecting_others() -> None:
+def test_invalid_request_fails_without_affecting_others(sampler: Sampler) -> None:
     everything = request(temperature=0.0, banned=tuple(range(VOCAB)))
     unknown = (
         request(logit_bias=((VOCAB, 1.0),)),
@@ -321,24 +317,22 @@ def test_invalid_request_fails_without_affecting_others() -> None:
         request(history=(1, VOCAB), presence_penalty=1.0),
     )
     rows = logits(5, 5)
-    found = sampled(rows, list(enumerate([everything, *unknown, request()])))
+    found = sampler.sampled(rows, list(enumerate([everything, *unknown, request()])))
     assert set(found.failures) == {0, 1, 2, 3}
     assert "no token" in found.failures[0].message
     assert all(f"token id {VOCAB} is outside" in found.failures[seq_id].message for seq_id in (1, 2, 3))
-    assert found.samples[4] == sampled(rows[4:], [(4, request())]).samples[4]
+    assert found.samples[4] == sampler.sampled(rows[4:], [(4, request())]).samples[4]
 
 
-@pytest.mark.usefixtures("where")
-def test_minus_infinity_logits_are_allowed() -> None:
+def test_minus_infinity_logits_are_allowed(sampler: Sampler) -> None:
     rows = logits(6)
     rows[0, :100] = -torch.inf
-    found = sampled(rows, [(0, request(top_p=0.9, num_logprobs=1))])
+    found = sampler.sampled(rows, [(0, request(top_p=0.9, num_logprobs=1))])
     assert found.samples[0][0].token_id >= 100
 
 
-@pytest.mark.usefixtures("where")
-def test_sampling_no_rows_returns_nothing() -> None:
-    assert sampled(torch.empty(0, VOCAB), []).samples == {}
+def test_sampling_no_rows_returns_nothing(sampler: Sampler) -> None:
+    assert sampler.sampled(torch.empty(0, VOCAB), []).samples == {}
 
 
 def any_request(rng: Random, vocab_size: int) -> SampleRequest:
@@ -362,14 +356,13 @@ def any_request(rng: Random, vocab_size: int) -> SampleRequest:
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, 5000])
 @pytest.mark.parametrize("seed", range(8))
-def test_device_sampler_equals_host_sampler(monkeypatch: pytest.MonkeyPatch, vocab_size: int, seed: int) -> None:
+def test_device_sampler_equals_host_sampler(vocab_size: int, seed: int) -> None:
     """Include more rows of one kind than are processed at a time."""
     rng = Random(seed)
-    monkeypatch.setattr(sampler, "_draw_on_host", device_sampler.draw)
-    monkeypatch.setattr(device_sampler, "_MAX_VALUES", vocab_size * rng.choice((1, 3, 100)))
+    sampler = Sampler(partial(device_sampler.draw, max_values=vocab_size * rng.choice((1, 3, 100))))
     rows = logits(seed, 40, vocab_size) * rng.choice((0.05, 1.0))
     asked = [any_request(rng, vocab_size) for _ in rows]
-    found = sampled(rows, list(enumerate(asked)))
+    found = sampler.sampled(rows, list(enumerate(asked)))
     assert not found.failures
     for i, one in enumerate(asked):
         assert tuple(token.token_id for token in found.samples[i]) == host_sampler.draw(rows[i].numpy(), one), one

@@ -29,7 +29,6 @@ from baton.core.errors import ModelError
 from baton.model.attention.attention_inputs import AttentionStep
 from baton.model.attention.paged_attention import PAGED, paged_attention
 from baton.model.loading.model_loader import load_model
-from baton.model.verification import verify_backend
 from baton.model.verification.verify_backend import verify_logits, verify_model
 from tests.unit.model.conftest import TINY
 
@@ -156,9 +155,9 @@ def test_model_that_skips_a_layer_is_refused(tiny_dir: Path) -> None:
         verify_model(loaded, block_size_tokens=16)
 
 
-def test_foreign_errors_become_model_errors(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_errors_become_model_errors(tiny_dir: Path) -> None:
     loaded = load_model(tiny_dir, device="cpu")
-    monkeypatch.setattr(verify_backend, "_check_logits", lambda *_: 1 / 0)
+    loaded.model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ModelError, match="ZeroDivisionError"):
         verify_model(loaded, block_size_tokens=16)
 

@@ -218,10 +218,9 @@ LOG = """\
         ("posix/memory", "shared-memory"),
     ],
 )
-def test_transport_is_parsed_from_the_ucx_log(config: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transport_is_parsed_from_the_ucx_log(config: str, name: str) -> None:
     fd = os.memfd_create("log")
-    monkeypatch.setattr(ucx, "_log_fd", fd)
-    log = ucx.UcxLog()
+    log = ucx.UcxLog(fd)
     os.write(fd, LOG.format(config).encode())
     assert log.problems() == ["tcp_ep.c:1 UCX  ERROR connection reset"]
     assert log.read_transports() == [name]

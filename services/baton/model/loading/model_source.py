@@ -3,6 +3,7 @@ once."""
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from baton.core.errors import ModelError
@@ -15,11 +16,12 @@ _WEIGHTS = ["model*.safetensors"]
 """Excludes the second copy of the weights that some repositories hold, as pickles or under other names."""
 
 
-def resolve_model(model: str, *, weights: bool = True) -> Path:
+def resolve_model(model: str, *, weights: bool = True, download: Callable[..., str] | None = None) -> Path:
     """Return the directory of `demo`, of a local path, or of a hub id (`owner/name`, `owner/name@revision`).
 
     weights: if False, a hub model's weights are not downloaded. A gateway needs only tokenizer, chat template
     and configuration.
+    download: fetches a hub model, with the arguments of `huggingface_hub.snapshot_download`; None: that function.
 
     A hub id is downloaded, with a progress bar, unless it is in the cache. Token, cache directory, endpoint
     and offline mode are configured as for the hub's own tools (HF_TOKEN, HF_HOME, HF_ENDPOINT,
@@ -36,10 +38,10 @@ def resolve_model(model: str, *, weights: bool = True) -> Path:
         raise ModelError(
             f"--model {model}: there is no such directory, and it is not a hub id such as Qwen/Qwen3-0.6B or demo"
         )
-    return _fetch(match["id"], match["revision"], [*_TEXTS, *(_WEIGHTS if weights else ())])
+    return _fetch(match["id"], match["revision"], [*_TEXTS, *(_WEIGHTS if weights else ())], download)
 
 
-def _fetch(repo_id: str, revision: str | None, wanted: list[str]) -> Path:
+def _fetch(repo_id: str, revision: str | None, wanted: list[str], download: Callable[..., str] | None) -> Path:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -50,7 +52,7 @@ def _fetch(repo_id: str, revision: str | None, wanted: list[str]) -> Path:
     )
 
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted))
+        return Path((download or snapshot_download)(repo_id, revision=revision, allow_patterns=wanted))
     except GatedRepoError as error:
         raise ModelError(
             f"{repo_id} is gated: accept its licence on its page, then log in with `hf auth login`, "

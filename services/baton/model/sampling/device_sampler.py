@@ -16,7 +16,7 @@ from baton.model.sampling.logits_processors import process_logits
 from baton.model.sampling.sampling_noise import GOLDEN, MIX_1, MIX_2, noise_key
 
 _MASK = (1 << 64) - 1
-_MAX_VALUES = 1 << 22
+MAX_VALUES = 1 << 22
 """Limit of float64 values in one array. About eight such arrays exist at a time."""
 
 
@@ -32,15 +32,15 @@ class DrawnTokens:
     have_choice: torch.Tensor
 
 
-def draw(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> DrawnTokens:
+def draw(logits: torch.Tensor, requests: Sequence[SampleRequest], max_values: int = MAX_VALUES) -> DrawnTokens:
     """Draw the tokens of all requests. `logits`: float32 [len(requests), vocab_size].
 
-    Token ids that requests name must exist, see `logits_processors.unknown_token_id`.
+    `max_values`: limit of float64 values in one array. Token ids that requests name must exist, see `logits_processors.unknown_token_id`.
     """
     first_draw = np.cumsum([0, *(len(request.sample_indices) for request in requests)])
     token_ids = torch.zeros(int(first_draw[-1]), dtype=torch.int64, device=logits.device)
     have_choice = torch.ones(len(requests), dtype=torch.bool, device=logits.device)
-    for rows in _chunks(requests, logits.shape[1]):
+    for rows in _chunks(requests, max(1, max_values // logits.shape[1])):
         index = upload(np.array(rows), logits.device)
         chunk_requests = [requests[row] for row in rows]
         processed = process_logits(logits[index].double(), chunk_requests)
@@ -50,17 +50,16 @@ def draw(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> DrawnTokens
     return DrawnTokens(token_ids, have_choice)
 
 
-def _chunks(requests: Sequence[SampleRequest], vocab_size: int) -> Iterator[list[int]]:
-    """Yield lists of rows that are drawn in the same way, limited in size."""
+def _chunks(requests: Sequence[SampleRequest], max_samples: int) -> Iterator[list[int]]:
+    """Yield lists of rows that are drawn in the same way, of at most `max_samples` samples or one row."""
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for row, request in enumerate(requests):
         kinds.setdefault((request.sampling.is_greedy, _is_truncated(request)), []).append(row)
-    most = max(1, _MAX_VALUES // vocab_size)
     for rows in kinds.values():
         chunk, num_samples = list[int](), 0
         for row in rows:
             more = len(requests[row].sample_indices)
-            if chunk and num_samples + more > most:
+            if chunk and num_samples + more > max_samples:
                 yield chunk
                 chunk, num_samples = [], 0
             chunk.append(row)

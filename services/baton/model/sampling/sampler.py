@@ -7,7 +7,7 @@ that it adds no error of its own. Increase `SAMPLER_VERSION` in `core/kv/kv_layo
 the modules that draw changes a token. Nothing waits for the device before `PendingSamples.result`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -23,6 +23,8 @@ from baton.model.sampling.logits_processors import unknown_token_id
 
 RowRequests = Sequence[tuple[int, SampleRequest]]
 """(seq_id, request) of each row of the logits."""
+Draw = Callable[[torch.Tensor, Sequence[SampleRequest]], device_sampler.DrawnTokens]
+"""Draws the tokens of requests from their float32 logits, [len(requests), vocab_size]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +107,12 @@ class PendingSamples:
         return found
 
 
-def sample(logits: torch.Tensor, row_requests: RowRequests) -> PendingSamples:
-    """Start drawing the tokens of every row. `logits`: [len(row_requests), vocab_size], any float dtype."""
+def sample(logits: torch.Tensor, row_requests: RowRequests, draw: Draw | None = None) -> PendingSamples:
+    """Start drawing the tokens of every row.
+
+    logits: [len(row_requests), vocab_size], any float dtype.
+    draw: draws the rows that are not plainly greedy; None: the sampler for the device of `logits`.
+    """
     logits, device = logits.float(), logits.device
     best = logits.max(dim=-1)  # the maximum is NaN if any logit is
     draws_of_row = _draws_of(row_requests)
@@ -121,9 +127,8 @@ def sample(logits: torch.Tensor, row_requests: RowRequests) -> PendingSamples:
         if (unknown := unknown_token_id(row_requests[row][1], logits.shape[-1])) is not None
     }
     if rows := [row for row in special if row not in refused]:
-        drawn = (_draw_on_host if device.type == "cpu" else device_sampler.draw)(
-            _rows(logits, rows), [row_requests[row][1] for row in rows]
-        )
+        draw = draw or (_draw_on_host if device.type == "cpu" else device_sampler.draw)
+        drawn = draw(_rows(logits, rows), [row_requests[row][1] for row in rows])
         token_ids[_index(chain.from_iterable(draws_of_row[row] for row in rows), device)] = drawn.token_ids
         have_choice[_index(rows, device)] = drawn.have_choice
     found = torch.cat((token_ids, torch.isfinite(best.values).long(), have_choice.long()))

@@ -58,8 +58,10 @@ def prepare_environment(
 class UcxLog:
     """Parses new lines of UCX's log: transports of reads, errors and warnings."""
 
-    def __init__(self) -> None:
-        self._offset = os.fstat(_log_fd).st_size if _log_fd >= 0 else 0
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd`: of the log; None: the log that `prepare_environment` opened, if any."""
+        self._fd = _log_fd if fd is None else fd
+        self._offset = os.fstat(self._fd).st_size if self._fd >= 0 else 0
         self._open_table: list[str] = []
         self._problems: list[str] = []
         self._transports: list[str] = []
@@ -103,11 +105,11 @@ class UcxLog:
             self._open_table = []
 
     def _new_lines(self) -> list[str]:
-        if _log_fd < 0:
+        if self._fd < 0:
             return []
         ctypes.CDLL(None).fflush(None)  # the log is a buffered C stream
         text = b""
-        while chunk := os.pread(_log_fd, 1 << 20, self._offset):
+        while chunk := os.pread(self._fd, 1 << 20, self._offset):
             self._offset += len(chunk)
             text += chunk
         return text.decode(errors="replace").splitlines()

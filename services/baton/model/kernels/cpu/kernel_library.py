@@ -121,17 +121,18 @@ class WeightArena:
     end of each page.
     """
 
-    _CHUNK_WORDS = 2**24
     _CACHE_LINE_WORDS = 16
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_words: int = 2**24) -> None:
+        """`chunk_words`: memory to map at a time, in int32 words. A larger weight gets a chunk of its own."""
+        self._chunk_words = chunk_words
         self._free = torch.empty(0, dtype=torch.int32)
 
     def take(self, count: int) -> torch.Tensor:
         """Return int32 [count] that starts at a cache line. Raises OSError if there is no memory."""
         rounded = -(-count // self._CACHE_LINE_WORDS) * self._CACHE_LINE_WORDS
         if self._free.numel() < rounded:
-            self._free = torch.frombuffer(allocate_anonymous(4 * max(rounded, self._CHUNK_WORDS)), dtype=torch.int32)
+            self._free = torch.frombuffer(allocate_anonymous(4 * max(rounded, self._chunk_words)), dtype=torch.int32)
         taken, self._free = self._free[:count], self._free[rounded:]
         return taken
 
