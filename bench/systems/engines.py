@@ -27,7 +27,7 @@ from baton.engine.loop import EngineLoop
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.sequence import SequenceRequest
 from baton.runtime.config.settings import WorkerConfig
-from baton.worker.costs.calibrate import measure_costs
+from baton.worker.costs.measure_costs import measure_costs
 from baton.worker.costs.step_cost_keeper import CostKeeper
 from baton.worker.device.open_device import open_device
 from bench.support.roofline import Needs

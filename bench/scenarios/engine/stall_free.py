@@ -39,7 +39,7 @@ from baton.engine.state.step import StepPlan
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.process.process import frozen_heap
 from baton.transfer.backends.prefault import PREFAULT_THREAD_NAME
-from baton.worker.costs.calibrate import measure_costs
+from baton.worker.costs.measure_costs import measure_costs
 from baton.worker.costs.step_cost_keeper import CostKeeper
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device

@@ -101,7 +101,7 @@ class GenerateChunk:
         return self.usage is not None
 
 
-class Generation(Source[GenerateChunk], Protocol):
+class GenerateStream(Source[GenerateChunk], Protocol):
     """Response stream of an accepted request.
 
     `receive` raises Refused if the request fails. `aclose` before the last chunk cancels the request.
@@ -128,7 +128,7 @@ class InferenceApi(Protocol):
     now.
     """
 
-    async def generate(self, body: Mapping[str, Any], caller: Caller) -> Generation:
+    async def generate(self, body: Mapping[str, Any], caller: Caller) -> GenerateStream:
         """Start a streamed completion. `body` has the fields of `/v1/completions` and exactly one prompt."""
         ...
 

@@ -9,8 +9,8 @@ from baton.fleet.local.local_plan import plan_local_workers
 from baton.fleet.model_files import model_directory
 from baton.fleet.processes.run_dir import RunDir
 from baton.fleet.ray.fleet_worker import WorkerStage
+from baton.fleet.ray.ray_connection import JoinedCluster
 from baton.fleet.ray.ray_fleet import RayFleet
-from baton.fleet.ray.ray_session import JoinedCluster
 from baton.fleet.worker_plan import DesiredWorkers, WorkerSpec, max_workers_per_gpu, workers_by_role
 from baton.runtime.config.config_base import derive
 from baton.runtime.config.settings import FleetConfig, WorkerConfig

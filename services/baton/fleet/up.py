@@ -16,8 +16,8 @@ from baton.fleet.local.local_plan import plan_local_workers
 from baton.fleet.model_files import model_directory
 from baton.fleet.processes.run_dir import RunDir
 from baton.fleet.processes.supervisor import Child, ChildSpec, baton_command
+from baton.fleet.ray.ray_connection import JoinedCluster
 from baton.fleet.ray.ray_fleet import RayFleet
-from baton.fleet.ray.ray_session import JoinedCluster
 from baton.fleet.ray.worker_actor import WorkerFacts
 from baton.fleet.worker_plan import WorkerSpec, max_workers_per_gpu, plan_workers
 from baton.model.loading.model_source import DEMO

@@ -60,7 +60,7 @@ class _StepJob:
         return self.result.done()
 
     def begin(self) -> bool:
-        """Claim the step, in the compute thread. Return False if it was withdrawn; afterwards it cannot
+        """Begin the step, in the compute thread. Return False if it was withdrawn; afterwards it cannot
         be."""
         if self._has_begun is None:
             self._has_begun = self.result.set_running_or_notify_cancel()

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from baton.core.client_api import Caller, GenerateChunk, Generation, InferenceApi, ModelInfo
+from baton.core.client_api import Caller, GenerateChunk, GenerateStream, InferenceApi, ModelInfo
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.rpc import grpc_status
@@ -81,7 +81,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             )
 
 
-async def _send_all(generation: Generation, context: Context) -> None:
+async def _send_all(generation: GenerateStream, context: Context) -> None:
     while True:
         chunk = await generation.receive()
         try:
@@ -109,13 +109,13 @@ class InferenceClient:
         self._call_s = call_s
         self._metadata = ((AUTHORIZATION_KEY, authorization),) if authorization else ()
 
-    async def generate(self, body: Mapping[str, Any], timeout_s: float | None = None) -> "ClientGeneration":
+    async def generate(self, body: Mapping[str, Any], timeout_s: float | None = None) -> "ClientGenerateStream":
         call = self._stub.Generate(convert.to_generate_request(body), timeout=timeout_s, metadata=self._metadata)
         try:
             request_id = await wait_until_accepted(call, timeout_s, self._address, REQUEST_ID_KEY)
         except grpc.aio.AioRpcError as error:
             raise grpc_status.call_error(error, self._address) from error
-        return ClientGeneration(call, self._address, request_id)
+        return ClientGenerateStream(call, self._address, request_id)
 
     async def tokenize(self, prompt: str) -> TokenIds:
         reply: pb.TokenizeResponse = await self._called(self._stub.Tokenize, pb.TokenizeRequest(prompt=prompt))
@@ -136,8 +136,8 @@ class InferenceClient:
             raise grpc_status.call_error(error, self._address) from error
 
 
-class ClientGeneration:
-    """Implements `Generation`."""
+class ClientGenerateStream:
+    """Implements `GenerateStream`."""
 
     def __init__(self, call: Any, address: str, request_id: str) -> None:
         self._source: GrpcSource[GenerateChunk] = GrpcSource(

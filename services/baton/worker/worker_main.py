@@ -44,7 +44,7 @@ from baton.store.redis.redis_cost_store import RedisCostStore
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
 from baton.store.redis.redis_membership import RedisMembership
-from baton.worker.costs.calibrate import calibration_lock, calibration_lock_path, measure_costs
+from baton.worker.costs.measure_costs import measure_costs, measurement_lock, measurement_lock_path
 from baton.worker.costs.step_cost_keeper import known_or_measured
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
@@ -257,7 +257,7 @@ async def initial_step_costs(
         return device.costs
 
     async def measure_exclusively() -> StepCostModel | None:
-        async with calibration_lock(lock_path or calibration_lock_path()):
+        async with measurement_lock(lock_path or measurement_lock_path()):
             # A worker of the same kind may have measured and stored costs while this one waited for the lock.
             return await known_or_measured(store, device.costs_key, measure)
 

@@ -14,8 +14,8 @@ import pytest
 
 from baton.core.cluster.worker_report import WorkerRole
 from baton.fleet.ray.actor_placement import WorkerFailed
+from baton.fleet.ray.ray_connection import JoinedCluster
 from baton.fleet.ray.ray_fleet import RayFleet
-from baton.fleet.ray.ray_session import JoinedCluster
 from baton.fleet.worker_plan import WorkerSpec
 from baton.model.loading.model_source import DEMO_DIR
 from baton.runtime.config.settings import WorkerConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from baton.fleet.ray.ray_connection import RayConnection
 from baton.fleet.ray.ray_nodes import NODE_LABEL
-from baton.fleet.ray.ray_session import RaySession
 from baton.fleet.ray.release_check import Release, release_probe
 from baton.fleet.ray.worker_actor import WorkerFacts
 
@@ -230,8 +230,8 @@ class FakeRay:
         )
 
 
-class FakeSession(RaySession):
-    """A session whose Ray is a `FakeRay`. `join` and `start` call the given functions."""
+class FakeConnection(RayConnection):
+    """A connection whose Ray is a `FakeRay`. `join` and `start` call the given functions."""
 
     def __init__(self, ray: FakeRay | None = None, *, connect: Callable[[], object] = lambda: "10.0.0.1") -> None:
         self._ray = ray

@@ -10,12 +10,12 @@ from typing import Any
 from baton.core.cluster.worker_report import WorkerRole
 from baton.fleet.processes.supervisor import RestartLimit
 from baton.fleet.ray.actor_placement import PlacementTimes
+from baton.fleet.ray.ray_connection import JoinedCluster
 from baton.fleet.ray.ray_fleet import RayFleet
-from baton.fleet.ray.ray_session import JoinedCluster
 from baton.fleet.worker_plan import DesiredWorkers, WorkerSpec
 from baton.runtime.config.fleet_settings import RayPlacement
 from baton.runtime.config.settings import WorkerConfig
-from tests.unit.fleet.fake_ray import FakeActor, FakeRay, FakeSession
+from tests.unit.fleet.fake_ray import FakeActor, FakeConnection, FakeRay
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 QUICK_LIMIT = RestartLimit(deaths=2, window_s=0.2, first_wait_s=0.001, max_wait_s=0.001)
@@ -41,7 +41,7 @@ async def connected(
         log_dir=None,
         joined=JoinedCluster(address="h:1", cluster="test", placement=placement, is_detached=is_detached),
         limit=limit,
-        session=FakeSession(ray),
+        connection=FakeConnection(ray),
         placement_times=replace(QUICK_TIMES, **times),
         left_behind_timeout_s=left_behind_timeout_s,
     )

@@ -22,7 +22,7 @@ from baton.fleet.worker_plan import WorkerSpec
 from baton.runtime.config.settings import FleetConfig
 from baton.runtime.network.addresses import choose_port
 from baton.runtime.process.process import Stop
-from tests.unit.fleet.fake_ray import FakeRay, FakeSession
+from tests.unit.fleet.fake_ray import FakeConnection, FakeRay
 
 SOON = PlacementTimes(refresh_interval_s=0.01)
 
@@ -31,7 +31,7 @@ def fake_parts(ray: FakeRay, tmp_path: Path, connect: Callable[[], object] = lam
     """Arguments of `serve` with which it runs on a fake Ray."""
     return {
         "make_run_dir": lambda: SimpleNamespace(path=tmp_path, close=lambda: None),
-        "make_fleet": partial(RayFleet, session=FakeSession(ray, connect=connect), placement_times=SOON),
+        "make_fleet": partial(RayFleet, connection=FakeConnection(ray, connect=connect), placement_times=SOON),
     }
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from baton.fleet.ray.ray_calls import RayFailed
+from baton.fleet.ray.ray_connection import JoinedCluster
 from baton.fleet.ray.ray_fleet import RayFleet
-from baton.fleet.ray.ray_session import JoinedCluster
-from tests.unit.fleet.fake_ray import FakeSession
+from tests.unit.fleet.fake_ray import FakeConnection
 
 
 def joining(tmp_path: Path, connect: Callable[[], object]) -> RayFleet:
@@ -19,7 +19,7 @@ def joining(tmp_path: Path, connect: Callable[[], object]) -> RayFleet:
         ray_dir=tmp_path,
         log_dir=None,
         joined=JoinedCluster(address="h:1", cluster="default"),
-        session=FakeSession(connect=connect),
+        connection=FakeConnection(connect=connect),
         connect_timeout_s=0.05,
     )
 
@@ -51,8 +51,8 @@ async def test_error_of_ray_is_part_of_the_message(tmp_path: Path) -> None:
 
 
 async def test_all_calls_run_in_order_on_one_thread(tmp_path: Path) -> None:
-    session = FakeSession(connect=lambda: threading.current_thread().name)
-    fleet = RayFleet(ray_dir=tmp_path, log_dir=None, session=session)
+    connection = FakeConnection(connect=lambda: threading.current_thread().name)
+    fleet = RayFleet(ray_dir=tmp_path, log_dir=None, connection=connection)
     assert await fleet.connect() == "ray"
     order: list[int] = []
     await asyncio.gather(*(fleet._call("count", lambda i=i: order.append(i)) for i in range(5)))  # type: ignore[misc]

@@ -11,7 +11,7 @@ from baton.fleet.ray.ray_nodes import NodesRefused, RayNodes
 from baton.fleet.ray.release_check import release_mismatch, release_probe
 from baton.runtime.config.fleet_settings import RayPlacement
 from baton.runtime.config.settings import WorkerConfig
-from tests.unit.fleet.fake_ray import FakeSession
+from tests.unit.fleet.fake_ray import FakeConnection
 
 RELEASE = release_probe()()
 
@@ -126,7 +126,7 @@ OTHER = {**RELEASE, "Baton": "0.0.9"}
 
 async def test_node_with_another_release_is_refused_and_others_are_accepted() -> None:
     cluster = Cluster(a=RELEASE, b=OTHER)
-    nodes = RayNodes(cluster, FakeSession())
+    nodes = RayNodes(cluster, FakeConnection())
     await nodes.refresh()
     await nodes.refresh()
     assert cluster.num_probes == 2, "each node is probed once"
@@ -139,7 +139,7 @@ async def test_node_with_another_release_is_refused_and_others_are_accepted() ->
 
 
 async def test_error_names_each_node_if_all_are_refused() -> None:
-    nodes = RayNodes(Cluster(a={}, b=OTHER), FakeSession())
+    nodes = RayNodes(Cluster(a={}, b=OTHER), FakeConnection())
     await nodes.refresh()
     with pytest.raises(
         NodesRefused,
@@ -151,7 +151,7 @@ async def test_error_names_each_node_if_all_are_refused() -> None:
 
 async def test_node_that_does_not_answer_is_probed_again() -> None:
     cluster = Cluster(a=RuntimeError("it went away"))
-    nodes = RayNodes(cluster, FakeSession())
+    nodes = RayNodes(cluster, FakeConnection())
     await nodes.refresh()
     assert not nodes.is_accepted("id-a")
     assert nodes.refused == []
@@ -162,7 +162,7 @@ async def test_node_that_does_not_answer_is_probed_again() -> None:
 
 async def test_draining_node_is_excluded_and_its_resources_are_remembered() -> None:
     cluster = Cluster(a=RELEASE, b=RELEASE)
-    nodes = RayNodes(cluster, FakeSession())
+    nodes = RayNodes(cluster, FakeConnection())
     await nodes.refresh()
     nodes.mark_draining("id-b")
     assert nodes.label_selector() == {"ray.io/node-id": "!in(id-b)"}

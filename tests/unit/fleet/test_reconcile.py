@@ -18,7 +18,7 @@ from baton.fleet.ray.release_check import release_probe
 from baton.fleet.ray.worker_actor import NODE_SHUTTING_DOWN
 from baton.fleet.worker_plan import WorkerSpec
 from tests.contract.networks import eventually
-from tests.unit.fleet.fake_ray import FakeRay, FakeSession
+from tests.unit.fleet.fake_ray import FakeConnection, FakeRay
 from tests.unit.fleet.fleet_rig import QUICK_LIMIT, D, P, connected, desired, many_refreshes, reconciling, worker_config
 
 NEEDS_REPLACEMENT = "WorkerNeedsReplacement: too many blocks were quarantined"
@@ -197,7 +197,7 @@ async def test_draining_node_gets_no_worker_while_it_lives(tmp_path: Path) -> No
 async def test_drained_worker_is_not_restarted_on_a_private_ray(tmp_path: Path) -> None:
     for why in ("", NODE_SHUTTING_DOWN):
         ray = FakeRay(here={})
-        fleet = RayFleet(ray_dir=tmp_path, log_dir=None, limit=QUICK_LIMIT, session=FakeSession(ray))
+        fleet = RayFleet(ray_dir=tmp_path, log_dir=None, limit=QUICK_LIMIT, connection=FakeConnection(ray))
         await fleet.connect()
         spec = WorkerSpec(worker_id="w0", role=P)
         await fleet.start(spec, worker_config(spec))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.client_api import Caller, GenerateChunk, Generation, ProcessInfo, Timeline
+from baton.core.client_api import Caller, GenerateChunk, GenerateStream, ProcessInfo, Timeline
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
@@ -28,12 +28,12 @@ def admin(c: Cluster) -> AdminService:
     return AdminService(c.gateway, ProcessInfo(process_id="gateway-0", pid=5))
 
 
-async def read_into(chunks: list[GenerateChunk], generation: Generation) -> None:
+async def read_into(chunks: list[GenerateChunk], generation: GenerateStream) -> None:
     while not chunks or not chunks[-1].is_last:
         chunks.append(await generation.receive())
 
 
-async def all_of(generation: Generation) -> list[GenerateChunk]:
+async def all_of(generation: GenerateStream) -> list[GenerateChunk]:
     chunks: list[GenerateChunk] = []
     await read_into(chunks, generation)
     return chunks

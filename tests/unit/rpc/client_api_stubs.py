@@ -10,7 +10,7 @@ from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.runtime.network.mailbox import Mailbox
 
 
-class StubGeneration:
+class StubGenerateStream:
     """A generation whose chunks are put by the test. An exception among them ends it."""
 
     def __init__(self, request_id: str = "req-1") -> None:
@@ -40,7 +40,7 @@ class StubInference:
         self.answer = answer
         self.calls: list[tuple[Mapping[str, Any], Caller]] = []
 
-    async def generate(self, body: Mapping[str, Any], caller: Caller) -> StubGeneration:
+    async def generate(self, body: Mapping[str, Any], caller: Caller) -> StubGenerateStream:
         return self._answer(body, caller)  # type: ignore[no-any-return]
 
     async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> TokenIds:

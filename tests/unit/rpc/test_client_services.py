@@ -33,7 +33,7 @@ from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_r
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests import builders
 from tests.contract.networks import eventually
-from tests.unit.rpc.client_api_stubs import StubAdmin, StubGeneration, StubInference
+from tests.unit.rpc.client_api_stubs import StubAdmin, StubGenerateStream, StubInference
 
 BODY = {"prompt": "once upon", "max_tokens": 4, "stream": True, "return_token_ids": True}
 LAST = GenerateChunk(
@@ -118,7 +118,7 @@ async def gateway() -> AsyncIterator[GatewayServer]:
 
 
 async def test_generate_streams_each_chunk_as_it_is_produced(gateway: GatewayServer) -> None:
-    gateway.api.answer = answer = StubGeneration("req-7")
+    gateway.api.answer = answer = StubGenerateStream("req-7")
     generation = await gateway.client().generate(BODY)
     assert generation.request_id == "req-7"
     for chunk in CHUNKS:
@@ -131,7 +131,7 @@ async def test_generate_streams_each_chunk_as_it_is_produced(gateway: GatewaySer
 
 
 async def test_plain_grpc_client_receives_usage_and_request_id(gateway: GatewayServer) -> None:
-    gateway.api.answer = answer = StubGeneration("req-8")
+    gateway.api.answer = answer = StubGenerateStream("req-8")
     answer.put(*CHUNKS)
     call = gateway.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
     messages = [message async for message in call]
@@ -145,7 +145,7 @@ async def test_plain_grpc_client_receives_usage_and_request_id(gateway: GatewayS
 
 
 async def test_gateway_receives_authorization_timeout_and_address_of_the_caller(gateway: GatewayServer) -> None:
-    gateway.api.answer = answer = StubGeneration()
+    gateway.api.answer = answer = StubGenerateStream()
     answer.put(LAST)
     client = gateway.client(authorization="Bearer secret")
     await (await client.generate(BODY, timeout_s=30)).receive()
@@ -158,7 +158,7 @@ async def test_gateway_receives_authorization_timeout_and_address_of_the_caller(
 
 
 async def test_call_without_key_and_deadline_has_no_authorization_and_timeout(gateway: GatewayServer) -> None:
-    gateway.api.answer = answer = StubGeneration()
+    gateway.api.answer = answer = StubGenerateStream()
     answer.put(LAST)
     await (await gateway.client().generate(BODY)).receive()
     assert gateway.api.calls[0][1].authorization == ""
@@ -198,7 +198,7 @@ async def test_call_without_key_and_deadline_has_no_authorization_and_timeout(ga
 async def test_failure_before_and_during_the_stream_has_its_grpc_status(
     gateway: GatewayServer, failure: Failure, status: grpc.StatusCode, first: tuple[GenerateChunk, ...]
 ) -> None:
-    answer = StubGeneration()
+    answer = StubGenerateStream()
     answer.put(*first, Refused(failure))
     gateway.api.answer = answer if first else Refused(failure)
     call = gateway.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
@@ -218,7 +218,7 @@ async def test_own_client_raises_the_original_failure(gateway: GatewayServer) ->
     with pytest.raises(Refused) as refused:
         await gateway.client().generate(BODY)
     assert refused.value.failure == failure
-    gateway.api.answer = answer = StubGeneration()
+    gateway.api.answer = answer = StubGenerateStream()
     answer.put(CHUNKS[0], Refused(failure))
     generation = await gateway.client().generate(BODY)
     assert await generation.receive() == CHUNKS[0]
@@ -248,7 +248,7 @@ async def test_internal_error_is_logged_and_not_shown_to_the_client(
 
 
 async def test_generation_is_closed_when_the_client_cancels(gateway: GatewayServer) -> None:
-    gateway.api.answer = answer = StubGeneration()
+    gateway.api.answer = answer = StubGenerateStream()
     answer.put(CHUNKS[0])
     generation = await gateway.client().generate(BODY)
     await generation.receive()
@@ -257,7 +257,7 @@ async def test_generation_is_closed_when_the_client_cancels(gateway: GatewayServ
 
 
 async def test_generation_is_closed_when_the_deadline_passes(gateway: GatewayServer) -> None:
-    gateway.api.answer = answer = StubGeneration()
+    gateway.api.answer = answer = StubGenerateStream()
     answer.put(CHUNKS[0])
     generation = await gateway.client().generate(BODY, timeout_s=0.3)
     assert await generation.receive() == CHUNKS[0]
@@ -270,7 +270,7 @@ async def test_client_that_does_not_read_is_disconnected(
     gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.rpc.inference_rpc.WRITE_S", 0.2)
-    gateway.api.answer = answer = StubGeneration()
+    gateway.api.answer = answer = StubGenerateStream()
     call = gateway.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
     answer.put(*[GenerateChunk(choices=(ChoiceDelta(index=0, text="x" * 100_000),))] * 200)
     await eventually(lambda: answer.is_closed)

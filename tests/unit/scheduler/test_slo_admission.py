@@ -39,7 +39,7 @@ def expecting(**changes: float) -> Choice:
         "tpot_s": 0.02,
         "tpot_now_s": 0.03,
         "idle_tpot_s": 0.01,
-        "drain_s": 2.0,
+        "decode_drain_s": 2.0,
     }
     return Choice(prefill=None, decode=None, predicted=Prediction(**(fields | changes)))
 

@@ -17,7 +17,7 @@ from baton.worker.device.worker_device import Device
 from baton.worker.worker_lifecycle import WorkerUnhealthy
 from baton.worker.worker_main import initial_step_costs
 from tests import builders
-from tests.unit.worker.test_calibrate import CostedExecutor
+from tests.unit.worker.test_measure_costs import CostedExecutor
 from tests.unit.worker.test_worker_main import Opened, config
 from tests.unit.worker.virtual_loop import virtual
 

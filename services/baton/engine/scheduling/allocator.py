@@ -1,4 +1,4 @@
-"""Allocates KV blocks to sequences: for decode, with preemption if blocks run out, and on admission."""
+"""Allocates KV blocks to sequences: for decode, with preemption if blocks run out, and on batch admission."""
 
 from itertools import islice
 
@@ -43,13 +43,13 @@ class BlockAllocator:
                 self._preempt(victim)
 
     def admit(self, budget: int) -> list[tuple[EngineSequence, int]]:
-        """Admit queued sequences in order: each gets the blocks of all its tokens.
+        """Admit queued sequences to the batch in order: each gets the blocks of all its tokens.
 
         Returns (sequence, scheduled tokens) of those that are in this step, with at most `budget` tokens in
         all.
 
         - A sequence that does not get its blocks blocks those behind it.
-        - If only the token budget is used up, a prefill keeps its claim on blocks. Pulled sequences, which
+        - If only the token budget is used up, a prefill keeps blocks set aside. Pulled sequences, which
           need no tokens in this step, may overtake it.
         - While readers hold more than half of the pool, prefills for readers are skipped, and others overtake
           them.
@@ -59,16 +59,16 @@ class BlockAllocator:
         if not slots:
             return scheduled
         readers_hold_too_much = 2 * self._pool.held_for_others > self._pool.num_blocks
-        claimed = 0
+        num_set_aside = 0
         for seq in admission_order(self._sequences.queue.values()):
             if seq.request.for_reader and readers_hold_too_much:
                 continue
-            if seq.num_slots > slots or claimed >= self._pool.num_allocatable:
+            if seq.num_slots > slots or num_set_aside >= self._pool.num_allocatable:
                 break
             if not budget and not seq.waits_for_pull:
-                claimed += num_blocks_needed(seq, self._config.block_size_tokens)
+                num_set_aside += num_blocks_needed(seq, self._config.block_size_tokens)
                 continue
-            if not self._give_blocks(seq, claimed):
+            if not self._give_blocks(seq, num_set_aside):
                 break
             slots -= seq.num_slots
             if seq.state is SequenceState.RUNNING:
@@ -110,16 +110,16 @@ class BlockAllocator:
         self._sequences.preempt(seq)
         self._counters.preemptions += 1
 
-    def _give_blocks(self, seq: EngineSequence, claimed: int) -> bool:
+    def _give_blocks(self, seq: EngineSequence, num_set_aside: int) -> bool:
         """Give a queued sequence all its blocks or none: cached ones for its prefix, new ones for the rest.
 
-        Leaves the `claimed` blocks, and one block for each running sequence that may need one soon.
+        Leaves `num_set_aside` blocks, and one block for each running sequence that may need one soon.
         """
         block_size_tokens = self._config.block_size_tokens
         cached = self._pool.lookup(islice(seq.hashes, max_cached_blocks(len(seq.token_ids), block_size_tokens)))
         missing = num_blocks_needed(seq, block_size_tokens) - len(cached)
         spare = sum(s.num_slots for s in self._sequences.admitted() if not s.request.prefill_only)
-        if missing + spare + claimed > self._pool.num_allocatable - self._pool.num_idle(cached):
+        if missing + spare + num_set_aside > self._pool.num_allocatable - self._pool.num_idle(cached):
             return False
         self._pool.ref(cached)
         new = self._pool.allocate_receiving(missing) if seq.waits_for_pull else self._pool.allocate(missing)

@@ -12,7 +12,8 @@ MEAN_OVER_SAMPLES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedSequence:
-    """A sequence got its KV blocks. Sent once per sequence, not again after a preemption.
+    """A sequence was admitted to the batch and got its KV blocks. Sent once per sequence, not again after a
+    preemption.
 
     block_table: the blocks of all its tokens, in order.
     num_cached_blocks: leading blocks whose KV is in the cache already.

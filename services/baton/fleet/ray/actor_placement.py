@@ -9,8 +9,8 @@ from baton.core.errors import BatonError
 from baton.fleet.ray.node_resources import Demand, Node, demand_of
 from baton.fleet.ray.ray_actors import actor_options, create_actor, find_actor, kill_actor
 from baton.fleet.ray.ray_calls import root_cause, wait_for_object
+from baton.fleet.ray.ray_connection import RayConnection
 from baton.fleet.ray.ray_nodes import RayCall, RayNodes
-from baton.fleet.ray.ray_session import RaySession
 from baton.fleet.worker_plan import WorkerSpec
 from baton.runtime.config.fleet_settings import RayPlacement
 from baton.runtime.config.settings import WorkerConfig
@@ -64,7 +64,7 @@ class ActorPlacement:
     spec: WorkerSpec
     is_detached: bool
     nodes: RayNodes
-    session: RaySession
+    connection: RayConnection
     call: RayCall
     times: PlacementTimes = field(default_factory=PlacementTimes)
     actor: Any = None
@@ -191,20 +191,20 @@ class ActorPlacement:
         return min(self.times.refresh_interval_s, max(0.0, end_s - asyncio.get_running_loop().time()))
 
     async def _is_name_used(self) -> bool:
-        find = lambda: find_actor(self.session.api, self.spec.worker_id)  # noqa: E731
+        find = lambda: find_actor(self.connection.api, self.spec.worker_id)  # noqa: E731
         return await self.call("look a worker up", find) is not None
 
     def _find(self) -> bool:
-        self.actor = find_actor(self.session.api, self.spec.worker_id)
+        self.actor = find_actor(self.connection.api, self.spec.worker_id)
         return self.actor is not None
 
     def _create(self, options: dict[str, Any]) -> None:
-        self.actor = create_actor(self.session.api, self.spec, options, is_detached=self.is_detached)
+        self.actor = create_actor(self.connection.api, self.spec, options, is_detached=self.is_detached)
 
     def _kill(self) -> bool:
         actor, self.actor = self.actor, None
         if actor is not None:
-            kill_actor(self.session.api, actor)
+            kill_actor(self.connection.api, actor)
         return actor is not None
 
 

@@ -11,8 +11,8 @@ from baton.fleet.processes.supervisor import RestartBudget, RestartLimit
 from baton.fleet.ray.actor_placement import ActorPlacement, PlacementTimes, WorkerFailed
 from baton.fleet.ray.node_resources import Demand, max_workers_on
 from baton.fleet.ray.ray_calls import CALL_TIMEOUT_S, root_cause, wait_for_object
+from baton.fleet.ray.ray_connection import JoinedCluster, RayConnection
 from baton.fleet.ray.ray_nodes import NodesRefused, RayNodes
-from baton.fleet.ray.ray_session import JoinedCluster, RaySession
 from baton.fleet.ray.release_check import release_probe
 from baton.fleet.ray.worker_actor import NODE_SHUTTING_DOWN, WorkerFacts
 from baton.fleet.worker_plan import WorkerSpec
@@ -60,7 +60,7 @@ class FleetContext:
     """
 
     call: TimedRayCall
-    session: RaySession
+    connection: RayConnection
     nodes: RayNodes
     joined: JoinedCluster | None
     log_dir: Path | None
@@ -98,7 +98,7 @@ class FleetWorker:
             spec=spec,
             is_detached=fleet.is_detached,
             nodes=fleet.nodes,
-            session=fleet.session,
+            connection=fleet.connection,
             call=fleet.call,
             times=fleet.placement_times,
         )

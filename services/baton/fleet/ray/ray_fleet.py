@@ -18,8 +18,8 @@ from baton.fleet.ray.fleet_worker import FleetContext, FleetWorker, WorkerStage
 from baton.fleet.ray.node_resources import places_by_role
 from baton.fleet.ray.ray_actors import drain_unmanaged, request_node_ids
 from baton.fleet.ray.ray_calls import CALL_TIMEOUT_S, RayCalls, RayFailed, wait_for_object
+from baton.fleet.ray.ray_connection import JoinedCluster, RayConnection
 from baton.fleet.ray.ray_nodes import RayNodes
-from baton.fleet.ray.ray_session import JoinedCluster, RaySession
 from baton.fleet.ray.worker_actor import WorkerFacts
 from baton.fleet.worker_plan import DesiredWorkers, WorkerSpec, plan_changes
 from baton.runtime.config.fleet_settings import FleetSettings
@@ -47,7 +47,7 @@ class RayFleet:
         start_timeout_s: float = FleetSettings.worker_start_s,
         on_change: Callable[[str, WorkerFacts | None], None] = lambda worker_id, facts: None,
         notify: Callable[[str], None] = lambda text: None,
-        session: RaySession | None = None,
+        connection: RayConnection | None = None,
         placement_times: PlacementTimes | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         left_behind_timeout_s: float = LEFT_BEHIND_TIMEOUT_S,
@@ -59,20 +59,20 @@ class RayFleet:
         joined: the existing Ray cluster; None: start a private Ray on this machine.
         limit: how often a worker may die.
         start_timeout_s, on_change, notify: as in `FleetContext`.
-        session, placement_times, and the timeouts: replaced in tests.
+        connection, placement_times, and the timeouts: replaced in tests.
         """
         self._ray_dir = ray_dir
         self._joined = joined
-        self._session = session or RaySession()
+        self._connection = connection or RayConnection()
         self._times = placement_times or PlacementTimes()
         self._connect_timeout_s = connect_timeout_s
         self._left_behind_timeout_s = left_behind_timeout_s
         self._calls: RayCalls | None = None
-        self._nodes = RayNodes(self._call, self._session)
+        self._nodes = RayNodes(self._call, self._connection)
         self._workers: dict[str, FleetWorker] = {}
         self._context = FleetContext(
             call=self._call,
-            session=self._session,
+            connection=self._connection,
             nodes=self._nodes,
             joined=joined,
             log_dir=log_dir,
@@ -91,12 +91,12 @@ class RayFleet:
         self._calls = RayCalls()
         joined = self._joined
         if joined is None:
-            start = lambda: self._session.start(self._ray_dir)  # noqa: E731
+            start = lambda: self._connection.start(self._ray_dir)  # noqa: E731
             return str(await self._call("be started", start, self._connect_timeout_s))
         try:
             self.node_address = await self._call(
                 f"be joined at {joined.address}",
-                lambda: self._session.join(joined.address, joined.namespace),
+                lambda: self._connection.join(joined.address, joined.namespace),
                 self._connect_timeout_s,
             )
         except RayFailed as error:
@@ -141,7 +141,9 @@ class RayFleet:
         """Drain detached workers of this cluster that are not part of this fleet. Raises RayFailed."""
         if not self._context.is_detached:
             return
-        for worker_id in await self._call("drain workers", lambda: drain_unmanaged(self._session.api, self._workers)):
+        for worker_id in await self._call(
+            "drain workers", lambda: drain_unmanaged(self._connection.api, self._workers)
+        ):
             log.info("unmanaged_worker_drained", worker=worker_id)
 
     async def supervise(self) -> None:
@@ -167,7 +169,7 @@ class RayFleet:
                 await self._call("end the workers", lambda: self._stop_all(grace_s), grace_s + CALL_TIMEOUT_S)
             except RayFailed as error:
                 failed = error
-        await self._call("be shut down", lambda: self._session.api.shutdown())
+        await self._call("be shut down", lambda: self._connection.api.shutdown())
         self._calls.close()
         if failed is not None:
             raise failed
@@ -181,7 +183,7 @@ class RayFleet:
                 if worker.facts is not None:
                     ended.append(actor.wait.remote(grace_s))
         if ended:
-            self._session.api.wait(ended, num_returns=len(ended), timeout=grace_s)
+            self._connection.api.wait(ended, num_returns=len(ended), timeout=grace_s)
 
     def _add(self, spec: WorkerSpec, config: WorkerConfig) -> FleetWorker:
         worker = FleetWorker(spec, config, self._context)
@@ -191,7 +193,7 @@ class RayFleet:
     async def _find_left_behind(self) -> Collection[str]:
         """Return the ids of workers that an earlier driver left running on a node. Raises RayFailed."""
         references = await self._call(
-            "list running workers", lambda: request_node_ids(self._session.api, self._workers)
+            "list running workers", lambda: request_node_ids(self._connection.api, self._workers)
         )
         answers = {worker_id: asyncio.create_task(wait_for_object(ref)) for worker_id, ref in references.items()}
         try:

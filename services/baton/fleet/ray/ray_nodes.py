@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from baton.core.errors import BatonError
 from baton.fleet.ray.node_resources import Demand, Node, living_nodes
 from baton.fleet.ray.ray_calls import root_cause, wait_for_object
-from baton.fleet.ray.ray_session import RaySession
+from baton.fleet.ray.ray_connection import RayConnection
 from baton.fleet.ray.release_check import Release, release_mismatch, release_probe
 from baton.runtime.logging import get_logger
 
@@ -38,9 +38,9 @@ class RayCall(Protocol):
 class RayNodes:
     """The nodes of a Ray cluster. `refresh` is called before each placement and probes each new node once."""
 
-    def __init__(self, call: RayCall, session: RaySession) -> None:
+    def __init__(self, call: RayCall, connection: RayConnection) -> None:
         self._call = call
-        self._session = session
+        self._connection = connection
         self._release: Release = release_probe()()
         self._refreshing = asyncio.Lock()
         self._accepted: set[str] = set()
@@ -54,7 +54,7 @@ class RayNodes:
     async def refresh(self) -> None:
         """List the living nodes and probe the new ones. Raises RayFailed."""
         async with self._refreshing:
-            self.living = await self._call("list its nodes", lambda: living_nodes(self._session.api.nodes()))
+            self.living = await self._call("list its nodes", lambda: living_nodes(self._connection.api.nodes()))
             self.offered |= {name for node in self.living for name, amount in node.resources.items() if amount > 0}
             alive = {node.node_id for node in self.living}
             self._accepted &= alive
@@ -137,7 +137,7 @@ class RayNodes:
 
     def _start_probe(self, node_id: str) -> Any:
         return (
-            self._session.api.remote(release_probe())
+            self._connection.api.remote(release_probe())
             .options(num_cpus=0, max_retries=0, label_selector={NODE_LABEL: node_id})
             .remote()
         )

@@ -68,7 +68,7 @@ class InferenceService:
 
 
 class RunningCall:
-    """One running call of `generate`. Implements `Generation` and `ChoiceSink`."""
+    """One running call of `generate`. Implements `GenerateStream` and `ChoiceSink`."""
 
     def __init__(self, call: ClientCall, service: GatewayService, max_bytes: int) -> None:
         self._call = call

@@ -86,7 +86,7 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
     """
     header_len = int.from_bytes(file.read(8), "little")
     if header_len > _MAX_HEADER_BYTES:
-        raise ValueError(f"its header claims {header_len} bytes")
+        raise ValueError(f"its header says that it has {header_len} bytes")
     header = json.loads(file.read(header_len))
     return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + header_len
 

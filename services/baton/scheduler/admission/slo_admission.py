@@ -127,4 +127,4 @@ def _tpot_retry_s(predicted: Prediction, tpot_s: float, limit_s: float) -> float
     None if a step takes too long even without them.
     """
     allowed_s = limit_s - predicted.idle_tpot_s
-    return predicted.drain_s * log((tpot_s - predicted.idle_tpot_s) / allowed_s) if allowed_s > 0 else None
+    return predicted.decode_drain_s * log((tpot_s - predicted.idle_tpot_s) / allowed_s) if allowed_s > 0 else None

@@ -315,7 +315,7 @@ def _prediction(
             "tpot_s": tpot_s(row, prompt, ttft_s),
             "tpot_now_s": tpot_now_s(row, prompt),
             "idle_tpot_s": idle_tpot_s(row, prompt),
-            "drain_s": row.derived.drain_s,
+            "decode_drain_s": row.derived.decode_drain_s,
         }
     return Prediction(
         queue_s=queue_s,

@@ -37,7 +37,7 @@ class Prediction:
     tpot_s: once the prompt is computed. tpot_now_s: if it were computed already.
     least_queue_s: shortest queue of all candidates.
     idle_tpot_s: TPOT without other sequences.
-    drain_s: time in which all but 1/e of the other sequences end.
+    decode_drain_s: time in which all but 1/e of the other sequences end.
 
     Admission derives from the last three when a rejected request would be admitted.
     """
@@ -52,7 +52,7 @@ class Prediction:
     tpot_s: float | None = None
     tpot_now_s: float | None = None
     idle_tpot_s: float = 0.0
-    drain_s: float = 0.0
+    decode_drain_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

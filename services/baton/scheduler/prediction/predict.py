@@ -102,14 +102,14 @@ def time_to_fit_s(w: WorkerTable, prompt: Prompt) -> Floats:
     """Predict the time until the prompt and its samples fit into each worker's blocks and batch slots.
 
     The missing slots and blocks are a fraction of what the decoding sequences use, and that fraction ends in
-    its share of `drain_s`. Infinite where nothing decodes, because then prompts in prefill must end first.
+    its share of `decode_drain_s`. Infinite where nothing decodes, because then prompts in prefill must end first.
     """
     reported, reserved = w.reported, w.reserved
     seqs = (prompt.num_samples - reserved.free_seqs) / np.maximum(1, reported.decoding_seqs)
     used_blocks = np.maximum(1, reported.total_blocks - reserved.free_blocks)
     blocks = (prompt.num_blocks - reserved.free_blocks) / used_blocks
     fraction = np.maximum(0.0, np.maximum(seqs, blocks))
-    return np.where(reported.decoding_seqs > 0, fraction * w.derived.drain_s, np.inf)
+    return np.where(reported.decoding_seqs > 0, fraction * w.derived.decode_drain_s, np.inf)
 
 
 def idle_tpot_s(w: WorkerRow, prompt: Prompt) -> float:
@@ -130,7 +130,7 @@ def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
     Prompts that are still queued by then delay the answer, spread over its tokens.
     """
     reported, reserved = w.reported, w.reserved
-    num_drains = _maximum(horizon_s / w.derived.drain_s, _TINY)
+    num_drains = _maximum(horizon_s / w.derived.decode_drain_s, _TINY)
     staying = _exp(-num_drains)
     joining = (1 - staying) / num_drains
     joining_context = reserved.joining_context_tokens + reported.joining_seqs_unknown * prompt.num_tokens

@@ -81,7 +81,7 @@ class DerivedState(Generic[N]):
     queued_prefill_s: N  # prefill compute of all queued prompts, without the decode part of those steps
     prefill_share_s: N  # prefill compute in one mixed step (`core.step_cost.stall_free_step_s`); inf if none decode
     joined_step_s: N  # decode part of a mixed step once the joining sequences decode; 0 if there are none
-    drain_s: N  # time in which all but 1/e of the decoding sequences end
+    decode_drain_s: N  # time in which all but 1/e of the decoding sequences end
     queue_s: N  # time until all queued prompts are computed
 
 

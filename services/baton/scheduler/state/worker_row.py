@@ -98,7 +98,7 @@ def derived_state(reported: ReportedState[float], reserved: ReservedState[float]
     beside sequences with little slack are therefore predicted too early.
 
     The age of an answer says little about its remaining length, so each decoding sequence is expected to run
-    for another whole mean answer (`drain_s`).
+    for another whole mean answer (`decode_drain_s`).
     """
     mixed_step_s = reported.base_step_s + reported.mixed_decode_s
     decode_s = (
@@ -117,7 +117,7 @@ def derived_state(reported: ReportedState[float], reserved: ReservedState[float]
         queued_prefill_s=queued_prefill_s,
         prefill_share_s=prefill_share_s,
         joined_step_s=joined_step_s,
-        drain_s=reported.mean_output_tokens * max(decode_s, _TINY_S),
+        decode_drain_s=reported.mean_output_tokens * max(decode_s, _TINY_S),
         queue_s=num_steps * mixed_step_s + queued_prefill_s,
     )
 

@@ -128,7 +128,7 @@ def step_sizes(config: EngineConfig, num_blocks: int) -> list[StepSize]:
 
 
 @asynccontextmanager
-async def calibration_lock(path: Path, *, wait_s: float = LOCK_WAIT_S) -> AsyncIterator[bool]:
+async def measurement_lock(path: Path, *, wait_s: float = LOCK_WAIT_S) -> AsyncIterator[bool]:
     """Hold the lock file at `path`, so that only one process of the host measures at a time.
 
     Yields False if the lock was not available within `wait_s` seconds; the caller then measures without it.
@@ -137,7 +137,7 @@ async def calibration_lock(path: Path, *, wait_s: float = LOCK_WAIT_S) -> AsyncI
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        log.warning("calibration_lock_failed", path=str(path), problem=str(error))
+        log.warning("measurement_lock_failed", path=str(path), problem=str(error))
         yield False
         return
     try:
@@ -146,7 +146,7 @@ async def calibration_lock(path: Path, *, wait_s: float = LOCK_WAIT_S) -> AsyncI
         os.close(file)
 
 
-def calibration_lock_path() -> Path:
+def measurement_lock_path() -> Path:
     """Return the lock file that all workers of this user on this host share."""
     return Path(tempfile.gettempdir()) / f"baton-measuring-{os.getuid()}.lock"
 

@@ -35,7 +35,7 @@ class JoinedCluster:
         return f"baton-{self.cluster}"
 
 
-class RaySession:
+class RayConnection:
     """Access to the `ray` module. All methods are called from the Ray thread (`RayCalls`).
 
     Tests pass a subclass with another `api`.

@@ -15,7 +15,7 @@ from baton.core.step_cost import StepCostModel
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.step import DeviceFault, SampledToken, StepPlan, StepResult
-from baton.worker.costs.calibrate import NUM_TOKEN_IDS, calibration_lock, measure_costs, step_sizes
+from baton.worker.costs.measure_costs import NUM_TOKEN_IDS, measure_costs, measurement_lock, step_sizes
 from baton.worker.costs.step_cost_keeper import work_of
 from tests import builders
 from tests.fake_executor import FakeGenerationTable
@@ -167,7 +167,7 @@ async def test_workers_of_one_host_measure_one_after_the_other(tmp_path: Path) -
     order: list[str] = []
 
     async def measure(name: str) -> None:
-        async with calibration_lock(tmp_path / "lock", wait_s=5) as alone:
+        async with measurement_lock(tmp_path / "lock", wait_s=5) as alone:
             order.append(f"{name} {alone}")
             await asyncio.sleep(0.1)
             order.append(name)
@@ -177,13 +177,13 @@ async def test_workers_of_one_host_measure_one_after_the_other(tmp_path: Path) -
 
 
 async def test_lock_timeout_lets_the_worker_measure(tmp_path: Path) -> None:
-    async with calibration_lock(tmp_path / "lock"), calibration_lock(tmp_path / "lock", wait_s=0.1) as alone:
+    async with measurement_lock(tmp_path / "lock"), measurement_lock(tmp_path / "lock", wait_s=0.1) as alone:
         assert not alone
 
 
 async def test_unusable_lock_file_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    async with calibration_lock(tmp_path / "link") as alone:
+    async with measurement_lock(tmp_path / "link") as alone:
         assert not alone
     assert not (tmp_path / "elsewhere").exists()
 
@@ -198,8 +198,8 @@ async def test_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline()
-        async with calibration_lock(tmp_path / "lock", wait_s=0.1) as alone:
+        async with measurement_lock(tmp_path / "lock", wait_s=0.1) as alone:
             assert not alone
         process.kill()
-        async with calibration_lock(tmp_path / "lock", wait_s=5) as alone:
+        async with measurement_lock(tmp_path / "lock", wait_s=5) as alone:
             assert alone
