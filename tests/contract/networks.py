@@ -1,4 +1,4 @@
-"""Every implementation of `Network`, behind one handle: services come and go by address."""
+"""Test harnesses for each implementation of `Network`, with stub services."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,14 +19,15 @@ from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_streams import StreamLimits
 from baton.runtime.network.in_process_network import InProcessNetwork
+from baton.runtime.network.mailbox import Mailbox
 
 HEARTBEAT_S = 0.2
 MAX_MESSAGES = 8
-"""Small, so that a stuck stream shows soon."""
+"""Small, so that a full buffer is reached soon."""
 
 
-class World(Protocol):
-    """A network and the services on it."""
+class NetworkHarness(Protocol):
+    """A network to which a test adds services by address and removes them."""
 
     network: Network
 
@@ -35,11 +36,11 @@ class World(Protocol):
     async def add_scheduler(self, service: SchedulerService) -> str: ...
 
     async def remove(self, address: str) -> None:
-        """The process at `address` dies."""
+        """Stop the service at `address` as if its process had died."""
         ...
 
 
-class InProcessWorld:
+class InProcessHarness:
     def __init__(self) -> None:
         self.network = InProcessNetwork(max_messages=MAX_MESSAGES)
         self._count = 0
@@ -63,7 +64,7 @@ class InProcessWorld:
         return f"host:{self._count}"
 
 
-class GrpcWorld:
+class GrpcHarness:
     def __init__(self) -> None:
         limits = StreamLimits(max_messages=MAX_MESSAGES, max_received=MAX_MESSAGES)
         self.network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=2.0, call_s=2.0, limits=limits)
@@ -92,32 +93,34 @@ class GrpcWorld:
         return address
 
 
-WORLDS: dict[str, Callable[[], InProcessWorld | GrpcWorld]] = {"in_process": InProcessWorld, "grpc": GrpcWorld}
+HARNESSES: dict[str, Callable[[], InProcessHarness | GrpcHarness]] = {
+    "in_process": InProcessHarness,
+    "grpc": GrpcHarness,
+}
 
 
 @asynccontextmanager
-async def world_of(kind: str) -> AsyncIterator[World]:
-    """Checks on leaving that no task is left behind."""
+async def open_harness(kind: str) -> AsyncIterator[NetworkHarness]:
+    """Open a harness. Check at exit that no task is still running."""
     before = asyncio.all_tasks()
-    world = WORLDS[kind]()
+    harness = HARNESSES[kind]()
     try:
-        yield world
+        yield harness
     finally:
-        await world.aclose()
+        await harness.aclose()
     for _ in range(100):
-        left = asyncio.all_tasks() - before - {asyncio.current_task()}
-        if not left:
+        running = asyncio.all_tasks() - before - {asyncio.current_task()}
+        if not running:
             return
         await asyncio.sleep(0.01)
-    raise AssertionError(f"tasks left behind: {left}")
+    raise AssertionError(f"tasks still running: {running}")
 
 
 Serve = Callable[[Duplex[Any, Any]], Awaitable[None]]
 
 
 class StubWorker:
-    """A worker whose streams are served by given functions. `ended` counts the streams whose service has
-    returned."""
+    """A worker whose streams are served by given functions. `ended` counts the streams that were served."""
 
     def __init__(self, session: Serve | None = None, peer: Serve | None = None) -> None:
         self._session = session
@@ -139,7 +142,7 @@ class StubWorker:
 
 
 class StubScheduler:
-    """A scheduler that answers as told: `answer` is returned, or raised if it is an error."""
+    """A scheduler that returns `answer`, or raises it if it is an exception. `asked` records the arguments."""
 
     def __init__(
         self, answer: Any = None, updates: Source[ClusterUpdate] | None = None, report: Serve | None = None
@@ -153,8 +156,8 @@ class StubScheduler:
         return self._answer(query)  # type: ignore[no-any-return]
 
     async def finished(self, *actuals: RequestActuals) -> None:
-        for one in actuals:
-            self._answer(one)
+        for request in actuals:
+            self._answer(request)
 
     async def watch(self) -> Source[ClusterUpdate]:
         assert self._updates is not None
@@ -170,11 +173,31 @@ class StubScheduler:
         assert self._report is not None
         await self._report(stream)
 
-    def _answer(self, question: Any) -> Any:
-        self.asked.append(question)
+    def _answer(self, argument: Any) -> Any:
+        self.asked.append(argument)
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
+
+
+class UpdateQueue:
+    """A source of cluster updates that a test fills."""
+
+    def __init__(self) -> None:
+        self._mailbox: Mailbox[ClusterUpdate] = Mailbox(100)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._mailbox.has_ended
+
+    def put(self, update: ClusterUpdate) -> None:
+        self._mailbox.put(update)
+
+    async def receive(self) -> ClusterUpdate:
+        return await self._mailbox.get()
+
+    async def aclose(self) -> None:
+        self._mailbox.close("closed")
 
 
 async def echo(stream: Duplex[Any, Any], answer: Callable[[Any], Any] = lambda message: message) -> None:
@@ -184,7 +207,7 @@ async def echo(stream: Duplex[Any, Any], answer: Callable[[Any], Any] = lambda m
 
 
 async def until_broken(stream: Duplex[Any, Any]) -> list[Any]:
-    """Everything that still arrives."""
+    """Receive messages until the stream breaks, and return them."""
     messages = []
     try:
         while True:
@@ -193,8 +216,17 @@ async def until_broken(stream: Duplex[Any, Any]) -> list[Any]:
         return messages
 
 
+def is_broken(stream: Duplex[Any, Any], message: Any) -> bool:
+    """Return whether the stream refuses to send `message`. Sends it otherwise."""
+    try:
+        stream.send(message)
+    except StreamBroken:
+        return True
+    return False
+
+
 async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Wait for something that another task brings about."""
+    """Wait until the condition is true."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - any condition, not only those with an event
             await asyncio.sleep(0.005)

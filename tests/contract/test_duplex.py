@@ -14,55 +14,62 @@ from baton.core.kv.block_hash import token_ids
 from baton.core.messages.jobs import Ack, Heartbeat, Step
 from baton.runtime.network.in_process_network import duplex_pair
 from tests import builders
-from tests.contract.networks import MAX_MESSAGES, StubWorker, eventually, until_broken, world_of
+from tests.contract.networks import MAX_MESSAGES, StubWorker, eventually, is_broken, open_harness, until_broken
 
 pytestmark = pytest.mark.contract
 
 
 @dataclass
 class Ends:
-    """`near` is the end under test; it sends what `message` makes, and gets what `answer` makes."""
+    """Two ends of a stream. `near` is under test: it sends `message` and receives `answer`.
+
+    is_server_end: `near` is the end at the server.
+    """
 
     near: Duplex[Any, Any]
     far: Duplex[Any, Any]
-    dialled: bool
+    is_server_end: bool
 
     def message(self, seq: int) -> Any:
-        return Heartbeat(seq=seq, steps_done=seq, step_age_s=0.5, draining=False) if self.dialled else Ack(seq=seq)
+        return (
+            Heartbeat(seq=seq, steps_done=seq, step_age_s=0.5, draining=False) if self.is_server_end else Ack(seq=seq)
+        )
 
     def answer(self, seq: int) -> Any:
-        return Ack(seq=seq) if self.dialled else Heartbeat(seq=seq, steps_done=seq, step_age_s=0.5, draining=False)
+        return (
+            Ack(seq=seq) if self.is_server_end else Heartbeat(seq=seq, steps_done=seq, step_age_s=0.5, draining=False)
+        )
 
     def big(self) -> Any:
-        """Some 400 kB."""
-        if self.dialled:
+        """Return a message of about 400 kB."""
+        if self.is_server_end:
             return Step(seq=1, deltas=(builders.token_delta(*range(1 << 28, (1 << 28) + 80_000)),))
         return builders.prefill_job(token_ids(range(100_000)))
 
 
 @asynccontextmanager
-async def in_process(dialled: bool) -> AsyncIterator[Ends]:
+async def in_process(is_server_end: bool) -> AsyncIterator[Ends]:
     near: Duplex[Any, Any]
     near, far = duplex_pair(MAX_MESSAGES)
-    yield Ends(near, far, dialled)
+    yield Ends(near, far, is_server_end)
     await near.aclose()
     await far.aclose()
 
 
 @asynccontextmanager
-async def over_grpc(dialled: bool) -> AsyncIterator[Ends]:
-    taken: asyncio.Future[Duplex[Any, Any]] = asyncio.get_running_loop().create_future()
-    over = asyncio.Event()
+async def over_grpc(is_server_end: bool) -> AsyncIterator[Ends]:
+    accepted: asyncio.Future[Duplex[Any, Any]] = asyncio.get_running_loop().create_future()
+    is_done = asyncio.Event()
 
     async def session(stream: Duplex[Any, Any]) -> None:
-        taken.set_result(stream)
-        await over.wait()
+        accepted.set_result(stream)
+        await is_done.wait()
 
-    async with world_of("grpc") as world:
-        client = await world.network.open_session(await world.add_worker(StubWorker(session=session)))
-        server = await taken
-        yield Ends(server, client, dialled) if dialled else Ends(client, server, dialled)
-        over.set()
+    async with open_harness("grpc") as harness:
+        client = await harness.network.open_session(await harness.add_worker(StubWorker(session=session)))
+        server = await accepted
+        yield Ends(server, client, is_server_end) if is_server_end else Ends(client, server, is_server_end)
+        is_done.set()
         await server.aclose()
         await client.aclose()
 
@@ -70,17 +77,17 @@ async def over_grpc(dialled: bool) -> AsyncIterator[Ends]:
 IMPLEMENTATIONS = {"in_process": in_process, "grpc": over_grpc}
 
 
-@pytest.fixture(params=[(name, dialled) for name in IMPLEMENTATIONS for dialled in (False, True)], ids=str)
+@pytest.fixture(params=[(name, is_server_end) for name in IMPLEMENTATIONS for is_server_end in (False, True)], ids=str)
 async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
-    name, dialled = request.param
-    async with IMPLEMENTATIONS[name](dialled) as ends:
+    name, is_server_end = request.param
+    async with IMPLEMENTATIONS[name](is_server_end) as ends:
         yield ends
 
 
-async def test_messages_keep_their_order_in_both_directions_at_once(ends: Ends) -> None:
-    at_once = MAX_MESSAGES // 2  # the last ones of those before may still be on their way out
-    for first in range(0, 32, at_once):
-        seqs = range(first, first + at_once)
+async def test_messages_in_both_directions_arrive_in_order(ends: Ends) -> None:
+    batch = MAX_MESSAGES // 2  # some messages of the last batch may not have been sent yet
+    for first in range(0, 32, batch):
+        seqs = range(first, first + batch)
         for seq in seqs:
             ends.near.send(ends.message(seq))
             ends.far.send(ends.answer(seq))
@@ -88,14 +95,13 @@ async def test_messages_keep_their_order_in_both_directions_at_once(ends: Ends) 
         assert [await ends.near.receive() for _ in seqs] == [ends.answer(seq) for seq in seqs]
 
 
-async def test_sending_never_waits(ends: Ends) -> None:
-    """A bounded number of messages goes out without the event loop's having had a turn."""
+async def test_send_does_not_wait_for_the_event_loop(ends: Ends) -> None:
     for seq in range(MAX_MESSAGES):
         ends.near.send(ends.message(seq))
     assert await ends.far.receive() == ends.message(0)
 
 
-async def test_the_other_end_gets_what_was_sent_before_the_close(ends: Ends) -> None:
+async def test_messages_sent_before_close_arrive(ends: Ends) -> None:
     for seq in range(MAX_MESSAGES):
         ends.near.send(ends.message(seq))
     closing = asyncio.create_task(ends.near.aclose())
@@ -105,7 +111,7 @@ async def test_the_other_end_gets_what_was_sent_before_the_close(ends: Ends) -> 
         ends.far.send(ends.answer(1))
 
 
-async def test_a_closed_end_is_dead_at_once(ends: Ends) -> None:
+async def test_closed_end_breaks_immediately_even_with_unread_messages(ends: Ends) -> None:
     ends.far.send(ends.answer(1))
     await asyncio.sleep(0.02)
     closing = asyncio.create_task(ends.near.aclose())
@@ -117,12 +123,13 @@ async def test_a_closed_end_is_dead_at_once(ends: Ends) -> None:
     await closing
 
 
-async def test_a_close_may_be_repeated_and_overlap(ends: Ends) -> None:
+async def test_repeated_and_concurrent_close_breaks_both_ends(ends: Ends) -> None:
     await asyncio.gather(ends.near.aclose(), ends.near.aclose(), ends.far.aclose())
     await ends.near.aclose()
+    assert _is_broken(ends)
 
 
-async def test_a_close_that_is_cancelled_still_closes(ends: Ends) -> None:
+async def test_cancelled_close_still_closes_the_stream(ends: Ends) -> None:
     closing = asyncio.create_task(ends.near.aclose())
     await asyncio.sleep(0)
     closing.cancel()
@@ -140,7 +147,7 @@ async def test_waiting_receiver_is_woken_when_either_end_closes(ends: Ends) -> N
     await closing
 
 
-async def test_a_broken_stream_stays_broken(ends: Ends) -> None:
+async def test_receive_on_a_broken_stream_always_raises(ends: Ends) -> None:
     await ends.far.aclose()
     await eventually(lambda: _is_broken(ends))
     for _ in range(2):
@@ -148,7 +155,7 @@ async def test_a_broken_stream_stays_broken(ends: Ends) -> None:
             await ends.near.receive()
 
 
-async def test_a_full_buffer_ends_the_stream_at_both_ends(ends: Ends) -> None:
+async def test_full_buffer_breaks_the_stream_at_both_ends(ends: Ends) -> None:
     big = ends.big()
 
     async def flood() -> None:
@@ -167,7 +174,7 @@ async def test_a_full_buffer_ends_the_stream_at_both_ends(ends: Ends) -> None:
     assert arrived == [big] * len(arrived)
 
 
-async def test_a_slow_receiver_that_keeps_up_loses_nothing(ends: Ends) -> None:
+async def test_messages_received_in_batches_are_not_lost(ends: Ends) -> None:
     for seq in range(50):
         ends.near.send(ends.message(seq))
         if seq % 3 == 2:
@@ -176,7 +183,7 @@ async def test_a_slow_receiver_that_keeps_up_loses_nothing(ends: Ends) -> None:
                 await asyncio.sleep(0)
 
 
-async def test_a_cancelled_receive_loses_nothing(ends: Ends) -> None:
+async def test_cancelled_receive_loses_no_message(ends: Ends) -> None:
     for seq in range(20):
         waiting = asyncio.create_task(ends.far.receive())
         await asyncio.sleep(0)
@@ -191,8 +198,4 @@ async def test_a_cancelled_receive_loses_nothing(ends: Ends) -> None:
 
 
 def _is_broken(ends: Ends) -> bool:
-    try:
-        ends.near.send(ends.message(1))
-    except StreamBroken:
-        return True
-    return False
+    return is_broken(ends.near, ends.message(1))

@@ -20,9 +20,8 @@ from tests.contract.networks import StubWorker, echo, eventually, until_broken
 pytestmark = pytest.mark.integration
 
 HEARTBEAT_S = 0.2
-FOUND_S = 10.0
-"""A machine that is busy with other tests may need longer than the two heartbeats and half a second of an
-idle one; without keepalive it would be for ever."""
+DETECTION_LIMIT_S = 10.0
+"""Limit for noticing a lost process. An idle machine needs two heartbeats and 0.5 s, a busy one longer."""
 
 SERVER = f"""
 import asyncio
@@ -66,7 +65,7 @@ def step(ack: Ack) -> Step:
 
 
 @contextmanager
-def process(code: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def python_process(code: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     try:
@@ -77,7 +76,7 @@ def process(code: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
         child.stdout.close()
 
 
-def first_line(child: "subprocess.Popen[str]") -> str:
+def read_line(child: "subprocess.Popen[str]") -> str:
     assert child.stdout is not None
     return child.stdout.readline().strip()
 
@@ -90,10 +89,10 @@ async def network() -> AsyncIterator[GrpcNetwork]:
 
 
 @pytest.mark.fault("F-18")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_lost_server_breaks_every_stream_of_its_clients(network: GrpcNetwork, number: signal.Signals) -> None:
-    with process(SERVER) as server:
-        address = f"127.0.0.1:{first_line(server)}"
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+async def test_killed_or_stopped_server_breaks_all_client_streams(network: GrpcNetwork, signum: signal.Signals) -> None:
+    with python_process(SERVER) as server:
+        address = f"127.0.0.1:{read_line(server)}"
         session, peer = await network.open_session(address), await network.open_peer(address)
         scheduler = network.scheduler(address)
         assert await scheduler.explain(None) == ()
@@ -101,8 +100,8 @@ async def test_a_lost_server_breaks_every_stream_of_its_clients(network: GrpcNet
         assert await session.receive() == step(Ack(seq=1))
         peer.send(Renew(renewal=1))
         assert await peer.receive() == Renewed(renewal=1)
-        server.send_signal(number)
-        async with asyncio.timeout(FOUND_S):
+        server.send_signal(signum)
+        async with asyncio.timeout(DETECTION_LIMIT_S):
             for stream in (session, peer):
                 with pytest.raises(StreamBroken):
                     await stream.receive()
@@ -112,23 +111,23 @@ async def test_a_lost_server_breaks_every_stream_of_its_clients(network: GrpcNet
                 await network.open_session(address)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_lost_client_breaks_its_streams_at_the_server(number: signal.Signals) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+async def test_killed_or_stopped_client_breaks_its_streams_at_the_server(signum: signal.Signals) -> None:
     worker = StubWorker(session=lambda stream: echo(stream, step))
     server = GrpcServer(heartbeat_s=HEARTBEAT_S)
     server.add_worker(worker)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    with process(CLIENT, address) as client:
-        assert await asyncio.to_thread(first_line, client) == "connected"
-        client.send_signal(number)
-        await eventually(lambda: worker.ended == 1, FOUND_S)
+    with python_process(CLIENT, address) as client:
+        assert await asyncio.to_thread(read_line, client) == "connected"
+        client.send_signal(signum)
+        await eventually(lambda: worker.ended == 1, DETECTION_LIMIT_S)
     await server.stop(0)
 
 
-async def test_an_idle_stream_lives_on(network: GrpcNetwork) -> None:
-    """Pings at the rate of the heartbeat are no abuse to the other side."""
-    with process(SERVER) as server:
-        session = await network.open_session(f"127.0.0.1:{first_line(server)}")
+async def test_idle_stream_stays_open(network: GrpcNetwork) -> None:
+    """The peer accepts keepalive pings at the heartbeat rate."""
+    with python_process(SERVER) as server:
+        session = await network.open_session(f"127.0.0.1:{read_line(server)}")
         await asyncio.sleep(8 * HEARTBEAT_S)
         session.send(Ack(seq=1))
         assert await session.receive() == step(Ack(seq=1))

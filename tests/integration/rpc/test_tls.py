@@ -1,5 +1,4 @@
-"""TLS between services, and for clients of the front door: who is let in, who is not, and certificates that
-are renewed meanwhile."""
+"""TLS between services and for clients of the gateway: accepted and refused certificates, and their renewal."""
 
 import asyncio
 import os
@@ -35,8 +34,7 @@ from baton.runtime.network.tls_files import CertificatePair
 from baton.wire.v1 import scheduler_pb2_grpc
 from tests import builders
 from tests.certificates import Authority, locked
-from tests.contract.networks import StubScheduler, eventually, until_broken
-from tests.contract.test_network import Updates
+from tests.contract.networks import StubScheduler, UpdateQueue, eventually, until_broken
 from tests.integration.gateway.http_gateway import http_gateway
 from tests.unit.rpc.client_api_stubs import StubAdmin, StubInference
 
@@ -46,13 +44,13 @@ PAST = datetime.now(UTC) - timedelta(days=1)
 
 
 @pytest.fixture
-def ours(tmp_path: Path) -> Authority:
-    return Authority.new(tmp_path / "ours")
+def authority(tmp_path: Path) -> Authority:
+    return Authority.new(tmp_path / "authority")
 
 
 @pytest.fixture
-def theirs(tmp_path: Path) -> Authority:
-    return Authority.new(tmp_path / "theirs")
+def other_authority(tmp_path: Path) -> Authority:
+    return Authority.new(tmp_path / "other_authority")
 
 
 @asynccontextmanager
@@ -74,8 +72,8 @@ async def network_of(tls: Tls | None) -> AsyncIterator[GrpcNetwork]:
         await network.aclose()
 
 
-async def asked(address: str, tls: Tls | None) -> bool:
-    """Whether the scheduler there answers one who comes with `tls`, to a call and to a stream."""
+async def is_accepted(address: str, tls: Tls | None) -> bool:
+    """Return whether the scheduler accepts a call and a stream from a client with `tls`."""
     async with network_of(tls) as network:
         try:
             answer = await network.scheduler(address).place(builders.query())
@@ -85,29 +83,35 @@ async def asked(address: str, tls: Tls | None) -> bool:
     return isinstance(answer, Placement)
 
 
-async def test_services_of_one_cluster_talk(ours: Authority) -> None:
-    async with scheduler(ours.service()) as address:
-        assert await asked(address, ours.service("client"))
+async def test_certificate_of_the_same_authority_is_accepted(authority: Authority) -> None:
+    async with scheduler(authority.service()) as address:
+        assert await is_accepted(address, authority.service("client"))
 
 
-@pytest.mark.parametrize("who", ["plain text", "no certificate", "another authority", "another name", "expired"])
-async def test_calls_from_other_certificates_are_refused(ours: Authority, theirs: Authority, who: str) -> None:
+@pytest.mark.parametrize(
+    "client_kind", ["plain text", "no certificate", "another authority", "another name", "expired"]
+)
+async def test_client_without_a_valid_certificate_is_refused(
+    authority: Authority, other_authority: Authority, client_kind: str
+) -> None:
     pairs = {
-        "another authority": theirs.pair("client", SERVICE_NAME),
-        "another name": ours.pair("other", "example.org", f"*.{SERVICE_NAME}"),
-        "expired": ours.pair("expired", SERVICE_NAME, ends=PAST),
+        "another authority": other_authority.pair("client", SERVICE_NAME),
+        "another name": authority.pair("other", "example.org", f"*.{SERVICE_NAME}"),
+        "expired": authority.pair("expired", SERVICE_NAME, ends=PAST),
     }
-    tls = None if who == "plain text" else Tls(pair=pairs.get(who), ca=ours.file, name=SERVICE_NAME)
-    async with scheduler(ours.service()) as address:
-        assert not await asked(address, tls)
-        assert await asked(address, ours.service("client")), "and the others still are"
+    tls = (
+        None if client_kind == "plain text" else Tls(pair=pairs.get(client_kind), ca=authority.file, name=SERVICE_NAME)
+    )
+    async with scheduler(authority.service()) as address:
+        assert not await is_accepted(address, tls)
+        assert await is_accepted(address, authority.service("client")), "a valid client is still accepted"
 
 
-async def test_another_name_is_refused_before_any_message_is_looked_at(ours: Authority) -> None:
-    other = Tls(pair=ours.pair("other", "example.org"), ca=ours.file, name=SERVICE_NAME)
+async def test_certificate_with_another_name_is_refused_before_a_message_is_parsed(authority: Authority) -> None:
+    other = Tls(pair=authority.pair("other", "example.org"), ca=authority.file, name=SERVICE_NAME)
     service = StubScheduler(builders.placement(), report=until_broken)
     async with (
-        scheduler(ours.service(), service) as address,
+        scheduler(authority.service(), service) as address,
         open_channel(address, channel_options(0.2), other) as channel,
     ):
         health, ask = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
@@ -118,80 +122,84 @@ async def test_another_name_is_refused_before_any_message_is_looked_at(ours: Aut
     assert service.asked == []
 
 
-async def test_one_name_of_several_is_enough(ours: Authority) -> None:
-    tls = Tls(pair=ours.pair("several", "example.org", SERVICE_NAME, "10.0.0.7"), ca=ours.file, name=SERVICE_NAME)
+async def test_certificate_with_several_names_is_accepted(authority: Authority) -> None:
+    tls = Tls(
+        pair=authority.pair("several", "example.org", SERVICE_NAME, "10.0.0.7"), ca=authority.file, name=SERVICE_NAME
+    )
     async with scheduler(tls) as address:
-        assert await asked(address, tls)
+        assert await is_accepted(address, tls)
 
 
-@pytest.mark.parametrize("what", ["plain text", "another authority", "another name", "expired"])
-async def test_servers_with_other_certificates_are_refused(ours: Authority, theirs: Authority, what: str) -> None:
+@pytest.mark.parametrize("server_kind", ["plain text", "another authority", "another name", "expired"])
+async def test_server_without_a_valid_certificate_is_refused(
+    authority: Authority, other_authority: Authority, server_kind: str
+) -> None:
     tls = {
         "plain text": None,
-        "another authority": Tls(pair=theirs.pair("service", SERVICE_NAME), ca=ours.file),
-        "another name": Tls(pair=ours.pair("other", "example.org"), ca=ours.file),
-        "expired": Tls(pair=ours.pair("expired", SERVICE_NAME, ends=PAST), ca=ours.file),
-    }[what]
+        "another authority": Tls(pair=other_authority.pair("service", SERVICE_NAME), ca=authority.file),
+        "another name": Tls(pair=authority.pair("other", "example.org"), ca=authority.file),
+        "expired": Tls(pair=authority.pair("expired", SERVICE_NAME, ends=PAST), ca=authority.file),
+    }[server_kind]
     async with scheduler(tls) as address:
-        assert not await asked(address, ours.service("client"))
+        assert not await is_accepted(address, authority.service("client"))
 
 
-async def test_garbage_at_the_port_harms_no_other_connection(ours: Authority) -> None:
-    async with scheduler(ours.service()) as address:
+async def test_invalid_bytes_on_the_port_do_not_affect_other_connections(authority: Authority) -> None:
+    async with scheduler(authority.service()) as address:
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000), b"\x16\x03\x01\xff\xff" + bytes(300)):
             _, writer = await asyncio.open_connection(*address.split(":"))
             writer.write(garbage)
             writer.close()
-        assert await asked(address, ours.service("client"))
+        assert await is_accepted(address, authority.service("client"))
 
 
-@pytest.mark.parametrize("begins", [b"", b"\x16\x03\x01\x01\x00\x01"])
-async def test_who_does_not_go_on_with_the_handshake_is_closed(
-    ours: Authority, monkeypatch: pytest.MonkeyPatch, begins: bytes
+@pytest.mark.parametrize("first_bytes", [b"", b"\x16\x03\x01\x01\x00\x01"])
+async def test_connection_with_an_unfinished_handshake_is_closed(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, first_bytes: bytes
 ) -> None:
     monkeypatch.setattr(wire_channel, "HANDSHAKE_S", 0.5)
-    async with scheduler(ours.service()) as address, asyncio.timeout(30):
+    async with scheduler(authority.service()) as address, asyncio.timeout(30):
         reader, writer = await asyncio.open_connection(*address.split(":"))
-        writer.write(begins)
+        writer.write(first_bytes)
         assert await reader.read() == b""
         writer.close()
-        assert await asked(address, ours.service("client"))
+        assert await is_accepted(address, authority.service("client"))
 
 
-async def test_a_renewed_certificate_is_used_for_new_connections(ours: Authority) -> None:
-    """The old one has expired, so who still used it would not be believed."""
-    service = ours.service("service", ends=PAST)
+async def test_server_uses_a_renewed_certificate_for_new_connections(authority: Authority) -> None:
+    """The old certificate has expired, so only the new one is accepted."""
+    service = authority.service("service", ends=PAST)
     async with scheduler(service) as address:
-        client = ours.service("client")
-        assert not await asked(address, client)
-        ours.service("service")  # over the same files
+        client = authority.service("client")
+        assert not await is_accepted(address, client)
+        authority.service("service")  # over the same files
         os.utime(service.pair.certificate, ns=(1, 1))  # type: ignore[union-attr]  # it has a pair
-        assert await asked(address, client)
+        assert await is_accepted(address, client)
         await asyncio.to_thread(service.pair.certificate.write_text, "broken")  # type: ignore[union-attr]
-        assert await asked(address, client), "what cannot be read changes nothing"
+        assert await is_accepted(address, client), "an unreadable file keeps the last certificate"
 
 
-async def test_a_network_that_lives_long_uses_a_renewed_certificate(ours: Authority) -> None:
-    client = ours.service("client", ends=PAST)
-    async with scheduler(ours.service()) as address, network_of(client) as network:
+async def test_open_network_uses_a_renewed_client_certificate(authority: Authority) -> None:
+    client = authority.service("client", ends=PAST)
+    async with scheduler(authority.service()) as address, network_of(client) as network:
         api = network.scheduler(address)
         with pytest.raises(StreamBroken):
             await api.place(builders.query())
-        ours.service("client")  # over the same files
+        authority.service("client")  # over the same files
         assert isinstance(await api.place(builders.query()), Placement)
         await (await network.open_report(address)).aclose()
 
 
 @pytest.fixture
 def channels(monkeypatch: pytest.MonkeyPatch) -> list[grpc.aio.Channel]:
-    """Those that networks open, in order."""
+    """Return the list of the channels that networks open, in order."""
     opened: list[grpc.aio.Channel] = []
 
-    def kept(*args: Any) -> grpc.aio.Channel:
+    def recording_open(*args: Any) -> grpc.aio.Channel:
         opened.append(open_channel(*args))
         return opened[-1]
 
-    monkeypatch.setattr(wire_network, "open_channel", kept)
+    monkeypatch.setattr(wire_network, "open_channel", recording_open)
     return opened
 
 
@@ -199,12 +207,12 @@ def is_closed(channel: grpc.aio.Channel) -> bool:
     return channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
-async def test_what_is_under_way_ends_on_the_channel_on_which_it_began(
-    ours: Authority, channels: list[grpc.aio.Channel]
+async def test_open_stream_keeps_its_channel_after_a_renewal(
+    authority: Authority, channels: list[grpc.aio.Channel]
 ) -> None:
-    client, updates = ours.service("client"), Updates()
+    client, updates = authority.service("client"), UpdateQueue()
     async with (
-        scheduler(ours.service(), StubScheduler(builders.placement(), updates=updates)) as address,
+        scheduler(authority.service(), StubScheduler(builders.placement(), updates=updates)) as address,
         network_of(client) as network,
     ):
         api = network.scheduler(address)
@@ -215,19 +223,19 @@ async def test_what_is_under_way_ends_on_the_channel_on_which_it_began(
             updates.put(ClusterUpdate(scheduler_id=f"s{i}", reports=()))
             assert (await watch.receive()).scheduler_id == f"s{i}"
             if i < 2:
-                ours.service("client")
+                authority.service("client")
         await eventually(lambda: [is_closed(channel) for channel in channels] == [False, True, False])
         await watch.aclose()
         await eventually(lambda: [is_closed(channel) for channel in channels] == [True, True, False])
 
 
-async def test_a_network_that_closes_leaves_no_channel_open(ours: Authority, channels: list[grpc.aio.Channel]) -> None:
-    client = ours.service("client")
-    async with scheduler(ours.service(), StubScheduler(builders.placement(), updates=Updates())) as address:
+async def test_closed_network_closes_all_channels(authority: Authority, channels: list[grpc.aio.Channel]) -> None:
+    client = authority.service("client")
+    async with scheduler(authority.service(), StubScheduler(builders.placement(), updates=UpdateQueue())) as address:
         async with network_of(client) as network:
             api = network.scheduler(address)
             watch = await api.watch()
-            ours.service("client")
+            authority.service("client")
             await api.place(builders.query())
             assert [is_closed(channel) for channel in channels] == [False, False]
         assert [is_closed(channel) for channel in channels] == [True, True]
@@ -238,33 +246,34 @@ async def test_a_network_that_closes_leaves_no_channel_open(ours: Authority, cha
         assert len(channels) == 2
 
 
-@pytest.mark.parametrize("half", ["certificate", "key", "ca"])
-async def test_half_of_a_renewal_changes_nothing(ours: Authority, half: str, caplog: pytest.LogCaptureFixture) -> None:
-    """It is there for a moment wherever files are replaced one by one; services dial and are dialled
-    meanwhile."""
-    client, service = ours.service("client"), ours.service()
+@pytest.mark.parametrize("broken_file", ["certificate", "key", "ca"])
+async def test_incomplete_renewal_keeps_the_last_certificate(
+    authority: Authority, broken_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files that are replaced one by one do not match for a moment, while services connect."""
+    client, service = authority.service("client"), authority.service()
     async with scheduler(service) as address, network_of(client) as network:
         for tls in (client, service):
-            break_half(ours, tls, half)
+            break_file(authority, tls, broken_file)
         for _ in range(3):
             assert isinstance(await network.scheduler(address).place(builders.query()), Placement)
             await (await network.open_report(address)).aclose()
-        said: list[Any] = [
+        lines: list[Any] = [
             record.msg for record in caplog.records if record.name == "baton.runtime.process.watched_files"
         ]
-        assert [line["event"] for line in said] == ["certificate_reload_failed"] * 2, "once at either end"
-        ours.service("client")
-        ours.service()
-        ours.ca.cert_pem.write_to_path(str(ours.file))
-        assert await asked(address, client)
+        assert [line["event"] for line in lines] == ["certificate_reload_failed"] * 2, "once at each end"
+        authority.service("client")
+        authority.service()
+        authority.ca.cert_pem.write_to_path(str(authority.file))
+        assert await is_accepted(address, client)
         await (await network.open_report(address)).aclose()
 
 
-def break_half(authority: Authority, tls: Tls, half: str) -> None:
-    """`half` is not of the same renewal as the rest, or not all there."""
+def break_file(authority: Authority, tls: Tls, broken_file: str) -> None:
+    """Replace one file by that of another pair, or truncate it."""
     assert tls.pair is not None
     other = authority.pair("other", SERVICE_NAME)
-    match half:
+    match broken_file:
         case "certificate":
             other.certificate.replace(tls.pair.certificate)
         case "key":
@@ -273,10 +282,10 @@ def break_half(authority: Authority, tls: Tls, half: str) -> None:
             authority.file.write_bytes(authority.file.read_bytes()[:200])
 
 
-@pytest.mark.parametrize("half", ["certificate", "key", "ca"])
-async def test_at_the_start_half_is_an_error(ours: Authority, half: str) -> None:
-    tls = ours.service()
-    break_half(ours, tls, half)
+@pytest.mark.parametrize("broken_file", ["certificate", "key", "ca"])
+async def test_mismatched_files_at_start_are_an_error(authority: Authority, broken_file: str) -> None:
+    tls = authority.service()
+    break_file(authority, tls, broken_file)
     with pytest.raises(ConfigError, match=r"not a certificate and its key|contains no CA certificates"):
         GrpcNetwork(heartbeat_s=0.2, tls=tls)
     with pytest.raises(ConfigError, match=r"not a certificate and its key|contains no CA certificates"):
@@ -284,47 +293,49 @@ async def test_at_the_start_half_is_an_error(ours: Authority, half: str) -> None
             pass
 
 
-async def test_files_that_are_replaced_while_they_are_read_are_not_taken(
-    ours: Authority, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = ours.pair("service", SERVICE_NAME)
+async def test_files_replaced_during_a_read_are_refused(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = authority.pair("service", SERVICE_NAME)
 
     def check(self: CertificatePair) -> None:
-        ours.pair("service", SERVICE_NAME)
+        authority.pair("service", SERVICE_NAME)
 
     monkeypatch.setattr(CertificatePair, "check", check)
     with pytest.raises(ConfigError, match="are being replaced; try again"):
         pair.read()
 
 
-def test_a_key_behind_a_password_is_refused_without_asking_for_it(ours: Authority) -> None:
+def test_encrypted_key_is_refused_without_a_password_prompt(authority: Authority) -> None:
     with pytest.raises(ConfigError, match=r"service\.key is encrypted, and its password cannot be entered"):
-        locked(ours.pair("service", SERVICE_NAME)).check()
+        locked(authority.pair("service", SERVICE_NAME)).check()
 
 
-def test_half_of_it_is_refused_by_name(ours: Authority, theirs: Authority, tmp_path: Path) -> None:
-    pair = ours.pair("service", SERVICE_NAME)
+def test_missing_or_mismatched_file_is_named_in_the_error(
+    authority: Authority, other_authority: Authority, tmp_path: Path
+) -> None:
+    pair = authority.pair("service", SERVICE_NAME)
     with pytest.raises(ConfigError, match="tls_ca is missing"):
         load(SchedulerConfig, flags={"tls_cert": pair.certificate, "tls_key": pair.key}, environ={})
     with pytest.raises(ConfigError, match="are not a certificate and its key"):
-        CertificatePair(certificate=pair.certificate, key=theirs.pair("other", "x").key).check()
+        CertificatePair(certificate=pair.certificate, key=other_authority.pair("other", "x").key).check()
     with pytest.raises(ConfigError, match=r"missing\.pem: no such file"):
         CertificatePair(certificate=tmp_path / "missing.pem", key=pair.key).check()
 
 
-def trusting(authority: Authority) -> ssl.SSLContext:
+def client_context(authority: Authority) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(authority.file))
 
 
-async def test_clients_of_the_front_door_over_grpc(ours: Authority, theirs: Authority) -> None:
-    """They need no certificate, and whom theirs names matters to nobody."""
+async def test_grpc_clients_of_the_gateway_need_no_certificate(
+    authority: Authority, other_authority: Authority
+) -> None:
+    """A client may send a certificate. The names in it are not checked."""
     inference, admin = StubInference(), StubAdmin(builders.cluster_status())
-    server = GrpcServer(heartbeat_s=0.2, tls=Tls(pair=ours.pair("front", "localhost", "127.0.0.1")))
+    server = GrpcServer(heartbeat_s=0.2, tls=Tls(pair=authority.pair("front", "localhost", "127.0.0.1")))
     server.add_inference(inference)
     server.add_admin(admin)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
 
-    async def answered(tls: Tls | None) -> bool:
+    async def is_answered(tls: Tls | None) -> bool:
         async with open_channel(address, channel_options(1.0), tls) as channel:
             try:
                 assert ModelInfo(model_id="other") in await InferenceClient(channel, address).models()
@@ -332,33 +343,35 @@ async def test_clients_of_the_front_door_over_grpc(ours: Authority, theirs: Auth
             except StreamBroken:
                 return False
 
-    assert await answered(Tls(ca=ours.file))
-    assert await answered(Tls(ca=ours.file, pair=ours.pair("client", "example.org")))
-    num_asked = len(inference.calls)
-    for stranger in (None, Tls(ca=theirs.file), Tls(ca=ours.file, name="example.org")):
-        assert not await answered(stranger)
-    assert len(inference.calls) == num_asked
+    assert await is_answered(Tls(ca=authority.file))
+    assert await is_answered(Tls(ca=authority.file, pair=authority.pair("client", "example.org")))
+    num_calls = len(inference.calls)
+    for tls in (None, Tls(ca=other_authority.file), Tls(ca=authority.file, name="example.org")):
+        assert not await is_answered(tls)
+    assert len(inference.calls) == num_calls
     await server.stop(0)
 
 
-async def test_clients_of_the_front_door(ours: Authority, theirs: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = ours.pair("front", "localhost", "127.0.0.1", ends=PAST)
-    readers: set[int] = set()
+async def test_http_clients_of_the_gateway_accept_a_renewed_certificate(
+    authority: Authority, other_authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = authority.pair("front", "localhost", "127.0.0.1", ends=PAST)
+    reader_threads: set[int] = set()
     read = CertificatePair.context
 
-    def seen(self: CertificatePair) -> ssl.SSLContext:
-        readers.add(threading.get_ident())
+    def recording_context(self: CertificatePair) -> ssl.SSLContext:
+        reader_threads.add(threading.get_ident())
         return read(self)
 
-    monkeypatch.setattr(CertificatePair, "context", seen)
+    monkeypatch.setattr(CertificatePair, "context", recording_context)
     async with http_gateway(("p0", "prefill"), ("d0", "decode"), tls=pair) as gateway:
-        readers.clear()
-        following = asyncio.create_task(gateway.server.reload_certificate(interval_s=0.02))
+        reader_threads.clear()
+        reloading = asyncio.create_task(gateway.server.reload_certificate(interval_s=0.02))
         url = f"https://localhost:{gateway.port}/health"
-        async with httpx.AsyncClient(verify=trusting(ours)) as client:
+        async with httpx.AsyncClient(verify=client_context(authority)) as client:
             with pytest.raises(httpx.ConnectError, match="expired"):
                 await client.get(url)
-            await asyncio.to_thread(ours.pair, "front", "localhost", "127.0.0.1")
+            await asyncio.to_thread(authority.pair, "front", "localhost", "127.0.0.1")
             async with asyncio.timeout(10):
                 while True:
                     try:
@@ -366,20 +379,22 @@ async def test_clients_of_the_front_door(ours: Authority, theirs: Authority, mon
                         break
                     except httpx.ConnectError:
                         await asyncio.sleep(0.05)
-            assert readers
-            assert threading.get_ident() not in readers, "the loop waits for no disk"
+            assert reader_threads
+            assert threading.get_ident() not in reader_threads, "files are not read in the event loop's thread"
             await asyncio.to_thread(pair.key.unlink)
             await asyncio.sleep(0.1)
-            async with httpx.AsyncClient(verify=trusting(ours)) as another:
-                by_number = await another.get(url.replace("localhost", "127.0.0.1"))
-            assert by_number.status_code == 200, "by number, no name is asked for; and half a pair changes nothing"
+            async with httpx.AsyncClient(verify=client_context(authority)) as by_address:
+                response = await by_address.get(url.replace("localhost", "127.0.0.1"))
+            assert response.status_code == 200, (
+                "the address is in the certificate; a missing key file keeps the last pair"
+            )
             body = {"prompt": "hello", "max_tokens": 4, "stream": True}
             answer = await client.post(f"https://localhost:{gateway.port}/v1/completions", json=body)
             assert answer.text.endswith("data: [DONE]\n\n")
-        async with httpx.AsyncClient(verify=trusting(theirs)) as client:
+        async with httpx.AsyncClient(verify=client_context(other_authority)) as client:
             with pytest.raises(httpx.ConnectError, match=r"self-signed|verify"):
                 await client.get(url)
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.RemoteProtocolError):
                 await client.get(f"http://localhost:{gateway.port}/health")
-        following.cancel()
+        reloading.cancel()
