@@ -67,7 +67,7 @@ class Stages:
 
     @property
     def handoff_s(self) -> float | None:
-        """Exposed transfer plus admission: the delay that the hand-off added for the client."""
+        """Exposed transfer plus admission: the delay that the handoff added for the client."""
         parts = [part for part in (self.exposed_s, self.admission_s) if part is not None]
         return sum(parts) if parts else None
 

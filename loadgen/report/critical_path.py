@@ -1,7 +1,7 @@
 """Splits a request's latency into stages from the intended send to the last token. The stages sum to e2e.
 
 Server stages come from the timeline. `other` is the rest before the first token (network, tokenization,
-messages, a retried attempt), `decode` the rest after the hand-off. If a timeline reports more time than the
+messages, a retried attempt), `decode` the rest after the handoff. If a timeline reports more time than the
 client saw, the stage that does not fit is shortened.
 """
 

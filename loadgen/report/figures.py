@@ -276,7 +276,7 @@ def path_by_run(runs: Sequence[RunView]) -> Figure:
 
 
 def handoff(runs: Sequence[RunView]) -> Figure:
-    """Return the distribution of hand-off costs."""
+    """Return the distribution of handoff costs."""
     series = []
     for run in runs:
         stages = [one for one in run.measures.stages if one.is_handed_off and one.handoff_s is not None]
@@ -293,11 +293,11 @@ def handoff(runs: Sequence[RunView]) -> Figure:
     series = used(series)
     return lines(
         "handoff",
-        "Cost of the hand-off",
+        "Cost of the handoff",
         "Requests handed off from a prefill to a decode worker: time from the end of prefill to the first decode "
         "step. For a single "
         "run also the total read time; the part that is not exposed overlapped with computation.",
-        _latency_axis("hand-off", series),
+        _latency_axis("handoff", series),
         axis("requests handed off", "share", (), min=0.0, max=1.0),
         series,
     )

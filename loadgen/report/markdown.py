@@ -114,7 +114,7 @@ def _inside(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"Prefix hits: {format_percent(hits['achieved'])} of prompt tokens{best}."
     if handoff and handoff["cost_ms"]:
         cost = handoff["cost_ms"]
-        yield f"Hand-off: p50 {format_ms(cost['p50'])}, p99 {format_ms(cost['p99'])} of {cost['count']} requests."
+        yield f"Handoff: p50 {format_ms(cost['p50'])}, p99 {format_ms(cost['p99'])} of {cost['count']} requests."
     for metric in ("ttft", "tpot"):
         ratio = run[f"predicted_to_actual_{metric}"]
         if ratio:

@@ -143,7 +143,7 @@ def workers(run: Run) -> str:
     common = ["requests", "attainment", "goodput"]
     return table(
         ["prefill", *common, "queue p50", "queue p99", "prefill p50", "prefill p99", "computing"], prefill
-    ) + table(["decode", *common, "hand-off p50", "hand-off p99", "tpot p50", "tpot p99", "KV read", "tokens"], decode)
+    ) + table(["decode", *common, "handoff p50", "handoff p99", "tpot p50", "tpot p99", "KV read", "tokens"], decode)
 
 
 def errors(run: Run) -> str:
@@ -202,8 +202,8 @@ def rates(run: Run) -> str:
     if handoff:
         inside += [
             ("requests handed off", str(handoff["requests"])),
-            ("hand-off p50", _spread(handoff["cost_ms"], "p50")),
-            ("hand-off p99", _spread(handoff["cost_ms"], "p99")),
+            ("handoff p50", _spread(handoff["cost_ms"], "p50")),
+            ("handoff p99", _spread(handoff["cost_ms"], "p99")),
             ("KV read", f"{format_number(handoff['kv_bytes'] / 1e6)} MB"),
             ("of that before the end of prefill", format_percent(handoff["early_share"])),
             ("read throughput", f"{format_number((handoff['bytes_per_s'] or 0) / 1e6)} MB/s"),

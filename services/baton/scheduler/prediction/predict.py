@@ -102,7 +102,8 @@ def time_to_fit_s(w: WorkerTable, prompt: Prompt) -> Floats:
     """Predict the time until the prompt and its samples fit into each worker's blocks and batch slots.
 
     The missing slots and blocks are a fraction of what the decoding sequences use, and that fraction ends in
-    its share of `decode_drain_s`. Infinite where nothing decodes, because then prompts in prefill must end first.
+    its share of `decode_drain_s`. Infinite where nothing decodes, because then prompts in prefill must end
+    first.
     """
     reported, reserved = w.reported, w.reserved
     seqs = (prompt.num_samples - reserved.free_seqs) / np.maximum(1, reported.decoding_seqs)
