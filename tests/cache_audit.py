@@ -110,8 +110,8 @@ class CacheAuditor:
             for batch in _batches(runs):
                 copies: Copies = {}
                 for worker, blocks in listed.items():
-                    asked = [block_hash for run in batch for block_hash in run.blocks.values() if block_hash in blocks]
-                    num_compared[worker.worker_id] += await _read(reader, worker, layout, asked, blocks, copies)
+                    hashes = [block_hash for run in batch for block_hash in run.blocks.values() if block_hash in blocks]
+                    num_compared[worker.worker_id] += await _read(reader, worker, layout, hashes, blocks, copies)
                 await asyncio.to_thread(comparison.check, batch, copies, runs)
             known = {block_hash for run in runs for block_hash in run.blocks.values()}
             for worker, blocks in listed.items():
@@ -145,19 +145,19 @@ class Comparison:
         Raises WrongBlock for the first wrong one. `runs`: tokens for measuring tau.
         """
         for run in batch:
-            doubtful = [
+            unchecked = [
                 (index, block_hash, copy)
                 for index, block_hash in run.blocks.items()
                 for copy in copies.get(block_hash, ())
                 if (block_hash, copy.digest) not in self._right
             ]
-            if not doubtful:
+            if not unchecked:
                 continue
             if not self.tau:
                 self.tau = min(MAX_TAU, 10 * self._noise(runs))
             expected = self._keys_and_values(run.tokens)
             self.num_tokens += len(run.tokens)
-            for index, block_hash, copy in doubtful:
+            for index, block_hash, copy in unchecked:
                 begin = index * self._block_size
                 self._compare(copy, expected[..., begin : begin + self._block_size, :], run, begin, block_hash)
                 self._right.add((block_hash, copy.digest))
@@ -209,8 +209,8 @@ class Comparison:
             while left > 0:
                 chunks.append(min(left, 1 if left < 24 else rng.choice((5, 33, left // 2, left - 20))))
                 left -= chunks[-1]
-            apart, together = self._keys_and_values(run.tokens, chunks), self._keys_and_values(run.tokens)
-            largest = max(largest, float(np.abs(apart - together).max()))
+            chunked, one_pass = self._keys_and_values(run.tokens, chunks), self._keys_and_values(run.tokens)
+            largest = max(largest, float(np.abs(chunked - one_pass).max()))
         return largest
 
 
@@ -252,14 +252,14 @@ async def _read(
     reader: CacheReader,
     worker: WorkerRef,
     layout: KvLayout,
-    asked: Sequence[BlockHash],
+    hashes: Sequence[BlockHash],
     blocks: dict[BlockHash, list[int]],
     copies: Copies,
 ) -> int:
-    """Read the blocks `asked` from a worker and add them to `copies`. Return their number."""
+    """Read the blocks `hashes` from a worker and add them to `copies`. Return their number."""
     component = layout.groups[0].components[0]
     shape = (layout.num_layers, len(_KINDS), component.num_kv_heads, layout.block_size_tokens, component.head_dim)
-    found = await reader.read(worker, asked)
+    found = await reader.read(worker, hashes)
     for block_hash, content in found.items():
         digest = blake2b(content.tobytes(), digest_size=16).digest()
         same = copies.setdefault(block_hash, [])
@@ -305,18 +305,20 @@ def _by_hash(table: dict[int, BlockHash]) -> dict[BlockHash, list[int]]:
 async def _until_reported(cluster: ProcessCluster, num_cached: Counter[str]) -> None:
     """Wait until every worker reports as many cached blocks as could be pulled, and all leases have ended."""
 
-    def is_so(status: ClusterStatus) -> bool:
+    def is_reported(status: ClusterStatus) -> bool:
         audited = [w for w in status.workers if w.worker.worker_id in num_cached]
         return all(w.blocks.cached == num_cached[w.worker.worker_id] and not w.open_leases for w in audited)
 
     await cluster.until(
-        is_so, SETTLE_S, f"what could be pulled is what is cached, and no lease is open: {dict(num_cached)}"
+        is_reported,
+        SETTLE_S,
+        f"the reported cached blocks equal the pulled ones, without open leases: {dict(num_cached)}",
     )
 
 
 def _check_coverage(num_cached: Counter[str], num_compared: Counter[str]) -> None:
     if not num_cached.total():
-        raise NotCovered("nothing is cached anywhere")
+        raise NotCovered("no worker caches a block")
     for worker_id, cached in num_cached.items():
         if num_compared[worker_id] < MIN_COVERAGE * cached:
             raise NotCovered(

@@ -33,7 +33,7 @@ Block = np.ndarray
 NUM_BLOCKS = 512
 """Number of blocks of the reader's memory, and so the most that are read at once."""
 TRIES = 4
-AGAIN_S = 0.5
+RETRY_S = 0.5
 READ_S = 30.0
 TIMES = ReaderTimes(lease_s=2.0, renew_s=0.2, deadline_min_s=5.0, deadline_max_s=READ_S)
 _FIRST_OWN_READ = 2**40
@@ -92,8 +92,8 @@ class CacheReader:
         """
         stream = await self._network.open_peer(worker.address)
         try:
-            asks = replace(self._me, worker_id=f"{self._me.worker_id}-hello")
-            stream.send(PeerHello(reader=asks, owner=worker, layout=self._layout))
+            hello_ref = replace(self._me, worker_id=f"{self._me.worker_id}-hello")
+            stream.send(PeerHello(reader=hello_ref, owner=worker, layout=self._layout))
             async with asyncio.timeout(READ_S):
                 reply = await stream.receive()
         finally:
@@ -116,9 +116,9 @@ class CacheReader:
             raise CacheUnreadable(f"the generation table of {worker} could not be read")
         entries = self._backend.generations(read_id)
         self._backend.release(read_id)
-        strange = [block_id for block_id, entry in enumerate(entries) if entry.worker_epoch != worker.worker_epoch]
-        if strange:
-            raise CacheUnreadable(f"blocks {strange} of {worker} have another epoch in its generation table")
+        other_epoch = [block_id for block_id, entry in enumerate(entries) if entry.worker_epoch != worker.worker_epoch]
+        if other_epoch:
+            raise CacheUnreadable(f"blocks {other_epoch} of {worker} have another epoch in its generation table")
         return {block_id: entry.block_hash for block_id, entry in enumerate(entries) if entry.block_hash != NO_HASH}
 
     async def read(self, worker: WorkerRef, hashes: Iterable[BlockHash]) -> dict[BlockHash, Block]:
@@ -150,7 +150,7 @@ class CacheReader:
             except Refused as refused:
                 if not refused.failure.retriable or refused.failure.reason is Reason.VALIDATION_FAILED:
                     raise CacheUnreadable(f"blocks of {worker} could not be read: {refused}") from refused
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
         try:
             return await self._try_to_read(worker, hashes)
         except Refused as refused:
@@ -158,7 +158,7 @@ class CacheReader:
 
     async def _try_to_read(self, worker: WorkerRef, hashes: Sequence[BlockHash]) -> list[Block]:
         if not hashes:
-            raise CacheUnreadable("reads that were given up may still write to every block that this reader has")
+            raise CacheUnreadable("no block is left: abandoned reads may still write to all blocks of this reader")
         pull = self._reader.pull(worker, HashRange(hashes=tuple(hashes)), have_blocks=0, deadline_s=READ_S)
         await pull.first_ready()
         own = self._pool.take(len(hashes))

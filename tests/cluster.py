@@ -28,8 +28,8 @@ from baton.runtime.config.config_base import settings_of
 from baton.runtime.config.settings import SERVICES
 from baton.runtime.network.addresses import choose_port
 from baton.store.redis.private_redis import redis_command
+from tests.cluster_security import ADMIN, Secured
 from tests.redis_proxy import RedisProxy
-from tests.secured import ADMIN, Secured
 from tests.times import TEST_TIMES
 
 HOST = "127.0.0.1"

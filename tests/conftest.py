@@ -1,4 +1,4 @@
-"""What every test shares. Each directory's own fixtures stand in its own conftest."""
+"""Fixtures and hooks of all tests: environment, tiers, time limits and the list of tests that did not run."""
 
 import gc
 import os
@@ -13,14 +13,14 @@ from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600
 
-# A property is right or wrong, however slow the machine is at the moment.
+# The result of a property must not depend on the speed of the machine.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
 
 
 @pytest.fixture(autouse=True)
-def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test's result does not depend on the `BATON_` variables of the shell that runs it."""
+def remove_baton_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the `BATON_` variables of the shell, so that results do not depend on them."""
     for name in [name for name in os.environ if name.startswith("BATON_") and name != "BATON_TEST_LONG"]:
         monkeypatch.delenv(name)
 
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _tiers(item: pytest.Item) -> list[str]:
-    """Markers that follow from where a test is and, for contract suites, which implementation it runs."""
+    """Return the markers for a test's folder and, in contract suites, for its implementation."""
     path = item.path.as_posix()
     if "/tests/unit/model/" in path or path.endswith("/test_demo_model.py"):
         return ["model"]
@@ -53,24 +53,24 @@ def _tiers(item: pytest.Item) -> list[str]:
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests and what they import stay until the end: looking through them at each garbage
-    collection took a test's time."""
+    """Exclude the collected tests and their imports from garbage collection, which is slow with thousands of
+    tests."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What did not run, and why."""
+    """List the tests that did not run, with the reason."""
     skips = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
     terminalreporter.section("not run")
     for reason, count in skips.most_common():
         terminalreporter.line(f"{count:5} skipped: {reason}")
     if not IS_LONG:
-        terminalreporter.line("      full sizes, and what is marked `long`: `make test-long`")
+        terminalreporter.line("      full sizes, and tests marked `long`: `make test-long`")
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """The reason of a skip, which pytest reports as (file, line, text)."""
+    """Return the reason of a skip. Pytest reports it as (file, line, text)."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return text.removeprefix("Skipped: ")
 

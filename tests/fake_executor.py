@@ -117,7 +117,7 @@ class FakeExecutor:
         self._queue = StepQueue()
         self._last = LastResult()
         if spoil_new_blocks:
-            generation_table.on_new_generation(self.spoil)
+            generation_table.on_new_generation(self.overwrite)
 
     @property
     def layout(self) -> KvLayout:
@@ -141,7 +141,7 @@ class FakeExecutor:
     async def aclose(self) -> None:
         """Do nothing: there is nothing to release."""
 
-    def spoil(self, block_id: int) -> None:
+    def overwrite(self, block_id: int) -> None:
         """Overwrite a block, as a late read or its previous user may do."""
         self.memory[block_id] = [NOTHING] * self._block_size_tokens
 

@@ -55,7 +55,7 @@ def all_methods() -> Iterator[Method]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class CallEnd:
     """The end of a call.
 
     code: its status; None if it was still running or the status was lost.
@@ -74,17 +74,17 @@ async def call(
     *,
     wait_s: float = 1.0,
     max_replies: int = 4,
-    stays: bool = False,
-) -> Answered:
+    keep_open: bool = False,
+) -> CallEnd:
     """Call a method of any kind with raw messages, and cancel after `wait_s` or `max_replies`.
 
-    stays: do not half-close the stream after the messages.
+    keep_open: do not half-close the stream after the messages.
     """
     for _ in range(10):
-        answered = await _call(channel, path, tuple(messages), wait_s, max_replies, stays)
-        if answered.details != LOST_STATUS:
-            return answered
-    return Answered(None, "", answered.replies)
+        end_of_call = await _call(channel, path, tuple(messages), wait_s, max_replies, keep_open)
+        if end_of_call.details != LOST_STATUS:
+            return end_of_call
+    return CallEnd(None, "", end_of_call.replies)
 
 
 LOST_STATUS = "Internal error from Core"
@@ -93,9 +93,9 @@ sent."""
 
 
 async def _call(
-    channel: grpc.aio.Channel, path: str, messages: tuple[bytes, ...], wait_s: float, max_replies: int, stays: bool
-) -> Answered:
-    is_unary = len(messages) == 1 and not stays  # then it is sent as one unary request
+    channel: grpc.aio.Channel, path: str, messages: tuple[bytes, ...], wait_s: float, max_replies: int, keep_open: bool
+) -> CallEnd:
+    is_unary = len(messages) == 1 and not keep_open  # sent as one unary request
     stream: Any = channel.unary_stream(path)(messages[0]) if is_unary else channel.stream_stream(path)()
     replies: list[bytes] = []
     try:
@@ -103,20 +103,20 @@ async def _call(
             if not is_unary:
                 with suppress(
                     asyncio.InvalidStateError, grpc.aio.UsageError
-                ):  # it has ended before everything was sent
+                ):  # the call ended before all messages were sent
                     for message in messages:
                         await stream.write(message)
-                    if not stays:
+                    if not keep_open:
                         await stream.done_writing()
             end: Any = grpc.aio.EOF  # type: ignore[attr-defined]
             while len(replies) < max_replies and (reply := await stream.read()) is not end:
                 replies.append(reply)
             if len(replies) == max_replies:
-                return Answered(None, "", tuple(replies))
-            return Answered(await stream.code(), await stream.details() or "", tuple(replies))
+                return CallEnd(None, "", tuple(replies))
+            return CallEnd(await stream.code(), await stream.details() or "", tuple(replies))
     except grpc.aio.AioRpcError as error:
-        return Answered(error.code(), error.details() or "", tuple(replies))
+        return CallEnd(error.code(), error.details() or "", tuple(replies))
     except TimeoutError:
-        return Answered(None, "", tuple(replies))
+        return CallEnd(None, "", tuple(replies))
     finally:
         stream.cancel()

@@ -15,7 +15,7 @@ from loadgen.plan.plan_file import write_plan
 from loadgen.slo_target import SloTarget
 
 SLOS = {"interactive": SloTarget.parse("ttft=500ms,tpot=50ms"), "batch": SloTarget.parse("ttft=4s,tpot=120ms")}
-KV_BYTES_A_TOKEN = 24_576
+KV_BYTES_PER_TOKEN = 24_576
 
 
 def make_plan(rate: float, seconds: float, seed: int = 1) -> Plan:
@@ -96,7 +96,7 @@ def records_of(
         worker = min((0, 1), key=lambda side: len(running[side]))
         while running[worker] and running[worker][0] < first:
             heapq.heappop(running[worker])
-        exposed = 0.0008 + (prompt - cached) * KV_BYTES_A_TOKEN / 4e9 * 0.2 + rng.expovariate(1 / 0.0006)
+        exposed = 0.0008 + (prompt - cached) * KV_BYTES_PER_TOKEN / 4e9 * 0.2 + rng.expovariate(1 / 0.0006)
         admission = rng.uniform(0.0, 0.02) / speed
         step = (0.011 + 0.0016 * len(running[worker])) / speed
         times, now = [first], first + exposed + admission
@@ -110,9 +110,9 @@ def records_of(
              "num_cached_tokens": cached},
             {"worker_id": f"decode-{worker}", "pid": 42 + worker, "kv_wait_s": queue_s + prefill_s * 0.3,
              "kv_transfer_s": exposed * 3,
-             "kv_exposed_s": exposed, "kv_bytes": (prompt - cached) * KV_BYTES_A_TOKEN, "transport": "nixl",
+             "kv_exposed_s": exposed, "kv_bytes": (prompt - cached) * KV_BYTES_PER_TOKEN, "transport": "nixl",
              "kv_admission_s": admission,
-             "kv_early_bytes": int((prompt - cached) * KV_BYTES_A_TOKEN * 0.7), "decode_s": times[-1] - first,
+             "kv_early_bytes": int((prompt - cached) * KV_BYTES_PER_TOKEN * 0.7), "decode_s": times[-1] - first,
              **({"first_decode_s": min(step, times[1] - first - exposed - admission)} if len(times) > 1 else {})},
         ]  # fmt: skip
         whole: dict[str, Any] = {

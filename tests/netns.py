@@ -19,7 +19,7 @@ TOOLS = ("ip", "unshare", "nsenter")
 _CLONE_NEWNET = 0x40000000
 
 
-def why_not(*more_tools: str) -> str:
+def unavailable_reason(*more_tools: str) -> str:
     """Return why namespaces cannot be used on this machine, or an empty string."""
     tools = (*TOOLS, *more_tools)
     if sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, tools)):
@@ -85,7 +85,7 @@ class Network:
         self._count += 1
         return netns
 
-    def join_ourselves(self, number: int) -> str:
+    def join_this_process(self, number: int) -> str:
         """Connect this process to the network.
 
         `number` is the last byte of its address, which is returned.

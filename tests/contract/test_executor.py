@@ -30,8 +30,8 @@ from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory
 from baton.worker.worker_metrics import MeteredExecutor
 from tests import builders
+from tests.delayed_device import record_delayed_event
 from tests.fake_executor import FakeExecutor, FakeGenerationTable
-from tests.late_device import record_late_event
 
 pytestmark = pytest.mark.contract
 
@@ -67,7 +67,7 @@ def torch_device(name: str, kernels: str = "torch", dtype: str = "float32", *, i
     cache.blocks.fill_(float("nan"))  # a read of unwritten KV gives a wrong token
     unknown = token_ids([loaded.vocab_size])
     backend = choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
-    event = record_late_event if is_late else record_event
+    event = record_delayed_event if is_late else record_event
     executor = TorchExecutor(loaded.model, cache, thread=compute_thread(1), backend=backend, record_event=event)
     return Device(executor, lambda p: replace(p, token_ids=unknown + p.token_ids[1:]))
 

@@ -15,7 +15,7 @@ import math
 from statistics import fmean, median
 
 from loadgen.capacity.trials import TrialLength
-from tests.loadgen_queues import SYSTEMS, System, search, truth
+from tests.loadgen_simulated_servers import SYSTEMS, System, search, true_capacity
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
 
 def row(system: System, searches: int, target: float, seconds: float) -> str:
     """Return the table row of one simulated server."""
-    capacity_rps = truth(system, seconds, target)
+    capacity_rps = true_capacity(system, seconds, target)
     if capacity_rps < TrialLength(seconds=seconds).min_rps(target):
         return f"{capacity_rps:9.2f} too low for trials of this length"
     found = [search(system, seconds, seed, target=target) for seed in range(searches)]

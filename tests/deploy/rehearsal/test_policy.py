@@ -13,12 +13,12 @@ from tests.deploy.rehearsal.nft import PacketFilter
 from tests.deploy.rehearsal.policy import Opening, Peer, VirtualPort, input_chain, openings, service_chains
 from tests.deploy.renderer import Doc
 from tests.deploy.test_policies import ANYBODY, NEEDED
-from tests.netns import Netns, Network, why_not
+from tests.netns import Netns, Network, unavailable_reason
 
 PREFIX = "10.149.7"
 NODE = f"{PREFIX}.254"
 SERVICE, EMPTY = f"{PREFIX}.200", f"{PREFIX}.201"
-WHY_NOT = why_not()
+UNAVAILABLE_REASON = unavailable_reason()
 
 
 @pytest.mark.parametrize("name", ["default", "hybrid", "two-kinds", "long-name"])
@@ -108,7 +108,7 @@ def _heard(netns: Netns, address: str, port: int) -> str:
     return netns.call(ask)
 
 
-@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "they can be made")
+@pytest.mark.skipif(bool(UNAVAILABLE_REASON), reason=UNAVAILABLE_REASON or "network namespaces are available")
 def test_kernel_enforces_the_rules(machines: tuple[Netns, Netns, Netns]) -> None:
     known, other, server = machines
     with ExitStack() as stack:

@@ -29,15 +29,15 @@ from tests.deploy.rehearsal.pods import secret
 from tests.deploy.rehearsal.values import RAY_REDIS, VALUES
 from tests.deploy.renderer import NAMESPACE, RELEASE, Renderer
 from tests.deploy.test_policies import ANYBODY, NEEDED
-from tests.netns import Netns, machine_prefix, why_not
+from tests.netns import Netns, machine_prefix, unavailable_reason
 
 log = logging.getLogger(__name__)
-WHY_NOT = why_not(*MACHINES_TOOLS)
+UNAVAILABLE_REASON = unavailable_reason(*MACHINES_TOOLS)
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.long,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "they can be made"),
+    pytest.mark.skipif(bool(UNAVAILABLE_REASON), reason=UNAVAILABLE_REASON or "network namespaces are available"),
 ]
 
 NAME = f"{RELEASE}-baton"

@@ -23,8 +23,17 @@ from baton.runtime.config.settings import GatewayConfig
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.cluster import GatewayAddresses, ProcessCluster, process_cluster
 from tests.emulated_answer import emulated_answer
-from tests.hostile import ACK, BEGIN, PING, SETTINGS, frame, grpc_call, grpc_message, our_errors
 from tests.integration.gateway.http_gateway import request_bytes
+from tests.malformed_connections import (
+    ACK,
+    HTTP2_START,
+    PING,
+    SETTINGS,
+    frame,
+    grpc_call,
+    grpc_message,
+    internal_errors,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -178,7 +187,7 @@ async def test_draining_gateway_finishes_its_streams_and_refuses_new_requests(cl
         for stream in running:
             await stream.check()
     assert await cluster.until_ended("g1") == 0
-    assert our_errors(log_of(cluster, "g1")) == []
+    assert internal_errors(log_of(cluster, "g1")) == []
     await cluster.check_clean()
 
 
@@ -229,7 +238,7 @@ async def test_streams_continue_without_free_file_descriptors_and_new_clients_co
         for sock in idle:
             sock.close()
     assert await cluster.stop_one(name) == 0
-    assert our_errors(log_of(cluster, name)) == []
+    assert internal_errors(log_of(cluster, name)) == []
     await cluster.check_clean()
 
 
@@ -255,7 +264,7 @@ async def not_read_over_grpc(addresses: GatewayAddresses) -> None:
     """
     reader, writer = await asyncio.open_connection(*addresses.grpc_address.split(":"))
     message = to_generate_request(body_of(43, 3000, n=NUM_SAMPLES, logprobs=1))
-    writer.write(BEGIN + grpc_call("/baton.v1.Inference/Generate", grpc_message(message.SerializeToString())))
+    writer.write(HTTP2_START + grpc_call("/baton.v1.Inference/Generate", grpc_message(message.SerializeToString())))
     with suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             head = await reader.readexactly(9)

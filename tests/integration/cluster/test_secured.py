@@ -24,10 +24,10 @@ from baton.rpc.grpc_tls import SERVICE_NAME, Tls
 from baton.rpc.inference_rpc import InferenceClient
 from tests.certificates import Authority
 from tests.cluster import ProcessCluster, process_cluster
+from tests.cluster_security import Secured, service_settings
 from tests.emulated_answer import emulated_answer
-from tests.hostile import BEGIN, say
+from tests.malformed_connections import HTTP2_START, exchange
 from tests.scale import sized
-from tests.secured import Secured, service_settings
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -95,9 +95,9 @@ async def test_no_port_answers_without_tls_or_to_a_foreign_certificate(cluster: 
     fronts = {int(address.rsplit(":", 1)[1]) for address in (cluster.url, cluster.grpc_address)}
     assert sorted(ports.values()) == ["d0", "gateway", "gateway", "p0", "p1", "scheduler"]
     for port, name in ports.items():
-        for words in (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", BEGIN):
-            heard = await say(port, [words])
-            assert heard.data[:1] in (b"", b"\x15"), f"{name} answers in plain text: {heard.data!r}"
+        for words in (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", HTTP2_START):
+            received = await exchange(port, [words])
+            assert received.data[:1] in (b"", b"\x15"), f"{name} answers in plain text: {received.data!r}"
         assert not await is_served(port, None), name
         if port in fronts:
             continue

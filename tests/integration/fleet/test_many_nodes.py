@@ -29,15 +29,15 @@ from baton.store.redis.private_redis import redis_command
 from baton.store.redis.redis_connection import RedisConnection
 from tests.emulated_answer import emulated_answer
 from tests.integration.fleet.ray_hosts import Host, Hosts, ray_hosts, terminate
-from tests.netns import pid_below, why_not
+from tests.netns import pid_below, unavailable_reason
 from tests.times import TEST_TIMES
 
-WHY_NOT = why_not()
+UNAVAILABLE_REASON = unavailable_reason()
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.long,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "network namespaces are available"),
+    pytest.mark.skipif(bool(UNAVAILABLE_REASON), reason=UNAVAILABLE_REASON or "network namespaces are available"),
 ]
 
 VOCAB_SIZE = 4096

@@ -22,7 +22,10 @@ from hypothesis import strategies as st
 from baton.core.request_limits import MAX_HEAD_BYTES
 from baton.gateway.http.asgi_io import TIMEOUT_HEADER
 from tests import grpc_methods
-from tests.corpus import (
+from tests.grpc_methods import EXPECTED_CODES, OK, Method, call
+from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, good_body
+from tests.integration.gateway.stub_cluster import MAX_MODEL_LEN, MAX_NUM_SEQS
+from tests.invalid_requests import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -38,10 +41,15 @@ from tests.corpus import (
     mutated_bytes,
     mutated_value,
 )
-from tests.grpc_methods import EXPECTED_CODES, OK, Method, call
-from tests.hostile import BEGIN, Canary, broken_http2, grpc_call, grpc_message, our_errors, say
-from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, good_body
-from tests.integration.gateway.stub_cluster import MAX_MODEL_LEN, MAX_NUM_SEQS
+from tests.malformed_connections import (
+    HTTP2_START,
+    Canary,
+    broken_http2,
+    exchange,
+    grpc_call,
+    grpc_message,
+    internal_errors,
+)
 from tests.scale import sized
 from tests.unit.rpc.strategies import messages
 
@@ -88,7 +96,7 @@ class Checked:
         assert error["type"] == "invalid_request_error"
         return answer.status_code, error
 
-    async def generate(self, message: bytes) -> grpc_methods.Answered:
+    async def generate(self, message: bytes) -> grpc_methods.CallEnd:
         return await call(self.process.channel, GENERATE, [message], wait_s=20, max_replies=10_000)
 
 
@@ -105,7 +113,7 @@ async def gateway() -> AsyncIterator[Checked]:
         await process.check_grpc()
         yield Checked(process)
         await process.check_grpc()
-        assert our_errors(process.log.splitlines()) == [], "no mistake of a client's is an error of ours"
+        assert internal_errors(process.log.splitlines()) == [], "no mistake of a client's is an error of ours"
 
 
 # The corpus.
@@ -116,7 +124,7 @@ async def gateway() -> AsyncIterator[Checked]:
 async def test_http_and_grpc_reject_a_bad_request_alike(gateway: Checked, case: Case) -> None:
     status, error = await gateway.post(case.path, case.content, case.headers)
     assert (status, error.get("code")) == (case.status, case.code)
-    assert all(words in error["message"] for words in case.says), error["message"]
+    assert all(words in error["message"] for words in case.error_words), error["message"]
     if (message := case.message) is not None:
         answered = await gateway.generate(message.SerializeToString())
         expected = grpc.StatusCode.NOT_FOUND if case.status == 404 else grpc.StatusCode.INVALID_ARGUMENT
@@ -125,10 +133,10 @@ async def test_http_and_grpc_reject_a_bad_request_alike(gateway: Checked, case: 
 
 
 async def test_bad_input_that_only_grpc_can_carry_is_rejected(gateway: Checked) -> None:
-    for name, raw, says in grpc_only():
+    for name, raw, error_words in grpc_only():
         answered = await gateway.generate(raw)
         assert answered.code is grpc.StatusCode.INVALID_ARGUMENT, (name, answered)
-        assert says in answered.details, name
+        assert error_words in answered.details, name
         await gateway.check()
 
 
@@ -183,7 +191,7 @@ async def test_body_over_the_limit_is_rejected_before_it_is_read(gateway: Checke
         [head + b"content-length: 104857600\r\n\r\n", *[mib] * 100],
         [head + b"transfer-encoding: chunked\r\n\r\n", *[b"100000\r\n" + mib + b"\r\n"] * 100],
     ):
-        assert status_of((await say(gateway.process.http_port, pieces, until=b'"status": 413')).data) == 413
+        assert status_of((await exchange(gateway.process.http_port, pieces, until=b'"status": 413')).data) == 413
     answered = await gateway.generate(b"\x12" + bytes(100 * 2**20))
     assert answered.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert gateway.process.rss_bytes - before_bytes < 16 * 2**20
@@ -232,14 +240,14 @@ async def test_rejections_are_counted_by_status(gateway: Checked) -> None:
     before = await gateway.process.requests()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     port = gateway.process.http_port
-    heard = await asyncio.gather(
-        say(port, [head], listen_s=10, quiet_s=10),
-        say(port, [head + b"content-length: 100\r\n\r\n{"], listen_s=10, quiet_s=10),
-        say(port, [head + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\nnonsense\r\n"], listen_s=10),
-        say(port, [b"nonsense\r\n\r\n"]),
-        say(port, [head + b"x-header: " + b"y" * (2 * MAX_HEAD_BYTES)] + [b"y" * 1000] * 100),
+    received = await asyncio.gather(
+        exchange(port, [head], listen_s=10, quiet_s=10),
+        exchange(port, [head + b"content-length: 100\r\n\r\n{"], listen_s=10, quiet_s=10),
+        exchange(port, [head + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\nnonsense\r\n"], listen_s=10),
+        exchange(port, [b"nonsense\r\n\r\n"]),
+        exchange(port, [head + b"x-header: " + b"y" * (2 * MAX_HEAD_BYTES)] + [b"y" * 1000] * 100),
     )
-    statuses = [status_of(each.data) for each in heard]
+    statuses = [status_of(each.data) for each in received]
     assert statuses[:4] == [408, 408, 400, 400]
     assert statuses[4] in (413, None), "the answer may be lost with the connection that closes on unread bytes"
     await gateway.post(COMPLETIONS, b"{")
@@ -340,16 +348,16 @@ BAD_HTTP = [
 
 async def test_any_bytes_on_the_http_port_are_answered_or_closed(gateway: Checked, tmp_path: Path) -> None:
     rng, canary = Random(37), Canary(tmp_path)
-    canary.check_trap()
+    canary.check_payloads()
     good = list(requests_to_break())
     broken = [mutated_bytes(rng, rng.choice(good)) for _ in range(sized(70, 2000))]
     slots = asyncio.Semaphore(16)
 
     async def one(data: bytes) -> None:
         async with slots:
-            heard = await say(gateway.process.http_port, [data], quiet_s=0.15)
-            statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d\d\d) ", heard.data)]
-            assert all(status < 500 for status in statuses), (data, heard.data)
+            received = await exchange(gateway.process.http_port, [data], quiet_s=0.15)
+            statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d\d\d) ", received.data)]
+            assert all(status < 500 for status in statuses), (data, received.data)
             await gateway.check()
 
     await asyncio.gather(*[one(data) for data in (*BAD_HTTP, *canary.payloads, *broken)])
@@ -371,13 +379,13 @@ async def test_broken_http2_only_ends_its_own_connection(gateway: Checked) -> No
     rng = Random(38)
     message = message_of(good_body(return_token_ids=None))
     assert message is not None
-    good = BEGIN + grpc_call(GENERATE, grpc_message(message.SerializeToString()))
+    good = HTTP2_START + grpc_call(GENERATE, grpc_message(message.SerializeToString()))
     broken = [*broken_http2(GENERATE).values(), *(mutated_bytes(rng, good) for _ in range(sized(40, 1000)))]
     slots = asyncio.Semaphore(16)
 
     async def one(data: bytes) -> None:
         async with slots:
-            await say(gateway.process.grpc_port, [data], quiet_s=0.15)
+            await exchange(gateway.process.grpc_port, [data], quiet_s=0.15)
             await gateway.check()
 
     await asyncio.gather(*[one(data) for data in broken])

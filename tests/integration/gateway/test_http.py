@@ -13,8 +13,8 @@ import pytest
 from baton.core.cluster.placement import Rejection
 from baton.core.errors import Code, Failure, Reason
 from baton.core.ids import JobId
-from tests.corpus import NO_JSON, WRONG_TYPES
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, request_bytes
+from tests.invalid_requests import INVALID_JSON, WRONG_CONTENT_TYPES
 from tests.unit.gateway.fakes import StubWorker, answer_to, until
 
 PD = (("p0", "prefill"), ("d0", "decode"))
@@ -260,15 +260,15 @@ async def test_not_ready_without_a_role(gateway: HttpGateway) -> None:
 
 
 async def test_invalid_bodies_are_rejected(gateway: HttpGateway) -> None:
-    for content, says in NO_JSON:
+    for content, error_words in INVALID_JSON:
         answer = await gateway.post(COMPLETIONS, content=content)
         assert answer.status_code == 400, (content[:40], answer.text)
-        assert says in answer.json()["error"]["message"], content[:40]
+        assert error_words in answer.json()["error"]["message"], content[:40]
     assert (await gateway.client.get("/health")).status_code == 200
 
 
 async def test_wrong_content_types_are_rejected(gateway: HttpGateway) -> None:
-    for headers in WRONG_TYPES:
+    for headers in WRONG_CONTENT_TYPES:
         answer = await gateway.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
         assert answer.status_code == 415, headers
         assert "application/json" in answer.json()["error"]["message"]

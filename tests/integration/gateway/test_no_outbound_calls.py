@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.hostile import say
 from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, good_body
+from tests.malformed_connections import exchange
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -135,8 +135,8 @@ async def say_all_of_it(gateway: GatewayProcess, address: str) -> None:
     for path in (f"/v1/models/{url}", f"/debug/decisions/{address}", f"/{url}"):
         assert (await gateway.http.get(path)).status_code in (400, 404)
     for line in (f"CONNECT {address} HTTP/1.1", f"GET {url} HTTP/1.1"):
-        heard = await say(gateway.http_port, [f"{line}\r\nhost: {address}\r\n\r\n".encode()])
-        assert heard.data.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 ")), heard.data
+        received = await exchange(gateway.http_port, [f"{line}\r\nhost: {address}\r\n\r\n".encode()])
+        assert received.data.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 ")), received.data
     await gateway.check()
 
 

@@ -43,9 +43,17 @@ from baton.wire.v1.scheduler_pb2 import FinishedRequest
 from baton.wire.v1.worker_pb2 import WorkerMessage as WorkerMessagePb
 from tests import grpc_methods
 from tests.cluster import ProcessCluster, process_cluster
-from tests.corpus import mutated_bytes
-from tests.grpc_methods import EXPECTED_CODES, OK, Answered, Method, call
-from tests.hostile import BEGIN, Canary, broken_http2, grpc_call, grpc_message, our_errors, say
+from tests.grpc_methods import EXPECTED_CODES, OK, CallEnd, Method, call
+from tests.invalid_requests import mutated_bytes
+from tests.malformed_connections import (
+    HTTP2_START,
+    Canary,
+    broken_http2,
+    exchange,
+    grpc_call,
+    grpc_message,
+    internal_errors,
+)
 from tests.scale import sized
 from tests.unit.rpc.strategies import messages, values
 from tests.unit.worker.scripted_gateway import Gateway
@@ -123,13 +131,13 @@ class Target:
         }
         assert max(grown.values()) < MAX_GROWTH_BYTES >> 20, f"grown by MiB: {grown}"
 
-    async def send(self, path: str, *raw: bytes, **how: Any) -> Answered:
+    async def send(self, path: str, *raw: bytes, **how: Any) -> CallEnd:
         return await self.call(self.served[path], path, *raw, **how)
 
     async def call(
-        self, name: str, path: str, *raw: bytes, wait_s: float = 10.0, max_replies: int = 1000, stays: bool = False
-    ) -> Answered:
-        return await call(self.channels[name], path, raw, wait_s=wait_s, max_replies=max_replies, stays=stays)
+        self, name: str, path: str, *raw: bytes, wait_s: float = 10.0, max_replies: int = 1000, keep_open: bool = False
+    ) -> CallEnd:
+        return await call(self.channels[name], path, raw, wait_s=wait_s, max_replies=max_replies, keep_open=keep_open)
 
     def hello(self, **changes: Any) -> bytes:
         hello = SessionHello(gateway_id="x", session_id="x", last_seq=0, expected=self.worker)
@@ -189,7 +197,7 @@ async def target() -> AsyncIterator[Target]:
         await made.check()
         await made.aclose()
         await cluster.check_clean()
-        assert our_errors(line for name in NAMES for line in log_of(cluster, name)) == [], (
+        assert internal_errors(line for name in NAMES for line in log_of(cluster, name)) == [], (
             "what others send is no error of ours"
         )
 
@@ -217,7 +225,7 @@ async def test_bytes_that_are_no_message_end_the_call_as_invalid(
     target: Target, method: Method, tmp_path: Path
 ) -> None:
     canary = Canary(tmp_path)
-    canary.check_trap()
+    canary.check_payloads()
     for raw in (b"\xff" * 20, b"\x0a\x7f", b"\x0b" * 200, *canary.payloads):
         answered = await target.send(method.path, raw)
         assert answered.code is INVALID, (raw, answered)
@@ -313,7 +321,7 @@ async def test_an_owner_serves_its_readers_after_all_of_that(target: Target) -> 
         subject = HashRange(hashes=tuple(chain(root, GOOD_PROMPT, size)), cache_salt=salt)
         follow = Follow(transfer_id=TransferId(5 + number), subject=subject, have_blocks=0, resume_from_block=0)
         said = (target.peer_hello(), to_reader_message(follow).SerializeToString())
-        answered = await target.send(EXCHANGE, *said, stays=True, max_replies=2)
+        answered = await target.send(EXCHANGE, *said, keep_open=True, max_replies=2)
         ready = from_owner_message(OwnerMessagePb.FromString(answered.replies[1]))
         assert isinstance(ready, KvReady)
         assert (len(ready.block_ids), ready.final) == (found, True)
@@ -328,7 +336,7 @@ async def test_a_stream_that_begins_wrongly_is_ended(target: Target) -> None:
         answered = await target.send(SESSION, to_gateway_message(message).SerializeToString())
         assert (answered.code, answered.replies) == (INVALID, ()), message
     for hello in (target.hello(expected=stranger), target.hello(protocol_version=99)):
-        answered = await target.send(SESSION, hello, stays=True)
+        answered = await target.send(SESSION, hello, keep_open=True)
         (reply,) = (from_worker_message(WorkerMessagePb.FromString(raw)) for raw in answered.replies)
         assert (reply.worker, reply.resumed) == (target.worker, False)  # type: ignore[union-attr]
     assert (await target.send(SESSION, target.hello(), target.hello())).code is INVALID
@@ -342,7 +350,7 @@ async def test_a_stream_that_begins_wrongly_is_ended(target: Target) -> None:
         (target.peer_hello(protocol_version=99), "protocol_version"),
         (target.peer_hello(layout=replace(target.layout, model_fingerprint="other")), "layout_mismatch"),
     ):
-        answered = await target.send(EXCHANGE, wrong, stays=True)
+        answered = await target.send(EXCHANGE, wrong, keep_open=True)
         (refusal,) = (from_owner_message(OwnerMessagePb.FromString(raw)) for raw in answered.replies)
         assert isinstance(refusal, PeerHelloReply)
         assert refusal.refusal.startswith(why)
@@ -445,14 +453,14 @@ async def test_broken_http2_ends_its_own_connection_only(target: Target, tmp_pat
 
     async def one(port: int, data: bytes) -> None:
         async with slots:
-            await say(port, [data], quiet_s=0.15)
+            await exchange(port, [data], quiet_s=0.15)
 
     for name, path, first in (
         ("h0", SESSION, target.hello()),
         ("h0", EXCHANGE, target.peer_hello()),
         ("scheduler", PLACE, b""),
     ):
-        good = BEGIN + grpc_call(path, grpc_message(first))
+        good = HTTP2_START + grpc_call(path, grpc_message(first))
         changed = [mutated_bytes(rng, good) for _ in range(sized(20, 500))]
         broken = [] if path == EXCHANGE else [*broken_http2(path).values()]
         await asyncio.gather(*(one(target.ports[name], data) for data in (*broken, *changed, *canary.payloads)))
@@ -471,8 +479,8 @@ async def test_bytes_on_the_admin_ports_are_answered_or_closed(target: Target, t
 
     async def one(port: int, pieces: list[bytes]) -> None:
         async with slots:
-            heard = await say(port, pieces, quiet_s=0.15)
-            assert not re.match(rb"HTTP/1\.1 5", heard.data), (pieces, heard)
+            received = await exchange(port, pieces, quiet_s=0.15)
+            assert not re.match(rb"HTTP/1\.1 5", received.data), (pieces, received)
 
     for name, port in target.admin_ports.items():
         changed = [mutated_bytes(rng, good) for _ in range(sized(15, 300))]

@@ -13,7 +13,7 @@ from baton.gateway.input import field_policy
 from baton.gateway.input.client_call import Endpoint
 from baton.gateway.input.request_body import parse_request
 from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_request
-from tests.corpus import FIELDS, LISTS, beyond, bodies, body_with
+from tests.invalid_requests import FIELDS, LISTS, bodies, body_with, invalid_json_values
 from tests.scale import sized
 from tests.unit.gateway.validator_calls import MAX_LEN, call, refusal
 
@@ -36,7 +36,7 @@ def valid_values(name: str, limit: Limit) -> list[Any]:
 def invalid_values(limit: Limit) -> list[Any]:
     """Return values that the limit forbids, including some that JSON cannot express."""
     return [
-        *beyond(limit),
+        *invalid_json_values(limit),
         *([math.nan, math.inf, -math.inf] if limit.kind in (ValueKind.INTEGER, ValueKind.NUMBER) else []),
     ]
 

@@ -6,7 +6,7 @@ import pytest
 
 from loadgen.capacity.capacity_search import MIN_TRIALS, CapacitySearch, Limits, Proposal, State
 from loadgen.capacity.threshold import Observation
-from tests.loadgen_queues import SYSTEMS, search
+from tests.loadgen_simulated_servers import SYSTEMS, search
 
 
 def answers(proposal: Proposal, capacity_rps: float, slope: float = 15.0, num: int = 400) -> Observation:

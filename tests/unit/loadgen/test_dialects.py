@@ -10,7 +10,7 @@ from loadgen.send.dialects import DIALECTS, BodyMaker, dialect_of
 from loadgen.send.http.http_client import BadUrl, split_url
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
-from tests.loadgen_queues import plan_at
+from tests.loadgen_simulated_servers import plan_at
 
 ASK = ResolvedRequest(index=0, token_ids=(5, 6), max_tokens=9, priority=2, slo=SloTarget(ttft_s=0.5))
 OPENAI = {"model": "m", "max_tokens": 9, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}

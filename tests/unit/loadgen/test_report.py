@@ -22,7 +22,7 @@ from loadgen.report.report_json import schema
 from loadgen.report.write import views_of, write_report
 from loadgen.slo_target import BadSlo, SloTarget
 from tests.loadgen_builders import record, refused, run
-from tests.loadgen_page import Page, points_of, spans_of, tolerance
+from tests.loadgen_report_page import Page, points_of, spans_of, tolerance
 from tests.loadgen_synthetic import write_result
 
 

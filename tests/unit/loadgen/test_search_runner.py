@@ -20,7 +20,7 @@ from loadgen.loadgen_errors import LoadgenError, WarmUpFailed
 from loadgen.measure.stats import Interval
 from loadgen.send.run.processes import Interrupted
 from loadgen.send.server.server_process import SweepPoint
-from tests.loadgen_queues import plan_at
+from tests.loadgen_simulated_servers import plan_at
 
 ONE = (Goal(target=0.9),)
 

@@ -14,7 +14,7 @@ from loadgen.measure.request_metrics import OutcomeRules
 from loadgen.plan.plan import Plan
 from loadgen.plan.prompt_tokens import tokens_of
 from loadgen.plan.sources.workloads import simple_plan
-from tests.loadgen_queues import plan_at, slots, whole
+from tests.loadgen_simulated_servers import complete_record, plan_at, slots
 
 
 def line(record: Record) -> bytes:
@@ -75,7 +75,7 @@ def test_trial_that_meets_the_slo_takes_its_full_time(tmp_path: Path) -> None:
     """It does not wait for a late response that has already missed its SLO."""
     plan = plan_at(4, 40, seed=2, slo="ttft=510ms,e2e=3s")
     *records, last = slots(8, 1.0)(plan, random.Random(2))
-    stuck = whole(plan.requests[last.index], last.intended_s + 500, last.intended_s + 501)
+    stuck = complete_record(plan.requests[last.index], last.intended_s + 500, last.intended_s + 501)
     file = tmp_path / "records.jsonl"
     watch = watch_of(plan, file)
     ended_s = play(watch, file, [*records, stuck], 100)
@@ -89,7 +89,7 @@ def test_trial_that_meets_the_slo_takes_its_full_time(tmp_path: Path) -> None:
 def test_wait_for_late_responses_is_limited(tmp_path: Path) -> None:
     plan = plan_at(4, 20, seed=3, slo="ttft=510ms")
     *records, last = slots(8, 1.0)(plan, random.Random(3))
-    stuck = whole(plan.requests[last.index], last.intended_s + 0.1, last.intended_s + 501)
+    stuck = complete_record(plan.requests[last.index], last.intended_s + 0.1, last.intended_s + 501)
     file = tmp_path / "records.jsonl"
     watch = watch_of(plan, file)
     ended_s = play(watch, file, [*records, stuck], 200)

@@ -14,7 +14,7 @@ from loadgen.measure.request_metrics import OutcomeRules
 from loadgen.plan.plan import AnswerOf, Generated, Plan, PlannedRequest
 from loadgen.plan.sources.workloads import DEFAULT_VOCABULARY
 from loadgen.slo_target import SloTarget
-from tests.loadgen_queues import OUTPUT_TOKENS, SYSTEMS, plan_at, slots, trial, whole
+from tests.loadgen_simulated_servers import OUTPUT_TOKENS, SYSTEMS, complete_record, plan_at, slots, trial
 
 
 def judge_of(plan: Plan, target: float = 0.9) -> TrialJudge:
@@ -24,7 +24,7 @@ def judge_of(plan: Plan, target: float = 0.9) -> TrialJudge:
 def answered(plan: Plan, ttft_s: Callable[[int], float], length_s: float = 0.1) -> list[Record]:
     """Records with the first token this long after the due time, and the last one `length_s` later."""
     return [
-        whole(
+        complete_record(
             request,
             (request.at_s or 0.0) + ttft_s(request.index),
             (request.at_s or 0.0) + ttft_s(request.index) + length_s,
@@ -228,7 +228,7 @@ def test_session_requests_are_judged_after_the_ramp() -> None:
     records = []
     for request in requests:
         due_s = (request.index // 3) * 0.6 + request.turn * 8.1
-        records.append(replace(whole(replace(request, at_s=due_s), due_s + 0.05, due_s + 0.1)))
+        records.append(replace(complete_record(replace(request, at_s=due_s), due_s + 0.05, due_s + 0.1)))
     judgement = judge_of(plan).judge(records)
     assert judgement.num_judged == sum(16 <= record.intended_s <= 59.4 for record in records)
     assert not judgement.is_overloaded

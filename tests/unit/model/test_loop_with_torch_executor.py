@@ -22,8 +22,8 @@ from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import load_model
 from baton.model.torch_executor import TorchExecutor
 from tests.builders import sequence_request
+from tests.delayed_device import record_delayed_event
 from tests.fake_executor import FakeGenerationTable
-from tests.late_device import record_late_event
 from tests.scale import sized
 
 SIZE, NUM_BLOCKS = 4, 128
@@ -57,7 +57,7 @@ class Rig:
             loaded.model,
             KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS),
             thread=LateThread(1),
-            record_event=record_late_event if is_late else record_event,
+            record_event=record_delayed_event if is_late else record_event,
         )
         self.outputs: dict[int, list[int]] = defaultdict(list)
         self.ended: set[int] = set()

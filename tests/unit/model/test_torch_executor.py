@@ -32,7 +32,7 @@ from baton.model.step.forward import ModelForward
 from baton.model.step.step_launch import LaunchedStep
 from baton.model.torch_executor import TorchExecutor
 from baton.runtime import failpoints
-from tests.late_device import LateEvent, record_late_event
+from tests.delayed_device import DelayedEvent, record_delayed_event
 from tests.unit.model.conftest import TINY
 
 SIZE = 4
@@ -305,8 +305,8 @@ class Late:
     then)."""
 
     def __init__(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.events: list[LateEvent] = []
-        self.record_event: Callable[[torch.device], LateEvent] = record_late_event
+        self.events: list[DelayedEvent] = []
+        self.record_event: Callable[[torch.device], DelayedEvent] = record_delayed_event
         self.executor = TorchExecutor(
             loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1), record_event=self._record
         )
@@ -315,7 +315,7 @@ class Late:
         monkeypatch.setattr(self.executor._launcher, "launch", self._seen)
         self.fails_at: int | None = None
 
-    def _record(self, device: torch.device) -> LateEvent:
+    def _record(self, device: torch.device) -> DelayedEvent:
         self.events.append(self.record_event(device))
         return self.events[-1]
 
@@ -411,7 +411,7 @@ async def test_step_launched_early_has_ended_when_it_is_reported_failed(
 
 
 async def test_device_failure_while_computing_raises_device_fault(late: Late) -> None:
-    class FailingEvent(LateEvent):
+    class FailingEvent(DelayedEvent):
         def wait(self) -> None:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 

@@ -18,7 +18,7 @@ from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_streams import ACCEPTED
 from baton.runtime.observability.health import Health
 from baton.wire.v1 import scheduler_pb2_grpc, worker_pb2_grpc
-from tests import builders, hostile
+from tests import builders, malformed_connections
 from tests.contract.networks import StubScheduler, StubWorker, echo, eventually, until_broken
 from tests.unit.rpc.client_api_stubs import StubInference
 
@@ -332,9 +332,11 @@ async def test_call_with_an_undecodable_path_does_not_stop_the_server(server: Gr
     """The server of grpc.aio stops accepting calls after such a path while its process keeps running."""
     server.add_worker(StubWorker(session=lambda stream: echo(stream, lambda ack: Step(seq=ack.seq))))
     address = await start(server)
-    undecodable = hostile.BEGIN + hostile.grpc_call("/", hostile.grpc_message(b""), path=b"/\xff/\xfe")
+    undecodable = malformed_connections.HTTP2_START + malformed_connections.grpc_call(
+        "/", malformed_connections.grpc_message(b""), path=b"/\xff/\xfe"
+    )
     for _ in range(3):
-        assert not (await hostile.say(int(address.rsplit(":", 1)[1]), [undecodable])).was_closed
+        assert not (await malformed_connections.exchange(int(address.rsplit(":", 1)[1]), [undecodable])).was_closed
     session = await network.open_session(address)
     session.send(Ack(seq=7))
     assert await session.receive() == Step(seq=7)

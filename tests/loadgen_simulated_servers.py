@@ -45,8 +45,8 @@ def plan_at(rate_rps: float, seconds: float, seed: int, *, gaps: str = "poisson"
     )
 
 
-def whole(request: PlannedRequest, first_s: float, last_s: float) -> Record:
-    """A whole answer, whose first token comes at `first_s` and all others at `last_s`."""
+def complete_record(request: PlannedRequest, first_s: float, last_s: float) -> Record:
+    """Return a complete response with its first token at `first_s` and all others at `last_s`."""
     assert request.at_s is not None
     return Record(
         index=request.index,
@@ -68,25 +68,25 @@ def _lognormal(rng: random.Random, mean: float, cv: float) -> float:
     return rng.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance)) if cv else mean
 
 
-def one_at_a_time(mean_s: float, cv: float, lapse: float = 0.0) -> Serve:
-    """A prefill worker that serves one request after the other.
+def serial_prefill(mean_s: float, cv: float, late_share: float = 0.0) -> Serve:
+    """Return a prefill worker that serves one request after the other.
 
-    `lapse` is the share of responses that are 9 s late at any load.
+    `late_share` is the share of responses that are 9 s late at any load.
     """
 
     def serve(plan: Plan, rng: random.Random) -> list[Record]:
         free_s, records = 0.0, []
         for request in plan.requests:
             free_s = max(request.at_s or 0.0, free_s) + _lognormal(rng, mean_s, cv)
-            first_s = free_s + 9.0 * (rng.random() < lapse)
-            records.append(whole(request, first_s, first_s + 0.2))
+            first_s = free_s + 9.0 * (rng.random() < late_share)
+            records.append(complete_record(request, first_s, first_s + 0.2))
         return records
 
     return serve
 
 
 def slots(count: int, mean_s: float, cv: float = 0.0) -> Serve:
-    """A server with a number of slots; each response takes its own time, other requests wait in a queue."""
+    """Return a server with a number of slots. Requests without a free slot wait in a queue."""
 
     def serve(plan: Plan, rng: random.Random) -> list[Record]:
         free, records = [0.0] * count, []
@@ -94,14 +94,14 @@ def slots(count: int, mean_s: float, cv: float = 0.0) -> Serve:
             start_s = max(request.at_s or 0.0, free[0])
             end_s = start_s + _lognormal(rng, mean_s, cv)
             heapq.heapreplace(free, end_s)
-            records.append(whole(request, start_s + 0.01, end_s))
+            records.append(complete_record(request, start_s + 0.01, end_s))
         return records
 
     return serve
 
 
-def slower_together(step_s: float = 0.01, more_s: float = 0.001, steps: int = 64) -> Serve:
-    """A decode worker whose steps take longer the more responses are active."""
+def batched_decode(step_s: float = 0.01, more_s: float = 0.001, steps: int = 64) -> Serve:
+    """Return a decode worker whose steps take longer the more responses are active."""
 
     def serve(plan: Plan, rng: random.Random) -> list[Record]:
         ends: list[float] = []
@@ -112,7 +112,7 @@ def slower_together(step_s: float = 0.01, more_s: float = 0.001, steps: int = 64
                 heapq.heappop(ends)
             tpot_s = step_s + more_s * len(ends)
             heapq.heappush(ends, at_s + tpot_s * steps)
-            records.append(whole(request, at_s + tpot_s * (steps - OUTPUT_TOKENS + 1), at_s + tpot_s * steps))
+            records.append(complete_record(request, at_s + tpot_s * (steps - OUTPUT_TOKENS + 1), at_s + tpot_s * steps))
         return records
 
     return serve
@@ -122,7 +122,7 @@ def slower_together(step_s: float = 0.01, more_s: float = 0.001, steps: int = 64
 class System:
     """A server with its load and its SLO.
 
-    `capacity_rps` is the rate at which 90 % meet the SLO on average over 60 s trials (`truth`).
+    `capacity_rps` is the rate at which 90 % meet the SLO on average over 60 s trials (`true_capacity`).
     """
 
     serve: Serve
@@ -133,13 +133,15 @@ class System:
 
 
 SYSTEMS = {
-    "prefill worker": System(serve=one_at_a_time(0.08, 0.8), slo="ttft=500ms", start_rps=2.0, capacity_rps=8.70),
-    "long-tailed prefill": System(serve=one_at_a_time(0.08, 2.0), slo="ttft=500ms", capacity_rps=4.98),
-    "5 % late at any load": System(serve=one_at_a_time(0.08, 0.8, lapse=0.05), slo="ttft=500ms", capacity_rps=7.57),
+    "prefill worker": System(serve=serial_prefill(0.08, 0.8), slo="ttft=500ms", start_rps=2.0, capacity_rps=8.70),
+    "long-tailed prefill": System(serve=serial_prefill(0.08, 2.0), slo="ttft=500ms", capacity_rps=4.98),
+    "5 % late at any load": System(
+        serve=serial_prefill(0.08, 0.8, late_share=0.05), slo="ttft=500ms", capacity_rps=7.57
+    ),
     "8 slots": System(serve=slots(8, 1.0), slo="ttft=510ms", capacity_rps=6.38),
     "8 slots, bursts": System(serve=slots(8, 1.0), slo="ttft=510ms", gaps="gamma:cv=3", capacity_rps=1.33),
     "16 slots, long answers": System(serve=slots(16, 4.0, 0.7), slo="ttft=1s", capacity_rps=3.20),
-    "decode worker": System(serve=slower_together(), slo="tpot=30ms", start_rps=2.0, capacity_rps=9.21),
+    "decode worker": System(serve=batched_decode(), slo="tpot=30ms", start_rps=2.0, capacity_rps=9.21),
 }
 
 
@@ -172,7 +174,7 @@ def search(
         if proposal.is_scout:
             time_s = min(seconds, max(seconds * SCOUT_PART, SCOUT_REQUESTS / proposal.rate_rps))
         judgement = None
-        while judgement is None or not judgement.num_judged:  # by chance nothing may arrive
+        while judgement is None or not judgement.num_judged:  # a plan may have no arrivals
             number += 1
             judgement, lasted_s = trial(
                 system, proposal.rate_rps, time_s, zlib.crc32(f"{seed} {number}".encode()), target=target
@@ -182,7 +184,7 @@ def search(
     return search.answer, took_s
 
 
-def truth(system: System, seconds: float, target: float = 0.9, trials: int = 150) -> float:
+def true_capacity(system: System, seconds: float, target: float = 0.9, trials: int = 150) -> float:
     """Return the rate at which the mean share of trials is `target`, to about one percent."""
 
     def share(rate_rps: float, count: int) -> float:

@@ -1,4 +1,4 @@
-"""Bad input for both public APIs: a table of cases, strategies for bodies, and mutations of bytes."""
+"""Invalid requests for both public APIs: a table of cases, strategies for bodies, and mutations of bytes."""
 
 import json
 import math
@@ -20,11 +20,11 @@ JSON_HEADERS: Mapping[str, str] = {"content-type": "application/json"}
 HELLO: Mapping[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 LISTS = frozenset(("stop", "stop_token_ids"))
-GIVEN_ELSEWHERE = frozenset(
+NOT_BODY_FIELDS = frozenset(
     ("choices", "label", "metadata", "token_ids", "messages", "messages.name", "x-baton-timeout-ms", "top_logprobs"),
 )
 """Entries of the table of limits that are not fields of a completions body."""
-FIELDS: Mapping[str, Limit] = {name: limit for name, limit in LIMITS.items() if name not in GIVEN_ELSEWHERE}
+FIELDS: Mapping[str, Limit] = {name: limit for name, limit in LIMITS.items() if name not in NOT_BODY_FIELDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,12 @@ class Case:
     """One bad request and the expected error.
 
     body: the request as a JSON value; or raw: the bytes of the HTTP body.
-    says: words of the error message.
+    error_words: texts that the error message must contain.
     status, code: HTTP status and reason code.
     """
 
     name: str
-    says: tuple[str, ...]
+    error_words: tuple[str, ...]
     body: Any = None
     raw: bytes | None = None
     path: str = COMPLETIONS
@@ -64,17 +64,17 @@ def message_of(body: Mapping[str, Any]) -> GenerateRequest | None:
         message = to_generate_request(body)
     except (TypeError, ValueError, AttributeError, OverflowError):
         return None
-    said = from_generate_request(message)
-    return message if all(_is_same(said.get(name), value) for name, value in body.items()) else None
+    decoded = from_generate_request(message)
+    return message if all(_is_same(decoded.get(name), value) for name, value in body.items()) else None
 
 
-def _is_same(said: Any, value: Any) -> bool:
+def _is_same(decoded: Any, value: Any) -> bool:
     """Return True if both are equal and have the same types at every level. NaN equals NaN."""
-    if isinstance(said, dict) and isinstance(value, dict):
-        return said.keys() == value.keys() and all(_is_same(said[name], value[name]) for name in value)
-    if isinstance(said, list) and isinstance(value, list):
-        return len(said) == len(value) and all(map(_is_same, said, value))
-    return type(said) is type(value) and (said == value or value != value)
+    if isinstance(decoded, dict) and isinstance(value, dict):
+        return decoded.keys() == value.keys() and all(_is_same(decoded[name], value[name]) for name in value)
+    if isinstance(decoded, list) and isinstance(value, list):
+        return len(decoded) == len(value) and all(map(_is_same, decoded, value))
+    return type(decoded) is type(value) and (decoded == value or value != value)
 
 
 def body_with(name: str, value: Any) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def body_with(name: str, value: Any) -> dict[str, Any]:
     return body | {name: [value] if name in LISTS else value}
 
 
-def beyond(limit: Limit) -> list[Any]:
-    """Return values that the limit forbids: of another type, or just outside its range."""
+def invalid_json_values(limit: Limit) -> list[Any]:
+    """Return values that the limit forbids: of another type, or just outside entry range."""
     wrong: list[Any] = [{}, [[]], "1" if limit.kind is not ValueKind.STRING else 1]
     if limit.kind is ValueKind.BOOLEAN:
         return [*wrong, 0, 1, "true", 1.0]
@@ -106,13 +106,13 @@ def beyond(limit: Limit) -> list[Any]:
     return wrong
 
 
-def absurd_parameters() -> Iterator[Case]:
+def invalid_parameters() -> Iterator[Case]:
     """Yield each field of the table of limits with invalid values."""
     for name, limit in sorted(FIELDS.items()):
-        for number, value in enumerate(beyond(limit)):
+        for number, value in enumerate(invalid_json_values(limit)):
             if name == "prompt" and value is True:
                 continue  # this error describes valid prompts instead
-            yield Case(name=f"{name}-{number}", says=(name.split(".")[0],), body=body_with(name, value))
+            yield Case(name=f"{name}-{number}", error_words=(name.split(".")[0],), body=body_with(name, value))
 
 
 def unimplemented_fields() -> Iterator[Case]:
@@ -121,9 +121,11 @@ def unimplemented_fields() -> Iterator[Case]:
         (COMPLETIONS, field_policy.NOT_IN_COMPLETIONS, {"prompt": "x"}),
         (CHAT, field_policy.NOT_IN_CHAT, dict(HELLO)),
     ):
-        for name, its in sorted(table.items()):
-            body = good | {name: {"asks": "for something"}}
-            yield Case(name=f"{path}-{name}", says=(name, its.advice), body=body, path=path, code="unsupported_field")
+        for name, entry in sorted(table.items()):
+            body = good | {name: {"key": "value"}}
+            yield Case(
+                name=f"{path}-{name}", error_words=(name, entry.advice), body=body, path=path, code="unsupported_field"
+            )
 
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -198,12 +200,12 @@ def accepted_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
             yield path, good | short | {name: default}
         yield path, good | short | dict.fromkeys(table)
         yield path, good | dict.fromkeys(known - good.keys() - {"max_tokens"}) | short
-        for name, its in sorted(table.items()):
-            for default in its.defaults:
+        for name, entry in sorted(table.items()):
+            for default in entry.defaults:
                 yield path, good | short | {name: default}
 
 
-NO_JSON: list[tuple[bytes, str]] = [
+INVALID_JSON: list[tuple[bytes, str]] = [
     (b"", "not valid JSON"),
     (b"{", "not valid JSON"),
     (b"[]", "JSON object"),
@@ -231,7 +233,7 @@ NO_JSON: list[tuple[bytes, str]] = [
 """Bodies that are not valid JSON objects, and words of the error. A slow depth check would take minutes for
 the last one."""
 
-WRONG_TYPES: list[Mapping[str, str]] = [
+WRONG_CONTENT_TYPES: list[Mapping[str, str]] = [
     {},
     {"content-type": "text/plain"},
     {"content-type": "application/x-www-form-urlencoded"},
@@ -262,22 +264,27 @@ def prompts(max_model_len: int, vocab_size: int) -> Iterator[Case]:
         True,
         {},
     ):
-        yield Case(name=f"prompt-{prompt!r}", says=("prompt",), body={"prompt": prompt})
-    yield Case(name="no-prompt", says=("prompt is missing",), body={})
+        yield Case(name=f"prompt-{prompt!r}", error_words=("prompt",), body={"prompt": prompt})
+    yield Case(name="no-prompt", error_words=("prompt is missing",), body={})
     for name, body in (
         ("one-over", {"prompt": almost_full, "max_tokens": 11}),
         ("one-over-by-min-tokens", {"prompt": almost_full, "min_tokens": 11}),
         ("one-over-in-a-batch", {"prompt": [[5], almost_full], "max_tokens": 11}),
     ):
-        says = (str(len(almost_full)), "11", str(max_model_len))
-        yield Case(name=name, says=says, body=body, code=too_long)
-    says = (str(max_model_len), "is 1", str(max_model_len))
-    yield Case(name="no-space-for-one", says=says, body={"prompt": [5] * max_model_len}, code=too_long)
+        error_words = (str(len(almost_full)), "11", str(max_model_len))
+        yield Case(name=name, error_words=error_words, body=body, code=too_long)
+    error_words = (str(max_model_len), "is 1", str(max_model_len))
     yield Case(
-        name="long-text", says=("at least", str(max_model_len)), body={"prompt": "word " * 100_000}, code=too_long
+        name="no-space-for-a-token", error_words=error_words, body={"prompt": [5] * max_model_len}, code=too_long
+    )
+    yield Case(
+        name="long-text",
+        error_words=("at least", str(max_model_len)),
+        body={"prompt": "word " * 100_000},
+        code=too_long,
     )
     long_chat = {"messages": [{"role": "user", "content": "word " * 100_000}]}
-    yield Case(name="long-chat", says=("at least", str(max_model_len)), body=long_chat, path=CHAT, code=too_long)
+    yield Case(name="long-chat", error_words=("at least", str(max_model_len)), body=long_chat, path=CHAT, code=too_long)
     over = f"between 0 and {vocab_size - 1}"
     for name, body in (
         ("prompt", {"prompt": [5, vocab_size]}),
@@ -285,30 +292,30 @@ def prompts(max_model_len: int, vocab_size: int) -> Iterator[Case]:
         ("stop_token_ids", {"prompt": "x", "stop_token_ids": [vocab_size]}),
         ("logit_bias", {"prompt": "x", "logit_bias": {str(vocab_size): 1.0}}),
     ):
-        yield Case(name=f"vocabulary-{name}", says=(over,), body=body)
-    yield Case(name="vocabulary-detokenize", says=(over,), body={"tokens": [vocab_size]}, path=DETOKENIZE)
+        yield Case(name=f"vocabulary-{name}", error_words=(over,), body=body)
+    yield Case(name="vocabulary-detokenize", error_words=(over,), body={"tokens": [vocab_size]}, path=DETOKENIZE)
     yield Case(
         name="too-much-to-detokenize",
-        says=("are allowed in one call",),
+        error_words=("are allowed in one call",),
         raw=b'{"tokens":[%b1]}' % (b"1," * 70_000),
         path=DETOKENIZE,
     )
     yield Case(
         name="too-much-to-tokenize",
-        says=("are allowed in one call",),
+        error_words=("are allowed in one call",),
         body={"prompt": "x" * (2**20 + 1)},
         path=TOKENIZE,
     )
     yield Case(
         name="other-model",
-        says=("gpt-4", "demo"),
+        error_words=("gpt-4", "demo"),
         body={"prompt": "x", "model": "gpt-4"},
         status=404,
         code="model_not_found",
     )
 
 
-def together(max_num_seqs: int) -> Iterator[Case]:
+def invalid_combinations(max_num_seqs: int) -> Iterator[Case]:
     """Yield valid fields that do not fit together, lists that are too long, and unknown names."""
     for name, body in (
         ("n", {"prompt": ["x"] * 64, "n": max_num_seqs + 1}),
@@ -327,27 +334,30 @@ def together(max_num_seqs: int) -> Iterator[Case]:
         ("metadata", {"prompt": "x", "metadata": {str(i): "x" for i in range(17)}}),
         ("user", {"prompt": "x", "user": "a\0"}),
     ):
-        yield Case(name=f"together-{name}", says=(name,), body=body)
+        yield Case(name=f"combination-{name}", error_words=(name,), body=body)
     for name, body in (
         ("temprature", {"prompt": "x", "temprature": 1}),
         ("k", {"prompt": "x", "k" * 100_000: 1}),
         ("ttft", {"prompt": "x", "slo": {"ttft": 5}}),
         ("temp", {"prompt": "x", "temp\u20ac\ud800": 5}),
     ):
-        yield Case(name=f"unknown-{name}", says=(name, "unknown field"), body=body, code="unsupported_field")
+        yield Case(name=f"unknown-{name}", error_words=(name, "unknown field"), body=body, code="unsupported_field")
 
 
 def cases(*, max_model_len: int, max_num_seqs: int, vocab_size: int) -> list[Case]:
     """Return the complete corpus for a gateway with these limits."""
     found = [
         *prompts(max_model_len, vocab_size),
-        *together(max_num_seqs),
-        *absurd_parameters(),
+        *invalid_combinations(max_num_seqs),
+        *invalid_parameters(),
         *unimplemented_fields(),
-        *(Case(name=f"no-json-{i}", says=(says,), raw=raw) for i, (raw, says) in enumerate(NO_JSON)),
         *(
-            Case(name=f"type-{i}", says=("application/json",), body={"prompt": "x"}, headers=headers, status=415)
-            for i, headers in enumerate(WRONG_TYPES)
+            Case(name=f"no-json-{i}", error_words=(error_words,), raw=raw)
+            for i, (raw, error_words) in enumerate(INVALID_JSON)
+        ),
+        *(
+            Case(name=f"type-{i}", error_words=("application/json",), body={"prompt": "x"}, headers=headers, status=415)
+            for i, headers in enumerate(WRONG_CONTENT_TYPES)
         ),
     ]
     return found
@@ -409,7 +419,7 @@ def bodies(draw: st.DrawFn, *, numbers: st.SearchStrategy[float] | None = None, 
 
 # Mutations.
 
-NASTY: list[Any] = [
+EDGE_VALUES: list[Any] = [
     None,
     True,
     False,
@@ -443,7 +453,7 @@ NASTY: list[Any] = [
     ["x"] * 300,
     [1] * 300,
 ]
-NASTY_BYTES = [
+EDGE_BYTES = [
     b"\0",
     b"\xff",
     b"\xed\xa0\x80",
@@ -475,7 +485,7 @@ def mutated_value(rng: Random, value: Any) -> Any:
     if isinstance(value, list) and value and rng.random() < 0.7:
         at = rng.randrange(len(value))
         return [*value[:at], mutated_value(rng, value[at]), *value[at + rng.randrange(2) :]]
-    return rng.choice(NASTY)
+    return rng.choice(EDGE_VALUES)
 
 
 def mutated_bytes(rng: Random, data: bytes) -> bytes:
@@ -490,7 +500,7 @@ def mutated_bytes(rng: Random, data: bytes) -> bytes:
         elif kind == 1:
             del out[at:end]
         elif kind == 2:
-            out[at:at] = rng.choice(NASTY_BYTES)
+            out[at:at] = rng.choice(EDGE_BYTES)
         elif kind == 3:
             out[at:at] = rng.randbytes(rng.randrange(1, 9))
         elif kind == 4:

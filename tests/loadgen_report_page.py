@@ -12,12 +12,23 @@ from html.parser import HTMLParser
 from typing import Any
 
 Attributes = dict[str, str]
-REFERRING = ("src", "href", "action", "data", "poster", "srcset", "background", "cite", "formaction", "xlink:href")
+REFERENCE_ATTRIBUTES = (
+    "src",
+    "href",
+    "action",
+    "data",
+    "poster",
+    "srcset",
+    "background",
+    "cite",
+    "formaction",
+    "xlink:href",
+)
 
 
 @dataclass
-class Drawn:
-    """One figure: the attributes of its SVG and the elements of each series or row."""
+class Figure:
+    """A figure: the attributes of its SVG and the elements of each series or row."""
 
     svg: Attributes = field(default_factory=dict)
     groups: list[tuple[Attributes, list[tuple[str, Attributes]]]] = field(default_factory=list)
@@ -33,10 +44,10 @@ class Page(HTMLParser):
         self.styles: list[str] = []
         self.scripts: list[str] = []
         self.tags: list[str] = []
-        self.figures: dict[str, Drawn] = {}
+        self.figures: dict[str, Figure] = {}
         self.alerts = 0
         self.data: Any = None
-        self._figure: Drawn | None = None
+        self._figure: Figure | None = None
         self._raw: tuple[str, Attributes] | None = None
         self.feed(text)
         self.close()
@@ -44,13 +55,13 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = {name: value or "" for name, value in attrs}
         self.tags.append(tag)
-        self.references += [found[name] for name in REFERRING if name in found]
+        self.references += [found[name] for name in REFERENCE_ATTRIBUTES if name in found]
         self.styles += [found["style"]] if "style" in found else []
         self.scripts += [value for name, value in found.items() if name.startswith("on")]
         self.alerts += found.get("role") == "alert"
         self._raw = (tag, found) if tag in ("script", "style") else None
         if tag == "figure":
-            self._figure = self.figures[found["data-figure"]] = Drawn()
+            self._figure = self.figures[found["data-figure"]] = Figure()
         elif self._figure is not None:
             self._draw(self._figure, tag, found)
 
@@ -72,7 +83,7 @@ class Page(HTMLParser):
         else:
             self.scripts.append(data)
 
-    def _draw(self, figure: Drawn, tag: str, attributes: Attributes) -> None:
+    def _draw(self, figure: Figure, tag: str, attributes: Attributes) -> None:
         kind = attributes.get("class", "").split()
         if tag == "svg":
             figure.svg = attributes
@@ -82,9 +93,9 @@ class Page(HTMLParser):
             figure.groups[-1][1].append((tag, attributes))
 
 
-def points_of(figure: Drawn, number: int) -> list[tuple[float, float]]:
+def points_of(figure: Figure, number: int) -> list[tuple[float, float]]:
     """Return the numbers that a series' line or dots represent."""
-    to_x, to_y = _back(figure, "data-x", 0, 2), _back(figure, "data-y", 3, 1)
+    to_x, to_y = _axis_value(figure, "data-x", 0, 2), _axis_value(figure, "data-y", 3, 1)
     _, elements = figure.groups[number]
     lines = [attributes["d"] for tag, attributes in elements if tag == "path" and "line" in attributes["class"].split()]
     if lines:
@@ -94,21 +105,22 @@ def points_of(figure: Drawn, number: int) -> list[tuple[float, float]]:
     return [(to_x(float(x)), to_y(float(y))) for x, y in pairs]
 
 
-def spans_of(figure: Drawn, number: int) -> list[tuple[float, float]]:
+def spans_of(figure: Figure, number: int) -> list[tuple[float, float]]:
     """Return (from, to) of each bar of a row."""
-    to_x = _back(figure, "data-x", 0, 2)
+    to_x = _axis_value(figure, "data-x", 0, 2)
     _, elements = figure.groups[number]
     bars = [attributes for tag, attributes in elements if tag == "rect"]
     return [(to_x(float(bar["x"])), to_x(float(bar["x"]) + float(bar["width"]))) for bar in bars]
 
 
-def _back(figure: Drawn, name: str, start: int, end: int) -> Any:
+def _axis_value(figure: Figure, name: str, start: int, end: int) -> Any:
+    """Return the function from a coordinate to the value on the axis."""
     edges = [float(edge) for edge in figure.svg["data-frame"].split()]
     low, high, kind = figure.svg[name].split()
     first, last = float(low), float(high)
 
-    def value(place: float) -> float:
-        share = (place - edges[start]) / (edges[end] - edges[start])
+    def value(coordinate: float) -> float:
+        share = (coordinate - edges[start]) / (edges[end] - edges[start])
         return first * math.pow(last / first, share) if kind == "log" else first + share * (last - first)
 
     return value

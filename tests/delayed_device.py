@@ -5,7 +5,7 @@ import torch
 NUM_POLLS = 20
 
 
-class LateEvent:
+class DelayedEvent:
     """A device event that is complete after `NUM_POLLS` polls, or once something waits for it."""
 
     def __init__(self) -> None:
@@ -19,6 +19,6 @@ class LateEvent:
         self._polls_left = 0
 
 
-def record_late_event(_device: torch.device) -> LateEvent:
+def record_delayed_event(_device: torch.device) -> DelayedEvent:
     """Take the place of `record_event` in `TorchExecutor`."""
-    return LateEvent()
+    return DelayedEvent()

@@ -1,4 +1,4 @@
-"""Connections with invalid or broken protocols, and pickles that leave a file if they are loaded."""
+"""Malformed HTTP, HTTP/2 and gRPC connections, and pickles that create a file if they are loaded."""
 
 import asyncio
 import pickle
@@ -13,22 +13,22 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, WINDOW_UPDATE
 END_STREAM, END_HEADERS, PADDED, ACK = 1, 4, 8, 1
 
 
-class Heard(NamedTuple):
+class Received(NamedTuple):
     """The received bytes, and whether the other side closed the connection."""
 
     data: bytes
     was_closed: bool
 
 
-async def say(
+async def exchange(
     port: int, pieces: Iterable[bytes], *, listen_s: float = 5.0, quiet_s: float = 0.25, until: bytes = b""
-) -> Heard:
+) -> Received:
     """Send bytes over a new TCP connection and receive the response.
 
     Stops when the other side closes, when `until` was received, or after `quiet_s` without data.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    heard = bytearray()
+    received = bytearray()
     was_closed = False
 
     async def send() -> None:
@@ -41,7 +41,7 @@ async def say(
     loop = asyncio.get_running_loop()
     end_s = loop.time() + listen_s
     try:
-        while not was_closed and not (until and until in heard) and loop.time() < end_s:
+        while not was_closed and not (until and until in received) and loop.time() < end_s:
             was_sent = sending.done()
             try:
                 async with asyncio.timeout(quiet_s):
@@ -50,13 +50,13 @@ async def say(
                 if was_sent:
                     break
                 continue
-            heard += data
+            received += data
             was_closed = not data
     finally:
         sending.cancel()
         await asyncio.wait((sending,))
         writer.transport.abort()
-    return Heard(bytes(heard), was_closed)
+    return Received(bytes(received), was_closed)
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
@@ -66,7 +66,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def our_errors(log: Iterable[str]) -> list[str]:
+def internal_errors(log: Iterable[str]) -> list[str]:
     """Return the lines of a process's log that report an internal error. Errors of grpc about unreadable
     input are left out."""
     errors = (line for line in log if '"level": "error"' in line or '"level": "critical"' in line)
@@ -78,8 +78,8 @@ def our_errors(log: Iterable[str]) -> list[str]:
 
 def frame(kind: int, payload: bytes = b"", *, flags: int = 0, stream: int = 0, length: int | None = None) -> bytes:
     """Return an HTTP/2 frame. `length` replaces the true length in its header."""
-    said = len(payload) if length is None else length
-    return struct.pack(">I", said)[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+    declared = len(payload) if length is None else length
+    return struct.pack(">I", declared)[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
 def field_block(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -126,7 +126,7 @@ def grpc_call(call: str, message: bytes, /, *, stream: int = 1, **changes: bytes
     return b"".join([*frames, frame(DATA, flags=END_STREAM, stream=stream)])
 
 
-BEGIN = PREFACE + frame(SETTINGS)
+HTTP2_START = PREFACE + frame(SETTINGS)
 
 
 def broken_http2(method: str) -> Mapping[str, bytes]:
@@ -134,65 +134,68 @@ def broken_http2(method: str) -> Mapping[str, bytes]:
     head = field_block(request_head(method))
     opened = frame(HEADERS, head, flags=END_HEADERS, stream=1)
     return {
-        "nothing-like-it": bytes(range(256)) * 40,
+        "random-bytes": bytes(range(256)) * 40,
         "http1": b"POST /baton HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
         "tls": bytes.fromhex("16030100050100000100") + bytes(300),
         "preface-wrong": b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n" + frame(SETTINGS),
         "no-settings": PREFACE + opened,
         "settings-cut": PREFACE + frame(SETTINGS, b"12345"),
-        "settings-of-a-stream": PREFACE + frame(SETTINGS, stream=1),
-        "settings-ack-with-content": BEGIN + frame(SETTINGS, bytes(6), flags=ACK),
+        "settings-on-a-stream": PREFACE + frame(SETTINGS, stream=1),
+        "settings-ack-with-content": HTTP2_START + frame(SETTINGS, bytes(6), flags=ACK),
         "settings-window": PREFACE + frame(SETTINGS, struct.pack(">HI", 4, 2**32 - 1)),
         "settings-frame-size": PREFACE + frame(SETTINGS, struct.pack(">HI", 5, 1)),
-        "headers-of-no-stream": BEGIN + frame(HEADERS, head, flags=END_HEADERS),
-        "headers-even-stream": BEGIN + frame(HEADERS, head, flags=END_HEADERS, stream=2),
-        "headers-garbage": BEGIN + frame(HEADERS, b"\xff" * 100, flags=END_HEADERS, stream=1),
-        "headers-index": BEGIN + frame(HEADERS, b"\xff\xff\xff\xff\x7f", flags=END_HEADERS, stream=1),
-        "headers-table-size": BEGIN + frame(HEADERS, b"\x3f\xff\xff\xff\xff\x0f" + head, flags=END_HEADERS, stream=1),
-        "headers-interrupted": BEGIN + frame(HEADERS, head, stream=1) + frame(PING, bytes(8)),
-        "headers-too-large": BEGIN
+        "headers-on-stream-0": HTTP2_START + frame(HEADERS, head, flags=END_HEADERS),
+        "headers-even-stream": HTTP2_START + frame(HEADERS, head, flags=END_HEADERS, stream=2),
+        "headers-garbage": HTTP2_START + frame(HEADERS, b"\xff" * 100, flags=END_HEADERS, stream=1),
+        "headers-index": HTTP2_START + frame(HEADERS, b"\xff\xff\xff\xff\x7f", flags=END_HEADERS, stream=1),
+        "headers-table-size": HTTP2_START
+        + frame(HEADERS, b"\x3f\xff\xff\xff\xff\x0f" + head, flags=END_HEADERS, stream=1),
+        "headers-interrupted": HTTP2_START + frame(HEADERS, head, stream=1) + frame(PING, bytes(8)),
+        "headers-too-large": HTTP2_START
         + frame(HEADERS, field_block([(b"x", b"y" * 1000)] * 15), stream=1)
         + frame(CONTINUATION, field_block([(b"x", b"y" * 1000)] * 15), stream=1) * 100,
-        "continuation-of-nothing": BEGIN + frame(CONTINUATION, head, stream=1),
-        "continuations-for-ever": BEGIN
+        "continuation-without-headers": HTTP2_START + frame(CONTINUATION, head, stream=1),
+        "continuation-flood": HTTP2_START
         + frame(HEADERS, head, stream=1)
         + frame(CONTINUATION, b"\0\1x\1y" * 3000, stream=1) * 150,
-        "data-of-no-stream": BEGIN + frame(DATA, b"x"),
-        "data-of-an-idle-stream": BEGIN + frame(DATA, b"x", stream=7),
-        "data-padding": BEGIN + opened + frame(DATA, b"\xff12", flags=PADDED, stream=1),
-        "frame-too-large": BEGIN + opened + frame(DATA, bytes(9), stream=1, length=2**24 - 1) + bytes(2**20),
-        "window-by-nothing": BEGIN + frame(WINDOW_UPDATE, bytes(4)),
-        "window-overflow": BEGIN + frame(WINDOW_UPDATE, struct.pack(">I", 2**31 - 1)) * 2,
-        "ping-cut": BEGIN + frame(PING, b"1234"),
-        "reset-cut": BEGIN + opened + frame(RST_STREAM, b"1", stream=1),
-        "goaway-cut": BEGIN + frame(GOAWAY, b"1"),
-        "push-from-a-client": BEGIN + opened + frame(PUSH, struct.pack(">I", 2) + head, flags=END_HEADERS, stream=1),
-        "depends-on-itself": BEGIN + frame(PRIORITY, struct.pack(">IB", 1, 1), stream=1),
-        "rapid-resets": BEGIN
+        "data-on-stream-0": HTTP2_START + frame(DATA, b"x"),
+        "data-on-an-idle-stream": HTTP2_START + frame(DATA, b"x", stream=7),
+        "data-padding": HTTP2_START + opened + frame(DATA, b"\xff12", flags=PADDED, stream=1),
+        "frame-too-large": HTTP2_START + opened + frame(DATA, bytes(9), stream=1, length=2**24 - 1) + bytes(2**20),
+        "window-update-zero": HTTP2_START + frame(WINDOW_UPDATE, bytes(4)),
+        "window-overflow": HTTP2_START + frame(WINDOW_UPDATE, struct.pack(">I", 2**31 - 1)) * 2,
+        "ping-cut": HTTP2_START + frame(PING, b"1234"),
+        "reset-cut": HTTP2_START + opened + frame(RST_STREAM, b"1", stream=1),
+        "goaway-cut": HTTP2_START + frame(GOAWAY, b"1"),
+        "push-from-a-client": HTTP2_START
+        + opened
+        + frame(PUSH, struct.pack(">I", 2) + head, flags=END_HEADERS, stream=1),
+        "depends-on-itself": HTTP2_START + frame(PRIORITY, struct.pack(">IB", 1, 1), stream=1),
+        "rapid-resets": HTTP2_START
         + b"".join(
             frame(HEADERS, head, flags=END_HEADERS, stream=s) + frame(RST_STREAM, struct.pack(">I", 8), stream=s)
             for s in range(1, 1001, 2)
         ),
-        "message-length": BEGIN + grpc_call(method, grpc_message(b"abc", length=2**32 - 1)),
-        "message-cut": BEGIN + grpc_call(method, grpc_message(b"abc", length=100)),
-        "message-flag": BEGIN + grpc_call(method, grpc_message(b"abc", flag=7)),
-        "message-compressed-by-nobody": BEGIN + grpc_call(method, grpc_message(b"abc", flag=1)),
-        "message-no-gzip": BEGIN + grpc_call(method, grpc_message(b"abc", flag=1), grpc_encoding=b"gzip"),
-        "message-encoding": BEGIN + grpc_call(method, grpc_message(b"abc", flag=1), grpc_encoding=b"bogus"),
-        "messages-many": BEGIN + grpc_call(method, grpc_message(b"") * 1000),
-        "method-get": BEGIN + grpc_call(method, b"", method=b"GET"),
-        "path-none": BEGIN + grpc_call("/", grpc_message(b"")),
-        "path-weird": BEGIN + grpc_call("/%00/\u202e/../..", grpc_message(b"")),
-        "path-no-text": BEGIN + grpc_call(method, grpc_message(b""), path=b"/\xff/\xfe"),
-        "no-authority": BEGIN + grpc_call(method, grpc_message(b""), authority=None),
-        "no-path": BEGIN + grpc_call(method, grpc_message(b""), path=None),
-        "content-type": BEGIN + grpc_call(method, grpc_message(b""), content_type=b"text/html"),
-        "timeout": BEGIN + grpc_call(method, grpc_message(b""), grpc_timeout=b"99999999999999999999H"),
-        "timeout-negative": BEGIN + grpc_call(method, grpc_message(b""), grpc_timeout=b"-1S"),
-        "binary-header": BEGIN + grpc_call(method, grpc_message(b""), x_bin=b"\xff\xfe!!"),
-        "header-with-nul": BEGIN + grpc_call(method, grpc_message(b""), x=b"a\0b\r\nc: d"),
-        "unknown-frames": BEGIN + frame(99, b"?" * 1000, stream=3) * 10,
-        "pings": BEGIN + frame(PING, bytes(8)) * 500,
+        "message-length": HTTP2_START + grpc_call(method, grpc_message(b"abc", length=2**32 - 1)),
+        "message-cut": HTTP2_START + grpc_call(method, grpc_message(b"abc", length=100)),
+        "message-flag": HTTP2_START + grpc_call(method, grpc_message(b"abc", flag=7)),
+        "message-compressed-without-encoding": HTTP2_START + grpc_call(method, grpc_message(b"abc", flag=1)),
+        "message-invalid-gzip": HTTP2_START + grpc_call(method, grpc_message(b"abc", flag=1), grpc_encoding=b"gzip"),
+        "message-encoding": HTTP2_START + grpc_call(method, grpc_message(b"abc", flag=1), grpc_encoding=b"bogus"),
+        "messages-many": HTTP2_START + grpc_call(method, grpc_message(b"") * 1000),
+        "method-get": HTTP2_START + grpc_call(method, b"", method=b"GET"),
+        "path-none": HTTP2_START + grpc_call("/", grpc_message(b"")),
+        "path-control-characters": HTTP2_START + grpc_call("/%00/\u202e/../..", grpc_message(b"")),
+        "path-invalid-utf8": HTTP2_START + grpc_call(method, grpc_message(b""), path=b"/\xff/\xfe"),
+        "no-authority": HTTP2_START + grpc_call(method, grpc_message(b""), authority=None),
+        "no-path": HTTP2_START + grpc_call(method, grpc_message(b""), path=None),
+        "content-type": HTTP2_START + grpc_call(method, grpc_message(b""), content_type=b"text/html"),
+        "timeout": HTTP2_START + grpc_call(method, grpc_message(b""), grpc_timeout=b"99999999999999999999H"),
+        "timeout-negative": HTTP2_START + grpc_call(method, grpc_message(b""), grpc_timeout=b"-1S"),
+        "binary-header": HTTP2_START + grpc_call(method, grpc_message(b""), x_bin=b"\xff\xfe!!"),
+        "header-with-nul": HTTP2_START + grpc_call(method, grpc_message(b""), x=b"a\0b\r\nc: d"),
+        "unknown-frames": HTTP2_START + frame(99, b"?" * 1000, stream=3) * 10,
+        "pings": HTTP2_START + frame(PING, bytes(8)) * 500,
     }
 
 
@@ -217,9 +220,9 @@ class Canary:
         self.payloads = tuple(pickle.dumps(_Touch(self.file), protocol) for protocol in (0, 2, 5))
 
     def check(self) -> None:
-        assert not self.file.exists(), "somebody has opened a pickle from the network"
+        assert not self.file.exists(), "a pickle from the network was loaded"
 
-    def check_trap(self) -> None:
+    def check_payloads(self) -> None:
         """Check that loading a payload creates the file."""
         for payload in self.payloads:
             pickle.loads(payload).close()
