@@ -5,34 +5,34 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
-from baton.transfer.backends.block_ranges import check_ids, runs
+from baton.transfer.backends.block_ranges import runs
 from baton.transfer.backends.host_memory import HOST, HostMemory, attach_shared, generation_table_offset
-from baton.transfer.backends.read_table import ReadTable
+from baton.transfer.backends.one_sided_backend import OneSidedBackend, probe_blocks
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, decode_entries
 
 log = get_logger(__name__)
 
 TRANSPORT = "shared-memory"
-_PROBE_BYTES = 8 * 2**20
+Blocks: TypeAlias = npt.NDArray[np.uint8]
 Work = Callable[[], tuple[ReadState, tuple[GenerationEntry, ...]]]
 
 
-class LocalBackend:
+class LocalBackend(OneSidedBackend[Blocks, HostMemory]):
     """Implements `TransferBackend` over memory from `allocate_shared`.
 
     Reads cannot get stuck, because the owner takes no part in them. The memory of a dead owner stays readable
     until its last reader unmaps it.
     """
-
-    two_sided = False
 
     def __init__(self, *, worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> None:
         """Raises LayoutMismatch if `memory` does not fit `layout`.
@@ -41,10 +41,7 @@ class LocalBackend:
         """
         if memory.block_bytes != layout.block_bytes:
             raise LayoutMismatch(f"block_bytes: the memory has {memory.block_bytes}, the layout {layout.block_bytes}")
-        self._layout = layout
-        self._own = memory
-        self._kv = memory.kv
-        self._memory = KvMemory(
+        own = KvMemory(
             owner=worker,
             agent_name=f"{worker}-{secrets.token_hex(4)}",
             agent_metadata=memory.handle.encode(),
@@ -57,27 +54,15 @@ class LocalBackend:
             generation_entry_bytes=ENTRY_BYTES,
             num_layers=layout.num_layers,
         )
-        self.max_probe_blocks = max(1, min(memory.num_blocks, _PROBE_BYTES // layout.block_bytes))
-        self._scratch = np.empty((self.max_probe_blocks, layout.block_bytes), dtype=np.uint8)
-        self._peers: dict[str, HostMemory] = {}
-        self._reads = ReadTable()
+        scratch = np.empty((probe_blocks(memory.num_blocks, layout), layout.block_bytes), dtype=np.uint8)
+        super().__init__(layout=layout, memory=own, kv=memory.kv, scratch=scratch)
         self._work: queue.SimpleQueue[tuple[ReadId, Work] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-local", daemon=True)
         self._thread.start()
 
-    @property
-    def memory(self) -> tuple[KvMemory, ...]:
-        return (self._memory,)
-
     def connect(self, peer: KvMemory, layout: KvLayout) -> None:
         """Map the peer's memory. If it is gone already, nothing is raised here, but reads from it fail."""
-        mismatch = self._layout.mismatch(layout)
-        if mismatch is not None:
-            raise LayoutMismatch(mismatch)
-        if peer.block_stride_bytes != layout.block_bytes or peer.generation_entry_bytes != ENTRY_BYTES:
-            raise LayoutMismatch(
-                f"block_stride_bytes: the peer has {peer.block_stride_bytes}, this worker {layout.block_bytes}"
-            )
+        self._check_layout(peer, layout)
         if peer.agent_name in self._peers:
             return
         handle = peer.agent_metadata.decode(errors="replace")
@@ -99,31 +84,9 @@ class LocalBackend:
     def transport_to(self, peer: KvMemory) -> str:
         return TRANSPORT if peer.agent_name in self._peers else ""
 
-    def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
-        check_ids(block_ids, self._memory.num_blocks, "own")
-        return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
-
-    def offer(self, block_ids: Sequence[int]) -> None:
-        """Do nothing: peers read the memory directly."""
-
-    def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
-        """Do nothing: reads are one-sided."""
-
-    def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
-        check_ids(block_ids, self._memory.num_blocks, "own")
-        self._start_copy(read_id, source, self._kv, block_ids)
-
-    def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
-        if len(source.block_ids) > self.max_probe_blocks:
-            raise ValueError(f"a probe has {len(source.block_ids)} blocks; must be at most {self.max_probe_blocks}")
-        self._start_copy(read_id, source, self._scratch, range(len(source.block_ids)))
-
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
-        check_ids(source.block_ids, source.memory.num_blocks, "the peer's")
-        self._reads.begin(read_id)
-        peer = self._peers.get(source.memory.agent_name)
+        peer = self._begin(read_id, source)
         if peer is None:
-            self._reads.end(read_id, ReadState.FAILED)
             return
         table = peer.generation_table.reshape(-1, ENTRY_BYTES)
 
@@ -131,18 +94,6 @@ class LocalBackend:
             return ReadState.DONE, decode_entries(table[list(source.block_ids)].tobytes())
 
         self._work.put((read_id, read))
-
-    def poll(self, read_id: ReadId) -> ReadState:
-        return self._reads.poll(read_id)
-
-    async def wait(self, read_id: ReadId) -> ReadState:
-        return await self._reads.wait(read_id)
-
-    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
-        return self._reads.generations(read_id)
-
-    def release(self, read_id: ReadId) -> None:
-        self._reads.release(read_id)
 
     async def aclose(self) -> None:
         for read_id in self._reads.running:
@@ -153,15 +104,10 @@ class LocalBackend:
             attached.close()
         self._peers.clear()
 
-    def _start_copy(
-        self, read_id: ReadId, source: KvDescriptor, into: np.typing.NDArray[np.uint8], block_ids: Sequence[int]
-    ) -> None:
-        check_ids(source.block_ids, source.memory.num_blocks, "the peer's")
+    def _start_copy(self, read_id: ReadId, source: KvDescriptor, into: Blocks, block_ids: Sequence[int]) -> None:
         block_runs = list(runs(source.block_ids, block_ids))
-        self._reads.begin(read_id)
-        peer = self._peers.get(source.memory.agent_name)
+        peer = self._begin(read_id, source)
         if peer is None:
-            self._reads.end(read_id, ReadState.FAILED)
             return
         peer_kv = peer.kv
 

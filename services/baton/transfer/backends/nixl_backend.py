@@ -20,24 +20,21 @@ from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.runtime.logging import get_logger
-from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
+from baton.transfer.backend import KvDescriptor
 from baton.transfer.backends import ucx
-from baton.transfer.backends.block_ranges import check_ids, runs
+from baton.transfer.backends.block_ranges import runs
 from baton.transfer.backends.host_memory import HostMemory, KvRegion, anonymous
 from baton.transfer.backends.nixl_thread import SEGMENTS, NixlPeer, NixlThread
-from baton.transfer.backends.read_table import ReadTable
+from baton.transfer.backends.one_sided_backend import OneSidedBackend, probe_blocks
 from baton.transfer.integrity.generation_table import ENTRY_BYTES
 
 log = get_logger(__name__)
 
-_PROBE_BYTES = 8 * 2**20
 _CLOSE_S, _EXIT_S = 5.0, 2.0
 
 
-class NixlBackend:
+class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
     """Implements `TransferBackend`. The caller keeps the registered memory allocated until after `aclose`."""
-
-    two_sided = False
 
     def __init__(
         self,
@@ -60,20 +57,19 @@ class NixlBackend:
             raise LayoutMismatch(
                 f"num_blocks: {num_blocks} generation-table entries for {kv.num_bytes / layout.block_bytes:g} blocks"
             )
-        self._layout, self._kv = layout, kv
-        self.max_probe_blocks = max(1, min(num_blocks, _PROBE_BYTES // layout.block_bytes))
-        self._scratch_bytes = np.frombuffer(anonymous(self.max_probe_blocks * layout.block_bytes), dtype=np.uint8)
-        self._scratch = KvRegion(address=int(self._scratch_bytes.ctypes.data), num_bytes=self._scratch_bytes.nbytes)
+        scratch_bytes = anonymous(probe_blocks(num_blocks, layout) * layout.block_bytes)
+        self._scratch_bytes = np.frombuffer(scratch_bytes, dtype=np.uint8)
+        scratch = KvRegion(address=int(self._scratch_bytes.ctypes.data), num_bytes=self._scratch_bytes.nbytes)
         ucx.prepare_environment(loopback_only=loopback_only, port_range=port_range, log_path=ucx_log)
         name = f"{worker}-{secrets.token_hex(4)}"
         events_before = ucx.open_event_fds()
         agent = _new_agent(name)
         events = ucx.new_event_fds(events_before)
-        for region in (kv, generation, self._scratch):
+        for region in (kv, generation, scratch):
             agent.register_memory(
                 [(region.address, region.num_bytes, region.device_id, "")], SEGMENTS[region.memory_kind]
             )
-        self._memory = KvMemory(
+        memory = KvMemory(
             owner=worker,
             agent_name=name,
             agent_metadata=bytes(agent.get_agent_metadata()),
@@ -86,8 +82,7 @@ class NixlBackend:
             generation_entry_bytes=ENTRY_BYTES,
             num_layers=layout.num_layers,
         )
-        self._peers: dict[str, NixlPeer] = {}
-        self._reads = ReadTable()
+        super().__init__(layout=layout, memory=memory, kv=kv, scratch=scratch)
         self._thread = NixlThread(agent, events, self._reads.report)
         # If `aclose` is not called: an interpreter that ends while the thread is inside NIXL aborts the
         # process.
@@ -102,21 +97,11 @@ class NixlBackend:
         )
         return cls(worker=worker, layout=layout, kv=memory.region, generation=generation, **settings)
 
-    @property
-    def memory(self) -> tuple[KvMemory, ...]:
-        return (self._memory,)
-
     def connect(self, peer: KvMemory, layout: KvLayout) -> None:
-        mismatch = self._layout.mismatch(layout)
-        if mismatch is not None:
-            raise LayoutMismatch(mismatch)
-        if (
-            peer.block_stride_bytes != layout.block_bytes
-            or peer.generation_entry_bytes != ENTRY_BYTES
-            or peer.memory_kind not in SEGMENTS
-        ):
+        self._check_layout(peer, layout)
+        if peer.memory_kind not in SEGMENTS:
             raise LayoutMismatch(
-                f"block_stride_bytes or memory_kind: the peer has {peer.block_stride_bytes}, {peer.memory_kind!r}"
+                f"memory_kind: the peer has {peer.memory_kind!r}; must be one of {', '.join(SEGMENTS)}"
             )
         if peer.agent_name not in self._peers:
             self._peers[peer.agent_name] = entry = NixlPeer(peer)
@@ -131,41 +116,10 @@ class NixlBackend:
         entry = self._peers.get(peer.agent_name)
         return entry.transport if entry is not None else ""
 
-    def describe(self, block_ids: Sequence[int]) -> KvDescriptor:
-        check_ids(block_ids, self._memory.num_blocks, "own")
-        return KvDescriptor(memory=self._memory, block_ids=tuple(block_ids))
-
-    def offer(self, block_ids: Sequence[int]) -> None:
-        """Do nothing: peers read the memory directly."""
-
-    def expect_read(self, read_id: ReadId, reader: WorkerRef, block_ids: Sequence[int]) -> None:
-        """Do nothing: reads are one-sided."""
-
-    def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
-        check_ids(block_ids, self._memory.num_blocks, "own")
-        self._start_copy(read_id, source, self._kv, block_ids)
-
-    def start_probe(self, read_id: ReadId, source: KvDescriptor) -> None:
-        if len(source.block_ids) > self.max_probe_blocks:
-            raise ValueError(f"a probe has {len(source.block_ids)} blocks; must be at most {self.max_probe_blocks}")
-        self._start_copy(read_id, source, self._scratch, range(len(source.block_ids)))
-
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
         peer = self._begin(read_id, source)
         if peer is not None:
             self._thread.read_generations(read_id, peer, source.block_ids)
-
-    def poll(self, read_id: ReadId) -> ReadState:
-        return self._reads.poll(read_id)
-
-    async def wait(self, read_id: ReadId) -> ReadState:
-        return await self._reads.wait(read_id)
-
-    def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
-        return self._reads.generations(read_id)
-
-    def release(self, read_id: ReadId) -> None:
-        self._reads.release(read_id)
 
     async def aclose(self) -> None:
         """Wait up to 5 s for running reads, then end the thread.
@@ -181,18 +135,6 @@ class NixlBackend:
         self._thread.close()
         await asyncio.to_thread(self._thread.join)
         atexit.unregister(self._at_exit)
-
-    def _begin(self, read_id: ReadId, source: KvDescriptor) -> NixlPeer | None:
-        """Register the read.
-
-        Returns the peer; if it is not connected, the read fails and None is returned.
-        """
-        check_ids(source.block_ids, source.memory.num_blocks, "the peer's")
-        self._reads.begin(read_id)
-        peer = self._peers.get(source.memory.agent_name)
-        if peer is None:
-            self._reads.end(read_id, ReadState.FAILED)
-        return peer
 
     def _start_copy(self, read_id: ReadId, source: KvDescriptor, into: KvRegion, block_ids: Sequence[int]) -> None:
         size, peer_memory = self._layout.block_bytes, source.memory
