@@ -60,7 +60,7 @@ async def test_store_outage_and_recovery_are_logged_once_each(caplog: pytest.Log
         "store_recovered",
         "store_became_unavailable",
     ]
-    assert {event["member"] for event in events} == {"s0"}
+    assert {(event["use"], event["member"]) for event in events} == {("membership", "s0")}
     assert membership.ttls == [5.0] * 3
 
 

@@ -1,9 +1,13 @@
 """The event reader with publishers, feed and index, under virtual time and with store failures."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from random import Random
+from typing import Any
+
+import pytest
 
 from baton.core.errors import StoreUnavailable
 from baton.core.ids import WorkerRef
@@ -193,7 +197,8 @@ async def test_restarted_worker_starts_empty_and_its_old_epoch_is_removed() -> N
 
 
 @virtual
-async def test_index_stays_usable_without_the_store_and_catches_up_later() -> None:
+async def test_index_stays_usable_without_the_store_and_catches_up_later(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with rig_of() as rig:
         w0 = rig.start()
         w0.store(*CHAIN[:3])
@@ -207,6 +212,11 @@ async def test_index_stays_usable_without_the_store_and_catches_up_later() -> No
         rig.feed.is_away = False
         await asyncio.sleep(3.0)
         assert (rig.runs(), rig.degraded, rig.reader.is_degraded) == ({"w0": 5}, [True, False], False)
+    events: list[Any] = [record.msg for record in caplog.records if record.name == KvEventReader.__module__]
+    assert [event["event"] for event in events if event.get("use") == "kv_events"] == [
+        "store_became_unavailable",
+        "store_recovered",
+    ]
 
 
 @virtual

@@ -2,9 +2,13 @@
 data."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from random import Random
+from typing import Any
+
+import pytest
 
 from baton.core.errors import StoreUnavailable
 from baton.core.ids import WorkerRef
@@ -164,7 +168,8 @@ async def test_snapshot_is_written_periodically_and_on_request() -> None:
 
 
 @virtual
-async def test_recovered_store_gets_everything_within_a_second() -> None:
+async def test_recovered_store_gets_everything_within_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     rig = Rig()
     async with rig.running():
         rig.feed.is_away = True
@@ -180,6 +185,11 @@ async def test_recovered_store_gets_everything_within_a_second() -> None:
         rig.store(D)
         await asyncio.sleep(0.1)
         assert await rig.held() == {A, B, C, D}
+    logged: list[Any] = [record.msg for record in caplog.records]
+    assert [(event["event"], event["use"]) for event in logged] == [
+        ("store_became_unavailable", "kv_events"),
+        ("store_recovered", "kv_events"),
+    ]
 
 
 @virtual

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -88,7 +89,7 @@ async def test_corrected_costs_are_saved_periodically_and_at_the_end() -> None:
 
 
 @virtual
-async def test_unavailable_cost_store_is_tolerated() -> None:
+async def test_unavailable_cost_store_is_tolerated(caplog: pytest.LogCaptureFixture) -> None:
     keeper = CostKeeper(COSTS, Away(), "k")
     keeper.observe(plan(part(1, 5)), 1.0)
     task = asyncio.create_task(keeper.run())
@@ -98,6 +99,8 @@ async def test_unavailable_cost_store_is_tolerated() -> None:
     await asyncio.wait((task,))
     assert task.cancelled()
     assert await known_or_measured(Away(), "k", Measuring()) == COSTS
+    logged: list[Any] = [record.msg for record in caplog.records]
+    assert [(event["event"], event["use"]) for event in logged] == [("store_read_failed", "step_costs")]
 
 
 @virtual

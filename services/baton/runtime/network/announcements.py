@@ -34,11 +34,13 @@ class Announcements:
             await self._membership.announce(self._member, self._ttl_s)
         except StoreUnavailable as error:
             if not self._is_unavailable:
-                log.warning("store_became_unavailable", member=self._member.member_id, problem=str(error))
+                log.warning(
+                    "store_became_unavailable", use="membership", member=self._member.member_id, problem=str(error)
+                )
             self._is_unavailable = True
         else:
             if self._is_unavailable:
-                log.info("store_recovered", member=self._member.member_id)
+                log.info("store_recovered", use="membership", member=self._member.member_id)
             self._is_unavailable = False
 
     async def announce_forever(self) -> None:

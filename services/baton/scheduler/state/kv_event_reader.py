@@ -227,13 +227,13 @@ class KvEventReader:
 
     def _set_degraded(self, problem: str) -> None:
         if not self.is_degraded:
-            log.warning("kv_event_store_lost", problem=problem)
+            log.warning("store_became_unavailable", use="kv_events", problem=problem)
             self.is_degraded = True
             self._on_degraded(True)
 
     def _set_recovered(self) -> None:
         if self.is_degraded:
-            log.info("kv_event_store_recovered", workers_behind=self.num_behind)
+            log.info("store_recovered", use="kv_events", workers_behind=self.num_behind)
             self.is_degraded = False
             self._on_degraded(False)
 

@@ -100,5 +100,5 @@ async def _stored(store: CostStore, key: str) -> StepCostModel | None:
     try:
         return await store.get(key)
     except StoreUnavailable as error:
-        log.warning("cost_store_unavailable", problem=str(error))
+        log.warning("store_read_failed", use="step_costs", problem=str(error))
         return None

@@ -96,13 +96,15 @@ class KvEventPublisher:
                 await self._publish()
             except StoreUnavailable as error:
                 if not is_unavailable:
-                    log.warning("kv_events_store_unavailable", worker=str(self.worker), problem=str(error))
+                    log.warning(
+                        "store_became_unavailable", use="kv_events", worker=str(self.worker), problem=str(error)
+                    )
                 self.is_behind = is_unavailable = True
                 await asyncio.sleep(retry_s * (0.5 + self._rng.random()))
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
                 continue
             if is_unavailable:
-                log.info("kv_events_store_recovered", worker=str(self.worker), event_seq=self.event_seq)
+                log.info("store_recovered", use="kv_events", worker=str(self.worker), event_seq=self.event_seq)
             retry_s, is_unavailable = FIRST_RETRY_S, False
             await self._wait_for_changes()
 
