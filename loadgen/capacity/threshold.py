@@ -69,7 +69,7 @@ class Observation:
         return self.num_good / self.num_judged if self.num_judged else 1.0
 
     def met(self, target: float) -> bool:
-        """True if the trial met the target, however certainly."""
+        """True if the share of good requests reached the target, without a test of significance."""
         return self.share >= target and not self.is_overloaded
 
 

@@ -59,7 +59,7 @@ class TrialLength:
     requests: int = 0
 
     def at(self, rate_rps: float) -> float:
-        """Return the seconds of a trial at that rate."""
+        """Return the length in seconds of a trial at `rate_rps`."""
         return max(self.seconds, min(self.requests / rate_rps, self.longest_s))
 
     @property

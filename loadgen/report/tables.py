@@ -162,7 +162,7 @@ def errors(run: Run) -> str:
 
 
 def rates(run: Run) -> str:
-    """Return the tables of sending, throughput and server-side facts."""
+    """Return the tables of sent requests and send lag, of throughput, and of cache hits and handoffs."""
     sent, through, hits, handoff = run["sending"], run["throughput"], run["prefix_hits"], run["handoff"]
     sending = [
         ("requests due", str(sent["due"])),

@@ -212,7 +212,10 @@ async def _main() -> int:
 
 
 def main() -> int:
-    """Run as a child process. SIGINT is ignored, because the parent decides when to stop."""
+    """Run one sending process of a run until its job is done. Returns the exit code.
+
+    SIGINT is ignored, because the parent decides when to stop.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     import uvloop
 

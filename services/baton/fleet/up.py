@@ -303,7 +303,7 @@ def _joined_cluster(config: ClusterConfig) -> JoinedCluster | None:
 
 
 class Stoppable(Protocol):
-    """The methods of `Cluster` that `run_until_stopped` uses."""
+    """A cluster that can be started and closed. Tests use a stub in place of `Cluster`."""
 
     async def start(self) -> None: ...
 
@@ -311,7 +311,7 @@ class Stoppable(Protocol):
 
 
 class Closeable(Protocol):
-    """The method of `RunDir` that `run_until_stopped` uses."""
+    """A resource that is closed at the end. Tests use a stub in place of `RunDir`."""
 
     def close(self) -> None: ...
 

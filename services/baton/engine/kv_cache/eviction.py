@@ -71,15 +71,15 @@ class EvictionQueue:
         raise ValueError(f"block {block_id} is not idle")
 
     def mark_replica(self, block_id: int) -> None:
-        """Mark a block that is being received as a replica."""
+        """Mark a receiving block as a replica."""
         self._replicas[block_id] = False
 
     def unmark_replica(self, block_id: int) -> None:
-        """Record that a block's content is gone or will not arrive. Does nothing if it is no replica."""
+        """Remove the replica mark of a block whose content is gone or will not arrive, if it has one."""
         self._replicas.pop(block_id, None)
 
     def count_use(self, block_id: int) -> None:
-        """Count a request that found the block in the cache. The second use ends its time as a replica."""
+        """Count a request that found the block in the cache. The second use removes its mark as a replica."""
         was_used = self._replicas.get(block_id)
         if was_used is None:
             return

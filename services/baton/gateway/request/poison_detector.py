@@ -36,8 +36,10 @@ class PoisonDetector:
                 del self._tracked[worker]
 
     def was_only_suspect(self, request_id: bytes, dead: WorkerRef) -> bool:
-        """True if no other tracked request was on the worker when it died. The order of calls does not
-        matter."""
+        """True if no other tracked request was on the worker when it died.
+
+        All requests of a dead worker ask, one after another. Each gets the answer for the time of the death.
+        """
         worker = dead.incarnation
         tracked = self._tracked_at_death.get(worker, frozenset()) | self._tracked.pop(worker, set())
         self._tracked_at_death[worker] = tracked

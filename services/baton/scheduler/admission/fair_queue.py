@@ -137,15 +137,16 @@ class FairQueue(Generic[T]):
         )
 
     def take(self, entry: QueueEntry[T]) -> None:
-        """Remove a request that is served. It need not be the next one."""
+        """Remove a request that was placed, and charge its tenant. It need not be the next one."""
         self._by_priority[entry.query.priority].take(entry)
         self._forget(entry)
 
     def handles_before(self, query: PlacementQuery, now_s: float) -> Iterator[T]:
         """Yield the handles of requests that would be served before a new one.
 
-        These are all requests of lower priority numbers and those of its tenant that are due earlier. Each
-        other tenant is served as often as its own meanwhile.
+        These are all requests with a lower priority number, and those of the same priority and tenant that
+        are due earlier. Tenants take turns, so each other tenant gets as many requests served before it, plus
+        one.
         """
         due_s = now_s + self._due_in_s(query)[0]
         for priority, of_priority in self._by_priority.items():
@@ -170,7 +171,7 @@ class FairQueue(Generic[T]):
         return overdue
 
     def remove(self, entry: QueueEntry[T]) -> bool:
-        """Remove a request that is not served. Returns False if it is not queued any more."""
+        """Remove a request without placing it. Returns False if it is not queued any more."""
         of_priority = self._by_priority.get(entry.query.priority)
         if of_priority is None or entry not in of_priority.heaps.get(entry.query.tenant, ()):
             return False
@@ -215,7 +216,7 @@ class FairQueue(Generic[T]):
 
 
 def overdue_rejection(entry: QueueEntry[T], now_s: float) -> Rejection:
-    """Return the answer to a request that has waited until it was due."""
+    """Return the rejection of a queued request whose TTFT SLO or deadline has passed."""
     waited_s, is_slo = now_s - entry.since_s, entry.is_due_by_slo
     return Rejection(
         reason=Reason.TTFT_SLO if is_slo else Reason.DEADLINE,
@@ -228,7 +229,7 @@ def overdue_rejection(entry: QueueEntry[T], now_s: float) -> Rejection:
 
 
 def displaced_rejection(queue: FairQueue[T], retry_after_s: float) -> Rejection:
-    """Return the answer to a request that was displaced from a full queue."""
+    """Return the rejection of a request that a more entitled one displaced from the full queue."""
     return Rejection(
         reason=Reason.QUEUE_FULL,
         message=f"{len(queue)} requests with precedence wait for a worker; retry after {retry_after_s:.2g} s",

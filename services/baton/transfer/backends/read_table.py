@@ -14,9 +14,10 @@ class _PendingRead:
 
 
 class ReadTable:
-    """Every read from its start until its release.
+    """The state of every KV read of a backend, from its start until its release.
 
-    All methods except `report` must be called on the event loop.
+    A read is terminal once the transport has reported its success or failure. All methods except `report`
+    must be called on the event loop.
     """
 
     __slots__ = ("_loop", "_reads")
@@ -33,13 +34,13 @@ class ReadTable:
         self._reads[read_id] = _PendingRead(self._loop.create_future())
 
     def report(self, read_id: ReadId, state: ReadState, generations: tuple[GenerationEntry, ...] = ()) -> None:
-        """Record that a read is terminal. Thread-safe."""
+        """Record from any thread that a read has ended in `state`, with the entries that it read."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self.end, read_id, state, generations)
 
     def end(self, read_id: ReadId, state: ReadState, generations: tuple[GenerationEntry, ...] = ()) -> None:
-        """Record that a read is terminal."""
+        """Record on the event loop that a read has ended in `state`. Later reports of it are ignored."""
         read = self._reads.get(read_id)
         if read is not None and not read.ended.done():
             read.generations = generations
@@ -55,7 +56,7 @@ class ReadTable:
         return await asyncio.shield(self._find(read_id).ended)
 
     def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
-        """Return the generation-table entries that a read brought."""
+        """Return the generation-table entries that a read has read; empty for a read of KV blocks."""
         return self._find(read_id).generations
 
     def release(self, read_id: ReadId) -> None:
