@@ -26,9 +26,9 @@ class Authority:
     @staticmethod
     def new(directory: Path) -> "Authority":
         directory.mkdir()
-        made = Authority(directory, trustme.CA())
-        made.ca.cert_pem.write_to_path(str(made.file))
-        return made
+        authority = Authority(directory, trustme.CA())
+        authority.ca.cert_pem.write_to_path(str(authority.file))
+        return authority
 
     @property
     def file(self) -> Path:
@@ -37,9 +37,9 @@ class Authority:
     def pair(self, file: str, *names: str, ends: datetime | None = None) -> CertificatePair:
         """Issue a certificate and key for these names. Existing files are overwritten."""
         pair = CertificatePair(certificate=self.directory / f"{file}.pem", key=self.directory / f"{file}.key")
-        made = self.ca.issue_cert(*names, not_after=ends)
-        made.private_key_pem.write_to_path(str(pair.key))
-        pair.certificate.write_bytes(b"".join(blob.bytes() for blob in made.cert_chain_pems))
+        issued = self.ca.issue_cert(*names, not_after=ends)
+        issued.private_key_pem.write_to_path(str(pair.key))
+        pair.certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
         return pair
 
     def service(self, file: str = "service", name: str = SERVICE_NAME, ends: datetime | None = None) -> Tls:

@@ -121,10 +121,10 @@ class Stream:
 
 async def streams(addresses: GatewayAddresses) -> list[Stream]:
     """Start four streams, two over each protocol, and wait for their first tokens."""
-    made = [Stream(addresses, number, over="http" if number % 2 else "grpc") for number in range(4)]
+    running = [Stream(addresses, number, over="http" if number % 2 else "grpc") for number in range(4)]
     async with asyncio.timeout(30):
-        await asyncio.gather(*(stream.has_begun.wait() for stream in made))
-    return made
+        await asyncio.gather(*(stream.has_begun.wait() for stream in running))
+    return running
 
 
 def log_of(cluster: ProcessCluster, name: str) -> list[str]:
@@ -198,14 +198,14 @@ MAX_OPEN_FILES = 256
 async def idle_connections(address: str) -> list[socket.socket]:
     """Open more connections than the gateway has file descriptors, and send nothing."""
     host, port = address.rsplit(":", 1)
-    made = []
+    sockets = []
     for _ in range(NUM_IDLE):
         sock = socket.socket()
         sock.setblocking(False)
         with suppress(BlockingIOError, OSError):
             sock.connect((host, int(port)))
-        made.append(sock)
-    return made
+        sockets.append(sock)
+    return sockets
 
 
 @pytest.mark.fault("F-44")

@@ -28,10 +28,10 @@ CLIENT_TRACE, CLIENT_SPAN = "c0ffee" + "0" * 25 + "1", "ab" * 8
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def collector() -> AsyncIterator[Collector]:
-    made = Collector()
-    await made.start()
-    yield made
-    await made.stop()
+    collector = Collector()
+    await collector.start()
+    yield collector
+    await collector.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -40,17 +40,19 @@ class _RecordList:
         self.records.append(record)
 
 
-async def measure(made: Plan, target: Target, *, timeout_s: float = 20.0, client: Client | None = None) -> Measured:
+async def measure(plan: Plan, target: Target, *, timeout_s: float = 20.0, client: Client | None = None) -> Measured:
     """Send the plan and return the records in the order of the plan."""
     client = client or new_client(target)
-    rules, kept = OutcomeRules(slos=made.slos, ignore_eos=made.ignore_eos), _RecordList()
+    rules, written = OutcomeRules(slos=plan.slos, ignore_eos=plan.ignore_eos), _RecordList()
     await client.open()
     try:
-        runner = Runner(made, made.requests, client, new_prompts(made, target), kept, rules=rules, timeout_s=timeout_s)
+        runner = Runner(
+            plan, plan.requests, client, new_prompts(plan, target), written, rules=rules, timeout_s=timeout_s
+        )
         runner.prepare()
         started_s = now_s() + 0.05
         async with asyncio.timeout(60):
             await runner.run(started_s)
     finally:
         await client.aclose()
-    return Measured(records=sorted(kept.records, key=lambda record: record.index), started_s=started_s, rules=rules)
+    return Measured(records=sorted(written.records, key=lambda record: record.index), started_s=started_s, rules=rules)

@@ -111,8 +111,8 @@ async def test_http_and_grpc_report_the_same_rejection() -> None:
         gateway.cluster.scheduler.answer = lambda _: Rejection(
             reason=Reason.TTFT_SLO, message="too long a queue", retry_after_s=3.0
         )
-        made = plan(request(0, (0, 12), output=6), vocabulary=LETTERS, slos={"default": SloTarget(ttft_s=20.0)})
-        runs: list[Measured] = [await measure(made, target) for target in (http, grpc)]
+        planned = plan(request(0, (0, 12), output=6), vocabulary=LETTERS, slos={"default": SloTarget(ttft_s=20.0)})
+        runs: list[Measured] = [await measure(planned, target) for target in (http, grpc)]
     for run in runs:
         (record,) = run.records
         assert run.outcomes == [RequestOutcome.REJECTED_EARLY]
@@ -121,13 +121,13 @@ async def test_http_and_grpc_report_the_same_rejection() -> None:
 
 
 async def test_bad_requests_fail_and_client_cancels_are_recorded() -> None:
-    made = plan(
+    planned = plan(
         request(0, (0, 12), at_s=0.0, output=200_000_000),
         request(1, (1, 20), at_s=0.0, output=400, cancel_after_tokens=5),
         vocabulary=LETTERS,
     )
     async with gateway_targets() as (_, http, grpc):
-        runs = [await measure(made, target) for target in (http, grpc)]
+        runs = [await measure(planned, target) for target in (http, grpc)]
     for run in runs:
         assert run.outcomes == [RequestOutcome.FAILED, RequestOutcome.CANCELLED]
         assert (run.records[0].status, run.records[0].reason) == (400, "context_length_exceeded")

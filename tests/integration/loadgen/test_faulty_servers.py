@@ -88,9 +88,9 @@ def target(server: ScriptedServer) -> Target:
 async def test_each_kind_of_failure_has_its_outcome(
     script: Script, outcome: RequestOutcome, error: str, num_tokens: int | None
 ) -> None:
-    made = plan(request(0, (0, 8), output=5), slos={"default": SloTarget(ttft_s=0.5 if script.ttft_s else 10.0)})
+    planned = plan(request(0, (0, 8), output=5), slos={"default": SloTarget(ttft_s=0.5 if script.ttft_s else 10.0)})
     async with ScriptedServer(script) as server:
-        run = await measure(made, target(server), timeout_s=1.5)
+        run = await measure(planned, target(server), timeout_s=1.5)
     (record,) = run.records
     assert (run.outcomes, error in record.error, bool(record.error)) == ([outcome], True, bool(error)), record.error
     if num_tokens is not None:
@@ -102,7 +102,7 @@ async def test_each_kind_of_failure_has_its_outcome(
 
 
 async def test_responses_before_a_server_crash_are_kept() -> None:
-    made = plan(*(request(index, (index, 8), at_s=index * 0.02 + (index > 7), output=3) for index in range(30)))
+    planned = plan(*(request(index, (index, 8), at_s=index * 0.02 + (index > 7), output=3) for index in range(30)))
     tenth = asyncio.Event()
 
     def script(served: ServedRequest) -> Script:
@@ -118,7 +118,7 @@ async def test_responses_before_a_server_crash_are_kept() -> None:
 
     there: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
     death = asyncio.create_task(run_until_tenth())
-    run = await measure(made, await there)
+    run = await measure(planned, await there)
     await death
     assert len(run.records) == 30
     assert run.outcomes[:8] == [RequestOutcome.GOOD] * 8
@@ -128,19 +128,21 @@ async def test_responses_before_a_server_crash_are_kept() -> None:
 
 
 async def test_timeout_and_cancel_close_the_connection() -> None:
-    made = plan(request(0, (0, 8), at_s=0.0, output=5), request(1, (1, 8), at_s=0.0, output=100, cancel_after_tokens=2))
+    planned = plan(
+        request(0, (0, 8), at_s=0.0, output=5), request(1, (1, 8), at_s=0.0, output=100, cancel_after_tokens=2)
+    )
     scripts = {0: Script(ttft_s=30.0), 1: Script(gaps_s=(0.01,))}
     async with ScriptedServer(lambda served: scripts[served.number]) as server:
-        run = await measure(made, target(server), timeout_s=0.3)
+        run = await measure(planned, target(server), timeout_s=0.3)
         await until(lambda: all(served.disconnected_s is not None for served in server.served))
     assert run.outcomes == [RequestOutcome.TIMED_OUT, RequestOutcome.CANCELLED]
     assert len(run.records[1].arrivals) == 2
 
 
 async def test_requests_above_the_connection_limit_are_not_sent() -> None:
-    made = plan(*(request(index, (index, 8), at_s=0.0, output=2) for index in range(10)))
+    planned = plan(*(request(index, (index, 8), at_s=0.0, output=2) for index in range(10)))
     async with ScriptedServer(Script(ttft_s=0.3)) as server:
-        run = await measure(made, target(server), client=new_client(target(server), max_connections=4))
+        run = await measure(planned, target(server), client=new_client(target(server), max_connections=4))
     sent = [record for record in run.records if record.sent_s is not None]
     others = [record for record in run.records if record.sent_s is None]
     assert (len(sent), server.num_served) == (4, 4)
@@ -150,7 +152,7 @@ async def test_requests_above_the_connection_limit_are_not_sent() -> None:
 
 async def test_request_on_a_stale_connection_is_sent_again() -> None:
     """Some servers close idle connections early. Nothing was answered, so the request is sent again."""
-    made = plan(*(request(index, (index, 8), at_s=at_s, output=2) for index, at_s in enumerate((0.0, 1.5))))
+    planned = plan(*(request(index, (index, 8), at_s=at_s, output=2) for index, at_s in enumerate((0.0, 1.5))))
     async with ScriptedServer(
         lambda served: Script(ending=ScriptedEnd.NOTHING if served.number == 1 else ScriptedEnd.DONE)
     ) as server:
@@ -162,7 +164,7 @@ async def test_request_on_a_stale_connection_is_sent_again() -> None:
                 limits=ConnectionLimits(stale_s=30.0),  # a busy machine notices the end late
             )
         )
-        run = await measure(made, target(server), client=client)
+        run = await measure(planned, target(server), client=client)
     assert (run.outcomes, server.num_served) == ([RequestOutcome.GOOD] * 2, 3)
 
 

@@ -242,8 +242,8 @@ def test_check_counts_responses_that_differ(tmp_path: Path) -> None:
         "        await asyncio.to_thread(sys.stdin.read)\n"
         "asyncio.run(main())\n"
     )
-    made = plan(*(request(index, (index, 8), at_s=index * 0.01, output=4) for index in range(8)))
-    write_plan(made, tmp_path / "plan.jsonl.gz")
+    planned = plan(*(request(index, (index, 8), at_s=index * 0.01, output=4) for index in range(8)))
+    write_plan(planned, tmp_path / "plan.jsonl.gz")
     with subprocess.Popen(
         [LOADGEN[0], "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:

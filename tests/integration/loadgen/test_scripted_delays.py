@@ -35,12 +35,12 @@ async def test_metrics_match_the_scripted_delays() -> None:
     """0.2 s to the first token, then gaps of 0.1 s, 0.3 s and 0.05 s each; six messages with two tokens
     each."""
     script = Script(ttft_s=0.2, gaps_s=(0.1, 0.3, 0.05), tokens_per_event=2)
-    made = plan(
+    planned = plan(
         *(request(index, (index, 20), at_s=index * 0.05, output=12) for index in range(4)),
         slos={"default": SloTarget(ttft_s=10)},
     )
     async with ScriptedServer(script) as server:
-        run = await measure(made, target(server))
+        run = await measure(planned, target(server))
     assert run.outcomes == [RequestOutcome.GOOD] * 4
     for record, served in zip(run.records, server.served, strict=True):
         assert [arrival.num_tokens for arrival in record.arrivals] == [2] * 6
@@ -85,12 +85,12 @@ def check_by_hand(record: Record, sent_s: float) -> None:
 async def test_stall_shows_in_every_request_due_during_it() -> None:
     """One stall of 2 s. Requests are still sent at their times; those during the stall wait for its end."""
     stall = (0.3, 2.3)
-    made = plan(
+    planned = plan(
         *(request(index, (index, 8), at_s=index * 0.1, output=2) for index in range(26)),
         slos={"default": SloTarget(ttft_s=SLACK_S + 0.05)},
     )
     async with ScriptedServer(Script(ttft_s=0.01, gaps_s=(0.01,)), stalls=[stall]) as server:
-        run = await measure(made, target(server))
+        run = await measure(planned, target(server))
     first_s = server.first_s
     assert first_s is not None
     begin, end = (first_s + edge - run.started_s for edge in stall)
@@ -124,9 +124,9 @@ async def test_outcomes_sum_to_offered_for_a_mixed_plan() -> None:
         for index in range(20)
     ]
     requests += [request(40, (50, 8), at_s=0.3, output=30, cancel_after_tokens=5)]
-    made = plan(*requests, slos={"default": SloTarget(ttft_s=5)})
+    planned = plan(*requests, slos={"default": SloTarget(ttft_s=5)})
     async with ScriptedServer(script) as server:
-        run = await measure(made, target(server))
+        run = await measure(planned, target(server))
     counts = {outcome: run.outcomes.count(outcome) for outcome in RequestOutcome}
     assert sum(counts.values()) == 41 == len(run.records)
     assert counts[RequestOutcome.REJECTED_EARLY] == sum(1 for served in server.served if served.number % 5 == 3)
@@ -141,23 +141,23 @@ async def test_outcomes_sum_to_offered_for_a_mixed_plan() -> None:
 
 
 async def test_requests_alternate_between_endpoints() -> None:
-    made = plan(*(request(index, (index, 8), at_s=index * 0.01, output=2) for index in range(10)))
+    planned = plan(*(request(index, (index, 8), at_s=index * 0.01, output=2) for index in range(10)))
     async with ScriptedServer(Script()) as one, ScriptedServer(Script()) as two:
-        run = await measure(made, target(one, urls=(one.url, f"{two.url}/v1")))
+        run = await measure(planned, target(one, urls=(one.url, f"{two.url}/v1")))
     assert (one.num_served, two.num_served) == (5, 5)
     assert [record.endpoint for record in run.records] == [one.url, two.url] * 5
 
 
 @pytest.mark.parametrize(("api", "prompts"), [("chat", "text"), ("completions", "text"), ("completions", "ids")])
 async def test_request_bodies_have_all_fields(api: str, prompts: str) -> None:
-    made = plan(
+    planned = plan(
         request(0, (0, 6), output=2, session="s"),
         request(1, (0, 6), 0, (1, 3), output=2, session="s", turn=1, after=0, priority=3),
         slos={"default": SloTarget(ttft_s=1.5, tpot_s=0.25)},
     )
     async with ScriptedServer(Script()) as server:
         run = await measure(
-            made,
+            planned,
             target(
                 server,
                 api=api,
@@ -200,20 +200,20 @@ async def test_request_bodies_have_all_fields(api: str, prompts: str) -> None:
 async def test_run_over_tls() -> None:
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("localhost").configure_cert(tls)
-    made = plan(*(request(index, (index, 2000), at_s=index * 0.01, output=3) for index in range(5)))
+    planned = plan(*(request(index, (index, 2000), at_s=index * 0.01, output=3) for index in range(5)))
     async with ScriptedServer(Script(gaps_s=(0.01,)), tls=tls) as server:
-        run = await measure(made, target(server, is_insecure=True))
+        run = await measure(planned, target(server, is_insecure=True))
         with pytest.raises(Unreachable, match="TLS"):
-            await measure(made, target(server))
+            await measure(planned, target(server))
     assert run.outcomes == [RequestOutcome.GOOD] * 5
     assert all(record.sent_s is not None for record in run.records)
 
 
 async def test_long_prompt_counts_as_sent_at_its_last_byte() -> None:
     """The prompt exceeds any socket buffer, so its rest is written as the server reads."""
-    made = plan(request(0, (0, 1_500_000), output=2))
+    planned = plan(request(0, (0, 1_500_000), output=2))
     async with ScriptedServer(Script()) as server:
-        run = await measure(made, target(server))
+        run = await measure(planned, target(server))
     (record,) = run.records
     assert run.outcomes == [RequestOutcome.GOOD]
     assert record.sent_s is not None

@@ -141,7 +141,7 @@ class StubWorker:
         for session in self._sessions.values():
             session.num_to_lose = 1
 
-    def say(self, *deltas: TokenDelta) -> None:
+    def send_delta(self, *deltas: TokenDelta) -> None:
         for session in self._sessions.values():
             session.put(Step(seq=session.next_seq, deltas=deltas))
 
@@ -392,7 +392,7 @@ def placement(prefill: WorkerRef | None, decode: WorkerRef | None, decision_id: 
 
 
 @dataclass(slots=True)
-class Gathered:
+class OutputCollector:
     """A sink that stores all output."""
 
     texts: dict[int, str] = field(default_factory=dict)
@@ -425,15 +425,15 @@ class Cluster:
             Endpoint.COMPLETIONS, {"prompt": prompt, "max_tokens": 8} | body, ANONYMOUS, received_s=received_s
         )
 
-    async def ask(self, prompt: Any = "hello", **body: Any) -> Gathered:
+    async def complete(self, prompt: Any = "hello", **body: Any) -> OutputCollector:
         """Run one call to its end."""
-        wait_for_events = Gathered()
-        await self.gateway.run(await self.call(prompt, **body), wait_for_events)
-        return wait_for_events
+        output = OutputCollector()
+        await self.gateway.run(await self.call(prompt, **body), output)
+        return output
 
     async def timeline(self, prompt: Any = "hello", **body: Any) -> Timeline:
         """Run one call to its end, and return its timeline."""
-        ending = await self.gateway.run(await self.call(prompt, timeline=True, **body), Gathered())
+        ending = await self.gateway.run(await self.call(prompt, timeline=True, **body), OutputCollector())
         return ending.timeline[0]
 
 
@@ -477,11 +477,11 @@ async def cluster(
         keys=keys,
         tracing=tracing,
     ) as gateway:
-        made = Cluster(network=network, scheduler=scheduler, gateway=gateway, registry=registry)
+        running = Cluster(network=network, scheduler=scheduler, gateway=gateway, registry=registry)
         for worker_id, role in workers:
-            made.worker(worker_id, role)
+            running.worker(worker_id, role)
         await until(lambda: not workers or gateway.health.is_ready)
-        yield made
+        yield running
     await network.aclose()
     for worker in scheduler.workers:
         worker.die()

@@ -1,4 +1,4 @@
-"""The BPE cache returns the same ids as the library, or leaves the text to the library."""
+"""The BPE cache returns the same ids as the library, or lets the library encode the text."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -60,16 +60,16 @@ def tokenizer(pattern: str = QWEN2, **changes: Any) -> Tokenizer:
 
     Some added tokens are a prefix of others or contain them, and every text gets special tokens around it.
     """
-    made = Tokenizer.from_str(json.dumps(json.loads(DEMO) | changes))
+    result = Tokenizer.from_str(json.dumps(json.loads(DEMO) | changes))
     if pattern == GPT2:
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
-    made.add_special_tokens(["<|im_start|>!", "two words"])
+        result.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+    result.add_special_tokens(["<|im_start|>!", "two words"])
     around = [("<|im_start|>", 1), ("<|im_end|>", 2)]
-    made.post_processor = processors.TemplateProcessing(single="<|im_start|> $A <|im_end|>", special_tokens=around)
-    return made
+    result.post_processor = processors.TemplateProcessing(single="<|im_start|> $A <|im_end|>", special_tokens=around)
+    return result
 
 
 def description_of(rust: Tokenizer) -> Mapping[str, Any]:
@@ -78,9 +78,9 @@ def description_of(rust: Tokenizer) -> Mapping[str, Any]:
 
 
 def encoder_of(rust: Tokenizer, **limits: int) -> CachedBpeEncoder:
-    made = CachedBpeEncoder.of(rust, description_of(rust), **limits)
-    assert made is not None
-    return made
+    encoder = CachedBpeEncoder.of(rust, description_of(rust), **limits)
+    assert encoder is not None
+    return encoder
 
 
 RUST = {name: tokenizer(pattern) for name, pattern in PATTERNS.items()}
@@ -113,7 +113,7 @@ def test_every_pair_of_ascii_characters_is_split_where_the_library_splits_it(nam
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_word_ends_before_a_space_after_every_character(name: str) -> None:
+def test_word_ends_before_a_space_after_every_character(name: str) -> None:
     """`WORD` relies on this property of all characters that are not space themselves."""
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000 and not chr(code).isspace()][
         :: sized(16, 1)
@@ -131,7 +131,7 @@ def test_nfc_normalizer_composes_characters_within_a_word() -> None:
     assert list(encoder_of(rust).encode(text) or ()) == rust.encode(text).ids
 
 
-def test_text_with_many_uncached_pre_tokens_is_left_to_the_library_until_most_are_cached() -> None:
+def test_text_with_many_uncached_pre_tokens_is_encoded_by_the_library() -> None:
     rust = tokenizer()
     encoder = encoder_of(rust, max_new_characters=50)
     text = "one two three four five six seven eight nine ten"
@@ -140,7 +140,7 @@ def test_text_with_many_uncached_pre_tokens_is_left_to_the_library_until_most_ar
 
 
 @pytest.mark.parametrize("character", ["x", "\u4e2d"])
-def test_long_uncached_pre_token_is_left_to_the_library(character: str) -> None:
+def test_long_uncached_pre_token_is_encoded_by_the_library(character: str) -> None:
     encoder = encoder_of(tokenizer())
     assert encoder.encode(character * bpe_cache.MAX_NEW_CHARACTERS) is None
     assert encoder.encode(character * 100) is not None
@@ -173,47 +173,47 @@ def with_other_pattern() -> Tokenizer:
 
 
 def with_space_before() -> Tokenizer:
-    made = demo()
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    return made
+    result = demo()
+    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return result
 
 
 def with_removed_separators() -> Tokenizer:
-    made = demo()
+    result = demo()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "removed"), byte_level])
-    return made
+    result.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "removed"), byte_level])
+    return result
 
 
 def without_pre_tokenizer() -> Tokenizer:
-    made = demo()
-    made.pre_tokenizer = None
-    return made
+    result = demo()
+    result.pre_tokenizer = None
+    return result
 
 
 def with_small_letters() -> Tokenizer:
-    made = demo()
-    made.normalizer = normalizers.Lowercase()
-    return made
+    result = demo()
+    result.normalizer = normalizers.Lowercase()
+    return result
 
 
 def with_greedy_token() -> Tokenizer:
-    made = demo()
-    made.add_tokens([AddedToken("<sep>", lstrip=True, normalized=False)])
-    return made
+    result = demo()
+    result.add_tokens([AddedToken("<sep>", lstrip=True, normalized=False)])
+    return result
 
 
 def with_two_passes() -> Tokenizer:
-    made = demo()
-    made.add_tokens([AddedToken("<sep>", normalized=True)])
-    return made
+    result = demo()
+    result.add_tokens([AddedToken("<sep>", normalized=True)])
+    return result
 
 
 def with_normalized_token() -> Tokenizer:
-    made = Tokenizer.from_str(json.dumps(json.loads(DEMO) | {"added_tokens": []}))
-    made.normalizer = normalizers.NFC()
-    made.add_tokens([AddedToken("\u00e9", normalized=True)])
-    return made
+    result = Tokenizer.from_str(json.dumps(json.loads(DEMO) | {"added_tokens": []}))
+    result.normalizer = normalizers.NFC()
+    result.add_tokens([AddedToken("\u00e9", normalized=True)])
+    return result
 
 
 def with_dropout() -> Tokenizer:
@@ -236,7 +236,7 @@ UNSUPPORTED = (
 
 
 @pytest.mark.parametrize("make", UNSUPPORTED)
-def test_unsupported_tokenizers_are_left_to_the_library(make: Callable[[], Tokenizer]) -> None:
+def test_unsupported_tokenizers_use_the_library(make: Callable[[], Tokenizer]) -> None:
     rust = make()
     assert CachedBpeEncoder.of(rust, description_of(rust)) is None
 

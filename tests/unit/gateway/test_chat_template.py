@@ -13,20 +13,20 @@ from baton.gateway.text.chat_template import ChatTemplate
 USER = ({"role": "user", "content": "hi"},)
 
 
-def still() -> float:
+def stopped_clock() -> float:
     return 0.0
 
 
-def ticking(step_s: float = 0.001) -> Callable[[], float]:
+def ticking_clock(step_s: float = 0.001) -> Callable[[], float]:
     ticks = count()
     return lambda: next(ticks) * step_s
 
 
-def render(source: str, messages: tuple[dict[str, str], ...] = USER, clock: Callable[[], float] = still) -> str:
+def render(source: str, messages: tuple[dict[str, str], ...] = USER, clock: Callable[[], float] = stopped_clock) -> str:
     return ChatTemplate(source, {"eos_token": "</s>"}).render(messages, clock)
 
 
-def test_templates_have_the_features_of_transformers() -> None:
+def test_templates_support_the_jinja_features_of_transformers() -> None:
     assert (
         render(
             "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}"
@@ -79,15 +79,15 @@ def test_forbidden_template_operation_rejects_the_request(source: str) -> None:
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
-def test_expensive_template_is_stopped(source: str) -> None:
+def test_template_above_the_time_limit_is_stopped(source: str) -> None:
     with pytest.raises(Refused):
-        render(source, clock=ticking())
+        render(source, clock=ticking_clock())
 
 
-def test_output_is_bounded() -> None:
+def test_template_output_is_bounded() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, max_characters=1000)
     with pytest.raises(Refused, match="1000 characters"):
-        template.render(({"role": "user", "content": "x" * 300},) * 4, still)
+        template.render(({"role": "user", "content": "x" * 300},) * 4, stopped_clock)
 
 
 def test_template_is_loaded_from_the_model_directory(tmp_path: Path) -> None:
@@ -113,4 +113,4 @@ def test_error_names_the_unusable_file(tmp_path: Path, text: str) -> None:
 def _rendered(directory: Path) -> str:
     template = ChatTemplate.load(directory)
     assert template is not None
-    return template.render(USER, still)
+    return template.render(USER, stopped_clock)

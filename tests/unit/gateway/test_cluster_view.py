@@ -18,9 +18,9 @@ def report(worker_id: str, role: str, **changes: Any) -> WorkerReport:
 
 
 def view(*reports: WorkerReport) -> ClusterView:
-    made = ClusterView(model="demo", tokenizer_fingerprint="ours", model_max_len=500)
-    made.update(ClusterUpdate(scheduler_id="s", reports=reports))
-    return made
+    cluster_view = ClusterView(model="demo", tokenizer_fingerprint="ours", model_max_len=500)
+    cluster_view.update(ClusterUpdate(scheduler_id="s", reports=reports))
+    return cluster_view
 
 
 LINKED = {"links": (builders.link("p0"),)}
@@ -64,13 +64,13 @@ def test_last_view_stays_when_the_scheduler_is_lost() -> None:
     assert seen.layout == LAYOUT
     assert len(seen.reports) == 2
     seen.update(ClusterUpdate(scheduler_id="s", reports=()))
-    assert seen.model_limits.max_model_len == 200  # of the workers that are missing for a moment
+    assert seen.model_limits.max_model_len == 200  # report of the missing workers
 
 
-def test_models_own_length_applies_until_a_worker_reports() -> None:
-    made = ClusterView(model="demo", tokenizer_fingerprint="ours", model_max_len=500)
-    assert made.model_limits.max_model_len == 500
-    assert made.layout is None
+def test_model_length_is_that_of_the_model_until_a_worker_reports() -> None:
+    cluster_view = ClusterView(model="demo", tokenizer_fingerprint="ours", model_max_len=500)
+    assert cluster_view.model_limits.max_model_len == 500
+    assert cluster_view.layout is None
 
 
 def test_links_are_formatted_for_operators() -> None:

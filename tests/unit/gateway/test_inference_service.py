@@ -113,7 +113,7 @@ async def test_invalid_request_is_rejected_before_it_runs() -> None:
 
 
 @virtual
-async def test_callers_deadline_applies() -> None:
+async def test_generation_fails_at_the_deadline_of_the_caller() -> None:
     async with cluster(*PD) as c:
         c.scheduler.workers[0].prefill_s = c.scheduler.workers[1].prefill_s = 100
         begin_s = asyncio.get_running_loop().time()
@@ -161,7 +161,7 @@ async def test_request_of_a_client_that_does_not_read_is_cancelled() -> None:
 
 
 @virtual
-async def test_tokenize_models_and_status() -> None:
+async def test_tokenize_models_and_status_return_values() -> None:
     async with cluster(*PD) as c:
         api = inference(c)
         assert list(await api.tokenize({"prompt": "ab"}, ANONYMOUS)) == [97, 98]

@@ -33,10 +33,10 @@ def test_phase_times_cover_all_legs_of_all_attempts() -> None:
 @virtual
 async def test_slo_attainment_is_counted_only_for_requests_with_an_slo() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
-        await c.ask("hello")
+        await c.complete("hello")
         assert c.registry.get_sample_value("baton_slo_attainment_total", {"term": "ttft", "outcome": "met"}) is None
-        await c.ask("hello", slo={"ttft_ms": 60_000, "tpot_ms": 0.001})
-        await c.ask("hello", slo={"ttft_ms": 0.001})
+        await c.complete("hello", slo={"ttft_ms": 60_000, "tpot_ms": 0.001})
+        await c.complete("hello", slo={"ttft_ms": 0.001})
         counts = {
             (term, outcome): c.registry.get_sample_value(
                 "baton_slo_attainment_total", {"term": term, "outcome": outcome}
@@ -50,7 +50,7 @@ async def test_slo_attainment_is_counted_only_for_requests_with_an_slo() -> None
 @virtual
 async def test_phases_are_observed_once_per_request() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
-        await c.ask("hello")
+        await c.complete("hello")
         counts = [
             c.registry.get_sample_value("baton_request_phase_seconds_count", {"phase": phase}) for phase in PHASES
         ]

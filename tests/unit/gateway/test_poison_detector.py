@@ -51,26 +51,30 @@ async def ask_all(c: Cluster, num_tokens: int = 8) -> list[object]:
     """
     prompts = [POISON.decode(), *OTHERS]
     answers = await asyncio.gather(
-        *(c.ask(prompt, max_tokens=num_tokens) for prompt in prompts), return_exceptions=True
+        *(c.complete(prompt, max_tokens=num_tokens) for prompt in prompts), return_exceptions=True
     )
-    for prompt, got in zip(OTHERS, answers[1:], strict=True):
-        assert not isinstance(got, BaseException), (prompt, got)
-        assert got.texts[0].encode() == answer_to(prompt.encode(), num_tokens)
+    for prompt, response in zip(OTHERS, answers[1:], strict=True):
+        assert not isinstance(response, BaseException), (prompt, response)
+        assert response.texts[0].encode() == answer_to(prompt.encode(), num_tokens)
     return answers
 
 
-def assert_poison(got: object) -> None:
-    assert isinstance(got, Refused)
-    assert (got.failure.code, got.failure.reason, got.failure.retriable) == (Code.INTERNAL, Reason.POISON, False)
+def assert_poison(response: object) -> None:
+    assert isinstance(response, Refused)
+    assert (response.failure.code, response.failure.reason, response.failure.retriable) == (
+        Code.INTERNAL,
+        Reason.POISON,
+        False,
+    )
 
 
 @virtual
-async def test_request_survives_any_number_of_worker_deaths_with_progress() -> None:
+async def test_request_with_progress_survives_any_number_of_worker_deaths() -> None:
     async with cluster(*((f"h{i}", "hybrid") for i in range(5))) as c:
         for worker, index in zip(c.scheduler.workers, (2, 6, 9, 30), strict=False):
             worker.before_token = dies_at(index)
-        got = await c.ask("hello", max_tokens=40)
-        assert got.texts[0].encode() == answer_to(b"hello", 40)
+        response = await c.complete("hello", max_tokens=40)
+        assert response.texts[0].encode() == answer_to(b"hello", 40)
         assert num_dead(c) == 4
 
 
@@ -83,14 +87,14 @@ async def test_first_token_from_prefill_is_not_progress_on_the_decode_worker() -
                 worker.die() if index > worker.first_index(job) else None
             )
         with pytest.raises(Refused) as refused:
-            await c.ask("hello", max_tokens=12)
+            await c.complete("hello", max_tokens=12)
         assert_poison(refused.value)
         assert num_dead(c) == 2
 
 
 @pytest.mark.fault("F-10")
 @virtual
-async def test_requests_on_only_one_dead_worker_are_resumed() -> None:
+async def test_requests_on_one_dead_worker_are_resumed() -> None:
     """F-10: the poison request fails after two deaths, and the others are resumed."""
     async with cluster(*((f"h{i}", "hybrid") for i in range(5))) as c:
         h0, h1 = c.scheduler.workers[:2]
@@ -124,7 +128,7 @@ async def test_samples_of_one_request_count_as_one_suspect() -> None:
         for worker in c.scheduler.workers:
             worker.before_token = killed_by(POISON, from_index=3)
         with pytest.raises(Refused) as refused:
-            await c.ask(POISON.decode(), n=4)
+            await c.complete(POISON.decode(), n=4)
         assert_poison(refused.value)
         assert num_dead(c) == 2
 
@@ -139,11 +143,11 @@ async def test_worker_that_was_dead_before_the_job_does_not_count() -> None:
         await asyncio.sleep(5)  # until the gateway's sessions with them have ended
         answers = [h0, h1, h2]
         c.scheduler.answer = lambda _: placement(None, answers.pop(0).ref)
-        assert (await c.ask("hello")).texts[0].encode() == answer_to(b"hello", 8)
+        assert (await c.complete("hello")).texts[0].encode() == answer_to(b"hello", 8)
         assert answers == []
 
 
-def test_result_for_a_death_does_not_depend_on_the_order_of_calls() -> None:
+def test_result_of_a_death_is_independent_of_the_order_of_calls() -> None:
     w0, w1 = builders.worker_ref("w0"), builders.worker_ref("w1")
     for order in ([b"a", b"b"], [b"b", b"a"]):
         detector = PoisonDetector()

@@ -7,16 +7,16 @@ import pytest
 from baton.core.errors import Reason
 from baton.core.messages.jobs import DecodeJob, PrefillJob
 from baton.core.request import FinishReason
-from tests.unit.gateway.fakes import PROMPT, Gathered, answer_to, cluster, token_at
+from tests.unit.gateway.fakes import PROMPT, OutputCollector, answer_to, cluster, token_at
 from tests.unit.gateway.virtual import virtual
 
 
 @virtual
 async def test_prefill_and_decode_workers_produce_one_response() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
-        got = await c.ask(PROMPT, max_tokens=12)
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 12)
-        assert got.finishes[0] == [FinishReason.LENGTH]
+        response = await c.complete(PROMPT, max_tokens=12)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 12)
+        assert response.finishes[0] == [FinishReason.LENGTH]
         prefill, decode = (w.jobs[0] for w in c.scheduler.workers)
         assert isinstance(prefill, PrefillJob)
         assert isinstance(decode, DecodeJob)
@@ -29,7 +29,7 @@ async def test_prefill_and_decode_workers_produce_one_response() -> None:
 @virtual
 async def test_ended_jobs_are_not_cancelled() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
-        await c.ask(PROMPT)
+        await c.complete(PROMPT)
         await asyncio.sleep(1)
         assert [w.cancels for w in c.scheduler.workers] == [[], []]
 
@@ -37,8 +37,8 @@ async def test_ended_jobs_are_not_cancelled() -> None:
 @virtual
 async def test_request_for_one_token_uses_no_decode_worker() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
-        got = await c.ask(PROMPT, max_tokens=1)
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 1)
+        response = await c.complete(PROMPT, max_tokens=1)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 1)
         p0, d0 = c.scheduler.workers
         assert isinstance(p0.jobs[0], PrefillJob)
         assert p0.jobs[0].reader is None
@@ -48,8 +48,8 @@ async def test_request_for_one_token_uses_no_decode_worker() -> None:
 @virtual
 async def test_hybrid_worker_computes_its_own_prefill() -> None:
     async with cluster(("h0", "hybrid")) as c:
-        got = await c.ask(PROMPT)
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        response = await c.complete(PROMPT)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert [job.owner for job in c.scheduler.workers[0].jobs] == [None]
 
 
@@ -59,8 +59,8 @@ async def test_stop_at_the_first_token_cancels_the_decode_job() -> None:
         p0, d0 = c.scheduler.workers
         p0.finish_at = 1
         d0.prefill_s = 5
-        got = await c.ask(PROMPT)
-        assert got.finishes[0] == [FinishReason.STOP]
+        response = await c.complete(PROMPT)
+        assert response.finishes[0] == [FinishReason.STOP]
         await asyncio.sleep(0.1)
         assert [cancel.job for cancel in d0.cancels] == [d0.jobs[0].job]
         assert d0.open_jobs == []
@@ -69,8 +69,8 @@ async def test_stop_at_the_first_token_cancels_the_decode_job() -> None:
 @virtual
 async def test_each_sample_of_each_prompt_is_a_choice() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
-        got = await c.ask(["one", "two"], n=3)
-        assert {index: text.encode() for index, text in got.texts.items()} == {
+        response = await c.complete(["one", "two"], n=3)
+        assert {index: text.encode() for index, text in response.texts.items()} == {
             3 * p + s: answer_to(prompt, 8, s) for p, prompt in enumerate((b"one", b"two")) for s in range(3)
         }
         assert [job.sample_indices for job in c.scheduler.workers[0].jobs] == [(0, 1, 2)] * 2
@@ -81,10 +81,10 @@ async def test_cancelling_a_call_cancels_both_jobs() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         p0, d0 = c.scheduler.workers
         p0.prefill_s = 5
-        got = asyncio.create_task(c.ask(PROMPT))
+        response = asyncio.create_task(c.complete(PROMPT))
         await asyncio.sleep(0.01)
-        got.cancel()
-        await asyncio.wait((got,))
+        response.cancel()
+        await asyncio.wait((response,))
         await asyncio.sleep(0.01)
         assert [w.open_jobs for w in (p0, d0)] == [[], []]
         assert [w.cancels[0].reason for w in (p0, d0)] == [Reason.CANCELLED] * 2
@@ -94,13 +94,13 @@ async def test_cancelling_a_call_cancels_both_jobs() -> None:
 @virtual
 async def test_stop_string_ends_and_cancels_one_sample() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
-        whole = answer_to(PROMPT.encode(), 30, 1).decode()
-        stop = whole[9:12]
-        got = await c.ask(PROMPT, n=2, max_tokens=30, stop=[stop])
+        full_text = answer_to(PROMPT.encode(), 30, 1).decode()
+        stop = full_text[9:12]
+        response = await c.complete(PROMPT, n=2, max_tokens=30, stop=[stop])
         other = answer_to(PROMPT.encode(), 30, 0).decode()
-        assert got.texts[1] == whole[: whole.find(stop)]
-        assert got.texts[0] == (other[: other.find(stop)] if stop in other else other)
-        assert got.finishes[1] == [FinishReason.STOP]
+        assert response.texts[1] == full_text[: full_text.find(stop)]
+        assert response.texts[0] == (other[: other.find(stop)] if stop in other else other)
+        assert response.finishes[1] == [FinishReason.STOP]
         await asyncio.sleep(0.1)
         d0 = c.scheduler.workers[1]
         assert [cancel.sample_indices for cancel in d0.cancels] == [(1,)]
@@ -110,18 +110,18 @@ async def test_stop_string_ends_and_cancels_one_sample() -> None:
 @virtual
 async def test_stop_string_of_the_only_sample_cancels_the_job() -> None:
     async with cluster(("h0", "hybrid")) as c:
-        whole = answer_to(PROMPT.encode(), 30).decode()
-        got = await c.ask(PROMPT, max_tokens=30, stop=whole[5:9])
-        assert got.texts[0] == whole[: whole.find(whole[5:9])]
+        full_text = answer_to(PROMPT.encode(), 30).decode()
+        response = await c.complete(PROMPT, max_tokens=30, stop=full_text[5:9])
+        assert response.texts[0] == full_text[: full_text.find(full_text[5:9])]
         await asyncio.sleep(0.1)
         assert c.scheduler.workers[0].open_jobs == []
 
 
 @virtual
-async def test_timeline_and_usage() -> None:
+async def test_response_has_timeline_and_usage() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         call = await c.call(PROMPT, n=2, timeline=True)
-        ending = await c.gateway.run(call, Gathered())
+        ending = await c.gateway.run(call, OutputCollector())
         assert (ending.usage.num_prompt_tokens, ending.usage.num_output_tokens, ending.usage.num_cached_tokens) == (
             5,
             16,

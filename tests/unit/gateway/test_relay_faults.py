@@ -1,4 +1,4 @@
-"""Workers that die, fall silent or send wrong tokens, and streams that break: the response stays the same."""
+"""Worker deaths, silent workers, wrong tokens and broken streams do not change the response."""
 
 import asyncio
 from dataclasses import replace
@@ -19,11 +19,11 @@ from tests.unit.gateway.virtual import virtual
 async def test_decode_worker_crash_resumes_without_lost_or_duplicate_tokens(index: int) -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode"), ("d1", "decode")) as c:
         c.scheduler.workers[1].before_token = kill_at(index)
-        got = await c.ask(PROMPT, max_tokens=12)
+        response = await c.complete(PROMPT, max_tokens=12)
         assert c.scheduler.workers[1].is_dead
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 12)
-        assert got.token_ids[0] == list(answer_to(PROMPT.encode(), 12))
-        assert got.finishes[0] == [FinishReason.LENGTH]
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 12)
+        assert response.token_ids[0] == list(answer_to(PROMPT.encode(), 12))
+        assert response.finishes[0] == [FinishReason.LENGTH]
         p0, d0, d1 = c.scheduler.workers
         resumed = (d1 if index < 11 else p0).jobs[-1]  # a request for the last token needs no decode worker
         assert resumed.job.attempt == 1
@@ -36,12 +36,12 @@ async def test_prefill_worker_crash_before_the_first_token_starts_a_new_attempt(
     async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")) as c:
         p0, p1, d0 = c.scheduler.workers
         p0.before_token = kill_at(0)
-        d0.prefill_s = 3  # it waits for KV that never arrives
-        got = asyncio.create_task(c.ask(PROMPT))
+        d0.prefill_s = 3  # this job waits for KV that never arrives
+        response = asyncio.create_task(c.complete(PROMPT))
         await asyncio.sleep(0.5)
         assert p0.is_dead
         assert [cancel.reason for cancel in d0.cancels] == [Reason.SUPERSEDED]
-        assert (await got).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await response).texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert [job.job.attempt for job in p1.jobs] == [1]
 
 
@@ -50,8 +50,8 @@ async def test_prefill_worker_crash_after_the_first_token_has_no_effect() -> Non
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         p0, d0 = c.scheduler.workers
         d0.before_token = lambda _w, _j, _s, index: p0.die() if index == 3 and not p0.is_dead else None
-        got = await c.ask(PROMPT)
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        response = await c.complete(PROMPT)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert len(d0.jobs) == 1
 
 
@@ -62,9 +62,9 @@ async def test_decode_continues_if_the_prefill_worker_dies_after_kv_ready() -> N
         p0, d0 = c.scheduler.workers
         p0.prefill_s = 10
         d0.before_token = lambda _w, _j, _s, index: p0.die() if index == 1 and not p0.is_dead else None
-        got = await c.ask(PROMPT)
+        response = await c.complete(PROMPT)
         assert p0.is_dead
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert len(d0.jobs) == 1
 
 
@@ -75,8 +75,8 @@ async def test_samples_continue_separately_after_a_failed_attempt(index: int) ->
     async with cluster(("p0", "prefill"), ("d0", "decode"), ("d1", "decode")) as c:
         _, d0, d1 = c.scheduler.workers
         d0.before_token = kill_at(index, sample=1)
-        got = await c.ask(PROMPT, n=3)
-        assert {i: text.encode() for i, text in got.texts.items()} == {
+        response = await c.complete(PROMPT, n=3)
+        assert {i: text.encode() for i, text in response.texts.items()} == {
             s: answer_to(PROMPT.encode(), 8, s) for s in range(3)
         }
         assert sorted(job.sample_indices for job in d1.jobs) == [(0,), (1,), (2,)]
@@ -89,8 +89,8 @@ async def test_samples_stay_together_if_nothing_was_delivered() -> None:
     async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")) as c:
         c.scheduler.workers[0].before_token = kill_at(0)
         c.scheduler.workers[2].prefill_s = 0.5
-        got = await c.ask(PROMPT, n=2)
-        assert {i: text.encode() for i, text in got.texts.items()} == {
+        response = await c.complete(PROMPT, n=2)
+        assert {i: text.encode() for i, text in response.texts.items()} == {
             s: answer_to(PROMPT.encode(), 8, s) for s in range(2)
         }
         assert [job.sample_indices for job in c.scheduler.workers[1].jobs] == [(0, 1)]
@@ -102,9 +102,9 @@ async def test_broken_stream_is_resumed_without_a_new_attempt() -> None:
         _, d0 = c.scheduler.workers
         cuts = {0, 2, 3, 6}
         d0.before_token = lambda w, _j, _s, index: (w.cut(), cuts.discard(index)) if index in cuts else None
-        got = await c.ask(PROMPT)
+        response = await c.complete(PROMPT)
         assert not cuts
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert len(d0.jobs) == 1
         assert len({hello.session_id for hello in d0.hellos}) == 1
         assert len(d0.hellos) > 1
@@ -116,8 +116,8 @@ async def test_job_sent_into_a_broken_stream_is_sent_again() -> None:
     async with cluster(("h0", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
         h0.cut()
-        got = await c.ask(PROMPT)
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        response = await c.complete(PROMPT)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert len(c.scheduler.queries) == 1
 
 
@@ -132,8 +132,8 @@ async def test_worker_that_forgot_the_session_counts_as_lost() -> None:
                 worker.cut()
 
         h0.before_token = forget
-        got = await c.ask(PROMPT)
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        response = await c.complete(PROMPT)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert len(c.scheduler.workers[1].jobs) == 1
 
 
@@ -142,7 +142,7 @@ async def test_repeated_messages_have_no_effect() -> None:
     async with cluster(("h0", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
         h0.before_token = lambda w, _j, _s, _i: w.send_twice()
-        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert len(h0.hellos) == 1
 
 
@@ -151,7 +151,7 @@ async def test_missing_message_is_requested_again() -> None:
     async with cluster(("h0", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
         h0.before_token = lambda w, _j, _s, index: w.lose_next() if index == 2 else None
-        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert len(h0.hellos) == 2
         assert len(c.scheduler.queries) == 1
 
@@ -161,13 +161,13 @@ async def test_worker_that_keeps_losing_messages_counts_as_lost() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
 
-        def lose_for_good(worker: StubWorker, _job: JobId, _sample: int, index: int) -> None:
+        def lose_permanently(worker: StubWorker, _job: JobId, _sample: int, index: int) -> None:
             if index == 2:
                 worker.lose_next()
                 worker.loses_first_of_every_stream = True
 
-        h0.before_token = lose_for_good
-        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        h0.before_token = lose_permanently
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert len(c.scheduler.workers[1].jobs) == 1
 
 
@@ -177,11 +177,11 @@ async def test_cancel_lost_in_a_broken_stream_is_sent_again() -> None:
         h0 = c.scheduler.workers[0]
         h0.cut()
         await until(lambda: len(h0.hellos) == 2)
-        got = asyncio.create_task(c.ask(PROMPT, max_tokens=500))
+        response = asyncio.create_task(c.complete(PROMPT, max_tokens=500))
         await until(lambda: h0.jobs)
         h0.cut()
-        got.cancel()
-        await asyncio.wait((got,))
+        response.cancel()
+        await asyncio.wait((response,))
         assert h0.cancels == []
         await until(lambda: h0.cancels)
         assert h0.open_jobs == []
@@ -195,11 +195,11 @@ async def test_conflicting_tokens_fail_the_attempt() -> None:
 
         def contradict(worker: StubWorker, job: JobId, sample: int, index: int) -> None:
             if index == 4:
-                worker.say(TokenDelta(job=job, sample_index=sample, output_index=1, token_ids=(1, 2, 3)))
+                worker.send_delta(TokenDelta(job=job, sample_index=sample, output_index=1, token_ids=(1, 2, 3)))
 
         h0.before_token = contradict
-        got = await c.ask(PROMPT)
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        response = await c.complete(PROMPT)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert len(c.scheduler.workers[1].jobs) == 1
 
 
@@ -209,11 +209,11 @@ async def test_tokens_of_another_job_or_sample_are_dropped() -> None:
 
         def noise(worker: StubWorker, job: JobId, sample: int, index: int) -> None:
             old = replace(job, attempt=job.attempt + 7)
-            worker.say(TokenDelta(job=old, sample_index=sample, output_index=index, token_ids=(1,)))
-            worker.say(TokenDelta(job=job, sample_index=sample + 5, output_index=0, token_ids=(1,)))
+            worker.send_delta(TokenDelta(job=old, sample_index=sample, output_index=index, token_ids=(1,)))
+            worker.send_delta(TokenDelta(job=job, sample_index=sample + 5, output_index=0, token_ids=(1,)))
 
         c.scheduler.workers[0].before_token = noise
-        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
 @pytest.mark.fault("F-7", "F-18")
@@ -229,12 +229,12 @@ async def test_silent_worker_is_lost_after_the_detection_time() -> None:
 
         h0.before_token = pause
         begin_s = loop.time()
-        got = await c.ask(PROMPT)
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        response = await c.complete(PROMPT)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert c.gateway.rules.detection_s < loop.time() - begin_s < c.gateway.rules.detection_s + 0.5
         h0.is_paused = False  # it resumes, and its messages belong to an attempt that has ended
         await asyncio.sleep(1)
-        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
 @pytest.mark.fault("F-11")
@@ -244,7 +244,7 @@ async def test_worker_with_a_stuck_step_counts_as_lost() -> None:
         h0 = c.scheduler.workers[0]
         h0.prefill_s = 1e6
         h0.step_age_s = 25 * c.gateway.rules.detection_s
-        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
 @pytest.mark.fault("F-8")
@@ -257,7 +257,7 @@ async def test_restarted_worker_gets_no_job_of_its_earlier_incarnation() -> None
         new = StubWorker(c.network, "h0", epoch=2)
         answers = [placement(None, old.ref), placement(None, old.ref), placement(None, new.ref)]
         c.scheduler.answer = lambda _: answers.pop(0) if len(answers) > 1 else answers[0]
-        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert [job.job.attempt for job in new.jobs] == [
             1
         ]  # the second placement named the dead worker and did not cost an attempt
@@ -281,27 +281,27 @@ async def _random_faults(rng: Random, seed: int) -> None:
                 worker.send_twice()
             elif draw < 0.075:
                 worker.die()
-                asyncio.get_running_loop().call_later(rng.uniform(0, 2), revive, worker)
+                asyncio.get_running_loop().call_later(rng.uniform(0, 2), restart, worker)
 
-        def revive(dead: StubWorker) -> None:
+        def restart(dead: StubWorker) -> None:
             c.scheduler.remove(dead)
-            reborn = c.worker(dead.ref.worker_id, dead.report.role.value, epoch=dead.ref.worker_epoch + 1)
-            reborn.before_token = fault
+            restarted = c.worker(dead.ref.worker_id, dead.report.role.value, epoch=dead.ref.worker_epoch + 1)
+            restarted.before_token = fault
 
         for worker in c.scheduler.workers:
             worker.before_token = fault
         prompts = [f"prompt {seed} {i}" for i in range(12)]
         answers = await asyncio.gather(
-            *(c.ask(p, n=1 + i % 3, max_tokens=20) for i, p in enumerate(prompts)), return_exceptions=True
+            *(c.complete(p, n=1 + i % 3, max_tokens=20) for i, p in enumerate(prompts)), return_exceptions=True
         )
-        for index, (prompt, got) in enumerate(zip(prompts, answers, strict=True)):
-            if isinstance(got, Refused):
-                # By chance, two workers died in a row while running it, or one in each of its attempts. A
-                # restarted worker may already be in use.
-                assert got.failure.reason in (Reason.POISON, Reason.WORKER_LOST, Reason.WRONG_EPOCH)
+        for index, (prompt, response) in enumerate(zip(prompts, answers, strict=True)):
+            if isinstance(response, Refused):
+                # Two workers in a row may have died while they ran the request, or one in each attempt.
+                # A restarted worker may already be in use.
+                assert response.failure.reason in (Reason.POISON, Reason.WORKER_LOST, Reason.WRONG_EPOCH)
                 continue
-            assert not isinstance(got, BaseException), got
-            assert {i: text.encode() for i, text in got.texts.items()} == {
+            assert not isinstance(response, BaseException), response
+            assert {i: text.encode() for i, text in response.texts.items()} == {
                 s: answer_to(prompt.encode(), 20, s) for s in range(1 + index % 3)
             }
         assert c.gateway.num_open == 0
@@ -313,8 +313,8 @@ async def test_request_continues_only_on_workers_with_the_same_weights() -> None
         h0, h1 = c.scheduler.workers
         c.scheduler.answer = lambda query: placement(None, (h1 if query.attempt else h0).ref)
         h0.before_token = kill_at(5)
-        got = await c.ask(PROMPT, max_tokens=12)
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 12)
+        response = await c.complete(PROMPT, max_tokens=12)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 12)
         first, second = c.scheduler.queries
         assert (first.model_fingerprint, second.model_fingerprint) == ("", h0.report.layout.model_fingerprint)
 
@@ -325,5 +325,5 @@ async def test_request_without_delivered_tokens_may_restart_with_other_weights()
         h0, h1 = c.scheduler.workers
         c.scheduler.answer = lambda query: placement(None, (h1 if query.attempt else h0).ref)
         h0.before_token = kill_at(0)
-        await c.ask(PROMPT, max_tokens=12)
+        await c.complete(PROMPT, max_tokens=12)
         assert [query.model_fingerprint for query in c.scheduler.queries] == ["", ""]

@@ -15,19 +15,19 @@ async def test_running_request_waits_for_workers_until_its_deadline() -> None:
     async with cluster(("h0", "hybrid")) as c:
         h0 = c.scheduler.workers[0]
         h0.before_token = kill_at(3)
-        got = asyncio.create_task(c.ask(PROMPT))
+        response = asyncio.create_task(c.complete(PROMPT))
         await asyncio.sleep(20)
         assert h0.is_dead
-        assert not got.done()
+        assert not response.done()
         c.worker("h1")
-        assert (await got).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await response).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
 @virtual
 async def test_new_request_without_workers_is_rejected_immediately() -> None:
     async with cluster() as c:
         with pytest.raises(Refused) as refused:
-            await c.ask(PROMPT)
+            await c.complete(PROMPT)
         assert (refused.value.failure.code, refused.value.failure.reason) == (Code.UNAVAILABLE, Reason.NO_WORKERS)
         assert refused.value.failure.retry_after_s == 1.0
 
@@ -50,7 +50,7 @@ async def test_rejection_keeps_its_reason(reason: Reason, code: Code) -> None:
     async with cluster(("h0", "hybrid")) as c:
         c.scheduler.answer = lambda _: Rejection(reason=reason, message="no", retry_after_s=3.0)
         with pytest.raises(Refused) as refused:
-            await c.ask(PROMPT)
+            await c.complete(PROMPT)
         assert (refused.value.failure.code, refused.value.failure.reason, refused.value.failure.retry_after_s) == (
             code,
             reason,
@@ -66,8 +66,8 @@ async def test_retriable_job_failure_is_retried_on_another_worker() -> None:
             code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, message="no", retriable=True, blamed=p0.ref
         )
         d0.fail_job = lambda job: failure if job.job.attempt == 0 else None
-        got = await c.ask(PROMPT)
-        assert got.texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        response = await c.complete(PROMPT)
+        assert response.texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert c.scheduler.queries[1].avoid == (p0.ref,)
         assert len(p1.jobs) == 1
 
@@ -78,7 +78,7 @@ async def test_failure_that_is_not_retriable_ends_the_request() -> None:
         failure = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="nan")
         c.scheduler.workers[0].fail_job = lambda _: failure
         with pytest.raises(Refused) as refused:
-            await c.ask(PROMPT)
+            await c.complete(PROMPT)
         assert refused.value.failure == failure
         assert len(c.scheduler.queries) == 1
 
@@ -94,7 +94,7 @@ async def test_attempts_are_bounded_and_the_last_failure_is_returned() -> None:
             retriable=True,
         )
         with pytest.raises(Refused) as refused:
-            await c.ask(PROMPT)
+            await c.complete(PROMPT)
         assert (refused.value.failure.reason, refused.value.failure.message) == (Reason.TRANSFER_FAILED, "failed 7")
         assert len(c.scheduler.queries) == 8
 
@@ -109,7 +109,7 @@ async def test_new_request_is_rejected_after_two_full_queues() -> None:
             worker.fail_job = lambda _: full
         begin_s = asyncio.get_running_loop().time()
         with pytest.raises(Refused) as refused:
-            await c.ask(PROMPT)
+            await c.complete(PROMPT)
         assert (refused.value.failure.code, refused.value.failure.retry_after_s) == (Code.RESOURCE_EXHAUSTED, 2.0)
         assert asyncio.get_running_loop().time() - begin_s < 0.05
         assert len(c.scheduler.queries) == 2
@@ -122,7 +122,7 @@ async def test_running_request_is_not_rejected_by_a_full_queue() -> None:
         h0.before_token = kill_at(3)
         full = Failure(code=Code.RESOURCE_EXHAUSTED, reason=Reason.QUEUE_FULL, message="full", retriable=True)
         h1.fail_job = lambda job: full if job.job.attempt < 4 else None
-        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
 @virtual
@@ -131,7 +131,7 @@ async def test_request_that_kills_its_workers_is_stopped() -> None:
         for worker in c.scheduler.workers:
             worker.before_token = kill_at(2)
         with pytest.raises(Refused) as refused:
-            await c.ask(PROMPT)
+            await c.complete(PROMPT)
         assert (refused.value.failure.code, refused.value.failure.reason) == (Code.INTERNAL, Reason.POISON)
         assert sum(worker.is_dead for worker in c.scheduler.workers) == 2
 
@@ -142,12 +142,12 @@ async def test_deaths_of_workers_that_only_wait_for_kv_do_not_count() -> None:
         p0, *decode = c.scheduler.workers
         p0.prefill_s = 0.3
         for worker in decode[:3]:
-            worker.prefill_s = 1e6  # it only waits for KV
-        got = asyncio.create_task(c.ask(PROMPT))
+            worker.prefill_s = 1e6  # the job waits for KV
+        response = asyncio.create_task(c.complete(PROMPT))
         for worker in decode[:3]:
             await asyncio.sleep(0.15)
             worker.die()
-        assert (await got).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await response).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
 @pytest.mark.parametrize("phase", ["no scheduler", "hanging scheduler", "prefill", "decode"])
@@ -163,7 +163,7 @@ async def test_every_request_ends_at_its_deadline(phase: str) -> None:
         h0.step_s = 0.4
         begin_s = loop.time()
         with pytest.raises(Refused) as refused:
-            await c.ask(PROMPT, max_tokens=50)
+            await c.complete(PROMPT, max_tokens=50)
         expected = Reason.SCHEDULER_LOST if phase in ("no scheduler", "hanging scheduler") else Reason.DEADLINE
         assert refused.value.failure.reason in (expected, Reason.DEADLINE)
         assert 1.4 < loop.time() - begin_s < 1.6

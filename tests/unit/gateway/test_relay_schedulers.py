@@ -15,12 +15,12 @@ from tests.unit.gateway.virtual import virtual
 
 
 @virtual
-async def test_queued_request_is_asked_again_with_its_waiting_time() -> None:
+async def test_placement_of_a_queued_request_is_repeated_with_its_waiting_time() -> None:
     async with cluster(("h0", "hybrid")) as c:
         loop = asyncio.get_running_loop()
         begin_s, until_s = loop.time(), loop.time() + 3 * TEST_TIMES["scheduler_wait_s"]
         c.scheduler.answer = lambda _: StillWaiting(num_waiting=1) if loop.time() < until_s else None
-        await c.ask(PROMPT, max_tokens=3)
+        await c.complete(PROMPT, max_tokens=3)
         waited_s = [asked.waited_s for asked in c.scheduler.queries]
         assert waited_s == pytest.approx([i * 0.1 * TEST_TIMES["detection_s"] for i in range(len(waited_s))], abs=0.05)
         assert loop.time() - begin_s > 3 * TEST_TIMES["scheduler_wait_s"], (
@@ -36,7 +36,7 @@ async def test_next_scheduler_is_asked_if_one_does_not_answer() -> None:
         other.workers = c.scheduler.workers
         c.gateway.schedulers._set_addresses(["scheduler:1", "scheduler:2"])
         c.scheduler.die()
-        assert (await c.ask(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert len(other.queries) == 1
         await asyncio.sleep(0.5)
         assert c.gateway.health.is_ready
@@ -49,30 +49,30 @@ async def test_new_request_waits_for_a_scheduler_and_then_fails() -> None:
         c.scheduler.die()
         begin_s = loop.time()
         with pytest.raises(Refused) as refused:
-            await c.ask(PROMPT)
+            await c.complete(PROMPT)
         assert (refused.value.failure.code, refused.value.failure.reason) == (Code.UNAVAILABLE, Reason.SCHEDULER_LOST)
         assert 1.9 < loop.time() - begin_s < 2.3
-        got = asyncio.create_task(c.ask(PROMPT))
+        response = asyncio.create_task(c.complete(PROMPT))
         await asyncio.sleep(1)
         c.network.add_scheduler(c.scheduler.address, c.scheduler)
-        assert (await got).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await response).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
 @virtual
 async def test_streams_continue_without_a_scheduler() -> None:
     async with cluster(("h0", "hybrid")) as c:
         c.scheduler.workers[0].step_s = 1.0
-        got = asyncio.create_task(c.ask(PROMPT))
+        response = asyncio.create_task(c.complete(PROMPT))
         await asyncio.sleep(1.5)
         c.scheduler.die()
-        assert (await got).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (await response).texts[0].encode() == answer_to(PROMPT.encode(), 8)
 
 
 @virtual
 async def test_outcome_of_each_decision_is_reported() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         c.scheduler.workers[0].before_token = kill_at(3)
-        await c.ask(PROMPT)
+        await c.complete(PROMPT)
         await asyncio.sleep(0.1)
         assert [(a.decision_id, a.outcome) for a in c.scheduler.actuals] == [
             ("decision-1", "worker_lost"),
@@ -92,15 +92,15 @@ async def test_outcomes_are_reported_in_batches() -> None:
 
         c.scheduler.finished = finished  # type: ignore[method-assign]
         c.scheduler.workers[0].step_s = 0.001
-        await asyncio.gather(*(c.ask(PROMPT, max_tokens=2 + number) for number in range(6)))
+        await asyncio.gather(*(c.complete(PROMPT, max_tokens=2 + number) for number in range(6)))
         await until(lambda: bool(calls))
-        await c.ask(PROMPT)
+        await c.complete(PROMPT)
         await until(lambda: len(calls) == 2)
         assert calls == [6, 1]
 
 
 @virtual
-async def test_outcomes_go_to_the_scheduler_that_decided_in_calls_of_bounded_size() -> None:
+async def test_outcomes_are_reported_to_the_deciding_scheduler_in_bounded_calls() -> None:
     num_outcomes = 2 * MAX_OUTCOMES_PER_CALL + 2
     async with cluster(("h0", "hybrid")) as c:
         other = StubScheduler(c.network, "scheduler:2")
@@ -120,7 +120,7 @@ async def test_outcomes_go_to_the_scheduler_that_decided_in_calls_of_bounded_siz
 async def test_query_contains_prompt_and_delivered_tokens() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         c.scheduler.workers[0].before_token = kill_at(3)
-        await c.ask(PROMPT)
+        await c.complete(PROMPT)
         first, second = c.scheduler.queries
         assert (first.num_prompt_tokens, first.num_output_tokens, first.max_tokens, first.attempt) == (5, 0, 8, 0)
         assert (second.num_prompt_tokens, second.num_output_tokens, second.max_tokens, second.attempt) == (8, 3, 8, 1)

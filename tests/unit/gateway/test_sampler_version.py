@@ -15,7 +15,7 @@ def refuse(job: PrefillJob | DecodeJob) -> Failure | None:
 
 
 async def ask(c: Cluster) -> str:
-    return (await c.ask("hello", seed=5)).texts[0]
+    return (await c.complete("hello", seed=5)).texts[0]
 
 
 async def test_request_moves_to_a_worker_with_the_same_sampler_version() -> None:

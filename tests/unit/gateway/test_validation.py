@@ -42,7 +42,7 @@ def invalid_values(limit: Limit) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
-def test_each_field_accepts_its_bounds_and_rejects_values_beyond(name: str) -> None:
+def test_each_field_accepts_its_bounds_and_rejects_values_outside(name: str) -> None:
     for value in valid_values(name, FIELDS[name]):
         call(body_with(name, value))
     for value in invalid_values(FIELDS[name]):
@@ -53,7 +53,7 @@ def test_each_field_accepts_its_bounds_and_rejects_values_beyond(name: str) -> N
 
 
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - {"prompt"}))
-def test_null_means_omitted(name: str) -> None:
+def test_null_is_treated_as_omitted(name: str) -> None:
     body = body_with(name, None)
     if name in LISTS or name == "logit_bias":
         body[name] = None
@@ -170,7 +170,7 @@ def answer(body: dict[str, Any], endpoint: Endpoint) -> Any:
 
 @settings(max_examples=sized(100, 3000), deadline=None)
 @given(bodies())
-def test_http_and_grpc_validate_alike(body: dict[str, Any]) -> None:
+def test_http_and_grpc_give_the_same_validation_result(body: dict[str, Any]) -> None:
     over_grpc = from_generate_request(to_generate_request(body))
     said = answer(body, Endpoint.COMPLETIONS)
     assert answer(over_grpc, Endpoint.GRPC) == said
@@ -194,7 +194,7 @@ NAMES = sorted(field_policy.CHAT | field_policy.COMPLETIONS | field_policy.LABEL
 
 @settings(max_examples=sized(100, 3000), deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), JSON_VALUES, max_size=5))
-def test_any_body_is_parsed_or_rejected(body: dict[str, Any]) -> None:
+def test_arbitrary_body_is_parsed_or_rejected(body: dict[str, Any]) -> None:
     for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         said = answer({"prompt": "x"} | body if endpoint is Endpoint.COMPLETIONS else body, endpoint)
         if not isinstance(said, list):

@@ -1,4 +1,4 @@
-"""Single fields: meaning, accepted values and defaults."""
+"""Validation of single fields: parsed values, accepted values and defaults."""
 
 from random import Random
 from typing import Any
@@ -14,13 +14,13 @@ from baton.gateway.text.tokenizer import ByteTokenizer
 from tests.unit.gateway.validator_calls import MAX_LEN, at_once, chat, completion, refusal, validator
 
 
-def test_models() -> None:
+def test_model_name_is_validated() -> None:
     assert completion(model="demo").model == "demo"
     error = refusal({"prompt": "x", "model": "gpt-4"})
     assert (error.failure.code, error.failure.reason, error.param) == (Code.NOT_FOUND, Reason.MODEL_NOT_FOUND, "model")
 
 
-def test_sampling_fields_of_openai_and_vllm() -> None:
+def test_sampling_fields_of_openai_and_vllm_are_parsed() -> None:
     sampling = (
         completion(
             temperature=0,
@@ -83,7 +83,7 @@ def test_invalid_values_are_rejected(name: str, value: Any) -> None:
     assert refusal({"prompt": "x", name: value}).param.startswith(name)
 
 
-def test_logprobs_of_both_apis() -> None:
+def test_logprobs_of_chat_and_completions_are_parsed() -> None:
     assert completion().num_logprobs is None
     assert completion(logprobs=0).num_logprobs == 0
     assert chat(logprobs=True).num_logprobs == 0
@@ -96,7 +96,7 @@ def test_logprobs_of_both_apis() -> None:
     assert refusal({"prompt": "x", "logprobs": True}).param == "logprobs"
 
 
-def test_stream_options() -> None:
+def test_stream_options_are_parsed() -> None:
     assert completion(stream=True, stream_options={"include_usage": True}).output_options.include_usage
     assert not completion(stream=True, stream_options={}).output_options.include_usage
     completion(stream=True, stream_options={"include_obfuscation": False, "continuous_usage_stats": None})
@@ -104,20 +104,20 @@ def test_stream_options() -> None:
         refusal({"prompt": "x", "stream": True, "stream_options": options})
 
 
-def test_priority_slo_and_deadline() -> None:
-    made = completion(priority=-3, slo={"ttft_ms": 250, "tpot_ms": None})
-    assert (made.requests[0].priority, made.requests[0].slo) == (-3, Slo(ttft_s=0.25))
-    assert made.requests[0].deadline_s == 70.0
+def test_priority_slo_and_deadline_are_parsed() -> None:
+    validated = completion(priority=-3, slo={"ttft_ms": 250, "tpot_ms": None})
+    assert (validated.requests[0].priority, validated.requests[0].slo) == (-3, Slo(ttft_s=0.25))
+    assert validated.requests[0].deadline_s == 70.0
     limited = at_once(validator().call(Endpoint.COMPLETIONS, {"prompt": "x"}, Caller(timeout_s=2.5), received_s=10.0))
     assert limited.requests[0].deadline_s == 12.5
 
 
 def test_only_a_valid_trace_context_is_kept() -> None:
     def traced(text: str) -> str:
-        made = at_once(
+        validated = at_once(
             validator().call(Endpoint.COMPLETIONS, {"prompt": "x"}, Caller(trace_context=text), received_s=0)
         )
-        return made.requests[0].trace_context
+        return validated.requests[0].trace_context
 
     good = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
     assert traced(good) == good

@@ -63,18 +63,18 @@ def test_missing_prompt_is_rejected() -> None:
 
 
 def test_request_ids_are_random_and_unique() -> None:
-    made = completion(prompt=["a", "b", "c"])
-    ids = [request.request_id for request in made.requests]
+    validated = completion(prompt=["a", "b", "c"])
+    ids = [request.request_id for request in validated.requests]
     assert len(set(ids)) == 3
     assert {len(id_) for id_ in ids} == {16}
-    assert made.request_id == ids[0]
+    assert validated.request_id == ids[0]
     given_id = at_once(
         validator().call(Endpoint.COMPLETIONS, {"prompt": ["a", "b"]}, Caller(), received_s=0, request_id=b"x" * 16)
     )
     assert given_id.request_id == b"x" * 16 != given_id.requests[1].request_id
 
 
-def test_seed_is_the_clients_or_random() -> None:
+def test_seed_is_that_of_the_client_or_random() -> None:
     assert completion(seed=5).requests[0].sampling.seed == 5
     assert completion(seed=-1).requests[0].sampling.seed == 2**64 - 1
     drawn = completion(prompt=["a", "b"])
@@ -116,7 +116,7 @@ def test_invalid_messages_are_rejected(messages: Any) -> None:
 
 
 def test_messages_become_a_prompt() -> None:
-    made = call(
+    validated = call(
         {
             "messages": [
                 {"role": "developer", "content": "be brief", "name": None},
@@ -130,7 +130,7 @@ def test_messages_become_a_prompt() -> None:
         },
         Endpoint.CHAT,
     )
-    assert bytes(list(made.requests[0].token_ids)) == b"system: be brief\nuser: a\nb\nassistant: \nassistant: "
+    assert bytes(list(validated.requests[0].token_ids)) == b"system: be brief\nuser: a\nb\nassistant: \nassistant: "
 
 
 # Lengths.
@@ -148,7 +148,7 @@ def test_prompt_and_max_tokens_must_fit_the_context() -> None:
     assert refusal({"prompt": "x" * 90, "min_tokens": 11}).failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
 
 
-def test_default_max_tokens() -> None:
+def test_default_max_tokens_is_the_remaining_context() -> None:
     assert completion().requests[0].sampling.max_tokens == 16
     assert completion(prompt="x" * 90).requests[0].sampling.max_tokens == 10
     assert completion(min_tokens=20).requests[0].sampling.max_tokens == 20
@@ -161,12 +161,12 @@ def test_default_max_tokens() -> None:
 
 
 def test_text_that_cannot_fit_is_not_tokenized() -> None:
-    class NeverEncodes(ByteTokenizer):
+    class FailingTokenizer(ByteTokenizer):
         async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
             raise AssertionError("encoded")
 
     checked = Validator(
-        tokenizer=NeverEncodes(),
+        tokenizer=FailingTokenizer(),
         model="demo",
         model_limits=lambda: ModelLimits(max_model_len=9, max_num_seqs=1),
         rng=Random(),
@@ -182,7 +182,7 @@ def test_text_that_cannot_fit_is_not_tokenized() -> None:
 def test_text_with_a_too_long_beginning_is_not_tokenized_completely(body: dict[str, Any]) -> None:
     encoded: list[int] = []
 
-    class Counts(ByteTokenizer):
+    class CountingTokenizer(ByteTokenizer):
         async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
             encoded.append(len(text))
             return await super().encode(text, add_special_tokens=add_special_tokens)
@@ -191,7 +191,7 @@ def test_text_with_a_too_long_beginning_is_not_tokenized_completely(body: dict[s
             return 0  # as for tokenizers whose normalizer can shorten text
 
     checked = Validator(
-        tokenizer=Counts(),
+        tokenizer=CountingTokenizer(),
         model="demo",
         model_limits=lambda: ModelLimits(max_model_len=100, max_num_seqs=1),
         rng=Random(),
@@ -206,8 +206,8 @@ def test_text_with_a_too_long_beginning_is_not_tokenized_completely(body: dict[s
     assert encoded == [800]
 
 
-def test_long_text_with_long_tokens_may_fit() -> None:
-    class Halves(ByteTokenizer):
+def test_long_text_with_long_tokens_is_accepted_if_it_fits() -> None:
+    class LongTokenTokenizer(ByteTokenizer):
         async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
             return await super().encode(text[: len(text) // 20])
 
@@ -215,14 +215,14 @@ def test_long_text_with_long_tokens_may_fit() -> None:
             return 0
 
     checked = Validator(
-        tokenizer=Halves(),
+        tokenizer=LongTokenTokenizer(),
         model="demo",
         model_limits=lambda: ModelLimits(max_model_len=100, max_num_seqs=1),
         rng=Random(),
         request_timeout_s=1,
     )
-    made = at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x" * 1000}, Caller(), received_s=0))
-    assert made.requests[0].num_prompt_tokens == 50
+    validated = at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x" * 1000}, Caller(), received_s=0))
+    assert validated.requests[0].num_prompt_tokens == 50
 
 
 def test_number_of_choices_is_bounded() -> None:

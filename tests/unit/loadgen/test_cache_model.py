@@ -15,14 +15,14 @@ from tests.unit.loadgen.plans import chat_plan, plan, request
 
 
 def test_shared_prefixes_match_values_by_hand() -> None:
-    made = plan(
+    planned = plan(
         request(0, (0, 40), (1, 20)),
         request(1, (0, 40), (2, 30)),
         request(2, (0, 30)),
         request(3, (0, 50)),
         request(4, (0, 40), (1, 20)),
     )
-    use = best_hits(made)
+    use = best_hits(planned)
     assert use.num_prompt_tokens == (60, 70, 30, 50, 60)
     assert use.num_shared_tokens == (0, 40, 30, 40, 60)
     assert use.num_cached_tokens == (0, 40, 29, 40, 59)
@@ -31,13 +31,13 @@ def test_shared_prefixes_match_values_by_hand() -> None:
 
 
 def test_only_full_blocks_are_cached() -> None:
-    made = plan(
+    planned = plan(
         request(0, (0, 40), (1, 20)),
         request(1, (0, 40), (2, 30)),
         request(2, (0, 40), (1, 8)),
         request(3, (0, 40), (1, 20), (3, 9)),
     )
-    use = best_hits(made, block_size_tokens=16)
+    use = best_hits(planned, block_size_tokens=16)
     assert use.num_shared_tokens == (0, 32, 48, 48)
     assert use.num_cached_tokens == (0, 32, 32, 48), "of 48 tokens the last is computed, and with it its block"
 
@@ -49,44 +49,46 @@ def test_responses_are_cached_for_later_turns() -> None:
 
 
 def test_cancelled_response_caches_fewer_tokens() -> None:
-    made = plan(
+    planned = plan(
         request(0, (0, 10), session="s", output=10, cancel_after_tokens=4),
         request(1, (0, 10), 0, (1, 5), session="s", turn=1, after=0),
     )
-    assert best_hits(made).num_shared_tokens == (0, 13)
+    assert best_hits(planned).num_shared_tokens == (0, 13)
 
 
 def test_exact_tokens_are_compared_one_by_one() -> None:
-    made = plan(
+    planned = plan(
         request(0, [1, 2, 3, 4, 5]),
         request(1, [1, 2, 3, 9, 5]),
         request(2, [1, 2], [3, 9, 5, 6]),
         request(3, [1, 2, 3, 9, 7]),
     )
-    assert best_hits(made).num_shared_tokens == (0, 3, 5, 4)
-    assert best_hits(made, block_size_tokens=2).num_shared_tokens == (0, 2, 4, 4)
-    assert best_hits(made, block_size_tokens=4).num_shared_tokens == (0, 0, 4, 4), "a block in which two segments meet"
+    assert best_hits(planned).num_shared_tokens == (0, 3, 5, 4)
+    assert best_hits(planned, block_size_tokens=2).num_shared_tokens == (0, 2, 4, 4)
+    assert best_hits(planned, block_size_tokens=4).num_shared_tokens == (0, 0, 4, 4), (
+        "a block in which two segments meet"
+    )
 
 
 def test_least_recently_used_block_is_evicted_first() -> None:
     a, b, c = (0, 16), (1, 16), (2, 16)
-    made = plan(*(request(i, part, output=1) for i, part in enumerate([a, b, a, c, a, b])))
-    assert best_hits(made, block_size_tokens=16, capacity_tokens=32).num_shared_tokens == (0, 0, 16, 0, 16, 0)
-    assert best_hits(made, block_size_tokens=16, capacity_tokens=48).num_shared_tokens == (0, 0, 16, 0, 16, 16)
+    planned = plan(*(request(i, part, output=1) for i, part in enumerate([a, b, a, c, a, b])))
+    assert best_hits(planned, block_size_tokens=16, capacity_tokens=32).num_shared_tokens == (0, 0, 16, 0, 16, 0)
+    assert best_hits(planned, block_size_tokens=16, capacity_tokens=48).num_shared_tokens == (0, 0, 16, 0, 16, 16)
 
 
 def test_last_blocks_of_a_prompt_are_evicted_first() -> None:
-    made = plan(request(0, (0, 64), output=1), request(1, (1, 32), output=1), request(2, (0, 64), output=1))
-    assert best_hits(made, block_size_tokens=16, capacity_tokens=64).num_shared_tokens == (0, 0, 32)
+    planned = plan(request(0, (0, 64), output=1), request(1, (1, 32), output=1), request(2, (0, 64), output=1))
+    assert best_hits(planned, block_size_tokens=16, capacity_tokens=64).num_shared_tokens == (0, 0, 32)
 
 
 def test_reused_prefix_is_kept_and_its_rest_evicted() -> None:
     """Request 2 reuses the first half of prompt 0. Its second half is then the oldest and is evicted for
     request 3."""
-    made = plan(
+    planned = plan(
         *(request(i, part, output=1) for i, part in enumerate([(0, 64), (1, 32), (0, 32), (2, 32), (1, 32), (0, 64)]))
     )
-    assert best_hits(made, block_size_tokens=16, capacity_tokens=96).num_shared_tokens == (0, 0, 32, 0, 32, 32)
+    assert best_hits(planned, block_size_tokens=16, capacity_tokens=96).num_shared_tokens == (0, 0, 32, 0, 32, 32)
 
 
 def test_turns_are_replayed_at_their_due_times() -> None:
@@ -126,14 +128,15 @@ class TokenCache:
         return found
 
 
-def by_tokens(made: Plan, block_size: int, capacity_tokens: int | None) -> list[int]:
+def by_tokens(planned: Plan, block_size: int, capacity_tokens: int | None) -> list[int]:
     cache = TokenCache(block_size, None if capacity_tokens is None else capacity_tokens // block_size)
     answers = {
-        r.index: tuple(range(10_000 + 100 * r.index, 10_000 + 100 * r.index + r.output_tokens)) for r in made.requests
+        r.index: tuple(range(10_000 + 100 * r.index, 10_000 + 100 * r.index + r.output_tokens))
+        for r in planned.requests
     }
-    found = [0] * len(made.requests)
-    for now, r in enumerate(in_planned_order(made)):
-        prompt = tokens_of(made, r, answers)
+    found = [0] * len(planned.requests)
+    for now, r in enumerate(in_planned_order(planned)):
+        prompt = tokens_of(planned, r, answers)
         shared = cache.use([*prompt, *answers[r.index][: (r.cancel_after_tokens or r.output_tokens) - 1]], now)
         found[r.index] = min(shared, len(prompt) // block_size) * block_size
     return found
@@ -150,7 +153,7 @@ def plans(draw: st.DrawFn) -> Plan:
         if earlier is None:
             requests.append(request(index, *own, session=f"s{index}", **fields))
             continue
-        made = request(
+        planned = request(
             index,
             *own,
             session=earlier.session,
@@ -163,12 +166,12 @@ def plans(draw: st.DrawFn) -> Plan:
         requests.append(
             PlannedRequest(
                 index=index,
-                segments=(*earlier.segments, *answer, *made.segments),
-                output_tokens=made.output_tokens,
-                after=made.after,
-                think_s=made.think_s,
-                session=made.session,
-                turn=made.turn,
+                segments=(*earlier.segments, *answer, *planned.segments),
+                output_tokens=planned.output_tokens,
+                after=planned.after,
+                think_s=planned.think_s,
+                session=planned.session,
+                turn=planned.turn,
             )
         )
     return plan(*requests)
@@ -176,9 +179,9 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.sampled_from([1, 2, 4, 5, 16]), st.none() | st.integers(16, 60))
-def test_model_agrees_with_a_token_cache(made: Plan, block_size: int, capacity_tokens: int | None) -> None:
-    use = best_hits(made, block_size_tokens=block_size, capacity_tokens=capacity_tokens)
-    assert list(use.num_shared_tokens) == by_tokens(made, block_size, capacity_tokens)
+def test_model_agrees_with_a_token_cache(planned: Plan, block_size: int, capacity_tokens: int | None) -> None:
+    use = best_hits(planned, block_size_tokens=block_size, capacity_tokens=capacity_tokens)
+    assert list(use.num_shared_tokens) == by_tokens(planned, block_size, capacity_tokens)
 
 
 EXACT_PROMPTS = st.lists(
@@ -191,6 +194,6 @@ EXACT_PROMPTS = st.lists(
 def test_model_agrees_with_a_token_cache_for_exact_tokens(
     prompts: list[list[list[int]]], block_size: int, capacity_tokens: int | None
 ) -> None:
-    made = plan(*(request(i, *prompt, output=1) for i, prompt in enumerate(prompts)))
-    use = best_hits(made, block_size_tokens=block_size, capacity_tokens=capacity_tokens)
-    assert list(use.num_shared_tokens) == by_tokens(made, block_size, capacity_tokens)
+    planned = plan(*(request(i, *prompt, output=1) for i, prompt in enumerate(prompts)))
+    use = best_hits(planned, block_size_tokens=block_size, capacity_tokens=capacity_tokens)
+    assert list(use.num_shared_tokens) == by_tokens(planned, block_size, capacity_tokens)

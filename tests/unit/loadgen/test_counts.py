@@ -13,10 +13,10 @@ LAGS = st.lists(st.floats(0, 100), min_size=1, max_size=200)
 
 
 def histogram(lags: list[float]) -> LagHistogram:
-    made = LagHistogram()
+    lags = LagHistogram()
     for lag in lags:
-        made.add(lag)
-    return made
+        lags.add(lag)
+    return lags
 
 
 @given(LAGS, st.integers(1, 100))
@@ -36,12 +36,12 @@ def test_histograms_add_up_after_json(one: list[float], other: list[float]) -> N
 
 
 def counts(good: int, late: int, due: int) -> Counts:
-    made = Counts()
-    made.due, made.sent, made.in_flight = due, due, due - good - late
-    made.outcomes.update({"good": good, "late": late})
-    made.errors.update({"oops": late})
-    made.lags.add(0.001)
-    return made
+    result = Counts()
+    result.due, result.sent, result.in_flight = due, due, due - good - late
+    result.outcomes.update({"good": good, "late": late})
+    result.errors.update({"oops": late})
+    result.lags.add(0.001)
+    return result
 
 
 def test_counts_of_processes_add_up() -> None:

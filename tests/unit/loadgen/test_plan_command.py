@@ -29,7 +29,7 @@ def loadgen_plan(*args: str | Path) -> str:
     return result.output
 
 
-def made(tmp_path: Path, *args: str | Path) -> Plan:
+def run_plan(tmp_path: Path, *args: str | Path) -> Plan:
     out = tmp_path / "plan.jsonl"
     loadgen_plan(*args, "-o", out)
     return read_plan(out)
@@ -86,13 +86,13 @@ def test_random_source(tmp_path: Path) -> None:
         "--seed",
         "3",
     )
-    plan_made = made(tmp_path, *args)
-    assert 200 < len(plan_made.requests) < 400
-    assert {r.output_tokens for r in plan_made.requests} == {7}
-    assert {plan_made.num_prompt_tokens(r) for r in plan_made.requests} == set(range(10, 21))
-    assert (plan_made.name, plan_made.seed, plan_made.ignore_eos) == ("random", 3, True)
-    assert plan_made.vocabulary == Vocabulary(low=1000, high=4096)
-    assert plan_made.made_by == {
+    plan = run_plan(tmp_path, *args)
+    assert 200 < len(plan.requests) < 400
+    assert {r.output_tokens for r in plan.requests} == {7}
+    assert {plan.num_prompt_tokens(r) for r in plan.requests} == set(range(10, 21))
+    assert (plan.name, plan.seed, plan.ignore_eos) == ("random", 3, True)
+    assert plan.vocabulary == Vocabulary(low=1000, high=4096)
+    assert plan.made_by == {
         "source": "random",
         "rate": "5",
         "gaps": "poisson",
@@ -134,27 +134,27 @@ def test_shared_prefix_source(tmp_path: Path) -> None:
 
 
 def test_sessions_source(tmp_path: Path) -> None:
-    plan_made = made(
+    plan = run_plan(
         tmp_path, "sessions", "--rate", "1", "--sessions", "10", "--turns", "3", "--think", "2s",
         "--first-input-tokens", "50",
         "--input-tokens", "5", "--output-tokens", "4", "--prefixes", "1", "--prefix-tokens", "7", "--max-context", "75",
     )  # fmt: skip
-    assert sorted(plan_made.num_prompt_tokens(r) or 0 for r in plan_made.requests) == [57] * 10 + [66] * 10, (
+    assert sorted(plan.num_prompt_tokens(r) or 0 for r in plan.requests) == [57] * 10 + [66] * 10, (
         "a third turn has 75 + 4 tokens"
     )
-    assert {r.think_s for r in plan_made.requests} == {0, 2}
+    assert {r.think_s for r in plan.requests} == {0, 2}
 
 
 def test_mooncake_source(tmp_path: Path) -> None:
     output = loadgen_plan(
         "mooncake", EXCERPT, "--max-tokens", "60000", "--cache-tokens", "100000", "-o", tmp_path / "p.jsonl.gz"
     )
-    plan_made = read_plan(tmp_path / "p.jsonl.gz")
-    assert f"left out    {1000 - len(plan_made.requests)} requests longer than --max-tokens" in output
-    assert plan_made.made_by["file"] == {"file": "mooncake_conversation_1000.jsonl", "sha256": plan_hash(EXCERPT)}
+    plan = read_plan(tmp_path / "p.jsonl.gz")
+    assert f"left out    {1000 - len(plan.requests)} requests longer than --max-tokens" in output
+    assert plan.made_by["file"] == {"file": "mooncake_conversation_1000.jsonl", "sha256": plan_hash(EXCERPT)}
     assert "(infinite cache), " in output
     assert "with 100,000 tokens (LRU)" in output
-    small = made(
+    small = run_plan(
         tmp_path,
         "mooncake",
         EXCERPT,
@@ -177,18 +177,18 @@ def test_mooncake_source(tmp_path: Path) -> None:
 
 
 def test_azure_source(tmp_path: Path, azure: Path) -> None:
-    plan_made = made(tmp_path, "azure", azure, "--time-scale", "0.1")
-    assert [(r.at_s, plan_made.num_prompt_tokens(r), r.output_tokens) for r in plan_made.requests] == [
+    plan = run_plan(tmp_path, "azure", azure, "--time-scale", "0.1")
+    assert [(r.at_s, plan.num_prompt_tokens(r), r.output_tokens) for r in plan.requests] == [
         (0.0, 100, 10),
         (0.15, 3000, 8),
     ]
 
 
 def test_servegen_source(tmp_path: Path, windows: Path) -> None:
-    plan_made = made(tmp_path, "servegen", windows, "--workload", "w/a", "--seconds", "100s", "--output-tokens", "3")
-    assert {r.tenant for r in plan_made.requests} == {"client-3", "client-4"}
-    assert 200 < len(plan_made.requests) < 550
-    alone = made(
+    plan = run_plan(tmp_path, "servegen", windows, "--workload", "w/a", "--seconds", "100s", "--output-tokens", "3")
+    assert {r.tenant for r in plan.requests} == {"client-3", "client-4"}
+    assert 200 < len(plan.requests) < 550
+    alone = run_plan(
         tmp_path, "servegen", windows, "--workload", "w/a", "--seconds", "100s", "--clients", "4", "--rate-scale", "2"
     )
     assert {r.tenant for r in alone.requests} == {"client-4"}
@@ -204,9 +204,9 @@ def test_servegen_source(tmp_path: Path, windows: Path) -> None:
 
 def test_sharegpt_source(tmp_path: Path, chats: Path) -> None:
     args = ("sharegpt", chats, "--rate", "1", "--sessions", "2")
-    texts = made(tmp_path, *args, "--output-tokens", "9")
+    texts = run_plan(tmp_path, *args, "--output-tokens", "9")
     assert all(isinstance(segment, Text) for r in texts.requests for segment in r.segments)
-    tokens = made(tmp_path, *args, "--tokenizer", DEMO, "--max-turns", "1")
+    tokens = run_plan(tmp_path, *args, "--tokenizer", DEMO, "--max-turns", "1")
     assert [isinstance(r.segments[0], Exact) for r in tokens.requests] == [True, True]
     output = loadgen_plan(*args, "--output-tokens", "9", "-o", tmp_path / "p.jsonl")
     assert "left out    1 conversations that do not start with a user's text and a response" in output
@@ -216,8 +216,8 @@ def test_sharegpt_source(tmp_path: Path, chats: Path) -> None:
 def test_arrivals_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "times").write_text("0.5\n1\n7\n")
     args = ("random", "--arrivals", f"file:{tmp_path}/times")
-    assert [r.at_s for r in made(tmp_path, *args).requests] == [0.5, 1.0, 7.0]
-    assert [r.at_s for r in made(tmp_path, *args, "--seconds", "5s", "--requests", "1").requests] == [0.5]
+    assert [r.at_s for r in run_plan(tmp_path, *args).requests] == [0.5, 1.0, 7.0]
+    assert [r.at_s for r in run_plan(tmp_path, *args, "--seconds", "5s", "--requests", "1").requests] == [0.5]
     assert "--rate cannot be combined with" in error_of(*args, "--rate", "5", "-o", tmp_path / "x")
 
 
@@ -229,10 +229,10 @@ def test_client_mixes_and_slos(tmp_path: Path) -> None:
         "--tenants", "a:3,b:1", "--priorities", "0:1,5:1", "--cancel", "0.1", "--stop-at-eos",
         "--name", "mixed", "-o", out,
     )  # fmt: skip
-    plan_made = read_plan(out)
-    assert plan_made.slos == {"chat": SloTarget(ttft_s=0.5, tpot_s=0.05), "batch": SloTarget()}
-    assert (plan_made.name, plan_made.ignore_eos) == ("mixed", False)
-    summary = summarize(plan_made)
+    plan = read_plan(out)
+    assert plan.slos == {"chat": SloTarget(ttft_s=0.5, tpot_s=0.05), "batch": SloTarget()}
+    assert (plan.name, plan.ignore_eos) == ("mixed", False)
+    summary = summarize(plan)
     assert summary.classes["chat"] == pytest.approx(700, abs=60)
     assert summary.tenants["a"] == pytest.approx(750, abs=60)
     assert summary.priorities["5"] == pytest.approx(500, abs=65)
@@ -243,16 +243,16 @@ def test_client_mixes_and_slos(tmp_path: Path) -> None:
     )
     assert f"cancels     {summary.num_leaving} clients cancel before the end of the response" in output
     assert "or fewer: responses may end at EOS" in output
-    one = made(tmp_path, "random", "--rate", "5", "--requests", "1", "--slo", "e2e=10s")
+    one = run_plan(tmp_path, "random", "--rate", "5", "--requests", "1", "--slo", "e2e=10s")
     assert one.slos == {"default": SloTarget(e2e_s=10)}
 
 
 def test_vocabulary_options(tmp_path: Path) -> None:
     args = ("random", "--rate", "5", "--requests", "1")
-    assert made(tmp_path, *args, "--tokenizer", DEMO).vocabulary == Vocabulary(low=3, high=4096)
-    assert made(tmp_path, *args, "--tokenizer", DEMO).made_by["tokenizer"]["file"] == "tokenizer.json"
-    assert made(tmp_path, *args, "--vocab-size", "32000").vocabulary == Vocabulary(low=1000, high=32_000)
-    assert made(tmp_path, *args, "--vocab-size", "900", "--first-token-id", "3").vocabulary == Vocabulary(
+    assert run_plan(tmp_path, *args, "--tokenizer", DEMO).vocabulary == Vocabulary(low=3, high=4096)
+    assert run_plan(tmp_path, *args, "--tokenizer", DEMO).made_by["tokenizer"]["file"] == "tokenizer.json"
+    assert run_plan(tmp_path, *args, "--vocab-size", "32000").vocabulary == Vocabulary(low=1000, high=32_000)
+    assert run_plan(tmp_path, *args, "--vocab-size", "900", "--first-token-id", "3").vocabulary == Vocabulary(
         low=3, high=900
     )
 

@@ -102,8 +102,8 @@ REQUESTS = st.builds(
 
 
 @given(REQUESTS)
-def test_request_round_trip_through_json(made: PlannedRequest) -> None:
-    assert request_from_json(json.loads(json.dumps(request_to_json(made)))) == made
+def test_request_round_trip_through_json(planned: PlannedRequest) -> None:
+    assert request_from_json(json.loads(json.dumps(request_to_json(planned)))) == planned
 
 
 def test_handwritten_plan_is_read(tmp_path: Path) -> None:

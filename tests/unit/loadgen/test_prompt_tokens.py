@@ -74,10 +74,10 @@ def test_tokens_are_fixed() -> None:
 def test_tokens_have_the_requested_number_and_vocabulary(
     segment_id: int, num_tokens: int, vocabulary: Vocabulary, seed: int
 ) -> None:
-    made = tokens(segment_id, num_tokens, vocabulary, seed)
-    assert len(made) == num_tokens
-    assert all(vocabulary.low <= token < vocabulary.high for token in made)
-    assert not set(made) & set(vocabulary.excluded)
+    found = tokens(segment_id, num_tokens, vocabulary, seed)
+    assert len(found) == num_tokens
+    assert all(vocabulary.low <= token < vocabulary.high for token in found)
+    assert not set(found) & set(vocabulary.excluded)
 
 
 @given(IDS, st.integers(1, 100), st.integers(1, 100), vocabularies(least=16), SEEDS)
@@ -106,8 +106,10 @@ def test_neighbouring_ids_differ_from_the_first_token(vocabulary: Vocabulary, se
     """Any V - 1 consecutive ids have V - 1 different first tokens."""
     count = min(vocabulary.size - 1, 500)
     start = data.draw(st.integers(0, max_segment_id(vocabulary) - count + 1))
-    made = TokenSource(vocabulary, seed).segments([Generated(segment_id=start + i, num_tokens=1) for i in range(count)])
-    assert len(set(made)) == count
+    found = TokenSource(vocabulary, seed).segments(
+        [Generated(segment_id=start + i, num_tokens=1) for i in range(count)]
+    )
+    assert len(set(found)) == count
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 15, 16, 17])
@@ -167,14 +169,14 @@ def test_tokens_are_uniform(seed: int) -> None:
 
 
 def test_prompt_is_its_segments_in_order() -> None:
-    made = plan(
+    planned = plan(
         request(0, (0, 40), [7, 8], (1, 20), session="s", output=3),
         request(1, (0, 40), [7, 8], (1, 20), 0, (2, 4), (3, 5), session="s", turn=1, after=0),
     )
-    first = tokens_of(made, made.requests[0], {})
-    second = tokens_of(made, made.requests[1], {0: (91, 92, 93)})
-    assert first == (*tokens(0, 40, made.vocabulary), 7, 8, *tokens(1, 20, made.vocabulary))
-    assert second == (*first, 91, 92, 93, *tokens(2, 4, made.vocabulary), *tokens(3, 5, made.vocabulary))
+    first = tokens_of(planned, planned.requests[0], {})
+    second = tokens_of(planned, planned.requests[1], {0: (91, 92, 93)})
+    assert first == (*tokens(0, 40, planned.vocabulary), 7, 8, *tokens(1, 20, planned.vocabulary))
+    assert second == (*first, 91, 92, 93, *tokens(2, 4, planned.vocabulary), *tokens(3, 5, planned.vocabulary))
 
 
 def test_texts_and_missing_responses_raise() -> None:

@@ -107,7 +107,7 @@ class Recorder:
 
 
 def run(
-    made: Plan,
+    planned: Plan,
     server: Server,
     *,
     timeout_s: float = 60.0,
@@ -121,12 +121,12 @@ def run(
     async def main() -> Runner:
         loop = asyncio.get_running_loop()
         runs = Runner(
-            made,
-            made.requests,
+            planned,
+            planned.requests,
             server,
-            TokenPrompts(made),
+            TokenPrompts(planned),
             recorder,
-            rules=OutcomeRules(slos=made.slos),
+            rules=OutcomeRules(slos=planned.slos),
             timeout_s=timeout_s,
             clock=loop.time,
             alarm=VirtualAlarm,
@@ -144,22 +144,22 @@ def run(
     return {record.index: record for record in recorder.records}
 
 
-def outcomes(made: Plan, records: Mapping[int, Record]) -> list[RequestOutcome]:
-    return [request_metrics.classify(records[index], OutcomeRules(slos=made.slos)) for index in sorted(records)]
+def outcomes(planned: Plan, records: Mapping[int, Record]) -> list[RequestOutcome]:
+    return [request_metrics.classify(records[index], OutcomeRules(slos=planned.slos)) for index in sorted(records)]
 
 
 def test_requests_are_sent_at_their_times_for_any_server() -> None:
-    made = plan(*(request(index, (index, 4), at_s=index * 0.05) for index in range(40)))
+    planned = plan(*(request(index, (index, 4), at_s=index * 0.05) for index in range(40)))
     server = Server(ttft_s=30.0)
-    records = run(made, server)
+    records = run(planned, server)
     assert server.sent == {index: pytest.approx(index * 0.05) for index in range(40)}
     assert [records[index].intended_s for index in range(40)] == [index * 0.05 for index in range(40)]
-    assert request_metrics.invalid_reasons(list(records.values()), OutcomeRules(slos=made.slos)) == ()
+    assert request_metrics.invalid_reasons(list(records.values()), OutcomeRules(slos=planned.slos)) == ()
 
 
 def test_record_times_count_from_the_start() -> None:
-    made = plan(request(0, (0, 4), at_s=2.0, output=3))
-    record = run(made, Server(ttft_s=0.25, gap_s=0.5))[0]
+    planned = plan(request(0, (0, 4), at_s=2.0, output=3))
+    record = run(planned, Server(ttft_s=0.25, gap_s=0.5))[0]
     assert (record.intended_s, record.sent_s, record.ended_s) == (2.0, pytest.approx(2.0), pytest.approx(3.25))
     assert [arrival.at_s for arrival in record.arrivals] == pytest.approx([2.25, 2.75, 3.25])
     assert (record.planned_prompt_tokens, record.planned_output_tokens, record.token_ids) == (4, 3, (0, 1, 2))
@@ -167,45 +167,45 @@ def test_record_times_count_from_the_start() -> None:
 
 
 def test_stall_shows_in_every_request_due_during_it() -> None:
-    made = plan(
+    planned = plan(
         *(request(index, (index, 4), at_s=index * 0.1, output=1) for index in range(50)),
         slos={"default": SloTarget(ttft_s=0.5)},
     )
-    records = run(made, Server(ttft_s=0.05, stall=(1.0, 3.0)))
+    records = run(planned, Server(ttft_s=0.05, stall=(1.0, 3.0)))
     for index in range(50):
         answer_s = index * 0.1 + 0.05
         expected = 3.0 - index * 0.1 if 1.0 <= answer_s < 3.0 else 0.05
         assert request_metrics.ttft_s(records[index]) == pytest.approx(expected)
-    assert outcomes(made, records).count(RequestOutcome.LATE) == 15  # those due from 1.0 to before 2.5
+    assert outcomes(planned, records).count(RequestOutcome.LATE) == 15  # those due from 1.0 to before 2.5
 
 
 def test_turns_follow_complete_responses_and_contain_them() -> None:
-    made = plan(
+    planned = plan(
         request(0, (0, 4), at_s=0.0, output=2, session="s"),
         request(1, (0, 4), 0, (1, 2), output=2, session="s", turn=1, after=0, think_s=1.5),
         request(2, (0, 4), 0, (1, 2), 1, (2, 2), output=2, session="s", turn=2, after=1, think_s=0.0),
     )
     server = Server(ttft_s=0.1, gap_s=0.1)
-    records = run(made, server)
+    records = run(planned, server)
     assert server.sent == {0: 0.0, 1: pytest.approx(1.7), 2: pytest.approx(1.9)}
     assert records[2].intended_s == pytest.approx(records[1].ended_s)
     by_index = {request_sent.index: list(request_sent.token_ids) for request_sent in server.asks}
     assert by_index[1][4:6] == [0, 1]
     assert by_index[2][8:10] == [1000, 1001]
     assert len(server.asks) == 3
-    assert outcomes(made, records) == [RequestOutcome.GOOD] * 3
+    assert outcomes(planned, records) == [RequestOutcome.GOOD] * 3
 
 
 def test_incomplete_turn_cancels_the_rest_of_its_session() -> None:
-    made = plan(
+    planned = plan(
         request(0, (0, 4), at_s=0.0, output=2, session="s"),
         request(1, (0, 4), 0, output=2, session="s", turn=1, after=0, think_s=1.0),
         request(2, (0, 4), 0, 1, output=2, session="s", turn=2, after=1, think_s=1.0),
         request(3, (9, 4), at_s=5.0, output=2),
     )
     server = Server(broken=(0,))
-    records = run(made, server)
-    assert outcomes(made, records) == [
+    records = run(planned, server)
+    assert outcomes(planned, records) == [
         RequestOutcome.FAILED,
         RequestOutcome.CANCELLED,
         RequestOutcome.CANCELLED,
@@ -215,23 +215,25 @@ def test_incomplete_turn_cancels_the_rest_of_its_session() -> None:
 
 
 def test_planned_cancels_and_timeouts() -> None:
-    made = plan(request(0, (0, 4), at_s=0.0, output=8, cancel_after_tokens=3), request(1, (1, 4), at_s=0.5, output=50))
+    planned = plan(
+        request(0, (0, 4), at_s=0.0, output=8, cancel_after_tokens=3), request(1, (1, 4), at_s=0.5, output=50)
+    )
     server = Server(ttft_s=0.1, gap_s=0.1)
-    records = run(made, server, timeout_s=1.95)
-    assert outcomes(made, records) == [RequestOutcome.CANCELLED, RequestOutcome.TIMED_OUT]
+    records = run(planned, server, timeout_s=1.95)
+    assert outcomes(planned, records) == [RequestOutcome.CANCELLED, RequestOutcome.TIMED_OUT]
     assert (len(records[0].arrivals), records[0].ended_s) == (3, pytest.approx(0.3))
     assert (len(records[1].arrivals), records[1].ended_s, server.hung_up) == (19, pytest.approx(2.45), [0, 1])
 
 
 def test_stop_keeps_records_and_sends_nothing_more() -> None:
-    made = plan(*(request(index, (index, 4), at_s=float(index), output=20) for index in range(10)))
+    planned = plan(*(request(index, (index, 4), at_s=float(index), output=20) for index in range(10)))
     server = Server(ttft_s=0.5, gap_s=0.1)
 
     def stop_later(runs: Runner) -> None:
         asyncio.get_running_loop().call_later(0.5 + 4.2, runs.stop)
 
-    records = run(made, server, meanwhile=stop_later)
-    assert outcomes(made, records) == [RequestOutcome.GOOD] * 2 + [RequestOutcome.CANCELLED] * 3
+    records = run(planned, server, meanwhile=stop_later)
+    assert outcomes(planned, records) == [RequestOutcome.GOOD] * 2 + [RequestOutcome.CANCELLED] * 3
     assert (sorted(records), server.hung_up) == ([0, 1, 2, 3, 4], [2, 3, 4])
 
 
@@ -242,9 +244,9 @@ def test_request_that_cannot_be_sent_does_not_end_the_run() -> None:
                 raise ValueError("too odd")
             return super().prepare(request_sent)
 
-    made = plan(*(request(index, (index, 4), at_s=100.0 + index, output=2) for index in range(3)))
-    records = run(made, Choosy())
-    assert outcomes(made, records) == [RequestOutcome.GOOD, RequestOutcome.FAILED, RequestOutcome.GOOD]
+    planned = plan(*(request(index, (index, 4), at_s=100.0 + index, output=2) for index in range(3)))
+    records = run(planned, Choosy())
+    assert outcomes(planned, records) == [RequestOutcome.GOOD, RequestOutcome.FAILED, RequestOutcome.GOOD]
     assert records[1].error == "not sent: ValueError: too odd"
 
 
@@ -255,15 +257,15 @@ def test_full_disk_ends_the_run() -> None:
                 raise OSError(28, "No space left on device")
             super().write(record)
 
-    made = plan(*(request(index, (index, 4), at_s=float(index), output=2) for index in range(30)))
+    planned = plan(*(request(index, (index, 4), at_s=float(index), output=2) for index in range(30)))
     server = Server()
     with pytest.raises(LoadgenError, match="No space left on device"):
-        run(made, server, recorder=Full())
+        run(planned, server, recorder=Full())
     assert len(server.sent) < 5
 
 
 def test_bodies_are_encoded_before_they_are_due() -> None:
-    made = plan(*(request(index, (index, 4), at_s=10.0 * index, output=2) for index in range(5)))
+    planned = plan(*(request(index, (index, 4), at_s=10.0 * index, output=2) for index in range(5)))
     made_at: dict[int, float] = {}
 
     class NotingServer(Server):
@@ -272,7 +274,7 @@ def test_bodies_are_encoded_before_they_are_due() -> None:
             return super().prepare(request_sent)
 
     server = NotingServer()
-    run(made, server, encode_before_start_bytes=1)
+    run(planned, server, encode_before_start_bytes=1)
     assert [made_at[index] for index in range(1, 5)] == pytest.approx(
         [10.0 * index - runner.ENCODE_AHEAD_S for index in range(1, 5)], abs=0.03
     )

@@ -9,8 +9,8 @@ from tests.unit.loadgen.plans import request
 
 
 def session(first: int, turns: int, name: str, think_s: float = 1.0) -> list[PlannedRequest]:
-    made = [request(first, (first, 4), session=name, at_s=float(first))]
-    return made + [
+    planned = [request(first, (first, 4), session=name, at_s=float(first))]
+    return planned + [
         request(
             first + turn,
             (first, 4),

@@ -35,11 +35,11 @@ def test_planned_excerpt_equals_the_trace() -> None:
     """Requests, lengths and infinite-cache hits, from the file on one side and from the plan on the other."""
     with gzip.open(EXCERPT) as file:
         raw = [json.loads(line) for line in file]
-    made = plan(*replay_mooncake(read_mooncake(EXCERPT), seed=1).requests)
-    check_plan(made)
-    assert len(made.requests) == len(raw) == 1000
-    assert [made.num_prompt_tokens(r) for r in made.requests] == [line["input_length"] for line in raw]
-    assert [r.output_tokens for r in made.requests] == [line["output_length"] for line in raw]
+    planned = plan(*replay_mooncake(read_mooncake(EXCERPT), seed=1).requests)
+    check_plan(planned)
+    assert len(planned.requests) == len(raw) == 1000
+    assert [planned.num_prompt_tokens(r) for r in planned.requests] == [line["input_length"] for line in raw]
+    assert [r.output_tokens for r in planned.requests] == [line["output_length"] for line in raw]
 
     seen: set[int] = set()
     hits = []
@@ -51,7 +51,7 @@ def test_planned_excerpt_equals_the_trace() -> None:
             leading += 1
         seen.update(line["hash_ids"])
         hits.append(min(512 * leading, line["input_length"]))
-    use = best_hits(made)
+    use = best_hits(planned)
     assert list(use.num_shared_tokens) == hits
     assert use.shared_ratio == pytest.approx(0.21574223, abs=1e-8)
     in_file = mooncake_hits(read_mooncake(EXCERPT))
@@ -62,8 +62,8 @@ def test_planned_excerpt_equals_the_trace() -> None:
 def test_tokens_are_shared_like_hash_blocks() -> None:
     """Two prompts share exactly the tokens of their common hash ids, for any vocabulary."""
     rows = read_mooncake(EXCERPT)[:60]
-    made = plan(*replay_mooncake(rows, shrink=16).requests)
-    prompts = [tokens_of(made, r, {}) for r in made.requests]
+    planned = plan(*replay_mooncake(rows, shrink=16).requests)
+    prompts = [tokens_of(planned, r, {}) for r in planned.requests]
     for a in range(0, 60, 3):
         for b in range(a + 1, 60):
             blocks = next(

@@ -79,9 +79,9 @@ def test_text_of_words_has_the_planned_tokens(tmp_path: Path, pre_tokenizer: obj
     tokenizer = train(tmp_path / "tokenizer.json", pre_tokenizer)
     words = words_of(tmp_path)
     assert len(words.words) > 100
-    made = plan(*(request(i, (0, 50), (i + 1, 30 + i)) for i in range(50)))
-    for r in made.requests:
-        assert len(tokenizer.encode(text_of(made, r, {}, words)).ids) == made.num_prompt_tokens(r)
+    planned = plan(*(request(i, (0, 50), (i + 1, 30 + i)) for i in range(50)))
+    for r in planned.requests:
+        assert len(tokenizer.encode(text_of(planned, r, {}, words)).ids) == planned.num_prompt_tokens(r)
 
 
 def test_words_of_the_demo_model() -> None:
@@ -104,8 +104,8 @@ def test_common_words_are_many_and_distinct() -> None:
 
 
 def test_text_shares_what_tokens_share() -> None:
-    made = chat_plan()
-    first, second, later = (text_of(made, r, {0: " The answer. "}) for r in made.requests)
+    planned = chat_plan()
+    first, second, later = (text_of(planned, r, {0: " The answer. "}) for r in planned.requests)
     assert len(first.split(" ")) == 60
     assert first.split(" ")[:40] == second.split(" ")[:40]
     assert first.split(" ")[40] != second.split(" ")[40]
@@ -114,17 +114,17 @@ def test_text_shares_what_tokens_share() -> None:
 
 
 def test_warm_up_starts_with_a_reserved_word() -> None:
-    made = plan(*(request(i, (i, 3)) for i in range(1000)))
-    warm_up = warm_up_text(made, 0, 12)
+    planned = plan(*(request(i, (i, 3)) for i in range(1000)))
+    warm_up = warm_up_text(planned, 0, 12)
     assert len(warm_up.split(" ")) == 12
-    assert warm_up.split(" ")[0] not in {text_of(made, r, {}).split(" ")[0] for r in made.requests}
-    assert warm_up != warm_up_text(made, 1, 12)
+    assert warm_up.split(" ")[0] not in {text_of(planned, r, {}).split(" ")[0] for r in planned.requests}
+    assert warm_up != warm_up_text(planned, 1, 12)
 
 
 def test_texts_are_unchanged_and_exact_tokens_rejected() -> None:
-    made = plan(request(0, "One\n", "Two"), request(1, [1, 2]))
-    assert text_of(made, made.requests[0], {}) == "One\nTwo"
+    planned = plan(request(0, "One\n", "Two"), request(1, [1, 2]))
+    assert text_of(planned, planned.requests[0], {}) == "One\nTwo"
     with pytest.raises(BadPlan, match="exact token ids cannot be sent as text"):
-        text_of(made, made.requests[1], {})
+        text_of(planned, planned.requests[1], {})
     with pytest.raises(KeyError):
         text_of(chat_plan(), chat_plan().requests[2], {}, Words(words=("a", "b", "c")))

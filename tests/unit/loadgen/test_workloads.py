@@ -42,8 +42,8 @@ def random_requests(
     )
 
 
-def part(made: PlannedRequest, position: int) -> Generated:
-    segment = made.segments[position]
+def part(planned: PlannedRequest, position: int) -> Generated:
+    segment = planned.segments[position]
     assert isinstance(segment, Generated)
     return segment
 
@@ -106,21 +106,21 @@ def test_sessions_are_in_order_of_time() -> None:
 
 
 def test_turn_starts_with_the_tokens_of_the_previous_turn() -> None:
-    made = plan(*sessions(times(5), turns(count=Fixed(3)), seed=0))
-    last = next(r for r in made.requests if r.turn == 2)
-    middle = made.requests[last.after or 0]
-    first = made.requests[middle.after or 0]
+    planned = plan(*sessions(times(5), turns(count=Fixed(3)), seed=0))
+    last = next(r for r in planned.requests if r.turn == 2)
+    middle = planned.requests[last.after or 0]
+    first = planned.requests[middle.after or 0]
     answers = {first.index: (5,) * first.output_tokens, middle.index: (6,) * middle.output_tokens}
-    prompt = tokens_of(made, last, answers)
-    assert len(prompt) == made.num_prompt_tokens(last)
-    assert prompt[: made.num_prompt_tokens(middle)] == tokens_of(made, middle, answers)
+    prompt = tokens_of(planned, last, answers)
+    assert len(prompt) == planned.num_prompt_tokens(last)
+    assert prompt[: planned.num_prompt_tokens(middle)] == tokens_of(planned, middle, answers)
 
 
 def test_session_ends_before_max_context() -> None:
     whole = sessions(times(40), turns(first_inputs=Fixed(200)), seed=0)
     cut = sessions(times(40), turns(first_inputs=Fixed(200), max_context=300), seed=0)
-    made = plan(*cut)
-    assert max((made.num_prompt_tokens(r) or 0) + r.output_tokens for r in cut) <= 300
+    planned = plan(*cut)
+    assert max((planned.num_prompt_tokens(r) or 0) + r.output_tokens for r in cut) <= 300
     assert len(cut) < len(whole)
     kept = {(r.session, r.turn, r.think_s, r.output_tokens) for r in cut}
     assert kept < {(r.session, r.turn, r.think_s, r.output_tokens) for r in whole}
@@ -129,11 +129,11 @@ def test_session_ends_before_max_context() -> None:
 
 
 def test_simple_plan() -> None:
-    made = simple_plan(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=SloTarget(ttft_s=1))
-    check_plan(made)
-    assert {(made.num_prompt_tokens(r), r.output_tokens) for r in made.requests} == {(100, 7)}
-    assert 60 < len(made.requests) < 140
-    assert hash_of(made) == hash_of(
+    planned = simple_plan(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=SloTarget(ttft_s=1))
+    check_plan(planned)
+    assert {(planned.num_prompt_tokens(r), r.output_tokens) for r in planned.requests} == {(100, 7)}
+    assert 60 < len(planned.requests) < 140
+    assert hash_of(planned) == hash_of(
         simple_plan(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=SloTarget(ttft_s=1))
     )
     with pytest.raises(BadPlan, match="no request arrives in 1 s"):

@@ -229,13 +229,13 @@ async def cluster(
     seed: int = 0, *, delays: Delays | None = None, link: LinkModel | None = None, tracing: Tracing = OFF
 ) -> AsyncIterator[Cluster]:
     """Yield an empty cluster. Workers that still run at the end are stopped."""
-    made = Cluster(seed, delays or Delays(), link or LinkModel(), tracing)
+    simulated = Cluster(seed, delays or Delays(), link or LinkModel(), tracing)
     try:
-        yield made
+        yield simulated
     finally:
-        for worker_id in list(made.nodes):
-            await made.kill(worker_id)
-        await made.network.kill(SCHEDULER)
+        for worker_id in list(simulated.nodes):
+            await simulated.kill(worker_id)
+        await simulated.network.kill(SCHEDULER)
 
 
 def expected_tokens(job: Job, sample: int = 0) -> list[int]:
@@ -255,12 +255,12 @@ def expected_tokens(job: Job, sample: int = 0) -> list[int]:
 class Pair:
     """A prefill and a decode worker, and a gateway's session to each."""
 
-    def __init__(self, made: Cluster, p: Node, d: Node) -> None:
-        self.cluster = made
+    def __init__(self, simulated: Cluster, p: Node, d: Node) -> None:
+        self.cluster = simulated
         self.p, self.d = p, d
-        self.to_p, self.to_d = made.gateway(p), made.gateway(d)
-        self.until_clean = made.until_clean
-        self.check_clean = made.check_clean
+        self.to_p, self.to_d = simulated.gateway(p), simulated.gateway(d)
+        self.until_clean = simulated.until_clean
+        self.check_clean = simulated.check_clean
 
     def jobs(self, *, num_tokens: int = 30, **fields: Any) -> tuple[PrefillJob, DecodeJob]:
         """Return the prefill and the decode job of one attempt."""
@@ -294,10 +294,12 @@ async def pair(
 
     `changes` apply to the settings of both workers.
     """
-    async with cluster(seed, delays=delays, link=link, tracing=tracing) as made:
+    async with cluster(seed, delays=delays, link=link, tracing=tracing) as simulated:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 16} | changes
         both = Pair(
-            made, made.start("p", "prefill", p_blocks, **settings), made.start("d", "decode", num_blocks, **settings)
+            simulated,
+            simulated.start("p", "prefill", p_blocks, **settings),
+            simulated.start("d", "decode", num_blocks, **settings),
         )
         await both.to_p.connect()
         await both.to_d.connect()

@@ -22,9 +22,9 @@ BLOCK_BYTES = builders.layout().block_bytes
 class Trio:
     """A pair of workers, and a third worker that holds the prefix of a prompt."""
 
-    def __init__(self, made: Pair, holder: Node, to_holder: Gateway) -> None:
-        self.pair, self.holder, self.to_holder = made, holder, to_holder
-        self.p, self.d, self.to_p, self.to_d = made.p, made.d, made.to_p, made.to_d
+    def __init__(self, workers: Pair, holder: Node, to_holder: Gateway) -> None:
+        self.pair, self.holder, self.to_holder = workers, holder, to_holder
+        self.p, self.d, self.to_p, self.to_d = workers.p, workers.d, workers.to_p, workers.to_d
 
     async def hold(self, num_tokens: int = NUM_TOKENS, *, prompt: bytes = PROMPT) -> None:
         """Let the holder compute that much of the prompt of this name."""
@@ -85,9 +85,9 @@ class Trio:
 
 @asynccontextmanager
 async def trio(*, link: LinkModel | None = None, p_blocks: int = 128, **changes: Any) -> AsyncIterator[Trio]:
-    async with pair(num_blocks=128, p_blocks=p_blocks, link=link, **changes) as made:
-        holder = made.cluster.start("h", num_blocks=128, max_num_batched_tokens=64, max_num_seqs=16)
-        to_holder = made.cluster.gateway(holder)
+    async with pair(num_blocks=128, p_blocks=p_blocks, link=link, **changes) as workers:
+        holder = workers.cluster.start("h", num_blocks=128, max_num_batched_tokens=64, max_num_seqs=16)
+        to_holder = workers.cluster.gateway(holder)
         await to_holder.connect()
-        yield Trio(made, holder, to_holder)
-        await made.until_clean()
+        yield Trio(workers, holder, to_holder)
+        await workers.until_clean()

@@ -45,10 +45,10 @@ async def test_prefill_pull_and_decode_spans_form_one_trace() -> None:
 @virtual
 async def test_prefix_pull_span_is_a_child_of_the_prefill_span() -> None:
     tracing = RecordedTracing()
-    async with trio(tracing=tracing) as made:
-        await made.hold()
+    async with trio(tracing=tracing) as workers:
+        await workers.hold()
         tracing.spans.clear()
-        await made.answered(*made.send(trace_context=REQUEST))
+        await workers.answered(*workers.send(trace_context=REQUEST))
         (prefix,) = (span for span in tracing.named("kv pull") if span.attributes.get("baton.pulls") == "prefix")
         assert prefix.parent == tracing.only("prefill").context
         assert prefix.attributes["baton.bytes"] > 0
@@ -82,8 +82,8 @@ async def test_cancelled_or_refused_job_ends_its_spans() -> None:
 @asynccontextmanager
 async def one_worker(tracing: RecordedTracing) -> AsyncIterator[Gateway]:
     """Return a connected gateway."""
-    async with cluster(tracing=tracing) as made:
-        gateway = made.gateway(made.start("h", **SETTINGS))
+    async with cluster(tracing=tracing) as workers:
+        gateway = workers.gateway(workers.start("h", **SETTINGS))
         await gateway.connect()
         yield gateway
 

@@ -22,32 +22,32 @@ OTHER = Sampling(max_tokens=8, ignore_eos=True, sampler_version=SAMPLER_VERSION 
 async def test_job_of_another_sampler_version_is_refused(
     make: Callable[..., PrefillJob | DecodeJob],
 ) -> None:
-    async with pair() as made:
+    async with pair() as workers:
         job = make(30, sampling=OTHER)
-        made.to_d.send(job)
-        failure = await made.to_d.failed(job.job)
+        workers.to_d.send(job)
+        failure = await workers.to_d.failed(job.job)
         assert (failure.code, failure.reason, failure.retriable) == (Code.UNAVAILABLE, Reason.LAYOUT_MISMATCH, True)
         assert failure.message.startswith(
             f"sampler_version is {SAMPLER_VERSION + 1}; this worker supports {SAMPLER_VERSION}."
         )
-        assert made.d.executor.plans == []
+        assert workers.d.executor.plans == []
         same = decode_job(30, request=b"same")
-        made.to_d.send(same)
-        await made.to_d.ended(same.job)
-        assert made.to_d.tokens(same.job) == expected_tokens(same)
-        await made.until_clean()
+        workers.to_d.send(same)
+        await workers.to_d.ended(same.job)
+        assert workers.to_d.tokens(same.job) == expected_tokens(same)
+        await workers.until_clean()
 
 
 @virtual
 async def test_sampler_version_is_compared_with_the_workers_layout() -> None:
     """The version in the worker's layout is the one that jobs are compared with."""
-    async with pair() as made:
-        parts = made.d.worker.jobs._parts
-        made.d.worker.jobs._parts = replace(parts, sampler_version=SAMPLER_VERSION + 1)
-        assert parts.sampler_version == made.d.layout.sampler_version
+    async with pair() as workers:
+        parts = workers.d.worker.jobs._parts
+        workers.d.worker.jobs._parts = replace(parts, sampler_version=SAMPLER_VERSION + 1)
+        assert parts.sampler_version == workers.d.layout.sampler_version
         job = decode_job(30, sampling=OTHER)
-        made.to_d.send(job)
-        await made.to_d.ended(job.job)
+        workers.to_d.send(job)
+        await workers.to_d.ended(job.job)
 
 
 @virtual
@@ -56,9 +56,9 @@ async def test_too_long_prompt_is_refused_before_hashing(monkeypatch: pytest.Mon
         raise AssertionError("hashed")
 
     monkeypatch.setattr(leg, "chain", chain)
-    async with pair() as made:
+    async with pair() as workers:
         job = decode_job(4096)
-        made.to_d.send(job)
-        failure = await made.to_d.failed(job.job)
+        workers.to_d.send(job)
+        failure = await workers.to_d.failed(job.job)
         assert (failure.code, failure.reason) == (Code.INVALID_ARGUMENT, Reason.CONTEXT_LENGTH_EXCEEDED)
         assert "4096 tokens" in failure.message

@@ -31,41 +31,43 @@ from tests.unit.worker.virtual_loop import virtual
 
 @virtual
 async def test_prefix_is_pulled_and_only_the_rest_is_computed() -> None:
-    async with trio() as made:
-        await made.hold()
-        assert await made.answered(*made.send()) == NUM_BLOCKS * BLOCK
-        assert made.computed_tokens == NUM_TOKENS - NUM_BLOCKS * BLOCK
-        assert made.p.worker.engine.counters.cached_tokens == NUM_BLOCKS * BLOCK
+    async with trio() as workers:
+        await workers.hold()
+        assert await workers.answered(*workers.send()) == NUM_BLOCKS * BLOCK
+        assert workers.computed_tokens == NUM_TOKENS - NUM_BLOCKS * BLOCK
+        assert workers.p.worker.engine.counters.cached_tokens == NUM_BLOCKS * BLOCK
 
 
 @virtual
 async def test_cached_blocks_are_not_pulled() -> None:
-    async with trio() as made:
-        await made.hold()
-        await made.answered(*made.send(0))
-        before = made.p.worker.reader.links()
-        assert await made.answered(*made.send(1)) == NUM_BLOCKS * BLOCK
+    async with trio() as workers:
+        await workers.hold()
+        await workers.answered(*workers.send(0))
+        before = workers.p.worker.reader.links()
+        assert await workers.answered(*workers.send(1)) == NUM_BLOCKS * BLOCK
         assert (
-            [link.peer for link in before] == [link.peer for link in made.p.worker.reader.links()] == [made.holder.ref]
+            [link.peer for link in before]
+            == [link.peer for link in workers.p.worker.reader.links()]
+            == [workers.holder.ref]
         )
-        assert made.holder.worker.owner.counts.followed == 1
+        assert workers.holder.worker.owner.counts.followed == 1
 
 
 @pytest.mark.parametrize("num_held", [0, 3, 40])
 @virtual
 async def test_source_with_fewer_blocks_provides_what_it_has(num_held: int) -> None:
-    async with trio() as made:
+    async with trio() as workers:
         if num_held:
-            await made.hold(num_held)
-        assert await made.answered(*made.send()) == num_held // BLOCK * BLOCK
+            await workers.hold(num_held)
+        assert await workers.answered(*workers.send()) == num_held // BLOCK * BLOCK
 
 
 @virtual
 async def test_no_more_blocks_are_pulled_than_the_job_names() -> None:
-    async with trio() as made:
-        await made.hold()
+    async with trio() as workers:
+        await workers.hold()
         assert (
-            await made.answered(*made.send(prefix_source=PrefixSource(worker=made.holder.ref, num_blocks=5)))
+            await workers.answered(*workers.send(prefix_source=PrefixSource(worker=workers.holder.ref, num_blocks=5)))
             == 5 * BLOCK
         )
 
@@ -79,160 +81,165 @@ async def test_no_more_blocks_are_pulled_than_the_job_names() -> None:
 )
 @virtual
 async def test_unreachable_source_only_delays_the_request(source: WorkerRef) -> None:
-    async with trio() as made:
-        await made.hold()
+    async with trio() as workers:
+        await workers.hold()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        assert await made.answered(*made.send(prefix_source=PrefixSource(worker=source, num_blocks=NUM_BLOCKS))) == 0
+        assert (
+            await workers.answered(*workers.send(prefix_source=PrefixSource(worker=source, num_blocks=NUM_BLOCKS))) == 0
+        )
         assert loop.time() - began_s < MIN_PULL_S + 0.1
 
 
 @virtual
 async def test_source_that_is_the_worker_itself_is_ignored() -> None:
-    async with trio() as made:
+    async with trio() as workers:
         assert (
-            await made.answered(*made.send(prefix_source=PrefixSource(worker=made.p.ref, num_blocks=NUM_BLOCKS))) == 0
+            await workers.answered(
+                *workers.send(prefix_source=PrefixSource(worker=workers.p.ref, num_blocks=NUM_BLOCKS))
+            )
+            == 0
         )
 
 
 @pytest.mark.parametrize("after_s", [0.0005, 0.005, 0.03, 0.08])
 @virtual
 async def test_source_death_during_the_pull_does_not_fail_the_request(after_s: float) -> None:
-    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
-        await made.hold()
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as workers:
+        await workers.hold()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        jobs = made.send()
+        jobs = workers.send()
         await asyncio.sleep(after_s)
-        await made.pair.cluster.kill("h")
-        assert await made.answered(*jobs) <= NUM_BLOCKS * BLOCK
+        await workers.pair.cluster.kill("h")
+        assert await workers.answered(*jobs) <= NUM_BLOCKS * BLOCK
         assert loop.time() - began_s < MIN_PULL_S + 0.5
-        assert made.p.pool.counts().receiving == 0
+        assert workers.p.pool.counts().receiving == 0
 
 
 @virtual
 async def test_pull_slower_than_computing_is_cancelled() -> None:
-    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.03)) as made:
-        await made.hold()
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.03)) as workers:
+        await workers.hold()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        prefill, decode = made.send()
-        first = await made.to_p.ended_prefill(prefill.job)
+        prefill, decode = workers.send()
+        first = await workers.to_p.ended_prefill(prefill.job)
         assert loop.time() - began_s < MIN_PULL_S + 0.1
         assert first.timeline is not None
         assert 0 < first.timeline.num_cached_tokens < NUM_BLOCKS * BLOCK, "what had landed is used"
-        made.to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
-        await made.to_d.failed(decode.job)
+        workers.to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
+        await workers.to_d.failed(decode.job)
 
 
 @virtual
 async def test_stuck_prefix_reads_fail_no_request() -> None:
-    async with trio(link=LinkModel(stuck=0.3, stuck_s=1.5)) as made:
-        await made.hold()
-        prefill, decode = made.send()
-        first = await made.to_p.ended_prefill(prefill.job)
+    async with trio(link=LinkModel(stuck=0.3, stuck_s=1.5)) as workers:
+        await workers.hold()
+        prefill, decode = workers.send()
+        first = await workers.to_p.ended_prefill(prefill.job)
         assert first.token_ids[0] == expected_tokens(decode)[0]
         await asyncio.sleep(5.0)
 
 
 @virtual
 async def test_many_requests_with_one_new_prefix_pull_it_once() -> None:
-    async with trio(max_num_seqs=32) as made:
-        await made.hold()
-        made.d.executor.gate.clear()  # so that they all arrive before the first is done
-        sent = [made.send(number, sampling=Sampling(max_tokens=4, ignore_eos=True)) for number in range(20)]
-        made.d.executor.gate.set()
+    async with trio(max_num_seqs=32) as workers:
+        await workers.hold()
+        workers.d.executor.gate.clear()  # so that they all arrive before the first is done
+        sent = [workers.send(number, sampling=Sampling(max_tokens=4, ignore_eos=True)) for number in range(20)]
+        workers.d.executor.gate.set()
         for prefill, decode in sent:
-            assert await made.answered(prefill, decode) == NUM_BLOCKS * BLOCK
-        assert made.holder.worker.owner.counts.followed == 1
-        assert made.computed_tokens == 20 * (NUM_TOKENS - NUM_BLOCKS * BLOCK)
+            assert await workers.answered(prefill, decode) == NUM_BLOCKS * BLOCK
+        assert workers.holder.worker.owner.counts.followed == 1
+        assert workers.computed_tokens == 20 * (NUM_TOKENS - NUM_BLOCKS * BLOCK)
 
 
 @virtual
 async def test_pull_respects_the_replica_budget() -> None:
-    async with trio(p_blocks=40) as made:
-        await made.hold()
-        assert await made.answered(*made.send()) == int(MAX_PULLED_SHARE * 40) * BLOCK
+    async with trio(p_blocks=40) as workers:
+        await workers.hold()
+        assert await workers.answered(*workers.send()) == int(MAX_PULLED_SHARE * 40) * BLOCK
 
 
 @pytest.mark.parametrize(("num_blocks", "num_pulled"), [(6, 6), (7, 0)])
 @virtual
 async def test_pull_leaves_a_spare_block_per_running_sequence(num_blocks: int, num_pulled: int) -> None:
-    async with trio(p_blocks=40) as made:
-        await made.hold()
-        made.p.executor.gate.clear()
+    async with trio(p_blocks=40) as workers:
+        await workers.hold()
+        workers.p.executor.gate.clear()
         others = [decode_job(62, request=b"other-%d" % number) for number in range(2)]
         for other in others:
-            made.to_p.send(other)
+            workers.to_p.send(other)
             await asyncio.sleep(0.01)
-        made.p.executor.gate.set()
+        workers.p.executor.gate.set()
         await asyncio.sleep(0.012)
-        made.p.executor.gate.clear()
-        assert (made.p.worker.engine.running_seqs, made.p.pool.num_allocatable) == (2, 8)
-        jobs = made.send(prefix_source=PrefixSource(worker=made.holder.ref, num_blocks=num_blocks))
+        workers.p.executor.gate.clear()
+        assert (workers.p.worker.engine.running_seqs, workers.p.pool.num_allocatable) == (2, 8)
+        jobs = workers.send(prefix_source=PrefixSource(worker=workers.holder.ref, num_blocks=num_blocks))
         await asyncio.sleep(0.1)
-        assert made.p.pool.count_cached(made.holder.pool.hashes()) == num_pulled
-        made.p.executor.gate.set()
+        assert workers.p.pool.count_cached(workers.holder.pool.hashes()) == num_pulled
+        workers.p.executor.gate.set()
         for other in others:
-            await made.to_p.ended(other.job)
-            assert made.to_p.tokens(other.job) == expected_tokens(other)
-        await made.answered(*jobs)
+            await workers.to_p.ended(other.job)
+            assert workers.to_p.tokens(other.job) == expected_tokens(other)
+        await workers.answered(*jobs)
 
 
 @virtual
 async def test_cancel_during_a_prefix_pull_frees_everything() -> None:
-    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
-        await made.hold()
-        prefill, _ = made.send()
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as workers:
+        await workers.hold()
+        prefill, _ = workers.send()
         await asyncio.sleep(0.03)
-        assert made.p.worker.jobs.num_following == 1
-        for gateway in (made.to_p, made.to_d):
+        assert workers.p.worker.jobs.num_following == 1
+        for gateway in (workers.to_p, workers.to_d):
             gateway.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
             await gateway.failed(prefill.job)
         await asyncio.sleep(0.015)  # a slice takes 10 ms, all of them 100
-        assert made.p.pool.counts().receiving == 0
-        await made.pair.until_clean()
-        assert made.p.executor.plans == []
-        assert made.holder.worker.owner.open_leases == 0
-        assert await made.answered(*made.send(1)) == NUM_BLOCKS * BLOCK
+        assert workers.p.pool.counts().receiving == 0
+        await workers.pair.until_clean()
+        assert workers.p.executor.plans == []
+        assert workers.holder.worker.owner.open_leases == 0
+        assert await workers.answered(*workers.send(1)) == NUM_BLOCKS * BLOCK
 
 
 @virtual
 async def test_sample_cancelled_during_the_pull_is_not_sampled() -> None:
-    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
-        await made.hold()
-        prefill, decode = made.send(sample_indices=(0, 1))
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as workers:
+        await workers.hold()
+        prefill, decode = workers.send(sample_indices=(0, 1))
         await asyncio.sleep(0.03)
-        for gateway in (made.to_p, made.to_d):
+        for gateway in (workers.to_p, workers.to_d):
             gateway.send(Cancel(job=prefill.job, reason=Reason.CANCELLED, sample_indices=(0,)))
-        await made.to_d.ended(decode.job, samples=(1,))
-        assert {delta.sample_index for delta in made.to_p.deltas[prefill.job]} == {1}
-        assert made.to_d.tokens(decode.job, 1) == expected_tokens(decode, 1)
+        await workers.to_d.ended(decode.job, samples=(1,))
+        assert {delta.sample_index for delta in workers.to_p.deltas[prefill.job]} == {1}
+        assert workers.to_d.tokens(decode.job, 1) == expected_tokens(decode, 1)
 
 
 @virtual
 async def test_draining_worker_finishes_jobs_that_wait_for_a_prefix() -> None:
-    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
-        await made.hold()
-        jobs = made.send()
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as workers:
+        await workers.hold()
+        jobs = workers.send()
         await asyncio.sleep(0.03)
-        made.p.worker.drain()
-        assert await made.answered(*jobs) == NUM_BLOCKS * BLOCK
-        await asyncio.wait_for(made.p.running, 5.0)
+        workers.p.worker.drain()
+        assert await workers.answered(*jobs) == NUM_BLOCKS * BLOCK
+        await asyncio.wait_for(workers.p.running, 5.0)
 
 
 @virtual
 async def test_decision_is_counted_when_its_load_is_in_the_report() -> None:
-    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
-        await made.hold()
-        prefill, decode = made.jobs()
+    async with trio(link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as workers:
+        await workers.hold()
+        prefill, decode = workers.jobs()
         counted = replace(prefill, decision_id="one")  # type: ignore[arg-type]
-        made.to_p.send(counted)
-        made.to_d.send(decode)
+        workers.to_p.send(counted)
+        workers.to_d.send(decode)
         await asyncio.sleep(0.03)
-        assert list(made.p.worker.jobs.counted_decisions()) == []
-        await made.answered(counted, decode)
-        reports = made.pair.cluster.scheduler.reports["p"]
+        assert list(workers.p.worker.jobs.counted_decisions()) == []
+        await workers.answered(counted, decode)
+        reports = workers.pair.cluster.scheduler.reports["p"]
         await asyncio.sleep(0.5)
         assert [d for report in reports for d in report.counted_decision_ids] == ["one"]
 
@@ -242,12 +249,12 @@ async def test_decision_is_counted_when_its_load_is_in_the_report() -> None:
 )
 @virtual
 async def test_pull_time_limit_is_a_multiple_of_the_compute_time(token_s: float | None, limit_s: float) -> None:
-    async with trio(link=LinkModel(stuck=1.0, stuck_s=1e6)) as made:
+    async with trio(link=LinkModel(stuck=1.0, stuck_s=1e6)) as workers:
         costs = None if token_s is None else SimStepCost(base_s=0.0, per_token_s=token_s).model
-        puller = PrefixPuller(engine=made.p.worker.engine, reader=made.p.worker.reader, costs=lambda: costs)
+        puller = PrefixPuller(engine=workers.p.worker.engine, reader=workers.p.worker.reader, costs=lambda: costs)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        await made.pair.cluster.network.kill(made.holder.ref.address)
-        source = PrefixSource(worker=made.holder.ref, num_blocks=NUM_BLOCKS)
+        await workers.pair.cluster.network.kill(workers.holder.ref.address)
+        source = PrefixSource(worker=workers.holder.ref, num_blocks=NUM_BLOCKS)
         await puller.pull(source, builders.hashes_of(range(NUM_TOKENS), BLOCK))
         assert loop.time() - began_s == pytest.approx(limit_s, abs=0.01)

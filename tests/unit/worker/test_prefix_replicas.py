@@ -26,143 +26,143 @@ def copies(node: Node) -> tuple[int, int]:
     return node.pool.num_replicas, node.pool.num_idle_replicas
 
 
-def hashes(made: Trio, prompt: bytes) -> list[BlockHash]:
-    job, _ = made.jobs(prompt=prompt)
-    return list(chain(chain_root(made.p.layout.model_fingerprint, b"", BLOCK), job.token_ids, BLOCK))
+def hashes(workers: Trio, prompt: bytes) -> list[BlockHash]:
+    job, _ = workers.jobs(prompt=prompt)
+    return list(chain(chain_root(workers.p.layout.model_fingerprint, b"", BLOCK), job.token_ids, BLOCK))
 
 
-def num_cached(made: Trio, prompt: bytes) -> int:
+def num_cached(workers: Trio, prompt: bytes) -> int:
     """Return how many blocks of this prompt's prefix the prefill worker holds."""
-    return made.p.pool.count_cached(hashes(made, prompt))
+    return workers.p.pool.count_cached(hashes(workers, prompt))
 
 
-async def pulled(made: Trio, number: int, prompt: bytes = PROMPT, **changes: Any) -> int:
+async def pulled(workers: Trio, number: int, prompt: bytes = PROMPT, **changes: Any) -> int:
     """Run a request and return how many blocks the prefill worker did not compute.
 
     Nothing of it stays in use.
     """
-    num_tokens = await made.answered(*made.send(number, prompt=prompt, **changes))
-    await made.pair.until_clean()
+    num_tokens = await workers.answered(*workers.send(number, prompt=prompt, **changes))
+    await workers.pair.until_clean()
     return num_tokens // BLOCK
 
 
 @virtual
 async def test_second_use_turns_replicas_into_ordinary_cache() -> None:
-    async with trio(p_blocks=P_BLOCKS) as made:
-        await made.hold()
-        assert await pulled(made, 0) == NUM_BLOCKS
-        assert copies(made.p) == (NUM_BLOCKS, NUM_BLOCKS)
-        assert await pulled(made, 1, prefix_source=None) == NUM_BLOCKS
-        assert copies(made.p) == (0, 0)
+    async with trio(p_blocks=P_BLOCKS) as workers:
+        await workers.hold()
+        assert await pulled(workers, 0) == NUM_BLOCKS
+        assert copies(workers.p) == (NUM_BLOCKS, NUM_BLOCKS)
+        assert await pulled(workers, 1, prefix_source=None) == NUM_BLOCKS
+        assert copies(workers.p) == (0, 0)
 
 
 @virtual
 async def test_samples_of_one_request_count_as_one_use() -> None:
-    async with trio(p_blocks=P_BLOCKS) as made:
-        await made.hold()
-        jobs = made.send(sample_indices=(0, 1), sampling=Sampling(max_tokens=4, ignore_eos=True))
-        await made.to_d.ended(jobs[1].job, samples=(0, 1))
-        await made.pair.until_clean()
-        assert copies(made.p) == (NUM_BLOCKS, NUM_BLOCKS)
+    async with trio(p_blocks=P_BLOCKS) as workers:
+        await workers.hold()
+        jobs = workers.send(sample_indices=(0, 1), sampling=Sampling(max_tokens=4, ignore_eos=True))
+        await workers.to_d.ended(jobs[1].job, samples=(0, 1))
+        await workers.pair.until_clean()
+        assert copies(workers.p) == (NUM_BLOCKS, NUM_BLOCKS)
 
 
 @virtual
 async def test_blocks_pulled_for_a_decode_leg_are_no_replicas() -> None:
-    async with trio() as made:
-        assert await pulled(made, 0, prefix_source=None) == 0
-        assert copies(made.d) == (0, 0)
+    async with trio() as workers:
+        assert await pulled(workers, 0, prefix_source=None) == 0
+        assert copies(workers.d) == (0, 0)
 
 
 @virtual
 async def test_unused_replicas_are_evicted_for_new_ones() -> None:
-    async with trio(p_blocks=P_BLOCKS) as made:
-        await made.hold()
-        await made.hold(prompt=OTHER)
-        await pulled(made, 0)
-        assert await pulled(made, 1, OTHER) == NUM_BLOCKS
-        assert copies(made.p) == (NUM_BLOCKS, NUM_BLOCKS)
-        assert (num_cached(made, PROMPT), num_cached(made, OTHER)) == (0, NUM_BLOCKS)
-        assert made.p.pool.counts().free > 0, "it was the budget that they had to leave for"
+    async with trio(p_blocks=P_BLOCKS) as workers:
+        await workers.hold()
+        await workers.hold(prompt=OTHER)
+        await pulled(workers, 0)
+        assert await pulled(workers, 1, OTHER) == NUM_BLOCKS
+        assert copies(workers.p) == (NUM_BLOCKS, NUM_BLOCKS)
+        assert (num_cached(workers, PROMPT), num_cached(workers, OTHER)) == (0, NUM_BLOCKS)
+        assert workers.p.pool.counts().free > 0, "it was the budget that they had to leave for"
 
 
 @virtual
 async def test_only_surplus_unused_replicas_are_evicted() -> None:
-    async with trio(p_blocks=P_BLOCKS) as made:
-        await made.hold()
-        await made.hold(prompt=OTHER)
-        await pulled(made, 0, prefix_source=made.source(15))
-        assert await pulled(made, 1, OTHER, prefix_source=made.source(8)) == 8
-        assert copies(made.p) == (NUM_BLOCKS, NUM_BLOCKS)
-        assert num_cached(made, PROMPT) == 12
+    async with trio(p_blocks=P_BLOCKS) as workers:
+        await workers.hold()
+        await workers.hold(prompt=OTHER)
+        await pulled(workers, 0, prefix_source=workers.source(15))
+        assert await pulled(workers, 1, OTHER, prefix_source=workers.source(8)) == 8
+        assert copies(workers.p) == (NUM_BLOCKS, NUM_BLOCKS)
+        assert num_cached(workers, PROMPT) == 12
 
 
 @virtual
 async def test_source_without_blocks_causes_no_eviction() -> None:
-    async with trio(p_blocks=P_BLOCKS) as made:
-        await made.hold()
-        await pulled(made, 0)
-        assert await pulled(made, 1, OTHER) == 0
-        assert copies(made.p) == (NUM_BLOCKS, NUM_BLOCKS)
+    async with trio(p_blocks=P_BLOCKS) as workers:
+        await workers.hold()
+        await pulled(workers, 0)
+        assert await pulled(workers, 1, OTHER) == 0
+        assert copies(workers.p) == (NUM_BLOCKS, NUM_BLOCKS)
 
 
 @virtual
 async def test_used_replicas_do_not_count_against_the_budget() -> None:
-    async with trio(p_blocks=P_BLOCKS) as made:
-        await made.hold()
-        await made.hold(prompt=OTHER)
-        await pulled(made, 0)
-        await pulled(made, 1)
-        assert await pulled(made, 2, OTHER) == NUM_BLOCKS
-        assert (num_cached(made, PROMPT), num_cached(made, OTHER)) == (NUM_BLOCKS, NUM_BLOCKS)
+    async with trio(p_blocks=P_BLOCKS) as workers:
+        await workers.hold()
+        await workers.hold(prompt=OTHER)
+        await pulled(workers, 0)
+        await pulled(workers, 1)
+        assert await pulled(workers, 2, OTHER) == NUM_BLOCKS
+        assert (num_cached(workers, PROMPT), num_cached(workers, OTHER)) == (NUM_BLOCKS, NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("is_slow", [True, False], ids=["under way", "in use"])
 @virtual
 async def test_running_pulls_and_used_replicas_reduce_the_budget(is_slow: bool) -> None:
-    async with trio(p_blocks=P_BLOCKS, link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.001) if is_slow else None) as made:
-        await made.hold()
-        await made.hold(prompt=OTHER)
-        made.p.executor.gate.clear()
-        first = made.send(0, prefix_source=made.source(12))
+    async with trio(p_blocks=P_BLOCKS, link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.001) if is_slow else None) as workers:
+        await workers.hold()
+        await workers.hold(prompt=OTHER)
+        workers.p.executor.gate.clear()
+        first = workers.send(0, prefix_source=workers.source(12))
         if not is_slow:
-            await made.pair.settle()
-            assert copies(made.p) == (12, 0)
-        second = made.send(1, prompt=OTHER)
-        await made.pair.settle()
-        assert made.p.pool.num_replicas == NUM_BLOCKS
-        made.p.executor.gate.set()
-        assert await made.answered(*first) == 12 * BLOCK
-        assert await made.answered(*second) == 8 * BLOCK
+            await workers.pair.settle()
+            assert copies(workers.p) == (12, 0)
+        second = workers.send(1, prompt=OTHER)
+        await workers.pair.settle()
+        assert workers.p.pool.num_replicas == NUM_BLOCKS
+        workers.p.executor.gate.set()
+        assert await workers.answered(*first) == 12 * BLOCK
+        assert await workers.answered(*second) == 8 * BLOCK
 
 
 @virtual
 async def test_blocks_being_read_count_once() -> None:
-    async with trio(p_blocks=P_BLOCKS, link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as made:
-        await made.hold()
-        await made.hold(prompt=OTHER)
-        first = made.send(0, prefix_source=made.source(12))
+    async with trio(p_blocks=P_BLOCKS, link=LinkModel(bytes_per_s=BLOCK_BYTES / 0.005)) as workers:
+        await workers.hold()
+        await workers.hold(prompt=OTHER)
+        first = workers.send(0, prefix_source=workers.source(12))
         await asyncio.sleep(0.03)
-        assert made.p.pool.counts().receiving > 0
-        second = made.send(1, prompt=OTHER)
-        assert await made.answered(*first) == 12 * BLOCK
-        assert await made.answered(*second) == 8 * BLOCK
+        assert workers.p.pool.counts().receiving > 0
+        second = workers.send(1, prompt=OTHER)
+        assert await workers.answered(*first) == 12 * BLOCK
+        assert await workers.answered(*second) == 8 * BLOCK
 
 
 @virtual
 async def test_replicas_used_meanwhile_stay_and_nothing_is_pulled() -> None:
-    async with trio(p_blocks=P_BLOCKS) as made:
-        await made.hold()
-        await made.hold(prompt=OTHER)
-        await pulled(made, 0)
+    async with trio(p_blocks=P_BLOCKS) as workers:
+        await workers.hold()
+        await workers.hold(prompt=OTHER)
+        await pulled(workers, 0)
         held: list[int] = []
-        reader = made.p.worker.reader
+        reader = workers.p.worker.reader
         ask = reader.pull
 
         def pull(*arguments: Any, **more: Any) -> Pull:
-            held.extend(made.p.pool.match(hashes(made, PROMPT), NUM_BLOCKS))
+            held.extend(workers.p.pool.match(hashes(workers, PROMPT), NUM_BLOCKS))
             return ask(*arguments, **more)
 
         reader.pull = pull  # type: ignore[method-assign]
-        assert await made.answered(*made.send(1, prompt=OTHER)) == 0
-        assert copies(made.p) == (NUM_BLOCKS, 0)
-        made.p.pool.unref(held)
+        assert await workers.answered(*workers.send(1, prompt=OTHER)) == 0
+        assert copies(workers.p) == (NUM_BLOCKS, 0)
+        workers.p.pool.unref(held)

@@ -28,8 +28,8 @@ STUCK_S = 5.0
 class Scenario:
     """One run of a pair of workers under one seed."""
 
-    def __init__(self, made: Pair, rng: Random) -> None:
-        self.made = made
+    def __init__(self, workers: Pair, rng: Random) -> None:
+        self.workers = workers
         self.rng = rng
         self.sent: list[tuple[Gateway, PrefillJob | DecodeJob]] = []
         self.cancelled: dict[JobId, set[int]] = {}
@@ -39,7 +39,7 @@ class Scenario:
             for number in range(REQUESTS):
                 group.create_task(self.request(number))
             group.create_task(self.cut_peers())
-            for gateway in (self.made.to_p, self.made.to_d):
+            for gateway in (self.workers.to_p, self.workers.to_d):
                 group.create_task(self.break_session(gateway))
         await asyncio.sleep(STUCK_S + 12.0)
 
@@ -59,12 +59,12 @@ class Scenario:
         }
         kind = rng.choice(("handoff", "handoff", "handoff", "local", "no reader"))
         if kind == "handoff":
-            prefill, decode = self.made.jobs(num_tokens=num_tokens, **fields)
-            await asyncio.gather(self.job(self.made.to_p, prefill), self.job(self.made.to_d, decode))
+            prefill, decode = self.workers.jobs(num_tokens=num_tokens, **fields)
+            await asyncio.gather(self.job(self.workers.to_p, prefill), self.job(self.workers.to_d, decode))
         elif kind == "local":
-            await self.job(self.made.to_d, decode_job(num_tokens, **fields))
+            await self.job(self.workers.to_d, decode_job(num_tokens, **fields))
         else:
-            await self.job(self.made.to_p, prefill_job(num_tokens, **fields))
+            await self.job(self.workers.to_p, prefill_job(num_tokens, **fields))
 
     async def job(self, gateway: Gateway, job: PrefillJob | DecodeJob) -> None:
         """Send a job, perhaps late or twice, and perhaps cancel it or some of its samples."""
@@ -113,7 +113,7 @@ class Scenario:
     async def cut_peers(self) -> None:
         for _ in range(self.rng.randrange(6)):
             await asyncio.sleep(self.rng.uniform(0, FAULTS_S / 3))
-            self.made.cluster.cut("d:1", "p:1")
+            self.workers.cluster.cut("d:1", "p:1")
 
     def check(self) -> None:
         for gateway, job in self.sent:
@@ -128,8 +128,8 @@ class Scenario:
                 assert all(d.finish is None for d in own[:-1])
                 is_over = bool(own) if isinstance(job, PrefillJob) else bool(own) and own[-1].finish is not None
                 assert is_over or failures or sample not in wanted, (job.job, sample, len(own))
-        self.made.check_clean()
-        for node in (self.made.p, self.made.d):
+        self.workers.check_clean()
+        for node in (self.workers.p, self.workers.d):
             assert node.pool.counts().quarantined == 0
             assert not node.running.done()
 
@@ -145,8 +145,10 @@ def play(seed: int) -> list[Any]:
     sizes = {"num_blocks": rng.choice((40, 64, 200)), "p_blocks": rng.choice((24, 40, 128))}
 
     async def scenario() -> list[Any]:
-        async with pair(seed, link=link, delays=delays, max_num_batched_tokens=rng.choice((16, 64)), **sizes) as made:
-            played = Scenario(made, rng)
+        async with pair(
+            seed, link=link, delays=delays, max_num_batched_tokens=rng.choice((16, 64)), **sizes
+        ) as workers:
+            played = Scenario(workers, rng)
             await played.play()
             played.check()
             return played.trace()

@@ -12,13 +12,13 @@ from tests.unit.worker.virtual_loop import virtual
 
 @virtual
 async def test_refresh_sets_gauges_and_counts_totals_once() -> None:
-    async with pair() as made:
+    async with pair() as workers:
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)
-        _, decode = made.send(num_tokens=30)
-        await made.to_d.ended(decode.job)
+        _, decode = workers.send(num_tokens=30)
+        await workers.to_d.ended(decode.job)
         for _ in range(2):
-            metrics.refresh(made.p.worker)
+            metrics.refresh(workers.p.worker)
         value = registry.get_sample_value
         assert value("baton_kv_blocks", {"tier": "device", "state": "cached"}) == 7
         assert value("baton_kv_blocks", {"tier": "device", "state": "used"}) == 0
@@ -28,25 +28,25 @@ async def test_refresh_sets_gauges_and_counts_totals_once() -> None:
 
 @virtual
 async def test_evicted_blocks_are_counted() -> None:
-    async with pair(num_blocks=16) as made:
+    async with pair(num_blocks=16) as workers:
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)
         for number in range(3):
             job = decode_job(40, request=b"r%d" % number)
-            made.to_d.send(job)
-            await made.to_d.ended(job.job)
-            metrics.refresh(made.d.worker)
+            workers.to_d.send(job)
+            await workers.to_d.ended(job.job)
+            metrics.refresh(workers.d.worker)
         assert (registry.get_sample_value("baton_evictions_total") or 0) > 0
 
 
 @virtual
 async def test_steps_are_timed() -> None:
-    async with pair() as made:
+    async with pair() as workers:
         registry = CollectorRegistry()
-        made.d.worker.engine_loop.executor = MeteredExecutor(made.d.executor, WorkerMetrics(registry).engine)
+        workers.d.worker.engine_loop.executor = MeteredExecutor(workers.d.executor, WorkerMetrics(registry).engine)
         job = decode_job(30)
-        made.to_d.send(job)
-        await made.to_d.ended(job.job)
+        workers.to_d.send(job)
+        await workers.to_d.ended(job.job)
         assert registry.get_sample_value("baton_step_seconds_count") == 8
         assert registry.get_sample_value("baton_step_tokens_total") == 37
 
@@ -114,16 +114,16 @@ def test_worker_info_has_id_role_and_epoch() -> None:
 
 @virtual
 async def test_leases_are_counted_by_outcome() -> None:
-    async with pair() as made:
+    async with pair() as workers:
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)
-        prefill, _ = made.jobs(num_tokens=30)
-        made.to_p.send(prefill)  # nobody follows
-        await made.to_p.ended_prefill(prefill.job)
-        metrics.refresh(made.p.worker)
+        prefill, _ = workers.jobs(num_tokens=30)
+        workers.to_p.send(prefill)  # nobody follows
+        await workers.to_p.ended_prefill(prefill.job)
+        metrics.refresh(workers.p.worker)
         assert registry.get_sample_value("baton_kv_blocks_held_for_others") == 8
-        await made.until_clean()
-        metrics.refresh(made.p.worker)
+        await workers.until_clean()
+        metrics.refresh(workers.p.worker)
         ended = {
             outcome: registry.get_sample_value("baton_leases_ended_total", {"outcome": outcome}) for outcome in OUTCOMES
         }

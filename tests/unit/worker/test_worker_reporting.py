@@ -38,58 +38,58 @@ async def known_blocks(cluster: Cluster, node: Node) -> set[bytes]:
     return held
 
 
-def last_report(made: Pair, worker_id: str) -> WorkerReport:
-    return made.cluster.scheduler.reports[worker_id][-1]
+def last_report(workers: Pair, worker_id: str) -> WorkerReport:
+    return workers.cluster.scheduler.reports[worker_id][-1]
 
 
 @virtual
 async def test_both_workers_publish_the_blocks_that_they_hold() -> None:
-    async with pair() as made:
-        _, decode = made.send(num_tokens=30)
-        await made.to_d.ended(decode.job)
+    async with pair() as workers:
+        _, decode = workers.send(num_tokens=30)
+        await workers.to_d.ended(decode.job)
         await asyncio.sleep(SOON_S)
-        for node, num_blocks in ((made.p, 7), (made.d, 9)):
-            assert await known_blocks(made.cluster, node) == set(node.pool.hashes())
+        for node, num_blocks in ((workers.p, 7), (workers.d, 9)):
+            assert await known_blocks(workers.cluster, node) == set(node.pool.hashes())
             assert len(node.pool.hashes()) == num_blocks
         await asyncio.sleep(1.0)
-        assert last_report(made, "d").event_seq == made.d.worker.publisher.event_seq > 1  # type: ignore[union-attr]
+        assert last_report(workers, "d").event_seq == workers.d.worker.publisher.event_seq > 1  # type: ignore[union-attr]
 
 
 @virtual
 async def test_blocks_received_for_a_cancelled_request_are_published() -> None:
-    async with pair(link=LinkModel(bytes_per_s=2e5)) as made:
-        prefill, decode = made.send(num_tokens=200)
-        while len(made.d.pool.hashes()) < 20:  # noqa: ASYNC110 - nobody tells
+    async with pair(link=LinkModel(bytes_per_s=2e5)) as workers:
+        prefill, decode = workers.send(num_tokens=200)
+        while len(workers.d.pool.hashes()) < 20:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.001)
-        made.to_p.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
-        made.to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
-        await made.to_d.failed(decode.job)
+        workers.to_p.send(Cancel(job=prefill.job, reason=Reason.CANCELLED))
+        workers.to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
+        await workers.to_d.failed(decode.job)
         await asyncio.sleep(SOON_S)
-        assert 0 < len(made.d.pool.hashes()) < 50
-        assert await known_blocks(made.cluster, made.d) == set(made.d.pool.hashes())
+        assert 0 < len(workers.d.pool.hashes()) < 50
+        assert await known_blocks(workers.cluster, workers.d) == set(workers.d.pool.hashes())
 
 
 @virtual
 async def test_scheduler_can_request_a_snapshot() -> None:
-    async with pair() as made:
-        _, decode = made.send(num_tokens=30)
-        await made.to_d.ended(decode.job)
+    async with pair() as workers:
+        _, decode = workers.send(num_tokens=30)
+        await workers.to_d.ended(decode.job)
         await asyncio.sleep(1.0)
-        before = await made.cluster.feed.snapshot(made.p.ref)
-        made.cluster.scheduler.send("p", WorkerCommand(kind=CommandKind.SNAPSHOT))
+        before = await workers.cluster.feed.snapshot(workers.p.ref)
+        workers.cluster.scheduler.send("p", WorkerCommand(kind=CommandKind.SNAPSHOT))
         await asyncio.sleep(SOON_S)
-        after = await made.cluster.feed.snapshot(made.p.ref)
+        after = await workers.cluster.feed.snapshot(workers.p.ref)
         assert before is not None
         assert after is not None
-        assert (before.hashes[Tier.DEVICE], set(after.hashes[Tier.DEVICE])) == ((), set(made.p.pool.hashes()))
+        assert (before.hashes[Tier.DEVICE], set(after.hashes[Tier.DEVICE])) == ((), set(workers.p.pool.hashes()))
 
 
 @virtual
 async def test_kv_events_expire_after_the_worker_has_ended() -> None:
-    async with pair() as made:
+    async with pair() as workers:
         await asyncio.sleep(SOON_S)
-        feed, ref = made.cluster.feed, made.d.ref
-        await made.cluster.kill("d")
+        feed, ref = workers.cluster.feed, workers.d.ref
+        await workers.cluster.kill("d")
         await asyncio.sleep(KV_EVENTS_TTL_S - 2.0)
         assert await feed.snapshot(ref) is not None
         await asyncio.sleep(3.0)
@@ -108,9 +108,9 @@ class AwayFeed(MemoryKvEventFeed):
 
 @virtual
 async def test_failing_publisher_makes_the_worker_unhealthy() -> None:
-    async with pair() as made:
-        made.cluster.feed = BrokenFeed()
-        node = made.cluster.start("x")
+    async with pair() as workers:
+        workers.cluster.feed = BrokenFeed()
+        node = workers.cluster.start("x")
         await asyncio.wait((node.running,), timeout=5.0)
         assert node.running.done()
         assert "a bug" in str(node.running.exception())
@@ -118,10 +118,10 @@ async def test_failing_publisher_makes_the_worker_unhealthy() -> None:
 
 @virtual
 async def test_unavailable_store_fails_no_request() -> None:
-    async with pair() as made:
-        made.cluster.feed = AwayFeed()
-        node = made.cluster.start("x")
-        gateway = made.cluster.gateway(node)
+    async with pair() as workers:
+        workers.cluster.feed = AwayFeed()
+        node = workers.cluster.start("x")
+        gateway = workers.cluster.gateway(node)
         await gateway.connect()
         job = decode_job(30)
         gateway.send(job)
@@ -134,19 +134,19 @@ async def test_unavailable_store_fails_no_request() -> None:
 
 @virtual
 async def test_publisher_counters_are_in_the_metrics() -> None:
-    async with pair(num_blocks=16) as made:
+    async with pair(num_blocks=16) as workers:
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)
         for number in range(3):
             job = decode_job(40, request=b"r%d" % number)
-            made.to_d.send(job)
-            await made.to_d.ended(job.job)
+            workers.to_d.send(job)
+            await workers.to_d.ended(job.job)
             await asyncio.sleep(SOON_S)
-            metrics.refresh(made.d.worker)
+            metrics.refresh(workers.d.worker)
         assert registry.get_sample_value("baton_kv_publisher_behind") == 0
         assert registry.get_sample_value("baton_kv_resets_total") == 1
-        assert registry.get_sample_value("baton_evictions_total") == 3 * 11 - len(made.d.pool.hashes()) > 0
-        assert await known_blocks(made.cluster, made.d) == set(made.d.pool.hashes())
+        assert registry.get_sample_value("baton_evictions_total") == 3 * 11 - len(workers.d.pool.hashes()) > 0
+        assert await known_blocks(workers.cluster, workers.d) == set(workers.d.pool.hashes())
 
 
 # -- costs and load -----------------------------------------------------------
@@ -154,13 +154,13 @@ async def test_publisher_counters_are_in_the_metrics() -> None:
 
 @virtual
 async def test_exact_costs_stay_exact() -> None:
-    async with pair() as made:
+    async with pair() as workers:
         for number in range(3):
-            _, decode = made.send(num_tokens=100, request=b"r%d" % number)
-            await made.to_d.ended(decode.job)
+            _, decode = workers.send(num_tokens=100, request=b"r%d" % number)
+            await workers.to_d.ended(decode.job)
         await asyncio.sleep(1.0)
         for worker_id in ("p", "d"):
-            costs = last_report(made, worker_id).costs
+            costs = last_report(workers, worker_id).costs
             assert costs is not None
             exact = STEP_COST.model
             assert costs.coefficients == exact.coefficients
@@ -169,59 +169,59 @@ async def test_exact_costs_stay_exact() -> None:
 
 @virtual
 async def test_corrected_costs_are_stored_for_the_next_incarnation() -> None:
-    async with pair() as made:
-        made.d.executor.inner._cost = replace(STEP_COST, base_s=4 * STEP_COST.base_s)  # type: ignore[attr-defined]
+    async with pair() as workers:
+        workers.d.executor.inner._cost = replace(STEP_COST, base_s=4 * STEP_COST.base_s)  # type: ignore[attr-defined]
         job = decode_job(30, sampling=Sampling(max_tokens=200, ignore_eos=True))
-        made.to_d.send(job)
-        await made.to_d.ended(job.job)
+        workers.to_d.send(job)
+        await workers.to_d.ended(job.job)
         await asyncio.sleep(1.0)
-        costs = last_report(made, "d").costs
+        costs = last_report(workers, "d").costs
         assert costs is not None
         assert costs.decode_step_s(1, 100) == pytest.approx(0.0081, rel=0.05)
-        await made.cluster.kill("d")
-        assert await made.cluster.cost_store.get("sim") == costs
+        await workers.cluster.kill("d")
+        assert await workers.cluster.cost_store.get("sim") == costs
 
 
 @virtual
 async def test_failed_step_does_not_correct_the_costs() -> None:
-    async with pair() as made:
-        made.d.executor.error = RuntimeError("bad")
+    async with pair() as workers:
+        workers.d.executor.error = RuntimeError("bad")
         job = decode_job(30)
-        made.to_d.send(job)
-        await made.to_d.failed(job.job)
+        workers.to_d.send(job)
+        await workers.to_d.failed(job.job)
         await asyncio.sleep(1.0)
-        costs = last_report(made, "d").costs
+        costs = last_report(workers, "d").costs
         assert costs == STEP_COST.model
 
 
 @virtual
 async def test_report_contains_attended_tokens_of_the_queue() -> None:
-    async with pair(max_num_batched_tokens=16) as made:
-        made.d.executor.gate.clear()
+    async with pair(max_num_batched_tokens=16) as workers:
+        workers.d.executor.gate.clear()
         for number in range(2):
-            made.to_d.send(decode_job(50, request=b"r%d" % number))
+            workers.to_d.send(decode_job(50, request=b"r%d" % number))
         await asyncio.sleep(0.5)
-        report = last_report(made, "d")
+        report = last_report(workers, "d")
         assert report.max_num_batched_tokens == 16
         assert (report.waiting_prefill_tokens, report.waiting_prefill_attended_tokens) == (
             100,
             2 * attended_tokens(50, 0),
         )
-        made.d.executor.gate.set()
-        await made.to_d.until(lambda: len(made.to_d.deltas) == 2)
+        workers.d.executor.gate.set()
+        await workers.to_d.until(lambda: len(workers.to_d.deltas) == 2)
         await asyncio.sleep(0.5)
-        assert last_report(made, "d").waiting_prefill_attended_tokens == 0
+        assert last_report(workers, "d").waiting_prefill_attended_tokens == 0
 
 
 @virtual
 async def test_decode_worker_reports_mean_output_tokens() -> None:
-    async with pair() as made:
+    async with pair() as workers:
         lengths = (4, 10, 16)
         for length in lengths:
-            _, decode = made.send(
+            _, decode = workers.send(
                 num_tokens=30, request=b"r%d" % length, sampling=Sampling(max_tokens=length, ignore_eos=True)
             )
-            await made.to_d.ended(decode.job)
+            await workers.to_d.ended(decode.job)
         await asyncio.sleep(1.0)
-        assert last_report(made, "d").mean_output_tokens == pytest.approx(10.0)
-        assert last_report(made, "p").mean_output_tokens == 0.0
+        assert last_report(workers, "d").mean_output_tokens == pytest.approx(10.0)
+        assert last_report(workers, "p").mean_output_tokens == 0.0
