@@ -13,10 +13,10 @@ LAGS = st.lists(st.floats(0, 100), min_size=1, max_size=200)
 
 
 def histogram(lags: list[float]) -> LagHistogram:
-    lags = LagHistogram()
+    result = LagHistogram()
     for lag in lags:
-        lags.add(lag)
-    return lags
+        result.add(lag)
+    return result
 
 
 @given(LAGS, st.integers(1, 100))
