@@ -13,11 +13,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.baton-setup
 PYTHON ?= python3
 export PROMPT ?= What does os.path.join do?
+# Python keeps compiled modules, whatever the caller's environment says: tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 UNIT_TESTS := tests/unit tests/contract tests/sim --ignore tests/unit/model --ignore tests/unit/test_demo_model.py
 UNIT_MARKS := not long and not slow and not model and not integration
 
-.PHONY: setup run test test-unit test-long test-triton check check-deploy proto reference docs bench clean
+.PHONY: setup run test test-unit test-long test-triton check check-types check-imports check-rules \
+  check-reference check-style check-deploy proto reference docs bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -38,9 +41,10 @@ $(STAMP): pyproject.toml constraints.txt
 run: setup
 	@exec $(BIN)/baton up --first-prompt "$$PROMPT" $(if $(filter-out 0,$(RUN_ONCE)),--once) $(ARGS)
 
-# Everything that a change must pass.
+# Everything that a change must pass. Files run in the order of their names: with xdist's own order, those with few but
+# long tests come last, and one process waits for the other.
 test: setup check
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Seconds per package: no Ray, Redis, NIXL or model.
 test-unit: setup
@@ -56,13 +60,25 @@ test-triton: setup
 	@test -d build/triton || $(BIN)/python -m pip install --quiet --no-deps --target build/triton triton==3.7.1
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest tests/gpu/test_triton_attention.py $(ARGS)
 
-check: setup docs
+# Two at a time, the longest first.
+check: setup
+	@$(MAKE) --no-print-directory -j 2 check-types docs check-imports check-rules check-reference check-style
+
+check-types: setup
+	$(BIN)/mypy
+
+check-imports: setup
+	$(BIN)/lint-imports --no-logo
+
+check-rules: setup
+	$(BIN)/python -m tools.checks
+
+check-reference: setup
+	$(BIN)/python -m tools.reference --check
+
+check-style: setup
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m tools.checks
-	$(BIN)/python -m tools.reference --check
 
 # The chart's tests, which `make test` runs too.
 check-deploy: setup

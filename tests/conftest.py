@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import sys
 from collections import Counter
 
 import pytest
@@ -53,8 +54,14 @@ def _tiers(item: pytest.Item) -> list[str]:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the collected tests and their imports from garbage collection, which is slow with thousands of
-    tests."""
+    """Prepare the process for its tests.
+
+    Thousands of tests and what they import stay until the end, so garbage collection need not look at them.
+    torch computes with one thread: the cores are shared with other test processes, and threads that wait for
+    each other there cost several times the processor time.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
 

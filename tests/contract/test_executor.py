@@ -5,6 +5,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -33,6 +35,10 @@ from tests import builders
 from tests.delayed_device import record_delayed_event
 from tests.fake_executor import FakeExecutor, FakeGenerationTable
 
+if TYPE_CHECKING:
+    from baton.model.backends.backend_selection import Backend
+    from baton.model.loading.model_loader import LoadedModel
+
 pytestmark = pytest.mark.contract
 
 SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 32, 50
@@ -53,22 +59,37 @@ class Device:
     at_fault: Callable[[StepSequence], StepSequence]
 
 
-def torch_device(name: str, kernels: str = "torch", dtype: str = "float32", *, is_late: bool = False) -> Device:
+def open_backend(device: str, kernels: str, dtype: str) -> "tuple[LoadedModel, Backend]":
+    """Load the demo model and choose a backend for it."""
     from baton.model.backends.backend_selection import choose_backend
+    from baton.model.loading.model_loader import load_model
+    from baton.model.loading.model_source import DEMO_DIR
+
+    loaded = load_model(DEMO_DIR, dtype=dtype, device=device)
+    return loaded, choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
+
+
+shared_backend = cache(open_backend)
+"""For the CPU, where a backend that an executor has closed can be used again, except for `ModelForward`."""
+
+
+def torch_device(name: str, kernels: str = "torch", dtype: str = "float32", *, is_late: bool = False) -> Device:
     from baton.model.device.async_copy import record_event
     from baton.model.device.compute_thread import compute_thread
     from baton.model.device.kv_tensors import KvCache
-    from baton.model.loading.model_loader import load_model
-    from baton.model.loading.model_source import DEMO_DIR
+    from baton.model.step.forward import ModelForward
     from baton.model.torch_executor import TorchExecutor
 
-    loaded = load_model(DEMO_DIR, dtype=dtype, device=name)
-    cache = KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS, loaded.device)
-    cache.blocks.fill_(float("nan"))  # a read of unwritten KV gives a wrong token
+    thread = compute_thread(1)
+    open_in_thread = shared_backend if name == "cpu" else open_backend
+    loaded, backend = thread.submit(open_in_thread, name, kernels, dtype).result()
+    if kernels == "torch":
+        backend = replace(backend, forward=ModelForward(loaded.model))
+    kv = KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS, loaded.device)
+    kv.blocks.fill_(float("nan"))  # a read of unwritten KV gives a wrong token
     unknown = token_ids([loaded.vocab_size])
-    backend = choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
     event = record_delayed_event if is_late else record_event
-    executor = TorchExecutor(loaded.model, cache, thread=compute_thread(1), backend=backend, record_event=event)
+    executor = TorchExecutor(loaded.model, kv, thread=thread, backend=backend, record_event=event)
     return Device(executor, lambda p: replace(p, token_ids=unknown + p.token_ids[1:]))
 
 
