@@ -31,8 +31,7 @@ class Measures:
 
     - `columns`: values by metric name, [requests], in seconds or counts
     - `has_slo[slo]`, `met[slo]`: whether the request has that SLO and met it, [requests]; only complete
-      responses
-    can meet it
+      responses can meet it
     - `token_times`, `token_rows`: arrival and request row of each token, [tokens], whatever the request's
       outcome
     - `gaps`, `gap_rows`: gaps between tokens of complete responses and their request rows, [gaps]

@@ -36,8 +36,7 @@ class Record:
     - `reason`: the server's reason code of a rejection (`ttft_slo`, `queue_full`, …)
     - `is_complete`: the response ended properly (`[DONE]` or gRPC OK) after a finish reason
     - `left_early`: cancelled by the client before or after sending: by the plan, because an earlier turn
-      failed, or
-    by Ctrl-C
+      failed, or by Ctrl-C
     - `timed_out`: the client timeout was reached
     - `num_prompt_tokens`, `num_cached_tokens`, `num_output_tokens`: usage reported by the server, or None
     - `token_ids`: the response's token ids, if the server returns them

@@ -220,8 +220,7 @@ class SendingStats:
 
     - `due_rps`: (due - 1) / (last - first intended time)
     - `achieved_rps`: `due_rps` times the share of due requests that were sent, corrected for the stretch of
-      the sending
-    time
+      the sending time
     - `lag_*`: percentiles of the send lag; None if nothing was sent
 
     Both rates are None for a single request or a plan without duration.

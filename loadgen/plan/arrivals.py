@@ -253,7 +253,7 @@ def weibull_shape(cv: float) -> float:
 
 
 def steady(rate_rps: float) -> Rate:
-    """Return a constant rate without end. Raises BadPlan if it is not above 0."""
+    """Return the rate of a workload that is constant and never ends. Raises BadPlan if it is not above 0."""
     if not rate_rps > 0:
         raise BadPlan(f"the rate is {rate_rps:g} requests/s; it must be above 0")
     return lambda rng: [Piece(math.inf, rate_rps, rate_rps)]

@@ -277,7 +277,7 @@ class GenerationTable(Protocol):
         ...
 
     def generation(self, block_id: int) -> int:
-        """Return the current generation of a block."""
+        """Return the current generation of a block's content, as in the generation table."""
         ...
 
 
@@ -313,5 +313,5 @@ class PinPool(Protocol):
         ...
 
     def generation(self, block_id: int) -> int:
-        """Return the current generation of a block."""
+        """Return the current generation of a block's content, as in the generation table."""
         ...

@@ -16,7 +16,10 @@ log = get_logger(__name__)
 
 
 class BlockCopies(Protocol):
-    """Copies blocks between a device and host memory, under the same block ids. Thread-safe; calls block."""
+    """Copies blocks between a device and host memory, under the same block ids.
+
+    Thread-safe. Each call blocks its thread until the copy is complete.
+    """
 
     def to_host(self, block_ids: Sequence[int]) -> None:
         """Copy blocks from the device to the host."""
