@@ -3,8 +3,10 @@
 import ast
 import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from bench.systems.child_processes import exit_on_signals
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -30,8 +32,8 @@ def overview() -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str]) -> int:
-    """Run the named benchmark with the remaining arguments.
+def main(arguments: list[str], run: Callable[..., object] = runpy.run_module) -> int:
+    """Run the named benchmark with the remaining arguments. SIGTERM and SIGINT end it and what it started.
 
     Return exit code 2 if no benchmark has this name.
     """
@@ -44,8 +46,9 @@ def main(arguments: list[str]) -> int:
         print(f"unknown benchmark {name!r}; choose one of: {', '.join(scenarios())}", file=sys.stderr)
         return 2
     module = ".".join(("bench", *file.relative_to(SCENARIOS.parent).with_suffix("").parts))
+    exit_on_signals()
     sys.argv = [f"python -m bench {name}", *rest]
-    runpy.run_module(module, run_name="__main__")
+    run(module, run_name="__main__")
     return 0
 
 

@@ -29,11 +29,12 @@ from baton.runtime.config.config_base import settings_of
 from baton.runtime.config.settings import SERVICES
 from baton.runtime.network.addresses import choose_port
 from baton.store.redis.private_redis import redis_command
+from bench.systems.child_processes import ended_after
 
 HOST = "127.0.0.1"
 START_LINES = 200
 START_S = 120.0
-STOP_S = 30.0
+UP_STOP_S = 60.0
 
 
 @contextmanager
@@ -41,11 +42,8 @@ def baton_up(*flags: str) -> Iterator[str]:
     """Run `baton up` for the duration of the block and yield the HTTP address."""
     command = [str(Path(sys.executable).parent / "baton"), "up", "--http-port", "0", "--grpc-port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
+    with ended_after(process, signal.SIGINT, stop_s=UP_STOP_S):
         yield _after_ready(process)
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,15 +163,8 @@ def _after_ready(process: subprocess.Popen[str]) -> str:
 def _running(name: str, argv: Sequence[str], logs: Path) -> Iterator[subprocess.Popen[str]]:
     with (logs / f"{name}.out").open("ab") as errors:
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True)
-    try:
+    with ended_after(process):
         yield process
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
 
 
 def _wait_ready(running: Processes) -> None:

@@ -1,22 +1,21 @@
 """Starts the processes of the gateway benchmarks on chosen cores and measures their CPU time. Linux only."""
 
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
+
+from bench.systems.child_processes import ended_after
 
 ROOT = Path(__file__).resolve().parents[2]
 
 READY = "ready "
 START_LINES = 200
-STOP_S = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ def started(command: Sequence[str], cores: set[int]) -> Iterator[tuple[int, str]
     Yield (process id, text it printed after `ready `).
     """
     process = subprocess.Popen([*_on(cores), *command], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    with _ended(process):
+    with ended_after(process):
         assert process.stdout is not None
         for _ in range(START_LINES):
             line = process.stdout.readline()
@@ -74,7 +73,7 @@ def logged(command: Sequence[str], cores: set[int], log: Path, **env: str) -> It
     """Run a process that prints no `ready` line. Yield its process id; its output goes to `log`."""
     with log.open("wb") as out:
         process = subprocess.Popen([*_on(cores), *command], stdout=out, stderr=out, env=os.environ | env)
-        with _ended(process):
+        with ended_after(process):
             yield process.pid
 
 
@@ -94,16 +93,3 @@ def cpu_s(pid: int) -> float:
 
 def _on(cores: set[int]) -> list[str]:
     return ["taskset", "--cpu-list", ",".join(map(str, sorted(cores)))]
-
-
-@contextmanager
-def _ended(process: "subprocess.Popen[Any]") -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.communicate(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()

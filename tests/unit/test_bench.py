@@ -1,10 +1,16 @@
 """`python -m bench` finds every benchmark by name."""
 
 import ast
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from bench.__main__ import main, overview, scenarios
+from bench.scenarios.control import prefix_index
 
 
 def test_every_scenario_is_listed_and_can_be_run() -> None:
@@ -21,3 +27,42 @@ def test_every_scenario_is_listed_and_can_be_run() -> None:
 def test_unknown_name_exits_with_2_and_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["no_such_bench"]) == 2
     assert "scheduler" in capsys.readouterr().err
+
+
+SCENARIO = """
+import subprocess, sys
+from bench.__main__ import main
+from bench.systems.child_processes import ended_after
+
+def scenario(module, run_name):
+    server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    with ended_after(server):
+        print(server.pid, flush=True)
+        server.wait()
+
+main(["prefix_index"], scenario)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_the_servers_that_a_benchmark_started(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", SCENARIO], stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        server = psutil.Process(int(benchmark.stdout.readline()))
+        benchmark.send_signal(number)
+        try:
+            assert benchmark.wait(60) == 128 + number
+            assert not server.is_running()
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                server.kill()
+
+
+@pytest.mark.parametrize("arguments", [["--pairs", "100"], ["--workers", "3"], ["--prompts", "1"]])
+def test_prefix_index_names_an_argument_that_is_too_small(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["prefix_index", *arguments])
+    with pytest.raises(SystemExit):
+        prefix_index.main()
+    assert f"{arguments[0]} is {arguments[1]}; must be at least" in capsys.readouterr().err

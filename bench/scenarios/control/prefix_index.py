@@ -32,6 +32,7 @@ BATCH_BLOCKS = 64
 MAX_OVERLAP = 0.95
 SHARED_FRACTION = 1 / 3
 MAX_HOLDERS = 4
+MIN_PAIRS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +226,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the population (0)")
     parser.add_argument("--json", action="store_true", help="also print one line of JSON")
     options = parser.parse_args()
+    if options.pairs < MIN_PAIRS:
+        parser.error(
+            f"--pairs is {options.pairs}; must be at least {MIN_PAIRS}, so that the index holds several chains"
+        )
+    if options.prompts < 2:
+        parser.error(f"--prompts is {options.prompts}; must be at least 2, because percentiles need two values")
+    if options.workers < MAX_HOLDERS:
+        parser.error(f"--workers is {options.workers}; must be at least {MAX_HOLDERS}, the most that hold one chain")
     figures = measure_index(options.workers, options.pairs, options.prompts, options.seed)
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     for name, value in figures.items():
