@@ -22,7 +22,7 @@ from loadgen.measure.stats import percentile
 
 INVALID = 3
 """Exit code of `loadgen run` for an invalid run: the generator was late. The result is kept and marked."""
-IDLE_TIMEOUT_S = 120.0
+IDLE_TIMEOUT_S, IDLE_POLL_S = 120.0, 0.2
 
 
 def loadgen(*arguments: object, may_exit: Sequence[int] = (0,)) -> None:
@@ -87,7 +87,7 @@ def wait_idle(running: Processes) -> None:
     ):
         if time.monotonic() > end_s:
             raise SystemExit(f"the workers are not idle {IDLE_TIMEOUT_S:g} s after the load")
-        time.sleep(0.2)
+        time.sleep(IDLE_POLL_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from bench.systems.child_processes import ended_after
 
 HOST = "127.0.0.1"
 START_LINES = 200
-START_S = 120.0
+START_S, START_POLL_S = 120.0, 0.1
 UP_STOP_S = 60.0
 
 
@@ -184,7 +184,7 @@ def _wait_ready(running: Processes) -> None:
             last = f"links of decode workers: {links}"
         except OSError as error:
             last = str(error)
-        time.sleep(0.1)
+        time.sleep(START_POLL_S)
     raise SystemExit(f"the cluster is not ready after {START_S:g} s: {last}")
 
 

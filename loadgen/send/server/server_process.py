@@ -25,7 +25,8 @@ from loadgen.send.server.discover import discover_grpc, ready_status
 from loadgen.send.timers import now_s
 
 PORT = "port"
-POLL_S = 0.25
+READY_POLL_S, EXIT_POLL_S = 0.25, 0.05
+"""Intervals of the checks whether a server is ready, and whether it has exited."""
 STOP_SIGNALS = ((signal.SIGINT, 30.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0))
 """Signals for the process group, with the time it has to exit after each."""
 ORPHANS_S = 5.0
@@ -206,7 +207,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], probe: Probe, log: Path,
             )
         if now_s() > end_s:
             raise LoadgenError(f"the server was not ready within {ready_s:g} s; {_log_tail(log)}")
-        time.sleep(POLL_S)
+        time.sleep(READY_POLL_S)
 
 
 def _stop(process: subprocess.Popen[bytes], signals: Sequence[tuple[signal.Signals, float]]) -> None:
@@ -236,7 +237,7 @@ def _is_gone(process: subprocess.Popen[bytes], within_s: float) -> bool:
             orphans_end_s = orphans_end_s or now_s() + ORPHANS_S
         if now_s() > min(end_s, orphans_end_s or end_s):
             return False
-        time.sleep(0.05)
+        time.sleep(EXIT_POLL_S)
     return True
 
 
