@@ -31,6 +31,7 @@ TERMS = {
     "transfer_s": "exposed KV",
     "decode_delay_s": "delays decodes",
     "tpot_s": "TPOT",
+    "recent_prefill_share": "prefill share",
     "kv_pull_s": "KV pull",
     "overlap_blocks": "blocks held",
     "pulled_blocks": "pulled",

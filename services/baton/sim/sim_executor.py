@@ -31,6 +31,10 @@ class SimStepCost:
             decode_context_s=0.0,
         )
 
+    def step_s(self, plan: StepPlan) -> float:
+        """Return how long the simulated step takes, in seconds."""
+        return self.base_s + self.per_token_s * plan.num_tokens
+
 
 class SimExecutor:
     """Implements `Executor` over simulated memory.
@@ -71,7 +75,7 @@ class SimExecutor:
             self.memory.write_block(destination, self.memory.block(source))
         for sequence in plan.sequences:
             self._write(sequence)
-        await asyncio.sleep(self._cost.base_s + self._cost.per_token_s * plan.num_tokens)
+        await asyncio.sleep(self._cost.step_s(plan))
         return StepResult(
             step_id=plan.step_id, samples={s.seq_id: self._sample(s) for s in plan.sequences if s.sample is not None}
         )

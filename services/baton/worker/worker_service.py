@@ -24,7 +24,7 @@ from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.loop import EngineLoop
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.outcome import EngineOutcome
-from baton.engine.state.step import Executor
+from baton.engine.state.step import Executor, StepPlan
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.network.announcements import Announcements
@@ -36,7 +36,8 @@ from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.peer_reads import ReaderTimes
 from baton.transfer.reader.transfer_observer import NoObserver, TransferObserver
 from baton.worker.background_tasks import BackgroundTasks, FirstFailure
-from baton.worker.costs.step_cost_keeper import CostKeeper
+from baton.worker.costs.prefill_share import RecentPrefillShare
+from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.jobs.job_table import JobTable
 from baton.worker.jobs.leg import LegParts
 from baton.worker.jobs.prefix_puller import PrefixPuller
@@ -103,6 +104,7 @@ class Worker:
         self._notifier = ChangeNotifier()
         self.tasks = BackgroundTasks(self._failure.set)
         self._costs = CostKeeper(parts.costs, parts.cost_store, parts.costs_key)
+        self._prefill_share = RecentPrefillShare(lambda: self._costs.costs, asyncio.get_running_loop().time)
         self.engine = Engine(
             parts.engine_config,
             parts.pool,
@@ -113,7 +115,7 @@ class Worker:
         self.owner = _build_owner(parts)
         self.reader = _build_reader(parts, on_pull_end=self._publish_kv_events)
         self.legs = RunningLegs(parts.pool)
-        self.engine_loop = EngineLoop(self.engine, parts.executor, self._deliver, self._costs.observe)
+        self.engine_loop = EngineLoop(self.engine, parts.executor, self._deliver, self._on_step)
         self.jobs = JobTable(
             self._build_leg_parts(),
             self.legs,
@@ -273,6 +275,7 @@ class Worker:
             costs=self._costs.costs,
             mean_output_tokens=engine.counters.mean_output_tokens,
             slo_step_s=engine.next_step_budget().slo_step_s,
+            recent_prefill_share=self._prefill_share.share,
         )
 
     def debug_state(self) -> dict[str, object]:
@@ -308,6 +311,11 @@ class Worker:
         self.legs.deliver(outcome)
         self._publish_kv_events()
         self._notifier.changed()
+
+    def _on_step(self, plan: StepPlan, step_s: float) -> None:
+        work = work_of(plan)
+        self._prefill_share.observe(work, step_s)
+        self._costs.observe(work, step_s)
 
     def _publish_kv_events(self) -> None:
         if self.publisher is not None:

@@ -102,6 +102,13 @@ def test_seconds_of_a_candidate_are_shown_in_the_order_of_the_request_path() -> 
     assert row(screen, "w0") == "w0 prefill 300 ms 20 ms 26 ms 250 ms 4 ms 0 ms 12 ◀ chosen".split()
 
 
+def test_prefill_share_is_shown_after_the_tpot() -> None:
+    terms = {"recent_prefill_share": 0.412, "tpot_s": 0.0085, "cost_s": 0.009}
+    screen = shown(decision_record(candidates=(Candidate(worker=worker_ref("w1"), side="decode", terms=terms),)))
+    assert row(screen, "candidate") == "candidate for cost TPOT prefill share".split()
+    assert row(screen, "w1") == "w1 decode 9 ms 8.5 ms 0.412 ◀ chosen".split()
+
+
 def test_predictions_and_actual_values_are_both_shown() -> None:
     screen = shown(decision_record(placement=placement(ttft_s=0.029, tpot_s=0.003, queue_s=0.0), actuals=ACTUALS))
     assert "  predicted  queue 0 ms, TTFT 29 ms, TPOT 3 ms" in screen

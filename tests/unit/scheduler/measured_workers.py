@@ -78,6 +78,7 @@ def random_view(random: Random, name: str, names: list[str]) -> WorkerView:
         ),
         costs=random.choice([COSTS] * 12 + [None]),
         mean_output_tokens=random.choice([0.0, 50.0, 400.0]),
+        recent_prefill_share=random.choice([0.0, 0.0, 0.4, 1.0]),
     )
     return WorkerView(
         report=report,

@@ -215,6 +215,17 @@ def test_queued_prefill_slows_decode() -> None:
     assert ids(chosen(seen(measured("p", "prefill"), busy("d0", waiting_prefill_tokens=50_000), busy("d1"))))[1] == "d1"
 
 
+@pytest.mark.parametrize("policy", NAMES)
+def test_recent_prefill_share_slows_decode(policy: str) -> None:
+    p = measured("p", "prefill")
+    got = chosen(seen(p, busy("d0", 8, recent_prefill_share=0.6), busy("d1", 10)), policy=policy)
+    assert ids(got)[1] == "d1"
+    terms = {c.worker.worker_id: c.terms for c in got.candidates if c.side == "decode"}
+    assert terms["d0"]["recent_prefill_share"] == 0.6
+    assert terms["d0"]["tpot_s"] > 2 * terms["d1"]["tpot_s"]
+    assert "recent_prefill_share" not in terms["d1"]
+
+
 # the decode worker prefills
 
 

@@ -57,10 +57,10 @@ def test_step_work_consists_of_chunks_and_decoding_sequences() -> None:
 
 def test_steps_correct_the_costs_of_their_kind_most() -> None:
     keeper = CostKeeper(COSTS)
-    slow = plan(part(1, 5))
+    slow = work_of(plan(part(1, 5)))
     for _ in range(200):
-        keeper.observe(slow, 2 * COSTS.step_seconds(work_of(slow)))
-        keeper.observe(StepPlan(step_id=1, sequences=(), block_copies=((1, 2),)), 60.0)
+        keeper.observe(slow, 2 * COSTS.step_seconds(slow))
+        keeper.observe(work_of(StepPlan(step_id=1, sequences=(), block_copies=((1, 2),))), 60.0)
     assert keeper.costs is not None
     assert keeper.costs.decode_factor == pytest.approx(2.0, rel=0.05)
     assert 1.5 < keeper.costs.prefill_factor < 1.9, "what was not seen follows"
@@ -68,7 +68,7 @@ def test_steps_correct_the_costs_of_their_kind_most() -> None:
 
 def test_keeper_without_costs_stores_nothing() -> None:
     keeper = CostKeeper(None)
-    keeper.observe(plan(part(1, 5)), 1.0)
+    keeper.observe(work_of(plan(part(1, 5))), 1.0)
     assert keeper.costs is None
 
 
@@ -79,10 +79,10 @@ async def test_corrected_costs_are_saved_periodically_and_at_the_end() -> None:
     task = asyncio.create_task(keeper.run())
     await asyncio.sleep(SAVE_S + 1)
     assert await store.get("k") is None, "nothing was observed"
-    keeper.observe(plan(part(1, 5)), 1.0)
+    keeper.observe(work_of(plan(part(1, 5))), 1.0)
     await asyncio.sleep(SAVE_S)
     assert await store.get("k") == keeper.costs != COSTS
-    keeper.observe(plan(part(1, 5)), 1.0)
+    keeper.observe(work_of(plan(part(1, 5))), 1.0)
     task.cancel()
     await asyncio.wait((task,))
     assert await store.get("k") == keeper.costs
@@ -91,7 +91,7 @@ async def test_corrected_costs_are_saved_periodically_and_at_the_end() -> None:
 @virtual
 async def test_unavailable_cost_store_is_tolerated(caplog: pytest.LogCaptureFixture) -> None:
     keeper = CostKeeper(COSTS, Away(), "k")
-    keeper.observe(plan(part(1, 5)), 1.0)
+    keeper.observe(work_of(plan(part(1, 5))), 1.0)
     task = asyncio.create_task(keeper.run())
     await asyncio.sleep(3 * SAVE_S)
     assert not task.done()

@@ -85,6 +85,7 @@ class WorkerReport:
     max_num_batched_tokens: 0 if not known.
     mean_output_tokens: mean length of the answers that ended here recently; 0 if not known.
     slo_step_s: longest next step that the TPOT SLOs of the decoding requests allow; 0 if they allow nothing.
+    recent_prefill_share: share of the time of recent steps with decoding sequences that went to prompts.
     """
 
     worker: WorkerRef
@@ -112,3 +113,4 @@ class WorkerReport:
     waiting_prefill_attended_tokens: int = 0
     mean_output_tokens: float = 0.0
     slo_step_s: float = 0.0
+    recent_prefill_share: float = 0.0

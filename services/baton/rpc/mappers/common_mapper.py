@@ -90,6 +90,13 @@ def amount(value: float, field: str) -> float:
     return value
 
 
+def share(value: float, field: str) -> float:
+    """Check a share of a whole: a number from 0 to 1. Raises Refused."""
+    if not 0.0 <= value <= 1.0:
+        raise invalid(f"{field} is {value}: a share must be a number from 0 to 1")
+    return value
+
+
 def name(value: NameT, field: str) -> NameT:
     """Check the length of a name, id or salt. Raises Refused."""
     return value if len(value) <= MAX_NAME else name_too_long(len(value), field)

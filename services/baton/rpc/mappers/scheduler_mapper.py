@@ -125,6 +125,7 @@ _REPORT = MessageMapping(
         "costs": nested(_COSTS.to_wire, _from_step_costs, optional=True),
         "mean_output_tokens": _AMOUNT,
         "slo_step_s": _AMOUNT,
+        "recent_prefill_share": checked(c.share),
     },
 )
 

@@ -105,6 +105,9 @@ def _decode_candidate(w: WorkerTable, prompt: Prompt, terms: DecodeTerms, i: int
         "cost_s": terms.cost_s[i],
         "overlap_blocks": prompt.overlap_blocks[i],
     }
+    prefill_share = w.reported.recent_prefill_share.item(i)
+    if prefill_share > 0:
+        values["recent_prefill_share"] = round(prefill_share, 3)
     return _candidate(w, i, "decode", values)
 
 

@@ -121,14 +121,16 @@ def idle_tpot_s(w: WorkerRow, prompt: Prompt) -> float:
 
 def tpot_now_s(w: WorkerRow, prompt: Prompt) -> float:
     """Predict the TPOT if the request decoded right now, together with the sequences that do."""
-    return _decode_step_s(w, w.reported.decoding_seqs, w.reported.decoding_context_tokens, prompt)
+    step_s = _decode_step_s(w, w.reported.decoding_seqs, w.reported.decoding_context_tokens, prompt)
+    return _with_prefill_s(w, step_s)
 
 
 def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
     """Predict the TPOT of the request once its prompt is computed, in `horizon_s`.
 
     Until then some of the decoding sequences end, and those placed earlier join, of which some end too.
-    Prompts that are still queued by then delay the answer, spread over its tokens.
+    Prompts delay the answer: as many as in the recent past, which include those still queued by then, or only
+    the latter if they take longer. Their time is spread over the tokens of the answer.
     """
     reported, reserved = w.reported, w.reserved
     num_drains = _maximum(horizon_s / w.derived.decode_drain_s, _TINY)
@@ -138,7 +140,8 @@ def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
     seqs = reported.decoding_seqs * staying + reserved.joining_seqs * joining
     context = reported.decoding_context_tokens * staying + joining_context * joining
     still_queued_s = _maximum(w.derived.queue_s - horizon_s, 0.0)
-    return _decode_step_s(w, seqs, context, prompt) + still_queued_s / expected_output_tokens(w, prompt)
+    step_s = _decode_step_s(w, seqs, context, prompt)
+    return _maximum(_with_prefill_s(w, step_s), step_s + still_queued_s / expected_output_tokens(w, prompt))
 
 
 def exposed_transfer_s(
@@ -180,6 +183,15 @@ def _prefill_share_s(w: WorkerRow, compute_s: float) -> float:
     """Predict the prefill compute of one mixed step while `compute_s` of one more prompt is left."""
     part = _minimum((w.derived.queued_prefill_s + compute_s) / QUEUE_TARGET_S, MAX_PREFILL_SHARE)
     return _maximum(w.derived.joined_step_s * part / (1 - part), w.derived.prefill_share_s)
+
+
+def _with_prefill_s(w: WorkerData[N], decode_step_s: N) -> N:
+    """Return the mean time of a step if prompts take the same share of step time as recently.
+
+    The step budget does not limit this mean further. Recent steps kept to it already, and if the share takes
+    longer steps than the budget allows, the queue grows until it allows them.
+    """
+    return decode_step_s / (1 - w.reported.recent_prefill_share)
 
 
 def _decode_step_s(w: WorkerData[N], seqs: N, context_tokens: N, prompt: Prompt) -> N:

@@ -48,6 +48,7 @@ class ReportedState(Generic[N]):
     slo_step_s: N  # longest next step that the running requests' TPOT SLOs allow; 0 if they allow nothing
     max_num_seqs: N
     mean_output_tokens: N
+    recent_prefill_share: N  # share of the time of decoding steps that went to prompts; at most `MAX_PREFILL_SHARE`
     default_link_s_per_byte: N  # expected for a peer that was never read from
     cost_source: N  # `NO_COSTS`, `PEER_COSTS` (estimated from other workers) or `MEASURED_COSTS`
     mixed_decode_s: N  # time that the decoding sequences add to a mixed step

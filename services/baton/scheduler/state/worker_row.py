@@ -5,7 +5,7 @@ from math import ceil, inf
 
 from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.cluster.worker_report import WorkerState
-from baton.core.step_cost import stall_free_step_s
+from baton.core.step_cost import MAX_PREFILL_SHARE, stall_free_step_s
 from baton.scheduler.state.worker_data import MEASURED_COSTS, NO_COSTS, DerivedState, ReportedState, ReservedState
 
 DEFAULT_CHUNK_TOKENS = 512
@@ -43,6 +43,7 @@ def reported_state(view: WorkerView, kv_group: int, link_s_per_byte: float) -> R
         slo_step_s=report.slo_step_s,
         max_num_seqs=report.max_num_seqs,
         mean_output_tokens=report.mean_output_tokens if has_mean else DEFAULT_OUTPUT_TOKENS,
+        recent_prefill_share=min(report.recent_prefill_share, MAX_PREFILL_SHARE),
         default_link_s_per_byte=link_s_per_byte,
         cost_source=NO_COSTS,
         mixed_decode_s=0.0,
@@ -98,7 +99,7 @@ def derived_state(reported: ReportedState[float], reserved: ReservedState[float]
     beside sequences with little slack are therefore predicted too early.
 
     The age of an answer says little about its remaining length, so each decoding sequence is expected to run
-    for another whole mean answer (`decode_drain_s`).
+    for another whole mean answer (`decode_drain_s`), in steps as long as `recent_prefill_share` makes them.
     """
     mixed_step_s = reported.base_step_s + reported.mixed_decode_s
     decode_s = (
@@ -117,7 +118,7 @@ def derived_state(reported: ReportedState[float], reserved: ReservedState[float]
         queued_prefill_s=queued_prefill_s,
         prefill_share_s=prefill_share_s,
         joined_step_s=joined_step_s,
-        decode_drain_s=reported.mean_output_tokens * max(decode_s, _TINY_S),
+        decode_drain_s=reported.mean_output_tokens * max(decode_s / (1 - reported.recent_prefill_share), _TINY_S),
         queue_s=num_steps * mixed_step_s + queued_prefill_s,
     )
 

@@ -53,10 +53,10 @@ class CostKeeper:
         """The corrected costs, or None if they are unknown."""
         return None if self._correction is None else self._correction.costs
 
-    def observe(self, plan: StepPlan, step_s: float) -> None:
-        """Correct the costs with a step that took `step_s` seconds."""
-        if self._correction is not None and plan.sequences:
-            self._correction.observe(work_of(plan), step_s)
+    def observe(self, work: StepWork, step_s: float) -> None:
+        """Correct the costs with a step that took `step_s` seconds. A step without sequences is ignored."""
+        if self._correction is not None and (work.num_prefill_tokens or work.num_decode_seqs):
+            self._correction.observe(work, step_s)
             self._is_changed = True
 
     async def run(self) -> None:
