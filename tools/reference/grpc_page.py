@@ -11,7 +11,7 @@ INTRODUCTION = """
 The package `baton.v1` is the public gRPC API of a gateway. Fields are only added. The port also serves
 `grpc.health.v1.Health` and server reflection, so `grpcurl` works without the .proto files. The messages between
 Baton's own services (`baton.wire.v1`) are described in [Protocol](../design/protocol.md) and may change between
-releases.
+releases. [Errors](errors.md) lists the status and the reason of each failure, and what a client does about it.
 """
 
 
