@@ -155,6 +155,7 @@ async def test_requests_progress_with_decode_memory_for_little_more_than_one_pro
     assert all(one.is_complete for one in got), "every admitted request makes progress"
 
 
+@pytest.mark.long  # in short: _sigterm_loses_nothing of test_real_workers.py, and test_rolling.py
 @pytest.mark.fault("F-47", "F-48")
 async def test_drained_workers_lose_no_request(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(48)

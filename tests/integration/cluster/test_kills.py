@@ -152,6 +152,7 @@ async def test_decode_worker_crash_resumes_without_duplicate_tokens(
     assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
 
 
+@pytest.mark.long  # in short: the chaos runs of tests/sim, which kill decode workers at any moment
 @pytest.mark.fault("F-5")
 @pytest.mark.parametrize("number", range(ROUNDS))
 async def test_decode_worker_crash_while_it_waits_for_kv_resumes_all_streams(
@@ -167,6 +168,7 @@ async def test_decode_worker_crash_while_it_waits_for_kv_resumes_all_streams(
     assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
 
 
+@pytest.mark.long  # in short: test_scheduler_restart_under_load_places_no_request_twice of test_placement.py
 @pytest.mark.fault("F-31")
 @pytest.mark.parametrize("number", range(ROUNDS))
 async def test_scheduler_crash_under_load_loses_no_request(
@@ -209,6 +211,7 @@ async def test_request_without_any_decode_worker_fails_with_no_workers(cluster: 
 async def test_decode_workers_prefill_locally_without_any_prefill_worker(
     cluster: ProcessCluster, checker: ExactnessChecker
 ) -> None:
+    """Must run last: the prefill workers stay dead. That killed ones come back is part of the tests above."""
     await restore(cluster)
     for victim in ("p0", "p1"):
         await cluster.kill(victim)
@@ -217,6 +220,3 @@ async def test_decode_workers_prefill_locally_without_any_prefill_worker(
         got = [await client.ask(ask) for ask in asks(Random(7), prompt_tokens=60, max_tokens=6)]
     check(checker, got)
     assert not any(leg.kv_bytes for one in got if one.timeline for leg in one.timeline.legs)
-    for victim in ("p0", "p1"):
-        await cluster.start_worker(victim)
-    await cluster.until_workers(*ALL, limit_s=BACK_S)
