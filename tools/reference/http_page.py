@@ -11,7 +11,8 @@ from tools.reference.markdown import code, page, paragraph, table
 INTRODUCTION = f"""
 The gateway serves OpenAI's API for completions and chat. A field is either read, accepted as a label without effect,
 or refused by name; no field is ignored silently. Errors have OpenAI's shape; [Errors](errors.md) lists each status
-and reason, and what a client does about it. A request head may have {MAX_HEAD_BYTES // 1024} KiB, a JSON body {MAX_JSON_DEPTH} levels.
+and reason, and what a client does about it. A request head may have {MAX_HEAD_BYTES // 1024} KiB, a JSON body
+{MAX_JSON_DEPTH} levels.
 """
 
 
