@@ -17,8 +17,13 @@ from baton.engine.engine import Engine, EngineConfig
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import StepPlan
-from baton.model.backends import backend_selection
-from baton.model.backends.backend_selection import Backend, choose_backend
+from baton.model.backends.backend_selection import (
+    CPU_BACKENDS,
+    NATIVE_DECODER,
+    Backend,
+    CpuBackends,
+    choose_backend,
+)
 from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import LoadedModel, load_model
@@ -72,10 +77,18 @@ BACKENDS: dict[LoadedModel, Backend] = {}
 
 
 def loaded_for(
-    path: Path, kernels: str, device: str = "cpu", *, dtype: str = "float32", num_threads: int = 1
+    path: Path,
+    kernels: str,
+    device: str = "cpu",
+    *,
+    dtype: str = "float32",
+    num_threads: int = 1,
+    cpu_backends: CpuBackends = CPU_BACKENDS,
 ) -> LoadedModel:
     loaded = load_model(path, dtype=dtype, device=device)
-    BACKENDS[loaded] = choose_backend(loaded, kernels=kernels, num_threads=num_threads, block_size_tokens=BLOCK)
+    BACKENDS[loaded] = choose_backend(
+        loaded, kernels=kernels, num_threads=num_threads, block_size_tokens=BLOCK, cpu_backends=cpu_backends
+    )
     return loaded
 
 
@@ -307,7 +320,7 @@ def test_bfloat16_differs_from_transformers_only_at_near_ties(kernels: str) -> N
     assert (differing < 2 * near).all()
 
 
-def test_bfloat16_answers_do_not_depend_on_batch_or_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_answers_do_not_depend_on_batch_or_preemption(tmp_path: Path) -> None:
     """The native decoder gives bit-identical logprobs, because no row's sums depend on other rows.
 
     The model has four queries per key, and contexts too short to be split between threads. With one or two
@@ -316,10 +329,9 @@ def test_bfloat16_answers_do_not_depend_on_batch_or_preemption(tmp_path: Path, m
     """
     path = tmp_path / "model"
     init_model(Qwen3Config(**_TINY, num_key_value_heads=1, head_dim=32), path, seed=1)
-    monkeypatch.setattr(
-        backend_selection, "prefers_native_gemm", lambda model, kernels: True
-    )  # even if oneDNN's GEMM is faster
-    loaded = loaded_for(path, "auto", dtype="bfloat16", num_threads=2)
+    native = replace(NATIVE_DECODER, serves=lambda model, kernels: True)  # even if oneDNN's GEMM is faster
+    backends = CpuBackends(fastest_first=(native,))
+    loaded = loaded_for(path, "auto", dtype="bfloat16", num_threads=2, cpu_backends=backends)
     assert BACKENDS[loaded].name == "native decoder"
     questions = [
         Question(q.prompt, replace(q.sampling, max_tokens=40, ignore_eos=True), 1 + i % 3)

@@ -1,6 +1,6 @@
 """Tests which backend is chosen, and which one replaces it if it fails: each failure is one warning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,18 +14,28 @@ from transformers import Olmo2Config, PreTrainedConfig
 from baton.core.errors import ModelError
 from baton.core.kv.block_hash import token_ids
 from baton.engine.state.step import StepPlan, StepSequence
-from baton.model.attention.attention_inputs import CausalMasks
+from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, CausalMasks
 from baton.model.attention.paged_attention import paged_attention
-from baton.model.backends import backend_selection, decoder_layers, fused_layers
-from baton.model.backends.backend_selection import Backend, choose_backend, compiled_backend
+from baton.model.backends import backend_selection, fused_layers
+from baton.model.backends.backend_selection import (
+    CPU_BACKENDS,
+    FUSED_LAYERS,
+    NATIVE_ATTENTION,
+    NATIVE_DECODER,
+    Backend,
+    CpuBackend,
+    CpuBackends,
+    choose_backend,
+    compiled_backend,
+)
 from baton.model.backends.native_layers import prefers_native_gemm
 from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable
-from baton.model.kernels.cpu.kernel_library import load_kernels
+from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
 from baton.model.loading.model_loader import LoadedModel, load_model
-from baton.model.step.forward import Forward, ModelForward
-from baton.model.step.step_inputs import PreparedSequence, pack
+from baton.model.step.forward import Forward, ForwardOutput, ModelForward
+from baton.model.step.step_inputs import PackedStep, PreparedSequence, pack
 from baton.model.torch_executor import TorchExecutor
 from baton.model.verification.verify_backend import verify_logits
 from tests.unit.model.conftest import TINY
@@ -40,23 +50,26 @@ class Warned:
     problem: str
 
 
+class Warnings:
+    """The warnings that the selection has logged."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    def __call__(self) -> list[Warned]:
+        lines: list[Any] = [record.msg for record in self._caplog.records if record.name == backend_selection.__name__]
+        assert all(line["level"] == "warning" and line["hint"] for line in lines)
+        return [Warned(line["event"], line.get("backend", ""), line["problem"]) for line in lines]
+
+    def skipped(self) -> list[str]:
+        """Return the backends that were skipped, in order; every warning must be about one."""
+        assert {warning.event for warning in self()} <= {"backend_not_verified"}
+        return [warning.backend for warning in self()]
+
+
 @pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch) -> list[Warned]:
-    """Return the list to which each logged warning is added."""
-    warned: list[Warned] = []
-
-    class Log:
-        def warning(self, event: str, *, problem: str, hint: str, backend: str = "") -> None:
-            warned.append(Warned(event, backend, problem))
-
-    monkeypatch.setattr(backend_selection, "log", Log())
-    return warned
-
-
-def skipped(warned: list[Warned]) -> list[str]:
-    """Return the backends that were skipped, in order; every warning must be about one."""
-    assert {warning.event for warning in warned} <= {"backend_not_verified"}
-    return [warning.backend for warning in warned]
+def warned(caplog: pytest.LogCaptureFixture) -> Warnings:
+    return Warnings(caplog)
 
 
 @pytest.fixture
@@ -64,12 +77,18 @@ def loaded(tiny_dir: Path) -> LoadedModel:
     return load_model(tiny_dir, device="cpu")
 
 
-def chosen(loaded: LoadedModel, kernels: str = "auto") -> Backend:
+def chosen(loaded: LoadedModel, kernels: str = "auto", cpu_backends: CpuBackends = CPU_BACKENDS) -> Backend:
     """Choose a backend and verify it once more."""
-    backend = choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
+    backend = choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE, cpu_backends=cpu_backends)
     verify_logits(loaded, SIZE, kernel=backend.kernel, forward=backend.forward)
     backend.forward.close()
     return backend
+
+
+def backends_with(*changed: CpuBackend) -> CpuBackends:
+    """Return the backends for a CPU, of which some are changed."""
+    by_name = {backend.name: backend for backend in changed}
+    return replace(CPU_BACKENDS, fastest_first=tuple(by_name.get(own.name, own) for own in CPU_BACKENDS.fastest_first))
 
 
 @torch.inference_mode()
@@ -88,110 +107,117 @@ def fail(*_arguments: Any, **_options: Any) -> NoReturn:
 
 
 def test_the_fastest_backend_is_chosen_if_nothing_fails(
-    loaded: LoadedModel, save: Callable[[PreTrainedConfig], Path], warned: list[Warned]
+    loaded: LoadedModel, save: Callable[[PreTrainedConfig], Path], warned: Warnings
 ) -> None:
     assert chosen(loaded).name == "fused layers"
     assert chosen(load_model(save(Olmo2Config(**TINY)), device="cpu")).name == "native attention"
     assert chosen(loaded, "torch").name == "torch"
-    assert not warned
+    assert not warned()
 
 
-@pytest.mark.parametrize("broken", ["FusedForward", "is_plain_decoder"])
+@pytest.mark.parametrize("broken", ["build", "serves"])
 def test_native_attention_is_chosen_if_fused_layers_cannot_be_built(
-    broken: str, loaded: LoadedModel, warned: list[Warned], monkeypatch: pytest.MonkeyPatch
+    broken: str, loaded: LoadedModel, warned: Warnings
 ) -> None:
-    monkeypatch.setattr(backend_selection, broken, fail)
-    assert chosen(loaded).name == "native attention"
-    assert set(skipped(warned)) <= {"native decoder", "fused layers"}
-    assert "fused layers" in skipped(warned)
-    assert warned[0].problem.startswith("AttributeError: ")
+    broken_layers = replace(FUSED_LAYERS, **{broken: fail})
+    assert chosen(loaded, cpu_backends=backends_with(broken_layers)).name == "native attention"
+    assert warned.skipped() == ["fused layers"]
+    assert warned()[0].problem.startswith("AttributeError: ")
 
 
-def test_fused_layers_are_chosen_if_the_native_decoder_cannot_be_built(
-    tiny_dir: Path, warned: list[Warned], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend_selection, "prefers_native_gemm", lambda model, kernels: True)
-    monkeypatch.setattr(backend_selection, "DecoderForward", fail)
+def test_fused_layers_are_chosen_if_the_native_decoder_cannot_be_built(tiny_dir: Path, warned: Warnings) -> None:
+    broken = replace(NATIVE_DECODER, serves=lambda model, kernels: True, build=fail)
     half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
-    assert choose_backend(half, kernels="auto", num_threads=1, block_size_tokens=SIZE).name == "fused layers"
-    assert skipped(warned) == ["native decoder"]
+    backend = choose_backend(
+        half, kernels="auto", num_threads=1, block_size_tokens=SIZE, cpu_backends=backends_with(broken)
+    )
+    assert backend.name == "fused layers"
+    assert warned.skipped() == ["native decoder"]
 
 
 def test_a_backend_that_fails_during_construction_leaves_the_model_usable(
-    loaded: LoadedModel, warned: list[Warned], monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, warned: Warnings
 ) -> None:
     """Some weights are already joined when it fails."""
-    layers, before = iter(range(9)), decoder_layers._layer
-    monkeypatch.setattr(decoder_layers, "_layer", lambda *given: before(*given) if next(layers) < 1 else fail())
-    assert chosen(loaded).name == "native attention"
-    assert skipped(warned) == ["fused layers"]
+
+    def build(loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels) -> Backend:
+        """Fail at the second layer, whose parameters are missing."""
+        return FUSED_LAYERS.build(loaded, attention_params[:1], kernels)
+
+    before = loaded.model.base_model.layers[0].self_attn.q_proj.weight.data_ptr()
+    assert chosen(loaded, cpu_backends=backends_with(replace(FUSED_LAYERS, build=build))).name == "native attention"
+    assert warned.skipped() == ["fused layers"]
+    assert loaded.model.base_model.layers[0].self_attn.q_proj.weight.data_ptr() != before, "nothing was joined"
 
 
-def test_fused_layers_with_wrong_logits_are_skipped(
-    loaded: LoadedModel, warned: list[Warned], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = fused_layers.rope_cos_sin
-    monkeypatch.setattr(
-        fused_layers, "rope_cos_sin", lambda rotary, positions: before(rotary, positions + 1000 * (positions > 3))
-    )
-    assert chosen(loaded).name == "native attention"
-    assert skipped(warned) == ["fused layers"]
-    assert "computes different logits" in warned[0].problem
+def test_fused_layers_with_wrong_logits_are_skipped(loaded: LoadedModel, warned: Warnings) -> None:
+    @dataclass
+    class WrongPositions:
+        """Runs the layers with other positions after the fourth token."""
+
+        own: Forward
+
+        def __call__(self, step: PackedStep) -> ForwardOutput:
+            return self.own(replace(step, position_ids=step.position_ids + 1000 * (step.position_ids > 3)))
+
+        def close(self) -> None:
+            self.own.close()
+
+    def build(loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels) -> Backend:
+        backend = FUSED_LAYERS.build(loaded, attention_params, kernels)
+        return replace(backend, forward=WrongPositions(backend.forward))
+
+    assert chosen(loaded, cpu_backends=backends_with(replace(FUSED_LAYERS, build=build))).name == "native attention"
+    assert warned.skipped() == ["fused layers"]
+    assert "computes different logits" in warned()[0].problem
 
 
-def test_native_attention_with_wrong_logits_is_skipped(
-    loaded: LoadedModel, warned: list[Warned], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend_selection, "FusedForward", fail)
-    monkeypatch.setattr(
-        backend_selection,
-        "paged_kernel",
-        lambda _: lambda query, layer, step, scaling, window: query.transpose(0, 1).contiguous(),
-    )
-    assert chosen(loaded).name == "torch"
-    assert skipped(warned) == ["fused layers", "native attention"]
+def test_native_attention_with_wrong_logits_is_skipped(loaded: LoadedModel, warned: Warnings) -> None:
+    def no_attention(
+        query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+    ) -> torch.Tensor:
+        return query.transpose(0, 1).contiguous()
+
+    def build(loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels) -> Backend:
+        return replace(NATIVE_ATTENTION.build(loaded, attention_params, kernels), kernel=no_attention)
+
+    backends = backends_with(replace(FUSED_LAYERS, build=fail), replace(NATIVE_ATTENTION, build=build))
+    assert chosen(loaded, cpu_backends=backends).name == "torch"
+    assert warned.skipped() == ["fused layers", "native attention"]
 
 
 @pytest.mark.parametrize(
     "error", [KernelsUnavailable("no C++ compiler"), AttributeError("undefined symbol: baton_rms_norm")]
 )
 def test_torch_is_chosen_if_the_kernels_are_unavailable(
-    error: Exception, loaded: LoadedModel, warned: list[Warned], monkeypatch: pytest.MonkeyPatch
+    error: Exception, loaded: LoadedModel, warned: Warnings
 ) -> None:
     def refuse(_num_threads: int) -> NoReturn:
         raise error
 
-    monkeypatch.setattr(backend_selection, "load_kernels", refuse)
-    assert chosen(loaded).name == "torch"
-    assert [warning.event for warning in warned] == ["kernels_unavailable"]
-    assert str(error) in warned[0].problem
+    assert chosen(loaded, cpu_backends=CpuBackends(load=refuse)).name == "torch"
+    assert [warning.event for warning in warned()] == ["kernels_unavailable"]
+    assert str(error) in warned()[0].problem
 
 
-def test_a_model_that_no_backend_serves_is_refused(
-    loaded: LoadedModel, warned: list[Warned], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every verification fails. The error is that of the last one."""
-
-    def refuse(*_arguments: Any, **_options: Any) -> NoReturn:
-        raise ModelError("computes different logits")
-
-    monkeypatch.setattr(backend_selection, "verify_logits", refuse)
+def test_a_model_that_no_backend_serves_is_refused(loaded: LoadedModel, warned: Warnings) -> None:
+    """Every verification fails, because the model's own logits depend on the number of tokens in a pass."""
+    loaded.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits.roll(logits.shape[1], -1))
     with pytest.raises(ModelError, match="computes different logits"):
         choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
-    assert skipped(warned) == ["fused layers", "native attention"]
+    assert warned.skipped() == ["fused layers", "native attention"]
+    assert all("computes different logits" in warning.problem for warning in warned())
 
 
 @pytest.mark.parametrize("native_allowed", [False, True])
-def test_packed_weights_are_freed_in_the_model(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, native_allowed: bool
-) -> None:
+def test_packed_weights_are_freed_in_the_model(tiny_dir: Path, native_allowed: bool) -> None:
     """The model keeps the weights that were not packed, and everything that callers of `LoadedModel` use."""
     loaded = load_model(tiny_dir, dtype="bfloat16", device="cpu")
     is_native = prefers_native_gemm(loaded.model, load_kernels(1)) and native_allowed
-    monkeypatch.setattr(backend_selection, "prefers_native_gemm", lambda model, kernels: is_native)
+    backends = backends_with(replace(NATIVE_DECODER, serves=lambda model, kernels: is_native))
     packs = is_native or fused_layers.has_onednn_bf16_gemm(loaded.dtype)  # this build of torch, on this processor
     layout = loaded.layout(SIZE)
-    backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
+    backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE, cpu_backends=backends)
     assert backend.name == ("native decoder" if is_native else "fused layers")
     left = {name for name, parameter in loaded.model.named_parameters() if parameter.numel()}
     names = {name for name, _ in loaded.model.named_parameters()}
@@ -215,12 +241,12 @@ def test_weights_that_are_not_packed_stay_in_the_model(loaded: LoadedModel) -> N
 @pytest.mark.parametrize(
     "backend", ["eager", pytest.param("inductor", marks=[pytest.mark.long, pytest.mark.timeout(300)])]
 )
-def test_compiled_layers_compute_what_the_model_does(loaded: LoadedModel, warned: list[Warned], backend: str) -> None:
+def test_compiled_layers_compute_what_the_model_does(loaded: LoadedModel, warned: Warnings, backend: str) -> None:
     """The `eager` backend only traces."""
     own = logits_of(loaded, ModelForward(loaded.model))
     compiled = compiled_backend(loaded, paged_attention, "torch", SIZE, backend=backend)
     assert compiled is not None
-    assert (compiled.name, warned) == ("torch, compiled", [])
+    assert (compiled.name, warned()) == ("torch, compiled", [])
     torch.testing.assert_close(logits_of(loaded, compiled.forward), own, atol=1e-5, rtol=1e-5)
     assert not any("_compiled_call_impl" in vars(layer) for layer in loaded.model.base_model.layers), (
         "outside of steps the model must be uncompiled"
@@ -252,7 +278,7 @@ def test_no_step_compiles_after_warmup(loaded: LoadedModel) -> None:
         executor.close()
 
 
-def test_compiled_backend_returns_none_if_compilation_fails(loaded: LoadedModel, warned: list[Warned]) -> None:
+def test_compiled_backend_returns_none_if_compilation_fails(loaded: LoadedModel, warned: Warnings) -> None:
     assert compiled_backend(loaded, paged_attention, "torch", SIZE, backend="no such compiler") is None
-    assert skipped(warned) == ["torch, compiled"]
+    assert warned.skipped() == ["torch, compiled"]
     assert logits_of(loaded, ModelForward(loaded.model)).isfinite().all()

@@ -25,10 +25,9 @@ from transformers import (
 from baton.core.errors import LayoutMismatch, ModelError
 from baton.model.attention.attention_inputs import AttentionParams, CausalMasks
 from baton.model.attention.paged_attention import paged_attention
-from baton.model.backends import native_layers
 from baton.model.backends.decoder_layers import is_plain_decoder
 from baton.model.backends.fused_layers import FusedForward
-from baton.model.backends.native_layers import DecoderForward, prefers_native_gemm
+from baton.model.backends.native_layers import DecoderForward, native_gemm_is_faster, prefers_native_gemm
 from baton.model.device.kv_tensors import KvCache
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
 from baton.model.loading.model_loader import LoadedModel, load_model
@@ -311,19 +310,19 @@ def test_native_decoder_refuses_the_cache_of_another_model(
     ],
 )
 def test_native_gemm_is_preferred_only_for_bfloat16_without_faster_gemm(
-    tiny_dir: Path,
-    two_thread_kernels: Kernels,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-    has_bf16_dot: bool,
-    has_amx: bool,
-    has_onednn: bool,
-    expected: bool,
+    dtype: str, has_bf16_dot: bool, has_amx: bool, has_onednn: bool, expected: bool
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    monkeypatch.setattr(native_layers, "has_onednn_bf16_gemm", lambda dtype: has_onednn)
-    monkeypatch.setattr(two_thread_kernels, "has_bf16_dot", has_bf16_dot)
-    assert prefers_native_gemm(load_model(tiny_dir, dtype=dtype, device="cpu").model, two_thread_kernels) is expected
+    found = native_gemm_is_faster(
+        getattr(torch, dtype), has_bf16_dot=has_bf16_dot, has_amx=has_amx, has_onednn_gemm=has_onednn
+    )
+    assert found is expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_native_gemm_is_not_preferred_for_other_dtypes_on_this_processor(
+    tiny_dir: Path, two_thread_kernels: Kernels, dtype: str
+) -> None:
+    assert not prefers_native_gemm(load_model(tiny_dir, dtype=dtype, device="cpu").model, two_thread_kernels)
 
 
 @pytest.mark.parametrize("name", list(OTHER_MODELS))

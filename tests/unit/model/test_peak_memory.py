@@ -11,10 +11,8 @@ import torch
 from transformers import PreTrainedConfig, Qwen3Config
 
 from baton.core.errors import ModelError
-from baton.model.backends import backend_selection
-from baton.model.backends.backend_selection import choose_backend
-from baton.model.device.device_info import free_bytes
-from baton.model.loading import model_loader
+from baton.model.backends.backend_selection import CpuBackends, choose_backend
+from baton.model.device.device_info import gpu_share_bytes
 from baton.model.loading.model_fingerprint import num_weights
 from baton.model.loading.model_loader import load_model
 from baton.model.peak_memory import measure_step_bytes
@@ -57,42 +55,34 @@ def test_out_of_memory_in_the_largest_step_is_refused(save: Callable[[PreTrained
         )
 
 
-def test_weights_that_do_not_fit_are_refused_with_the_numbers(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_are_refused_with_the_numbers(tiny_dir: Path) -> None:
     loaded = load_model(tiny_dir, device="cpu")
     assert num_weights(tiny_dir) == sum(parameter.numel() for parameter in loaded.model.parameters())
-    monkeypatch.setattr(model_loader, "free_bytes", lambda device: 1000)
     with pytest.raises(
         ModelError, match=r"weights in float32 take \d+ MiB, and 0 MiB are free on cpu: give a smaller model"
     ):
-        load_model(tiny_dir, device="cpu")
+        load_model(tiny_dir, device="cpu", free_bytes=lambda device: 1000)
 
 
-def test_weights_for_a_gpu_must_fit_host_memory(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_loader, "_device", lambda device: torch.device("meta"))
-    monkeypatch.setattr(model_loader, "free_bytes", lambda device: 1000 if device.type == "cpu" else 2**40)
+def test_weights_for_a_gpu_must_fit_host_memory(tiny_dir: Path) -> None:
+    """The device `meta` stands for a GPU with much memory."""
     with pytest.raises(ModelError, match="0 MiB are free on this host, through which they go to meta"):
-        load_model(tiny_dir)
+        load_model(tiny_dir, device="meta", free_bytes=lambda device: 1000 if device.type == "cpu" else 2**40)
 
 
 @pytest.mark.parametrize(("free", "taken", "left"), [(60, 20, 20), (15, 20, 15), (60, 45, 0)])
-def test_workers_sharing_a_gpu_get_equal_parts(
-    free: int, taken: int, left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_sharing_a_gpu_get_equal_parts(free: int, taken: int, left: int) -> None:
     """The GPU has 80 bytes, of which this worker has allocated `taken`.
 
     The first of two workers leaves the other its half, and counts what the other has allocated as lost.
     """
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: taken)
-    assert free_bytes(torch.device("cuda"), 2) == left
-    assert free_bytes(torch.device("cuda")) == min(free, 80 - taken)
+    assert gpu_share_bytes(free, 80, taken, 2) == left
+    assert gpu_share_bytes(free, 80, taken, 1) == min(free, 80 - taken)
 
 
-def test_weights_are_not_packed_if_two_copies_do_not_fit(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_not_packed_if_two_copies_do_not_fit(tiny_dir: Path) -> None:
     loaded = load_model(tiny_dir, device="cpu")
-    monkeypatch.setattr(backend_selection, "free_bytes", lambda device: 1000)
+    little = CpuBackends(free_bytes=lambda device: 1000)
     with torch.inference_mode():
-        assert choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE).name in (
-            "native attention",
-            "torch",
-        )
+        backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE, cpu_backends=little)
+    assert backend.name in ("native attention", "torch")

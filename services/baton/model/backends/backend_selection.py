@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from transformers import PreTrainedModel
+
 from baton.core.errors import BatonError
 from baton.model.attention.attention_inputs import AttentionParams
 from baton.model.attention.paged_attention import PagedKernel, paged_attention
@@ -11,7 +14,7 @@ from baton.model.backends.cuda_graphs import BATCHES, CudaGraphForward
 from baton.model.backends.decoder_layers import is_plain_decoder
 from baton.model.backends.fused_layers import FusedForward
 from baton.model.backends.native_layers import DecoderForward, prefers_native_gemm
-from baton.model.device.device_info import free_bytes, release_freed_memory
+from baton.model.device import device_info
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels, paged_kernel
 from baton.model.loading.model_loader import LoadedModel, require_free_memory
 from baton.model.step.forward import Forward, ModelForward
@@ -35,6 +38,8 @@ class Backend:
     warm_batches: sizes of decode steps that are slow the first time.
     warm_tokens: sizes of prompt chunks that are slow the first time.
     warm_contexts: context lengths before a prompt chunk that are slow the first time.
+    after_verification: called once when the backend is verified. It may take weights from the model, whose own
+    code then raises.
     after_warmup: called once after all of these have been run.
     """
 
@@ -44,56 +49,145 @@ class Backend:
     warm_batches: tuple[int, ...] = ()
     warm_tokens: tuple[int, ...] = ()
     warm_contexts: tuple[int, ...] = ()
+    after_verification: Callable[[], None] = lambda: None
     after_warmup: Callable[[], None] = lambda: None
 
 
-def choose_backend(loaded: LoadedModel, *, kernels: str, num_threads: int, block_size_tokens: int) -> Backend:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuBackend:
+    """A backend over the C++ kernels: which models it serves, and how it is built.
+
+    serves: true if the backend runs this model, and no slower than the next one.
+    build: returns the backend, not yet verified. The model's own code still works.
+    packs_weights: the backend holds a second copy of the weights, at least until it is verified.
+    """
+
+    name: str
+    serves: Callable[[PreTrainedModel, Kernels], bool]
+    build: Callable[[LoadedModel, Sequence[AttentionParams], Kernels], Backend]
+    packs_weights: bool = False
+
+
+def _build_native_decoder(
+    loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels
+) -> Backend:
+    # Weights are freed only after verification: it runs the model's own code, and so does the next backend.
+    forward = DecoderForward(loaded.model, attention_params, kernels)
+    return Backend(name=NATIVE_DECODER.name, forward=forward, after_verification=forward.release_model_weights)
+
+
+def _build_fused_layers(loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels) -> Backend:
+    forward = FusedForward(loaded.model, attention_params, kernels)
+    return Backend(name=FUSED_LAYERS.name, forward=forward, after_verification=forward.release_model_weights)
+
+
+def _build_native_attention(
+    loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels
+) -> Backend:
+    return Backend(name=NATIVE_ATTENTION.name, forward=ModelForward(loaded.model), kernel=paged_kernel(kernels))
+
+
+NATIVE_DECODER = CpuBackend(
+    name="native decoder",
+    serves=lambda model, kernels: is_plain_decoder(model) and prefers_native_gemm(model, kernels),
+    build=_build_native_decoder,
+    packs_weights=True,
+)
+FUSED_LAYERS = CpuBackend(
+    name="fused layers",
+    serves=lambda model, kernels: is_plain_decoder(model),
+    build=_build_fused_layers,
+    packs_weights=True,
+)
+NATIVE_ATTENTION = CpuBackend(
+    name="native attention", serves=lambda model, kernels: True, build=_build_native_attention
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuBackends:
+    """The backends for a CPU, in the order in which they are tried.
+
+    load: loads the kernels for a number of threads. Without them, no backend is used.
+    free_bytes: bytes that can still be allocated on a device.
+    """
+
+    fastest_first: tuple[CpuBackend, ...] = (NATIVE_DECODER, FUSED_LAYERS, NATIVE_ATTENTION)
+    load: Callable[[int], Kernels] = load_kernels
+    free_bytes: Callable[[torch.device], int] = device_info.free_bytes
+
+
+CPU_BACKENDS = CpuBackends()
+
+
+def choose_backend(
+    loaded: LoadedModel,
+    *,
+    kernels: str,
+    num_threads: int,
+    block_size_tokens: int,
+    cpu_backends: CpuBackends = CPU_BACKENDS,
+) -> Backend:
     """Return the fastest backend that can be built here and is verified against the model's own code.
 
     `kernels`: the setting, `auto` or `torch`. Each backend that is skipped is logged with its problem. Raises
     ModelError if no backend can serve the model. Afterwards only the returned backend can run the model,
-    because it may have taken the weights, see `FusedForward.release_model_weights`.
+    because it may have taken the weights, see `Backend.after_verification`.
     """
     attention_params = verify_masks(loaded, block_size_tokens)
     backend = None
     if kernels == "auto" and loaded.device.type == "cpu":
-        backend = _native_backend(loaded, attention_params, num_threads, block_size_tokens)
+        backend = _cpu_backend(loaded, attention_params, cpu_backends, num_threads, block_size_tokens)
     elif kernels == "auto":
         backend = _triton_backend(loaded, block_size_tokens)
     if backend is None:
         verify_logits(loaded, block_size_tokens)
         backend = Backend(name="torch", forward=ModelForward(loaded.model))
-    release_freed_memory()  # verification frees a lot, and KV memory is sized next by what is free
+    device_info.release_freed_memory()  # verification frees a lot, and KV memory is sized next by what is free
     return backend
 
 
-def _native_backend(
-    loaded: LoadedModel, attention_params: Sequence[AttentionParams], num_threads: int, block_size_tokens: int
+def _cpu_backend(
+    loaded: LoadedModel,
+    attention_params: Sequence[AttentionParams],
+    backends: CpuBackends,
+    num_threads: int,
+    block_size_tokens: int,
 ) -> Backend | None:
     """Return the fastest verified backend that uses the C++ kernels, or None."""
     try:
-        kernels = load_kernels(num_threads)
+        kernels = backends.load(num_threads)
     except Exception as error:  # compiler, linker and loader fail in many ways, and torch needs none of them
         hint = "the model runs through torch, slower; see `baton doctor`"
         log.warning("kernels_unavailable", problem=_describe(error), hint=hint)
         return None
-    for use_native_decoder in (True, False):
+    for candidate in backends.fastest_first:
         try:
-            if is_plain_decoder(loaded.model) and (
-                not use_native_decoder or prefers_native_gemm(loaded.model, kernels)
-            ):
-                return _fused_backend(loaded, attention_params, kernels, block_size_tokens, use_native_decoder)
+            if candidate.serves(loaded.model, kernels):
+                if candidate.packs_weights:
+                    _require_memory_for_packed_weights(loaded, backends.free_bytes)
+                return _verified(candidate.build(loaded, attention_params, kernels), loaded, block_size_tokens)
         except Exception as error:  # such as a oneDNN operation that this build of torch lacks
-            backend = "native decoder" if use_native_decoder else "fused layers"
             hint = "a slower backend is tried next"
-            log.warning("backend_not_verified", backend=backend, problem=_describe(error), hint=hint)
+            log.warning("backend_not_verified", backend=candidate.name, problem=_describe(error), hint=hint)
+    return None
+
+
+def _require_memory_for_packed_weights(loaded: LoadedModel, free_bytes: Callable[[torch.device], int]) -> None:
+    weight_bytes = sum(parameter.numel() * parameter.itemsize for parameter in loaded.model.parameters())
+    what = "packed weights, beside the plain ones until verification ends,"
+    require_free_memory(weight_bytes, free_bytes(loaded.device), what, str(loaded.device))
+
+
+def _verified(backend: Backend, loaded: LoadedModel, block_size_tokens: int) -> Backend:
+    """Verify the backend and return it. If it is not verified, the model is left as before and this raises."""
     try:
-        verify_logits(loaded, block_size_tokens, kernel=paged_kernel(kernels))
-    except Exception as error:
-        hint = "the model runs through torch, slower"
-        log.warning("backend_not_verified", backend="native attention", problem=_describe(error), hint=hint)
-        return None
-    return Backend(name="native attention", forward=ModelForward(loaded.model), kernel=paged_kernel(kernels))
+        verify_logits(loaded, block_size_tokens, kernel=backend.kernel, forward=backend.forward)
+    except BaseException:
+        backend.forward.close()
+        raise
+    backend.after_verification()
+    return backend
 
 
 def _triton_backend(loaded: LoadedModel, block_size_tokens: int) -> Backend | None:
@@ -153,23 +247,6 @@ def compiled_backend(
         warm_tokens=COMPILED_TOKENS,
         after_warmup=forward.stop_recompiling,
     )
-
-
-def _fused_backend(
-    loaded: LoadedModel,
-    attention_params: Sequence[AttentionParams],
-    kernels: Kernels,
-    block_size_tokens: int,
-    use_native_decoder: bool,
-) -> Backend:
-    weight_bytes = sum(parameter.numel() * parameter.itemsize for parameter in loaded.model.parameters())
-    what = "packed weights, beside the plain ones until verification ends,"
-    require_free_memory(weight_bytes, free_bytes(loaded.device), what, str(loaded.device))
-    forward = (DecoderForward if use_native_decoder else FusedForward)(loaded.model, attention_params, kernels)
-    verify_logits(loaded, block_size_tokens, forward=forward)
-    # Only now: verification runs the model's own code, and so does the next backend if this one fails.
-    forward.release_model_weights()
-    return Backend(name="native decoder" if use_native_decoder else "fused layers", forward=forward)
 
 
 def _describe(error: Exception) -> str:

@@ -22,18 +22,29 @@ from baton.model.step.step_inputs import PackedStep
 
 
 def prefers_native_gemm(model: PreTrainedModel, kernels: Kernels) -> bool:
-    """True if the native bfloat16 GEMM is expected to be faster than torch's for a model that
-    `is_plain_decoder`.
+    """True if the native GEMM is expected to be faster on this processor than torch's, for a model that
+    `is_plain_decoder`."""
+    return native_gemm_is_faster(
+        model.dtype,
+        has_bf16_dot=kernels.has_bf16_dot,
+        has_amx=torch.cpu._is_amx_tile_supported(),
+        has_onednn_gemm=has_onednn_bf16_gemm(model.dtype),
+    )
+
+
+def native_gemm_is_faster(dtype: torch.dtype, *, has_bf16_dot: bool, has_amx: bool, has_onednn_gemm: bool) -> bool:
+    """True if the native GEMM, which is for bfloat16 only, is expected to be faster than torch's.
+
+    `has_bf16_dot`: the processor and the kernels support AVX512-BF16. `has_onednn_gemm`: oneDNN has a GEMM on
+    packed bfloat16 weights.
 
     With AMX, oneDNN is faster. Without AVX512-BF16, the native GEMM is used only if oneDNN has none: torch's
     fallback is many times slower than float32. oneDNN emulates bfloat16 on plain AVX-512; the native GEMM was
     not measured against that.
     """
-    if model.dtype != torch.bfloat16:
+    if dtype != torch.bfloat16:
         return False
-    if kernels.has_bf16_dot:
-        return not torch.cpu._is_amx_tile_supported()
-    return not has_onednn_bf16_gemm(model.dtype)
+    return not has_amx if has_bf16_dot else not has_onednn_gemm
 
 
 class DecoderForward:

@@ -17,8 +17,16 @@ def free_bytes(device: torch.device, num_sharing: int = 1) -> int:
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, min(int(free), int(total) // num_sharing - torch.cuda.memory_reserved(device)))
+        return gpu_share_bytes(int(free), int(total), torch.cuda.memory_reserved(device), num_sharing)
     return free_host_bytes()
+
+
+def gpu_share_bytes(free: int, total: int, reserved: int, num_sharing: int) -> int:
+    """Return the bytes that one of `num_sharing` processes can still allocate on a GPU.
+
+    `free` and `total`: bytes of the GPU. `reserved`: bytes that this process has allocated.
+    """
+    return max(0, min(free, total // num_sharing - reserved))
 
 
 def release_freed_memory() -> None:

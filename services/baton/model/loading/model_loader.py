@@ -1,6 +1,7 @@
 """Loads a transformers model with paged attention for serving. Raises ModelError if it cannot be served."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -58,13 +59,19 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path, *, dtype: str = "auto", device: str = "auto", max_model_len: int | None = None
+    path: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    free_bytes: Callable[[torch.device], int] = free_bytes,
 ) -> LoadedModel:
     """Load the model in directory `path` (see `model_source.resolve_model`), without network access.
 
     dtype: `auto` uses the checkpoint's own.
     device: `auto` uses CUDA if there is a GPU.
     max_model_len: at most the model's own; None uses that.
+    free_bytes: bytes that can still be allocated on a device.
     Raises ModelError if the model cannot be served or loaded, or if there is too little memory.
     """
     config = _read_config(path)

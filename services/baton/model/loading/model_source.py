@@ -21,7 +21,7 @@ def resolve_model(model: str, *, weights: bool = True, download: Callable[..., s
 
     weights: if False, a hub model's weights are not downloaded. A gateway needs only tokenizer, chat template
     and configuration.
-    download: fetches a hub model, with the arguments of `huggingface_hub.snapshot_download`; None: that function.
+    download: fetches a hub model; called like `huggingface_hub.snapshot_download`, which is the default.
 
     A hub id is downloaded, with a progress bar, unless it is in the cache. Token, cache directory, endpoint
     and offline mode are configured as for the hub's own tools (HF_TOKEN, HF_HOME, HF_ENDPOINT,

@@ -35,7 +35,8 @@ class DrawnTokens:
 def draw(logits: torch.Tensor, requests: Sequence[SampleRequest], max_values: int = MAX_VALUES) -> DrawnTokens:
     """Draw the tokens of all requests. `logits`: float32 [len(requests), vocab_size].
 
-    `max_values`: limit of float64 values in one array. Token ids that requests name must exist, see `logits_processors.unknown_token_id`.
+    `max_values`: limit of float64 values in one array.
+    Token ids that requests name must exist, see `logits_processors.unknown_token_id`.
     """
     first_draw = np.cumsum([0, *(len(request.sample_indices) for request in requests)])
     token_ids = torch.zeros(int(first_draw[-1]), dtype=torch.int64, device=logits.device)
