@@ -5,7 +5,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,6 +78,7 @@ def torch_device(name: str, kernels: str = "torch", dtype: str = "float32", *, i
     from baton.model.device.compute_thread import compute_thread
     from baton.model.device.kv_tensors import KvCache
     from baton.model.step.forward import ModelForward
+    from baton.model.step.step_launch import StepLauncher
     from baton.model.torch_executor import TorchExecutor
 
     thread = compute_thread(1)
@@ -89,7 +90,8 @@ def torch_device(name: str, kernels: str = "torch", dtype: str = "float32", *, i
     kv.blocks.fill_(float("nan"))  # a read of unwritten KV gives a wrong token
     unknown = token_ids([loaded.vocab_size])
     event = record_delayed_event if is_late else record_event
-    executor = TorchExecutor(loaded.model, kv, thread=thread, backend=backend, record_event=event)
+    new_launcher = partial(StepLauncher, record_event=event)
+    executor = TorchExecutor(loaded.model, kv, thread=thread, backend=backend, new_launcher=new_launcher)
     return Device(executor, lambda p: replace(p, token_ids=unknown + p.token_ids[1:]))
 
 

@@ -21,10 +21,10 @@ from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import Sampling
 from baton.engine.scheduling.async_scheduling import LastResult
 from baton.engine.state.step import DeviceFault, NothingToFollow, SampleRequest, StepPlan, StepResult, StepSequence
+from baton.model.attention.paged_attention import PagedKernel
 from baton.model.backends.backend_selection import Backend
-from baton.model.device.async_copy import DeviceEvent, record_event
 from baton.model.device.kv_tensors import KvCache
-from baton.model.step.forward import ModelForward
+from baton.model.step.forward import Forward, ModelForward
 from baton.model.step.step_launch import LaunchedStep, StepLauncher
 
 _WARMUP_SAMPLE = SampleRequest(
@@ -81,11 +81,12 @@ class TorchExecutor:
         *,
         thread: ThreadPoolExecutor,
         backend: Backend | None = None,
-        record_event: Callable[[torch.device], DeviceEvent] = record_event,
+        new_launcher: Callable[[Forward, PagedKernel, KvCache, int], StepLauncher] = StepLauncher,
     ) -> None:
         """`model`: from `load_model`. `thread`: from `compute_thread`; the executor shuts it down.
         `backend`: how the model is run; None: the model's own code with the reference attention.
-        `record_event`: see `StepLauncher`.
+        `new_launcher`: makes the `StepLauncher` from the backend's forward pass and kernel, `cache` and the
+        vocabulary size.
         Raises LayoutMismatch if dtype or device of the model and the KV memory differ.
         """
         if (model.dtype, model.device) != (cache.dtype, cache.device):
@@ -94,13 +95,7 @@ class TorchExecutor:
             )
         self._backend = backend or Backend(name="torch", forward=ModelForward(model))
         self._cache = cache
-        self._launcher = StepLauncher(
-            self._backend.forward,
-            self._backend.kernel,
-            cache,
-            int(model.config.vocab_size),
-            record_event=record_event,
-        )
+        self._launcher = new_launcher(self._backend.forward, self._backend.kernel, cache, int(model.config.vocab_size))
         self._thread = thread
         self._newest: _StepJob | None = None  # last job that was submitted
         self._queued: _StepJob | None = None  # the newest job, if another was unfinished when it was submitted

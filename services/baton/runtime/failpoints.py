@@ -74,7 +74,7 @@ class _Rule:
 
 
 class Failpoints:
-    """Set of failpoint rules. The module's functions use the set of this process."""
+    """Set of failpoint rules. The module's functions use `PROCESS_FAILPOINTS`."""
 
     def __init__(self, text: str = "") -> None:
         """Parse the rules in `text`. Raises ConfigError if a rule is malformed."""
@@ -84,6 +84,11 @@ class Failpoints:
         for part in filter(None, (part.strip() for part in text.split(";"))):
             name, rule = _parse(part)
             self._rules.setdefault(name, []).append(rule)
+
+    @property
+    def is_armed(self) -> bool:
+        """True if there is at least one rule."""
+        return bool(self._rules)
 
     def identify(self, **context: object) -> None:
         """Add context to every later hit of this process, such as `worker="w0"`."""
@@ -121,6 +126,7 @@ def _parse(text: str) -> tuple[str, _Rule]:
     return match["name"], _Rule(text, action, argument, context, nth)
 
 
-_process = Failpoints(os.environ.get(VARIABLE, ""))
-hit = _process.hit
-identify = _process.identify
+PROCESS_FAILPOINTS = Failpoints(os.environ.get(VARIABLE, ""))
+"""The rules that this process was started with."""
+hit = PROCESS_FAILPOINTS.hit
+identify = PROCESS_FAILPOINTS.identify

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +21,7 @@ from baton.engine.state.step import StepPlan
 from baton.model.device.async_copy import record_event
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import load_model
+from baton.model.step.step_launch import StepLauncher
 from baton.model.torch_executor import TorchExecutor
 from tests.builders import sequence_request
 from tests.delayed_device import record_delayed_event
@@ -57,7 +59,7 @@ class Rig:
             loaded.model,
             KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS),
             thread=LateThread(1),
-            record_event=record_delayed_event if is_late else record_event,
+            new_launcher=partial(StepLauncher, record_event=record_delayed_event if is_late else record_event),
         )
         self.outputs: dict[int, list[int]] = defaultdict(list)
         self.ended: set[int] = set()

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.step.forward import ModelForward
-from baton.model.step.step_launch import LaunchedStep
+from baton.model.step.step_launch import LaunchedStep, StepLauncher
 from baton.model.torch_executor import TorchExecutor
-from baton.runtime import failpoints
+from baton.runtime.failpoints import FailpointError, Failpoints
 from tests.delayed_device import DelayedEvent, record_delayed_event
 from tests.unit.model.conftest import TINY
 
@@ -43,11 +44,41 @@ def loaded(tiny_dir: Path) -> LoadedModel:
     return load_model(tiny_dir, device="cpu")
 
 
+class ObservedLauncher(StepLauncher):
+    """Calls `on_launch` with the plan and the step that it follows, before each launch."""
+
+    def __init__(
+        self, *arguments: Any, on_launch: Callable[[StepPlan, LaunchedStep | None], None], **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._on_launch = on_launch
+
+    def launch(self, plan: StepPlan, after: LaunchedStep | None = None) -> LaunchedStep:
+        self._on_launch(plan, after)
+        return super().launch(plan, after)
+
+
+@pytest.fixture
+def launching_threads() -> list[str]:
+    """Return the names of the threads that launched the steps of `executor`."""
+    return []
+
+
 @pytest.fixture(params=["torch", "auto"])
-def executor(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[TorchExecutor]:
+def executor(
+    loaded: LoadedModel, launching_threads: list[str], request: pytest.FixtureRequest
+) -> Iterator[TorchExecutor]:
     backend = choose_backend(loaded, kernels=request.param, num_threads=1, block_size_tokens=SIZE)
+
+    def note_thread(plan: StepPlan, after: LaunchedStep | None) -> None:
+        launching_threads.append(threading.current_thread().name)
+
     executor = TorchExecutor(
-        loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1), backend=backend
+        loaded.model,
+        KvCache.zeros(loaded.layout(SIZE), 32),
+        thread=compute_thread(1),
+        backend=backend,
+        new_launcher=partial(ObservedLauncher, on_launch=note_thread),
     )
     yield executor
     executor.close()
@@ -105,16 +136,12 @@ async def test_torch_executor_implements_executor(executor: TorchExecutor, loade
         await protocol.execute(plan(*GOOD))
 
 
-async def test_steps_run_in_one_dedicated_thread(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = []
-    launch = executor._launcher.launch
-    monkeypatch.setattr(
-        executor._launcher, "launch", lambda p: names.append(threading.current_thread().name) or launch(p)
-    )
+async def test_steps_run_in_one_dedicated_thread(executor: TorchExecutor, launching_threads: list[str]) -> None:
     await executor.execute(plan(GOOD[0]))
     await executor.execute(plan(GOOD[0]))
-    assert len(set(names)) == 1
-    assert threading.main_thread().name not in names
+    assert len(launching_threads) == 2
+    assert len(set(launching_threads)) == 1
+    assert threading.main_thread().name not in launching_threads
 
 
 async def test_only_a_step_queued_behind_another_can_be_withdrawn(executor: TorchExecutor) -> None:
@@ -245,14 +272,19 @@ def test_model_and_kv_memory_of_different_dtypes_are_refused(loaded: LoadedModel
 
 
 @pytest.fixture
-def armed(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], TorchExecutor]]:
-    """Return a function that makes an executor in a process with the given failpoints."""
+def armed(loaded: LoadedModel) -> Iterator[Callable[[str], TorchExecutor]]:
+    """Return a function that makes an executor with the given failpoints."""
     executors = []
 
     def arm(rules: str) -> TorchExecutor:
-        monkeypatch.setenv(failpoints.VARIABLE, rules)
-        monkeypatch.setattr(failpoints, "hit", failpoints.Failpoints(rules).hit)
-        executors.append(TorchExecutor(loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1)))
+        executors.append(
+            TorchExecutor(
+                loaded.model,
+                KvCache.zeros(loaded.layout(SIZE), 32),
+                thread=compute_thread(1),
+                new_launcher=partial(StepLauncher, failpoints=Failpoints(rules)),
+            )
+        )
         return executors[-1]
 
     yield arm
@@ -280,7 +312,7 @@ def test_failpoint_in_the_logits_fails_only_its_sequence(
 
 async def test_failpoint_in_the_step_raises_for_the_whole_step(armed: Callable[[str], TorchExecutor]) -> None:
     executor = armed("executor_step=raise:device@1")
-    with pytest.raises(failpoints.FailpointError, match="device"):
+    with pytest.raises(FailpointError, match="device"):
         await executor.execute(plan(*GOOD))
     assert len((await executor.execute(plan(*GOOD))).samples) == 3
 
@@ -304,34 +336,34 @@ class Late:
     """An executor on a device that computes late. `launched`: (step, the step that was still computing
     then)."""
 
-    def __init__(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self.events: list[DelayedEvent] = []
         self.record_event: Callable[[torch.device], DelayedEvent] = record_delayed_event
         self.executor = TorchExecutor(
-            loaded.model, KvCache.zeros(loaded.layout(SIZE), 32), thread=compute_thread(1), record_event=self._record
+            loaded.model,
+            KvCache.zeros(loaded.layout(SIZE), 32),
+            thread=compute_thread(1),
+            new_launcher=partial(ObservedLauncher, on_launch=self._before_launch, record_event=self._record),
         )
         self.launched: list[tuple[int, int | None]] = []
-        self._launch = self.executor._launcher.launch
-        monkeypatch.setattr(self.executor._launcher, "launch", self._seen)
         self.fails_at: int | None = None
 
     def _record(self, device: torch.device) -> DelayedEvent:
         self.events.append(self.record_event(device))
         return self.events[-1]
 
-    def _seen(self, plan: StepPlan, after: LaunchedStep | None = None) -> LaunchedStep:
+    def _before_launch(self, plan: StepPlan, after: LaunchedStep | None) -> None:
         self.launched.append((plan.step_id, after.step_id if after is not None else None))
         if plan.step_id == self.fails_at:
             raise RuntimeError("injected")
-        return self._launch(plan, after)
 
     async def run(self, *plans: StepPlan) -> list[StepResult | BaseException]:
         return await asyncio.gather(*map(self.executor.execute, plans), return_exceptions=True)
 
 
 @pytest.fixture
-def late(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
-    late = Late(loaded, monkeypatch)
+def late(loaded: LoadedModel) -> Iterator[Late]:
+    late = Late(loaded)
     yield late
     late.executor.close()
 
@@ -397,12 +429,15 @@ async def test_early_launch_error_is_raised_by_its_own_step(late: Late) -> None:
     assert set(tokens_of((await late.run(plan(*GOOD)))[0])) == {0, 1, 2}
 
 
-async def test_step_launched_early_has_ended_when_it_is_reported_failed(
-    late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_step_launched_early_has_ended_when_it_is_reported_failed(late: Late) -> None:
     """The first step raises when its result is read. Blocks of the second step must not be written
     afterwards."""
-    monkeypatch.setattr(LaunchedStep, "result", lambda self: 1 / 0)
+
+    class FailingEvent(DelayedEvent):
+        def wait(self) -> None:
+            raise ZeroDivisionError
+
+    late.record_event = lambda _device: DelayedEvent() if late.events else FailingEvent()
     before, after = await late.run(first := plan(*GOOD), following(first))
     assert late.launched == [(1, None), (2, 1)]
     assert isinstance(before, ZeroDivisionError)

@@ -3,7 +3,6 @@
 The two halves are separate so that the device can be given the next step before this one has ended.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ from baton.model.device.kv_tensors import KvCache
 from baton.model.sampling.sampler import PendingSamples, numerical_error, sample
 from baton.model.step.forward import Forward
 from baton.model.step.step_inputs import BlockTables, PreparedSequence, pack, prepare_sequence
-from baton.runtime import failpoints
+from baton.runtime.failpoints import PROCESS_FAILPOINTS, FailpointError, Failpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +100,15 @@ class StepLauncher:
         vocab_size: int,
         *,
         record_event: Callable[[torch.device], DeviceEvent] = record_event,
+        failpoints: Failpoints = PROCESS_FAILPOINTS,
     ) -> None:
         """`record_event`: marks the current end of the device's queue; tests replace it to imitate a slow
-        device."""
+        device. `failpoints`: faults to inject into steps."""
         self._forward, self._kernel, self._cache, self._vocab_size = forward, kernel, cache, vocab_size
         self._record_event = record_event
         self._masks = CausalMasks(cache.dtype, cache.device)
         self._tables = BlockTables(cache.num_blocks)
-        self._failpoints_armed = bool(os.environ.get(failpoints.VARIABLE))
+        self._failpoints = failpoints
 
     def launch(self, plan: StepPlan, after: LaunchedStep | None = None) -> LaunchedStep:
         """Give one step to the device and return without waiting for it.
@@ -128,12 +128,12 @@ class StepLauncher:
 
         Penalties and failpoints read those tokens on the host, so they prevent it.
         """
-        return not self._failpoints_armed and not any(
+        return not self._failpoints.is_armed and not any(
             part.sample and part.sample.sampling.has_penalties for part in plan.sequences
         )
 
     def _launch(self, plan: StepPlan, after: LaunchedStep | None) -> LaunchedStep:
-        failpoints.hit("executor_step", step=plan.step_id)
+        self._failpoints.hit("executor_step", step=plan.step_id)
         self._cache.copy_blocks(plan.block_copies)
         sequences, failures = self._prepared(
             part for part in plan.sequences if after is None or part.seq_id in after.first_draw
@@ -144,7 +144,7 @@ class StepLauncher:
             output = self._forward(step if after is None else replace(step, token_ids=after.last_tokens_of(sequences)))
             finite = download(output.finite)
             sampling = [sequence for sequence in sequences if sequence.sample is not None]
-            logits = self._with_failpoints(output.logits, sampling) if self._failpoints_armed else output.logits
+            logits = self._with_failpoints(output.logits, sampling) if self._failpoints.is_armed else output.logits
             draws = sample(logits, [(one.seq_id, one.sample) for one in sampling if one.sample is not None])
         return LaunchedStep(
             step_id=plan.step_id,
@@ -161,9 +161,9 @@ class StepLauncher:
         self._tables.next_step()
         for part in parts:
             try:
-                if self._failpoints_armed:
+                if self._failpoints.is_armed:
                     for token in dict.fromkeys(part.token_ids):
-                        failpoints.hit("sequence_step", seq=part.seq_id, token=token)
+                        self._failpoints.hit("sequence_step", seq=part.seq_id, token=token)
                 sequences.append(prepare_sequence(part, self._tables, self._cache.block_size_tokens, self._vocab_size))
             except Exception as error:
                 # Nothing of the other sequences has been touched, so only this sequence fails.
@@ -176,7 +176,7 @@ class StepLauncher:
         them."""
         for row, sequence in enumerate(sampling):
             try:
-                failpoints.hit("logits", seq=sequence.seq_id, token=int(sequence.token_ids[-1]))
-            except failpoints.FailpointError:
+                self._failpoints.hit("logits", seq=sequence.seq_id, token=int(sequence.token_ids[-1]))
+            except FailpointError:
                 logits[row] = float("nan")
         return logits
