@@ -68,6 +68,17 @@ def test_docstrings_of_public_code_are_checked_and_private_ones_are_not(tmp_path
     assert docstrings.modules_without_docstring(found) == ["services/b.py: the module has no docstring"]
 
 
+def test_docstrings_of_constants_and_fields_are_checked(tmp_path: Path) -> None:
+    text = (
+        '"""Fine."""\nA = 1\n"""How long it waits."""\nB: int = 1\n"""Fine."""\nclass C:\n    d: int\n    """bad"""\n'
+    )
+    found = repository(tmp_path, services__a_py=text)
+    assert [problem.split(": ")[0:2] for problem in docstrings.first_lines(found)] == [
+        ["services/a.py:3", "A"],
+        ["services/a.py:8", "d"],
+    ]
+
+
 def test_links_to_missing_files_and_headings_are_found(tmp_path: Path) -> None:
     page = "# One two\n[a](b.md) [b](#one-two) [c](#three) [d](gone.md) [e](https://x.y/z)\n```\n[f](gone.md)\n```\n"
     found = repository(tmp_path, docs__a_md=page, docs__b_md="")

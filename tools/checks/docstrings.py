@@ -1,8 +1,10 @@
-"""Docstrings: the first line is a full statement that stands alone."""
+"""Docstrings, of constants too: the first line is a full statement that stands alone."""
 
 import ast
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from tools.checks.source import Repository, Source
 
@@ -58,3 +60,15 @@ def _docstrings(source: Source) -> Iterator[tuple[str, int, str]]:
             text = ast.get_docstring(node)
             if text is not None and not name.startswith("_"):
                 yield name, getattr(node, "lineno", 1), text
+        if isinstance(node, ast.Module | ast.ClassDef):
+            yield from _docstrings_of_constants(node.body)
+
+
+def _docstrings_of_constants(body: Sequence[ast.stmt]) -> Iterator[tuple[str, int, str]]:
+    """Yield the strings that stand below an assignment."""
+    for above, below in pairwise(body):
+        if not isinstance(above, ast.Assign | ast.AnnAssign) or not isinstance(below, ast.Expr):
+            continue
+        if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            target = above.targets[0] if isinstance(above, ast.Assign) else above.target
+            yield ast.unparse(target), below.lineno, inspect.cleandoc(below.value.value)

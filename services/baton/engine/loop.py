@@ -22,8 +22,8 @@ log = get_logger(__name__)
 
 
 MAX_CONSECUTIVE_FAILED_REQUESTS = 2
-"""If this many different requests fail in steps of their own, and no step succeeds in between, the device is
-at fault and not the requests."""
+"""Different requests that may fail in steps of their own, with no successful step in between, before the
+device is considered at fault."""
 
 
 @dataclass(frozen=True, slots=True)

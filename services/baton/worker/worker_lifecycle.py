@@ -25,9 +25,9 @@ from baton.worker.sessions.gateway_sessions import Sessions
 log = get_logger(__name__)
 
 UNHEALTHY_REPORT_S = 1.0
-"""How long an unhealthy worker keeps its report streams open, so that schedulers receive the state."""
+"""Time that an unhealthy worker keeps its report streams open, so that schedulers receive the state."""
 CHECKS_PER_HEARTBEAT = 10
-"""How often a worker checks for a stuck step, its quarantine, and the end of its drain."""
+"""Checks per heartbeat for a stuck step, the quarantine limit, and the end of a drain."""
 
 
 class WorkerUnhealthy(BatonError):

@@ -12,8 +12,7 @@ from baton.model.sampling.sampling_noise import GOLDEN, MIX_1, MIX_2, noise_key
 
 _TOP_P_FIRST_GUESS = 256
 _FEW_TOKENS = 8_192
-"""For vocabularies up to this size, noise is computed for all tokens; selecting candidates would take as
-long."""
+"""Vocabulary size up to which noise is computed for all tokens. Selecting candidates would take as long."""
 _RARE_NOISE = 7.0
 """Noise above this value is rare: one token in 1,100."""
 _RARE_BITS = np.uint64(int(np.exp(-np.exp(-_RARE_NOISE)) * 2.0**53) << 11)

@@ -19,7 +19,7 @@ MAX_UNWRITTEN_RECORDS = 1_024
 MAX_TIME_FRACTION = 0.2
 """Largest fraction of the scheduler's time that is spent on building records."""
 FLUSH_TIMEOUT_S = 1.0
-"""How long a scheduler that shuts down still writes records."""
+"""Maximum time that a scheduler writes records while it shuts down."""
 
 
 class DecisionRecorder:

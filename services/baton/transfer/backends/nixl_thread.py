@@ -31,7 +31,7 @@ SEGMENTS = {HOST: "DRAM", "cuda": "VRAM"}
 _GENERATION_CELLS = 32_768
 """Generation-table entries that can be in flight at a time, 1 MiB in all."""
 _SPINS = 200
-"""How often the thread polls running reads before it sleeps between polls."""
+"""Number of times that the thread polls running reads before it sleeps between polls."""
 _BUSY_MS, _IDLE_MS, _BLIND_IDLE_MS = 1, 1000, 2
 """Longest sleep while reads run, while none runs, and while none runs and UCX's descriptors were not
 found."""

@@ -7,7 +7,7 @@ _MEMORY_BYTES = 32 * 2**20
 """Window of the moving average. After this many bytes, a sample of the same size has half of the total
 weight."""
 _SLACK = 4.0
-"""How many times slower than measured a read may be before its deadline passes."""
+"""Factor by which a read may be slower than measured before its deadline passes."""
 
 
 class Bandwidth:

@@ -31,7 +31,7 @@ NUM_ROUNDS = 3
 """Rounds over all sizes. The shortest time of each size counts: a first step allocates memory, and any
 disturbance makes a step longer."""
 LOCK_WAIT_S = 20.0
-"""How long to wait for other workers of this host that measure. After that, this worker measures at the same
+"""Maximum wait for other workers of this host that measure. After that, this worker measures at the same
 time."""
 LOCK_POLL_S = 0.05
 

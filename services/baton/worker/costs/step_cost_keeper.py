@@ -17,7 +17,7 @@ log = get_logger(__name__)
 SAVE_S = 30.0
 """Interval of writes to the store. One more write follows when the worker ends."""
 COSTS_TTL_S = 30 * 86_400.0
-"""How long the store keeps costs that no worker writes again."""
+"""Time after which the store removes costs that no worker has written again."""
 
 
 def work_of(plan: StepPlan) -> StepWork:

@@ -27,7 +27,7 @@ from baton.worker.sessions.gateway_sessions import GatewaySession
 log = get_logger(__name__)
 
 MAX_REMEMBERED_REQUESTS = 1 << 16
-"""How many requests have their highest attempt remembered. A lower attempt arrives within moments or
+"""Maximum number of requests whose highest attempt is remembered. A lower attempt arrives within moments or
 never."""
 MAX_SAMPLES = 1024
 

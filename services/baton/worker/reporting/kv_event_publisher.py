@@ -23,7 +23,7 @@ log = get_logger(__name__)
 INTERVAL_S = 0.02
 """Minimum interval between writes, so that one write covers several steps."""
 RENEW_S = 1.0
-"""How often the publisher renews the stream's expiry and checks that the store has not lost it."""
+"""Interval at which the publisher renews the stream's expiry and checks that the store has not lost it."""
 FIRST_RETRY_S = 0.05
 MAX_RETRY_S = 0.5
 EVENTS_PER_SNAPSHOT = 1_024
@@ -34,8 +34,7 @@ thus cost no more than the events themselves."""
 EVENTS_PER_WRITE = 32
 """Events in one write to the store. With the largest events that is 256 KiB."""
 MAX_FOREIGN_SEQ = 2**62
-"""If the stream contains entries of another writer, numbering continues after theirs, but only below this
-limit."""
+"""Sequence numbers of another writer in the stream are continued if they are below this limit."""
 
 
 class KvEventSource(Protocol):
