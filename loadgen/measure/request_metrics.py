@@ -41,7 +41,6 @@ from loadgen.measure.stats import Floats, percentiles
 from loadgen.measure.timeline import Stages
 from loadgen.slo_target import SloTarget
 
-REFUSALS = (429, 503)
 MAX_LAG_S = 0.002
 MAX_LAG_OF_TTFT = 0.01
 MAX_RATE_ERROR = 0.01
@@ -178,11 +177,6 @@ def itl_s(record: Record) -> Floats:
         np.fromiter((arrival.num_tokens for arrival in record.arrivals), np.intp),
     )
     return np.diff(times)
-
-
-def tbt_s(record: Record) -> float | None:
-    """Return the mean of the longest ceil(10 %) of the gaps. None without a gap."""
-    return longest_tenth(itl_s(record))
 
 
 def longest_tenth(gaps: Floats) -> float | None:

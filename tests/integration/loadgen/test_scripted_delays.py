@@ -70,7 +70,7 @@ def check_by_hand(record: Record, sent_s: float) -> None:
         "ttft": (request_metrics.ttft_s(record), first - record.intended_s),
         "ttft_sent": (request_metrics.ttft_s(record, from_intended=False), first - sent_s),
         "tpot": (request_metrics.tpot_s(record), (last - first) / 11),
-        "tbt": (request_metrics.tbt_s(record), sum(sorted(waits)[-2:]) / 2),
+        "tbt": (request_metrics.longest_tenth(request_metrics.itl_s(record)), sum(sorted(waits)[-2:]) / 2),
         "e2e": (request_metrics.e2e_s(record), last - record.intended_s),
         "e2e_sent": (request_metrics.e2e_s(record, from_intended=False), last - sent_s),
         "normalised": (request_metrics.normalised_s(record), (last - record.intended_s) / 12),

@@ -95,8 +95,6 @@ class EngineCounters:
     """
 
     steps: int = 0
-    scheduled_tokens: int = 0
-    sampled_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     block_copies: int = 0

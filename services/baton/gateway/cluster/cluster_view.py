@@ -22,7 +22,6 @@ class ClusterView:
         limit."""
         self._model = model
         self._tokenizer_fingerprint = tokenizer_fingerprint
-        self._model_max_len = model_max_len
         self._listeners: list[Callable[[], None]] = []
         self.scheduler: ProcessInfo | None = None
         """The scheduler whose stream is watched; None if none answers."""

@@ -124,11 +124,6 @@ class WorkerSession:
         self._task = self._loop.create_task(self._run(), name=f"session-{worker.worker_id}")
 
     @property
-    def is_connected(self) -> bool:
-        """True if the session has an open stream."""
-        return self._stream is not None
-
-    @property
     def num_jobs(self) -> int:
         """Number of jobs whose last message has not arrived."""
         return len(self._jobs)

@@ -87,11 +87,6 @@ class WorkerSessions:
             if key not in wanted and not session.num_jobs:
                 session.close()
 
-    @property
-    def num_connected(self) -> int:
-        """Number of sessions with an open stream."""
-        return sum(session.is_connected for session in self._sessions.values())
-
     async def aclose(self) -> None:
         """End all sessions. The workers cancel the jobs after their grace time."""
         self._is_closed = True

@@ -22,7 +22,6 @@ class Quarantine:
         self._backend, self._pool = backend, pool
         self._watchers: dict[asyncio.Task[None], None] = {}
         self.num_blocks = 0
-        self.num_reads = 0
 
     def watch(self, read_id: ReadId, own: Sequence[int], then: Callable[[ReadState], None]) -> None:
         """Quarantine `own` until the read is terminal, then release read and blocks and call `then`.
@@ -32,7 +31,6 @@ class Quarantine:
         if own:
             self._pool.quarantine(own)
         self.num_blocks += len(own)
-        self.num_reads += 1
         watcher = asyncio.get_running_loop().create_task(self._watch(read_id, list(own), then))
         self._watchers[watcher] = None
         watcher.add_done_callback(self._watchers.pop)
@@ -41,7 +39,6 @@ class Quarantine:
         state = await self._backend.wait(read_id)
         self._backend.release(read_id)
         self.num_blocks -= len(own)
-        self.num_reads -= 1
         if own:
             self._pool.end_quarantine(own)
             log.info("kv_quarantine_ended", read_id=read_id, num_blocks=len(own), state=state.value)
