@@ -41,10 +41,10 @@ $(STAMP): pyproject.toml constraints.txt
 run: setup
 	@exec $(BIN)/baton up --first-prompt "$$PROMPT" $(if $(filter-out 0,$(RUN_ONCE)),--once) $(ARGS)
 
-# Everything that a change must pass. Files run in the order of their names: with xdist's own order, those with few but
-# long tests come last, and one process waits for the other.
+# Everything that a change must pass. Three processes for two cores, because tests with clusters often wait. Files run in
+# the order of their names: in xdist's own order, those with few but long tests come last.
 test: setup check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Seconds per package: no Ray, Redis, NIXL or model.
 test-unit: setup

@@ -1,25 +1,32 @@
 """Tokens of every topology equal the reference: real processes, real transfers, float32."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from transformers import PreTrainedConfig
 
 from baton.model.loading.random_init import init_model
 from tests.cache_audit import CacheAuditor
-from tests.cluster import process_cluster
+from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import Exactness, ExactnessChecker
 from tests.integration.cluster.clients import Ask, Got, ask_all, random_asks
 from tests.integration.test_model_exactness import TINY_MODELS
 from tests.scale import sized
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 DEMO_VOCAB = 4096
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def disaggregated() -> AsyncIterator[ProcessCluster]:
+    async with process_cluster(prefill=1, decode=1, transfer="nixl") as cluster:
+        yield cluster
 
 
 def check(checker: ExactnessChecker, got: list[Got]) -> Exactness:
@@ -28,16 +35,30 @@ def check(checker: ExactnessChecker, got: list[Got]) -> Exactness:
     return checker.check([answer for one in got for answer in one.answers()])
 
 
-async def test_disaggregated_answers_over_nixl_are_exact(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
+async def test_disaggregated_answers_over_nixl_are_exact(
+    disaggregated: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
+) -> None:
     asks = random_asks(Random(1), sized(24, 300), max_prompt=sized(1100, 3000), vocab_size=DEMO_VOCAB)
-    async with process_cluster(prefill=1, decode=1, transfer="nixl") as cluster:
-        got = await ask_all(cluster, asks)
-        await cluster.check_clean()
-        await auditor.audit(cluster)
+    got = await ask_all(disaggregated, asks)
+    await disaggregated.check_clean()
+    await auditor.audit(disaggregated)
     check(checker, got)
     pulled = [leg for one in got if one.timeline for leg in one.timeline.legs if leg.kv_bytes]
     assert len(pulled) > len(asks) / 2, "most answers need a transfer"
     assert any(one.usage and one.usage.num_cached_tokens for one in got), "some prompts hit the prefix cache"
+
+
+async def test_several_samples_share_one_transfer(
+    disaggregated: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
+) -> None:
+    asks = random_asks(Random(3), sized(8, 60), max_prompt=300, vocab_size=DEMO_VOCAB, num_samples=3)
+    got = await ask_all(disaggregated, asks)
+    await disaggregated.check_clean()
+    await auditor.audit(disaggregated)
+    check(checker, got)
+    assert all(len(one.tokens) == 3 for one in got)
+    samples = {tuple(map(tuple, one.tokens.values())) for one in got if not one.ask.sampling.is_greedy}
+    assert any(len(set(sample)) > 1 for sample in samples), "seeded samples of one prompt differ"
 
 
 @pytest.mark.parametrize(
@@ -58,18 +79,6 @@ async def test_answers_of_other_topologies_are_exact(
         await cluster.check_clean()
         await auditor.audit(cluster)
     check(checker, got)
-
-
-async def test_several_samples_share_one_transfer(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
-    asks = random_asks(Random(3), sized(8, 60), max_prompt=300, vocab_size=DEMO_VOCAB, num_samples=3)
-    async with process_cluster(prefill=1, decode=1, transfer="local") as cluster:
-        got = await ask_all(cluster, asks)
-        await cluster.check_clean()
-        await auditor.audit(cluster)
-    check(checker, got)
-    assert all(len(one.tokens) == 3 for one in got)
-    samples = {tuple(map(tuple, one.tokens.values())) for one in got if not one.ask.sampling.is_greedy}
-    assert any(len(set(sample)) > 1 for sample in samples), "seeded samples of one prompt differ"
 
 
 async def test_preemption_for_lack_of_blocks_keeps_answers_exact(
@@ -93,7 +102,8 @@ async def test_preemption_for_lack_of_blocks_keeps_answers_exact(
     check(checker, got)
 
 
-@pytest.mark.parametrize("name", list(TINY_MODELS) if sized(False, True) else ["mistral-window"])
+@pytest.mark.long  # in short: the same models in one process, in test_model_exactness.py
+@pytest.mark.parametrize("name", list(TINY_MODELS))
 async def test_answers_of_other_architectures_are_exact(name: str, tmp_path: Path) -> None:
     make: Callable[[], PreTrainedConfig] = TINY_MODELS[name]
     directory = tmp_path / "model"

@@ -121,6 +121,7 @@ def _is_in(status: ClusterStatus, phase: str) -> bool:
     return workers["p0" if phase == "prefill" else "d0"].running_seqs > 0
 
 
+@pytest.mark.long  # in short: tests/unit/transfer/test_kv_reader.py, and two layouts in test_rolling.py
 @pytest.mark.fault("F-23")
 async def test_workers_with_different_models_are_never_paired(tmp_path: Path) -> None:
     """The decode worker has another model under the same name. It pulls no KV and prefills locally."""

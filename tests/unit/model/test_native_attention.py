@@ -17,6 +17,7 @@ from baton.model.backends.native_decoder import PackedGemm
 from baton.model.device.kv_tensors import KvCache, uniform_layout
 from baton.model.kernels.cpu.kernel_build import HERE, NATIVE, OPTIONS, SOURCES, build, find_compiler
 from baton.model.kernels.cpu.kernel_library import Kernels, WeightArena, load_kernels, paged_kernel
+from tests.scale import sized
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SEQUENCES = ((1, 1), (1, 17), (1, 700), (5, 5), (40, 300), (200, 200), (1, 33), (130, 513))
@@ -36,6 +37,9 @@ SHAPES = (
     (3, 1, 1024, 16),
 )
 """(query heads, KV heads, head size, block size)."""
+THREADS_BY_WINDOW: dict[int | None, tuple[int, ...]] = sized(
+    {None: (2,), 5: (1,), 100: (5,)}, {None: (1, 2, 5), 5: (1, 2, 5), 100: (1, 2, 5)}
+)
 BASELINE, AVX2 = "-march=x86-64", "-march=x86-64-v3"
 
 
@@ -104,9 +108,9 @@ def test_native_attention_equals_the_reference(
     query = torch.randn(
         heads, step.segments[-1].token_begin + SEQUENCES[-1][0], dim, generator=torch.Generator().manual_seed(3)
     ).to(dtype)
-    for window in (None, 5, 100):
+    for window, thread_counts in THREADS_BY_WINDOW.items():
         right = paged_attention(query.float(), 1, float_step(step), dim**-0.5, window)
-        for num_threads in (1, 2, 5):
+        for num_threads in thread_counts:
             got = paged_kernel(Kernels(library, num_threads))(query, 1, step, dim**-0.5, window)
             assert (got.float() - right).abs().max().item() < TOLERANCE[dtype] * max(1, dim // 256), (
                 window,
