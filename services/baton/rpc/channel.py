@@ -55,13 +55,15 @@ def channel_options(heartbeat_s: float, max_message_bytes: int = MAX_MESSAGE_BYT
     ]
 
 
-def server_options(heartbeat_s: float, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def server_options(
+    heartbeat_s: float, max_message_bytes: int = MAX_MESSAGE_BYTES, handshake_s: float = HANDSHAKE_S
+) -> Options:
     """Return server options: a port in use is an error (no SO_REUSEPORT), and pings are not rate-limited."""
     return [
         *keepalive(heartbeat_s),
         *_sizes(max_message_bytes),
         ("grpc.so_reuseport", 0),
-        ("grpc.server_handshake_timeout_ms", _milliseconds(HANDSHAKE_S)),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(handshake_s)),
         ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(heartbeat_s / 2)),
         ("grpc.http2.max_ping_strikes", 0),
     ]

@@ -11,7 +11,7 @@ from baton.core.errors import ConfigError
 from baton.core.interfaces import SchedulerService, WorkerService
 from baton.rpc import admin_rpc, inference_rpc, peer_rpc, scheduler_rpc, worker_rpc
 from baton.rpc.aio_server import aio_server
-from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from baton.rpc.channel import HANDSHAKE_S, MAX_MESSAGE_BYTES, server_options
 from baton.rpc.grpc_network import DEFAULT_LIMITS
 from baton.rpc.grpc_status import RefuseMalformedMessages
 from baton.rpc.grpc_streams import StreamLimits
@@ -39,13 +39,20 @@ class GrpcServer:
         limits: StreamLimits = DEFAULT_LIMITS,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         tls: Tls | None = None,
+        handshake_s: float = HANDSHAKE_S,
+        write_s: float = inference_rpc.WRITE_S,
     ) -> None:
-        """Create the server. Without `tls` it uses plain text."""
+        """Create the server. Without `tls` it uses plain text.
+
+        `handshake_s`: timeout of TLS handshakes. `write_s`: time after which a client of the inference API
+        that does not read loses its call.
+        """
         name_checks = () if tls is None else tls.interceptors()
         self._server = aio_server(
-            (*name_checks, RefuseMalformedMessages()), server_options(heartbeat_s, max_message_bytes)
+            (*name_checks, RefuseMalformedMessages()), server_options(heartbeat_s, max_message_bytes, handshake_s)
         )
         self._limits = limits
+        self._write_s = write_s
         self._tls = tls
         self._health_servicer = health_aio.HealthServicer()
         self._health: Health | None = None
@@ -70,7 +77,9 @@ class GrpcServer:
 
     def add_inference(self, api: InferenceApi) -> None:
         """Serve `baton.v1.Inference` for clients."""
-        inference_pb2_grpc.add_InferenceServicer_to_server(inference_rpc.InferenceServicer(api), self._server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(
+            inference_rpc.InferenceServicer(api, self._write_s), self._server
+        )
         self._services.append(inference_rpc.SERVICE)
         self._public.append(inference_rpc.SERVICE)
 

@@ -48,8 +48,10 @@ def client_errors_as_status(context: Context) -> grpc_status.errors_as_status:
 class InferenceServicer(pb_grpc.InferenceServicer):
     """Serves an `InferenceApi` over gRPC."""
 
-    def __init__(self, api: InferenceApi) -> None:
+    def __init__(self, api: InferenceApi, write_s: float = WRITE_S) -> None:
+        """`write_s`: time after which a client that does not read a message loses its call."""
         self._api = api
+        self._write_s = write_s
 
     async def Generate(self, message: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         """Stream one generation.
@@ -60,7 +62,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             generation = await self._api.generate(convert.from_generate_request(message), caller_of(context))
             try:
                 await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
-                await _send_all(generation, context)
+                await _send_all(generation, context, self._write_s)
             finally:
                 await generation.aclose()
 
@@ -81,14 +83,14 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             )
 
 
-async def _send_all(generation: GenerateStream, context: Context) -> None:
+async def _send_all(generation: GenerateStream, context: Context, write_s: float) -> None:
     while True:
         chunk = await generation.receive()
         try:
-            async with asyncio.timeout(WRITE_S):
+            async with asyncio.timeout(write_s):
                 await context.write(convert.to_generate_response(chunk))
         except TimeoutError as error:
-            message = f"the client has not read for {WRITE_S:g} s; read the stream continuously"
+            message = f"the client has not read for {write_s:g} s; read the stream continuously"
             raise Refused(Failure(code=Code.CANCELLED, reason=Reason.SLOW_READER, message=message)) from error
         if chunk.is_last:
             return

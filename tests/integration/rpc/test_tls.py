@@ -19,11 +19,10 @@ from baton.core.client_api import ModelInfo
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
 from baton.core.cluster.placement import Placement
 from baton.core.errors import ConfigError, StreamBroken
-from baton.rpc import channel as wire_channel
 from baton.rpc import grpc_network as wire_network
 from baton.rpc import scheduler_rpc as wire_scheduler
 from baton.rpc.admin_rpc import AdminClient
-from baton.rpc.channel import channel_options, open_channel
+from baton.rpc.channel import HANDSHAKE_S, channel_options, open_channel
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_tls import SERVICE_NAME, Tls
@@ -54,8 +53,10 @@ def other_authority(tmp_path: Path) -> Authority:
 
 
 @asynccontextmanager
-async def scheduler(tls: Tls | None, service: StubScheduler | None = None) -> AsyncIterator[str]:
-    server = GrpcServer(heartbeat_s=0.2, tls=tls)
+async def scheduler(
+    tls: Tls | None, service: StubScheduler | None = None, handshake_s: float = HANDSHAKE_S
+) -> AsyncIterator[str]:
+    server = GrpcServer(heartbeat_s=0.2, tls=tls, handshake_s=handshake_s)
     server.add_scheduler(service or StubScheduler(builders.placement(), report=until_broken))
     try:
         yield f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
@@ -154,11 +155,8 @@ async def test_invalid_bytes_on_the_port_do_not_affect_other_connections(authori
 
 
 @pytest.mark.parametrize("first_bytes", [b"", b"\x16\x03\x01\x01\x00\x01"])
-async def test_connection_with_an_unfinished_handshake_is_closed(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch, first_bytes: bytes
-) -> None:
-    monkeypatch.setattr(wire_channel, "HANDSHAKE_S", 0.5)
-    async with scheduler(authority.service()) as address, asyncio.timeout(30):
+async def test_connection_with_an_unfinished_handshake_is_closed(authority: Authority, first_bytes: bytes) -> None:
+    async with scheduler(authority.service(), handshake_s=0.5) as address, asyncio.timeout(30):
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(first_bytes)
         assert await reader.read() == b""

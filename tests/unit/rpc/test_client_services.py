@@ -83,6 +83,7 @@ class GatewayServer:
         return AdminClient(self.channel, "gateway", **options)
 
 
+WRITE_S = 0.2
 STATUS = ClusterStatus(
     version="0.1",
     model="demo",
@@ -105,7 +106,7 @@ RECORD = DecisionRecord(
 
 @pytest.fixture
 async def gateway() -> AsyncIterator[GatewayServer]:
-    server = GrpcServer(heartbeat_s=0.2)
+    server = GrpcServer(heartbeat_s=0.2, write_s=WRITE_S)
     inference, admin = StubInference(), StubAdmin(STATUS, (RECORD,))
     server.add_inference(inference)
     server.add_admin(admin)
@@ -266,10 +267,7 @@ async def test_generation_is_closed_when_the_deadline_passes(gateway: GatewaySer
     await eventually(lambda: answer.is_closed)
 
 
-async def test_client_that_does_not_read_is_disconnected(
-    gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("baton.rpc.inference_rpc.WRITE_S", 0.2)
+async def test_client_that_does_not_read_is_disconnected(gateway: GatewayServer) -> None:
     gateway.api.answer = answer = StubGenerateStream()
     call = gateway.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
     answer.put(*[GenerateChunk(choices=(ChoiceDelta(index=0, text="x" * 100_000),))] * 200)

@@ -186,7 +186,7 @@ async def test_flipped_bit_is_retried_once_and_then_fails_the_pull(what: str, fl
             r.observed.disproved.clear()
             job, _blocks = r.prefill("a", 18, request=times)
             flips = iter([flip] * times)
-            r.fabric.flip = lambda entry, flips=flips: next(flips, lambda e: e)(entry)
+            r.fabric.seen_entry = lambda block_id, entry, flips=flips: next(flips, lambda e: e)(entry)
             pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
             await pull.first_ready()
             receiving = r.mark_received(pull, 5)

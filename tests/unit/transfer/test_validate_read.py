@@ -13,8 +13,6 @@ from baton.core.errors import Reason, Refused
 from baton.core.messages.peer_messages import FirstToken
 from baton.sim import virtual_time
 from baton.transfer.backend import GenerationEntry
-from baton.transfer.integrity.validate_read import AnnouncedBlock
-from baton.transfer.reader import slice_reader
 from tests import builders
 from tests.unit.transfer import transfer_rig as rigs
 from tests.unit.transfer.transfer_rig import OWNER, READER, Rig, rig
@@ -49,7 +47,35 @@ def p_stopped_for_three_leases_then_memory_pressure(r: Rig) -> None:
     r.owner.reuse_everything_free("other")
 
 
-async def pull_under(scenario: Callable[[Rig], None]) -> set[str]:
+SeenEntry = Callable[[GenerationEntry, GenerationEntry], GenerationEntry]
+"""Returns what the reader sees of a block's entry, from the entry as announced and as it is now."""
+
+
+def current(announced: GenerationEntry, now: GenerationEntry) -> GenerationEntry:
+    return now
+
+
+def as_announced(announced: GenerationEntry, now: GenerationEntry) -> GenerationEntry:
+    """Validate nothing: every entry matches."""
+    return announced
+
+
+def same_generation(announced: GenerationEntry, now: GenerationEntry) -> GenerationEntry:
+    return replace(now, generation=announced.generation)
+
+
+def same_hash(announced: GenerationEntry, now: GenerationEntry) -> GenerationEntry:
+    return replace(now, block_hash=announced.block_hash)
+
+
+def show_entries(r: Rig, block_ids: Sequence[int], seen: SeenEntry) -> None:
+    """Let the reader see the entries of announced blocks through `seen`."""
+    table = r.fabric.tables[OWNER.worker_id]
+    announced = {block_id: table.entry(block_id) for block_id in block_ids}
+    r.fabric.seen_entry = lambda block_id, now: seen(announced[block_id], now)
+
+
+async def pull_under(scenario: Callable[[Rig], None], seen: SeenEntry = current) -> set[str]:
     """Pull five blocks, with the fault in the middle of the second read.
 
     Returns the blocks that became visible under a wrong hash.
@@ -61,6 +87,7 @@ async def pull_under(scenario: Callable[[Rig], None]) -> set[str]:
         blocks = r.owner.compute("a", hashes, 5)
         r.service.allocated(job, blocks, hashes)
         r.service.announce(job, 16)
+        show_entries(r, blocks, seen)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0, expected=hashes)
         await pull.first_ready()
         receiving = r.mark_received(pull, 5)
@@ -97,40 +124,24 @@ def test_validation_keeps_reused_blocks_invisible(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_reused_blocks_become_visible_without_validation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reused_blocks_become_visible_without_validation(name: str) -> None:
     """The scenarios do reuse blocks: without validation they become visible."""
-    monkeypatch.setattr(slice_reader, "mismatch", lambda announced, entries, epoch: None)
-    assert virtual_time.run(pull_under(FAULTS[name])) == {"other"}
+    assert virtual_time.run(pull_under(FAULTS[name], as_announced)) == {"other"}
 
 
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("blind_to", ["generation", "hash"])
-def test_generation_or_hash_alone_detects_the_reuse(name: str, blind_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blind_to", [same_generation, same_hash])
+def test_generation_or_hash_alone_detects_the_reuse(name: str, blind_to: SeenEntry) -> None:
     """A reused block has a new generation, and no hash until it is full."""
-
-    real = slice_reader.mismatch
-
-    def half_blind(announced: Sequence[AnnouncedBlock], entries: Sequence[GenerationEntry], epoch: int) -> str | None:
-        """Validate as if the ignored field had always been what was announced."""
-        altered = [
-            replace(entry, generation=block.generation)
-            if blind_to == "generation"
-            else replace(entry, block_hash=block.block_hash)
-            for block, entry in zip(announced, entries, strict=True)
-        ]
-        return real(announced, altered, epoch)
-
-    monkeypatch.setattr(slice_reader, "mismatch", half_blind)
-    assert virtual_time.run(pull_under(FAULTS[name])) == set()
+    assert virtual_time.run(pull_under(FAULTS[name], blind_to)) == set()
 
 
-async def stopped_owner(*, validate: bool, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+async def stopped_owner(seen: SeenEntry) -> set[str]:
     """Pause the owner for three leases, also by the reader's clock: reads hang and nothing is answered."""
-    if not validate:
-        monkeypatch.setattr(slice_reader, "mismatch", lambda announced, entries, epoch: None)
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
-        job, _blocks = r.prefill("a", 18)
+        job, blocks = r.prefill("a", 18)
+        show_entries(r, blocks, seen)
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         await pull.first_ready()
         receiving = r.mark_received(pull, 5)
@@ -152,8 +163,8 @@ async def stopped_owner(*, validate: bool, monkeypatch: pytest.MonkeyPatch) -> s
         return rigs.seen(in_use, "a:") | rigs.seen(r.reader.visible(), "other")
 
 
-@pytest.mark.parametrize("validate", [True, False])
-def test_late_write_hits_no_block_in_use(validate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seen", [current, as_announced])
+def test_late_write_hits_no_block_in_use(seen: SeenEntry) -> None:
     """Quarantine and lease are enough here, with or without validation: the canary in reused memory stays
     intact."""
-    assert virtual_time.run(stopped_owner(validate=validate, monkeypatch=monkeypatch)) == set()
+    assert virtual_time.run(stopped_owner(seen)) == set()

@@ -45,6 +45,7 @@ class Fabric:
     stuck_lives: the same for generation-table entries
     failing: reads end FAILED
     torn: called in the middle of each read of blocks
+    seen_entry: returns what the reader sees of a block's generation-table entry
     """
 
     blocks: dict[str, list[str]] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Fabric:
     stuck_lives: asyncio.Event = field(default_factory=asyncio.Event)
     failing: bool = False
     torn: Callable[[], None] | None = None
-    flip: Callable[[GenerationEntry], GenerationEntry] = lambda entry: entry
+    seen_entry: Callable[[int, GenerationEntry], GenerationEntry] = lambda block_id, entry: entry
     reads: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     probes: int = 0
     running: int = 0
@@ -186,7 +187,7 @@ class FakeBackend:
         await self._fabric.stuck_lives.wait()
         await asyncio.sleep(READ_S / 10)
         table = self._fabric.tables[source.memory.owner.worker_id]
-        entries = tuple(self._fabric.flip(table.entry(block_id)) for block_id in source.block_ids)
+        entries = tuple(self._fabric.seen_entry(block_id, table.entry(block_id)) for block_id in source.block_ids)
         self._reads.end(read_id, ReadState.DONE, entries)
 
 

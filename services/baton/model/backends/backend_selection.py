@@ -38,8 +38,8 @@ class Backend:
     warm_batches: sizes of decode steps that are slow the first time.
     warm_tokens: sizes of prompt chunks that are slow the first time.
     warm_contexts: context lengths before a prompt chunk that are slow the first time.
-    after_verification: called once when the backend is verified. It may take weights from the model, whose own
-    code then raises.
+    after_verification: called once when the backend is verified. It may take weights from the model, whose
+    own code then raises.
     after_warmup: called once after all of these have been run.
     """
 
@@ -180,7 +180,7 @@ def _require_memory_for_packed_weights(loaded: LoadedModel, free_bytes: Callable
 
 
 def _verified(backend: Backend, loaded: LoadedModel, block_size_tokens: int) -> Backend:
-    """Verify the backend and return it. If it is not verified, the model is left as before and this raises."""
+    """Verify the backend and return it. If that fails, raise and leave the model as it was."""
     try:
         verify_logits(loaded, block_size_tokens, kernel=backend.kernel, forward=backend.forward)
     except BaseException:
