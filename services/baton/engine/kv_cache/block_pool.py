@@ -12,7 +12,6 @@ Content that was pulled from another worker's cache is a replica until a second 
 replicas are evicted before other cached content (`engine.kv_cache.eviction`).
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import islice
@@ -21,7 +20,9 @@ from baton.core.cluster.worker_report import BlockCounts
 from baton.core.interfaces import GenerationTable
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_events import KvEventKind
+from baton.engine.kv_cache.content_index import ContentIndex
 from baton.engine.kv_cache.eviction import EvictionQueue
+from baton.engine.kv_cache.step_fence import StepFence
 from baton.engine.state.require import require
 
 
@@ -53,19 +54,14 @@ class BlockPool:
         self._generation_table = generation_table
         self._refs = [0] * num_blocks
         self._pins = [0] * num_blocks
-        self._hash = [NO_HASH] * num_blocks
         self._fill = [BlockFill.NONE] * num_blocks
         self._eviction_queue = EvictionQueue(num_blocks)
-        self._by_hash: dict[BlockHash, int] = {}
-        self._same_content: dict[BlockHash, list[int]] = {}  # other blocks with the same content, all in use
+        self._contents = ContentIndex(num_blocks)
+        self._fence = StepFence()
         self._num_receiving = 0
         self._num_quarantined = 0
         self._held_for_others = 0
-        self._changes: dict[BlockHash, KvEventKind] = {}  # net changes since last taken; at most twice the pool size
         self._on_freed: list[Callable[[], None]] = []
-        self._steps_launched = 0
-        self._steps_finished = 0
-        self._fenced: OrderedDict[int, int] = OrderedDict()  # idle block -> last step that may use it, oldest first
 
     # -- counts --------------------------------------------------------------------------------------------------------
 
@@ -125,12 +121,13 @@ class BlockPool:
         Blocks that a step in flight may still read or write are not allocated. Returns None, and changes
         nothing, if fewer than `num_blocks` are available.
         """
-        chosen = list(islice((b for b in self._eviction_queue if b not in self._fenced), num_blocks))
+        fenced = self._fence.blocks
+        chosen = list(islice((b for b in self._eviction_queue if b not in fenced), num_blocks))
         if len(chosen) < num_blocks:
             return None
         for block_id in chosen:
             self._eviction_queue.take(block_id)
-            if self._hash[block_id] != NO_HASH:
+            if self._contents.has_content(block_id):
                 self._forget_content(block_id)
             self._generation_table.begin_generation(block_id)
             self._refs[block_id] = 1
@@ -191,13 +188,7 @@ class BlockPool:
 
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Return the blocks that hold the longest known prefix of `hashes`. Adds no reference."""
-        found: list[int] = []
-        for block_hash in hashes:
-            block_id = self._by_hash.get(block_hash)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
+        return self._contents.lookup(hashes)
 
     def count_cached(self, hashes: Iterable[BlockHash]) -> int:
         """Return how many leading blocks are in the pool now. Adds no reference, so they may be evicted."""
@@ -215,13 +206,13 @@ class BlockPool:
         Raises ValueError if the block has a hash already, is not in use, or is not readable.
         """
         is_in_use = self.is_readable(block_id) and (self._refs[block_id] or self._pins[block_id])
-        if self._hash[block_id] != NO_HASH or block_hash == NO_HASH or not is_in_use:
+        if self._contents.has_content(block_id) or block_hash == NO_HASH or not is_in_use:
             raise ValueError(f"hash {block_hash.hex()} cannot be set: block {block_id} has a hash or is not in use")
         self._publish(block_id, block_hash)
 
     def hash_of(self, block_id: int) -> BlockHash:
         """Return the published hash of a block; NO_HASH if it has none."""
-        return self._hash[block_id]
+        return self._contents.hash_of(block_id)
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
         """Withdraw blocks whose content may be wrong. No other sequence may use them.
@@ -229,22 +220,20 @@ class BlockPool:
         They can no longer be found by hash. Their generation ends, so a remote read of them fails validation.
         """
         for block_id in block_ids:
-            if self._hash[block_id] != NO_HASH:
+            if self._contents.has_content(block_id):
                 self._forget_content(block_id)
             self._generation_table.begin_generation(block_id)
 
     def hashes(self) -> list[BlockHash]:
         """Return the hashes of all content in the pool, for a snapshot."""
-        return list(self._by_hash)
+        return self._contents.hashes()
 
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
         """Return the net changes since the last call: content that was STORED or EVICTED.
 
         Content that was stored and evicted again in between is not reported.
         """
-        events = [(kind, block_hash) for block_hash, kind in self._changes.items()]
-        self._changes.clear()
-        return events
+        return self._contents.take_events()
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
@@ -327,23 +316,15 @@ class BlockPool:
 
         Blocks that become idle are not reallocated until the step has finished.
         """
-        self._steps_launched += 1
+        self._fence.step_launched()
 
     def step_withdrawn(self) -> None:
         """Record that the step that was launched last was not run, or has ended without result."""
-        if self._steps_finished == self._steps_launched:
-            raise ValueError("no step is in flight")
-        self._steps_launched -= 1
-        for block_id, last_step in self._fenced.items():
-            self._fenced[block_id] = min(last_step, self._steps_launched)
-        self._lift_fence()
+        self._fence.step_withdrawn()
 
     def step_finished(self) -> None:
         """Record that the oldest step in flight has ended on the device."""
-        if self._steps_finished == self._steps_launched:
-            raise ValueError("no step is in flight")
-        self._steps_finished += 1
-        self._lift_fence()
+        self._fence.step_finished()
 
     # -- invariants ----------------------------------------------------------------------------------------------------
 
@@ -356,13 +337,12 @@ class BlockPool:
         require(self.counts().is_balanced, f"counts do not add up: {self.counts()}")
         incoming = {b for b in range(self.num_blocks) if self._fill[b] in (BlockFill.RECEIVING, BlockFill.QUARANTINED)}
         self._eviction_queue.check(
-            idle=idle, contents={b for b in range(self.num_blocks) if self._hash[b] != NO_HASH}, incoming=incoming
+            idle=idle,
+            contents={b for b in range(self.num_blocks) if self._contents.has_content(b)},
+            incoming=incoming,
         )
-        require(self._fenced.keys() <= idle, "a block in use is fenced")
-        require(
-            not self._fenced or self._steps_launched > self._steps_finished,
-            "a block is fenced and no step is in flight",
-        )
+        self._fence.check(idle)
+        self._contents.check(idle)
         require(
             self._held_for_others == sum(self._is_held(b) for b in range(self.num_blocks)), "held_for_others is wrong"
         )
@@ -371,19 +351,10 @@ class BlockPool:
         for b in range(self.num_blocks):
             require(self._refs[b] >= 0 and self._pins[b] >= 0, f"block {b} has negative counts")
             require(
-                self.is_readable(b) or (self._hash[b] == NO_HASH and not self._pins[b]),
+                self.is_readable(b) or (not self._contents.has_content(b) and not self._pins[b]),
                 f"block {b} is published or pinned before it was received",
             )
             require(self._fill[b] is not BlockFill.VOID or self._refs[b] > 0, f"block {b} is void and has no reference")
-        found = [*self._by_hash.items(), *((h, b) for h, more in self._same_content.items() for b in more)]
-        require(all(self._hash[b] == h for h, b in found), "a hash leads to a block with another hash")
-        require(
-            len(found) == sum(h != NO_HASH for h in self._hash), "a block is not found by its hash, or is found twice"
-        )
-        require(
-            not any(self._is_idle(b) for more in self._same_content.values() for b in more),
-            "an idle block has the same content as another",
-        )
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -399,7 +370,7 @@ class BlockPool:
             if self._eviction_queue.is_free(block_id):
                 raise ValueError(f"block {block_id} is free; it has no content to share")
             self._eviction_queue.take(block_id)
-            self._fenced.pop(block_id, None)  # it has a hash, so no step writes it
+            self._fence.remove(block_id)  # it has a hash, so no step writes it
 
     def _release(self, block_id: int) -> None:
         """Put the block into the eviction queue if no reference, pin or read is left."""
@@ -410,41 +381,19 @@ class BlockPool:
         ):
             return
         self._fill[block_id] = BlockFill.NONE
-        if self._hash[block_id] != NO_HASH and self._hash[block_id] in self._same_content:
+        if self._contents.is_duplicated(block_id):
             self._forget_content(block_id)  # another block in use has the same content
-        self._eviction_queue.put(block_id, has_content=self._hash[block_id] != NO_HASH)
-        if self._steps_launched > self._steps_finished:
-            self._fenced[block_id] = self._steps_launched
+        self._eviction_queue.put(block_id, has_content=self._contents.has_content(block_id))
+        self._fence.add(block_id)
 
     def _publish(self, block_id: int, block_hash: BlockHash) -> None:
-        self._hash[block_id] = block_hash
         self._generation_table.set_hash(block_id, block_hash)
-        if block_hash in self._by_hash:
-            self._same_content.setdefault(block_hash, []).append(block_id)
-            return
-        self._by_hash[block_hash] = block_id
-        self._changed(block_hash, KvEventKind.STORED)
+        self._contents.add(block_id, block_hash)
 
     def _forget_content(self, block_id: int) -> None:
         """Remove the block's hash. The content is evicted if no other block has it."""
-        block_hash, self._hash[block_id] = self._hash[block_id], NO_HASH
         self._eviction_queue.unmark_replica(block_id)
-        others = [b for b in (self._by_hash[block_hash], *self._same_content.pop(block_hash, ())) if b != block_id]
-        if others:
-            self._by_hash[block_hash] = others[0]
-            if others[1:]:
-                self._same_content[block_hash] = others[1:]
-        else:
-            del self._by_hash[block_hash]
-            self._changed(block_hash, KvEventKind.EVICTED)
-
-    def _lift_fence(self) -> None:
-        while self._fenced and next(iter(self._fenced.values())) <= self._steps_finished:
-            self._fenced.popitem(last=False)
-
-    def _changed(self, block_hash: BlockHash, kind: KvEventKind) -> None:
-        if self._changes.pop(block_hash, kind) is kind:
-            self._changes[block_hash] = kind
+        self._contents.remove(block_id)
 
     def _end_receiving(self, block_id: int, to: BlockFill) -> None:
         if self._fill[block_id] is not BlockFill.RECEIVING:

@@ -1,0 +1,92 @@
+"""Which blocks hold which content, by hash, and the changes of that to publish."""
+
+from collections.abc import Iterable, Set
+
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.kv_events import KvEventKind
+from baton.engine.state.require import require
+
+
+class ContentIndex:
+    """The published hash of each block, and the blocks of each hash.
+
+    Several blocks in use may have the same content. One of them is found by its hash.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._hash = [NO_HASH] * num_blocks
+        self._by_hash: dict[BlockHash, int] = {}
+        self._same_content: dict[BlockHash, list[int]] = {}  # other blocks with the same content, all in use
+        self._changes: dict[BlockHash, KvEventKind] = {}  # net changes since last taken; at most twice the pool size
+
+    def hash_of(self, block_id: int) -> BlockHash:
+        """Return the published hash of a block; NO_HASH if it has none."""
+        return self._hash[block_id]
+
+    def has_content(self, block_id: int) -> bool:
+        """Return True if the block has a published hash."""
+        return self._hash[block_id] != NO_HASH
+
+    def is_duplicated(self, block_id: int) -> bool:
+        """Return True if another block has the same content."""
+        return self._hash[block_id] in self._same_content
+
+    def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Return the blocks that hold the longest known prefix of `hashes`."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def hashes(self) -> list[BlockHash]:
+        """Return the hashes of all content."""
+        return list(self._by_hash)
+
+    def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
+        """Return the net changes since the last call: content that was STORED or EVICTED.
+
+        Content that was stored and evicted again in between is not reported.
+        """
+        events = [(kind, block_hash) for block_hash, kind in self._changes.items()]
+        self._changes.clear()
+        return events
+
+    def add(self, block_id: int, block_hash: BlockHash) -> None:
+        """Publish the hash of a block that has none."""
+        self._hash[block_id] = block_hash
+        if block_hash in self._by_hash:
+            self._same_content.setdefault(block_hash, []).append(block_id)
+            return
+        self._by_hash[block_hash] = block_id
+        self._changed(block_hash, KvEventKind.STORED)
+
+    def remove(self, block_id: int) -> None:
+        """Remove the hash of a block that has one. The content is evicted if no other block has it."""
+        block_hash, self._hash[block_id] = self._hash[block_id], NO_HASH
+        others = [b for b in (self._by_hash[block_hash], *self._same_content.pop(block_hash, ())) if b != block_id]
+        if others:
+            self._by_hash[block_hash] = others[0]
+            if others[1:]:
+                self._same_content[block_hash] = others[1:]
+        else:
+            del self._by_hash[block_hash]
+            self._changed(block_hash, KvEventKind.EVICTED)
+
+    def check(self, idle: Set[int]) -> None:
+        """Check all invariants. `idle` are the blocks that are not in use. Raises AssertionError."""
+        found = [*self._by_hash.items(), *((h, b) for h, more in self._same_content.items() for b in more)]
+        require(all(self._hash[b] == h for h, b in found), "a hash leads to a block with another hash")
+        require(
+            len(found) == sum(h != NO_HASH for h in self._hash), "a block is not found by its hash, or is found twice"
+        )
+        require(
+            not any(b in idle for more in self._same_content.values() for b in more),
+            "an idle block has the same content as another",
+        )
+
+    def _changed(self, block_hash: BlockHash, kind: KvEventKind) -> None:
+        if self._changes.pop(block_hash, kind) is kind:
+            self._changes[block_hash] = kind
