@@ -1,4 +1,4 @@
-"""TLS between services and for clients of the gateway: accepted and refused certificates, and their renewal."""
+"""TLS between services and for clients of the gateway: valid, invalid and renewed certificates."""
 
 import asyncio
 import os
