@@ -1,4 +1,4 @@
-"""The operator's commands, as processes, against a whole small cluster of processes."""
+"""`baton status`, `explain` and `drain` as processes, against a cluster of processes."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 
 
 async def baton(cluster: ProcessCluster, *args: str) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error)."""
+    """Run a command. Returns (exit code, standard output, standard error)."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "baton.cli", *args, "--gateway", cluster.grpc_address, stdout=PIPE, stderr=PIPE
     )
@@ -26,23 +26,22 @@ async def baton(cluster: ProcessCluster, *args: str) -> tuple[int, str, str]:
 
 
 async def exit_code(cluster: ProcessCluster, name: str) -> int | None:
-    """Of a process that is about to end by itself."""
+    """Wait until the process ends by itself, and return its exit code."""
     async with asyncio.timeout(30):
-        while cluster.children[name].exit_code is None:  # noqa: ASYNC110 - it is another process
+        while cluster.children[name].exit_code is None:  # noqa: ASYNC110 - the supervisor has no event for it
             await asyncio.sleep(0.05)
     return cluster.children[name].exit_code
 
 
-async def test_a_request_is_explained_and_its_worker_drained() -> None:
-    settings = {"device": "emulated", "emulated_costs": "step=1ms", "kv_memory": 128 * 2**20}
-    async with process_cluster(prefill=0, decode=0, hybrid=1, **settings) as cluster:
+async def test_status_explain_and_drain_agree_with_the_cluster() -> None:
+    async with process_cluster(prefill=0, decode=0, hybrid=1, kv_memory=128 * 2**20) as cluster:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
             answer = await client.post(
                 "/v1/completions", json={"model": "demo", "prompt": "import os", "max_tokens": 4, "ignore_eos": True}
             )
-            seen = await client.get(f"/debug/decisions/{answer.headers['x-request-id']}")
+            decisions = await client.get(f"/debug/decisions/{answer.headers['x-request-id']}")
         assert answer.status_code == 200, answer.text
-        (decision,) = seen.json()["decisions"]
+        (decision,) = decisions.json()["decisions"]
         assert (decision["attempt"], decision["placement"]["decode"]["worker_id"]) == (0, "h0")
 
         code, out, _ = await baton(cluster, "status", "--json")
@@ -52,8 +51,8 @@ async def test_a_request_is_explained_and_its_worker_drained() -> None:
         pids = {"h0": worker["pid"], "gateway": status["gateway"]["pid"], "scheduler": status["scheduler"]["pid"]}
         assert pids == {name: cluster.pid(name) for name in pids}
         assert {each["host"] for each in (worker, status["gateway"], status["scheduler"])} == {socket.gethostname()}
-        shown = (await baton(cluster, "status"))[1]
-        assert all(str(pid) in shown for pid in pids.values())
+        table = (await baton(cluster, "status"))[1]
+        assert all(str(pid) in table for pid in pids.values())
 
         by_id = await baton(cluster, "explain", answer.headers["x-request-id"])
         assert by_id == await baton(cluster, "explain", "last")

@@ -1,4 +1,4 @@
-"""Transfer backends as `baton doctor` measures them: between two real processes."""
+"""`baton doctor` measures transfer backends between two real processes."""
 
 import sys
 
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.integration
     ["local", pytest.param("nixl", marks=pytest.mark.skipif(sys.platform != "linux", reason="NIXL is for Linux"))],
 )
 def test_backend_is_measured_between_two_processes(backend: str) -> None:
-    found = measure(backend)
-    assert found.problem == ""
-    assert found.transport
-    assert found.bytes_per_s > 0
+    result = measure(backend)
+    assert result.problem == ""
+    assert result.transport
+    assert result.bytes_per_s > 0
 
 
 def test_unknown_backend_is_named_in_the_problem() -> None:
-    assert "carrier-pigeon" in measure("carrier-pigeon").problem
+    assert "unknown-backend" in measure("unknown-backend").problem

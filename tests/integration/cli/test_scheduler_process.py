@@ -1,5 +1,4 @@
-"""`baton scheduler` as a process beside a real Redis: found, asked, watched, cut off from Redis, drained,
-killed."""
+"""`baton scheduler` as a process with a real Redis: calls, loss of Redis, SIGTERM and SIGKILL."""
 
 import asyncio
 import json
@@ -66,18 +65,18 @@ class SchedulerProcess:
             text=True,
         )
         assert self.process.stdout is not None
-        self.ready = self.process.stdout.readline()
-        self.address = self.ready.removeprefix("ready ").strip()
+        self.first_line = self.process.stdout.readline()
+        self.address = self.first_line.removeprefix("ready ").strip()
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Its exit code. One that does not end says where it is."""
-        self.process.send_signal(number)
+    def stop(self, signum: int = signal.SIGTERM) -> int:
+        """Signal the process and return its exit code. If it does not end, fail with its stacks."""
+        self.process.send_signal(signum)
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGABRT)
             _, stacks = self.process.communicate(LIMIT_S)
-            raise AssertionError(f"it did not end: {stacks}\n{self.log.read_text()}") from None
+            raise AssertionError(f"the process did not end: {stacks}\n{self.log.read_text()}") from None
 
     def events(self, **fields: str) -> list[str]:
         """Return the names of the logged events that have these fields."""
@@ -97,11 +96,11 @@ def scheduler(log_dir: Path, redis_url: str, *args: str) -> Iterator[SchedulerPr
 
 @asynccontextmanager
 async def network() -> AsyncIterator[GrpcNetwork]:
-    made = GrpcNetwork(heartbeat_s=TEST_TIMES["heartbeat_s"])
+    network = GrpcNetwork(heartbeat_s=TEST_TIMES["heartbeat_s"])
     try:
-        yield made
+        yield network
     finally:
-        await made.aclose()
+        await network.aclose()
 
 
 @asynccontextmanager
@@ -113,8 +112,8 @@ async def connected(redis: RunningRedis) -> AsyncIterator[RedisConnection]:
         await connection.aclose()
 
 
-async def moment() -> None:
-    """Between two looks at what another process does."""
+async def poll_interval() -> None:
+    """Wait between two checks of another process."""
     await asyncio.sleep(0.05)
 
 
@@ -123,20 +122,20 @@ async def until_broken(source: Source[object]) -> None:
         await source.receive()
 
 
-async def listed(connection: RedisConnection) -> tuple[Member, ...]:
+async def listed_schedulers(connection: RedisConnection) -> tuple[Member, ...]:
     return await RedisMembership(connection, Keys()).members(MemberKind.SCHEDULER)
 
 
-async def test_it_is_found_asked_explained_and_drained(tmp_path: Path, redis: RunningRedis) -> None:
+async def test_process_serves_calls_and_leaves_redis_after_sigterm(tmp_path: Path, redis: RunningRedis) -> None:
     with scheduler(
         tmp_path, redis.url, "--policy", "round_robin", "--detection-s", "60"
-    ) as process:  # no entry ends by itself
-        async with network() as dial, connected(redis) as connection, asyncio.timeout(LIMIT_S):
-            (member,) = await listed(connection)
+    ) as process:  # so that no entry expires
+        async with network() as grpc_network, connected(redis) as connection, asyncio.timeout(LIMIT_S):
+            (member,) = await listed_schedulers(connection)
             assert (member.address, dict(member.info)["pid"]) == (process.address, str(process.process.pid))
-            api = dial.scheduler(member.address)
+            api = grpc_network.scheduler(member.address)
             watch = await api.watch()
-            reports = await dial.open_report(member.address)
+            reports = await grpc_network.open_report(member.address)
             reports.send(worker_report("w0"))
             while not (await watch.receive()).reports:
                 pass
@@ -148,11 +147,11 @@ async def test_it_is_found_asked_explained_and_drained(tmp_path: Path, redis: Ru
             assert record.placement == placed
             assert await api.drain("w0")
             while (command := await reports.receive()).kind is CommandKind.SNAPSHOT:
-                pass  # of what this worker holds, which it never tells
+                pass  # this worker sends no snapshot
             assert command.kind is CommandKind.DRAIN
 
             assert process.stop() == 0
-            assert await listed(connection) == ()
+            assert await listed_schedulers(connection) == ()
             (kept,) = await RedisDecisionStore(connection, Keys()).get(b"r")
             assert kept.actuals["ttft_s"] == 0.5
             with pytest.raises(StreamBroken):
@@ -160,57 +159,58 @@ async def test_it_is_found_asked_explained_and_drained(tmp_path: Path, redis: Ru
             with pytest.raises(StreamBroken):
                 await until_broken(reports)
     assert "scheduler_draining" in process.events()
-    assert "worker_lost" not in process.events(), "a drain loses rejection"
+    assert "worker_lost" not in process.events(), "a scheduler that shuts down must not report lost workers"
 
 
-async def test_redis_may_go_and_come_back(tmp_path: Path) -> None:
+async def test_placement_continues_without_redis_and_the_entry_returns_with_it(tmp_path: Path) -> None:
     with running_redis() as redis, scheduler(tmp_path, redis.url) as process:
-        async with network() as dial, asyncio.timeout(LIMIT_S):
+        async with network() as grpc_network, asyncio.timeout(LIMIT_S):
             redis.kill()
-            reports = await dial.open_report(process.address)
+            reports = await grpc_network.open_report(process.address)
             reports.send(worker_report("w0"))
-            watch = await dial.scheduler(process.address).watch()
+            watch = await grpc_network.scheduler(process.address).watch()
             while not (await watch.receive()).reports:
                 pass
-            assert isinstance(await dial.scheduler(process.address).place(query()), Placement)
-            while "store_became_unavailable" not in process.events(use="membership"):
-                await moment()
+            assert isinstance(await grpc_network.scheduler(process.address).place(query()), Placement)
+            while "store_became_unavailable" not in process.events():
+                await poll_interval()
             await asyncio.sleep(3 * TEST_TIMES["heartbeat_s"])
             redis.start()
             async with connected(redis) as connection:
-                while not await listed(connection):
-                    await moment()
+                while not await listed_schedulers(connection):
+                    await poll_interval()
         assert process.stop() == 0
     membership = process.events(use="membership")
     assert membership == ["store_became_unavailable", "store_recovered"]
 
 
-async def test_it_starts_without_redis_and_says_so(tmp_path: Path) -> None:
+async def test_process_starts_without_redis_and_logs_it(tmp_path: Path) -> None:
     with scheduler(tmp_path, f"redis://127.0.0.1:{choose_port('127.0.0.1', 0, flag='')}/0") as process:
-        assert process.ready.startswith("ready 127.0.0.1:")
-        async with network() as dial, asyncio.timeout(LIMIT_S):
-            rejection = await dial.scheduler(process.address).place(query())
+        assert process.first_line.startswith("ready 127.0.0.1:")
+        async with network() as grpc_network, asyncio.timeout(LIMIT_S):
+            rejection = await grpc_network.scheduler(process.address).place(query())
             assert isinstance(rejection, Rejection)
             assert rejection.reason is Reason.NO_WORKERS
         assert process.stop() == 0
     assert "store_became_unavailable" in process.events()
 
 
-async def test_a_killed_one_is_forgotten(tmp_path: Path, redis: RunningRedis) -> None:
+async def test_entry_of_a_killed_process_expires(tmp_path: Path, redis: RunningRedis) -> None:
     with scheduler(tmp_path, redis.url) as process:
         process.stop(signal.SIGKILL)
         async with connected(redis) as connection, asyncio.timeout(LIMIT_S):
-            while await listed(connection):
-                await moment()
+            while await listed_schedulers(connection):
+                await poll_interval()
+            assert await listed_schedulers(connection) == ()
 
 
-async def test_the_admin_port_serves_metrics_and_readiness(tmp_path: Path, redis: RunningRedis) -> None:
+async def test_admin_port_serves_metrics_and_readiness(tmp_path: Path, redis: RunningRedis) -> None:
     with scheduler(tmp_path, redis.url, "--admin-port", "0") as process:
         admin = next(
             json.loads(line)["address"] for line in process.log.read_text().splitlines() if '"admin_started"' in line
         )
-        async with httpx.AsyncClient(base_url=f"http://{admin}") as client, network() as dial:
-            await dial.scheduler(process.address).place(query())
+        async with httpx.AsyncClient(base_url=f"http://{admin}") as client, network() as grpc_network:
+            await grpc_network.scheduler(process.address).place(query())
             assert (await client.get("/ready")).json() == {"status": "ready", "reasons": []}
             metrics = (await client.get("/metrics")).text
         assert 'baton_rejections_total{reason="no_workers"} 1.0' in metrics
@@ -218,12 +218,12 @@ async def test_the_admin_port_serves_metrics_and_readiness(tmp_path: Path, redis
         assert process.stop() == 0
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path: Path, redis: RunningRedis) -> None:
+def test_port_in_use_is_reported_in_one_line(tmp_path: Path, redis: RunningRedis) -> None:
     with scheduler(tmp_path, redis.url) as process:
         port = process.address.rpartition(":")[2]
         second = SchedulerProcess(tmp_path, redis.url, "--rpc-port", port)
         _, errors = second.process.communicate(timeout=LIMIT_S)
-    assert second.ready == ""
+    assert second.first_line == ""
     assert second.process.returncode == 1
     assert (
         errors.splitlines()[-1]
@@ -231,7 +231,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, redis: RunningRedis) -
     )
 
 
-def test_a_url_that_is_none_is_one_line(tmp_path: Path) -> None:
+def test_invalid_redis_url_is_reported_in_one_line(tmp_path: Path) -> None:
     process = SchedulerProcess(tmp_path, "http://h:1")
     _, errors = process.process.communicate(timeout=LIMIT_S)
     assert process.process.returncode == 1

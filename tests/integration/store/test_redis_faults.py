@@ -1,4 +1,4 @@
-"""Stores with a real Redis that dies, hangs, loses data, is full, or contains garbage (F-27 to F-30)."""
+"""Stores with a real Redis that dies, hangs, loses data, is full or has invalid data (F-27 to F-30)."""
 
 import asyncio
 import signal
@@ -42,9 +42,7 @@ def membership(connection: RedisConnection) -> RedisMembership:
     return RedisMembership(connection, KEYS)
 
 
-async def test_a_killed_server_is_reported_and_its_return_noticed(
-    server: RunningRedis, membership: RedisMembership
-) -> None:
+async def test_killed_server_raises_until_it_is_restarted(server: RunningRedis, membership: RedisMembership) -> None:
     await membership.announce(WORKER, LONG_S)
     server.kill()
     for _ in range(3):
@@ -57,13 +55,13 @@ async def test_a_killed_server_is_reported_and_its_return_noticed(
 
 @pytest.mark.parametrize("num_turns", range(12))
 async def test_cancellation_during_a_call_ends_the_task(connection: RedisConnection, num_turns: int) -> None:
-    async def for_ever() -> None:
+    async def ping_repeatedly() -> None:
         while True:
             await connection.ping()
 
     await connection.ping()
-    task = asyncio.create_task(for_ever())
-    for _ in range(num_turns):  # of the event loop: one of them lies between the end of a write and its notice
+    task = asyncio.create_task(ping_repeatedly())
+    for _ in range(num_turns):  # one of the turns lies between the end of a write and its callback
         await asyncio.sleep(0)
     task.cancel()
     ended, _ = await asyncio.wait((task,), timeout=10.0)
@@ -74,29 +72,29 @@ async def test_cancellation_during_a_call_ends_the_task(connection: RedisConnect
 
 
 async def test_cancellation_while_a_call_fails_ends_the_task(connection: RedisConnection) -> None:
-    is_asked = asyncio.Event()
+    has_started = asyncio.Event()
 
     async def fail(_: object) -> None:
-        is_asked.set()
+        has_started.set()
         try:
             await asyncio.sleep(LONG_S)
-        except asyncio.CancelledError:  # as `asyncio.wait_for` does where what it waits for has just failed
+        except asyncio.CancelledError:  # as in `asyncio.wait_for` if the awaited call has just failed
             raise ConnectionError from None
 
-    async def for_ever() -> None:
+    async def ping_repeatedly() -> None:
         while True:
             with suppress(StoreUnavailable):
                 await connection.call(fail)
 
     connection._timeout_s = LONG_S
-    task = asyncio.create_task(for_ever())
-    await is_asked.wait()
+    task = asyncio.create_task(ping_repeatedly())
+    await has_started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 10.0)
 
 
-async def test_a_hanging_server_costs_the_bound_and_no_answer_goes_to_the_wrong_question(
+async def test_calls_to_a_hanging_server_time_out_and_later_calls_get_their_own_reply(
     server: RunningRedis, connection: RedisConnection, membership: RedisMembership
 ) -> None:
     decisions = RedisDecisionStore(connection, KEYS)
@@ -104,8 +102,8 @@ async def test_a_hanging_server_costs_the_bound_and_no_answer_goes_to_the_wrong_
     await decisions.put(placed(), LONG_S)
     server.process.send_signal(signal.SIGSTOP)
     async with asyncio.timeout(5):
-        asked = [membership.members(MemberKind.WORKER), decisions.get(None), decisions.put(placed(), LONG_S)] * 4
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        calls = [membership.members(MemberKind.WORKER), decisions.get(None), decisions.put(placed(), LONG_S)] * 4
+        answers = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(answer) for answer in answers} == {StoreUnavailable}
     server.process.send_signal(signal.SIGCONT)
     for _ in range(4):
@@ -113,20 +111,20 @@ async def test_a_hanging_server_costs_the_bound_and_no_answer_goes_to_the_wrong_
         assert await decisions.get(placed().request_id) == (placed(),)
 
 
-async def test_a_call_that_is_cancelled_leaves_no_answer_for_the_next(
+async def test_reply_of_a_cancelled_call_is_not_given_to_the_next_call(
     server: RunningRedis, membership: RedisMembership
 ) -> None:
     await membership.announce(WORKER, LONG_S)
-    for turns in range(20):
+    for num_turns in range(20):
         call = asyncio.create_task(membership.members(MemberKind.GATEWAY))
-        for _ in range(turns):
+        for _ in range(num_turns):
             await asyncio.sleep(0)
         call.cancel()
         assert await membership.members(MemberKind.WORKER) == (WORKER,)
         await asyncio.gather(call, return_exceptions=True)
 
 
-async def test_what_a_flush_took_the_next_announcement_brings_back(
+async def test_member_lost_in_a_flush_is_listed_after_its_next_announcement(
     server: RunningRedis, membership: RedisMembership
 ) -> None:
     await membership.announce(WORKER, LONG_S)
@@ -137,7 +135,7 @@ async def test_what_a_flush_took_the_next_announcement_brings_back(
     assert await membership.members(MemberKind.WORKER) == (WORKER,)
 
 
-async def test_a_full_server_refuses_and_forgets_nothing(
+async def test_full_server_refuses_writes_and_keeps_its_data(
     server: RunningRedis, connection: RedisConnection, membership: RedisMembership
 ) -> None:
     await membership.announce(WORKER, LONG_S)
@@ -151,7 +149,7 @@ async def test_a_full_server_refuses_and_forgets_nothing(
 @pytest.mark.parametrize(
     "value", [b"", b"{}", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"kind": "gateway", "member_id": "x"}', b"null"]
 )
-async def test_nonsense_in_the_store_is_skipped(
+async def test_invalid_values_in_redis_are_skipped(
     server: RunningRedis, connection: RedisConnection, membership: RedisMembership, value: bytes
 ) -> None:
     decisions = RedisDecisionStore(connection, KEYS)
@@ -168,21 +166,23 @@ async def test_nonsense_in_the_store_is_skipped(
     assert await decisions.get(None) == ()
 
 
-async def test_a_key_of_another_kind_is_an_error_of_the_store(
+async def test_key_of_another_redis_type_raises_store_unavailable(
     server: RunningRedis, membership: RedisMembership
 ) -> None:
     with sync_redis.Redis.from_url(server.url) as client:
-        client.set(KEYS.members(MemberKind.WORKER), "mine")
+        client.set(KEYS.members(MemberKind.WORKER), "a string")
     with pytest.raises(StoreUnavailable):
         await membership.members(MemberKind.WORKER)
 
 
-async def test_clusters_on_one_server_do_not_meet(connection: RedisConnection, membership: RedisMembership) -> None:
+async def test_clusters_on_one_server_do_not_see_each_other(
+    connection: RedisConnection, membership: RedisMembership
+) -> None:
     await membership.announce(WORKER, LONG_S)
     assert await RedisMembership(connection, Keys(cluster="other")).members(MemberKind.WORKER) == ()
 
 
-async def test_the_error_of_an_unreachable_server_has_no_password() -> None:
+async def test_error_about_an_unreachable_server_hides_the_password() -> None:
     connection = RedisConnection("redis://:hunter2@127.0.0.1:9/0", timeout_s=0.5)
     with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:9") as error:
         await connection.ping()
@@ -190,6 +190,6 @@ async def test_the_error_of_an_unreachable_server_has_no_password() -> None:
     await connection.aclose()
 
 
-def test_a_url_that_is_none_is_refused() -> None:
+def test_url_with_another_scheme_is_refused() -> None:
     with pytest.raises(ConfigError, match="redis://"):
         RedisConnection("http://somewhere")
