@@ -1,4 +1,4 @@
-"""A two-sided `TransferBackend` over Gloo's send and receive, to hold the contract for backends such as NCCL.
+"""A two-sided `TransferBackend` over Gloo. It tests that the contract fits backends such as NCCL.
 
 The owner copies the announced blocks, then their generation-table entries, and sends both. The reader posts
 both receives. The entries are thus read from the owner's memory after the blocks, as validation requires.
@@ -27,7 +27,7 @@ PROBE_BLOCKS = 2
 
 
 class GlooBackend:
-    """One rank of a group of two. `ranks` maps workers to ranks."""
+    """One of two ranks. `ranks` maps workers to ranks."""
 
     two_sided = True
     max_probe_blocks = PROBE_BLOCKS
@@ -63,7 +63,7 @@ class GlooBackend:
         )
 
     def join(self) -> None:
-        """Connect to the other rank. Blocks until it is there."""
+        """Connect to the other rank. Blocks until it has joined."""
         self._group = dist.ProcessGroupGloo(self._store, self._rank, 2, TIMEOUT)
 
     @property

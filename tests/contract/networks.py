@@ -142,7 +142,7 @@ class StubWorker:
 
 
 class StubScheduler:
-    """A scheduler that returns `answer`, or raises it if it is an exception. `asked` records the arguments."""
+    """A scheduler that returns `answer`, or raises it if it is an exception. `asked` records arguments."""
 
     def __init__(
         self, answer: Any = None, updates: Source[ClusterUpdate] | None = None, report: Serve | None = None

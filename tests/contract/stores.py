@@ -1,4 +1,4 @@
-"""Every implementation of `Membership`, `DecisionStore` and `CostStore`, behind one handle."""
+"""Opens each implementation of `Membership`, `DecisionStore` and `CostStore`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sized
@@ -26,7 +26,7 @@ class Stores:
 
 
 @asynccontextmanager
-async def stores_of(kind: str, redis_url: Callable[[], str]) -> AsyncIterator[Stores]:
+async def open_stores(kind: str, redis_url: Callable[[], str]) -> AsyncIterator[Stores]:
     if kind == "memory":
         yield Stores(membership=MemoryMembership(), decisions=MemoryDecisionStore(), costs=MemoryCostStore())
         return
@@ -41,8 +41,8 @@ async def stores_of(kind: str, redis_url: Callable[[], str]) -> AsyncIterator[St
         await connection.aclose()
 
 
-async def eventually_not(ask: Callable[[], Awaitable[Sized]]) -> None:
-    """Ask until the answer is empty."""
+async def until_empty(read: Callable[[], Awaitable[Sized]]) -> None:
+    """Wait until `read` returns an empty collection."""
     async with asyncio.timeout(5):
-        while await ask():  # noqa: ASYNC110 - nobody tells when an entry ends
+        while await read():  # noqa: ASYNC110 - no event reports an expiry
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The contract of `CostStore`, for every implementation; and what only one in Redis can meet."""
+"""Contract of `CostStore` for each implementation, and faults of Redis."""
 
 import json
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from baton.core.step_cost import COSTS_VERSION, StepCostModel
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_cost_store import RedisCostStore
 from baton.store.redis.redis_keys import Keys
-from tests.contract.stores import KINDS, eventually_not, stores_of
+from tests.contract.stores import KINDS, open_stores, until_empty
 from tests.redis_server import RunningRedis
 
 pytestmark = pytest.mark.contract
@@ -22,7 +22,7 @@ LONG_S = 60.0
 COSTS = StepCostModel(
     step_s=0.004,
     prefill_token_s=1e-4,
-    prefill_attended_s=0.1 + 0.2,  # a number that no short text is
+    prefill_attended_s=0.1 + 0.2,  # has no short decimal form
     decode_seq_s=2e-4,
     decode_context_s=5e-324,
     prefill_factor=1.25,
@@ -33,16 +33,16 @@ COSTS = StepCostModel(
 
 @pytest.fixture(params=KINDS)
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[CostStore]:
-    async with stores_of(request.param, lambda: request.getfixturevalue("redis").url) as stores:
+    async with open_stores(request.param, lambda: request.getfixturevalue("redis").url) as stores:
         yield stores.costs
 
 
-async def test_costs_come_back_as_they_were(store: CostStore) -> None:
+async def test_costs_are_unchanged_after_put_and_get(store: CostStore) -> None:
     await store.put("a", COSTS, LONG_S)
     assert await store.get("a") == COSTS
 
 
-async def test_each_key_has_its_own_and_the_last_put_counts(store: CostStore) -> None:
+async def test_get_returns_the_last_put_of_its_key(store: CostStore) -> None:
     corrected = replace(COSTS, decode_factor=1.5)
     await store.put("a", COSTS, LONG_S)
     await store.put("b", COSTS, LONG_S)
@@ -50,13 +50,13 @@ async def test_each_key_has_its_own_and_the_last_put_counts(store: CostStore) ->
     assert (await store.get("a"), await store.get("b"), await store.get("c")) == (corrected, COSTS, None)
 
 
-async def test_costs_end(store: CostStore) -> None:
+async def test_costs_expire(store: CostStore) -> None:
     await store.put("brief", COSTS, 0.05)
 
-    async def what_is_left() -> list[StepCostModel]:
+    async def unexpired() -> list[StepCostModel]:
         return [costs for costs in [await store.get("brief")] if costs is not None]
 
-    await eventually_not(what_is_left)
+    await until_empty(unexpired)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ async def test_costs_end(store: CostStore) -> None:
         json.dumps(COSTS.to_plain() | {"decode_factor": "nan"}),
     ],
 )
-async def test_what_cannot_be_used_is_not_there(redis: RunningRedis, value: str) -> None:
+async def test_unreadable_value_in_redis_is_none(redis: RunningRedis, value: str) -> None:
     connection, keys = RedisConnection(redis.url), Keys(cluster="costs-test")
     async with aclosing(connection):
         await connection.call(lambda client: client.set(keys.costs("a"), value))
         assert await RedisCostStore(connection, keys).get("a") is None
 
 
-async def test_a_store_that_is_away_says_so() -> None:
+async def test_unreachable_redis_raises_store_unavailable() -> None:
     connection = RedisConnection("redis://127.0.0.1:1", timeout_s=0.5)
     async with aclosing(connection):
         store = RedisCostStore(connection, Keys())

@@ -1,4 +1,4 @@
-"""The contract of `DecisionStore`, for every implementation."""
+"""Contract of `DecisionStore` for each implementation."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ from baton.core.ids import DecisionId
 from baton.core.interfaces import DecisionStore
 from baton.core.messages.jobs import PrefixSource
 from tests import builders
-from tests.contract.stores import KINDS, eventually_not, stores_of
+from tests.contract.stores import KINDS, open_stores, until_empty
 
 pytestmark = pytest.mark.contract
 
@@ -22,7 +22,7 @@ LONG_S = 60.0
 
 @pytest.fixture(params=KINDS)
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[DecisionStore]:
-    async with stores_of(request.param, lambda: request.getfixturevalue("redis").url) as stores:
+    async with open_stores(request.param, lambda: request.getfixturevalue("redis").url) as stores:
         yield stores.decisions
 
 
@@ -71,14 +71,14 @@ async def test_rejection_is_unchanged_after_put_and_get(store: DecisionStore) ->
     assert await store.get(b"r") == (refused,)
 
 
-async def test_attempts_come_in_their_order(store: DecisionStore) -> None:
+async def test_records_of_a_request_are_sorted_by_attempt(store: DecisionStore) -> None:
     for attempt in (10, 2, 0):
         await store.put(placed(b"r", attempt), LONG_S)
     await store.put(placed(b"other", 1), LONG_S)
     assert await store.get(b"r") == tuple(placed(b"r", attempt) for attempt in (0, 2, 10))
 
 
-async def test_a_record_put_again_with_its_outcome_replaces_the_first(store: DecisionStore) -> None:
+async def test_second_put_of_a_record_replaces_the_first(store: DecisionStore) -> None:
     done = replace(
         placed(),
         actuals={"outcome": "finished", "ttft_s": 0.25, "legs": [{"worker_id": "p0", "pid": 7}], "tpot_s": None},
@@ -88,18 +88,18 @@ async def test_a_record_put_again_with_its_outcome_replaces_the_first(store: Dec
     assert await store.get(placed().request_id) == (done,)
 
 
-async def test_none_stands_for_the_request_put_last(store: DecisionStore) -> None:
+async def test_get_none_returns_the_last_request(store: DecisionStore) -> None:
     assert await store.get(None) == ()
     await store.put(placed(b"first"), LONG_S)
     await store.put(placed(b"second"), LONG_S)
     assert await store.get(None) == (placed(b"second"),)
 
 
-async def test_an_unknown_request_has_no_records(store: DecisionStore) -> None:
-    assert await store.get(b"nobody") == ()
+async def test_unknown_request_has_no_records(store: DecisionStore) -> None:
+    assert await store.get(b"unknown") == ()
 
 
-async def test_records_end(store: DecisionStore) -> None:
+async def test_records_expire(store: DecisionStore) -> None:
     await store.put(placed(b"brief"), 0.05)
-    await eventually_not(lambda: store.get(b"brief"))
+    await until_empty(lambda: store.get(b"brief"))
     assert await store.get(None) == ()

@@ -1,5 +1,4 @@
-"""The contract of `Executor`, for every implementation: results, KV in memory, and attribution of
-failures."""
+"""Contract of `Executor` for each implementation: results, KV in memory, and which sequence failed."""
 
 import asyncio
 import threading
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.contract
 
-SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 32, 50
+BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 32, 50
 GREEDY = Sampling(max_tokens=9, temperature=0.0)
 SEEDED = Sampling(max_tokens=9, temperature=1.0, seed=5)
 PROMPTS = [(1, 2, 3), (9, 8, 7, 6, 5, 4), (11, 12, 13, 14)]
@@ -51,12 +50,12 @@ PROMPTS = [(1, 2, 3), (9, 8, 7, 6, 5, 4), (11, 12, 13, 14)]
 class Device:
     """An executor under test.
 
-    at_fault: changes a sequence's part so that the executor cannot run it. The executor then returns a
+    make_failing: changes a sequence so that the executor cannot run it. The executor then returns a
     failure for the sequence, or the step raises.
     """
 
     executor: Executor
-    at_fault: Callable[[StepSequence], StepSequence]
+    make_failing: Callable[[StepSequence], StepSequence]
 
 
 def open_backend(device: str, kernels: str, dtype: str) -> "tuple[LoadedModel, Backend]":
@@ -81,36 +80,31 @@ def torch_device(name: str, kernels: str = "torch", dtype: str = "float32", *, i
     from baton.model.step.step_launch import StepLauncher
     from baton.model.torch_executor import TorchExecutor
 
-    thread = compute_thread(1)
-    open_in_thread = shared_backend if name == "cpu" else open_backend
-    loaded, backend = thread.submit(open_in_thread, name, kernels, dtype).result()
-    if kernels == "torch":
-        backend = replace(backend, forward=ModelForward(loaded.model))
-    kv = KvCache.zeros(loaded.layout(SIZE), NUM_BLOCKS, loaded.device)
-    kv.blocks.fill_(float("nan"))  # a read of unwritten KV gives a wrong token
+    loaded = load_model(DEMO_DIR, dtype=dtype, device=name)
+    cache = KvCache.zeros(loaded.layout(BLOCK_SIZE), NUM_BLOCKS, loaded.device)
+    cache.blocks.fill_(float("nan"))  # so that a read of unwritten KV changes a token
     unknown = token_ids([loaded.vocab_size])
-    event = record_delayed_event if is_late else record_event
-    new_launcher = partial(StepLauncher, record_event=event)
-    executor = TorchExecutor(loaded.model, kv, thread=thread, backend=backend, new_launcher=new_launcher)
-    return Device(executor, lambda p: replace(p, token_ids=unknown + p.token_ids[1:]))
+    backend = choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=BLOCK_SIZE)
+    event = record_late_event if is_late else record_event
+    executor = TorchExecutor(loaded.model, cache, thread=compute_thread(1), backend=backend, record_event=event)
+    return Device(executor, lambda seq: replace(seq, token_ids=unknown + seq.token_ids[1:]))
 
 
 def sim_device() -> Device:
-    layout = builders.layout(block_size_tokens=SIZE)
-    memory = SimMemory(NUM_BLOCKS, SIZE)
+    layout = builders.layout(block_size_tokens=BLOCK_SIZE)
+    memory = SimMemory(NUM_BLOCKS, BLOCK_SIZE)
     executor = SimExecutor(
         layout=layout, memory=memory, vocab_size=VOCAB_SIZE, cost=SimStepCost(base_s=0.001, per_token_s=0.0)
     )
-    return Device(
-        executor, lambda p: replace(p, token_ids=p.token_ids[::-1])
-    )  # not what its history says: found where it samples
+    # Tokens that differ from the history fail the sequence when it samples.
+    return Device(executor, lambda seq: replace(seq, token_ids=seq.token_ids[::-1]))
 
 
 def emulated_device() -> Device:
-    layout = builders.layout(block_size_tokens=SIZE)
+    layout = builders.layout(block_size_tokens=BLOCK_SIZE)
     kv = np.full((NUM_BLOCKS, layout.block_bytes), 0xEE, dtype=np.uint8)  # unwritten memory
     executor = EmulatedExecutor(layout=layout, kv=kv, vocab_size=VOCAB_SIZE, step_seconds=lambda plan: 0.001)
-    return Device(executor, lambda p: replace(p, token_ids=p.token_ids[::-1]))
+    return Device(executor, lambda seq: replace(seq, token_ids=seq.token_ids[::-1]))
 
 
 def metered_device() -> Device:
@@ -119,22 +113,22 @@ def metered_device() -> Device:
 
 
 def fake_device(*, raises: bool) -> Device:
-    executor = FakeExecutor(NUM_BLOCKS, SIZE, FakeGenerationTable(NUM_BLOCKS))
+    executor = FakeExecutor(NUM_BLOCKS, BLOCK_SIZE, FakeGenerationTable(NUM_BLOCKS))
     executor.num_turns = 8
     bad = set[int]()
 
-    def at_fault(part: StepSequence) -> StepSequence:
-        bad.add(part.seq_id)
-        return part
+    def make_failing(sequence: StepSequence) -> StepSequence:
+        bad.add(sequence.seq_id)
+        return sequence
 
-    def failing(part: StepSequence) -> Failure | None:
-        return builders.failure() if part.seq_id in bad else None
+    def failing(sequence: StepSequence) -> Failure | None:
+        return builders.failure() if sequence.seq_id in bad else None
 
     if raises:
-        executor.raises_for = lambda part: part.seq_id in bad
+        executor.raises_for = lambda sequence: sequence.seq_id in bad
     else:
         executor.failing = failing
-    return Device(executor, at_fault)
+    return Device(executor, make_failing)
 
 
 DEVICES: dict[str, Callable[[], Device]] = {
@@ -159,7 +153,7 @@ async def device(request: pytest.FixtureRequest) -> AsyncIterator[Device]:
     await device.executor.aclose()
 
 
-def part(
+def sequence(
     seq_id: int,
     tokens: Sequence[int],
     *,
@@ -168,7 +162,7 @@ def part(
     sampling: Sampling = GREEDY,
     samples: tuple[int, ...] = (0,),
 ) -> StepSequence:
-    """Return a part that computes `tokens` from index `begin` on and draws `samples`, if there are any.
+    """Return a sequence that computes `tokens` from index `begin` on and draws `samples`, if there are any.
 
     Without `blocks` the sequence uses the three blocks from `3 * seq_id` on.
     """
@@ -189,11 +183,11 @@ def part(
     )
 
 
-async def ran(
-    device: Device, *parts: StepSequence, copies: tuple[tuple[int, int], ...] = ()
+async def run_step(
+    device: Device, *sequences: StepSequence, copies: tuple[tuple[int, int], ...] = ()
 ) -> dict[int, tuple[int, ...]]:
     """Run a step in which nothing fails, and return the tokens of each sequence."""
-    result = await device.executor.execute(StepPlan(step_id=1, sequences=parts, block_copies=copies))
+    result = await device.executor.execute(StepPlan(step_id=1, sequences=sequences, block_copies=copies))
     assert not result.failures
     return tokens_of(result)
 
@@ -202,7 +196,7 @@ def tokens_of(result: StepResult) -> dict[int, tuple[int, ...]]:
     return {seq_id: tuple(token.token_id for token in tokens) for seq_id, tokens in result.samples.items()}
 
 
-async def executed(device: Device, plan: StepPlan) -> tuple[dict[int, tuple[int, ...]], set[int]]:
+async def run_with_isolation(device: Device, plan: StepPlan) -> tuple[dict[int, tuple[int, ...]], set[int]]:
     """Run a step and return (tokens, failed sequences).
 
     If the step raises, each sequence is run in a step of its own, as in the engine loop.
@@ -214,7 +208,7 @@ async def executed(device: Device, plan: StepPlan) -> tuple[dict[int, tuple[int,
     except Exception:
         if len(plan.sequences) == 1:
             return {}, {plan.sequences[0].seq_id}
-        isolated = [await executed(device, replace(plan, sequences=(one,))) for one in plan.sequences]
+        isolated = [await run_with_isolation(device, replace(plan, sequences=(seq,))) for seq in plan.sequences]
         return {k: v for tokens, _ in isolated for k, v in tokens.items()}, set().union(
             *(failed for _, failed in isolated)
         )
@@ -224,14 +218,18 @@ async def executed(device: Device, plan: StepPlan) -> tuple[dict[int, tuple[int,
 
 async def test_executor_reports_its_memory(device: Device) -> None:
     assert device.executor.num_blocks == NUM_BLOCKS
-    assert device.executor.layout.block_size_tokens == SIZE
+    assert device.executor.layout.block_size_tokens == BLOCK_SIZE
 
 
 @pytest.mark.parametrize("step_id", [0, 7])
-async def test_exactly_the_sampling_sequences_have_results(device: Device, step_id: int) -> None:
-    silent = part(2, PROMPTS[2], samples=())
-    parts = (part(0, PROMPTS[0], samples=(0, 1, 2), sampling=SEEDED), silent, part(1, PROMPTS[1], samples=(4,)))
-    result = await device.executor.execute(StepPlan(step_id=step_id, sequences=parts))
+async def test_only_sampling_sequences_have_results(device: Device, step_id: int) -> None:
+    without_sample = sequence(2, PROMPTS[2], samples=())
+    sequences = (
+        sequence(0, PROMPTS[0], samples=(0, 1, 2), sampling=SEEDED),
+        without_sample,
+        sequence(1, PROMPTS[1], samples=(4,)),
+    )
+    result = await device.executor.execute(StepPlan(step_id=step_id, sequences=sequences))
     assert result.step_id == step_id
     assert {seq_id: [token.sample_index for token in tokens] for seq_id, tokens in result.samples.items()} == {
         0: [0, 1, 2],
@@ -242,67 +240,67 @@ async def test_exactly_the_sampling_sequences_have_results(device: Device, step_
 
 
 async def test_sample_is_independent_of_other_samples(device: Device) -> None:
-    together = await ran(device, part(0, PROMPTS[0], samples=(0, 1, 2), sampling=SEEDED))
-    apart = [await ran(device, part(0, PROMPTS[0], samples=(i,), sampling=SEEDED)) for i in range(3)]
-    assert together[0] == tuple(one[0][0] for one in apart)
+    in_one_step = await run_step(device, sequence(0, PROMPTS[0], samples=(0, 1, 2), sampling=SEEDED))
+    in_own_steps = [await run_step(device, sequence(0, PROMPTS[0], samples=(i,), sampling=SEEDED)) for i in range(3)]
+    assert in_one_step[0] == tuple(one[0][0] for one in in_own_steps)
 
 
-async def test_batching_changes_no_token(device: Device) -> None:
-    parts = [part(i, prompt) for i, prompt in enumerate(PROMPTS)]
-    apart = [await ran(device, one) for one in parts]
-    assert await ran(device, *parts) == {i: one[i] for i, one in enumerate(apart)}
+async def test_tokens_are_independent_of_batching(device: Device) -> None:
+    sequences = [sequence(i, prompt) for i, prompt in enumerate(PROMPTS)]
+    in_own_steps = [await run_step(device, one) for one in sequences]
+    assert await run_step(device, *sequences) == {i: one[i] for i, one in enumerate(in_own_steps)}
 
 
 async def test_step_without_samples_writes_its_kv(device: Device) -> None:
     """A prompt in chunks gives the same token as in one step, also if the first chunk is batched with
     others."""
-    complete = await ran(device, part(0, PROMPTS[1]))
-    chunk = part(1, PROMPTS[1][:5], samples=())
-    assert await ran(device, chunk, part(2, PROMPTS[2], samples=())) == {}
-    assert await ran(device, part(1, PROMPTS[1], begin=5)) == {1: complete[0]}
+    complete = await run_step(device, sequence(0, PROMPTS[1]))
+    chunk = sequence(1, PROMPTS[1][:5], samples=())
+    assert await run_step(device, chunk, sequence(2, PROMPTS[2], samples=())) == {}
+    assert await run_step(device, sequence(1, PROMPTS[1], begin=5)) == {1: complete[0]}
 
 
 async def test_step_can_be_repeated(device: Device) -> None:
     """The same KV is written to the same slots. The loop repeats a failed step to find the failing
     sequence."""
-    await ran(device, part(0, PROMPTS[1][:5], samples=()))
-    first = await ran(device, part(0, PROMPTS[1], begin=5))
-    assert await ran(device, part(0, PROMPTS[1], begin=5)) == first
+    await run_step(device, sequence(0, PROMPTS[1][:5], samples=()))
+    first = await run_step(device, sequence(0, PROMPTS[1], begin=5))
+    assert await run_step(device, sequence(0, PROMPTS[1], begin=5)) == first
 
 
 async def test_block_copies_are_made_before_kv_is_written(device: Device) -> None:
     """Two samples of one prompt fork in its last block: one continues in the block, the other in a copy."""
     prompt, source, copy = PROMPTS[1], 1, 20
-    wanted = [await ran(device, part(3 + i, (*prompt, token))) for i, token in enumerate((17, 23))]
-    await ran(device, part(0, prompt, samples=()))
-    continued = part(0, (*prompt, 17), begin=6), part(1, (*prompt, 23), begin=6, blocks=(0, copy))
-    assert await ran(device, *continued, copies=((source, copy),)) == {0: wanted[0][3], 1: wanted[1][4]}
+    expected = [await run_step(device, sequence(3 + i, (*prompt, token))) for i, token in enumerate((17, 23))]
+    await run_step(device, sequence(0, prompt, samples=()))
+    continued = sequence(0, (*prompt, 17), begin=6), sequence(1, (*prompt, 23), begin=6, blocks=(0, copy))
+    assert await run_step(device, *continued, copies=((source, copy),)) == {0: expected[0][3], 1: expected[1][4]}
 
 
-async def test_step_may_have_only_block_copies_and_makes_them_in_order(device: Device) -> None:
+async def test_step_with_only_block_copies_makes_them_in_order(device: Device) -> None:
     prompt = PROMPTS[1]
-    wanted = await ran(device, part(0, (*prompt, 17)))
-    assert await ran(device, copies=((1, 20), (20, 21), (0, 22))) == {}
-    assert await ran(device, part(1, (*prompt, 17), begin=6, blocks=(22, 21))) == {1: wanted[0]}
+    expected = await run_step(device, sequence(0, (*prompt, 17)))
+    assert await run_step(device, copies=((1, 20), (20, 21), (0, 22))) == {}
+    assert await run_step(device, sequence(1, (*prompt, 17), begin=6, blocks=(22, 21))) == {1: expected[0]}
 
 
 async def test_failing_sequence_is_identified_and_others_keep_their_results(device: Device) -> None:
-    good = [part(i, prompt) for i, prompt in enumerate(PROMPTS)]
-    wanted = await ran(device, *good)
-    bad = device.at_fault(part(3, (21, 22, 23, 24, 25)))
-    tokens, failed = await executed(device, StepPlan(step_id=1, sequences=(good[0], bad, *good[1:])))
+    good = [sequence(i, prompt) for i, prompt in enumerate(PROMPTS)]
+    expected = await run_step(device, *good)
+    bad = device.make_failing(sequence(3, (21, 22, 23, 24, 25)))
+    tokens, failed = await run_with_isolation(device, StepPlan(step_id=1, sequences=(good[0], bad, *good[1:])))
     assert failed == {3}
-    assert tokens == wanted
-    assert (await executed(device, StepPlan(step_id=2, sequences=(bad,))))[1] == {3}
-    assert await ran(device, *good) == wanted
+    assert tokens == expected
+    assert (await run_with_isolation(device, StepPlan(step_id=2, sequences=(bad,))))[1] == {3}
+    assert await run_step(device, *good) == expected
     # KV that it left in its blocks does not affect their next user.
-    assert await ran(device, part(4, PROMPTS[1], blocks=bad.block_table)) == {4: wanted[1]}
+    assert await run_step(device, sequence(4, PROMPTS[1], blocks=bad.block_table)) == {4: expected[1]}
 
 
-def after(step_id: int, *parts: StepSequence) -> StepPlan:
+def after(step_id: int, *sequences: StepSequence) -> StepPlan:
     """Return the step after `step_id` in which each of these sequences decodes its next token."""
     continued = []
-    for one in parts:
+    for one in sequences:
         assert one.sample is not None
         sample = replace(one.sample, position=one.sample.position + 1)
         continued.append(
@@ -311,30 +309,30 @@ def after(step_id: int, *parts: StepSequence) -> StepPlan:
     return StepPlan(step_id=step_id + 1, sequences=tuple(continued), follows=step_id)
 
 
-async def test_following_step_continues_from_the_drawn_tokens(device: Device) -> None:
-    first = [part(i, prompt, sampling=SEEDED) for i, prompt in enumerate(PROMPTS)]
-    drawn = await ran(device, *first)
-    wanted = await ran(
-        device, *(part(3 + i, (*prompt, *drawn[i]), sampling=SEEDED) for i, prompt in enumerate(PROMPTS))
+async def test_following_step_continues_from_the_sampled_tokens(device: Device) -> None:
+    first = [sequence(i, prompt, sampling=SEEDED) for i, prompt in enumerate(PROMPTS)]
+    sampled = await run_step(device, *first)
+    expected = await run_step(
+        device, *(sequence(3 + i, (*prompt, *sampled[i]), sampling=SEEDED) for i, prompt in enumerate(PROMPTS))
     )
     plans = StepPlan(step_id=1, sequences=tuple(first)), after(1, *first)
     before, following = await asyncio.gather(*map(device.executor.execute, plans))
-    assert (tokens_of(before), following.step_id) == (drawn, 2)
-    assert tokens_of(following) == {i: wanted[3 + i] for i in range(3)}
+    assert (tokens_of(before), following.step_id) == (sampled, 2)
+    assert tokens_of(following) == {i: expected[3 + i] for i in range(3)}
 
 
-async def test_history_that_has_grown_meanwhile_gives_the_same_token(device: Device) -> None:
-    """The engine appends the drawn token to the same array, perhaps before the following step reads it."""
-    first = part(0, PROMPTS[1])
+async def test_history_that_grew_before_the_step_gives_the_same_token(device: Device) -> None:
+    """The engine appends the sampled token to the same array, perhaps before the following step reads it."""
+    first = sequence(0, PROMPTS[1])
     assert first.sample is not None
     before = await device.executor.execute(StepPlan(step_id=1, sequences=(first,)))
     first.sample.history.append(before.samples[0][0].token_id)
     following = await device.executor.execute(after(1, first))
-    assert tokens_of(following)[0] == (await ran(device, part(1, tuple(first.sample.history))))[1]
+    assert tokens_of(following)[0] == (await run_step(device, sequence(1, tuple(first.sample.history))))[1]
 
 
 async def test_failed_sequence_is_removed_from_the_following_step(device: Device) -> None:
-    good, bad = part(0, PROMPTS[0]), device.at_fault(part(1, (21, 22, 23, 24, 25)))
+    good, bad = sequence(0, PROMPTS[0]), device.make_failing(sequence(1, (21, 22, 23, 24, 25)))
     (before,) = await asyncio.gather(
         device.executor.execute(StepPlan(step_id=1, sequences=(good, bad))), return_exceptions=True
     )
@@ -347,16 +345,16 @@ async def test_failed_sequence_is_removed_from_the_following_step(device: Device
 
 
 async def test_step_can_follow_only_the_last_step(device: Device) -> None:
-    first = part(0, PROMPTS[0])
+    first = sequence(0, PROMPTS[0])
     await device.executor.execute(StepPlan(step_id=1, sequences=(first,)))
     with pytest.raises(NothingToFollow):
         await device.executor.execute(after(7, first))
     with pytest.raises(NothingToFollow):
         await device.executor.execute(after(1, first))
-    await ran(device, first)
+    await run_step(device, first)
 
 
-async def withdrew(device: Device, step_id: int, step: asyncio.Task[StepResult]) -> bool:
+async def withdraw_queued(device: Device, step_id: int, step: asyncio.Task[StepResult]) -> bool:
     """Withdraw a step once it is queued. Returns False if the device was faster."""
     while not device.executor.withdraw(step_id):
         if step.done():
@@ -369,20 +367,20 @@ async def withdrew(device: Device, step_id: int, step: asyncio.Task[StepResult])
 
 async def test_queued_step_can_be_withdrawn(device: Device) -> None:
     """After a withdrawal another step can be queued."""
-    first = part(0, PROMPTS[1])
+    first = sequence(0, PROMPTS[1])
     assert not device.executor.withdraw(1), "no step is queued"
     num_withdrawn = 0
-    for _ in range(200):  # until the device was slow enough
+    for _ in range(200):  # until a step was slow enough to be withdrawn
         running = asyncio.create_task(device.executor.execute(StepPlan(step_id=1, sequences=(first,))))
         steps = []
         for step_id in (2, 3):
             steps.append(asyncio.create_task(device.executor.execute(replace(after(1, first), step_id=step_id))))
-            if not await withdrew(device, step_id, steps[-1]):
+            if not await withdraw_queued(device, step_id, steps[-1]):
                 break
             assert not device.executor.withdraw(step_id), "withdrawn already"
             num_withdrawn += 1
         result = await running
-        assert tokens_of(result)[0] == (await ran(device, first))[0]
+        assert tokens_of(result)[0] == (await run_step(device, first))[0]
         await asyncio.gather(*steps, return_exceptions=True)
         assert sum(step.cancelled() for step in steps) == num_withdrawn
         if num_withdrawn == 2:
@@ -396,7 +394,7 @@ async def test_queued_step_can_be_withdrawn(device: Device) -> None:
 
 
 async def test_close_waits_for_the_running_step_and_leaves_no_thread(device: Device) -> None:
-    step = asyncio.create_task(device.executor.execute(StepPlan(step_id=1, sequences=(part(0, PROMPTS[0]),))))
+    step = asyncio.create_task(device.executor.execute(StepPlan(step_id=1, sequences=(sequence(0, PROMPTS[0]),))))
     await asyncio.sleep(0)
     await device.executor.aclose()
     assert set((await step).samples) == {0}

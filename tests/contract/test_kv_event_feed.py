@@ -1,5 +1,4 @@
-"""The contract of `KvEventFeed`, for every implementation; and what Redis alone can have in store: entries
-that are not ours."""
+"""Contract of `KvEventFeed` for each implementation, and foreign entries and faults of Redis."""
 
 import asyncio
 import signal
@@ -46,7 +45,7 @@ async def feed(request: pytest.FixtureRequest) -> AsyncIterator[KvEventFeed]:
 
 
 def hashes(number: int, seed: int = 0) -> tuple[bytes, ...]:
-    """Any bytes at all: a connection that reads text would spoil them."""
+    """Return random bytes, most of which are not valid text."""
     rng = Random(seed)
     return tuple(rng.randbytes(16) for _ in range(number))
 
@@ -77,16 +76,16 @@ async def test_events_are_read_unchanged_and_in_order(feed: KvEventFeed) -> None
     assert await feed.read({W: 2}, max_events=2, wait_s=1.0) == {W: events[2:]}
 
 
-async def test_many_lives_are_read_at_once_and_those_without_events_left_out(feed: KvEventFeed) -> None:
-    reborn = worker_ref(W.worker_id, epoch=1)
+async def test_one_read_returns_all_workers_with_events(feed: KvEventFeed) -> None:
+    other_epoch = worker_ref(W.worker_id, epoch=1)
     for worker in (W, OTHER):
         await feed.publish(worker, [event(1, worker=worker)], LONG_S)
-    assert await feed.read({W: 0, OTHER: 1, reborn: 0}, max_events=10, wait_s=1.0) == {W: [event(1)]}
+    assert await feed.read({W: 0, OTHER: 1, other_epoch: 0}, max_events=10, wait_s=1.0) == {W: [event(1)]}
     assert set(await feed.read({W: 0, OTHER: 0}, max_events=10, wait_s=1.0)) == {W, OTHER}
     assert await feed.read({}, max_events=10, wait_s=1.0) == {}
 
 
-async def test_a_reader_waits_for_the_next_event_and_not_for_ever(feed: KvEventFeed) -> None:
+async def test_read_waits_for_an_event_or_the_timeout(feed: KvEventFeed) -> None:
     assert await feed.read({W: 0}, max_events=10, wait_s=0.02) == {}
     reading = asyncio.create_task(feed.read({W: 0, OTHER: 0}, max_events=10, wait_s=0.4))
     await asyncio.sleep(0.05)
@@ -95,7 +94,7 @@ async def test_a_reader_waits_for_the_next_event_and_not_for_ever(feed: KvEventF
     assert await reading == {OTHER: [event(1, worker=OTHER)]}
 
 
-async def test_numbers_only_grow(feed: KvEventFeed) -> None:
+async def test_publishing_a_used_event_number_is_refused(feed: KvEventFeed) -> None:
     await feed.publish(W, [event(5)], LONG_S)
     with pytest.raises(StoreUnavailable):
         await feed.publish(W, [event(5)], LONG_S)
@@ -103,7 +102,7 @@ async def test_numbers_only_grow(feed: KvEventFeed) -> None:
     assert await feed.read({W: 0}, max_events=10, wait_s=1.0) == {W: [event(5), event(6)]}
 
 
-async def test_a_snapshot_replaces_the_last_one(feed: KvEventFeed) -> None:
+async def test_new_snapshot_replaces_the_last_one(feed: KvEventFeed) -> None:
     assert await feed.snapshot(W) is None
     await feed.publish(W, [event(1)], LONG_S, snapshot(1))
     assert await feed.snapshot(W) == snapshot(1)
@@ -114,7 +113,7 @@ async def test_a_snapshot_replaces_the_last_one(feed: KvEventFeed) -> None:
     assert await feed.snapshot(OTHER) is None
 
 
-async def test_a_reset_begins_the_stream_anew_whatever_stood_in_it(feed: KvEventFeed) -> None:
+async def test_reset_discards_all_events_of_the_stream(feed: KvEventFeed) -> None:
     await feed.publish(W, [event(1), event(2**63)], LONG_S)
     await feed.reset(snapshot(7), LONG_S)
     assert await feed.read({W: 0}, max_events=10, wait_s=1.0) == {W: [event(7, KvEventKind.RESET)]}
@@ -123,16 +122,16 @@ async def test_a_reset_begins_the_stream_anew_whatever_stood_in_it(feed: KvEvent
     assert await feed.read({W: 7}, max_events=10, wait_s=1.0) == {W: [event(8)]}
 
 
-async def test_renewing_says_what_is_kept(feed: KvEventFeed) -> None:
+async def test_renew_returns_the_last_event_number_or_zero_without_a_snapshot(feed: KvEventFeed) -> None:
     assert await feed.renew(W, LONG_S) == 0
     await feed.publish(W, [event(1)], LONG_S)
-    assert await feed.renew(W, LONG_S) == 0  # no snapshot: whoever comes new could not begin
+    assert await feed.renew(W, LONG_S) == 0  # without a snapshot a new reader cannot start
     await feed.reset(snapshot(2), LONG_S)
     await feed.publish(W, [event(3), event(2**63)], LONG_S)
     assert await feed.renew(W, LONG_S) == 2**63
 
 
-async def test_what_is_not_renewed_ends(feed: KvEventFeed) -> None:
+async def test_stream_that_is_not_renewed_expires(feed: KvEventFeed) -> None:
     for worker in (W, OTHER):
         await feed.reset(snapshot(1, worker), 0.1)
     await feed.renew(OTHER, LONG_S)
@@ -143,7 +142,7 @@ async def test_what_is_not_renewed_ends(feed: KvEventFeed) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_stream_has_a_bound(kind: str, request: pytest.FixtureRequest) -> None:
+async def test_stream_length_is_bounded(kind: str, request: pytest.FixtureRequest) -> None:
     connection = RedisConnection(request.getfixturevalue("redis").url)
     feed: KvEventFeed = (
         MemoryKvEventFeed(max_stream_events=100)
@@ -153,12 +152,12 @@ async def test_a_stream_has_a_bound(kind: str, request: pytest.FixtureRequest) -
     for first in range(1, 1_001, 100):
         await feed.publish(W, [event(seq) for seq in range(first, first + 100)], LONG_S)
     kept = (await feed.read({W: 0}, max_events=2_000, wait_s=1.0))[W]
-    assert 100 <= len(kept) <= 250  # Redis trims whole nodes of 100 entries
+    assert 100 <= len(kept) <= 250  # Redis trims encoded nodes of 100 entries
     assert kept[-1].event_seq == 1_000
     await connection.aclose()
 
 
-# -- Redis only
+# Redis only
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ async def test_a_stream_has_a_bound(kind: str, request: pytest.FixtureRequest) -
         ({"k": "stored", "t": "tape", "s": "16", "h": b"x" * 16, "new": "field"}, True),
     ],
 )
-async def test_an_entry_that_cannot_be_read_keeps_its_number(
+async def test_unreadable_entry_is_reported_with_its_number(
     redis: RunningRedis, fields: dict[str, object], is_from_later_release: bool
 ) -> None:
     connection, keys = RedisConnection(redis.url), Keys(cluster=f"kv-{next(_clusters)}")
@@ -189,15 +188,15 @@ async def test_an_entry_that_cannot_be_read_keeps_its_number(
     await connection.aclose()
 
 
-async def test_a_value_that_is_no_snapshot_is_none(redis: RunningRedis) -> None:
+async def test_unreadable_snapshot_is_none(redis: RunningRedis) -> None:
     connection, keys = RedisConnection(redis.url), Keys(cluster=f"kv-{next(_clusters)}")
     with Redis.from_url(redis.url) as raw:
-        raw.set(keys.kv_snapshot(W), b"\xff\x00 poison")
+        raw.set(keys.kv_snapshot(W), b"\xff\x00 invalid")
     assert await RedisKvEventFeed(connection, keys).snapshot(W) is None
     await connection.aclose()
 
 
-async def test_keys_of_another_type_are_a_store_that_cannot_be_used(redis: RunningRedis) -> None:
+async def test_keys_of_another_redis_type_raise_until_a_reset(redis: RunningRedis) -> None:
     connection, keys = RedisConnection(redis.url), Keys(cluster=f"kv-{next(_clusters)}")
     feed = RedisKvEventFeed(connection, keys)
     with Redis.from_url(redis.url) as raw:
@@ -206,46 +205,46 @@ async def test_keys_of_another_type_are_a_store_that_cannot_be_used(redis: Runni
     assert await feed.renew(W, LONG_S) == 0
     with pytest.raises(StoreUnavailable):
         await feed.publish(W, [event(1)], LONG_S)
-    await feed.reset(snapshot(2), LONG_S)  # heals it
+    await feed.reset(snapshot(2), LONG_S)  # replaces the keys
     assert await feed.renew(W, LONG_S) == 2
     await connection.aclose()
 
 
 def test_truncated_snapshots_are_refused_and_unknown_tiers_skipped() -> None:
-    whole = snapshot(7)
-    value = encode_snapshot(whole)
-    assert decode_snapshot(W, value) == whole
+    encoded = snapshot(7)
+    value = encode_snapshot(encoded)
+    assert decode_snapshot(W, value) == encoded
     assert len(value) < 16 * 5 + 40
     for cut in range(len(value)):
-        with pytest.raises(ValueError):  # noqa: PT011 - any text
+        with pytest.raises(ValueError):  # noqa: PT011 - any message
             decode_snapshot(W, value[:cut])
     with pytest.raises(ValueError, match="bytes too long"):
         decode_snapshot(W, value + b"x")
-    later = (
+    from_later_release = (
         value[: HEAD.size - 1] + bytes([4]) + value[HEAD.size :] + bytes([9]) + (1).to_bytes(4, "little") + bytes(16)
     )
-    assert decode_snapshot(W, later) == whole
+    assert decode_snapshot(W, from_later_release) == encoded
 
 
-class Both:
-    """A worker's publisher and a scheduler's follower over one Redis, each with a connection of its own."""
+class FeedUnderFaults:
+    """A worker's publisher and a scheduler's reader of its events, with one Redis connection each."""
 
     def __init__(self, url: str) -> None:
         self.connections = [RedisConnection(url) for _ in range(2)]
-        published, followed = (RedisKvEventFeed(connection, Keys(cluster="kv-both")) for connection in self.connections)
+        published, read = (RedisKvEventFeed(connection, Keys(cluster="kv-feed")) for connection in self.connections)
         self.pool = BlockPool(64, 4, FakeGenerationTable(64))
         self.publisher = KvEventPublisher(worker=W, pool=self.pool, feed=published, ttl_s=LONG_S, rng=Random(1))
         self.index = PrefixIndex()
         self.degraded: list[bool] = []
-        self.following = KvEventReader(
-            feed=followed,
+        self.reader = KvEventReader(
+            feed=read,
             index=self.index,
             request_snapshot=lambda worker: self.publisher.request_snapshot(),
             on_degraded=self.degraded.append,
             rng=Random(2),
         )
-        self.following.follow(W, 64)
-        self.tasks = [asyncio.create_task(self.publisher.run()), asyncio.create_task(self.following.run())]
+        self.reader.follow(W, 64)
+        self.tasks = [asyncio.create_task(self.publisher.run()), asyncio.create_task(self.reader.run())]
 
     def store(self, *blocks: bytes) -> None:
         ids = self.pool.allocate(len(blocks))
@@ -255,13 +254,13 @@ class Both:
         self.pool.unref(ids)
         self.publisher.wake()
 
-    async def is_right(self, within_s: float) -> None:
-        """The index has exactly what the pool holds, and goes on having it."""
+    async def until_consistent(self, within_s: float) -> None:
+        """Wait until the index holds exactly the blocks of the pool."""
         async with asyncio.timeout(within_s):
-            while not self._is_right():  # noqa: ASYNC110 - nobody tells
+            while not self._is_consistent():  # noqa: ASYNC110 - the index has no event for it
                 await asyncio.sleep(0.01)
 
-    def _is_right(self) -> bool:
+    def _is_consistent(self) -> bool:
         held = self.pool.hashes()
         return self.index.num_held(W) == len(held) and all(self.index.overlaps([block], 0.0) for block in held)
 
@@ -275,47 +274,49 @@ class Both:
 
 
 @pytest.mark.integration
-async def test_the_index_is_right_within_five_seconds_of_whatever_befell_redis() -> None:
+async def test_index_is_consistent_within_five_seconds_after_each_redis_fault() -> None:
     blocks = iter(hashes(64))
     with running_redis() as server, Redis.from_url(server.url) as raw:
-        both = Both(server.url)
-        both.store(*(next(blocks) for _ in range(8)))
-        await both.is_right(5.0)
+        feed = FeedUnderFaults(server.url)
+        feed.store(*(next(blocks) for _ in range(8)))
+        await feed.until_consistent(5.0)
 
         raw.flushall()
-        both.store(next(blocks))
-        await both.is_right(5.0)
+        feed.store(next(blocks))
+        await feed.until_consistent(5.0)
 
         server.kill()
-        both.store(next(blocks))
+        feed.store(next(blocks))
         await asyncio.sleep(0.5)
-        assert both.degraded == [True]
-        assert len(both.index.overlaps([both.pool.hashes()[0]], 0.0)) == 1  # what was known is a hint still
+        assert feed.degraded == [True]
+        assert len(feed.index.overlaps([feed.pool.hashes()[0]], 0.0)) == 1  # known blocks are kept as a hint
         await asyncio.to_thread(server.start)
-        await both.is_right(5.0)
+        await feed.until_consistent(5.0)
         await asyncio.sleep(0.1)
-        assert both.degraded == [True, False]
+        assert feed.degraded == [True, False]
 
         server.process.send_signal(signal.SIGSTOP)
-        both.store(next(blocks))
+        feed.store(next(blocks))
         await asyncio.sleep(1.5)
-        assert both.following.is_degraded
+        assert feed.reader.is_degraded
         server.process.send_signal(signal.SIGCONT)
-        await both.is_right(5.0)
+        await feed.until_consistent(5.0)
 
-        stream, kept = (key(W) for key in (Keys(cluster="kv-both").kv_events, Keys(cluster="kv-both").kv_snapshot))
-        for key in (stream, kept):  # somebody's mistake
-            raw.set(key, "poison")
-            both.store(next(blocks))
-            await both.is_right(5.0)
+        stream, snapshot_key = (
+            key(W) for key in (Keys(cluster="kv-feed").kv_events, Keys(cluster="kv-feed").kv_snapshot)
+        )
+        for key in (stream, snapshot_key):  # overwritten by another client
+            raw.set(key, "invalid")
+            feed.store(next(blocks))
+            await feed.until_consistent(5.0)
         raw.xadd(stream, {"k": "stored", "t": "device", "s": "4", "h": bytes(16)}, id=f"{2**64 - 1}-0")
-        both.store(next(blocks))
-        await both.is_right(5.0)
+        feed.store(next(blocks))
+        await feed.until_consistent(5.0)
 
         raw.config_set("maxmemory", 1)
-        both.store(next(blocks))
+        feed.store(next(blocks))
         await asyncio.sleep(0.5)
-        assert both.publisher.is_behind
+        assert feed.publisher.is_behind
         raw.config_set("maxmemory", 0)
-        await both.is_right(5.0)
-        await both.aclose()
+        await feed.until_consistent(5.0)
+        await feed.aclose()

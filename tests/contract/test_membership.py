@@ -1,4 +1,4 @@
-"""The contract of `Membership`, for every implementation."""
+"""Contract of `Membership` for each implementation."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.core.interfaces import Member, MemberKind, Membership
-from tests.contract.stores import KINDS, eventually_not, stores_of
+from tests.contract.stores import KINDS, open_stores, until_empty
 
 pytestmark = pytest.mark.contract
 
@@ -16,7 +16,7 @@ LONG_S = 60.0
 
 @pytest.fixture(params=KINDS)
 async def membership(request: pytest.FixtureRequest) -> AsyncIterator[Membership]:
-    async with stores_of(request.param, lambda: request.getfixturevalue("redis").url) as stores:
+    async with open_stores(request.param, lambda: request.getfixturevalue("redis").url) as stores:
         yield stores.membership
 
 
@@ -25,7 +25,7 @@ def member(member_id: str = "w0", kind: MemberKind = MemberKind.WORKER, **change
     return Member(kind=kind, member_id=member_id, **(fields | changes))
 
 
-async def test_members_are_listed_by_kind_in_the_order_of_their_ids(membership: Membership) -> None:
+async def test_members_are_listed_by_kind_and_sorted_by_id(membership: Membership) -> None:
     for name in ("w2", "w10", "w1"):
         await membership.announce(member(name), LONG_S)
     await membership.announce(member("s1", MemberKind.SCHEDULER), LONG_S)
@@ -34,49 +34,49 @@ async def test_members_are_listed_by_kind_in_the_order_of_their_ids(membership: 
     assert await membership.members(MemberKind.GATEWAY) == ()
 
 
-async def test_every_epoch_and_id_survives(membership: Membership) -> None:
-    odd = member('ä b:{c}*\n"d"', epoch=2**64 - 1, info=())
-    await membership.announce(odd, LONG_S)
-    assert await membership.members(MemberKind.WORKER) == (odd,)
+async def test_any_epoch_and_id_is_stored_unchanged(membership: Membership) -> None:
+    unusual = member('ä b:{c}*\n"d"', epoch=2**64 - 1, info=())
+    await membership.announce(unusual, LONG_S)
+    assert await membership.members(MemberKind.WORKER) == (unusual,)
 
 
-async def test_announcing_again_changes_what_is_known(membership: Membership) -> None:
+async def test_second_announcement_replaces_the_first(membership: Membership) -> None:
     await membership.announce(member(address="old:1"), LONG_S)
     await membership.announce(member(address="new:1"), LONG_S)
     assert await membership.members(MemberKind.WORKER) == (member(address="new:1"),)
 
 
-async def test_who_withdraws_is_gone(membership: Membership) -> None:
+async def test_withdrawn_member_is_not_listed(membership: Membership) -> None:
     await membership.announce(member("w1"), LONG_S)
     await membership.announce(member("w2"), LONG_S)
     await membership.withdraw(member("w1"))
-    await membership.withdraw(member("never-there"))
+    await membership.withdraw(member("unknown"))
     assert await membership.members(MemberKind.WORKER) == (member("w2"),)
 
 
-async def test_old_epoch_cannot_withdraw_the_new_one(membership: Membership) -> None:
+async def test_withdrawal_of_an_old_epoch_keeps_the_new_one(membership: Membership) -> None:
     await membership.announce(member(epoch=2**63), LONG_S)
     await membership.announce(member(epoch=2**63 + 1), LONG_S)
     await membership.withdraw(member(epoch=2**63))
     assert await membership.members(MemberKind.WORKER) == (member(epoch=2**63 + 1),)
 
 
-async def test_who_stops_announcing_ends(membership: Membership) -> None:
+async def test_member_that_stops_announcing_expires(membership: Membership) -> None:
     await membership.announce(member("brief", MemberKind.GATEWAY), 0.05)
     await membership.announce(member("lasting"), LONG_S)
-    await eventually_not(lambda: membership.members(MemberKind.GATEWAY))
+    await until_empty(lambda: membership.members(MemberKind.GATEWAY))
     assert await membership.members(MemberKind.WORKER) == (member("lasting"),)
 
 
-async def test_an_announcement_extends_the_last_one(membership: Membership) -> None:
+async def test_announcement_extends_the_expiry(membership: Membership) -> None:
     await membership.announce(member(), 0.05)
     await membership.announce(member(), LONG_S)
     await asyncio.sleep(0.1)
     assert await membership.members(MemberKind.WORKER) == (member(),)
 
 
-async def test_who_ended_can_come_back(membership: Membership) -> None:
+async def test_expired_member_can_be_announced_again(membership: Membership) -> None:
     await membership.announce(member(), 0.01)
-    await eventually_not(lambda: membership.members(MemberKind.WORKER))
+    await until_empty(lambda: membership.members(MemberKind.WORKER))
     await membership.announce(member(epoch=2), LONG_S)
     assert await membership.members(MemberKind.WORKER) == (member(epoch=2),)

@@ -1,5 +1,4 @@
-"""Contract of all Tokenizers: text round trips, characters are never split, ids without text become
-U+FFFD."""
+"""Contract of `Tokenizer`: text round trips, whole characters, and U+FFFD for ids without text."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -30,8 +29,8 @@ TEXTS = [
 ]
 
 
-NOTHING = 10**6
-"""An id that no tokenizer here has a text for."""
+ID_WITHOUT_TEXT = 10**6
+"""An id for which no tokenizer here has a text."""
 
 
 def write_model(directory: Path, tokenizer: RustTokenizer) -> Path:
@@ -53,8 +52,8 @@ def write_model(directory: Path, tokenizer: RustTokenizer) -> Path:
 def llama_like(directory: Path) -> Path:
     """Return a tokenizer like Llama 2's: spaces are ▁, the first one is stripped, with byte fallback."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    letters = "\u2581" + "abcdefghijklmnopqrstuvwxyzT.:[]"
-    vocab |= {letter: len(vocab) + n for n, letter in enumerate(letters)}
+    characters = "\u2581" + "abcdefghijklmnopqrstuvwxyzT.:[]"
+    vocab |= {letter: len(vocab) + n for n, letter in enumerate(characters)}
     merges = [("\u2581", "q"), ("t", "h"), ("o", "x")]
     vocab |= {"".join(pair): len(vocab) + n for n, pair in enumerate(merges)}
     tokenizer = RustTokenizer(
@@ -84,7 +83,7 @@ def byte_level(directory: Path) -> Path:
     return write_model(directory, tokenizer)
 
 
-MAKERS: dict[str, Callable[[Path], Tokenizer]] = {
+TOKENIZERS: dict[str, Callable[[Path], Tokenizer]] = {
     "bytes": lambda _: ByteTokenizer(),
     "demo": lambda _: HfTokenizer(DEMO_DIR),
     "byte-level": lambda path: HfTokenizer(byte_level(path / "model")),
@@ -92,9 +91,9 @@ MAKERS: dict[str, Callable[[Path], Tokenizer]] = {
 }
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=TOKENIZERS)
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tokenizer]:
-    made = MAKERS[request.param](tmp_path)
+    made = TOKENIZERS[request.param](tmp_path)
     yield made
     made.close()
 
@@ -125,8 +124,8 @@ async def test_streamed_text_equals_the_decoded_text(tokenizer: Tokenizer) -> No
         assert not any(REPLACEMENT in piece for piece in pieces)
 
 
-async def test_any_ids_stream_to_their_decoded_text(tokenizer: Tokenizer) -> None:
-    """Random ids, mostly parts of characters, with special tokens that are skipped or not."""
+async def test_streamed_text_of_random_ids_equals_the_decoded_text(tokenizer: Tokenizer) -> None:
+    """Most of the random ids are parts of characters. Special tokens are skipped or kept."""
     rng = Random(5)
     for _ in range(sized(200, 5000)):
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 30))]
@@ -139,16 +138,16 @@ async def test_any_ids_stream_to_their_decoded_text(tokenizer: Tokenizer) -> Non
 
 async def test_each_id_without_text_becomes_one_replacement_character(tokenizer: Tokenizer) -> None:
     stream = tokenizer.detokenizer()
-    assert stream.put(NOTHING) + stream.put(NOTHING) + stream.flush() == REPLACEMENT * 2
-    assert tokenizer.token_bytes(NOTHING) == REPLACEMENT.encode()
+    assert stream.put(ID_WITHOUT_TEXT) + stream.put(ID_WITHOUT_TEXT) + stream.flush() == REPLACEMENT * 2
+    assert tokenizer.token_bytes(ID_WITHOUT_TEXT) == REPLACEMENT.encode()
 
 
 async def test_text_continues_after_an_id_without_text(tokenizer: Tokenizer) -> None:
     ids = list(await tokenizer.encode("the fox", add_special_tokens=False))
-    assert tokenizer.decode([*ids, NOTHING, *ids]) == f"the fox{REPLACEMENT}the fox"
+    assert tokenizer.decode([*ids, ID_WITHOUT_TEXT, *ids]) == f"the fox{REPLACEMENT}the fox"
 
 
-async def test_model_may_have_more_ids_than_its_tokenizer(tmp_path: Path) -> None:
+async def test_id_beyond_the_tokenizer_vocabulary_becomes_a_replacement_character(tmp_path: Path) -> None:
     padded = HfTokenizer(byte_level(tmp_path / "model"))
     last = padded.vocab_size - 1
     assert padded.decode([last]) == REPLACEMENT
@@ -156,10 +155,10 @@ async def test_model_may_have_more_ids_than_its_tokenizer(tmp_path: Path) -> Non
     padded.close()
 
 
-async def test_first_token_continues_the_prompt(tokenizer: Tokenizer) -> None:
+async def test_stream_continues_the_text_of_the_prompt(tokenizer: Tokenizer) -> None:
     prompt = list(await tokenizer.encode("the fox.", add_special_tokens=False))
     whole = list(await tokenizer.encode("the fox. and more", add_special_tokens=False))
-    assert whole[: len(prompt)] == prompt, "none of these tokenizers joins the two"
+    assert whole[: len(prompt)] == prompt, "none of these tokenizers merges tokens across the end of the prompt"
     stream = tokenizer.detokenizer(prompt=whole[: len(prompt)])
     assert "".join(map(stream.put, whole[len(prompt) :])) + stream.flush() == " and more"
 
@@ -171,14 +170,14 @@ async def test_chat_template_is_applied(tokenizer: Tokenizer) -> None:
     assert text.index("user") < text.index("hello fox") < text.index("assistant")
 
 
-async def test_token_bytes_of_single_tokens(tokenizer: Tokenizer) -> None:
+async def test_token_bytes_of_all_tokens_join_to_the_text(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         ids = await tokenizer.encode(text, add_special_tokens=False)
         assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip(" ") == text.strip(" ")
 
 
-async def test_byte_level_text_equals_that_of_the_library(tmp_path: Path) -> None:
-    """Compares our byte table with the library's decoder, for ids that the library can decode."""
+async def test_byte_level_decoding_equals_that_of_the_library(tmp_path: Path) -> None:
+    """Compare our byte table with the library's decoder, for ids that the library can decode."""
     for directory in (DEMO_DIR, byte_level(tmp_path / "model")):
         ours, theirs = HfTokenizer(directory), RustTokenizer.from_file(str(directory / "tokenizer.json"))
         rng = Random(1)
@@ -189,7 +188,7 @@ async def test_byte_level_text_equals_that_of_the_library(tmp_path: Path) -> Non
         ours.close()
 
 
-async def test_special_tokens_are_omitted_unless_requested() -> None:
+async def test_special_tokens_are_skipped_only_on_request() -> None:
     demo = HfTokenizer(DEMO_DIR)
     ids = [*await demo.encode("hi", add_special_tokens=False), 2]
     assert demo.decode(ids, skip_special_tokens=True) == "hi"

@@ -14,13 +14,13 @@ from tests.contract.transfer_backends import BACKENDS, LAYOUT, NUM_BLOCKS, Pair
 
 pytestmark = pytest.mark.contract
 
-TRUSTING = {"sim"}
-"""Backends that do not detect this misuse."""
-every = pytest.mark.parametrize("backend", BACKENDS)
-checking = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in TRUSTING])
+UNCHECKED = {"sim"}
+"""Backends that do not detect misuse."""
+all_backends = pytest.mark.parametrize("backend", BACKENDS)
+checking_backends = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in UNCHECKED])
 
 
-async def lives_of(pair: Pair, *block_ids: int) -> tuple[GenerationEntry, ...]:
+async def read_entries(pair: Pair, *block_ids: int) -> tuple[GenerationEntry, ...]:
     """Return the entries as the reader's validation sees them."""
     read_id = ReadId(next(pair.read_ids))
     pair.reader.backend.start_read_generations(read_id, pair.owner.backend.describe(block_ids))
@@ -30,7 +30,7 @@ async def lives_of(pair: Pair, *block_ids: int) -> tuple[GenerationEntry, ...]:
     return entries
 
 
-@every
+@all_backends
 async def test_read_fills_exactly_the_destination_blocks(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         for block_id in range(NUM_BLOCKS):
@@ -38,27 +38,27 @@ async def test_read_fills_exactly_the_destination_blocks(backend: str) -> None:
             pair.reader.fill(block_id, 900 + block_id)
         blocks = {3: 9, 4: 10, 5: 11, 20: 1, 19: 2, 31: 0, 0: 31}
         assert await pair.read(blocks) is ReadState.DONE
-        for theirs, own in blocks.items():
-            assert pair.reader.holds(own, 100 + theirs)
-        for own in set(range(NUM_BLOCKS)) - set(blocks.values()):
-            assert pair.reader.holds(own, 900 + own)
+        for owner_block, reader_block in blocks.items():
+            assert pair.reader.holds(reader_block, 100 + owner_block)
+        for reader_block in set(range(NUM_BLOCKS)) - set(blocks.values()):
+            assert pair.reader.holds(reader_block, 900 + reader_block)
 
 
-@every
+@all_backends
 async def test_many_concurrent_reads_succeed(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         order = Random(3).sample(range(NUM_BLOCKS), NUM_BLOCKS)
         for block_id in range(NUM_BLOCKS):
             pair.owner.fill(block_id, block_id)
-        read_ids = [pair.start({theirs: own}) for own, theirs in enumerate(order)]
+        read_ids = [pair.start({owner_block: reader_block}) for reader_block, owner_block in enumerate(order)]
         assert await asyncio.gather(*(pair.reader.backend.wait(r) for r in read_ids)) == [ReadState.DONE] * NUM_BLOCKS
-        assert all(pair.reader.holds(own, theirs) for own, theirs in enumerate(order))
+        assert all(pair.reader.holds(reader_block, owner_block) for reader_block, owner_block in enumerate(order))
         for read_id in read_ids:
             assert pair.reader.backend.poll(read_id) is ReadState.DONE
             pair.reader.backend.release(read_id)
 
 
-@every
+@all_backends
 async def test_generations_are_returned_in_the_requested_order(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         for block_id in (4, 9):
@@ -66,24 +66,24 @@ async def test_generations_are_returned_in_the_requested_order(backend: str) -> 
             pair.owner.generation_table.set_hash(block_id, bytes([block_id]) * 16)
         pair.owner.generation_table.begin_generation(9)
         assert await pair.read({9: 0, 4: 1, 5: 2}) is ReadState.DONE
-        assert await lives_of(pair, 9, 4, 5) == (
+        assert await read_entries(pair, 9, 4, 5) == (
             GenerationEntry(generation=2, block_hash=bytes(16), worker_epoch=7),
             GenerationEntry(generation=1, block_hash=b"\4" * 16, worker_epoch=7),
             GenerationEntry(generation=0, block_hash=bytes(16), worker_epoch=7),
         )
 
 
-@every
-async def test_new_generation_before_the_read_is_seen_after_it(backend: str) -> None:
+@all_backends
+async def test_generation_begun_before_a_read_is_returned_after_it(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         assert await pair.read({4: 1}) is ReadState.DONE
-        assert (await lives_of(pair, 4))[0].generation == 0
+        assert (await read_entries(pair, 4))[0].generation == 0
         pair.owner.generation_table.begin_generation(4)
         assert await pair.read({4: 1}) is ReadState.DONE
-        assert (await lives_of(pair, 4))[0].generation == 1
+        assert (await read_entries(pair, 4))[0].generation == 1
 
 
-@every
+@all_backends
 async def test_probe_changes_no_block(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         for block_id in range(NUM_BLOCKS):
@@ -93,14 +93,14 @@ async def test_probe_changes_no_block(backend: str) -> None:
         assert all(pair.reader.holds(block_id, 2) for block_id in range(NUM_BLOCKS))
 
 
-@every
-async def test_transport_is_known_after_the_first_read(backend: str) -> None:
+@all_backends
+async def test_transport_is_named_after_the_first_read(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         await pair.read({0: 0})
         assert pair.reader.backend.transport_to(pair.owner.backend.memory[0])
 
 
-@every
+@all_backends
 async def test_released_read_is_unknown(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         read_id = pair.start({0: 0})
@@ -113,7 +113,7 @@ async def test_released_read_is_unknown(backend: str) -> None:
             pair.reader.backend.poll(read_id)
 
 
-@checking
+@checking_backends
 async def test_read_id_in_use_is_refused(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         read_id = pair.start({0: 0})
@@ -122,17 +122,17 @@ async def test_read_id_in_use_is_refused(backend: str) -> None:
         await pair.reader.backend.wait(read_id)
 
 
-@every
+@all_backends
 async def test_running_read_cannot_be_released(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
-        read_id = pair.start({0: 0})  # its end is reported to the event loop, which has not run yet
+        read_id = pair.start({0: 0})  # the event loop has not run yet, so the read has not ended
         with pytest.raises(ValueError, match="running"):
             pair.reader.backend.release(read_id)
         await pair.reader.backend.wait(read_id)
         pair.reader.backend.release(read_id)
 
 
-@checking
+@checking_backends
 @pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS, 2**40])
 async def test_block_outside_the_memory_is_refused(backend: str, block_id: int) -> None:
     async with BACKENDS[backend]() as pair:
@@ -145,15 +145,15 @@ async def test_block_outside_the_memory_is_refused(backend: str, block_id: int) 
             pair.owner.backend.describe((block_id,))
 
 
-@every
+@all_backends
 async def test_other_layout_is_refused_and_names_the_field(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         with pytest.raises(LayoutMismatch, match="model_fingerprint"):
             pair.reader.backend.connect(pair.owner.backend.memory[0], builders.layout(model_fingerprint="other"))
 
 
-@every
-async def test_connecting_twice_and_forgetting_twice_change_nothing(backend: str) -> None:
+@all_backends
+async def test_repeated_connect_and_forget_have_no_effect(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         memory = pair.owner.backend.memory[0]
         pair.reader.backend.connect(memory, LAYOUT)
@@ -164,7 +164,7 @@ async def test_connecting_twice_and_forgetting_twice_change_nothing(backend: str
         assert await pair.read({0: 0}) is ReadState.DONE
 
 
-@checking
+@checking_backends
 async def test_forgotten_peer_cannot_be_read(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         pair.reader.backend.forget(pair.owner.backend.memory[0])
@@ -173,7 +173,7 @@ async def test_forgotten_peer_cannot_be_read(backend: str) -> None:
         assert await pair.reader.backend.wait(read_id) is ReadState.FAILED
 
 
-@every
+@all_backends
 async def test_descriptors_are_integers_and_bytes(backend: str) -> None:
     async with BACKENDS[backend]() as pair:
         memory = pair.owner.backend.memory[0]

@@ -37,7 +37,7 @@ def pattern(seed: int, size: int) -> bytes:
 
 
 @dataclass(kw_only=True)
-class Side:
+class Endpoint:
     """One worker: its backend, and its memory with functions to fill and check it."""
 
     worker: WorkerRef
@@ -49,14 +49,14 @@ class Side:
 
 @dataclass(kw_only=True)
 class Pair:
-    """Two workers; the reader is connected to the owner and reads from it."""
+    """Two workers. The reader is connected to the owner and reads its blocks."""
 
-    owner: Side
-    reader: Side
+    owner: Endpoint
+    reader: Endpoint
     read_ids: count = field(default_factory=lambda: count(1))
 
     def start(self, blocks: dict[int, int]) -> ReadId:
-        """Start to read the owner's blocks into own blocks."""
+        """Start to read blocks. `blocks` maps the owner's block ids to the reader's."""
         read_id = ReadId(next(self.read_ids))
         self.owner.backend.offer(tuple(blocks))
         if self.owner.backend.two_sided:
@@ -84,7 +84,7 @@ PairFactory = Callable[[], AbstractAsyncContextManager[Pair]]
 
 
 def _filling(kv: np.ndarray) -> tuple[Callable[[int, int], None], Callable[[int, int], bool]]:
-    """Return `fill` and `holds` of a `Side` for these blocks, [num_blocks, block_bytes]."""
+    """Return `fill` and `holds` of a `Endpoint` for these blocks, [num_blocks, block_bytes]."""
 
     def fill(block_id: int, seed: int) -> None:
         kv[block_id] = np.frombuffer(pattern(seed, kv.shape[1]), dtype=np.uint8)
@@ -95,9 +95,9 @@ def _filling(kv: np.ndarray) -> tuple[Callable[[int, int], None], Callable[[int,
     return fill, holds
 
 
-def _side(worker: WorkerRef, backend: TransferBackend, memory: HostMemory) -> Side:
+def _endpoint(worker: WorkerRef, backend: TransferBackend, memory: HostMemory) -> Endpoint:
     fill, holds = _filling(memory.kv)
-    return Side(
+    return Endpoint(
         worker=worker,
         backend=backend,
         generation_table=MemoryGenerationTable(memory.generation_table, worker.worker_epoch),
@@ -122,14 +122,14 @@ def _local(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferB
 async def _connected(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory]]:
     memories = [allocate(NUM_BLOCKS, LAYOUT.block_bytes) for _ in WORKERS]
     tables = [MemoryGenerationTable(m.generation_table, w.worker_epoch) for m, w in zip(memories, WORKERS, strict=True)]
-    assert len(tables) == 2  # epochs are in memory before a peer may look
-    sides = [_side(w, make(w, LAYOUT, m), m) for w, m in zip(WORKERS, memories, strict=True)]
-    return Pair(owner=sides[0], reader=sides[1]), memories
+    assert len(tables) == 2  # writes the epochs before a peer can read them
+    endpoints = [_endpoint(w, make(w, LAYOUT, m), m) for w, m in zip(WORKERS, memories, strict=True)]
+    return Pair(owner=endpoints[0], reader=endpoints[1]), memories
 
 
 async def _close(pair: Pair, memories: list[HostMemory]) -> None:
-    for side in (pair.reader, pair.owner):
-        await side.backend.aclose()
+    for endpoint in (pair.reader, pair.owner):
+        await endpoint.backend.aclose()
     for memory in memories:
         memory.close()
 
@@ -160,27 +160,27 @@ async def _staged(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory
         return StagedBackend(make(worker, layout, memory), HostStaging(caches[-1], memory.kv))
 
     pair, memories = await _connected(staged, allocate)
-    sides = [
-        replace(side, fill=fill, holds=holds)
-        for side, cache in zip((pair.owner, pair.reader), caches, strict=True)
+    endpoints = [
+        replace(endpoint, fill=fill, holds=holds)
+        for endpoint, cache in zip((pair.owner, pair.reader), caches, strict=True)
         for fill, holds in [_filling(cache.blocks.view(NUM_BLOCKS, -1).view(torch.uint8).numpy())]
     ]
-    return Pair(owner=sides[0], reader=sides[1]), memories
+    return Pair(owner=endpoints[0], reader=endpoints[1]), memories
 
 
 @asynccontextmanager
 async def gloo_pair() -> AsyncIterator[Pair]:
     store, ranks = dist.HashStore(), {worker: rank for rank, worker in enumerate(WORKERS)}
-    made: list[GlooBackend] = []
+    backends: list[GlooBackend] = []
 
     def make(worker: WorkerRef, layout: KvLayout, memory: HostMemory) -> TransferBackend:
-        made.append(
+        backends.append(
             GlooBackend(worker=worker, layout=layout, memory=memory, store=store, rank=ranks[worker], ranks=ranks)
         )
-        return made[-1]
+        return backends[-1]
 
     pair, memories = await _connected(make, allocate_private)
-    await asyncio.gather(*(asyncio.to_thread(backend.join) for backend in made))
+    await asyncio.gather(*(asyncio.to_thread(backend.join) for backend in backends))
     _connect(pair)
     yield pair
     await _close(pair, memories)
@@ -189,7 +189,7 @@ async def gloo_pair() -> AsyncIterator[Pair]:
 @asynccontextmanager
 async def sim_pair() -> AsyncIterator[Pair]:
     fabric = SimFabric(Random(0), LinkModel())
-    sides = []
+    endpoints = []
     for worker in WORKERS:
         memory = SimMemory(NUM_BLOCKS, LAYOUT.block_size_tokens)
         table = MemoryGenerationTable(bytearray(NUM_BLOCKS * ENTRY_BYTES), worker.worker_epoch)
@@ -201,12 +201,12 @@ async def sim_pair() -> AsyncIterator[Pair]:
         def holds(block_id: int, seed: int, memory: SimMemory = memory) -> bool:
             return bytes(memory.block(block_id)) == pattern(seed, LAYOUT.block_size_tokens)
 
-        sides.append(Side(worker=worker, backend=backend, generation_table=table, fill=fill, holds=holds))
-    pair = Pair(owner=sides[0], reader=sides[1])
+        endpoints.append(Endpoint(worker=worker, backend=backend, generation_table=table, fill=fill, holds=holds))
+    pair = Pair(owner=endpoints[0], reader=endpoints[1])
     _connect(pair)
     yield pair
-    for side in sides:
-        await side.backend.aclose()
+    for endpoint in endpoints:
+        await endpoint.backend.aclose()
 
 
 BACKENDS: dict[str, PairFactory] = {
