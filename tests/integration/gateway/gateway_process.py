@@ -25,8 +25,8 @@ from baton.runtime.network.addresses import choose_port
 from tests.integration.gateway.http_gateway import request_bytes
 from tests.unit.gateway.fakes import token_at
 
-GOOD_PROMPT = [5, 6, 7]
-GOOD_TOKENS = [token_at(GOOD_PROMPT, 0, index) for index in range(8)]
+VALID_PROMPT = [5, 6, 7]
+EXPECTED_TOKENS = [token_at(VALID_PROMPT, 0, index) for index in range(8)]
 TIMES = {"heartbeat_s": 0.5, "detection_s": 10.0, "scheduler_wait_s": 20.0, "drain_s": 5.0}
 """Long enough that no process counts as lost on a busy machine. No process dies in these tests."""
 
@@ -40,7 +40,7 @@ class GatewayProcess:
         self.grpc_port = grpc_port
         self.http = httpx.AsyncClient(base_url=url, timeout=20)
         self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}", channel_options(1.0, 2**30))
-        self._asking = asyncio.Lock()
+        self._request_lock = asyncio.Lock()
         self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._child = child
         self._directory = directory
@@ -65,18 +65,17 @@ class GatewayProcess:
     async def check(self) -> None:
         """Check that the process lives and answers a valid HTTP request correctly."""
         assert self._child.exit_code is None, self.output
-        async with self._asking:
-            answer = await self._ask()
+        async with self._request_lock:
+            answer = await self._send_valid_request()
         (choice,) = json.loads(answer)["choices"]
-        assert (choice["token_ids"], choice["finish_reason"]) == (GOOD_TOKENS, "length")
+        assert (choice["token_ids"], choice["finish_reason"]) == (EXPECTED_TOKENS, "length")
 
-    async def _ask(self) -> bytes:
-        """Send the valid request over one connection that stays open between checks, without the cost of a
-        client."""
+    async def _send_valid_request(self) -> bytes:
+        """Send the valid request over a connection that stays open between checks, which costs less CPU."""
         if self._connection is None:
             self._connection = await asyncio.open_connection("127.0.0.1", self.http_port)
         reader, writer = self._connection
-        writer.write(request_bytes("/v1/completions", json.dumps(good_body()).encode()))
+        writer.write(request_bytes("/v1/completions", json.dumps(valid_body()).encode()))
         async with asyncio.timeout(20):
             head = await reader.readuntil(b"\r\n\r\n")
             body = await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))  # type: ignore[index]
@@ -86,7 +85,7 @@ class GatewayProcess:
     async def check_grpc(self) -> None:
         """Check the same over gRPC."""
         generation = await InferenceClient(self.channel, "gateway").generate(
-            good_body(return_token_ids=None), timeout_s=20
+            valid_body(return_token_ids=None), timeout_s=20
         )
         choices: list[ChoiceDelta] = []
         while True:
@@ -95,17 +94,17 @@ class GatewayProcess:
             if chunk.is_last:
                 break
         await generation.aclose()
-        assert [token for choice in choices for token in choice.token_ids] == GOOD_TOKENS
+        assert [token for choice in choices for token in choice.token_ids] == EXPECTED_TOKENS
 
     async def requests(self) -> Counter[tuple[str, str]]:
         """Return the number of ended requests by endpoint and status."""
         text = (await self.http.get("/metrics")).text
-        found: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name == "baton_requests_total":
-                    found[sample.labels["endpoint"], sample.labels["code"]] += int(sample.value)
-        return found
+                    counts[sample.labels["endpoint"], sample.labels["code"]] += int(sample.value)
+        return counts
 
     async def aclose(self) -> None:
         if self._connection is not None:
@@ -114,18 +113,18 @@ class GatewayProcess:
         await self.channel.close()
 
 
-def good_body(**more: Any) -> dict[str, Any]:
-    body = {"prompt": GOOD_PROMPT, "max_tokens": len(GOOD_TOKENS), "return_token_ids": True} | more
+def valid_body(**more: Any) -> dict[str, Any]:
+    body = {"prompt": VALID_PROMPT, "max_tokens": len(EXPECTED_TOKENS), "return_token_ids": True} | more
     return {name: value for name, value in body.items() if value is not None}
 
 
 @asynccontextmanager
 async def gateway_process(**settings: Any) -> AsyncIterator[GatewayProcess]:
-    """Start a gateway and wait until it is ready. Afterwards it must exit by itself after SIGTERM."""
+    """Start a gateway and wait until it is ready. It must exit with 0 after SIGTERM."""
     with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         stub = _child("stub", [sys.executable, "-m", "tests.integration.gateway.stub_cluster"], directory)
-        made: GatewayProcess | None = None
+        process: GatewayProcess | None = None
         gateway: Child | None = None
         try:
             config = {
@@ -138,14 +137,14 @@ async def gateway_process(**settings: Any) -> AsyncIterator[GatewayProcess]:
             }
             (directory / "gateway.yaml").write_text(yaml.safe_dump(config))
             gateway = _child("gateway", baton_command("gateway", directory / "gateway.yaml"), directory)
-            made = GatewayProcess(gateway, await gateway.start(), config["grpc_port"], directory)
+            process = GatewayProcess(gateway, await gateway.start(), config["grpc_port"], directory)
             async with asyncio.timeout(30):
-                while (await made.http.get("/ready")).status_code != 200:  # noqa: ASYNC110
+                while (await process.http.get("/ready")).status_code != 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
-            yield made
+            yield process
         finally:
-            if made is not None:
-                await made.aclose()
+            if process is not None:
+                await process.aclose()
             if gateway is not None:
                 await gateway.stop(grace_s=10)
             await stub.stop(grace_s=5)

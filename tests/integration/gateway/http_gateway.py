@@ -1,6 +1,7 @@
 """Runs a gateway behind a real HTTP server on loopback, with stub workers in the same process."""
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -96,6 +97,17 @@ def request_bytes(path: str, body: bytes, *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+async def stream_events(gateway: HttpGateway, path: str, body: dict[str, Any]) -> list[Any]:
+    """Stream a response. Returns the JSON of its server-sent events, without the final `[DONE]`."""
+    answer = await gateway.post(path, body | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, end = answer.text.split("\n\n")
+    assert end == ""
+    assert events[-1] == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+
+
 @asynccontextmanager
 async def http_gateway(
     *workers: tuple[str, str],
@@ -105,9 +117,9 @@ async def http_gateway(
     stream_buffer_bytes: int = 256 * 1024,
     keys: KeyRing | None = None,
     tls: CertificatePair | None = None,
-    **rules: Any,
+    **limits: Any,
 ) -> AsyncIterator[HttpGateway]:
-    async with cluster(*workers, tokenizer=tokenizer, keys=keys, **rules) as c:
+    async with cluster(*workers, tokenizer=tokenizer, keys=keys, **limits) as c:
         sock = listen("127.0.0.1", 0, flag="--http-port")
         app = HttpApp(
             c.gateway,

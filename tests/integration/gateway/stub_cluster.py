@@ -22,8 +22,8 @@ MAX_NUM_SEQS = 16
 
 
 async def main() -> None:
-    nowhere = InProcessNetwork()
-    scheduler, worker = StubScheduler(nowhere), StubWorker(nowhere, "h0")
+    unused_network = InProcessNetwork()
+    scheduler, worker = StubScheduler(unused_network), StubWorker(unused_network, "h0")
     worker.prefill_s = worker.step_s = 0.0
     worker.tokens_a_step = MAX_MODEL_LEN
     server = GrpcServer(heartbeat_s=TEST_TIMES["heartbeat_s"])

@@ -21,15 +21,15 @@ from tests.unit.gateway.fakes import cluster, until
 
 PD = (("p0", "prefill"), ("d0", "decode"))
 ALICE, ADMIN, EVE = "key-of-alice", "key-of-an-admin", "key-of-eve"
-OPEN = ("/health", "/ready")
-FOR_KEYS = (
+OPEN_ROUTES = ("/health", "/ready")
+KEY_ROUTES = (
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/demo"),
 )
-FOR_KEYS += (("POST", "/tokenize"), ("POST", "/detokenize"))
-FOR_ADMINS = (("GET", "/metrics"), ("GET", "/debug/decisions/last"))
+KEY_ROUTES += (("POST", "/tokenize"), ("POST", "/detokenize"))
+ADMIN_ROUTES = (("GET", "/metrics"), ("GET", "/debug/decisions/last"))
 
 
 def key_ring(**limits: int) -> KeyRing:
@@ -51,8 +51,8 @@ async def gateway() -> AsyncIterator[HttpGateway]:
         yield g
 
 
-@pytest.mark.parametrize(("method", "path"), [*FOR_KEYS, *FOR_ADMINS])
-async def test_missing_and_wrong_keys_are_rejected_before_the_body_is_read(
+@pytest.mark.parametrize(("method", "path"), [*KEY_ROUTES, *ADMIN_ROUTES])
+async def test_missing_or_wrong_key_is_rejected_before_the_body_is_read(
     gateway: HttpGateway, method: str, path: str
 ) -> None:
     for headers in ({}, bearer("wrong"), {"authorization": "Basic eDp5"}):
@@ -70,30 +70,30 @@ async def test_missing_and_wrong_keys_are_rejected_before_the_body_is_read(
 
 @pytest.mark.fault("F-45")
 async def test_every_route_except_the_probes_requires_a_key(gateway: HttpGateway) -> None:
-    """F-45. The routes come from the application's table, so that new routes are checked too."""
+    """The routes come from the application's table, so that new routes are checked too."""
     for headers in ({}, bearer("wrong")):
         is_open = set()
         for path, (method, _) in gateway.app._routes.items():
             answer = await gateway.client.request(method, f"{path}x" if path.endswith("/") else path, headers=headers)
             if answer.status_code != 401:
                 is_open.add(path)
-        assert is_open == set(OPEN)
+        assert is_open == set(OPEN_ROUTES)
     assert not gateway.cluster.scheduler.queries
 
 
-@pytest.mark.parametrize("path", OPEN)
+@pytest.mark.parametrize("path", OPEN_ROUTES)
 async def test_probes_need_no_key(gateway: HttpGateway, path: str) -> None:
     assert (await gateway.client.get(path)).status_code == 200
 
 
-@pytest.mark.parametrize(("method", "path"), FOR_ADMINS)
-async def test_metrics_and_decisions_are_for_admins(gateway: HttpGateway, method: str, path: str) -> None:
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+async def test_metrics_and_decisions_require_an_admin_key(gateway: HttpGateway, method: str, path: str) -> None:
     refused = await gateway.client.request(method, path, headers=bearer(ALICE))
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
     assert (await gateway.client.request(method, path, headers=bearer(ADMIN))).status_code in (200, 404)
 
 
-async def test_openai_client_with_a_key(gateway: HttpGateway) -> None:
+async def test_openai_client_is_served_only_with_a_valid_key(gateway: HttpGateway) -> None:
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=ALICE, max_retries=0) as client:
         answer = await client.completions.create(model="demo", prompt="hello", max_tokens=4)
         assert answer.usage is not None
@@ -116,24 +116,24 @@ async def test_tenant_and_salt_come_from_the_key_not_from_the_body(gateway: Http
     first, other, again = (query.block_hashes for query in scheduler.queries)
     assert first == again
     assert first
-    assert not set(first) & set(other), "one prompt, no block in common"
+    assert not set(first) & set(other), "the same prompt shares no block hash between tenants"
     for field in ("tenant", "cache_salt"):
         forged = await gateway.client.post("/v1/completions", json={"prompt": "x", field: "ads"}, headers=bearer(ALICE))
         assert forged.status_code == 400
 
 
-async def test_key_over_its_limits_is_rejected_and_others_are_not() -> None:
+async def test_key_over_its_limits_is_rejected_while_other_keys_are_served() -> None:
     async with http_gateway(*PD, keys=key_ring(max_open_requests=1, requests_per_minute=30)) as gateway:
         for worker in gateway.cluster.scheduler.workers:
             worker.step_s = 0.3
         body = {"prompt": "hello", "max_tokens": 4}
         running = asyncio.create_task(gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE)))
         await until(lambda: bool(gateway.cluster.scheduler.queries))
-        asked = len(gateway.cluster.scheduler.queries)
+        num_queries = len(gateway.cluster.scheduler.queries)
         refused = await gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_quota")
         assert int(refused.headers["retry-after"]) >= 1
-        assert len(gateway.cluster.scheduler.queries) == asked, "no work was done for it"
+        assert len(gateway.cluster.scheduler.queries) == num_queries, "the scheduler was not asked"
         other = asyncio.create_task(gateway.client.post("/v1/completions", json=body, headers=bearer(EVE)))
         await until(lambda: gateway.cluster.gateway.num_open == 2)
         assert (await running).is_success
@@ -142,10 +142,10 @@ async def test_key_over_its_limits_is_rejected_and_others_are_not() -> None:
             (await gateway.client.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))).status_code
             for _ in range(5)
         ]
-        assert answers == [200, 200, 429, 429, 429], "30 a minute, three at once"
+        assert answers == [200, 200, 429, 429, 429], "30 requests per minute allow a burst of three"
 
 
-async def test_incomplete_bodies_count_as_open_requests() -> None:
+async def test_request_with_an_incomplete_body_counts_as_open() -> None:
     """A key with a limit of one open request cannot fill the gateway with incomplete requests."""
     async with http_gateway(*PD, keys=key_ring(max_open_requests=1)) as gateway:
         head = request_bytes("/v1/completions", b"x" * 100, f"authorization: Bearer {ALICE}")[:-100]
@@ -182,20 +182,20 @@ async def test_several_prompts_in_one_call_count_as_several_requests() -> None:
         assert int(refused.headers["retry-after"]) > 30
 
 
-async def test_priority_is_limited_by_the_key(gateway: HttpGateway) -> None:
+async def test_priority_below_the_limit_of_the_key_is_rejected(gateway: HttpGateway) -> None:
     for priority, status in ((-1, 400), (0, 200), (7, 200)):
         body = {"prompt": "hello", "max_tokens": 1, "priority": priority}
         answer = await gateway.client.post("/v1/completions", json=body, headers=bearer(ALICE))
         assert answer.status_code == status, answer.text
 
 
-async def test_links_are_for_admins(gateway: HttpGateway) -> None:
-    for headers, sees in (({}, False), (bearer(ALICE), False), (bearer(ADMIN), True)):
-        assert ("links" in (await gateway.client.get("/ready", headers=headers)).json()) == sees
+async def test_only_admin_keys_see_links_in_readiness(gateway: HttpGateway) -> None:
+    for headers, has_links in (({}, False), (bearer(ALICE), False), (bearer(ADMIN), True)):
+        assert ("links" in (await gateway.client.get("/ready", headers=headers)).json()) == has_links
 
 
 @asynccontextmanager
-async def over_grpc() -> AsyncIterator[str]:
+async def grpc_gateway() -> AsyncIterator[str]:
     async with cluster(*PD, keys=key_ring()) as c:
         server = GrpcServer(heartbeat_s=1.0, max_message_bytes=2**20)
         server.add_inference(InferenceService(c.gateway, stream_buffer_bytes=2**16))
@@ -210,11 +210,11 @@ async def over_grpc() -> AsyncIterator[str]:
 
 @pytest.mark.fault("F-45")
 async def test_every_grpc_method_requires_a_key() -> None:
-    """F-45. The gRPC health and reflection services need no key: they serve probes and reveal nothing
+    """The gRPC health and reflection services need no key: they serve probes and reveal nothing
     else."""
     public = [method for method in grpc_methods.all_methods() if method.service.startswith("baton.v1.")]
     assert len(public) >= 7
-    async with over_grpc() as address, open_channel(address, channel_options(5.0)) as channel:
+    async with grpc_gateway() as address, open_channel(address, channel_options(5.0)) as channel:
         for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", f"Basic {ALICE}"),)):
             for method in public:
                 call = channel.unary_stream(method.path)(
@@ -224,8 +224,8 @@ async def test_every_grpc_method_requires_a_key() -> None:
                 assert "key" in await call.details()
 
 
-async def test_grpc_accepts_the_same_keys() -> None:
-    async with over_grpc() as address:
+async def test_grpc_methods_accept_keys_and_require_an_admin_key_for_admin() -> None:
+    async with grpc_gateway() as address:
         channel = open_channel(address, channel_options(5.0))
         stub = inference_pb2_grpc.InferenceStub(channel)
         for metadata, expected in (((), "UNAUTHENTICATED"), ((("authorization", f"Bearer {ALICE}"),), "OK")):

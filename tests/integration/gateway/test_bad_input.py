@@ -1,8 +1,7 @@
-"""Bad input on the ports of a gateway process: the corpus over HTTP and gRPC, and mutated bytes (F-36 to
-F-38).
+"""Invalid requests to a gateway process over HTTP and gRPC are rejected with equal errors (F-36 to F-38).
 
-After each case the gateway lives, answers a valid request correctly, and its memory has grown by less than a
-bound. No client error returns a 5xx status.
+After each case the gateway is alive, answers a valid request correctly, and its memory has grown by less
+than a bound. No client error returns a 5xx status.
 """
 
 import asyncio
@@ -41,15 +40,10 @@ from tests.invalid_requests import (
     mutated_bytes,
     mutated_value,
 )
-from tests.malformed_connections import (
-    HTTP2_START,
-    Canary,
-    broken_http2,
-    exchange,
-    grpc_call,
-    grpc_message,
-    internal_errors,
-)
+from tests.grpc_methods import EXPECTED_CODES, OK, Method, call
+from tests.hostile import BEGIN, Canary, broken_http2, grpc_call, grpc_message, our_errors, say
+from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, valid_body
+from tests.integration.gateway.stub_cluster import MAX_MODEL_LEN, MAX_NUM_SEQS
 from tests.scale import sized
 from tests.unit.rpc.strategies import messages
 
@@ -72,7 +66,7 @@ CASES = cases(max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, vocab_size
 PUBLIC = [method for method in grpc_methods.all_methods() if method.service.startswith("baton.v1.")]
 
 
-class Checked:
+class CheckedGateway:
     """A gateway and the checks that must hold after each case."""
 
     def __init__(self, process: GatewayProcess) -> None:
@@ -82,8 +76,8 @@ class Checked:
 
     async def check(self) -> None:
         await self.process.check()
-        grown = self.process.rss_bytes - self.before_bytes
-        assert grown < MAX_GROWTH_BYTES, f"grown by {grown >> 20} MiB"
+        growth_bytes = self.process.rss_bytes - self.before_bytes
+        assert growth_bytes < MAX_GROWTH_BYTES, f"grown by {growth_bytes >> 20} MiB"
 
     async def post(self, path: str, content: bytes, headers: Any = None) -> tuple[int, dict[str, Any]]:
         """Return status and error object of the response, which must be a success or a client error."""
@@ -101,7 +95,7 @@ class Checked:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def gateway() -> AsyncIterator[Checked]:
+async def gateway() -> AsyncIterator[CheckedGateway]:
     async with gateway_process(
         max_body_bytes=MAX_BODY_BYTES,
         receive_deadline_s=RECEIVE_DEADLINE_S,
@@ -111,9 +105,9 @@ async def gateway() -> AsyncIterator[Checked]:
         for _ in range(20):
             await process.check()
         await process.check_grpc()
-        yield Checked(process)
+        yield CheckedGateway(process)
         await process.check_grpc()
-        assert internal_errors(process.log.splitlines()) == [], "no mistake of a client's is an error of ours"
+        assert our_errors(process.log.splitlines()) == [], "invalid input is not logged as an internal error"
 
 
 # The corpus.
@@ -121,7 +115,9 @@ async def gateway() -> AsyncIterator[Checked]:
 
 @pytest.mark.fault("F-37", "F-38")
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-async def test_http_and_grpc_reject_a_bad_request_alike(gateway: Checked, case: Case) -> None:
+async def test_http_and_grpc_reject_an_invalid_request_with_the_same_message(
+    gateway: CheckedGateway, case: Case
+) -> None:
     status, error = await gateway.post(case.path, case.content, case.headers)
     assert (status, error.get("code")) == (case.status, case.code)
     assert all(words in error["message"] for words in case.error_words), error["message"]
@@ -132,21 +128,21 @@ async def test_http_and_grpc_reject_a_bad_request_alike(gateway: Checked, case: 
     await gateway.check()
 
 
-async def test_bad_input_that_only_grpc_can_carry_is_rejected(gateway: Checked) -> None:
-    for name, raw, error_words in grpc_only():
+async def test_invalid_grpc_messages_without_http_equivalent_are_rejected(gateway: CheckedGateway) -> None:
+    for name, raw, says in grpc_only():
         answered = await gateway.generate(raw)
         assert answered.code is grpc.StatusCode.INVALID_ARGUMENT, (name, answered)
         assert error_words in answered.details, name
         await gateway.check()
 
 
-async def test_fields_without_effect_are_accepted(gateway: Checked) -> None:
+async def test_ignored_fields_are_accepted(gateway: CheckedGateway) -> None:
     for path, body in accepted_bodies():
         assert (await gateway.post(path, json.dumps(body).encode()))[0] == 200, body
     await gateway.check()
 
 
-async def test_prompt_that_just_fits_is_served(gateway: Checked) -> None:
+async def test_prompt_of_the_largest_size_is_served(gateway: CheckedGateway) -> None:
     body = {"prompt": [5] * (MAX_MODEL_LEN - 10), "max_tokens": 10}
     assert (await gateway.post(COMPLETIONS, json.dumps(body).encode()))[0] == 200
     assert (await gateway.generate(message_of(body).SerializeToString())).code is OK  # type: ignore[union-attr]
@@ -158,7 +154,9 @@ NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 @pytest.mark.fault("F-38")
 @FUZZ
 @given(body=bodies(numbers=NUMBERS, max_prompt=60))
-async def test_http_and_grpc_agree_on_any_parameters(gateway: Checked, body: dict[str, Any]) -> None:
+async def test_http_and_grpc_give_the_same_result_for_any_parameters(
+    gateway: CheckedGateway, body: dict[str, Any]
+) -> None:
     status, error = await gateway.post(COMPLETIONS, json.dumps(body).encode())
     message = message_of(body)
     assert message is not None
@@ -170,11 +168,11 @@ async def test_http_and_grpc_agree_on_any_parameters(gateway: Checked, body: dic
     await gateway.check()
 
 
-# Sizes and times.
+# Sizes and deadlines.
 
 
 @pytest.mark.fault("F-36")
-async def test_body_over_the_limit_is_rejected_before_it_is_read(gateway: Checked) -> None:
+async def test_body_over_the_limit_is_rejected_before_it_is_read(gateway: CheckedGateway) -> None:
     before_bytes = gateway.process.rss_bytes
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     mib = b" " * 2**20
@@ -195,18 +193,18 @@ async def test_body_over_the_limit_is_rejected_before_it_is_read(gateway: Checke
     answered = await gateway.generate(b"\x12" + bytes(100 * 2**20))
     assert answered.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert gateway.process.rss_bytes - before_bytes < 16 * 2**20
-    assert (await gateway.post(COMPLETIONS, json.dumps(good_body(user="x" * 500)).encode().ljust(MAX_BODY_BYTES)))[
+    assert (await gateway.post(COMPLETIONS, json.dumps(valid_body(user="x" * 500)).encode().ljust(MAX_BODY_BYTES)))[
         0
     ] == 200
     await gateway.check()
 
 
-async def test_small_message_that_decompresses_to_a_large_one_is_rejected(gateway: Checked) -> None:
-    bomb = message_of({"prompt": "x" * (20 * 2**20)})
-    assert bomb is not None
-    generate = gateway.process.channel.unary_stream(GENERATE, request_serializer=type(bomb).SerializeToString)
+async def test_small_message_that_decompresses_to_a_large_one_is_rejected(gateway: CheckedGateway) -> None:
+    large_message = message_of({"prompt": "x" * (20 * 2**20)})
+    assert large_message is not None
+    generate = gateway.process.channel.unary_stream(GENERATE, request_serializer=type(large_message).SerializeToString)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await generate(bomb, compression=grpc.Compression.Gzip).read()
+        await generate(large_message, compression=grpc.Compression.Gzip).read()
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await gateway.check()
 
@@ -225,7 +223,7 @@ async def test_small_message_that_decompresses_to_a_large_one_is_rejected(gatewa
         (DETOKENIZE, b'{"tokens": [' + b"7," * 400_000 + b"7]}"),
     ],
 )
-async def test_largest_bodies_do_not_delay_other_clients(gateway: Checked, path: str, content: bytes) -> None:
+async def test_largest_bodies_do_not_delay_other_clients(gateway: CheckedGateway, path: str, content: bytes) -> None:
     """Each body is rejected, and other clients are served meanwhile."""
     assert len(content) <= MAX_BODY_BYTES
     large = asyncio.create_task(gateway.post(path, content))
@@ -236,20 +234,20 @@ async def test_largest_bodies_do_not_delay_other_clients(gateway: Checked, path:
     await gateway.check()
 
 
-async def test_rejections_are_counted_by_status(gateway: Checked) -> None:
+async def test_rejections_are_counted_by_status(gateway: CheckedGateway) -> None:
     before = await gateway.process.requests()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     port = gateway.process.http_port
-    received = await asyncio.gather(
-        exchange(port, [head], listen_s=10, quiet_s=10),
-        exchange(port, [head + b"content-length: 100\r\n\r\n{"], listen_s=10, quiet_s=10),
-        exchange(port, [head + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\nnonsense\r\n"], listen_s=10),
-        exchange(port, [b"nonsense\r\n\r\n"]),
-        exchange(port, [head + b"x-header: " + b"y" * (2 * MAX_HEAD_BYTES)] + [b"y" * 1000] * 100),
+    responses = await asyncio.gather(
+        say(port, [head], listen_s=10, quiet_s=10),
+        say(port, [head + b"content-length: 100\r\n\r\n{"], listen_s=10, quiet_s=10),
+        say(port, [head + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\nnonsense\r\n"], listen_s=10),
+        say(port, [b"nonsense\r\n\r\n"]),
+        say(port, [head + b"x-header: " + b"y" * (2 * MAX_HEAD_BYTES)] + [b"y" * 1000] * 100),
     )
-    statuses = [status_of(each.data) for each in received]
+    statuses = [status_of(each.data) for each in responses]
     assert statuses[:4] == [408, 408, 400, 400]
-    assert statuses[4] in (413, None), "the answer may be lost with the connection that closes on unread bytes"
+    assert statuses[4] in (413, None), "the response may be lost when a connection with unread bytes closes"
     await gateway.post(COMPLETIONS, b"{")
     await gateway.post(COMPLETIONS, b" " * (MAX_BODY_BYTES + 1))
     await gateway.post(COMPLETIONS, b"{}", {"content-type": "text/plain"})
@@ -270,12 +268,12 @@ def status_of(answer: bytes) -> int | None:
     return int(found[1]) if found else None
 
 
-# Fuzz: structures and bytes.
+# Mutated bodies and bytes over HTTP.
 
-GOOD: list[tuple[str, Any]] = [
+VALID_BODIES: list[tuple[str, Any]] = [
     (
         COMPLETIONS,
-        good_body(temperature=0.5, stop=["x"], logit_bias={"7": 1}, slo={"ttft_ms": 5000}, stream=True, seed=1),
+        valid_body(temperature=0.5, stop=["x"], logit_bias={"7": 1}, slo={"ttft_ms": 5000}, stream=True, seed=1),
     ),
     (COMPLETIONS, {"prompt": ["one", "two"], "n": 2, "max_tokens": 3, "logprobs": 2, "metadata": {"a": "b"}}),
     (
@@ -294,18 +292,18 @@ GOOD: list[tuple[str, Any]] = [
 
 @pytest.mark.fault("F-37")
 @pytest.mark.parametrize("seed", range(sized(50, 1000)))
-async def test_mutated_bodies_are_served_or_rejected(gateway: Checked, seed: int) -> None:
+async def test_mutated_bodies_are_served_or_rejected(gateway: CheckedGateway, seed: int) -> None:
     rng = Random(seed)
-    path, body = rng.choice(GOOD)
+    path, body = rng.choice(VALID_BODIES)
     content = json.dumps(mutated_value(rng, body)).encode()
     await gateway.post(path, content)
     await gateway.post(path, mutated_bytes(rng, content))
     await gateway.check()
 
 
-def requests_to_break() -> Iterator[bytes]:
+def requests_to_mutate() -> Iterator[bytes]:
     """Return complete requests whose bytes will be mutated."""
-    body = json.dumps(good_body()).encode()
+    body = json.dumps(valid_body()).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     yield head + b"content-length: %d\r\n\r\n" % len(body) + body
     yield head + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
@@ -346,49 +344,49 @@ BAD_HTTP = [
 ]
 
 
-async def test_any_bytes_on_the_http_port_are_answered_or_closed(gateway: Checked, tmp_path: Path) -> None:
+async def test_any_bytes_on_the_http_port_are_answered_or_closed(gateway: CheckedGateway, tmp_path: Path) -> None:
     rng, canary = Random(37), Canary(tmp_path)
-    canary.check_payloads()
-    good = list(requests_to_break())
-    broken = [mutated_bytes(rng, rng.choice(good)) for _ in range(sized(70, 2000))]
+    canary.check_trap()
+    valid = list(requests_to_mutate())
+    broken = [mutated_bytes(rng, rng.choice(valid)) for _ in range(sized(70, 2000))]
     slots = asyncio.Semaphore(16)
 
-    async def one(data: bytes) -> None:
+    async def send(data: bytes) -> None:
         async with slots:
-            received = await exchange(gateway.process.http_port, [data], quiet_s=0.15)
-            statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d\d\d) ", received.data)]
-            assert all(status < 500 for status in statuses), (data, received.data)
+            responses = await say(gateway.process.http_port, [data], quiet_s=0.15)
+            statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d\d\d) ", responses.data)]
+            assert all(status < 500 for status in statuses), (data, responses.data)
             await gateway.check()
 
-    await asyncio.gather(*[one(data) for data in (*BAD_HTTP, *canary.payloads, *broken)])
+    await asyncio.gather(*[send(data) for data in (*BAD_HTTP, *canary.payloads, *broken)])
     canary.check()
 
 
-async def test_invalid_timeouts_are_rejected(gateway: Checked) -> None:
+async def test_invalid_timeouts_are_rejected(gateway: CheckedGateway) -> None:
     for text in ("0", "-1", "1.5", "abc", "", "9" * 30, "1_000", "\u0661".encode()):
         status, error = await gateway.post(
-            COMPLETIONS, json.dumps(good_body()).encode(), {**JSON_HEADERS, TIMEOUT_HEADER: text}
+            COMPLETIONS, json.dumps(valid_body()).encode(), {**JSON_HEADERS, TIMEOUT_HEADER: text}
         )
         assert (status, error["param"]) == (400, TIMEOUT_HEADER), text
 
 
-# Fuzz: HTTP/2 and messages on the gRPC port.
+# Mutated frames and messages on the gRPC port.
 
 
-async def test_broken_http2_only_ends_its_own_connection(gateway: Checked) -> None:
+async def test_broken_http2_only_ends_its_own_connection(gateway: CheckedGateway) -> None:
     rng = Random(38)
-    message = message_of(good_body(return_token_ids=None))
+    message = message_of(valid_body(return_token_ids=None))
     assert message is not None
-    good = HTTP2_START + grpc_call(GENERATE, grpc_message(message.SerializeToString()))
-    broken = [*broken_http2(GENERATE).values(), *(mutated_bytes(rng, good) for _ in range(sized(40, 1000)))]
+    valid = BEGIN + grpc_call(GENERATE, grpc_message(message.SerializeToString()))
+    broken = [*broken_http2(GENERATE).values(), *(mutated_bytes(rng, valid) for _ in range(sized(40, 1000)))]
     slots = asyncio.Semaphore(16)
 
-    async def one(data: bytes) -> None:
+    async def send(data: bytes) -> None:
         async with slots:
             await exchange(gateway.process.grpc_port, [data], quiet_s=0.15)
             await gateway.check()
 
-    await asyncio.gather(*[one(data) for data in broken])
+    await asyncio.gather(*[send(data) for data in broken])
     await gateway.process.check_grpc()
 
 
@@ -396,7 +394,7 @@ async def test_broken_http2_only_ends_its_own_connection(gateway: Checked) -> No
 @settings(FUZZ, max_examples=sized(10, 200))
 @given(data=st.data())
 async def test_any_message_to_any_method_is_served_or_rejected(
-    gateway: Checked, method: Method, data: st.DataObject
+    gateway: CheckedGateway, method: Method, data: st.DataObject
 ) -> None:
     raw = data.draw(
         st.one_of(st.binary(max_size=60), messages(method.message).map(lambda message: message.SerializeToString()))
@@ -406,7 +404,7 @@ async def test_any_message_to_any_method_is_served_or_rejected(
     await gateway.check()
 
 
-async def test_pickle_sent_to_any_method_is_not_loaded(gateway: Checked, tmp_path: Path) -> None:
+async def test_pickle_sent_to_any_method_is_not_loaded(gateway: CheckedGateway, tmp_path: Path) -> None:
     canary = Canary(tmp_path)
     for method in PUBLIC:
         for payload in canary.payloads:
@@ -415,7 +413,7 @@ async def test_pickle_sent_to_any_method_is_not_loaded(gateway: Checked, tmp_pat
     for payload in canary.payloads:
         assert (await gateway.post(COMPLETIONS, payload))[0] == 400
         await gateway.post(
-            COMPLETIONS, json.dumps(good_body(user=payload.decode("latin-1").replace("\0", ""))).encode()
+            COMPLETIONS, json.dumps(valid_body(user=payload.decode("latin-1").replace("\0", ""))).encode()
         )
     canary.check()
     await gateway.check()

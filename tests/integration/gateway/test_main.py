@@ -1,5 +1,4 @@
-"""The gateway as its process runs it: HTTP, gRPC on both sides, the demo model's tokenizer, and stub
-workers."""
+"""`baton gateway` with HTTP and gRPC ports, the demo model's tokenizer and stub workers behind gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -38,7 +37,7 @@ PROMPT = "What does os.getcwd do?"
 
 
 @dataclass(slots=True, kw_only=True)
-class Running:
+class RunningGateway:
     url: str
     config: GatewayConfig
     scheduler: StubScheduler
@@ -48,9 +47,9 @@ class Running:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Running]:
-    nowhere = InProcessNetwork()
-    scheduler, worker = StubScheduler(nowhere), StubWorker(nowhere, "h0")
+async def running_gateway() -> AsyncIterator[RunningGateway]:
+    unused_network = InProcessNetwork()
+    scheduler, worker = StubScheduler(unused_network), StubWorker(unused_network, "h0")
     cluster = GrpcServer(heartbeat_s=TIMES["heartbeat_s"])
     cluster.add_scheduler(scheduler)
     cluster.add_worker(worker)
@@ -76,7 +75,7 @@ async def running() -> AsyncIterator[Running]:
         async with httpx.AsyncClient() as client, asyncio.timeout(5):
             while (await client.get(f"{url}/ready")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        yield Running(url=url, config=config, scheduler=scheduler, worker=worker, stop=stop, task=task)
+        yield RunningGateway(url=url, config=config, scheduler=scheduler, worker=worker, stop=stop, task=task)
     finally:
         stop.request()
         async with asyncio.timeout(10):
@@ -86,26 +85,26 @@ async def running() -> AsyncIterator[Running]:
 
 async def test_http_and_grpc_return_the_same_response() -> None:
     demo = HfTokenizer(DEMO_DIR)
-    said = list(await demo.encode(" It returns the directory \u20ac, doesn't it?", add_special_tokens=False))
-    async with running() as gateway:
-        gateway.worker.token_at = lambda _prompt, _sample, index: said[index]
+    output_ids = list(await demo.encode(" It returns the directory \u20ac, doesn't it?", add_special_tokens=False))
+    async with running_gateway() as gateway:
+        gateway.worker.token_at = lambda _prompt, _sample, index: output_ids[index]
         async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
             chat = await client.chat.completions.create(
-                model="demo", messages=[{"role": "user", "content": PROMPT}], max_tokens=len(said), stream=True
+                model="demo", messages=[{"role": "user", "content": PROMPT}], max_tokens=len(output_ids), stream=True
             )
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
-        assert text == demo.decode(said)
+        assert text == demo.decode(output_ids)
         assert list(gateway.worker.jobs[0].token_ids) == list(
             await demo.encode_chat([{"role": "user", "content": PROMPT}])
         )
         async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.config.grpc_port}") as channel:
             client = InferenceClient(channel, "gateway")
-            generation = await client.generate({"prompt": "hi", "max_tokens": len(said)}, timeout_s=5)
+            generation = await client.generate({"prompt": "hi", "max_tokens": len(output_ids)}, timeout_s=5)
             chunks = [await generation.receive()]
             while not chunks[-1].is_last:
                 chunks.append(await generation.receive())
-            assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == demo.decode(said)
-            assert [i for chunk in chunks for choice in chunk.choices for i in choice.token_ids] == said
+            assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == demo.decode(output_ids)
+            assert [i for chunk in chunks for choice in chunk.choices for i in choice.token_ids] == output_ids
             assert generation.request_id == gateway.scheduler.queries[-1].request_id.hex()
             await generation.aclose()
             with pytest.raises(Refused) as refused:
@@ -124,7 +123,10 @@ async def test_http_and_grpc_return_the_same_response() -> None:
 
 
 async def test_grpc_cancel_cancels_the_request_on_all_workers() -> None:
-    async with running() as gateway, grpc.aio.insecure_channel(f"127.0.0.1:{gateway.config.grpc_port}") as channel:
+    async with (
+        running_gateway() as gateway,
+        grpc.aio.insecure_channel(f"127.0.0.1:{gateway.config.grpc_port}") as channel,
+    ):
         gateway.worker.token_at = lambda *_: 300
         generation = await InferenceClient(channel, "gateway").generate({"prompt": "hi", "max_tokens": 900})
         await generation.receive()
@@ -133,8 +135,8 @@ async def test_grpc_cancel_cancels_the_request_on_all_workers() -> None:
         assert gateway.worker.open_jobs == []
 
 
-async def test_shutdown_lets_streams_finish() -> None:
-    async with running() as gateway:
+async def test_shutdown_finishes_open_streams_and_rejects_new_requests() -> None:
+    async with running_gateway() as gateway:
         gateway.worker.token_at = lambda *_: 300
         gateway.worker.step_s = 0.05
         async with httpx.AsyncClient(base_url=gateway.url) as client:
@@ -151,7 +153,7 @@ async def test_shutdown_lets_streams_finish() -> None:
             await gateway.task
 
 
-async def test_error_names_the_invalid_setting(tmp_path: object) -> None:
+async def test_start_error_names_the_invalid_setting(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match="--schedulers"):
         await serve(GatewayConfig(), Stop(), print)
     sock = listen("127.0.0.1", 0, flag="x")

@@ -1,5 +1,4 @@
-"""Requests that name internal fields, addresses, templates and grammars are rejected and cause no calls
-(F-39)."""
+"""Requests with internal fields, addresses, templates or grammars cause no outbound calls (F-39)."""
 
 import asyncio
 import ctypes
@@ -16,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, good_body
-from tests.malformed_connections import exchange
+from tests.hostile import say
+from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, valid_body
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -90,7 +89,7 @@ def parts_with(url: str) -> list[Any]:
     ]
 
 
-def refused_bodies(address: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def rejected_bodies(address: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Return (path, word of the error message, body)."""
     url = f"http://{address}/x"
     for path, good in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [HELLO]})):
@@ -98,7 +97,7 @@ def refused_bodies(address: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield path, name, good | {name: value}
         yield path, "model", good | {"model": url}
         yield path, "model", good | {"model": "../../../etc/passwd"}
-        yield path, "model", good | {"model": "somebody/on-a-hub"}
+        yield path, "model", good | {"model": "owner/model-on-a-hub"}
     for content in parts_with(url):
         yield CHAT, "content", {"messages": [{"role": "user", "content": content}]}
     yield CHAT, "tool", {"messages": [HELLO | {"role": "tool", "tool_call_id": url}]}
@@ -114,12 +113,12 @@ def harmless_headers(address: str) -> dict[str, str]:
     return dict.fromkeys(names, url) | {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "host": address}
 
 
-async def say_all_of_it(gateway: GatewayProcess, address: str) -> None:
+async def send_all_requests(gateway: GatewayProcess, address: str) -> None:
     """Send every request that could make the gateway call `address`.
 
     Each one is rejected with the field's name, or served as if it had not contained the address.
     """
-    for path, word, body in refused_bodies(address):
+    for path, word, body in rejected_bodies(address):
         answer = await gateway.http.post(
             path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
         )
@@ -127,7 +126,7 @@ async def say_all_of_it(gateway: GatewayProcess, address: str) -> None:
         assert word in answer.json()["error"]["message"], answer.text
     url = f"http://{address}/x"
     labels = {"user": url, "metadata": {"callback": url}, "safety_identifier": address, "prompt_cache_key": url}
-    for body, headers in ((good_body(**labels), {}), (good_body(), harmless_headers(address))):
+    for body, headers in ((valid_body(**labels), {}), (valid_body(), harmless_headers(address))):
         answer = await gateway.http.post(COMPLETIONS, json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         assert address not in answer.text
@@ -135,58 +134,58 @@ async def say_all_of_it(gateway: GatewayProcess, address: str) -> None:
     for path in (f"/v1/models/{url}", f"/debug/decisions/{address}", f"/{url}"):
         assert (await gateway.http.get(path)).status_code in (400, 404)
     for line in (f"CONNECT {address} HTTP/1.1", f"GET {url} HTTP/1.1"):
-        received = await exchange(gateway.http_port, [f"{line}\r\nhost: {address}\r\n\r\n".encode()])
-        assert received.data.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 ")), received.data
+        response = await say(gateway.http_port, [f"{line}\r\nhost: {address}\r\n\r\n".encode()])
+        assert response.data.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 ")), response.data
     await gateway.check()
 
 
 @pytest.mark.fault("F-39")
-async def test_addresses_named_by_clients_are_rejected_and_never_called() -> None:
-    """A listener at the address would notice a call."""
-    calls = 0
+async def test_addresses_in_requests_are_rejected_and_never_called() -> None:
+    """A listener at the named address counts connections."""
+    num_calls = 0
 
-    def called(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal calls
-        calls += 1
+    def count_call(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_calls
+        num_calls += 1
         writer.close()
 
-    async with await asyncio.start_server(called, "127.0.0.1", 0) as trap, gateway_process() as gateway:
-        host, port = trap.sockets[0].getsockname()
-        await say_all_of_it(gateway, f"{host}:{port}")
-        assert calls == 0
+    async with await asyncio.start_server(count_call, "127.0.0.1", 0) as listener, gateway_process() as gateway:
+        host, port = listener.sockets[0].getsockname()
+        await send_all_requests(gateway, f"{host}:{port}")
+        assert num_calls == 0
         _, writer = await asyncio.open_connection(host, port)
         writer.close()
         async with asyncio.timeout(20):
-            while not calls:  # noqa: ASYNC110
+            while not num_calls:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
-# The same in a network namespace that counts all outgoing packets.
+# The same requests in a network namespace that counts all outgoing packets.
 
-ELSEWHERE = "203.0.113.7:80"
+EXTERNAL_ADDRESS = "203.0.113.7:80"
 """An address reserved for documentation."""
-NAMED = "callback.example.org:80"
+EXTERNAL_NAME = "callback.example.org:80"
 """A DNS query for this name would count as an outbound packet too."""
 _CLONE_NEWNET = 0x40000000
 
 
-def why_not() -> str:
+def skip_reason() -> str:
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
         return "needs root and ip"
     try:
-        with counted_network():
+        with packet_counter():
             return ""
     except subprocess.CalledProcessError:
-        return "network namespaces cannot be made here"
+        return "network namespaces cannot be created on this machine"
 
 
-class Network:
-    """A network namespace with one interface to nowhere, whose outgoing packets are counted."""
+class PacketCounter:
+    """A network namespace with one unconnected interface whose outgoing packets are counted."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def num_left(self) -> int:
+    def num_sent(self) -> int:
         results = subprocess.run(
             ["ip", "-n", self.name, "-s", "-j", "link", "show", "out"], capture_output=True, check=True
         ).stdout
@@ -201,7 +200,7 @@ class Network:
 
 
 @contextmanager
-def counted_network() -> Iterator[Network]:
+def packet_counter() -> Iterator[PacketCounter]:
     name = f"bo{os.getpid()}"
     subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True)
     try:
@@ -216,27 +215,27 @@ def counted_network() -> Iterator[Network]:
             "route add default via 10.99.99.2",
         ):
             subprocess.run(["ip", "-n", name, *words.split()], check=True, capture_output=True)
-        yield Network(name)
+        yield PacketCounter(name)
     finally:
         subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-async def say_all_of_it_there(network: Network) -> None:
+async def send_requests_within(counter: PacketCounter) -> None:
     async with gateway_process() as gateway:
-        before = network.num_left()
-        for address in (ELSEWHERE, NAMED):
-            await say_all_of_it(gateway, address)
-        assert network.num_left() == before
+        before = counter.num_sent()
+        for address in (EXTERNAL_ADDRESS, EXTERNAL_NAME):
+            await send_all_requests(gateway, address)
+        assert counter.num_sent() == before
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.sendto(b"x", (ELSEWHERE.partition(":")[0], 80))
-    async with asyncio.timeout(20):  # outgoing packets are counted
-        while network.num_left() == before:  # noqa: ASYNC110
+        sock.sendto(b"x", (EXTERNAL_ADDRESS.partition(":")[0], 80))
+    async with asyncio.timeout(20):  # this packet must be counted
+        while counter.num_sent() == before:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.fault("F-39")
 def test_requests_cause_no_outbound_packets() -> None:
-    if reason := why_not():
+    if reason := skip_reason():
         pytest.skip(reason)
-    with counted_network() as network, ThreadPoolExecutor(1, initializer=network.enter) as thread:
-        thread.submit(lambda: asyncio.run(say_all_of_it_there(network))).result()
+    with packet_counter() as counter, ThreadPoolExecutor(1, initializer=counter.enter) as thread:
+        thread.submit(lambda: asyncio.run(send_requests_within(counter))).result()

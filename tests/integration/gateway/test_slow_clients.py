@@ -8,7 +8,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, good_body
+from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, valid_body
 from tests.integration.gateway.http_gateway import request_bytes
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -19,7 +19,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 """An incomplete head: the empty line at its end is missing."""
 
 
-async def drip(port: int, at_once: bytes) -> tuple[bytes, float]:
+async def send_slowly(port: int, data: bytes) -> tuple[bytes, float]:
     """Send the data, then one byte per second, until the other side closes.
 
     Returns the received bytes and the seconds until the close.
@@ -27,7 +27,7 @@ async def drip(port: int, at_once: bytes) -> tuple[bytes, float]:
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(at_once)
+    writer.write(data)
 
     async def send() -> None:
         while True:
@@ -35,22 +35,22 @@ async def drip(port: int, at_once: bytes) -> tuple[bytes, float]:
             writer.write(b"x")
 
     sending = asyncio.create_task(send())
-    heard = b""
+    received = b""
     try:
         async with asyncio.timeout(60):
             with suppress(ConnectionResetError):
                 while data := await reader.read(65536):
-                    heard += data
+                    received += data
     finally:
         sending.cancel()
         await asyncio.wait((sending,))
         writer.transport.abort()
-    return heard, loop.time() - began_s
+    return received, loop.time() - began_s
 
 
-def beginnings() -> list[bytes]:
-    """Return beginnings of requests: half end within the head, half within the body."""
-    body = request_bytes("/v1/completions", json.dumps(good_body()).encode())
+def incomplete_requests() -> list[bytes]:
+    """Return incomplete requests: half end within the head, half within the body."""
+    body = request_bytes("/v1/completions", json.dumps(valid_body()).encode())
     return [(HEAD if number % 2 else body[:-20]) for number in range(NUM_CLIENTS)]
 
 
@@ -58,24 +58,24 @@ def beginnings() -> list[bytes]:
 async def test_slow_clients_are_closed_at_the_deadline_and_others_are_answered() -> None:
     async with gateway_process(receive_deadline_s=DEADLINE_S) as gateway:
         await gateway.check()
-        slow = [asyncio.create_task(drip(gateway.http_port, beginning)) for beginning in beginnings()]
+        clients = [asyncio.create_task(send_slowly(gateway.http_port, request)) for request in incomplete_requests()]
         num_open = num_answered = 0
-        while not all(client.done() for client in slow):
+        while not all(client.done() for client in clients):
             await gateway.check()
             num_answered += 1
             if num_open < NUM_CLIENTS:
-                num_open = max(num_open, connections_of(gateway))
+                num_open = max(num_open, num_connections(gateway))
             await asyncio.sleep(0.05)
-        answers = [await client for client in slow]
-        assert num_open >= NUM_CLIENTS, "they were all there at the same time"
+        answers = [await client for client in clients]
+        assert num_open >= NUM_CLIENTS, "all connections are open at the same time"
         assert num_answered > 0
-        assert all(heard.startswith(b"HTTP/1.1 408 ") for heard, _ in answers)
+        assert all(received.startswith(b"HTTP/1.1 408 ") for received, _ in answers)
         assert min(open_s for _, open_s in answers) > 0.9 * DEADLINE_S
         counted = await gateway.requests()
         assert (counted["", "408"], counted["completions", "408"]) == (NUM_CLIENTS // 2, NUM_CLIENTS // 2)
 
 
-def connections_of(gateway: GatewayProcess) -> int:
+def num_connections(gateway: GatewayProcess) -> int:
     connections = psutil.Process(gateway.pid).net_connections("tcp")
     return sum(
         connection.laddr.port == gateway.http_port and connection.status != psutil.CONN_LISTEN
