@@ -57,6 +57,7 @@ async def test_costs_expire(store: CostStore) -> None:
         return [costs for costs in [await store.get("brief")] if costs is not None]
 
     await until_empty(unexpired)
+    assert await store.get("brief") is None
 
 
 @pytest.mark.parametrize(

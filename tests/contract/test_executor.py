@@ -252,8 +252,7 @@ async def test_tokens_are_independent_of_batching(device: Device) -> None:
 
 
 async def test_step_without_samples_writes_its_kv(device: Device) -> None:
-    """A prompt in chunks gives the same token as in one step, also if the first chunk is batched with
-    others."""
+    """A prompt gives the same token in chunks as in one step, even if the first chunk is in a batch."""
     complete = await run_step(device, sequence(0, PROMPTS[1]))
     chunk = sequence(1, PROMPTS[1][:5], samples=())
     assert await run_step(device, chunk, sequence(2, PROMPTS[2], samples=())) == {}
@@ -261,8 +260,7 @@ async def test_step_without_samples_writes_its_kv(device: Device) -> None:
 
 
 async def test_step_can_be_repeated(device: Device) -> None:
-    """The same KV is written to the same slots. The loop repeats a failed step to find the failing
-    sequence."""
+    """The engine loop repeats a failed step to find the failing sequence."""
     await run_step(device, sequence(0, PROMPTS[1][:5], samples=()))
     first = await run_step(device, sequence(0, PROMPTS[1], begin=5))
     assert await run_step(device, sequence(0, PROMPTS[1], begin=5)) == first

@@ -152,7 +152,7 @@ async def test_stream_length_is_bounded(kind: str, request: pytest.FixtureReques
     for first in range(1, 1_001, 100):
         await feed.publish(W, [event(seq) for seq in range(first, first + 100)], LONG_S)
     kept = (await feed.read({W: 0}, max_events=2_000, wait_s=1.0))[W]
-    assert 100 <= len(kept) <= 250  # Redis trims encoded nodes of 100 entries
+    assert 100 <= len(kept) <= 250  # Redis trims whole nodes of 100 entries
     assert kept[-1].event_seq == 1_000
     await connection.aclose()
 

@@ -177,15 +177,15 @@ async def test_token_bytes_of_all_tokens_join_to_the_text(tokenizer: Tokenizer) 
 
 
 async def test_byte_level_decoding_equals_that_of_the_library(tmp_path: Path) -> None:
-    """Compare our byte table with the library's decoder, for ids that the library can decode."""
+    """Compare the byte table with the library's decoder, for ids that the library can decode."""
     for directory in (DEMO_DIR, byte_level(tmp_path / "model")):
-        ours, theirs = HfTokenizer(directory), RustTokenizer.from_file(str(directory / "tokenizer.json"))
+        own, library = HfTokenizer(directory), RustTokenizer.from_file(str(directory / "tokenizer.json"))
         rng = Random(1)
         for _ in range(300):
-            ids = [rng.randrange(theirs.get_vocab_size()) for _ in range(rng.randrange(1, 40))]
+            ids = [rng.randrange(library.get_vocab_size()) for _ in range(rng.randrange(1, 40))]
             for skip in (True, False):
-                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
-        ours.close()
+                assert own.decode(ids, skip_special_tokens=skip) == library.decode(ids, skip_special_tokens=skip)
+        own.close()
 
 
 async def test_special_tokens_are_skipped_only_on_request() -> None:

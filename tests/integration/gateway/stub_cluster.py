@@ -1,8 +1,7 @@
-"""Serves a stub scheduler and a stub hybrid worker over gRPC in one process. Run it with `python -m`; it
-prints their address.
+"""Serves a stub scheduler and a stub hybrid worker over gRPC in one process.
 
-Tokens depend only on prompt, sample and position (`tests.unit.gateway.fakes.token_at`) and are sent
-immediately.
+Run with `python -m`; prints the address. Tokens depend only on prompt, sample and position
+(`tests.unit.gateway.fakes.token_at`) and are sent immediately.
 """
 
 import asyncio

@@ -210,8 +210,7 @@ async def grpc_gateway() -> AsyncIterator[str]:
 
 @pytest.mark.fault("F-45")
 async def test_every_grpc_method_requires_a_key() -> None:
-    """The gRPC health and reflection services need no key: they serve probes and reveal nothing
-    else."""
+    """The gRPC health and reflection services need no key, because probes use them."""
     public = [method for method in grpc_methods.all_methods() if method.service.startswith("baton.v1.")]
     assert len(public) >= 7
     async with grpc_gateway() as address, open_channel(address, channel_options(5.0)) as channel:

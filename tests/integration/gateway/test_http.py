@@ -201,9 +201,8 @@ async def test_streamed_chunks_contain_whole_characters(gateway: HttpGateway) ->
     texts = [event["choices"][0]["delta"].get("content", "") for event in events]
     assert "".join(texts) == text.decode()
     assert "\ufffd" not in "".join(texts)
-    events = await stream_events(
-        gateway, CHAT, HELLO | {"max_tokens": len(text) - 2}
-    )  # the response ends within a character
+    # This response ends within a character.
+    events = await stream_events(gateway, CHAT, HELLO | {"max_tokens": len(text) - 2})
     assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == text[:-2].decode(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""Limits of the HTTP server over loopback: invalid requests, deadlines, disconnects, draining and overload."""
+"""The HTTP server over loopback: invalid requests, deadlines, disconnects, draining and overload."""
 
 import asyncio
 import json
@@ -170,9 +170,8 @@ async def test_response_may_take_longer_than_the_receive_deadline() -> None:
 async def test_connection_stays_open_after_a_streamed_response() -> None:
     """The timeout for unread responses must not close a connection whose response was read."""
     async with http_gateway(("h0", "hybrid"), receive_deadline_s=1.0) as gateway:
-        gateway.cluster.scheduler.workers[
-            0
-        ].tokens_a_step = 8  # so that the response and the call end in the same event loop iteration
+        # All tokens in one step, so that the response and the call end in the same event loop iteration.
+        gateway.cluster.scheduler.workers[0].tokens_a_step = 8
         raw = await gateway.connect()
         for number in range(1, 3):
             await raw.send(request_bytes(COMPLETIONS, b'{"prompt": "x", "max_tokens": 3, "stream": true}'))
@@ -264,6 +263,7 @@ async def test_pipelined_requests_on_one_connection_are_all_answered(gateway: Ht
     async with asyncio.timeout(20):
         while raw.seen.count(b"HTTP/1.1 200") < 3 or raw.seen.count(b'"usage"') < 3:
             raw.seen += await raw.reader.read(65536)
+    assert raw.seen.count(b'"finish_reason": "length"') == 3
     await raw.close()
 
 

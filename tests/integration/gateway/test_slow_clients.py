@@ -1,5 +1,4 @@
-"""300 clients that send one byte per second are closed at the receive deadline without delaying others
-(F-41)."""
+"""Clients that send one byte per second are closed at the receive deadline without delaying others (F-41)."""
 
 import asyncio
 import json

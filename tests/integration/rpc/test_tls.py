@@ -170,7 +170,7 @@ async def test_server_uses_a_renewed_certificate_for_new_connections(authority: 
     async with scheduler(service) as address:
         client = authority.service("client")
         assert not await is_accepted(address, client)
-        authority.service("service")  # over the same files
+        authority.service("service")  # replaces the files
         os.utime(service.pair.certificate, ns=(1, 1))  # type: ignore[union-attr]  # it has a pair
         assert await is_accepted(address, client)
         await asyncio.to_thread(service.pair.certificate.write_text, "broken")  # type: ignore[union-attr]
@@ -183,7 +183,7 @@ async def test_open_network_uses_a_renewed_client_certificate(authority: Authori
         api = network.scheduler(address)
         with pytest.raises(StreamBroken):
             await api.place(builders.query())
-        authority.service("client")  # over the same files
+        authority.service("client")  # replaces the files
         assert isinstance(await api.place(builders.query()), Placement)
         await (await network.open_report(address)).aclose()
 
