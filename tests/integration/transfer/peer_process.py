@@ -66,14 +66,15 @@ def make_backend(kind: str, worker: WorkerRef) -> tuple[HostMemory, TransferBack
         return memory, LocalBackend(worker=worker, layout=layout(), memory=memory)
     import nixl_meta_utils
 
-    nixl_meta_utils.detect_cuda_major = lambda: (
-        None
-    )  # else NIXL imports torch, which takes a second, only to ask it for its CUDA version
+    # Otherwise NIXL imports torch to find the CUDA version, which takes a second.
+    nixl_meta_utils.detect_cuda_major = lambda: None
     loopback = os.environ.get("PEER_LOOPBACK", "1") == "1"
     return memory, NixlBackend.over(memory, worker=worker, layout=layout(), loopback_only=loopback)
 
 
 class Peer:
+    """The pool, owner service and reader of a worker without an engine. Each `do_` method is a command."""
+
     def __init__(self, kind: str, worker_id: str, epoch: int, port: int, host: str) -> None:
         self.worker = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{host}:{port}")
         self.memory, self.backend = make_backend(kind, self.worker)
@@ -82,7 +83,7 @@ class Peer:
         self.network = GrpcNetwork(heartbeat_s=TEST_TIMES["heartbeat_s"])
         self.server = GrpcServer(heartbeat_s=TEST_TIMES["heartbeat_s"])
         self.texts: dict[BlockHash, tuple[str, int]] = {}
-        self.canary: dict[int, tuple[str, int]] = {}
+        self.reuse_contents: dict[int, tuple[str, int]] = {}
         self.server.add_worker(self)
 
     async def start(self) -> None:
@@ -173,20 +174,20 @@ class Peer:
 
     async def do_reuse(self, text: str) -> Any:
         """Allocate and overwrite every free block."""
-        taken = self.pool.allocate(self.pool.num_allocatable) or []
-        for index, block_id in enumerate(taken):
+        block_ids = self.pool.allocate(self.pool.num_allocatable) or []
+        for index, block_id in enumerate(block_ids):
             self.memory.kv[block_id] = pattern(text, index, self.memory.block_bytes)
-        self.pool.unref(taken)
-        self.canary = {block_id: (text, index) for index, block_id in enumerate(taken)}
-        return {"blocks": len(taken)}
+        self.pool.unref(block_ids)
+        self.reuse_contents = {block_id: (text, index) for index, block_id in enumerate(block_ids)}
+        return {"blocks": len(block_ids)}
 
-    async def do_canary(self) -> Any:
+    async def do_check_reused(self) -> Any:
         """Return how many of the blocks that the last `reuse` wrote have other content now."""
         damaged = sum(
-            not np.array_equal(self.memory.kv[b], pattern(*was, self.memory.block_bytes))
-            for b, was in self.canary.items()
+            not np.array_equal(self.memory.kv[b], pattern(*content, self.memory.block_bytes))
+            for b, content in self.reuse_contents.items()
         )
-        return {"damaged": damaged, "blocks": len(self.canary)}
+        return {"damaged": damaged, "blocks": len(self.reuse_contents)}
 
     async def do_warm(self, owner: dict[str, Any]) -> Any:
         return {"is_warm": await self.reader.warmed(WorkerRef(**owner))}
@@ -196,9 +197,9 @@ class Peer:
         self.pool.check()
         audit = 0
         for block_id in range(NUM_BLOCKS):
-            known = self.texts.get(self.pool.hash_of(block_id))
-            if self.pool.hash_of(block_id) != NO_HASH and known is not None:
-                audit += not np.array_equal(self.memory.kv[block_id], pattern(*known, self.memory.block_bytes))
+            content = self.texts.get(self.pool.hash_of(block_id))
+            if self.pool.hash_of(block_id) != NO_HASH and content is not None:
+                audit += not np.array_equal(self.memory.kv[block_id], pattern(*content, self.memory.block_bytes))
         links = [
             {"bytes_per_s": link.bytes_per_s, "broken": link.broken, "transport": link.transport}
             for link in self.reader.links()
@@ -233,24 +234,24 @@ async def main() -> None:
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-    say(ready=asdict(peer.worker))
+    send(ready=asdict(peer.worker))
     running: set[asyncio.Task[None]] = set()
     while line := await commands.readline():
         command = json.loads(line)
-        work: Callable[..., Coroutine[Any, Any, Any]] = getattr(peer, f"do_{command.pop('do')}")
-        task = asyncio.create_task(answer(command.pop("id"), work, command))
+        work: Callable[..., Coroutine[Any, Any, Any]] = getattr(peer, f"do_{command.pop('command')}")
+        task = asyncio.create_task(run_command(command.pop("id"), work, command))
         running.add(task)
         task.add_done_callback(running.discard)
 
 
-async def answer(number: int, work: Callable[..., Coroutine[Any, Any, Any]], arguments: dict[str, Any]) -> None:
+async def run_command(number: int, work: Callable[..., Coroutine[Any, Any, Any]], arguments: dict[str, Any]) -> None:
     try:
-        say(id=number, **await work(**arguments))
-    except Exception as error:  # the test shows it
-        say(id=number, error=f"{type(error).__name__}: {error}")
+        send(id=number, **await work(**arguments))
+    except Exception as error:  # the test reports it
+        send(id=number, error=f"{type(error).__name__}: {error}")
 
 
-def say(**message: Any) -> None:
+def send(**message: Any) -> None:
     print(json.dumps(message), flush=True)  # noqa: T201
 
 

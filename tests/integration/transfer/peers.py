@@ -1,4 +1,4 @@
-"""Starts `peer_process`es and talks to them. All have ended after the test."""
+"""Starts peer processes and sends commands to them. All processes end with the test."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ class PeerDied(Exception):
 
 
 class PeerHandle:
-    """One process. `ask` sends a command and waits for its answer; several may run concurrently."""
+    """One process. `ask` sends a command and waits for its result. Commands may run concurrently."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -36,17 +36,17 @@ class PeerHandle:
         self.ref = (await asyncio.wait_for(asyncio.shield(self._ready), START_S))["ready"]
         return self
 
-    async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+    async def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         number = next(self._ids)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"id": number, "do": do, **arguments}).encode() + b"\n")
+        self.process.stdin.write(json.dumps({"id": number, "command": command, **arguments}).encode() + b"\n")
         answered = await asyncio.wait_for(answer, ANSWER_S)
         assert "error" not in answered, answered["error"]
         return answered
 
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+    def signal(self, signum: signal.Signals) -> None:
+        self.process.send_signal(signum)
 
     async def kill(self) -> None:
         if self.process.returncode is None:
@@ -66,7 +66,7 @@ class PeerHandle:
         for waiting in (self._ready, *self._waiting.values()):
             if not waiting.done():
                 waiting.set_exception(PeerDied(f"process {self.process.pid} has ended"))
-                waiting.exception()  # it may be that nobody asks any more
+                waiting.exception()  # mark it as retrieved: no caller may be waiting
 
 
 def free_port() -> int:

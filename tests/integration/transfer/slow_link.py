@@ -15,7 +15,7 @@ ENV = {"UCX_TLS": "tcp", "PEER_LOOPBACK": "0"}
 
 
 @dataclass(frozen=True)
-class Side:
+class LinkEnd:
     netns: str
     address: str
 
@@ -24,45 +24,45 @@ class Side:
         return {**ENV, "PEER_HOST": self.address}
 
 
-def why_not() -> str:
+def skip_reason() -> str:
     """Return why a slow link cannot be set up here, or an empty string."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs root, ip and tc"
     if subprocess.run(["ip", "netns", "add", "baton-try"], capture_output=True, check=False).returncode:
-        return "network namespaces cannot be made here"
+        return "network namespaces cannot be created on this machine"
     _run("ip netns del baton-try")
     return ""
 
 
 @contextmanager
-def slow_link(rate: str) -> Iterator[tuple[Side, Side]]:
-    """Yield two joined sides. `rate`: in tc's format (`40mbit`), for both directions."""
+def slow_link(rate: str) -> Iterator[tuple[LinkEnd, LinkEnd]]:
+    """Yield both ends of a link. `rate`: in tc's format (`40mbit`), for both directions."""
     number = next(_numbers) + os.getpid() % 20_000 * 3
     name, network = f"bt{number}", f"10.{200 + number // 65536 % 50}.{number // 256 % 256}.{number % 64 * 4}"
     base, last = network.rsplit(".", 1)
-    sides = [Side(f"{name}{which}", f"{base}.{int(last) + host}") for which, host in (("a", 1), ("b", 2))]
+    ends = [LinkEnd(f"{name}{which}", f"{base}.{int(last) + host}") for which, host in (("a", 1), ("b", 2))]
     try:
-        for side in sides:
-            _run(f"ip netns add {side.netns}")
-            _run(f"ip -n {side.netns} link set lo up")
-        _run(f"ip link add {sides[0].netns} type veth peer name {sides[1].netns}")
-        for side in sides:
-            _run(f"ip link set {side.netns} netns {side.netns}")
-            _run(f"ip -n {side.netns} addr add {side.address}/30 dev {side.netns}")
-            _run(f"ip -n {side.netns} link set {side.netns} up")
+        for end in ends:
+            _run(f"ip netns add {end.netns}")
+            _run(f"ip -n {end.netns} link set lo up")
+        _run(f"ip link add {ends[0].netns} type veth peer name {ends[1].netns}")
+        for end in ends:
+            _run(f"ip link set {end.netns} netns {end.netns}")
+            _run(f"ip -n {end.netns} addr add {end.address}/30 dev {end.netns}")
+            _run(f"ip -n {end.netns} link set {end.netns} up")
             _run(
-                f"ip netns exec {side.netns} tc qdisc add dev {side.netns} root "
+                f"ip netns exec {end.netns} tc qdisc add dev {end.netns} root "
                 f"tbf rate {rate} burst 32kbit latency 400ms"
             )
-        yield sides[0], sides[1]
+        yield ends[0], ends[1]
     finally:
-        for side in sides:
-            subprocess.run(["ip", "netns", "del", side.netns], capture_output=True, check=False)
+        for end in ends:
+            subprocess.run(["ip", "netns", "del", end.netns], capture_output=True, check=False)
 
 
-def sent_bytes(side: Side) -> int:
-    """Return the bytes sent through the link, to verify that a fault struck during a transfer."""
-    statistics = _run(f"ip -n {side.netns} -s link show {side.netns}").split("TX:")[1].splitlines()[1]
+def sent_bytes(end: LinkEnd) -> int:
+    """Return the bytes that were sent through the link, to verify that a transfer was running."""
+    statistics = _run(f"ip -n {end.netns} -s link show {end.netns}").split("TX:")[1].splitlines()[1]
     return int(statistics.split()[0])
 
 

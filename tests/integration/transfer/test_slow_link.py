@@ -1,4 +1,4 @@
-"""Faults during a real read, which a link of 40 Mbit/s makes long enough."""
+"""Faults during a running read. A link of 40 Mbit/s makes the read take seconds."""
 
 import asyncio
 import signal
@@ -7,61 +7,61 @@ import pytest
 
 from tests.integration.transfer import slow_link
 from tests.integration.transfer.peers import PeerDied, PeerHandle, Peers, peers
-from tests.integration.transfer.slow_link import Side, sent_bytes
-from tests.integration.transfer.test_transfer_between_processes import TOKENS, assert_clean, handed_over
+from tests.integration.transfer.slow_link import LinkEnd, sent_bytes
+from tests.integration.transfer.test_transfer_between_processes import TOKENS, assert_clean, pull_prompt
 
-WHY_NOT = slow_link.why_not()
+SKIP_REASON = slow_link.skip_reason()
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(110),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is one"),
+    pytest.mark.skipif(bool(SKIP_REASON), reason=SKIP_REASON or "a slow link is available"),
 ]
 RATE = "40mbit"
 
 
-async def pair(group: Peers, sides: tuple[Side, Side]) -> tuple[PeerHandle, PeerHandle]:
-    """(owner, reader), warm."""
+async def start_pair(group: Peers, ends: tuple[LinkEnd, LinkEnd]) -> tuple[PeerHandle, PeerHandle]:
+    """Start two processes with a probed link. Returns (owner, reader)."""
     owner, reader = await asyncio.gather(
-        group.start("nixl", "p0", 7, port=7001, env=sides[0].env, netns=sides[0].netns),
-        group.start("nixl", "d0", 8, port=7002, env=sides[1].env, netns=sides[1].netns),
+        group.start("nixl", "p0", 7, port=7001, env=ends[0].env, netns=ends[0].netns),
+        group.start("nixl", "d0", 8, port=7002, env=ends[1].env, netns=ends[1].netns),
     )
     assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
     return owner, reader
 
 
-async def in_mid_read(owner: PeerHandle, reader: PeerHandle, sides: tuple[Side, Side]) -> "asyncio.Task[dict]":
-    """Start a transfer that takes seconds. Returns once bytes of it were sent."""
-    before = sent_bytes(sides[0])
+async def start_slow_pull(owner: PeerHandle, reader: PeerHandle, ends: tuple[LinkEnd, LinkEnd]) -> "asyncio.Task[dict]":
+    """Start a pull that takes seconds. Returns when 2 MB have been sent."""
+    before = sent_bytes(ends[0])
     await owner.ask("prefill", request=0, text="a", num_tokens=TOKENS, reader=reader.ref)
-    handover = asyncio.create_task(reader.ask("pull", owner=owner.ref, request=0, text="a", num_tokens=TOKENS))
+    pull = asyncio.create_task(reader.ask("pull", owner=owner.ref, request=0, text="a", num_tokens=TOKENS))
     for _attempt in range(1000):
-        if sent_bytes(sides[0]) - before > 2_000_000:
+        if sent_bytes(ends[0]) - before > 2_000_000:
             break
         await asyncio.sleep(0.02)
-    assert not handover.done()
-    return handover
+    assert not pull.done()
+    return pull
 
 
-async def works_again(owner: PeerHandle, reader: PeerHandle, request: int) -> None:
-    """Wait until the link was probed and works again."""
+async def wait_until_pulls_succeed(owner: PeerHandle, reader: PeerHandle, request: int) -> None:
+    """Retry until the link has been probed and a pull succeeds."""
     for attempt in range(40):
-        answer = await handed_over(owner, reader, request + attempt, f"b{attempt}")
-        if answer["outcome"] == "received":
-            assert answer["wrong"] == 0
+        result = await pull_prompt(owner, reader, request + attempt, f"b{attempt}")
+        if result["outcome"] == "received":
+            assert result["wrong"] == 0
             return
         await asyncio.sleep(0.2)
-    pytest.fail(f"the pair stays unusable: {answer}")
+    pytest.fail(f"no pull succeeded: {result}")
 
 
 @pytest.mark.fault("F-3")
 async def test_late_write_of_a_paused_owner_hits_only_quarantined_blocks() -> None:
-    with slow_link.slow_link(RATE) as sides:
+    with slow_link.slow_link(RATE) as ends:
         async with peers() as group:
-            owner, reader = await pair(group, sides)
-            handover = await in_mid_read(owner, reader, sides)
+            owner, reader = await start_pair(group, ends)
+            pull = await start_slow_pull(owner, reader, ends)
             owner.signal(signal.SIGSTOP)
-            answer = await handover
-            assert answer["outcome"] in ("transfer_timeout", "lease_lost")
+            result = await pull
+            assert result["outcome"] in ("transfer_timeout", "lease_lost")
             for _attempt in range(40):  # a lease may end before the read's deadline
                 state = await reader.ask("state")
                 if state["blocks"]["receiving"] == 0:
@@ -69,7 +69,7 @@ async def test_late_write_of_a_paused_owner_hits_only_quarantined_blocks() -> No
                 await asyncio.sleep(0.1)
             assert 0 < state["blocks"]["quarantined"] <= 1024 * 0.02
             assert [link["broken"] for link in state["links"]] in ([True], [])
-            await reader.ask("reuse", text="canary")
+            await reader.ask("reuse", text="reused")
             owner.signal(signal.SIGCONT)
             for _attempt in range(100):
                 state = await reader.ask("state")
@@ -77,39 +77,39 @@ async def test_late_write_of_a_paused_owner_hits_only_quarantined_blocks() -> No
                     break
                 await asyncio.sleep(0.1)
             assert state["blocks"]["quarantined"] == 0
-            canary = await reader.ask("canary")
-            assert canary["damaged"] == 0
-            assert canary["blocks"] > 900
+            reused = await reader.ask("check_reused")
+            assert reused["damaged"] == 0
+            assert reused["blocks"] > 900
             await owner.ask("reuse", text="other")
-            await works_again(owner, reader, 10)
+            await wait_until_pulls_succeed(owner, reader, 10)
             await assert_clean(owner, reader)
 
 
 @pytest.mark.fault("F-2")
 @pytest.mark.long
-async def test_owner_killed_during_a_read_leaves_nothing_behind() -> None:
-    with slow_link.slow_link(RATE) as sides:
+async def test_owner_killed_during_a_read_leaks_no_block_at_the_reader() -> None:
+    with slow_link.slow_link(RATE) as ends:
         async with peers() as group:
-            owner, reader = await pair(group, sides)
-            handover = await in_mid_read(owner, reader, sides)
+            owner, reader = await start_pair(group, ends)
+            pull = await start_slow_pull(owner, reader, ends)
             await owner.kill()
-            answer = await handover
-            assert answer["outcome"] in ("transfer_failed", "lease_lost", "worker_lost")
+            result = await pull
+            assert result["outcome"] in ("transfer_failed", "lease_lost", "worker_lost")
             await assert_clean(reader)
-            owner = await group.start("nixl", "p0", 9, port=7001, env=sides[0].env, netns=sides[0].netns)
-            await works_again(owner, reader, 10)
+            owner = await group.start("nixl", "p0", 9, port=7001, env=ends[0].env, netns=ends[0].netns)
+            await wait_until_pulls_succeed(owner, reader, 10)
 
 
 @pytest.mark.fault("F-6")
 @pytest.mark.long
 async def test_reader_killed_during_a_read_does_not_affect_the_owner() -> None:
-    with slow_link.slow_link(RATE) as sides:
+    with slow_link.slow_link(RATE) as ends:
         async with peers() as group:
-            owner, reader = await pair(group, sides)
-            handover = await in_mid_read(owner, reader, sides)
+            owner, reader = await start_pair(group, ends)
+            pull = await start_slow_pull(owner, reader, ends)
             await reader.kill()
             with pytest.raises(PeerDied):
-                await handover
-            reader = await group.start("nixl", "d0", 9, port=7003, env=sides[1].env, netns=sides[1].netns)
-            await works_again(owner, reader, 10)
+                await pull
+            reader = await group.start("nixl", "d0", 9, port=7003, env=ends[1].env, netns=ends[1].netns)
+            await wait_until_pulls_succeed(owner, reader, 10)
             await assert_clean(owner, reader)

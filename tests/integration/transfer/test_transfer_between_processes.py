@@ -1,5 +1,4 @@
-"""Pulls between real processes over NIXL and shared memory: kills, pauses and restarts make no wrong block
-visible."""
+"""Pulls between processes over NIXL and shared memory make no wrong block visible after kills and pauses."""
 
 import asyncio
 import os
@@ -15,24 +14,26 @@ from tests.scale import sized
 from tests.times import TEST_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="NIXL, /dev/shm and /proc are Linux's")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs NIXL, /dev/shm and /proc, which only Linux has")
 BACKENDS = [pytest.param("nixl", marks=on_linux), "local"]
 TOKENS = 4 * 200 + 3  # 201 blocks of 64 KiB: more than is in flight at a time
 LEASE_S = TEST_TIMES["lease_s"]
 
 
-async def handed_over(owner: PeerHandle, reader: PeerHandle, request: int = 0, text: str = "a", **more: object) -> dict:
-    """Compute one prompt at the owner and pull it here."""
+async def pull_prompt(
+    owner: PeerHandle, reader: PeerHandle, request: int = 0, text: str = "a", **options: object
+) -> dict:
+    """Compute one prompt at the owner and pull it at the reader."""
     prefill = asyncio.create_task(
-        owner.ask("prefill", request=request, text=text, num_tokens=TOKENS, reader=reader.ref, **more)
+        owner.ask("prefill", request=request, text=text, num_tokens=TOKENS, reader=reader.ref, **options)
     )
-    answer = await reader.ask("pull", owner=owner.ref, request=request, text=text, num_tokens=TOKENS)
+    result = await reader.ask("pull", owner=owner.ref, request=request, text=text, num_tokens=TOKENS)
     await prefill
-    return answer
+    return result
 
 
 async def assert_clean(*handles: PeerHandle) -> None:
-    """Check that within a lease everything is freed and no wrong block is visible."""
+    """Check that all blocks are freed within four seconds and no wrong block is visible."""
     for handle in handles:
         for _attempt in range(40):
             state = await handle.ask("state")
@@ -50,16 +51,16 @@ async def test_transfers_in_both_directions_are_exact_and_leak_nothing(backend: 
     async with peers() as group:
         one, two = await asyncio.gather(group.start(backend, "h0", 7), group.start(backend, "h1", 8))
         assert (await two.ask("warm", owner=one.ref))["is_warm"]
-        answer = await handed_over(one, two, chunks=4, chunk_s=0.01)
-        assert (answer["outcome"], answer["wrong"], answer["bytes"]) == ("received", 0, 201 * 65536)
-        assert answer["first_tokens"] == [0]
+        result = await pull_prompt(one, two, chunks=4, chunk_s=0.01)
+        assert (result["outcome"], result["wrong"], result["bytes"]) == ("received", 0, 201 * 65536)
+        assert result["first_tokens"] == [0]
         (link,) = (await two.ask("state"))["links"]
-        assert link["transport"] == answer["transport"] in ("shared-memory", "cma", "tcp")
+        assert link["transport"] == result["transport"] in ("shared-memory", "cma", "tcp")
         assert link["bytes_per_s"] > 0
         before: list[dict] = []
         for request in range(1, sized(4, 100)):
             both = [(one, two, 2 * request), (two, one, 2 * request + 1)]
-            answers = await asyncio.gather(*(handed_over(a, b, number, f"t{number}") for a, b, number in both))
+            answers = await asyncio.gather(*(pull_prompt(a, b, number, f"t{number}") for a, b, number in both))
             assert [(a["outcome"], a["wrong"]) for a in answers] == [("received", 0)] * 2
             before = before or [await handle.ask("state") for handle in (one, two)]
         await assert_clean(one, two)
@@ -78,18 +79,20 @@ async def test_transfers_in_both_directions_are_exact_and_leak_nothing(backend: 
 @pytest.mark.fault("F-2")
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) -> None:
-    """Also: a process restarted on the same address is a new incarnation."""
+    """A pull from the old epoch of a process restarted on the same address is refused, too."""
     rng = Random(5)
     async with peers() as group:
         reader, owner = await asyncio.gather(group.start(backend, "d0", 8), group.start(backend, "p0", 100))
-        for round_ in range(sized(1, 20)):
+        for round_number in range(sized(1, 20)):
             assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
-            handover = asyncio.create_task(handed_over(owner, reader, round_, f"k{round_}", chunks=20, chunk_s=0.02))
+            pull = asyncio.create_task(
+                pull_prompt(owner, reader, round_number, f"k{round_number}", chunks=20, chunk_s=0.02)
+            )
             await asyncio.sleep(rng.uniform(0.02, 0.25))
             before = owner.ref
             await owner.kill()
             with pytest.raises(PeerDied):
-                await handover  # the half that asks the owner
+                await pull  # its prefill command
             for _attempt in range(100):
                 state = await reader.ask("state")
                 if state["blocks"]["receiving"] == state["blocks"]["used"] == 0:
@@ -97,12 +100,12 @@ async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) 
                 await asyncio.sleep(0.1)
             assert state["blocks"]["quarantined"] == 0
             await assert_clean(reader)
-            owner = await group.start(backend, "p0", 101 + round_, port=int(before["address"].rsplit(":", 1)[1]))
+            owner = await group.start(backend, "p0", 101 + round_number, port=int(before["address"].rsplit(":", 1)[1]))
             stale = await reader.ask("pull", owner=before, request=1000, text="a", num_tokens=TOKENS)
-            # "transfer_failed": a read has failed, and the reader has not dialled again since.
+            # "transfer_failed": a read has failed, and the reader has not reconnected yet.
             assert stale["outcome"] in ("wrong_epoch", "worker_lost", "transfer_failed")
-            answer = await handed_over(owner, reader, 2000 + round_, "after")
-            assert (answer["outcome"], answer["wrong"]) == ("received", 0)
+            result = await pull_prompt(owner, reader, 2000 + round_number, "after")
+            assert (result["outcome"], result["wrong"]) == ("received", 0)
             await assert_clean(owner, reader)
 
 
@@ -112,51 +115,53 @@ async def test_reader_killed_at_any_point_frees_the_owner_within_a_lease(backend
     rng = Random(6)
     async with peers() as group:
         owner = await group.start(backend, "p0", 7)
-        for round_ in range(sized(1, 20)):
-            reader = await group.start(backend, "d0", 100 + round_)
-            handover = asyncio.create_task(handed_over(owner, reader, round_, f"k{round_}", chunks=20, chunk_s=0.01))
+        for round_number in range(sized(1, 20)):
+            reader = await group.start(backend, "d0", 100 + round_number)
+            pull = asyncio.create_task(
+                pull_prompt(owner, reader, round_number, f"k{round_number}", chunks=20, chunk_s=0.01)
+            )
             await asyncio.sleep(rng.uniform(0.05, 0.25))
             await reader.kill()
             with pytest.raises(PeerDied):
-                await handover
+                await pull
             await asyncio.sleep(0.5)
             await assert_clean(owner)
         reader = await group.start(backend, "d0", 999)
-        answer = await handed_over(owner, reader, 99, "after")
-        assert (answer["outcome"], answer["wrong"]) == ("received", 0)
+        result = await pull_prompt(owner, reader, 99, "after")
+        assert (result["outcome"], result["wrong"]) == ("received", 0)
 
 
 @pytest.mark.fault("F-3")
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_owner_paused_for_three_leases_serves_nothing_stale(backend: str) -> None:
+async def test_owner_paused_for_three_leases_serves_no_stale_block(backend: str) -> None:
     async with peers() as group:
         owner, reader = await asyncio.gather(group.start(backend, "p0", 7), group.start(backend, "d0", 8))
         assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
-        handover = asyncio.create_task(handed_over(owner, reader, 0, "a", chunks=20, chunk_s=0.02))
+        pull = asyncio.create_task(pull_prompt(owner, reader, 0, "a", chunks=20, chunk_s=0.02))
         await asyncio.sleep(0.2)
         owner.signal(signal.SIGSTOP)
         await asyncio.sleep(3 * LEASE_S)
         owner.signal(signal.SIGCONT)
-        answer = await handover
-        assert answer["outcome"] in ("lease_lost", "worker_lost", "transfer_timeout", "transfer_failed")
+        result = await pull
+        assert result["outcome"] in ("lease_lost", "worker_lost", "transfer_timeout", "transfer_failed")
         await asyncio.sleep(0.3)
         await owner.ask("reuse", text="other")
         await assert_clean(owner, reader)
-        for attempt in range(20):  # the pair is probed and works again
-            answer = await handed_over(owner, reader, 10 + attempt, f"b{attempt}")
-            if answer["outcome"] == "received":
+        for attempt in range(20):  # until the link has been probed
+            result = await pull_prompt(owner, reader, 10 + attempt, f"b{attempt}")
+            if result["outcome"] == "received":
                 break
             await asyncio.sleep(0.2)
-        assert (answer["outcome"], answer["wrong"]) == ("received", 0)
+        assert (result["outcome"], result["wrong"]) == ("received", 0)
         await assert_clean(owner, reader)
 
 
 @on_linux
-async def test_shared_memory_leaves_no_name_behind() -> None:
+async def test_shared_memory_leaves_no_file_in_dev_shm() -> None:
     before = set(os.listdir("/dev/shm"))
     async with peers() as group:
         owner, reader = await asyncio.gather(group.start("local", "p0", 7), group.start("local", "d0", 8))
-        assert (await handed_over(owner, reader))["outcome"] == "received"
+        assert (await pull_prompt(owner, reader))["outcome"] == "received"
         assert set(os.listdir("/dev/shm")) <= before
         await owner.kill()
         await reader.kill()
@@ -164,27 +169,27 @@ async def test_shared_memory_leaves_no_name_behind() -> None:
 
 
 @on_linux
-async def test_owner_over_tcp_makes_progress_and_idles_cheaply() -> None:
+async def test_owner_over_tcp_serves_a_pull_and_uses_little_cpu_when_idle() -> None:
     tcp = {"UCX_TLS": "tcp"}
     async with peers() as group:
         owner, reader = await asyncio.gather(
             group.start("nixl", "p0", 7, env=tcp), group.start("nixl", "d0", 8, env=tcp)
         )
-        answer = await handed_over(owner, reader, chunks=4, chunk_s=0.01)
-        assert (answer["outcome"], answer["wrong"], answer["transport"]) == ("received", 0, "tcp")
+        result = await pull_prompt(owner, reader, chunks=4, chunk_s=0.01)
+        assert (result["outcome"], result["wrong"], result["transport"]) == ("received", 0, "tcp")
         await asyncio.sleep(LEASE_S)
         before = (await owner.ask("state"))["cpu_s"]
         await asyncio.sleep(1.0)
         after = (await owner.ask("state"))["cpu_s"]
-        assert after - before < 0.5  # a thread that spins would take all of it, and `state` itself takes some
+        assert after - before < 0.5  # a spinning thread would use 1 s; `state` itself uses some
         await assert_clean(owner, reader)
 
 
 @on_linux
-def test_the_processes_have_no_child_left() -> None:
-    left = [
+def test_no_peer_process_is_running_after_the_tests() -> None:
+    running = [
         child.pid
         for child in psutil.Process().children(recursive=True)
         if any("peer_process" in word for word in child.cmdline())
     ]
-    assert not left
+    assert not running

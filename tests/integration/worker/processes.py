@@ -39,8 +39,8 @@ class WorkerProcess:
             return await self.process.wait()
 
 
-class Processes:
-    """Starts workers that report to its scheduler, and ends all of them at exit."""
+class WorkerProcesses:
+    """Starts workers that report to a stub scheduler, and kills all of them at exit."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -100,8 +100,8 @@ class Processes:
 
     async def _spawn(self, worker_id: str, settings: dict[str, Any], environment: dict[str, str]) -> WorkerProcess:
         times = {name: TEST_TIMES[name] for name in TEST_TIMES if hasattr(WorkerConfig, name)}
-        fixed = {"worker_id": worker_id, "schedulers": (self.address,), "threads_per_worker": 1, "dtype": "float32"}
-        config = WorkerConfig(**{**times, **fixed, "max_model_len": 2048, "kv_memory": 96 * 2**20, **settings})
+        defaults = {"worker_id": worker_id, "schedulers": (self.address,), "threads_per_worker": 1, "dtype": "float32"}
+        config = WorkerConfig(**{**times, **defaults, "max_model_len": 2048, "kv_memory": 96 * 2**20, **settings})
         flags = [
             f"--{name.replace('_', '-')}={','.join(value) if isinstance(value, list) else value}"
             for name, value in dump(config).items()
@@ -121,10 +121,10 @@ class Processes:
 
 
 @asynccontextmanager
-async def processes(directory: Path) -> AsyncIterator[Processes]:
-    made = Processes(directory)
-    await made.start()
+async def worker_processes(directory: Path) -> AsyncIterator[WorkerProcesses]:
+    processes = WorkerProcesses(directory)
+    await processes.start()
     try:
-        yield made
+        yield processes
     finally:
-        await made.aclose()
+        await processes.aclose()

@@ -1,12 +1,11 @@
-"""A worker computes in one thread only; a second computing thread would make OpenMP's threads sleep between
-steps."""
+"""A worker computes in one thread. A second one would make the OpenMP threads sleep between steps."""
 
 import subprocess
 import sys
 
 import pytest
 
-COUNT = """
+COUNT_THREADS = """
 import os, sys
 from baton.core.kv.block_hash import token_ids
 from baton.core.ids import WorkerRef
@@ -24,18 +23,18 @@ executor._thread.submit(executor.run, StepPlan(step_id=0, sequences=(prompt,))).
 print(len(os.listdir("/proc/self/task")), flush=True)
 os._exit(0)
 """
-OPENMPS, TORCHS = 1, 1
-"""Threads that a second thread per step adds: one in OpenMP's team, and a sleeping one in torch's pool."""
+OPENMP_THREADS, TORCH_THREADS = 1, 1
+"""Threads that `threads_per_worker=2` adds: one in the OpenMP team and a sleeping one in torch's pool."""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")
-def test_steps_share_one_thread_pool() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_second_thread_per_worker_adds_one_openmp_and_one_torch_thread() -> None:
     one, two = (
         int(
             subprocess.run(
-                [sys.executable, "-c", COUNT, str(n)], capture_output=True, text=True, check=True, timeout=120
+                [sys.executable, "-c", COUNT_THREADS, str(n)], capture_output=True, text=True, check=True, timeout=120
             ).stdout
         )
         for n in (1, 2)
     )
-    assert two - one == OPENMPS + TORCHS
+    assert two - one == OPENMP_THREADS + TORCH_THREADS

@@ -1,5 +1,4 @@
-"""Tests of prefill and decode processes with the demo model in float32 over real gRPC, NIXL and shared
-memory."""
+"""Prefill and decode processes with the demo model in float32 over gRPC, NIXL and shared memory."""
 
 import asyncio
 import math
@@ -19,7 +18,7 @@ from baton.core.kv.block_hash import token_ids
 from baton.core.messages.jobs import Cancel, DecodeJob, PrefillJob
 from baton.core.request import Sampling
 from baton.worker.worker_main import UNHEALTHY_EXIT_CODE
-from tests.integration.worker.processes import Processes, WorkerProcess, processes
+from tests.integration.worker.processes import WorkerProcess, WorkerProcesses, worker_processes
 from tests.scale import sized
 from tests.times import TEST_TIMES
 from tests.unit.worker.scripted_gateway import Gateway
@@ -28,7 +27,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 NEAR_TIE = 1e-4
 MARKER = 4000
-"""A token that no prompt contains by chance."""
+"""A token that random prompts do not contain."""
 LENGTHS = sized((1, 15, 16, 17, 33, 300, 513), (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 300, 511, 512, 513, 1000, 1500))
 
 
@@ -37,7 +36,7 @@ def prompt(number: int, num_tokens: int) -> Any:
     return token_ids(drawn.randrange(3, MARKER) for _ in range(num_tokens))
 
 
-def both_jobs(
+def job_pair(
     p: WorkerProcess, d: WorkerProcess, number: int, tokens: Any, **fields: Any
 ) -> tuple[PrefillJob, DecodeJob]:
     shared = {
@@ -53,7 +52,7 @@ def both_jobs(
 
 @cache
 def reference() -> Any:
-    """The reference: the model run by transformers."""
+    """Return the reference: the demo model in transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -64,7 +63,7 @@ def reference() -> Any:
 
 
 def check_exact(tokens: Any, answer: list[int], logprobs: list[float]) -> None:
-    """Check an answer with one teacher-forced pass.
+    """Check an answer with one forward pass of the reference over prompt and answer.
 
     Each token must be the reference's best, or within a near-tie of it, and have the reference's logprob.
     """
@@ -79,37 +78,38 @@ def check_exact(tokens: Any, answer: list[int], logprobs: list[float]) -> None:
         assert math.isclose(float(row[token]), logprob, abs_tol=NEAR_TIE), position
 
 
-async def gateway_to(made: Processes, worker: WorkerProcess) -> Gateway:
-    gateway = Gateway(made.network, worker.ref)
+async def connect_gateway(processes: WorkerProcesses, worker: WorkerProcess) -> Gateway:
+    gateway = Gateway(processes.network, worker.ref)
     await gateway.connect()
     return gateway
 
 
 @pytest.mark.parametrize("transfer", sized(("nixl",), ("nixl", "local")))
-async def test_prefill_and_decode_processes_answer_as_one_model(tmp_path: Path, transfer: str) -> None:
-    """Check answers, a cancelled request, F-11 (stuck worker exits), and F-47 and F-48 (SIGTERM) with one
-    start.
+async def test_prefill_and_decode_processes_give_exact_answers_and_survive_faults(
+    tmp_path: Path, transfer: str
+) -> None:
+    """Check answers, a cancelled request, a stuck worker (F-11) and SIGTERM (F-47, F-48).
 
-    A process takes seconds to load torch, so all checks share the processes.
+    All checks share the processes, because each takes seconds to load torch.
     """
-    async with processes(tmp_path) as made:
+    async with worker_processes(tmp_path) as processes:
         shared = {"transfer": transfer, "workers_on_host": 3, "step_limit_s": 1.5}
         stuck = {"BATON_FAILPOINTS": f"sequence_step[token={MARKER}]=sleep:60"}
-        p, q, d = await made.start_workers(
+        p, q, d = await processes.start_workers(
             ("p", {**shared, "role": "prefill"}, {}),
             ("q", {**shared, "role": "prefill", "max_num_batched_tokens": 64}, stuck),
             ("d", {**shared, "role": "decode"}, {}),
         )
-        made.scheduler.send("d", WorkerCommand(kind=CommandKind.CONNECT, peer=p.ref))
-        to_p, to_q, to_d = [await gateway_to(made, worker) for worker in (p, q, d)]
-        await _answers_are_exact(p, d, to_p, to_d)
-        await _a_cancelled_request_leaves_nothing(made, p, d, to_p, to_d)
-        await _a_stuck_worker_exits_and_is_blamed(made, q, d, to_q, to_d)
-        await _sigterm_loses_nothing(made, p, d, to_p, to_d)
+        processes.scheduler.send("d", WorkerCommand(kind=CommandKind.CONNECT, peer=p.ref))
+        to_p, to_q, to_d = [await connect_gateway(processes, worker) for worker in (p, q, d)]
+        await _check_exact_answers(p, d, to_p, to_d)
+        await _check_cancelled_request_frees_all_blocks(processes, p, d, to_p, to_d)
+        await _check_stuck_worker_exits_and_is_blamed(processes, q, d, to_q, to_d)
+        await _check_sigterm_finishes_running_requests(processes, p, d, to_p, to_d)
 
 
-async def _answers_are_exact(p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway) -> None:
-    jobs = [both_jobs(p, d, number, prompt(number, length)) for number, length in enumerate(LENGTHS)]
+async def _check_exact_answers(p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway) -> None:
+    jobs = [job_pair(p, d, number, prompt(number, length)) for number, length in enumerate(LENGTHS)]
     for prefill, decode in jobs:
         to_p.send(prefill)
         to_d.send(decode)
@@ -125,10 +125,10 @@ async def _answers_are_exact(p: WorkerProcess, d: WorkerProcess, to_p: Gateway, 
         assert timeline.transport
 
 
-async def _a_cancelled_request_leaves_nothing(
-    made: Processes, p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway
+async def _check_cancelled_request_frees_all_blocks(
+    processes: WorkerProcesses, p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway
 ) -> None:
-    prefill, decode = both_jobs(p, d, 100, prompt(100, 1500), sampling=Sampling(max_tokens=400, ignore_eos=True))
+    prefill, decode = job_pair(p, d, 100, prompt(100, 1500), sampling=Sampling(max_tokens=400, ignore_eos=True))
     to_p.send(prefill)
     to_d.send(decode)
     await asyncio.sleep(0.1)
@@ -136,29 +136,29 @@ async def _a_cancelled_request_leaves_nothing(
     to_d.send(Cancel(job=decode.job, reason=Reason.CANCELLED))
     assert (await to_d.failed(decode.job)).reason is Reason.CANCELLED
     for worker_id in ("p", "d"):
-        await made.latest_clean(worker_id)
+        await processes.latest_clean(worker_id)
 
 
-async def _a_stuck_worker_exits_and_is_blamed(
-    made: Processes, q: WorkerProcess, d: WorkerProcess, to_q: Gateway, to_d: Gateway
+async def _check_stuck_worker_exits_and_is_blamed(
+    processes: WorkerProcesses, q: WorkerProcess, d: WorkerProcess, to_q: Gateway, to_d: Gateway
 ) -> None:
     tokens = prompt(102, 300)
     tokens[200] = MARKER
-    prefill, decode = both_jobs(q, d, 102, tokens)
+    prefill, decode = job_pair(q, d, 102, tokens)
     to_q.send(prefill)
     to_d.send(decode)
-    await made.report("q", WorkerState.UNHEALTHY)
+    await processes.report("q", WorkerState.UNHEALTHY)
     assert await q.exit_code(5.0) == UNHEALTHY_EXIT_CODE
     failure = await to_d.failed(decode.job)
     assert failure.retriable
     assert failure.blamed == q.ref
-    await made.latest_clean("d")
+    await processes.latest_clean("d")
 
 
-async def _sigterm_loses_nothing(
-    made: Processes, p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway
+async def _check_sigterm_finishes_running_requests(
+    processes: WorkerProcesses, p: WorkerProcess, d: WorkerProcess, to_p: Gateway, to_d: Gateway
 ) -> None:
-    prefill, decode = both_jobs(
+    prefill, decode = job_pair(
         p, d, 101, prompt(101, 700), sampling=Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
     )
     to_p.send(prefill)
@@ -170,24 +170,23 @@ async def _sigterm_loses_nothing(
     assert len(to_d.tokens(decode.job)) == 60
     assert await p.exit_code(TEST_TIMES["drain_s"]) == 0
     assert await d.exit_code(TEST_TIMES["drain_s"]) == 0
-    assert made.scheduler.reports["d"][-1].state is WorkerState.DRAINING
+    assert processes.scheduler.reports["d"][-1].state is WorkerState.DRAINING
 
 
 @pytest.mark.long
-async def test_killed_owner_is_blamed(tmp_path: Path) -> None:
-    """F-2, as far as it concerns workers."""
-    async with processes(tmp_path) as made:
+async def test_killed_owner_is_blamed_in_a_retriable_failure(tmp_path: Path) -> None:
+    async with worker_processes(tmp_path) as processes:
         shared = {"workers_on_host": 2, "max_num_batched_tokens": 64}
-        p, d = await made.start_workers(
+        p, d = await processes.start_workers(
             ("p", {**shared, "role": "prefill"}, {}), ("d", {**shared, "role": "decode"}, {})
         )
-        to_p, to_d = await gateway_to(made, p), await gateway_to(made, d)
-        prefill, decode = both_jobs(p, d, 0, prompt(0, 2000))
+        to_p, to_d = await connect_gateway(processes, p), await connect_gateway(processes, d)
+        prefill, decode = job_pair(p, d, 0, prompt(0, 2000))
         to_p.send(prefill)
         to_d.send(decode)
-        await to_d.until(lambda: made.scheduler.reports["d"][-1].blocks.used > 0)
+        await to_d.until(lambda: processes.scheduler.reports["d"][-1].blocks.used > 0)
         p.signal(signal.SIGKILL)
         failure = await to_d.failed(decode.job)
         assert failure.retriable
         assert failure.blamed == p.ref
-        await made.latest_clean("d")
+        await processes.latest_clean("d")

@@ -1,4 +1,4 @@
-"""Tests of staging with memory that NIXL refuses to register as GPU memory, in place of a GPU."""
+"""KV staging through host memory, tested without a GPU: NIXL refuses this memory as GPU memory."""
 
 import asyncio
 from itertools import count
@@ -43,8 +43,8 @@ async def test_gpu_kv_is_staged_through_host_memory(transfer: str) -> None:
         reader.release(read_id)
 
     await asyncio.gather(read({1: 6, 2: 7}), read({5: 0}))
-    for theirs, own in {1: 6, 2: 7, 5: 0}.items():
-        assert torch.equal(caches[1].blocks[own], caches[0].blocks[theirs])
+    for owner_block, reader_block in {1: 6, 2: 7, 5: 0}.items():
+        assert torch.equal(caches[1].blocks[reader_block], caches[0].blocks[owner_block])
     assert not caches[1].blocks[1:6].any()
     for memory in memories:
         await memory.backend.aclose()

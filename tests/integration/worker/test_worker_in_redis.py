@@ -1,4 +1,4 @@
-"""Tests of what a worker writes to Redis: KV events for schedulers, and step costs for later workers."""
+"""A worker writes KV events for schedulers and step costs for later workers to Redis."""
 
 import asyncio
 from collections.abc import Iterator
@@ -35,11 +35,11 @@ def redis() -> Iterator[RunningRedis]:
 async def test_worker_writes_block_events_and_step_costs_to_redis(redis: RunningRedis) -> None:
     device = Opened()
 
-    def open_costed(settings: WorkerConfig, worker: WorkerRef) -> Device:
+    def open_with_costs(settings: WorkerConfig, worker: WorkerRef) -> Device:
         return replace(device.open(settings, worker), costs=SimStepCost().model, costs_key="kind")
 
     stop, ready = Stop(), asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(run_worker(config(redis_url=redis.url), stop, ready.set_result, open_costed))
+    serving = asyncio.create_task(run_worker(config(redis_url=redis.url), stop, ready.set_result, open_with_costs))
     started: WorkerReady = await asyncio.wait_for(ready, 10.0)
     connection, keys = RedisConnection(redis.url), Keys()
     network = GrpcNetwork(heartbeat_s=0.2)
@@ -61,10 +61,10 @@ async def test_worker_writes_block_events_and_step_costs_to_redis(redis: Running
         assert snapshot.hashes[Tier.DEVICE] == ()
         stop.request()
         await asyncio.wait_for(serving, 10.0)
-        kept = await costs.get("kind")
-        assert kept is not None
-        assert kept.coefficients == SimStepCost().model.coefficients
-        assert kept.decode_factor != 1.0, "as live steps have corrected it"
+        stored_costs = await costs.get("kind")
+        assert stored_costs is not None
+        assert stored_costs.coefficients == SimStepCost().model.coefficients
+        assert stored_costs.decode_factor != 1.0, "corrected by measured steps"
     finally:
         serving.cancel()
         await asyncio.wait((serving,))
