@@ -65,11 +65,11 @@ def open_backend(device: str, kernels: str, dtype: str) -> "tuple[LoadedModel, B
     from baton.model.loading.model_source import DEMO_DIR
 
     loaded = load_model(DEMO_DIR, dtype=dtype, device=device)
-    return loaded, choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=SIZE)
+    return loaded, choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=BLOCK_SIZE)
 
 
 shared_backend = cache(open_backend)
-"""For the CPU, where a backend that an executor has closed can be used again, except for `ModelForward`."""
+"""For the CPU, where a closed executor's backend can be used again, except for `ModelForward`."""
 
 
 def torch_device(name: str, kernels: str = "torch", dtype: str = "float32", *, is_late: bool = False) -> Device:
@@ -80,13 +80,17 @@ def torch_device(name: str, kernels: str = "torch", dtype: str = "float32", *, i
     from baton.model.step.step_launch import StepLauncher
     from baton.model.torch_executor import TorchExecutor
 
-    loaded = load_model(DEMO_DIR, dtype=dtype, device=name)
-    cache = KvCache.zeros(loaded.layout(BLOCK_SIZE), NUM_BLOCKS, loaded.device)
-    cache.blocks.fill_(float("nan"))  # so that a read of unwritten KV changes a token
+    thread = compute_thread(1)
+    open_in_thread = shared_backend if name == "cpu" else open_backend
+    loaded, backend = thread.submit(open_in_thread, name, kernels, dtype).result()
+    if kernels == "torch":
+        backend = replace(backend, forward=ModelForward(loaded.model))
+    kv = KvCache.zeros(loaded.layout(BLOCK_SIZE), NUM_BLOCKS, loaded.device)
+    kv.blocks.fill_(float("nan"))  # so that a read of unwritten KV changes a token
     unknown = token_ids([loaded.vocab_size])
-    backend = choose_backend(loaded, kernels=kernels, num_threads=1, block_size_tokens=BLOCK_SIZE)
-    event = record_late_event if is_late else record_event
-    executor = TorchExecutor(loaded.model, cache, thread=compute_thread(1), backend=backend, record_event=event)
+    event = record_delayed_event if is_late else record_event
+    new_launcher = partial(StepLauncher, record_event=event)
+    executor = TorchExecutor(loaded.model, kv, thread=thread, backend=backend, new_launcher=new_launcher)
     return Device(executor, lambda seq: replace(seq, token_ids=unknown + seq.token_ids[1:]))
 
 

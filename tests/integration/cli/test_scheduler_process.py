@@ -172,7 +172,7 @@ async def test_placement_continues_without_redis_and_the_entry_returns_with_it(t
             while not (await watch.receive()).reports:
                 pass
             assert isinstance(await grpc_network.scheduler(process.address).place(query()), Placement)
-            while "store_became_unavailable" not in process.events():
+            while "store_became_unavailable" not in process.events(use="membership"):
                 await poll_interval()
             await asyncio.sleep(3 * TEST_TIMES["heartbeat_s"])
             redis.start()

@@ -22,7 +22,7 @@ from baton.core.request_limits import MAX_HEAD_BYTES
 from baton.gateway.http.asgi_io import TIMEOUT_HEADER
 from tests import grpc_methods
 from tests.grpc_methods import EXPECTED_CODES, OK, Method, call
-from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, good_body
+from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, valid_body
 from tests.integration.gateway.stub_cluster import MAX_MODEL_LEN, MAX_NUM_SEQS
 from tests.invalid_requests import (
     CHAT,
@@ -40,10 +40,15 @@ from tests.invalid_requests import (
     mutated_bytes,
     mutated_value,
 )
-from tests.grpc_methods import EXPECTED_CODES, OK, Method, call
-from tests.hostile import BEGIN, Canary, broken_http2, grpc_call, grpc_message, our_errors, say
-from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, valid_body
-from tests.integration.gateway.stub_cluster import MAX_MODEL_LEN, MAX_NUM_SEQS
+from tests.malformed_connections import (
+    HTTP2_START,
+    Canary,
+    broken_http2,
+    exchange,
+    grpc_call,
+    grpc_message,
+    internal_errors,
+)
 from tests.scale import sized
 from tests.unit.rpc.strategies import messages
 
@@ -107,7 +112,7 @@ async def gateway() -> AsyncIterator[CheckedGateway]:
         await process.check_grpc()
         yield CheckedGateway(process)
         await process.check_grpc()
-        assert our_errors(process.log.splitlines()) == [], "invalid input is not logged as an internal error"
+        assert internal_errors(process.log.splitlines()) == [], "invalid input is not logged as an internal error"
 
 
 # The corpus.
@@ -129,7 +134,7 @@ async def test_http_and_grpc_reject_an_invalid_request_with_the_same_message(
 
 
 async def test_invalid_grpc_messages_without_http_equivalent_are_rejected(gateway: CheckedGateway) -> None:
-    for name, raw, says in grpc_only():
+    for name, raw, error_words in grpc_only():
         answered = await gateway.generate(raw)
         assert answered.code is grpc.StatusCode.INVALID_ARGUMENT, (name, answered)
         assert error_words in answered.details, name
@@ -239,11 +244,11 @@ async def test_rejections_are_counted_by_status(gateway: CheckedGateway) -> None
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     port = gateway.process.http_port
     responses = await asyncio.gather(
-        say(port, [head], listen_s=10, quiet_s=10),
-        say(port, [head + b"content-length: 100\r\n\r\n{"], listen_s=10, quiet_s=10),
-        say(port, [head + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\nnonsense\r\n"], listen_s=10),
-        say(port, [b"nonsense\r\n\r\n"]),
-        say(port, [head + b"x-header: " + b"y" * (2 * MAX_HEAD_BYTES)] + [b"y" * 1000] * 100),
+        exchange(port, [head], listen_s=10, quiet_s=10),
+        exchange(port, [head + b"content-length: 100\r\n\r\n{"], listen_s=10, quiet_s=10),
+        exchange(port, [head + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\nnonsense\r\n"], listen_s=10),
+        exchange(port, [b"nonsense\r\n\r\n"]),
+        exchange(port, [head + b"x-header: " + b"y" * (2 * MAX_HEAD_BYTES)] + [b"y" * 1000] * 100),
     )
     statuses = [status_of(each.data) for each in responses]
     assert statuses[:4] == [408, 408, 400, 400]
@@ -346,14 +351,14 @@ BAD_HTTP = [
 
 async def test_any_bytes_on_the_http_port_are_answered_or_closed(gateway: CheckedGateway, tmp_path: Path) -> None:
     rng, canary = Random(37), Canary(tmp_path)
-    canary.check_trap()
+    canary.check_payloads()
     valid = list(requests_to_mutate())
     broken = [mutated_bytes(rng, rng.choice(valid)) for _ in range(sized(70, 2000))]
     slots = asyncio.Semaphore(16)
 
     async def send(data: bytes) -> None:
         async with slots:
-            responses = await say(gateway.process.http_port, [data], quiet_s=0.15)
+            responses = await exchange(gateway.process.http_port, [data], quiet_s=0.15)
             statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d\d\d) ", responses.data)]
             assert all(status < 500 for status in statuses), (data, responses.data)
             await gateway.check()
@@ -377,7 +382,7 @@ async def test_broken_http2_only_ends_its_own_connection(gateway: CheckedGateway
     rng = Random(38)
     message = message_of(valid_body(return_token_ids=None))
     assert message is not None
-    valid = BEGIN + grpc_call(GENERATE, grpc_message(message.SerializeToString()))
+    valid = HTTP2_START + grpc_call(GENERATE, grpc_message(message.SerializeToString()))
     broken = [*broken_http2(GENERATE).values(), *(mutated_bytes(rng, valid) for _ in range(sized(40, 1000)))]
     slots = asyncio.Semaphore(16)
 

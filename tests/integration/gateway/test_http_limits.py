@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Code, Failure, Reason
-from tests.corpus import NO_JSON, WRONG_TYPES
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, request_bytes, stream_events
+from tests.invalid_requests import INVALID_JSON, WRONG_CONTENT_TYPES
 from tests.unit.gateway.fakes import until
 
 PD = (("p0", "prefill"), ("d0", "decode"))
@@ -36,15 +36,15 @@ async def until_no_open_jobs(gateway: HttpGateway) -> None:
 
 
 async def test_invalid_bodies_are_rejected(gateway: HttpGateway) -> None:
-    for content, says in NO_JSON:
+    for content, error_words in INVALID_JSON:
         answer = await gateway.post(COMPLETIONS, content=content)
         assert answer.status_code == 400, (content[:40], answer.text)
-        assert says in answer.json()["error"]["message"], content[:40]
+        assert error_words in answer.json()["error"]["message"], content[:40]
     assert (await gateway.client.get("/health")).status_code == 200
 
 
 async def test_wrong_content_types_are_rejected(gateway: HttpGateway) -> None:
-    for headers in WRONG_TYPES:
+    for headers in WRONG_CONTENT_TYPES:
         answer = await gateway.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
         assert answer.status_code == 415, headers
         assert "application/json" in answer.json()["error"]["message"]
@@ -69,7 +69,7 @@ async def test_body_over_the_limit_is_rejected_and_the_connection_stays_usable()
         )
         assert (await raw.read_until(b'"status": 413')).startswith(b"HTTP/1.1 413 ")
         await raw.close()
-        # If the complete body is sent, the client still gets the response, and the connection stays usable.
+        # If the complete body is sent, the client still gets the response, and the connection keep_open usable.
         for _ in range(2):
             answer = await gateway.post(COMPLETIONS, content=b"x" * 3_000_000)
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")

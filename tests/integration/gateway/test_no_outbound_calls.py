@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.hostile import say
 from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, valid_body
+from tests.malformed_connections import exchange
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -134,7 +134,7 @@ async def send_all_requests(gateway: GatewayProcess, address: str) -> None:
     for path in (f"/v1/models/{url}", f"/debug/decisions/{address}", f"/{url}"):
         assert (await gateway.http.get(path)).status_code in (400, 404)
     for line in (f"CONNECT {address} HTTP/1.1", f"GET {url} HTTP/1.1"):
-        response = await say(gateway.http_port, [f"{line}\r\nhost: {address}\r\n\r\n".encode()])
+        response = await exchange(gateway.http_port, [f"{line}\r\nhost: {address}\r\n\r\n".encode()])
         assert response.data.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 ")), response.data
     await gateway.check()
 

@@ -20,7 +20,7 @@ from baton.rpc.mappers.peer_mapper import to_reader_message
 from baton.rpc.mappers.worker_mapper import to_gateway_message
 from tests import grpc_methods
 from tests.cluster import ProcessCluster
-from tests.grpc_methods import Answered, call
+from tests.grpc_methods import CallEnd, call
 from tests.unit.worker.scripted_gateway import Gateway
 
 MAX_GROWTH_BYTES = 300 * 2**20
@@ -85,13 +85,13 @@ class CheckedCluster:
         }
         assert max(growth_mib.values()) < MAX_GROWTH_BYTES >> 20, f"memory growth in MiB: {growth_mib}"
 
-    async def send(self, path: str, *raw: bytes, **options: Any) -> Answered:
+    async def send(self, path: str, *raw: bytes, **options: Any) -> CallEnd:
         return await self.call(self.served[path], path, *raw, **options)
 
     async def call(
-        self, name: str, path: str, *raw: bytes, wait_s: float = 10.0, max_replies: int = 1000, stays: bool = False
-    ) -> Answered:
-        return await call(self.channels[name], path, raw, wait_s=wait_s, max_replies=max_replies, stays=stays)
+        self, name: str, path: str, *raw: bytes, wait_s: float = 10.0, max_replies: int = 1000, keep_open: bool = False
+    ) -> CallEnd:
+        return await call(self.channels[name], path, raw, wait_s=wait_s, max_replies=max_replies, keep_open=keep_open)
 
     def hello(self, **changes: Any) -> bytes:
         hello = SessionHello(gateway_id="x", session_id="x", last_seq=0, expected=self.worker)

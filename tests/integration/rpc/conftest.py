@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from tests.cluster import process_cluster
-from tests.hostile import our_errors
 from tests.integration.rpc.checked_cluster import NAMES, CheckedCluster, log_lines
+from tests.malformed_connections import internal_errors
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -28,6 +28,6 @@ async def cluster() -> AsyncIterator[CheckedCluster]:
         await checked.check()
         await checked.aclose()
         await processes.check_clean()
-        assert our_errors(line for name in NAMES for line in log_lines(processes, name)) == [], (
+        assert internal_errors(line for name in NAMES for line in log_lines(processes, name)) == [], (
             "invalid input is not logged as an internal error"
         )

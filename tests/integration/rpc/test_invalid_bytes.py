@@ -8,9 +8,9 @@ from random import Random
 import httpx
 import pytest
 
-from tests.corpus import mutated_bytes
-from tests.hostile import BEGIN, Canary, broken_http2, grpc_call, grpc_message, say
 from tests.integration.rpc.checked_cluster import EXCHANGE, PLACE, SESSION, CheckedCluster
+from tests.invalid_requests import mutated_bytes
+from tests.malformed_connections import HTTP2_START, Canary, broken_http2, exchange, grpc_call, grpc_message
 from tests.scale import sized
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
@@ -21,14 +21,14 @@ async def test_broken_http2_on_internal_ports_ends_only_its_connection(cluster: 
 
     async def send(port: int, data: bytes) -> None:
         async with slots:
-            await say(port, [data], quiet_s=0.15)
+            await exchange(port, [data], quiet_s=0.15)
 
     for name, path, first_message in (
         ("h0", SESSION, cluster.hello()),
         ("h0", EXCHANGE, cluster.peer_hello()),
         ("scheduler", PLACE, b""),
     ):
-        valid = BEGIN + grpc_call(path, grpc_message(first_message))
+        valid = HTTP2_START + grpc_call(path, grpc_message(first_message))
         mutated = [mutated_bytes(rng, valid) for _ in range(sized(20, 500))]
         broken = [] if path == EXCHANGE else [*broken_http2(path).values()]
         await asyncio.gather(*(send(cluster.ports[name], data) for data in (*broken, *mutated, *canary.payloads)))
@@ -47,7 +47,7 @@ async def test_any_bytes_on_admin_ports_are_answered_or_closed(cluster: CheckedC
 
     async def send(port: int, chunks: list[bytes]) -> None:
         async with slots:
-            received = await say(port, chunks, quiet_s=0.15)
+            received = await exchange(port, chunks, quiet_s=0.15)
             assert not re.match(rb"HTTP/1\.1 5", received.data), (chunks, received)
 
     for name, port in cluster.admin_ports.items():

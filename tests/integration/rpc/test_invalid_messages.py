@@ -35,7 +35,6 @@ from baton.wire.v1.peer_pb2 import OwnerMessage as OwnerMessagePb
 from baton.wire.v1.scheduler_pb2 import FinishedRequest
 from baton.wire.v1.worker_pb2 import WorkerMessage as WorkerMessagePb
 from tests.grpc_methods import EXPECTED_CODES, OK, Method
-from tests.hostile import Canary
 from tests.integration.rpc.checked_cluster import (
     EXCHANGE,
     FINISHED,
@@ -46,6 +45,7 @@ from tests.integration.rpc.checked_cluster import (
     SESSION,
     CheckedCluster,
 )
+from tests.malformed_connections import Canary
 from tests.scale import sized
 from tests.unit.rpc.strategies import messages, values
 from tests.unit.worker.scripted_gateway import Gateway
@@ -89,7 +89,7 @@ async def test_unparsable_bytes_end_the_call_with_invalid_argument(
     cluster: CheckedCluster, method: Method, tmp_path: Path
 ) -> None:
     canary = Canary(tmp_path)
-    canary.check_trap()
+    canary.check_payloads()
     for raw in (b"\xff" * 20, b"\x0a\x7f", b"\x0b" * 200, *canary.payloads):
         answered = await cluster.send(method.path, raw)
         assert answered.code is INVALID, (raw, answered)
@@ -185,7 +185,7 @@ async def test_owner_serves_cached_blocks_only_to_their_own_salt(cluster: Checke
         subject = HashRange(hashes=tuple(chain(root, GOOD_PROMPT, size)), cache_salt=salt)
         follow = Follow(transfer_id=TransferId(5 + number), subject=subject, have_blocks=0, resume_from_block=0)
         stream_messages = (cluster.peer_hello(), to_reader_message(follow).SerializeToString())
-        answered = await cluster.send(EXCHANGE, *stream_messages, stays=True, max_replies=2)
+        answered = await cluster.send(EXCHANGE, *stream_messages, keep_open=True, max_replies=2)
         ready = from_owner_message(OwnerMessagePb.FromString(answered.replies[1]))
         assert isinstance(ready, KvReady)
         assert (len(ready.block_ids), ready.final) == (num_expected, True)
@@ -200,7 +200,7 @@ async def test_stream_with_a_wrong_first_message_is_ended(cluster: CheckedCluste
         answered = await cluster.send(SESSION, to_gateway_message(message).SerializeToString())
         assert (answered.code, answered.replies) == (INVALID, ()), message
     for hello in (cluster.hello(expected=other_epoch), cluster.hello(protocol_version=99)):
-        answered = await cluster.send(SESSION, hello, stays=True)
+        answered = await cluster.send(SESSION, hello, keep_open=True)
         (reply,) = (from_worker_message(WorkerMessagePb.FromString(raw)) for raw in answered.replies)
         assert (reply.worker, reply.resumed) == (cluster.worker, False)  # type: ignore[union-attr]
     assert (await cluster.send(SESSION, cluster.hello(), cluster.hello())).code is INVALID
@@ -214,7 +214,7 @@ async def test_stream_with_a_wrong_first_message_is_ended(cluster: CheckedCluste
         (cluster.peer_hello(protocol_version=99), "protocol_version"),
         (cluster.peer_hello(layout=replace(cluster.layout, model_fingerprint="other")), "layout_mismatch"),
     ):
-        answered = await cluster.send(EXCHANGE, first_message, stays=True)
+        answered = await cluster.send(EXCHANGE, first_message, keep_open=True)
         (refusal,) = (from_owner_message(OwnerMessagePb.FromString(raw)) for raw in answered.replies)
         assert isinstance(refusal, PeerHelloReply)
         assert refusal.refusal.startswith(reason)
