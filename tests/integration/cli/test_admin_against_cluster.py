@@ -34,7 +34,8 @@ async def exit_code(cluster: ProcessCluster, name: str) -> int | None:
 
 
 async def test_status_explain_and_drain_agree_with_the_cluster() -> None:
-    async with process_cluster(prefill=0, decode=0, hybrid=1, kv_memory=128 * 2**20) as cluster:
+    settings = {"device": "emulated", "emulated_costs": "step=1ms", "kv_memory": 128 * 2**20}
+    async with process_cluster(prefill=0, decode=0, hybrid=1, **settings) as cluster:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
             answer = await client.post(
                 "/v1/completions", json={"model": "demo", "prompt": "import os", "max_tokens": 4, "ignore_eos": True}
