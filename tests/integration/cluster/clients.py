@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Request:
     """One request. All sampling parameters except n come from `sampling`."""
 
     prompt: tuple[int, ...]
@@ -46,14 +46,14 @@ class Ask:
 
 
 @dataclass(slots=True, kw_only=True)
-class Got:
+class Response:
     """The answer to a request.
 
     tokens, logprobs, finishes: by choice index.
     failure: reason code of an error, empty if there was none.
     """
 
-    ask: Ask
+    request: Request
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     finishes: dict[int, FinishReason] = field(default_factory=dict)
@@ -72,18 +72,18 @@ class Got:
     @property
     def is_complete(self) -> bool:
         """True if all samples finished and the usage arrived."""
-        return self.usage is not None and len(self.finishes) == self.ask.num_samples
+        return self.usage is not None and len(self.finishes) == self.request.num_samples
 
     def token_chains(self) -> list[tuple[int, ...]]:
         """Return the token chains, as `History` requires."""
-        return [(*self.ask.prompt, *tokens) for tokens in self.tokens.values()] or [self.ask.prompt]
+        return [(*self.request.prompt, *tokens) for tokens in self.tokens.values()] or [self.request.prompt]
 
     def answers(self) -> list[Answer]:
         """Return one answer per sample, for `ExactnessChecker`."""
         return [
             Answer(
-                prompt=self.ask.prompt,
-                sampling=self.ask.sampling,
+                prompt=self.request.prompt,
+                sampling=self.request.sampling,
                 tokens=tuple(tokens),
                 logprobs=tuple(self.logprobs[index]),
                 sample_index=index,
@@ -109,38 +109,40 @@ class Client:
     async def __aexit__(self, *error: object) -> None:
         await self._channel.close()
 
-    async def ask(self, ask: Ask, *, cancel_after: int | None = None, deadline_s: float = DEADLINE_S) -> Got:
+    async def send(
+        self, request: Request, *, cancel_after: int | None = None, deadline_s: float = DEADLINE_S
+    ) -> Response:
         """Send a request and collect the answer. The client cancels after `cancel_after` tokens."""
-        got = Got(ask=ask)
-        self._history.append(got)
+        response = Response(request=request)
+        self._history.append(response)
         loop = asyncio.get_running_loop()
         last_s = loop.time()
         try:
-            generation = await self._api.generate(ask.body(), timeout_s=deadline_s)
+            generation = await self._api.generate(request.body(), timeout_s=deadline_s)
             try:
                 while True:
                     chunk = await generation.receive()
                     now_s = loop.time()
-                    got.longest_pause_s, last_s = max(got.longest_pause_s, now_s - last_s), now_s
+                    response.longest_pause_s, last_s = max(response.longest_pause_s, now_s - last_s), now_s
                     for choice in chunk.choices:
-                        got.take(choice)
+                        response.take(choice)
                     if chunk.usage is not None:
-                        got.usage, got.timeline = chunk.usage, chunk.timeline
+                        response.usage, response.timeline = chunk.usage, chunk.timeline
                         break
-                    if cancel_after is not None and sum(map(len, got.tokens.values())) >= cancel_after:
+                    if cancel_after is not None and sum(map(len, response.tokens.values())) >= cancel_after:
                         break
             finally:
                 await generation.aclose()
         except Refused as refused:
-            got.failure = refused.failure.reason.value
+            response.failure = refused.failure.reason.value
         except StreamBroken as broken:
-            got.failure = f"broken: {broken}"
-        return got
+            response.failure = f"broken: {broken}"
+        return response
 
 
-def random_asks(
+def random_requests(
     rng: Random, number: int, *, max_prompt: int, vocab_size: int, max_tokens: int = 16, num_samples: int = 1
-) -> list[Ask]:
+) -> list[Request]:
     """Return random requests: lengths around block and chunk boundaries, shared prefixes, repeated prompts,
     and greedy or any other kind of sampling."""
     boundaries = [n + d for n in (16, 32, 64, 256, 512, 1024, 2048) for d in (-1, 0, 1)] + [1, 2]
@@ -159,7 +161,7 @@ def random_asks(
         prompts.append(
             prefix[:length] + tuple(rng.randrange(4, vocab_size) for _ in range(length - len(prefix[:length])))
         )
-    return [Ask(prompt=prompt, sampling=_sampling(rng, max_tokens), num_samples=num_samples) for prompt in prompts]
+    return [Request(prompt=prompt, sampling=_sampling(rng, max_tokens), num_samples=num_samples) for prompt in prompts]
 
 
 def _sampling(rng: Random, max_tokens: int) -> Sampling:
@@ -183,13 +185,13 @@ def _sampling(rng: Random, max_tokens: int) -> Sampling:
     return Sampling(temperature=rng.choice([0.5, 0.8, 1.0]), seed=rng.getrandbits(31), **shared, **more)
 
 
-async def ask_all(cluster: ProcessCluster, asks: Sequence[Ask], *, in_flight: int = 32) -> list[Got]:
+async def send_all(cluster: ProcessCluster, requests: Sequence[Request], *, in_flight: int = 32) -> list[Response]:
     """Send all requests, at most `in_flight` at a time, and return their answers in order."""
     slots = asyncio.Semaphore(in_flight)
     async with Client(cluster) as client:
 
-        async def one(ask: Ask) -> Got:
+        async def one(request: Request) -> Response:
             async with slots:
-                return await client.ask(ask)
+                return await client.send(request)
 
-        return list(await asyncio.gather(*(one(ask) for ask in asks)))
+        return list(await asyncio.gather(*(one(request) for request in requests)))

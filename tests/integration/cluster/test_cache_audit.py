@@ -17,7 +17,7 @@ from baton.transfer.backends.host_memory import attach_shared
 from tests.cache_audit import CacheAuditor, NotCovered, WrongBlock, ready_reports
 from tests.cache_reader import cache_reader
 from tests.cluster import ProcessCluster, process_cluster
-from tests.integration.cluster.clients import Ask, ask_all
+from tests.integration.cluster.clients import Request, send_all
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -76,10 +76,12 @@ async def cluster(auditor: CacheAuditor) -> AsyncIterator[ProcessCluster]:
     Both workers cache `FIRST` and `SECOND`, three full blocks each.
     """
     async with process_cluster(prefill=1, decode=1, transfer="local") as running:
-        with pytest.raises(NotCovered, match="nothing is cached"):
+        with pytest.raises(NotCovered, match="no worker caches a block"):
             await auditor.audit(running)
-        asks = [Ask(prompt=prompt, sampling=Sampling(max_tokens=4, temperature=0.0)) for prompt in (FIRST, SECOND)]
-        assert all(got.is_complete for got in await ask_all(running, asks))
+        requests = [
+            Request(prompt=prompt, sampling=Sampling(max_tokens=4, temperature=0.0)) for prompt in (FIRST, SECOND)
+        ]
+        assert all(response.is_complete for response in await send_all(running, requests))
         await running.check_clean()
         yield running
 

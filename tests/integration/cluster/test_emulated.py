@@ -7,24 +7,28 @@ import pytest
 from baton.core.request import Sampling
 from tests.cluster import process_cluster
 from tests.emulated_answer import emulated_answer
-from tests.integration.cluster.clients import Ask, Client, Got
+from tests.integration.cluster.clients import Client, Request, Response
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 VOCAB_SIZE, NUM_TOKENS, STEP_MS = 4096, 40, 4
 
 
-def ask(number: int, num_prompt_tokens: int = 700) -> Ask:
+def new_request(number: int, num_prompt_tokens: int = 700) -> Request:
     rng = Random(number)
     prompt = tuple(rng.randrange(4, VOCAB_SIZE) for _ in range(num_prompt_tokens))
-    return Ask(prompt=prompt, sampling=Sampling(max_tokens=NUM_TOKENS, temperature=1.0, seed=number, num_logprobs=1))
+    return Request(
+        prompt=prompt, sampling=Sampling(max_tokens=NUM_TOKENS, temperature=1.0, seed=number, num_logprobs=1)
+    )
 
 
-def check(got: Got) -> None:
-    assert got.is_complete, got.failure
-    sampling = got.ask.sampling
-    right = emulated_answer(got.ask.prompt, seed=sampling.seed, max_tokens=sampling.max_tokens, vocab_size=VOCAB_SIZE)
-    assert got.tokens[0] == right
+def check(response: Response) -> None:
+    assert response.is_complete, response.failure
+    sampling = response.request.sampling
+    right = emulated_answer(
+        response.request.prompt, seed=sampling.seed, max_tokens=sampling.max_tokens, vocab_size=VOCAB_SIZE
+    )
+    assert response.tokens[0] == right
 
 
 async def test_answers_are_exact_with_pulled_cached_and_computed_kv_and_steps_take_time() -> None:
@@ -32,13 +36,13 @@ async def test_answers_are_exact_with_pulled_cached_and_computed_kv_and_steps_ta
         process_cluster(device="emulated", emulated_costs=f"step={STEP_MS}ms,prefill_token=20us") as cluster,
         Client(cluster) as client,
     ):
-        pulled, cached = await client.ask(ask(7)), await client.ask(ask(7))
-        for got in (pulled, cached):
-            check(got)
-            assert got.timeline is not None
-            assert [leg.worker_id for leg in got.timeline.legs] == ["p0", "d0"]
-            assert got.timeline.tpot_s is not None
-            assert got.timeline.tpot_s > 0.95 * STEP_MS / 1000
+        pulled, cached = await client.send(new_request(7)), await client.send(new_request(7))
+        for response in (pulled, cached):
+            check(response)
+            assert response.timeline is not None
+            assert [leg.worker_id for leg in response.timeline.legs] == ["p0", "d0"]
+            assert response.timeline.tpot_s is not None
+            assert response.timeline.tpot_s > 0.95 * STEP_MS / 1000
         assert pulled.timeline is not None
         assert pulled.timeline.legs[1].kv_bytes >= 700 * 6 * 2 * 2 * 64 * 4, (
             "the whole prompt: layers, keys and values, heads, float32"
@@ -47,6 +51,6 @@ async def test_answers_are_exact_with_pulled_cached_and_computed_kv_and_steps_ta
         assert {worker.model for worker in (await cluster.status()).workers} == {"demo (emulated)"}
         await cluster.kill("p0")
         await cluster.until_workers("d0")
-        check(await client.ask(ask(8)))
+        check(await client.send(new_request(8)))
         await cluster.check_clean()
         cluster.check_alive()

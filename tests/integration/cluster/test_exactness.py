@@ -14,7 +14,7 @@ from baton.model.loading.random_init import init_model
 from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import Exactness, ExactnessChecker
-from tests.integration.cluster.clients import Ask, Got, ask_all, random_asks
+from tests.integration.cluster.clients import Request, Response, random_requests, send_all
 from tests.integration.test_model_exactness import TINY_MODELS
 from tests.scale import sized
 
@@ -29,35 +29,39 @@ async def disaggregated() -> AsyncIterator[ProcessCluster]:
         yield cluster
 
 
-def check(checker: ExactnessChecker, got: list[Got]) -> Exactness:
-    assert [one.failure for one in got if one.failure] == []
-    assert all(one.is_complete for one in got)
-    return checker.check([answer for one in got for answer in one.answers()])
+def check(checker: ExactnessChecker, responses: list[Response]) -> Exactness:
+    assert [response.failure for response in responses if response.failure] == []
+    assert all(response.is_complete for response in responses)
+    return checker.check([answer for response in responses for answer in response.answers()])
 
 
 async def test_disaggregated_answers_over_nixl_are_exact(
     disaggregated: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
 ) -> None:
-    asks = random_asks(Random(1), sized(24, 300), max_prompt=sized(1100, 3000), vocab_size=DEMO_VOCAB)
-    got = await ask_all(disaggregated, asks)
+    requests = random_requests(Random(1), sized(24, 300), max_prompt=sized(1100, 3000), vocab_size=DEMO_VOCAB)
+    responses = await send_all(disaggregated, requests)
     await disaggregated.check_clean()
     await auditor.audit(disaggregated)
-    check(checker, got)
-    pulled = [leg for one in got if one.timeline for leg in one.timeline.legs if leg.kv_bytes]
-    assert len(pulled) > len(asks) / 2, "most answers need a transfer"
-    assert any(one.usage and one.usage.num_cached_tokens for one in got), "some prompts hit the prefix cache"
+    check(checker, responses)
+    pulled = [leg for response in responses if response.timeline for leg in response.timeline.legs if leg.kv_bytes]
+    assert len(pulled) > len(requests) / 2, "most answers need a transfer"
+    assert any(response.usage and response.usage.num_cached_tokens for response in responses), (
+        "some prompts hit the prefix cache"
+    )
 
 
 async def test_several_samples_share_one_transfer(
     disaggregated: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
 ) -> None:
-    asks = random_asks(Random(3), sized(8, 60), max_prompt=300, vocab_size=DEMO_VOCAB, num_samples=3)
-    got = await ask_all(disaggregated, asks)
+    requests = random_requests(Random(3), sized(8, 60), max_prompt=300, vocab_size=DEMO_VOCAB, num_samples=3)
+    responses = await send_all(disaggregated, requests)
     await disaggregated.check_clean()
     await auditor.audit(disaggregated)
-    check(checker, got)
-    assert all(len(one.tokens) == 3 for one in got)
-    samples = {tuple(map(tuple, one.tokens.values())) for one in got if not one.ask.sampling.is_greedy}
+    check(checker, responses)
+    assert all(len(response.tokens) == 3 for response in responses)
+    samples = {
+        tuple(map(tuple, response.tokens.values())) for response in responses if not response.request.sampling.is_greedy
+    }
     assert any(len(set(sample)) > 1 for sample in samples), "seeded samples of one prompt differ"
 
 
@@ -73,12 +77,12 @@ async def test_several_samples_share_one_transfer(
 async def test_answers_of_other_topologies_are_exact(
     checker: ExactnessChecker, auditor: CacheAuditor, shape: dict[str, int], settings: dict[str, Any]
 ) -> None:
-    asks = random_asks(Random(2), sized(16, 60), max_prompt=600, vocab_size=DEMO_VOCAB)
+    requests = random_requests(Random(2), sized(16, 60), max_prompt=600, vocab_size=DEMO_VOCAB)
     async with process_cluster(**shape, **settings) as cluster:
-        got = await ask_all(cluster, asks)
+        responses = await send_all(cluster, requests)
         await cluster.check_clean()
         await auditor.audit(cluster)
-    check(checker, got)
+    check(checker, responses)
 
 
 async def test_preemption_for_lack_of_blocks_keeps_answers_exact(
@@ -86,20 +90,20 @@ async def test_preemption_for_lack_of_blocks_keeps_answers_exact(
 ) -> None:
     block_bytes = 16 * 6 * 2 * 2 * 64 * 4  # of the demo model in float32
     rng = Random(4)
-    asks = [
-        Ask(
-            prompt=ask.prompt, sampling=replace(ask.sampling, max_tokens=120, ignore_eos=True)
+    requests = [
+        Request(
+            prompt=request.prompt, sampling=replace(request.sampling, max_tokens=120, ignore_eos=True)
         )  # all sequences outgrow their first blocks
-        for ask in random_asks(rng, sized(16, 60), max_prompt=200, vocab_size=DEMO_VOCAB)
+        for request in random_requests(rng, sized(16, 60), max_prompt=200, vocab_size=DEMO_VOCAB)
     ]
     async with process_cluster(
         prefill=0, decode=0, hybrid=1, kv_memory=40 * block_bytes, max_model_len=400, admin_port=0
     ) as cluster:
-        got = await ask_all(cluster, asks)
+        responses = await send_all(cluster, requests)
         await cluster.check_clean()
         await auditor.audit(cluster)
         assert await cluster.metric("h0", "baton_preemptions_total") > 0
-    check(checker, got)
+    check(checker, responses)
 
 
 @pytest.mark.long  # in short: the same models in one process, in test_model_exactness.py
@@ -108,11 +112,11 @@ async def test_answers_of_other_architectures_are_exact(name: str, tmp_path: Pat
     make: Callable[[], PreTrainedConfig] = TINY_MODELS[name]
     directory = tmp_path / "model"
     init_model(make(), directory, seed=5)
-    asks = random_asks(Random(5), sized(12, 60), max_prompt=400, vocab_size=512)
+    requests = random_requests(Random(5), sized(12, 60), max_prompt=400, vocab_size=512)
     async with process_cluster(
         prefill=1, decode=1, transfer="nixl", model=str(directory), served_model_name="tiny"
     ) as cluster:
-        got = await ask_all(cluster, asks)
+        responses = await send_all(cluster, requests)
         await cluster.check_clean()
         await CacheAuditor(directory).audit(cluster)
-    check(ExactnessChecker(directory), got)
+    check(ExactnessChecker(directory), responses)

@@ -15,7 +15,7 @@ from baton.model.loading.random_init import init_model
 from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
-from tests.integration.cluster.clients import Ask, Client, Got, ask_all, random_asks
+from tests.integration.cluster.clients import Client, Request, Response, random_requests, send_all
 from tests.integration.test_model_exactness import TINY_MODELS
 from tests.scale import sized
 
@@ -43,9 +43,9 @@ def prompt(rng: Random, num_tokens: int) -> tuple[int, ...]:
     return tuple(rng.randrange(4, 3900) for _ in range(num_tokens))
 
 
-def check(checker: ExactnessChecker, got: list[Got]) -> None:
-    assert [one.failure for one in got if one.failure] == []
-    checker.check([answer for one in got for answer in one.answers()])
+def check(checker: ExactnessChecker, responses: list[Response]) -> None:
+    assert [response.failure for response in responses if response.failure] == []
+    checker.check([answer for response in responses for answer in response.answers()])
 
 
 @pytest.mark.fault("F-12")
@@ -53,13 +53,13 @@ async def test_failing_sequence_does_not_affect_its_batch(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
 ) -> None:
     rng = Random(12)
-    good = [Ask(prompt=prompt(rng, 80), sampling=greedy(24)) for _ in range(6)]
-    bad = Ask(prompt=(*prompt(rng, 40), MARKER), sampling=greedy())
-    got = await ask_all(cluster, [*good[:3], bad, *good[3:]])
-    failed = [one for one in got if one.failure]
-    assert [one.ask for one in failed] == [bad]
+    good = [Request(prompt=prompt(rng, 80), sampling=greedy(24)) for _ in range(6)]
+    bad = Request(prompt=(*prompt(rng, 40), MARKER), sampling=greedy())
+    responses = await send_all(cluster, [*good[:3], bad, *good[3:]])
+    failed = [response for response in responses if response.failure]
+    assert [response.request for response in failed] == [bad]
     assert failed[0].failure == "internal"
-    check(checker, [one for one in got if not one.failure])
+    check(checker, [response for response in responses if not response.failure])
     await cluster.check_clean()
     await auditor.audit(cluster)
     await cluster.until_workers("p0", "d0")
@@ -81,9 +81,9 @@ async def test_prefill_worker_restart_at_the_same_address_is_recognized(
     new = next(w.worker for w in status.workers if w.worker.worker_id == "p0")
     assert new.address == old.address
     await cluster.wait_ready()
-    got = await ask_all(cluster, random_asks(Random(8), 4, max_prompt=300, vocab_size=4000))
-    check(checker, got)
-    assert any(leg.kv_bytes for one in got if one.timeline for leg in one.timeline.legs), (
+    responses = await send_all(cluster, random_requests(Random(8), 4, max_prompt=300, vocab_size=4000))
+    check(checker, responses)
+    assert any(leg.kv_bytes for response in responses if response.timeline for leg in response.timeline.legs), (
         "KV is read from the new incarnation"
     )
     await cluster.check_clean()
@@ -99,14 +99,14 @@ async def test_cancel_and_deadline_end_the_work_in_every_phase(
     num_prompt, max_tokens = {"queued": (2500, 8), "prefill": (3000, 8), "streaming": (50, 2000)}[phase]
     async with Client(cluster) as client:
         busy = [
-            asyncio.create_task(client.ask(Ask(prompt=prompt(rng, num_prompt), sampling=greedy(max_tokens))))
+            asyncio.create_task(client.send(Request(prompt=prompt(rng, num_prompt), sampling=greedy(max_tokens))))
             for _ in range(3 if phase == "queued" else 1)
         ]
         await cluster.until(lambda s: _is_in(s, phase), 20, phase)
         for task in busy[1:] or busy:
             task.cancel()  # the client disconnects
         await asyncio.gather(*busy[1:] or busy, return_exceptions=True)
-        late = await client.ask(Ask(prompt=prompt(rng, num_prompt), sampling=greedy(max_tokens)), deadline_s=0.3)
+        late = await client.send(Request(prompt=prompt(rng, num_prompt), sampling=greedy(max_tokens)), deadline_s=0.3)
         from_server, from_client = "deadline", "no answer within 0.3 s"
         assert from_server in late.failure.lower() or from_client in late.failure, late.failure
         await asyncio.gather(*busy, return_exceptions=True)
@@ -133,11 +133,11 @@ async def test_workers_with_different_models_are_never_paired(tmp_path: Path) ->
         status = await cluster.status()
         assert all(not w.links for w in status.workers), "no link between different layouts"
         async with Client(cluster) as client:
-            got = await client.ask(Ask(prompt=(5, 6, 7), sampling=greedy()))
-        assert got.timeline is not None, got.failure
-        assert [(leg.worker_id, leg.kv_bytes) for leg in got.timeline.legs] == [("d0", 0)]
+            response = await client.send(Request(prompt=(5, 6, 7), sampling=greedy()))
+        assert response.timeline is not None, response.failure
+        assert [(leg.worker_id, leg.kv_bytes) for leg in response.timeline.legs] == [("d0", 0)]
         await cluster.check_clean()
-    ExactnessChecker(other).check(got.answers())
+    ExactnessChecker(other).check(response.answers())
 
 
 @pytest.mark.fault("F-25")
@@ -145,15 +145,15 @@ async def test_requests_progress_with_decode_memory_for_little_more_than_one_pro
     checker: ExactnessChecker, auditor: CacheAuditor
 ) -> None:
     rng = Random(25)
-    asks = [Ask(prompt=prompt(rng, 380), sampling=greedy(16)) for _ in range(sized(5, 8))]
+    requests = [Request(prompt=prompt(rng, 380), sampling=greedy(16)) for _ in range(sized(5, 8))]
     async with process_cluster(
         prefill=1, decode=1, max_model_len=400, kv_memory=30 * BLOCK_BYTES, pull_wait_s=20.0
     ) as cluster:
-        got = await ask_all(cluster, asks)
+        responses = await send_all(cluster, requests)
         await cluster.check_clean()
         await auditor.audit(cluster)
-    check(checker, got)
-    assert all(one.is_complete for one in got), "every admitted request makes progress"
+    check(checker, responses)
+    assert all(response.is_complete for response in responses), "every admitted request makes progress"
 
 
 @pytest.mark.long  # in short: _sigterm_loses_nothing of test_real_workers.py, and test_rolling.py
@@ -162,14 +162,14 @@ async def test_drained_workers_lose_no_request(checker: ExactnessChecker, audito
     rng = Random(48)
     async with process_cluster(prefill=2, decode=2) as cluster, Client(cluster) as client:
         streams = [
-            asyncio.create_task(client.ask(Ask(prompt=prompt(rng, 600), sampling=greedy(60))))
+            asyncio.create_task(client.send(Request(prompt=prompt(rng, 600), sampling=greedy(60))))
             for _ in range(sized(5, 8))
         ]
         await cluster.until(lambda s: any(w.open_leases for w in s.workers), 20, "a transfer is under way")
         codes = await asyncio.gather(cluster.stop_one("p0"), cluster.stop_one("d0"))
-        got = list(await asyncio.gather(*streams))
+        responses = list(await asyncio.gather(*streams))
         assert codes == [0, 0]
-        check(checker, got)
-        assert (await client.ask(Ask(prompt=prompt(rng, 50), sampling=greedy()))).is_complete
+        check(checker, responses)
+        assert (await client.send(Request(prompt=prompt(rng, 50), sampling=greedy()))).is_complete
         await cluster.check_clean()
         await auditor.audit(cluster)

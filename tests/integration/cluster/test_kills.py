@@ -13,7 +13,7 @@ from baton.core.request import Sampling
 from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
-from tests.integration.cluster.clients import Ask, Client, Got
+from tests.integration.cluster.clients import Client, Request, Response
 from tests.scale import sized
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
@@ -32,13 +32,13 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
         yield running
 
 
-def asks(rng: Random, *, prompt_tokens: int, max_tokens: int) -> list[Ask]:
+def new_requests(rng: Random, *, prompt_tokens: int, max_tokens: int) -> list[Request]:
     """Half of the requests are greedy, half sampled with a seed.
 
     They run long enough to be hit by the kill.
     """
     return [
-        Ask(
+        Request(
             prompt=tuple(rng.randrange(4, 4096) for _ in range(prompt_tokens)),
             sampling=Sampling(
                 max_tokens=max_tokens,
@@ -55,24 +55,24 @@ def asks(rng: Random, *, prompt_tokens: int, max_tokens: int) -> list[Ask]:
 async def kill_during(
     cluster: ProcessCluster,
     auditor: CacheAuditor,
-    requests: list[Ask],
+    requests: list[Request],
     victim: str,
     moment: Callable[[], Awaitable[None]],
-) -> list[Got]:
+) -> list[Response]:
     """Send the requests, wait for `moment`, kill the victim and wait for all streams.
 
     Then check that the other workers have released everything and cache only correct blocks.
     """
     async with Client(cluster) as client:
-        streams = [asyncio.create_task(client.ask(ask)) for ask in requests]
+        streams = [asyncio.create_task(client.send(request)) for request in requests]
         await moment()
         await cluster.kill(victim)
-        got = list(await asyncio.gather(*streams))
-        again = await client.ask(asks(Random(0), prompt_tokens=20, max_tokens=4)[1])
-    assert again.is_complete, f"the next request works: {again}"
+        responses = list(await asyncio.gather(*streams))
+        next_response = await client.send(new_requests(Random(0), prompt_tokens=20, max_tokens=4)[1])
+    assert next_response.is_complete, f"the next request works: {next_response}"
     await cluster.check_clean()
     await auditor.audit(cluster)
-    return got
+    return responses
 
 
 async def restore(cluster: ProcessCluster) -> None:
@@ -97,10 +97,10 @@ def all_pairs_are_warm(status: ClusterStatus) -> bool:
     )
 
 
-def check(checker: ExactnessChecker, got: list[Got]) -> None:
-    assert [one.failure for one in got if one.failure] == []
-    assert all(one.is_complete for one in got)
-    checker.check([answer for one in got for answer in one.answers()])
+def check(checker: ExactnessChecker, responses: list[Response]) -> None:
+    assert [response.failure for response in responses if response.failure] == []
+    assert all(response.is_complete for response in responses)
+    checker.check([answer for response in responses for answer in response.answers()])
 
 
 async def until_busy(cluster: ProcessCluster, victim: str, *, waiting: bool = False) -> None:
@@ -122,15 +122,17 @@ async def test_prefill_worker_crash_during_prefill_resumes_all_streams(
     await restore(cluster)
     rng = Random(100 + number)
     victim = rng.choice(["p0", "p1"])
-    requests = asks(rng, prompt_tokens=sized(1500, 3000), max_tokens=8)
+    requests = new_requests(rng, prompt_tokens=sized(1500, 3000), max_tokens=8)
 
     async def during_prefill() -> None:
         await until_busy(cluster, victim)
         await asyncio.sleep(rng.uniform(0.0, 0.2))
 
-    got = await kill_during(cluster, auditor, requests, victim, during_prefill)
-    check(checker, got)
-    assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
+    responses = await kill_during(cluster, auditor, requests, victim, during_prefill)
+    check(checker, responses)
+    assert max(response.timeline.attempts for response in responses if response.timeline) > 1, (
+        "the kill must have hit a stream"
+    )
 
 
 @pytest.mark.fault("F-4", "F-40")
@@ -141,15 +143,17 @@ async def test_decode_worker_crash_resumes_without_duplicate_tokens(
     await restore(cluster)
     rng = Random(200 + number)
     victim = rng.choice(["d0", "d1"])
-    requests = asks(rng, prompt_tokens=100, max_tokens=240)
+    requests = new_requests(rng, prompt_tokens=100, max_tokens=240)
 
     async def during_decode() -> None:
         await until_busy(cluster, victim)
         await asyncio.sleep(rng.uniform(0.0, 0.3))
 
-    got = await kill_during(cluster, auditor, requests, victim, during_decode)
-    check(checker, got)
-    assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
+    responses = await kill_during(cluster, auditor, requests, victim, during_decode)
+    check(checker, responses)
+    assert max(response.timeline.attempts for response in responses if response.timeline) > 1, (
+        "the kill must have hit a stream"
+    )
 
 
 @pytest.mark.long  # in short: the chaos runs of tests/sim, which kill decode workers at any moment
@@ -161,11 +165,13 @@ async def test_decode_worker_crash_while_it_waits_for_kv_resumes_all_streams(
     await restore(cluster)
     rng = Random(300 + number)
     victim = rng.choice(["d0", "d1"])
-    requests = asks(rng, prompt_tokens=1500, max_tokens=8)
+    requests = new_requests(rng, prompt_tokens=1500, max_tokens=8)
 
-    got = await kill_during(cluster, auditor, requests, victim, lambda: until_busy(cluster, victim, waiting=True))
-    check(checker, got)
-    assert max(one.timeline.attempts for one in got if one.timeline) > 1, "the kill must have hit a stream"
+    responses = await kill_during(cluster, auditor, requests, victim, lambda: until_busy(cluster, victim, waiting=True))
+    check(checker, responses)
+    assert max(response.timeline.attempts for response in responses if response.timeline) > 1, (
+        "the kill must have hit a stream"
+    )
 
 
 @pytest.mark.long  # in short: test_scheduler_restart_under_load_places_no_request_twice of test_placement.py
@@ -176,16 +182,16 @@ async def test_scheduler_crash_under_load_loses_no_request(
 ) -> None:
     await restore(cluster)
     rng = Random(400 + number)
-    requests = asks(rng, prompt_tokens=200, max_tokens=100)
+    requests = new_requests(rng, prompt_tokens=200, max_tokens=100)
     async with Client(cluster) as client:
-        streams = [asyncio.create_task(client.ask(ask)) for ask in requests]
+        streams = [asyncio.create_task(client.send(request)) for request in requests]
         await asyncio.sleep(rng.uniform(0.1, 0.6))
         assert not all(stream.done() for stream in streams), "the kill must have hit a stream"
         await cluster.kill("scheduler")
-        late = asyncio.create_task(client.ask(asks(rng, prompt_tokens=30, max_tokens=4)[0]))
+        late = asyncio.create_task(client.send(new_requests(rng, prompt_tokens=30, max_tokens=4)[0]))
         await cluster.start_service("scheduler", "scheduler")
-        got = [*await asyncio.gather(*streams), await late]
-    check(checker, got)
+        responses = [*await asyncio.gather(*streams), await late]
+    check(checker, responses)
     await cluster.until_workers(*ALL)
     await cluster.check_clean()
     await auditor.audit(cluster)
@@ -199,13 +205,13 @@ async def test_request_without_any_decode_worker_fails_with_no_workers(cluster: 
         await cluster.kill(victim)
     await cluster.until_workers("p0", "p1", limit_s=10)
     async with Client(cluster) as client:
-        got = await client.ask(asks(Random(5), prompt_tokens=20, max_tokens=4)[0], deadline_s=10)
-        assert got.failure == "no_workers"
+        response = await client.send(new_requests(Random(5), prompt_tokens=20, max_tokens=4)[0], deadline_s=10)
+        assert response.failure == "no_workers"
         for victim in ("d0", "d1"):
             await cluster.start_worker(victim)
         await cluster.until_workers(*ALL, limit_s=BACK_S)
         await cluster.wait_ready()
-        assert (await client.ask(asks(Random(6), prompt_tokens=20, max_tokens=4)[0])).is_complete
+        assert (await client.send(new_requests(Random(6), prompt_tokens=20, max_tokens=4)[0])).is_complete
 
 
 @pytest.mark.fault("F-9")
@@ -218,6 +224,6 @@ async def test_decode_workers_prefill_locally_without_any_prefill_worker(
         await cluster.kill(victim)
     await cluster.until_workers("d0", "d1", limit_s=10)
     async with Client(cluster) as client:
-        got = [await client.ask(ask) for ask in asks(Random(7), prompt_tokens=60, max_tokens=6)]
-    check(checker, got)
-    assert not any(leg.kv_bytes for one in got if one.timeline for leg in one.timeline.legs)
+        responses = [await client.send(request) for request in new_requests(Random(7), prompt_tokens=60, max_tokens=6)]
+    check(checker, responses)
+    assert not any(leg.kv_bytes for response in responses if response.timeline for leg in response.timeline.legs)

@@ -48,7 +48,7 @@ class Recorded:
     num_moved: int
 
 
-async def ask(cluster: ProcessCluster, prompt: str, **changes: Any) -> httpx.Response:
+async def complete(cluster: ProcessCluster, prompt: str, **changes: Any) -> httpx.Response:
     headers = {"x-baton-timeout-ms": str(changes.pop("timeout_ms"))} if "timeout_ms" in changes else {}
     async with httpx.AsyncClient(timeout=30.0) as client:
         body = {"model": "demo", "prompt": prompt, "max_tokens": 8, "ignore_eos": True, "timeline": True} | changes
@@ -61,11 +61,11 @@ async def load(cluster: ProcessCluster) -> int:
     Returns the number of answers whose KV was transferred. On a busy machine some are prefilled locally.
     """
     prefix = "Everybody begins like this, and goes on for a while. " * 40
-    answers = await asyncio.gather(*(ask(cluster, f"{prefix}{number}") for number in range(6)))
-    answers += [await ask(cluster, prefix + "again", slo={"tpot_ms": 60_000})]
+    answers = await asyncio.gather(*(complete(cluster, f"{prefix}{number}") for number in range(6)))
+    answers += [await complete(cluster, prefix + "again", slo={"tpot_ms": 60_000})]
     assert [answer.status_code for answer in answers] == [200] * 7
-    assert (await ask(cluster, "Impossible. " * 200, slo={"ttft_ms": 0.01})).status_code == 429
-    assert (await ask(cluster, "Too late. " * 20, max_tokens=3000, timeout_ms=300)).status_code == 504
+    assert (await complete(cluster, "Impossible. " * 200, slo={"ttft_ms": 0.01})).status_code == 429
+    assert (await complete(cluster, "Too late. " * 20, max_tokens=3000, timeout_ms=300)).status_code == 504
     return sum(answer.json()["baton"].get("kv_bytes", 0) > 0 for answer in answers)
 
 
@@ -105,9 +105,11 @@ def bare(selector: ast.VectorSelector) -> str:
 
 
 async def test_every_selector_finds_a_series(recorded: Recorded) -> None:
-    asked = [query for _, query in queries(RANGE)] + [rule["expr"] for rule in (*ALERTS.values(), *RECORDED.values())]
+    all_queries = [query for _, query in queries(RANGE)] + [
+        rule["expr"] for rule in (*ALERTS.values(), *RECORDED.values())
+    ]
     found, missing = set(), set()
-    for selector in (one for query in asked for one in selectors(query)):
+    for selector in (one for query in all_queries for one in selectors(query)):
         if selector.name not in RECORDED:
             (found if list(recorded.database.matching(selector)) else missing).add(bare(selector))
     assert missing == NEEDS_A_FAULT | OF_A_FLEET
@@ -134,5 +136,5 @@ async def test_metrics_equal_the_requests_that_were_sent(recorded: Recorded) -> 
     assert value('sum(baton_kv_blocks * on (instance) group_left (role) baton_worker_info{role="prefill"})') > 0
     assert value('sum(baton_transfers_total{outcome="received"})') >= recorded.num_moved > 0
     assert value("sum(baton_transfer_bytes_total) / sum(baton_transfer_read_seconds_total)") > 1e6
-    actual, asked = (value(f'baton_prefix_hit_tokens_total{{kind="{kind}"}}') for kind in ("actual", "asked"))
-    assert 0.3 < actual / asked < 1.0
+    actual, requested = (value(f'baton_prefix_hit_tokens_total{{kind="{kind}"}}') for kind in ("actual", "asked"))
+    assert 0.3 < actual / requested < 1.0

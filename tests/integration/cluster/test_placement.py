@@ -34,7 +34,7 @@ from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
 from tests.cluster import ProcessCluster, process_cluster
-from tests.integration.cluster.clients import Ask, Client, Got
+from tests.integration.cluster.clients import Client, Request, Response
 from tests.redis_proxy import RedisProxy
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
@@ -78,24 +78,26 @@ def prompt(rng: Random, num_tokens: int) -> tuple[int, ...]:
     return tuple(rng.randrange(4, 4096) for _ in range(num_tokens))
 
 
-def ask(tokens: tuple[int, ...], max_tokens: int = 4) -> Ask:
-    return Ask(prompt=tokens, sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+def new_request(tokens: tuple[int, ...], max_tokens: int = 4) -> Request:
+    return Request(prompt=tokens, sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
 
 
-def expected_answer(one: Ask) -> list[int]:
+def expected_answer(request: Request) -> list[int]:
     """Compute the expected answer without any cluster."""
-    content = int(slots_of(token_ids(one.prompt))[-1])
+    content = int(slots_of(token_ids(request.prompt))[-1])
     answer: list[int] = []
-    for position in range(len(one.prompt), len(one.prompt) + one.sampling.max_tokens):
+    for position in range(len(request.prompt), len(request.prompt) + request.sampling.max_tokens):
         answer.append(token_after(content, 0, 0, position, MODEL.vocab_size))
         content = extend(content, answer[-1])
     return answer
 
 
-def check(got: list[Got]) -> None:
-    assert [one.failure for one in got if one.failure] == []
-    assert all(one.is_complete for one in got)
-    assert [one.tokens[0] for one in got] == [expected_answer(one.ask) for one in got]
+def check(responses: list[Response]) -> None:
+    assert [response.failure for response in responses if response.failure] == []
+    assert all(response.is_complete for response in responses)
+    assert [response.tokens[0] for response in responses] == [
+        expected_answer(response.request) for response in responses
+    ]
 
 
 async def until(condition: Callable[[], Awaitable[bool]], within_s: float) -> None:
@@ -129,53 +131,53 @@ async def computed_tokens(cluster: ProcessCluster) -> float:
     return sum([await metric(cluster, name, "baton_step_tokens_total") for name in WORKERS])
 
 
-def accounted_tokens(got: list[Got]) -> int:
+def accounted_tokens(responses: list[Response]) -> int:
     """Return the tokens that these answers required: uncached prompt tokens, and all output tokens but the
     first."""
-    assert all(one.usage is not None for one in got)
+    assert all(response.usage is not None for response in responses)
     return sum(
         u.num_prompt_tokens - u.num_cached_tokens + u.num_output_tokens - 1
-        for one in got
-        if (u := one.usage) is not None
+        for response in responses
+        if (u := response.usage) is not None
     )
 
 
 @asynccontextmanager
 async def traffic(
     cluster: ProcessCluster, rng: Random, *, max_tokens: int = 8, apart_s: float = 0.1
-) -> AsyncIterator[list[Got]]:
+) -> AsyncIterator[list[Response]]:
     """Send a request every `apart_s` during the block, half of them with a shared prefix.
 
     All answers must be exact and start within `BOUND_S`. The yielded list is filled after the block.
     """
-    shared, asked, got = prompt(rng, 320), [], []
+    shared, tasks, responses = prompt(rng, 320), [], []
     async with Client(cluster) as client:
 
-        async def keep_asking() -> None:
+        async def keep_sending() -> None:
             while True:
-                tokens = (shared if len(asked) % 2 else ()) + prompt(rng, TRAFFIC_TOKENS)
-                asked.append(asyncio.create_task(client.ask(ask(tokens, max_tokens))))
+                tokens = (shared if len(tasks) % 2 else ()) + prompt(rng, TRAFFIC_TOKENS)
+                tasks.append(asyncio.create_task(client.send(new_request(tokens, max_tokens))))
                 await asyncio.sleep(apart_s)
 
-        asking = asyncio.create_task(keep_asking())
+        sending = asyncio.create_task(keep_sending())
         try:
-            yield got
+            yield responses
         finally:
-            asking.cancel()
-            got += await asyncio.gather(*asked)
-    check(got)
-    assert max(one.timeline.ttft_s or 0.0 for one in got if one.timeline) < BOUND_S
+            sending.cancel()
+            responses += await asyncio.gather(*tasks)
+    check(responses)
+    assert max(response.timeline.ttft_s or 0.0 for response in responses if response.timeline) < BOUND_S
 
 
 async def test_burst_on_a_new_prefix_computes_it_at_most_twice(cluster: ProcessCluster) -> None:
     rng = Random(1)
     shared = prompt(rng, PREFIX_TOKENS)
-    asks = [ask((*shared, *prompt(rng, 16))) for _ in range(50)]
+    requests = [new_request((*shared, *prompt(rng, 16))) for _ in range(50)]
     before = await computed_tokens(cluster)
     async with Client(cluster) as client:
-        got = list(await asyncio.gather(*(client.ask(one) for one in asks)))
-    check(got)
-    own = sum(len(one.prompt) - PREFIX_TOKENS + one.sampling.max_tokens - 1 for one in asks)
+        responses = list(await asyncio.gather(*(client.send(request) for request in requests)))
+    check(responses)
+    own = sum(len(request.prompt) - PREFIX_TOKENS + request.sampling.max_tokens - 1 for request in requests)
     assert await computed_tokens(cluster) - before - own <= 2 * PREFIX_TOKENS
     await cluster.check_clean()
 
@@ -227,19 +229,19 @@ async def test_redis_fault_under_load_fails_no_request(
     """Prefixes computed during the fault are found in the index later."""
     rng = Random(fault.__name__)
     meanwhile = prompt(rng, 640)
-    async with traffic(cluster, rng) as got, Client(cluster) as client:
+    async with traffic(cluster, rng) as responses, Client(cluster) as client:
         await asyncio.sleep(0.3)
         failing = asyncio.create_task(fault(cluster))
         await asyncio.sleep(0.3)
-        check([await client.ask(ask(meanwhile, 1))])
+        check([await client.send(new_request(meanwhile, 1))])
         await failing
-    assert len(got) > 3
+    assert len(responses) > 3
     await until_index_is_complete(cluster, INDEX_RECOVERY_S)
     async with Client(cluster) as client:
-        again = await client.ask(ask((*meanwhile, *prompt(rng, 20))))
-    check([again])
-    assert again.usage is not None
-    assert again.usage.num_cached_tokens >= len(meanwhile)
+        next_response = await client.send(new_request((*meanwhile, *prompt(rng, 20))))
+    check([next_response])
+    assert next_response.usage is not None
+    assert next_response.usage.num_cached_tokens >= len(meanwhile)
 
 
 def hashes_of(tokens: tuple[int, ...]) -> tuple[BlockHash, ...]:
@@ -285,21 +287,21 @@ async def test_false_claim_in_the_index_costs_only_time(cluster: ProcessCluster)
             claimed = prompt(rng, 1024)
             await claim(cluster, victim, hashes_of(claimed))
             await asyncio.sleep(0.05)
-            got = await client.ask(ask((*claimed, *prompt(rng, 20))))
-            check([got])
-            assert got.usage is not None
-            assert got.usage.num_cached_tokens == 0, "no worker held the prefix"
-            num_believed += await claimed_blocks(cluster, got) == len(claimed) // BLOCK_SIZE_TOKENS
+            response = await client.send(new_request((*claimed, *prompt(rng, 20))))
+            check([response])
+            assert response.usage is not None
+            assert response.usage.num_cached_tokens == 0, "no worker held the prefix"
+            num_believed += await claimed_blocks(cluster, response) == len(claimed) // BLOCK_SIZE_TOKENS
     assert num_believed > 0
     await until_index_is_complete(cluster, BOUND_S)
     await cluster.check_clean()
 
 
-async def claimed_blocks(cluster: ProcessCluster, got: Got) -> int:
+async def claimed_blocks(cluster: ProcessCluster, response: Response) -> int:
     """Return the blocks of the prompt that its first placement expected to reuse or to pull."""
-    assert got.timeline is not None
+    assert response.timeline is not None
     async with open_channel(cluster.grpc_address, channel_options(1.0)) as channel:
-        placed = (await AdminClient(channel, cluster.grpc_address).explain(got.timeline.request_id))[0].placement
+        placed = (await AdminClient(channel, cluster.grpc_address).explain(response.timeline.request_id))[0].placement
     assert placed is not None
     return max(placed.prefill_overlap_blocks, placed.prefix_source.num_blocks if placed.prefix_source else 0)
 
@@ -308,7 +310,7 @@ async def claimed_blocks(cluster: ProcessCluster, got: Got) -> int:
 async def test_second_scheduler_can_start_under_load(cluster: ProcessCluster) -> None:
     """Both schedulers place requests, one per gateway. No request is lost and no prompt is computed twice."""
     before = await computed_tokens(cluster)
-    async with traffic(cluster, Random(32)) as got:
+    async with traffic(cluster, Random(32)) as responses:
         await cluster.start_service("scheduler2", "scheduler")
         address = cluster.children["scheduler2"].address
         await cluster.start_service("gateway2", "gateway", http_port=0, grpc_port=0, schedulers=[address])
@@ -316,11 +318,11 @@ async def test_second_scheduler_can_start_under_load(cluster: ProcessCluster) ->
         other.grpc_address = logged(cluster, "gateway2", "grpc_started")[-1]["address"]
         async with traffic(other, Random(33)) as more:
             await asyncio.sleep(1.5)
-    assert len(got) > 3
+    assert len(responses) > 3
     assert len(more) > 3
     for name in ("scheduler", "scheduler2"):
         assert await metric(cluster, name, "baton_decisions_total") >= len(more)
-    assert await computed_tokens(cluster) - before - accounted_tokens([*got, *more]) < TRAFFIC_TOKENS, (
+    assert await computed_tokens(cluster) - before - accounted_tokens([*responses, *more]) < TRAFFIC_TOKENS, (
         "no prompt was computed twice"
     )
     for name in ("gateway2", "scheduler2"):
@@ -334,9 +336,9 @@ async def test_scheduler_restart_under_load_places_no_request_twice(cluster: Pro
     rng = Random(31)
     before = await computed_tokens(cluster)
     async with Client(cluster) as client:
-        streams = [asyncio.create_task(client.ask(ask(prompt(rng, 200), 500))) for _ in range(6)]
+        streams = [asyncio.create_task(client.send(new_request(prompt(rng, 200), 500))) for _ in range(6)]
         await asyncio.sleep(0.3)
-        async with traffic(cluster, rng) as got:
+        async with traffic(cluster, rng) as responses:
             await asyncio.sleep(0.3)
             await cluster.kill("scheduler")
             assert not any(stream.done() for stream in streams), "streams must continue without a scheduler"
@@ -345,8 +347,8 @@ async def test_scheduler_restart_under_load_places_no_request_twice(cluster: Pro
             await asyncio.sleep(0.5)
         through = list(await asyncio.gather(*streams))
     check(through)
-    assert {one.timeline.attempts for one in (*through, *got) if one.timeline} == {1}
-    assert await computed_tokens(cluster) - before - accounted_tokens([*through, *got]) < TRAFFIC_TOKENS, (
+    assert {response.timeline.attempts for response in (*through, *responses) if response.timeline} == {1}
+    assert await computed_tokens(cluster) - before - accounted_tokens([*through, *responses]) < TRAFFIC_TOKENS, (
         "no prompt was computed twice"
     )
     await cluster.until_workers(*WORKERS)
@@ -372,7 +374,7 @@ async def test_prefix_owner_crash_during_a_pull_is_compensated_by_the_reader(clu
     )
     await cluster.until_workers(*WORKERS)
     async with Client(cluster) as client:
-        first = await client.ask(ask(held, 1))
+        first = await client.send(new_request(held, 1))
         assert first.timeline is not None
         (holder,) = (leg.worker_id for leg in first.timeline.legs)
         reader = pair[holder]
@@ -381,15 +383,15 @@ async def test_prefix_owner_crash_during_a_pull_is_compensated_by_the_reader(clu
             return bool(logged(cluster, reader, "failpoint_fired"))
 
         await until_index_is_complete(cluster, BOUND_S)
-        busy = asyncio.create_task(client.ask(ask((*held, *prompt(rng, 2000)), 1)))
+        busy = asyncio.create_task(client.send(new_request((*held, *prompt(rng, 2000)), 1)))
         await asyncio.sleep(0.02)
-        pulls = asyncio.create_task(client.ask(ask((*held, *prompt(rng, 20)), 1)))
+        pulls = asyncio.create_task(client.send(new_request((*held, *prompt(rng, 20)), 1)))
         await until(is_paused, BOUND_S)
         await cluster.kill(holder)
-        got = [first, await pulls, await busy]
-    check(got)
-    assert got[1].timeline is not None
-    assert [leg.worker_id for leg in got[1].timeline.legs] == [reader]
+        responses = [first, await pulls, await busy]
+    check(responses)
+    assert responses[1].timeline is not None
+    assert [leg.worker_id for leg in responses[1].timeline.legs] == [reader]
     await cluster.start_worker(holder)
     await cluster.until_workers(*WORKERS)
     await cluster.check_clean()

@@ -13,7 +13,7 @@ from baton.core.request import Sampling
 from tests.cluster import PROGRAM, ProcessCluster, process_cluster
 from tests.emulated_answer import emulated_answer
 from tests.integration.cluster import other_release
-from tests.integration.cluster.clients import Ask, Client, Got
+from tests.integration.cluster.clients import Client, Request, Response
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -21,25 +21,25 @@ VOCAB_SIZE, STEP_MS = 4096, 10
 EMULATED = {"device": "emulated", "emulated_costs": f"step={STEP_MS}ms,prefill_token=20us", "transfer": "local"}
 
 
-def ask(rng: Random, max_tokens: int) -> Ask:
+def new_request(rng: Random, max_tokens: int) -> Request:
     prompt = tuple(rng.randrange(4, VOCAB_SIZE) for _ in range(100))
-    return Ask(
+    return Request(
         prompt=prompt,
         sampling=Sampling(max_tokens=max_tokens, temperature=1.0, seed=rng.getrandbits(31), ignore_eos=True),
     )
 
 
-def check(got: Got) -> None:
-    assert got.is_complete, got.failure
-    sampling = got.ask.sampling
-    assert got.tokens[0] == emulated_answer(
-        got.ask.prompt, seed=sampling.seed, max_tokens=sampling.max_tokens, vocab_size=VOCAB_SIZE
+def check(response: Response) -> None:
+    assert response.is_complete, response.failure
+    sampling = response.request.sampling
+    assert response.tokens[0] == emulated_answer(
+        response.request.prompt, seed=sampling.seed, max_tokens=sampling.max_tokens, vocab_size=VOCAB_SIZE
     )
 
 
-def decoded_by(got: Got) -> str:
-    assert got.timeline is not None
-    return got.timeline.legs[-1].worker_id
+def decoded_by(response: Response) -> str:
+    assert response.timeline is not None
+    return response.timeline.legs[-1].worker_id
 
 
 def runs(status: ClusterStatus, name: str) -> int:
@@ -51,21 +51,21 @@ async def test_draining_decode_worker_hands_over_unfinished_requests_and_takes_n
     """Its streams need twice the drain time."""
     rng = Random(47)
     async with process_cluster(prefill=1, decode=2, drain_s=2.0, **EMULATED) as cluster, Client(cluster) as client:
-        streams = [asyncio.create_task(client.ask(ask(rng, 400))) for _ in range(6)]
+        streams = [asyncio.create_task(client.send(new_request(rng, 400))) for _ in range(6)]
         await cluster.until(lambda s: runs(s, "d0") > 1 and runs(s, "d1") > 1, 30, "both decode")
         cluster.signal("d0", signal.SIGTERM)
         await cluster.until(lambda s: any(w.state is WorkerState.DRAINING for w in s.workers), 30, "one drains")
         for _ in range(6):
-            late = await client.ask(ask(rng, 4))
+            late = await client.send(new_request(rng, 4))
             check(late)
             assert decoded_by(late) == "d1"
         assert await cluster.until_ended("d0") == 0
-        got = await asyncio.gather(*streams)
-        for one in got:
-            check(one)
-        moved = [one for one in got if one.timeline is not None and one.timeline.attempts > 1]
+        responses = await asyncio.gather(*streams)
+        for response in responses:
+            check(response)
+        moved = [response for response in responses if response.timeline is not None and response.timeline.attempts > 1]
         assert moved, "some streams must have been handed over"
-        assert {decoded_by(one) for one in moved} == {"d1"}
+        assert {decoded_by(response) for response in moved} == {"d1"}
         await cluster.check_clean()
 
 
@@ -75,7 +75,7 @@ async def test_rolling_upgrade_to_another_kv_layout_under_load_fails_no_request(
     async with process_cluster(prefill=2, decode=2, drain_s=20.0, **EMULATED) as cluster:
         release = {cluster.pid(name): PROGRAM for name in cluster.roles}
         is_over = asyncio.Event()
-        clients = [asyncio.create_task(keep_asking(cluster, Random(number), is_over)) for number in range(4)]
+        clients = [asyncio.create_task(keep_sending(cluster, Random(number), is_over)) for number in range(4)]
         for name in ("p0", "d0", "p1", "d1"):
             assert await cluster.stop_one(name) == 0
             await cluster.start_worker(name, program=other_release.PROGRAM)
@@ -83,26 +83,26 @@ async def test_rolling_upgrade_to_another_kv_layout_under_load_fails_no_request(
             await cluster.until_workers("p0", "p1", "d0", "d1")
             await asyncio.sleep(1.0)
         is_over.set()
-        got = [one for client in await asyncio.gather(*clients) for one in client]
-        for one in got:
-            check(one)
-        pairs = {pair for one in got for pair in pulled_between(one, release)}
+        responses = [response for client in await asyncio.gather(*clients) for response in client]
+        for response in responses:
+            check(response)
+        pairs = {pair for response in responses for pair in pulled_between(response, release)}
         assert pairs == {(PROGRAM, PROGRAM), (other_release.PROGRAM, other_release.PROGRAM)}
         await cluster.check_clean()
 
 
-async def keep_asking(cluster: ProcessCluster, rng: Random, is_over: asyncio.Event) -> list[Got]:
-    got: list[Got] = []
+async def keep_sending(cluster: ProcessCluster, rng: Random, is_over: asyncio.Event) -> list[Response]:
+    responses: list[Response] = []
     async with Client(cluster) as client:
         while not is_over.is_set():
-            got.append(await client.ask(ask(rng, 30)))
-    return got
+            responses.append(await client.send(new_request(rng, 30)))
+    return responses
 
 
-def pulled_between(got: Got, release: dict[int, str]) -> list[tuple[str, str]]:
+def pulled_between(response: Response, release: dict[int, str]) -> list[tuple[str, str]]:
     """Return (owner's release, reader's release) of each transfer. A local prefill has none."""
-    assert got.timeline is not None
-    legs = got.timeline.legs
+    assert response.timeline is not None
+    legs = response.timeline.legs
     return [
         (release[owner.pid], release[reader.pid])
         for owner, reader in pairwise(legs)

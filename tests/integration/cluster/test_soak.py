@@ -11,13 +11,13 @@ import pytest
 from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
-from tests.integration.cluster.clients import Ask, Client, Got, random_asks
+from tests.integration.cluster.clients import Client, Request, Response, random_requests
 from tests.scale import sized
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 NUM_CLIENTS = 64
-NUM_ASKS = 600
+NUM_REQUESTS = 600
 """Number of distinct requests, which clients choose from. Their blocks are cached and evicted all the
 time."""
 CANCEL_SHARE = 0.25
@@ -46,27 +46,29 @@ class Resources:
         return any(now > was * 1.05 + 3 for now, was in pairs) or self.memory_mb > before.memory_mb * 1.05 + GROWTH_MB
 
 
-async def run_client(cluster: ProcessCluster, asks: Sequence[Ask], rng: Random, end_s: float) -> list[tuple[Got, bool]]:
+async def run_client(
+    cluster: ProcessCluster, requests: Sequence[Request], rng: Random, end_s: float
+) -> list[tuple[Response, bool]]:
     """Send requests one after another until `end_s`.
 
     Return the answers, and whether each was to be cancelled.
     """
     loop = asyncio.get_running_loop()
-    results: list[tuple[Got, bool]] = []
+    results: list[tuple[Response, bool]] = []
     async with Client(cluster) as client:
         while loop.time() < end_s:
             cancel_after = rng.randrange(1, 8) if rng.random() < CANCEL_SHARE else None
-            got = await client.ask(rng.choice(asks), cancel_after=cancel_after)
-            results.append((got, cancel_after is not None))
+            response = await client.send(rng.choice(requests), cancel_after=cancel_after)
+            results.append((response, cancel_after is not None))
     return results
 
 
 async def run_clients(
-    cluster: ProcessCluster, asks: Sequence[Ask], seed: int, seconds: float
-) -> list[tuple[Got, bool]]:
+    cluster: ProcessCluster, requests: Sequence[Request], seed: int, seconds: float
+) -> list[tuple[Response, bool]]:
     end_s = asyncio.get_running_loop().time() + seconds
     rng = Random(seed)
-    clients = [run_client(cluster, asks, Random(rng.getrandbits(32)), end_s) for _ in range(NUM_CLIENTS)]
+    clients = [run_client(cluster, requests, Random(rng.getrandbits(32)), end_s) for _ in range(NUM_CLIENTS)]
     return [result for results in await asyncio.gather(*clients) for result in results]
 
 
@@ -101,27 +103,27 @@ async def until_small(cluster: ProcessCluster, before: dict[str, Resources]) -> 
 
 
 async def test_clients_with_random_cancels_leak_nothing(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
-    asks = random_asks(Random(4), NUM_ASKS, max_prompt=200, vocab_size=4096, max_tokens=24)
+    requests = random_requests(Random(4), NUM_REQUESTS, max_prompt=200, vocab_size=4096, max_tokens=24)
     # A long scheduler_wait_s, so that a slow machine causes no errors.
     async with process_cluster(prefill=1, decode=1, admin_port=0, scheduler_wait_s=30.0) as cluster:
-        await run_clients(cluster, asks, seed=1, seconds=WARM_UP_S)
+        await run_clients(cluster, requests, seed=1, seconds=WARM_UP_S)
         await cluster.check_clean()
         before = await resources(cluster)
-        results = await run_clients(cluster, asks, seed=2, seconds=SECONDS)
+        results = await run_clients(cluster, requests, seed=2, seconds=SECONDS)
         await cluster.check_clean()
         cluster.check_alive()
         grown = await until_small(cluster, before)
         await auditor.audit(cluster)
         evictions = [await cluster.metric(name, "baton_evictions_total") for name in ("p0", "d0")]
-    assert [got.failure for got, _ in results if got.failure] == []
-    stayed = [got for got, is_cancelled in results if not is_cancelled]
-    assert all(got.is_complete for got in stayed)
-    assert any(not got.is_complete for got, is_cancelled in results if is_cancelled), (
+    assert [response.failure for response, _ in results if response.failure] == []
+    completed = [response for response, is_cancelled in results if not is_cancelled]
+    assert all(response.is_complete for response in completed)
+    assert any(not response.is_complete for response, is_cancelled in results if is_cancelled), (
         "some clients must have cancelled in mid-stream"
     )
-    assert any(got.usage and got.usage.num_cached_tokens for got in stayed), (
+    assert any(response.usage and response.usage.num_cached_tokens for response in completed), (
         "some prompts must have hit the prefix cache"
     )
     assert sum(evictions) > 0, "some blocks must have been evicted"
     assert grown == {}, "no resource may grow (before, after)"
-    checker.check([answer for got in stayed[:MAX_CHECKED] for answer in got.answers()])
+    checker.check([answer for response in completed[:MAX_CHECKED] for answer in response.answers()])
