@@ -291,15 +291,16 @@ async def test_mismatched_files_at_start_are_an_error(authority: Authority, brok
             pass
 
 
-async def test_files_replaced_during_a_read_are_refused(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_replaced_during_a_read_are_refused(authority: Authority) -> None:
+    class ReplacedPair(CertificatePair):
+        """Its files are replaced while they are checked."""
+
+        def check(self) -> None:
+            authority.pair("service", SERVICE_NAME)
+
     pair = authority.pair("service", SERVICE_NAME)
-
-    def check(self: CertificatePair) -> None:
-        authority.pair("service", SERVICE_NAME)
-
-    monkeypatch.setattr(CertificatePair, "check", check)
     with pytest.raises(ConfigError, match="are being replaced; try again"):
-        pair.read()
+        ReplacedPair(certificate=pair.certificate, key=pair.key).read()
 
 
 def test_encrypted_key_is_refused_without_a_password_prompt(authority: Authority) -> None:
@@ -351,17 +352,17 @@ async def test_grpc_clients_of_the_gateway_need_no_certificate(
 
 
 async def test_http_clients_of_the_gateway_accept_a_renewed_certificate(
-    authority: Authority, other_authority: Authority, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, other_authority: Authority
 ) -> None:
-    pair = authority.pair("front", "localhost", "127.0.0.1", ends=PAST)
     reader_threads: set[int] = set()
-    read = CertificatePair.context
 
-    def recording_context(self: CertificatePair) -> ssl.SSLContext:
-        reader_threads.add(threading.get_ident())
-        return read(self)
+    class RecordingPair(CertificatePair):
+        def context(self) -> ssl.SSLContext:
+            reader_threads.add(threading.get_ident())
+            return super().context()
 
-    monkeypatch.setattr(CertificatePair, "context", recording_context)
+    issued = authority.pair("front", "localhost", "127.0.0.1", ends=PAST)
+    pair = RecordingPair(certificate=issued.certificate, key=issued.key)
     async with http_gateway(("p0", "prefill"), ("d0", "decode"), tls=pair) as gateway:
         reader_threads.clear()
         reloading = asyncio.create_task(gateway.server.reload_certificate(interval_s=0.02))
