@@ -42,7 +42,7 @@ class OwnedTransferState(Enum):
     """State of a transfer at the owner of the KV.
 
     EARLY: the reader's Follow arrived before the job. CREATED: the job arrived, no reader has followed yet.
-    FOLLOWED: a reader has followed. ENDED: kept as a tombstone for `early_s`, so that late messages are
+    FOLLOWED: a reader has followed. ENDED: remembered for `reorder_window_s`, so that late messages are
     recognized.
     """
 

@@ -363,14 +363,14 @@ def test_ended_transfers_leave_nothing_behind() -> None:
     owner = r.owner
     left = (
         owner._transfers,
-        owner._tombstones,
+        owner._ended,
         owner._early,
         owner._transfer_until,
         owner._early_until,
-        owner._tombstones_until,
+        owner._ended._until,
     )
     assert [len(kept) for kept in left] == [0] * 6
-    assert (owner._readers.open, owner._readers.ended) == ({}, {})
+    assert (owner._by_reader, owner._ended._without_reader) == ({}, {})
     assert owner.next_deadline_s is None
 
 

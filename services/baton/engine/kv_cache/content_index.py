@@ -1,4 +1,4 @@
-"""Which blocks hold which content, by hash, and the changes of that to publish."""
+"""The content of blocks by hash, and the changes to publish."""
 
 from collections.abc import Iterable, Set
 

@@ -9,7 +9,7 @@ are counted and dropped.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.core.errors import Reason
 from baton.core.ids import Incarnation, JobId, TransferId, WorkerRef
@@ -32,14 +32,11 @@ from baton.core.request import LegTimeline
 from baton.core.state_machines import OWNED_TRANSFER_TRANSITIONS, Lifecycle
 from baton.core.state_machines import OwnedTransferState as State
 from baton.runtime.observability.tracing import NO_SPAN, OFF, Span, Tracing
+from baton.transfer.owner.ended_transfers import EndedTransfers, Key, PullKey
 from baton.transfer.owner.lease_deadlines import Deadlines
 
-PullKey = tuple[Incarnation, TransferId]
-Key = JobId | PullKey
 PrefixLookup = Callable[[Sequence[BlockHash]], Sequence[int]]
 """Returns the block ids of the longest leading run of hashes that this worker's cache holds."""
-
-MAX_TOMBSTONES = 65_536
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,17 +86,6 @@ class OwnedTransfer:
     span: Span = NO_SPAN
 
 
-@dataclass(slots=True)
-class _Readers:
-    """Transfers by reader incarnation.
-
-    `ended`: those that ended without the reader and are still remembered.
-    """
-
-    open: dict[Incarnation, dict[TransferId, OwnedTransfer]] = field(default_factory=dict)
-    ended: dict[Incarnation, dict[TransferId, None]] = field(default_factory=dict)
-
-
 class KvOwner:
     """All transfers of one worker's blocks. Messages from peers never make it raise.
 
@@ -131,9 +117,8 @@ class KvOwner:
         self._early: dict[JobId, tuple[WorkerRef, Follow, int]] = {}
         self._early_until: Deadlines[JobId] = Deadlines()
         self._transfer_until: Deadlines[Key] = Deadlines()
-        self._tombstones: dict[Key, Reason] = {}
-        self._tombstones_until: Deadlines[Key] = Deadlines()
-        self._readers = _Readers()
+        self._by_reader: dict[Incarnation, dict[TransferId, OwnedTransfer]] = {}  # followed and not ended
+        self._ended = EndedTransfers(remember_s=reorder_window_s)
         self._streams = 0
         self.counts = OwnerCounts()
 
@@ -145,7 +130,7 @@ class KvOwner:
     @property
     def next_deadline_s(self) -> float | None:
         """The time at which `expire` must be called next; None if there is no deadline."""
-        times = [d.next_s for d in (self._transfer_until, self._early_until, self._tombstones_until)]
+        times = [self._transfer_until.next_s, self._early_until.next_s, self._ended.next_deadline_s]
         return min((t for t in times if t is not None), default=None)
 
     # -- called by the worker for its jobs ---------------------------------------------------------
@@ -161,7 +146,7 @@ class KvOwner:
             key=job, lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.CREATED), reader=reader, job=job
         )
         self._transfers[job] = transfer
-        self._tombstones.pop(job, None)
+        self._ended.forget(job)
         early = self._early.pop(job, None)
         self._early_until.drop(job)
         if early is not None:
@@ -245,11 +230,11 @@ class KvOwner:
         if not 0 <= message.have_blocks <= message.resume_from_block or not message.transfer_id:
             self._refuse(reader, message.transfer_id, Reason.INVALID_REQUEST)
             return
-        known = self._readers.open.get(incarnation, {}).get(message.transfer_id)
+        known = self._by_reader.get(incarnation, {}).get(message.transfer_id)
         if known is not None:
             self._follow_again(known, message, stream_number, now_s)
-        elif key in self._tombstones:
-            self._refuse(reader, message.transfer_id, self._tombstones[key])
+        elif (reason := self._ended.reason(key)) is not None:
+            self._refuse(reader, message.transfer_id, reason)
         elif isinstance(message.subject, HashRange):
             self._follow_prefix(reader, message, message.subject, stream_number, now_s)
         else:
@@ -258,18 +243,17 @@ class KvOwner:
     def renew(self, reader: WorkerRef, message: Renew, stream_number: int, now_s: float) -> None:
         """Extend the reader's leases of this stream. The answer names the transfers that have ended."""
         incarnation = reader.incarnation
-        for transfer in self._readers.open.get(incarnation, {}).values():
+        for transfer in self._by_reader.get(incarnation, {}).values():
             if transfer.stream_number == stream_number:
                 self._transfer_until.set(transfer.key, now_s + self._lease_s)
-        ended = tuple(self._readers.ended.get(incarnation, ()))
-        self._send(reader, Renewed(renewal=message.renewal, lost=ended))
+        self._send(reader, Renewed(renewal=message.renewal, lost=self._ended.without_reader(incarnation)))
 
     def release(self, reader: WorkerRef, message: Release | Abandon, now_s: float) -> None:
         """End a transfer that its reader has finished or abandoned.
 
         Unknown transfers are counted and dropped.
         """
-        transfer = self._readers.open.get(reader.incarnation, {}).get(message.transfer_id)
+        transfer = self._by_reader.get(reader.incarnation, {}).get(message.transfer_id)
         if transfer is None:
             dropped = self._drop_early(reader, message.transfer_id)
             self.counts.dropped_notices += not dropped
@@ -287,12 +271,14 @@ class KvOwner:
         """
         if not transfer_id:
             return all(0 <= block_id < self._num_blocks for block_id in block_ids)
-        transfer = self._readers.open.get(reader.incarnation, {}).get(transfer_id)
+        transfer = self._by_reader.get(reader.incarnation, {}).get(transfer_id)
         return transfer is not None and set(block_ids) <= set(transfer.pinned[: transfer.next_block])
 
     def expire(self, now_s: float) -> None:
-        """End transfers whose lease or claim timeout has passed; drop expired early Follows and
-        tombstones."""
+        """End transfers whose lease or claim timeout has passed.
+
+        Also refuses early Follows whose job did not come in time, and forgets transfers that ended long ago.
+        """
         for key in self._transfer_until.pop_passed(now_s):
             transfer = self._transfers[key]
             if transfer.lifecycle.state is State.FOLLOWED:
@@ -303,8 +289,7 @@ class KvOwner:
         for job in self._early_until.pop_passed(now_s):
             reader, message, _stream_number = self._early.pop(job)
             self._refuse(reader, message.transfer_id, Reason.LEASE_LOST)
-        for key in self._tombstones_until.pop_passed(now_s):
-            self._bury(key)
+        self._ended.expire(now_s)
 
     def close(self, reason: Reason, now_s: float) -> None:
         """End all transfers, because the worker is shutting down."""
@@ -316,8 +301,8 @@ class KvOwner:
     def _follow_job(self, reader: WorkerRef, message: Follow, job: JobId, stream_number: int, now_s: float) -> None:
         transfer = self._transfers.get(job)
         if transfer is None:
-            if job in self._tombstones:
-                self._refuse(reader, message.transfer_id, self._tombstones[job])
+            if (reason := self._ended.reason(job)) is not None:
+                self._refuse(reader, message.transfer_id, reason)
                 return
             self.counts.early_follows += 1
             self._early[job] = (reader, message, stream_number)
@@ -355,7 +340,7 @@ class KvOwner:
     ) -> None:
         transfer.reader, transfer.transfer_id = reader, message.transfer_id
         transfer.lifecycle.move(State.FOLLOWED)
-        self._readers.open.setdefault(reader.incarnation, {})[message.transfer_id] = transfer
+        self._by_reader.setdefault(reader.incarnation, {})[message.transfer_id] = transfer
         transfer.span = self._tracing.start("kv lease", message.trace_context, at_s=now_s)
         self.counts.followed += 1
         self._transfer_until.drop(transfer.key)  # the lease may end before the claim timeout would have
@@ -422,26 +407,11 @@ class KvOwner:
         keys: list[Key] = [transfer.key]
         if transfer.reader is not None and transfer.transfer_id is not None:
             incarnation = transfer.reader.incarnation
-            self._readers.open[incarnation].pop(transfer.transfer_id, None)
-            if not self._readers.open[incarnation]:
-                del self._readers.open[incarnation]
+            self._by_reader[incarnation].pop(transfer.transfer_id, None)
+            if not self._by_reader[incarnation]:
+                del self._by_reader[incarnation]
             if not by_reader:
-                self._readers.ended.setdefault(incarnation, {})[transfer.transfer_id] = None
+                self._ended.add_without_reader(incarnation, transfer.transfer_id)
             keys.append((incarnation, transfer.transfer_id))
         for key in dict.fromkeys(keys):
-            self._tombstones[key] = reason
-            self._tombstones_until.drop(key)
-            self._tombstones_until.set(key, now_s + self._reorder_window_s)
-        while len(self._tombstones) > MAX_TOMBSTONES:
-            oldest = next(iter(self._tombstones))
-            self._tombstones_until.drop(oldest)
-            self._bury(oldest)
-
-    def _bury(self, key: Key) -> None:
-        self._tombstones.pop(key, None)
-        if isinstance(key, tuple):
-            incarnation, transfer_id = key
-            ended = self._readers.ended.get(incarnation, {})
-            ended.pop(transfer_id, None)
-            if not ended:
-                self._readers.ended.pop(incarnation, None)
+            self._ended.add(key, reason, now_s)
