@@ -71,7 +71,7 @@ class GatewayProcess:
         assert (choice["token_ids"], choice["finish_reason"]) == (EXPECTED_TOKENS, "length")
 
     async def _send_valid_request(self) -> bytes:
-        """Send the valid request over a connection that keep_open open between checks, which costs less CPU."""
+        """Send the valid request over a connection that stays open between checks."""
         if self._connection is None:
             self._connection = await asyncio.open_connection("127.0.0.1", self.http_port)
         reader, writer = self._connection

@@ -69,7 +69,7 @@ async def test_body_over_the_limit_is_rejected_and_the_connection_stays_usable()
         )
         assert (await raw.read_until(b'"status": 413')).startswith(b"HTTP/1.1 413 ")
         await raw.close()
-        # If the complete body is sent, the client still gets the response, and the connection keep_open usable.
+        # If the complete body is sent, the client still gets the response, and the connection stays usable.
         for _ in range(2):
             answer = await gateway.post(COMPLETIONS, content=b"x" * 3_000_000)
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
