@@ -8,8 +8,8 @@ from baton.core.step_cost import StepCostModel, StepWork
 WINDOW_S = 20.0
 """Time in which the weight of a step falls to 1/e."""
 MIN_DECODING_S = 1.0
-"""With less weighted time of decoding steps than this, the share is lower in proportion. So the first mixed
-steps are no trend yet, and an idle worker forgets the last load within about a minute."""
+"""Weighted time of decoding steps below which the share is lower in proportion. So the first mixed steps
+are no trend yet, and an idle worker forgets the last load within about a minute."""
 
 
 class RecentPrefillShare:
