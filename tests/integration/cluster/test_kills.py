@@ -197,7 +197,8 @@ async def test_scheduler_crash_under_load_loses_no_request(
     await auditor.audit(cluster)
 
 
-@pytest.mark.long  # in short: test_decode_workers_prefill_locally_without_any_prefill_worker, and unit tests of NO_WORKERS
+# `make test` runs test_decode_workers_prefill_locally_without_any_prefill_worker and unit tests instead.
+@pytest.mark.long
 @pytest.mark.fault("F-9")
 async def test_request_without_any_decode_worker_fails_with_no_workers(cluster: ProcessCluster) -> None:
     await restore(cluster)

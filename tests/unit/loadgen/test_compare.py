@@ -44,7 +44,7 @@ def changes_of(found: Any) -> dict[str, Change]:
     return {change.metric: change for change in found.changes}
 
 
-def test_means_medians_and_differences_of_pairs() -> None:
+def test_means_medians_and_paired_differences_equal_values_by_hand() -> None:
     before = [answer(i, ttft) for i, ttft in enumerate((0.1, 0.2, 0.3))]
     after = [answer(i, ttft, 0.3) for i, ttft in enumerate((0.2, 0.3, 0.7))]
     found = changes_of(compare(result(before), result(after, "B"), rules=rules("ttft=250ms,tpot=1s")))
@@ -226,7 +226,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("fast", "fast", ["--max-regression", "lots"], 2),
     ],
 )
-def test_exit_codes(runs: dict[str, Path], before: str, after: str, flags: list[str], code: int) -> None:
+def test_exit_code_follows_from_thresholds_and_verdicts(
+    runs: dict[str, Path], before: str, after: str, flags: list[str], code: int
+) -> None:
     found = CliRunner().invoke(command, [str(runs[before]), str(runs[after]), *flags])
     assert found.exit_code == code, found.output
     if code == 1:
@@ -253,7 +255,7 @@ def test_invalid_run_decides_only_with_allow_invalid(runs: dict[str, Path]) -> N
     assert found.exit_code == 0
 
 
-def test_json_output(runs: dict[str, Path]) -> None:
+def test_json_output_has_verdicts_and_changes(runs: dict[str, Path]) -> None:
     found = CliRunner().invoke(command, [str(runs["fast"]), str(runs["slow"]), "--json"])
     data = json.loads(found.output)
     assert data["loadgen_compare"] == 1

@@ -28,7 +28,7 @@ def test_percentile_is_exact_to_within_a_bucket(lags: list[float], q: int) -> No
 
 
 @given(LAGS, LAGS)
-def test_histograms_add_up_after_json(one: list[float], other: list[float]) -> None:
+def test_histograms_add_up_after_a_json_round_trip(one: list[float], other: list[float]) -> None:
     total = LagHistogram.from_json(json.loads(json.dumps(histogram(one).to_json())))
     total += histogram(other)
     whole = histogram([*one, *other])
@@ -39,7 +39,7 @@ def counts(good: int, late: int, due: int) -> Counts:
     result = Counts()
     result.due, result.sent, result.in_flight = due, due, due - good - late
     result.outcomes.update({"good": good, "late": late})
-    result.errors.update({"oops": late})
+    result.errors.update({"timeout": late})
     result.lags.add(0.001)
     return result
 
@@ -49,7 +49,7 @@ def test_counts_of_processes_add_up() -> None:
     for part in (counts(3, 1, 6), counts(5, 0, 5)):
         total += Counts.from_json(json.loads(json.dumps(part.to_json())))
     assert (total.due, total.sent, total.in_flight, total.ended, total.outcomes["good"]) == (11, 11, 2, 9, 8)
-    assert (total.errors["oops"], total.lags.count, attainment(total)) == (1, 2, "88.9% of 9 ended")
+    assert (total.errors["timeout"], total.lags.count, attainment(total)) == (1, 2, "88.9% of 9 ended")
     assert attainment(Counts()) == "-"
 
 
@@ -74,7 +74,7 @@ def test_live_panel_warns_of_an_invalid_run() -> None:
     with console.capture() as capture:
         console.print(view._picture())
     assert "the run will be INVALID" in capture.get()
-    assert "1 × oops" in capture.get()
+    assert "1 × timeout" in capture.get()
 
 
 def test_live_panel_shows_recent_rates() -> None:
@@ -93,7 +93,7 @@ def test_live_panel_shows_recent_rates() -> None:
     assert "offered 5.0/s, achieved 4.0/s, completed 3.0/s, in flight 3" in capture.get()
 
 
-def test_a_quiet_view_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_view_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with LiveView(
         name="plan", url="http://x", num_requests=20, planned_s=10.0, lag_limit_s=0.002, is_quiet=True
     ) as view:

@@ -79,7 +79,7 @@ def test_stages_longer_than_the_latency_are_shortened() -> None:
     assert sum(found.values()) == pytest.approx(0.8)
 
 
-def test_stages_without_a_timeline() -> None:
+def test_response_without_a_timeline_has_client_stages_only() -> None:
     assert path_of(record(), Stages()) == [
         ("send lag", pytest.approx(0.1)),
         ("to the first token", pytest.approx(0.4)),

@@ -28,7 +28,7 @@ def test_bodies_have_only_supported_fields() -> None:
     assert body("baton") == {**OPENAI, "prompt": [5, 6], **ours}
 
 
-def test_text_and_chat_bodies() -> None:
+def test_text_and_chat_bodies_have_their_prompt_field() -> None:
     text = ResolvedRequest(index=0, text='é "q"', max_tokens=9)
     assert body("openai", text)["prompt"] == 'é "q"'
     assert body("openai", text, is_chat=True) == {**OPENAI, "messages": [{"role": "user", "content": 'é "q"'}]}

@@ -181,7 +181,7 @@ def test_result_does_not_depend_on_chunk_boundaries(places: list[int]) -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 300))
-def test_garbage_never_raises(noise: bytes, place: int) -> None:
+def test_arbitrary_bytes_do_not_raise(noise: bytes, place: int) -> None:
     stream = head(**CHUNKED) + chunk(token(7)) + chunk(token(9, "length")) + chunk(USAGE, DONE, last=True)
     place %= len(stream)
     wire = Wire()
@@ -232,7 +232,7 @@ def test_invalid_event_fails_and_keeps_earlier_tokens(data: bytes) -> None:
         (b"", "", "status 429 without a body"),
     ],
 )
-def test_rejections_in_all_known_formats(body: bytes, reason: str, message: str) -> None:
+def test_rejections_of_all_known_formats_are_parsed(body: bytes, reason: str, message: str) -> None:
     exchange = Wire().get(response(429, body, retry_after="3"))
     assert (exchange.status, exchange.reason, exchange.error, exchange.retry_after_s) == (429, reason, message, 3.0)
     assert not exchange.is_complete
@@ -319,7 +319,7 @@ def test_request_on_a_just_closed_connection_is_resent() -> None:
     wire = Wire()
     wire.get(head(**CHUNKED), chunk(token(7, "stop"), DONE, last=True))
     late = wire.send()
-    wire.now_s += 5  # by then the server had it, and died of it
+    wire.now_s += 5  # the server received the request before it died
     wire.close()
     assert (wire.resent, late.error) == ([], "the connection was closed by the server before a response")
 

@@ -25,7 +25,7 @@ def drawn(text: str, count: int = 100_000) -> np.ndarray:
     return draw_lengths(parse_lengths(text), stream(1, text), count)
 
 
-def test_fixed_length() -> None:
+def test_fixed_distribution_returns_its_length() -> None:
     assert set(drawn("512", 100).tolist()) == {512}
 
 
@@ -75,7 +75,7 @@ def test_more_draws_start_like_fewer(text: str) -> None:
     assert drawn(text, 5000)[:100].tolist() == drawn(text, 100).tolist()
 
 
-def test_lengths_from_a_csv_column(tmp_path: Path) -> None:
+def test_lengths_are_read_from_a_csv_column(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_text('TIMESTAMP,ContextTokens,"GeneratedTokens"\n2023,100,1\n2024,"300",2\n')
     assert parse_lengths(f"file:{path}:ContextTokens") == Empirical((100.0, 300.0))
@@ -84,7 +84,7 @@ def test_lengths_from_a_csv_column(tmp_path: Path) -> None:
     assert counts == pytest.approx(50_000, rel=0.03)
 
 
-def test_lengths_from_a_key_of_gzipped_json_lines(tmp_path: Path) -> None:
+def test_lengths_are_read_from_a_key_of_gzipped_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"input_length": 7}\n{"input_length": 9}\n'))
     assert parse_lengths(f"file:{path}:input_length") == Empirical((7.0, 9.0))

@@ -61,11 +61,11 @@ def test_any_server_output_is_handled_without_raising(value: object, status: int
     ("value", "seconds"),
     [("3", 3.0), ("0.5", 0.5), ("-2", 0.0), ("soon", None), ("nan", None), ("inf", None), ("", None)],
 )
-def test_retry_after_in_seconds(value: str, seconds: float | None) -> None:
+def test_retry_after_in_seconds_is_parsed(value: str, seconds: float | None) -> None:
     assert retry_after_s(value) == seconds
 
 
-def test_retry_after_as_a_date() -> None:
+def test_retry_after_as_a_date_is_parsed() -> None:
     soon = retry_after_s(format_datetime(datetime.now(UTC) + timedelta(seconds=100), usegmt=True))
     assert soon == pytest.approx(100, abs=20)
     assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0

@@ -72,7 +72,7 @@ def windows(tmp_path: Path) -> Path:
     return path
 
 
-def test_random_source(tmp_path: Path) -> None:
+def test_random_source_writes_its_plan(tmp_path: Path) -> None:
     args = (
         "random",
         "--rate",
@@ -125,7 +125,7 @@ def test_same_arguments_make_the_same_file(tmp_path: Path) -> None:
     assert a != c
 
 
-def test_shared_prefix_source(tmp_path: Path) -> None:
+def test_shared_prefix_source_writes_its_plan(tmp_path: Path) -> None:
     output = loadgen_plan(
         "shared-prefix", "--rate", "5", "--requests", "100", "--prefixes", "2", "--prefix-tokens", "90", "--zipf", "0",
         "--input-tokens", "10", "-o", tmp_path / "p.jsonl",
@@ -133,7 +133,7 @@ def test_shared_prefix_source(tmp_path: Path) -> None:
     assert "prefix hit  at best 88.20% of prompt tokens (infinite cache)" in output  # 98 of 100 times 90 of 100 tokens
 
 
-def test_sessions_source(tmp_path: Path) -> None:
+def test_sessions_source_writes_its_plan(tmp_path: Path) -> None:
     plan = run_plan(
         tmp_path, "sessions", "--rate", "1", "--sessions", "10", "--turns", "3", "--think", "2s",
         "--first-input-tokens", "50",
@@ -145,7 +145,7 @@ def test_sessions_source(tmp_path: Path) -> None:
     assert {r.think_s for r in plan.requests} == {0, 2}
 
 
-def test_mooncake_source(tmp_path: Path) -> None:
+def test_mooncake_source_writes_its_plan(tmp_path: Path) -> None:
     output = loadgen_plan(
         "mooncake", EXCERPT, "--max-tokens", "60000", "--cache-tokens", "100000", "-o", tmp_path / "p.jsonl.gz"
     )
@@ -176,7 +176,7 @@ def test_mooncake_source(tmp_path: Path) -> None:
     assert max(small.num_prompt_tokens(r) or 0 for r in small.requests) < 10_000
 
 
-def test_azure_source(tmp_path: Path, azure: Path) -> None:
+def test_azure_source_writes_its_plan(tmp_path: Path, azure: Path) -> None:
     plan = run_plan(tmp_path, "azure", azure, "--time-scale", "0.1")
     assert [(r.at_s, plan.num_prompt_tokens(r), r.output_tokens) for r in plan.requests] == [
         (0.0, 100, 10),
@@ -184,7 +184,7 @@ def test_azure_source(tmp_path: Path, azure: Path) -> None:
     ]
 
 
-def test_servegen_source(tmp_path: Path, windows: Path) -> None:
+def test_servegen_source_writes_its_plan(tmp_path: Path, windows: Path) -> None:
     plan = run_plan(tmp_path, "servegen", windows, "--workload", "w/a", "--seconds", "100s", "--output-tokens", "3")
     assert {r.tenant for r in plan.requests} == {"client-3", "client-4"}
     assert 200 < len(plan.requests) < 550
@@ -202,7 +202,7 @@ def test_servegen_source(tmp_path: Path, windows: Path) -> None:
     )
 
 
-def test_sharegpt_source(tmp_path: Path, chats: Path) -> None:
+def test_sharegpt_source_writes_its_plan(tmp_path: Path, chats: Path) -> None:
     args = ("sharegpt", chats, "--rate", "1", "--sessions", "2")
     texts = run_plan(tmp_path, *args, "--output-tokens", "9")
     assert all(isinstance(segment, Text) for r in texts.requests for segment in r.segments)
@@ -213,7 +213,7 @@ def test_sharegpt_source(tmp_path: Path, chats: Path) -> None:
     assert "prompts     4 texts, whose tokens only the server can count" in output
 
 
-def test_arrivals_from_a_file(tmp_path: Path) -> None:
+def test_arrivals_are_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "times").write_text("0.5\n1\n7\n")
     args = ("random", "--arrivals", f"file:{tmp_path}/times")
     assert [r.at_s for r in run_plan(tmp_path, *args).requests] == [0.5, 1.0, 7.0]
@@ -221,7 +221,7 @@ def test_arrivals_from_a_file(tmp_path: Path) -> None:
     assert "--rate cannot be combined with" in error_of(*args, "--rate", "5", "-o", tmp_path / "x")
 
 
-def test_client_mixes_and_slos(tmp_path: Path) -> None:
+def test_client_mixes_and_slos_are_in_the_plan(tmp_path: Path) -> None:
     out = tmp_path / "p.jsonl"
     output = loadgen_plan(
         "random", "--rate", "5", "--requests", "1000", "--slo-class", "chat:0.7:ttft=500ms,tpot=50ms",
@@ -247,7 +247,7 @@ def test_client_mixes_and_slos(tmp_path: Path) -> None:
     assert one.slos == {"default": SloTarget(e2e_s=10)}
 
 
-def test_vocabulary_options(tmp_path: Path) -> None:
+def test_vocabulary_options_set_the_vocabulary(tmp_path: Path) -> None:
     args = ("random", "--rate", "5", "--requests", "1")
     assert run_plan(tmp_path, *args, "--tokenizer", DEMO).vocabulary == Vocabulary(low=3, high=4096)
     assert run_plan(tmp_path, *args, "--tokenizer", DEMO).made_by["tokenizer"]["file"] == "tokenizer.json"

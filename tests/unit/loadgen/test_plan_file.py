@@ -298,5 +298,5 @@ def test_prompt_lengths_are_counted() -> None:
     assert [counted.num_prompt_tokens(r) for r in counted.requests] == [43, None, 50]
 
 
-def test_vocabulary_size() -> None:
+def test_vocabulary_size_does_not_count_excluded_tokens() -> None:
     assert Vocabulary(low=10, high=20, excluded=(11, 12)).size == 8

@@ -31,7 +31,7 @@ def written(path: Path, *records: Record) -> Path:
     return path
 
 
-def test_record_round_trip(tmp_path: Path) -> None:
+def test_record_is_unchanged_after_round_trip(tmp_path: Path) -> None:
     answer = record(
         1, tokens=(1.5, (1.6, 3)), token_ids=(4, 5, 6, 7), tenant="acme", timeline={"legs": [{"worker_id": "w0"}]}
     )
@@ -54,7 +54,7 @@ def test_record_round_trip(tmp_path: Path) -> None:
         is_complete=st.booleans(),
     )
 )
-def test_any_record_round_trip(seen: Record) -> None:
+def test_arbitrary_record_is_unchanged_after_round_trip(seen: Record) -> None:
     assert from_json(json.loads(json.dumps(to_json(seen)))) == seen
 
 
@@ -119,7 +119,7 @@ def test_timeline_that_is_not_json_is_dropped(tmp_path: Path) -> None:
     assert seen.error == "? garbage"
 
 
-def test_result_directory_round_trip(tmp_path: Path) -> None:
+def test_result_directory_is_unchanged_after_round_trip(tmp_path: Path) -> None:
     write_run(tmp_path, run(duration_s=0.0))
     write_run(tmp_path, run(invalid=("late",), flags={"label": "one worker"}))
     written(tmp_path / "records.jsonl", record())
@@ -152,7 +152,7 @@ def test_invalid_run_file_is_named(tmp_path: Path, text: str | None, message: st
 def test_killed_run_is_read_from_the_files_of_its_processes(tmp_path: Path) -> None:
     write_run(tmp_path, run(processes=11))
     parts = [written(tmp_path / f"records.{part}.jsonl", record(20 - part)) for part in range(11)]
-    written(tmp_path / ".records.jsonl", record(0))  # it was killed while it merged them
+    written(tmp_path / ".records.jsonl", record(0))  # killed during the merge
     result = read_result(tmp_path)
     assert result.records == tuple(record(index) for index in range(10, 21))
     (note,) = result.notes

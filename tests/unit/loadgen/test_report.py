@@ -171,7 +171,7 @@ def test_predictions_are_compared_with_server_measurements(single: Written) -> N
     assert "predicted / actual tpot: p10, p50, p90" in single.html
 
 
-def test_no_predictions_without_data(several: Written) -> None:
+def test_predictions_are_none_without_data(several: Written) -> None:
     without = several.data["runs"][2]
     assert (without["predicted_to_actual_ttft"], without["predicted_to_actual_tpot"]) == (None, None)
 
@@ -233,7 +233,7 @@ def test_csv_has_every_request(single: Written) -> None:
     assert sum(ttfts) / len(ttfts) == pytest.approx(run_data["latency"]["ttft"]["mean_ms"]["value"], rel=1e-5)
 
 
-def test_hostile_texts_are_escaped(tmp_path: Path) -> None:
+def test_texts_with_markup_are_escaped(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     one = refused(0, error=f"=HYPERLINK(1) {evil}", status=500, tenant=evil, reason="a|b`c")
     written = Written.of([small(tmp_path / "r", one, record(1), model=evil, flags={"label": evil})], tmp_path / "out")

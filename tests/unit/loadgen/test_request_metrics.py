@@ -11,7 +11,7 @@ from loadgen.slo_target import SloTarget
 from tests.loadgen_builders import any_record, any_terms, record, refused, rules
 
 
-def test_every_metric_of_one_response() -> None:
+def test_every_metric_of_a_response_equals_its_value_by_hand() -> None:
     """Due at 1.0, sent at 1.1; tokens at 1.5, 1.6, 1.8 and two in one message at 2.4."""
     answer = record(tokens=(1.5, 1.6, 1.8, (2.4, 2)))
     assert request_metrics.num_output_tokens(answer) == 5
@@ -108,7 +108,7 @@ def test_late_send_counts_against_ttft() -> None:
         (RequestOutcome.TRUNCATED, record(tokens=(), num_output_tokens=0)),
     ],
 )
-def test_outcomes(expected: RequestOutcome, seen: Record) -> None:
+def test_each_record_has_its_outcome(expected: RequestOutcome, seen: Record) -> None:
     assert classify(seen, rules("ttft=600ms,tpot=200ms")) is expected
 
 

@@ -238,14 +238,14 @@ def test_stop_keeps_records_and_sends_nothing_more() -> None:
 
 
 def test_request_that_cannot_be_sent_does_not_end_the_run() -> None:
-    class Choosy(Server):
+    class ServerThatRejectsOne(Server):
         def prepare(self, request_sent: ResolvedRequest) -> ResolvedRequest:
             if request_sent.index == 1:
                 raise ValueError("too odd")
             return super().prepare(request_sent)
 
     planned = plan(*(request(index, (index, 4), at_s=100.0 + index, output=2) for index in range(3)))
-    records = run(planned, Choosy())
+    records = run(planned, ServerThatRejectsOne())
     assert outcomes(planned, records) == [RequestOutcome.GOOD, RequestOutcome.FAILED, RequestOutcome.GOOD]
     assert records[1].error == "not sent: ValueError: too odd"
 

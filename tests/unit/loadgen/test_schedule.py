@@ -68,7 +68,7 @@ def test_upcoming_returns_each_request_once_before_it_is_sent() -> None:
     due(schedule, 4.5)
     assert schedule.upcoming(9.0) is None
     schedule.ended(4, 5.0, is_complete=True)
-    due(schedule, 6.0)  # before anybody could make the turn ready
+    due(schedule, 6.0)  # before the turn is ready
     assert schedule.upcoming(9.0) is None
 
 

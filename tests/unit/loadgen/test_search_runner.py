@@ -68,21 +68,21 @@ class Server:
 
 
 def search(server: Server, goals: tuple[Goal, ...] = ONE, **changes: Any) -> tuple[SearchResult, list[SearchResult]]:
-    heard: list[SearchResult] = []
+    updates: list[SearchResult] = []
     limits = changes.pop("limits", Limits(start_rps=4.0))
-    options: dict[str, Any] = {"confidence": 0.95, "time_limit_s": 1e9, "on_update": heard.append, **changes}
-    return run_searches(goals, [limits] * len(goals), server, **options), heard
+    options: dict[str, Any] = {"confidence": 0.95, "time_limit_s": 1e9, "on_update": updates.append, **changes}
+    return run_searches(goals, [limits] * len(goals), server, **options), updates
 
 
 def test_search_finds_the_capacity_and_reports_each_trial() -> None:
     server = Server()
-    found, heard = search(server)
+    found, updates = search(server)
     answer = found.answers[0]
     assert answer.state is State.FOUND
     assert answer.capacity_rps == pytest.approx(10, rel=0.05)
     assert is_answered(answer)
-    assert [len(one.trials) for one in heard] == list(range(1, len(server.asked) + 1))
-    assert heard[-1].trials == found.trials
+    assert [len(one.trials) for one in updates] == list(range(1, len(server.asked) + 1))
+    assert updates[-1].trials == found.trials
 
 
 def test_later_goals_use_the_trials_of_earlier_ones() -> None:
@@ -203,7 +203,7 @@ def test_time_limit_ends_the_search() -> None:
     assert 4 <= len(found.trials) <= 6
 
 
-# What is said of it.
+# Output.
 
 
 def lines(found: SearchResult) -> list[str]:
@@ -235,7 +235,7 @@ def test_last_line_has_the_capacity() -> None:
     assert lines(stopped)[1].startswith("capacity unknown at 90 % joint attainment: ")
 
 
-def test_trial_line() -> None:
+def test_trial_line_shows_rate_share_and_verdict_or_problem() -> None:
     trial = Server().run(Proposal(rate_rps=9.0, is_scout=False), 0)
     assert trial_line(trial, "requests", ONE).split() == ["01", "9", "requests/s", "97.8%", "of", "400", "SLO", "met"]
     broken = replace(trial, invalid=("the generator was late: 9 ms; do something",), notes=("not at rest",))
@@ -278,7 +278,7 @@ def test_capacity_file_has_answers_and_trials(tmp_path: Path) -> None:
     assert (second["error"], second["answers"], second["trials"]) == ("did not start", [], [])
 
 
-# What is said before it.
+# Warnings.
 
 
 def test_sessions_longer_than_trials_give_a_warning() -> None:

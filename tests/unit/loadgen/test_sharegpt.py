@@ -16,11 +16,11 @@ from loadgen.plan.sources.sharegpt import Conversation, read_conversations, repl
 from tests.unit.loadgen.plans import plan
 
 
-def said(*messages: tuple[str, str]) -> dict[str, Any]:
+def conversation(*messages: tuple[str, str]) -> dict[str, Any]:
     return {"id": "x", "conversations": [{"from": role, "value": text} for role, text in messages]}
 
 
-CHAT = said(("human", "Hi"), ("gpt", "Hello!"), ("human", "Bye"), ("gpt", "See you."))
+CHAT = conversation(("human", "Hi"), ("gpt", "Hello!"), ("human", "Bye"), ("gpt", "See you."))
 THREE = [Conversation(system="", turns=((f"question {i}", f"answer {i}"), ("more", "less"))) for i in range(3)]
 
 
@@ -38,14 +38,18 @@ def replay(times: list[float], conversations: list[Conversation], **given: Any) 
     ("entry", "system", "turns"),
     [
         (CHAT, "", (("Hi", "Hello!"), ("Bye", "See you."))),
-        (said(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!")), "Be brief.", (("Hi", "Hello!"),)),
-        (said(("human", "Hi"), ("gpt", "Hello!"), ("human", "Bye")), "", (("Hi", "Hello!"),)),
         (
-            said(("human", "Hi"), ("gpt", "Hello!"), ("gpt", "Hello?"), ("human", "a"), ("gpt", "b")),
+            conversation(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!")),
+            "Be brief.",
+            (("Hi", "Hello!"),),
+        ),
+        (conversation(("human", "Hi"), ("gpt", "Hello!"), ("human", "Bye")), "", (("Hi", "Hello!"),)),
+        (
+            conversation(("human", "Hi"), ("gpt", "Hello!"), ("gpt", "Hello?"), ("human", "a"), ("gpt", "b")),
             "",
             (("Hi", "Hello!"),),
         ),
-        (said(("human", "Hi"), ("gpt", "Hello!"), ("human", " "), ("gpt", "b")), "", (("Hi", "Hello!"),)),
+        (conversation(("human", "Hi"), ("gpt", "Hello!"), ("human", " "), ("gpt", "b")), "", (("Hi", "Hello!"),)),
         (
             {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
             "",
@@ -55,7 +59,7 @@ def replay(times: list[float], conversations: list[Conversation], **given: Any) 
 )
 def test_conversations_are_cut_where_they_stop_alternating(tmp_path: Path, entry: Any, system: str, turns: Any) -> None:
     path = tmp_path / "chats.json"
-    path.write_text(json.dumps([entry, said(("gpt", "I was first."))]))
+    path.write_text(json.dumps([entry, conversation(("gpt", "I was first."))]))
     found = read_conversations(path)
     assert found.usable == [Conversation(system=system, turns=turns)]
     assert found.num_unusable == 1
@@ -80,7 +84,7 @@ def test_json_lines_and_gzip_are_read(tmp_path: Path) -> None:
             " conversation 2, message 1: not an object with `from` and `value`",
         ),
         (
-            json.dumps([said(("human", "a"), ("tool", "b"))]),
+            json.dumps([conversation(("human", "a"), ("tool", "b"))]),
             ' conversation 1, message 2: `from` is "tool"; it must be one of human, user',
         ),
         (
@@ -88,7 +92,10 @@ def test_json_lines_and_gzip_are_read(tmp_path: Path) -> None:
             " conversation 1, message 1: `value` is 3; it must be a string",
         ),
         (json.dumps({"conversations": 1}), "1: a list `conversations`"),
-        (json.dumps([said(("gpt", "a"))]), " none of its 1 conversations starts with a user's text and a response"),
+        (
+            json.dumps([conversation(("gpt", "a"))]),
+            " none of its 1 conversations starts with a user's text and a response",
+        ),
     ],
 )
 def test_invalid_conversations_are_rejected(tmp_path: Path, content: str, message: str) -> None:

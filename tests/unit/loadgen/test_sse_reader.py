@@ -58,7 +58,7 @@ STREAMS = st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from([b"\n", b"
 
 
 @given(STREAMS | st.binary(max_size=60), st.lists(st.integers(0, 200), max_size=8))
-def test_any_stream_in_any_chunks_matches_the_standard(stream: bytes, places: list[int]) -> None:
+def test_arbitrary_stream_in_arbitrary_chunks_matches_the_standard(stream: bytes, places: list[int]) -> None:
     # What ends with a lone CR may go on with its LF; the line is complete either way, as the reference has
     # it.
     assert parse(*cuts(stream, places)) == reference(stream)

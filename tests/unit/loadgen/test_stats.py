@@ -17,7 +17,7 @@ def test_percentiles_interpolate_between_the_two_nearest_ranks() -> None:
     assert math.isnan(stats.percentile([], 50))
 
 
-def test_wilson_against_published_values() -> None:
+def test_wilson_interval_equals_published_values() -> None:
     """Values of Brown, Cai and DasGupta 2001; 15 of 20 by hand."""
     found = stats.wilson(15, 20)
     assert (found.low, found.high) == pytest.approx((0.53129, 0.88814), abs=1e-5)

@@ -31,7 +31,7 @@ FIVE = (
 """One a second; SLO ttft 600 ms, tpot 200 ms."""
 
 
-def test_outcomes_attainment_and_goodput() -> None:
+def test_outcomes_attainment_and_goodput_equal_values_by_hand() -> None:
     found = summarise(Measures.of(FIVE, rules()))
     assert {name: count for name, count in found.outcomes.items() if count} == {
         RequestOutcome.GOOD: 2,
@@ -100,7 +100,7 @@ def test_throughput_excludes_ramp_and_tail() -> None:
     assert found.raw["prompt_tokens_per_s"] == pytest.approx(410 / 42)
 
 
-def test_the_ramp_is_at_most_a_quarter() -> None:
+def test_ramp_is_at_most_a_quarter() -> None:
     rows = [answer(i, float(i), 30.0) for i in range(9)]
     assert steady_window(Measures.of(rows, rules())) == pytest.approx((2.0, 8.0))
 
@@ -121,13 +121,13 @@ def test_in_flight_counts_earlier_unfinished_requests() -> None:
     assert in_flight_when_due(Measures.of(rows, rules())).tolist() == [0, 1, 1, 2]
 
 
-def test_rate_of_times() -> None:
+def test_rate_of_times_needs_two_distinct_times() -> None:
     assert rate(np.array([0.0, 0.5, 1.0])) == pytest.approx(2.0)
     assert rate(np.array([1.0])) is None
     assert rate(np.array([1.0, 1.0])) is None
 
 
-def test_tokens_per_message() -> None:
+def test_tokens_per_message_is_the_mean() -> None:
     found = summarise(Measures.of([record(tokens=(1.5, (1.6, 3)))], rules()))
     assert found.tokens_per_message == 2.0
 
@@ -143,7 +143,7 @@ def test_selected_rows_equal_their_own_measures() -> None:
     assert part.outcomes == alone.outcomes
 
 
-def test_summary_without_responses() -> None:
+def test_summary_without_responses_has_no_latencies() -> None:
     found = summarise(Measures.of([refused(0), refused(1, intended_s=2.0)], rules()))
     assert found.latency == {}
     assert found.joint.value == 0.0

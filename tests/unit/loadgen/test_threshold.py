@@ -78,8 +78,10 @@ def test_growing_backlog_means_above_capacity() -> None:
 
 
 def test_constant_misses_are_separated_from_load() -> None:
-    """5 % are late even at a tenth of the load; 90 % meet the SLO up to 10. Without a lapse the curve would
-    not fit."""
+    """5 % are late even at a tenth of the load, and 90 % meet the SLO up to 10.
+
+    Without late responses the curve would not fit.
+    """
     lapse = [
         observed(rate, 0.95 * share_at(rate, 10, 20, target=0.9 / 0.95), 2000) for rate in (1, 2, 4, 8, 9, 10, 11, 12)
     ]

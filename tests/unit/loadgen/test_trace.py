@@ -189,7 +189,7 @@ def test_azure_times_are_exact(tmp_path: Path) -> None:
     ]
 
 
-def test_cut_of_an_azure_trace() -> None:
+def test_azure_trace_is_cut_at_its_limits() -> None:
     rows = [AzureRow(ticks=10_000_000 * s, input_length=10 * s, output_length=1) for s in range(6)]
     replay = replay_azure(rows, Cut(start_s=1, duration_s=4, time_scale=0.5, max_tokens=31))
     assert [(r.index, r.at_s) for r in replay.requests] == [(0, 0.0), (1, 0.5), (2, 1.0)]

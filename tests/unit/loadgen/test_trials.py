@@ -147,5 +147,5 @@ def test_trials_share_no_tokens_or_arrivals() -> None:
 @pytest.mark.parametrize(
     ("goal", "name"), [(Goal(target=0.9), "0.9"), (Goal(target=0.999, slo_scale=0.5), "0.999 at 0.5 x SLO")]
 )
-def test_goal_names(goal: Goal, name: str) -> None:
+def test_goal_name_describes_target_and_scale(goal: Goal, name: str) -> None:
     assert goal.name == name

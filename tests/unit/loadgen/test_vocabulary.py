@@ -27,7 +27,7 @@ def train(path: Path, pre_tokenizer: object, specials: tuple[str, ...] = ("<unk>
     return tokenizer
 
 
-def test_ordinary_tokens_of_the_demo_model() -> None:
+def test_ordinary_tokens_of_the_demo_model_are_found() -> None:
     assert vocabulary_of(DEMO) == vocabulary_of(DEMO / "tokenizer.json") == Vocabulary(low=3, high=4096)
 
 
@@ -54,7 +54,7 @@ def test_holes_and_placeholders_in_the_middle_are_excluded(tmp_path: Path) -> No
     assert vocabulary_of(tmp_path).high == 8
 
 
-def test_vocabulary_of_a_given_size() -> None:
+def test_vocabulary_of_a_given_size_has_its_range() -> None:
     assert vocabulary_of_size(32_000) == Vocabulary(low=1000, high=32_000)
     assert vocabulary_of_size(500, 3) == Vocabulary(low=3, high=500)
     with pytest.raises(BadPlan, match="a vocabulary of 500 has fewer than two ids from 1000 on"):
@@ -84,7 +84,7 @@ def test_text_of_words_has_the_planned_tokens(tmp_path: Path, pre_tokenizer: obj
         assert len(tokenizer.encode(text_of(planned, r, {}, words)).ids) == planned.num_prompt_tokens(r)
 
 
-def test_words_of_the_demo_model() -> None:
+def test_words_of_the_demo_model_are_found() -> None:
     tokenizer, words, rng = load_tokenizer(DEMO), words_of(DEMO), random.Random(1)
     for count in (1, 10, 1000):
         text = words.lead + " ".join(rng.choices(words.words, k=count))

@@ -128,7 +128,7 @@ def test_session_ends_before_max_context() -> None:
         sessions(times(40), turns(first_inputs=Fixed(40), max_context=50), seed=0)
 
 
-def test_simple_plan() -> None:
+def test_simple_plan_has_the_given_rate_and_lengths() -> None:
     planned = simple_plan(rate_rps=5, seconds=20, input_tokens=100, output_tokens=7, seed=1, slo=SloTarget(ttft_s=1))
     check_plan(planned)
     assert {(planned.num_prompt_tokens(r), r.output_tokens) for r in planned.requests} == {(100, 7)}

@@ -49,7 +49,7 @@ async def test_workers_of_one_kind_that_start_together_measure_once(tmp_path: Pa
 
 @pytest.mark.parametrize(("costs", "key"), [(KNOWN, "k"), (KNOWN, ""), (None, "")])
 @virtual
-async def test_a_device_with_known_costs_or_without_a_key_is_not_measured(
+async def test_device_with_known_costs_or_without_a_key_is_not_measured(
     costs: StepCostModel | None, key: str, tmp_path: Path
 ) -> None:
     device = opened(costs=costs, costs_key=key)
@@ -58,7 +58,7 @@ async def test_a_device_with_known_costs_or_without_a_key_is_not_measured(
 
 
 @virtual
-async def test_a_device_fault_while_measuring_makes_the_worker_unhealthy(tmp_path: Path) -> None:
+async def test_device_fault_while_measuring_makes_the_worker_unhealthy(tmp_path: Path) -> None:
     executor, health = CostedExecutor(), Health()
     executor.error = DeviceFault("gone")
     with pytest.raises(WorkerUnhealthy, match="gone"):
@@ -66,7 +66,7 @@ async def test_a_device_fault_while_measuring_makes_the_worker_unhealthy(tmp_pat
     assert not health.is_alive
 
 
-def test_the_key_depends_on_every_part() -> None:
+def test_cost_key_depends_on_every_part() -> None:
     parts = ("model", "cpu", "float32", 2, "torch", 16)
     others = [(*parts[:i], "other", *parts[i + 1 :]) for i in range(len(parts))]
     assert len({step_costs_key(*each) for each in (parts, *others)}) == len(parts) + 1

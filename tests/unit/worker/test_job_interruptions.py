@@ -39,7 +39,7 @@ PHASES: dict[str, Phase] = {
 async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.0002)  # virtual time: whatever is looked for is seen at once
+            await asyncio.sleep(0.0002)  # virtual time
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -135,7 +135,7 @@ async def test_many_changes_are_split_into_bounded_events_and_writes() -> None:
     rig = Rig(num_blocks=2 * number)
     rig.store(
         *hashes_of(range(10**6, 10**6 + 4 * number))
-    )  # so much is held that so many changes are worth no snapshot
+    )  # with so many blocks, these changes are cheaper than a snapshot
     async with rig.running():
         rig.feed.writes.clear()
         rig.store(*hashes_of(range(4 * number)))

@@ -115,7 +115,7 @@ async def test_measuring_leaves_the_pool_unchanged() -> None:
 
 @pytest.mark.parametrize("slower", [1, 10, 100, 1_000])
 @virtual
-async def test_a_slow_device_is_measured_in_fewer_sizes_within_the_budget(slower: int) -> None:
+async def test_slow_device_is_measured_in_fewer_sizes_within_the_budget(slower: int) -> None:
     changed: dict[str, Any] = {"step_s": 0.003 * slower, "prefill_token_s": 4e-5 * slower}
     costs = StepCostModel(**{**COSTS.to_plain(), **changed})
     executor = CostedExecutor(costs)

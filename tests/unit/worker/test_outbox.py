@@ -43,7 +43,7 @@ def test_message_out_of_order_is_refused() -> None:
         outbox.append(beat(2))
 
 
-def test_the_limit_is_in_bytes_and_logprobs_count() -> None:
+def test_outbox_limit_is_in_bytes_including_logprobs() -> None:
     outbox = Outbox(2_000)
     outbox.append(step(1, 1))
     with pytest.raises(OutboxFull):

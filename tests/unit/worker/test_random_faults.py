@@ -1,4 +1,4 @@
-"""Random faults by seed: every job ends once, no token is wrong, nothing is left."""
+"""Random faults by seed: every job ends once, all tokens are correct, and no resource is left."""
 
 import asyncio
 from contextlib import suppress
@@ -71,7 +71,7 @@ class Scenario:
         rng = self.rng
         if rng.random() < 0.2:
             await asyncio.sleep(rng.uniform(0, 0.7))
-        await self.say(gateway, job)
+        await self.send(gateway, job)
         self.sent.append((gateway, job))
         if rng.random() < 0.2:
             with suppress(StreamBroken):
@@ -80,9 +80,9 @@ class Scenario:
             await asyncio.sleep(rng.expovariate(20))
             samples = rng.choice(((), (0,)))
             self.cancelled.setdefault(job.job, set()).update(samples or job.sample_indices)
-            await self.say(gateway, Cancel(job=job.job, reason=Reason.CANCELLED, sample_indices=samples))
+            await self.send(gateway, Cancel(job=job.job, reason=Reason.CANCELLED, sample_indices=samples))
 
-    async def say(self, gateway: Gateway, message: PrefillJob | DecodeJob | Cancel) -> None:
+    async def send(self, gateway: Gateway, message: PrefillJob | DecodeJob | Cancel) -> None:
         """Send a message as a gateway does: repeat it over the next stream if this one has broken."""
         while True:
             try:
@@ -106,7 +106,7 @@ class Scenario:
 
     @staticmethod
     def is_open(gateway: Gateway, job: PrefillJob | DecodeJob) -> bool:
-        """Return True if the job has ended from the gateway's view."""
+        """Return True if the job has not ended from the gateway's view."""
         ended = {d.sample_index for d in gateway.deltas[job.job] if isinstance(job, PrefillJob) or d.finish is not None}
         return not gateway.failures[job.job] and not ended >= set(job.sample_indices)
 

@@ -19,17 +19,17 @@ COSTS = StepCostModel(
 )
 
 
-class Away:
+class UnavailableStore:
     """A store that cannot be reached."""
 
     async def put(self, key: str, costs: StepCostModel, ttl_s: float) -> None:
-        raise StoreUnavailable("away")
+        raise StoreUnavailable("unavailable")
 
     async def get(self, key: str) -> StepCostModel | None:
-        raise StoreUnavailable("away")
+        raise StoreUnavailable("unavailable")
 
 
-class Measuring:
+class MeasurementRecorder:
     def __init__(self, costs: StepCostModel | None = COSTS) -> None:
         self.costs = costs
         self.times = 0
@@ -90,7 +90,7 @@ async def test_corrected_costs_are_saved_periodically_and_at_the_end() -> None:
 
 @virtual
 async def test_unavailable_cost_store_is_tolerated(caplog: pytest.LogCaptureFixture) -> None:
-    keeper = CostKeeper(COSTS, Away(), "k")
+    keeper = CostKeeper(COSTS, UnavailableStore(), "k")
     keeper.observe(work_of(plan(part(1, 5))), 1.0)
     task = asyncio.create_task(keeper.run())
     await asyncio.sleep(3 * SAVE_S)
@@ -98,14 +98,14 @@ async def test_unavailable_cost_store_is_tolerated(caplog: pytest.LogCaptureFixt
     task.cancel()
     await asyncio.wait((task,))
     assert task.cancelled()
-    assert await known_or_measured(Away(), "k", Measuring()) == COSTS
+    assert await known_or_measured(UnavailableStore(), "k", MeasurementRecorder()) == COSTS
     logged: list[Any] = [record.msg for record in caplog.records]
     assert [(event["event"], event["use"]) for event in logged] == [("store_read_failed", "step_costs")]
 
 
 @virtual
 async def test_worker_of_the_same_kind_uses_stored_costs() -> None:
-    store, measure = MemoryCostStore(), Measuring()
+    store, measure = MemoryCostStore(), MeasurementRecorder()
     assert await known_or_measured(store, "k", measure) == COSTS
     assert (await known_or_measured(store, "k", measure), measure.times) == (COSTS, 1)
     corrected = replace(COSTS, decode_factor=1.5)
@@ -117,6 +117,6 @@ async def test_worker_of_the_same_kind_uses_stored_costs() -> None:
 
 @virtual
 async def test_failed_measurement_is_not_stored() -> None:
-    store, measure = MemoryCostStore(), Measuring(None)
+    store, measure = MemoryCostStore(), MeasurementRecorder(None)
     assert await known_or_measured(store, "k", measure) is None
     assert await store.get("k") is None

@@ -195,7 +195,7 @@ def test_worker_thread_can_be_stopped_immediately(opened: Opened) -> None:
     assert time.monotonic() - began_s < 5.0
 
 
-def test_an_error_at_the_start_is_raised_by_every_call_of_start() -> None:
+def test_start_error_is_raised_by_every_call_of_start() -> None:
     def fail(config: WorkerConfig, worker: WorkerRef) -> Device:
         raise ModelError("no such model")
 

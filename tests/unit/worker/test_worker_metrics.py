@@ -118,7 +118,7 @@ async def test_leases_are_counted_by_outcome() -> None:
         registry = CollectorRegistry()
         metrics = WorkerMetrics(registry)
         prefill, _ = workers.jobs(num_tokens=30)
-        workers.to_p.send(prefill)  # nobody follows
+        workers.to_p.send(prefill)  # no reader follows
         await workers.to_p.ended_prefill(prefill.job)
         metrics.refresh(workers.p.worker)
         assert registry.get_sample_value("baton_kv_blocks_held_for_others") == 8

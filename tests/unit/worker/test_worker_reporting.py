@@ -101,7 +101,7 @@ class BrokenFeed(MemoryKvEventFeed):
         raise AssertionError("a bug")
 
 
-class AwayFeed(MemoryKvEventFeed):
+class UnavailableFeed(MemoryKvEventFeed):
     async def renew(self, worker: WorkerRef, ttl_s: float) -> int:
         raise StoreUnavailable("away")
 
@@ -119,7 +119,7 @@ async def test_failing_publisher_makes_the_worker_unhealthy() -> None:
 @virtual
 async def test_unavailable_store_fails_no_request() -> None:
     async with pair() as workers:
-        workers.cluster.feed = AwayFeed()
+        workers.cluster.feed = UnavailableFeed()
         node = workers.cluster.start("x")
         gateway = workers.cluster.gateway(node)
         await gateway.connect()

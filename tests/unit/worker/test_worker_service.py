@@ -323,7 +323,9 @@ async def test_worker_whose_quarantine_ended_is_not_replaced() -> None:
         await asyncio.sleep(8.0)
         assert workers.d.pool.counts().quarantined == 0
         assert not workers.cluster.scheduler.reports["d"][-1].needs_replacement
-        workers.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.REPLACE))  # sent before it had said so
+        workers.cluster.scheduler.send(
+            "d", WorkerCommand(kind=CommandKind.REPLACE)
+        )  # sent before the worker reported that it drains
         await asyncio.sleep(HEARTBEAT_S)
         assert workers.d.worker.state is WorkerState.READY
         await assert_serves(workers, b"afterwards")
