@@ -190,8 +190,10 @@ async def test_proxy_environment_variables_are_ignored(
 ) -> None:
     for name in ("http_proxy", "grpc_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    server.add_worker(StubWorker(session=until_broken))  # type: ignore[arg-type]
+    server.add_worker(StubWorker(session=lambda stream: echo(stream, lambda ack: Step(seq=ack.seq))))
     session = await network.open_session(await start(server))  # raises StreamBroken if it uses the proxy
+    session.send(Ack(seq=7))
+    assert await session.receive() == Step(seq=7)
     await session.aclose()
 
 
@@ -280,7 +282,7 @@ async def test_invalid_call_is_refused_without_a_traceback(
 async def test_server_accepts_sessions_after_connections_that_are_not_http2(
     server: GrpcServer, network: GrpcNetwork
 ) -> None:
-    server.add_worker(StubWorker(session=until_broken))  # type: ignore[arg-type]
+    server.add_worker(StubWorker(session=lambda stream: echo(stream, lambda ack: Step(seq=ack.seq))))
     address = await start(server)
     for garbage in (
         b"\x80\x04\x95" * 1000,
@@ -292,6 +294,8 @@ async def test_server_accepts_sessions_after_connections_that_are_not_http2(
         await asyncio.wait_for(reader.read(-1), 5)
         writer.close()
     session = await network.open_session(address)
+    session.send(Ack(seq=7))
+    assert await session.receive() == Step(seq=7)
     await session.aclose()
 
 

@@ -212,6 +212,7 @@ async def test_draining_owner_waits_for_a_dead_reader_only_until_its_lease_ends(
         await workers.cluster.kill("d")
         workers.p.worker.drain()
         await asyncio.wait_for(workers.p.running, TEST_TIMES["lease_s"] + 0.2)
+        assert workers.p.pool.counts().used == 0
 
 
 @virtual
