@@ -26,8 +26,8 @@ COMPONENTS = {
 }
 """Names under which code holds a component: an object with dependencies and tasks, not a data record."""
 
-FOREIGN = {"config._attn_implementation", "server._server"}
-"""Private attributes of other libraries, which offer no public way to set them."""
+FOREIGN = {"config._attn_implementation", "member._value_", "server._server"}
+"""Attributes of other libraries, and of `enum`, that look private but are the only way to set a value."""
 
 
 def attribute_stores(tree: ast.AST) -> Iterator[ast.Attribute]:

@@ -1,4 +1,4 @@
-"""One plan over HTTP and over gRPC, each on a fresh float32 cluster, gives the same tokens and cache hits."""
+"""One plan over HTTP and over gRPC, each on a fresh cluster, gives the same tokens and cache hits."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,8 @@ def one_after_the_other() -> Plan:
 
 
 async def through(protocol: str) -> Measured:
-    async with process_cluster(prefill=1, decode=1, transfer="nixl", dtype="float32") as cluster:
+    settings = {"device": "emulated", "emulated_costs": "step=2ms,prefill_token=20us"}
+    async with process_cluster(prefill=1, decode=1, transfer="nixl", **settings) as cluster:
         url = cluster.url if protocol == "http" else cluster.grpc_address
         target = Target(urls=(url,), model=Path(cluster.settings["model"]).name, dialect="baton", protocol=protocol)
         return await measure(one_after_the_other(), target)
