@@ -95,12 +95,13 @@ class Response:
 class Client:
     """A client of a cluster's gateway, used as `async with`.
 
-    It appends its requests to the cluster's history.
+    It appends its requests to the cluster's history. Its keepalive is long, so that a busy machine breaks no
+    stream.
     """
 
     def __init__(self, cluster: ProcessCluster) -> None:
         self._history = cluster.history
-        self._channel = open_channel(cluster.grpc_address, channel_options(1.0))
+        self._channel = open_channel(cluster.grpc_address, channel_options(10.0))
         self._api = InferenceClient(self._channel, cluster.grpc_address)
 
     async def __aenter__(self) -> "Client":
