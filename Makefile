@@ -52,7 +52,7 @@ test-unit: setup
 
 # The full-size forms. Single tests, as ARGS may select, run without the interpreted ones.
 test-long: setup check
-	BATON_TEST_LONG=1 $(BIN)/python -m pytest -m '' $(ARGS)
+	BATON_TEST_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
 	$(if $(ARGS),,$(MAKE) test-triton)
 
 # The GPU kernel, interpreted on a CPU: slow, and outside .venv, because CPU builds of torch come without triton.
