@@ -18,7 +18,7 @@ cause."""
 
 
 class TrialRunner(Protocol):
-    """Runs trials (`loadgen.capacity.trials.Trials`)."""
+    """Interface with which a search runs its trials; `loadgen.capacity.trials.Trials` implements it."""
 
     def run(self, proposal: Proposal, goal: int) -> Trial:
         """Run a trial for the goal with this index. Raises LoadgenError."""

@@ -127,8 +127,12 @@ def trial_seed(seed: int, number: int) -> int:
 
 
 class Trials:
-    """Runs trials against one server.
+    """Runs the trials of a capacity search against one server: one load run for each proposed rate.
 
+    - `maker`: makes the plan of a trial
+    - `goals`: SLOs and attainments whose capacity is searched
+    - `idle_waiter`: waits between trials until the server is idle
+    - `seed`: seed from which the seed of each trial is drawn
     - `spec`: the run specification without plan, directory and processes
     - `length`: length of a full trial
     - `slos_of`: applies the SLOs to a plan
@@ -141,7 +145,7 @@ class Trials:
         spec: RunSpec,
         maker: PlanMaker,
         goals: Sequence[Goal],
-        rest: IdleWaiter,
+        idle_waiter: IdleWaiter,
         *,
         length: TrialLength,
         seed: int,
@@ -152,7 +156,7 @@ class Trials:
         self._spec = spec
         self._maker = maker
         self._goals = goals
-        self._idle_waiter = rest
+        self._idle_waiter = idle_waiter
         self._length = length
         self._seed = seed
         self._slos_of = slos_of

@@ -296,8 +296,10 @@ def rate(times: Floats) -> float | None:
 
 
 def steady_window(measures: Measures) -> tuple[float, float] | None:
-    """Return the steady window of `Throughput` as (start, end), or None if all requests arrived at one
-    time."""
+    """Return the steady window, which `Throughput` defines, as (start, end) in due times of requests.
+
+    Returns None with fewer than two requests, or if all were due at one time.
+    """
     due, e2e = measures.columns["intended"], measures.of_complete("e2e")
     if due.size < 2 or due.max() <= due.min():
         return None

@@ -13,7 +13,8 @@ Every failure has a status and a reason. The reason is one word for programs. HT
 gRPC's trailing metadata as `baton-reason`, logs and metrics as a label. `error.message` names the value, the rule and
 the remedy.
 
-Before a retry wait as long as `Retry-After` (HTTP) or `retry-after-s` (gRPC metadata) says. Without it start with a
+Before a retry wait as long as `Retry-After` (HTTP) or `retry-after-s` (gRPC metadata) says. Without it the
+reason says whether a retry helps; if it does, start with a
 pause of 1 s and double the pause after each failure.
 
 Baton retries by itself when a worker or a KV transfer fails: up to `--max-attempts` placements, without lost or

@@ -19,7 +19,11 @@ from loadgen.send.target import Target, new_client
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseDifference:
-    """A response that differs. `at` is the first output token that differs."""
+    """A response that differed when its request was repeated.
+
+    - `index`: position of the request in the plan
+    - `at`: index of the first output token that differs
+    """
 
     index: int
     at: int

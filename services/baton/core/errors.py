@@ -6,6 +6,9 @@ from typing import Self
 
 from baton.core.ids import WorkerRef
 
+QUEUE_FULL_RETRY_S = 1.0
+"""Seconds after which a client should retry if a queue is full."""
+
 
 class Code(Enum):
     """Class of a failure. `http` and `grpc` are the statuses that the gateway's two APIs return for it."""

@@ -6,7 +6,7 @@ steps.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from baton.core.errors import Code, ConfigError, Failure, Reason
+from baton.core.errors import QUEUE_FULL_RETRY_S, Code, ConfigError, Failure, Reason
 from baton.core.state_machines import SequenceState
 from baton.core.step_cost import StepCostModel, attended_tokens
 from baton.engine.invariants import check_sequences
@@ -128,7 +128,7 @@ class Engine:
         )
         if num_waiting >= self.config.max_waiting_seqs:
             message = f"{num_waiting} sequences are queued, the limit is {self.config.max_waiting_seqs}; retry later"
-            raise no_capacity(Reason.QUEUE_FULL, message)
+            raise no_capacity(Reason.QUEUE_FULL, message, retry_after_s=QUEUE_FULL_RETRY_S)
 
     def add(self, request: SequenceRequest) -> None:
         """Queue a sequence. Raises as `check_request` does."""

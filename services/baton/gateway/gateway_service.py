@@ -217,7 +217,10 @@ class GatewayService:
         return (ModelInfo(model_id=self.rules.model, max_model_len=self.view.max_model_len),)
 
     async def drain(self, drain_s: float) -> None:
-        """Reject new calls, and wait up to `drain_s` seconds until the open ones have ended."""
+        """Reject new calls, and wait up to `drain_s` seconds until the open requests have ended.
+
+        Requests that are still open then are not cancelled here.
+        """
         self.health.drain()
         log.info("gateway_draining", open_requests=self.num_open)
         self._none_open.clear()

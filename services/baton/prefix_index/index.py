@@ -82,8 +82,9 @@ class PrefixIndex:
     # -- incarnations --------------------------------------------------------------------------------------------------
 
     def join(self, worker: WorkerRef, max_blocks: int = MAX_BLOCKS_PER_WORKER) -> None:
-        """Add a worker incarnation; an earlier one of the same worker ends.
+        """Add a worker incarnation, and drop an earlier one of the same worker.
 
+        If this incarnation is known, only its `max_blocks` changes.
         max_blocks: size of its pool. Claims beyond that, per tier, are ignored.
         """
         known = self._holders.get(worker.worker_id)

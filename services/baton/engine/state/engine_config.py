@@ -46,7 +46,7 @@ class EngineConfig:
 def check_possible(request: SequenceRequest, config: EngineConfig, num_blocks: int) -> None:
     """Check that an engine with these limits and `num_blocks` KV blocks can run `request` at all.
 
-    Raises Refused if it can never run, and ValueError if the caller built the request incorrectly.
+    Raises Refused if it can never run, and ValueError if its block hashes or sample indices are inconsistent.
     """
     num_tokens = len(request.token_ids)
     num_full_blocks = num_tokens // config.block_size_tokens
@@ -81,6 +81,10 @@ def check_possible(request: SequenceRequest, config: EngineConfig, num_blocks: i
         )
 
 
-def no_capacity(reason: Reason, message: str) -> Refused:
-    """Return a retriable refusal: another worker, or this one later, may have the capacity."""
-    return Refused(Failure(code=Code.RESOURCE_EXHAUSTED, reason=reason, message=message, retriable=True))
+def no_capacity(reason: Reason, message: str, *, retry_after_s: float | None = None) -> Refused:
+    """Return a retriable refusal: another worker may have the capacity, or this one after `retry_after_s`."""
+    return Refused(
+        Failure(
+            code=Code.RESOURCE_EXHAUSTED, reason=reason, message=message, retry_after_s=retry_after_s, retriable=True
+        )
+    )

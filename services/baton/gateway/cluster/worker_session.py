@@ -129,7 +129,10 @@ class WorkerSession:
         return len(self._jobs)
 
     def open(self, job: PrefillJob | DecodeJob, listener: JobListener) -> None:
-        """Send a job now, or as soon as the stream is open. Raises WorkerLost if the session has ended."""
+        """Send a job to the worker, now or as soon as the stream is open. `listener` gets its events.
+
+        Raises WorkerLost if the session has ended.
+        """
         if self.has_ended:
             raise WorkerLost(self.worker, Reason.WORKER_LOST, "its session has ended", has_died=False)
         self._jobs[job.job] = open_job = _OpenJob(job, listener, self._loop.time())

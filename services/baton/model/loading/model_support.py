@@ -22,7 +22,8 @@ Those of `dynamic` and `longrope` change with the longest position in the batch.
 def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class that runs this configuration. Raises ModelError if it cannot be served.
 
-    The error names every unsupported property.
+    A model of the wrong kind, such as an encoder-decoder, is refused for that alone. Otherwise the error
+    names every unsupported property.
     """
     name = f"{config.model_type} ({', '.join(config.architectures or ()) or 'no architecture named'})"
     if config.is_encoder_decoder:

@@ -9,10 +9,9 @@ from enum import Enum
 from math import log
 
 from baton.core.cluster.placement import PlacementQuery, Rejection
-from baton.core.errors import Reason
+from baton.core.errors import QUEUE_FULL_RETRY_S, Reason
 from baton.scheduler.policies.policy_types import Choice, Prediction
 
-QUEUE_FULL_RETRY_S = 1.0
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 60.0
 HEADROOM = 1.05

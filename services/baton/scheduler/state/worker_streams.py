@@ -151,7 +151,7 @@ class WorkerStreams:
             await stream.aclose()
 
     async def read_kv_events(self) -> None:
-        """Follow the KV events of all workers until cancelled."""
+        """Apply the KV events of all workers to the prefix index, until cancelled."""
         await self._events.run()
 
     async def wait_for_report(self) -> bool:

@@ -56,7 +56,7 @@ class PeerLink:
 
     @property
     def is_broken(self) -> bool:
-        """True after a read timed out or failed, until a probe succeeds."""
+        """True after a KV read over this link timed out or failed, until a probe succeeds."""
         return self.broken_by is not None
 
     @property

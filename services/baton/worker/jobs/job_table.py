@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 
-from baton.core.errors import Code, Failure, Reason, Refused, invalid
+from baton.core.errors import QUEUE_FULL_RETRY_S, Code, Failure, Reason, Refused, invalid
 from baton.core.ids import DecisionId, JobId
 from baton.core.messages.jobs import Cancel, DecodeJob, Job, PrefillJob
 from baton.core.request import LegTimeline, TokenDelta
@@ -224,6 +224,7 @@ class JobTable:
                         f"{self._max_following} requests wait here for KV, which is the limit; "
                         "try another worker or retry later"
                     ),
+                    retry_after_s=QUEUE_FULL_RETRY_S,
                     retriable=True,
                 )
             )

@@ -55,7 +55,7 @@ class SessionJobs(Protocol):
         ...
 
     def forget(self, jobs: Iterable[JobId], session: "GatewaySession") -> None:
-        """Drop jobs whose last message was acknowledged."""
+        """Drop jobs of this session whose last message the gateway has acknowledged."""
         ...
 
     def drop_session(self, session: "GatewaySession") -> None:
