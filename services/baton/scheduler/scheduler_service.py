@@ -87,7 +87,7 @@ class _OpenPlacement(NamedTuple):
 
 
 class Scheduler(SchedulerService):
-    """One scheduler. All schedulers are active at once, as workers have the last word on what they admit."""
+    """One scheduler. All schedulers are active at once, because each worker decides which jobs it accepts."""
 
     def __init__(
         self,

@@ -1,2 +1,2 @@
 """The worker: an engine, its block pool, leases and transfers, joined into the service that gateways and
-peers call. Imports neither torch nor any transport; `main.py` alone gives it a device and a network."""
+peers call. Imports neither torch nor any transport; Only `worker_main` gives it a device and a network."""

@@ -106,7 +106,7 @@ async def test_preemption_for_lack_of_blocks_keeps_answers_exact(
     check(checker, responses)
 
 
-@pytest.mark.long  # in short: the same models in one process, in test_model_exactness.py
+@pytest.mark.long  # `make test` runs the same models in one process: test_model_exactness.py
 @pytest.mark.parametrize("name", list(TINY_MODELS))
 async def test_answers_of_other_architectures_are_exact(name: str, tmp_path: Path) -> None:
     make: Callable[[], PreTrainedConfig] = TINY_MODELS[name]

@@ -121,7 +121,7 @@ def _is_in(status: ClusterStatus, phase: str) -> bool:
     return workers["p0" if phase == "prefill" else "d0"].running_seqs > 0
 
 
-@pytest.mark.long  # in short: tests/unit/transfer/test_kv_reader.py, and two layouts in test_rolling.py
+@pytest.mark.long  # `make test` covers this by test_kv_reader.py, and by two layouts in test_rolling.py
 @pytest.mark.fault("F-23")
 async def test_workers_with_different_models_are_never_paired(tmp_path: Path) -> None:
     """The decode worker has another model under the same name. It pulls no KV and prefills locally."""
@@ -156,7 +156,7 @@ async def test_requests_progress_with_decode_memory_for_little_more_than_one_pro
     assert all(response.is_complete for response in responses), "every admitted request makes progress"
 
 
-@pytest.mark.long  # in short: _sigterm_loses_nothing of test_real_workers.py, and test_rolling.py
+@pytest.mark.long  # `make test` covers this by test_real_workers.py and test_rolling.py
 @pytest.mark.fault("F-47", "F-48")
 async def test_drained_workers_lose_no_request(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     rng = Random(48)

@@ -156,7 +156,7 @@ async def test_decode_worker_crash_resumes_without_duplicate_tokens(
     )
 
 
-@pytest.mark.long  # in short: the chaos runs of tests/sim, which kill decode workers at any moment
+@pytest.mark.long  # `make test` covers this by tests/sim/test_chaos.py, which kills decode workers at any moment
 @pytest.mark.fault("F-5")
 @pytest.mark.parametrize("number", range(ROUNDS))
 async def test_decode_worker_crash_while_it_waits_for_kv_resumes_all_streams(
@@ -174,7 +174,7 @@ async def test_decode_worker_crash_while_it_waits_for_kv_resumes_all_streams(
     )
 
 
-@pytest.mark.long  # in short: test_scheduler_restart_under_load_places_no_request_twice of test_placement.py
+@pytest.mark.long  # `make test` covers this by test_scheduler_restart_under_load_places_no_request_twice
 @pytest.mark.fault("F-31")
 @pytest.mark.parametrize("number", range(ROUNDS))
 async def test_scheduler_crash_under_load_loses_no_request(

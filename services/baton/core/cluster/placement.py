@@ -21,7 +21,7 @@ class PlacementQuery:
     avoid: workers that have failed the request.
     session_key: identifies the client's session; no policy uses it yet.
     waited_s: time since a gateway received the request.
-    answer_within_s: the gateway gives up a scheduler that has not answered within this time.
+    answer_within_s: the gateway gives up on a scheduler that has not answered within this time.
     trace_context: W3C traceparent, or empty.
     """
 

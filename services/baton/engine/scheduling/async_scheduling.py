@@ -2,9 +2,9 @@
 host.
 
 Only decodes are planned ahead, one token per sequence. Everything else (prefill, forks of samples,
-preemption) waits for the result of the current step. A sequence that turns out to have ended is in one step
-too many. The result of that step is ignored for it, and the pool's fence keeps its blocks from being
-reallocated until the step has ended.
+preemption) waits for the result of the current step. A sequence that turns out to have ended was scheduled
+for one step too many. The result of that step is ignored for it, and the pool's fence keeps its blocks from
+being reallocated until the step has ended.
 """
 
 from collections.abc import Iterable

@@ -19,7 +19,7 @@ def decode_order(running: Iterable[EngineSequence]) -> list[EngineSequence]:
     """Return the decoding sequences, highest priority first.
 
     They get blocks in this order, and victims are taken from the end, so a sequence that got a block is not
-    preempted later.
+    preempted later in the same step.
     """
     return sorted((seq for seq in running if seq.num_uncomputed_tokens == 1), key=lambda seq: seq.sort_key)
 

@@ -1,8 +1,8 @@
 """Holds requests at the scheduler until a worker is free enough for them.
 
-A gateway gives up a scheduler that does not answer. A waiting request is therefore answered with
+A gateway gives up on a scheduler that does not answer. A waiting request is therefore answered with
 `StillWaiting` after half the time that its gateway allows, and keeps its position if the gateway asks again.
-If nobody asks again, the client is gone and the request is removed.
+If no gateway asks again, the client is gone and the request is removed.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Writes decision records to the store in the background.
 
-A slow or absent store loses records, never time.
+If the store is slow or absent, records are lost, but no decision is delayed.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Runs work that the answer to a request does not have to wait for."""
+"""Runs work that a placement does not depend on, in the next iteration of the event loop."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""Uses cached prefixes where they are and never pulls them: the baseline for the benefit of pulling."""
+"""Prefers workers that hold a cached prefix, and never pulls one: the baseline for the benefit of pulling."""
 
 from dataclasses import replace
 

@@ -129,8 +129,8 @@ def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
     """Predict the TPOT of the request once its prompt is computed, in `horizon_s`.
 
     Until then some of the decoding sequences end, and those placed earlier join, of which some end too.
-    Prompts delay the answer: as many as in the recent past, which include those still queued by then, or only
-    the latter if they take longer. Their time is spread over the tokens of the answer.
+    Prompts computed beside the answer delay it. The delay is the larger of two: the recent prefill share,
+    or the prompts still queued at that time, spread over the tokens of the answer.
     """
     reported, reserved = w.reported, w.reserved
     num_drains = _maximum(horizon_s / w.derived.decode_drain_s, _TINY)

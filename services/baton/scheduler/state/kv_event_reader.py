@@ -95,8 +95,8 @@ class KvEventReader:
     def follow(self, worker: WorkerRef, max_blocks: int) -> None:
         """Start following a worker epoch, or do nothing if it is followed. Other epochs of the worker end.
 
-        The index is told at once, so that blocks can be expected on the worker. `max_blocks`: size of its
-        pool.
+        The worker is added to the index immediately, so that blocks can be expected on it. `max_blocks`: size
+        of its pool.
         """
         self._index.join(worker, max_blocks)
         if self._followed(worker) is None:

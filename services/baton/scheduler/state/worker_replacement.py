@@ -2,7 +2,7 @@
 
 Only one worker per role is replaced at a time, and the next one only after its replacement is ready. All
 active schedulers decide independently and must decide the same. A request for replacement is therefore
-answered only after every scheduler must have received it.
+answered only after a time within which every scheduler has received it.
 """
 
 from collections.abc import Sequence

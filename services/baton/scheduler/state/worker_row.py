@@ -95,8 +95,8 @@ def reserved_state(view: WorkerView) -> ReservedState[float]:
 def derived_state(reported: ReportedState[float], reserved: ReservedState[float]) -> DerivedState[float]:
     """Predict the seconds of `DerivedState` for one worker.
 
-    `slo_step_s` is slack that exists only once, but the model applies it to every queued step. Long queues
-    beside sequences with little slack are therefore predicted too early.
+    `slo_step_s` comes from slack that one step can use up, but the model applies it to every step of the
+    queue. If sequences have little slack, the end of a long queue is therefore predicted too early.
 
     The age of an answer says little about its remaining length, so each decoding sequence is expected to run
     for another whole mean answer (`decode_drain_s`), in steps as long as `recent_prefill_share` makes them.

@@ -1,4 +1,4 @@
-"""Prefaults KV memory in the background, so that no request pays for page faults.
+"""Prefaults KV memory in the background, so that no request waits for page faults.
 
 Linux allocates and clears an anonymous page when it is first written. On a virtual machine whose host
 reclaims idle memory this took up to 2.7 s per GiB (2026-11-21). Doing it in a background thread delays

@@ -89,8 +89,8 @@ class OwnedTransfer:
 class KvOwner:
     """All transfers of one worker's blocks. Messages from peers never make it raise.
 
-    `send` sends a message to a reader incarnation. A message that cannot be delivered is lost; the reader's
-    next Follow makes up for it.
+    `send` sends a message to a reader incarnation. A message that cannot be delivered is lost. The reader
+    then repeats its Follow, and the owner sends the announcement again.
     """
 
     def __init__(

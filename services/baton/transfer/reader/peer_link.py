@@ -100,7 +100,8 @@ class PeerLink:
     def send(self, message: ReaderMessage) -> None:
         """Send a message.
 
-        If the stream is broken, it is lost; the next Follow or the end of the lease makes up for it.
+        If the stream is broken, the message is lost. The owner then learns its content from the next Follow,
+        or the lease ends.
         """
         if self._stream is None:
             return

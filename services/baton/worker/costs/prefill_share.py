@@ -1,4 +1,4 @@
-"""Measures by how much prompts have delayed the decoding sequences of a worker recently."""
+"""Measures the share of recent step time that prompts took from the decoding sequences of a worker."""
 
 from collections.abc import Callable
 from math import exp, inf
