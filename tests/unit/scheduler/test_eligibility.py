@@ -18,6 +18,8 @@ from baton.scheduler.policies.eligibility import (
     ineligible,
     readable_mask,
     readable_workers,
+    readers_of,
+    sources_of,
 )
 from baton.scheduler.state.worker_table import worker_table_of
 from tests.builders import blocks, query, worker_ref
@@ -59,12 +61,19 @@ def test_readable_mask_equals_the_scalar_function_on_random_clusters(seed: int) 
     table, prefill = worker_table_of(cluster), eligibility_masks(query(), worker_table_of(cluster), "prefill").usable
     candidates = [worker for worker, is_candidate in zip(cluster.workers, prefill, strict=True) if is_candidate]
     for i, decode in enumerate(cluster.workers):
-        if decode.report.model != "demo":  # a decode candidate serves the model that the prefill candidates serve
-            continue
         readable = readable_mask(table, prefill, i)
         assert [w for w, yes in zip(cluster.workers, readable, strict=True) if yes] == readable_workers(
             candidates, decode
         )
+
+
+@given(seed=st.integers(0, 1_000_000))
+def test_sources_and_readers_equal_the_scalar_function_for_each_pair(seed: int) -> None:
+    cluster = random_cluster(Random(seed), most=12)
+    table, workers = worker_table_of(cluster), cluster.workers
+    for i, worker in enumerate(workers):
+        assert sources_of(table, i).tolist() == [bool(readable_workers([source], worker)) for source in workers]
+        assert readers_of(table, i).tolist() == [bool(readable_workers([worker], reader)) for reader in workers]
 
 
 @pytest.mark.parametrize(

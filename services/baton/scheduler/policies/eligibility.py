@@ -1,8 +1,8 @@
 """Decides which workers may serve a request, and which pairs of workers may exchange KV.
 
 `ineligible` is the only definition of a worker's eligibility. `eligibility_masks` is its vectorised form for
-policies that rank all workers at once, and `readable_mask` is that of `readable_workers`. Property tests
-compare each pair on random clusters.
+policies that rank all workers at once. `readable_workers` defines who can pull KV from whom; `readable_mask`,
+`sources_of` and `readers_of` are its vectorised forms. Property tests compare them on random clusters.
 """
 
 from dataclasses import dataclass
@@ -135,8 +135,8 @@ def eligibility_masks(query: PlacementQuery, w: WorkerTable, side: Side) -> Elig
 def readable_workers(prefill: list[WorkerView], decode: WorkerView) -> list[WorkerView]:
     """Return the prefill workers whose KV the decode worker can pull, in order.
 
-    They are other workers with the same layout and no broken link. If any pair is warm, only warm pairs are
-    returned, because the first use of a pair pays for its setup.
+    They are other workers with the same model and layout, and no broken link. If any pair is warm, only warm
+    pairs are returned, because the first use of a pair pays for its setup.
     """
     links = {link.peer.worker_id: link for link in decode.report.links if not link.broken}
     broken = {link.peer.worker_id for link in decode.report.links if link.broken}
@@ -145,6 +145,7 @@ def readable_workers(prefill: list[WorkerView], decode: WorkerView) -> list[Work
         for w in prefill
         if w.worker_id != decode.worker_id
         and w.worker_id not in broken
+        and w.report.model == decode.report.model
         and w.report.layout.mismatch(decode.report.layout) is None
     ]
     warm = [w for w in readable if w.worker_id in links and links[w.worker_id].peer.is_same_incarnation(w.worker)]
@@ -153,15 +154,34 @@ def readable_workers(prefill: list[WorkerView], decode: WorkerView) -> list[Work
 
 def readable_mask(w: WorkerTable, prefill: Mask, decode: int) -> Mask:
     """Evaluate `readable_workers` for all of `prefill` at once. `decode`: position of the decode worker."""
-    readable = prefill & ~w.links.is_broken[decode] & same_kv_group(w, decode)
-    readable[decode] = False
+    readable = prefill & sources_of(w, decode)
     warm: Mask = readable & w.links.is_warm[decode]
     return warm if any_worker(warm) else readable
 
 
-def same_kv_group(w: WorkerTable, i: int) -> Mask | bool:
-    """Return which workers have the model and layout of worker i. True: all of them."""
-    return True if len(w.kv_groups) == 1 else w.reported.kv_group == w.reported.kv_group[i]
+def sources_of(w: WorkerTable, reader: int) -> Mask:
+    """Return the workers whose KV the worker at position `reader` can pull, warm or not."""
+    sources = _can_read(w, reader, _ALL)
+    sources[reader] = False
+    return sources
+
+
+def readers_of(w: WorkerTable, source: int) -> Mask:
+    """Return the workers that can pull KV from the worker at position `source`: the converse of `sources_of`."""
+    readers = _can_read(w, _ALL, source)
+    readers[source] = False
+    return readers
+
+
+_ALL = slice(None)
+
+
+def _can_read(w: WorkerTable, reader: int | slice, source: int | slice) -> Mask:
+    """Return for which of these pairs the reader can pull KV if both are different workers."""
+    can_read: Mask = ~w.links.is_broken[reader, source]
+    if len(w.kv_groups) > 1:
+        can_read &= w.reported.kv_group[reader] == w.reported.kv_group[source]
+    return can_read
 
 
 def any_worker(mask: Mask) -> bool:

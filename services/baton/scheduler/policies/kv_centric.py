@@ -29,7 +29,7 @@ from baton.scheduler.policies.candidate_costs import (
     transfer_terms_s,
 )
 from baton.scheduler.policies.cost_terms import PrefillTerms
-from baton.scheduler.policies.eligibility import any_worker, needs_no_decode, readable_mask, same_kv_group
+from baton.scheduler.policies.eligibility import any_worker, needs_no_decode, readable_mask, readers_of, sources_of
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
 from baton.scheduler.prediction.predict import Prompt, prefill_s
 from baton.scheduler.state.worker_data import Floats, Mask
@@ -117,9 +117,7 @@ def _use_pulled_prefixes(inputs: PlacementInputs, terms: PrefillTerms, candidate
 def _consider_holder(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, candidates: Mask, holder: int) -> None:
     """Enter the pull from `holder` into the terms of the candidates that it makes faster."""
     links, held_blocks = w.links, prompt.pullable_blocks[holder]
-    can_pull = (
-        candidates & (prompt.overlap_blocks < held_blocks) & ~links.is_broken[:, holder] & same_kv_group(w, holder)
-    )
+    can_pull = candidates & (prompt.overlap_blocks < held_blocks) & readers_of(w, holder)
     if not any_worker(can_pull):
         return
     cached_tokens = held_blocks * w.reported.block_size_tokens.item(holder)
@@ -136,11 +134,13 @@ def _consider_holder(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, candid
 def _with_pulled_prefix(inputs: PlacementInputs, holders: list[int], decode: int, local: LocalPrefill) -> LocalPrefill:
     """Return the local prefill with the pull that makes it fastest, or unchanged if none does."""
     w, prompt, row, links = inputs.workers, inputs.prompt, inputs.workers.row(decode), inputs.workers.links
-    best = local
+    if not holders:
+        return local
+    best, sources = local, sources_of(w, decode)
     for holder in holders:
         held_blocks = prompt.pullable_blocks[holder]
         held_tokens = held_blocks * row.reported.block_size_tokens
-        if held_tokens <= local.cached_tokens or not _can_read(w, decode, holder):
+        if held_tokens <= local.cached_tokens or not sources[holder]:
             continue
         missing_blocks = (held_tokens - local.cached_tokens) / row.reported.block_size_tokens
         num_bytes = missing_blocks * row.reported.block_bytes
@@ -149,11 +149,6 @@ def _with_pulled_prefix(inputs: PlacementInputs, holders: list[int], decode: int
         if compute_s + pull_s < best.prefill_s + best.pull_s:
             best = LocalPrefill(cached_tokens=held_tokens, prefill_s=compute_s, pull_s=pull_s, source=holder)
     return best
-
-
-def _can_read(w: WorkerTable, reader: int, holder: int) -> bool:
-    kv_group = w.reported.kv_group
-    return reader != holder and bool(kv_group[reader] == kv_group[holder]) and not w.links.is_broken[reader, holder]
 
 
 def _redundant_s(prompt: Prompt, candidates: Mask, terms: PrefillTerms) -> Floats:
