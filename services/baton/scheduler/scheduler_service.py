@@ -48,7 +48,7 @@ EXPECTED_MARGIN_S = 1.0
 class SchedulerRules:
     """The operator's settings for decisions.
 
-    max_waiting: requests that may wait at the scheduler. With 0 none may, and a request is rejected if
+    max_queued_requests: limit of the scheduler's queue. With 0 none may wait, and a request is rejected if
         `max_waiting_seqs` sequences wait at the best worker.
     max_worker_queue_s: a request waits at the scheduler while every worker's predicted queue is longer than
         this.
@@ -58,7 +58,7 @@ class SchedulerRules:
     admission: AdmissionMode
     max_waiting_seqs: int
     max_worker_queue_s: float
-    max_waiting: int
+    max_queued_requests: int
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> "SchedulerRules":
@@ -68,7 +68,7 @@ class SchedulerRules:
             admission=AdmissionMode(config.admission),
             max_waiting_seqs=config.max_queued_jobs,
             max_worker_queue_s=config.max_worker_queue_s,
-            max_waiting=config.max_queued_requests,
+            max_queued_requests=config.max_queued_requests,
         )
 
 
@@ -115,7 +115,7 @@ class Scheduler(SchedulerService):
         self._recorder = DecisionRecorder(store, metrics)
         self._deferred = DeferredWork(after_batch=self._state.update_stale)
         self._queue = AdmissionQueue(
-            max_waiting=rules.max_waiting,
+            max_queued_requests=rules.max_queued_requests,
             slos_set_due=rules.admission is not AdmissionMode.OFF,
             decide=self._decide_queued,
             refuse=self._reject_queued,

@@ -17,7 +17,7 @@ from tests.unit.worker.virtual_loop import virtual
 
 
 async def test_request_waits_until_a_report_counts_the_placement_before_it() -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
         first = await scheduler.place(query(request_id=b"a"))
         assert isinstance(first, Placement)
@@ -33,7 +33,7 @@ async def test_request_waits_until_a_report_counts_the_placement_before_it() -> 
 
 
 async def test_waiting_request_gets_still_waiting_and_keeps_its_position_when_asked_again() -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"a"))
         assert isinstance(placed, Placement)
@@ -50,7 +50,7 @@ async def test_waiting_request_gets_still_waiting_and_keeps_its_position_when_as
 
 
 async def test_request_that_is_not_asked_for_again_is_removed() -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"a"))
         assert isinstance(placed, Placement)
@@ -64,7 +64,7 @@ async def test_request_that_is_not_asked_for_again_is_removed() -> None:
 
 
 async def test_later_attempt_does_not_wait_and_new_request_does_not_overtake() -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         await join(network, worker_report("w0"))
         assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
         assert isinstance(await scheduler.place(query(request_id=b"b", answer_within_s=0.02)), StillWaiting)
@@ -73,7 +73,7 @@ async def test_later_attempt_does_not_wait_and_new_request_does_not_overtake() -
 
 
 async def test_full_queue_displaces_one_request_and_overdue_request_is_rejected_with_reason() -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_waiting=2, admission=AdmissionMode.PREDICTIVE) as (
+    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=2, admission=AdmissionMode.PREDICTIVE) as (
         scheduler,
         network,
     ):
@@ -96,7 +96,7 @@ async def test_full_queue_displaces_one_request_and_overdue_request_is_rejected_
 
 
 async def test_draining_scheduler_refuses_waiting_requests() -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         await join(network, worker_report("w0"))
         assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
         waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
@@ -110,7 +110,7 @@ async def test_draining_scheduler_refuses_waiting_requests() -> None:
 
 
 async def test_waiting_requests_survive_a_short_worker_absence() -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
         assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
         waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
@@ -122,7 +122,7 @@ async def test_waiting_requests_survive_a_short_worker_absence() -> None:
 
 
 async def test_waiting_requests_are_rejected_when_workers_stay_absent() -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
         assert isinstance(await scheduler.place(query(request_id=b"a")), Placement)
         waiting = asyncio.create_task(scheduler.place(query(request_id=b"b", answer_within_s=60.0)))
@@ -134,7 +134,7 @@ async def test_waiting_requests_are_rejected_when_workers_stay_absent() -> None:
 
 
 async def test_error_in_a_decision_fails_one_request_and_not_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"a"))
         assert isinstance(placed, Placement)
@@ -161,7 +161,7 @@ async def test_error_in_a_decision_fails_one_request_and_not_those_behind_it(mon
 
 
 async def test_answer_that_is_not_fetched_is_released() -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_waiting=10) as (scheduler, network):
+    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
         placed = await scheduler.place(query(request_id=b"a"))
         assert isinstance(placed, Placement)
@@ -178,7 +178,7 @@ async def test_answer_that_is_not_fetched_is_released() -> None:
 
 async def test_smaller_requests_overtake_one_that_fits_on_no_worker() -> None:
     roomy = {"blocks": blocks(total=100, free=10), "max_num_seqs": 100}
-    async with a_scheduler(max_waiting_seqs=100, max_waiting=100) as (scheduler, network):
+    async with a_scheduler(max_waiting_seqs=100, max_queued_requests=100) as (scheduler, network):
         await join(network, worker_report("w0", **roomy))
         large = asyncio.create_task(
             scheduler.place(query(request_id=b"large", num_prompt_tokens=300, answer_within_s=60.0))
@@ -204,7 +204,7 @@ async def test_one_round_makes_a_bounded_number_of_decisions(can_answer: bool) -
         return Rejection(reason=Reason.TTFT_SLO, message="", retry_after_s=1.0)
 
     queue = AdmissionQueue(
-        max_waiting=100,
+        max_queued_requests=100,
         slos_set_due=True,
         decide=decide,
         refuse=lambda *_: None,

@@ -16,9 +16,9 @@ def asked(tenant: str = "default", *, within_s: float = 10.0, priority: int = 0,
     return {"tenant": tenant, "deadline_s": within_s, "priority": priority, "attempt": attempt}
 
 
-def queue_of(*requests: dict[str, object], max_waiting: int = 100) -> FairQueue[int]:
+def queue_of(*requests: dict[str, object], max_queued_requests: int = 100) -> FairQueue[int]:
     """A queue of these requests. Each handle is the position in `requests`."""
-    queue: FairQueue[int] = FairQueue(max_waiting=max_waiting)
+    queue: FairQueue[int] = FairQueue(max_queued_requests=max_queued_requests)
     for handle, fields in enumerate(requests):
         queue.add(query(**fields), handle, 0.0)
     return queue
@@ -42,7 +42,7 @@ def test_earliest_due_goes_first_and_ties_in_order_of_arrival() -> None:
 
 
 def test_ttft_slo_sets_the_due_time_of_a_first_attempt_only() -> None:
-    queue: FairQueue[int] = FairQueue(max_waiting=9)
+    queue: FairQueue[int] = FairQueue(max_queued_requests=9)
     first, _ = queue.add(query(slo=Slo(ttft_s=0.5), deadline_s=60.0), 0, 100.0)
     again, _ = queue.add(query(slo=Slo(ttft_s=0.5), deadline_s=60.0, attempt=1), 1, 100.0)
     assert (first.due_s, again.due_s) == (100.5, 160.0)
@@ -75,7 +75,7 @@ def test_returning_tenant_gets_no_more_than_its_share() -> None:
 
 
 def test_full_queue_displaces_the_last_due_of_the_largest_tenant() -> None:
-    queue = queue_of(*[asked("rush", within_s=s) for s in (1, 8, 2)], asked("calm", within_s=9), max_waiting=4)
+    queue = queue_of(*[asked("rush", within_s=s) for s in (1, 8, 2)], asked("calm", within_s=9), max_queued_requests=4)
     new, victim = queue.add(query(tenant="calm", deadline_s=5.0), 4, 0.0)
     assert victim is not None
     assert (new.handle, victim.handle, len(queue)) == (4, 1, 4)
@@ -84,7 +84,7 @@ def test_full_queue_displaces_the_last_due_of_the_largest_tenant() -> None:
 
 
 def test_full_queue_displaces_a_new_request_without_precedence() -> None:
-    queue = queue_of(*[asked(within_s=1)] * 3, max_waiting=3)
+    queue = queue_of(*[asked(within_s=1)] * 3, max_queued_requests=3)
     new, victim = queue.add(query(deadline_s=2.0), 3, 0.0)
     assert victim is new
     new, victim = queue.add(query(deadline_s=2.0, priority=-1), 4, 0.0)
@@ -93,7 +93,7 @@ def test_full_queue_displaces_a_new_request_without_precedence() -> None:
 
 
 def test_overdue_rejection_names_the_reason_and_limit() -> None:
-    queue: FairQueue[int] = FairQueue(max_waiting=9)
+    queue: FairQueue[int] = FairQueue(max_queued_requests=9)
     queue.add(query(slo=Slo(ttft_s=0.5)), 0, 0.0)
     queue.add(query(deadline_s=2.0), 1, 0.0)
     queue.add(query(deadline_s=9.0), 2, 0.0)
@@ -106,7 +106,7 @@ def test_overdue_rejection_names_the_reason_and_limit() -> None:
 
 
 def test_deadline_is_never_reported_as_an_slo() -> None:
-    queue: FairQueue[int] = FairQueue(max_waiting=1000)
+    queue: FairQueue[int] = FairQueue(max_queued_requests=1000)
     for number in range(200):
         queue.add(query(deadline_s=0.1 + number / 7), number, number / 3)
     assert {overdue_rejection(late, 1e6).reason for late in queue.expire(1e6)} == {Reason.DEADLINE}
@@ -142,7 +142,7 @@ def test_earliest_due_ignores_tenants() -> None:
 
 
 def test_removed_request_is_not_served() -> None:
-    queue: FairQueue[int] = FairQueue(max_waiting=9)
+    queue: FairQueue[int] = FairQueue(max_queued_requests=9)
     places = [queue.add(query(), handle, 0.0)[0] for handle in range(3)]
     assert queue.remove(places[1])
     assert not queue.remove(places[1])
@@ -151,7 +151,7 @@ def test_removed_request_is_not_served() -> None:
 
 
 def test_remaining_requests_keep_their_order() -> None:
-    queue: FairQueue[int] = FairQueue(max_waiting=100)
+    queue: FairQueue[int] = FairQueue(max_queued_requests=100)
     dues = Random(0).sample(range(1, 100), 40)
     places = [queue.add(query(deadline_s=float(due)), due, 0.0)[0] for due in dues]
     for place in places[5:30]:
@@ -160,14 +160,14 @@ def test_remaining_requests_keep_their_order() -> None:
 
 
 def test_queue_without_capacity_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_waiting is 0; must be at least 1"):
-        FairQueue(max_waiting=0)
+    with pytest.raises(ValueError, match="max_queued_requests is 0; must be at least 1"):
+        FairQueue(max_queued_requests=0)
 
 
 @given(seed=st.integers(0, 100_000))
 def test_every_request_leaves_once_in_the_order_of_the_rules(seed: int) -> None:
     random = Random(seed)
-    queue: FairQueue[int] = FairQueue(max_waiting=random.randrange(1, 12))
+    queue: FairQueue[int] = FairQueue(max_queued_requests=random.randrange(1, 12))
     inside: dict[int, QueueEntry[int]] = {}
     for handle in range(60):
         now_s = handle / 4

@@ -48,7 +48,7 @@ async def test_rejection_span_has_reason_and_term() -> None:
 
 
 async def test_waiting_request_has_one_span_per_call() -> None:
-    async with a_scheduler("kv_centric", max_waiting=4) as (scheduler, network):
+    async with a_scheduler("kv_centric", max_queued_requests=4) as (scheduler, network):
         service, tracing = traced(scheduler)
         await join(network, measured("h0", "hybrid", **queued(1_000_000)))
         query = replace(builders.query(), answer_within_s=0.05, trace_context=REQUEST)
@@ -58,7 +58,7 @@ async def test_waiting_request_has_one_span_per_call() -> None:
 
 
 async def test_spans_of_a_cancelled_call_and_a_draining_scheduler() -> None:
-    async with a_scheduler("kv_centric", max_waiting=4) as (scheduler, network):
+    async with a_scheduler("kv_centric", max_queued_requests=4) as (scheduler, network):
         service, tracing = traced(scheduler)
         await join(network, measured("h0", "hybrid", **queued(1_000_000)))
         asking = asyncio.create_task(service.place(builders.query()))

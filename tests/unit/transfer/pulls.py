@@ -48,4 +48,4 @@ async def pull_all(r: Rig, text: str = "a", num_tokens: int = 18, request: int =
     assert [r.reader.contents[receiving[i]] for i in range(len(receiving))] == [
         f"{text}:{i}" for i in range(len(receiving))
     ]
-    r.let_go(receiving)
+    r.release(receiving)

@@ -25,7 +25,7 @@ from baton.core.messages.peer_messages import (
 )
 from baton.transfer.owner.kv_owner import KvOwner
 from tests import builders
-from tests.unit.transfer.transfer_rig import CLAIM_S, EARLY_S, LEASE_S, READER
+from tests.unit.transfer.transfer_rig import CLAIM_TIMEOUT_S, LEASE_S, READER, REORDER_WINDOW_S
 
 TABLE = [10, 11, 12, 13, 14]
 HASHES = builders.hashes_of(range(16))
@@ -67,8 +67,8 @@ class Rig:
             send=lambda reader, message: self.sent.append((reader.worker_id, message)),
             lookup=self.lookup,
             lease_s=LEASE_S,
-            claim_timeout_s=CLAIM_S,
-            reorder_window_s=EARLY_S,
+            claim_timeout_s=CLAIM_TIMEOUT_S,
+            reorder_window_s=REORDER_WINDOW_S,
         )
         self.stream = self.owner.stream_opened()
 
@@ -146,9 +146,9 @@ def test_unclaimed_blocks_are_pinned_until_the_claim_timeout() -> None:
     r.owner.expire(1000.0)
     assert r.pins.held == TABLE  # still computing
     r.owner.announce(builders.job_id(), 18, 1000.0, final=True)
-    r.owner.expire(1000.0 + CLAIM_S - 0.01)
+    r.owner.expire(1000.0 + CLAIM_TIMEOUT_S - 0.01)
     assert r.pins.held == TABLE
-    r.owner.expire(1000.0 + CLAIM_S)
+    r.owner.expire(1000.0 + CLAIM_TIMEOUT_S)
     assert r.pins.held == []
     assert r.owner.counts.unclaimed == 1
 
@@ -156,10 +156,10 @@ def test_unclaimed_blocks_are_pinned_until_the_claim_timeout() -> None:
 def test_early_follow_waits_for_the_reorder_window() -> None:
     r = Rig()
     r.follow(0.0)
-    r.prefill(EARLY_S - 0.01)
+    r.prefill(REORDER_WINDOW_S - 0.01)
     assert [type(m) for m in r.take()] == [KvReady]
     r.follow(1.0, transfer=2, request=2)
-    r.owner.expire(1.0 + EARLY_S)
+    r.owner.expire(1.0 + REORDER_WINDOW_S)
     assert r.take() == [Lost(transfer_id=TransferId(2), reason=Reason.LEASE_LOST)]
     assert r.owner.next_deadline_s is not None  # transfer 1's lease
 
@@ -200,7 +200,7 @@ def test_only_a_renewal_extends_a_lease() -> None:
     r.take()
     r.owner.renew(READER, Renew(renewal=20), r.stream, 19 + LEASE_S)
     assert r.take() == [Renewed(renewal=20, lost=(TransferId(1),))]
-    r.owner.expire(19 + LEASE_S + EARLY_S)
+    r.owner.expire(19 + LEASE_S + REORDER_WINDOW_S)
     r.owner.renew(READER, Renew(renewal=21), r.stream, 30.0)
     assert r.take() == [Renewed(renewal=21)]
 
@@ -255,7 +255,7 @@ def test_unknown_transfer_id_is_refused() -> None:
     assert r.owner.counts.dropped_notices == 1
     assert not r.owner.may_read(READER, TransferId(77), (10,))
     r.follow(0.0, transfer=77, request=9)
-    r.owner.expire(EARLY_S)
+    r.owner.expire(REORDER_WINDOW_S)
     assert r.take() == [Lost(transfer_id=TransferId(77), reason=Reason.LEASE_LOST)]
 
 
@@ -359,7 +359,7 @@ def test_ended_transfers_leave_nothing_behind() -> None:
         r.prefill(request=request)
         r.follow(0.0, transfer=request + 1, request=request)
     r.owner.expire(LEASE_S)
-    r.owner.expire(LEASE_S + EARLY_S)
+    r.owner.expire(LEASE_S + REORDER_WINDOW_S)
     owner = r.owner
     left = (
         owner._transfers,
@@ -420,8 +420,8 @@ def test_messages_in_any_order_and_number_are_safe(notices: list[tuple[str, int,
         assert set(r.pins.held) <= set(TABLE)
     for request in computing:  # a worker always says how its jobs end
         r.owner.lost(builders.job_id(request), Reason.CANCELLED, now_s)
-    r.owner.expire(now_s + max(LEASE_S, CLAIM_S))
-    r.owner.expire(now_s + max(LEASE_S, CLAIM_S) + EARLY_S)
+    r.owner.expire(now_s + max(LEASE_S, CLAIM_TIMEOUT_S))
+    r.owner.expire(now_s + max(LEASE_S, CLAIM_TIMEOUT_S) + REORDER_WINDOW_S)
     assert r.pins.held == []
     assert r.owner.open_leases == 0
     assert r.owner.next_deadline_s is None

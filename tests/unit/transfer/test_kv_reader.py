@@ -29,7 +29,7 @@ async def test_pull_receives_all_blocks_and_frees_everything() -> None:
         assert result.transfer_bytes == 5 * builders.layout().block_bytes
         assert [r.reader.contents[receiving[i]] for i in range(5)] == [f"a:{i}" for i in range(5)]
         assert r.reader.pool.lookup(r.hashes("a", 4)) == [receiving[i] for i in range(4)]
-        r.let_go(receiving)
+        r.release(receiving)
         await asyncio.sleep(0.1)
         r.check_nothing_leaks()
         assert r.observed.ended == [None]
@@ -94,7 +94,7 @@ async def test_prefix_is_pulled_by_its_hashes() -> None:
         await pull.first_ready()
         receiving = r.mark_received(pull, 4, have_blocks=1)
         assert (await pull.done()).num_blocks == 3
-        r.let_go(receiving)
+        r.release(receiving)
         await asyncio.sleep(0.1)
         r.check_nothing_leaks()
 
@@ -107,7 +107,7 @@ async def test_partly_cached_prefix_is_received_as_far_as_it_goes() -> None:
         pull = r.kv_reader.pull(OWNER, HashRange(hashes=hashes), have_blocks=0)
         receiving = r.mark_received(pull, 6)
         assert (await pull.done()).num_blocks == 3
-        r.let_go(receiving)
+        r.release(receiving)
         await asyncio.sleep(0.1)
         r.check_nothing_leaks()
 
@@ -116,7 +116,7 @@ async def test_partly_cached_prefix_is_received_as_far_as_it_goes() -> None:
 async def test_follow_may_arrive_before_its_job() -> None:
     async with rig() as r:
         pull = r.kv_reader.pull(OWNER, builders.job_id(), have_blocks=0)
-        await asyncio.sleep(rigs.EARLY_S / 2)
+        await asyncio.sleep(rigs.REORDER_WINDOW_S / 2)
         r.prefill("a", 18)
         await pull.first_ready()
         r.mark_received(pull, 5)
@@ -164,7 +164,7 @@ async def test_pull_survives_a_broken_stream(at: int) -> None:
         result = await pull.done()
         assert result.first_tokens
         assert [r.reader.contents[receiving[i]] for i in range(5)] == [f"a:{i}" for i in range(5)]
-        r.let_go(receiving)
+        r.release(receiving)
         await asyncio.sleep(
             rigs.LEASE_S + 0.1
         )  # a farewell that was lost with its stream leaves the lease to end by itself

@@ -19,14 +19,14 @@ async def test_stuck_read_quarantines_its_blocks_until_it_is_terminal() -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, _blocks = r.prefill("a", 18)
-        r.fabric.stuck.clear()
+        r.fabric.reads_may_end.clear()
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         await pull.first_ready()
         receiving = r.mark_received(pull, 5)
         assert await failure_of(pull.done()) is Reason.TRANSFER_TIMEOUT
-        r.let_go(receiving)
+        r.release(receiving)
         assert r.reader.pool.counts().quarantined == 1 == r.kv_reader.quarantined_blocks
-        assert r.observed.given_up == [1]
+        assert r.observed.timed_out_blocks == [1]
         (link,) = r.kv_reader.links()
         assert link.broken
         with pytest.raises(Refused) as refused:
@@ -35,7 +35,7 @@ async def test_stuck_read_quarantines_its_blocks_until_it_is_terminal() -> None:
         r.reader.reuse_everything_free("mine")
         await asyncio.sleep(10)
         assert r.reader.pool.counts().quarantined == 1
-        r.fabric.stuck.set()  # the late write comes now
+        r.fabric.reads_may_end.set()  # the late write comes now
         await asyncio.sleep(0.1)
         assert seen_elsewhere(r, "a:") == set()
         await asyncio.sleep(rigs.LEASE_S)
@@ -53,7 +53,7 @@ def seen_elsewhere(r: Rig, text: str) -> set[str]:
 async def test_timed_out_read_fails_all_pulls_of_the_link_and_blames_the_owner() -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
-        r.fabric.stuck.clear()
+        r.fabric.reads_may_end.clear()
         reading, waiting = [
             r.kv_reader.pull(OWNER, r.prefill(text, 18, i)[0], have_blocks=0) for i, text in enumerate("ab")
         ]
@@ -68,20 +68,20 @@ async def test_timed_out_read_fails_all_pulls_of_the_link_and_blames_the_owner()
             assert (failure.reason, failure.blamed, failure.retriable) == (Reason.TRANSFER_TIMEOUT, OWNER, True)
         assert r.observed.ended == [Reason.TRANSFER_TIMEOUT] * 2
         for blocks in receiving:
-            r.let_go(blocks)
-        r.fabric.stuck.set()
+            r.release(blocks)
+        r.fabric.reads_may_end.set()
 
 
 @virtual
 async def test_timed_out_first_read_fails_the_waiting_pull() -> None:
     async with rig() as r:
-        r.fabric.stuck.clear()
+        r.fabric.reads_may_end.clear()
         pull = r.kv_reader.pull(OWNER, r.prefill("a", 18)[0], have_blocks=0)
         await pull.first_ready()
         receiving = r.mark_received(pull, 5)
         assert await failure_of(pull.done()) is Reason.TRANSFER_TIMEOUT
-        r.let_go(receiving)
-        r.fabric.stuck.set()
+        r.release(receiving)
+        r.fabric.reads_may_end.set()
 
 
 @pytest.mark.fault("F-15")
@@ -91,18 +91,18 @@ async def test_broken_link_is_probed_with_bounded_probes() -> None:
         assert await r.kv_reader.warmed(OWNER)
         probes = r.fabric.probes
         job, _blocks = r.prefill("a", 18)
-        r.fabric.stuck.clear()
+        r.fabric.reads_may_end.clear()
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         await pull.first_ready()
         receiving = r.mark_received(pull, 5)
         await failure_of(pull.done())
         await asyncio.sleep(60)
         assert 2 <= r.fabric.probes - probes <= 4
-        r.fabric.stuck.set()
+        r.fabric.reads_may_end.set()
         await asyncio.sleep(1)
         assert [link.broken for link in r.kv_reader.links()] == [False]
         assert r.observed.broken[-2:] == [True, False]
-        r.let_go(receiving)
+        r.release(receiving)
 
 
 @virtual
@@ -110,17 +110,17 @@ async def test_late_generation_read_makes_no_block_visible() -> None:
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         job, _blocks = r.prefill("a", 18)
-        r.fabric.stuck_lives.clear()
+        r.fabric.generation_reads_may_end.clear()
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         await pull.first_ready()
         receiving = r.mark_received(pull, 5)
         assert await failure_of(pull.done()) is Reason.TRANSFER_TIMEOUT
-        r.let_go(receiving)
+        r.release(receiving)
         assert r.reader.pool.lookup(r.hashes("a", 4)) == []
         await asyncio.sleep(1)
         assert r.reader.pool.counts().quarantined == 0  # the blocks themselves were read whole
         assert not r.kv_reader.links()[0].broken  # a probe came through
-        r.fabric.stuck_lives.set()
+        r.fabric.generation_reads_may_end.set()
         await pull_all(r, "b", request=2)
 
 
@@ -134,7 +134,7 @@ async def test_failed_read_makes_no_block_visible() -> None:
         await pull.first_ready()
         receiving = r.mark_received(pull, 5)
         assert await failure_of(pull.done()) is Reason.TRANSFER_FAILED
-        r.let_go(receiving)
+        r.release(receiving)
         await asyncio.sleep(0.1)
         r.check_nothing_leaks()
 
@@ -154,7 +154,7 @@ async def test_cancelled_pull_frees_everything(when: str) -> None:
             await asyncio.sleep(rigs.READ_S * (0.5 if when == "while reading" else 1.05))
             pull.cancel()
         assert await failure_of(pull.done()) is Reason.CANCELLED
-        r.let_go(receiving)
+        r.release(receiving)
         await asyncio.sleep(0.1)
         r.check_nothing_leaks()
         assert not r.kv_reader.links()[0].broken
@@ -183,7 +183,7 @@ async def test_flipped_bit_is_retried_once_and_then_fails_the_pull(what: str, fl
     async with rig() as r:
         assert await r.kv_reader.warmed(OWNER)
         for times, outcome in ((1, None), (2, Reason.VALIDATION_FAILED)):
-            r.observed.disproved.clear()
+            r.observed.mismatches.clear()
             job, _blocks = r.prefill("a", 18, request=times)
             flips = iter([flip] * times)
             r.fabric.seen_entry = lambda block_id, entry, flips=flips: next(flips, lambda e: e)(entry)
@@ -194,8 +194,8 @@ async def test_flipped_bit_is_retried_once_and_then_fails_the_pull(what: str, fl
                 assert (await pull.done()).num_blocks == 5
             else:
                 assert await failure_of(pull.done()) is outcome
-            assert r.observed.disproved == [what] * times
-            r.let_go(receiving)
+            assert r.observed.mismatches == [what] * times
+            r.release(receiving)
             await asyncio.sleep(0.1)
             r.check_nothing_leaks()
 
@@ -220,7 +220,7 @@ async def test_lease_end_during_a_read_discards_its_blocks() -> None:
         await asyncio.sleep(rigs.LEASE_S * 0.95 - 0.1 * rigs.READ_S)
         receiving = r.mark_received(pull, 5)
         assert await failure_of(pull.done()) is Reason.LEASE_LOST
-        r.let_go(receiving)
+        r.release(receiving)
         assert seen_elsewhere(r, "a:") == set()
         await asyncio.sleep(rigs.LEASE_S)
         r.check_nothing_leaks()
@@ -229,7 +229,7 @@ async def test_lease_end_during_a_read_discards_its_blocks() -> None:
 @virtual
 async def test_quarantine_limit_is_a_tenth_of_the_pool() -> None:
     async with rig() as r:
-        r.fabric.stuck.clear()
+        r.fabric.reads_may_end.clear()
         assert not r.kv_reader.is_over_quarantine_limit
         taken = r.reader.pool.allocate_receiving(7)
         assert taken is not None

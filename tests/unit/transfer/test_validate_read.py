@@ -26,7 +26,7 @@ def fault(scenario: Callable[[Rig], None]) -> Callable[[Rig], None]:
 
 
 @fault
-def cancel_at_p_with_a_read_in_flight_and_memory_pressure(r: Rig) -> None:
+def owner_cancels_during_a_read_with_memory_pressure(r: Rig) -> None:
     """Cancel the request at the owner while its stream is broken.
 
     The lease then ends by the owner's clock.
@@ -38,7 +38,7 @@ def cancel_at_p_with_a_read_in_flight_and_memory_pressure(r: Rig) -> None:
 
 
 @fault
-def p_stopped_for_three_leases_then_memory_pressure(r: Rig) -> None:
+def owner_pauses_three_leases_with_memory_pressure(r: Rig) -> None:
     """Resume the owner after three leases; it expires leases before it handles waiting renewals.
 
     The reader's host was paused as long, so the reader's clock has not moved.
@@ -60,11 +60,11 @@ def as_announced(announced: GenerationEntry, now: GenerationEntry) -> Generation
     return announced
 
 
-def same_generation(announced: GenerationEntry, now: GenerationEntry) -> GenerationEntry:
+def ignore_generation(announced: GenerationEntry, now: GenerationEntry) -> GenerationEntry:
     return replace(now, generation=announced.generation)
 
 
-def same_hash(announced: GenerationEntry, now: GenerationEntry) -> GenerationEntry:
+def ignore_hash(announced: GenerationEntry, now: GenerationEntry) -> GenerationEntry:
     return replace(now, block_hash=announced.block_hash)
 
 
@@ -92,16 +92,16 @@ async def pull_under(scenario: Callable[[Rig], None], seen: SeenEntry = current)
         await pull.first_ready()
         receiving = r.mark_received(pull, 5)
 
-        def strike() -> None:
+        def inject_fault() -> None:
             if len(r.fabric.reads) == 2:
-                r.fabric.torn = None
-                r.owner.pool.unref(blocks)  # the sequence is over, whoever ended it
+                r.fabric.mid_read_fault = None
+                r.owner.pool.unref(blocks)  # the sequence has ended
                 scenario(r)
 
-        r.fabric.torn = strike
+        r.fabric.mid_read_fault = inject_fault
         waiting = asyncio.ensure_future(pull.done())
         await asyncio.sleep(0.3)
-        assert r.fabric.torn is None, "the fault did not happen"
+        assert r.fabric.mid_read_fault is None, "the fault did not happen"
         assert r.owner.contents[blocks[1]] == "other", "there was no memory pressure"
         r.service.announce(job, 18, final=True, first_tokens=[FirstToken(sample_index=0, token_id=1)])
         pull.cancel()
@@ -113,7 +113,7 @@ async def pull_under(scenario: Callable[[Rig], None], seen: SeenEntry = current)
             for b in receiving.values()
             if r.reader.pool.hash_of(b) in right and r.reader.contents[b] != right[r.reader.pool.hash_of(b)]
         }
-        r.let_go(receiving)
+        r.release(receiving)
         return visible
 
 
@@ -130,10 +130,10 @@ def test_reused_blocks_become_visible_without_validation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("blind_to", [same_generation, same_hash])
-def test_generation_or_hash_alone_detects_the_reuse(name: str, blind_to: SeenEntry) -> None:
+@pytest.mark.parametrize("ignored_field", [ignore_generation, ignore_hash])
+def test_generation_or_hash_alone_detects_the_reuse(name: str, ignored_field: SeenEntry) -> None:
     """A reused block has a new generation, and no hash until it is full."""
-    assert virtual_time.run(pull_under(FAULTS[name], blind_to)) == set()
+    assert virtual_time.run(pull_under(FAULTS[name], ignored_field)) == set()
 
 
 async def stopped_owner(seen: SeenEntry) -> set[str]:
@@ -145,16 +145,16 @@ async def stopped_owner(seen: SeenEntry) -> set[str]:
         pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
         await pull.first_ready()
         receiving = r.mark_received(pull, 5)
-        r.fabric.stuck.clear()
+        r.fabric.reads_may_end.clear()
         r.network.remove(OWNER.address)
         await asyncio.sleep(3 * rigs.LEASE_S)
         r.network.add_worker(OWNER.address, r.end)
         r.owner.reuse_everything_free("other")
         with pytest.raises(Refused):
             await pull.done()
-        r.let_go(receiving)
+        r.release(receiving)
         r.reader.reuse_everything_free("canary")
-        r.fabric.stuck.set()
+        r.fabric.reads_may_end.set()
         await asyncio.sleep(0.1)
         in_use = {r.reader.contents[b] for b in range(rigs.NUM_BLOCKS)} - {"canary", "other"}
         assert r.reader.contents.count("canary") >= rigs.NUM_BLOCKS - 1

@@ -27,8 +27,8 @@ from tests import builders
 
 NUM_BLOCKS = 64
 LEASE_S = 2.0
-EARLY_S = 0.5
-CLAIM_S = 2.0
+REORDER_WINDOW_S = 0.5
+CLAIM_TIMEOUT_S = 2.0
 RENEW_S = 0.2
 DEADLINE_MIN_S, DEADLINE_MAX_S = 0.5, 3.0
 READ_S = 0.01
@@ -41,20 +41,20 @@ EMPTY = ""
 class Fabric:
     """Block contents of both sides, offered blocks, and the behaviour of reads.
 
-    stuck: reads of blocks do not end while it is set
-    stuck_lives: the same for generation-table entries
+    reads_may_end: reads of blocks end only while it is set
+    generation_reads_may_end: the same for generation-table entries
     failing: reads end FAILED
-    torn: called in the middle of each read of blocks
+    mid_read_fault: called in the middle of each read of blocks
     seen_entry: returns what the reader sees of a block's generation-table entry
     """
 
     blocks: dict[str, list[str]] = field(default_factory=dict)
     offered: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     tables: dict[str, MemoryGenerationTable] = field(default_factory=dict)
-    stuck: asyncio.Event = field(default_factory=asyncio.Event)
-    stuck_lives: asyncio.Event = field(default_factory=asyncio.Event)
+    reads_may_end: asyncio.Event = field(default_factory=asyncio.Event)
+    generation_reads_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     failing: bool = False
-    torn: Callable[[], None] | None = None
+    mid_read_fault: Callable[[], None] | None = None
     seen_entry: Callable[[int, GenerationEntry], GenerationEntry] = lambda block_id, entry: entry
     reads: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     probes: int = 0
@@ -63,8 +63,8 @@ class Fabric:
     running_blocks: int = 0
 
     def __post_init__(self) -> None:
-        self.stuck.set()
-        self.stuck_lives.set()
+        self.reads_may_end.set()
+        self.generation_reads_may_end.set()
 
 
 class FakeBackend:
@@ -130,7 +130,7 @@ class FakeBackend:
 
     def start_read(self, read_id: ReadId, source: KvDescriptor, block_ids: Sequence[int]) -> None:
         assert set(source.block_ids) <= self._fabric.offered[source.memory.owner.worker_id], (
-            "told of before it was offered"
+            "announced before it was offered"
         )
         self._fabric.reads.append((source.block_ids, tuple(block_ids)))
         self._start(read_id, self._copy(read_id, source, tuple(block_ids)))
@@ -171,9 +171,9 @@ class FakeBackend:
         fabric.running_blocks += count
         fabric.most_running_blocks = max(fabric.most_running_blocks, fabric.running_blocks)
         await asyncio.sleep(READ_S / 2)
-        if own is not None and fabric.torn is not None:
-            fabric.torn()
-        await fabric.stuck.wait()
+        if own is not None and fabric.mid_read_fault is not None:
+            fabric.mid_read_fault()
+        await fabric.reads_may_end.wait()
         await asyncio.sleep(READ_S / 2)
         fabric.running -= 1
         fabric.running_blocks -= count
@@ -184,7 +184,7 @@ class FakeBackend:
         self._reads.end(read_id, ReadState.FAILED if fabric.failing else ReadState.DONE)
 
     async def _copy_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
-        await self._fabric.stuck_lives.wait()
+        await self._fabric.generation_reads_may_end.wait()
         await asyncio.sleep(READ_S / 10)
         table = self._fabric.tables[source.memory.owner.worker_id]
         entries = tuple(self._fabric.seen_entry(block_id, table.entry(block_id)) for block_id in source.block_ids)
@@ -196,8 +196,8 @@ class Observed:
     """A TransferObserver that records its calls."""
 
     ended: list[Reason | None] = field(default_factory=list)
-    disproved: list[str] = field(default_factory=list)
-    given_up: list[int] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    timed_out_blocks: list[int] = field(default_factory=list)
     broken: list[bool] = field(default_factory=list)
 
     def pull_ended(
@@ -206,10 +206,10 @@ class Observed:
         self.ended.append(reason)
 
     def validation_failed(self, owner: WorkerRef, what: str) -> None:
-        self.disproved.append(what)
+        self.mismatches.append(what)
 
     def read_timed_out(self, owner: WorkerRef, num_blocks: int) -> None:
-        self.given_up.append(num_blocks)
+        self.timed_out_blocks.append(num_blocks)
 
     def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
         self.broken.append(broken)
@@ -297,7 +297,7 @@ class Rig:
         pull.receive_into(by_index, have_blocks)
         return by_index
 
-    def let_go(self, receiving: dict[int, int]) -> None:
+    def release(self, receiving: dict[int, int]) -> None:
         """End the reader's sequence."""
         self.reader.pool.unref(list(receiving.values()))
 
@@ -324,8 +324,8 @@ def host(fabric: Fabric, worker: WorkerRef, *, two_sided: bool = False) -> Host:
 def owner_service(of: Host, **changes: Any) -> OwnerService:
     settings: dict[str, Any] = {
         "lease_s": LEASE_S,
-        "claim_timeout_s": CLAIM_S,
-        "reorder_window_s": EARLY_S,
+        "claim_timeout_s": CLAIM_TIMEOUT_S,
+        "reorder_window_s": REORDER_WINDOW_S,
         "layout": builders.layout(),
     }
     return OwnerService(

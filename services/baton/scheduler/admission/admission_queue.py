@@ -90,16 +90,18 @@ class AdmissionQueue:
     def __init__(
         self,
         *,
-        max_waiting: int,
+        max_queued_requests: int,
         slos_set_due: bool,
         decide: Callable[[PlacementQuery, float], Answer | Blocked],
         refuse: Callable[[PlacementQuery, Rejection, float], Rejection],
         abandon: Callable[[Answer], None],
         on_size: Callable[[int], None],
     ) -> None:
-        """With `max_waiting` 0 the queue is closed: no request may wait. `slos_set_due`: see `FairQueue`."""
-        self._queue: FairQueue[_WaitingRequest] = FairQueue(max_waiting=max(1, max_waiting), slos_set_due=slos_set_due)
-        self.is_open = max_waiting > 0
+        """If `max_queued_requests` is 0, no request may wait. `slos_set_due`: see `FairQueue`."""
+        self._queue: FairQueue[_WaitingRequest] = FairQueue(
+            max_queued_requests=max(1, max_queued_requests), slos_set_due=slos_set_due
+        )
+        self.is_open = max_queued_requests > 0
         self._decide = decide
         self._refuse = refuse
         self._abandon = abandon

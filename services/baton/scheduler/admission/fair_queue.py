@@ -85,15 +85,15 @@ class _PriorityClass(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """A queue of at most `max_waiting` requests. Owned by the scheduler's event loop.
+    """A queue of at most `max_queued_requests` requests. Owned by the scheduler's event loop.
 
     `slos_set_due`: a first attempt is due by its TTFT SLO if it has one, instead of by its deadline.
     """
 
-    def __init__(self, *, max_waiting: int, slos_set_due: bool = True) -> None:
-        if max_waiting < 1:
-            raise ValueError(f"max_waiting is {max_waiting}; must be at least 1")
-        self._max_waiting = max_waiting
+    def __init__(self, *, max_queued_requests: int, slos_set_due: bool = True) -> None:
+        if max_queued_requests < 1:
+            raise ValueError(f"max_queued_requests is {max_queued_requests}; must be at least 1")
+        self._max_queued_requests = max_queued_requests
         self._slos_set_due = slos_set_due
         self._by_priority: dict[int, _PriorityClass[T]] = {}
         self._num_by_tenant: dict[str, int] = {}
@@ -120,7 +120,7 @@ class FairQueue(Generic[T]):
         )
         self._by_priority.setdefault(query.priority, _PriorityClass()).add(new)
         self._count(query.tenant, 1)
-        if self._size <= self._max_waiting:
+        if self._size <= self._max_queued_requests:
             return new, None
         displaced = self._least_entitled()
         self._remove(displaced)
