@@ -258,9 +258,8 @@ async def test_restarted_worker_gets_no_job_of_its_earlier_incarnation() -> None
         answers = [placement(None, old.ref), placement(None, old.ref), placement(None, new.ref)]
         c.scheduler.answer = lambda _: answers.pop(0) if len(answers) > 1 else answers[0]
         assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
-        assert [job.job.attempt for job in new.jobs] == [
-            1
-        ]  # the second placement named the dead worker and did not cost an attempt
+        # The second placement named the dead worker and did not cost an attempt.
+        assert [job.job.attempt for job in new.jobs] == [1]
 
 
 @virtual

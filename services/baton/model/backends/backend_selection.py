@@ -159,7 +159,7 @@ def _cpu_backend(
         kernels = backends.load(num_threads)
     except Exception as error:  # compiler, linker and loader fail in many ways, and torch needs none of them
         hint = "the model runs through torch, slower; see `baton doctor`"
-        log.warning("kernels_unavailable", problem=_describe(error), hint=hint)
+        log.warning("kernels_load_failed", problem=_describe(error), hint=hint)
         return None
     for candidate in backends.fastest_first:
         try:

@@ -1,4 +1,4 @@
-// Plans the attention of a step: tiles of query rows, and splits of their KV if threads are to spare.
+// Plans the attention of a step: tiles of query rows, and splits of their KV if there are idle threads.
 #pragma once
 
 #include "attention.h"
@@ -36,8 +36,8 @@ struct AttentionPlan {
         // A tile reads the KV of its tokens once, so larger tiles read less KV again.
         const int wanted = args.num_threads == 1 ? 1 : TILES_PER_THREAD * args.num_threads;
         int num_tiles = set_tile_rows(max_rows);
-        for (int rows = max_rows / 2; num_tiles < wanted && rows >= MIN_TILE_ROWS; rows /= 2) num_tiles
-            = set_tile_rows(rows);
+        for (int rows = max_rows / 2; num_tiles < wanted && rows >= MIN_TILE_ROWS; rows /= 2)
+            num_tiles = set_tile_rows(rows);
         // Long tiles first, so that no thread starts one at the end.
         for (int s = 0; s < args.num_seqs; s++) plan(s, num_tiles);
         std::stable_sort(items.begin(), items.end(),
@@ -48,8 +48,8 @@ struct AttentionPlan {
     int set_tile_rows(int rows) {
         tokens_per_tile = std::max(1, rows / heads_per_tile);
         int tiles_per_head = 0;
-        for (int s = 0; s < args.num_seqs; s++) tiles_per_head += (num_tokens(s)
-            + tokens_per_tile - 1) / tokens_per_tile;
+        for (int s = 0; s < args.num_seqs; s++)
+            tiles_per_head += (num_tokens(s) + tokens_per_tile - 1) / tokens_per_tile;
         return tiles_per_head * ((group + heads_per_tile - 1) / heads_per_tile) * args.num_kv_heads;
     }
 
@@ -57,7 +57,6 @@ struct AttentionPlan {
     static int64_t cost(const WorkItem& item) {
         return int64_t(item.token_end - item.token_begin) * (item.range.end - item.range.begin);
     }
-
 
     void plan(int seq, int num_tiles) {
         const int count = num_tokens(seq), before = args.context_len[seq] - count;
@@ -125,8 +124,8 @@ void write_output(const AttentionPlan<T>& plan, const WorkItem& item, const Soft
         T* out = static_cast<T*>(args.out) + plan.token_of(item, r) * args.out_token_stride
             + plan.head_of(item, r) * args.out_head_stride;
         const float by = 1.0f / state.row_sum[r];
-        for (int d = 0; d < args.head_dim; d++) out[d]
-            = from_float<T>(state.weighted_values[size_t(r) * args.head_dim + d] * by);
+        for (int d = 0; d < args.head_dim; d++)
+            out[d] = from_float<T>(state.weighted_values[size_t(r) * args.head_dim + d] * by);
     }
 }
 
@@ -135,14 +134,14 @@ inline void combine(std::vector<SoftmaxState>& splits, const WorkItem& item, Sof
     int dim) {
     combined.start(rows, dim);
     for (int r = 0; r < rows; r++) {
-        for (int p = 0; p < item.num_splits; p++) combined.row_max[r]
-            = std::max(combined.row_max[r], splits[item.first_split + p].row_max[r]);
+        for (int p = 0; p < item.num_splits; p++)
+            combined.row_max[r] = std::max(combined.row_max[r], splits[item.first_split + p].row_max[r]);
         for (int p = 0; p < item.num_splits; p++) {
             const SoftmaxState& split = splits[item.first_split + p];
             const float by = std::exp2(split.row_max[r] - combined.row_max[r]);
             combined.row_sum[r] += split.row_sum[r] * by;
-            for (int d = 0; d < dim; d++) combined.weighted_values[size_t(r) * dim
-                + d] += split.weighted_values[size_t(r) * dim + d] * by;
+            for (int d = 0; d < dim; d++)
+                combined.weighted_values[size_t(r) * dim + d] += split.weighted_values[size_t(r) * dim + d] * by;
         }
     }
 }
