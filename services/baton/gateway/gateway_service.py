@@ -222,7 +222,7 @@ class GatewayService:
         Requests that are still open then are not cancelled here.
         """
         self.health.drain()
-        log.info("gateway_draining", open_requests=self.num_open)
+        log.info("gateway_drain_started", open_requests=self.num_open)
         self._none_open.clear()
         if self.num_open:
             with suppress(TimeoutError):

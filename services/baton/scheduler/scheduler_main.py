@@ -79,7 +79,7 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
             async with Background(announcements.reannounce_forever(), watch_loop_lag(process_metrics.observe_loop)):
                 on_ready(member.address)
                 await _wait_for_drain(stop, scheduler)
-        log.info("scheduler_draining", scheduler=member.member_id)
+        log.info("scheduler_drain_started", scheduler=member.member_id)
         health.drain()
         await announcements.withdraw()
         await scheduler.aclose()

@@ -343,7 +343,7 @@ class Worker:
         except Refused:  # this worker is shutting down
             return
         if not is_usable:
-            log.warning("link_unusable", worker=str(self.worker), peer=str(peer))
+            log.warning("link_warmup_failed", worker=str(self.worker), peer=str(peer))
         self._notifier.changed()
 
     def _start_tasks(self) -> None:

@@ -158,7 +158,7 @@ async def test_process_serves_calls_and_leaves_redis_after_sigterm(tmp_path: Pat
                 await until_broken(watch)
             with pytest.raises(StreamBroken):
                 await until_broken(reports)
-    assert "scheduler_draining" in process.events()
+    assert "scheduler_drain_started" in process.events()
     assert "worker_lost" not in process.events(), "a scheduler that shuts down must not report lost workers"
 
 

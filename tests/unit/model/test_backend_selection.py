@@ -196,7 +196,7 @@ def test_torch_is_chosen_if_the_kernels_are_unavailable(
         raise error
 
     assert chosen(loaded, cpu_backends=CpuBackends(load=refuse)).name == "torch"
-    assert [warning.event for warning in warned()] == ["kernels_unavailable"]
+    assert [warning.event for warning in warned()] == ["kernels_load_failed"]
     assert str(error) in warned()[0].problem
 
 

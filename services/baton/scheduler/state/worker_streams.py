@@ -205,7 +205,7 @@ class WorkerStreams:
             if self._state.reports() != before:
                 self._publish_state()
             for worker in self._replacement.choose(self._state.reports(), loop.time()):
-                log.warning("worker_replacement_requested", worker=str(worker))
+                log.warning("worker_replacement_started", worker=str(worker))
                 self._command(worker, CommandKind.REPLACE)
             self._remove_worker_metrics()
             self._metrics.prefix_index_blocks.set(self._index.num_claims)

@@ -278,7 +278,7 @@ class NixlThread:
         """Unload the peer, so that the next read loads its metadata again, and log UCX's errors."""
         self._unload(peer)
         for problem in self._ucx_log.problems()[:10]:
-            log.warning("ucx", text=problem)
+            log.warning("ucx_error_logged", text=problem)
 
     def _find_transport(self, peer: NixlPeer) -> None:
         """Set the transport of a peer from UCX's log.

@@ -251,7 +251,7 @@ class PeerReads:
         fields = {"owner": str(self.owner), "transport": transport, "gigabytes_per_s": round(rate / 1e9, 3)}
         is_slow = size * self.block_bytes >= _MIN_MEASURED_BYTES and rate < SLOW_BYTES_PER_S
         if transport.startswith("tcp") or is_slow:
-            log.warning("kv_link_slow", **fields)
+            log.warning("slow_kv_link_measured", **fields)
         else:
             log.info("kv_link_measured", **fields)
 

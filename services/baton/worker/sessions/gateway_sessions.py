@@ -268,7 +268,7 @@ class Sessions:
             return None
         if session is not None and not resumed:
             log.warning(
-                "session_not_resumable",
+                "session_resume_failed",
                 gateway_id=hello.gateway_id,
                 last_seq=hello.last_seq,
                 oldest_seq=session.outbox.oldest_seq,
