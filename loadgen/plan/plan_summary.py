@@ -37,7 +37,7 @@ class PlanSummary:
     - `last_arrival_s`: of first turns
     - `rate_rps`, `gap_cv`: from the gaps between first turns; None for fewer than 3
     - `inputs`: prompt lengths; None if prompts are texts
-    - `num_leaving`: requests that the client cancels
+    - `num_cancelled`: requests that the client cancels
     - `best_hit_ratio`: of prompt tokens with an infinite cache; None if prompts are texts
     - `lru_hit_ratio`: with a cache of `lru_tokens` in blocks of 16
     """
@@ -50,7 +50,7 @@ class PlanSummary:
     gap_cv: float | None
     inputs: Spread | None
     outputs: Spread
-    num_leaving: int
+    num_cancelled: int
     num_text: int
     tenants: dict[str, int]
     priorities: dict[str, int]
@@ -86,7 +86,7 @@ def summarize(plan: Plan, *, lru_tokens: int | None = None) -> PlanSummary:
         gap_cv=float(gaps.std() / gaps.mean()) if len(gaps) > 1 and gaps.mean() > 0 else None,
         inputs=None if num_text else Spread.of(inputs),
         outputs=Spread.of([request.output_tokens for request in requests]),
-        num_leaving=sum(request.cancel_after_tokens is not None for request in requests),
+        num_cancelled=sum(request.cancel_after_tokens is not None for request in requests),
         num_text=num_text,
         tenants=_counts([request.tenant for request in requests]),
         priorities=_counts([str(request.priority) for request in requests]),
@@ -101,12 +101,12 @@ def summary_lines(plan: Plan, summary: PlanSummary) -> list[str]:
     """Return the lines for the terminal."""
     s = summary
     sessions = f" of {s.num_clients:,} clients" if s.num_clients < s.num_requests else ""
-    pace = ""
+    arrival_rate = ""
     if s.rate_rps is not None and s.gap_cv is not None:
-        pace = f"; {s.rate_rps:.4g} {'arrivals' if sessions else 'requests'}/s, gaps with cv {s.gap_cv:.2f}"
+        arrival_rate = f"; {s.rate_rps:.4g} {'arrivals' if sessions else 'requests'}/s, gaps with cv {s.gap_cv:.2f}"
     lines = [
         f"requests    {s.num_requests:,}{sessions}, the last {'arrival' if sessions else 'one'} at "
-        f"{s.last_arrival_s:.1f} s{pace}",
+        f"{s.last_arrival_s:.1f} s{arrival_rate}",
         f"prompts     {_spread_text(s.inputs)}"
         if s.inputs
         else f"prompts     {s.num_text:,} texts, whose tokens only the server can count",
@@ -129,8 +129,8 @@ def summary_lines(plan: Plan, summary: PlanSummary) -> list[str]:
                 + ", ".join(f"{name or '(none)'} {count:,}" for name, count in shown[: 8 if more else 9])
                 + more
             )
-    if s.num_leaving:
-        lines.append(f"cancels     {s.num_leaving:,} clients cancel before the end of the response")
+    if s.num_cancelled:
+        lines.append(f"cancels     {s.num_cancelled:,} clients cancel before the end of the response")
     return lines
 
 

@@ -90,7 +90,7 @@ def _of_scaling(docs: Sequence[Doc]) -> Problems:
             yield f"Deployment {target}: has replicas, and something that scales it"
     for name, workload in deployments.items():
         if workload.replicas is None and name not in targets:
-            yield f"Deployment {name}: nobody says how many pods it has"
+            yield f"Deployment {name}: neither replicas nor a scaler sets its number of pods"
 
 
 def _of_selectors(workload: Workload) -> Problems:
@@ -119,7 +119,7 @@ def _of_images(workload: Workload) -> Problems:
     for container in workload.containers:
         _, _, tag = container["image"].rpartition("/")[2].partition(":")
         if "@" not in container["image"] and tag in ("", "latest"):
-            yield f"{container['name']}: {container['image']} may be another one tomorrow"
+            yield f"{container['name']}: {container['image']} has no fixed tag; it may change"
 
 
 def _of_resources(workload: Workload) -> Problems:
@@ -135,7 +135,7 @@ def _of_resources(workload: Workload) -> Problems:
                 yield f"{container['name']}: has no {where}.{what}"
                 return
         if bytes_of(resources["requests"]["memory"]) > bytes_of(resources["limits"]["memory"]):
-            yield f"{container['name']}: asks for more memory than it may have"
+            yield f"{container['name']}: requests more memory than its limit"
         mounts = {mount["mountPath"] for mount in container.get("volumeMounts", ())}
         if "/dev/shm" in mounts and shm > bytes_of(resources["limits"]["memory"]):
             yield f"{container['name']}: /dev/shm is larger than its memory limit"
@@ -156,7 +156,7 @@ def _of_volumes(workload: Workload) -> Problems:
             for mount in mounts
             if mount["name"] not in volumes
         )
-    yield from (f"nobody mounts the volume {name}" for name in volumes if name not in mounted)
+    yield from (f"no container mounts the volume {name}" for name in volumes if name not in mounted)
     for volume in workload.spec["volumes"]:
         if "emptyDir" in volume and not volume["name"].startswith("more") and "sizeLimit" not in volume["emptyDir"]:
             yield f"the volume {volume['name']} may fill the node"

@@ -284,7 +284,7 @@ def test_pod_restarts_only_if_its_own_settings_change(helm: Renderer, rendered: 
     before = checksums(rendered("default"))
     changes: dict[str, tuple[dict[str, Any], set[str]]] = {
         "the gateway's": ({"gateway": {"config": {"max_open_requests": 5}}}, {"rel-baton-gateway"}),
-        "everybody's": (
+        "all components'": (
             {"config": {"log_level": "debug"}},
             {f"rel-baton-{name}" for name in ("gateway", "scheduler", "fleet", "worker-prefill", "worker-decode")},
         ),

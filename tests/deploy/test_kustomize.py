@@ -13,7 +13,7 @@ KUBECTL = shutil.which("kubectl")
 LIMIT_S = 30.0
 
 
-if KUBECTL is not None:  # otherwise nobody has asked Kustomize
+if KUBECTL is not None:  # without kubectl there is no Kustomize to test with
 
     def test_rendered_objects_go_through_kustomize(helm: Renderer, tmp_path: Path) -> None:
         (tmp_path / "all.yaml").write_text(helm.text({"runtime": {"mode": "kuberay"}}))

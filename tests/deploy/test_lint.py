@@ -63,7 +63,10 @@ BROKEN: dict[str, tuple[Callable[[list[Doc]], Any], str]] = {
     "twice the same object": (lambda docs: docs.append(docs[0]), "is there 2 times"),
     "a long name": (lambda docs: _service(docs)["metadata"].update(name="x" * 64), "longer than 63"),
     "a foreign namespace": (lambda docs: _service(docs)["metadata"].update(namespace="default"), "namespace"),
-    "a selector of nobody": (lambda docs: _service(docs)["spec"]["selector"].update(some="label"), "selects no pod"),
+    "a selector that matches no pod": (
+        lambda docs: _service(docs)["spec"]["selector"].update(some="label"),
+        "selects no pod",
+    ),
     "a Service's port that is none": (
         lambda docs: _service(docs)["spec"]["ports"][0].update(targetPort="web"),
         "has no port 'web'",
@@ -90,15 +93,15 @@ BROKEN: dict[str, tuple[Callable[[list[Doc]], Any], str]] = {
         lambda docs: _pod(docs)["volumes"][2]["configMap"]["items"][0].update(key="x.yaml"),
         "no key x.yaml",
     ),
-    "a volume that nobody mounts": (
+    "a volume that is mounted nowhere": (
         lambda docs: _container(docs)["volumeMounts"].pop(0),
-        "nobody mounts the volume tmp",
+        "no container mounts the volume tmp",
     ),
     "a mount without a volume": (lambda docs: _pod(docs)["volumes"].pop(0), "no volume tmp"),
-    "the latest image": (lambda docs: _container(docs).update(image="baton:latest"), "another one tomorrow"),
+    "the latest image": (lambda docs: _container(docs).update(image="baton:latest"), "has no fixed tag"),
     "an image without a tag": (
         lambda docs: _container(docs).update(image="registry:5000/baton"),
-        "another one tomorrow",
+        "has no fixed tag",
     ),
     "no memory limit": (lambda docs: _container(docs)["resources"].pop("limits"), "no limits.memory"),
     "too much shared memory": (
@@ -110,8 +113,11 @@ BROKEN: dict[str, tuple[Callable[[list[Doc]], Any], str]] = {
         "only pod",
     ),
     "a budget of nothing": (lambda docs: _budget(docs).update(maxUnavailable=0), "ever be moved"),
-    "a budget about nobody": (lambda docs: _budget(docs)["selector"]["matchLabels"].update(a="b"), "about 0 workloads"),
-    "nobody's replicas": (lambda docs: _gateway(docs).pop("replicas"), "nobody says"),
+    "a budget that matches no workload": (
+        lambda docs: _budget(docs)["selector"]["matchLabels"].update(a="b"),
+        "about 0 workloads",
+    ),
+    "no number of pods": (lambda docs: _gateway(docs).pop("replicas"), "number of pods"),
     "root": (lambda docs: _pod(docs)["securityContext"].update(runAsNonRoot=False), "root"),
     "a writable root": (
         lambda docs: _container(docs)["securityContext"].update(readOnlyRootFilesystem=False),

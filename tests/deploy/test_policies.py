@@ -10,11 +10,11 @@ from tests.deploy.objects import Workload, of_kind, selects, workloads
 from tests.deploy.renderer import Doc
 from tests.deploy.value_sets import SETS
 
-ANYBODY, METRICS = "anybody", "metrics"
+ANY_CLIENT, METRICS = "any client", "metrics"
 RAY = ("ray-head", "fleet", "worker")
 RAY_PORTS = [(6380, 6386), (10002, 10101)]
 NEEDED: Mapping[str, Mapping[str, Sequence[tuple[int, int]]]] = {
-    "gateway": {ANYBODY: [(8000, 8000), (8001, 8001)]},
+    "gateway": {ANY_CLIENT: [(8000, 8000), (8001, 8001)]},
     "scheduler": {"gateway": [(8100, 8100)], "worker": [(8100, 8100)]},
     "worker": {
         "gateway": [(8101, 8101)],
@@ -30,7 +30,7 @@ NEEDED: Mapping[str, Mapping[str, Sequence[tuple[int, int]]]] = {
 
 
 def allowed(docs: Sequence[Doc], target: Workload) -> dict[str, list[tuple[int, int]]]:
-    """Who reaches these pods at which ports, as a network plugin would have it. ANYBODY alone where no policy
+    """Who reaches these pods at which ports, as a network plugin decides it. ANY_CLIENT alone where no policy
     is about them."""
     policies = [
         policy
@@ -38,7 +38,7 @@ def allowed(docs: Sequence[Doc], target: Workload) -> dict[str, list[tuple[int, 
         if selects(policy["spec"]["podSelector"]["matchLabels"], target.labels)
     ]
     if not policies:
-        return {ANYBODY: [(1, 65535)]}
+        return {ANY_CLIENT: [(1, 65535)]}
     found: dict[str, list[tuple[int, int]]] = {}
     for policy in policies:
         assert policy["spec"]["policyTypes"] == ["Ingress"]
@@ -51,7 +51,7 @@ def allowed(docs: Sequence[Doc], target: Workload) -> dict[str, list[tuple[int, 
 
 def _sources(rule: Mapping[str, Any], docs: Sequence[Doc]) -> Iterator[str]:
     if "from" not in rule:
-        yield ANYBODY
+        yield ANY_CLIENT
     for peer in rule.get("from", ()):
         if "podSelector" in peer:
             components = {

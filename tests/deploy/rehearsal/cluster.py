@@ -47,7 +47,7 @@ def issued(docs: Sequence[Doc], ca: trustme.CA) -> list[Doc]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outsider:
-    """A simulated machine outside all policies, for clients. It knows the addresses of the Services."""
+    """A simulated machine outside all policies, for clients. It resolves the addresses of the Services."""
 
     netns: Netns
     filter: PacketFilter

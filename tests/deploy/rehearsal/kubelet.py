@@ -47,7 +47,7 @@ class _Probing:
 
 
 @dataclass(kw_only=True)
-class _Life:
+class _ContainerState:
     """A container and its current process."""
 
     container: Container
@@ -75,8 +75,8 @@ class Kubelet(threading.Thread):
         self._kill = threading.Event()
         self._directory = directory
         self._on_change = on_change
-        self._lives = [_Life(container=container) for container in pod.containers]
-        self._sidecars = [_Life(container=container) for container in pod.sidecars]
+        self._containers = [_ContainerState(container=container) for container in pod.containers]
+        self._sidecars = [_ContainerState(container=container) for container in pod.sidecars]
 
     @property
     def hosts(self) -> Path:
@@ -95,11 +95,11 @@ class Kubelet(threading.Thread):
 
     def why_not_ready(self) -> str:
         """Return the messages of failing probes."""
-        lives = [*self._sidecars, *self._lives]
+        states = [*self._sidecars, *self._containers]
         said = [
-            f"{life.container.name}: {kind}: {each.why}"
-            for life in lives
-            for kind, each in life.probing.items()
+            f"{state.container.name}: {kind}: {each.why}"
+            for state in states
+            for kind, each in state.probing.items()
             if each.why
         ]
         return f"{self.pod.name}: {'; '.join(said) or 'has not been asked'}; restarts: {self.restarts}"
@@ -138,108 +138,108 @@ class Kubelet(threading.Thread):
 
     def _keep(self, machine: Machine) -> None:
         while not self.is_ending.wait(TICK_S):
-            for life in self._sidecars:
-                self._look_after(machine, life)
-            if all(life.has_started for life in self._sidecars):
-                for life in self._lives:
-                    self._look_after(machine, life)
-            is_ready = all(life.is_ready for life in (*self._sidecars, *self._lives))
+            for state in self._sidecars:
+                self._look_after(machine, state)
+            if all(state.has_started for state in self._sidecars):
+                for state in self._containers:
+                    self._look_after(machine, state)
+            is_ready = all(state.is_ready for state in (*self._sidecars, *self._containers))
             if is_ready != self.is_ready:
                 self.is_ready = is_ready
                 self._on_change()
 
-    def _look_after(self, machine: Machine, life: _Life) -> None:
+    def _look_after(self, machine: Machine, state: _ContainerState) -> None:
         now_s = time.monotonic()
-        if life.running is not None and (code := life.running.exit_code()) is not None:
-            self._start_again_later(life, f"exit code {code}")
-        if life.running is None:
-            if now_s < life.start_at_s:
+        if state.running is not None and (code := state.running.exit_code()) is not None:
+            self._start_again_later(state, f"exit code {code}")
+        if state.running is None:
+            if now_s < state.start_at_s:
                 return
-            life.running = machine.start(life.container)
-            life.num_starts += 1
-            container = life.container
+            state.running = machine.start(state.container)
+            state.num_starts += 1
+            container = state.container
             kinds = {"startup": container.startup, "readiness": container.readiness, "liveness": container.liveness}
-            life.probing = {
+            state.probing = {
                 kind: _Probing(probe=probe, due_s=now_s) for kind, probe in kinds.items() if probe is not None
             }
-            life.has_started = "startup" not in life.probing
-            life.is_ready = life.has_started and "readiness" not in life.probing
-        if not life.has_started:
-            self._start_up(machine, life)
+            state.has_started = "startup" not in state.probing
+            state.is_ready = state.has_started and "readiness" not in state.probing
+        if not state.has_started:
+            self._start_up(machine, state)
             return
-        if "readiness" in life.probing and (why := self._ask(machine, life, "readiness")) is not None:
-            life.is_ready = not why or (life.is_ready and not _is_over(life, "readiness"))
-        if "liveness" in life.probing and self._ask(machine, life, "liveness") and _is_over(life, "liveness"):
-            self._stop_one(machine, life, f"liveness: {life.probing['liveness'].why}")
+        if "readiness" in state.probing and (why := self._ask(machine, state, "readiness")) is not None:
+            state.is_ready = not why or (state.is_ready and not _is_over(state, "readiness"))
+        if "liveness" in state.probing and self._ask(machine, state, "liveness") and _is_over(state, "liveness"):
+            self._stop_one(machine, state, f"liveness: {state.probing['liveness'].why}")
 
-    def _start_up(self, machine: Machine, life: _Life) -> None:
-        why = self._ask(machine, life, "startup")
+    def _start_up(self, machine: Machine, state: _ContainerState) -> None:
+        why = self._ask(machine, state, "startup")
         if why == "":
-            life.has_started = True
-            life.is_ready = "readiness" not in life.probing
-        elif why and _is_over(life, "startup"):
-            self._stop_one(machine, life, f"startup: {why}")
+            state.has_started = True
+            state.is_ready = "readiness" not in state.probing
+        elif why and _is_over(state, "startup"):
+            self._stop_one(machine, state, f"startup: {why}")
 
-    def _ask(self, machine: Machine, life: _Life, kind: str) -> str | None:
+    def _ask(self, machine: Machine, state: _ContainerState, kind: str) -> str | None:
         """Run a probe if it is due.
 
         Return the failure, an empty string on success, or None if it is not due.
         """
-        each = life.probing[kind]
+        each = state.probing[kind]
         if time.monotonic() < each.due_s:
             return None
-        assert life.running is not None
-        running = life.running
+        assert state.running is not None
+        running = state.running
 
         def run(argv: Sequence[str], limit_s: float) -> int:
-            return machine.run_in(running, life.container, argv, limit_s)
+            return machine.run_in(running, state.container, argv, limit_s)
 
         each.why = why_failing(each.probe, self.pod.address, run)
         each.failed = each.failed + 1 if each.why else 0
         each.due_s = time.monotonic() + float(each.probe.get("periodSeconds", PERIOD_S))
         return each.why
 
-    def _stop_one(self, machine: Machine, life: _Life, why: str) -> None:
-        self._end_all(machine, [life], time.monotonic() + self.pod.grace_s)
-        self._start_again_later(life, why)
+    def _stop_one(self, machine: Machine, state: _ContainerState, why: str) -> None:
+        self._end_all(machine, [state], time.monotonic() + self.pod.grace_s)
+        self._start_again_later(state, why)
 
-    def _start_again_later(self, life: _Life, why: str) -> None:
-        self.restarts.append(f"{life.container.name}: {why}")
-        life.running, life.has_started, life.is_ready = None, False, False
-        life.start_at_s = time.monotonic() + BACK_OFF_S[min(life.num_starts - 1, len(BACK_OFF_S) - 1)]
+    def _start_again_later(self, state: _ContainerState, why: str) -> None:
+        self.restarts.append(f"{state.container.name}: {why}")
+        state.running, state.has_started, state.is_ready = None, False, False
+        state.start_at_s = time.monotonic() + BACK_OFF_S[min(state.num_starts - 1, len(BACK_OFF_S) - 1)]
 
     def _end(self, machine: Machine) -> None:
         end_s = time.monotonic() + self.pod.grace_s
-        self._end_all(machine, self._lives, end_s)
+        self._end_all(machine, self._containers, end_s)
         self._end_all(machine, self._sidecars[::-1], max(end_s, time.monotonic() + SIDECAR_END_S))
 
-    def _end_all(self, machine: Machine, lives: Sequence[_Life], end_s: float) -> None:
+    def _end_all(self, machine: Machine, states: Sequence[_ContainerState], end_s: float) -> None:
         """Terminate containers one after the other. Pods of the chart have one container and its sidecars."""
-        for life in lives:
-            if life.running is None:
+        for state in states:
+            if state.running is None:
                 continue
             began_s = time.monotonic()
             code = None
-            if life.container.pre_stop is not None and life.running.exit_code() is None:
-                code = machine.run_in(life.running, life.container, life.container.pre_stop, end_s - began_s)
-            life.running.signal(signal.SIGTERM)
-            has_ended = life.running.wait(max(SIDECAR_END_S, end_s - time.monotonic()))
+            if state.container.pre_stop is not None and state.running.exit_code() is None:
+                code = machine.run_in(state.running, state.container, state.container.pre_stop, end_s - began_s)
+            state.running.signal(signal.SIGTERM)
+            has_ended = state.running.wait(max(SIDECAR_END_S, end_s - time.monotonic()))
             if not has_ended:
-                life.running.signal(signal.SIGKILL)
-                life.running.wait(SIDECAR_END_S)
+                state.running.signal(signal.SIGKILL)
+                state.running.wait(SIDECAR_END_S)
             self.endings.append(
                 Ending(
                     pod=self.pod.name,
-                    container=life.container.name,
+                    container=state.container.name,
                     pre_stop_code=code,
-                    exit_code=life.running.exit_code(),
+                    exit_code=state.running.exit_code(),
                     was_killed=not has_ended,
                     took_s=time.monotonic() - began_s,
                 )
             )
 
 
-def _is_over(life: _Life, kind: str) -> bool:
+def _is_over(state: _ContainerState, kind: str) -> bool:
     """Return True if the probe has reached its failure threshold."""
-    each = life.probing[kind]
+    each = state.probing[kind]
     return each.failed >= int(each.probe.get("failureThreshold", FAILURES))

@@ -70,14 +70,14 @@ def pod_of(template: Mapping[str, Any], docs: Sequence[Doc], *, name: str, addre
     if any(container.get("restartPolicy") != "Always" for container in sidecars):
         raise ValueError("containers that end before the others start cannot be rehearsed")
     context = spec["securityContext"]
-    everybody = (*sidecars, *spec["containers"])
+    containers = (*sidecars, *spec["containers"])
     return Pod(
         name=name,
         address=address,
         labels=template["metadata"]["labels"],
         sidecars=tuple(_container(container, docs, name, address) for container in sidecars),
         containers=tuple(_container(container, docs, name, address) for container in spec["containers"]),
-        volumes=tuple(_volumes(spec.get("volumes", ()), everybody, docs)),
+        volumes=tuple(_volumes(spec.get("volumes", ()), containers, docs)),
         user=context["runAsUser"],
         group=context["fsGroup"],
         grace_s=spec["terminationGracePeriodSeconds"],

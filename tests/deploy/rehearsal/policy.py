@@ -93,7 +93,7 @@ class VirtualPort:
 def service_chains(ports: Sequence[VirtualPort]) -> list[nft.Chain]:
     """Return the chains that send each connection to one pod of the Service, or refuse it without any."""
     translate = nft.Chain(name="services", kind="nat", hook=nft.OUTPUT, priority=-100)
-    refuse = nft.Chain(name="nobody", kind="filter", hook=nft.OUTPUT, priority=0)
+    refuse = nft.Chain(name="no_backends", kind="filter", hook=nft.OUTPUT, priority=0)
     for port in ports:
         to = [*nft.destination(port.address), *nft.tcp_to(port.port, port.port)]
         for left, (address, number) in zip(range(len(port.backends), 0, -1), port.backends, strict=True):

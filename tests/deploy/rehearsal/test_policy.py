@@ -12,7 +12,7 @@ from tests.deploy.objects import workloads
 from tests.deploy.rehearsal.nft import PacketFilter
 from tests.deploy.rehearsal.policy import Opening, Peer, VirtualPort, input_chain, openings, service_chains
 from tests.deploy.renderer import Doc
-from tests.deploy.test_policies import ANYBODY, NEEDED
+from tests.deploy.test_policies import ANY_CLIENT, NEEDED
 from tests.netns import Netns, Network, unavailable_reason
 
 PREFIX = "10.149.7"
@@ -35,12 +35,14 @@ def test_rules_open_ports_to_the_selected_pods(rendered: Rendered, name: str) ->
         opened = openings(rendered(name), workload.labels, peers)
         assert opened is not None
 
-        found = {(opening.low, opening.high, address) for opening in opened for address in opening.sources or {ANYBODY}}
+        found = {
+            (opening.low, opening.high, address) for opening in opened for address in opening.sources or {ANY_CLIENT}
+        }
         assert found == {
             (low, high, address)
             for who, ports in NEEDED[workload.component].items()
             for low, high in ports
-            for address in ({ANYBODY} if who == ANYBODY else by_component[who])
+            for address in ({ANY_CLIENT} if who == ANY_CLIENT else by_component[who])
         }
 
 

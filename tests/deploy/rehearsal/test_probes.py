@@ -60,10 +60,10 @@ def test_grpc_probe() -> None:
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     serving = why_failing(probe, HERE, never)
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    leaving = why_failing(probe, HERE, never)
+    draining = why_failing(probe, HERE, never)
     server.stop(None).wait()
 
-    assert (serving, leaving) == ("", "status 2")
+    assert (serving, draining) == ("", "status 2")
     assert "UNAVAILABLE" in why_failing(probe, HERE, never)
 
 

@@ -28,7 +28,7 @@ from tests.deploy.rehearsal.machine import MACHINES_TOOLS
 from tests.deploy.rehearsal.pods import secret
 from tests.deploy.rehearsal.values import RAY_REDIS, VALUES
 from tests.deploy.renderer import NAMESPACE, RELEASE, Renderer
-from tests.deploy.test_policies import ANYBODY, NEEDED
+from tests.deploy.test_policies import ANY_CLIENT, NEEDED
 from tests.netns import Netns, machine_prefix, unavailable_reason
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def test_policies_accept_named_connections_and_drop_others(
         }
         for (component, port), got_through in zip(asked, reach(netns, list(asked.values())), strict=True):
             seen[name, component, port] = got_through
-            ranges = [*NEEDED[component].get(name, ()), *NEEDED[component].get(ANYBODY, ())]
+            ranges = [*NEEDED[component].get(name, ()), *NEEDED[component].get(ANY_CLIENT, ())]
             expected[name, component, port] = any(low <= port <= high for low, high in ranges)
 
     assert {key for key in seen if seen[key]} == {key for key in expected if expected[key]}

@@ -25,7 +25,7 @@ class Leftovers:
         unknown = [
             _words(process)
             for process in below - {*processes_of(self.run_id)}
-            if _lives(process) and not _is_redis(process)
+            if _is_running(process) and not _is_redis(process)
         ]
         assert not unknown, f"the reaper would not find {unknown}"
         self._ports = {
@@ -47,7 +47,7 @@ class Leftovers:
         left = [
             f"process {_words(process)}"
             for process in {*processes_of(self.run_id), *self.processes, self._reaper}
-            if _lives(process)
+            if _is_running(process)
         ]
         left += [str(self.directory)] if self.directory.exists() else []
         left += [f"port {port}" for port in sorted(self._ports) if not left and _answers(port)]
@@ -102,7 +102,7 @@ def _is_redis(process: psutil.Process) -> bool:
     return "-server" in "".join(_command(process)[:1])
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     """Return False also for a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

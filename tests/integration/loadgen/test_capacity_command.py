@@ -277,7 +277,7 @@ def test_server_that_ignores_signals_is_killed_with_its_children(tmp_path: Path)
         stop_signals=((signal.SIGINT, 0.3), (signal.SIGTERM, 0.3), (signal.SIGKILL, 10.0)),
     ):
         assert len(processes_with(str(program))) == 2
-    deadline_s = time.monotonic() + 20  # orphans are collected by somebody else
+    deadline_s = time.monotonic() + 20  # another process reaps orphans
     while [line for line in processes_with(str(program)) if "<defunct>" not in line]:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)

@@ -182,7 +182,7 @@ async def test_worker_that_ends_by_itself_or_is_drained_is_replaced_on_its_node(
         await eventually(lambda: first.is_dead and ray.where.get("decode-0") == "d")
 
 
-async def test_draining_node_gets_no_worker_while_it_lives(tmp_path: Path) -> None:
+async def test_draining_node_gets_no_worker_until_it_is_gone(tmp_path: Path) -> None:
     ray = FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1})
     async with reconciling(ray, tmp_path, desired()) as fleet:
         await eventually(lambda: len(ray.where) == 2)

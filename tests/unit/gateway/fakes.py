@@ -377,10 +377,11 @@ class StubScheduler:
         raise AssertionError("stub workers do not report")
 
     def _update(self) -> ClusterUpdate:
-        lives = [w for w in self.workers if not w.is_dead]
-        sources = [w for w in lives if w.report.role.can_prefill]
+        live_workers = [w for w in self.workers if not w.is_dead]
+        sources = [w for w in live_workers if w.report.role.can_prefill]
         reports = [
-            replace(w.report, links=tuple(builders.link(s.ref.worker_id) for s in sources if s is not w)) for w in lives
+            replace(w.report, links=tuple(builders.link(s.ref.worker_id) for s in sources if s is not w))
+            for w in live_workers
         ]
         return ClusterUpdate(scheduler_id="stub", reports=tuple(reports), pid=6, host="there")
 

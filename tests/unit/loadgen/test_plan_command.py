@@ -236,12 +236,12 @@ def test_client_mixes_and_slos_are_in_the_plan(tmp_path: Path) -> None:
     assert summary.classes["chat"] == pytest.approx(700, abs=60)
     assert summary.tenants["a"] == pytest.approx(750, abs=60)
     assert summary.priorities["5"] == pytest.approx(500, abs=65)
-    assert summary.num_leaving == pytest.approx(100, abs=40)
+    assert summary.num_cancelled == pytest.approx(100, abs=40)
     assert (
         f"classes     batch {summary.classes['batch']} (no SLO); chat {summary.classes['chat']} (ttft=500ms,tpot=50ms)"
         in output
     )
-    assert f"cancels     {summary.num_leaving} clients cancel before the end of the response" in output
+    assert f"cancels     {summary.num_cancelled} clients cancel before the end of the response" in output
     assert "or fewer: responses may end at EOS" in output
     one = run_plan(tmp_path, "random", "--rate", "5", "--requests", "1", "--slo", "e2e=10s")
     assert one.slos == {"default": SloTarget(e2e_s=10)}

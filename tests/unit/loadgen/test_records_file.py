@@ -189,4 +189,4 @@ def test_merge_leaves_one_file_and_notes_incomplete_lines(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
     assert [seen.index for seen in read_records(tmp_path / "records.jsonl")[0]] == [0, 1, 2]
     write_run(tmp_path, run(notes=(note,)))
-    assert read_result(tmp_path).notes == (note,), "whoever reads it later is told, too"
+    assert read_result(tmp_path).notes == (note,), "a later reader gets the note too"

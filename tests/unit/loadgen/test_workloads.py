@@ -165,9 +165,9 @@ def test_session_is_one_client() -> None:
     assert Counter(tenant for tenant, _, _ in clients.values())["a"] == pytest.approx(225, abs=30)
     assert {(p, c) for _, p, c in clients.values()} == {(0, "x"), (0, "y"), (5, "x"), (5, "y")}
     followed = {r.after for r in mixed}
-    leaving = [r for r in mixed if r.cancel_after_tokens is not None]
-    assert not any(r.index in followed for r in leaving)
-    assert len(leaving) == pytest.approx(90, abs=32)
+    cancelled = [r for r in mixed if r.cancel_after_tokens is not None]
+    assert not any(r.index in followed for r in cancelled)
+    assert len(cancelled) == pytest.approx(90, abs=32)
     check_plan(plan(*mixed, slos={"x": SloTarget(), "y": SloTarget()}))
 
 

@@ -148,7 +148,7 @@ def test_worker_thread_starts_drains_and_ends_without_error(opened: Opened) -> N
     assert opened.closed.is_set()
 
 
-def test_worker_thread_reports_needs_replacement_and_the_process_lives(
+def test_worker_thread_reports_needs_replacement_and_the_process_keeps_running(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
