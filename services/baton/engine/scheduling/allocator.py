@@ -48,7 +48,7 @@ class BlockAllocator:
         Returns (sequence, scheduled tokens) of those that are in this step, with at most `budget` tokens in
         all.
 
-        - A sequence that does not get its blocks blocks those behind it.
+        - A sequence that does not get its blocks holds up those behind it.
         - If only the token budget is used up, a prefill keeps blocks set aside. Pulled sequences, which
           need no tokens in this step, may overtake it.
         - While readers hold more than half of the pool, prefills for readers are skipped, and others overtake
