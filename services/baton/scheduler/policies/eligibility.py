@@ -167,7 +167,7 @@ def sources_of(w: WorkerTable, reader: int) -> Mask:
 
 
 def readers_of(w: WorkerTable, source: int) -> Mask:
-    """Return the workers that can pull KV from the worker at position `source`: the converse of `sources_of`."""
+    """Return the workers that can pull KV from the worker at position `source` (see `sources_of`)."""
     readers = _can_read(w, _ALL, source)
     readers[source] = False
     return readers
