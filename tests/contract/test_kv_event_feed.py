@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 from random import Random
 
@@ -133,9 +133,11 @@ async def test_renew_returns_the_last_event_number_or_zero_without_a_snapshot(fe
 
 async def test_stream_that_is_not_renewed_expires(feed: KvEventFeed) -> None:
     for worker in (W, OTHER):
-        await feed.reset(snapshot(1, worker), 0.1)
+        await feed.reset(snapshot(1, worker), 0.05)
     await feed.renew(OTHER, LONG_S)
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(5):
+        while await feed.snapshot(W) is not None:  # noqa: ASYNC110 - expiry has no event
+            await asyncio.sleep(0.01)
     assert (await feed.renew(W, LONG_S), await feed.renew(OTHER, LONG_S)) == (0, 1)
     assert (await feed.snapshot(W), await feed.snapshot(OTHER)) == (None, snapshot(1, OTHER))
     assert set(await feed.read({W: 0, OTHER: 0}, max_events=10, wait_s=0.02)) == {OTHER}
@@ -256,8 +258,11 @@ class FeedUnderFaults:
 
     async def until_consistent(self, within_s: float) -> None:
         """Wait until the index holds exactly the blocks of the pool."""
+        await self.until(self._is_consistent, within_s)
+
+    async def until(self, condition: Callable[[], bool], within_s: float = 5.0) -> None:
         async with asyncio.timeout(within_s):
-            while not self._is_consistent():  # noqa: ASYNC110 - the index has no event for it
+            while not condition():  # noqa: ASYNC110 - index, reader and publisher have no event for it
                 await asyncio.sleep(0.01)
 
     def _is_consistent(self) -> bool:
@@ -287,18 +292,17 @@ async def test_index_is_consistent_within_five_seconds_after_each_redis_fault() 
 
         server.kill()
         feed.store(next(blocks))
-        await asyncio.sleep(0.5)
+        await feed.until(lambda: feed.reader.is_degraded)
         assert feed.degraded == [True]
         assert len(feed.index.overlaps([feed.pool.hashes()[0]], 0.0)) == 1  # known blocks are kept as a hint
         await asyncio.to_thread(server.start)
         await feed.until_consistent(5.0)
-        await asyncio.sleep(0.1)
+        await feed.until(lambda: not feed.reader.is_degraded)
         assert feed.degraded == [True, False]
 
         server.process.send_signal(signal.SIGSTOP)
         feed.store(next(blocks))
-        await asyncio.sleep(1.5)
-        assert feed.reader.is_degraded
+        await feed.until(lambda: feed.reader.is_degraded)
         server.process.send_signal(signal.SIGCONT)
         await feed.until_consistent(5.0)
 
@@ -315,7 +319,7 @@ async def test_index_is_consistent_within_five_seconds_after_each_redis_fault() 
 
         raw.config_set("maxmemory", 1)
         feed.store(next(blocks))
-        await asyncio.sleep(0.5)
+        await feed.until(lambda: feed.publisher.is_behind)
         assert feed.publisher.is_behind
         raw.config_set("maxmemory", 0)
         await feed.until_consistent(5.0)

@@ -79,7 +79,7 @@ def test_other_architectures_are_exact(name: str, kernels: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_verification_passes(dtype: str) -> None:
+def test_verification_does_not_raise(dtype: str) -> None:
     verify_model(load_model(DEMO_DIR, dtype=dtype, device=DEVICE), block_size_tokens=16)
 
 

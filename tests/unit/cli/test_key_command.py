@@ -8,8 +8,9 @@ from click.testing import CliRunner, Result
 
 from baton.cli.main import cli
 from baton.core.errors import BatonError, ConfigError, Refused
-from baton.gateway.auth.api_keys import KeyRing
+from baton.gateway.auth.api_keys import KeyRing, Keys
 from baton.gateway.auth.key_file import read_keys, reload_keys, watch_key_file
+from baton.runtime.process.watched_files import WatchedFiles
 
 
 def run(*args: str) -> Result:
@@ -84,23 +85,38 @@ async def wait_until_known(ring: KeyRing, key: str) -> None:
 async def test_gateway_reloads_a_changed_key_file_and_keeps_its_keys_while_it_is_invalid(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     alice = new_key(file, "alice")
-    watched = watch_key_file(file)
+    num_reads = 0
+
+    def read() -> Keys:
+        nonlocal num_reads
+        num_reads += 1
+        return read_keys(file)
+
+    watched = WatchedFiles(read, file, event="api_keys_not_read")
     ring = KeyRing(watched.value)
     reloading = asyncio.create_task(reload_keys(watched, ring, interval_s=0.01))
-    await asyncio.sleep(0.05)
-    bob = await asyncio.to_thread(new_key, file, "bob")
 
+    async def wait_until_read_again() -> None:
+        before = num_reads
+        async with asyncio.timeout(10):
+            while num_reads < before + 2:  # noqa: ASYNC110 - the first one may have begun before
+                await asyncio.sleep(0.01)
+
+    bob = await asyncio.to_thread(new_key, file, "bob")
     await wait_until_known(ring, bob)
     good = file.read_text()
     for broken in ("keys: [", ""):
         file.write_text(broken)
-        await asyncio.sleep(0.1)
-        ring.identify(f"Bearer {alice}")
+        await wait_until_read_again()
+        assert ring.identify(f"Bearer {alice}").name == "alice"
+        assert ring.identify(f"Bearer {bob}").name == "bob"
     file.unlink()
-    await asyncio.sleep(0.1)
+    await wait_until_read_again()
+    assert ring.identify(f"Bearer {alice}").name == "alice"
     file.write_text(good)
     eve = await asyncio.to_thread(new_key, file, "eve")
     await wait_until_known(ring, eve)
+    assert ring.identify(f"Bearer {eve}").name == "eve"
     reloading.cancel()
 
 
@@ -113,6 +129,7 @@ async def test_change_between_reading_and_watching_is_loaded(tmp_path: Path) -> 
     bob = new_key(file, "bob")
     reloading = asyncio.create_task(reload_keys(watched, ring, interval_s=0.01))
     await wait_until_known(ring, bob)
+    assert ring.identify(f"Bearer {bob}").name == "bob"
     reloading.cancel()
 
 

@@ -192,7 +192,7 @@ class Pools:
                 naive[i].block_hash, naive[i].is_copy = NO_HASH, False
                 naive[i].generation += 1
 
-    def compare(self) -> None:
+    def assert_equal(self) -> None:
         pool, counts = self.pool, self.pool.counts()
         pool.check()
         reported = (counts.free, counts.cached, counts.used, counts.receiving, counts.quarantined)
@@ -220,4 +220,4 @@ def test_pool_equals_naive_pool(seed: int) -> None:
     pools = Pools(seed)
     for _ in range(300):
         pools.act()
-        pools.compare()
+        pools.assert_equal()

@@ -39,6 +39,7 @@ async def test_unmanaged_actor_that_is_gone_before_its_drain_is_no_error(tmp_pat
     async with reconciling(ray, tmp_path, desired()):
         await eventually(other.ended.done)
         await many_refreshes()
+        assert (ray.where["prefill-0"], ray.where["decode-0"]) == ("p", "d")
 
 
 async def test_unmanaged_workers_are_drained_only_after_all_managed_ones_have_settled(tmp_path: Path) -> None:

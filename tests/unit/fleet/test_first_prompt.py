@@ -30,8 +30,8 @@ async def test_warm_up_requests_two_tokens_of_the_served_model() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 429])
-async def test_warm_up_accepts_a_refusal(status: int) -> None:
-    await warm_up("http://gateway", "mine", transport=gateway(lambda _: httpx.Response(status)))  # does not raise
+async def test_refused_warm_up_does_not_raise(status: int) -> None:
+    await warm_up("http://gateway", "mine", transport=gateway(lambda _: httpx.Response(status)))
 
 
 async def test_warm_up_raises_on_server_and_connection_errors() -> None:

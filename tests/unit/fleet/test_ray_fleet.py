@@ -24,7 +24,7 @@ def joining(tmp_path: Path, connect: Callable[[], object]) -> RayFleet:
     )
 
 
-async def test_close_without_connect_does_nothing(tmp_path: Path) -> None:
+async def test_close_without_connect_does_not_raise(tmp_path: Path) -> None:
     await joining(tmp_path, lambda: None).close(grace_s=1.0)
 
 

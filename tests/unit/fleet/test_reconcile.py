@@ -139,6 +139,7 @@ async def test_actor_name_that_ray_does_not_free_does_not_block_other_workers(tm
         ray.start_errors.clear()
         ray.kept_names.clear()
         await eventually(lambda: ray.where == {"decode-0": "d", "prefill-0": "p"})
+        assert ray.serving("decode-0") is not first
 
 
 async def test_actor_name_that_ray_does_not_free_is_a_failure_of_that_worker(
@@ -180,6 +181,7 @@ async def test_worker_that_ends_by_itself_or_is_drained_is_replaced_on_its_node(
         first = ray.serving("decode-0")
         first.end(why)
         await eventually(lambda: first.is_dead and ray.where.get("decode-0") == "d")
+        assert ray.serving("decode-0") is not first
 
 
 async def test_draining_node_gets_no_worker_until_it_is_gone(tmp_path: Path) -> None:
@@ -214,6 +216,7 @@ async def test_demand_of_a_waiting_worker_follows_the_nodes(tmp_path: Path) -> N
         await eventually(lambda: [actor.demand for actor in ray.living if not actor.node] == [{"CPU": 1}])
         ray.add("d", baton_decode=1)
         await eventually(lambda: ray.where == {"prefill-0": "p", "decode-0": "d"})
+        assert all(actor.node for actor in ray.living), "an actor still waits for a node"
 
 
 async def test_fleet_waits_for_new_nodes_if_all_have_another_release(

@@ -121,10 +121,11 @@ def test_keys_can_change_while_requests_run() -> None:
     alice = keys.identify("Bearer secret-a")
     keys.acquire(alice, 1)
     keys.replace(parse_keys({"salt": SALT, "keys": [entry(key="new", max_open_requests=1)]}))
-    refusal(keys.identify, "Bearer secret-a")
-    refusal(keys.identify, "Bearer secret-b")
+    for removed in ("secret-a", "secret-b"):
+        assert refusal(keys.identify, f"Bearer {removed}").failure.reason is Reason.INVALID_API_KEY
     again = keys.identify("Bearer new")
-    refusal(keys.admit, again, 0.0)
+    assert again.name == alice.name
+    assert refusal(keys.admit, again, 0.0).failure.reason is Reason.TENANT_QUOTA, "its request still runs"
     keys.release(alice, 1)
     keys.admit(again, 0.0)
 

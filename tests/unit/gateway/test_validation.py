@@ -89,8 +89,9 @@ def test_unimplemented_fields_are_rejected_unless_they_have_no_effect(
 
 
 def test_default_value_must_have_the_right_type() -> None:
-    refusal({"prompt": "x", "echo": 0})
-    refusal({"prompt": "x", "best_of": True})
+    for name, value in (("echo", 0), ("best_of", True)):
+        error = refusal({"prompt": "x", name: value})
+        assert (error.param, error.failure.reason) == (name, Reason.UNSUPPORTED_FIELD)
 
 
 @pytest.mark.parametrize(

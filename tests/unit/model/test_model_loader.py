@@ -252,10 +252,8 @@ def test_random_init_refuses_unsupported_models(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_verification_refuses_what_the_configuration_does_not_show() -> None:
-    """Verification finds these models, because it sees the arguments of attention."""
-    for config in (
-        BertConfig(is_decoder=True, **{k: v for k, v in TINY.items() if k != "num_key_value_heads"}),
-        GptOssConfig(**TINY),
-    ):
-        causal_lm_class(config)
+def test_models_whose_configuration_does_not_show_the_problem_are_left_to_verification() -> None:
+    """Verification refuses them, because it sees the arguments of attention."""
+    bert = BertConfig(is_decoder=True, **{k: v for k, v in TINY.items() if k != "num_key_value_heads"})
+    assert causal_lm_class(bert).__name__ == "BertLMHeadModel"
+    assert causal_lm_class(GptOssConfig(**TINY)).__name__ == "GptOssForCausalLM"

@@ -33,7 +33,8 @@ touch "$2"
 def test_sources_compile_for_other_processors(processor: str) -> None:
     options = [processor if option == NATIVE else option for option in OPTIONS]
     for source in SOURCES:
-        subprocess.run([find_compiler(), *options, "-fsyntax-only", str(HERE / source)], check=True)
+        compiled = subprocess.run([find_compiler(), *options, "-fsyntax-only", str(HERE / source)], check=False)
+        assert compiled.returncode == 0, source
 
 
 def test_missing_compiler_raises_kernels_unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_unsupported_architectures_are_refused(name: str, save: Callable[[PreTra
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("block_size_tokens", [1, 16, 64])
-def test_half_precision_passes_with_any_block_size(tiny_dir: Path, dtype: str, block_size_tokens: int) -> None:
+def test_half_precision_with_any_block_size_does_not_raise(tiny_dir: Path, dtype: str, block_size_tokens: int) -> None:
     verify_model(load_model(tiny_dir, dtype=dtype, device="cpu"), block_size_tokens=block_size_tokens)
 
 
@@ -162,5 +162,5 @@ def test_foreign_errors_become_model_errors(tiny_dir: Path) -> None:
         verify_model(loaded, block_size_tokens=16)
 
 
-def test_max_model_len_shorter_than_the_test_prompts(tiny_dir: Path) -> None:
+def test_max_model_len_shorter_than_the_test_prompts_does_not_raise(tiny_dir: Path) -> None:
     verify_model(replace(load_model(tiny_dir, device="cpu"), max_model_len=7), block_size_tokens=16)

@@ -252,7 +252,7 @@ async def test_generation_is_closed_when_the_client_cancels(gateway: GatewayServ
     gateway.api.answer = answer = StubGenerateStream()
     answer.put(CHUNKS[0])
     generation = await gateway.client().generate(BODY)
-    await generation.receive()
+    assert await generation.receive() == CHUNKS[0]
     await generation.aclose()
     await eventually(lambda: answer.is_closed)
 
@@ -272,6 +272,7 @@ async def test_client_that_does_not_read_is_disconnected(gateway: GatewayServer)
     call = gateway.stub.Generate(inference_pb2.GenerateRequest(prompt="hello"))
     answer.put(*[GenerateChunk(choices=(ChoiceDelta(index=0, text="x" * 100_000),))] * 200)
     await eventually(lambda: answer.is_closed)
+    assert answer.is_closed
     call.cancel()
 
 

@@ -16,6 +16,7 @@ from tests.unit.scheduler.running_scheduler import a_scheduler, join, settle, tp
 from tests.unit.worker.virtual_loop import virtual
 
 
+@virtual
 async def test_request_waits_until_a_report_counts_the_placement_before_it() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
@@ -32,6 +33,7 @@ async def test_request_waits_until_a_report_counts_the_placement_before_it() -> 
         assert record.placement == second
 
 
+@virtual
 async def test_waiting_request_gets_still_waiting_and_keeps_its_position_when_asked_again() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         await join(network, worker_report("w0"))
@@ -49,6 +51,7 @@ async def test_waiting_request_gets_still_waiting_and_keeps_its_position_when_as
         later.cancel()
 
 
+@virtual
 async def test_request_that_is_not_asked_for_again_is_removed() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         await join(network, worker_report("w0"))
@@ -63,6 +66,7 @@ async def test_request_that_is_not_asked_for_again_is_removed() -> None:
         assert await last == StillWaiting(num_waiting=1)
 
 
+@virtual
 async def test_later_attempt_does_not_wait_and_new_request_does_not_overtake() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         await join(network, worker_report("w0"))
@@ -72,6 +76,7 @@ async def test_later_attempt_does_not_wait_and_new_request_does_not_overtake() -
         assert await scheduler.place(query(request_id=b"d", answer_within_s=0.02)) == StillWaiting(num_waiting=2)
 
 
+@virtual
 async def test_full_queue_displaces_one_request_and_overdue_request_is_rejected_with_reason() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_queued_requests=2, admission=AdmissionMode.PREDICTIVE) as (
         scheduler,
@@ -95,6 +100,7 @@ async def test_full_queue_displaces_one_request_and_overdue_request_is_rejected_
         waiting_query.cancel()
 
 
+@virtual
 async def test_draining_scheduler_refuses_waiting_requests() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         await join(network, worker_report("w0"))
@@ -109,6 +115,7 @@ async def test_draining_scheduler_refuses_waiting_requests() -> None:
         assert await scheduler.explain(b"b") == ()
 
 
+@virtual
 async def test_waiting_requests_survive_a_short_worker_absence() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
@@ -121,6 +128,7 @@ async def test_waiting_requests_survive_a_short_worker_absence() -> None:
         assert isinstance(await asyncio.wait_for(waiting, 5), Placement)
 
 
+@virtual
 async def test_waiting_requests_are_rejected_when_workers_stay_absent() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
@@ -133,6 +141,7 @@ async def test_waiting_requests_are_rejected_when_workers_stay_absent() -> None:
         assert refused.reason is Reason.NO_WORKERS
 
 
+@virtual
 async def test_error_in_a_decision_fails_one_request_and_not_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         await join(network, worker_report("w0"))
@@ -160,6 +169,7 @@ async def test_error_in_a_decision_fails_one_request_and_not_those_behind_it(mon
         assert isinstance(await scheduler.place(query(request_id=b"b")), Placement), "it can be placed again"
 
 
+@virtual
 async def test_answer_that_is_not_fetched_is_released() -> None:
     async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
@@ -176,6 +186,7 @@ async def test_answer_that_is_not_fetched_is_released() -> None:
         assert tpot_slo_of_only_worker(scheduler) is None
 
 
+@virtual
 async def test_smaller_requests_overtake_one_that_fits_on_no_worker() -> None:
     roomy = {"blocks": blocks(total=100, free=10), "max_num_seqs": 100}
     async with a_scheduler(max_waiting_seqs=100, max_queued_requests=100) as (scheduler, network):

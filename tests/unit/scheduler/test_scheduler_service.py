@@ -20,6 +20,7 @@ from baton.store.memory.memory_stores import MemoryDecisionStore, MemoryKvEventF
 from tests.builders import blocks, decision_record, hashes_of, query, worker_report
 from tests.unit.scheduler.measured_workers import measured
 from tests.unit.scheduler.running_scheduler import a_scheduler, join, next_command, settle, tpot_slo_of_only_worker
+from tests.unit.worker.virtual_loop import virtual
 
 
 async def test_worker_gets_requests_from_its_first_report_to_the_end_of_its_stream() -> None:
@@ -120,6 +121,7 @@ async def test_silent_worker_is_removed_from_watch_streams() -> None:
             assert (await watch.receive()).reports == ()
 
 
+@virtual
 async def test_workers_that_need_replacement_are_replaced_one_per_role_at_a_time() -> None:
     async with a_scheduler(silence_s=0.5) as (_, network):
         streams = [await join(network, worker_report(name, "decode", needs_replacement=True)) for name in ("d0", "d1")]
@@ -268,6 +270,7 @@ async def test_predicted_and_actual_prefix_hits_are_counted() -> None:
         }  # the second finds what the first has computed
 
 
+@virtual
 async def test_metrics_of_a_removed_worker_are_removed() -> None:
     registry = CollectorRegistry()
     async with a_scheduler("kv_centric", registry=registry, silence_s=0.2) as (scheduler, network):

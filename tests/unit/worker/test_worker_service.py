@@ -338,6 +338,8 @@ async def test_worker_drained_by_an_operator_is_not_replaced() -> None:
         await exceed_quarantine_limit(workers)
         workers.cluster.scheduler.send("d", WorkerCommand(kind=CommandKind.DRAIN))
         await asyncio.wait_for(workers.d.running, 2 * HEARTBEAT_S + TEST_TIMES["lease_s"])
+        assert workers.d.running.exception() is None, "it ends without WorkerNeedsReplacement"
+        assert workers.d.worker.state is WorkerState.DRAINING
 
 
 @virtual
