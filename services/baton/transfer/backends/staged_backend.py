@@ -37,7 +37,8 @@ class BlockCopies(Protocol):
 class StagedBackend:
     """Implements `TransferBackend` for device blocks on top of a host-memory backend, which it owns.
 
-    Host and device share one generation table. The host copy belongs to the generation in which it was announced; after a reuse of the block, the reader's validation fails.
+    Host and device share one generation table. The host copy belongs to the generation in which it was
+    announced; after a reuse of the block, the reader's validation fails.
     """
 
     def __init__(self, host: TransferBackend, copies: BlockCopies) -> None:
