@@ -1,6 +1,5 @@
 """Contract of `Membership` for each implementation."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -70,8 +69,9 @@ async def test_member_that_stops_announcing_expires(membership: Membership) -> N
 
 async def test_announcement_extends_the_expiry(membership: Membership) -> None:
     await membership.announce(member(), 0.05)
+    await membership.announce(member("brief", MemberKind.GATEWAY), 0.05)
     await membership.announce(member(), LONG_S)
-    await asyncio.sleep(0.1)
+    await until_empty(lambda: membership.members(MemberKind.GATEWAY))
     assert await membership.members(MemberKind.WORKER) == (member(),)
 
 

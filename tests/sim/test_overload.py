@@ -29,7 +29,7 @@ SETTLED_S = 5.0
 
 
 @dataclass(slots=True)
-class Asked:
+class OverloadRequest:
     """One request. `refused`: (seconds until the rejection, reason, seconds to wait)."""
 
     at_s: float
@@ -56,9 +56,9 @@ class Asked:
         return self.ttft_s <= TTFT_SLO_S and (self.last_s - self.first_s) / (OUTPUT_TOKENS - 1) <= TPOT_SLO_S
 
 
-async def ask(cluster: SimCluster, asked: Asked, rng: Random) -> None:
+async def send(cluster: SimCluster, request: OverloadRequest, rng: Random) -> None:
     loop = asyncio.get_running_loop()
-    await asyncio.sleep(max(0.0, asked.at_s - loop.time()))
+    await asyncio.sleep(max(0.0, request.at_s - loop.time()))
     body = {
         "prompt": [rng.randrange(1, 250) for _ in range(PROMPT_TOKENS)],
         "max_tokens": OUTPUT_TOKENS,
@@ -67,34 +67,34 @@ async def ask(cluster: SimCluster, asked: Asked, rng: Random) -> None:
     }
     try:
         call = await cluster.gateway.validator.call(Endpoint.COMPLETIONS, body, Caller(), received_s=loop.time())
-        await cluster.gateway.run(call, asked)
+        await cluster.gateway.run(call, request)
     except Refused as refused:
         failure = refused.failure
-        asked.refused = (loop.time() - asked.at_s, failure.reason.value, failure.retry_after_s or 0.0)
+        request.refused = (loop.time() - request.at_s, failure.reason.value, failure.retry_after_s or 0.0)
 
 
-def offered(per_s: float, begin_s: float, end_s: float, rng: Random) -> list[Asked]:
+def offered(per_s: float, begin_s: float, end_s: float, rng: Random) -> list[OverloadRequest]:
     """Draw Poisson arrivals."""
-    found, at_s = [], begin_s
+    drawn, at_s = [], begin_s
     while (at_s := at_s + rng.expovariate(per_s)) < end_s:
-        found.append(Asked(at_s=at_s))
-    return found
+        drawn.append(OverloadRequest(at_s=at_s))
+    return drawn
 
 
-def run(shape: ClusterConfig, *phases: tuple[float, float]) -> list[list[Asked]]:
+def run(shape: ClusterConfig, *phases: tuple[float, float]) -> list[list[OverloadRequest]]:
     """Run phases of (requests per second, seconds) and return the requests of each."""
 
-    async def main() -> list[list[Asked]]:
+    async def main() -> list[list[OverloadRequest]]:
         rng = Random(7)
         cluster = SimCluster(shape, MODEL, seed=3)
         await cluster.start()
-        begin_s, asked = 3.0, []
+        begin_s, sent = 3.0, []
         for per_s, seconds in phases:
-            asked.append(offered(per_s, begin_s, begin_s + seconds, rng))
+            sent.append(offered(per_s, begin_s, begin_s + seconds, rng))
             begin_s += seconds
-        await asyncio.gather(*(ask(cluster, one, rng) for phase in asked for one in phase))
+        await asyncio.gather(*(send(cluster, request, rng) for phase in sent for request in phase))
         await cluster.aclose()
-        return asked
+        return sent
 
     return virtual_time.run(main())
 
@@ -103,8 +103,8 @@ def shape(admission: str) -> ClusterConfig:
     return replace(config("kv_centric"), admission=admission, max_open_requests=100_000)  # type: ignore[arg-type]
 
 
-def goodput_per_s(asked: list[Asked], seconds: float) -> float:
-    return sum(one.is_good for one in asked) / seconds
+def goodput_per_s(requests: list[OverloadRequest], seconds: float) -> float:
+    return sum(one.is_good for one in requests) / seconds
 
 
 @pytest.mark.slow

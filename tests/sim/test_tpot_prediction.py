@@ -56,7 +56,7 @@ class Ignored:
         """Drop the delta."""
 
 
-async def ask(cluster: SimCluster, at_s: float, rng: Random) -> Timeline:
+async def generate(cluster: SimCluster, at_s: float, rng: Random) -> Timeline:
     loop = asyncio.get_running_loop()
     await asyncio.sleep(max(0.0, at_s - loop.time()))
     body = {
@@ -80,10 +80,10 @@ def timelines(prefill_load: float, seed: int = 3) -> list[Timeline]:
         cluster = SimCluster(settings, SimModel(step=UnevenCost(), num_blocks=2000), seed=seed)
         await cluster.start()
         await asyncio.sleep(2.0)
-        rng, at_s, asked = Random(seed), 2.0, []
+        rng, at_s, requests = Random(seed), 2.0, []
         while (at_s := at_s + rng.expovariate(prefill_load / PROMPT_S)) < 2.0 + WARMUP_S + SECONDS:
-            asked.append(ask(cluster, at_s, rng))
-        answers = await asyncio.gather(*asked)
+            requests.append(generate(cluster, at_s, rng))
+        answers = await asyncio.gather(*requests)
         await cluster.aclose()
         return answers[round(len(answers) * WARMUP_S / (WARMUP_S + SECONDS)) :]
 

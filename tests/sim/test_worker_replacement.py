@@ -27,7 +27,7 @@ def request(number: int, rng: Random) -> SimRequest:
     return SimRequest(number=number, start_s=0.0, prompt=prompt, max_tokens=4, seed=number, timeout_s=60.0)
 
 
-async def ask(cluster: SimCluster, number: int, rng: Random) -> SimAnswer:
+async def generate(cluster: SimCluster, number: int, rng: Random) -> SimAnswer:
     return await run_client(request(number, rng), cluster.gateway)
 
 
@@ -45,7 +45,7 @@ def test_workers_of_a_role_are_replaced_one_at_a_time(seed: int) -> None:
         await asyncio.sleep(2.0)
         before = incarnations(cluster)
         cluster.fabric.link = STUCK
-        stuck_requests = [asyncio.create_task(ask(cluster, number, rng)) for number in range(6)]
+        stuck_requests = [asyncio.create_task(generate(cluster, number, rng)) for number in range(6)]
         while any(cluster.workers[name].reader.quarantined_blocks == 0 for name in DECODE):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         cluster.fabric.link = LinkModel()
@@ -57,7 +57,7 @@ def test_workers_of_a_role_are_replaced_one_at_a_time(seed: int) -> None:
                     fewest_ready, sum(cluster.workers[name].state is WorkerState.READY for name in DECODE)
                 )
                 if not number % 10:
-                    answers.append(asyncio.create_task(ask(cluster, number, rng)))
+                    answers.append(asyncio.create_task(generate(cluster, number, rng)))
                 number += 1
                 await asyncio.sleep(0.01)
         assert fewest_ready == len(DECODE) - 1

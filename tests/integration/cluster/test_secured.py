@@ -211,8 +211,8 @@ def auc(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 
 @dataclass(slots=True)
-class Seen:
-    """First-token times of a run, one per pair of requests."""
+class FirstTokenTimes:
+    """Seconds to the first token, one value per pair of requests."""
 
     own_cold: list[float] = field(default_factory=list)
     own_warm: list[float] = field(default_factory=list)
@@ -220,35 +220,35 @@ class Seen:
     of_others: list[float] = field(default_factory=list)
 
 
-async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random) -> Seen:
+async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random) -> FirstTokenTimes:
     """Repeat: Alice sends a prompt, Eve sends the same prompt and a new one in random order, Alice repeats
     hers.
 
     Checks that Eve's requests hit no cache, and that their tokens are exact. Returns the first-token times.
     """
-    seen = Seen()
+    times = FirstTokenTimes()
     alice, eve = (secured(cluster).bearer(tenant) for tenant in (ALICE, EVE))
     async with http_client(cluster) as http:
         for who in (alice, eve):
             await probe(http, who, tokens(rng, 20))  # connections and other one-time setup
         for _ in range(num_pairs):
-            asked, fresh = (tokens(rng, PREFIX_TOKENS + TAIL_TOKENS) for _ in range(2))
-            first = await probe(http, alice, asked)
-            order = rng.sample((asked, fresh), 2)
+            repeated, fresh = (tokens(rng, PREFIX_TOKENS + TAIL_TOKENS) for _ in range(2))
+            first = await probe(http, alice, repeated)
+            order = rng.sample((repeated, fresh), 2)
             found = {id(prompt): await probe(http, eve, prompt) for prompt in order}
-            again = await probe(http, alice, asked)
-            same, new = found[id(asked)], found[id(fresh)]
+            again = await probe(http, alice, repeated)
+            same, new = found[id(repeated)], found[id(fresh)]
             assert (first.num_cached_tokens, same.num_cached_tokens, new.num_cached_tokens) == (0, 0, 0)
             assert again.num_cached_tokens >= PREFIX_TOKENS, "the prefix was cached all the time"
             assert first.tokens == same.tokens
             if cluster.settings.get("device") == "emulated":
-                assert again.tokens == same.tokens == answer_to(asked)
+                assert again.tokens == same.tokens == answer_to(repeated)
                 assert new.tokens == answer_to(fresh)
-            seen.own_cold.append(first.ttft_s)
-            seen.own_warm.append(again.ttft_s)
-            seen.of_others.append(same.ttft_s)
-            seen.of_fresh.append(new.ttft_s)
-    return seen
+            times.own_cold.append(first.ttft_s)
+            times.own_warm.append(again.ttft_s)
+            times.of_others.append(same.ttft_s)
+            times.of_fresh.append(new.ttft_s)
+    return times
 
 
 @pytest.mark.fault("F-46")
@@ -261,8 +261,8 @@ async def test_first_token_times_do_not_reveal_prompts_of_other_tenants(cluster:
     the bound of 0.55 is 3.9 standard errors away and fails one correct run in ten thousand. The short form
     has 24 pairs and a bound 4.5 standard errors away. It detects a shared cache, but no smaller leak.
     """
-    seen = await spied_on(cluster, NUM_PAIRS, Random(46))
-    own, others = auc(seen.own_cold, seen.own_warm), auc(seen.of_fresh, seen.of_others)
+    times = await spied_on(cluster, NUM_PAIRS, Random(46))
+    own, others = auc(times.own_cold, times.own_warm), auc(times.of_fresh, times.of_others)
     assert 3.8 * math.sqrt((2 * NUM_PAIRS + 1) / (12 * NUM_PAIRS**2)) < MAX_AUC - 0.5
     assert own > max(MAX_AUC, 0.8), "a cached prefix must be visible in the times, else the test shows nothing"
     assert max(others, 1.0 - others) <= MAX_AUC
@@ -274,8 +274,8 @@ async def test_first_token_times_do_not_reveal_prompts_of_other_tenants(cluster:
 async def test_first_token_times_reveal_no_prompts_with_a_real_model() -> None:
     """The same with a real model and KV transfers over NIXL."""
     async with process_cluster(tenants=(ALICE, EVE), policy="kv_centric", kv_memory=256 * 2**20) as cluster:
-        seen = await spied_on(cluster, NUM_PAIRS, Random(47))
-        own, others = auc(seen.own_cold, seen.own_warm), auc(seen.of_fresh, seen.of_others)
+        times = await spied_on(cluster, NUM_PAIRS, Random(47))
+        own, others = auc(times.own_cold, times.own_warm), auc(times.of_fresh, times.of_others)
         assert own > 0.8
         assert max(others, 1.0 - others) <= MAX_AUC
         await cluster.check_clean()

@@ -168,12 +168,12 @@ class Cluster:
         return [line for line in lines if line.get("event") == event]
 
 
-def ask(url: str, number: int) -> dict[str, Any]:
+def complete(url: str, number: int) -> dict[str, Any]:
     """Send one completion request and check every token of the answer. Return the response."""
     rng = Random(number)
     prompt = [rng.randrange(4, VOCAB_SIZE) for _ in range(300)]
-    asked = {"prompt": prompt, "max_tokens": 8, "seed": number, "temperature": 1.0}
-    body = {"model": "demo", "return_token_ids": True, "timeline": True, **asked}
+    request = {"prompt": prompt, "max_tokens": 8, "seed": number, "temperature": 1.0}
+    body = {"model": "demo", "return_token_ids": True, "timeline": True, **request}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
     assert answer.status_code == httpx.codes.OK, answer.text
     expected = emulated_answer(prompt, seed=number, max_tokens=8, vocab_size=VOCAB_SIZE)
@@ -194,7 +194,7 @@ class RequestLoop:
     def run(self) -> None:
         while not self._end.wait(0.05):
             try:
-                ask(self._url, 1000 + self.answered)
+                complete(self._url, 1000 + self.answered)
             except Exception as error:
                 self.failed.append(repr(error))
             self.answered += 1
@@ -230,7 +230,7 @@ def test_up_on_an_existing_ray_cluster_serves_and_removes_its_processes(hosts: H
         f"node-x ({hosts.hosts[3].address}) has Baton {OTHER_VERSION}, this fleet has {baton.__version__}: refused"
         in output
     )
-    hosts.head.call(lambda: ask(ready[1], 1))
+    hosts.head.call(lambda: complete(ready[1], 1))
     processes = psutil.Process(pid_below(up)).children(recursive=True)
     reaper = next(process.cmdline() for process in processes if "baton.fleet.processes.reaper" in process.cmdline())
     conf = Path(reaper[-1], "redis", "redis.conf")
@@ -259,7 +259,7 @@ def test_fleet_places_by_role_and_refuses_a_node_with_another_release(cluster: C
     (refused,) = cluster.logged("node_refused")
     assert refused["node"] == f"node-x ({addresses['node-x']})"
     assert refused["reason"] == f"has Baton {OTHER_VERSION}, this fleet has {baton.__version__}"
-    timeline = cluster.head.call(lambda: ask(cluster.url, 7))["baton"]
+    timeline = cluster.head.call(lambda: complete(cluster.url, 7))["baton"]
     assert (timeline["prefill"]["worker_id"], timeline["decode"]["worker_id"], timeline["transport"]) == (
         "prefill-0",
         "decode-0",
@@ -299,7 +299,7 @@ def test_worker_of_a_drained_node_moves_to_a_new_node(cluster: Cluster) -> None:
     assert done.stdout.splitlines()[-1] == "decode-0 has ended"
     cluster.until(lambda: cluster.workers().get("decode-0", {}).get("host") == "node-e", "the worker on the new node")
     cluster.until_ready()
-    cluster.head.call(lambda: ask(cluster.url, 9))
+    cluster.head.call(lambda: complete(cluster.url, 9))
 
 
 def test_dead_worker_is_restarted_and_a_stopped_fleet_leaves_its_workers(cluster: Cluster) -> None:
@@ -314,7 +314,7 @@ def test_dead_worker_is_restarted_and_a_stopped_fleet_leaves_its_workers(cluster
     assert terminate(cluster.fleet, 30) == 0
     cluster.until_ready()
     assert cluster.workers().keys() == {"prefill-0", "decode-0"}
-    cluster.head.call(lambda: ask(cluster.url, 11))
+    cluster.head.call(lambda: complete(cluster.url, 11))
 
 
 def test_workers_follow_the_places_that_nodes_offer(cluster: Cluster) -> None:
@@ -341,7 +341,7 @@ def test_workers_follow_the_places_that_nodes_offer(cluster: Cluster) -> None:
     done = cluster.baton(new, "drain", "--here", "--wait", "--limit-s", "30")
     assert done.returncode == 0, done.stdout
     cluster.until(lambda: cluster.fleet_workers() == expected, "no worker waits for a place on the draining node")
-    cluster.head.call(lambda: ask(cluster.url, 13))
+    cluster.head.call(lambda: complete(cluster.url, 13))
 
 
 def test_redis_requires_its_password(cluster: Cluster) -> None:

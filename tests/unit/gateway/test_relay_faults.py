@@ -266,10 +266,10 @@ async def test_restarted_worker_gets_no_job_of_its_earlier_incarnation() -> None
 async def test_random_faults_never_change_the_response() -> None:
     """Stream breaks, kills, repeated messages and pauses by seed. Workers restart with a new epoch."""
     for seed in range(sized(15, 300)):
-        await _random_faults(Random(seed), seed)
+        await _check_random_faults(Random(seed), seed)
 
 
-async def _random_faults(rng: Random, seed: int) -> None:
+async def _check_random_faults(rng: Random, seed: int) -> None:
     async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")) as c:
 
         def fault(worker: StubWorker, _job: JobId, _sample: int, _index: int) -> None:

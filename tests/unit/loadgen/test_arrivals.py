@@ -84,11 +84,11 @@ def test_longer_plan_starts_like_a_shorter_one(process: str) -> None:
         rate = parse_rate("onoff:40@5s,10@15s,random")
         return arrivals(stream(1, "a"), parse_gaps(process), rate, **stop).tolist()  # type: ignore[arg-type]
 
-    whole = times(until_s=400.0)
-    assert len(whole) > 2 * 1024
-    assert times(until_s=100.0) == [t for t in whole if t < 100]
-    assert times(count=1500) == whole[:1500]
-    assert times(count=10, until_s=400.0) == whole[:10]
+    all_times = times(until_s=400.0)
+    assert len(all_times) > 2 * 1024
+    assert times(until_s=100.0) == [t for t in all_times if t < 100]
+    assert times(count=1500) == all_times[:1500]
+    assert times(count=10, until_s=400.0) == all_times[:10]
 
 
 def test_ramp_rate_changes_linearly() -> None:

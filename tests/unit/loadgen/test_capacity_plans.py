@@ -77,8 +77,8 @@ def test_trace_is_scaled_in_time_and_each_seed_plays_another_part(tmp_path: Path
     assert (len(slow.requests), len(fast.requests)) == (pytest.approx(20, abs=2), pytest.approx(200, abs=4))
     assert max(times(slow)) < 20.01
     assert max(times(fast)) < 20.01
-    whole = maker.make(maker.max_rps(20.0), 20.0, seed=2)
-    assert len(whole.requests) == pytest.approx(600, abs=3)
+    full_plan = maker.make(maker.max_rps(20.0), 20.0, seed=2)
+    assert len(full_plan.requests) == pytest.approx(600, abs=3)
     lengths = [maker.make(1.0, 20.0, seed=seed).requests[0].segments for seed in range(6)]
     assert len(set(lengths)) > 3
     with pytest.raises(BadPlan, match="the trace lasts"):

@@ -31,16 +31,16 @@ def test_search_scouts_then_brackets_then_narrows(capacity_rps: float) -> None:
     scouts = [proposal.rate_rps for proposal in asked if proposal.is_scout]
     assert scouts == [2.0 * 2.0 ** (step if capacity_rps > 2 else -step) for step in range(len(scouts))]
     assert min(scouts[-2:]) <= capacity_rps <= max(scouts[-2:])
-    whole = [proposal.rate_rps for proposal in asked if not proposal.is_scout]
-    assert [proposal.is_scout for proposal in asked] == [True] * len(scouts) + [False] * len(whole)
-    assert all(capacity_rps / 2 < rate < 2 * capacity_rps for rate in whole)
+    trial_rates = [proposal.rate_rps for proposal in asked if not proposal.is_scout]
+    assert [proposal.is_scout for proposal in asked] == [True] * len(scouts) + [False] * len(trial_rates)
+    assert all(capacity_rps / 2 < rate < 2 * capacity_rps for rate in trial_rates)
     answer = searched.answer
     assert answer.state is State.FOUND
     assert answer.capacity_rps == pytest.approx(capacity_rps, rel=0.05)
     assert answer.interval is not None
     assert answer.interval.high is not None
     assert answer.interval.low < capacity_rps < answer.interval.high <= 1.1 * answer.interval.low
-    assert (answer.num_trials, answer.num_scouts) == (len(whole), len(scouts))
+    assert (answer.num_trials, answer.num_scouts) == (len(trial_rates), len(scouts))
     assert answer.num_trials >= MIN_TRIALS
 
 

@@ -31,8 +31,8 @@ def test_percentile_is_exact_to_within_a_bucket(lags: list[float], q: int) -> No
 def test_histograms_add_up_after_a_json_round_trip(one: list[float], other: list[float]) -> None:
     total = LagHistogram.from_json(json.loads(json.dumps(histogram(one).to_json())))
     total += histogram(other)
-    whole = histogram([*one, *other])
-    assert (total.to_json(), total.count) == (whole.to_json(), whole.count)
+    combined = histogram([*one, *other])
+    assert (total.to_json(), total.count) == (combined.to_json(), combined.count)
 
 
 def counts(good: int, late: int, due: int) -> Counts:

@@ -62,7 +62,7 @@ def test_dialect_follows_from_owned_by() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "base"),
+    ("address", "base"),
     [
         ("http://h:8000", "http://h:8000"),
         ("http://h:8000/v1", "http://h:8000"),
@@ -71,12 +71,12 @@ def test_dialect_follows_from_owned_by() -> None:
         ("http://[::1]:8000", "http://[::1]:8000"),
     ],
 )
-def test_addresses_are_normalised(given: str, base: str) -> None:
-    assert split_url(given).geturl() == base
+def test_addresses_are_normalised(address: str, base: str) -> None:
+    assert split_url(address).geturl() == base
 
 
 @pytest.mark.parametrize(
-    "given",
+    "address",
     [
         "ftp://h",
         "http://",
@@ -88,7 +88,7 @@ def test_addresses_are_normalised(given: str, base: str) -> None:
         "http://[::1",
     ],
 )
-def test_invalid_addresses_are_rejected(given: str) -> None:
+def test_invalid_addresses_are_rejected(address: str) -> None:
     with pytest.raises(BadUrl) as raised:
-        split_url(given)
+        split_url(address)
     assert "secret" not in str(raised.value)

@@ -138,8 +138,8 @@ def test_every_figure_is_drawn_from_the_json(name: str, request: pytest.FixtureR
 def test_curves_end_at_the_share_of_complete_responses(single: Written) -> None:
     (run_data,) = single.data["runs"]
     figures = {figure["id"]: figure for figure in single.data["figures"]}
-    whole = run_data["outcomes"]["good"] + run_data["outcomes"]["late"]
-    assert figures["attainment-ttft"]["series"][0]["points"][-1][1] == pytest.approx(whole / run_data["offered"])
+    num_complete = run_data["outcomes"]["good"] + run_data["outcomes"]["late"]
+    assert figures["attainment-ttft"]["series"][0]["points"][-1][1] == pytest.approx(num_complete / run_data["offered"])
     assert figures["cdf-ttft"]["series"][0]["points"][-1][1] == 1.0
     at_one = [y for x, y in figures["attainment-scale"]["series"][0]["points"] if x <= 1]
     assert at_one[-1] <= run_data["attainment"]["joint"]["share"]
@@ -159,15 +159,15 @@ def test_critical_path_sums_to_the_mean_e2e(single: Written) -> None:
 def test_predictions_are_compared_with_server_measurements(single: Written) -> None:
     """The synthetic server predicts a TTFT that is 10 % too long, from the placement on."""
     (run_data,) = single.data["runs"]
-    whole = run_data["outcomes"]["good"] + run_data["outcomes"]["late"]
+    num_complete = run_data["outcomes"]["good"] + run_data["outcomes"]["late"]
     ttft, tpot = run_data["predicted_to_actual_ttft"], run_data["predicted_to_actual_tpot"]
-    assert (ttft["requests"], ttft["p10"], ttft["p50"], ttft["p90"]) == (whole, *[pytest.approx(1.1)] * 3)
+    assert (ttft["requests"], ttft["p10"], ttft["p50"], ttft["p90"]) == (num_complete, *[pytest.approx(1.1)] * 3)
     assert 0 < tpot["p10"] < tpot["p50"] < tpot["p90"]
-    assert 0 < tpot["requests"] <= whole
+    assert 0 < tpot["requests"] <= num_complete
     row = next(row for row in csv.DictReader((single.directory / "requests.csv").open()) if row["predicted_ttft_ms"])
     assert float(row["predicted_ttft_ms"]) == pytest.approx(1.1 * float(row["placed_ttft_ms"]), rel=1e-6)
     summary = (single.directory / "report.md").read_text()
-    assert f"Predicted / actual ttft: p50 1.1, p90 1.1 of {whole} requests." in summary
+    assert f"Predicted / actual ttft: p50 1.1, p90 1.1 of {num_complete} requests." in summary
     assert "predicted / actual tpot: p10, p50, p90" in single.html
 
 
@@ -347,8 +347,10 @@ def test_unwritable_directory_is_named(tmp_path: Path) -> None:
 
 def test_runs_that_ended_early_are_marked_in_rate_figures(tmp_path: Path) -> None:
     """Their requests in flight count as missed, although they could have met the SLO."""
-    whole = [record(i, tokens=(i + 0.1, i + 0.2), intended_s=float(i), sent_s=float(i)) for i in range(3)]
-    results = [small(tmp_path / name, *whole, interrupted=name == "y", flags={"label": "same"}) for name in ("x", "y")]
+    records = [record(i, tokens=(i + 0.1, i + 0.2), intended_s=float(i), sent_s=float(i)) for i in range(3)]
+    results = [
+        small(tmp_path / name, *records, interrupted=name == "y", flags={"label": "same"}) for name in ("x", "y")
+    ]
     for figure in (goodput_by_rate, attainment_by_rate):
         (points, *_) = figure(views_of(results))["series"]
         assert points["classes"] == ["", "early"]

@@ -140,8 +140,8 @@ def test_any_record_has_one_outcome_and_only_complete_ones_are_good(seen: Record
     assert outcome in RequestOutcome
     if outcome in request_metrics.COMPLETE:
         assert request_metrics.is_complete_response(seen, rules)
-        kept = all(request_metrics.met_slos(seen, rules.slo_of(seen)).values())
-        assert kept == (outcome is RequestOutcome.GOOD)
+        meets_all = all(request_metrics.met_slos(seen, rules.slo_of(seen)).values())
+        assert meets_all == (outcome is RequestOutcome.GOOD)
 
 
 def due_each(gap_s: float, count: int, lag_s: float = 0.0, **changes: object) -> list[Record]:
@@ -174,15 +174,15 @@ def test_slow_generator_misses_the_rate() -> None:
 
 
 def test_dropped_requests_miss_the_rate_but_cancelled_ones_do_not() -> None:
-    kept = due_each(0.01, 98)
+    sent = due_each(0.01, 98)
     lost = [refused(98 + i, intended_s=0.98 + 0.01 * i, sent_s=None, status=None, reason="") for i in range(2)]
-    assert request_metrics.sending(kept + lost).achieved_rps == pytest.approx(98)
-    assert any("off by" in reason for reason in request_metrics.invalid_reasons(kept + lost, rules("ttft=10s")))
+    assert request_metrics.sending(sent + lost).achieved_rps == pytest.approx(98)
+    assert any("off by" in reason for reason in request_metrics.invalid_reasons(sent + lost, rules("ttft=10s")))
     given_up = [
         refused(98 + i, intended_s=0.98 + 0.01 * i, sent_s=None, status=None, reason="", left_early=True)
         for i in range(2)
     ]
-    assert request_metrics.invalid_reasons(kept + given_up, rules("ttft=10s")) == ()
+    assert request_metrics.invalid_reasons(sent + given_up, rules("ttft=10s")) == ()
 
 
 def test_connection_refused_does_not_invalidate_the_run() -> None:

@@ -16,7 +16,7 @@ from tests.unit.loadgen.plans import plan
 HEADER = "workload,client,window_start_s,rate_rps,cv,pattern,arg1,arg2\n"
 
 
-def window(client: int, start_s: float = 0, rate_rps: float = 1.0, **given: Any) -> ClientWindow:
+def window(client: int, start_s: float = 0, rate_rps: float = 1.0, **changes: Any) -> ClientWindow:
     fields: dict[str, Any] = {
         "workload": "w",
         "client": client,
@@ -25,12 +25,12 @@ def window(client: int, start_s: float = 0, rate_rps: float = 1.0, **given: Any)
         "family": "gamma",
         "shape": 0.5,
     }
-    return ClientWindow(**fields | given)
+    return ClientWindow(**fields | changes)
 
 
-def replay(windows: list[ClientWindow], **given: Any) -> list[Any]:
+def replay(windows: list[ClientWindow], **changes: Any) -> list[Any]:
     fields: dict[str, Any] = {"inputs": Fixed(10), "outputs": Fixed(5), "seed": 0}
-    return replay_servegen(windows, **fields | given)
+    return replay_servegen(windows, **fields | changes)
 
 
 def test_windows_are_read(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_windows_are_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changes", "message"),
     [
         ({}, "the file has several workloads; give --workload, one of v, w"),
         ({"workload": "u"}, "no workload `u`; the file has v, w"),
@@ -88,9 +88,9 @@ def test_windows_are_chosen() -> None:
         ({"workload": "w", "start_s": 600}, "no selected client sends a request"),
     ],
 )
-def test_impossible_selections_are_rejected(given: dict[str, Any], message: str) -> None:
+def test_impossible_selections_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadPlan) as caught:
-        choose_windows([window(1), window(2), window(1, workload="v")], **given)
+        choose_windows([window(1), window(2), window(1, workload="v")], **changes)
     assert str(caught.value).startswith(message)
 
 
@@ -117,12 +117,14 @@ def test_clients_are_independent() -> None:
 
 def test_times_are_the_files_and_rates_scale_on_request() -> None:
     windows = [window(1, 600, 10.0), window(1, 1200, 10.0)]
-    whole = replay(windows)
-    assert whole[0].at_s > 600
+    all_requests = replay(windows)
+    assert all_requests[0].at_s > 600
     cut = replay(windows, start_s=900, duration_s=600)
-    assert [r.at_s for r in cut] == pytest.approx([r.at_s - 900 for r in whole if 900 <= r.at_s < 1500], abs=2e-6)
+    assert [r.at_s for r in cut] == pytest.approx(
+        [r.at_s - 900 for r in all_requests if 900 <= r.at_s < 1500], abs=2e-6
+    )
     assert len(replay(windows, rate_scale=3.0)) == pytest.approx(3 * 12_000, rel=0.1)
-    assert replay(windows, limit=10) == whole[:10]
+    assert replay(windows, limit=10) == all_requests[:10]
     with pytest.raises(BadPlan, match="no request arrives"):
         replay([window(1, rate_rps=1e-9)], duration_s=1.0)
     with pytest.raises(BadPlan, match="`rate_scale` is 0; it must be above 0"):

@@ -29,9 +29,9 @@ def encode(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def replay(times: list[float], conversations: list[Conversation], **given: Any) -> list[PlannedRequest]:
+def replay(times: list[float], conversations: list[Conversation], **options: Any) -> list[PlannedRequest]:
     fields: dict[str, Any] = {"seed": 0, "think": Fixed(2.5)}
-    return replay_conversations(np.array(times), conversations, **fields | given)
+    return replay_conversations(np.array(times), conversations, **fields | options)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_conversations_are_limited_by_turns_and_context() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"outputs": Fixed(1), "recorded_answers": False}, {"outputs": Fixed(1), "max_context": 9}]
+    "options", [{}, {"outputs": Fixed(1), "recorded_answers": False}, {"outputs": Fixed(1), "max_context": 9}]
 )
-def test_options_that_need_a_tokenizer_are_rejected_without(given: dict[str, Any]) -> None:
+def test_options_that_need_a_tokenizer_are_rejected_without(options: dict[str, Any]) -> None:
     with pytest.raises(BadPlan, match="without --tokenizer"):
-        replay([0.0], THREE, **given)
+        replay([0.0], THREE, **options)

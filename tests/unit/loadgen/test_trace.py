@@ -101,8 +101,8 @@ def test_ticks_are_spread_in_row_order() -> None:
     assert np.histogram(inside, bins=6, range=(0, 3.002))[0] == pytest.approx([1000 / 6] * 6, abs=55)
     other = [r.at_s for r in replay_mooncake(rows, seed=6).requests]
     assert other != at_s.tolist()
-    kept = [r.at_s for r in replay_mooncake(rows, tick_s=0).requests]
-    assert kept == [(r.timestamp_ms - rows[0].timestamp_ms) / 1e3 for r in rows]
+    times = [r.at_s for r in replay_mooncake(rows, tick_s=0).requests]
+    assert times == [(r.timestamp_ms - rows[0].timestamp_ms) / 1e3 for r in rows]
 
 
 def test_times_scale_only_on_request() -> None:

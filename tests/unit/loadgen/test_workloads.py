@@ -23,7 +23,7 @@ def times(count: int, seed: int = 0) -> Floats:
     return poisson(stream(seed, "arrivals"), rate_rps=1, count=count)
 
 
-def turns(**given: Any) -> SessionShape:
+def turns(**options: Any) -> SessionShape:
     defaults: dict[str, Any] = {
         "count": parse_lengths("uniform:1-6"),
         "think": parse_times("exponential:mean=5s"),
@@ -31,14 +31,14 @@ def turns(**given: Any) -> SessionShape:
         "later_inputs": parse_lengths("uniform:10-50"),
         "outputs": parse_lengths("uniform:5-20"),
     }
-    return SessionShape(**defaults | given)
+    return SessionShape(**defaults | options)
 
 
 def random_requests(
-    count: int, *, inputs: str = "uniform:10-500", outputs: str = "uniform:1-50", seed: int = 0, **given: Any
+    count: int, *, inputs: str = "uniform:10-500", outputs: str = "uniform:1-50", seed: int = 0, **options: Any
 ) -> list[PlannedRequest]:
     return random_prompts(
-        times(count, seed), inputs=parse_lengths(inputs), outputs=parse_lengths(outputs), seed=seed, **given
+        times(count, seed), inputs=parse_lengths(inputs), outputs=parse_lengths(outputs), seed=seed, **options
     )
 
 
@@ -117,13 +117,13 @@ def test_turn_starts_with_the_tokens_of_the_previous_turn() -> None:
 
 
 def test_session_ends_before_max_context() -> None:
-    whole = sessions(times(40), turns(first_inputs=Fixed(200)), seed=0)
+    uncut = sessions(times(40), turns(first_inputs=Fixed(200)), seed=0)
     cut = sessions(times(40), turns(first_inputs=Fixed(200), max_context=300), seed=0)
     planned = plan(*cut)
     assert max((planned.num_prompt_tokens(r) or 0) + r.output_tokens for r in cut) <= 300
-    assert len(cut) < len(whole)
-    kept = {(r.session, r.turn, r.think_s, r.output_tokens) for r in cut}
-    assert kept < {(r.session, r.turn, r.think_s, r.output_tokens) for r in whole}
+    assert len(cut) < len(uncut)
+    cut_turns = {(r.session, r.turn, r.think_s, r.output_tokens) for r in cut}
+    assert cut_turns < {(r.session, r.turn, r.think_s, r.output_tokens) for r in uncut}
     with pytest.raises(BadPlan, match=r"session \d+ has \d+ tokens in its first turn, above --max-context \(50\)"):
         sessions(times(40), turns(first_inputs=Fixed(40), max_context=50), seed=0)
 

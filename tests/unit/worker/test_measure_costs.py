@@ -169,7 +169,7 @@ async def test_workers_of_one_host_measure_one_after_the_other(tmp_path: Path) -
     async def measure(name: str) -> None:
         async with measurement_lock(tmp_path / "lock", wait_s=5) as alone:
             order.append(f"{name} {alone}")
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.02)
             order.append(name)
 
     await asyncio.gather(measure("a"), measure("b"))
