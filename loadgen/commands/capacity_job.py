@@ -52,7 +52,6 @@ from loadgen.send.server.server_process import (
 from loadgen.slo_target import override_slos
 
 TRIALS = "trials"
-_LENGTHS = ("input", "output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from loadgen.measure.stats import Floats
 from loadgen.measure.timeline import Stages
 
 Flags = NDArray[np.bool_]
-OUTCOMES = tuple(RequestOutcome)
 SLOS = ("ttft", "tpot", "e2e")
 
 

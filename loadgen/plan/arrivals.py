@@ -96,30 +96,6 @@ def ramp(
     return arrivals(rng, poisson_gaps, steps([Piece(duration_s, start_rps, end_rps)]), count=count)
 
 
-def piecewise(
-    rng: np.random.Generator, *, stretches: Sequence[tuple[float, float]], count: int | None = None
-) -> Floats:
-    """Return Poisson arrivals with a stepwise rate. `stretches` are (seconds, requests per second)."""
-    return arrivals(rng, poisson_gaps, steps([Piece(seconds, rps, rps) for seconds, rps in stretches]), count=count)
-
-
-def on_off(
-    rng: np.random.Generator,
-    *,
-    on: tuple[float, float],
-    off: tuple[float, float],
-    is_random: bool = False,
-    until_s: float | None = None,
-    count: int | None = None,
-) -> Floats:
-    """Return Poisson arrivals that alternate between two (seconds, requests per second).
-
-    With `is_random`, the seconds are means of exponential durations, which makes it a two-state
-    Markov-modulated Poisson process.
-    """
-    return arrivals(rng, poisson_gaps, alternating(on, off, is_random=is_random), until_s=until_s, count=count)
-
-
 def trace_times(
     times_s: Sequence[float], *, time_scale: float = 1.0, start_s: float = 0.0, until_s: float | None = None
 ) -> Floats:

@@ -46,11 +46,6 @@ class CacheUse:
         """Share of all prompt tokens that need not be computed."""
         return sum(self.num_cached_tokens) / sum(self.num_prompt_tokens)
 
-    @property
-    def shared_ratio(self) -> float:
-        """Share of all prompt tokens that were in the cache, as trace papers count it."""
-        return sum(self.num_shared_tokens) / sum(self.num_prompt_tokens)
-
 
 def best_hits(plan: Plan, *, block_size_tokens: int = 1, capacity_tokens: int | None = None) -> CacheUse:
     """Replay a plan on an ideal cache.

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from baton.core.errors import Reason
+from baton.model.backends.backend_selection import choose_backend
 from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.random_init import init_model
 from baton.model.torch_executor import TorchExecutor
-from baton.model.verification.verify_backend import verify_model
 from tests.exactness import ExactnessChecker
 from tests.integration.test_model_exactness import (
     BACKENDS,
@@ -79,8 +79,9 @@ def test_other_architectures_are_exact(name: str, kernels: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_verification_does_not_raise(dtype: str) -> None:
-    verify_model(load_model(DEMO_DIR, dtype=dtype, device=DEVICE), block_size_tokens=16)
+def test_verified_backend_is_chosen(dtype: str) -> None:
+    loaded = load_model(DEMO_DIR, dtype=dtype, device=DEVICE)
+    assert choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=16).name == "torch"
 
 
 @pytest.mark.parametrize("window", [None, 7])

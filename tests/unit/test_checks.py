@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.checks import commits, docstrings, layout, links, names
+from tools.checks import commits, docstrings, layout, links, names, unused
 from tools.checks.source import Repository
 
 
@@ -108,6 +108,48 @@ def test_wide_lines_and_large_folders_are_found(tmp_path: Path) -> None:
         "services/q.py:2",
     ]
     assert layout.large_folders(found) == ["services/p has 17 modules, at most 16"]
+
+
+def test_long_functions_are_found_and_exempt_ones_are_not(tmp_path: Path) -> None:
+    def function(name: str, num_lines: int) -> str:
+        return f"def {name}():\n" + "    x = 1\n" * (num_lines - 1)
+
+    most = layout.MAX_FUNCTION_LINES
+    found = repository(
+        tmp_path,
+        services__a_py=function("short", most) + function("long", most + 1),
+        loadgen__plan__sources__sharegpt_py=function("replay_conversations", most + 1),
+        tests__a_py=function("long", most + 1),
+    )
+    assert layout.long_functions(found) == [f"services/a.py:{most + 1}: long has 61 lines, at most 60"]
+
+
+def test_modules_that_nothing_imports_are_found_and_programs_are_not(tmp_path: Path) -> None:
+    found = repository(
+        tmp_path,
+        services__baton__a_py="from baton import b\nimport baton.c\nfrom baton.d import x\n",
+        **{f"services__baton__{name}_py": "" for name in "bcde"},
+        bench__f_py='if __name__ == "__main__":\n    pass\n',
+        tests__g_py="import baton.e\n",
+    )
+    assert [problem.split(":")[0] for problem in unused.unimported_modules(found)] == [
+        "services/baton/a.py",
+        "services/baton/e.py",
+    ]
+
+
+def test_names_that_occur_only_at_their_definition_are_found(tmp_path: Path) -> None:
+    text = (
+        "LIMIT = 1\nUSED = 2\n\n@group.command()\ndef registered(): pass\n\nclass A:\n    field = USED\n"
+        "    def method(self): pass\n    def __len__(self): pass\n    def on_url(self): pass\n"
+    )
+    found = repository(
+        tmp_path, services__a_py=text, bench__b_py="A()\nunknown = 1\n", tests__c_py="A().method(LIMIT)\n"
+    )
+    assert unused.unused_names(found) == [
+        "services/a.py:1: LIMIT is used nowhere; delete it",
+        "services/a.py:9: method is used nowhere; delete it",
+    ]
 
 
 @pytest.mark.parametrize(

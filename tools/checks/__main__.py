@@ -6,7 +6,7 @@ Prints one line per problem. The exit code is 1 if there is any.
 import sys
 from collections.abc import Callable, Mapping
 
-from tools.checks import commits, docstrings, layout, links, names
+from tools.checks import commits, docstrings, layout, links, names, unused
 from tools.checks.source import Repository
 
 CHECKS: Mapping[str, Callable[[Repository], list[str]]] = {
@@ -16,7 +16,10 @@ CHECKS: Mapping[str, Callable[[Repository], list[str]]] = {
     "docstrings": docstrings.first_lines,
     "module-docstrings": docstrings.modules_without_docstring,
     "folder-size": layout.large_folders,
+    "function-length": layout.long_functions,
     "line-width": layout.wide_lines,
+    "unimported-modules": unused.unimported_modules,
+    "unused-names": unused.unused_names,
     "links": links.broken_links,
     "mentioned-files": links.missing_files,
     "commit-subjects": commits.subjects,

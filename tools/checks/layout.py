@@ -1,14 +1,21 @@
-"""Layout: folders stay small enough to read, lines stay inside the page."""
+"""Layout: folders and functions stay small enough to read, lines stay inside the page."""
 
 import ast
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from tools.checks.source import Repository
 
 MAX_FILES = 16
 """Modules in one folder of a package. A larger folder needs subfolders."""
+MAX_FUNCTION_LINES = 60
+LONG_FUNCTIONS: Mapping[str, str] = {
+    "services/baton/model/kernels/triton/triton_attention.py:_attend": "Triton compiles a kernel from one function",
+    "loadgen/plan/sources/sharegpt.py:replay_conversations": "one pass with many counters, read from top to bottom",
+}
+"""Functions that may be longer, with the reason."""
 MAX_TEXT_COLUMNS = 110
 MAX_CODE_COLUMNS = 120
 _PRAGMA = re.compile(r"\s+# (type: ignore|noqa).*$")
@@ -24,6 +31,18 @@ def large_folders(repository: Repository) -> list[str]:
         f"{folder} has {number} modules, at most {MAX_FILES}"
         for folder, number in sorted(count.items())
         if number > MAX_FILES
+    ]
+
+
+def long_functions(repository: Repository) -> list[str]:
+    """Name each function that is too long to be read at once."""
+    return [
+        f"{source.path}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
+        for source in repository.python("services/", "loadgen/", "bench/", "tools/")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+        and f"{source.path}:{node.name}" not in LONG_FUNCTIONS
     ]
 
 

@@ -1,4 +1,7 @@
-"""Names: no two classes and no two modules share one, and retired words are not used again."""
+"""Names: no two classes and no two modules share one, and retired words are not used again.
+
+Class and module names are unique within the product: services, loadgen and bench. Tests may repeat them.
+"""
 
 import ast
 import re

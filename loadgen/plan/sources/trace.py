@@ -195,33 +195,6 @@ def replay_azure(rows: list[AzureRow], cut: Cut | None = None) -> Replay:
     return _not_empty(Replay(requests, num_too_long, num_empty))
 
 
-@dataclass(frozen=True, slots=True)
-class TraceHits:
-    """Hits of an infinite prefix cache on a trace, by hash ids.
-
-    Rows are replayed in order; the leading run of ids seen before is a hit.
-    """
-
-    num_tokens: int
-    num_hit_tokens: int
-    num_blocks: int
-    num_hit_blocks: int
-
-
-def mooncake_hits(rows: list[MooncakeRow]) -> TraceHits:
-    """Compute the hits of a trace."""
-    seen: set[int] = set()
-    num_hit_blocks = num_hit_tokens = 0
-    for row in rows:
-        hits = next((position for position, id_ in enumerate(row.hash_ids) if id_ not in seen), len(row.hash_ids))
-        num_hit_blocks += hits
-        num_hit_tokens += min(hits * HASH_BLOCK_TOKENS, row.input_length)
-        seen.update(row.hash_ids)
-    return TraceHits(
-        sum(row.input_length for row in rows), num_hit_tokens, sum(len(row.hash_ids) for row in rows), num_hit_blocks
-    )
-
-
 def _spread(timestamps_ms: list[int], tick_s: float, seed: int) -> draws.Floats:
     """Return seconds from the first timestamp, with the requests of a tick at sorted uniform times
     within it."""

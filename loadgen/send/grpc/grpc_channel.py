@@ -15,7 +15,7 @@ from loadgen.loadgen_errors import LoadgenError, Unreachable, UntrustedCertifica
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-GRPCS_OWN, OPENSSLS = AUTHORITIES = ("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "SSL_CERT_FILE")
+GRPCS_OWN, OPENSSLS = ("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "SSL_CERT_FILE")
 """Environment variables that name a file of trusted certificate authorities.
 
 gRPC's own variable takes precedence; OpenSSL's also applies to HTTP.

@@ -25,7 +25,7 @@ from loadgen.measure.request_metrics import RequestOutcome
 from loadgen.measure.timeline import Stages
 from loadgen.plan.plan import Plan, Vocabulary
 from loadgen.send.client import ResolvedRequest
-from loadgen.send.grpc.grpc_channel import AUTHORITIES
+from loadgen.send.grpc.grpc_channel import GRPCS_OWN, OPENSSLS
 from loadgen.send.grpc.grpc_client import GrpcClient, GrpcSettings
 from loadgen.send.server.discover import discover_grpc, discover_http
 from loadgen.send.server.server_process import grpc_probe, http_probe
@@ -189,7 +189,7 @@ async def test_admin_address_must_answer_only_if_given_by_the_user() -> None:
 @pytest.fixture
 def trusted_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
     """A certificate authority that no test trusts yet."""
-    for variable in AUTHORITIES:
+    for variable in (GRPCS_OWN, OPENSSLS):
         monkeypatch.delenv(variable, raising=False)
     return Authority.new(tmp_path / "ours")
 
@@ -218,7 +218,7 @@ async def test_grpc_ca_variable_takes_precedence(
     trusted_authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other_authority = Authority.new(tmp_path / "theirs")
-    for variable, authority in zip(AUTHORITIES, (trusted_authority, other_authority), strict=True):
+    for variable, authority in zip((GRPCS_OWN, OPENSSLS), (trusted_authority, other_authority), strict=True):
         monkeypatch.setenv(variable, str(authority.file))
     async with gateway_targets(tls=front(trusted_authority)) as (_, _, grpc):
         assert (await asyncio.to_thread(discover_grpc, grpc.urls[0], {})).models == ["demo"]

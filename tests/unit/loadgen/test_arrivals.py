@@ -11,14 +11,13 @@ from loadgen.loadgen_errors import BadPlan
 from loadgen.plan import draws
 from loadgen.plan.arrivals import (
     Piece,
+    alternating,
     arrivals,
     constant,
     constant_gaps,
     gamma,
-    on_off,
     parse_gaps,
     parse_rate,
-    piecewise,
     poisson,
     poisson_gaps,
     ramp,
@@ -120,7 +119,7 @@ def test_inverse_of_a_changing_rate_is_exact() -> None:
 
 
 def test_steps_have_their_rates_and_then_end() -> None:
-    times = piecewise(stream(4, "steps"), stretches=[(100, 50), (100, 0), (100, 10)])
+    times = arrivals(stream(4, "steps"), poisson_gaps, steps([Piece(100, rps, rps) for rps in (50, 0, 10)]))
     counts = np.histogram(times, [0, 100, 200, 300])[0]
     assert abs(counts[0] - 5000) < 4 * 71
     assert counts[1] == 0
@@ -129,18 +128,17 @@ def test_steps_have_their_rates_and_then_end() -> None:
 
 
 def test_on_off_rate_alternates() -> None:
-    times = on_off(stream(5, "onoff"), on=(5, 20), off=(15, 2), until_s=2000)
+    times = arrivals(stream(5, "onoff"), poisson_gaps, alternating((5, 20), (15, 2)), until_s=2000)
     is_on = times % 20 < 5
     assert abs(is_on.sum() - 10_000) < 4 * 100
     assert abs((~is_on).sum() - 3000) < 4 * 55
 
 
 def test_random_on_off_rate_is_stationary_and_bursty() -> None:
-    counts = np.array(
-        [len(on_off(stream(seed, "mmpp"), on=(5, 20), off=(15, 0), is_random=True, until_s=1)) for seed in range(3000)]
-    )
+    rate = alternating((5, 20), (15, 0), is_random=True)
+    counts = np.array([len(arrivals(stream(seed, "mmpp"), poisson_gaps, rate, until_s=1)) for seed in range(3000)])
     assert abs(counts.mean() - 5) < 4 * counts.std() / math.sqrt(3000)
-    assert cv(on_off(stream(0, "mmpp"), on=(5, 20), off=(15, 0), is_random=True, count=20_000)) > 5
+    assert cv(arrivals(stream(0, "mmpp"), poisson_gaps, rate, count=20_000)) > 5
 
 
 def test_weibull_shape_is_inverse_of_cv() -> None:

@@ -26,7 +26,7 @@ def test_shared_prefixes_match_values_by_hand() -> None:
     assert use.num_prompt_tokens == (60, 70, 30, 50, 60)
     assert use.num_shared_tokens == (0, 40, 30, 40, 60)
     assert use.num_cached_tokens == (0, 40, 29, 40, 59)
-    assert use.shared_ratio == 170 / 270
+    assert sum(use.num_shared_tokens) / sum(use.num_prompt_tokens) == 170 / 270
     assert use.hit_ratio == 168 / 270
 
 

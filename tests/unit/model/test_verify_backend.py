@@ -28,8 +28,8 @@ from transformers import (
 from baton.core.errors import ModelError
 from baton.model.attention.attention_inputs import AttentionStep
 from baton.model.attention.paged_attention import PAGED, paged_attention
-from baton.model.loading.model_loader import load_model
-from baton.model.verification.verify_backend import verify_logits, verify_model
+from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.verification.verify_backend import verify_logits, verify_masks
 from tests.unit.model.conftest import TINY
 
 ENDS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
@@ -68,10 +68,16 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 }
 
 
+def verify(loaded: LoadedModel, block_size_tokens: int) -> None:
+    """Verify the model's own code, as backend selection does."""
+    verify_masks(loaded, block_size_tokens)
+    verify_logits(loaded, block_size_tokens)
+
+
 @pytest.mark.parametrize("name", list(SERVED))
 def test_supported_architectures_pass(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
     loaded = load_model(save(SERVED[name]()), device="cpu")
-    verify_model(loaded, block_size_tokens=16)
+    verify(loaded, block_size_tokens=16)
     assert loaded.config._attn_implementation == PAGED
 
 
@@ -80,14 +86,14 @@ def test_unsupported_architectures_are_refused(name: str, save: Callable[[PreTra
     config, named = REFUSED[name]
     loaded = load_model(save(config()), device="cpu")
     with pytest.raises(ModelError, match=named):
-        verify_model(loaded, block_size_tokens=16)
+        verify(loaded, block_size_tokens=16)
     assert loaded.config._attn_implementation == PAGED
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("block_size_tokens", [1, 16, 64])
 def test_half_precision_with_any_block_size_does_not_raise(tiny_dir: Path, dtype: str, block_size_tokens: int) -> None:
-    verify_model(load_model(tiny_dir, dtype=dtype, device="cpu"), block_size_tokens=block_size_tokens)
+    verify(load_model(tiny_dir, dtype=dtype, device="cpu"), block_size_tokens=block_size_tokens)
 
 
 def sees_one_token_less(
@@ -114,7 +120,7 @@ def reads_unwritten_slots(
 @pytest.mark.parametrize("kernel", [sees_one_token_less, wrong_scaling, reads_unwritten_slots])
 def test_wrong_kernel_is_refused(tiny_dir: Path, kernel: Any) -> None:
     with pytest.raises(ModelError, match="computes different logits"):
-        verify_model(load_model(tiny_dir, device="cpu"), block_size_tokens=16, kernel=kernel)
+        verify_logits(load_model(tiny_dir, device="cpu"), 16, kernel=kernel)
 
 
 def wrong_for_long_contexts(
@@ -139,28 +145,28 @@ def test_window_longer_than_the_test_prompts_is_checked_by_mask(
         save(Qwen3Config(**TINY, head_dim=16, use_sliding_window=True, sliding_window=1000, max_window_layers=1)),
         device="cpu",
     )
-    verify_model(loaded, block_size_tokens=16)
+    verify(loaded, block_size_tokens=16)
     loaded.model.model.layers[1].self_attn.sliding_window = 999
     with pytest.raises(ModelError, match=r"layer 1 .* differs from its sliding_window 999"):
-        verify_model(loaded, block_size_tokens=16)
+        verify(loaded, block_size_tokens=16)
     loaded.model.model.layers[1].self_attn.sliding_window = None
     with pytest.raises(ModelError, match="differs from its sliding_window None"):
-        verify_model(loaded, block_size_tokens=16)
+        verify(loaded, block_size_tokens=16)
 
 
 def test_model_that_skips_a_layer_is_refused(tiny_dir: Path) -> None:
     loaded = load_model(tiny_dir, device="cpu")
     loaded.model.model.layers[1].self_attn.layer_idx = 0
     with pytest.raises(ModelError, match="exactly once in each of its 2 layers"):
-        verify_model(loaded, block_size_tokens=16)
+        verify(loaded, block_size_tokens=16)
 
 
 def test_foreign_errors_become_model_errors(tiny_dir: Path) -> None:
     loaded = load_model(tiny_dir, device="cpu")
     loaded.model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ModelError, match="ZeroDivisionError"):
-        verify_model(loaded, block_size_tokens=16)
+        verify(loaded, block_size_tokens=16)
 
 
 def test_max_model_len_shorter_than_the_test_prompts_does_not_raise(tiny_dir: Path) -> None:
-    verify_model(replace(load_model(tiny_dir, device="cpu"), max_model_len=7), block_size_tokens=16)
+    verify(replace(load_model(tiny_dir, device="cpu"), max_model_len=7), block_size_tokens=16)

@@ -19,7 +19,7 @@ class PlacementQuery:
     model_fingerprint: weights that generated the outputs which the client has. Empty if it has none: any
         worker that serves `model` will do.
     avoid: workers that have failed the request.
-    session_key: identifies the client's session; no policy uses it yet.
+    session_key: identifies the client's session. Reserved for session affinity; no policy uses it.
     waited_s: time since a gateway received the request.
     answer_within_s: the gateway gives up on a scheduler that has not answered within this time.
     trace_context: W3C traceparent, or empty.

@@ -34,7 +34,8 @@ def root_hash(
 ) -> BlockHash:
     """Return the parent hash of every first block.
 
-    Fields are length-prefixed, so their encoding is unambiguous.
+    Fields are length-prefixed, so their encoding is unambiguous. `adapter` is reserved for LoRA adapters and
+    is always empty.
     """
     digest = blake2b(digest_size=HASH_BYTES, person=b"baton-kv-root")
     for field in (

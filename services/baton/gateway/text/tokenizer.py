@@ -50,10 +50,6 @@ class Tokenizer(Protocol):
         """
         ...
 
-    async def encode_chat(self, messages: Sequence[Message]) -> TokenIds:
-        """Return the token ids of the prompt that the chat template makes of `messages`."""
-        return await self.encode(self.chat_text(messages), add_special_tokens=False)
-
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of these ids. An id without text becomes U+FFFD."""
         ...

@@ -50,12 +50,6 @@ AttentionInterface.register(_PAGED_WITH_MASKS, attend)
 AttentionMaskInterface.register(_PAGED_WITH_MASKS, _describe_mask)
 
 
-def verify_model(loaded: LoadedModel, *, block_size_tokens: int, kernel: PagedKernel = paged_attention) -> None:
-    """Run both checks on a model that runs by its own code. Raises ModelError if one fails."""
-    verify_masks(loaded, block_size_tokens)
-    verify_logits(loaded, block_size_tokens, kernel=kernel)
-
-
 def verify_masks(loaded: LoadedModel, block_size_tokens: int) -> tuple[AttentionParams, ...]:
     """Check that each layer's scale and window describe its mask completely, and return them by layer.
 

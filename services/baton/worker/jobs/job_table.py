@@ -188,10 +188,6 @@ class JobTable:
         """Yield the ids of all jobs that have not ended."""
         return (opened.id for opened in self._jobs.values() if not opened.has_ended)
 
-    def remembers(self, job: JobId) -> bool:
-        """Return True until the gateway has acknowledged the job's last message."""
-        return job in self._jobs
-
     def counted_decisions(self) -> Iterator[DecisionId]:
         """Yield the decisions of running jobs that this worker's numbers contain, for the first report on a
         stream."""
