@@ -220,7 +220,7 @@ def packet_counter() -> Iterator[PacketCounter]:
         subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-async def send_requests_within(counter: PacketCounter) -> None:
+async def check_requests_cause_no_packets(counter: PacketCounter) -> None:
     async with gateway_process() as gateway:
         before = counter.num_sent()
         for address in (EXTERNAL_ADDRESS, EXTERNAL_NAME):
@@ -238,4 +238,4 @@ def test_requests_cause_no_outbound_packets() -> None:
     if reason := skip_reason():
         pytest.skip(reason)
     with packet_counter() as counter, ThreadPoolExecutor(1, initializer=counter.enter) as thread:
-        thread.submit(lambda: asyncio.run(send_requests_within(counter))).result()
+        thread.submit(lambda: asyncio.run(check_requests_cause_no_packets(counter))).result()
