@@ -49,7 +49,7 @@ VIEW = WorkerView(
     reserved_blocks=20,
     reserved_context_tokens=410,
 )
-REPORTED = {
+REPORTED: dict[str, float] = {
     "kv_group": 1,
     "is_ready": 1,
     "can_prefill": 1,
@@ -77,7 +77,7 @@ REPORTED = {
     "decode_context_s": 0.8 * 1e-7,
     "mixed_to_decode_ratio": 1.25 / 0.8,
 }
-RESERVED = {
+RESERVED: dict[str, float] = {
     "free_blocks": 680,
     "free_tokens": 680 * 16,
     "free_seqs": 64 - 7 - 3 - 2,
@@ -86,7 +86,7 @@ RESERVED = {
     "queued_tokens": 1050,
     "queued_attended_tokens": 511_000,
 }
-DERIVED = asdict(derived_state(ReportedState(**REPORTED), ReservedState(**RESERVED)))
+DERIVED: dict[str, float] = asdict(derived_state(ReportedState(**REPORTED), ReservedState(**RESERVED)))
 OTHER_WORKERS = {
     "kv_group": (0, 0),
     "is_ready": (1, 1),
