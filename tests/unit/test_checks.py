@@ -37,6 +37,27 @@ def test_retired_word_in_docs_is_found_and_ordinary_english_is_not(tmp_path: Pat
     assert names.retired_words(found) == ["docs/page.md:2: retired word 'wire.md'; write docs/design/protocol.md"]
 
 
+def test_retired_words_in_native_code_and_the_protocol_are_found(tmp_path: Path) -> None:
+    found = repository(
+        tmp_path,
+        services__a_h="// no room here\nint lanes;\nint num_room = 1;\n",
+        proto__baton__wire__b_proto="message A {\n  uint32 life = 1;  // the life\n}\n",
+        proto__baton__v1__c_proto="message A {\n  uint32 life = 1;\n}\n",
+        docs__worn_workers_md="A worn worker.\n",
+    )
+    assert [problem.split("; ")[0] for problem in names.retired_words(found)] == [
+        "services/a.h:3: num_room: retired word 'room'",
+        "proto/baton/wire/b.proto:2: life: retired word 'life'",
+        "docs/worn_workers.md: file name with retired word 'worn'",
+    ]
+
+
+@pytest.mark.parametrize("text", ["See rule R3.", "By invariant I12 it holds.", "Row 4 of wire-notes.md says so."])
+def test_references_by_number_into_a_document_are_found(text: str, tmp_path: Path) -> None:
+    (problem,) = names.retired_words(repository(tmp_path, docs__page_md=f"Rule 3 and row 4 are fine.\n{text}\n"))
+    assert problem.startswith("docs/page.md:2: retired word ")
+
+
 def test_two_classes_or_modules_of_one_name_are_found(tmp_path: Path) -> None:
     found = repository(
         tmp_path, services__a__x_py="class A: pass\n", services__b__x_py="class A: pass\n", services__b____init___py=""

@@ -14,6 +14,11 @@ from tools.checks.source import Repository, Source
 RETIRED = Path(__file__).with_name("retired_words.txt")
 SHARED_BASENAMES = {"__init__.py", "__main__.py", "conftest.py"}
 WITH_UNIQUE_NAMES = ("services/", "loadgen/", "bench/")
+NATIVE = (".h", ".cpp")
+MAY_QUOTE = ("CHANGELOG.md", "docs/glossary.md")
+"""Pages that name retired words to explain them."""
+_COMMENT_OR_STRING = re.compile(r'//.*|"(?:\\.|[^"\\\n])*"')
+_NATIVE_NAME = re.compile(r"[A-Za-z_]\w*")
 _PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
 
@@ -42,45 +47,60 @@ def retired_words(repository: Repository) -> list[str]:
     """Name each use of a retired word.
 
     A line of `retired_words.txt` is `word -> replacement`. A word with a leading `=` is also ordinary
-    English: only identifiers and file names that have it as a part are problems. Any other word is a problem
-    anywhere in code and docs.
+    English: only identifiers and file names that have it as a part are problems. Any other word, and what
+    matches the regular expression after a `~`, is a problem anywhere in code and docs.
     """
     ordinary, everywhere = read_retired(RETIRED.read_text(encoding="utf-8"))
-    problems = []
-    for source in repository.python():
-        problems += [
-            f"{source.path}:{line}: {name}: retired word {word!r}; write {ordinary[word]}"
-            for name, line in _identifiers(source)
-            if (word := _first_retired(name, ordinary)) is not None
-        ]
-        stem = Path(source.path).stem
-        if (word := _first_retired(stem, ordinary)) is not None:
-            problems.append(f"{source.path}: file name with retired word {word!r}; write {ordinary[word]}")
-    pattern = (
-        re.compile("|".join(rf"(?<![\w-]){re.escape(word)}(?![\w-])" for word in everywhere)) if everywhere else None
-    )
-    for path in repository.matching(".py", ".md", ".yaml", ".tpl", ".proto", ".h", ".cpp", ".toml", "Makefile"):
-        if (
-            pattern is None
-            or path in ("CHANGELOG.md", "docs/glossary.md")
-            or path.startswith(("tools/checks/", "tests/unit/test_checks"))
-        ):
+    problems = [
+        f"{path}:{line}: {name}: retired word {word!r}; write {ordinary[word]}"
+        for path, line, name in _all_identifiers(repository)
+        if (word := _first_retired(name, ordinary)) is not None
+    ]
+    problems += [
+        f"{path}: file name with retired word {word!r}; write {ordinary[word]}"
+        for path in repository.matching(".py", *NATIVE, ".md", ".proto")
+        if (word := _first_retired(Path(path).stem, ordinary)) is not None
+    ]
+    for path in repository.matching(".py", *NATIVE, ".md", ".yaml", ".tpl", ".proto", ".toml", "Makefile"):
+        if path in MAY_QUOTE or path.startswith(("tools/checks/", "tests/unit/test_checks")):
             continue
         for number, line in enumerate(repository.read(path).splitlines(), 1):
             problems += [
-                f"{path}:{number}: retired word {word!r}; write {everywhere[word]}" for word in pattern.findall(line)
+                f"{path}:{number}: retired word {found[0]!r}; write {replacement}"
+                for pattern, replacement in everywhere.items()
+                for found in pattern.finditer(line)
             ]
     return problems
 
 
-def read_retired(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (words banned as identifiers, words banned everywhere), each with its replacement."""
+def read_retired(text: str) -> tuple[dict[str, str], dict[re.Pattern[str], str]]:
+    """Return (words banned as identifiers, patterns banned everywhere), each with its replacement."""
     ordinary, everywhere = {}, {}
     for line in text.splitlines():
-        if line.strip() and not line.startswith("#"):
-            word, _, replacement = (part.strip() for part in line.partition("->"))
-            (ordinary if word.startswith("=") else everywhere)[word.removeprefix("=")] = replacement
+        if not line.strip() or line.startswith("#"):
+            continue
+        word, _, replacement = (part.strip() for part in line.partition("->"))
+        if word.startswith("="):
+            ordinary[word[1:]] = replacement
+        elif word.startswith("~"):
+            everywhere[re.compile(word[1:])] = replacement
+        else:
+            everywhere[re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])")] = replacement
     return ordinary, everywhere
+
+
+def _all_identifiers(repository: Repository) -> Iterator[tuple[str, int, str]]:
+    """Yield (path, line, name) of the names in Python, C++ and the internal protocol.
+
+    Fields of the public API keep their names.
+    """
+    for source in repository.python():
+        yield from ((source.path, line, name) for name, line in _identifiers(source))
+    for path in repository.matching(*NATIVE, ".proto"):
+        if not path.startswith("proto/baton/v1/"):
+            text = _COMMENT_OR_STRING.sub("", repository.read(path))
+            for number, line in enumerate(text.splitlines(), 1):
+                yield from ((path, number, name) for name in _NATIVE_NAME.findall(line))
 
 
 def _identifiers(source: Source) -> Iterator[tuple[str, int]]:
