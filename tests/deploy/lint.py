@@ -31,7 +31,7 @@ def problems(docs: Sequence[Doc], *, namespace: str, external: Iterable[str] = (
 def _of_objects(docs: Sequence[Doc], namespace: str) -> Problems:
     for doc, count in Counter((doc["apiVersion"], doc["kind"], doc["metadata"]["name"]) for doc in docs).items():
         if count > 1:
-            yield f"{doc[1]} {doc[2]} is there {count} times"
+            yield f"{doc[1]} {doc[2]} is defined {count} times"
     for doc in docs:
         name = f"{doc['kind']} {doc['metadata']['name']}"
         if len(doc["metadata"]["name"]) > MAX_NAME:
@@ -68,13 +68,13 @@ def _of_budgets(docs: Sequence[Doc]) -> Problems:
             if selects(budget["spec"]["selector"]["matchLabels"], workload.labels)
         ]
         if len(behind) != 1:
-            yield f"{name}: is about {len(behind)} workloads"
+            yield f"{name}: selects {len(behind)} workloads"
         for workload in behind:
             least = workload.replicas if workload.replicas is not None else scaled[workload.name]
             if least < 2:
-                yield f"{name}: keeps the only pod of {workload.name} from being moved"
+                yield f"{name}: prevents the eviction of the only pod of {workload.name}"
         if str(budget["spec"]["maxUnavailable"]) in ("0", "0%"):
-            yield f"{name}: no pod may ever be moved"
+            yield f"{name}: allows no eviction"
 
 
 def _of_scaling(docs: Sequence[Doc]) -> Problems:
@@ -87,7 +87,7 @@ def _of_scaling(docs: Sequence[Doc]) -> Problems:
         if target not in deployments:
             yield f"ScaledObject: there is no Deployment {target}"
         elif deployments[target].replicas is not None:
-            yield f"Deployment {target}: has replicas, and something that scales it"
+            yield f"Deployment {target}: has replicas although a ScaledObject scales it"
     for name, workload in deployments.items():
         if workload.replicas is None and name not in targets:
             yield f"Deployment {name}: neither replicas nor a scaler sets its number of pods"
@@ -98,7 +98,7 @@ def _of_selectors(workload: Workload) -> Problems:
         yield "its selector is not its pods' labels"
     for constraint in workload.spec.get("topologySpreadConstraints", ()):
         if not selects(constraint["labelSelector"]["matchLabels"], workload.labels):
-            yield "it spreads over others than its own pods"
+            yield "its spread constraint selects other pods than its own"
 
 
 def _of_ports(workload: Workload) -> Problems:
@@ -112,7 +112,7 @@ def _of_ports(workload: Workload) -> Problems:
             for how in ("httpGet", "tcpSocket", "grpc"):
                 port = container.get(probe, {}).get(how, {}).get("port")
                 if port is not None and port not in own and port not in own.values():
-                    yield f"{container['name']}: {probe} asks port {port!r}, which it does not have"
+                    yield f"{container['name']}: {probe} uses port {port!r}, which the container does not have"
 
 
 def _of_images(workload: Workload) -> Problems:

@@ -1,5 +1,4 @@
-"""The image: what it is built from fits, everywhere; and it is built and run where something is installed
-that can.
+"""Tests the files of the image everywhere. Builds and runs it where a container tool is installed.
 
 `BASE` and `TORCH_INDEX_URL` in the environment go to the build, for machines without the defaults.
 """
@@ -129,7 +128,7 @@ class Engine:
         self._call(["build", *isolation, *arguments, "-f", str(DOCKERFILE), "-t", TAG, str(ROOT)], BUILD_LIMIT_S)
 
     def run(self, *command: str, entrypoint: str = "") -> str:
-        """What it prints, started read-only, without a network, as the image's own user."""
+        """Return the output of a command, run read-only, without a network, as the image's user."""
         if not self.is_buildah:
             own = ["--entrypoint", entrypoint] if entrypoint else []
             return self._call(

@@ -60,14 +60,14 @@ def _budget(docs: list[Doc]) -> Any:
 
 
 BROKEN: dict[str, tuple[Callable[[list[Doc]], Any], str]] = {
-    "twice the same object": (lambda docs: docs.append(docs[0]), "is there 2 times"),
+    "twice the same object": (lambda docs: docs.append(docs[0]), "is defined 2 times"),
     "a long name": (lambda docs: _service(docs)["metadata"].update(name="x" * 64), "longer than 63"),
     "a foreign namespace": (lambda docs: _service(docs)["metadata"].update(namespace="default"), "namespace"),
     "a selector that matches no pod": (
         lambda docs: _service(docs)["spec"]["selector"].update(some="label"),
         "selects no pod",
     ),
-    "a Service's port that is none": (
+    "a Service port that no pod has": (
         lambda docs: _service(docs)["spec"]["ports"][0].update(targetPort="web"),
         "has no port 'web'",
     ),
@@ -75,7 +75,7 @@ BROKEN: dict[str, tuple[Callable[[list[Doc]], Any], str]] = {
         lambda docs: _gateway(docs)["selector"]["matchLabels"].update(a="b"),
         "selector",
     ),
-    "a probe of no port": (
+    "a probe of an undefined port": (
         lambda docs: _container(docs)["readinessProbe"]["httpGet"].update(port="web"),
         "readinessProbe",
     ),
@@ -112,10 +112,10 @@ BROKEN: dict[str, tuple[Callable[[list[Doc]], Any], str]] = {
         lambda docs: named(docs, "Deployment", "rel-baton-scheduler")["spec"].update(replicas=1),
         "only pod",
     ),
-    "a budget of nothing": (lambda docs: _budget(docs).update(maxUnavailable=0), "ever be moved"),
+    "a budget that allows no eviction": (lambda docs: _budget(docs).update(maxUnavailable=0), "allows no eviction"),
     "a budget that matches no workload": (
         lambda docs: _budget(docs)["selector"]["matchLabels"].update(a="b"),
-        "about 0 workloads",
+        "selects 0 workloads",
     ),
     "no number of pods": (lambda docs: _gateway(docs).pop("replicas"), "number of pods"),
     "root": (lambda docs: _pod(docs)["securityContext"].update(runAsNonRoot=False), "root"),
@@ -154,4 +154,4 @@ def test_lint_detects_two_autoscalers_of_one_deployment(rendered: Rendered) -> N
     found = problems(docs, namespace=NAMESPACE)
 
     assert "Deployment rel-baton-gateway: is scaled by 2" in found
-    assert "Deployment rel-baton-gateway: has replicas, and something that scales it" in found
+    assert "Deployment rel-baton-gateway: has replicas although a ScaledObject scales it" in found

@@ -30,8 +30,10 @@ NEEDED: Mapping[str, Mapping[str, Sequence[tuple[int, int]]]] = {
 
 
 def allowed(docs: Sequence[Doc], target: Workload) -> dict[str, list[tuple[int, int]]]:
-    """Who reaches these pods at which ports, as a network plugin decides it. ANY_CLIENT alone where no policy
-    is about them."""
+    """Return the clients and ports that a network plugin allows for these pods.
+
+    Without a policy that selects them, ANY_CLIENT may use every port.
+    """
     policies = [
         policy
         for policy in of_kind(docs, "NetworkPolicy")

@@ -1,5 +1,7 @@
-"""Each rendered object against Kubernetes' schemas of three versions, custom kinds against ours; and that
-both refuse what is wrong."""
+"""Rendered objects match the schemas of three Kubernetes versions, custom kinds those of the tests.
+
+Both kinds of schema refuse invalid objects.
+"""
 
 import copy
 from functools import cache
