@@ -22,6 +22,7 @@ from baton.gateway.request.open_request import PHASES, OpenRequest, phase_times
 from baton.gateway.request.output_builder import ChoiceSink
 from baton.gateway.request.request_run import RequestServices, RetryRules, run_concurrently
 from baton.gateway.request.worker_sessions import WorkerSessions
+from baton.gateway.text.stop_strings import StopPatterns
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.health import Health
@@ -146,8 +147,10 @@ class GatewayService:
         self.num_open += num_requests
         self.metrics.open_requests.set(self.num_open)
         try:
+            stops = StopPatterns(call.output_options.stop)
             requests = [
-                OpenRequest(request, call, self.tokenizer, sink, index) for index, request in enumerate(call.requests)
+                OpenRequest(request, call, stops, self.tokenizer, sink, index)
+                for index, request in enumerate(call.requests)
             ]
             await run_concurrently([request.run(self._services) for request in requests])
         finally:

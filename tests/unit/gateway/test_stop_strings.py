@@ -1,18 +1,20 @@
 """Stop strings across token boundaries."""
 
+import time
+import tracemalloc
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.text.stop_strings import StopMatcher
+from baton.gateway.text.stop_strings import StopMatcher, StopPatterns
 
 TEXT = st.text("ab\n", max_size=30)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
 def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopPatterns(stops))
     shown = ""
     for piece in pieces:
         text, found = matcher.put(piece)
@@ -40,7 +42,7 @@ def test_result_does_not_depend_on_how_text_is_split(text: str, stops: list[str]
 
 @given(TEXT, STOPS)
 def test_only_possible_stop_strings_are_held_back(text: str, stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopPatterns(stops))
     shown = ""
     for end, character in enumerate(text, 1):
         new, found = matcher.put(character)
@@ -54,7 +56,37 @@ def test_only_possible_stop_strings_are_held_back(text: str, stops: list[str]) -
 
 
 def test_stop_strings_do_not_count_before_min_tokens() -> None:
-    matcher = StopMatcher(["ab"])
+    matcher = StopMatcher(StopPatterns(["ab"]))
     assert matcher.put("a") == ("", False)
     assert matcher.pass_through("b!") == "ab!"
     assert matcher.put("ab") == ("", True)
+
+
+def longest_stops() -> list[str]:
+    """The largest legal stop strings: 16 of 1,024 characters, each almost periodic."""
+    return ["a" * 1007 + chr(ord("b") + number) + "a" * 16 for number in range(16)]
+
+
+def test_matchers_of_128_samples_share_memory_linear_in_the_stop_strings() -> None:
+    stops = longest_stops()
+    tracemalloc.start()
+    try:
+        patterns = StopPatterns(stops)
+        matchers = [StopMatcher(patterns) for _ in range(128)]
+        num_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(matchers) == 128
+    assert num_bytes < 256 * 1024
+
+
+def test_cpu_time_of_a_character_does_not_grow_with_the_length_of_the_stop_strings() -> None:
+    def cpu_s(stops: list[str]) -> float:
+        matcher = StopMatcher(StopPatterns(stops))
+        started_s = time.thread_time()
+        for _ in range(200):
+            matcher.put("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaac")
+        return time.thread_time() - started_s
+
+    short = [stop[-20:] for stop in longest_stops()]
+    assert min(cpu_s(longest_stops()) for _ in range(3)) < 5 * min(cpu_s(short) for _ in range(3))

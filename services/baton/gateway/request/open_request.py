@@ -11,6 +11,7 @@ from baton.gateway.input.client_call import ClientCall
 from baton.gateway.request.delivery import Delivery
 from baton.gateway.request.output_builder import ChoiceSink, OutputBuilder
 from baton.gateway.request.request_run import RequestRecord, RequestRun, RequestServices
+from baton.gateway.text.stop_strings import StopPatterns
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.observability.tracing import reason_of
 
@@ -23,13 +24,19 @@ class OpenRequest:
     """One request of a client's call, and everything that is recorded about it while it runs."""
 
     def __init__(
-        self, request: GenerateRequest, call: ClientCall, tokenizer: Tokenizer, sink: ChoiceSink, prompt_index: int
+        self,
+        request: GenerateRequest,
+        call: ClientCall,
+        stops: StopPatterns,
+        tokenizer: Tokenizer,
+        sink: ChoiceSink,
+        prompt_index: int,
     ) -> None:
         self.request = request
         self.received_s = call.received_s
         self.delivery = Delivery(request.sample_indices)
         self.record = RequestRecord()
-        self.output = OutputBuilder(request, call.output_options, tokenizer, sink, prompt_index * call.n)
+        self.output = OutputBuilder(request, call.output_options, stops, tokenizer, sink, prompt_index * call.n)
 
     async def run(self, services: RequestServices) -> None:
         """Run the request until every sample has ended. Raises Refused if it fails."""

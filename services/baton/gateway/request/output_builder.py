@@ -6,7 +6,7 @@ from baton.core.client_api import ChoiceDelta
 from baton.core.request import FinishReason, GenerateRequest, TokenDelta
 from baton.gateway.input.client_call import OutputOptions
 from baton.gateway.text.detokenizer import Detokenizer
-from baton.gateway.text.stop_strings import StopMatcher
+from baton.gateway.text.stop_strings import StopMatcher, StopPatterns
 from baton.gateway.text.tokenizer import Tokenizer
 
 
@@ -24,9 +24,9 @@ class _Sample:
 
     __slots__ = ("_detokenizer", "_min_tokens", "_stops", "num_tokens")
 
-    def __init__(self, detokenizer: Detokenizer, output_options: OutputOptions, min_tokens: int) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: StopPatterns, min_tokens: int) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(output_options.stop) if output_options.stop else None
+        self._stops = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
         self.num_tokens = 0
 
@@ -56,16 +56,19 @@ class OutputBuilder:
         self,
         request: GenerateRequest,
         output_options: OutputOptions,
+        stops: StopPatterns,
         tokenizer: Tokenizer,
         sink: ChoiceSink,
         first_index: int,
     ) -> None:
+        """Create the builder. `stops` are the stop strings of `output_options`, which all requests of a call
+        share."""
         self._sink = sink
         self._first_index = first_index
         self._samples = {
             index: _Sample(
                 tokenizer.detokenizer(skip_special_tokens=output_options.skip_special_tokens, prompt=request.token_ids),
-                output_options,
+                stops,
                 request.sampling.min_tokens,
             )
             for index in request.sample_indices

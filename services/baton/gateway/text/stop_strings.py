@@ -1,54 +1,107 @@
 """Finds stop strings in generated text. Text that may be the beginning of a stop string is held back."""
 
+from array import array
 from collections.abc import Sequence
 
 
-class StopMatcher:
-    """Searches one sample's text for the first occurrence of any of several stop strings."""
+class StopPatterns:
+    """The stop strings of one call, prepared for the search. All samples of the call share one object.
 
-    __slots__ = ("_firsts", "_held", "_longest", "_prefixes", "_stops")
+    Its memory is linear in the length of the stop strings: per character one character and a 4-byte entry of
+    the failure table (Knuth, Morris and Pratt, 1977).
+    """
+
+    __slots__ = ("firsts", "stops", "tables")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._firsts = {stop[0] for stop in stops}
-        self._prefixes = {stop[:n] for stop in stops for n in range(1, len(stop))}
-        self._longest = max(map(len, stops), default=0)
+        self.stops = tuple(dict.fromkeys(stops))
+        self.firsts = frozenset(stop[0] for stop in self.stops)
+        self.tables = tuple(map(_failure_table, self.stops))
+
+    def __bool__(self) -> bool:
+        """True if there is any stop string."""
+        return bool(self.stops)
+
+
+def _failure_table(stop: str) -> "array[int]":
+    """Return, for each length n > 0, the length of the longest proper border of `stop[:n]`, at index n - 1.
+
+    A border is both a prefix and a suffix.
+    """
+    table = array("I", [0])
+    border = 0
+    for char in stop[1:]:
+        while border and stop[border] != char:
+            border = table[border - 1]
+        border += stop[border] == char
+        table.append(border)
+    return table
+
+
+class StopMatcher:
+    """Searches one sample's text for the first occurrence of any of the call's stop strings.
+
+    A character costs amortised constant time per stop string, however long the strings are.
+    """
+
+    __slots__ = ("_held", "_matched", "_patterns")
+
+    def __init__(self, patterns: StopPatterns) -> None:
+        self._patterns = patterns
+        self._matched = [0] * len(patterns.stops)
         self._held = ""
 
     def put(self, text: str) -> tuple[str, bool]:
         """Add text. Return (text that can be delivered now, True if a stop string was found).
 
         The delivered text ends before the stop string. If there are several, the one that ends first counts,
-        so the result does not depend on how the text was divided into calls.
+        and the longest of those that end together, so the result does not depend on how the text was divided
+        into calls.
         """
-        if not self._stops:
+        if not self._held and self._patterns.firsts.isdisjoint(text):
             return text, False
+        begin = self._search(text)
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)[1]], True
-        begin = self._held_from(text)
-        self._held = text[begin:]
-        return text[:begin], False
+        if begin is not None:
+            begin += len(self._held)
+            self._reset()
+            return text[:begin], True
+        num_held = max(self._matched, default=0)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
 
     def pass_through(self, text: str) -> str:
         """Add text in which stop strings do not count yet, because of `min_tokens`. Return the text to
         deliver."""
-        text, self._held = self._held + text, ""
+        text = self._held + text
+        self._reset()
         return text
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the sample."""
-        text, self._held = self._held, ""
-        return text
+        return self.pass_through("")
 
-    def _held_from(self, text: str) -> int:
-        """Return the index of the longest suffix of `text` that is the beginning of a stop string.
+    def _search(self, text: str) -> int | None:
+        """Advance the partial matches over `text`.
 
-        Returns `len(text)` if there is no such suffix.
+        Returns the index in `text` at which the found stop string begins, which is negative if it begins in
+        held text, or None.
         """
-        for begin in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[begin] in self._firsts and text[begin:] in self._prefixes:
-                return begin
-        return len(text)
+        matched = self._matched
+        found_end, found_length = len(text) + 1, 0
+        for number, (stop, table) in enumerate(zip(self._patterns.stops, self._patterns.tables, strict=True)):
+            length, full = matched[number], len(stop)
+            for end, char in enumerate(text[:found_end], 1):
+                while length and stop[length] != char:
+                    length = table[length - 1]
+                length += stop[length] == char
+                if length == full:
+                    if (end, -full) < (found_end, -found_length):
+                        found_end, found_length = end, full
+                    break
+            matched[number] = length
+        return None if not found_length else found_end - found_length
+
+    def _reset(self) -> None:
+        self._held = ""
+        self._matched = [0] * len(self._matched)
