@@ -17,6 +17,7 @@ from baton.runtime.config.gateway_settings import FrontDoorSettings, RequestSett
 from baton.runtime.config.scheduler_settings import PolicySettings
 from baton.runtime.config.shared_settings import (
     AdminSettings,
+    BudgetSettings,
     HeartbeatSettings,
     ListenSettings,
     ModelSettings,
@@ -45,6 +46,7 @@ class GatewayConfig(
     FrontDoorSettings,
     TracingSettings,
     ListenSettings,
+    BudgetSettings,
     ProcessSettings,
 ):
     """Settings of `baton gateway`."""
@@ -60,6 +62,7 @@ class SchedulerConfig(
     RpcSettings,
     TracingSettings,
     ListenSettings,
+    BudgetSettings,
     ProcessSettings,
 ):
     """Settings of `baton scheduler`."""
@@ -114,6 +117,7 @@ class FleetConfig(
     HeartbeatSettings,
     TracingSettings,
     AdminSettings,
+    BudgetSettings,
     ProcessSettings,
 ):
     """Settings of `baton fleet`: the number of workers and the settings that it passes to each of them.

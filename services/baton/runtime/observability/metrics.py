@@ -70,6 +70,12 @@ class ProcessMetrics(_Family):
             SHORT_BUCKETS_S,
         )
         self.loop_tasks = self._gauge("event_loop_tasks", "Running tasks of the event loop.")
+        self.budget_used = self._gauge(
+            "memory_budget_used_bytes", "Memory that requests hold, by account of the memory budget.", "account"
+        )
+        self.budget_limit = self._gauge(
+            "memory_budget_limit_bytes", "Memory that requests may hold, by account of the memory budget.", "account"
+        )
         self.trace_spans = self._counter(
             "trace_spans_total",
             "Ended trace spans by outcome: sent, failed (export failed), dropped (the queue was full).",

@@ -58,6 +58,7 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_STORE_UNAVAILABLE: _ClassVar[FailureReason]
     FAILURE_REASON_INVALID_API_KEY: _ClassVar[FailureReason]
     FAILURE_REASON_FORBIDDEN: _ClassVar[FailureReason]
+    FAILURE_REASON_MEMORY_BUDGET: _ClassVar[FailureReason]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -110,6 +111,7 @@ FAILURE_REASON_INTERNAL: FailureReason
 FAILURE_REASON_STORE_UNAVAILABLE: FailureReason
 FAILURE_REASON_INVALID_API_KEY: FailureReason
 FAILURE_REASON_FORBIDDEN: FailureReason
+FAILURE_REASON_MEMORY_BUDGET: FailureReason
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason

@@ -1,0 +1,121 @@
+"""The memory budget of a process: bytes that requests may hold, by account.
+
+Every buffer that grows with what clients or peers send reserves its bytes here before it takes them. The sum
+is bounded, so that no mix of requests can exhaust the memory of the process. Interpreter, code, tokenizer,
+model and KV cache are not part of the budget.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from types import TracebackType
+from typing import Self
+
+from baton.core.errors import BatonError
+
+
+class Account(Enum):
+    """Use of budgeted memory. The value is the metric label."""
+
+    RECEIVING = "receiving"
+    """Request bodies and messages that are being read and parsed."""
+    REQUESTS = "requests"
+    """Open requests: prompts, delivered tokens, and the largest response that may be collected."""
+    UNSENT = "unsent"
+    """Output that clients have not read yet."""
+    QUEUE = "queue"
+    """Requests and jobs that wait for placement or for their first step."""
+    SESSIONS = "sessions"
+    """Messages between services that are not acknowledged yet."""
+    RECORDS = "records"
+    """Decision records."""
+
+
+class OverBudget(BatonError):
+    """A reservation does not fit. The message has the arithmetic.
+
+    fits_later: True if it would fit into the empty account, so that a retry can succeed.
+    """
+
+    def __init__(self, message: str, *, fits_later: bool) -> None:
+        super().__init__(message)
+        self.fits_later = fits_later
+
+
+class ByteBudget:
+    """Bytes that a process may hold, with one limit per account."""
+
+    def __init__(
+        self, limits: Mapping[Account, int], observe: Callable[[Account, int], None] = lambda account, used: None
+    ) -> None:
+        """Create a budget.
+
+        limits: bytes by account. An account without a limit takes no reservation.
+        observe: called with the used bytes of an account after each change.
+        """
+        self.limits = dict(limits)
+        self._used = dict.fromkeys(self.limits, 0)
+        self._observe = observe
+
+    def used(self, account: Account) -> int:
+        """Return the reserved bytes of an account."""
+        return self._used.get(account, 0)
+
+    def reserve(self, account: Account, num_bytes: int, what: str) -> "Reservation":
+        """Reserve bytes until the result is released. `what` names the user of the bytes in error messages.
+
+        Raises OverBudget if they do not fit.
+        """
+        reservation = Reservation(self, account, what)
+        reservation.resize(num_bytes)
+        return reservation
+
+    def change(self, account: Account, old_bytes: int, new_bytes: int, what: str) -> None:
+        """Change a reservation from `old_bytes` to `new_bytes`. Raises OverBudget if it does not fit."""
+        limit, used = self.limits.get(account, 0), self.used(account)
+        if new_bytes > old_bytes and used - old_bytes + new_bytes > limit:
+            raise OverBudget(
+                f"{what} needs {new_bytes:,} bytes; {max(0, limit - used + old_bytes):,} of {limit:,} bytes for "
+                f"{account.value} are free",
+                fits_later=new_bytes <= limit,
+            )
+        self._used[account] = used - old_bytes + new_bytes
+        self._observe(account, self._used[account])
+
+
+class Reservation:
+    """Reserved bytes of one account. Use as `with`, or call `release`; releasing twice has no effect."""
+
+    __slots__ = ("_account", "_budget", "_what", "num_bytes")
+
+    def __init__(self, budget: ByteBudget, account: Account, what: str) -> None:
+        self._budget = budget
+        self._account = account
+        self._what = what
+        self.num_bytes = 0
+
+    def resize(self, num_bytes: int) -> None:
+        """Reserve `num_bytes` in all. Raises OverBudget, and keeps the old size, if they do not fit."""
+        self._budget.change(self._account, self.num_bytes, num_bytes, self._what)
+        self.num_bytes = num_bytes
+
+    def grow(self, num_bytes: int) -> None:
+        """Reserve `num_bytes` more. Raises OverBudget, and keeps the old size, if they do not fit."""
+        self.resize(self.num_bytes + num_bytes)
+
+    def release(self) -> None:
+        """Give all bytes back."""
+        self.resize(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def shares(total_bytes: int, weights: Mapping[Account, int]) -> dict[Account, int]:
+    """Return the limits of accounts that divide `total_bytes` in proportion to `weights`."""
+    total_weight = sum(weights.values())
+    return {account: total_bytes * weight // total_weight for account, weight in weights.items()}
