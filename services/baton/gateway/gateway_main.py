@@ -115,6 +115,9 @@ def gateway_rules(config: GatewayConfig, rng: Random) -> GatewayRules:
         default_slo=config.default_slo,
         max_open_requests=config.max_open_requests,
         max_attempts=config.max_attempts,
+        stream_buffer_bytes=config.stream_buffer_bytes,
+        max_response_bytes=config.max_response_bytes,
+        memory_budget=config.memory_budget,
     )
 
 
@@ -157,7 +160,7 @@ async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: Ad
     """Serve the gRPC API. A message may be as large as an HTTP body."""
     tls = None if config.front_tls_pair is None else Tls(pair=config.front_tls_pair)
     server = GrpcServer(heartbeat_s=config.heartbeat_s, max_message_bytes=config.max_body_bytes, tls=tls)
-    server.add_inference(InferenceService(service, stream_buffer_bytes=config.stream_buffer_bytes))
+    server.add_inference(InferenceService(service))
     server.add_admin(admin)
     server.follow(service.health)
     port = await server.start(config.host, config.grpc_port, flag="--grpc-port")
@@ -180,13 +183,16 @@ def _http_server(
         service,
         admin,
         max_body_bytes=config.max_body_bytes,
-        stream_buffer_bytes=config.stream_buffer_bytes,
-        unread_s=config.receive_deadline_s,
         metrics=lambda: expose(registry),
         created=int(time.time()),
     )
     return HttpServer(
-        app, http_socket, receive_deadline_s=config.receive_deadline_s, grace_s=CLOSE_S, tls=config.front_tls_pair
+        app,
+        http_socket,
+        receive_deadline_s=config.receive_deadline_s,
+        unread_s=config.receive_deadline_s,
+        grace_s=CLOSE_S,
+        tls=config.front_tls_pair,
     )
 
 

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Self
 
@@ -17,10 +18,12 @@ from baton.gateway.cluster.cluster_view import ClusterView
 from baton.gateway.cluster.scheduler_pool import SchedulerPool, SchedulerPoolTimes
 from baton.gateway.cluster.worker_session import SessionTimes
 from baton.gateway.input.client_call import ClientCall, Identity
+from baton.gateway.input.response_size import call_bytes, check_response_size
 from baton.gateway.input.validation import Validator
 from baton.gateway.request.open_request import PHASES, OpenRequest, phase_times
 from baton.gateway.request.output_builder import ChoiceSink
 from baton.gateway.request.request_run import RequestServices, RetryRules, run_concurrently
+from baton.gateway.request.unread_output import UnreadStreams
 from baton.gateway.request.worker_sessions import WorkerSessions
 from baton.gateway.text.stop_strings import StopPatterns
 from baton.gateway.text.tokenizer import Tokenizer
@@ -28,12 +31,15 @@ from baton.runtime.logging import get_logger
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import GatewayMetrics
 from baton.runtime.observability.tracing import OFF, Tracing
+from baton.runtime.process.byte_budget import Account, ByteBudget, shares
 from baton.runtime.process.process import Background
 
 log = get_logger(__name__)
 
 CLUSTER = "cluster"
 """Name of the health condition that the cluster can serve requests."""
+BUDGET_WEIGHTS = {Account.RECEIVING: 2, Account.REQUESTS: 4, Account.UNSENT: 1, Account.SESSIONS: 1}
+"""Shares of the memory budget. Responses that are not streamed are collected in the account of requests."""
 STUCK_DETECTIONS = 24
 """A worker whose step runs for this many detection times counts as lost, although it still sends heartbeats.
 Workers detect this earlier themselves."""
@@ -52,6 +58,9 @@ class GatewayRules:
     default_slo: Slo = NO_SLO
     max_open_requests: int
     max_attempts: int
+    stream_buffer_bytes: int
+    max_response_bytes: int
+    memory_budget: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +98,12 @@ class GatewayService:
         self.metrics = metrics
         self.keys = keys or KeyRing()
         self.health = Health(CLUSTER)
+        self.budget = ByteBudget(shares(rules.memory_budget, BUDGET_WEIGHTS))
+        for account, limit in self.budget.limits.items():
+            metrics.budget.follow(account.value, partial(self.budget.used, account), limit)
+        self.unread = UnreadStreams(
+            self.budget, max_bytes=rules.stream_buffer_bytes, clock=lambda: asyncio.get_running_loop().time()
+        )
         self.view = ClusterView(
             model=rules.model, tokenizer_fingerprint=tokenizer.fingerprint, model_max_len=tokenizer.max_model_len
         )
@@ -140,6 +155,11 @@ class GatewayService:
 
         Raises Refused if any of its requests fails. Cancelling this coroutine cancels the call.
         """
+        check_response_size(call, self.rules.max_response_bytes)
+        with self.budget.reserve(Account.REQUESTS, call_bytes(call), "the request"):
+            return await self._run(call, sink)
+
+    async def _run(self, call: ClientCall, sink: ChoiceSink) -> CallOutcome:
         num_requests = len(call.requests)
         self.admit(num_requests)
         self.keys.acquire(call.identity, num_requests)

@@ -113,8 +113,8 @@ async def http_gateway(
     *workers: tuple[str, str],
     tokenizer: Tokenizer | None = None,
     receive_deadline_s: float = 5.0,
+    unread_s: float = 5.0,
     max_body_bytes: int = 8 * 2**20,
-    stream_buffer_bytes: int = 256 * 1024,
     keys: KeyRing | None = None,
     tls: CertificatePair | None = None,
     **limits: Any,
@@ -125,13 +125,11 @@ async def http_gateway(
             c.gateway,
             AdminService(c.gateway, ProcessInfo(process_id="gateway-0")),
             max_body_bytes=max_body_bytes,
-            stream_buffer_bytes=stream_buffer_bytes,
-            unread_s=receive_deadline_s,
             metrics=lambda: expose(c.registry),
             created=1_700_000_000,
         )
         async with (
-            HttpServer(app, sock, receive_deadline_s=receive_deadline_s, tls=tls) as server,
+            HttpServer(app, sock, receive_deadline_s=receive_deadline_s, unread_s=unread_s, tls=tls) as server,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client,
         ):
             yield HttpGateway(cluster=c, port=server.port, client=client, server=server, app=app)

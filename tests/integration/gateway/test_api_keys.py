@@ -198,7 +198,7 @@ async def test_only_admin_keys_see_links_in_readiness(gateway: HttpGateway) -> N
 async def grpc_gateway() -> AsyncIterator[str]:
     async with cluster(*PD, keys=key_ring()) as c:
         server = GrpcServer(heartbeat_s=1.0, max_message_bytes=2**20)
-        server.add_inference(InferenceService(c.gateway, stream_buffer_bytes=2**16))
+        server.add_inference(InferenceService(c.gateway))
         server.add_admin(AdminService(c.gateway, ProcessInfo(process_id="gateway-0")))
         server.follow(c.gateway.health)
         port = await server.start("127.0.0.1", 0, flag="--grpc-port")

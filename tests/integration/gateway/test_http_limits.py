@@ -239,7 +239,7 @@ async def test_slow_reader_is_cancelled_and_others_are_served() -> None:
             worker.report = replace(worker.report, max_model_len=10**6)
             worker.token_at = lambda _prompt, _sample, _index: 97
         gateway.cluster.scheduler.publish()
-        d0.step_s, d0.tokens_a_step = 0.001, 500
+        d0.step_s, d0.tokens_a_step = 0.02, 500
         await asyncio.sleep(0.3)
         raw = await gateway.connect()
         body = {"prompt": "x", "max_tokens": 900_000, "stream": True, "return_token_ids": True, "n": 4}

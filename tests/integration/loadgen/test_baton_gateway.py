@@ -50,7 +50,7 @@ async def gateway_targets(
     """Run a gateway and yield it with its HTTP and gRPC targets. `tls` is the certificate of both."""
     async with http_gateway(*PD, tls=tls) as gateway:
         server = GrpcServer(heartbeat_s=1.0, tls=None if tls is None else Tls(pair=tls))
-        server.add_inference(InferenceService(gateway.cluster.gateway, stream_buffer_bytes=1 << 18))
+        server.add_inference(InferenceService(gateway.cluster.gateway))
         if has_admin:
             server.add_admin(AdminService(gateway.cluster.gateway, ProcessInfo(process_id="gateway-0")))
         port = await server.start("127.0.0.1", 0)

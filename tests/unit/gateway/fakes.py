@@ -448,6 +448,9 @@ def rules(**changes: Any) -> GatewayRules:
         "request_timeout_s": 60.0,
         "max_open_requests": 256,
         "max_attempts": 8,
+        "stream_buffer_bytes": 256 * 1024,
+        "max_response_bytes": 128 * 2**20,
+        "memory_budget": 2**30,
     }
     return GatewayRules(**(fields | changes))
 

@@ -20,8 +20,8 @@ from tests.unit.gateway.virtual import virtual
 PD = (("p0", "prefill"), ("d0", "decode"))
 
 
-def inference(c: Cluster, stream_buffer_bytes: int = 64 * 1024) -> InferenceService:
-    return InferenceService(c.gateway, stream_buffer_bytes=stream_buffer_bytes)
+def inference(c: Cluster) -> InferenceService:
+    return InferenceService(c.gateway)
 
 
 def admin(c: Cluster) -> AdminService:
@@ -149,10 +149,8 @@ async def test_closing_a_generation_cancels_its_request() -> None:
 
 @virtual
 async def test_request_of_a_client_that_does_not_read_is_cancelled() -> None:
-    async with cluster(*PD) as c:
-        generation = await inference(c, stream_buffer_bytes=2000).generate(
-            {"prompt": "x", "max_tokens": 500}, ANONYMOUS
-        )
+    async with cluster(*PD, stream_buffer_bytes=2000) as c:
+        generation = await inference(c).generate({"prompt": "x", "max_tokens": 500}, ANONYMOUS)
         await until(lambda: c.scheduler.workers[1].cancels)
         assert c.scheduler.workers[1].cancels[0].reason is Reason.SLOW_READER
         with pytest.raises(Refused) as refused:

@@ -28,18 +28,15 @@ from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
-_CHOICE_BYTES = 64
-_TOKEN_BYTES = 8
-_LOGPROB_BYTES = 16
+_CHOICE_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 128, 36, 112
+"""Memory of a choice, of a token id and of a (token id, logprob) pair as Python objects."""
 
 
 class InferenceService:
     """Implements `InferenceApi`."""
 
-    def __init__(self, service: GatewayService, *, stream_buffer_bytes: int) -> None:
-        """Create the API. `stream_buffer_bytes` bounds the unread part of a response."""
+    def __init__(self, service: GatewayService) -> None:
         self._service = service
-        self._stream_buffer_bytes = stream_buffer_bytes
 
     async def generate(self, body: Mapping[str, Any], caller: Caller) -> "RunningCall":
         try:
@@ -52,7 +49,7 @@ class InferenceService:
         except Refused as refused:
             self._service.count_result(Endpoint.GRPC.value, refused.failure)
             raise
-        return RunningCall(call, self._service, self._stream_buffer_bytes)
+        return RunningCall(call, self._service)
 
     async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> TokenIds:
         with self._service.hold_slot(self._service.admit_caller(caller.authorization)):
@@ -70,12 +67,14 @@ class InferenceService:
 class RunningCall:
     """One running call of `generate`. Implements `GenerateStream` and `ChoiceSink`."""
 
-    def __init__(self, call: ClientCall, service: GatewayService, max_bytes: int) -> None:
+    def __init__(self, call: ClientCall, service: GatewayService) -> None:
         self._call = call
         self._service = service
         self._choices: list[ChoiceDelta] = []
         self._num_bytes = 0
-        self._max_bytes = max_bytes
+        self._num_sent = 0
+        self._cut: Failure | None = None
+        self._unread = service.unread.open(self._cut_off)
         self._changed = asyncio.Event()
         self._is_over = False
         self._run = asyncio.create_task(service.run(call, self))
@@ -87,23 +86,31 @@ class RunningCall:
 
     def put(self, choice: ChoiceDelta) -> None:
         """Collect new output for `receive`. Raises Refused (slow_reader) if too much is unread."""
-        self._choices.append(choice)
         num_logprobs = sum(1 + len(position.top) for position in choice.logprobs)
-        self._num_bytes += (
+        num_bytes = (
             _CHOICE_BYTES + len(choice.text) + _TOKEN_BYTES * len(choice.token_ids) + _LOGPROB_BYTES * num_logprobs
         )
-        if self._num_bytes > self._max_bytes:
-            message = f"more than {self._max_bytes} bytes of the stream are unread; read faster"
-            raise Refused(Failure(code=Code.CANCELLED, reason=Reason.SLOW_READER, message=message))
+        self._unread.add(num_bytes)
+        self._num_bytes += num_bytes
+        self._choices.append(choice)
         self._changed.set()
 
     async def receive(self) -> GenerateChunk:
-        """Wait for new output and return all of it in one chunk. Raises StreamBroken after the last chunk."""
+        """Wait for new output and return all of it in one chunk. Raises StreamBroken after the last chunk.
+
+        The chunk counts as unread until the next call, since the caller is still sending it.
+        """
+        self._unread.remove(self._num_sent)
+        self._num_sent = 0
         if self._is_over:
             raise StreamBroken("the call has ended")
         await self._changed.wait()
         self._changed.clear()
-        choices, self._choices, self._num_bytes = tuple(self._choices), [], 0
+        choices, self._choices = tuple(self._choices), []
+        self._num_sent, self._num_bytes = self._num_bytes, 0
+        if self._cut is not None:
+            self._is_over = True
+            raise Refused(self._cut)
         if not self._run.done():
             return GenerateChunk(choices=choices)
         if choices and (self._run.cancelled() or self._run.exception() is not None):
@@ -120,11 +127,19 @@ class RunningCall:
         self._is_over = True
         self._run.cancel()
         await asyncio.wait((self._run,))
+        self._unread.close()
+
+    def _cut_off(self, failure: Failure) -> None:
+        """End the call because its client left too much unread."""
+        self._cut = failure
+        self._choices = []
+        self._run.cancel()
 
     def _ended(self, run: asyncio.Task[Any]) -> None:
         error = None if run.cancelled() else run.exception()
         cancelled = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has disconnected")
         failure = error.failure if isinstance(error, Refused) else cancelled if run.cancelled() else None
+        failure = self._cut or failure
         if error is not None and failure is None:
             failure = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=str(error))
         self._service.count_result(Endpoint.GRPC.value, failure)

@@ -3,7 +3,7 @@ disconnects."""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -91,6 +91,17 @@ async def respond(
         all_headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": all_headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def respond_in_pieces(send: Send, pieces: Sequence[bytes], *, headers: Headers | None = None) -> None:
+    """Send a complete JSON response in several writes. Each waits until the client has read most of the one
+    before."""
+    num_bytes = sum(map(len, pieces))
+    all_headers = [(b"content-type", JSON_TYPE), (b"content-length", b"%d" % num_bytes), *(headers or ())]
+    await send({"type": "http.response.start", "status": 200, "headers": all_headers})
+    for piece in pieces:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def respond_json(send: Send, status: int, value: object, *, headers: Headers | None = None) -> None:

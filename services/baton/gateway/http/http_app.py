@@ -22,6 +22,7 @@ from baton.gateway.http.asgi_io import (
     caller_of,
     read_body,
     respond,
+    respond_in_pieces,
     respond_json,
 )
 from baton.gateway.http.http_protocol import CONNECTION_EXTENSION
@@ -74,24 +75,18 @@ class HttpApp:
         admin: AdminApi,
         *,
         max_body_bytes: int,
-        stream_buffer_bytes: int,
-        unread_s: float,
         metrics: Callable[[], bytes],
         created: int,
     ) -> None:
         """Create the application.
 
         max_body_bytes: largest accepted request body.
-        stream_buffer_bytes: largest amount of a streamed response that a client may leave unread.
-        unread_s: time in which a client must read the rest of a response whose call has ended.
         metrics: returns the text of `/metrics`.
         created: Unix time reported as `created` of the model.
         """
         self._service = service
         self._admin = admin
         self._max_body_bytes = max_body_bytes
-        self._stream_buffer_bytes = stream_buffer_bytes
-        self._unread_s = unread_s
         self._metrics = metrics
         self._created = created
         self._routes: Mapping[str, tuple[str, Handler]] = {
@@ -167,38 +162,44 @@ class HttpApp:
         return parse_object(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse_object, body)
 
     async def _non_streaming(self, exchange: HttpExchange, call: ClientCall) -> None:
-        response = NonStreamingResponse(call, self._service.tokenizer)
-        async with WhileConnected(exchange.receive):
-            outcome = await self._service.run(call, response)
-        self._count(exchange, None)
-        await respond(exchange.send, 200, response.body(outcome), headers=exchange.id_header)
+        with NonStreamingResponse(call, self._service.tokenizer, self._service.budget) as response:
+            async with WhileConnected(exchange.receive):
+                outcome = await self._service.run(call, response)
+            self._count(exchange, None)
+            await respond_in_pieces(exchange.send, response.pieces(outcome), headers=exchange.id_header)
 
     async def _stream(self, exchange: HttpExchange, call: ClientCall) -> None:
         """Send events as they are produced.
 
         The response starts with the first event, so that a failure before it gets its own status code.
         """
-        events = EventStream(call, self._service.tokenizer, self._stream_buffer_bytes)
-        async with WhileConnected(exchange.receive):
-            run = asyncio.create_task(self._service.run(call, events))
-            run.add_done_callback(lambda _: events.end())
-            guard = _SlowReaderGuard(exchange.scope, self._unread_s)
-            run.add_done_callback(guard.call_ended)
-            try:
-                await self._write_events(exchange, events, run)
-            finally:
-                guard.cancel()
-                run.cancel()
-                await asyncio.wait((run,))
+
+        def cut(failure: Failure) -> None:
+            events.drop()
+            _cut(exchange.scope, failure)
+
+        unread = self._service.unread.open(cut)
+        events = EventStream(call, self._service.tokenizer, unread)
+        try:
+            async with WhileConnected(exchange.receive):
+                run = asyncio.create_task(self._service.run(call, events))
+                run.add_done_callback(lambda _: events.end())
+                run.add_done_callback(lambda run: _cut_if_slow_reader(exchange.scope, run))
+                try:
+                    await self._write_events(exchange, events, run)
+                finally:
+                    run.cancel()
+                    await asyncio.wait((run,))
+        finally:
+            unread.close()
 
     async def _write_events(
         self, exchange: HttpExchange, events: EventStream, run: "asyncio.Task[CallOutcome]"
     ) -> None:
         has_begun = False
         while True:
-            await events.wait_for_events()
-            body = events.take()
-            if run.done():
+            body = await events.next_piece()
+            if events.is_exhausted:
                 break
             if not has_begun:
                 has_begun = True
@@ -299,42 +300,23 @@ class HttpApp:
             exchange.endpoint = None
 
 
-class _SlowReaderGuard:
-    """Aborts the connection of a client that does not read its response.
-
-    It aborts immediately if the call failed because too much of its stream was unread. Otherwise it aborts if
-    the rest is still unread `unread_s` after the end of the call. Without it, a write to such a client would
-    never end.
-    """
-
-    def __init__(self, scope: Scope, unread_s: float) -> None:
-        self._abort = _connection(scope).get("abort", lambda: None)
-        self._unread_s = unread_s
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_cancelled = False
-
-    def call_ended(self, run: "asyncio.Task[CallOutcome]") -> None:
-        """Start the timeout when the call has ended.
-
-        If the response was already sent completely, `cancel` was called before, and the connection may serve
-        the next request. Then no timeout starts.
-        """
-        failure = _failure_of(run)
-        if failure is not None and failure.reason is Reason.SLOW_READER:
-            self._abort()
-        elif not self._is_cancelled:
-            self._timer = asyncio.get_running_loop().call_later(self._unread_s, self._abort)
-
-    def cancel(self) -> None:
-        """Stop the timeout, because the response was sent."""
-        self._is_cancelled = True
-        if self._timer is not None:
-            self._timer.cancel()
+def _cut_if_slow_reader(scope: Scope, run: "asyncio.Task[CallOutcome]") -> None:
+    """Abort the connection if the call failed because its client left too much of the response unread."""
+    error = None if run.cancelled() else run.exception()
+    if isinstance(error, Refused) and error.failure.reason is Reason.SLOW_READER:
+        _cut(scope, error.failure)
 
 
-def _connection(scope: Scope) -> Mapping[str, Any]:
+def _cut(scope: Scope, failure: Failure) -> None:
+    """Abort a request's connection and drop its unsent bytes. The request is counted with `failure`."""
+    connection = _connection(scope)
+    connection["refusal"] = failure
+    connection.get("abort", lambda: None)()
+
+
+def _connection(scope: Scope) -> dict[str, Any]:
     """Return the connection's extension of the scope, see CONNECTION_EXTENSION."""
-    connection: Mapping[str, Any] = scope.get("extensions", {}).get(CONNECTION_EXTENSION, {})
+    connection: dict[str, Any] = scope.get("extensions", {}).get(CONNECTION_EXTENSION, {})
     return connection
 
 

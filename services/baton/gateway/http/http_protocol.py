@@ -13,6 +13,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from baton.core.errors import Code, Failure, Reason
 from baton.core.request_limits import MAX_HEAD_BYTES
 from baton.gateway.http.openai_errors import error_body
+from baton.runtime.logging import get_logger
+
+log = get_logger(__name__)
 
 CONNECTION_EXTENSION = "baton.connection"
 """Name of the ASGI scope extension that the connection offers to the application.
@@ -20,6 +23,12 @@ CONNECTION_EXTENSION = "baton.connection"
 Its `abort` closes the connection and drops unsent bytes. Its `refusal` is the Failure that the connection
 sent by itself, in which case the application only sees a disconnect.
 """
+
+
+FRAMING_BYTES = 6
+"""Bytes of framing that a client may need for each byte of a chunked body."""
+CHECKS_UNTIL_UNREAD = 8
+"""Checks without progress after which a client counts as not reading."""
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -33,6 +42,9 @@ class GatewayProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._has_begun = False
+        self._overhead_bytes = 0
+        self._unsent_bytes = 0
+        self._num_checks_without_progress = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -54,7 +66,42 @@ class GatewayProtocol(HttpToolsProtocol):
                 )
                 return
             self._head_bytes += len(data)
+        else:
+            self._overhead_bytes += len(data)
         super().data_received(data)
+        if not self._in_head and self._overhead_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(
+                Code.BODY_TOO_LARGE,
+                Reason.BODY_TOO_LARGE,
+                f"chunk extensions and trailers of the body are larger than {MAX_HEAD_BYTES} bytes; leave them out",
+            )
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body. The rest of the received bytes is framing, extensions or trailers."""
+        self._overhead_bytes = max(0, self._overhead_bytes - (1 + FRAMING_BYTES) * len(body))
+        super().on_body(body)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header. Trailers are dropped, because no trailer has a meaning here."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def resume_writing(self) -> None:
+        self._num_checks_without_progress = 0
+        super().resume_writing()
+
+    def check_unread(self) -> None:
+        """Abort the connection if its client has read nothing since `CHECKS_UNTIL_UNREAD` checks, although
+        output is waiting."""
+        unsent_bytes = self.transport.get_write_buffer_size()
+        if 0 < unsent_bytes >= self._unsent_bytes:
+            self._num_checks_without_progress += 1
+        else:
+            self._num_checks_without_progress = 0
+        self._unsent_bytes = unsent_bytes
+        if self._num_checks_without_progress >= CHECKS_UNTIL_UNREAD:
+            log.info("unread_response_dropped", client=self.client, unsent_bytes=unsent_bytes)
+            self.transport.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -68,7 +115,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._in_head = False
 
     def on_message_complete(self) -> None:
-        self._in_head, self._head_bytes, self._has_begun = True, 0, False
+        self._in_head, self._head_bytes, self._overhead_bytes, self._has_begun = True, 0, 0, False
         self._disarm()
         super().on_message_complete()
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import uvicorn
 
-from baton.gateway.http.http_protocol import GatewayProtocol, protocol_class
+from baton.gateway.http.http_protocol import CHECKS_UNTIL_UNREAD, GatewayProtocol, protocol_class
 from baton.runtime.network.tls_files import CERTIFICATE_RELOAD_FAILED, CertificatePair
 from baton.runtime.process.watched_files import WatchedFiles
 
@@ -33,10 +33,14 @@ class HttpServer:
         sock: socket.socket,
         *,
         receive_deadline_s: float,
+        unread_s: float,
         grace_s: float = 1.0,
         tls: CertificatePair | None = None,
     ) -> None:
         """Create a server on a listening socket. Without `tls` it serves plain text.
+
+        receive_deadline_s: time in which a request must be received.
+        unread_s: time after which a client that reads nothing of its response loses the connection.
 
         Raises ConfigError if the TLS files are not a valid certificate and key.
         """
@@ -63,7 +67,9 @@ class HttpServer:
         self._certificate = certificate
         self._server = _UvicornServer(config)
         self._sock = sock
+        self._unread_s = unread_s
         self._task: asyncio.Task[None] | None = None
+        self._unread_task: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
@@ -93,12 +99,22 @@ class HttpServer:
             listening.cancel()
         if self._task.done():
             await self._task  # raises the error that stopped it
+        self._unread_task = asyncio.create_task(self._check_unread(), name="http-unread")
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+        if self._unread_task is not None:
+            self._unread_task.cancel()
+            await asyncio.wait((self._unread_task,))
+
+    async def _check_unread(self) -> None:
+        while True:
+            await asyncio.sleep(self._unread_s / CHECKS_UNTIL_UNREAD)
+            for connection in self.connections:
+                connection.check_unread()
 
 
 def _context_with_newest_certificate(followed: WatchedFiles[ssl.SSLContext]) -> ssl.SSLContext:

@@ -1,78 +1,175 @@
-"""Builds the JSON object of a response that is not streamed."""
+"""Builds the JSON object of a response that is not streamed.
+
+Output is converted to JSON when it arrives, a few tokens at a time, because converting a long response at its
+end would delay all other requests. The text is held as bytes until the response is sent.
+"""
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from json.encoder import encode_basestring
+from types import TracebackType
+from typing import Any, Self
 
 from baton.core.client_api import ChoiceDelta
-from baton.core.request import FinishReason, TokenLogprobs
+from baton.core.request import FinishReason
 from baton.gateway.gateway_service import CallOutcome
 from baton.gateway.http.openai_logprobs import chat_logprobs, completion_logprobs
 from baton.gateway.http.openai_objects import ObjectFields, timeline_object, usage_object
 from baton.gateway.input.client_call import ClientCall
+from baton.gateway.input.response_size import response_bytes
 from baton.gateway.text.tokenizer import Tokenizer
+from baton.runtime.process.byte_budget import Account, ByteBudget
+
+PIECE_BYTES = 64 * 1024
+"""Size of the writes in which a response is sent."""
+COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+"""Lists of the `logprobs` object of a completion, with one item per token."""
 
 
-class _Choice:
-    __slots__ = ("finish", "logprobs", "texts", "token_ids")
+class _JsonList:
+    """A JSON list that grows. Holds the text of its items."""
+
+    __slots__ = ("_parts", "num_bytes")
 
     def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self._parts: list[bytes] = []
+        self.num_bytes = 0
+
+    def extend(self, items: list[Any]) -> None:
+        """Append items."""
+        if items:
+            part = json.dumps(items, ensure_ascii=False)[1:-1].encode()
+            self._parts.append(part)
+            self.num_bytes += len(part)
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield the text of the list."""
+        yield b"["
+        for number, part in enumerate(self._parts):
+            if number:
+                yield b", "
+            yield part
+        yield b"]"
+
+
+class _CollectedChoice:
+    """Output of one choice as JSON text."""
+
+    __slots__ = ("_call", "_offset", "_text", "_tokenizer", "finish", "logprobs", "num_bytes", "token_ids")
+
+    def __init__(self, call: ClientCall, tokenizer: Tokenizer) -> None:
+        self._call = call
+        self._tokenizer = tokenizer
+        self._text: list[bytes] = []
+        self._offset = 0
+        self.num_bytes = 0
         self.finish: FinishReason | None = None
+        self.token_ids = _JsonList()
+        names = () if call.num_logprobs is None else ("content",) if call.endpoint.is_chat else COMPLETION_LISTS
+        self.logprobs = {name: _JsonList() for name in names}
+
+    def put(self, choice: ChoiceDelta) -> None:
+        """Take new output."""
+        text = encode_basestring(choice.text)[1:-1].encode()
+        self._text.append(text)
+        self.num_bytes += len(text)
+        self.finish = choice.finish or self.finish
+        if self._call.output_options.return_token_ids:
+            self.token_ids.extend(list(choice.token_ids))
+        if self.logprobs and choice.token_ids:
+            self._put_logprobs(choice)
+
+    def _put_logprobs(self, choice: ChoiceDelta) -> None:
+        if self._call.endpoint.is_chat:
+            new = chat_logprobs(self._tokenizer, choice.token_ids, choice.logprobs)
+        else:
+            new, self._offset = completion_logprobs(self._tokenizer, choice.token_ids, choice.logprobs, self._offset)
+        for name, items in self.logprobs.items():
+            items.extend(new[name])
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all collected text."""
+        return self.num_bytes + self.token_ids.num_bytes + sum(each.num_bytes for each in self.logprobs.values())
+
+    def parts(self, index: int, prompt_ids: list[int] | None) -> Iterator[bytes]:
+        """Yield the text of the choice object. `prompt_ids` are repeated in it unless None."""
+        is_chat = self._call.endpoint.is_chat
+        yield b'{"index": %d, ' % index
+        yield b'"message": {"role": "assistant", "content": "' if is_chat else b'"text": "'
+        yield from self._text
+        yield b'", "refusal": null}, "logprobs": ' if is_chat else b'", "logprobs": '
+        if self.logprobs:
+            for number, (name, items) in enumerate(self.logprobs.items()):
+                yield (b', "%s": ' if number else b'{"%s": ') % name.encode()
+                yield from items.parts()
+            yield b', "refusal": null}' if is_chat else b"}"
+        else:
+            yield b"null"
+        yield b', "finish_reason": ' + json.dumps(self.finish.value if self.finish else None).encode()
+        if self._call.output_options.return_token_ids:
+            yield b', "token_ids": '
+            yield from self.token_ids.parts()
+        if prompt_ids is not None:
+            yield b', "prompt_token_ids": ' + json.dumps(prompt_ids).encode()
+        yield b"}"
 
 
 class NonStreamingResponse:
     """Collects a call's choices for one JSON object. Implements `ChoiceSink`.
 
-    Its size is bounded by the number of tokens that the call may generate.
+    Use as `with`: entering reserves the bytes that the response may take, leaving releases them.
     """
 
-    def __init__(self, call: ClientCall, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: ClientCall, tokenizer: Tokenizer, budget: ByteBudget) -> None:
+        """Reserve memory. Raises OverBudget if there is too little."""
         self._call = call
-        self._tokenizer = tokenizer
         self._fields = ObjectFields(call)
-        self._choices = [_Choice() for _ in range(len(call.requests) * call.n)]
+        self._choices = [_CollectedChoice(call, tokenizer) for _ in range(len(call.requests) * call.n)]
+        self._num_bytes = 0
+        self._reservation = budget.reserve(Account.REQUESTS, response_bytes(call), "the response")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reservation.release()
 
     def put(self, choice: ChoiceDelta) -> None:
-        """Take new output of one choice."""
+        """Take new output of one choice. Raises OverBudget if it outgrows the estimate and does not fit."""
         collected = self._choices[choice.index]
-        collected.texts.append(choice.text)
-        collected.token_ids.extend(choice.token_ids)
-        collected.logprobs.extend(choice.logprobs)
-        if choice.finish is not None:
-            collected.finish = choice.finish
+        before = collected.total_bytes
+        collected.put(choice)
+        self._num_bytes += collected.total_bytes - before
+        if self._num_bytes > self._reservation.num_bytes:
+            self._reservation.resize(self._num_bytes)
 
-    def body(self, outcome: CallOutcome) -> bytes:
-        """Return the JSON object of the complete response."""
-        response = self._fields.completion()
-        response["choices"] = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
-        response["usage"] = usage_object(outcome.usage)
+    def pieces(self, outcome: CallOutcome) -> list[bytes]:
+        """Return the JSON object of the complete response, in pieces of about `PIECE_BYTES`."""
+        pieces: list[bytes] = []
+        parts: list[bytes] = []
+        num_bytes = 0
+        for part in self._parts(outcome):
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes >= PIECE_BYTES:
+                pieces.append(b"".join(parts))
+                parts, num_bytes = [], 0
+        return [*pieces, b"".join(parts)]
+
+    def _parts(self, outcome: CallOutcome) -> Iterator[bytes]:
+        has_ids, is_chat = self._call.output_options.return_token_ids, self._call.endpoint.is_chat
+        yield json.dumps(self._fields.completion(), ensure_ascii=False)[:-1].encode() + b', "choices": ['
+        for index, choice in enumerate(self._choices):
+            if index:
+                yield b", "
+            prompt_ids = self._call.requests[index // self._call.n].token_ids
+            yield from choice.parts(index, list(prompt_ids) if has_ids and not is_chat else None)
+        ending: dict[str, Any] = {"usage": usage_object(outcome.usage)}
         if outcome.timeline:
-            response["baton"] = timeline_object(outcome.timeline)
-        if self._call.output_options.return_token_ids and self._call.endpoint.is_chat:
-            response["prompt_token_ids"] = list(self._call.requests[0].token_ids)
-        return json.dumps(response, ensure_ascii=False).encode()
-
-    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        text = "".join(choice.texts)
-        is_chat = self._call.endpoint.is_chat
-        result: dict[str, Any] = {"index": index}
-        if is_chat:
-            result["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            result["text"] = text
-        result["logprobs"] = self._logprobs(choice)
-        result["finish_reason"] = choice.finish.value if choice.finish else None
-        if self._call.output_options.return_token_ids:
-            result["token_ids"] = choice.token_ids
-            if not is_chat:
-                result["prompt_token_ids"] = list(self._call.requests[index // self._call.n].token_ids)
-        return result
-
-    def _logprobs(self, choice: _Choice) -> dict[str, Any] | None:
-        if self._call.num_logprobs is None:
-            return None
-        if self._call.endpoint.is_chat:
-            return chat_logprobs(self._tokenizer, choice.token_ids, choice.logprobs)
-        return completion_logprobs(self._tokenizer, choice.token_ids, choice.logprobs, 0)[0]
+            ending["baton"] = timeline_object(outcome.timeline)
+        if has_ids and is_chat:
+            ending["prompt_token_ids"] = list(self._call.requests[0].token_ids)
+        yield b"], " + json.dumps(ending, ensure_ascii=False)[1:].encode()

@@ -5,47 +5,46 @@ The fixed parts of an event are built once per response, so one event takes abou
 
 import asyncio
 import json
+from collections import deque
 from json.encoder import encode_basestring
 
 from baton.core.client_api import ChoiceDelta
-from baton.core.errors import Code, Failure, Reason, Refused
 from baton.gateway.gateway_service import CallOutcome
 from baton.gateway.http.openai_logprobs import chat_logprobs, completion_logprobs
 from baton.gateway.http.openai_objects import ObjectFields, timeline_object, usage_object
 from baton.gateway.input.client_call import ClientCall
+from baton.gateway.request.unread_output import UnreadOutput
 from baton.gateway.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
-WRITE_BUFFER_BYTES = 64 * 1024
-"""Bytes that a transport buffers before a write waits. It is asyncio's default, which uvicorn does not
-change."""
+PIECE_BYTES = 64 * 1024
+"""Bytes after which a piece is written, so that a connection's own buffer stays small. It is the size at which
+uvicorn makes the next write wait."""
 
 
 class EventStream:
     """Collects a call's choices as events until they are taken. Implements `ChoiceSink`.
 
-    All events of one event loop iteration are taken together and leave in one write.
+    Events that arrive together leave in one write of about `PIECE_BYTES`.
     """
 
-    def __init__(self, call: ClientCall, tokenizer: Tokenizer, max_bytes: int) -> None:
-        """Create the stream. `max_bytes` bounds the unread events, including those in the transport's
-        buffer."""
+    def __init__(self, call: ClientCall, tokenizer: Tokenizer, unread: UnreadOutput) -> None:
+        """Create the stream. `unread` counts the events that are not written yet."""
         self._is_chat = call.endpoint.is_chat
         self._options = call.output_options
         self._has_logprobs = call.num_logprobs is not None
         self._prompts = [request.token_ids for request in call.requests]
         self._n = call.n
         self._tokenizer = tokenizer
-        self._max_bytes = max_bytes - min(max_bytes // 2, WRITE_BUFFER_BYTES)
+        self._unread = unread
         self._fields = ObjectFields(call)
         self._begin = f'data: {json.dumps(self._fields.chunk())[:-1]}, "choices":[{{"index":'
         usage = ', "usage":null' if call.output_options.include_usage else ""
         self._end = "}]" + usage + "}\n\n"
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
-        self._pending: list[bytes] = []
-        self._pending_bytes = 0
-        self._taken_bytes = 0
+        self._pending: deque[bytes] = deque()
+        self._num_written = 0
         self._waiter: asyncio.Future[None] | None = None
         self._has_ended = False
 
@@ -56,11 +55,8 @@ class EventStream:
         if not (choice.text or choice.finish is not None or carries_ids or (is_first and self._is_chat)):
             return  # the text is held back: an incomplete character or a possible stop string
         event = self._event(choice, is_first).encode()
+        self._unread.add(len(event))
         self._pending.append(event)
-        self._pending_bytes += len(event)
-        if self._pending_bytes + self._taken_bytes > self._max_bytes:
-            message = f"more than {self._max_bytes} bytes of the stream are unread; read faster"
-            raise Refused(Failure(code=Code.CANCELLED, reason=Reason.SLOW_READER, message=message))
         self._wake()
 
     def end(self) -> None:
@@ -68,24 +64,34 @@ class EventStream:
         self._has_ended = True
         self._wake()
 
-    def take(self) -> bytes:
-        """Return all collected events; empty if there are none.
+    @property
+    def is_exhausted(self) -> bool:
+        """True if all events were taken and no more will be added."""
+        return self._has_ended and not self._pending
 
-        The bytes count as unread until the next `wait_for_events`, since the caller is still writing them.
+    def drop(self) -> None:
+        """Drop all events, because the client does not read them."""
+        self._pending.clear()
+
+    async def next_piece(self) -> bytes:
+        """Wait for events, and return as many as a piece holds; empty after the end.
+
+        The piece counts as unread until the next call, since the caller is still writing it. Only one task may
+        wait.
         """
-        events, self._pending = self._pending, []
-        self._taken_bytes, self._pending_bytes = self._pending_bytes, 0
-        return b"".join(events)
-
-    async def wait_for_events(self) -> None:
-        """Wait until there are events to take, or until `end` was called. Only one task may wait."""
-        self._taken_bytes = 0
+        self._unread.remove(self._num_written)
+        self._num_written = 0
         if not self._pending and not self._has_ended:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        events: list[bytes] = []
+        while self._pending and self._num_written < PIECE_BYTES:
+            events.append(self._pending.popleft())
+            self._num_written += len(events[-1])
+        return b"".join(events)
 
     def final_events(self, outcome: CallOutcome) -> bytes:
         """Return the last events of a response that succeeded."""

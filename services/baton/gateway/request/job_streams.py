@@ -13,6 +13,9 @@ from baton.gateway.cluster.worker_session import WorkerSession
 from baton.gateway.request.delivery import Delivery
 
 _Event = TokenDelta | Failure | WorkerLost
+MAX_TURN_S = 0.002
+"""Time of one event loop turn that a request may use for tokens that have arrived. A step can bring tokens for
+many samples; the writer of the response and other requests get their turn in between."""
 
 
 class _JobStream:
@@ -62,6 +65,7 @@ class JobStreams:
         self._num_replayed = len(jobs[0][1].token_ids) - jobs[0][1].num_prompt_tokens
         self._events: deque[tuple[_JobStream, _Event]] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._turn_began_s = 0.0
 
     @property
     def finished(self) -> bool:
@@ -73,18 +77,23 @@ class JobStreams:
 
         Raises AttemptFailed if another attempt may succeed, and Refused if none can.
         """
+        loop = asyncio.get_running_loop()
         while True:
             while self._events:
+                if loop.time() - self._turn_began_s > MAX_TURN_S:
+                    await asyncio.sleep(0)
+                    self._turn_began_s = loop.time()
                 stream, event = self._events.popleft()
                 if not isinstance(event, TokenDelta):
                     self._raise_unless_done(stream, event)
                 elif (delta := self._accept(stream, event)) is not None:
                     return delta
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+            self._turn_began_s = loop.time()
 
     def end_sample(self, sample_index: int) -> None:
         """End one sample, for example at a stop string, and cancel it on the workers. Other samples

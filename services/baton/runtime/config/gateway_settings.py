@@ -71,9 +71,17 @@ class RequestSettings(Config):
     )
     stream_buffer_bytes: int = setting(
         256 * 1024,
-        help="maximum output that a client has not read yet, per request; beyond it the request is cancelled",
+        help="maximum output that a client has not read yet, per streamed request; a client that leaves more unread "
+        "for 2 s is cut off",
         unit="bytes",
         minimum=4096,
+    )
+    max_response_bytes: int = setting(
+        128 * MIB,
+        help="maximum size of a response that is not streamed, estimated from n, max_tokens and logprobs; a request "
+        "above it gets 400",
+        unit="bytes",
+        minimum=64 * 1024,
     )
 
 

@@ -145,6 +145,7 @@ class FleetConfig(
 @config
 class ClusterConfig(
     FleetSettings,
+    BudgetSettings,
     TransferSettings,
     ComputeSettings,
     QueueSettings,

@@ -6,7 +6,7 @@ bounded, regardless of what clients send; series of workers that are gone are re
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -70,12 +70,6 @@ class ProcessMetrics(_Family):
             SHORT_BUCKETS_S,
         )
         self.loop_tasks = self._gauge("event_loop_tasks", "Running tasks of the event loop.")
-        self.budget_used = self._gauge(
-            "memory_budget_used_bytes", "Memory that requests hold, by account of the memory budget.", "account"
-        )
-        self.budget_limit = self._gauge(
-            "memory_budget_limit_bytes", "Memory that requests may hold, by account of the memory budget.", "account"
-        )
         self.trace_spans = self._counter(
             "trace_spans_total",
             "Ended trace spans by outcome: sent, failed (export failed), dropped (the queue was full).",
@@ -90,11 +84,26 @@ class ProcessMetrics(_Family):
         self.loop_tasks.set(len(asyncio.all_tasks()))
 
 
+class BudgetMetrics(_Family):
+    """Metrics of the memory budget of a gateway or scheduler."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self._used = self._gauge("memory_budget_used_bytes", "Memory that requests hold, by account.", "account")
+        self._limit = self._gauge("memory_budget_limit_bytes", "Memory that requests may hold, by account.", "account")
+
+    def follow(self, account: str, used_bytes: Callable[[], int], limit_bytes: int) -> None:
+        """Export an account. `used_bytes` is called at each scrape."""
+        self._used.labels(account).set_function(used_bytes)
+        self._limit.labels(account).set(limit_bytes)
+
+
 class GatewayMetrics(_Family):
     """Metrics of a gateway: requests, latency and SLO attainment."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
+        self.budget = BudgetMetrics(registry)
         self.requests = self._counter(
             "requests_total", "Ended requests by endpoint, HTTP status and reason.", "endpoint", "code", "reason"
         )

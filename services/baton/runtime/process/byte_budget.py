@@ -5,12 +5,15 @@ is bounded, so that no mix of requests can exhaust the memory of the process. In
 model and KV cache are not part of the budget.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from types import TracebackType
 from typing import Self
 
-from baton.core.errors import BatonError
+from baton.core.errors import Code, Failure, Reason, Refused
+
+RETRY_S = 1.0
+"""Seconds after which a client should retry a request that did not fit."""
 
 
 class Account(Enum):
@@ -30,31 +33,31 @@ class Account(Enum):
     """Decision records."""
 
 
-class OverBudget(BatonError):
+class OverBudget(Refused):
     """A reservation does not fit. The message has the arithmetic.
 
     fits_later: True if it would fit into the empty account, so that a retry can succeed.
     """
 
     def __init__(self, message: str, *, fits_later: bool) -> None:
-        super().__init__(message)
+        super().__init__(
+            Failure(
+                code=Code.RESOURCE_EXHAUSTED if fits_later else Code.INVALID_ARGUMENT,
+                reason=Reason.MEMORY_BUDGET,
+                message=message,
+                retry_after_s=RETRY_S if fits_later else None,
+            )
+        )
         self.fits_later = fits_later
 
 
 class ByteBudget:
     """Bytes that a process may hold, with one limit per account."""
 
-    def __init__(
-        self, limits: Mapping[Account, int], observe: Callable[[Account, int], None] = lambda account, used: None
-    ) -> None:
-        """Create a budget.
-
-        limits: bytes by account. An account without a limit takes no reservation.
-        observe: called with the used bytes of an account after each change.
-        """
+    def __init__(self, limits: Mapping[Account, int]) -> None:
+        """Create a budget. `limits` has bytes by account; an account without a limit takes no reservation."""
         self.limits = dict(limits)
         self._used = dict.fromkeys(self.limits, 0)
-        self._observe = observe
 
     def used(self, account: Account) -> int:
         """Return the reserved bytes of an account."""
@@ -73,13 +76,11 @@ class ByteBudget:
         """Change a reservation from `old_bytes` to `new_bytes`. Raises OverBudget if it does not fit."""
         limit, used = self.limits.get(account, 0), self.used(account)
         if new_bytes > old_bytes and used - old_bytes + new_bytes > limit:
-            raise OverBudget(
-                f"{what} needs {new_bytes:,} bytes; {max(0, limit - used + old_bytes):,} of {limit:,} bytes for "
-                f"{account.value} are free",
-                fits_later=new_bytes <= limit,
-            )
+            fits_later = new_bytes <= limit
+            free = f"{max(0, limit - used + old_bytes):,} of {limit:,} bytes for {account.value} are free"
+            remedy = "retry later" if fits_later else "send a smaller request or raise --memory-budget"
+            raise OverBudget(f"{what} needs {new_bytes:,} bytes; {free}; {remedy}", fits_later=fits_later)
         self._used[account] = used - old_bytes + new_bytes
-        self._observe(account, self._used[account])
 
 
 class Reservation:

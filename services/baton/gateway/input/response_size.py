@@ -1,0 +1,80 @@
+"""The memory that a call may need in the gateway, estimated before it starts."""
+
+from baton.core.errors import Code, Failure, Reason, Refused
+from baton.gateway.input.client_call import ClientCall
+
+OBJECT_BYTES = 4096
+"""Objects of one request: its state, task, streams and timeline."""
+PROMPT_TOKEN_BYTES = 16
+"""A prompt token: its id (4), as part of a second attempt (4), and its share of a block hash."""
+OUTPUT_TOKEN_BYTES = 8
+"""A delivered token: its id, in the delivery and in the prompt of a second attempt."""
+TEXT_BYTES = 16
+"""JSON text of one token. Natural language has about four characters per token."""
+JSON_ID_BYTES = 10
+"""JSON text of one token id."""
+CHAT_LOGPROB_BYTES, COMPLETION_LOGPROB_BYTES = 96, 48
+"""JSON text of one token with its logprob."""
+CHOICE_BYTES = 256
+"""JSON text of one choice without its output."""
+
+
+def call_bytes(call: ClientCall) -> int:
+    """Return the bytes of a call's prompts and delivered tokens."""
+    return sum(
+        OBJECT_BYTES
+        + PROMPT_TOKEN_BYTES * len(request.token_ids)
+        + OUTPUT_TOKEN_BYTES * len(request.sample_indices) * request.sampling.max_tokens
+        for request in call.requests
+    )
+
+
+def response_bytes(call: ClientCall) -> int:
+    """Return the bytes that the gateway may have to hold of the response.
+
+    A streamed response is held only as far as it is unread, but an event may repeat the prompt's ids. Other
+    responses are collected as JSON.
+    """
+    total = 0
+    for request in call.requests:
+        num_choices = len(request.sample_indices)
+        if call.output_options.return_token_ids:
+            echoes = 1 if call.endpoint.is_chat and not call.output_options.stream else num_choices
+            total += JSON_ID_BYTES * len(request.token_ids) * echoes
+        if not call.output_options.stream:
+            total += num_choices * (CHOICE_BYTES + request.sampling.max_tokens * bytes_per_token(call))
+    return total
+
+
+def bytes_per_token(call: ClientCall) -> int:
+    """Return the JSON bytes of one output token of a call."""
+    num_bytes = TEXT_BYTES
+    if call.output_options.return_token_ids:
+        num_bytes += JSON_ID_BYTES
+    if call.num_logprobs is not None:
+        each = CHAT_LOGPROB_BYTES if call.endpoint.is_chat else COMPLETION_LOGPROB_BYTES
+        num_bytes += each * (1 + call.num_logprobs)
+    return num_bytes
+
+
+def check_response_size(call: ClientCall, max_bytes: int) -> None:
+    """Raise Refused (400) with the arithmetic if the response may take more than `max_bytes`."""
+    num_bytes = response_bytes(call)
+    if num_bytes <= max_bytes:
+        return
+    request = max(call.requests, key=lambda each: each.sampling.max_tokens)
+    num_choices = sum(len(each.sample_indices) for each in call.requests)
+    if call.output_options.stream:
+        arithmetic = f"{num_choices:,} choices that repeat the prompt's token ids"
+        remedy = "lower n, or leave out return_token_ids"
+    else:
+        arithmetic = f"{num_choices:,} choices of {request.sampling.max_tokens:,} tokens of about {bytes_per_token(call):,} bytes"
+        remedy = "lower n, max_tokens or top_logprobs, or use stream"
+    raise Refused(
+        Failure(
+            code=Code.INVALID_ARGUMENT,
+            reason=Reason.MEMORY_BUDGET,
+            message=f"the response may take {num_bytes:,} bytes ({arithmetic}); at most {max_bytes:,} are allowed; "
+            f"{remedy}, or raise --max-response-bytes",
+        )
+    )
