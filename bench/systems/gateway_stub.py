@@ -84,7 +84,9 @@ class StubWorkers:
     def _prefill(self, stream: Duplex[WorkerMessage, GatewayMessage], job: PrefillJob, seq: int) -> None:
         arrived_ns = self._stamps.now_ns()
         finish = FinishReason.LENGTH if job.sampling.max_tokens == 1 else None
-        delta = TokenDelta(job=job.job, sample_index=0, output_index=0, token_ids=(FIRST_TOKEN_ID,), finish=finish)
+        delta = TokenDelta(
+            job=job.job, sample_index=0, output_index=0, token_ids=(FIRST_TOKEN_ID,), finish=finish, is_last=True
+        )
         self._stamps.put(job.sampling.max_tokens, arrived_ns)
         stream.send(Step(seq=seq, deltas=(delta,)))
 
@@ -143,6 +145,7 @@ class StubDecoder:
             output_index=index,
             token_ids=token_ids,
             finish=FinishReason.LENGTH if is_last else None,
+            is_last=is_last,
         )
 
 

@@ -175,6 +175,7 @@ class TokenDelta:
         gateway delivers each index once.
     finish: set in the sample's last delta from this job.
     usage, timeline: set once per job, by the worker that knows them.
+    is_last: the job has ended with this delta. A job that ends otherwise sends a failure as its last message.
     """
 
     job: JobId
@@ -185,6 +186,7 @@ class TokenDelta:
     finish: FinishReason | None = None
     usage: Usage | None = None
     timeline: LegTimeline | None = None
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,6 +96,8 @@ class StubWorker:
         self.before_token: Hook = lambda *_: None
         self.fail_job: Callable[[PrefillJob | DecodeJob], Failure | None] = lambda _: None
         self.finish_at: int | None = None
+        self.sample_finish_at: dict[int, int] = {}
+        self.loses_cancels = False
         self.jobs: list[PrefillJob | DecodeJob] = []
         self.cancels: list[Cancel] = []
         self.hellos: list[SessionHello] = []
@@ -189,6 +191,8 @@ class StubWorker:
                 self.jobs.append(message)
                 self._running[message.job] = asyncio.create_task(self._run(message, session))
         elif isinstance(message, Cancel):
+            if self.loses_cancels:
+                return
             self.cancels.append(message)
             if not message.sample_indices and (task := self._running.pop(message.job, None)):
                 task.cancel()
@@ -213,7 +217,7 @@ class StubWorker:
             worker_id=self.ref.worker_id, pid=1, compute_s=self.prefill_s, num_computed_tokens=len(job.token_ids)
         )
         usage = Usage(num_prompt_tokens=job.num_prompt_tokens, num_cached_tokens={"device": 4})
-        deltas[-1] = replace(deltas[-1], usage=usage, timeline=timeline)
+        deltas[-1] = replace(deltas[-1], usage=usage, timeline=timeline, is_last=True)
         await self._wait_paused()
         session.put(Step(seq=session.next_seq, deltas=tuple(deltas)))
 
@@ -230,13 +234,18 @@ class StubWorker:
                 timeline = LegTimeline(
                     worker_id=self.ref.worker_id, pid=2, decode_s=1.0, kv_bytes=640, transport="shared-memory"
                 )
-                deltas[-1] = replace(deltas[-1], timeline=timeline)
+                deltas[-1] = replace(deltas[-1], timeline=timeline, is_last=True)
+            if not deltas:
+                failure = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="cancelled")
+                session.put(Step(seq=session.next_seq, failures=(JobFailure(job=job.job, failure=failure),)))
+                return
             session.put(Step(seq=session.next_seq, deltas=tuple(deltas)))
             at += self.tokens_a_step
 
     def _delta(self, job: PrefillJob | DecodeJob, sample: int, begin: int, count: int) -> TokenDelta:
         prompt = job.token_ids[: job.num_prompt_tokens]
-        end = min(job.sampling.max_tokens, self.finish_at or job.sampling.max_tokens)
+        finish_at = self.sample_finish_at.get(sample, self.finish_at)
+        end = min(job.sampling.max_tokens, finish_at or job.sampling.max_tokens)
         tokens = []
         for index in range(begin, min(begin + count, end)):
             self.before_token(self, job.job, sample, index)
@@ -245,7 +254,7 @@ class StubWorker:
             tokens.append(self.token_at(prompt, sample, index))
         finish = None
         if begin + len(tokens) >= end:
-            finish = FinishReason.STOP if self.finish_at == end else FinishReason.LENGTH
+            finish = FinishReason.STOP if finish_at == end else FinishReason.LENGTH
         num_logprobs = job.sampling.num_logprobs
         logprobs = () if num_logprobs is None else tuple(logprobs_of(token, num_logprobs) for token in tokens)
         return TokenDelta(

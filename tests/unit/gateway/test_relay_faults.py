@@ -189,6 +189,23 @@ async def test_cancel_lost_in_a_broken_stream_is_sent_again() -> None:
 
 
 @virtual
+async def test_lost_cancel_of_one_sample_is_sent_again_after_the_other_sample_has_ended() -> None:
+    """Otherwise the worker would compute the cancelled sample until its deadline."""
+    async with cluster(("h0", "hybrid")) as c:
+        h0 = c.scheduler.workers[0]
+        h0.loses_cancels, h0.sample_finish_at = True, {0: 20}
+        stop = answer_to(PROMPT.encode(), 500, 1).decode()[9:12]
+        assert stop not in answer_to(PROMPT.encode(), 20, 0).decode()
+        response = await c.complete(PROMPT, n=2, max_tokens=500, stop=[stop])
+        assert response.finishes == {0: [FinishReason.STOP], 1: [FinishReason.STOP]}
+        assert h0.open_jobs
+        h0.loses_cancels = False
+        h0.cut()
+        await until(lambda: not h0.open_jobs, timeout_s=5)
+        await until(lambda: c.gateway.workers.session(h0.ref).num_jobs == 0)
+
+
+@virtual
 async def test_conflicting_tokens_fail_the_attempt() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         h0 = c.scheduler.workers[0]

@@ -74,16 +74,18 @@ class JobListener(Protocol):
 
 
 class _OpenJob:
-    """A job whose last message has not arrived. `listener` is None once the job was cancelled."""
+    """A job whose last message has not arrived. `listener` is None once the job was cancelled.
 
-    __slots__ = ("cancels", "deadline_s", "listener", "message", "one_delta_each", "remaining", "was_sent")
+    The job stays open until then even if all its samples have ended here, because a cancel of some of them may
+    be lost with its stream, and is then sent again.
+    """
+
+    __slots__ = ("cancels", "deadline_s", "listener", "message", "was_sent")
 
     def __init__(self, message: PrefillJob | DecodeJob, listener: JobListener, now_s: float) -> None:
         self.message = message
         self.listener: JobListener | None = listener
         self.deadline_s = now_s + message.deadline_s
-        self.remaining = set(message.sample_indices)
-        self.one_delta_each = isinstance(message, PrefillJob)
         self.was_sent = False
         self.cancels: list[Cancel] = []
 
@@ -150,7 +152,6 @@ class WorkerSession:
             return
         cancel = Cancel(job=job, reason=reason, sample_indices=sample_indices)
         open_job.cancels.append(cancel)
-        open_job.remaining.difference_update(sample_indices)
         if not sample_indices:
             open_job.listener = None
             if not open_job.was_sent:  # the worker does not know the job
@@ -290,10 +291,8 @@ class WorkerSession:
             job = self._jobs.get(delta.job)
             if job is None:
                 continue
-            if delta.finish is not None or job.one_delta_each:
-                job.remaining.discard(delta.sample_index)
-                if not job.remaining:
-                    del self._jobs[delta.job]
+            if delta.is_last:
+                del self._jobs[delta.job]
             if job.listener is not None:
                 job.listener.deliver(delta)
         for failed in step.failures:

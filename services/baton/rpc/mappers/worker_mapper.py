@@ -246,6 +246,8 @@ def _to_step(step: Step) -> pb.WorkerMessage:
             out.usage.CopyFrom(c.to_usage(delta.usage))
         if delta.timeline is not None:
             out.timeline.CopyFrom(c.to_leg_timeline(delta.timeline))
+        if delta.is_last:
+            out.is_last = True
     for failed in step.failures:
         to.failures.add(job=c.to_job_id(failed.job), failure=c.to_failure(failed.failure))
     return message
@@ -266,4 +268,5 @@ def _from_delta(message: pb.TokenDelta) -> TokenDelta:
         finish=c.FINISH_REASONS.from_wire(message.finish) if has("finish") else None,
         usage=c.from_usage(message.usage) if has("usage") else None,
         timeline=c.from_leg_timeline(message.timeline) if has("timeline") else None,
+        is_last=message.is_last,
     )

@@ -178,6 +178,7 @@ class Leg(ABC):
             finish=output.finish,
             usage=usage,
             timeline=timeline,
+            is_last=self.has_ended,
         )
         self._output.delta(delta, is_last=self.has_ended)
 
