@@ -242,7 +242,7 @@ class Reason(Enum):
     Do not retry the same request. The operator tries another `--dtype` and checks the weights.
     """
     POISON = "poison", ReasonFamily.INTERNAL, Code.INTERNAL
-    """Two workers in a row died while they ran this request.
+    """Three workers in a row died while they ran this request, the last one while it ran alone.
 
     Do not retry. The operator finds the cause in the logs of these workers.
     """

@@ -89,13 +89,13 @@ async def test_first_token_from_prefill_is_not_progress_on_the_decode_worker() -
         with pytest.raises(Refused) as refused:
             await c.complete("hello", max_tokens=12)
         assert_poison(refused.value)
-        assert num_dead(c) == 2
+        assert num_dead(c) == 3
 
 
 @pytest.mark.fault("F-10")
 @virtual
 async def test_requests_on_one_dead_worker_are_resumed() -> None:
-    """F-10: the poison request fails after two deaths, and the others are resumed."""
+    """F-10: the poison request fails after a third death, while it runs alone, and the others are resumed."""
     async with cluster(*((f"h{i}", "hybrid") for i in range(5))) as c:
         h0, h1 = c.scheduler.workers[:2]
         for worker in c.scheduler.workers:
@@ -108,7 +108,7 @@ async def test_requests_on_one_dead_worker_are_resumed() -> None:
 
         c.scheduler.answer = place
         assert_poison((await ask_all(c))[0])
-        assert num_dead(c) == 2
+        assert num_dead(c) == 3
 
 
 @pytest.mark.fault("F-10")
@@ -130,7 +130,48 @@ async def test_samples_of_one_request_count_as_one_suspect() -> None:
         with pytest.raises(Refused) as refused:
             await c.complete(POISON.decode(), n=4)
         assert_poison(refused.value)
-        assert num_dead(c) == 2
+        assert num_dead(c) == 3
+
+
+@virtual
+async def test_two_workers_that_die_together_are_not_charged_to_their_requests() -> None:
+    """The second attempt is placed on a worker whose death neither the scheduler nor the gateway has noticed."""
+    async with cluster(*((f"h{i}", "hybrid") for i in range(3))) as c:
+        h0, h1, h2 = c.scheduler.workers
+        is_first_death = True
+
+        def lose_node(_worker: StubWorker, _job: JobId, _sample: int, index: int) -> None:
+            nonlocal is_first_death
+            if index == 1 and is_first_death:
+                is_first_death = False
+                h0.die()
+                h1.die()
+
+        h0.before_token = lose_node
+        answers = [h0, h1, h2]
+        c.scheduler.answer = lambda _: placement(None, answers.pop(0).ref)
+        assert (await c.complete("hello")).texts[0].encode() == answer_to(b"hello", 8)
+        assert answers == []
+
+
+@virtual
+async def test_worker_lost_before_an_exclusive_run_is_not_charged() -> None:
+    """The run alone begins only after its worker has sent a message."""
+    async with cluster(*((f"h{i}", "hybrid") for i in range(4))) as c:
+        for worker in c.scheduler.workers[:2]:
+            worker.before_token = dies_at(1)
+        third, fourth = c.scheduler.workers[2:]
+        order = [*c.scheduler.workers]
+
+        def place(_: object) -> object:
+            worker = order.pop(0)
+            if worker is third:
+                worker.die()
+            return placement(None, worker.ref)
+
+        c.scheduler.answer = place
+        assert (await c.complete("hello")).texts[0].encode() == answer_to(b"hello", 8)
+        assert [len(worker.jobs) for worker in (third, fourth)] == [0, 1]
 
 
 @virtual

@@ -133,7 +133,7 @@ async def test_request_that_kills_its_workers_is_stopped() -> None:
         with pytest.raises(Refused) as refused:
             await c.complete(PROMPT)
         assert (refused.value.failure.code, refused.value.failure.reason) == (Code.INTERNAL, Reason.POISON)
-        assert sum(worker.is_dead for worker in c.scheduler.workers) == 2
+        assert sum(worker.is_dead for worker in c.scheduler.workers) == 3
 
 
 @virtual

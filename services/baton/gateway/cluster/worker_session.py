@@ -114,6 +114,7 @@ class WorkerSession:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[JobId, _OpenJob] = {}
+        self._waiters: list[asyncio.Future[None]] = []
         self._stream: Stream | None = None
         self._was_connected = False
         self._last_seq = 0
@@ -157,6 +158,14 @@ class WorkerSession:
             if not open_job.was_sent:  # the worker does not know the job
                 del self._jobs[job]
         self._send(cancel)
+
+    async def next_message(self) -> None:
+        """Wait for the worker's next message. Raises WorkerLost if the session ends before."""
+        if self.has_ended:
+            raise WorkerLost(self.worker, Reason.WORKER_LOST, "its session has ended", has_died=False)
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
+        await waiter
 
     def close(self) -> None:
         """End the session. Listeners of open jobs get `lost`. The stream closes in the background."""
@@ -277,6 +286,7 @@ class WorkerSession:
             if message.seq != self._last_seq + 1:
                 raise StreamBroken(f"message {message.seq} came after {self._last_seq}")
             self._last_seq = message.seq
+            self._end_waiting(None)
             self._num_streams_without_progress = 0
             self._num_unacknowledged += 1
             if isinstance(message, Step):
@@ -285,6 +295,17 @@ class WorkerSession:
                 self._take_heartbeat(message)
             if self._num_unacknowledged >= ACK_EVERY:
                 self._acknowledge()
+
+    def _end_waiting(self, loss: WorkerLost | None) -> None:
+        """Wake up those who wait for a message."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if waiter.done():
+                continue
+            if loss is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(loss)
 
     def _take_step(self, step: Step) -> None:
         for delta in step.deltas:
@@ -354,6 +375,7 @@ class WorkerSession:
         level = log.warning if jobs else log.info
         level("worker_session_ended", worker=str(self.worker), problem=str(loss), open_jobs=len(jobs))
         self._on_end(self)
+        self._end_waiting(loss)
         for job in jobs.values():
             if job.listener is not None:
                 job.listener.lost(loss, was_sent=job.was_sent)

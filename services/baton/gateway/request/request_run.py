@@ -30,8 +30,9 @@ log = get_logger(__name__)
 MAX_FULL_QUEUES = 2
 """After this many workers with a full queue, a new request is rejected, so that its client can retry
 elsewhere in time."""
-MAX_KILLED_WORKERS = 2
-"""After this many workers in a row died under a request without progress, the request counts as the cause."""
+SUSPICIOUS_DEATHS = 2
+"""After this many workers in a row died under a request without progress, it runs alone to find out whether it
+is the cause."""
 TOKENS_AFTER_ONE_STEP_EACH = 2
 """New tokens of an attempt after which both of its workers have run a step. The prefill worker makes the
 first."""
@@ -93,8 +94,8 @@ class _FailureHistory:
     original_request_id: id of the client's request; its samples share it after they continue separately.
     num_failed: failed attempts.
     num_killed: workers in a row that died while running the request, without progress in between.
-    needs_exclusive_run: another request may have caused the deaths too, so the next attempt runs as the only
-        one of the suspected requests.
+    needs_exclusive_run: the next attempt runs as the only one of the suspected requests.
+    is_poison: a worker died during such an attempt.
     avoid: workers on which an attempt failed.
     dead: event loop time at which each dead incarnation was noticed.
     """
@@ -103,6 +104,7 @@ class _FailureHistory:
     num_failed: int = 0
     num_killed: int = 0
     needs_exclusive_run: bool = False
+    is_poison: bool = False
     avoid: dict[Incarnation, WorkerRef] = field(default_factory=dict)
     dead: dict[Incarnation, float] = field(default_factory=dict)
 
@@ -192,6 +194,8 @@ class RequestRun:
                 self._decision = answer.decision_id
                 if not self._uses_dead_worker(answer):
                     self._accept_placement(answer)
+                    if self._holds_exclusive_lock:
+                        await self._services.workers.confirm_alive(answer)
                     return answer
                 self._report_outcome(Reason.WORKER_LOST.value)  # the scheduler has not noticed the death yet
             elif attempt.number == 0:
@@ -298,8 +302,11 @@ class RequestRun:
         if self._stalled_since_s is None:
             self._stalled_since_s = self._delivery.latency.last_s
         self._report_failure(failed, now_s)
-        if history.num_killed >= MAX_KILLED_WORKERS:
-            message = f"{history.num_killed} workers in a row died while running this request; it is not retried"
+        if history.is_poison:
+            message = (
+                f"{history.num_killed + 1} workers in a row died while running this request, the last one without "
+                "another suspected request; it is not retried"
+            )
             raise Refused(Failure(code=Code.INTERNAL, reason=Reason.POISON, message=message))
         all_queues_full = (
             failed.failure.reason is Reason.QUEUE_FULL
@@ -325,17 +332,18 @@ class RequestRun:
         )
 
     def _record_death(self, worker: WorkerRef) -> None:
-        """Count a worker that died while running this request.
+        """Count a worker that died while this request was on it.
 
-        A second death in a row counts only if no other tracked request was on that worker. Otherwise this
-        request runs exclusively next, to find out which request is the cause.
+        Another request, or another cause, may have killed it. After several deaths the request therefore runs
+        alone, on workers that are known to be alive. A death during that run shows that it is the cause.
         """
         history = self._history
-        detector = self._services.poison_detector
-        if history.num_killed and not detector.was_only_suspect(history.original_request_id, worker):
-            history.needs_exclusive_run = True
+        was_only_suspect = self._services.poison_detector.was_only_suspect(history.original_request_id, worker)
+        if self._holds_exclusive_lock and was_only_suspect:
+            history.is_poison = True
         else:
             history.num_killed += 1
+            history.needs_exclusive_run = history.num_killed >= SUSPICIOUS_DEATHS
 
     def _clear_suspicion(self) -> None:
         """Stop tracking this request, and let the next exclusive run start."""

@@ -13,7 +13,7 @@ from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.ids import Incarnation, WorkerRef
 from baton.core.interfaces import Network
 from baton.core.messages.jobs import DecodeJob, PrefillJob
-from baton.gateway.cluster.attempt_errors import AttemptFailed
+from baton.gateway.cluster.attempt_errors import AttemptFailed, WorkerLost
 from baton.gateway.cluster.worker_session import SessionTimes, WorkerSession
 from baton.gateway.request.attempt import Attempt
 from baton.gateway.request.delivery import Delivery
@@ -86,6 +86,17 @@ class WorkerSessions:
         for key, session in tuple(self._sessions.items()):
             if key not in wanted and not session.num_jobs:
                 session.close()
+
+    async def confirm_alive(self, placement: Placement) -> None:
+        """Wait until the workers of a placement have sent a message.
+
+        Raises AttemptFailed if one of them is lost. It takes at most the detection time of a silent worker.
+        """
+        workers = [worker for worker in (placement.prefill, placement.decode) if worker is not None]
+        try:
+            await asyncio.gather(*(self.session(worker).next_message() for worker in workers))
+        except WorkerLost as loss:
+            raise AttemptFailed(loss.failure, blamed=loss.worker, dead=loss.worker if loss.has_died else None) from loss
 
     async def aclose(self) -> None:
         """End all sessions. The workers cancel the jobs after their grace time."""
