@@ -20,7 +20,8 @@ from baton.runtime.network.addresses import join_address
 from baton.runtime.observability.admin_http import AdminServer
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import FleetMetrics, ProcessMetrics, process_registry
-from baton.runtime.process.process import Background, Stop, unless_stopped, watch_loop_lag
+from baton.runtime.process.awake_clock import AwakeClock
+from baton.runtime.process.process import Background, Stop, unless_stopped
 
 log = get_logger(__name__)
 
@@ -69,7 +70,7 @@ async def serve(
             health.ready("ray")
             on_ready(config.ray_address or "local")
 
-        async with Background(watch_loop_lag(ProcessMetrics(registry).observe_loop)):
+        async with Background(AwakeClock(asyncio.get_running_loop().time).run(ProcessMetrics(registry).observe_loop)):
             if config.ray_address is None:
                 work = _serve_on_private_ray(config, fleet, ready, find_model)
             else:

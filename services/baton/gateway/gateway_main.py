@@ -32,7 +32,8 @@ from baton.runtime.network.announcements import Announcements
 from baton.runtime.observability.admin_http import AdminServer
 from baton.runtime.observability.metrics import GatewayMetrics, ProcessMetrics, expose, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
-from baton.runtime.process.process import Background, Stop, frozen_heap, watch_loop_lag
+from baton.runtime.process.awake_clock import AwakeClock
+from baton.runtime.process.process import Background, Stop, frozen_heap
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_membership import RedisMembership
@@ -59,6 +60,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
     rng = SystemRandom()
     rules = gateway_rules(config, rng)
     registry = process_registry("gateway")
+    awake = AwakeClock(asyncio.get_running_loop().time)
     process_metrics = ProcessMetrics(registry)
     async with AsyncExitStack() as stack:
         tracing = open_tracing(config, process_metrics, "gateway", rules.gateway_id)
@@ -78,6 +80,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             membership=membership,
             keys=keys,
             tracing=tracing,
+            awake_clock=awake,
         )
         await stack.enter_async_context(service)
         process = _process_info(config, rules, http_socket)
@@ -87,7 +90,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         await _start_admin_port(config, service, registry, stack)
         log.info("gateway_started", address=process.address, model=config.model_name, gateway=rules.gateway_id)
         announcements = None if membership is None else _announcements(config, membership, process, rng)
-        background = [watch_loop_lag(process_metrics.observe_loop)]
+        background = [awake.run(process_metrics.observe_loop)]
         if announcements is not None:
             background.append(announcements.announce_forever())
         if config.front_tls_pair is not None:

@@ -2,7 +2,7 @@
 drains."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -91,8 +91,12 @@ class GatewayService:
         membership: Membership | None = None,
         keys: KeyRing | None = None,
         tracing: Tracing = OFF,
+        awake_clock: Callable[[], float] | None = None,
     ) -> None:
-        """Build the gateway's parts. Without `keys`, every caller may do everything."""
+        """Build the gateway's parts. Without `keys`, every caller may do everything.
+
+        awake_clock: clock for the silence of workers, see `AwakeClock`; None uses the event loop's.
+        """
         self.rules = rules
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -116,6 +120,7 @@ class GatewayService:
             tokenizer_fingerprint=tokenizer.fingerprint,
             times=_session_times(rules),
             rng=rng,
+            awake_clock=awake_clock,
         )
         self.validator = Validator(
             tokenizer=tokenizer,

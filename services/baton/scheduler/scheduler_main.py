@@ -20,7 +20,8 @@ from baton.runtime.observability.admin_http import AdminServer
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import ProcessMetrics, SchedulerMetrics, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
-from baton.runtime.process.process import Background, Stop, infrequent_gc, watch_loop_lag
+from baton.runtime.process.awake_clock import AwakeClock
+from baton.runtime.process.process import Background, Stop, infrequent_gc
 from baton.scheduler.decisions.scheduler_spans import TracedScheduler
 from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
 from baton.scheduler.state.worker_streams import SchedulerTimes
@@ -47,6 +48,7 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
     rng = Random()
     registry = process_registry("scheduler")
     process_metrics = ProcessMetrics(registry)
+    awake = AwakeClock(asyncio.get_running_loop().time)
     health = Health("rpc")
     scheduler_id = f"scheduler-{rng.getrandbits(32):08x}"
     async with AsyncExitStack() as stack:  # closes what was started, in reverse order
@@ -61,6 +63,7 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
             feed=feed,
             metrics=SchedulerMetrics(registry),
             rng=rng,
+            awake_clock=awake,
         )
         stack.push_async_callback(scheduler.aclose)
         server = GrpcServer(heartbeat_s=config.heartbeat_s, tls=between_services(config))
@@ -76,7 +79,7 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         await announcements.announce()
         with infrequent_gc():
             health.ready("rpc")
-            async with Background(announcements.reannounce_forever(), watch_loop_lag(process_metrics.observe_loop)):
+            async with Background(announcements.reannounce_forever(), awake.run(process_metrics.observe_loop)):
                 on_ready(member.address)
                 await _wait_for_drain(stop, scheduler)
         log.info("scheduler_drain_started", scheduler=member.member_id)

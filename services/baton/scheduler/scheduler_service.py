@@ -5,6 +5,7 @@ A decision never waits for I/O.
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -99,8 +100,13 @@ class Scheduler(SchedulerService):
         feed: KvEventFeed,
         metrics: SchedulerMetrics,
         rng: Random,
+        awake_clock: Callable[[], float] | None = None,
     ) -> None:
-        """Start the scheduler's tasks in the running event loop. `feed`: the workers' KV events."""
+        """Start the scheduler's tasks in the running event loop.
+
+        feed: the workers' KV events.
+        awake_clock: clock for the silence of workers, see `AwakeClock`; None uses the event loop's.
+        """
         self.scheduler_id = scheduler_id
         self._rules = rules
         self._policy = POLICIES[rules.policy]
@@ -111,7 +117,9 @@ class Scheduler(SchedulerService):
         )
         self._rng = rng
         self.index = PrefixIndex()
-        self._state = ClusterState(silence_s=times.silence_s, reservation_s=times.reservation_s)
+        self._state = ClusterState(
+            silence_s=times.silence_s, reservation_s=times.reservation_s, awake_clock=awake_clock
+        )
         self._recorder = DecisionRecorder(store, metrics)
         self._deferred = DeferredWork(after_batch=self._state.update_stale)
         self._queue = AdmissionQueue(

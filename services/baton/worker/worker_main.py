@@ -36,8 +36,9 @@ from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import ProcessMetrics, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.observability.tracing import Tracing
+from baton.runtime.process.awake_clock import AwakeClock
 from baton.runtime.process.drain_socket import DrainSocket
-from baton.runtime.process.process import Background, ServiceThread, Stop, StoppedNow, frozen_heap, watch_loop_lag
+from baton.runtime.process.process import Background, ServiceThread, Stop, StoppedNow, frozen_heap
 from baton.store.memory.memory_stores import MemoryCostStore, MemoryMembership
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_cost_store import RedisCostStore
@@ -416,7 +417,10 @@ async def _run_until_drained(
 ) -> None:
     """Run the worker. Raises WorkerUnhealthy after the background tasks have been stopped."""
     unhealthy: WorkerUnhealthy | None = None
-    async with Background(watch_loop_lag(observed.process_metrics.observe_loop), _drain_on_stop(stop, worker)):
+    async with Background(
+        AwakeClock(asyncio.get_running_loop().time).run(observed.process_metrics.observe_loop),
+        _drain_on_stop(stop, worker),
+    ):
         on_ready()
         try:
             await worker.run()

@@ -470,6 +470,7 @@ async def cluster(
     tokenizer: Tokenizer | None = None,
     keys: KeyRing | None = None,
     tracing: Tracing = OFF,
+    awake_clock: Callable[[], float] | None = None,
     **changes: Any,
 ) -> AsyncIterator[Cluster]:
     """Start a gateway with these (id, role) stub workers and wait until it is ready.
@@ -489,6 +490,7 @@ async def cluster(
         schedulers=(scheduler.address,),
         keys=keys,
         tracing=tracing,
+        awake_clock=awake_clock,
     ) as gateway:
         running = Cluster(network=network, scheduler=scheduler, gateway=gateway, registry=registry)
         for worker_id, role in workers:

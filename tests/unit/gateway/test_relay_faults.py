@@ -1,6 +1,7 @@
 """Worker deaths, silent workers, wrong tokens and broken streams do not change the response."""
 
 import asyncio
+import time
 from dataclasses import replace
 from random import Random
 
@@ -9,6 +10,8 @@ import pytest
 from baton.core.errors import Reason, Refused
 from baton.core.ids import JobId
 from baton.core.request import FinishReason, TokenDelta
+from baton.runtime.process.awake_clock import AwakeClock
+from baton.runtime.process.process import Background
 from tests.scale import sized
 from tests.unit.gateway.fakes import PROMPT, StubWorker, answer_to, cluster, kill_at, placement, until
 from tests.unit.gateway.virtual import virtual
@@ -343,3 +346,17 @@ async def test_request_without_delivered_tokens_may_restart_with_other_weights()
         h0.before_token = kill_at(0)
         await c.complete(PROMPT, max_tokens=12)
         assert [query.model_fingerprint for query in c.scheduler.queries] == ["", ""]
+
+
+async def test_stall_of_the_gateway_does_not_make_a_worker_lost() -> None:
+    """The loop is blocked for the detection time, from just after a message of the worker."""
+    awake = AwakeClock(asyncio.get_running_loop().time)
+    async with cluster(("h0", "hybrid"), awake_clock=awake) as c, Background(awake.run(lambda lag_s, stall_s: None)):
+        h0 = c.scheduler.workers[0]
+        session = c.gateway.workers.session(h0.ref)
+        await session.next_message()
+        await session.next_message()
+        time.sleep(c.gateway.rules.detection_s + 0.4 * c.gateway.rules.heartbeat_s)  # noqa: ASYNC251
+        await asyncio.sleep(2 * c.gateway.rules.heartbeat_s)
+        assert c.gateway.workers.session(h0.ref) is session
+        assert not session.has_ended

@@ -22,7 +22,6 @@ from baton.runtime.process.process import (
     process_age_s,
     unless_stopped,
     until_stopped,
-    watch_loop_lag,
     with_parent_death_signal,
 )
 
@@ -179,16 +178,6 @@ async def test_background_failure_cancels_the_body() -> None:
         async with Background(fails()):
             await asyncio.Event().wait()
     assert group.group_contains(LookupError)
-
-
-async def test_loop_lag_is_observed() -> None:
-    lags: list[float] = []
-    async with Background(watch_loop_lag(lags.append, interval_s=0.01)):
-        await asyncio.sleep(0.03)
-        time.sleep(0.1)  # noqa: ASYNC251 - blocks the loop on purpose
-        await asyncio.sleep(0.03)
-    assert max(lags) > 0.08
-    assert min(lags) >= 0
 
 
 PARENT = """

@@ -133,3 +133,13 @@ def test_reservations_and_tpot_slos_are_bounded() -> None:
     d, p = view.snapshot(0.0).workers
     assert d.reserved_seqs + p.reserved_seqs == 4
     assert d.tpot_slo_s == 0.08
+
+
+def test_stall_of_the_scheduler_does_not_remove_workers() -> None:
+    awake_s = 0.0
+    state = ClusterState(silence_s=1.0, reservation_s=5.0, awake_clock=lambda: awake_s)
+    state.update(worker_report("p", "prefill"), 0.0)
+    awake_s = 0.9
+    assert state.snapshot(100.0).workers
+    awake_s = 1.1
+    assert not state.snapshot(100.2).workers

@@ -103,7 +103,12 @@ class WorkerSession:
         tokenizer_fingerprint: str,
         times: SessionTimes,
         on_end: Callable[["WorkerSession"], None],
+        awake_clock: Callable[[], float] | None = None,
     ) -> None:
+        """Open the session in the background.
+
+        awake_clock: clock for the silence of the worker, see `AwakeClock`; None uses the event loop's.
+        """
         self.worker = worker
         self.has_ended = False
         self._network = network
@@ -113,6 +118,7 @@ class WorkerSession:
         self._times = times
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
+        self._awake_s = awake_clock or self._loop.time
         self._jobs: dict[JobId, _OpenJob] = {}
         self._waiters: list[asyncio.Future[None]] = []
         self._stream: Stream | None = None
@@ -120,9 +126,8 @@ class WorkerSession:
         self._last_seq = 0
         self._num_unacknowledged = 0
         self._num_streams_without_progress = 0
-        self._last_message_s = self._loop.time()
-        self._silence_due_s = self._last_message_s + times.detection_s
-        self._silence_timer = self._loop.call_at(self._silence_due_s, self._check_silence)
+        self._last_message_s = self._awake_s()
+        self._silence_timer = self._loop.call_later(times.detection_s, self._check_silence)
         self._ping_timer = self._loop.call_later(times.heartbeat_s, self._ping)
         self._task = self._loop.create_task(self._run(), name=f"session-{worker.worker_id}")
 
@@ -237,7 +242,7 @@ class WorkerSession:
             await stream.aclose()
             raise
         self._was_connected = True
-        self._last_message_s = self._loop.time()
+        self._last_message_s = self._awake_s()
         self._stream = stream
         self._resend_open_jobs()
         return stream
@@ -278,7 +283,7 @@ class WorkerSession:
     async def _receive(self, stream: Stream) -> None:
         while True:
             message = await stream.receive()
-            self._last_message_s = self._loop.time()
+            self._last_message_s = self._awake_s()
             if isinstance(message, SessionHelloReply):
                 raise StreamBroken("the worker sent a second SessionHelloReply")
             if message.seq <= self._last_seq:
@@ -350,16 +355,11 @@ class WorkerSession:
         self._ping_timer = self._loop.call_later(self._times.heartbeat_s, self._ping)
 
     def _check_silence(self) -> None:
-        now_s = self._loop.time()
-        if now_s - self._silence_due_s > self._times.heartbeat_s:
-            # This process was suspended. The worker's messages from that time have not been read yet.
-            self._last_message_s = max(self._last_message_s, now_s - self._times.detection_s + self._times.heartbeat_s)
-        self._silence_due_s = self._last_message_s + self._times.detection_s
-        if now_s < self._silence_due_s:
-            self._silence_timer = self._loop.call_at(self._silence_due_s, self._check_silence)
+        silence_s = self._awake_s() - self._last_message_s
+        if silence_s < self._times.detection_s:
+            self._silence_timer = self._loop.call_later(self._times.detection_s - silence_s, self._check_silence)
             return
         self._task.cancel()
-        silence_s = now_s - self._last_message_s
         self._end(
             WorkerLost(self.worker, Reason.WORKER_LOST, f"it sent no message for {silence_s:.1f} s", has_died=False)
         )

@@ -5,7 +5,7 @@ A session opens when the worker is first seen or needed, and stays open as long 
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from random import Random
 
 from baton.core.cluster.placement import Placement
@@ -24,13 +24,21 @@ class WorkerSessions:
     """Opens the jobs of attempts over the sessions with their workers."""
 
     def __init__(
-        self, network: Network, *, gateway_id: str, tokenizer_fingerprint: str, times: SessionTimes, rng: Random
+        self,
+        network: Network,
+        *,
+        gateway_id: str,
+        tokenizer_fingerprint: str,
+        times: SessionTimes,
+        rng: Random,
+        awake_clock: Callable[[], float] | None = None,
     ) -> None:
         self._network = network
         self._gateway_id = gateway_id
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._times = times
         self._rng = rng
+        self._awake_clock = awake_clock
         self._sessions: dict[Incarnation, WorkerSession] = {}
         self._ended_s: dict[Incarnation, float] = {}
         self._is_closed = False
@@ -66,6 +74,7 @@ class WorkerSessions:
                 tokenizer_fingerprint=self._tokenizer_fingerprint,
                 times=self._times,
                 on_end=self._remove,
+                awake_clock=self._awake_clock,
             )
         return session
 

@@ -21,6 +21,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 TPOT_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 2.0)
 SHORT_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+STALL_BUCKETS_S = (0.05, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 PHASE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 REQUEST_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -69,6 +70,11 @@ class ProcessMetrics(_Family):
             "Delay of a timer on the event loop; up to 0.002 on an idle loop.",
             SHORT_BUCKETS_S,
         )
+        self.loop_stall_s = self._histogram(
+            "event_loop_stall_seconds",
+            "Time of a stall of the event loop, beyond 0.2 s. Peers do not count as silent during it.",
+            STALL_BUCKETS_S,
+        )
         self.loop_tasks = self._gauge("event_loop_tasks", "Running tasks of the event loop.")
         self.trace_spans = self._counter(
             "trace_spans_total",
@@ -78,9 +84,14 @@ class ProcessMetrics(_Family):
         for outcome in ("sent", "failed", "dropped"):
             self.trace_spans.labels(outcome)  # created now, so that the first event is an increase
 
-    def observe_loop(self, lag_s: float) -> None:
-        """Record the delay of a timer and the number of tasks. Call it periodically on the event loop."""
+    def observe_loop(self, lag_s: float, stall_s: float) -> None:
+        """Record the delay of a timer, the part of it that is a stall, and the number of tasks.
+
+        Call it periodically on the event loop.
+        """
         self.loop_lag_s.observe(lag_s)
+        if stall_s:
+            self.loop_stall_s.observe(stall_s)
         self.loop_tasks.set(len(asyncio.all_tasks()))
 
 

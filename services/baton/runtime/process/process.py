@@ -14,8 +14,6 @@ from typing import Any, Self
 
 from baton.runtime.process.event_loop import new_event_loop
 
-LAG_INTERVAL_S = 0.25
-
 
 class Stop:
     """Stop request of a process: the first request drains it, the second stops it immediately.
@@ -267,15 +265,6 @@ def process_age_s() -> float:
     import psutil
 
     return time.time() - psutil.Process().create_time()
-
-
-async def watch_loop_lag(observe: Callable[[float], None], interval_s: float = LAG_INTERVAL_S) -> None:
-    """Report to `observe`, until cancelled, by how many seconds the loop ran a timer of `interval_s` late."""
-    loop = asyncio.get_running_loop()
-    while True:
-        due_s = loop.time() + interval_s
-        await asyncio.sleep(interval_s)
-        observe(max(0.0, loop.time() - due_s))
 
 
 _EXEC_WITH_DEATH_SIGNAL = """

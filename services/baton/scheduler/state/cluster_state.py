@@ -1,7 +1,7 @@
 """Holds what one scheduler knows about the workers: their last reports, and its own placements since then."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -97,8 +97,14 @@ class ClusterState:
         reservation_s: float,
         max_reservations: int = MAX_RESERVATIONS,
         max_tpot_slos: int = MAX_TPOT_SLOS,
+        awake_clock: Callable[[], float] | None = None,
     ) -> None:
-        """`silence_s`: a worker that has not reported for this time is removed."""
+        """Create an empty state.
+
+        silence_s: a worker that has not reported for this time is removed.
+        awake_clock: clock for that time, see `AwakeClock`; None uses the time that callers pass.
+        """
+        self._awake_clock = awake_clock
         self._silence_s = silence_s
         self._reservation_s = reservation_s
         self._max_reservations = max_reservations
@@ -123,8 +129,9 @@ class ClusterState:
             elif known.report_seq >= report.report_seq:
                 return False
         self._reports[worker_id] = report
-        self._received_s[worker_id] = now_s
-        self._no_silence_until_s = min(self._no_silence_until_s, now_s + self._silence_s)
+        received_s = now_s if self._awake_clock is None else self._awake_clock()
+        self._received_s[worker_id] = received_s
+        self._no_silence_until_s = min(self._no_silence_until_s, received_s + self._silence_s)
         reserved = self._reserved.setdefault(worker_id, _ReservedTotals())
         for decision_id in report.counted_decision_ids:
             counted = self._reservations.pop((decision_id, worker_id), None)
@@ -212,8 +219,9 @@ class ClusterState:
         return tuple(report for _, report in sorted(self._reports.items()))
 
     def _expire(self, now_s: float) -> None:
-        if now_s > self._no_silence_until_s:
-            silent = [worker_id for worker_id, at_s in self._received_s.items() if now_s - at_s > self._silence_s]
+        awake_s = now_s if self._awake_clock is None else self._awake_clock()
+        if awake_s > self._no_silence_until_s:
+            silent = [worker_id for worker_id, at_s in self._received_s.items() if awake_s - at_s > self._silence_s]
             for worker_id in silent:
                 self.remove(self._reports[worker_id].worker)
             self._no_silence_until_s = min(self._received_s.values(), default=inf) + self._silence_s
