@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from random import Random, SystemRandom
 
 from prometheus_client import CollectorRegistry
@@ -20,11 +21,13 @@ from baton.gateway.gateway_service import GatewayRules, GatewayService
 from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.gateway.http.http_app import HttpApp
 from baton.gateway.http.http_server import HttpServer
+from baton.gateway.input.client_call import Endpoint
 from baton.gateway.text.tokenizer import HfTokenizer
 from baton.model.loading.model_source import resolve_model
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_tls import Tls, between_services
+from baton.rpc.receive_gate import ReceiveGate
 from baton.runtime.config.settings import GatewayConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import advertised_host, join_address, listen
@@ -33,6 +36,7 @@ from baton.runtime.observability.admin_http import AdminServer
 from baton.runtime.observability.metrics import GatewayMetrics, ProcessMetrics, expose, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.process.awake_clock import AwakeClock
+from baton.runtime.process.byte_budget import Account
 from baton.runtime.process.process import Background, Stop, frozen_heap
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_keys import Keys
@@ -162,7 +166,19 @@ def _process_info(config: GatewayConfig, rules: GatewayRules, http_socket: socke
 async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: AdminService) -> AsyncIterator[None]:
     """Serve the gRPC API. A message may be as large as an HTTP body."""
     tls = None if config.front_tls_pair is None else Tls(pair=config.front_tls_pair)
-    server = GrpcServer(heartbeat_s=config.heartbeat_s, max_message_bytes=config.max_body_bytes, tls=tls)
+    gate = ReceiveGate(
+        service.keys.identify,
+        max_messages=max(1, service.budget.limits[Account.RECEIVING] // config.max_body_bytes),
+        receive_s=config.receive_deadline_s,
+        on_refused=partial(service.count_result, Endpoint.GRPC.value),
+    )
+    server = GrpcServer(
+        heartbeat_s=config.heartbeat_s,
+        max_message_bytes=config.max_body_bytes,
+        tls=tls,
+        gate=gate,
+        max_streams=config.max_open_requests,
+    )
     server.add_inference(InferenceService(service))
     server.add_admin(admin)
     server.follow(service.health)

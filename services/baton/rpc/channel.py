@@ -56,10 +56,19 @@ def channel_options(heartbeat_s: float, max_message_bytes: int = MAX_MESSAGE_BYT
 
 
 def server_options(
-    heartbeat_s: float, max_message_bytes: int = MAX_MESSAGE_BYTES, handshake_s: float = HANDSHAKE_S
+    heartbeat_s: float,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    handshake_s: float = HANDSHAKE_S,
+    max_streams: int | None = None,
 ) -> Options:
-    """Return server options: a port in use is an error (no SO_REUSEPORT), and pings are not rate-limited."""
+    """Return server options: a port in use is an error (no SO_REUSEPORT), and pings are not rate-limited.
+
+    handshake_s: timeout of TLS handshakes.
+    max_streams: largest number of calls at a time on one connection; None sets no limit.
+    """
+    streams: Options = [] if max_streams is None else [("grpc.max_concurrent_streams", max_streams)]
     return [
+        *streams,
         *keepalive(heartbeat_s),
         *_sizes(max_message_bytes),
         ("grpc.so_reuseport", 0),

@@ -16,6 +16,7 @@ from baton.rpc.grpc_network import DEFAULT_LIMITS
 from baton.rpc.grpc_status import RefuseMalformedMessages
 from baton.rpc.grpc_streams import StreamLimits
 from baton.rpc.grpc_tls import Tls
+from baton.rpc.receive_gate import CheckBeforeReading, ReceiveGate
 from baton.runtime.network.addresses import choose_port, join_address
 from baton.runtime.observability.health import Health
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
@@ -41,15 +42,23 @@ class GrpcServer:
         tls: Tls | None = None,
         handshake_s: float = HANDSHAKE_S,
         write_s: float = inference_rpc.WRITE_S,
+        gate: ReceiveGate | None = None,
+        max_streams: int | None = None,
     ) -> None:
-        """Create the server. Without `tls` it uses plain text.
+        """Create the server.
 
-        `handshake_s`: timeout of TLS handshakes. `write_s`: time after which a client of the inference API
-        that does not read loses its call.
+        tls: without it the server uses plain text.
+        handshake_s: timeout of TLS handshakes.
+        write_s: time after which a client of the inference API that does not read loses its call.
+        gate: calls of client APIs pass it before their message is read.
+        max_streams: largest number of calls at a time on one connection; a client queues more.
         """
         name_checks = () if tls is None else tls.interceptors()
+        self._public: list[str] = []
+        gates = () if gate is None else (CheckBeforeReading(gate, self._public.__contains__),)
         self._server = aio_server(
-            (*name_checks, RefuseMalformedMessages()), server_options(heartbeat_s, max_message_bytes, handshake_s)
+            (*gates, *name_checks, RefuseMalformedMessages()),
+            server_options(heartbeat_s, max_message_bytes, handshake_s, max_streams),
         )
         self._limits = limits
         self._write_s = write_s
@@ -59,7 +68,6 @@ class GrpcServer:
         self._health_changed = asyncio.Event()
         self._health_task: asyncio.Task[None] | None = None
         self._services = [""]
-        self._public: list[str] = []
         health_pb2_grpc.add_HealthServicer_to_server(self._health_servicer, self._server)
 
     def add_worker(self, service: WorkerService) -> None:

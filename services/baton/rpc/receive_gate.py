@@ -1,0 +1,97 @@
+"""Checks a client's call before its message is read, and bounds the messages that are read at a time.
+
+grpc reads the message of a unary call before it calls the service. A client without a key could then make the
+server buffer a message for each stream that it opens.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.core.errors import Code, Failure, Reason, Refused
+from baton.rpc.grpc_status import abort, client_metadata
+
+AUTHORIZATION_KEY = "authorization"
+
+
+class ReceiveGate:
+    """Decides which calls may send their message, and when."""
+
+    def __init__(
+        self,
+        check: Callable[[str], object],
+        *,
+        max_messages: int,
+        receive_s: float,
+        on_refused: Callable[[Failure], None] = lambda failure: None,
+    ) -> None:
+        """Create a gate.
+
+        check: gets the authorization header of a call; raises Refused if the caller may not call.
+        max_messages: number of messages that may be read at a time; other calls wait.
+        receive_s: time in which the message of a call must arrive, the wait included.
+        on_refused: called for each refused call, which the service does not see.
+        """
+        self._check = check
+        self._slots = asyncio.Semaphore(max_messages)
+        self._receive_s = receive_s
+        self._on_refused = on_refused
+
+    async def receive(self, messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """Return the message of a call. Aborts the call if it is refused or sends no message in time."""
+        metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
+        try:
+            self._check(str(metadata.get(AUTHORIZATION_KEY, "")))
+            async with asyncio.timeout(self._receive_s), self._slots:
+                return await anext(messages)
+        except Refused as refused:
+            await self._refuse(context, refused.failure)
+        except TimeoutError:
+            message = f"the message was not received within {self._receive_s:g} s; send it within that time"
+            await self._refuse(context, Failure(code=Code.RECEIVE_TIMEOUT, reason=Reason.DEADLINE, message=message))
+        except StopAsyncIteration:
+            message = "the call has no message; send exactly one"
+            failure = Failure(code=Code.INVALID_ARGUMENT, reason=Reason.INVALID_REQUEST, message=message)
+            await self._refuse(context, failure)
+
+    async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], failure: Failure) -> None:
+        self._on_refused(failure)
+        await abort(context, failure, client_metadata)
+
+
+class CheckBeforeReading(grpc.aio.ServerInterceptor):
+    """Lets the unary calls of some services pass a `ReceiveGate` before their message is read.
+
+    A call is served as if its request were a stream, because grpc reads a stream's messages on demand. The
+    bytes on the wire are the same. It must be the first interceptor.
+    """
+
+    def __init__(self, gate: ReceiveGate, services: Callable[[str], bool]) -> None:
+        """`services`: returns True for the full name of a service that the gate guards."""
+        self._gate = gate
+        self._services = services
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        service = handler_call_details.method.rpartition("/")[0].lstrip("/")
+        if handler is None or handler.request_streaming or not self._services(service):
+            return handler
+        serve = handler.unary_stream or handler.unary_unary
+
+        async def receive_and_serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            message = await self._gate.receive(messages, context)
+            return await serve(message, context)
+
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return make(
+            receive_and_serve,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )

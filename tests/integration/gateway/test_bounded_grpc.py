@@ -1,0 +1,128 @@
+"""gRPC calls are checked before their message is read, and few messages are read at a time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from baton.core.errors import Code, Failure, Reason, Refused
+from baton.gateway.grpc.inference_service import InferenceService
+from baton.rpc.channel import channel_options, open_channel
+from baton.rpc.grpc_server import GrpcServer
+from baton.rpc.receive_gate import ReceiveGate
+from baton.v1 import inference_pb2, inference_pb2_grpc
+from tests.malformed_connections import (
+    DATA,
+    END_HEADERS,
+    HEADERS,
+    HTTP2_START,
+    SETTINGS,
+    field_block,
+    frame,
+    grpc_message,
+    request_head,
+)
+from tests.unit.gateway.fakes import cluster
+
+pytestmark = pytest.mark.integration
+GENERATE = "/baton.v1.Inference/Generate"
+MESSAGE_BYTES = 7 * 2**20
+MAX_CONCURRENT_STREAMS = 3
+"""Id of the HTTP/2 setting."""
+
+
+def check(authorization: str) -> None:
+    if authorization != "Bearer right":
+        failure = Failure(code=Code.UNAUTHENTICATED, reason=Reason.INVALID_API_KEY, message="the API key is wrong")
+        raise Refused(failure)
+
+
+@asynccontextmanager
+async def served(**changes: object) -> AsyncIterator[tuple[int, list[Failure]]]:
+    """Serve the inference API behind a gate. Yields (port, refused calls)."""
+    refused: list[Failure] = []
+    settings = {"max_messages": 2, "receive_s": 5.0} | changes
+    async with cluster(("h0", "hybrid")) as c:
+        gate = ReceiveGate(check, on_refused=refused.append, **settings)
+        server = GrpcServer(heartbeat_s=1.0, max_message_bytes=2 * MESSAGE_BYTES, gate=gate, max_streams=7)
+        server.add_inference(InferenceService(c.gateway))
+        port = await server.start("127.0.0.1", 0)
+        try:
+            yield port, refused
+        finally:
+            await server.stop(0.0)
+
+
+def unfinished_call(stream: int, authorization: bytes) -> bytes:
+    """Return the frames of a call whose message of 7 MiB has only begun."""
+    head = field_block(request_head(GENERATE, authorization=authorization))
+    begin = grpc_message(b"x" * 1000, length=MESSAGE_BYTES)
+    return frame(HEADERS, head, flags=END_HEADERS, stream=stream) + frame(DATA, begin, stream=stream)
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:
+    """Return (kind, stream, payload) of the next frame."""
+    head = await reader.readexactly(9)
+    payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+    return head[3], int.from_bytes(head[5:9], "big"), payload
+
+
+async def ended_streams(reader: asyncio.StreamReader, number: int) -> dict[int, bytes]:
+    """Return the last header block of the first `number` streams that end."""
+    ended: dict[int, bytes] = {}
+    while len(ended) < number:
+        kind, stream, payload = await read_frame(reader)
+        if kind == HEADERS:
+            ended[stream] = payload
+    return ended
+
+
+async def test_call_without_a_key_is_refused_before_its_message_is_received() -> None:
+    async with served() as (port, refused), asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HTTP2_START + b"".join(unfinished_call(stream, b"Bearer wrong") for stream in (1, 3, 5)))
+        ended = await ended_streams(reader, 3)
+        assert all(b"invalid_api_key" in block for block in ended.values())
+        assert [failure.reason for failure in refused] == [Reason.INVALID_API_KEY] * 3
+        writer.close()
+
+
+async def test_call_whose_message_does_not_arrive_in_time_is_refused() -> None:
+    async with served(receive_s=0.3) as (port, refused), asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HTTP2_START + unfinished_call(1, b"Bearer right"))
+        assert b"deadline" in (await ended_streams(reader, 1))[1]
+        assert [failure.code for failure in refused] == [Code.RECEIVE_TIMEOUT]
+        writer.close()
+
+
+async def test_calls_wait_while_the_allowed_number_of_messages_is_received() -> None:
+    async with served(receive_s=1.0) as (port, _), asyncio.timeout(20):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HTTP2_START + b"".join(unfinished_call(stream, b"Bearer right") for stream in (1, 3)))
+        await asyncio.sleep(0.2)
+        channel = open_channel(f"127.0.0.1:{port}", channel_options(5.0))
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GenerateRequest(model="demo", prompt="hello", max_tokens=3)
+        waiting = stub.Generate(request, metadata=(("authorization", "Bearer right"),), timeout=10)
+        assert await waiting.code() in (grpc.StatusCode.OK, grpc.StatusCode.DEADLINE_EXCEEDED)
+        served_again = stub.Generate(request, metadata=(("authorization", "Bearer right"),), timeout=10)
+        assert [response async for response in served_again]
+        await channel.close()
+        writer.close()
+
+
+async def test_limit_of_streams_is_announced() -> None:
+    async with served() as (port, _), asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HTTP2_START)
+        kind, _, payload = await read_frame(reader)
+        assert kind == SETTINGS
+        settings = {
+            int.from_bytes(payload[at : at + 2], "big"): int.from_bytes(payload[at + 2 : at + 6], "big")
+            for at in range(0, len(payload), 6)
+        }
+        assert settings[MAX_CONCURRENT_STREAMS] == 7
+        writer.close()
