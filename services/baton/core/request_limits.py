@@ -160,5 +160,9 @@ effect. The model's context length further bounds `max_tokens` and prompts.
 MAX_JSON_DEPTH = 32
 """Maximum nesting depth of objects and lists in a request body. The deepest valid request needs 5."""
 
+MAX_JSON_CONTAINERS = 32 * 1024
+"""Maximum number of objects and lists in a request body. 4,096 messages with a list of two parts each have half of
+it."""
+
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of an HTTP request line and headers."""

@@ -32,6 +32,7 @@ from baton.gateway.http.sse_stream import EventStream
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity
 from baton.gateway.input.strict_json import parse_object
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
+from baton.gateway.input.validation import INLINE_BODY_BYTES
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.metrics import CONTENT_TYPE
 
@@ -39,8 +40,6 @@ log = get_logger(__name__)
 
 Handler = Callable[["HttpExchange"], Awaitable[None]]
 _CLIENT_DISCONNECTED = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has disconnected")
-INLINE_BODY_BYTES = 256 * 1024
-"""Larger bodies are parsed in a thread, because parsing them would delay all streams by milliseconds."""
 DECISIONS = "/debug/decisions/"
 MODELS = "/v1/models/"
 
@@ -150,16 +149,24 @@ class HttpApp:
         caller = caller_of(exchange.scope)
         identity = self._service.admit_caller(caller.authorization)
         with self._service.hold_slot(identity):
-            body = await self._body(exchange)
+            body = await self._raw_body(exchange)
             call = await self._service.validator.call(
-                endpoint, body, caller, received_s=received_s, request_id=exchange.request_id, identity=identity
+                endpoint,
+                await _parse(body),
+                caller,
+                received_s=received_s,
+                num_body_bytes=len(body),
+                request_id=exchange.request_id,
+                identity=identity,
             )
         await (self._stream if call.output_options.stream else self._non_streaming)(exchange, call)
 
     async def _body(self, exchange: HttpExchange) -> dict[str, Any]:
-        """Read and parse the request's JSON object. A large one is parsed in a thread. Raises Refused."""
-        body = await read_body(exchange.scope, exchange.receive, self._max_body_bytes)
-        return parse_object(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse_object, body)
+        """Read and parse the request's JSON object. Raises Refused."""
+        return await _parse(await self._raw_body(exchange))
+
+    async def _raw_body(self, exchange: HttpExchange) -> bytes:
+        return await read_body(exchange.scope, exchange.receive, self._max_body_bytes)
 
     async def _non_streaming(self, exchange: HttpExchange, call: ClientCall) -> None:
         with NonStreamingResponse(call, self._service.tokenizer, self._service.budget) as response:
@@ -298,6 +305,11 @@ class HttpApp:
         if exchange.endpoint is not None:
             self._service.count_result(exchange.endpoint.value, failure)
             exchange.endpoint = None
+
+
+async def _parse(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object. A large one is parsed in a thread. Raises Refused."""
+    return parse_object(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse_object, body)
 
 
 def _cut_if_slow_reader(scope: Scope, run: "asyncio.Task[CallOutcome]") -> None:

@@ -5,8 +5,10 @@ import re
 from typing import Any, NoReturn
 
 from baton.core.errors import invalid
-from baton.core.request_limits import MAX_JSON_DEPTH, printable
+from baton.core.request_limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, printable
 
+_STRINGS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""Matches a string, also one without a closing quote."""
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])|([\]}])', re.DOTALL)
 """Matches a string, or a bracket outside of a string. A string without a closing quote matches too. Otherwise
 the search would try each later quote as a beginning and read to the end of the text every time."""
@@ -39,10 +41,17 @@ def _check_depth(text: str) -> None:
     """Raise Refused if the body is nested too deeply. Called before parsing, so that depth cannot exhaust the
     stack.
 
-    Most bodies have so few brackets that counting them is enough.
+    Most bodies have so few brackets that counting them is enough. Each object and list takes many times its
+    size in memory, so their number is bounded, too.
     """
     if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
         return
+    outside = _STRINGS.sub("", text)
+    if (num_containers := outside.count("[") + outside.count("{")) > MAX_JSON_CONTAINERS:
+        raise invalid(
+            f"the body has {num_containers} objects and lists; at most {MAX_JSON_CONTAINERS} are allowed; send several "
+            "requests"
+        )
     depth = 0
     for match in _BRACKETS.finditer(text):
         opens, closes = match.groups()

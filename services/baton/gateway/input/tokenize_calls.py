@@ -32,7 +32,7 @@ async def tokenize_body(validator: Validator, body: Mapping[str, Any]) -> TokenI
     if (prompt is None) == (body.get("messages") is None):
         raise InvalidField("prompt", "exactly one of prompt and messages must be sent")
     if prompt is None:
-        text = validator.tokenizer.chat_text(parse_messages(body))
+        text = await validator.tokenizer.chat_text(parse_messages(body))
         _check_length(validator, "messages", text)
         return await validator.tokenizer.encode(text, add_special_tokens=False)
     if not isinstance(prompt, str):

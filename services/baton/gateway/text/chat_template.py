@@ -6,6 +6,7 @@ operation of the template.
 """
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -101,6 +102,20 @@ class ChatTemplate:
         return "".join(texts)
 
 
+class _Rendering(threading.local):
+    """Limits of the rendering that runs in a thread. Several threads may render at the same time."""
+
+    clock: Clock = float
+    deadline_s = 0.0
+    range_left = 0
+
+    def begin(self, clock: Clock) -> None:
+        """Reset the limits."""
+        self.clock = clock
+        self.deadline_s = clock() + MAX_RENDER_S
+        self.range_left = MAX_RANGE_TOTAL
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """Jinja environment with the settings of transformers, and limits checked at every lookup, call and
     operation."""
@@ -113,21 +128,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _refuse
         self.globals["range"] = self._range
-        self._clock: Clock = float
-        self._deadline_s = 0.0
-        self._range_left = 0
+        self._rendering = _Rendering()
 
     def begin(self, clock: Clock) -> None:
-        """Reset the limits for a new rendering."""
-        self._clock = clock
-        self._deadline_s = clock() + MAX_RENDER_S
-        self._range_left = MAX_RANGE_TOTAL
+        """Reset the limits for a new rendering in this thread."""
+        self._rendering.begin(clock)
 
     def check_limits(self, num_characters: int = 0) -> None:
         """Raise TemplateTooExpensive if the time is up or `num_characters` is above the limit."""
         if num_characters > self._max_characters:
             raise TemplateTooExpensive(f"the chat template produces more than {self._max_characters} characters")
-        if self._clock() > self._deadline_s:
+        if self._rendering.clock() > self._rendering.deadline_s:
             raise TemplateTooExpensive(f"the chat template runs longer than {MAX_RENDER_S:g} s")
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -148,8 +159,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _range(self, *bounds: int) -> range:
         numbers = range(*bounds)
-        self._range_left -= len(numbers)
-        if self._range_left < 0:
+        self._rendering.range_left -= len(numbers)
+        if self._rendering.range_left < 0:
             raise TemplateTooExpensive(f"the chat template loops over more than {MAX_RANGE_TOTAL} numbers")
         return numbers
 

@@ -6,6 +6,7 @@ simulator.
 
 import asyncio
 import json
+import time
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ INLINE_CHARACTERS = 16 * 1024
 """Longer texts are encoded in a thread. This length takes about 3 ms, which delays every open stream."""
 INLINE_CACHED_CHARACTERS = 64 * 1024
 """The same limit for texts that the BPE cache encodes."""
+INLINE_MESSAGES = 64
+"""A chat of more messages is rendered in a thread. This number takes about a millisecond."""
 PROMPT_TAIL_TOKENS = 6
 """Number of prompt ids on which the text of the first output token depends."""
 
@@ -43,10 +46,10 @@ class Tokenizer(Protocol):
         """Return the token ids of a text. A long text does not block the event loop."""
         ...
 
-    def chat_text(self, messages: Sequence[Message]) -> str:
+    async def chat_text(self, messages: Sequence[Message]) -> str:
         """Return the prompt that the chat template makes of `messages`, including special tokens.
 
-        Raises Refused (400) if the model has no template, or if the template rejects the messages.
+        Many or long messages do not block the event loop. Raises Refused (400) if the model has no template, or if the template rejects the messages.
         """
         ...
 
@@ -108,10 +111,13 @@ class HfTokenizer(Tokenizer):
             return self._encode(text, add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text, add_special_tokens)
 
-    def chat_text(self, messages: Sequence[Message]) -> str:
-        if self._chat_template is None:
+    async def chat_text(self, messages: Sequence[Message]) -> str:
+        template, loop = self._chat_template, asyncio.get_running_loop()
+        if template is None:
             raise invalid("this model has no chat template; use /v1/completions with a prompt in the model's format")
-        return self._chat_template.render(messages, asyncio.get_running_loop().time)
+        if len(messages) <= INLINE_MESSAGES:
+            return template.render(messages, loop.time)
+        return await loop.run_in_executor(self._threads, template.render, messages, time.monotonic)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
@@ -167,7 +173,7 @@ class ByteTokenizer(Tokenizer):
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         return array("I", list(text.encode()))  # array() would interpret bytes as the memory of its items
 
-    def chat_text(self, messages: Sequence[Message]) -> str:
+    async def chat_text(self, messages: Sequence[Message]) -> str:
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
