@@ -1,5 +1,6 @@
 """Contract of `DecisionStore` for each implementation."""
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -12,8 +13,13 @@ from baton.core.errors import Reason
 from baton.core.ids import DecisionId
 from baton.core.interfaces import DecisionStore
 from baton.core.messages.jobs import PrefixSource
+from baton.core.plain_json import to_plain
+from baton.store.redis.redis_connection import RedisConnection
+from baton.store.redis.redis_decision_store import OVERHEAD_BYTES, RedisDecisionStore
+from baton.store.redis.redis_keys import Keys
 from tests import builders
 from tests.contract.stores import KINDS, open_stores, until_empty
+from tests.redis_server import RunningRedis
 
 pytestmark = pytest.mark.contract
 
@@ -103,3 +109,34 @@ async def test_records_expire(store: DecisionStore) -> None:
     await store.put(placed(b"brief"), 0.05)
     await until_empty(lambda: store.get(b"brief"))
     assert await store.get(None) == ()
+
+
+async def test_records_in_redis_take_bounded_memory(redis: RunningRedis) -> None:
+    connection, keys = RedisConnection(redis.url), Keys(cluster="bounded")
+    try:
+        size = len(json.dumps(to_plain(placed(b"r000"))))
+        store = RedisDecisionStore(connection, keys, max_bytes=20 * (size + OVERHEAD_BYTES))
+        for number in range(100):
+            for attempt in range(2):
+                await store.put(placed(b"r%03d" % number, attempt), LONG_S)
+        kept = [number for number in range(100) if await store.get(b"r%03d" % number)]
+        assert kept == list(range(100 - len(kept), 100)), "the newest are kept"
+        assert 8 <= len(kept) <= 12
+        assert len(await store.get(b"r099")) == 2
+        assert len(await connection.call(lambda client: client.keys("*bounded*"))) == len(kept) + 3
+    finally:
+        await connection.aclose()
+
+
+async def test_record_above_the_limit_is_not_kept_and_the_next_ones_are(redis: RunningRedis) -> None:
+    connection, keys = RedisConnection(redis.url), Keys(cluster="small")
+    try:
+        size = len(json.dumps(to_plain(placed(b"r0"))))
+        store = RedisDecisionStore(connection, keys, max_bytes=size + 2 * OVERHEAD_BYTES)
+        large = record(b"large", 0, candidates=placed().candidates * 500)
+        await store.put(large, LONG_S)
+        assert await store.get(b"large") == ()
+        await store.put(placed(b"r0"), LONG_S)
+        assert await store.get(b"r0") == (placed(b"r0"),)
+    finally:
+        await connection.aclose()

@@ -138,4 +138,8 @@ def _stores(config: SchedulerConfig, stack: AsyncExitStack) -> tuple[Membership,
     stack.push_async_callback(connection.aclose)
     stack.push_async_callback(events.aclose)
     keys = Keys(cluster=config.cluster)
-    return RedisMembership(connection, keys), RedisDecisionStore(connection, keys), RedisKvEventFeed(events, keys)
+    return (
+        RedisMembership(connection, keys),
+        RedisDecisionStore(connection, keys, max_bytes=config.max_record_bytes),
+        RedisKvEventFeed(events, keys),
+    )

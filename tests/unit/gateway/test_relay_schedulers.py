@@ -9,6 +9,7 @@ from baton.core.errors import Code, Reason, Refused
 from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals
 from baton.gateway.cluster.scheduler_pool import MAX_OUTCOMES_PER_CALL
+from baton.store.memory.memory_stores import MemoryMembership
 from tests.times import TEST_TIMES
 from tests.unit.gateway.fakes import PROMPT, StubScheduler, answer_to, cluster, kill_at, until
 from tests.unit.gateway.virtual import virtual
@@ -127,3 +128,18 @@ async def test_query_contains_prompt_and_delivered_tokens() -> None:
         assert len(first.block_hashes) == 1
         assert len(second.block_hashes) == 2
         assert second.block_hashes[0] == first.block_hashes[0]
+
+
+@virtual
+async def test_scheduler_that_still_answers_is_kept_although_membership_lists_none() -> None:
+    """The store was emptied, or is too full for announcements."""
+    async with cluster(("h0", "hybrid")) as c:
+        pool, membership = c.gateway.schedulers, MemoryMembership()
+        discovering = asyncio.create_task(pool._discover(membership))
+        await asyncio.sleep(2)
+        assert pool.addresses == (c.scheduler.address,)
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        c.scheduler.die()
+        await until(lambda: not pool.addresses)
+        discovering.cancel()
+        await asyncio.wait((discovering,))

@@ -19,6 +19,8 @@ from baton.core.client_api import TotalUsage
 from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, LayerGroup
 from baton.core.messages.jobs import DecodeJob, Job, PrefillJob
 from baton.core.messages.peer_messages import KvReady
+from baton.core.request import Sampling
+from baton.core.request_limits import LIMITS, Limit
 from baton.core.step_cost import COSTS_VERSION, StepCostModel
 
 T = TypeVar("T")
@@ -128,12 +130,21 @@ def _dataclass(kind: type) -> st.SearchStrategy[Any]:
             "version": st.just(COSTS_VERSION),
             "num_measured": U32,
         }
+    if kind is Sampling:
+        strategies |= {name: _within(LIMITS[name]) for name, hint in hints.items() if hint is float}
+        strategies["logit_bias"] = st.lists(st.tuples(U32, _within(LIMITS["logit_bias"])), max_size=3).map(tuple)
     if kind is KvLayout:
         strategies["block_size_tokens"] = SMALL
     if kind is TotalUsage:
         strategies = dict.fromkeys(strategies, U32)  # their sum is sent too and must fit
     build = st.builds(kind, **strategies)
     return build.map(_FIX_UP[kind]) if kind in _FIX_UP else build
+
+
+def _within(limit: Limit) -> st.SearchStrategy[float]:
+    """Return a strategy for the numbers that a request field accepts."""
+    low = limit.minimum if limit.above is None else limit.above
+    return st.floats(low, limit.maximum, exclude_min=limit.above is not None)
 
 
 def _valid_job(job: Any) -> Any:

@@ -28,6 +28,8 @@ time."""
 MAX_OUTCOMES_PER_CALL = 256
 """Maximum number of outcomes in one call."""
 
+MAX_UNLISTED = 4
+"""Maximum number of schedulers that are kept although membership does not list them."""
 MIN_POLL_FRACTION = 0.1
 """Fraction of `call_s` that passes at least between two placement calls of one queued request."""
 
@@ -221,8 +223,17 @@ class SchedulerPool:
     async def _discover(self, membership: Membership) -> None:
         while True:
             with suppress(StoreUnavailable):  # keep the last known addresses
-                self._set_addresses([member.address for member in await membership.members(MemberKind.SCHEDULER)])
+                listed = [member.address for member in await membership.members(MemberKind.SCHEDULER)]
+                self._set_addresses([*listed, *self._unlisted(listed)])
             await asyncio.sleep(self._times.heartbeat_s)
+
+    def _unlisted(self, listed: Sequence[str]) -> list[str]:
+        """Return known schedulers that are not listed but have not failed.
+
+        A store that was emptied, or is too full for announcements, does not list schedulers that still answer.
+        """
+        unlisted = [address for address in self._apis if address not in listed and address not in self._failed_at_s]
+        return unlisted[:MAX_UNLISTED]
 
     async def _watch(self) -> None:
         """Keep one Watch stream open, from the first scheduler that accepts it."""

@@ -5,7 +5,6 @@ naming the field, if the message is not valid: an enum is unset or unknown, a pa
 wrong, or a duration is not a number. It raises nothing else.
 """
 
-import math
 import sys
 from array import array
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,7 @@ from baton.core.kv.block_hash import HASH_BYTES, BlockHash, TokenIds
 from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, KvMemory, LayerGroup
 from baton.core.messages.jobs import PrefixSource
 from baton.core.request import FinishReason, LegTimeline, Sampling, TokenLogprobs, Usage
-from baton.core.request_limits import printable
+from baton.core.request_limits import LIMITS, OutOfLimits, printable
 from baton.rpc.mappers.message_mapping import MessageMapping, checked, nested
 from baton.wire.v1 import common_pb2 as pb
 
@@ -204,7 +203,7 @@ def to_sampling(sampling: Sampling) -> pb.Sampling:
 
 
 def from_sampling(message: pb.Sampling) -> Sampling:
-    """Convert sampling parameters. Raises Refused for a NaN or infinity; the gateway checks limits."""
+    """Convert sampling parameters. Raises Refused for a number outside its limits."""
     sampling = Sampling(
         max_tokens=message.max_tokens,
         temperature=message.temperature,
@@ -222,12 +221,13 @@ def from_sampling(message: pb.Sampling) -> Sampling:
         logit_bias=tuple((bias.token_id, bias.bias) for bias in message.logit_bias),
         sampler_version=message.sampler_version,
     )
-    for field in _SAMPLING_NUMBERS:
-        if not math.isfinite(getattr(sampling, field)):
-            raise invalid(f"sampling: {field} is {getattr(sampling, field)}, not a number")
-    for _, bias in sampling.logit_bias:
-        if not math.isfinite(bias):
-            raise invalid(f"sampling: a logit_bias is {bias}, not a number")
+    try:
+        for field in _SAMPLING_NUMBERS:
+            LIMITS[field].check(field, getattr(sampling, field))
+        for _, bias in sampling.logit_bias:
+            LIMITS["logit_bias"].check("logit_bias", bias)
+    except OutOfLimits as error:
+        raise invalid(f"sampling: {error}") from error
     return sampling
 
 

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.config_base import Config, config, setting
 
 
@@ -32,4 +33,10 @@ class PolicySettings(Config):
         help="maximum number of requests queued at the scheduler; more are refused; 0 disables the queue",
         minimum=0,
         aliases=("max_waiting",),
+    )
+    max_record_bytes: int = setting(
+        64 * MIB,
+        help="memory of the decision records of a cluster in Redis; the oldest are removed first",
+        unit="bytes",
+        minimum=64 * 1024,
     )

@@ -11,25 +11,65 @@ from baton.store.redis.redis_keys import Keys
 log = get_logger(__name__)
 
 
-class RedisDecisionStore:
-    """Implements `DecisionStore` with one Redis hash per request and one field per attempt."""
+MAX_RECORD_BYTES = 64 * 2**20
+OVERHEAD_BYTES = 512
+"""Memory that Redis needs for a record besides its text: keys, and the entries of index and sizes."""
 
-    def __init__(self, connection: RedisConnection, keys: Keys) -> None:
+# KEYS: the request's hash, the ids in the order of their first record, the sizes by id, the last id.
+# ARGV: request id, attempt, record, lifetime in ms, largest sum of sizes, prefix of request hashes, overhead.
+# Stores a record, and removes the oldest requests while the sum of sizes is too large.
+_PUT = """
+local id, attempt, value, ttl = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local old = redis.call('HGET', KEYS[1], attempt)
+local added = #value + ARGV[7] - (old and #old + ARGV[7] or 0)
+redis.call('HSET', KEYS[1], attempt, value)
+redis.call('PEXPIRE', KEYS[1], ttl)
+redis.call('ZADD', KEYS[2], 'NX', redis.call('HINCRBY', KEYS[3], ':next', 1), id)
+redis.call('HINCRBY', KEYS[3], id, added)
+local total = redis.call('HINCRBY', KEYS[3], ':total', added)
+while total > tonumber(ARGV[5]) do
+  local oldest = redis.call('ZPOPMIN', KEYS[2])[1]
+  if not oldest then break end
+  redis.call('DEL', ARGV[6] .. oldest)
+  total = redis.call('HINCRBY', KEYS[3], ':total', -(redis.call('HGET', KEYS[3], oldest) or 0))
+  redis.call('HDEL', KEYS[3], oldest)
+end
+redis.call('PEXPIRE', KEYS[2], ttl)
+redis.call('PEXPIRE', KEYS[3], ttl)
+redis.call('SET', KEYS[4], id, 'PX', ttl)
+"""
+
+
+class RedisDecisionStore:
+    """Implements `DecisionStore` with one Redis hash per request and one field per attempt.
+
+    The records of a cluster take a bounded amount of memory; the oldest are removed first.
+    """
+
+    def __init__(self, connection: RedisConnection, keys: Keys, *, max_bytes: int = MAX_RECORD_BYTES) -> None:
         self._connection = connection
         self._keys = keys
+        self._max_bytes = max_bytes
 
     async def put(self, record: DecisionRecord, ttl_s: float) -> None:
-        key, ttl_ms = self._keys.decisions(record.request_id), max(1, round(ttl_s * 1000))
+        keys, request_id = self._keys, record.request_id.hex()
         value = json.dumps(to_plain(record), separators=(",", ":"))
-        await self._connection.call(
-            lambda redis: (
-                redis.pipeline(transaction=True)
-                .hset(key, str(record.attempt), value)
-                .pexpire(key, ttl_ms)
-                .set(self._keys.last_decision, record.request_id.hex(), px=ttl_ms)
-                .execute()
-            )
+        names = (
+            keys.decisions(record.request_id),
+            keys.decision_index,
+            keys.decision_sizes,
+            keys.last_decision,
         )
+        arguments = (
+            request_id,
+            str(record.attempt),
+            value,
+            str(max(1, round(ttl_s * 1000))),
+            str(self._max_bytes),
+            keys.decision_prefix,
+            str(OVERHEAD_BYTES),
+        )
+        await self._connection.call(lambda redis: redis.eval(_PUT, len(names), *names, *arguments))
 
     async def get(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         if request_id is None:

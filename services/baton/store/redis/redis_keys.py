@@ -31,7 +31,22 @@ class Keys:
 
     def decisions(self, request_id: bytes) -> str:
         """Hash {attempt: decision record} of one request."""
-        return f"baton:{{{self.cluster}}}:decision:{request_id.hex()}"
+        return self.decision_prefix + request_id.hex()
+
+    @property
+    def decision_prefix(self) -> str:
+        """Common prefix of all `decisions` keys."""
+        return f"baton:{{{self.cluster}}}:decision:"
+
+    @property
+    def decision_index(self) -> str:
+        """Sorted set of the ids in hex of the requests with records, oldest first."""
+        return f"baton:{{{self.cluster}}}:decision-index"
+
+    @property
+    def decision_sizes(self) -> str:
+        """Hash of the size of each request's records, their sum, and the next rank in `decision_index`."""
+        return f"baton:{{{self.cluster}}}:decision-sizes"
 
     @property
     def last_decision(self) -> str:
