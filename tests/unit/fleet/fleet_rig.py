@@ -1,7 +1,7 @@
 """A fleet over a fake Ray, with short intervals."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ async def connected(
     limit: RestartLimit = QUICK_LIMIT,
     left_behind_timeout_s: float = 0.05,
     fleet_class: type[RayFleet] = RayFleet,
+    notify: Callable[[str], None] = lambda text: None,
     **times: float,
 ) -> RayFleet:
     """A fleet that has joined `ray`. `times`: changes to the quick placement times."""
@@ -44,6 +45,7 @@ async def connected(
         connection=FakeConnection(ray),
         placement_times=replace(QUICK_TIMES, **times),
         left_behind_timeout_s=left_behind_timeout_s,
+        notify=notify,
     )
     await fleet.connect()
     return fleet

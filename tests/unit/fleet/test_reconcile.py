@@ -157,6 +157,30 @@ async def test_actor_name_that_ray_does_not_free_is_a_failure_of_that_worker(
     assert "Ray did not free the name of worker decode-0 within 0.02 s" in events(caplog, "worker_died")[0]["reason"]
 
 
+async def test_fleet_goes_on_while_a_worker_that_can_decode_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray = FakeRay(p={"baton_prefill": 1}, d={"baton_decode": 1})
+    notes: list[str] = []
+    fleet = await connected(ray, tmp_path, is_detached=False, notify=notes.append)
+    for spec in (WorkerSpec(worker_id="prefill-0", role=P), WorkerSpec(worker_id="decode-0", role=D)):
+        await fleet.start(spec, worker_config(spec))
+    ray.start_errors["prefill-0"] = [RuntimeError("no memory")]
+    supervision = asyncio.create_task(fleet.supervise())
+    with caplog.at_level(logging.INFO):
+        ray.serving("prefill-0").die()
+        await eventually(lambda: events(caplog, "worker_crash_looping"))
+    assert not supervision.done()
+    assert fleet.stages == {(P, WorkerStage.FAILING): 1, (D, WorkerStage.SERVING): 1}
+    assert any("prefill-0 keeps dying" in note and "the others go on" in note for note in notes)
+    ray.start_errors["decode-0"] = [RuntimeError("no memory")]
+    ray.serving("decode-0").die()
+    with pytest.raises(ExceptionGroup) as failed:
+        await asyncio.wait_for(supervision, 5)
+    assert "worker decode-0 keeps dying" in str(failed.value.exceptions[0])
+    await fleet.close(1.0)
+
+
 async def test_crash_looping_worker_that_is_not_detached_ends_the_fleet(tmp_path: Path) -> None:
     ray = FakeRay(p={"baton_prefill": 1})
     fleet = await connected(ray, tmp_path, is_detached=False)

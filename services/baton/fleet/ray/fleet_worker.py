@@ -57,6 +57,7 @@ class FleetContext:
     on_change: called with a worker's id and its facts after a start, and with None after its death.
     notify: prints a line for the user.
     num_workers: returns the number of workers in the fleet.
+    can_serve: returns True if a worker that can decode is left that does not keep dying.
     """
 
     call: TimedRayCall
@@ -70,6 +71,7 @@ class FleetContext:
     on_change: Callable[[str, WorkerFacts | None], None]
     notify: Callable[[str], None]
     num_workers: Callable[[], int]
+    can_serve: Callable[[], bool]
 
     @property
     def is_detached(self) -> bool:
@@ -84,6 +86,7 @@ class FleetWorker:
     facts: facts of the last successful start.
     is_settled: it has served, has failed, or is known to wait for a node.
     is_stopping: it is being ended on purpose and is not started again.
+    keeps_dying: it died more often than the restart limit allows, and has not served since.
     task: the task that runs `run`, for detached workers.
     """
 
@@ -106,6 +109,7 @@ class FleetWorker:
         self.facts: WorkerFacts | None = None
         self.is_settled = False
         self.is_stopping = False
+        self.keeps_dying = False
         self.task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -137,7 +141,7 @@ class FleetWorker:
         """Wait for the worker's end and start it again, until cancelled.
 
         Returns if the worker is being stopped, or was drained on a private Ray: there, drained workers stay
-        away. Raises WorkerFailed if it dies too often and is not detached.
+        away. Raises WorkerFailed if it dies too often, is not detached, and no other worker can serve.
         """
         while True:
             reason = await self._wait_until_ended()
@@ -156,9 +160,9 @@ class FleetWorker:
     async def _start_with_retries(self, reason: str) -> None:
         """Start the worker until it serves or is being stopped.
 
-        `reason`: why it has died, empty if it has not. A worker fails for good if it died more often than the
-        restart limit allows, within its window or without serving in between. Then WorkerFailed is raised. A
-        detached worker is tried again after a pause instead.
+        `reason`: why it has died, empty if it has not. A worker that died more often than the restart limit
+        allows, within its window or without serving in between, is tried again after a pause. Raises
+        WorkerFailed instead if it is not detached and no worker is left that can serve.
         """
         while True:
             await asyncio.sleep(self._record_failure(reason) if reason else 0.0)
@@ -171,7 +175,10 @@ class FleetWorker:
                 reason = str(error)
 
     def _record_failure(self, reason: str) -> float:
-        """Count one failure. Return the seconds until the next attempt, or raise WorkerFailed."""
+        """Count one failure. Return the seconds until the next attempt.
+
+        Raises WorkerFailed if it is not detached and the fleet cannot serve without it.
+        """
         worker_id, limit = self.spec.worker_id, self._fleet.restart_limit
         self.stage, self.is_settled = WorkerStage.FAILING, True
         self._num_failures += 1
@@ -179,9 +186,13 @@ class FleetWorker:
         wait_s = self._budget.wait_s(asyncio.get_running_loop().time())
         if wait_s is not None and self._num_failures <= limit.deaths:  # the second limit also counts slow failures
             return wait_s
-        if not self._fleet.is_detached:
+        self.keeps_dying = True
+        if not self._fleet.is_detached and not self._fleet.can_serve():
             raise WorkerFailed(f"worker {worker_id} keeps dying: {reason}")
         log.error("worker_crash_looping", worker=worker_id, reason=reason, wait_s=limit.window_s)
+        self._fleet.notify(
+            f"worker {worker_id} keeps dying: {reason}; it is tried again in {limit.window_s:g} s, the others go on"
+        )
         return limit.window_s
 
     async def _start_actor(self, config: WorkerConfig) -> WorkerFacts:
@@ -203,6 +214,7 @@ class FleetWorker:
             await self.placement.end()
             raise WorkerFailed(f"worker {self.spec.worker_id} {reason}") from error
         self.facts, self.stage, self._num_failures, self.is_settled = facts, WorkerStage.SERVING, 0, True
+        self.keeps_dying = False
         log.info(
             "worker_started",
             worker=facts.worker_id,

@@ -82,6 +82,7 @@ class RayFleet:
             on_change=on_change,
             notify=notify,
             num_workers=lambda: len(self._workers),
+            can_serve=self._can_serve,
         )
         self.node_address = "127.0.0.1"
         """Address of this machine, as the nodes of the workers reach it."""
@@ -149,7 +150,8 @@ class RayFleet:
     async def supervise(self) -> None:
         """Restart dead workers until cancelled; on an existing Ray cluster also workers that were drained.
 
-        Raises WorkerFailed if a worker dies too often, and RayFailed if Ray does not answer.
+        A worker that dies too often is tried again from time to time. Raises WorkerFailed if then no worker is
+        left that can serve, and RayFailed if Ray does not answer.
         """
         async with asyncio.TaskGroup() as group:
             for worker in self._workers.values():
@@ -184,6 +186,10 @@ class RayFleet:
                     ended.append(actor.wait.remote(grace_s))
         if ended:
             self._connection.api.wait(ended, num_returns=len(ended), timeout=grace_s)
+
+    def _can_serve(self) -> bool:
+        """Return True if a worker that can decode does not keep dying. Decode workers can also prefill."""
+        return any(worker.spec.role.can_decode and not worker.keeps_dying for worker in self._workers.values())
 
     def _add(self, spec: WorkerSpec, config: WorkerConfig) -> FleetWorker:
         worker = FleetWorker(spec, config, self._context)
