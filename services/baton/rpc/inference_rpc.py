@@ -10,6 +10,7 @@ import grpc.aio
 from baton.core.client_api import Caller, GenerateChunk, GenerateStream, InferenceApi, ModelInfo
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds, token_ids
+from baton.core.request_limits import LIMITS
 from baton.rpc import grpc_status
 from baton.rpc.grpc_streams import GrpcSource, StreamLimits, wait_until_accepted
 from baton.rpc.mappers import client_mapper as convert
@@ -26,15 +27,19 @@ WRITE_S = 30.0
 The request itself ends earlier, when the gateway's output buffer is full.
 """
 
+MAX_TIMEOUT_S = (LIMITS["x-baton-timeout-ms"].maximum or 0) / 1000
+"""Longest deadline of a call, as over HTTP. A longer one is cut."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def caller_of(context: Context) -> Caller:
     """Return credentials, deadline, address and trace context of a call."""
     metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
+    left_s = context.time_remaining()
     return Caller(
         authorization=str(metadata.get(AUTHORIZATION_KEY, "")),
-        timeout_s=context.time_remaining(),
+        timeout_s=None if left_s is None else min(left_s, MAX_TIMEOUT_S),
         address=context.peer(),
         trace_context=str(metadata.get(TRACE_KEY, "")),
     )

@@ -15,6 +15,8 @@ from typing import Any, TextIO
 import structlog
 from structlog.typing import Processor
 
+from baton.runtime.log_limits import BoundedLogFile, RepeatLimit
+
 _SHARED: tuple[Processor, ...] = (
     structlog.contextvars.merge_contextvars,
     structlog.stdlib.add_logger_name,
@@ -49,8 +51,8 @@ def configure(
     """Send this process's logs to `{log_dir}/{name}.log`, or to `stream` (standard error) without `log_dir`.
 
     A terminal gets coloured text; a file or any other stream gets JSON lines. Every line contains `fields`
-    and the field `process`, which is `name`. A crash in native code writes its stacks to the file. A second
-    call replaces the first. Returns the path of the file, or None. Raises OSError if it cannot be opened.
+    and the field `process`, which is `name`. A crash in native code writes its stacks to the file. Files rotate,
+    and an event that repeats too often is counted instead of written. A second call replaces the first. Returns the path of the file, or None. Raises OSError if it cannot be opened.
     """
     _remove_handler()
     path: Path | None = None
@@ -61,10 +63,9 @@ def configure(
     else:
         path = log_dir.expanduser() / f"{name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = BoundedLogFile(path)
         handler.setFormatter(_formatter(False, {"process": name, **fields}))
-        if handler.stream is not None:  # None only with the handler's option `delay`
-            faulthandler.enable(handler.stream)
+    handler.addFilter(RepeatLimit())
     handler.set_name(_HANDLER)
     root = logging.getLogger()
     root.addHandler(handler)

@@ -20,7 +20,7 @@ class WorkerLost(BatonError):
         return Failure(
             code=Code.UNAVAILABLE,
             reason=self.reason,
-            message=f"{self}; retry",
+            message=f"worker {self.worker.worker_id} was lost; retry",
             retry_after_s=1.0,
             retriable=True,
             blamed=self.worker,
