@@ -165,7 +165,7 @@ async def test_stream_continues_the_text_of_the_prompt(tokenizer: Tokenizer) -> 
 
 async def test_chat_template_is_applied(tokenizer: Tokenizer) -> None:
     ids = await tokenizer.encode(
-        tokenizer.chat_text([{"role": "user", "content": "hello fox"}]), add_special_tokens=False
+        await tokenizer.chat_text([{"role": "user", "content": "hello fox"}]), add_special_tokens=False
     )
     text = tokenizer.decode(ids)
     assert "hello fox" in text
@@ -203,5 +203,5 @@ async def test_model_without_a_template_rejects_chats(tmp_path: Path) -> None:
     (directory / "tokenizer_config.json").unlink()
     tokenizer = HfTokenizer(directory)
     with pytest.raises(Refused, match="no chat template"):
-        tokenizer.chat_text([{"role": "user", "content": "x"}])
+        await tokenizer.chat_text([{"role": "user", "content": "x"}])
     tokenizer.close()

@@ -123,10 +123,10 @@ class Reason(Enum):
     `--max-queued-jobs`.
     """
     MEMORY_BUDGET = "memory_budget", ReasonFamily.OVERLOAD, Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT
-    """The request needs more memory of a gateway or scheduler than `--memory-budget` leaves.
+    """The request needs more memory of the gateway than `--memory-budget` leaves.
 
     Retry after `Retry-After` (1 s). Without that header the request never fits: lower `max_tokens`, `n` or
-    `top_logprobs`, or raise `--memory-budget`. The message has the arithmetic.
+    `top_logprobs`, or raise the setting that the message names. It has the arithmetic.
     """
     NO_CAPACITY = "no_capacity", ReasonFamily.OVERLOAD, Code.RESOURCE_EXHAUSTED
     """No worker has, or will soon have, the KV blocks or batch slots that the request needs.

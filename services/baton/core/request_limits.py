@@ -161,8 +161,8 @@ MAX_JSON_DEPTH = 32
 """Maximum nesting depth of objects and lists in a request body. The deepest valid request needs 5."""
 
 MAX_JSON_CONTAINERS = 32 * 1024
-"""Maximum number of objects and lists in a request body. 4,096 messages with a list of two parts each have half of
-it."""
+"""Maximum number of objects and lists in a request body. 4,096 messages with a list of two parts each have
+half of it."""
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of an HTTP request line and headers."""

@@ -38,7 +38,7 @@ log = get_logger(__name__)
 
 CLUSTER = "cluster"
 """Name of the health condition that the cluster can serve requests."""
-BUDGET_WEIGHTS = {Account.RECEIVING: 2, Account.REQUESTS: 4, Account.UNSENT: 1, Account.SESSIONS: 1}
+BUDGET_WEIGHTS = {Account.RECEIVING: 1, Account.REQUESTS: 2, Account.UNSENT: 1}
 """Shares of the memory budget. Responses that are not streamed are collected in the account of requests."""
 STUCK_DETECTIONS = 24
 """A worker whose step runs for this many detection times counts as lost, although it still sends heartbeats.

@@ -53,7 +53,8 @@ class RepeatLimit(logging.Filter):
 
 
 class BoundedLogFile(logging.handlers.RotatingFileHandler):
-    """A log file that is renamed to `NAME.1` when it is full. Stacks of native crashes go to the current file.
+    """A log file that is renamed to `NAME.1` when it is full. Stacks of native crashes go to the current
+    file.
 
     A line that cannot be written, for example to a full disk, is lost without an effect on the process.
     """

@@ -51,8 +51,9 @@ def configure(
     """Send this process's logs to `{log_dir}/{name}.log`, or to `stream` (standard error) without `log_dir`.
 
     A terminal gets coloured text; a file or any other stream gets JSON lines. Every line contains `fields`
-    and the field `process`, which is `name`. A crash in native code writes its stacks to the file. Files rotate,
-    and an event that repeats too often is counted instead of written. A second call replaces the first. Returns the path of the file, or None. Raises OSError if it cannot be opened.
+    and the field `process`, which is `name`. A crash in native code writes its stacks to the file. Files
+    rotate, and an event that repeats too often is counted instead of written. A second call replaces the
+    first. Returns the path of the file, or None. Raises OSError if it cannot be opened.
     """
     _remove_handler()
     path: Path | None = None

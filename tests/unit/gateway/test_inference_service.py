@@ -199,6 +199,9 @@ async def test_explain_and_drain_call_the_schedulers() -> None:
         assert await admin(c).explain("0102", ANONYMOUS) == (record,)
         with pytest.raises(Refused):
             await admin(c).explain("no hex", ANONYMOUS)
+        with pytest.raises(Refused, match="set --api-keys") as refused:
+            await admin(c).drain("d0", Caller(address="ipv4:192.0.2.7:5000"))
+        assert refused.value.failure.code is Code.PERMISSION_DENIED
         await admin(c).drain("d0", ANONYMOUS, node_shutting_down=True)
         with pytest.raises(Refused, match="known are: p0, d0"):
             await admin(c).drain("d7", ANONYMOUS)

@@ -135,7 +135,8 @@ async def test_samples_of_one_request_count_as_one_suspect() -> None:
 
 @virtual
 async def test_two_workers_that_die_together_are_not_charged_to_their_requests() -> None:
-    """The second attempt is placed on a worker whose death neither the scheduler nor the gateway has noticed."""
+    """The second attempt is placed on a worker whose death neither the scheduler nor the gateway has
+    noticed."""
     async with cluster(*((f"h{i}", "hybrid") for i in range(3))) as c:
         h0, h1, h2 = c.scheduler.workers
         is_first_death = True

@@ -1,4 +1,5 @@
-"""When the client of a streamed response counts as too slow, and which stream is cut off if memory is short."""
+"""When the client of a streamed response counts as too slow, and which stream is cut off if memory is
+short."""
 
 import pytest
 

@@ -7,6 +7,7 @@ from baton.runtime.network.addresses import (
     advertised_host,
     choose_port,
     host_of,
+    is_this_machine,
     join_address,
     listen,
     outward_address,
@@ -65,3 +66,21 @@ def test_advertised_host_of_a_wildcard_is_the_given_host_or_the_outward_address(
 def test_join_address_brackets_ipv6_hosts() -> None:
     assert join_address("127.0.0.1", 80) == "127.0.0.1:80"
     assert join_address("::1", 80) == "[::1]:80"
+
+
+@pytest.mark.parametrize(
+    ("peer", "expected"),
+    [
+        ("", True),
+        ("unix:", True),
+        ("ipv4:127.0.0.1:5000", True),
+        ("ipv6:%5B::1%5D:5000", True),
+        ("ipv4:192.0.2.7:5000", False),
+        ("ipv6:[2001:db8::1]:5000", False),
+        ("ipv4:nonsense", False),
+    ],
+)
+def test_peer_of_this_machine_is_recognized(peer: str, expected: bool) -> None:
+    assert is_this_machine(peer) == expected
+    for address in own_addresses():
+        assert is_this_machine(f"ipv4:{address}:1") or ":" in address

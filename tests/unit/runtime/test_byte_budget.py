@@ -59,7 +59,7 @@ def test_accounts_do_not_share_bytes() -> None:
     budget.reserve(Account.RECEIVING, 100, "a body")
     budget.reserve(Account.UNSENT, 50, "a stream")
     with pytest.raises(OverBudget):
-        budget.reserve(Account.RECORDS, 1, "a record")
+        budget.reserve(Account.REQUESTS, 1, "a request")
 
 
 def test_shares_divide_the_total_by_weight() -> None:

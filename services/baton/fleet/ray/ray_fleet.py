@@ -150,8 +150,8 @@ class RayFleet:
     async def supervise(self) -> None:
         """Restart dead workers until cancelled; on an existing Ray cluster also workers that were drained.
 
-        A worker that dies too often is tried again from time to time. Raises WorkerFailed if then no worker is
-        left that can serve, and RayFailed if Ray does not answer.
+        A worker that dies too often is tried again from time to time. Raises WorkerFailed if then no worker
+        is left that can serve, and RayFailed if Ray does not answer.
         """
         async with asyncio.TaskGroup() as group:
             for worker in self._workers.values():

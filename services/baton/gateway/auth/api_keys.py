@@ -140,6 +140,11 @@ class KeyRing:
         self._full_at_s: dict[str, float] = {}
         self._keys = keys
 
+    @property
+    def has_keys(self) -> bool:
+        """True if calls need a key."""
+        return self._keys is not None
+
     def replace(self, keys: Keys) -> None:
         """Replace the valid keys. Open requests continue, and still count for keys with an unchanged name."""
         self._keys = keys

@@ -230,7 +230,8 @@ class SchedulerPool:
     def _unlisted(self, listed: Sequence[str]) -> list[str]:
         """Return known schedulers that are not listed but have not failed.
 
-        A store that was emptied, or is too full for announcements, does not list schedulers that still answer.
+        A store that was emptied, or is too full for announcements, does not list schedulers that still
+        answer.
         """
         unlisted = [address for address in self._apis if address not in listed and address not in self._failed_at_s]
         return unlisted[:MAX_UNLISTED]

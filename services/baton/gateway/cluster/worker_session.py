@@ -76,8 +76,8 @@ class JobListener(Protocol):
 class _OpenJob:
     """A job whose last message has not arrived. `listener` is None once the job was cancelled.
 
-    The job stays open until then even if all its samples have ended here, because a cancel of some of them may
-    be lost with its stream, and is then sent again.
+    The job stays open until then even if all its samples have ended here, because a cancel of some of them
+    may be lost with its stream, and is then sent again.
     """
 
     __slots__ = ("cancels", "deadline_s", "listener", "message", "was_sent")

@@ -25,6 +25,7 @@ from baton.gateway.gateway_service import GatewayService
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity, InvalidField
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.runtime.logging import get_logger
+from baton.runtime.network.addresses import is_this_machine
 
 log = get_logger(__name__)
 
@@ -179,6 +180,9 @@ class AdminService:
 
     async def drain(self, worker_id: str, caller: Caller, *, node_shutting_down: bool = False) -> None:
         identity = self._check(caller)
+        if not self._service.keys.has_keys and not is_this_machine(caller.address):
+            message = "without API keys only processes of the gateway's machine may drain workers; set --api-keys"
+            raise Refused(Failure(code=Code.PERMISSION_DENIED, reason=Reason.FORBIDDEN, message=message))
         log.info("drain_requested", worker=worker_id, node_shutting_down=node_shutting_down, key=identity.name)
         if not await self._service.schedulers.drain(worker_id, node_shutting_down=node_shutting_down):
             known = ", ".join(report.worker.worker_id for report in self._service.view.reports) or "none"

@@ -12,6 +12,7 @@ from baton.core.errors import BatonError, Code, Failure, Reason, Refused
 from baton.core.request_limits import LIMITS, OutOfLimits, printable
 from baton.gateway.http.openai_errors import Headers
 from baton.gateway.input.client_call import InvalidField
+from baton.runtime.process.byte_budget import Reservation
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -19,6 +20,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 JSON_TYPE = b"application/json"
+_TEXT_COPIES, _VALUE_BYTES = 3, 48
+"""Memory of a parsed body: copies of its text, and a Python object with its place in a list for each
+value."""
 TIMEOUT_HEADER = "x-baton-timeout-ms"
 
 
@@ -26,11 +30,12 @@ class ClientDisconnected(BatonError):
     """The client has closed the connection, so a response cannot be delivered."""
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """Read the body of a JSON request.
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, reservation: Reservation) -> bytes:
+    """Read the body of a JSON request. `reservation` grows with it, and then to what parsing it may take.
 
-    Raises Refused (415) for another media type and Refused (413) for a body of more than `max_bytes`, if
-    possible before reading it. Raises ClientDisconnected if the client leaves before the end of the body.
+    Raises OverBudget if the memory budget is used up, Refused (415) for another media type and Refused (413)
+    for a body of more than `max_bytes`, if possible before reading it. Raises ClientDisconnected if the
+    client leaves before the end of the body.
     """
     headers = dict(scope["headers"])
     _check_type(headers)
@@ -50,7 +55,10 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
         body += message.get("body", b"")
         if len(body) > max_bytes:
             raise Refused(too_large)
+        if len(body) > reservation.num_bytes:
+            reservation.resize(len(body))
         if not message.get("more_body"):
+            reservation.resize(_TEXT_COPIES * len(body) + _VALUE_BYTES * body.count(b","))
             return bytes(body)
 
 

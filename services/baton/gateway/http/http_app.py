@@ -35,6 +35,7 @@ from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.gateway.input.validation import INLINE_BODY_BYTES
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.metrics import CONTENT_TYPE
+from baton.runtime.process.byte_budget import Account, Reservation
 
 log = get_logger(__name__)
 
@@ -148,8 +149,8 @@ class HttpApp:
         received_s = asyncio.get_running_loop().time()
         caller = caller_of(exchange.scope)
         identity = self._service.admit_caller(caller.authorization)
-        with self._service.hold_slot(identity):
-            body = await self._raw_body(exchange)
+        with self._service.hold_slot(identity), self._receiving() as reservation:
+            body = await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation)
             call = await self._service.validator.call(
                 endpoint,
                 await _parse(body),
@@ -163,10 +164,11 @@ class HttpApp:
 
     async def _body(self, exchange: HttpExchange) -> dict[str, Any]:
         """Read and parse the request's JSON object. Raises Refused."""
-        return await _parse(await self._raw_body(exchange))
+        with self._receiving() as reservation:
+            return await _parse(await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation))
 
-    async def _raw_body(self, exchange: HttpExchange) -> bytes:
-        return await read_body(exchange.scope, exchange.receive, self._max_body_bytes)
+    def _receiving(self) -> Reservation:
+        return self._service.budget.reserve(Account.RECEIVING, 0, "the body")
 
     async def _non_streaming(self, exchange: HttpExchange, call: ClientCall) -> None:
         with NonStreamingResponse(call, self._service.tokenizer, self._service.budget) as response:

@@ -18,8 +18,8 @@ from baton.gateway.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 PIECE_BYTES = 64 * 1024
-"""Bytes after which a piece is written, so that a connection's own buffer stays small. It is the size at which
-uvicorn makes the next write wait."""
+"""Bytes after which a piece is written, so that a connection's own buffer stays small. It is the size at
+which uvicorn makes the next write wait."""
 
 
 class EventStream:
@@ -76,8 +76,8 @@ class EventStream:
     async def next_piece(self) -> bytes:
         """Wait for events, and return as many as a piece holds; empty after the end.
 
-        The piece counts as unread until the next call, since the caller is still writing it. Only one task may
-        wait.
+        The piece counts as unread until the next call, since the caller is still writing it. Only one task
+        may wait.
         """
         self._unread.remove(self._num_written)
         self._num_written = 0

@@ -68,7 +68,8 @@ def check_response_size(call: ClientCall, max_bytes: int) -> None:
         arithmetic = f"{num_choices:,} choices that repeat the prompt's token ids"
         remedy = "lower n, or leave out return_token_ids"
     else:
-        arithmetic = f"{num_choices:,} choices of {request.sampling.max_tokens:,} tokens of about {bytes_per_token(call):,} bytes"
+        each = f"{request.sampling.max_tokens:,} tokens of about {bytes_per_token(call):,} bytes"
+        arithmetic = f"{num_choices:,} choices of {each}"
         remedy = "lower n, max_tokens or top_logprobs, or use stream"
     raise Refused(
         Failure(

@@ -46,7 +46,8 @@ class ModelLimits:
 
 
 def largest_id(token_ids: TokenIds) -> int:
-    """Return the largest token id of a prompt; 0 if it is empty. A million ids take less than a millisecond."""
+    """Return the largest token id of a prompt; 0 if it is empty. A million ids take less than a
+    millisecond."""
     return int(np.frombuffer(token_ids, dtype=np.uint32).max(initial=0)) if token_ids else 0
 
 

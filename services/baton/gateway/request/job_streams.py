@@ -14,8 +14,8 @@ from baton.gateway.request.delivery import Delivery
 
 _Event = TokenDelta | Failure | WorkerLost
 MAX_TURN_S = 0.002
-"""Time of one event loop turn that a request may use for tokens that have arrived. A step can bring tokens for
-many samples; the writer of the response and other requests get their turn in between."""
+"""Time of one event loop turn that a request may use for tokens that have arrived. A step can bring tokens
+for many samples; the writer of the response and other requests get their turn in between."""
 
 
 class _JobStream:

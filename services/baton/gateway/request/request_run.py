@@ -31,8 +31,8 @@ MAX_FULL_QUEUES = 2
 """After this many workers with a full queue, a new request is rejected, so that its client can retry
 elsewhere in time."""
 SUSPICIOUS_DEATHS = 2
-"""After this many workers in a row died under a request without progress, it runs alone to find out whether it
-is the cause."""
+"""After this many workers in a row died under a request without progress, it runs alone to find out whether
+it is the cause."""
 TOKENS_AFTER_ONE_STEP_EACH = 2
 """New tokens of an attempt after which both of its workers have run a step. The prefill worker makes the
 first."""

@@ -49,7 +49,8 @@ class Tokenizer(Protocol):
     async def chat_text(self, messages: Sequence[Message]) -> str:
         """Return the prompt that the chat template makes of `messages`, including special tokens.
 
-        Many or long messages do not block the event loop. Raises Refused (400) if the model has no template, or if the template rejects the messages.
+        Many or long messages do not block the event loop. Raises Refused (400) if the model has no template,
+        or if the template rejects the messages.
         """
         ...
 

@@ -62,7 +62,6 @@ class SchedulerConfig(
     RpcSettings,
     TracingSettings,
     ListenSettings,
-    BudgetSettings,
     ProcessSettings,
 ):
     """Settings of `baton scheduler`."""
@@ -117,7 +116,6 @@ class FleetConfig(
     HeartbeatSettings,
     TracingSettings,
     AdminSettings,
-    BudgetSettings,
     ProcessSettings,
 ):
     """Settings of `baton fleet`: the number of workers and the settings that it passes to each of them.

@@ -25,11 +25,11 @@ class ProcessSettings(Config):
 
 @config
 class BudgetSettings(Config):
-    """Memory that requests may hold in one gateway or scheduler."""
+    """Memory that requests may hold in one gateway."""
 
     memory_budget: int = setting(
         1024 * MIB,
-        help="memory that requests may hold in one gateway or scheduler; a request that does not fit is refused",
+        help="memory that requests may hold in one gateway; a request that does not fit is refused",
         unit="bytes",
         minimum=64 * MIB,
     )

@@ -2,6 +2,8 @@
 
 import errno
 import socket
+from ipaddress import ip_address
+from urllib.parse import unquote
 
 from baton.core.errors import ConfigError
 
@@ -68,6 +70,21 @@ def join_address(host: str, port: int) -> str:
 def host_of(address: str) -> str:
     """Return the host of an address formatted by `join_address`."""
     return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def is_this_machine(peer: str) -> bool:
+    """Return True if a gRPC peer such as `ipv4:127.0.0.1:5000` is a process of this machine.
+
+    An empty peer is a caller in the same process.
+    """
+    kind, _, address = unquote(peer).partition(":")
+    if not peer or kind == "unix":
+        return True
+    host = host_of(address).strip("[]")
+    try:
+        return ip_address(host).is_loopback or host in own_addresses()
+    except ValueError:
+        return False
 
 
 def own_addresses() -> frozenset[str]:

@@ -96,7 +96,7 @@ class ProcessMetrics(_Family):
 
 
 class BudgetMetrics(_Family):
-    """Metrics of the memory budget of a gateway or scheduler."""
+    """Metrics of the memory budget of a gateway."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)

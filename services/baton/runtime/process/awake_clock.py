@@ -1,7 +1,7 @@
 """A clock that stands still while this process's event loop is stalled, and the measurement of stalls.
 
-A peer counts as silent if it sent nothing for some time. While the own loop is stalled, because a callback runs
-too long or the process was suspended, messages that have arrived are not read. That time must not count.
+A peer counts as silent if it sent nothing for some time. While the own loop is stalled, because a callback
+runs too long or the process was suspended, messages that have arrived are not read. That time must not count.
 """
 
 import asyncio

@@ -25,12 +25,6 @@ class Account(Enum):
     """Open requests: prompts, delivered tokens, and the largest response that may be collected."""
     UNSENT = "unsent"
     """Output that clients have not read yet."""
-    QUEUE = "queue"
-    """Requests and jobs that wait for placement or for their first step."""
-    SESSIONS = "sessions"
-    """Messages between services that are not acknowledged yet."""
-    RECORDS = "records"
-    """Decision records."""
 
 
 class OverBudget(Refused):
