@@ -27,6 +27,7 @@ USED_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("send_400_response", "capture_signals"), "uvicorn calls it; overrides a method"),
     "get_map": "asyncio calls it; method of a selector",
     "InferenceClient": "client of the public gRPC API, for programs that use Baton as a library",
+    "handleError": "overrides a method of the standard library",
     "repeat_decision": "repeats a stored decision record, for analysis",
     "run_chaos": "entry point of the simulator",
     "stop_worker": "part of the interface of InProcessCluster, for rolling releases in the simulator",

@@ -95,19 +95,15 @@ class GatewayService:
     ) -> None:
         """Build the gateway's parts. Without `keys`, every caller may do everything.
 
-        awake_clock: clock for the silence of workers, see `AwakeClock`; None uses the event loop's.
+        `awake_clock` measures the silence of workers, see `AwakeClock`; None uses the event loop's clock.
         """
         self.rules = rules
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.keys = keys or KeyRing()
         self.health = Health(CLUSTER)
-        self.budget = ByteBudget(shares(rules.memory_budget, BUDGET_WEIGHTS))
-        for account, limit in self.budget.limits.items():
-            metrics.budget.follow(account.value, partial(self.budget.used, account), limit)
-        self.unread = UnreadStreams(
-            self.budget, max_bytes=rules.stream_buffer_bytes, clock=lambda: asyncio.get_running_loop().time()
-        )
+        self.budget = _observed_budget(rules, metrics)
+        self.unread = UnreadStreams(self.budget, max_bytes=rules.stream_buffer_bytes, clock=_loop_time_s)
         self.view = ClusterView(
             model=rules.model, tokenizer_fingerprint=tokenizer.fingerprint, model_max_len=tokenizer.max_model_len
         )
@@ -142,8 +138,7 @@ class GatewayService:
         self._phases = {phase: metrics.phase_s.labels(phase) for phase in PHASES}
         self._stack = AsyncExitStack()
         self._none_open = asyncio.Event()
-        self.num_open = 0
-        self._num_incoming = 0
+        self.num_open = self._num_incoming = 0
 
     async def __aenter__(self) -> Self:
         self.view.on_change(self._cluster_changed)
@@ -285,6 +280,18 @@ class GatewayService:
         metrics.prompt_tokens.inc(request.request.num_prompt_tokens)
         metrics.cached_tokens.inc(request.num_cached_tokens)
         metrics.output_tokens.inc(request.output.num_tokens)
+
+
+def _loop_time_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _observed_budget(rules: GatewayRules, metrics: GatewayMetrics) -> ByteBudget:
+    """Return the memory budget, whose accounts are exported as metrics."""
+    budget = ByteBudget(shares(rules.memory_budget, BUDGET_WEIGHTS))
+    for account, limit in budget.limits.items():
+        metrics.budget.follow(account.value, partial(budget.used, account), limit)
+    return budget
 
 
 def _scheduler_times(rules: GatewayRules) -> SchedulerPoolTimes:

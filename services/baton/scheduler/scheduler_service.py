@@ -148,14 +148,18 @@ class Scheduler(SchedulerService):
 
         It must not go on without that task.
         """
-        self._tasks = [
+        self._tasks = self._start_tasks()
+
+    def _start_tasks(self) -> list[asyncio.Task[None]]:
+        tasks = [
             asyncio.create_task(self._recorder.run(), name="scheduler-records"),
             asyncio.create_task(self._queue.run(), name="scheduler-admission-queue"),
             asyncio.create_task(self._workers.run_maintenance(), name="scheduler-maintenance"),
             asyncio.create_task(self._workers.read_kv_events(), name="scheduler-kv-events"),
         ]
-        for task in self._tasks:
+        for task in tasks:
             task.add_done_callback(self._task_ended)
+        return tasks
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
         """Place or reject a request, or let it wait in the admission queue.

@@ -95,7 +95,7 @@ async def test_http_and_grpc_return_the_same_response() -> None:
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
         assert text == demo.decode(output_ids)
         assert list(gateway.worker.jobs[0].token_ids) == list(
-            await demo.encode(demo.chat_text([{"role": "user", "content": PROMPT}]), add_special_tokens=False)
+            await demo.encode(await demo.chat_text([{"role": "user", "content": PROMPT}]), add_special_tokens=False)
         )
         async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.config.grpc_port}") as channel:
             client = InferenceClient(channel, "gateway")
