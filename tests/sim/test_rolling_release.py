@@ -49,10 +49,10 @@ def test_rolling_release_fails_no_request_and_pairs_only_equal_layouts(seed: int
             assert answer.outcome == "finished"
         pairs = {(release[reader], release[owner]) for reader, owner in cluster.fabric.pairs}
         assert pairs == {(version, version) for version in (LAYOUT_VERSION, LAYOUT_VERSION + 1)}
+        await asyncio.sleep(20.0)  # the last worker is replaced, and its reports have arrived
         assert {report.layout.layout_version for report in cluster.gateway.view.reports} == {LAYOUT_VERSION + 1}, (
             "no worker of the old release is left"
         )
-        await asyncio.sleep(20.0)
         for worker in cluster.workers.values():
             worker.check_clean()
         assert audit_caches(cluster, requests) > 0

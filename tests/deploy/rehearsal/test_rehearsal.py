@@ -62,7 +62,13 @@ def ca() -> trustme.CA:
 
 
 @pytest.fixture(scope="module")
-def cluster(helm: Renderer, ca: trustme.CA) -> Iterator[Cluster]:
+def other_processes() -> set[psutil.Process]:
+    """Children of this process before the cluster started, such as servers of other test modules."""
+    return set(psutil.Process().children(recursive=True))
+
+
+@pytest.fixture(scope="module")
+def cluster(helm: Renderer, ca: trustme.CA, other_processes: set[psutil.Process]) -> Iterator[Cluster]:
     docs = helm.docs(VALUES)
     directory = Path(tempfile.mkdtemp(prefix="reh-", dir="/tmp"))
     there = _links()
@@ -71,7 +77,7 @@ def cluster(helm: Renderer, ca: trustme.CA) -> Iterator[Cluster]:
             cluster = Cluster([*docs, *issued(docs, ca)], NAMESPACE, directory, stack)
             cluster.start()
             yield cluster
-            processes = psutil.Process().children(recursive=True)
+            processes = set(psutil.Process().children(recursive=True)) - other_processes
         gone, alive = psutil.wait_procs(processes, timeout=10)
         assert len(gone) > 30
         assert not alive
@@ -125,9 +131,11 @@ def test_every_pod_becomes_ready_and_a_request_is_answered(
     assert [outsider.netns.call(lambda: client.ask(QUESTIONS[0], streams=True))] == answers[:1]
 
 
-def test_processes_have_no_capabilities_and_a_read_only_root_file_system(cluster: Cluster, answers: list[str]) -> None:
+def test_processes_have_no_capabilities_and_a_read_only_root_file_system(
+    cluster: Cluster, answers: list[str], other_processes: set[psutil.Process]
+) -> None:
     seen = []
-    for process in psutil.Process().children(recursive=True):
+    for process in set(psutil.Process().children(recursive=True)) - other_processes:
         with suppress(psutil.Error, FileNotFoundError):
             if process.name() in PROGRAMS:
                 here = Path("/proc", str(process.pid))
