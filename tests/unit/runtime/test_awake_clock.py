@@ -21,7 +21,7 @@ async def test_stall_does_not_count_and_is_reported() -> None:
         await asyncio.sleep(2 * TICK_S)
         passed_s, awake_s = loop.time() - began_s, clock() - began_awake_s
     stalls = [stall_s for _, stall_s in seen if stall_s]
-    assert sum(stalls) == pytest.approx(passed_s - awake_s, abs=1e-6)
+    assert sum(stalls) == pytest.approx(passed_s - awake_s, abs=1e-3)
     assert max(stalls) >= 5 * MAX_TICK_S - MAX_TICK_S
     assert all(lag_s >= 0 for lag_s, _ in seen)
 

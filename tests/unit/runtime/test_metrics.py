@@ -36,15 +36,15 @@ def test_metrics_of_two_workers_in_one_process_are_separate() -> None:
 async def test_unfinished_tasks_are_counted() -> None:
     registry = CollectorRegistry()
     metrics = ProcessMetrics(registry)
-    metrics.observe_loop(0.001)
+    metrics.observe_loop(0.001, 0.0)
     before = registry.get_sample_value("baton_event_loop_tasks")
     sleepers = [asyncio.create_task(asyncio.sleep(60)) for _ in range(3)]
-    metrics.observe_loop(0.002)
+    metrics.observe_loop(0.002, 0.0)
     assert registry.get_sample_value("baton_event_loop_tasks") == (before or 0) + 3
     for sleeper in sleepers:
         sleeper.cancel()
     await asyncio.gather(*sleepers, return_exceptions=True)
-    metrics.observe_loop(0.003)
+    metrics.observe_loop(0.003, 0.0)
     assert registry.get_sample_value("baton_event_loop_tasks") == before
     assert registry.get_sample_value("baton_event_loop_lag_seconds_count") == 3
 

@@ -6,7 +6,6 @@ simulator.
 
 import asyncio
 import json
-import time
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -118,7 +117,7 @@ class HfTokenizer(Tokenizer):
             raise invalid("this model has no chat template; use /v1/completions with a prompt in the model's format")
         if len(messages) <= INLINE_MESSAGES:
             return template.render(messages, loop.time)
-        return await loop.run_in_executor(self._threads, template.render, messages, time.monotonic)
+        return await loop.run_in_executor(self._threads, template.render, messages, loop.time)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
