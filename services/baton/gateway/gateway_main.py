@@ -170,6 +170,7 @@ async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: Ad
         service.keys.identify,
         max_messages=max(1, service.budget.limits[Account.RECEIVING] // config.max_body_bytes),
         receive_s=config.receive_deadline_s,
+        hold=lambda: service.budget.reserve(Account.RECEIVING, config.max_body_bytes, "the message"),
         on_refused=partial(service.count_result, Endpoint.GRPC.value),
     )
     server = GrpcServer(
@@ -202,6 +203,7 @@ def _http_server(
         service,
         admin,
         max_body_bytes=config.max_body_bytes,
+        unread_s=config.receive_deadline_s,
         metrics=lambda: expose(registry),
         created=int(time.time()),
     )

@@ -14,12 +14,12 @@ from baton.core.request_limits import LIMITS
 from baton.rpc import grpc_status
 from baton.rpc.grpc_streams import GrpcSource, StreamLimits, wait_until_accepted
 from baton.rpc.mappers import client_mapper as convert
+from baton.rpc.receive_gate import AUTHORIZATION_KEY
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc as pb_grpc
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 REQUEST_ID_KEY = "x-request-id"
-AUTHORIZATION_KEY = "authorization"
 TRACE_KEY = "traceparent"
 WRITE_S = 30.0
 """Time after which a client that does not read a message loses its call.

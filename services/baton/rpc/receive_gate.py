@@ -6,6 +6,7 @@ server buffer a message for each stream that it opens.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ class ReceiveGate:
         *,
         max_messages: int,
         receive_s: float,
+        hold: Callable[[], AbstractContextManager[object]] = nullcontext,
         on_refused: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
         """Create a gate.
@@ -33,11 +35,13 @@ class ReceiveGate:
         check: gets the authorization header of a call; raises Refused if the caller may not call.
         max_messages: number of messages that may be read at a time; other calls wait.
         receive_s: time in which the message of a call must arrive, the wait included.
+        hold: returns what is held while a message is read, such as reserved memory; may raise Refused.
         on_refused: called for each refused call, which the service does not see.
         """
         self._check = check
         self._slots = asyncio.Semaphore(max_messages)
         self._receive_s = receive_s
+        self._hold = hold
         self._on_refused = on_refused
 
     async def receive(self, messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -46,7 +50,8 @@ class ReceiveGate:
         try:
             self._check(str(metadata.get(AUTHORIZATION_KEY, "")))
             async with asyncio.timeout(self._receive_s), self._slots:
-                return await anext(messages)
+                with self._hold():
+                    return await anext(messages)
         except Refused as refused:
             await self._refuse(context, refused.failure)
         except TimeoutError:

@@ -13,7 +13,7 @@ import httpx
 from baton.core.client_api import ProcessInfo
 from baton.gateway.auth.api_keys import KeyRing
 from baton.gateway.grpc.inference_service import AdminService
-from baton.gateway.http.http_app import HttpApp
+from baton.gateway.http.http_app import MIN_READ_RATE, HttpApp
 from baton.gateway.http.http_server import HttpServer
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.network.addresses import listen
@@ -114,6 +114,8 @@ async def http_gateway(
     tokenizer: Tokenizer | None = None,
     receive_deadline_s: float = 5.0,
     unread_s: float = 5.0,
+    ended_unread_s: float | None = None,
+    min_read_rate: int = MIN_READ_RATE,
     max_body_bytes: int = 8 * 2**20,
     keys: KeyRing | None = None,
     tls: CertificatePair | None = None,
@@ -125,6 +127,8 @@ async def http_gateway(
             c.gateway,
             AdminService(c.gateway, ProcessInfo(process_id="gateway-0")),
             max_body_bytes=max_body_bytes,
+            unread_s=unread_s if ended_unread_s is None else ended_unread_s,
+            min_read_rate=min_read_rate,
             metrics=lambda: expose(c.registry),
             created=1_700_000_000,
         )

@@ -12,6 +12,7 @@ from baton.gateway.grpc.inference_service import InferenceService
 from baton.rpc.channel import channel_options, open_channel
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.receive_gate import ReceiveGate
+from baton.runtime.process.byte_budget import Account, ByteBudget
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.malformed_connections import (
     DATA,
@@ -125,4 +126,18 @@ async def test_limit_of_streams_is_announced() -> None:
             for at in range(0, len(payload), 6)
         }
         assert settings[MAX_CONCURRENT_STREAMS] == 7
+        writer.close()
+
+
+async def test_call_is_refused_if_there_is_no_memory_for_its_message() -> None:
+    budget = ByteBudget({Account.RECEIVING: 100})
+    async with (
+        served(hold=lambda: budget.reserve(Account.RECEIVING, 60, "the message")) as (port, refused),
+        asyncio.timeout(10),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HTTP2_START + b"".join(unfinished_call(stream, b"Bearer right") for stream in (1, 3)))
+        ended = await ended_streams(reader, 1)
+        assert b"memory_budget" in next(iter(ended.values()))
+        assert [failure.reason for failure in refused] == [Reason.MEMORY_BUDGET]
         writer.close()

@@ -1,10 +1,12 @@
 """Responses that are large, come in bursts, or are not read."""
 
+import asyncio
 import json
 from dataclasses import replace
 
 import pytest
 
+from baton.runtime.process.byte_budget import Account
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, request_bytes
 from tests.unit.gateway.fakes import until
 
@@ -57,4 +59,25 @@ async def test_connection_of_a_client_that_never_reads_its_response_is_closed(nu
         await until(lambda: gateway.server.connections and not gateway.cluster.gateway.num_open, timeout_s=20)
         if num_tokens > 1000:
             await until(lambda: not gateway.server.connections, timeout_s=10)
+        await raw.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_reads_slowly_loses_its_ended_response(stream: bool) -> None:
+    """It makes progress, so it never counts as not reading, but it would hold the memory for hours."""
+    limits = {"unread_s": 60.0, "ended_unread_s": 0.5, "min_read_rate": 10**7, "stream_buffer_bytes": 2**26}
+    async with http_gateway(*PD, **limits) as gateway:
+        await make_fast(gateway)
+        gateway.cluster.scheduler.workers[1].tokens_a_step = 10_000
+        raw = await gateway.connect()
+        body = {"prompt": "x", "max_tokens": 200_000, "return_token_ids": True, "n": 8, "stream": stream}
+        await raw.send(request_bytes(COMPLETIONS, json.dumps(body).encode()))
+        await until(lambda: gateway.cluster.gateway.num_open, timeout_s=20)
+        await until(lambda: not gateway.cluster.gateway.num_open, timeout_s=20)
+        async with asyncio.timeout(10):
+            while gateway.server.connections:
+                await raw.reader.read(4096)
+                await asyncio.sleep(0.02)
+        budget = gateway.cluster.gateway.budget
+        await until(lambda: budget.used(Account.REQUESTS) == budget.used(Account.UNSENT) == 0)
         await raw.close()

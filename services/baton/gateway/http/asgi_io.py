@@ -3,7 +3,7 @@ disconnects."""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -101,10 +101,13 @@ async def respond(
     await send({"type": "http.response.body", "body": body})
 
 
-async def respond_in_pieces(send: Send, pieces: Sequence[bytes], *, headers: Headers | None = None) -> None:
-    """Send a complete JSON response in several writes. Each waits until the client has read most of the one
-    before."""
-    num_bytes = sum(map(len, pieces))
+async def respond_in_pieces(
+    send: Send, num_bytes: int, pieces: Iterable[bytes], *, headers: Headers | None = None
+) -> None:
+    """Send a complete JSON response of `num_bytes` in several writes.
+
+    Each write waits until the client has read most of the one before.
+    """
     all_headers = [(b"content-type", JSON_TYPE), (b"content-length", b"%d" % num_bytes), *(headers or ())]
     await send({"type": "http.response.start", "status": 200, "headers": all_headers})
     for piece in pieces:

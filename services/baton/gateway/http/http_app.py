@@ -6,7 +6,8 @@ For a streamed response, one task runs the call and a second one writes its even
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from baton.core.client_api import AdminApi
 from baton.core.errors import Code, Failure, Reason, Refused
@@ -41,6 +42,8 @@ log = get_logger(__name__)
 
 Handler = Callable[["HttpExchange"], Awaitable[None]]
 _CLIENT_DISCONNECTED = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has disconnected")
+MIN_READ_RATE = 16 * 1024
+"""Bytes per second that a client must read of a response whose call has ended."""
 DECISIONS = "/debug/decisions/"
 MODELS = "/v1/models/"
 
@@ -75,18 +78,24 @@ class HttpApp:
         admin: AdminApi,
         *,
         max_body_bytes: int,
+        unread_s: float,
         metrics: Callable[[], bytes],
         created: int,
+        min_read_rate: int = MIN_READ_RATE,
     ) -> None:
         """Create the application.
 
         max_body_bytes: largest accepted request body.
+        unread_s, min_read_rate: a client must read the n bytes that are left when its call has ended within
+            `unread_s + n / min_read_rate` seconds.
         metrics: returns the text of `/metrics`.
         created: Unix time reported as `created` of the model.
         """
         self._service = service
         self._admin = admin
         self._max_body_bytes = max_body_bytes
+        self._unread_s = unread_s
+        self._min_read_rate = min_read_rate
         self._metrics = metrics
         self._created = created
         self._routes: Mapping[str, tuple[str, Handler]] = {
@@ -153,7 +162,7 @@ class HttpApp:
             body = await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation)
             call = await self._service.validator.call(
                 endpoint,
-                await _parse(body),
+                await parse_body(body),
                 caller,
                 received_s=received_s,
                 num_body_bytes=len(body),
@@ -165,7 +174,9 @@ class HttpApp:
     async def _body(self, exchange: HttpExchange) -> dict[str, Any]:
         """Read and parse the request's JSON object. Raises Refused."""
         with self._receiving() as reservation:
-            return await _parse(await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation))
+            return await parse_body(
+                await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation)
+            )
 
     def _receiving(self) -> Reservation:
         return self._service.budget.reserve(Account.RECEIVING, 0, "the body")
@@ -175,7 +186,10 @@ class HttpApp:
             async with WhileConnected(exchange.receive):
                 outcome = await self._service.run(call, response)
             self._count(exchange, None)
-            await respond_in_pieces(exchange.send, response.pieces(outcome), headers=exchange.id_header)
+            num_bytes = response.finish(outcome)
+            with self._read_limit(exchange.scope) as limit:
+                limit.start(num_bytes)
+                await respond_in_pieces(exchange.send, num_bytes, response.pieces(), headers=exchange.id_header)
 
     async def _stream(self, exchange: HttpExchange, call: ClientCall) -> None:
         """Send events as they are produced.
@@ -194,13 +208,18 @@ class HttpApp:
                 run = asyncio.create_task(self._service.run(call, events))
                 run.add_done_callback(lambda _: events.end())
                 run.add_done_callback(lambda run: _cut_if_slow_reader(exchange.scope, run))
-                try:
-                    await self._write_events(exchange, events, run)
-                finally:
-                    run.cancel()
-                    await asyncio.wait((run,))
+                with self._read_limit(exchange.scope) as limit:
+                    run.add_done_callback(lambda _: limit.start(unread.num_bytes))
+                    try:
+                        await self._write_events(exchange, events, run)
+                    finally:
+                        run.cancel()
+                        await asyncio.wait((run,))
         finally:
             unread.close()
+
+    def _read_limit(self, scope: Scope) -> "_ReadLimit":
+        return _ReadLimit(_connection(scope).get("abort", lambda: None), self._unread_s, self._min_read_rate)
 
     async def _write_events(
         self, exchange: HttpExchange, events: EventStream, run: "asyncio.Task[CallOutcome]"
@@ -309,7 +328,38 @@ class HttpApp:
             exchange.endpoint = None
 
 
-async def _parse(body: bytes) -> dict[str, Any]:
+class _ReadLimit:
+    """Aborts a connection whose client does not read the rest of a response in time.
+
+    Use as `with`: leaving means that the response was written, and the connection may serve the next request.
+    """
+
+    def __init__(self, abort: Callable[[], None], unread_s: float, min_read_rate: int) -> None:
+        self._abort = abort
+        self._unread_s = unread_s
+        self._min_read_rate = min_read_rate
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+
+    def start(self, num_bytes: int) -> None:
+        """Start the time for the last `num_bytes` of the response. Does nothing after the `with`
+        statement."""
+        if not self._is_over:
+            seconds = self._unread_s + num_bytes / self._min_read_rate
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._abort)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+async def parse_body(body: bytes) -> dict[str, Any]:
     """Parse a JSON object. A large one is parsed in a thread. Raises Refused."""
     return parse_object(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse_object, body)
 

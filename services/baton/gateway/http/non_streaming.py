@@ -27,42 +27,42 @@ COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class _JsonList:
-    """A JSON list that grows. Holds the text of its items."""
+    """A JSON list that grows. Holds its text."""
 
-    __slots__ = ("_parts", "num_bytes")
+    __slots__ = ("_items",)
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self.num_bytes = 0
+        self._items = bytearray()
 
     def extend(self, items: list[Any]) -> None:
         """Append items."""
         if items:
-            part = json.dumps(items, ensure_ascii=False)[1:-1].encode()
-            self._parts.append(part)
-            self.num_bytes += len(part)
+            if self._items:
+                self._items += b", "
+            self._items += json.dumps(items, ensure_ascii=False)[1:-1].encode()
 
-    def parts(self) -> Iterator[bytes]:
+    @property
+    def num_bytes(self) -> int:
+        """Length of the items' text."""
+        return len(self._items)
+
+    def parts(self) -> Iterator[bytes | bytearray]:
         """Yield the text of the list."""
         yield b"["
-        for number, part in enumerate(self._parts):
-            if number:
-                yield b", "
-            yield part
+        yield self._items
         yield b"]"
 
 
 class _CollectedChoice:
     """Output of one choice as JSON text."""
 
-    __slots__ = ("_call", "_offset", "_text", "_tokenizer", "finish", "logprobs", "num_bytes", "token_ids")
+    __slots__ = ("_call", "_offset", "_text", "_tokenizer", "finish", "logprobs", "token_ids")
 
     def __init__(self, call: ClientCall, tokenizer: Tokenizer) -> None:
         self._call = call
         self._tokenizer = tokenizer
-        self._text: list[bytes] = []
+        self._text = bytearray()
         self._offset = 0
-        self.num_bytes = 0
         self.finish: FinishReason | None = None
         self.token_ids = _JsonList()
         names = () if call.num_logprobs is None else ("content",) if call.endpoint.is_chat else COMPLETION_LISTS
@@ -70,9 +70,7 @@ class _CollectedChoice:
 
     def put(self, choice: ChoiceDelta) -> None:
         """Take new output."""
-        text = encode_basestring(choice.text)[1:-1].encode()
-        self._text.append(text)
-        self.num_bytes += len(text)
+        self._text += encode_basestring(choice.text)[1:-1].encode()
         self.finish = choice.finish or self.finish
         if self._call.output_options.return_token_ids:
             self.token_ids.extend(list(choice.token_ids))
@@ -88,16 +86,16 @@ class _CollectedChoice:
             items.extend(new[name])
 
     @property
-    def total_bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of all collected text."""
-        return self.num_bytes + self.token_ids.num_bytes + sum(each.num_bytes for each in self.logprobs.values())
+        return len(self._text) + self.token_ids.num_bytes + sum(each.num_bytes for each in self.logprobs.values())
 
-    def parts(self, index: int, prompt_ids: list[int] | None) -> Iterator[bytes]:
+    def parts(self, index: int, prompt_ids: list[int] | None) -> Iterator[bytes | bytearray]:
         """Yield the text of the choice object. `prompt_ids` are repeated in it unless None."""
         is_chat = self._call.endpoint.is_chat
         yield b'{"index": %d, ' % index
         yield b'"message": {"role": "assistant", "content": "' if is_chat else b'"text": "'
-        yield from self._text
+        yield self._text
         yield b'", "refusal": null}, "logprobs": ' if is_chat else b'", "logprobs": '
         if self.logprobs:
             for number, (name, items) in enumerate(self.logprobs.items()):
@@ -118,7 +116,8 @@ class _CollectedChoice:
 class NonStreamingResponse:
     """Collects a call's choices for one JSON object. Implements `ChoiceSink`.
 
-    Use as `with`: entering reserves the bytes that the response may take, leaving releases them.
+    Use as `with`: creating it reserves the bytes that the response may take, leaving releases them. Call
+    `finish`, then `pieces`.
     """
 
     def __init__(self, call: ClientCall, tokenizer: Tokenizer, budget: ByteBudget) -> None:
@@ -127,6 +126,7 @@ class NonStreamingResponse:
         self._fields = ObjectFields(call)
         self._choices = [_CollectedChoice(call, tokenizer) for _ in range(len(call.requests) * call.n)]
         self._num_bytes = 0
+        self._parts: list[bytes | bytearray] = []
         self._reservation = budget.reserve(Account.REQUESTS, response_bytes(call), "the response")
 
     def __enter__(self) -> Self:
@@ -140,26 +140,30 @@ class NonStreamingResponse:
     def put(self, choice: ChoiceDelta) -> None:
         """Take new output of one choice. Raises OverBudget if it outgrows the estimate and does not fit."""
         collected = self._choices[choice.index]
-        before = collected.total_bytes
+        before = collected.num_bytes
         collected.put(choice)
-        self._num_bytes += collected.total_bytes - before
+        self._num_bytes += collected.num_bytes - before
         if self._num_bytes > self._reservation.num_bytes:
             self._reservation.resize(self._num_bytes)
 
-    def pieces(self, outcome: CallOutcome) -> list[bytes]:
-        """Return the JSON object of the complete response, in pieces of about `PIECE_BYTES`."""
-        pieces: list[bytes] = []
-        parts: list[bytes] = []
-        num_bytes = 0
-        for part in self._parts(outcome):
-            parts.append(part)
-            num_bytes += len(part)
-            if num_bytes >= PIECE_BYTES:
-                pieces.append(b"".join(parts))
-                parts, num_bytes = [], 0
-        return [*pieces, b"".join(parts)]
+    def finish(self, outcome: CallOutcome) -> int:
+        """Add what is known at the end, and return the length of the JSON object in bytes."""
+        self._parts = list(self._all_parts(outcome))
+        return sum(map(len, self._parts))
 
-    def _parts(self, outcome: CallOutcome) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the JSON object in pieces of at most `PIECE_BYTES`. It exists once in memory."""
+        piece = bytearray()
+        for part in self._parts:
+            for at in range(0, len(part), PIECE_BYTES):
+                chunk = part[at : at + PIECE_BYTES]
+                if len(piece) + len(chunk) > PIECE_BYTES:
+                    yield bytes(piece)
+                    piece.clear()
+                piece += chunk
+        yield bytes(piece)
+
+    def _all_parts(self, outcome: CallOutcome) -> Iterator[bytes | bytearray]:
         has_ids, is_chat = self._call.output_options.return_token_ids, self._call.endpoint.is_chat
         yield json.dumps(self._fields.completion(), ensure_ascii=False)[:-1].encode() + b', "choices": ['
         for index, choice in enumerate(self._choices):

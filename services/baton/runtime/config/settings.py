@@ -17,7 +17,6 @@ from baton.runtime.config.gateway_settings import FrontDoorSettings, RequestSett
 from baton.runtime.config.scheduler_settings import PolicySettings
 from baton.runtime.config.shared_settings import (
     AdminSettings,
-    BudgetSettings,
     HeartbeatSettings,
     ListenSettings,
     ModelSettings,
@@ -46,7 +45,6 @@ class GatewayConfig(
     FrontDoorSettings,
     TracingSettings,
     ListenSettings,
-    BudgetSettings,
     ProcessSettings,
 ):
     """Settings of `baton gateway`."""
@@ -143,7 +141,6 @@ class FleetConfig(
 @config
 class ClusterConfig(
     FleetSettings,
-    BudgetSettings,
     TransferSettings,
     ComputeSettings,
     QueueSettings,

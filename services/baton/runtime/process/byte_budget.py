@@ -1,8 +1,8 @@
 """The memory budget of a process: bytes that requests may hold, by account.
 
-Every buffer that grows with what clients or peers send reserves its bytes here before it takes them. The sum
-is bounded, so that no mix of requests can exhaust the memory of the process. Interpreter, code, tokenizer,
-model and KV cache are not part of the budget.
+A buffer that grows with what clients send reserves its bytes here before it takes them, so that no mix of
+requests can exhaust the memory of the process. Interpreter, code, tokenizer, connections and the buffers of
+streams between services are not part of the budget.
 """
 
 from collections.abc import Mapping
