@@ -9,8 +9,8 @@ import pytest
 
 from baton.core.client_api import Caller
 from baton.core.errors import Refused
-from baton.gateway.http.http_app import parse_body
 from baton.gateway.input.client_call import Endpoint
+from baton.gateway.input.strict_json import parse_body
 from baton.gateway.input.validation import Validator
 from tests.unit.gateway.validator_calls import validator
 

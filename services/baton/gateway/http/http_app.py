@@ -6,8 +6,7 @@ For a streamed response, one task runs the call and a second one writes its even
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from baton.core.client_api import AdminApi
 from baton.core.errors import Code, Failure, Reason, Refused
@@ -26,14 +25,13 @@ from baton.gateway.http.asgi_io import (
     respond_in_pieces,
     respond_json,
 )
-from baton.gateway.http.http_protocol import CONNECTION_EXTENSION
 from baton.gateway.http.non_streaming import NonStreamingResponse
 from baton.gateway.http.openai_errors import Headers, error_body, error_event, error_headers, param_of
+from baton.gateway.http.slow_clients import ReadLimit, connection_of, cut_connection, cut_if_slow_reader
 from baton.gateway.http.sse_stream import EventStream
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity
-from baton.gateway.input.strict_json import parse_object
+from baton.gateway.input.strict_json import parse_body
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
-from baton.gateway.input.validation import INLINE_BODY_BYTES
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.metrics import CONTENT_TYPE
 from baton.runtime.process.byte_budget import Account, Reservation
@@ -118,7 +116,7 @@ class HttpApp:
         try:
             await self._handler(exchange)(exchange)
         except ClientDisconnected:
-            self._count(exchange, _connection(exchange.scope).get("refusal") or _CLIENT_DISCONNECTED)
+            self._count(exchange, connection_of(exchange.scope).get("refusal") or _CLIENT_DISCONNECTED)
         except Refused as refused:
             await self._refuse(exchange, refused)
         except Exception as error:
@@ -199,7 +197,7 @@ class HttpApp:
 
         def cut(failure: Failure) -> None:
             events.drop()
-            _cut(exchange.scope, failure)
+            cut_connection(exchange.scope, failure)
 
         unread = self._service.unread.open(cut)
         events = EventStream(call, self._service.tokenizer, unread)
@@ -207,7 +205,7 @@ class HttpApp:
             async with WhileConnected(exchange.receive):
                 run = asyncio.create_task(self._service.run(call, events))
                 run.add_done_callback(lambda _: events.end())
-                run.add_done_callback(lambda run: _cut_if_slow_reader(exchange.scope, run))
+                run.add_done_callback(lambda run: cut_if_slow_reader(exchange.scope, run))
                 with self._read_limit(exchange.scope) as limit:
                     run.add_done_callback(lambda _: limit.start(unread.num_bytes))
                     try:
@@ -218,8 +216,8 @@ class HttpApp:
         finally:
             unread.close()
 
-    def _read_limit(self, scope: Scope) -> "_ReadLimit":
-        return _ReadLimit(_connection(scope).get("abort", lambda: None), self._unread_s, self._min_read_rate)
+    def _read_limit(self, scope: Scope) -> ReadLimit:
+        return ReadLimit(connection_of(scope).get("abort", lambda: None), self._unread_s, self._min_read_rate)
 
     async def _write_events(
         self, exchange: HttpExchange, events: EventStream, run: "asyncio.Task[CallOutcome]"
@@ -326,62 +324,6 @@ class HttpApp:
         if exchange.endpoint is not None:
             self._service.count_result(exchange.endpoint.value, failure)
             exchange.endpoint = None
-
-
-class _ReadLimit:
-    """Aborts a connection whose client does not read the rest of a response in time.
-
-    Use as `with`: leaving means that the response was written, and the connection may serve the next request.
-    """
-
-    def __init__(self, abort: Callable[[], None], unread_s: float, min_read_rate: int) -> None:
-        self._abort = abort
-        self._unread_s = unread_s
-        self._min_read_rate = min_read_rate
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
-
-    def start(self, num_bytes: int) -> None:
-        """Start the time for the last `num_bytes` of the response. Does nothing after the `with`
-        statement."""
-        if not self._is_over:
-            seconds = self._unread_s + num_bytes / self._min_read_rate
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._abort)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._is_over = True
-        if self._timer is not None:
-            self._timer.cancel()
-
-
-async def parse_body(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object. A large one is parsed in a thread. Raises Refused."""
-    return parse_object(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse_object, body)
-
-
-def _cut_if_slow_reader(scope: Scope, run: "asyncio.Task[CallOutcome]") -> None:
-    """Abort the connection if the call failed because its client left too much of the response unread."""
-    error = None if run.cancelled() else run.exception()
-    if isinstance(error, Refused) and error.failure.reason is Reason.SLOW_READER:
-        _cut(scope, error.failure)
-
-
-def _cut(scope: Scope, failure: Failure) -> None:
-    """Abort a request's connection and drop its unsent bytes. The request is counted with `failure`."""
-    connection = _connection(scope)
-    connection["refusal"] = failure
-    connection.get("abort", lambda: None)()
-
-
-def _connection(scope: Scope) -> dict[str, Any]:
-    """Return the connection's extension of the scope, see CONNECTION_EXTENSION."""
-    connection: dict[str, Any] = scope.get("extensions", {}).get(CONNECTION_EXTENSION, {})
-    return connection
 
 
 def _failure_of(run: "asyncio.Task[CallOutcome]") -> Failure | None:

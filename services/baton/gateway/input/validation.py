@@ -18,11 +18,10 @@ from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
 from baton.core.request_limits import U64_MAX, printable
 from baton.gateway.input.client_call import ANONYMOUS, ClientCall, Endpoint, Identity, InvalidField
 from baton.gateway.input.request_body import ParsedRequest, Prompt, parse_request
+from baton.gateway.input.strict_json import INLINE_BODY_BYTES
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.observability.tracing import is_traceparent
 
-INLINE_BODY_BYTES = 32 * 1024
-"""A larger body is parsed and validated in a thread. This size takes a millisecond or two."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. The default for chats is the rest of the context."""
 MAX_CHARACTERS_PER_TOKEN = 8
