@@ -46,6 +46,8 @@ log = get_logger(__name__)
 
 CLOSE_S = 1.0
 """Time for finished responses to reach their clients when the process stops."""
+CLIENT_KEEPALIVE_S = 20.0
+"""Keepalive interval of gRPC clients. It is longer than a heartbeat: a client may be paused for seconds."""
 
 
 async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], None]) -> None:
@@ -174,7 +176,7 @@ async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: Ad
         on_refused=partial(service.count_result, Endpoint.GRPC.value),
     )
     server = GrpcServer(
-        heartbeat_s=config.heartbeat_s,
+        heartbeat_s=CLIENT_KEEPALIVE_S,
         max_message_bytes=config.max_body_bytes,
         tls=tls,
         gate=gate,

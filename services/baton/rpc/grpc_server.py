@@ -47,6 +47,8 @@ class GrpcServer:
     ) -> None:
         """Create the server.
 
+        heartbeat_s: keepalive interval. A client that answers no ping within it and half a second loses its
+        calls.
         tls: without it the server uses plain text.
         handshake_s: timeout of TLS handshakes.
         write_s: time after which a client of the inference API that does not read loses its call.

@@ -1,4 +1,4 @@
-"""Clients that send one byte per second are closed at the receive deadline without delaying others (F-41)."""
+"""Slow clients are closed at the receive deadline (F-41), and paused ones keep their connection."""
 
 import asyncio
 import json
@@ -7,8 +7,9 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from tests.integration.gateway.gateway_process import GatewayProcess, gateway_process, valid_body
+from tests.integration.gateway.gateway_process import TIMES, GatewayProcess, gateway_process, valid_body
 from tests.integration.gateway.http_gateway import request_bytes
+from tests.malformed_connections import GOAWAY, HTTP2_START, SETTINGS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -80,3 +81,19 @@ def num_connections(gateway: GatewayProcess) -> int:
         connection.laddr.port == gateway.http_port and connection.status != psutil.CONN_LISTEN
         for connection in connections
     )
+
+
+async def test_grpc_client_that_answers_no_ping_for_some_heartbeats_keeps_its_connection() -> None:
+    async with gateway_process() as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.grpc_port)
+        writer.write(HTTP2_START)
+        kinds = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(6 * TIMES["heartbeat_s"]):
+                while True:
+                    head = await reader.readexactly(9)
+                    await reader.readexactly(int.from_bytes(head[:3], "big"))
+                    kinds.append(head[3])
+        assert SETTINGS in kinds
+        assert GOAWAY not in kinds
+        writer.close()
