@@ -65,6 +65,30 @@ async def test_failing_sequence_does_not_affect_its_batch(
     await cluster.until_workers("p0", "d0")
 
 
+@pytest.mark.fault("F-13")
+async def test_sequence_with_logits_that_are_not_finite_fails_alone_and_is_not_cached(
+    cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor
+) -> None:
+    rng = Random(13)
+    good = [Request(prompt=prompt(rng, 80), sampling=greedy(24)) for _ in range(3)]
+    bad = Request(prompt=(*prompt(rng, 63), MARKER + 1), sampling=greedy())
+    responses = await send_all(cluster, [*good[:2], bad, *good[2:]])
+    assert [response.failure for response in responses] == ["", "", "numerical_error", ""]
+    check(checker, [response for response in responses if not response.failure])
+    await cluster.check_clean()
+    await auditor.audit(cluster)
+    cached = await cached_blocks(cluster)
+    failed_again = await send_all(cluster, [bad])
+    assert failed_again[0].failure == "numerical_error"
+    assert await cached_blocks(cluster) == cached, "the blocks of the failed step are in no cache"
+
+
+async def cached_blocks(cluster: ProcessCluster) -> dict[str, int]:
+    """Return the number of cached blocks of each worker, once nothing runs."""
+    await cluster.check_clean()
+    return {w.worker.worker_id: w.blocks.cached for w in (await cluster.status()).workers}
+
+
 @pytest.mark.fault("F-8")
 async def test_prefill_worker_restart_at_the_same_address_is_recognized(
     cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor

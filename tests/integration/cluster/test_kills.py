@@ -1,6 +1,7 @@
-"""SIGKILL of any process at any time: every stream finishes with exact tokens while another worker lives."""
+"""SIGKILL or SIGSTOP of a process: every stream finishes with exact tokens while another worker lives."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from random import Random
 
@@ -154,6 +155,38 @@ async def test_decode_worker_crash_resumes_without_duplicate_tokens(
     assert max(response.timeline.attempts for response in responses if response.timeline) > 1, (
         "the kill must have hit a stream"
     )
+
+
+@pytest.mark.fault("F-7")
+@pytest.mark.parametrize("number", range(ROUNDS))
+async def test_paused_decode_worker_loses_its_requests_and_its_late_tokens_are_dropped(
+    cluster: ProcessCluster, checker: ExactnessChecker, auditor: CacheAuditor, number: int
+) -> None:
+    await restore(cluster)
+    rng = Random(250 + number)
+    victim, other = rng.sample(["d0", "d1"], 2)
+    requests = new_requests(rng, prompt_tokens=100, max_tokens=240)
+    async with Client(cluster) as client:
+        streams = [asyncio.create_task(client.send(request)) for request in requests]
+        await until_busy(cluster, victim)
+        cluster.signal(victim, signal.SIGSTOP)
+        await cluster.until(
+            lambda s: (
+                other in {w.worker.worker_id for w in s.workers if w.running_seqs >= STREAMS}
+                or all(stream.done() for stream in streams)
+            ),
+            BACK_S,
+            f"the requests run on {other}",
+        )
+        cluster.signal(victim, signal.SIGCONT)
+        responses = list(await asyncio.gather(*streams))
+    check(checker, responses)
+    assert max(response.timeline.attempts for response in responses if response.timeline) > 1, (
+        "the pause must have hit a stream"
+    )
+    await cluster.until_workers(*ALL, limit_s=BACK_S)
+    await cluster.check_clean()
+    await auditor.audit(cluster)
 
 
 @pytest.mark.long  # `make test` covers this by tests/sim/test_chaos.py, which kills decode workers at any moment

@@ -1,0 +1,45 @@
+"""A request that kills its workers is found and refused, and the requests beside it are resumed."""
+
+from random import Random
+
+import pytest
+
+from baton.core.request import Sampling
+from tests.cache_audit import CacheAuditor
+from tests.cluster import process_cluster
+from tests.exactness import ExactnessChecker
+from tests.integration.cluster.clients import Request, send_all
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+MARKER = 4000
+"""A token that no other prompt of these tests contains. A step with it ends the process."""
+WORKERS = ("h0", "h1", "h2", "h3")
+"""One more than a poison request may cost."""
+
+
+@pytest.mark.fault("F-10")
+async def test_request_that_kills_three_workers_is_refused_and_all_others_are_resumed(
+    checker: ExactnessChecker, auditor: CacheAuditor
+) -> None:
+    rng = Random(10)
+    poison = Request(prompt=(5, 6, MARKER), sampling=Sampling(max_tokens=4, temperature=0.0, ignore_eos=True))
+    others = [
+        Request(
+            prompt=tuple(rng.randrange(4, 3900) for _ in range(60)),
+            sampling=Sampling(max_tokens=200, temperature=0.8, seed=number, num_logprobs=5, ignore_eos=True),
+        )
+        for number in range(4)
+    ]
+    failpoints = dict.fromkeys(WORKERS, f"sequence_step[token={MARKER}]=exit")
+    async with process_cluster(prefill=0, decode=0, hybrid=len(WORKERS), failpoints=failpoints) as cluster:
+        first, *rest = await send_all(cluster, [poison, *others])
+        assert first.failure == "poison"
+        assert [response.failure for response in rest] == [""] * len(others)
+        checker.check([answer for response in rest for answer in response.answers()])
+        dead = [name for name in WORKERS if cluster.children[name].exit_code is not None]
+        assert len(dead) == 3
+        (alive,) = set(WORKERS) - set(dead)
+        await cluster.until_workers(alive, limit_s=10)
+        await cluster.check_clean()
+        await auditor.audit(cluster)
