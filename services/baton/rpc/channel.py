@@ -14,6 +14,7 @@ Options: TypeAlias = list[tuple[str, str | int]]
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Maximum message size; grpc's default of 4 MiB is too small for 1 M tokens."""
 MAX_METADATA_BYTES = 64 * 1024
+UNREAD_WINDOW_BYTES = 64 * 1024
 CONNECT_S = 5.0
 HANDSHAKE_S = 10.0
 """Timeout of TLS handshakes; grpc's default of two minutes would let idle clients hold descriptors."""
@@ -60,15 +61,21 @@ def server_options(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     handshake_s: float = HANDSHAKE_S,
     max_streams: int | None = None,
+    *,
+    has_small_windows: bool = False,
 ) -> Options:
     """Return server options: a port in use is an error (no SO_REUSEPORT), and pings are not rate-limited.
 
     handshake_s: timeout of TLS handshakes.
     max_streams: largest number of calls at a time on one connection; None sets no limit.
+    has_small_windows: a call may send `UNREAD_WINDOW_BYTES` before the server reads its message. Otherwise
+        grpc adapts the window to the speed of the connection, up to 16 MiB for each call.
     """
     streams: Options = [] if max_streams is None else [("grpc.max_concurrent_streams", max_streams)]
+    windows: Options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", UNREAD_WINDOW_BYTES)]
     return [
         *streams,
+        *(windows if has_small_windows else ()),
         *keepalive(heartbeat_s),
         *_sizes(max_message_bytes),
         ("grpc.so_reuseport", 0),

@@ -52,7 +52,7 @@ class GrpcServer:
         tls: without it the server uses plain text.
         handshake_s: timeout of TLS handshakes.
         write_s: time after which a client of the inference API that does not read loses its call.
-        gate: calls of client APIs pass it before their message is read.
+        gate: calls of client APIs pass it before their message is read. Until then they may send only little.
         max_streams: largest number of calls at a time on one connection; a client queues more.
         """
         name_checks = () if tls is None else tls.interceptors()
@@ -60,7 +60,9 @@ class GrpcServer:
         gates = () if gate is None else (CheckBeforeReading(gate, self._public.__contains__),)
         self._server = aio_server(
             (*gates, *name_checks, RefuseMalformedMessages()),
-            server_options(heartbeat_s, max_message_bytes, handshake_s, max_streams),
+            server_options(
+                heartbeat_s, max_message_bytes, handshake_s, max_streams, has_small_windows=gate is not None
+            ),
         )
         self._limits = limits
         self._write_s = write_s

@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.gateway.grpc.inference_service import InferenceService
-from baton.rpc.channel import channel_options, open_channel
+from baton.rpc.channel import UNREAD_WINDOW_BYTES, channel_options, open_channel
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.receive_gate import ReceiveGate
 from baton.runtime.process.byte_budget import Account, ByteBudget
@@ -25,6 +25,7 @@ from tests.malformed_connections import (
     grpc_message,
     request_head,
 )
+from tests.probes.unfinished_messages import UnfinishedMessages
 from tests.unit.gateway.fakes import cluster
 
 pytestmark = pytest.mark.integration
@@ -113,6 +114,17 @@ async def test_calls_wait_while_the_allowed_number_of_messages_is_received() -> 
         assert [response async for response in served_again]
         await channel.close()
         writer.close()
+
+
+async def test_calls_that_wait_for_their_turn_can_send_only_little() -> None:
+    async with served(receive_s=30.0) as (port, _):
+        await probe_calls(port, 1)  # one message at the full speed of the connection
+        sent_bytes = await probe_calls(port, 7)
+        assert 2 * MESSAGE_BYTES - 7 < sent_bytes < 2 * MESSAGE_BYTES + 5 * 2 * UNREAD_WINDOW_BYTES
+
+
+async def probe_calls(port: int, number: int) -> int:
+    return await UnfinishedMessages.run("127.0.0.1", port, number, 3.0, authorization=b"Bearer right")
 
 
 async def test_limit_of_streams_is_announced() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,8 @@ from tests.unit.gateway.fakes import until
 COMPLETIONS = "/v1/completions"
 pytestmark = pytest.mark.integration
 PD = (("p0", "prefill"), ("d0", "decode"))
+TCP_ESTABLISHED = 1
+"""Number that Linux gives this state."""
 
 
 async def events_of(gateway: HttpGateway, body: dict[str, object]) -> list[str]:
@@ -59,7 +62,14 @@ async def test_connection_of_a_client_that_never_reads_its_response_is_closed(nu
         await until(lambda: gateway.server.connections and not gateway.cluster.gateway.num_open, timeout_s=20)
         if num_tokens > 1000:
             await until(lambda: not gateway.server.connections, timeout_s=10)
+            await until(lambda: not is_established(raw.writer), timeout_s=5)
         await raw.close()
+
+
+def is_established(writer: asyncio.StreamWriter) -> bool:
+    """True until the other side has reset the connection, whatever is unread in the kernel."""
+    raw = writer.transport.get_extra_info("socket")
+    return bool(raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_ESTABLISHED)
 
 
 @pytest.mark.parametrize("stream", [False, True])

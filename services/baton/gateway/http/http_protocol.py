@@ -5,6 +5,8 @@ uvicorn creates the instances itself, so `protocol_class` passes the settings th
 """
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -29,6 +31,8 @@ FRAMING_BYTES = 6
 """Bytes of framing that a client may need for each byte of a chunked body."""
 CHECKS_UNTIL_UNREAD = 8
 """Checks without progress after which a client counts as not reading."""
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+"""Value of SO_LINGER. Without it the kernel keeps up to 4 MiB for a client that does not read, for minutes."""
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -101,7 +105,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._unsent_bytes = unsent_bytes
         if self._num_checks_without_progress >= CHECKS_UNTIL_UNREAD:
             log.info("unread_response_dropped", client=self.client, unsent_bytes=unsent_bytes)
-            self.transport.abort()
+            self.abort_connection()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -123,8 +127,11 @@ class GatewayProtocol(HttpToolsProtocol):
         self._refuse(Code.INVALID_ARGUMENT, Reason.INVALID_REQUEST, f"malformed HTTP request: {msg}")
 
     def abort_connection(self) -> None:
-        """Close the connection immediately and drop unsent bytes."""
+        """Close the connection immediately and drop unsent bytes, those in the kernel's buffer too."""
         if not self.transport.is_closing():
+            raw = self.transport.get_extra_info("socket")
+            if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
             self.transport.abort()
 
     def on_refused(self, failure: Failure) -> None:
