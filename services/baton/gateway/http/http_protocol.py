@@ -32,7 +32,7 @@ FRAMING_BYTES = 6
 CHECKS_UNTIL_UNREAD = 8
 """Checks without progress after which a client counts as not reading."""
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-"""Value of SO_LINGER. Without it the kernel keeps up to 4 MiB for a client that does not read, for minutes."""
+"""Value of SO_LINGER. Without it the kernel keeps up to 4 MiB for minutes for an unread response."""
 
 
 class GatewayProtocol(HttpToolsProtocol):

@@ -7,11 +7,10 @@ from typing import Any, NoReturn
 
 from baton.core.errors import invalid
 from baton.core.request_limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, printable
+from baton.gateway.input import json_pieces
 
 INLINE_BODY_BYTES = 32 * 1024
 """A larger body is parsed and validated in a thread. This size takes a millisecond or two."""
-_STRINGS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-"""Matches a string, also one without a closing quote."""
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])|([\]}])', re.DOTALL)
 """Matches a string, or a bracket outside of a string. A string without a closing quote matches too. Otherwise
 the search would try each later quote as a beginning and read to the end of the text every time."""
@@ -28,7 +27,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise invalid(f"the body is not valid UTF-8 at byte {error.start}; send UTF-8") from error
     _check_depth(text)
     try:
-        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+        value = json_pieces.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise invalid(
             f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
@@ -54,19 +53,16 @@ def _check_depth(text: str) -> None:
     """
     if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
         return
-    outside = _STRINGS.sub("", text)
-    if (num_containers := outside.count("[") + outside.count("{")) > MAX_JSON_CONTAINERS:
-        raise invalid(
-            f"the body has {num_containers} objects and lists; at most {MAX_JSON_CONTAINERS} are allowed; send several "
-            "requests"
-        )
-    depth = 0
+    depth = num_containers = 0
     for match in _BRACKETS.finditer(text):
         opens, closes = match.groups()
         if opens:
             depth += 1
+            num_containers += 1
             if depth > MAX_JSON_DEPTH:
                 raise invalid(f"the body is nested too deeply; at most {MAX_JSON_DEPTH} levels are allowed")
+            if num_containers > MAX_JSON_CONTAINERS:
+                raise invalid(f"the body has more than {MAX_JSON_CONTAINERS} objects and lists; send several requests")
         elif closes:
             depth -= 1
 
