@@ -215,21 +215,27 @@ class ProcessCluster:
         raise AssertionError(f"not ready: {last}; see {self.directory}")
 
     async def status(self) -> ClusterStatus:
+        async with self._admin() as admin:
+            return await admin.status()
+
+    @asynccontextmanager
+    async def _admin(self) -> AsyncIterator[AdminClient]:
         tls, key = (None, "") if self.secured is None else (self.secured.front, self.secured.bearer(ADMIN))
         async with open_channel(self.grpc_address, channel_options(1.0), tls) as channel:
-            return await AdminClient(channel, self.grpc_address, authorization=key).status()
+            yield AdminClient(channel, self.grpc_address, authorization=key)
 
     async def until(self, condition: Callable[[ClusterStatus], bool], limit_s: float, what: str) -> ClusterStatus:
         """Poll the cluster's status until `condition` holds. Raises AssertionError with the last status."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
-        while True:
-            status = await self.status()
-            if condition(status):
-                return status
-            if loop.time() > end_s:
-                raise AssertionError(f"not within {limit_s:g} s: {what}; {status}; see {self.directory}")
-            await asyncio.sleep(0.05)
+        async with self._admin() as admin:  # one connection for all polls, so that few states are missed
+            while True:
+                status = await admin.status()
+                if condition(status):
+                    return status
+                if loop.time() > end_s:
+                    raise AssertionError(f"not within {limit_s:g} s: {what}; {status}; see {self.directory}")
+                await asyncio.sleep(0.05)
 
     async def until_workers(self, *names: str, limit_s: float = START_S) -> None:
         """Wait until exactly these workers are ready."""

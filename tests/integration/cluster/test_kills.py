@@ -198,7 +198,7 @@ async def test_decode_worker_crash_while_it_waits_for_kv_resumes_all_streams(
     await restore(cluster)
     rng = Random(300 + number)
     victim = rng.choice(["d0", "d1"])
-    requests = new_requests(rng, prompt_tokens=1500, max_tokens=8)
+    requests = new_requests(rng, prompt_tokens=2500, max_tokens=8)  # they wait for as long as their prefill takes
 
     responses = await kill_during(cluster, auditor, requests, victim, lambda: until_busy(cluster, victim, waiting=True))
     check(checker, responses)
