@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 UNIT_TESTS := tests/unit tests/contract tests/sim --ignore tests/unit/model --ignore tests/unit/test_demo_model.py
 UNIT_MARKS := not long and not slow and not model and not integration
 
-.PHONY: setup run test test-unit test-long test-triton check check-types check-imports check-rules \
+.PHONY: setup run test test-unit test-long test-triton test-asan check check-types check-imports check-rules \
   check-reference check-style check-deploy proto reference docs bench clean
 .DEFAULT_GOAL := setup
 
@@ -53,12 +53,20 @@ test-unit: setup
 # The full-size forms. Single tests, as ARGS may select, run without the interpreted ones.
 test-long: setup check
 	BATON_TEST_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
-	$(if $(ARGS),,$(MAKE) test-triton)
+	$(if $(ARGS),,$(MAKE) test-triton test-asan)
 
 # The GPU kernel, interpreted on a CPU: slow, and outside .venv, because CPU builds of torch come without triton.
 test-triton: setup
 	@test -d build/triton || $(BIN)/python -m pip install --quiet --no-deps --target build/triton triton==3.7.1
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest tests/gpu/test_triton_attention.py $(ARGS)
+
+# The C++ kernels with sanitizers: an access outside of a tensor ends the process with a report.
+ASAN_TESTS := $(addprefix tests/unit/model/test_,native_attention.py decoder_backends.py torch_executor.py)
+SANITIZERS = $(foreach name,libasan libubsan,$(shell c++ -print-file-name=$(name).so))
+test-asan: export XDG_CACHE_HOME := $(CURDIR)/build/asan
+test-asan: setup
+	$(BIN)/python -m tests.asan_kernels
+	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -s -k 'not x86-64' $(ASAN_TESTS) $(ARGS)
 
 # Two at a time, the longest first.
 check: setup

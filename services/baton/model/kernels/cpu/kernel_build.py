@@ -41,7 +41,7 @@ def build(cache: Path | None = None) -> Path:
     """
     compiler = find_compiler()
     directory = cache if cache is not None else default_cache()
-    library = directory / f"kernels-{_key(compiler)}.so"
+    library = directory / library_name(compiler)
     if library.exists():
         with suppress(OSError):
             library.touch()
@@ -65,19 +65,23 @@ def find_compiler() -> str:
     return compiler
 
 
-def default_cache() -> Path:
-    """Return the directory of compiled libraries, below XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "baton" / "kernels"
+def library_name(compiler: str) -> str:
+    """Return the file name of the library for this machine, these sources and this compiler.
 
-
-def _key(compiler: str) -> str:
+    Raises KernelsUnavailable if the compiler cannot be run.
+    """
     digest = hashlib.sha256()
     for text in (platform.machine(), _processor(), _version(compiler), *OPTIONS):
         digest.update(text.encode() + b"\0")
     for name in (*SOURCES, *HEADERS):
         digest.update((HERE / name).read_bytes())
-    return digest.hexdigest()[:16]
+    return f"kernels-{digest.hexdigest()[:16]}.so"
+
+
+def default_cache() -> Path:
+    """Return the directory of compiled libraries, below XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "baton" / "kernels"
 
 
 def _processor() -> str:
