@@ -2,8 +2,8 @@
 
 XDG_CACHE_HOME=DIR python -m tests.asan_kernels
 
-Processes with the same XDG_CACHE_HOME load this library. They need the sanitizer's runtime in LD_PRELOAD: then
-memory of torch and numpy has guards, and an access outside of it ends the process with a report.
+Processes with the same XDG_CACHE_HOME load this library. They need the sanitizer's runtime in LD_PRELOAD.
+Then memory of torch and numpy has guards, and an access outside of it ends the process with a report.
 """
 
 import subprocess

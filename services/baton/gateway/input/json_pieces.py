@@ -1,7 +1,7 @@
 """Decodes a large JSON text in small pieces, so that other threads run in between.
 
-`json.loads` holds the interpreter's lock while it decodes a list of numbers or of lists, for 0.3 s if the text
-has 12 MiB. Here each call of the C decoder gets at most `PIECE_CHARS` characters of such a list.
+`json.loads` holds the interpreter's lock while it decodes a list of numbers or of lists, for 0.3 s if the
+text has 12 MiB. Here each call of the C decoder gets at most `PIECE_CHARS` characters of such a list.
 """
 
 import json
