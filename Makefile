@@ -50,7 +50,7 @@ test: setup check
 test-unit: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(UNIT_MARKS)" $(UNIT_TESTS) $(ARGS)
 
-# The full-size forms. Single tests, as ARGS may select, run without the interpreted ones.
+# The full-size forms. Single tests, as ARGS may select, run without the interpreted and sanitized ones.
 test-long: setup check
 	BATON_TEST_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
 	$(if $(ARGS),,$(MAKE) test-triton test-asan)

@@ -10,6 +10,9 @@ LARGE = {"prompt": "hello", "n": 32, "logprobs": 5, "ignore_eos": True}
 """With 1,000 tokens a sample its response has more bytes than the kernel buffers."""
 CLOSED_WITHIN_S = 120.0
 ESTABLISHED = 1
+"""State of a TCP connection in Linux."""
+FEWEST_EVENTS = 20
+"""Events that another stream must get while a large response is computed. Fewer would show nothing."""
 
 
 async def unread_responses(target: Target) -> list[Finding]:
@@ -27,7 +30,7 @@ async def unread_responses(target: Target) -> list[Finding]:
 
 
 def is_established(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
-    """Return whether the other side has not closed, as Linux numbers the states of TCP."""
+    """True until the other side has closed the connection."""
     info: bytes = connection[1].transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
     return info[0] == ESTABLISHED
 
@@ -45,10 +48,12 @@ async def large_response(target: Target) -> list[Finding]:
 
     async with target.watched() as watch:
         reading = asyncio.create_task(other())
-        await target.complete({**LARGE, "logprobs": 20, "max_tokens": 1000})
+        response = await target.complete({**LARGE, "logprobs": 20, "max_tokens": 1000})
         reading.cancel()
         await asyncio.wait((reading,))
     return [
+        Finding("large response is missing", float(response.status_code != 200), 0, ""),
+        Finding("events missing in the other stream", max(0, FEWEST_EVENTS - len(gaps)), 0, ""),
         Finding("memory", watch.grown_bytes / MIB, 256, "MiB"),
         Finding("longest gap of the other stream", max(gaps, default=0.0), 2.0, "s"),
     ]

@@ -104,6 +104,11 @@ def check(checker: ExactnessChecker, responses: list[Response]) -> None:
     checker.check([answer for response in responses for answer in response.answers()])
 
 
+def check_was_resumed(responses: list[Response]) -> None:
+    attempts = max(response.timeline.attempts for response in responses if response.timeline)
+    assert attempts > 1, "the fault must have hit a stream"
+
+
 async def until_busy(cluster: ProcessCluster, victim: str, *, waiting: bool = False) -> None:
     """Wait until the victim reports running sequences, or waiting ones with `waiting`."""
     await cluster.until(
@@ -131,9 +136,7 @@ async def test_prefill_worker_crash_during_prefill_resumes_all_streams(
 
     responses = await kill_during(cluster, auditor, requests, victim, during_prefill)
     check(checker, responses)
-    assert max(response.timeline.attempts for response in responses if response.timeline) > 1, (
-        "the kill must have hit a stream"
-    )
+    check_was_resumed(responses)
 
 
 @pytest.mark.fault("F-4", "F-40")
@@ -152,9 +155,7 @@ async def test_decode_worker_crash_resumes_without_duplicate_tokens(
 
     responses = await kill_during(cluster, auditor, requests, victim, during_decode)
     check(checker, responses)
-    assert max(response.timeline.attempts for response in responses if response.timeline) > 1, (
-        "the kill must have hit a stream"
-    )
+    check_was_resumed(responses)
 
 
 @pytest.mark.fault("F-7")
@@ -181,9 +182,7 @@ async def test_paused_decode_worker_loses_its_requests_and_its_late_tokens_are_d
         cluster.signal(victim, signal.SIGCONT)
         responses = list(await asyncio.gather(*streams))
     check(checker, responses)
-    assert max(response.timeline.attempts for response in responses if response.timeline) > 1, (
-        "the pause must have hit a stream"
-    )
+    check_was_resumed(responses)
     await cluster.until_workers(*ALL, limit_s=BACK_S)
     await cluster.check_clean()
     await auditor.audit(cluster)
@@ -202,9 +201,7 @@ async def test_decode_worker_crash_while_it_waits_for_kv_resumes_all_streams(
 
     responses = await kill_during(cluster, auditor, requests, victim, lambda: until_busy(cluster, victim, waiting=True))
     check(checker, responses)
-    assert max(response.timeline.attempts for response in responses if response.timeline) > 1, (
-        "the kill must have hit a stream"
-    )
+    check_was_resumed(responses)
 
 
 @pytest.mark.long  # `make test` covers this by test_scheduler_restart_under_load_places_no_request_twice
