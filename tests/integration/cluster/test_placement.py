@@ -131,6 +131,13 @@ async def computed_tokens(cluster: ProcessCluster) -> float:
     return sum([await metric(cluster, name, "baton_step_tokens_total") for name in WORKERS])
 
 
+async def failed_pulls(cluster: ProcessCluster, name: str) -> float:
+    """Return the number of KV pulls of a worker that did not complete."""
+    samples = await cluster.scrape(name)
+    pulls = [sample for sample in samples if sample.name == "baton_transfers_total"]
+    return sum(sample.value for sample in pulls if sample.labels["outcome"] != "received")
+
+
 def accounted_tokens(responses: list[Response]) -> int:
     """Return the tokens that these answers required: uncached prompt tokens, and all output tokens but the
     first."""
@@ -178,7 +185,11 @@ async def test_burst_on_a_new_prefix_computes_it_at_most_twice(cluster: ProcessC
         responses = list(await asyncio.gather(*(client.send(request) for request in requests)))
     check(responses)
     own = sum(len(request.prompt) - PREFIX_TOKENS + request.sampling.max_tokens - 1 for request in requests)
-    assert await computed_tokens(cluster) - before - own <= 2 * PREFIX_TOKENS
+    # On a stalled machine the deadline of a pull can pass. Its decode worker computes the missing blocks itself.
+    failed = sum([await failed_pulls(cluster, name) for name in WORKERS])
+    again = failed * len(requests[0].prompt)
+    assert accounted_tokens(responses) - own <= 2 * PREFIX_TOKENS + again
+    assert await computed_tokens(cluster) - before - own <= 2 * PREFIX_TOKENS + again, f"{failed} failed pulls"
     await cluster.check_clean()
 
 
