@@ -26,7 +26,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,7 @@ class OverloadBench:
             ),
             "refused_ms": {f"p{q}": 1e3 * percentile(took_s, q) for q in (50, 90, 99)},
             "refused_in_time": sum(seconds <= REFUSE_S for seconds in took_s) / max(1, len(took_s)),
+            "queued": _queued(during, good, took_s),
             "admitted_ttft_p99_s": percentile(ttfts, 99),
             "attainment_after": sum(record.index in good for record in after) / max(1, len(after)),
             "tokens": _tokens(result, samples, running),
@@ -190,6 +191,21 @@ class OverloadBench:
         side = {"busy_share": seen.busy_share, "late_ms": seen.late_ms, "rss_bytes": seen.rss_bytes}
         (out / "samples.json").write_text(json.dumps([asdict(sample) for sample in seen.samples]))
         return read(out), seen.samples, side
+
+
+def _queued(records: Sequence[Record], good: Collection[int], refused_s: Sequence[float]) -> dict[str, int]:
+    """Count what a refusal within `REFUSE_S` would change: requests that waited longer at the scheduler.
+
+    good: those that met their SLO, which an immediate refusal would lose. late: those that completed and missed
+    it. refused: those that were refused after the wait.
+    """
+    waited = [record for record in records if ((record.timeline or {}).get("waiting_s") or 0.0) > REFUSE_S]
+    num_good = sum(record.index in good for record in waited)
+    return {
+        "good": num_good,
+        "late": len(waited) - num_good,
+        "refused": sum(seconds > REFUSE_S for seconds in refused_s),
+    }
 
 
 def _key(repeat: int, mode: str) -> str:
@@ -340,6 +356,11 @@ def _show_flood(flood: dict[str, Any], best_rps: float) -> None:
         ["rejected with 429 and Retry-After", f"{flood['num_refused_with_retry_after']:,}", "all"],
         ["rejection ms p50, p90, p99", ", ".join(f"{refused[q]:.0f}" for q in ("p50", "p90", "p99")), "50"],
         ["rejected within 50 ms", f"{flood['refused_in_time']:.1%}", "all"],
+        [
+            "waited longer than that: met the SLO, missed it, rejected",
+            ", ".join(f"{flood['queued'][name]:,}" for name in ("good", "late", "refused")),
+            "",
+        ],
         ["TTFT p99 of admitted requests, ms", f"{1e3 * flood['admitted_ttft_p99_s']:.0f}", f"{2e3 * TTFT_SLO_S:.0f}"],
         [f"attainment from {BACK_S:g} s after the flood", f"{flood['attainment_after']:.1%}", "90 % or more"],
         ["wasted tokens", f"{flood['tokens']['computed'] - flood['tokens']['accounted']:,}", "0"],
