@@ -72,7 +72,7 @@ async def running_gateway() -> AsyncIterator[RunningGateway]:
         await task
     url = first.result()
     try:
-        async with httpx.AsyncClient() as client, asyncio.timeout(5):
+        async with httpx.AsyncClient() as client, asyncio.timeout(20):
             while (await client.get(f"{url}/ready")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         yield RunningGateway(url=url, config=config, scheduler=scheduler, worker=worker, stop=stop, task=task)
