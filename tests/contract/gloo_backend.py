@@ -31,6 +31,7 @@ class GlooBackend:
 
     two_sided = True
     max_probe_blocks = PROBE_BLOCKS
+    failure: BaseException | None = None
 
     def __init__(
         self,
@@ -115,6 +116,9 @@ class GlooBackend:
 
     async def wait(self, read_id: ReadId) -> ReadState:
         return await self._reads.wait(read_id)
+
+    async def wait_ended(self, read_id: ReadId) -> ReadState:
+        return await self._reads.wait_ended(read_id)
 
     def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
         return self._reads.generations(read_id)

@@ -75,6 +75,7 @@ class SimTransferBackend:
 
     two_sided = False
     max_probe_blocks = 1
+    failure: BaseException | None = None
 
     def __init__(
         self,
@@ -144,6 +145,9 @@ class SimTransferBackend:
 
     async def wait(self, read_id: ReadId) -> ReadState:
         return await asyncio.shield(self._reads[read_id].task)
+
+    async def wait_ended(self, read_id: ReadId) -> ReadState:
+        return await self.wait(read_id)
 
     def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
         return tuple(self._reads[read_id].entries)

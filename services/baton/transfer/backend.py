@@ -13,10 +13,13 @@ from baton.core.kv.kv_layout import KvLayout, KvMemory
 class ReadState(Enum):
     """State of a read. DONE and FAILED are terminal: no byte is written after them.
 
-    RUNNING may last for ever, because a slow peer cannot be told apart from a dead one.
+    RUNNING may last for ever, because a slow peer cannot be told apart from a dead one. IN_DOUBT: the
+    transport reported an error, but not that the read has ended, so bytes may still be written. It may last
+    for ever, too, and ends as FAILED.
     """
 
     RUNNING = "running"
+    IN_DOUBT = "in_doubt"
     DONE = "done"
     FAILED = "failed"
 
@@ -121,10 +124,14 @@ class TransferBackend(Protocol):
         ...
 
     async def wait(self, read_id: ReadId) -> ReadState:
-        """Wait until the read is terminal and return its state.
+        """Wait until the read is terminal or in doubt and return its state.
 
         Cancelling the wait does not stop the read.
         """
+        ...
+
+    async def wait_ended(self, read_id: ReadId) -> ReadState:
+        """Wait until the read is terminal, even if it is in doubt now, and return its state."""
         ...
 
     def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
@@ -134,7 +141,15 @@ class TransferBackend(Protocol):
     def release(self, read_id: ReadId) -> None:
         """Drop a terminal read.
 
-        Raises ValueError for a running one, because its destination may still be written.
+        Raises ValueError for one that runs or is in doubt, because its destination may still be written.
+        """
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error after which this backend moves no KV any more; None while it works.
+
+        The worker must then be replaced: its peers cannot read from it either.
         """
         ...
 

@@ -15,7 +15,7 @@ class PullEndObserver:
         self._on_end = on_end
         self._inner = inner
         self.validation_failed = inner.validation_failed
-        self.read_timed_out = inner.read_timed_out
+        self.blocks_quarantined = inner.blocks_quarantined
         self.link_changed = inner.link_changed
 
     def pull_ended(

@@ -1,7 +1,8 @@
 """The lifecycle of a worker: its state, and the events that change it.
 
 States: STARTING -> READY -> DRAINING -> end of `run`, or UNHEALTHY from any of them. A drain command, too
-many quarantined blocks, a step that exceeds its limit, or an internal failure changes the state.
+many quarantined blocks, a step that exceeds its limit, a transfer backend that has failed, or an internal
+failure changes the state.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ log = get_logger(__name__)
 UNHEALTHY_REPORT_S = 1.0
 """Time that an unhealthy worker keeps its report streams open, so that schedulers receive the state."""
 CHECKS_PER_HEARTBEAT = 10
-"""Checks per heartbeat for a stuck step, the quarantine limit, and the end of a drain."""
+"""Checks per heartbeat for a stuck step, failed transfers, the quarantine limit, and the end of a drain."""
 
 
 class WorkerUnhealthy(BatonError):
@@ -135,7 +136,7 @@ class WorkerLifecycle:
         await asyncio.sleep(min(UNHEALTHY_REPORT_S, self._config.heartbeat_s))
 
     async def run(self) -> None:
-        """Send heartbeats, and check for a stuck step, too much quarantine, and the end of a drain.
+        """Send heartbeats; check for a stuck step, failed transfers, too much quarantine, and a drain's end.
 
         Never returns.
         """
@@ -156,6 +157,8 @@ class WorkerLifecycle:
                         f"a step has run for {step_age_s:.1f} s; the limit is {self._config.step_limit_s:g} s"
                     )
                 )
+            if self._reader.transfer_failure is not None:
+                self._failure.set(WorkerUnhealthy(f"KV transfers have stopped: {self._reader.transfer_failure}"))
             if self.state is WorkerState.READY:
                 self._check_quarantine(loop.time())
             if self.state is WorkerState.DRAINING:

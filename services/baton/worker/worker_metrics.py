@@ -74,7 +74,7 @@ class PullMetrics:
     def validation_failed(self, owner: WorkerRef, what: str) -> None:
         self._metrics.validation_failures.labels(what).inc()
 
-    def read_timed_out(self, owner: WorkerRef, num_blocks: int) -> None:
+    def blocks_quarantined(self, owner: WorkerRef, num_blocks: int) -> None:
         """Record nothing: quarantined blocks and broken links have gauges of their own."""
 
     def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:

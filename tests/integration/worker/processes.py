@@ -59,7 +59,7 @@ class WorkerProcesses:
 
         Returns when all are ready.
         """
-        started = [await self._spawn(*worker) for worker in workers]
+        started = [await self.spawn(*worker) for worker in workers]
         for worker in started:
             worker.ref = (await self.report(worker.worker_id, within_s=START_S)).worker
         return started
@@ -98,7 +98,8 @@ class WorkerProcesses:
         await self.network.aclose()
         await self._server.stop(0.5)
 
-    async def _spawn(self, worker_id: str, settings: dict[str, Any], environment: dict[str, str]) -> WorkerProcess:
+    async def spawn(self, worker_id: str, settings: dict[str, Any], environment: dict[str, str]) -> WorkerProcess:
+        """Start one worker and return at once."""
         times = {name: TEST_TIMES[name] for name in TEST_TIMES if hasattr(WorkerConfig, name)}
         defaults = {"worker_id": worker_id, "schedulers": (self.address,), "threads_per_worker": 1, "dtype": "float32"}
         config = WorkerConfig(**{**times, **defaults, "max_model_len": 2048, "kv_memory": 96 * 2**20, **settings})

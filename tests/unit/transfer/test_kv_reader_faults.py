@@ -26,7 +26,7 @@ async def test_stuck_read_quarantines_its_blocks_until_it_is_terminal() -> None:
         assert await failure_of(pull.done()) is Reason.TRANSFER_TIMEOUT
         r.release(receiving)
         assert r.reader.pool.counts().quarantined == 1 == r.kv_reader.quarantined_blocks
-        assert r.observed.timed_out_blocks == [1]
+        assert r.observed.quarantined_blocks == [1]
         (link,) = r.kv_reader.links()
         assert link.broken
         with pytest.raises(Refused) as refused:
@@ -47,6 +47,33 @@ async def test_stuck_read_quarantines_its_blocks_until_it_is_terminal() -> None:
 
 def seen_elsewhere(r: Rig, text: str) -> set[str]:
     return rigs.seen(r.reader.visible(), text)
+
+
+@virtual
+async def test_read_in_doubt_quarantines_its_blocks_until_it_is_terminal() -> None:
+    async with rig() as r:
+        assert await r.kv_reader.warmed(OWNER)
+        job, _blocks = r.prefill("a", 18)
+        r.fabric.in_doubt = True
+        pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
+        await pull.first_ready()
+        receiving = r.mark_received(pull, 5)
+        assert await failure_of(pull.done()) is Reason.TRANSFER_FAILED
+        r.release(receiving)
+        r.fabric.in_doubt = False
+        r.reader.reuse_everything_free("mine")
+        probes = r.fabric.probes
+        await asyncio.sleep(60)
+        assert r.fabric.probes > probes
+        assert r.reader.pool.counts().quarantined == 1 == r.kv_reader.quarantined_blocks
+        assert r.kv_reader.links()[0].broken  # probes succeed, but every block that may be in flight is quarantined
+        r.fabric.doubts_may_end.set()  # the late write comes now
+        await asyncio.sleep(0.1)
+        assert seen_elsewhere(r, "a:") == set()
+        await asyncio.sleep(rigs.LEASE_S)
+        r.check_nothing_leaks()
+        assert not r.kv_reader.links()[0].broken
+        await pull_all(r, "b", request=2)
 
 
 @virtual

@@ -44,6 +44,7 @@ class Fabric:
     reads_may_end: reads of blocks end only while it is set
     generation_reads_may_end: the same for generation-table entries
     failing: reads end FAILED
+    in_doubt: reads of blocks fail without having ended, and end when `doubts_may_end` is set
     mid_read_fault: called in the middle of each read of blocks
     seen_entry: returns what the reader sees of a block's generation-table entry
     """
@@ -54,6 +55,8 @@ class Fabric:
     reads_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     generation_reads_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     failing: bool = False
+    in_doubt: bool = False
+    doubts_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     mid_read_fault: Callable[[], None] | None = None
     seen_entry: Callable[[int, GenerationEntry], GenerationEntry] = lambda block_id, entry: entry
     reads: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -74,6 +77,7 @@ class FakeBackend:
     """
 
     max_probe_blocks = 1
+    failure: BaseException | None = None
 
     def __init__(
         self,
@@ -148,6 +152,9 @@ class FakeBackend:
     async def wait(self, read_id: ReadId) -> ReadState:
         return await self._reads.wait(read_id)
 
+    async def wait_ended(self, read_id: ReadId) -> ReadState:
+        return await self._reads.wait_ended(read_id)
+
     def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
         return self._reads.generations(read_id)
 
@@ -173,6 +180,9 @@ class FakeBackend:
         await asyncio.sleep(READ_S / 2)
         if own is not None and fabric.mid_read_fault is not None:
             fabric.mid_read_fault()
+        if fabric.in_doubt and own is not None:
+            self._reads.end(read_id, ReadState.IN_DOUBT)
+            await fabric.doubts_may_end.wait()
         await fabric.reads_may_end.wait()
         await asyncio.sleep(READ_S / 2)
         fabric.running -= 1
@@ -197,7 +207,7 @@ class Observed:
 
     ended: list[Reason | None] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
-    timed_out_blocks: list[int] = field(default_factory=list)
+    quarantined_blocks: list[int] = field(default_factory=list)
     broken: list[bool] = field(default_factory=list)
 
     def pull_ended(
@@ -208,8 +218,8 @@ class Observed:
     def validation_failed(self, owner: WorkerRef, what: str) -> None:
         self.mismatches.append(what)
 
-    def read_timed_out(self, owner: WorkerRef, num_blocks: int) -> None:
-        self.timed_out_blocks.append(num_blocks)
+    def blocks_quarantined(self, owner: WorkerRef, num_blocks: int) -> None:
+        self.quarantined_blocks.append(num_blocks)
 
     def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
         self.broken.append(broken)

@@ -259,6 +259,18 @@ async def test_stuck_step_makes_the_worker_unhealthy() -> None:
         assert workers.cluster.scheduler.reports["d"][-1].state is WorkerState.UNHEALTHY
 
 
+@pytest.mark.fault("F-11")
+@virtual
+async def test_failed_transfer_backend_makes_the_worker_unhealthy() -> None:
+    async with pair() as workers:
+        await workers.settle()
+        assert workers.cluster.scheduler.reports["d"][-1].state is WorkerState.READY
+        workers.d.backend.failure = RuntimeError("the thread of the transport has ended")
+        with pytest.raises(WorkerUnhealthy, match="KV transfers have stopped: the thread"):
+            await asyncio.wait_for(workers.d.running, 1.0)
+        assert workers.cluster.scheduler.reports["d"][-1].state is WorkerState.UNHEALTHY
+
+
 @virtual
 async def test_error_in_a_background_task_makes_the_worker_unhealthy() -> None:
     async with pair() as workers:

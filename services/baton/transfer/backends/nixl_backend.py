@@ -112,6 +112,10 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
         if entry is not None:
             self._thread.forget(entry)
 
+    @property
+    def failure(self) -> BaseException | None:  # type: ignore[override]
+        return self._thread.failure
+
     def transport_to(self, peer: KvMemory) -> str:
         entry = self._peers.get(peer.agent_name)
         return entry.transport if entry is not None else ""
@@ -128,7 +132,10 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
         too.
         """
         running = [asyncio.ensure_future(self._reads.wait(read_id)) for read_id in self._reads.running]
-        if running:
+        if running and self.failure is not None:  # the thread has ended, so no read will
+            for wait in running:
+                wait.cancel()
+        elif running:
             _done, late = await asyncio.wait(running, timeout=_CLOSE_S)
             for wait in late:
                 wait.cancel()

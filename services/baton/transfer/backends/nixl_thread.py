@@ -3,12 +3,17 @@ here.
 
 Posting a read may block for the whole copy, and NIXL's own progress thread would use a full core. This thread
 sleeps on UCX's event descriptors, so it uses no CPU while it is idle.
+
+An error of a read ends it only if NIXL says so (`nixl_errors`). Otherwise the read is in doubt. It ends when
+a later poll reports its end, or when its connection has failed. An error of the notification
+call is retried a few times and then ends the thread, because peers can no longer read from here.
 """
 
 import ctypes
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +23,10 @@ import numpy as np
 
 from baton.core.ids import ReadId
 from baton.core.kv.kv_layout import KvMemory
+from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import GenerationEntry, ReadState
+from baton.transfer.backends import nixl_errors
 from baton.transfer.backends.block_ranges import runs
 from baton.transfer.backends.host_memory import HOST, KvRegion, anonymous
 from baton.transfer.backends.ucx import UcxLog
@@ -35,6 +42,12 @@ _SPINS = 200
 _BUSY_MS, _IDLE_MS, _BLIND_IDLE_MS = 1, 1000, 2
 """Longest sleep while reads run, while none runs, and while none runs and UCX's descriptors were not
 found."""
+_DOUBT_POLL_S = 1.0
+"""Time between two polls of the reads that are in doubt."""
+MAX_NOTIFICATION_ERRORS = 8
+"""Errors of the notification call in a row after which the thread ends."""
+_RETRY_S = 0.002
+"""Pause after the first error of the notification call. It doubles with each further one, to 0.5 s in all."""
 CopyRange = tuple[int, int, int]
 """(remote address, local address, size in bytes)."""
 Segment = tuple[str, int]
@@ -54,17 +67,22 @@ class NixlPeer:
 
 @dataclass(slots=True)
 class _Running:
-    """One posted read. Its handle is kept until the read is terminal, because the finalizer releases it."""
+    """One posted read. Its handle is kept until the read is terminal, because the finalizer releases it.
+
+    has_handle: False if NIXL has deleted the handle
+    """
 
     handle: Any
     peer: NixlPeer
     cells: list[int] = field(default_factory=list)
+    has_handle: bool = True
 
 
 class NixlThread:
-    """Runs commands in the order of the calls. Calls `report` from the thread at the end of each read.
+    """Runs commands in the order of the calls. Calls `report` from the thread when a read ends or is in
+    doubt.
 
-    The thread starts in the constructor.
+    The thread starts in the constructor. failure: the error that has ended it; its reads never end then
     """
 
     def __init__(
@@ -85,7 +103,12 @@ class NixlThread:
         )
         self._free_cells = deque(range(_GENERATION_CELLS))
         self._register(KvRegion(address=int(self._cells.ctypes.data), num_bytes=self._cells.nbytes))
+        self.failure: BaseException | None = None
         self._running: dict[ReadId, _Running] = {}
+        self._in_doubt: dict[ReadId, _Running] = {}
+        self._next_doubt_poll_s = 0.0
+        self._notification_errors = 0
+        self._next_notifications_s = 0.0
         self._commands: deque[Callable[[], None]] = deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._is_closing = self._has_ended = False
@@ -141,6 +164,16 @@ class NixlThread:
     # -- in the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            log.critical("kv_thread_failed", error=nixl_errors.describe(error), running=len(self._running))
+            self.failure = error
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # reads may still be written
+        else:
+            self._end()
+
+    def _serve(self) -> None:
         poller = select.poll()
         for fd in (self._wake_read, *self._ucx_events):
             poller.register(fd, select.POLLIN)
@@ -150,18 +183,40 @@ class NixlThread:
             had_work = bool(self._commands)
             while self._commands:
                 self._commands.popleft()()
-            self._agent.get_new_notifs()  # serves peers that read from us
+            self._serve_peers()
             had_work |= self._check_running()
+            if self._in_doubt:
+                self._check_in_doubt()
             spins = 0 if had_work else spins + 1
             sleep_ms = idle_ms if not self._running else 0 if spins < _SPINS else _BUSY_MS
+            if self._notification_errors:
+                sleep_ms = min(sleep_ms, _BUSY_MS)
             for fd, _event in poller.poll(sleep_ms):
                 if fd == self._wake_read:
                     os.read(self._wake_read, 4096)
-        self._end()
+
+    def _serve_peers(self) -> None:
+        """Make progress for peers that read from here.
+
+        Raises NIXL's error after `MAX_NOTIFICATION_ERRORS` in a row.
+        """
+        if self._notification_errors and time.monotonic() < self._next_notifications_s:
+            return
+        try:
+            hit("transfer.notifications")
+            self._agent.get_new_notifs()
+        except Exception as error:
+            self._notification_errors += 1
+            log.warning("kv_notifications_failed", attempt=self._notification_errors, error=nixl_errors.describe(error))
+            if self._notification_errors >= MAX_NOTIFICATION_ERRORS:
+                raise
+            self._next_notifications_s = time.monotonic() + _RETRY_S * 2 ** (self._notification_errors - 1)
+        else:
+            self._notification_errors = 0
 
     def _end(self) -> None:
-        if self._running:
-            log.warning("kv_agent_kept", running=len(self._running))
+        if self._running or self._in_doubt:
+            log.warning("kv_agent_kept", running=len(self._running), in_doubt=len(self._in_doubt))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         else:
             del self._agent
@@ -175,7 +230,7 @@ class NixlThread:
             self._agent.make_connection(peer.memory.agent_name)
             peer.is_loaded = True
         except Exception as error:  # NIXL's exceptions have no common base
-            log.warning("kv_connect_failed", owner=str(peer.memory.owner), error=f"{type(error).__name__}: {error}")
+            log.warning("kv_connect_failed", owner=str(peer.memory.owner), error=nixl_errors.describe(error))
 
     def _forget(self, peer: NixlPeer) -> None:
         peer.is_forgotten = True
@@ -226,56 +281,114 @@ class NixlThread:
         except Exception as error:
             self._not_posted(read_id, peer, cells, error)
             return
+        read = _Running(handle, peer, cells)
         try:
             state = agent.transfer(handle)
         except Exception as error:
-            self._release(handle)
-            self._not_posted(read_id, peer, cells, error)
+            if nixl_errors.ends_post(error):
+                self._release(read, error)
+                self._not_posted(read_id, peer, cells, error)
+                return
+            peer.num_running += 1
+            self._doubt(read_id, read, error)
             return
         peer.num_running += 1
-        self._running[read_id] = _Running(handle, peer, cells)
+        self._running[read_id] = read
         if state != "PROC":
             self._terminal(read_id, state)
 
     def _check_running(self) -> bool:
-        """Handle reads that have ended. Returns True if there was one."""
-        ended = False
+        """Handle reads that have ended or are in doubt. Returns True if there was one."""
+        changed = False
         for read_id, read in list(self._running.items()):
             try:
                 state = self._agent.check_xfer_state(read.handle)
             except Exception as error:
-                log.info("kv_read_failed", owner=str(read.peer.memory.owner), error=f"{type(error).__name__}: {error}")
-                state = "ERR"
+                del self._running[read_id]
+                if nixl_errors.ends_read(error):
+                    self._failed(read_id, read, error)
+                else:
+                    self._doubt(read_id, read, error)
+                changed = True
+                continue
             if state != "PROC":
                 self._terminal(read_id, state)
-                ended = True
-        return ended
+                changed = True
+        return changed
 
-    def _terminal(self, read_id: ReadId, state: str) -> None:
-        read = self._running.pop(read_id)
-        peer = read.peer
-        peer.num_running -= 1
-        self._release(read.handle)
-        entries: tuple[GenerationEntry, ...] = ()
-        if state == "DONE":
-            entries = decode_entries(self._cells[read.cells].tobytes()) if read.cells else ()
-            if not peer.transport:
-                self._find_transport(peer)
-        else:
-            self._connection_failed(peer)
-        self._free_cells.extend(read.cells)
-        if peer.is_forgotten:
-            self._unload(peer)
-        self._report(read_id, ReadState.DONE if state == "DONE" else ReadState.FAILED, entries)
+    def _check_in_doubt(self) -> None:
+        """Poll the reads that are in doubt from time to time. Each end is reported as a failure."""
+        now_s = time.monotonic()
+        if now_s < self._next_doubt_poll_s:
+            return
+        self._next_doubt_poll_s = now_s + _DOUBT_POLL_S
+        for read_id, read in list(self._in_doubt.items()):
+            if not read.has_handle or read_id not in self._in_doubt:
+                continue
+            try:
+                if self._agent.check_xfer_state(read.handle) == "DONE":
+                    self._failed(read_id, self._in_doubt.pop(read_id), None)
+            except Exception as error:
+                read.has_handle = not nixl_errors.deletes_handle(error)
+                if nixl_errors.ends_read(error):
+                    self._failed(read_id, self._in_doubt.pop(read_id), error)
 
-    def _not_posted(self, read_id: ReadId, peer: NixlPeer, cells: Iterable[int], error: Exception) -> None:
-        log.info("kv_read_failed", owner=str(peer.memory.owner), error=f"{type(error).__name__}: {error}")
-        self._free_cells.extend(cells)
-        self._connection_failed(peer)
+    def _doubt(self, read_id: ReadId, read: _Running, error: Exception) -> None:
+        """Report a read that has failed, but of which NIXL does not say that it has ended."""
+        log.warning("kv_read_in_doubt", owner=str(read.peer.memory.owner), error=nixl_errors.describe(error))
+        read.has_handle = not nixl_errors.deletes_handle(error)
+        if not self._in_doubt:
+            self._next_doubt_poll_s = time.monotonic() + _DOUBT_POLL_S
+        self._in_doubt[read_id] = read
+        self._report(read_id, ReadState.IN_DOUBT, ())
+
+    def _failed(self, read_id: ReadId, read: _Running, error: Exception | None) -> None:
+        """End a posted read that has failed. `error`: what NIXL has reported; None for a late success."""
+        log.info(
+            "kv_read_failed",
+            owner=str(read.peer.memory.owner),
+            error=nixl_errors.describe(error) if error is not None else "it has ended after an error",
+        )
+        self._close(read, error)
+        if error is not None:
+            self._connection_failed(read.peer, error)
         self._report(read_id, ReadState.FAILED, ())
 
-    def _connection_failed(self, peer: NixlPeer) -> None:
-        """Unload the peer, so that the next read loads its metadata again, and log UCX's errors."""
+    def _close(self, read: _Running, error: Exception | None) -> None:
+        """Release what a read that has ended holds."""
+        read.peer.num_running -= 1
+        self._release(read, error)
+        self._free_cells.extend(read.cells)
+        if read.peer.is_forgotten:
+            self._unload(read.peer)
+
+    def _terminal(self, read_id: ReadId, state: str) -> None:
+        """Handle the state other than PROC that NIXL has returned for a read."""
+        read = self._running.pop(read_id)
+        if state != "DONE":
+            self._doubt(read_id, read, RuntimeError(f"NIXL returned the state {state}"))
+            return
+        entries = decode_entries(self._cells[read.cells].tobytes()) if read.cells else ()
+        if not read.peer.transport:
+            self._find_transport(read.peer)
+        self._close(read, None)
+        self._report(read_id, ReadState.DONE, entries)
+
+    def _not_posted(self, read_id: ReadId, peer: NixlPeer, cells: Iterable[int], error: Exception) -> None:
+        log.info("kv_read_failed", owner=str(peer.memory.owner), error=nixl_errors.describe(error))
+        self._free_cells.extend(cells)
+        self._connection_failed(peer, error)
+        self._report(read_id, ReadState.FAILED, ())
+
+    def _connection_failed(self, peer: NixlPeer, error: Exception) -> None:
+        """Unload the peer, so that the next read loads its metadata again, and log UCX's errors.
+
+        If the connection itself has failed, the peer's reads that are in doubt have ended.
+        """
+        if nixl_errors.ends_connection(error):
+            for read_id in [read_id for read_id, read in self._in_doubt.items() if read.peer is peer]:
+                self._close(self._in_doubt.pop(read_id), None)
+                self._report(read_id, ReadState.FAILED, ())
         self._unload(peer)
         for problem in self._ucx_log.problems()[:10]:
             log.warning("ucx_error_logged", text=problem)
@@ -289,14 +402,18 @@ class NixlThread:
         self._known_transports += self._ucx_log.read_transports()
         peer.transport = self._known_transports[-1] if self._known_transports else ""
 
-    def _release(self, handle: Any) -> None:
-        self._try("release_xfer_handle", lambda: self._agent.release_xfer_handle(handle))
+    def _release(self, read: _Running, error: Exception | None) -> None:
+        """Release the handle of a read that has ended with `error`, unless NIXL has deleted it."""
+        if not read.has_handle or (error is not None and nixl_errors.deletes_handle(error)):
+            read.handle._released = True  # or the handle's finalizer would release it again
+        else:
+            self._try("release_xfer_handle", lambda: self._agent.release_xfer_handle(read.handle))
 
     def _try(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
-            log.info("nixl_call_failed", what=what, error=f"{type(error).__name__}: {error}")
+            log.info("nixl_call_failed", what=what, error=nixl_errors.describe(error))
 
     def _register(self, region: KvRegion) -> None:
         self._agent.register_memory(

@@ -31,6 +31,7 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
     """
 
     two_sided = False
+    failure: BaseException | None = None
 
     def __init__(self, *, layout: KvLayout, memory: KvMemory, kv: BufferT, scratch: BufferT) -> None:
         """`kv` holds the worker's own blocks, `scratch` as many as a probe may read (`probe_blocks`)."""
@@ -70,6 +71,9 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
 
     async def wait(self, read_id: ReadId) -> ReadState:
         return await self._reads.wait(read_id)
+
+    async def wait_ended(self, read_id: ReadId) -> ReadState:
+        return await self._reads.wait_ended(read_id)
 
     def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
         return self._reads.generations(read_id)

@@ -92,22 +92,34 @@ class StagedBackend:
     def max_probe_blocks(self) -> int:
         return self._host.max_probe_blocks
 
+    @property
+    def failure(self) -> BaseException | None:
+        return self._host.failure
+
     def poll(self, read_id: ReadId) -> ReadState:
         receiving = self._receiving.get(read_id)
-        if receiving is None:
+        if receiving is not None and not receiving.done():
+            return ReadState.RUNNING
+        if receiving is None or receiving.result() is ReadState.IN_DOUBT:
             return self._host.poll(read_id)
-        return receiving.result() if receiving.done() else ReadState.RUNNING
+        return receiving.result()
 
     async def wait(self, read_id: ReadId) -> ReadState:
         receiving = self._receiving.get(read_id)
         return await (self._host.wait(read_id) if receiving is None else asyncio.shield(receiving))
 
+    async def wait_ended(self, read_id: ReadId) -> ReadState:
+        receiving = self._receiving.get(read_id)
+        if receiving is not None and (state := await asyncio.shield(receiving)) is not ReadState.IN_DOUBT:
+            return state
+        return await self._host.wait_ended(read_id)
+
     def generations(self, read_id: ReadId) -> tuple[GenerationEntry, ...]:
         return self._host.generations(read_id)
 
     def release(self, read_id: ReadId) -> None:
-        if self.poll(read_id) is ReadState.RUNNING:
-            raise ValueError(f"read {read_id} is still running and may still write its destination")
+        if self.poll(read_id) in (ReadState.RUNNING, ReadState.IN_DOUBT):
+            raise ValueError(f"read {read_id} is still running or in doubt and may still write its destination")
         self._host.release(read_id)
         self._receiving.pop(read_id, None)
 

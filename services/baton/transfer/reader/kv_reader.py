@@ -126,8 +126,13 @@ class KvReader:
 
     @property
     def quarantined_blocks(self) -> int:
-        """Number of own blocks that a timed-out read may still write."""
+        """Number of own blocks that a timed-out read, or one in doubt, may still write."""
         return self._quarantine.num_blocks
+
+    @property
+    def transfer_failure(self) -> BaseException | None:
+        """The error after which the transfer backend moves no KV any more; None while it works."""
+        return self._reading.backend.failure
 
     @property
     def is_over_quarantine_limit(self) -> bool:

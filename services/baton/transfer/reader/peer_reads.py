@@ -1,7 +1,7 @@
 """Reads from the memory of one owner: limited in flight, with deadlines, and probed while the link is broken.
 
 NIXL cannot cancel a read and does not report a stall, so every read has a deadline here. Blocks of a read
-that passes its deadline are quarantined until the read is terminal.
+that passes its deadline, or that fails without having ended, are quarantined until the read is terminal.
 """
 
 import asyncio
@@ -128,8 +128,8 @@ class PeerReads:
     ) -> tuple[ReadId, ReadState | None]:
         """Read the source's blocks into own blocks.
 
-        Returns the read's id and its terminal state, or None as state if the deadline passed while it still
-        runs. The caller must then call `end_read` or `quarantine`.
+        Returns the read's id and its state: terminal, IN_DOUBT, or None if the deadline passed while it still
+        runs. The caller must then call `end_read` if it is terminal, else `quarantine`.
         """
         read_id = self._shared.next_read_id()
         self._notify_owner(read_id, transfer_id, source)
@@ -146,14 +146,19 @@ class PeerReads:
         self.inflight_blocks -= num_blocks
         asyncio.get_running_loop().call_soon(self._on_change)
 
-    def quarantine(self, read_id: ReadId, own: Sequence[int]) -> None:
-        """Quarantine the blocks of a timed-out read until it is terminal.
+    def quarantine(self, read_id: ReadId, own: Sequence[int], reason: str) -> None:
+        """Quarantine the blocks of a read that timed out or is in doubt until it is terminal.
 
-        They count as in flight until then.
+        They count as in flight until then. `reason` is for the log.
         """
-        self._shared.observer.read_timed_out(self.owner, len(own))
+        self._shared.observer.blocks_quarantined(self.owner, len(own))
         log.warning(
-            "kv_read_timed_out", owner=str(self.owner), read_id=read_id, num_blocks=len(own), transport=self.transport
+            "kv_read_quarantined",
+            owner=str(self.owner),
+            read_id=read_id,
+            num_blocks=len(own),
+            transport=self.transport,
+            reason=reason,
         )
 
         def on_terminal(_state: ReadState) -> None:
@@ -170,9 +175,11 @@ class PeerReads:
         read_id = self._shared.next_read_id()
         self._backend.start_read_generations(read_id, source)
         state = await self._wait(read_id, self.inflight_blocks * self.block_bytes)
-        if state is None:
+        if state is None or state is ReadState.IN_DOUBT:
             self._shared.quarantine.watch(read_id, (), lambda _state: None)
-            raise TimeoutError
+            if state is None:
+                raise TimeoutError
+            return None
         entries = self._backend.generations(read_id) if state is ReadState.DONE else None
         self._backend.release(read_id)
         return entries
@@ -208,7 +215,7 @@ class PeerReads:
     async def probe(self, num_blocks: int = 1) -> ReadState | None:
         """Read blocks into scratch memory. A probe that succeeds repairs a broken link.
 
-        Returns the terminal state, or None if the deadline passed.
+        Returns the state: terminal, IN_DOUBT, or None if the deadline passed.
         """
         read_id = self._shared.next_read_id()
         source = KvDescriptor(memory=self.memory, block_ids=tuple(range(num_blocks)))
@@ -217,9 +224,9 @@ class PeerReads:
         self._open_probes += 1
         self._backend.start_probe(read_id, source)
         state = await self._wait(read_id, (self.inflight_blocks + num_blocks) * self.block_bytes)
-        if state is None:
+        if state is None or state is ReadState.IN_DOUBT:
             self._shared.quarantine.watch(read_id, (), self._probe_ended)
-            return None
+            return state
         if state is ReadState.DONE and self.is_tried:  # the first read includes connecting, so it is not measured
             self.bandwidth.ended(num_blocks * self.block_bytes, started_s, self._clock())
         self._backend.release(read_id)
@@ -228,7 +235,9 @@ class PeerReads:
 
     def _probe_ended(self, state: ReadState) -> None:
         self._open_probes -= 1
-        if state is ReadState.DONE and (self.broken or not self.is_tried):
+        # While every block that may be in flight is quarantined, no read can start, so the link stays broken.
+        may_read = self.inflight_blocks < self._max_inflight
+        if state is ReadState.DONE and may_read and (self.broken or not self.is_tried):
             if self.broken:
                 log.info("kv_link_repaired", owner=str(self.owner))
             self.is_tried, self.broken_by = True, None

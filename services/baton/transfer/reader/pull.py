@@ -289,6 +289,9 @@ class Pull:
         if problem == slice_reader.TIMED_OUT:
             self.fail(Reason.TRANSFER_TIMEOUT, "a read passed its deadline")
             end.reads.break_link(Reason.TRANSFER_TIMEOUT)
+        elif problem == slice_reader.IN_DOUBT:
+            self.fail(Reason.TRANSFER_FAILED, "a read failed and may still write, so its blocks are quarantined")
+            end.reads.break_link(Reason.TRANSFER_FAILED)
         elif self.has_ended:
             self._pool.drop_receiving(part.own)
         elif problem is None:

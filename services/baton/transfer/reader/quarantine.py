@@ -1,4 +1,4 @@
-"""Quarantines the destination blocks of timed-out reads until these reads are terminal.
+"""Quarantines the destination blocks of reads that timed out or are in doubt until these reads are terminal.
 
 A read cannot be cancelled. A slow owner may still write into the destination, so its blocks must not be
 reused.
@@ -16,7 +16,10 @@ log = get_logger(__name__)
 
 
 class Quarantine:
-    """All timed-out reads of one reader. They outlive the pull and the link that started them."""
+    """All reads of one reader that timed out or are in doubt.
+
+    They outlive the pull and the link that started them.
+    """
 
     def __init__(self, backend: TransferBackend, pool: ReceivingPool) -> None:
         self._backend, self._pool = backend, pool
@@ -36,7 +39,7 @@ class Quarantine:
         watcher.add_done_callback(self._watchers.pop)
 
     async def _watch(self, read_id: ReadId, own: list[int], then: Callable[[ReadState], None]) -> None:
-        state = await self._backend.wait(read_id)
+        state = await self._backend.wait_ended(read_id)
         self._backend.release(read_id)
         self.num_blocks -= len(own)
         if own:

@@ -16,6 +16,7 @@ FAILED = "read"
 LATE = "late"
 LEASE = "lease"
 TIMED_OUT = "timed_out"
+IN_DOUBT = "in_doubt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class SliceEnd:
     LATE: the read of the generation-table entries passed its deadline
     LEASE: the lease ended before the validation
     TIMED_OUT: the read of the blocks passed its deadline, and its destination is quarantined
+    IN_DOUBT: the read of the blocks failed and may still write, so its destination is quarantined
     any other text: the field that `mismatch` returned
     """
 
@@ -79,9 +81,10 @@ class SliceReader:
         source = KvDescriptor(memory=reads.memory, block_ids=tuple(block.block_id for block in part.blocks))
         read_id, state = await reads.read(self._transfer_id, source, part.own)
         problem: str | None = FAILED
-        if state is None:  # the read cannot be stopped, so its destination is quarantined until it is terminal
-            problem = TIMED_OUT
-            reads.quarantine(read_id, part.own)
+        if state is None or state is ReadState.IN_DOUBT:
+            # The read cannot be stopped, so its destination is quarantined until it is terminal.
+            problem = TIMED_OUT if state is None else IN_DOUBT
+            reads.quarantine(read_id, part.own, problem)
             self._blocks.lose_memory(part)
         else:
             reads.end_read(read_id, len(part.own))

@@ -26,8 +26,8 @@ class TransferObserver(Protocol):
         """
         ...
 
-    def read_timed_out(self, owner: WorkerRef, num_blocks: int) -> None:
-        """Record a read that passed its deadline, so that `num_blocks` own blocks are quarantined."""
+    def blocks_quarantined(self, owner: WorkerRef, num_blocks: int) -> None:
+        """Record that `num_blocks` own blocks are quarantined: their read timed out or is in doubt."""
         ...
 
     def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
@@ -46,7 +46,7 @@ class NoObserver:
     def validation_failed(self, owner: WorkerRef, what: str) -> None:
         pass
 
-    def read_timed_out(self, owner: WorkerRef, num_blocks: int) -> None:
+    def blocks_quarantined(self, owner: WorkerRef, num_blocks: int) -> None:
         pass
 
     def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
