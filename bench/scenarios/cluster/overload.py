@@ -196,8 +196,8 @@ class OverloadBench:
 def _queued(records: Sequence[Record], good: Collection[int], refused_s: Sequence[float]) -> dict[str, int]:
     """Count what a refusal within `REFUSE_S` would change: requests that waited longer at the scheduler.
 
-    good: those that met their SLO, which an immediate refusal would lose. late: those that completed and missed
-    it. refused: those that were refused after the wait.
+    good: those that met their SLO, which an immediate refusal would lose. late: those that completed and
+    missed it. refused: those that were refused after the wait.
     """
     waited = [record for record in records if ((record.timeline or {}).get("waiting_s") or 0.0) > REFUSE_S]
     num_good = sum(record.index in good for record in waited)
