@@ -6,6 +6,8 @@
 #   PROMPT="What does ...?"    first question of `make run`
 #   ARGS="--decode 2"          more flags for `baton up` (run), pytest (test*), or a benchmark (bench)
 #   NAME=scheduler             the benchmark of `make bench`
+#   SHARD=1/3                  the part of `make test-long` to run
+#   MINUTES=30 SEED=7          duration and seed of `make nemesis`; NETWORK=namespaces needs root
 
 SHELL := /bin/bash
 VENV := .venv
@@ -19,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 UNIT_TESTS := tests/unit tests/contract tests/sim --ignore tests/unit/model --ignore tests/unit/test_demo_model.py
 UNIT_MARKS := not long and not slow and not model and not integration
 
-.PHONY: setup run test test-unit test-long test-triton test-asan check check-types check-imports check-rules \
+.PHONY: setup run test test-unit test-long test-triton test-asan nemesis check check-types check-imports check-rules \
   check-reference check-style check-deploy proto reference docs bench clean
 .DEFAULT_GOAL := setup
 
@@ -50,10 +52,17 @@ test: setup check
 test-unit: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(UNIT_MARKS)" $(UNIT_TESTS) $(ARGS)
 
-# The full-size forms. Single tests, as ARGS may select, run without the interpreted and sanitized ones.
+# The full-size forms. Single tests, as ARGS may select, and shards but the first run without the interpreted and
+# sanitized ones. SHARD=i/n runs one of n parts of the files.
 test-long: setup check
-	BATON_TEST_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
-	$(if $(ARGS),,$(MAKE) test-triton test-asan)
+	BATON_TEST_LONG=1 BATON_TEST_SHARD=$(SHARD) $(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
+	$(if $(ARGS)$(filter-out 1/%,$(SHARD)),,$(MAKE) test-triton test-asan)
+
+# Random faults on real processes, with a check of every request. It prints the seed and the command that repeats it.
+MINUTES ?= 30
+NETWORK ?= loopback
+nemesis: setup
+	$(BIN)/python -m tests.nemesis --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --network $(NETWORK) $(ARGS)
 
 # The GPU kernel, interpreted on a CPU: slow, and outside .venv, because CPU builds of torch come without triton.
 test-triton: setup

@@ -26,13 +26,12 @@ from baton.rpc.admin_rpc import AdminClient
 from baton.rpc.channel import channel_options, open_channel
 from baton.runtime.config.config_base import settings_of
 from baton.runtime.config.settings import SERVICES
-from baton.runtime.network.addresses import choose_port
-from baton.store.redis.private_redis import redis_command
+from baton.store.redis.private_redis import RedisCommand
+from tests.cluster_network import HOST, ClusterNetwork
 from tests.cluster_security import ADMIN, Secured
 from tests.redis_proxy import RedisProxy
 from tests.times import TEST_TIMES
 
-HOST = "127.0.0.1"
 START_S = 90.0
 PROGRAM = "baton.cli"
 SETTLE_S = 10.0
@@ -59,12 +58,24 @@ class ProcessCluster:
     """A cluster whose processes are named `redis`, `scheduler`, `gateway`, `p0`, `d0`, `h0`, ...
 
     history: requests and answers since the start. Each test client appends its own.
+    gateways: addresses of all gateways by name.
     """
 
-    def __init__(self, directory: Path, settings: Mapping[str, Any], secured: Secured | None = None) -> None:
-        """`secured`: certificates and API keys. None: without TLS and authentication."""
+    def __init__(
+        self,
+        directory: Path,
+        settings: Mapping[str, Any],
+        secured: Secured | None = None,
+        network: ClusterNetwork | None = None,
+    ) -> None:
+        """Create a cluster without processes.
+
+        secured: certificates and API keys. None: without TLS and authentication.
+        network: the places of the processes, by default the loopback interface.
+        """
         self.directory = directory
         self.secured = secured
+        self.network = network or ClusterNetwork()
         self.settings: dict[str, Any] = {
             "host": HOST,
             "model": "demo",
@@ -83,6 +94,9 @@ class ProcessCluster:
         self.grpc_address = ""
         self.redis_proxy: RedisProxy | None = None
         self.history: list[History] = []
+        self.gateways: dict[str, GatewayAddresses] = {}
+        self._redis: RedisCommand | None = None
+        self._started: dict[str, tuple[str, dict[str, Any]]] = {}
 
     async def start(
         self,
@@ -90,22 +104,23 @@ class ProcessCluster:
         prefill: int = 1,
         decode: int = 1,
         hybrid: int = 0,
+        schedulers: int = 1,
+        gateways: int = 1,
         failpoints: Mapping[str, str] | None = None,
         wait: bool = True,
     ) -> None:
         """Start all processes. Redis is reached through `redis_proxy` if that is set.
 
+        schedulers, gateways: numbers of these. The further ones are named `scheduler1`, `gateway1`, ...
         failpoints: failpoints by worker name.
-        wait: wait until the gateway is ready.
+        wait: wait until all gateways are ready.
         """
-        redis = redis_command(self.directory / "redis")
-        self.settings["redis_url"] = redis.url
-        await self._start_child("redis", redis.argv, {}, redis.wait_until_ready)
+        await self.start_redis()
         if self.redis_proxy is not None:
-            self.settings["redis_url"] = await self.redis_proxy.start(redis.url)
-        http_port, grpc_port = (choose_port(HOST, 0, flag="--http-port") for _ in range(2))
-        scheme = "http" if self.secured is None else "https"
-        self.url, self.grpc_address = f"{scheme}://{HOST}:{http_port}", f"{HOST}:{grpc_port}"
+            self.settings["redis_url"] = await self.redis_proxy.start(self.settings["redis_url"])
+        gateway_names = ["gateway", *(f"gateway{i}" for i in range(1, gateways))]
+        ports = {name: self._choose_gateway_ports(name) for name in gateway_names}
+        self.url, self.grpc_address = self.gateways["gateway"].url, self.gateways["gateway"].grpc_address
         names = {
             f"{role[0]}{i}": role
             for role, n in (("prefill", prefill), ("decode", decode), ("hybrid", hybrid))
@@ -113,12 +128,30 @@ class ProcessCluster:
         }
         self.roles = names
         await asyncio.gather(
-            self.start_service("scheduler", "scheduler"),
-            self.start_service("gateway", "gateway", http_port=http_port, grpc_port=grpc_port),
+            *(self.start_service(f"scheduler{i or ''}", "scheduler") for i in range(schedulers)),
+            *(self.start_service(name, "gateway", **chosen) for name, chosen in ports.items()),
             *(self.start_worker(name, failpoints=(failpoints or {}).get(name, "")) for name in names),
         )
         if wait:
-            await self.wait_ready()
+            for name in gateway_names:
+                await self.wait_ready(self.gateways[name].url)
+
+    async def start_redis(self) -> None:
+        """Start Redis, or start it again at the same address without its data."""
+        if self._redis is None:
+            self._redis = self.network.redis(self.directory / "redis")
+            self.settings["redis_url"] = self._redis.url
+        place = self.network.place("redis")
+        argv = [*place.argv, *self._redis.argv]
+        await self._start_child("redis", argv, dict(place.environ), self._redis.wait_until_ready)
+
+    async def start_again(self, name: str) -> None:
+        """Start a process that ended, with the settings of its last start. A worker gets a new epoch."""
+        if name == "redis":
+            await self.start_redis()
+        else:
+            command, arguments = self._started[name]
+            await self.start_service(name, command, **arguments)
 
     async def start_worker(self, name: str, *, failpoints: str = "", program: str = PROGRAM, **settings: Any) -> None:
         """Start a worker, or start it again with a new epoch."""
@@ -142,15 +175,21 @@ class ProcessCluster:
         max_open_files: limit of open files of the process.
         program: the Python module to run; it takes the command line of `baton`.
         """
+        self._started[name] = (command, {"failpoints": failpoints, "program": program, **settings})
         known = {setting.name for setting in settings_of(SERVICES[command])}
-        values = {
-            key: value for key, value in {**self.settings, **settings}.items() if key in known and value is not None
-        }
+        place = self.network.place(name)
+        every = {**self.settings, **place.settings, **settings}
+        values = {key: value for key, value in every.items() if key in known and value is not None}
         file = self.directory / f"{name}.yaml"
         file.write_text(yaml.safe_dump({**values, "log_dir": str(self.directory / "logs" / name)}))
         limited = [] if max_open_files is None else ["/bin/sh", "-c", f'ulimit -n {max_open_files} && exec "$@"', "sh"]
-        argv = [*limited, *(program if word == PROGRAM else word for word in baton_command(command, file))]
-        await self._start_child(name, argv, {"BATON_FAILPOINTS": failpoints} if failpoints else {})
+        argv = [
+            *place.argv,
+            *limited,
+            *(program if word == PROGRAM else word for word in baton_command(command, file)),
+        ]
+        failing = {"BATON_FAILPOINTS": failpoints} if failpoints else {}
+        await self._start_child(name, argv, {**place.environ, **failing})
 
     async def _start_child(self, name: str, argv: list[str], environ: dict[str, str], ready: Any = None) -> None:
         output = self.directory / f"{name}.out"
@@ -189,13 +228,17 @@ class ProcessCluster:
 
     async def start_gateway(self, name: str, *, max_open_files: int | None = None, **settings: Any) -> GatewayAddresses:
         """Start another gateway and wait until it is ready."""
-        http_port, grpc_port = (choose_port(HOST, 0, flag="--http-port") for _ in range(2))
-        await self.start_service(
-            name, "gateway", max_open_files=max_open_files, http_port=http_port, grpc_port=grpc_port, **settings
-        )
-        url = f"{self.url.partition(':')[0]}://{HOST}:{http_port}"
-        await self.wait_ready(url)
-        return GatewayAddresses(url=url, grpc_address=f"{HOST}:{grpc_port}")
+        ports = self._choose_gateway_ports(name)
+        await self.start_service(name, "gateway", max_open_files=max_open_files, **ports, **settings)
+        await self.wait_ready(self.gateways[name].url)
+        return self.gateways[name]
+
+    def _choose_gateway_ports(self, name: str) -> dict[str, int]:
+        """Choose the ports of a gateway, note its addresses and return its settings."""
+        host, http_port, grpc_port = self.network.client_ports(name)
+        scheme = "http" if self.secured is None else "https"
+        self.gateways[name] = GatewayAddresses(url=f"{scheme}://{host}:{http_port}", grpc_address=f"{host}:{grpc_port}")
+        return {"http_port": http_port, "grpc_port": grpc_port}
 
     async def wait_ready(self, url: str | None = None) -> None:
         """Wait until the gateway at `url` is ready, by default `gateway`."""
@@ -245,7 +288,7 @@ class ProcessCluster:
             f"workers {names}",
         )
 
-    async def check_clean(self) -> None:
+    async def check_clean(self, limit_s: float = SETTLE_S) -> None:
         """Wait until every block of every living worker is free or cached, and no lease or sequence is
         left."""
 
@@ -260,7 +303,7 @@ class ProcessCluster:
             )
 
         await self.until(
-            is_clean, SETTLE_S, "every block free or cached, none used, receiving or quarantined; no lease, no sequence"
+            is_clean, limit_s, "every block free or cached, none used, receiving or quarantined; no lease, no sequence"
         )
 
     def check_alive(self) -> None:
@@ -294,6 +337,7 @@ class ProcessCluster:
         assert not left, f"processes left behind: {left}"
         if self.redis_proxy is not None:
             await self.redis_proxy.aclose()
+        await self.network.aclose()
 
 
 @asynccontextmanager

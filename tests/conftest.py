@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import baton.rpc  # noqa: F401 - must be loaded before grpc, whose fork handlers would break child processes
+from tests import shards
 from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600
@@ -26,8 +27,9 @@ def remove_baton_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test its tier and its time limit; skip GPU tests if there is no GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give each test its tier and its time limit; skip GPU tests if there is no GPU; keep one shard."""
+    _keep_shard(config, items)
     no_gpu = pytest.mark.skip(reason="needs a GPU")
     has_gpu = any(item.get_closest_marker("gpu") for item in items) and _has_gpu()
     for item in items:
@@ -39,6 +41,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         may_run = has_gpu or (item.get_closest_marker("interpreted") and os.environ.get("TRITON_INTERPRET") == "1")
         if item.get_closest_marker("gpu") and not may_run:
             item.add_marker(no_gpu)
+
+
+def _keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of other shards, if a shard is asked for."""
+    if not (text := os.environ.get(shards.VARIABLE, "")):
+        return
+    try:
+        shard = shards.Shard.parse(text)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    count = Counter(item.path.as_posix() for item in items)
+    files = shard.files({path: shards.weight_of(path, number) for path, number in count.items()})
+    config.hook.pytest_deselected(items=[item for item in items if item.path.as_posix() not in files])
+    items[:] = [item for item in items if item.path.as_posix() in files]
 
 
 def _tiers(item: pytest.Item) -> list[str]:

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 TOOLS = ("ip", "unshare", "nsenter")
 _CLONE_NEWNET = 0x40000000
+_UNUSED_MAC = "02:00:00:00:00:01"
 
 
 def unavailable_reason(*more_tools: str) -> str:
@@ -50,6 +51,17 @@ class Netns:
         """Call a function in a thread that uses this network."""
         with ThreadPoolExecutor(1, initializer=_enter, initargs=(self.path,)) as thread:
             return thread.submit(function).result()
+
+    def drop_packets_to(self, address: str) -> None:
+        """Send packets for `address` to no machine, so that they are lost without an error.
+
+        It needs no kernel module: the neighbour's hardware address is set to an unused one.
+        """
+        _ip("-n", self.name, "neigh", "replace", address, "lladdr", _UNUSED_MAC, "dev", "net0", "nud", "permanent")
+
+    def deliver_packets_to(self, address: str) -> None:
+        """Undo `drop_packets_to`."""
+        _ip("-n", self.name, "neigh", "del", address, "dev", "net0")
 
     def delete(self) -> None:
         """Delete the namespace. Can be called twice."""

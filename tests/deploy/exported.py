@@ -11,7 +11,6 @@ from baton.runtime.observability.metrics import process_registry
 
 FAMILIES = (
     metrics.ProcessMetrics,
-    metrics.BudgetMetrics,
     metrics.GatewayMetrics,
     metrics.SchedulerMetrics,
     metrics.FleetMetrics,

@@ -76,6 +76,15 @@ class Host:
             assert time.monotonic() < end_s, out.read_text()
             time.sleep(0.1)
 
+    def kill_raylet(self) -> None:
+        """Kill Ray's node process on this machine with SIGKILL, as `ray start` runs it."""
+        ours = os.readlink(f"/proc/{self._init_pid}/ns/pid")
+        for process in psutil.process_iter(["name"]):
+            if process.info["name"] == "raylet" and os.readlink(f"/proc/{process.pid}/ns/pid") == ours:
+                process.kill()
+                return
+        raise AssertionError(f"no raylet runs on {self.name}")
+
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in a thread of this process that uses the network of this machine."""
         return self._netns.call(function)

@@ -78,7 +78,8 @@ def another_baton(directory: Path) -> Path:
 class Cluster:
     """The services and the fleet, all on the head's machine."""
 
-    def __init__(self, hosts: Hosts, stack: ExitStack) -> None:
+    def __init__(self, hosts: Hosts, stack: ExitStack, **changes: Any) -> None:
+        """`changes`: settings in addition to `SETTINGS`."""
         self.hosts = hosts
         self.head = hosts.head
         self.directory = hosts.head.directory
@@ -96,6 +97,7 @@ class Cluster:
             "host": self.head.address,
             "ray_address": hosts.ray_address,
             "ray_placement": "role",
+            **changes,
         }
         for service in ("scheduler", "gateway"):
             self._start(service, self._command(service))

@@ -19,7 +19,6 @@ from baton.runtime.config.shared_settings import (
     AdminSettings,
     HeartbeatSettings,
     ListenSettings,
-    MemorySettings,
     ModelSettings,
     ProcessSettings,
     RpcSettings,
@@ -46,7 +45,6 @@ class GatewayConfig(
     FrontDoorSettings,
     TracingSettings,
     ListenSettings,
-    MemorySettings,
     ProcessSettings,
 ):
     """Settings of `baton gateway`."""
@@ -62,7 +60,6 @@ class SchedulerConfig(
     RpcSettings,
     TracingSettings,
     ListenSettings,
-    MemorySettings,
     ProcessSettings,
 ):
     """Settings of `baton scheduler`."""
@@ -81,7 +78,6 @@ class WorkerConfig(
     RpcSettings,
     TracingSettings,
     ListenSettings,
-    MemorySettings,
     ProcessSettings,
 ):
     """Settings of `baton worker`."""
@@ -118,7 +114,6 @@ class FleetConfig(
     HeartbeatSettings,
     TracingSettings,
     AdminSettings,
-    MemorySettings,
     ProcessSettings,
 ):
     """Settings of `baton fleet`: the number of workers and the settings that it passes to each of them.
@@ -159,7 +154,6 @@ class ClusterConfig(
     HeartbeatSettings,
     FrontDoorSettings,
     TracingSettings,
-    MemorySettings,
     ProcessSettings,
 ):
     """Settings of `baton up`, which derives the settings of every service from them."""

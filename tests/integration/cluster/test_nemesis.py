@@ -1,0 +1,72 @@
+"""Random faults on real processes: no answer is wrong, lost, doubled or truncated, and nothing leaks.
+
+A failing run prints the command that repeats it. Limits of time are generous, so that a slow machine does not
+fail; limits of safety are exact.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nemesis.__main__ import replay_command
+from tests.nemesis.run import Options, Result, run_nemesis, unavailable_reason
+
+LOOPBACK_REASON, NAMESPACES_REASON = (unavailable_reason(network) for network in ("loopback", "namespaces"))
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(bool(LOOPBACK_REASON), reason=LOOPBACK_REASON or "processes can be disturbed"),
+]
+needs_namespaces = pytest.mark.skipif(bool(NAMESPACES_REASON), reason=NAMESPACES_REASON or "namespaces are available")
+
+
+async def run(seconds: float, **options: Any) -> Result:
+    """Run the nemesis and return its result, which has no problems."""
+    chosen = Options.sized(seconds, **options)
+    with tempfile.TemporaryDirectory(prefix="bn-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        result = await run_nemesis(chosen, Path(directory), lambda text: print(text, file=sys.stderr))  # noqa: T201
+    assert result.problems == [], replay_command(chosen)
+    assert result.num_faults > 0
+    assert result.ends["complete"] > 0
+    return result
+
+
+@pytest.mark.long
+@pytest.mark.fault("F-51")
+async def test_random_faults_for_some_seconds() -> None:
+    result = await run(15.0, seed=2)
+    assert result.num_faults >= 3
+
+
+@pytest.mark.long
+@pytest.mark.fault("F-51")
+async def test_random_faults_for_ten_minutes() -> None:
+    await run(600.0, seed=10)
+
+
+@pytest.mark.long
+@needs_namespaces
+@pytest.mark.fault("F-15")
+async def test_pairs_that_cannot_reach_each_other_cause_no_errors() -> None:
+    """Each of two decode workers loses one prefill worker for some seconds, while their packets are lost."""
+    result = await run(45.0, seed=15, network="namespaces", kinds=("cut_data",), longest_s=8.0)
+    assert not [end for end in result.ends if end not in ("complete", "cancelled")]
+
+
+@pytest.mark.long
+@pytest.mark.fault("F-33")
+async def test_stepped_and_skewed_clocks_cause_no_errors() -> None:
+    """One process after the other gets a wall clock that is an hour off, and a right one again."""
+    result = await run(45.0, seed=33, kinds=("clock",))
+    assert not [end for end in result.ends if end not in ("complete", "cancelled")]
+
+
+@pytest.mark.long
+@pytest.mark.fault("F-27", "F-28", "F-29")
+async def test_redis_that_hangs_is_full_or_loses_its_data_causes_no_errors() -> None:
+    kinds = ("redis_stop", "redis_full", "redis_flush", "redis_restart")
+    result = await run(45.0, seed=27, kinds=kinds)
+    assert not [end for end in result.ends if end not in ("complete", "cancelled")]

@@ -1,0 +1,81 @@
+"""Runs the nemesis from a command line. Exits with 1 if anything is wrong, and then keeps all files."""
+
+import argparse
+import asyncio
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from random import SystemRandom
+
+from tests.nemesis.plan import KINDS
+from tests.nemesis.run import Options, Result, run_nemesis, unavailable_reason
+
+MAX_SHOWN = 50
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def replay_command(options: Options) -> str:
+    """Return the command that repeats a run."""
+    kinds = "" if options.kinds == tuple(KINDS) else f' ARGS="--kinds {",".join(options.kinds)}"'
+    return f"make nemesis MINUTES={options.seconds / 60:g} SEED={options.seed} NETWORK={options.network}{kinds}"
+
+
+def show(options: Options, result: Result, directory: Path) -> None:
+    """Print what happened."""
+    ends = ", ".join(f"{number} {name}" for name, number in sorted(result.ends.items()))
+    say(f"{sum(result.ends.values())} requests under {result.num_faults} faults: {ends}")
+    say(f"goodput: {result.goodput}")
+    for problem in result.problems[:MAX_SHOWN]:
+        say(f"FAIL {problem}")
+    if result.problems:
+        say(f"{len(result.problems)} problems; files of the run: {directory}")
+    else:
+        say("0 wrong, lost, doubled or truncated answers; all resources are back")
+    say(f"again: {replay_command(options)}")
+
+
+def parse(arguments: list[str]) -> tuple[Options, bool]:
+    """Return the options of a run, and whether only its plan is wanted."""
+    parser = argparse.ArgumentParser(prog="python -m tests.nemesis", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration of the faults")
+    parser.add_argument("--seed", type=int, default=None, help="seed of faults and requests; default: a random one")
+    parser.add_argument("--network", choices=("loopback", "namespaces"), default="loopback")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated kinds of faults")
+    parser.add_argument("--plan", action="store_true", help="only print the faults")
+    parsed = parser.parse_args(arguments)
+    return (
+        Options.sized(
+            60.0 * parsed.minutes,
+            seed=SystemRandom().randrange(2**31) if parsed.seed is None else parsed.seed,
+            network=parsed.network,
+            kinds=tuple(parsed.kinds.split(",")),
+        ),
+        parsed.plan,
+    )
+
+
+def main() -> int:
+    options, only_plan = parse(sys.argv[1:])
+    say(f"seed {options.seed}: {replay_command(options)}")
+    if only_plan:
+        for fault in options.plan():
+            say(str(fault))
+        return 0
+    if reason := unavailable_reason(options.network):
+        say(f"the nemesis cannot run here: {reason}")
+        return 2
+    directory = Path(tempfile.mkdtemp(prefix="bn-", dir="/tmp"))
+    result = asyncio.run(run_nemesis(options, directory, say))
+    show(options, result, directory)
+    if not result.problems:
+        shutil.rmtree(directory, ignore_errors=True)
+    return 1 if result.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

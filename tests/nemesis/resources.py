@@ -1,0 +1,151 @@
+"""What must be back at the end of a run: blocks, leases, open requests, descriptors, tasks, keys, memory."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.fleet.processes.supervisor import Child
+from tests.nemesis.plan import GATEWAYS, REDIS, SERVICES
+from tests.nemesis.world import World
+
+MIB = 2**20
+GROWTH_BYTES = 32 * MIB
+"""Allowed growth of a process's memory, and of Redis's."""
+SLACK = 12
+"""Allowed growth of a count. Connections to peers that restarted meanwhile end late."""
+SETTLE_S = 60.0
+POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Resources of one process. tasks: tasks of its event loop; 0 for Redis."""
+
+    files: int
+    threads: int
+    tasks: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisUsage:
+    """Redis's memory, its number of keys, those without expiry, and the sum of the records' sizes."""
+
+    memory_bytes: int
+    num_keys: int
+    immortal: tuple[str, ...]
+    workers: frozenset[str]
+    """Incarnations with block events, as `{worker_id}:{epoch}`."""
+
+
+def memory_of(world: World) -> dict[str, int]:
+    """Return the resident memory of each living process, in bytes."""
+    return {name: psutil.Process(child.pid).memory_info().rss for name, child in _living(world)}
+
+
+async def usage_of(world: World) -> dict[str, Usage]:
+    """Return the resources of each living process."""
+    found = {}
+    for name, child in _living(world):
+        process = psutil.Process(child.pid)
+        tasks = 0 if name == REDIS else int(await metric(world, name, "baton_event_loop_tasks"))
+        found[name] = Usage(
+            files=process.num_fds(),
+            threads=process.num_threads(),
+            tasks=tasks,
+            memory_bytes=process.memory_info().rss,
+        )
+    return found
+
+
+async def metric(world: World, name: str, wanted: str) -> float:
+    """Return the sum of a metric's samples of one process."""
+    async with httpx.AsyncClient(timeout=10.0, trust_env=False) as client:
+        text = (await client.get(f"http://{world.network.metrics_address(name)}/metrics")).text
+    families = text_string_to_metric_families(text)
+    return sum(s.value for family in families for s in family.samples if s.name == wanted)
+
+
+async def redis_usage(world: World) -> RedisUsage:
+    """Return what Redis holds."""
+    async with world.redis() as client:
+        keys = [key.decode() async for key in client.scan_iter(count=1000)]
+        async with client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.pttl(key)
+            lifetimes = await pipeline.execute() if keys else []
+        memory_bytes = int((await client.info("memory"))["used_memory"])
+    parts = [key.split(":") for key in keys]
+    return RedisUsage(
+        memory_bytes=memory_bytes,
+        num_keys=len(keys),
+        immortal=tuple(key for key, left_ms in zip(keys, lifetimes, strict=True) if left_ms == -1),
+        workers=frozenset(":".join(p[3:5]) for p in parts if len(p) > 4 and p[2] in ("kv", "kv-snapshot")),
+    )
+
+
+def grown(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> list[str]:
+    """Return each count that is above its value before the faults by more than `SLACK`."""
+    return [
+        f"{name} has {now} {what}, {was} before"
+        for name, usage in sorted(after.items())
+        for what, was, now in (
+            ("open files", before[name].files, usage.files),
+            ("threads", before[name].threads, usage.threads),
+            ("tasks", before[name].tasks, usage.tasks),
+        )
+        if now > was + SLACK
+    ]
+
+
+def grown_memory(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """Return each process whose memory has grown by more than `GROWTH_BYTES`."""
+    return [
+        f"{name} has {now / MIB:.0f} MiB of memory, {before[name] / MIB:.0f} MiB before"
+        for name, now in sorted(after.items())
+        if name in before and now > before[name] + GROWTH_BYTES
+    ]
+
+
+async def leftovers(
+    world: World, before: Mapping[str, Usage], redis_before: RedisUsage, *, dead_workers_are_gone: bool
+) -> list[str]:
+    """Wait until everything is back. Return what is not after `SETTLE_S`.
+
+    dead_workers_are_gone: also wait until the block events of dead workers have expired.
+    """
+    found: Sequence[str] = ()
+    end_s = world.now_s() + SETTLE_S
+    while True:
+        found = await _present_leftovers(world, before, redis_before, dead_workers_are_gone=dead_workers_are_gone)
+        if not found or world.now_s() > end_s:
+            return list(found)
+        await asyncio.sleep(POLL_S)
+
+
+async def _present_leftovers(
+    world: World, before: Mapping[str, Usage], redis_before: RedisUsage, *, dead_workers_are_gone: bool
+) -> list[str]:
+    after, redis_after = await usage_of(world), await redis_usage(world)
+    found = grown(before, after)
+    found += [f"{name} is not running" for name in (*SERVICES, REDIS) if name not in after]
+    for name in GATEWAYS:
+        if num_open := int(await metric(world, name, "baton_open_requests")):
+            found.append(f"{name} has {num_open} open requests")
+    if redis_after.immortal:
+        found.append(f"Redis keys without expiry: {redis_after.immortal}")
+    if redis_after.memory_bytes > redis_before.memory_bytes + GROWTH_BYTES:
+        found.append(f"Redis uses {redis_after.memory_bytes} bytes, {redis_before.memory_bytes} before")
+    status = await world.cluster.status()
+    living = {f"{w.worker.worker_id}:{w.worker.worker_epoch:016x}" for w in status.workers}
+    if dead_workers_are_gone and redis_after.workers - living:
+        found.append(f"block events of dead workers: {sorted(redis_after.workers - living)}")
+    return found
+
+
+def _living(world: World) -> list[tuple[str, Child]]:
+    return [(name, child) for name, child in world.cluster.children.items() if child.exit_code is None]

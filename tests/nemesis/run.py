@@ -1,0 +1,333 @@
+"""Runs the nemesis: an undisturbed run of all cases, then clients and faults, then the checks."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.cluster import ProcessCluster
+from tests.emulated_answer import emulated_answer
+from tests.malformed_connections import internal_errors
+from tests.nemesis import goodput, resources
+from tests.nemesis.cases import GRPC, Case, draw_cases, with_stop_strings
+from tests.nemesis.clients import Clients
+from tests.nemesis.faults import FAULTS
+from tests.nemesis.goodput import Goodput, Observed
+from tests.nemesis.history import Answer, End, Interval, Problem, Surroundings, check_history, count_ends
+from tests.nemesis.links import CuttableNetwork, LoopbackLinks, NamespaceLinks, namespaces_unavailable_reason
+from tests.nemesis.plan import (
+    APART_SHARE,
+    GATEWAYS,
+    KINDS,
+    LONGEST_S,
+    REDIS,
+    SCHEDULERS,
+    SERVICES,
+    WORKERS,
+    Fault,
+    make_plan,
+)
+from tests.nemesis.world import HostTools, World, host_unavailable_reason
+from tests.times import TEST_TIMES
+
+VOCAB_SIZE = 4096
+LONG_S = 600.0
+"""Duration of the faults from which on memory and goodput are asserted."""
+SHORT_S = 60.0
+MINUTE_FIVE_S = 300.0
+SAMPLE_S = 15.0
+WATCH_S = 0.5
+BACK_S = 120.0
+CONTROL_IN_FLIGHT = 6
+SETTINGS: dict[str, Any] = {
+    **TEST_TIMES,
+    "heartbeat_s": 0.5,
+    "detection_s": 2.0,
+    "lease_s": 4.0,
+    "session_grace_s": 4.0,
+    "scheduler_wait_s": 30.0,
+    "pull_wait_s": 10.0,
+    "step_limit_s": 120.0,  # a paused worker must go on, so that its late messages and reads are tested
+    "receive_deadline_s": 30.0,
+    "device": "emulated",
+    "kv_memory": 48 * 2**20,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 256,
+    "max_record_bytes": 4 * 2**20,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One run.
+
+    seconds: duration of the faults.
+    network: `loopback` or `namespaces`.
+    calm_s: time under load before the first fault.
+    longest_s: longest duration of a fault.
+    apart_share: share of the faults that are open alone.
+    step_ms: duration of an emulated step.
+    """
+
+    seed: int
+    seconds: float
+    network: str = "loopback"
+    kinds: tuple[str, ...] = tuple(KINDS)
+    longest_s: float = LONGEST_S
+    apart_share: float = APART_SHARE
+    calm_s: float = 30.0
+    num_clients: int = 12
+    num_cases: int = 120
+    max_tokens: int = 100
+    deadline_s: float = 60.0
+    step_ms: int = 10
+
+    @property
+    def is_long(self) -> bool:
+        """True if memory and goodput are asserted."""
+        return self.seconds >= LONG_S
+
+    def plan(self) -> tuple[Fault, ...]:
+        """Return the faults of the run."""
+        return make_plan(
+            self.seed, self.seconds, kinds=self.kinds, longest_s=self.longest_s, apart_share=self.apart_share
+        )
+
+    @staticmethod
+    def sized(seconds: float, **options: Any) -> "Options":
+        """Return options for this duration. Short runs have short faults, and fewer clients and cases."""
+        if seconds < SHORT_S:
+            small = {
+                "longest_s": 4.0,
+                "calm_s": 2.0,
+                "num_clients": 5,
+                "num_cases": 16,
+                "max_tokens": 40,
+                "step_ms": 20,
+            }
+            options = {**small, **options}
+        return Options(seconds=seconds, **options)
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """Outcome of a run. problems: empty if the run is good."""
+
+    problems: list[str] = field(default_factory=list)
+    ends: Mapping[str, int] = field(default_factory=dict)
+    num_faults: int = 0
+    goodput: Goodput | None = None
+
+
+def unavailable_reason(network: str) -> str:
+    """Return why no run on this network is possible on this machine, or an empty string."""
+    return host_unavailable_reason() or (namespaces_unavailable_reason() if network == "namespaces" else "")
+
+
+async def run_nemesis(options: Options, directory: Path, say: Callable[[str], None]) -> Result:
+    """Run the nemesis with all files in `directory`, which must have a short path. `say` gets progress."""
+    tools = HostTools(directory)
+    try:
+        plan = options.plan()
+        network, cluster = await _new_cluster(options, directory, tools)
+        try:
+            say(f"starting {len(SERVICES)} services and Redis, network {options.network}")
+            await cluster.start(prefill=2, decode=2, hybrid=1, schedulers=len(SCHEDULERS), gateways=len(GATEWAYS))
+            await cluster.until_workers(*WORKERS)
+            run = _Run(options, World(cluster, network, tools), say)
+            return await run.run(plan)
+        finally:
+            await cluster.stop()
+    finally:
+        tools.close()
+
+
+async def _new_cluster(options: Options, directory: Path, tools: HostTools) -> tuple[CuttableNetwork, ProcessCluster]:
+    settings = {**SETTINGS, "emulated_costs": f"step={options.step_ms}ms,prefill_token=50us"}
+    if options.network == "namespaces":
+        namespaces = NamespaceLinks((*SERVICES, REDIS), tools.environs)
+        return namespaces, ProcessCluster(directory, settings, network=namespaces)
+    loopback = LoopbackLinks(tools.environs)
+    cluster = ProcessCluster(directory, settings, network=loopback)
+    await loopback.open((*WORKERS, *SCHEDULERS))
+    return loopback, cluster
+
+
+class _Run:
+    """The part of a run during which the cluster is up."""
+
+    def __init__(self, options: Options, world: World, say: Callable[[str], None]) -> None:
+        self._options = options
+        self._world = world
+        self._say = say
+        self._result = Result()
+        self._observed: list[Observed] = []
+        self._memory: list[tuple[float, dict[str, int]]] = []
+
+    async def run(self, plan: Sequence[Fault]) -> Result:
+        options, world = self._options, self._world
+        world.note_addresses()
+        cases, expected = await self._undisturbed()
+        if self._result.problems:
+            return self._result  # nothing can be compared
+        await world.cluster.check_clean(BACK_S)
+        before, redis_before = await resources.usage_of(world), await resources.redis_usage(world)
+        clients, has_ended = Clients(world.cluster.gateways, world.now_s), asyncio.Event()
+        load = [
+            asyncio.create_task(clients.run(cases, rng, deadline_s=options.deadline_s, until=has_ended))
+            for rng in (Random(f"{options.seed} {number}") for number in range(options.num_clients))
+        ]
+        watching = asyncio.create_task(self._watch())
+        try:
+            calm = await self._calm()
+            await self._inject(plan)
+        finally:
+            has_ended.set()
+        self._say("faults are over; waiting for the last requests")
+        await asyncio.gather(*load)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        surroundings = Surroundings(
+            down=world.times.down, paused=world.times.paused, secrets=frozenset(world.addresses)
+        )
+        self._take(check_history(clients.records, expected, surroundings))
+        self._result.ends = count_ends(clients.records)
+        self._result.num_faults = len(self._observed)
+        self._result.goodput = goodput.measure(clients.records, calm, self._observed)
+        await self._check_end(before, redis_before)
+        return self._result
+
+    async def _undisturbed(self) -> tuple[list[Case], dict[str, Answer]]:
+        """Return the cases and their answers from the cluster without faults, sent whole and streamed."""
+        options = self._options
+        drawn = draw_cases(
+            options.seed, options.num_cases, vocab_size=VOCAB_SIZE, max_prompt=400, max_tokens=options.max_tokens
+        )
+        expected = await self._answers(drawn)
+        stopped = with_stop_strings(options.seed, drawn, expected)
+        expected |= await self._answers(stopped)
+        known = {case.name: right for case in drawn if (right := _known_tokens(case)) is not None}
+        for name, right in known.items():
+            if expected[name].choices[0].token_ids != right:
+                self._problem("control", f"{name} is not the answer of the emulated model")
+        self._say(
+            f"{len(drawn)} cases and {len(stopped)} with stop strings answered; {len(known)} compared with the model"
+        )
+        return [*drawn, *stopped], expected
+
+    async def _answers(self, cases: Sequence[Case]) -> dict[str, Answer]:
+        """Send each case once as a stream and, over HTTP, once whole. Both must agree."""
+        clients, slots = Clients(self._world.cluster.gateways, self._world.now_s), asyncio.Semaphore(CONTROL_IN_FLIGHT)
+
+        async def send(case: Case, number: int, *, is_stream: bool) -> Answer:
+            async with slots:
+                record = await clients.send(
+                    case, GATEWAYS[number % 2], is_stream=is_stream, deadline_s=BACK_S, cancel_after=None
+                )
+            if record.ends != [End.COMPLETE]:
+                self._problem("control", f"{record} ended with {record.ends} {record.message}")
+            return record.answer
+
+        streamed = await asyncio.gather(*(send(case, i, is_stream=True) for i, case in enumerate(cases)))
+        answers = {case.name: answer for case, answer in zip(cases, streamed, strict=True)}
+        over_http = [case for case in cases if case.api != GRPC]
+        await asyncio.gather(*(send(case, i + 1, is_stream=False) for i, case in enumerate(over_http)))
+        self._take(check_history(clients.records, answers, Surroundings()))
+        return answers
+
+    async def _calm(self) -> Interval:
+        """Let the clients run without faults, and return the second half of that time."""
+        self._say(f"{self._options.num_clients} clients run; first fault in {self._options.calm_s:g} s")
+        await asyncio.sleep(self._options.calm_s / 2)
+        begin_s = self._world.now_s()
+        await asyncio.sleep(self._options.calm_s / 2)
+        return Interval(name="calm", begin_s=begin_s, end_s=self._world.now_s())
+
+    async def _inject(self, plan: Sequence[Fault]) -> None:
+        """Inject the faults at their times, later if a target is still busy with an earlier one."""
+        start_s, busy = self._world.now_s(), {name: asyncio.Lock() for name in (*SERVICES, REDIS)}
+
+        async def inject(fault: Fault) -> None:
+            for name in sorted(fault.targets):
+                await busy[name].acquire()
+            try:
+                begin_s = self._world.now_s()
+                self._say(f"{begin_s - start_s:7.1f} s  {fault}")
+                async with FAULTS[fault.kind](self._world, fault):
+                    await asyncio.sleep(fault.duration_s)
+                self._observed.append(Observed(fault=fault, begin_s=begin_s, end_s=self._world.now_s()))
+            finally:
+                for name in fault.targets:
+                    busy[name].release()
+
+        async with asyncio.TaskGroup() as group:
+            for fault in plan:
+                await asyncio.sleep(max(0.0, start_s + fault.begin_s - self._world.now_s()))
+                group.create_task(inject(fault))
+            await asyncio.sleep(max(0.0, start_s + self._options.seconds - self._world.now_s()))
+
+    async def _watch(self) -> None:
+        """Start processes again that ended by themselves, and sample memory."""
+        world, start_s, next_sample_s = self._world, self._world.now_s(), 0.0
+        while True:
+            for name, child in list(world.cluster.children.items()):
+                if child.exit_code is not None and name not in world.times.open_down:
+                    await self._replace(name, child.exit_code)
+            if world.now_s() - start_s >= next_sample_s:
+                next_sample_s += SAMPLE_S
+                with suppress(Exception):  # a process may end meanwhile
+                    self._memory.append((world.now_s() - start_s, resources.memory_of(world)))
+            await asyncio.sleep(WATCH_S)
+
+    async def _replace(self, name: str, code: int) -> None:
+        """Start a process again that was not killed by a fault. A worker may ask to be replaced; nothing else
+        may end."""
+        if code != 0 or name not in WORKERS:
+            self._problem("ended", f"{name} ended with exit code {code}; see {self._world.cluster.directory}")
+        self._say(f"{name} ended with exit code {code} and is started again")
+        self._world.times.open_down[name] = self._world.now_s()
+        await self._world.restart(name)
+
+    async def _check_end(self, before: Mapping[str, resources.Usage], redis_before: resources.RedisUsage) -> None:
+        world, options = self._world, self._options
+        try:
+            for name in GATEWAYS:
+                await world.cluster.wait_ready(world.cluster.gateways[name].url)
+            await world.cluster.until_workers(*WORKERS, limit_s=BACK_S)
+            await world.cluster.check_clean(BACK_S)
+            left = await resources.leftovers(world, before, redis_before, dead_workers_are_gone=options.is_long)
+        except AssertionError as error:
+            left = [str(error)]
+        for text in left:
+            self._problem("left", text)
+        if options.is_long:
+            minute_five = next(sample for at_s, sample in self._memory if at_s >= MINUTE_FIVE_S)
+            for text in resources.grown_memory(minute_five, resources.memory_of(world)):
+                self._problem("memory", text)
+            if self._result.goodput is not None and self._result.goodput.is_too_low:
+                self._problem("goodput", str(self._result.goodput))
+        for name in SERVICES:
+            for line in internal_errors(_log_lines(world.tools.log_dir(name))):
+                self._problem("log", f"{name}: {line[:1000]}")
+
+    def _take(self, problems: Sequence[Problem]) -> None:
+        self._result.problems += map(str, problems)
+
+    def _problem(self, kind: str, text: str) -> None:
+        self._result.problems.append(f"{kind}: {text}")
+
+
+def _known_tokens(case: Case) -> list[int] | None:
+    """Return the tokens of a case that the emulated model gives, if they can be computed here."""
+    body = case.body
+    if "prompt" not in body or isinstance(body["prompt"][0], list) or "min_tokens" in body or not body["ignore_eos"]:
+        return None
+    seed = 0 if body["temperature"] == 0.0 else body["seed"]
+    return emulated_answer(body["prompt"], seed=seed, max_tokens=body["max_tokens"], vocab_size=VOCAB_SIZE)
+
+
+def _log_lines(directory: Path) -> list[str]:
+    return [line for path in sorted(directory.glob("*.log*")) for line in path.read_text(errors="replace").splitlines()]

@@ -1,0 +1,30 @@
+"""Shards of the tests are disjoint, cover all files and weigh about the same."""
+
+import pytest
+
+from tests.shards import Shard, weight_of
+
+WEIGHTS = {f"tests/unit/test_{number}.py": float(number % 7 + 1) for number in range(50)} | {"tests/big.py": 40.0}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_shards_cover_every_file_once(count: int) -> None:
+    shards = [Shard(index, count).files(WEIGHTS) for index in range(1, count + 1)]
+    assert sorted(file for files in shards for file in files) == sorted(WEIGHTS)
+    loads = [sum(WEIGHTS[file] for file in files) for files in shards]
+    assert max(loads) - min(loads) <= max(WEIGHTS.values())
+
+
+def test_more_shards_than_files_leave_some_empty() -> None:
+    assert [len(Shard(index, 3).files({"a": 1.0, "b": 1.0})) for index in (1, 2, 3)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("text", ["", "0/2", "3/2", "1", "1/0", "a/b", "1/2/3"])
+def test_malformed_shard_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write i/n"):
+        Shard.parse(text)
+
+
+def test_tests_with_processes_weigh_more() -> None:
+    assert Shard.parse("2/3") == Shard(2, 3)
+    assert weight_of("/x/tests/integration/cli/test_a.py", 3) > weight_of("/x/tests/unit/test_a.py", 3)
