@@ -8,7 +8,13 @@ import click
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
-def doctor(as_json: bool) -> None:
+@click.option(
+    "--min-link-gbps",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Fail if KV moves more slowly between two processes, in gigabits per second; see `baton worker`.",
+)
+def doctor(as_json: bool, min_link_gbps: float) -> None:
     """Check whether this machine can run Baton.
 
     Each problem comes with advice. The check of KV transfers starts two processes and takes some seconds. The
@@ -17,12 +23,12 @@ def doctor(as_json: bool) -> None:
     from baton.cli.formatting import console
     from baton.core.plain_json import to_plain
     from baton.fleet.doctor.doctor_check import CheckStatus
-    from baton.fleet.doctor.findings import findings, is_missing_something
+    from baton.fleet.doctor.findings import checks_for, findings, is_missing_something
 
     styles = {CheckStatus.OK: "green", CheckStatus.WARN: "yellow", CheckStatus.FAIL: "bold red"}
     found = []
     out = console()
-    for finding in findings():
+    for finding in findings(checks_for(min_link_gbps)):
         found.append(finding)
         if not as_json:
             style = styles[finding.verdict]

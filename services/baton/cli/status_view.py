@@ -122,6 +122,6 @@ def _links(workers: tuple[WorkerStatus, ...]) -> Table:
                 link.transport or "unknown",
                 speed(link.bytes_per_s) if link.bytes_per_s else "unmeasured",
                 size(link.inflight_bytes),
-                Text("broken", style="bold red") if link.broken else Text("ok", style="green"),
+                Text(link.problem or "broken", style="bold red") if link.broken else Text("ok", style="green"),
             )
     return result

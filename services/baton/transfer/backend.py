@@ -74,7 +74,7 @@ class TransferBackend(Protocol):
 
     def transport_to(self, peer: KvMemory) -> str:
         """Return the transport that reads use: `shared-memory`, `cma`, `tcp`, `rdma`, …; empty until
-        known."""
+        the first read has ended, `unknown` if it cannot be told."""
         ...
 
     def describe(self, block_ids: Sequence[int]) -> KvDescriptor:

@@ -60,6 +60,7 @@ class PullMetrics:
         # By worker_id: the incarnation and transport of its bandwidth series. Each peer has only one series.
         self._shown: dict[str, tuple[WorkerRef, str]] = {}
         self._broken: set[WorkerRef] = set()
+        self._refused: set[WorkerRef] = set()
 
     def pull_ended(
         self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float
@@ -77,21 +78,29 @@ class PullMetrics:
     def blocks_quarantined(self, owner: WorkerRef, num_blocks: int) -> None:
         """Record nothing: quarantined blocks and broken links have gauges of their own."""
 
-    def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
+    def link_changed(
+        self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool, refused: bool
+    ) -> None:
         self._hide(owner.worker_id, unless=transport)
         self._transports[owner] = transport
         self._shown[owner.worker_id] = (owner, transport)
         self._metrics.link_bytes_per_s.labels(owner.worker_id, transport).set(bytes_per_s)
         (self._broken.add if broken else self._broken.discard)(owner)
-        self._metrics.broken_links.set(len(self._broken))
+        (self._refused.add if refused else self._refused.discard)(owner)
+        self._set_unused_links()
 
     def forget_gone(self, known: set[WorkerRef]) -> None:
         """Remove links to workers that have left, and to earlier incarnations of workers."""
         self._broken &= known
+        self._refused &= known
         for worker_id in [worker_id for worker_id, (owner, _) in self._shown.items() if owner not in known]:
             self._hide(worker_id)
         self._transports = {owner: transport for owner, transport in self._transports.items() if owner in known}
+        self._set_unused_links()
+
+    def _set_unused_links(self) -> None:
         self._metrics.broken_links.set(len(self._broken))
+        self._metrics.refused_links.set(len(self._refused))
 
     def _hide(self, worker_id: str, *, unless: str | None = None) -> None:
         """Remove the series of a peer, unless its transport is `unless`."""

@@ -416,6 +416,7 @@ def _build_reader(parts: WorkerParts, *, on_pull_end: Callable[[], None]) -> KvR
             deadline_min_s=config.transfer_deadline_min_s,
             deadline_max_s=config.transfer_deadline_max_s,
         ),
+        min_link_gbps=config.min_link_gbps,
         observer=PullEndObserver(parts.observer or NoObserver(), on_pull_end),
         tracing=parts.tracing,
     )

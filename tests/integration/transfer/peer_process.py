@@ -104,6 +104,7 @@ class Peer:
             network=self.network,
             pool=self.pool,
             rng=Random(self.worker.worker_epoch),
+            min_link_gbps=float(os.environ.get("PEER_MIN_LINK_GBPS", "0")),
             times=ReaderTimes(
                 lease_s=TEST_TIMES["lease_s"],
                 renew_s=TEST_TIMES["heartbeat_s"],
@@ -201,7 +202,13 @@ class Peer:
             if self.pool.hash_of(block_id) != NO_HASH and content is not None:
                 audit += not np.array_equal(self.memory.kv[block_id], pattern(*content, self.memory.block_bytes))
         links = [
-            {"bytes_per_s": link.bytes_per_s, "broken": link.broken, "transport": link.transport}
+            {
+                "peer": link.peer.worker_id,
+                "bytes_per_s": link.bytes_per_s,
+                "broken": link.broken,
+                "transport": link.transport,
+                "problem": link.problem,
+            }
             for link in self.reader.links()
         ]
         return {

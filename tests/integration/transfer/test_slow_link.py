@@ -85,6 +85,31 @@ async def test_late_write_of_a_paused_owner_hits_only_quarantined_blocks() -> No
             await assert_clean(owner, reader)
 
 
+@pytest.mark.fault("F-17")
+async def test_link_slower_than_required_is_refused_before_anything_is_pulled() -> None:
+    with slow_link.slow_link(RATE) as ends:
+        async with peers() as group:
+            owner, reader = await asyncio.gather(
+                group.start("nixl", "p0", 7, port=7001, env=ends[0].env, netns=ends[0].netns),
+                group.start(
+                    "nixl", "d0", 8, port=7002, env={**ends[1].env, "PEER_MIN_LINK_GBPS": "0.2"}, netns=ends[1].netns
+                ),
+            )
+            assert not (await reader.ask("warm", owner=owner.ref))["is_warm"]
+            (link,) = (await reader.ask("state"))["links"]
+            assert link["broken"]
+            assert link["problem"].startswith("refused: measured 0.0")
+            before = sent_bytes(ends[0])
+            prefill = asyncio.create_task(
+                owner.ask("prefill", request=0, text="a", num_tokens=TOKENS, reader=reader.ref)
+            )
+            result = await reader.ask("pull", owner=owner.ref, request=0, text="a", num_tokens=TOKENS)
+            assert result["outcome"] == "transfer_failed"
+            await prefill
+            assert sent_bytes(ends[0]) - before < 64 * 1024  # less than one block
+            await assert_clean(owner, reader)
+
+
 @pytest.mark.fault("F-2")
 @pytest.mark.long
 async def test_owner_killed_during_a_read_leaks_no_block_at_the_reader() -> None:

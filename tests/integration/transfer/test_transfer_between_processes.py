@@ -186,6 +186,26 @@ async def test_owner_over_tcp_serves_a_pull_and_uses_little_cpu_when_idle() -> N
 
 
 @on_linux
+async def test_each_pair_shows_its_own_transport_if_local_and_tcp_peers_are_mixed() -> None:
+    """UCX logs a transport only for the first peer of a kind, and names no peer."""
+    tcp = {"UCX_TLS": "tcp"}
+    async with peers() as group:
+        alone, reader, local, *others = await asyncio.gather(
+            group.start("nixl", "d0", 1),
+            group.start("nixl", "d1", 2),
+            group.start("nixl", "p0", 3),
+            *(group.start("nixl", f"p{number}", 3 + number, env=tcp) for number in (1, 2)),
+            group.start("nixl", "p3", 9),
+        )
+        assert (await alone.ask("warm", owner=local.ref))["is_warm"]
+        (expected,) = (await alone.ask("state"))["links"]
+        warmed = await asyncio.gather(*(reader.ask("warm", owner=owner.ref) for owner in (local, *others)))
+        assert all(answer["is_warm"] for answer in warmed)
+        links = {link["peer"]: link["transport"] for link in (await reader.ask("state"))["links"]}
+        assert links == {"p0": expected["transport"], "p1": "tcp", "p2": "tcp", "p3": expected["transport"]}
+
+
+@on_linux
 def test_no_peer_process_is_running_after_the_tests() -> None:
     running = [
         child.pid

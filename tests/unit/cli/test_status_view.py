@@ -1,5 +1,7 @@
 """Text output of `baton status`."""
 
+from dataclasses import replace
+
 from baton.cli.status_view import render_status
 from baton.core.cluster.worker_report import WorkerState
 from tests.builders import blocks, cluster_status, link, worker_report
@@ -35,6 +37,12 @@ def test_blocks_are_shown_by_state() -> None:
     screen = printed(render_status(cluster_status(worker_report("w0", blocks=counts))))
     below = screen[screen.index("blocks") :]
     assert row(below, "w0") == ["w0", "1,000", "941", "20", "30", "6", "4", "5", "4", "tokens", "1,000", "KiB"]
+
+
+def test_refused_link_shows_why_it_is_not_used() -> None:
+    problem = "refused: measured 0.04 Gbit/s; --min-link-gbps is 1"
+    reports = (worker_report("w1", "decode", links=(replace(link("w0", broken=True), problem=problem),)),)
+    assert problem in printed(render_status(cluster_status(*reports)))
 
 
 def test_links_show_their_transport_and_whether_they_are_broken() -> None:

@@ -93,6 +93,15 @@ def test_doctor_fails_only_if_both_transfer_backends_fail(
     )
 
 
+def test_doctor_fails_if_a_link_is_slower_than_required() -> None:
+    nixl, local = transfer_findings("1.5.1", FAST, FAST, min_link_gbps=FAST.bytes_per_s * 8 / 1e9 + 1)
+    for finding in (nixl, local):
+        assert finding.verdict is FAIL
+        assert "41.6 Gbit/s, but --min-link-gbps is 42.6" in finding.found
+    found = transfer_findings("1.5.1", FAST, FAST, min_link_gbps=FAST.bytes_per_s * 8 / 1e9)
+    assert [finding.verdict for finding in found] == [OK, OK]
+
+
 def test_used_port_is_reported_with_its_flag() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

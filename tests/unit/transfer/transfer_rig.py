@@ -44,6 +44,7 @@ class Fabric:
     reads_may_end: reads of blocks end only while it is set
     generation_reads_may_end: the same for generation-table entries
     failing: reads end FAILED
+    read_s: duration of a read of blocks or a probe
     in_doubt: reads of blocks fail without having ended, and end when `doubts_may_end` is set
     mid_read_fault: called in the middle of each read of blocks
     seen_entry: returns what the reader sees of a block's generation-table entry
@@ -55,6 +56,7 @@ class Fabric:
     reads_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     generation_reads_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     failing: bool = False
+    read_s: float = READ_S
     in_doubt: bool = False
     doubts_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     mid_read_fault: Callable[[], None] | None = None
@@ -177,14 +179,14 @@ class FakeBackend:
         fabric.running += 1
         fabric.running_blocks += count
         fabric.most_running_blocks = max(fabric.most_running_blocks, fabric.running_blocks)
-        await asyncio.sleep(READ_S / 2)
+        await asyncio.sleep(fabric.read_s / 2)
         if own is not None and fabric.mid_read_fault is not None:
             fabric.mid_read_fault()
         if fabric.in_doubt and own is not None:
             self._reads.end(read_id, ReadState.IN_DOUBT)
             await fabric.doubts_may_end.wait()
         await fabric.reads_may_end.wait()
-        await asyncio.sleep(READ_S / 2)
+        await asyncio.sleep(fabric.read_s / 2)
         fabric.running -= 1
         fabric.running_blocks -= count
         theirs, ours = fabric.blocks[source.memory.owner.worker_id], fabric.blocks[self._worker.worker_id]
@@ -209,6 +211,7 @@ class Observed:
     mismatches: list[str] = field(default_factory=list)
     quarantined_blocks: list[int] = field(default_factory=list)
     broken: list[bool] = field(default_factory=list)
+    refused: list[bool] = field(default_factory=list)
 
     def pull_ended(
         self, owner: WorkerRef, *, reason: Reason | None, transfer_bytes: int, duration_s: float, read_s: float
@@ -221,8 +224,11 @@ class Observed:
     def blocks_quarantined(self, owner: WorkerRef, num_blocks: int) -> None:
         self.quarantined_blocks.append(num_blocks)
 
-    def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
+    def link_changed(
+        self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool, refused: bool
+    ) -> None:
         self.broken.append(broken)
+        self.refused.append(refused)
 
 
 @dataclass(kw_only=True)
@@ -355,7 +361,7 @@ def times(**changes: float) -> ReaderTimes:
 
 
 @asynccontextmanager
-async def rig(*, two_sided: bool = False, seed: int = 0) -> AsyncIterator[Rig]:
+async def rig(*, two_sided: bool = False, seed: int = 0, min_link_gbps: float = 0.0) -> AsyncIterator[Rig]:
     fabric, observed, network = Fabric(), Observed(), InProcessNetwork()
     owner, reader = host(fabric, OWNER, two_sided=two_sided), host(fabric, READER, two_sided=two_sided)
     service = owner_service(owner)
@@ -369,6 +375,7 @@ async def rig(*, two_sided: bool = False, seed: int = 0) -> AsyncIterator[Rig]:
         pool=reader.pool,
         rng=Random(seed),
         times=times(),
+        min_link_gbps=min_link_gbps,
         observer=observed,
     )
     yield Rig(

@@ -56,7 +56,7 @@ def test_links_of_gone_workers_are_not_counted_as_broken() -> None:
     pulls = WorkerMetrics(registry).pulls
     here, gone = builders.worker_ref("here"), builders.worker_ref("gone")
     for owner in (here, gone):
-        pulls.link_changed(owner, transport="tcp", bytes_per_s=1e9, broken=True)
+        pulls.link_changed(owner, transport="tcp", bytes_per_s=1e9, broken=True, refused=False)
     assert registry.get_sample_value("baton_broken_links") == 2
     assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "gone", "transport": "tcp"}) == 1e9
     pulls.forget_gone({here})
@@ -68,11 +68,26 @@ def test_links_of_gone_workers_are_not_counted_as_broken() -> None:
     assert registry.get_sample_value("baton_transfer_read_seconds_total", {"transport": "tcp"}) == 0.05
 
 
+def test_refused_links_are_counted_while_their_peer_is_known() -> None:
+    registry = CollectorRegistry()
+    pulls = WorkerMetrics(registry).pulls
+    slow = builders.worker_ref("slow")
+    pulls.link_changed(slow, transport="tcp", bytes_per_s=1e6, broken=True, refused=True)
+    assert registry.get_sample_value("baton_refused_links") == 1
+    pulls.link_changed(slow, transport="tcp", bytes_per_s=1e9, broken=False, refused=False)
+    assert registry.get_sample_value("baton_refused_links") == 0
+    pulls.link_changed(slow, transport="tcp", bytes_per_s=1e6, broken=True, refused=True)
+    pulls.forget_gone(set())
+    assert registry.get_sample_value("baton_refused_links") == 0
+
+
 def test_link_with_a_new_transport_has_one_series() -> None:
     registry = CollectorRegistry()
     pulls = WorkerMetrics(registry).pulls
     for transport, speed in (("tcp", 1e9), ("rc_mlx5", 2e10)):
-        pulls.link_changed(builders.worker_ref("w0"), transport=transport, bytes_per_s=speed, broken=False)
+        pulls.link_changed(
+            builders.worker_ref("w0"), transport=transport, bytes_per_s=speed, broken=False, refused=False
+        )
     assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "w0", "transport": "tcp"}) is None
     assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "w0", "transport": "rc_mlx5"}) == 2e10
 
@@ -85,13 +100,15 @@ def test_new_incarnation_with_another_transport_replaces_the_series() -> None:
     def speed(transport: str) -> float | None:
         return registry.get_sample_value("baton_link_bytes_per_second", {"peer": "w0", "transport": transport})
 
-    pulls.link_changed(before, transport="tcp", bytes_per_s=1e9, broken=False)
-    pulls.link_changed(after, transport="rc_mlx5", bytes_per_s=2e10, broken=False)
+    pulls.link_changed(before, transport="tcp", bytes_per_s=1e9, broken=False, refused=False)
+    pulls.link_changed(after, transport="rc_mlx5", bytes_per_s=2e10, broken=False, refused=False)
     pulls.forget_gone({after})
     assert (speed("tcp"), speed("rc_mlx5")) == (None, 2e10)
     pulls.forget_gone(set())
     assert speed("rc_mlx5") is None
-    pulls.link_changed(before, transport="", bytes_per_s=0.0, broken=True)  # broken before it was known how
+    pulls.link_changed(
+        before, transport="", bytes_per_s=0.0, broken=True, refused=False
+    )  # broken before it was known how
     pulls.forget_gone(set())
     assert speed("") is None
 
@@ -100,7 +117,7 @@ def test_bandwidth_series_is_reset_for_a_new_incarnation() -> None:
     registry = CollectorRegistry()
     pulls = WorkerMetrics(registry).pulls
     before, after = builders.worker_ref("w0", 1), builders.worker_ref("w0", 2)
-    pulls.link_changed(before, transport="tcp", bytes_per_s=1e9, broken=False)
+    pulls.link_changed(before, transport="tcp", bytes_per_s=1e9, broken=False, refused=False)
     pulls.forget_gone({after})  # not measured yet
     assert registry.get_sample_value("baton_link_bytes_per_second", {"peer": "w0", "transport": "tcp"}) is None
 

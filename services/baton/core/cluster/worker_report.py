@@ -62,7 +62,8 @@ class LinkReport:
     """The measured speed and state of this worker's reads from `peer`.
 
     inflight_bytes: bytes of the reads under way.
-    broken: a read was given up and no probe has succeeded since.
+    broken: a read was given up and no probe has succeeded since, or the link is refused as too slow.
+    problem: why the link is not used, for operators; empty if it is.
     """
 
     peer: WorkerRef
@@ -70,6 +71,7 @@ class LinkReport:
     inflight_bytes: int = 0
     broken: bool = False
     transport: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

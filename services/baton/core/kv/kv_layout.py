@@ -99,6 +99,7 @@ class KvMemory:
     agent_name: name of the transport agent, unique per worker incarnation
     agent_metadata: opaque data of the transport
     generation_table_address: address of `num_blocks` entries of `generation_entry_bytes` each
+    ucx_environment: what decides which transports UCX has in the owner's process; empty if UCX is not used
     """
 
     owner: WorkerRef
@@ -116,3 +117,4 @@ class KvMemory:
     num_layers: int = 0
     head_begin: int = 0
     num_heads: int = 0
+    ucx_environment: str = ""

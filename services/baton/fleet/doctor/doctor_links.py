@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from baton.fleet.doctor.doctor_check import Finding, fail, ok, warn
+from baton.transfer.backends.pair_transport import UNKNOWN_TRANSPORT
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 MEASURE_TIMEOUT_S = 60.0
@@ -75,15 +76,23 @@ def cma_finding(problem: str, yama: str) -> Finding:
     )
 
 
-def transfers() -> Iterator[Finding]:
-    """Measure both transfer backends: NIXL (the default) and shared memory (`--transfer local`)."""
+def transfers(min_link_gbps: float = 0.0) -> Iterator[Finding]:
+    """Measure both transfer backends: NIXL (the default) and shared memory (`--transfer local`).
+
+    min_link_gbps: workers with this setting refuse links below so many gigabits per second
+    """
     installed = _nixl_version()
     nixl = measure("nixl") if installed else LinkMeasurement(problem="not installed")
-    yield from transfer_findings(installed, nixl, measure("local"))
+    yield from transfer_findings(installed, nixl, measure("local"), min_link_gbps)
 
 
-def transfer_findings(nixl_version: str | None, nixl: LinkMeasurement, local: LinkMeasurement) -> Iterator[Finding]:
-    """Return one finding for each transfer backend. A failure is FAIL only if both backends fail."""
+def transfer_findings(
+    nixl_version: str | None, nixl: LinkMeasurement, local: LinkMeasurement, min_link_gbps: float = 0.0
+) -> Iterator[Finding]:
+    """Return one finding for each transfer backend.
+
+    A failure is FAIL only if both backends fail. A speed below `min_link_gbps` is always FAIL.
+    """
     failed = fail if nixl.problem and local.problem else warn
     name = "nixl" if nixl_version is None else f"nixl {nixl_version}"
     if nixl_version is None:
@@ -94,6 +103,8 @@ def transfer_findings(nixl_version: str | None, nixl: LinkMeasurement, local: Li
             nixl.problem,
             "use --transfer local. For details, run `python -m baton.fleet.doctor.doctor_pair nixl owner`",
         )
+    elif _is_refused(nixl, min_link_gbps):
+        yield _refused(name, nixl, min_link_gbps)
     elif any(slow in nixl.transport for slow in SLOW_TRANSPORTS):
         yield warn(
             name,
@@ -104,6 +115,8 @@ def transfer_findings(nixl_version: str | None, nixl: LinkMeasurement, local: Li
         yield ok(name, _describe(nixl))
     if local.problem:
         yield failed("local transfer", local.problem, "--transfer local cannot be used on this machine")
+    elif _is_refused(local, min_link_gbps):
+        yield _refused("local transfer", local, min_link_gbps)
     else:
         yield ok("local transfer", _describe(local))
 
@@ -151,8 +164,22 @@ def run_pair(owner: Sequence[str], reader: Sequence[str], timeout_s: float) -> s
         _end(reading)
 
 
+def _is_refused(measured: LinkMeasurement, min_link_gbps: float) -> bool:
+    return measured.bytes_per_s * 8 / 1e9 < min_link_gbps
+
+
+def _refused(name: str, measured: LinkMeasurement, min_link_gbps: float) -> Finding:
+    gbps = measured.bytes_per_s * 8 / 1e9
+    return fail(
+        name,
+        f"{_describe(measured)}: {gbps:.3g} Gbit/s, but --min-link-gbps is {min_link_gbps:g}",
+        "workers with this setting refuse the link; lower --min-link-gbps, or use the other --transfer",
+    )
+
+
 def _describe(measured: LinkMeasurement) -> str:
-    transport = measured.transport or "an unknown transport"
+    known = measured.transport not in ("", UNKNOWN_TRANSPORT)
+    transport = measured.transport if known else "an unknown transport"
     return f"{measured.bytes_per_s / 1e9:.1f} GB/s between two processes over {transport}"
 
 

@@ -1,6 +1,7 @@
 """`baton doctor`: runs all checks of this machine and collects their findings. The CLI only prints them."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 from baton.fleet.doctor import doctor_links, doctor_machine, doctor_software
 from baton.fleet.doctor.doctor_check import Check, CheckStatus, Finding, warn
@@ -23,6 +24,11 @@ CHECKS: Mapping[str, Check] = {
     "transfer": doctor_links.transfers,
 }
 """All checks by name, in display order. The last two start processes and take seconds."""
+
+
+def checks_for(min_link_gbps: float) -> Mapping[str, Check]:
+    """Return all checks; those of transfers require this speed, in gigabits per second."""
+    return {**CHECKS, "transfer": partial(doctor_links.transfers, min_link_gbps)}
 
 
 def findings(checks: Mapping[str, Check] = CHECKS) -> Iterator[Finding]:

@@ -331,6 +331,7 @@ _MEMORY = MessageMapping(
         "owner": nested(to_worker_ref, from_worker_ref),
         "agent_name": checked(name),
         "memory_kind": checked(name),
+        "ucx_environment": checked(name),
     },
 )
 

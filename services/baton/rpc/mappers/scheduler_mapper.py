@@ -108,7 +108,7 @@ def _from_step_costs(message: pb.StepCostModel) -> StepCostModel | None:
 
 
 _BLOCKS = MessageMapping(BlockCounts, pb.BlockCounts)
-_LINK = MessageMapping(LinkReport, pb.LinkReport, {"peer": _REF, "transport": _NAME})
+_LINK = MessageMapping(LinkReport, pb.LinkReport, {"peer": _REF, "transport": _NAME, "problem": _NAME})
 _REPORT = MessageMapping(
     WorkerReport,
     pb.WorkerReport,

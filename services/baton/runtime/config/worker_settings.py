@@ -109,6 +109,13 @@ class TransferSettings(Config):
     kv_port_range: str | None = setting(
         None, help="TCP ports for KV transfers, LOW-HIGH, for firewalls that must allow them; unset uses any free port"
     )
+    min_link_gbps: float = setting(
+        0.0,
+        help="minimum speed of KV reads from another worker; a pair of workers that measures less when it connects is "
+        "not used, and is measured again after 5 s to 5 min; 0 uses any",
+        unit="Gbit/s",
+        minimum=0,
+    )
     lease_s: float = setting(
         30.0, help="time after which a KV lease expires unless its reader renews it", unit="seconds", above=0
     )

@@ -258,7 +258,10 @@ class TransferMetrics(_Family):
             "link_bytes_per_second", "Measured speed of reads from a peer.", "peer", "transport"
         )
         self.broken_links = self._gauge(
-            "broken_links", "Peers whose reads failed and whose link has not passed a probe since."
+            "broken_links", "Peers whose reads failed and whose link has not passed a probe since, and refused links."
+        )
+        self.refused_links = self._gauge(
+            "refused_links", "Peers that are not read from because their link is slower than --min-link-gbps."
         )
         self.open_leases = self._gauge("open_leases", "Open leases, which pin blocks of this worker for a reader.")
         self.leases_ended = self._counter(

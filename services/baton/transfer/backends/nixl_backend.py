@@ -26,6 +26,7 @@ from baton.transfer.backends.block_ranges import runs
 from baton.transfer.backends.host_memory import HostMemory, KvRegion, anonymous
 from baton.transfer.backends.nixl_thread import SEGMENTS, NixlPeer, NixlThread
 from baton.transfer.backends.one_sided_backend import OneSidedBackend, probe_blocks
+from baton.transfer.backends.pair_transport import ucx_environment
 from baton.transfer.integrity.generation_table import ENTRY_BYTES
 
 log = get_logger(__name__)
@@ -81,6 +82,7 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
             generation_table_address=generation.address,
             generation_entry_bytes=ENTRY_BYTES,
             num_layers=layout.num_layers,
+            ucx_environment=ucx_environment(),
         )
         super().__init__(layout=layout, memory=memory, kv=kv, scratch=scratch)
         self._thread = NixlThread(agent, events, self._reads.report)

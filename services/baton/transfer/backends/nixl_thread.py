@@ -28,7 +28,9 @@ from baton.runtime.logging import get_logger
 from baton.transfer.backend import GenerationEntry, ReadState
 from baton.transfer.backends import nixl_errors
 from baton.transfer.backends.block_ranges import runs
+from baton.transfer.backends.first_reads import FirstReads
 from baton.transfer.backends.host_memory import HOST, KvRegion, anonymous
+from baton.transfer.backends.pair_transport import PairTransports, PeerKind
 from baton.transfer.backends.ucx import UcxLog
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, decode_entries
 
@@ -52,6 +54,8 @@ CopyRange = tuple[int, int, int]
 """(remote address, local address, size in bytes)."""
 Segment = tuple[str, int]
 """(NIXL memory segment, device id)."""
+_ReadKind = tuple[str, Segment, Segment]
+"""(name of the peer's agent, local segment, remote segment): what UCX has one configuration for."""
 
 
 @dataclass(slots=True)
@@ -97,7 +101,8 @@ class NixlThread:
         """
         self._agent, self._ucx_events, self._report = agent, ucx_events, report
         self._ucx_log = UcxLog()
-        self._known_transports: list[str] = []
+        self._transports = PairTransports(self._ucx_log)
+        self._first_reads: FirstReads[_ReadKind] = FirstReads()
         self._cells = np.frombuffer(anonymous(_GENERATION_CELLS * ENTRY_BYTES), dtype=np.uint8).reshape(
             _GENERATION_CELLS, ENTRY_BYTES
         )
@@ -129,7 +134,7 @@ class NixlThread:
         self, read_id: ReadId, peer: NixlPeer, copies: Sequence[CopyRange], local: Segment, remote: Segment
     ) -> None:
         """Post a read of several address ranges."""
-        self._command(lambda: self._post(read_id, peer, copies, local, remote, []))
+        self._command(lambda: self._post(read_id, peer, copies, local, remote, [], time.monotonic()))
 
     def read_generations(self, read_id: ReadId, peer: NixlPeer, block_ids: Sequence[int]) -> None:
         """Post a read of generation-table entries. They are passed to `report` at its end."""
@@ -185,6 +190,8 @@ class NixlThread:
                 self._commands.popleft()()
             self._serve_peers()
             had_work |= self._check_running()
+            for post in self._first_reads.due(time.monotonic()):
+                post()
             if self._in_doubt:
                 self._check_in_doubt()
             spins = 0 if had_work else spins + 1
@@ -234,6 +241,7 @@ class NixlThread:
 
     def _forget(self, peer: NixlPeer) -> None:
         peer.is_forgotten = True
+        self._first_reads.forget(lambda kind: kind[0] == peer.memory.agent_name)
         self._unload(peer)
 
     def _unload(self, peer: NixlPeer) -> None:
@@ -256,7 +264,7 @@ class NixlThread:
             )
             for run in runs(block_ids, cells)
         ]
-        self._post(read_id, peer, copies, (SEGMENTS[HOST], 0), (SEGMENTS[HOST], 0), cells)
+        self._post(read_id, peer, copies, (SEGMENTS[HOST], 0), (SEGMENTS[HOST], 0), cells, time.monotonic())
 
     def _post(
         self,
@@ -266,7 +274,14 @@ class NixlThread:
         local: Segment,
         remote: Segment,
         cells: list[int],
+        asked_s: float,
     ) -> None:
+        kind = (peer.memory.agent_name, local, remote)
+        if not self._first_reads.begin(read_id, kind, time.monotonic(), asked_s=asked_s):
+            self._first_reads.hold(asked_s, lambda: self._post(read_id, peer, copies, local, remote, cells, asked_s))
+            return
+        if self._first_reads.is_first(read_id):
+            self._transports.begin_first_read()
         if not peer.is_loaded and not peer.is_forgotten:
             self._load(peer)  # reconnect after a failure
         agent = self._agent
@@ -340,6 +355,7 @@ class NixlThread:
         if not self._in_doubt:
             self._next_doubt_poll_s = time.monotonic() + _DOUBT_POLL_S
         self._in_doubt[read_id] = read
+        self._first_reads.end(read_id, is_done=False)
         self._report(read_id, ReadState.IN_DOUBT, ())
 
     def _failed(self, read_id: ReadId, read: _Running, error: Exception | None) -> None:
@@ -349,6 +365,7 @@ class NixlThread:
             owner=str(read.peer.memory.owner),
             error=nixl_errors.describe(error) if error is not None else "it has ended after an error",
         )
+        self._first_reads.end(read_id, is_done=False)
         self._close(read, error)
         if error is not None:
             self._connection_failed(read.peer, error)
@@ -369,14 +386,14 @@ class NixlThread:
             self._doubt(read_id, read, RuntimeError(f"NIXL returned the state {state}"))
             return
         entries = decode_entries(self._cells[read.cells].tobytes()) if read.cells else ()
-        if not read.peer.transport:
-            self._find_transport(read.peer)
+        self._find_transport(read_id, read.peer)
         self._close(read, None)
         self._report(read_id, ReadState.DONE, entries)
 
     def _not_posted(self, read_id: ReadId, peer: NixlPeer, cells: Iterable[int], error: Exception) -> None:
         log.info("kv_read_failed", owner=str(peer.memory.owner), error=nixl_errors.describe(error))
         self._free_cells.extend(cells)
+        self._first_reads.end(read_id, is_done=False)
         self._connection_failed(peer, error)
         self._report(read_id, ReadState.FAILED, ())
 
@@ -393,14 +410,14 @@ class NixlThread:
         for problem in self._ucx_log.problems()[:10]:
             log.warning("ucx_error_logged", text=problem)
 
-    def _find_transport(self, peer: NixlPeer) -> None:
-        """Set the transport of a peer from UCX's log.
-
-        UCX logs the transport once per kind of peer. A further peer of the same kind gets the last logged
-        one.
-        """
-        self._known_transports += self._ucx_log.read_transports()
-        peer.transport = self._known_transports[-1] if self._known_transports else ""
+    def _find_transport(self, read_id: ReadId, peer: NixlPeer) -> None:
+        """Set the transport of a peer if this was its first read that has succeeded."""
+        first = self._first_reads.end(read_id, is_done=True)
+        if first is None:
+            return
+        kind = PeerKind(environment=peer.memory.ucx_environment, memory_kind=peer.memory.memory_kind)
+        name = self._transports.end_first_read(kind, was_alone=first[1])
+        peer.transport = peer.transport or name
 
     def _release(self, read: _Running, error: Exception | None) -> None:
         """Release the handle of a read that has ended with `error`, unless NIXL has deleted it."""

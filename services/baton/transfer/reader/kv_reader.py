@@ -37,9 +37,11 @@ class KvReader:
         pool: ReceivingPool,
         rng: random.Random,
         times: ReaderTimes,
+        min_link_gbps: float = 0.0,
         observer: TransferObserver | None = None,
         tracing: Tracing = OFF,
     ) -> None:
+        """`min_link_gbps`: links measured below this many gigabits per second are not used; 0 uses any."""
         self._last_read_id = 0
         self._rng = rng
         self._num_blocks = backend.memory[0].num_blocks
@@ -56,6 +58,7 @@ class KvReader:
             rng=rng,
             observer=observer or NoObserver(),
             times=times,
+            min_link_gbps=min_link_gbps,
             quarantine=self._quarantine,
             next_read_id=self._next_read_id,
             tracing=tracing,
@@ -82,7 +85,7 @@ class KvReader:
         """
         link = self._link_to(owner)
         if link.broken_by is not None:
-            message = f"the link to {owner} is broken because a read timed out or failed; it is being probed"
+            message = f"the link to {owner} is not used ({link.problem}); it is tried again"
             raise Refused(
                 Failure(code=Code.UNAVAILABLE, reason=link.broken_by, message=message, retriable=True, blamed=owner)
             )

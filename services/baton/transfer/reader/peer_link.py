@@ -64,6 +64,11 @@ class PeerLink:
         """The reason why the link is broken; None if it is not."""
         return self.reads.broken_by if self.reads is not None else None
 
+    @property
+    def problem(self) -> str:
+        """Reason why the link is not used, as text; empty if it is."""
+        return self.reads.problem if self.reads is not None else ""
+
     def report(self) -> LinkReport:
         """Return the state of the link for the worker report."""
         if self.reads is None:
@@ -74,6 +79,7 @@ class PeerLink:
             inflight_bytes=self.reads.inflight_blocks * self.reads.block_bytes,
             broken=self.reads.broken,
             transport=self.reads.transport,
+            problem=self.reads.problem,
         )
 
     async def warmed(self) -> bool:
@@ -156,7 +162,7 @@ class PeerLink:
         if self.broken_by is not None:
             self._busy.set()
             for pull in list(self._pulls.values()):
-                pull.fail(self.broken_by, "another read from this owner timed out or failed; the link is being probed")
+                pull.fail(self.broken_by, f"the link is not used ({self.problem}); it is tried again")
         self.start_reads()
 
     async def _warm(self, reads: PeerReads) -> None:
@@ -296,7 +302,7 @@ class PeerLink:
             if self._pulls and self._stream is not None:
                 self._renew(now_s)
             if self.reads is not None and self.reads.broken and self.reads.may_probe and self._stream is not None:
-                await self.reads.probe()
+                await self.reads.repair()
             await asyncio.sleep(renew_s)
 
     def _renew(self, now_s: float) -> None:

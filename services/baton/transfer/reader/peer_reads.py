@@ -19,6 +19,7 @@ from baton.runtime.observability.tracing import OFF, Tracing
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState, TransferBackend
 from baton.transfer.reader.bandwidth import SLOW_BYTES_PER_S, Bandwidth
 from baton.transfer.reader.quarantine import Quarantine
+from baton.transfer.reader.speed_requirement import SpeedRequirement
 from baton.transfer.reader.transfer_observer import TransferObserver
 
 log = get_logger(__name__)
@@ -31,6 +32,7 @@ most so many blocks to be quarantined."""
 MAX_OPEN_PROBES = 4
 _SELF_TEST_S = 0.02
 """The first measurement reads growing sizes until a read takes this long."""
+_MIN_DURATION_S = 1e-6
 _MIN_MEASURED_BYTES = 2**20
 """The duration of a smaller read is mostly latency and does not show the bandwidth."""
 
@@ -54,7 +56,10 @@ class ReaderTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """State and services that all links of one reader share."""
+    """State and services that all links of one reader share.
+
+    min_link_gbps: links measured below this speed, in gigabits per second, are not used; 0 uses any
+    """
 
     worker: WorkerRef
     layout: KvLayout
@@ -66,6 +71,7 @@ class Reading:
     times: ReaderTimes
     quarantine: Quarantine
     next_read_id: Callable[[], ReadId]
+    min_link_gbps: float = 0.0
     tracing: Tracing = OFF
 
 
@@ -101,6 +107,7 @@ class PeerReads:
         self._send, self._on_change, self._is_idle = send, on_change, is_idle
         self._max_inflight = max(1, int(MAX_INFLIGHT_SHARE * shared.backend.memory[0].num_blocks))
         self._open_probes = 0
+        self._required = SpeedRequirement(shared.min_link_gbps)
         self._clock = asyncio.get_running_loop().time
 
     @property
@@ -109,14 +116,30 @@ class PeerReads:
         return self.broken_by is not None
 
     @property
+    def is_refused(self) -> bool:
+        """True if the link was measured and is slower than `min_link_gbps`. It is broken, too."""
+        return self._required.is_refused
+
+    @property
+    def problem(self) -> str:
+        """Reason why the link is not used, as text; empty if it is, or was not tried yet."""
+        if self.is_refused:
+            return f"refused: {self._required.refusal}"
+        return self.broken_by.value if self.broken_by is not None else ""
+
+    @property
     def num_startable_blocks(self) -> int:
         """Number of blocks whose read may start now."""
-        return self._max_inflight - self.inflight_blocks if self.is_tried and not self.broken else 0
+        is_usable = self.is_tried and self._required.is_met and not self.broken
+        return self._max_inflight - self.inflight_blocks if is_usable else 0
 
     @property
     def may_probe(self) -> bool:
-        """True if another probe may start. Their number is limited, because probes can get stuck, too."""
-        return self._open_probes < MAX_OPEN_PROBES
+        """True if another probe may start. Their number is limited, because probes can get stuck, too.
+
+        A refused link is only probed to measure it again, after a pause.
+        """
+        return self._open_probes < MAX_OPEN_PROBES and self._required.may_measure(self._clock())
 
     @property
     def transport(self) -> str:
@@ -213,7 +236,7 @@ class PeerReads:
     # -- probes ------------------------------------------------------------------------------------
 
     async def probe(self, num_blocks: int = 1) -> ReadState | None:
-        """Read blocks into scratch memory. A probe that succeeds repairs a broken link.
+        """Read blocks into scratch memory. A probe that succeeds repairs a broken link, unless it is refused.
 
         Returns the state: terminal, IN_DOUBT, or None if the deadline passed.
         """
@@ -237,25 +260,43 @@ class PeerReads:
         self._open_probes -= 1
         # While every block that may be in flight is quarantined, no read can start, so the link stays broken.
         may_read = self.inflight_blocks < self._max_inflight
-        if state is ReadState.DONE and may_read and (self.broken or not self.is_tried):
+        if state is ReadState.DONE and may_read and not self.is_refused and (self.broken or not self.is_tried):
             if self.broken:
                 log.info("kv_link_repaired", owner=str(self.owner))
             self.is_tried, self.broken_by = True, None
             self._publish()
 
+    async def repair(self) -> None:
+        """Try to make a broken link usable: with one block, or by a measurement if a speed is required."""
+        if not self._required.is_met:
+            await self.warm()
+        else:
+            await self.probe()
+
     async def warm(self) -> None:
-        """Connect with a small read, then measure with larger reads while no pull wants to read."""
+        """Connect with a small read, then measure with larger reads while no pull wants to read.
+
+        If a speed is required, pulls wait for the measurement.
+        """
+        self._required.postpone(self._clock())
         if not await self._probe_or_break(1):
             return
         size, most = 1, min(self._backend.max_probe_blocks, self.memory.num_blocks)
-        while self._is_idle():
+        best = 0.0
+        while self._is_idle() or not self._required.is_met:
             started_s = self._clock()
             if not await self._probe_or_break(size):
                 return
-            if size == most or self._clock() - started_s > _SELF_TEST_S:
+            duration_s = self._clock() - started_s
+            best = max(best, size * self.block_bytes / max(duration_s, _MIN_DURATION_S))
+            if size == most or duration_s > _SELF_TEST_S:
                 break
             size = min(most, 4 * size)
+        if not self._required.is_met:
+            self._judge(best)
         self._publish()
+        if self.is_refused:
+            return
         rate, transport = self.bandwidth.bytes_per_s or 0.0, self.transport
         fields = {"owner": str(self.owner), "transport": transport, "gigabytes_per_s": round(rate / 1e9, 3)}
         is_slow = size * self.block_bytes >= _MIN_MEASURED_BYTES and rate < SLOW_BYTES_PER_S
@@ -263,6 +304,20 @@ class PeerReads:
             log.warning("slow_kv_link_measured", **fields)
         else:
             log.info("kv_link_measured", **fields)
+
+    def _judge(self, bytes_per_s: float) -> None:
+        """Refuse the link if this is slower than what is required, or accept it."""
+        was_refused = self.is_refused
+        fields = {"owner": str(self.owner), "transport": self.transport}
+        if self._required.judge(bytes_per_s, self._clock()):
+            if was_refused:
+                self.broken_by = None
+                log.info("kv_link_accepted", **fields)
+            return
+        self.broken_by = Reason.TRANSFER_FAILED
+        log.warning(
+            "kv_link_refused", **fields, refusal=self._required.refusal, measured_again_after_s=self._required.retry_s
+        )
 
     async def _probe_or_break(self, num_blocks: int) -> bool:
         """Return True if a probe succeeds; otherwise break the link."""
@@ -273,5 +328,7 @@ class PeerReads:
 
     def _publish(self) -> None:
         rate = self.bandwidth.bytes_per_s or 0.0
-        self._shared.observer.link_changed(self.owner, transport=self.transport, bytes_per_s=rate, broken=self.broken)
+        self._shared.observer.link_changed(
+            self.owner, transport=self.transport, bytes_per_s=rate, broken=self.broken, refused=self.is_refused
+        )
         self._on_change()

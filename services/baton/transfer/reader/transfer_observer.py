@@ -30,8 +30,13 @@ class TransferObserver(Protocol):
         """Record that `num_blocks` own blocks are quarantined: their read timed out or is in doubt."""
         ...
 
-    def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
-        """Record that a link was measured, broke or works again."""
+    def link_changed(
+        self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool, refused: bool
+    ) -> None:
+        """Record that a link was measured, broke or works again.
+
+        refused: it is slower than what is required, and so counts as broken, too
+        """
         ...
 
 
@@ -49,5 +54,7 @@ class NoObserver:
     def blocks_quarantined(self, owner: WorkerRef, num_blocks: int) -> None:
         pass
 
-    def link_changed(self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool) -> None:
+    def link_changed(
+        self, owner: WorkerRef, *, transport: str, bytes_per_s: float, broken: bool, refused: bool
+    ) -> None:
         pass
