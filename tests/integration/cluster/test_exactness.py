@@ -25,7 +25,7 @@ DEMO_VOCAB = 4096
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def disaggregated() -> AsyncIterator[ProcessCluster]:
-    async with process_cluster(prefill=1, decode=1, transfer="nixl") as cluster:
+    async with process_cluster(prefill=1, decode=1, transfer="nixl", scheduler_wait_s=30.0) as cluster:
         yield cluster
 
 
@@ -78,7 +78,7 @@ async def test_answers_of_other_topologies_are_exact(
     checker: ExactnessChecker, auditor: CacheAuditor, shape: dict[str, int], settings: dict[str, Any]
 ) -> None:
     requests = random_requests(Random(2), sized(16, 60), max_prompt=600, vocab_size=DEMO_VOCAB)
-    async with process_cluster(**shape, **settings) as cluster:
+    async with process_cluster(**shape, **settings, scheduler_wait_s=30.0) as cluster:
         responses = await send_all(cluster, requests)
         await cluster.check_clean()
         await auditor.audit(cluster)
@@ -97,7 +97,13 @@ async def test_preemption_for_lack_of_blocks_keeps_answers_exact(
         for request in random_requests(rng, sized(16, 60), max_prompt=200, vocab_size=DEMO_VOCAB)
     ]
     async with process_cluster(
-        prefill=0, decode=0, hybrid=1, kv_memory=40 * block_bytes, max_model_len=400, admin_port=0
+        prefill=0,
+        decode=0,
+        hybrid=1,
+        kv_memory=40 * block_bytes,
+        max_model_len=400,
+        admin_port=0,
+        scheduler_wait_s=30.0,
     ) as cluster:
         responses = await send_all(cluster, requests)
         await cluster.check_clean()
@@ -114,7 +120,7 @@ async def test_answers_of_other_architectures_are_exact(name: str, tmp_path: Pat
     init_model(make(), directory, seed=5)
     requests = random_requests(Random(5), sized(12, 60), max_prompt=400, vocab_size=512)
     async with process_cluster(
-        prefill=1, decode=1, transfer="nixl", model=str(directory), served_model_name="tiny"
+        prefill=1, decode=1, transfer="nixl", model=str(directory), served_model_name="tiny", scheduler_wait_s=30.0
     ) as cluster:
         responses = await send_all(cluster, requests)
         await cluster.check_clean()

@@ -56,8 +56,7 @@ class UnrecordedDecision:
         record = build_record(self.decision_id, self.scheduler_id, self.policy, self.query, self.answer, candidates)
         if self.cluster is None:
             return record
-        basis = self.choice.basis if self.choice is not None else None
-        return replace(record, inputs=_inputs(self.cluster, self.rules, basis, record.candidates))
+        return replace(record, inputs=_inputs(self.cluster, self.rules, self.choice, record.candidates))
 
     def without_inputs(self) -> "UnrecordedDecision":
         """Return a copy that holds only the answer, which frees the snapshot."""
@@ -189,19 +188,18 @@ def _as_dict(actuals: RequestActuals) -> dict[str, object]:
 
 
 def _inputs(
-    cluster: ClusterSnapshot, rules: DecisionRules, basis: Sequence[str] | None, candidates: Sequence[Candidate]
+    cluster: ClusterSnapshot, rules: DecisionRules, choice: Choice | None, candidates: Sequence[Candidate]
 ) -> str:
     """Return the JSON text of the rules and the workers that determined the decision.
 
-    These are the workers of `basis` and the recorded candidates, or all workers if `basis` is None. The
-    others can be
-    left out: the best of all workers is also the best of any subset that contains it.
+    These are the workers of the choice's basis and the recorded candidates, or all workers without a basis.
+    The others can be left out: the best of all workers is also the best of any subset that contains it.
     """
-    if basis is None:
+    if choice is None or choice.basis is None:
         recorded = pullable = {w.worker_id for w in cluster.workers}
     else:
-        recorded = {*basis, *(c.worker.worker_id for c in candidates)}
-        pullable = set(basis)  # a holder that was not considered as a source must not be considered again
+        recorded = {*choice.basis, *(c.worker.worker_id for c in candidates)}
+        pullable = set(choice.holders)  # a worker that was not considered as a source must not be considered again
     layouts: list[Any] = []
     workers = []
     for view in cluster.workers:

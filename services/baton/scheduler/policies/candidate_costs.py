@@ -285,9 +285,10 @@ def _choice(
     if source != NO_SOURCE:
         prefix_source = PrefixSource(worker=w.views[source].worker, num_blocks=int(prompt.pullable_blocks[source]))
     least_queued = _least_queued(w, terms, best, decode)
-    considered = {best, least_queued, *terms.holders}
-    if decode is not None and decode_terms is not None:
-        considered |= {decode, decode_terms.fastest_prefill}
+    holders = {*terms.holders} if decode is None else {*terms.holders, decode}
+    considered = {best, least_queued, *holders}
+    if decode_terms is not None:
+        considered.add(decode_terms.fastest_prefill)
     return Choice(
         prefill=None if best == decode else w.views[best],
         decode=None if decode is None else w.views[decode],
@@ -300,6 +301,7 @@ def _choice(
         decode_overlap_blocks=0 if decode is None else _decode_overlap(w, prompt, decode, prefills=best == decode),
         # The costs of unmeasured workers are estimated from all others.
         basis=tuple(w.views[i].worker_id for i in sorted(considered)) if w.all_measured else None,
+        holders=tuple(w.views[i].worker_id for i in sorted(holders)),
     )
 
 

@@ -36,7 +36,7 @@ from baton.scheduler.state.worker_data import Floats, Mask
 from baton.scheduler.state.worker_table import WorkerTable
 
 MAX_HOLDERS = 4
-"""Number of workers considered to pull a prefix from: those that hold most of it."""
+"""Number of workers, apart from the decode worker, considered to pull a prefix from: those that hold most of it."""
 LOCAL_PREFILL_GAIN = 0.1
 LOCAL_PREFILL_GAIN_S = 0.01
 """A decode worker prefills only if it is predicted to be faster by both this fraction and this time.
@@ -62,8 +62,8 @@ def kv_centric(
     if not isinstance(inputs, PlacementInputs):
         return inputs
     terms = own_prefix_terms(inputs)
-    terms.holders = _prefix_holders(inputs)
     if needs_no_decode(query):
+        terms.holders = _prefix_holders(inputs, None)
         _use_pulled_prefixes(inputs, terms, inputs.prefill)
         terms.redundant_s = _redundant_s(inputs.prompt, inputs.prefill, terms)
         rank(terms, inputs.prefill)
@@ -74,6 +74,7 @@ def kv_centric(
     prefills = readable_mask(inputs.workers, inputs.prefill, decode)
     has_prefills = any_worker(prefills)
 
+    terms.holders = _prefix_holders(inputs, decode)
     _use_pulled_prefixes(inputs, terms, prefills)
     terms.redundant_s = _redundant_s(inputs.prompt, prefills, terms)
     terms.transfer_s = transfer_terms_s(inputs, terms, decode)
@@ -97,15 +98,20 @@ def kv_centric(
     return choice if has_prefills else replace(choice, basis=None)
 
 
-def _prefix_holders(inputs: PlacementInputs) -> list[int]:
-    """Return the ready workers that hold most of the prefix. Ties break by the data they have to send."""
+def _prefix_holders(inputs: PlacementInputs, decode: int | None) -> list[int]:
+    """Return the ready workers that hold most of the prefix, and the decode worker if it holds any of it.
+
+    Ties break by the data they have to send. That sum needs the links of all workers, which a decision record
+    does not keep. The decode worker is always in the record, so it does not compete with the others.
+    """
     w, pullable_blocks = inputs.workers, inputs.prompt.pullable_blocks
-    holders = sorted(i for i in pullable_blocks if w.reported.is_ready[i])
-    if len(holders) <= MAX_HOLDERS:
-        return holders
-    queued_s = dict(zip(holders, w.links.queued_s[:, holders].sum(axis=0), strict=True))
-    best = sorted(holders, key=lambda i: (-pullable_blocks[i], queued_s[i], i))[:MAX_HOLDERS]
-    return sorted(best)
+    ready = sorted(i for i in pullable_blocks if w.reported.is_ready[i])
+    others = [i for i in ready if i != decode]
+    if len(others) <= MAX_HOLDERS:
+        return ready
+    queued_s = dict(zip(others, w.links.queued_s[:, others].sum(axis=0), strict=True))
+    best = sorted(others, key=lambda i: (-pullable_blocks[i], queued_s[i], i))[:MAX_HOLDERS]
+    return sorted({*best, *(i for i in ready if i == decode)})
 
 
 def _use_pulled_prefixes(inputs: PlacementInputs, terms: PrefillTerms, candidates: Mask) -> None:

@@ -64,6 +64,7 @@ class Choice:
     predicted: None if the policy predicts no seconds.
     basis: ids of the workers that determined the choice. The record keeps their state so that the decision
         can be repeated. None: all workers.
+    holders: ids of those workers of `basis` whose own prefix, which others can pull, was considered.
     """
 
     prefill: WorkerView | None
@@ -74,6 +75,7 @@ class Choice:
     prefill_overlap_blocks: int = 0
     decode_overlap_blocks: int = 0
     basis: tuple[str, ...] | None = None
+    holders: tuple[str, ...] = ()
 
     def placement(self, decision_id: DecisionId, scheduler_id: str, policy: str) -> Placement:
         """Return the answer that the gateway gets for this choice."""
