@@ -11,6 +11,7 @@ from baton.runtime.observability.metrics import process_registry
 
 FAMILIES = (
     metrics.ProcessMetrics,
+    metrics.BudgetMetrics,
     metrics.GatewayMetrics,
     metrics.SchedulerMetrics,
     metrics.FleetMetrics,

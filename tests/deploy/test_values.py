@@ -123,7 +123,7 @@ def other_than(path: str, default: Any) -> Any:
         return {"limits": {"memory": "77Gi"}}
     if isinstance(default, dict):
         return {"other": "other"} if not path.endswith("affinity") else {"nodeAffinity": {"other": "other"}}
-    return f"7{default}" if default[-2:] in ("Gi", "Mi") else "other"
+    return f"7{default}" if default.endswith(("Gi", "Mi", "GiB", "MiB")) else "other"
 
 
 def merged(base: Any, over: Any) -> Any:

@@ -123,7 +123,7 @@ class Reason(Enum):
     `--max-queued-jobs`.
     """
     MEMORY_BUDGET = "memory_budget", ReasonFamily.OVERLOAD, Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT
-    """The request needs more memory of the gateway than `--memory-budget` leaves.
+    """The request needs more memory of a gateway, scheduler or worker than its `--memory-budget` leaves.
 
     Retry after `Retry-After` (1 s). Without that header the request never fits: lower `max_tokens`, `n` or
     `top_logprobs`, or raise the setting that the message names. It has the arithmetic.

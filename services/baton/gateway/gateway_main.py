@@ -17,7 +17,7 @@ from baton.core.errors import ConfigError
 from baton.core.interfaces import Member, MemberKind, Membership
 from baton.gateway.auth.api_keys import KeyRing
 from baton.gateway.auth.key_file import reload_keys, watch_key_file
-from baton.gateway.gateway_service import GatewayRules, GatewayService
+from baton.gateway.gateway_service import GatewayRules, GatewayService, gateway_budget
 from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.gateway.http.http_app import HttpApp
 from baton.gateway.http.http_server import HttpServer
@@ -26,6 +26,7 @@ from baton.gateway.text.tokenizer import HfTokenizer
 from baton.model.loading.model_source import resolve_model
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
+from baton.rpc.grpc_streams import stream_limits
 from baton.rpc.grpc_tls import Tls, between_services
 from baton.rpc.receive_gate import ReceiveGate
 from baton.runtime.config.settings import GatewayConfig
@@ -33,10 +34,10 @@ from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import advertised_host, join_address, listen
 from baton.runtime.network.announcements import Announcements
 from baton.runtime.observability.admin_http import AdminServer
-from baton.runtime.observability.metrics import GatewayMetrics, ProcessMetrics, expose, process_registry
+from baton.runtime.observability.metrics import BudgetMetrics, GatewayMetrics, ProcessMetrics, expose, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.process.awake_clock import AwakeClock
-from baton.runtime.process.byte_budget import Account
+from baton.runtime.process.byte_budget import Account, ByteBudget
 from baton.runtime.process.process import Background, Stop, frozen_heap
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_keys import Keys
@@ -73,13 +74,12 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         stack.push_async_callback(tracing.aclose)
         http_socket = listen(config.host, config.http_port, flag="--http-port")
         stack.callback(http_socket.close)
-        tokenizer = await _load_tokenizer(config, stack)
-        network = _network(config, stack)
+        budget = _exported_budget(rules, registry)
         membership = _membership(config, stack)
         service = GatewayService(
             rules,
-            network=network,
-            tokenizer=tokenizer,
+            network=_network(config, budget, stack),
+            tokenizer=await _load_tokenizer(config, stack),
             metrics=GatewayMetrics(registry),
             rng=rng,
             schedulers=config.schedulers,
@@ -87,6 +87,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             keys=keys,
             tracing=tracing,
             awake_clock=awake,
+            budget=budget,
         )
         await stack.enter_async_context(service)
         process = _process_info(config, rules, http_socket)
@@ -130,6 +131,13 @@ def gateway_rules(config: GatewayConfig, rng: Random) -> GatewayRules:
     )
 
 
+def _exported_budget(rules: GatewayRules, registry: CollectorRegistry) -> ByteBudget:
+    """Return the memory budget of the gateway, with its metrics in `registry`."""
+    budget = gateway_budget(rules)
+    BudgetMetrics(registry).follow(budget)
+    return budget
+
+
 async def _load_tokenizer(config: GatewayConfig, stack: AsyncExitStack) -> HfTokenizer:
     """Find the model's directory and load its tokenizer, in a thread because both read files."""
     tokenizer = await asyncio.to_thread(lambda: HfTokenizer(resolve_model(config.model, weights=False)))
@@ -137,12 +145,13 @@ async def _load_tokenizer(config: GatewayConfig, stack: AsyncExitStack) -> HfTok
     return tokenizer
 
 
-def _network(config: GatewayConfig, stack: AsyncExitStack) -> GrpcNetwork:
+def _network(config: GatewayConfig, budget: ByteBudget, stack: AsyncExitStack) -> GrpcNetwork:
     """Return the network through which schedulers and workers are called."""
     network = GrpcNetwork(
         heartbeat_s=config.heartbeat_s,
         dial_s=config.detection_s,
         call_s=config.detection_s,
+        limits=stream_limits(budget),
         tls=between_services(config),
     )
     stack.push_async_callback(network.aclose)

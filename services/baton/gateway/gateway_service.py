@@ -5,7 +5,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from random import Random
 from typing import Self
 
@@ -38,7 +37,7 @@ log = get_logger(__name__)
 
 CLUSTER = "cluster"
 """Name of the health condition that the cluster can serve requests."""
-BUDGET_WEIGHTS = {Account.RECEIVING: 1, Account.REQUESTS: 2, Account.UNSENT: 1}
+BUDGET_WEIGHTS = {Account.RECEIVING: 2, Account.REQUESTS: 3, Account.UNSENT: 2, Account.STREAMS: 1}
 """Shares of the memory budget. Responses that are not streamed are collected in the account of requests."""
 STUCK_DETECTIONS = 24
 """A worker whose step runs for this many detection times counts as lost, although it still sends heartbeats.
@@ -92,21 +91,21 @@ class GatewayService:
         keys: KeyRing | None = None,
         tracing: Tracing = OFF,
         awake_clock: Callable[[], float] | None = None,
+        budget: ByteBudget | None = None,
     ) -> None:
         """Build the gateway's parts. Without `keys`, every caller may do everything.
 
         `awake_clock` measures the silence of workers, see `AwakeClock`; None uses the event loop's clock.
+        `budget` None creates one from the rules.
         """
         self.rules = rules
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.keys = keys or KeyRing()
         self.health = Health(CLUSTER)
-        self.budget = _observed_budget(rules, metrics)
+        self.budget = budget or gateway_budget(rules)
         self.unread = UnreadStreams(self.budget, max_bytes=rules.stream_buffer_bytes, clock=_loop_time_s)
-        self.view = ClusterView(
-            model=rules.model, tokenizer_fingerprint=tokenizer.fingerprint, model_max_len=tokenizer.max_model_len
-        )
+        self.view = _cluster_view(rules, tokenizer)
         self.schedulers = SchedulerPool(
             network, self.view, addresses=schedulers, membership=membership, times=_scheduler_times(rules), rng=rng
         )
@@ -286,12 +285,15 @@ def _loop_time_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _observed_budget(rules: GatewayRules, metrics: GatewayMetrics) -> ByteBudget:
-    """Return the memory budget, whose accounts are exported as metrics."""
-    budget = ByteBudget(shares(rules.memory_budget, BUDGET_WEIGHTS))
-    for account, limit in budget.limits.items():
-        metrics.budget.follow(account.value, partial(budget.used, account), limit)
-    return budget
+def gateway_budget(rules: GatewayRules) -> ByteBudget:
+    """Return the memory budget of a gateway."""
+    return ByteBudget(shares(rules.memory_budget, BUDGET_WEIGHTS), "gateway")
+
+
+def _cluster_view(rules: GatewayRules, tokenizer: Tokenizer) -> ClusterView:
+    return ClusterView(
+        model=rules.model, tokenizer_fingerprint=tokenizer.fingerprint, model_max_len=tokenizer.max_model_len
+    )
 
 
 def _scheduler_times(rules: GatewayRules) -> SchedulerPoolTimes:

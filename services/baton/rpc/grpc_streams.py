@@ -22,6 +22,8 @@ from baton.core.interfaces import Source
 from baton.rpc import grpc_status
 from baton.runtime.logging import get_logger
 from baton.runtime.network.mailbox import Mailbox
+from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget
+from baton.runtime.process.shared_account import Buffer, SharedAccount
 
 log = get_logger(__name__)
 
@@ -41,6 +43,8 @@ class StreamLimits:
     """Buffer limits and the close timeout of a stream.
 
     max_messages, max_bytes: limits of the send buffer; exceeding one breaks the stream.
+    send_buffers: account of the send buffers of all streams of the process. If it is full, the stream with
+        the most unsent bytes breaks. None: there is no common limit.
     max_received: received messages that may wait for the user; then reading pauses.
     close_s: time that a closing end waits until sent messages are flushed and the other end has closed.
     """
@@ -49,6 +53,12 @@ class StreamLimits:
     max_bytes: int = 64 * 2**20
     max_received: int = 64
     close_s: float = 1.0
+    send_buffers: SharedAccount | None = None
+
+
+def stream_limits(budget: ByteBudget) -> StreamLimits:
+    """Return the limits of the streams of a process, whose send buffers take the account `STREAMS`."""
+    return StreamLimits(send_buffers=SharedAccount(budget, Account.STREAMS, "the stream"))
 
 
 class Codec(NamedTuple, Generic[SendT, ReceiveT]):
@@ -72,6 +82,9 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
         self._inbox: Mailbox[ReceiveT] = Mailbox(limits.max_received)
         self._outbox: deque[tuple[Message, int]] = deque()
         self._outbox_bytes = 0
+        self._buffer: Buffer | None = None
+        if limits.send_buffers is not None:
+            self._buffer = limits.send_buffers.open(self._cut)
         self._outbox_changed = asyncio.Event()
         self._end: tuple[str, Failure | None] | None = None
         self._closing = False
@@ -85,16 +98,29 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
         wire_message = self._codec.to_wire(message)
         size = wire_message.ByteSize()
         if len(self._outbox) >= self._limits.max_messages or self._outbox_bytes + size > self._limits.max_bytes:
-            self._break(
-                FULL, Failure(code=Code.RESOURCE_EXHAUSTED, reason=Reason.SLOW_READER, message=FULL, retriable=True)
-            )
+            self._break_full(FULL)
             raise StreamBroken(FULL)
+        if self._buffer is not None:
+            try:
+                self._buffer.add(size)
+            except OverBudget as error:
+                self._cut(error)
+                raise StreamBroken(str(error)) from error
         self._outbox.append((wire_message, size))
         self._outbox_bytes += size
         self._outbox_changed.set()
 
     async def receive(self) -> ReceiveT:
         return await self._inbox.get()
+
+    def _cut(self, error: OverBudget) -> None:
+        """Break the stream, which has the most unsent bytes of all while the memory budget is used up."""
+        self._break_full(f"{error}; this stream has the most unsent messages")
+
+    def _break_full(self, message: str) -> None:
+        self._break(
+            message, Failure(code=Code.RESOURCE_EXHAUSTED, reason=Reason.SLOW_READER, message=message, retriable=True)
+        )
 
     def _break(self, message: str, failure: Failure | None = None) -> None:
         """End the stream. Received messages can still be read. The first reason is kept."""
@@ -142,6 +168,8 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
                     await self._call.write(message)
                     self._outbox.popleft()
                     self._outbox_bytes -= size
+                    if self._buffer is not None:
+                        self._buffer.remove(size)
                 if self._closing:
                     return await self._finish_sending()
                 self._outbox_changed.clear()
@@ -174,6 +202,9 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
         self._reader.cancel()
         self._writer.cancel()
         await asyncio.wait((self._reader, self._writer))
+        self._outbox.clear()
+        if self._buffer is not None:
+            self._buffer.close()
 
 
 class ClientDuplex(_GrpcDuplex[SendT, ReceiveT]):

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.core.interfaces import DecisionStore, KvEventFeed, Member, MemberKind, Membership
 from baton.rpc.grpc_server import GrpcServer
+from baton.rpc.grpc_streams import stream_limits
 from baton.rpc.grpc_tls import between_services
 from baton.runtime.config.settings import SchedulerConfig
 from baton.runtime.logging import get_logger
@@ -18,11 +19,12 @@ from baton.runtime.network.addresses import advertised_host, join_address
 from baton.runtime.network.announcements import Announcements
 from baton.runtime.observability.admin_http import AdminServer
 from baton.runtime.observability.health import Health
-from baton.runtime.observability.metrics import ProcessMetrics, SchedulerMetrics, process_registry
+from baton.runtime.observability.metrics import BudgetMetrics, ProcessMetrics, SchedulerMetrics, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.process.awake_clock import AwakeClock
 from baton.runtime.process.process import Background, Stop, infrequent_gc
 from baton.scheduler.decisions.scheduler_spans import TracedScheduler
+from baton.scheduler.scheduler_budget import scheduler_budget
 from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
 from baton.scheduler.state.worker_streams import SchedulerTimes
 from baton.store.memory.memory_stores import MemoryDecisionStore, MemoryKvEventFeed, MemoryMembership
@@ -55,6 +57,8 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         tracing = open_tracing(config, process_metrics, "scheduler", scheduler_id)
         stack.push_async_callback(tracing.aclose)
         membership, decisions, feed = _stores(config, stack)
+        budget = scheduler_budget(config.memory_budget)
+        BudgetMetrics(registry).follow(budget)
         scheduler = Scheduler(
             scheduler_id=scheduler_id,
             rules=SchedulerRules.of(config),
@@ -64,9 +68,10 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
             metrics=SchedulerMetrics(registry),
             rng=rng,
             awake_clock=awake,
+            budget=budget,
         )
         stack.push_async_callback(scheduler.aclose)
-        server = GrpcServer(heartbeat_s=config.heartbeat_s, tls=between_services(config))
+        server = GrpcServer(heartbeat_s=config.heartbeat_s, limits=stream_limits(budget), tls=between_services(config))
         server.add_scheduler(TracedScheduler(scheduler, tracing) if tracing.is_on else scheduler)
         server.follow(health)
         port = await server.start(config.host, config.rpc_port)

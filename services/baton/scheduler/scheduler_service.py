@@ -24,6 +24,7 @@ from baton.prefix_index.index import PrefixIndex
 from baton.runtime.config.settings import SchedulerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.metrics import SchedulerMetrics
+from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget
 from baton.scheduler.admission.admission_queue import SCHEDULER_DRAINING, AdmissionQueue, Blocked
 from baton.scheduler.admission.slo_admission import AdmissionMode
 from baton.scheduler.decisions.decide import DecisionRules, decide
@@ -32,6 +33,7 @@ from baton.scheduler.decisions.decision_records import UnrecordedDecision
 from baton.scheduler.decisions.deferred_work import DeferredWork
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.policies.policy_types import Choice
+from baton.scheduler.scheduler_budget import PLACEMENT_BYTES, query_bytes, scheduler_budget
 from baton.scheduler.state.cluster_state import ClusterState
 from baton.scheduler.state.worker_streams import SchedulerTimes, WorkerStreams
 
@@ -53,6 +55,7 @@ class SchedulerRules:
         `max_waiting_seqs` sequences wait at the best worker.
     max_worker_queue_s: a request waits at the scheduler while every worker's predicted queue is longer than
         this.
+    memory_budget: bytes that queries, queued requests, placements and records may hold.
     """
 
     policy: str
@@ -60,6 +63,7 @@ class SchedulerRules:
     max_waiting_seqs: int
     max_worker_queue_s: float
     max_queued_requests: int
+    memory_budget: int
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> "SchedulerRules":
@@ -70,6 +74,7 @@ class SchedulerRules:
             max_waiting_seqs=config.max_queued_jobs,
             max_worker_queue_s=config.max_worker_queue_s,
             max_queued_requests=config.max_queued_requests,
+            memory_budget=config.memory_budget,
         )
 
 
@@ -101,16 +106,19 @@ class Scheduler(SchedulerService):
         metrics: SchedulerMetrics,
         rng: Random,
         awake_clock: Callable[[], float] | None = None,
+        budget: ByteBudget | None = None,
     ) -> None:
         """Start the scheduler's tasks in the running event loop.
 
         feed: the workers' KV events.
         awake_clock: clock for the silence of workers, see `AwakeClock`; None uses the event loop's.
+        budget: the memory budget of the process; None creates one from the rules.
         """
         self.scheduler_id = scheduler_id
         self._rules = rules
         self._policy = POLICIES[rules.policy]
         self._metrics = metrics
+        self.budget = budget or scheduler_budget(rules.memory_budget)
         self._placements_made = metrics.decisions.labels(rules.policy)
         self._prompt_tokens, self._predicted_cached_tokens, self._cached_tokens = map(
             metrics.prefix_tokens.labels, ("asked", "predicted", "actual")
@@ -120,16 +128,9 @@ class Scheduler(SchedulerService):
         self._state = ClusterState(
             silence_s=times.silence_s, reservation_s=times.reservation_s, awake_clock=awake_clock
         )
-        self._recorder = DecisionRecorder(store, metrics)
+        self._recorder = DecisionRecorder(store, metrics, self.budget)
         self._deferred = DeferredWork(after_batch=self._state.update_stale)
-        self._queue = AdmissionQueue(
-            max_queued_requests=rules.max_queued_requests,
-            slos_set_due=rules.admission is not AdmissionMode.OFF,
-            decide=self._decide_queued,
-            refuse=self._reject_queued,
-            abandon=self._abandon,
-            on_size=metrics.queued_requests.set,
-        )
+        self._queue = self._build_queue()
         self._workers = WorkerStreams(
             scheduler_id,
             times=times,
@@ -141,6 +142,7 @@ class Scheduler(SchedulerService):
             on_report=self._queue.wake,
         )
         self._open: OrderedDict[DecisionId, _OpenPlacement] = OrderedDict()
+        self._open_bytes = self.budget.reserve(Account.PLACEMENTS, 0, "the open placements")
         self._num_answers = 0
         self._is_closed = False
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -149,6 +151,17 @@ class Scheduler(SchedulerService):
         It must not go on without that task.
         """
         self._tasks = self._start_tasks()
+
+    def _build_queue(self) -> AdmissionQueue:
+        return AdmissionQueue(
+            max_queued_requests=self._rules.max_queued_requests,
+            slos_set_due=self._rules.admission is not AdmissionMode.OFF,
+            decide=self._decide_queued,
+            refuse=self._reject_queued,
+            abandon=self._abandon,
+            on_size=self._metrics.queued_requests.set,
+            budget=self.budget,
+        )
 
     def _start_tasks(self) -> list[asyncio.Task[None]]:
         tasks = [
@@ -164,10 +177,18 @@ class Scheduler(SchedulerService):
     async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
         """Place or reject a request, or let it wait in the admission queue.
 
-        Raises Refused if this scheduler drains.
+        Raises Refused if this scheduler drains, and OverBudget if its memory budget is used up.
         """
         if self._is_closed:
             raise Refused(SCHEDULER_DRAINING)
+        try:
+            with self.budget.reserve(Account.QUERIES, query_bytes(query), "the placement query"):
+                return await self._place(query)
+        except OverBudget as error:
+            self._metrics.rejections.labels(error.failure.reason.value).inc()
+            raise
+
+    async def _place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
         if not self._queue.contains(query):
             decision, may_wait = self._decide(query)
             while (
@@ -212,12 +233,22 @@ class Scheduler(SchedulerService):
         answer = decision.answer
         self._num_answers += 1
         if isinstance(answer, Placement):
+            self._reserve_placement()
             self._open[decision.decision_id] = _OpenPlacement(answer, decision.query.num_prompt_tokens)
-            if len(self._open) > MAX_OPEN_PLACEMENTS:
-                self._release(next(iter(self._open)))
             self._state.reserve(decision.decision_id, decision.query, answer, asyncio.get_running_loop().time())
         self._deferred.add(partial(self._follow_up, decision))
         return answer
+
+    def _reserve_placement(self) -> None:
+        """Reserve memory for one more open placement. The oldest are released until it fits."""
+        while True:
+            try:
+                if len(self._open) < MAX_OPEN_PLACEMENTS:
+                    return self._open_bytes.resize(PLACEMENT_BYTES * (len(self._open) + 1))
+            except OverBudget:
+                if not self._open:
+                    raise
+            self._release(next(iter(self._open)))
 
     def _follow_up(self, decision: UnrecordedDecision) -> None:
         """Do what the answer need not wait for. The next decision must find it done."""
@@ -315,6 +346,7 @@ class Scheduler(SchedulerService):
         if ended is not None:
             workers = (ended.placement.prefill, ended.placement.decode)
             self._state.release(decision_id, tuple(w.worker_id for w in workers if w is not None))
+            self._open_bytes.resize(PLACEMENT_BYTES * len(self._open))
             self._deferred.schedule()
         return ended
 

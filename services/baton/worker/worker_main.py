@@ -26,6 +26,7 @@ from baton.core.step_cost import StepCostModel
 from baton.engine.state.step import DeviceFault
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
+from baton.rpc.grpc_streams import stream_limits
 from baton.rpc.grpc_tls import between_services
 from baton.runtime import failpoints
 from baton.runtime.config.settings import WorkerConfig
@@ -33,10 +34,11 @@ from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import advertised_host, join_address
 from baton.runtime.observability.admin_http import AdminServer
 from baton.runtime.observability.health import Health
-from baton.runtime.observability.metrics import ProcessMetrics, process_registry
+from baton.runtime.observability.metrics import BudgetMetrics, ProcessMetrics, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.observability.tracing import Tracing
 from baton.runtime.process.awake_clock import AwakeClock
+from baton.runtime.process.byte_budget import ByteBudget
 from baton.runtime.process.drain_socket import DrainSocket
 from baton.runtime.process.process import Background, ServiceThread, Stop, StoppedNow, frozen_heap
 from baton.store.memory.memory_stores import MemoryCostStore, MemoryMembership
@@ -49,6 +51,7 @@ from baton.worker.costs.measure_costs import measure_costs, measurement_lock, me
 from baton.worker.costs.step_cost_keeper import known_or_measured
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
+from baton.worker.worker_budget import worker_budget
 from baton.worker.worker_metrics import MeteredExecutor, WorkerMetrics
 from baton.worker.worker_service import Worker, WorkerNeedsReplacement, WorkerParts, WorkerUnhealthy
 
@@ -136,13 +139,15 @@ async def run_worker(
     worker_id = config.worker_id or f"worker-{rng.getrandbits(32):08x}"
     failpoints.identify(worker=worker_id, role=config.role)
     observed, gate = _Observability.create(), StartupGate()
+    budget = worker_budget(config.memory_budget)
+    BudgetMetrics(observed.registry).follow(budget)
     async with AsyncExitStack() as stack:
         drain_socket = _drain_socket(config, worker_id, gate)
         if drain_socket is not None:
             # Stopped last: a client that waits at the socket must not be released before the worker has
             # ended.
             stack.push_async_callback(drain_socket.stop)
-        port = await _start_grpc_server(config, gate, observed.health, stack)
+        port = await _start_grpc_server(config, gate, observed.health, budget, stack)
         await _start_admin_server(config, observed, gate, stack)
         ref = WorkerRef(
             worker_id=worker_id,
@@ -153,7 +158,7 @@ async def run_worker(
         tracing = _open_tracing(config, ref, observed, stack)
         device = await asyncio.to_thread(open_device, config, ref)
         stack.push_async_callback(_close_healthy_device, device, observed.health)
-        worker = await _build_worker(config, ref, device, observed, tracing, rng, stack)
+        worker = await _build_worker(config, ref, device, observed, tracing, rng, budget, stack)
         gate.worker = worker
         if drain_socket is not None:
             await drain_socket.start()
@@ -301,12 +306,14 @@ class _Stores:
     costs: CostStore
 
 
-async def _start_grpc_server(config: WorkerConfig, gate: StartupGate, health: Health, stack: AsyncExitStack) -> int:
+async def _start_grpc_server(
+    config: WorkerConfig, gate: StartupGate, health: Health, budget: ByteBudget, stack: AsyncExitStack
+) -> int:
     """Start the gRPC server and return its port. It stops as soon as the worker is unhealthy.
 
     Gateways that dial an unhealthy worker are then refused, as if the process had died, and place elsewhere.
     """
-    server = GrpcServer(heartbeat_s=config.heartbeat_s, tls=between_services(config))
+    server = GrpcServer(heartbeat_s=config.heartbeat_s, limits=stream_limits(budget), tls=between_services(config))
     server.add_worker(gate)
     server.follow(health)
     port = await server.start(config.host, config.rpc_port)
@@ -357,9 +364,10 @@ async def _build_worker(
     observed: _Observability,
     tracing: Tracing,
     rng: Random,
+    budget: ByteBudget,
     stack: AsyncExitStack,
 ) -> Worker:
-    network = GrpcNetwork(heartbeat_s=config.heartbeat_s, tls=between_services(config))
+    network = GrpcNetwork(heartbeat_s=config.heartbeat_s, limits=stream_limits(budget), tls=between_services(config))
     stack.push_async_callback(network.aclose)
     stores = _open_stores(config, stack)
     return Worker(
@@ -380,6 +388,7 @@ async def _build_worker(
             cost_store=stores.costs,
             costs_key=device.costs_key,
             tracing=tracing,
+            budget=budget,
         )
     )
 

@@ -30,6 +30,8 @@ from baton.runtime.logging import get_logger
 from baton.runtime.network.announcements import Announcements
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.tracing import OFF, Tracing
+from baton.runtime.process.byte_budget import Account, ByteBudget
+from baton.runtime.process.shared_account import SharedAccount
 from baton.transfer.backend import TransferBackend
 from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
@@ -46,6 +48,7 @@ from baton.worker.pull_end_observer import PullEndObserver
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
+from baton.worker.worker_budget import worker_budget
 from baton.worker.worker_lifecycle import WorkerLifecycle, WorkerNeedsReplacement, WorkerUnhealthy, draining
 
 log = get_logger(__name__)
@@ -64,6 +67,7 @@ class WorkerParts:
     feed: where KV events are published; None: nowhere
     costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
     `costs_key`.
+    budget: the memory budget of the process; None creates one from the configuration
     """
 
     worker: WorkerRef
@@ -82,6 +86,7 @@ class WorkerParts:
     cost_store: CostStore | None = None
     costs_key: str = ""
     tracing: Tracing = OFF
+    budget: ByteBudget | None = None
 
 
 class Worker:
@@ -100,6 +105,7 @@ class Worker:
         self._config = parts.config
         self._layout = parts.executor.layout
         self._host = socket.gethostname()
+        self.budget = parts.budget or worker_budget(parts.config.memory_budget)
         self._failure = FirstFailure()
         self._notifier = ChangeNotifier()
         self.tasks = BackgroundTasks(self._failure.set)
@@ -121,6 +127,7 @@ class Worker:
             self.legs,
             max_following=parts.config.max_queued_jobs,
             on_counted=self._notifier.counted,
+            budget=self.budget,
         )
         self.sessions = Sessions(
             parts.worker,
@@ -129,6 +136,7 @@ class Worker:
             self.tasks,
             grace_s=parts.config.session_grace_s,
             buffer_bytes=parts.config.session_buffer_bytes,
+            buffers=SharedAccount(self.budget, Account.SESSIONS, "unacknowledged output"),
         )
         self._lifecycle = self._build_lifecycle()
         self._reporter = self._build_reporter()

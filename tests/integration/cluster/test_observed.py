@@ -122,6 +122,12 @@ async def test_every_dashboard_query_has_a_value(recorded: Recorded, name: str, 
     assert bool(recorded.database.vector(query, recorded.last_s)) is not needs_a_fault, name
 
 
+async def test_every_process_exports_its_memory_budget_and_the_stalls_of_its_loop(recorded: Recorded) -> None:
+    for metric in ("memory_budget_used_bytes", "memory_budget_limit_bytes", "event_loop_stall_seconds_count"):
+        found = recorded.database.vector(f"count by (instance) (baton_{metric})", recorded.last_s)
+        assert len(found) == len(SERVICES), metric
+
+
 async def test_metrics_equal_the_requests_that_were_sent(recorded: Recorded) -> None:
     """Check some values that are known exactly."""
 

@@ -78,6 +78,7 @@ async def test_fleet_is_healthy_before_it_joins_then_ready_and_counts_its_worker
         answer = await until_answered(client, "/metrics", 'baton_fleet_workers{role="decode",state="serving"} 1.0')
         assert 'baton_fleet_workers{role="prefill",state="waiting"} 1.0' in answer.text
         assert 'baton_fleet_workers{role="prefill",state="serving"} 0.0' in answer.text
+        assert "baton_event_loop_stall_seconds_count" in answer.text
         ray.add("p", baton_prefill=2)
         answer = await until_answered(client, "/metrics", 'baton_fleet_workers{role="prefill",state="serving"} 2.0')
         assert 'baton_fleet_workers{role="prefill",state="waiting"} 0.0' in answer.text

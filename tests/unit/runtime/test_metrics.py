@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry
 
 import baton
 from baton.runtime.observability.metrics import (
+    BudgetMetrics,
     EngineMetrics,
     GatewayMetrics,
     ProcessMetrics,
@@ -12,8 +13,9 @@ from baton.runtime.observability.metrics import (
     expose,
     process_registry,
 )
+from baton.runtime.process.byte_budget import Account, ByteBudget
 
-FAMILIES = (ProcessMetrics, GatewayMetrics, SchedulerMetrics, EngineMetrics, TransferMetrics)
+FAMILIES = (ProcessMetrics, BudgetMetrics, GatewayMetrics, SchedulerMetrics, EngineMetrics, TransferMetrics)
 
 
 def test_all_metric_names_are_unique_and_start_with_baton() -> None:
@@ -31,6 +33,14 @@ def test_metrics_of_two_workers_in_one_process_are_separate() -> None:
     EngineMetrics(second).blocks.labels("device", "free").set(7)
     assert first.get_sample_value("baton_kv_blocks", {"tier": "device", "state": "free"}) == 5
     assert second.get_sample_value("baton_kv_blocks", {"tier": "device", "state": "free"}) == 7
+
+
+def test_budget_is_exported_by_account() -> None:
+    registry, budget = CollectorRegistry(), ByteBudget({Account.JOBS: 100, Account.SESSIONS: 50})
+    BudgetMetrics(registry).follow(budget)
+    budget.reserve(Account.JOBS, 7, "the job")
+    assert registry.get_sample_value("baton_memory_budget_used_bytes", {"account": "jobs"}) == 7
+    assert registry.get_sample_value("baton_memory_budget_limit_bytes", {"account": "sessions"}) == 50
 
 
 async def test_unfinished_tasks_are_counted() -> None:

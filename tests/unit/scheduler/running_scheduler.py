@@ -40,6 +40,7 @@ async def a_scheduler(
     silence_s: float = 30.0,
     registry: CollectorRegistry | None = None,
     feed: KvEventFeed | None = None,
+    memory_budget: int = 2**30,
 ) -> AsyncIterator[tuple[Scheduler, InProcessNetwork]]:
     scheduler = Scheduler(
         scheduler_id="s0",
@@ -49,6 +50,7 @@ async def a_scheduler(
             max_waiting_seqs=max_waiting_seqs,
             max_worker_queue_s=0.5,
             max_queued_requests=max_queued_requests,
+            memory_budget=memory_budget,
         ),
         times=SchedulerTimes(silence_s=silence_s, settle_s=0.05, reservation_s=5.0, watch_interval_s=0.0),
         store=store or BrokenStore(),

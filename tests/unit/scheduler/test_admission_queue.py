@@ -11,6 +11,7 @@ from baton.core.errors import Code, Reason, Refused
 from baton.core.request import RequestActuals, Slo
 from baton.scheduler.admission.admission_queue import MAX_DECISIONS_PER_ROUND, AdmissionQueue, Blocked
 from baton.scheduler.admission.slo_admission import AdmissionMode
+from baton.scheduler.scheduler_budget import scheduler_budget
 from tests.builders import blocks, query, worker_report
 from tests.unit.scheduler.running_scheduler import a_scheduler, join, settle, tpot_slo_of_only_worker
 from tests.unit.worker.virtual_loop import virtual
@@ -221,6 +222,7 @@ async def test_one_round_makes_a_bounded_number_of_decisions(can_answer: bool) -
         refuse=lambda *_: None,
         abandon=lambda _: None,
         on_size=lambda _: None,
+        budget=scheduler_budget(2**30),
     )
     running = asyncio.create_task(queue.run())
     for number in range(30):

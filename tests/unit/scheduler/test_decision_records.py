@@ -1,5 +1,6 @@
 """Decision records explain a decision, stay small, and suffice to repeat it."""
 
+import tracemalloc
 from dataclasses import replace
 from random import Random
 
@@ -13,6 +14,7 @@ from baton.core.cluster.placement import PlacementQuery
 from baton.core.ids import DecisionId
 from baton.core.plain_json import from_plain, to_plain
 from baton.core.request import RequestActuals, Slo
+from baton.runtime.process.byte_budget import Account, ByteBudget
 from baton.scheduler.admission.slo_admission import AdmissionMode
 from baton.scheduler.decisions import decide as decide_module
 from baton.scheduler.decisions.decide import DecisionRules
@@ -24,6 +26,7 @@ from baton.scheduler.decisions.decision_records import (
     repeat_decision,
 )
 from baton.scheduler.policies import POLICIES
+from baton.scheduler.scheduler_budget import record_bytes, scheduler_budget
 from tests.builders import query
 from tests.unit.scheduler.measured_workers import decoding, fast_link, measured, queued, random_cluster, seen
 
@@ -147,7 +150,7 @@ def test_repeat_fails_for_unknown_policy_or_missing_inputs() -> None:
 
 
 def test_record_is_built_on_demand_and_keeps_the_outcome() -> None:
-    recent, decided = RecentDecisions(), decide(query(request_id=b"r"), many(2))
+    recent, decided = RecentDecisions(scheduler_budget(2**30)), decide(query(request_id=b"r"), many(2))
     recent.add(decided)
     (record,) = recent.of_request(b"r")
     assert record.candidates
@@ -161,7 +164,7 @@ def test_record_is_built_on_demand_and_keeps_the_outcome() -> None:
 
 
 def test_oldest_unrecorded_decisions_keep_only_their_answers() -> None:
-    recent = RecentDecisions()
+    recent = RecentDecisions(scheduler_budget(2**30))
     for number in range(MAX_UNRECORDED + 5):
         recent.add(decide(query(request_id=b"%d" % number), many(2), decision_id=f"{number:x}"))
     (old,) = recent.of_request(b"0")
@@ -169,3 +172,24 @@ def test_oldest_unrecorded_decisions_keep_only_their_answers() -> None:
     assert (old.candidates, old.inputs) == ((), "")
     (new,) = recent.of_request(b"5")
     assert new.inputs
+
+
+def test_recent_decisions_forget_the_oldest_when_their_memory_is_used_up() -> None:
+    budget = ByteBudget({Account.RECORDS: 100_000})
+    recent = RecentDecisions(budget)
+    for number in range(200):
+        recent.add(decide(query(request_id=b"%d" % number), many(2), decision_id=f"{number:x}"))
+        assert recent.record_of(DecisionId(f"{number:x}")) is not None
+        assert budget.used(Account.RECORDS) <= 100_000
+    assert recent.of_request(b"0") == ()
+    assert recent.of_request(b"199")
+    assert not recent.finish(RequestActuals(decision_id=DecisionId("0"), outcome="stop"))
+
+
+def test_memory_of_a_record_covers_its_objects() -> None:
+    record = decide(query(request_id=b"r", block_hashes=(b"h" * 16,)), many(20)).to_record()
+    tracemalloc.start()
+    kept = [replace(from_plain(DecisionRecord, to_plain(record)), inputs=record.inputs + " ") for _ in range(50)]
+    num_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert num_bytes / len(kept) < record_bytes(record)

@@ -22,6 +22,8 @@ from baton.core.messages.jobs import (
 )
 from baton.core.request import FinishReason, TokenDelta
 from baton.runtime.network.in_process_network import InProcessDuplex, duplex_pair
+from baton.runtime.process.byte_budget import Account, ByteBudget
+from baton.runtime.process.shared_account import SharedAccount
 from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.sessions.gateway_sessions import MAX_SESSIONS, GatewaySession, Sessions
 from tests import builders
@@ -59,12 +61,19 @@ class FakeJobs:
 class Rig:
     """Sessions over recorded jobs, and the streams into them."""
 
-    def __init__(self, buffer_bytes: int = 100_000) -> None:
+    def __init__(self, buffer_bytes: int = 100_000, total_bytes: int = 1_000_000) -> None:
+        self.budget = ByteBudget({Account.SESSIONS: total_bytes})
         self.jobs = FakeJobs()
         self.errors: list[BaseException] = []
         self.tasks = BackgroundTasks(self.errors.append)
         self.sessions = Sessions(
-            WORKER, builders.layout(), self.jobs, self.tasks, grace_s=GRACE_S, buffer_bytes=buffer_bytes
+            WORKER,
+            builders.layout(),
+            self.jobs,
+            self.tasks,
+            grace_s=GRACE_S,
+            buffer_bytes=buffer_bytes,
+            buffers=SharedAccount(self.budget, Account.SESSIONS, "unacknowledged output"),
         )
         self.serving: list[asyncio.Task[None]] = []
 
@@ -325,3 +334,48 @@ async def test_close_flushes_messages_and_refuses_new_sessions() -> None:
     with pytest.raises(StreamBroken):
         await again.receive()
     assert rig.jobs.dropped == [session]
+
+
+@virtual
+async def test_session_with_most_unacknowledged_bytes_ends_when_all_sessions_have_too_many() -> None:
+    """A gateway that acknowledges nothing loses its session, and one that acknowledges keeps its own."""
+    rig = Rig(buffer_bytes=10_000, total_bytes=10_000)
+    slow_stream, slow = await rig.open_with_job()
+    stream, _ = await rig.open(gateway_id="other", session_id="other")
+    stream.send(prefill_job(request=b"other"))
+    await settle()
+    other = rig.jobs.session
+    assert other is not None
+    assert other is not slow
+    for number in range(12):
+        slow.put_delta(delta(JOB, number), is_last=False)
+        await settle()
+    for number in range(60):
+        other.put_delta(delta(JOB, number), is_last=False)
+        await settle()
+        stream.send(Ack(seq=number - 5))
+        await settle()
+        assert rig.budget.used(Account.SESSIONS) <= 10_000
+    for number in range(40):
+        if not slow.has_ended:
+            slow.put_delta(delta(JOB, 12 + number), is_last=False)
+            await settle()
+    assert slow.has_ended
+    assert not other.has_ended
+    assert rig.jobs.dropped == [slow]
+    assert rig.budget.used(Account.SESSIONS) == other.outbox.num_bytes
+    rig.sessions.close()
+    assert rig.budget.used(Account.SESSIONS) == 0
+    await slow_stream.aclose()
+
+
+@virtual
+async def test_acknowledged_messages_give_their_bytes_back() -> None:
+    rig = Rig()
+    stream, session = await rig.open_with_job()
+    session.put_delta(delta(JOB, 1), is_last=False)
+    await settle()
+    assert rig.budget.used(Account.SESSIONS) == session.outbox.num_bytes > 0
+    stream.send(Ack(seq=1))
+    await settle()
+    assert rig.budget.used(Account.SESSIONS) == 0

@@ -9,7 +9,9 @@ from baton.core.errors import Code, Reason
 from baton.core.kv.kv_layout import SAMPLER_VERSION
 from baton.core.messages.jobs import DecodeJob, PrefillJob
 from baton.core.request import Sampling
+from baton.runtime.process.byte_budget import Account
 from baton.worker.jobs import leg
+from baton.worker.worker_budget import job_bytes
 from tests.unit.worker.harness import expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
 from tests.unit.worker.virtual_loop import virtual
@@ -62,3 +64,35 @@ async def test_too_long_prompt_is_refused_before_hashing(monkeypatch: pytest.Mon
         failure = await workers.to_d.failed(job.job)
         assert (failure.code, failure.reason) == (Code.INVALID_ARGUMENT, Reason.CONTEXT_LENGTH_EXCEEDED)
         assert "4096 tokens" in failure.message
+
+
+@virtual
+async def test_job_over_the_memory_budget_is_refused_with_the_arithmetic_and_may_run_elsewhere() -> None:
+    async with pair() as workers:
+        budget = workers.d.worker.budget
+        first, second = decode_job(30, request=b"first"), decode_job(30, request=b"second")
+        needed = job_bytes(first, 4096)
+        budget.limits[Account.JOBS] = needed + 1
+        workers.d.executor.gate.clear()
+        workers.to_d.send(first)
+        workers.to_d.send(second)
+        failure = await workers.to_d.failed(second.job)
+        assert (failure.code, failure.reason) == (Code.RESOURCE_EXHAUSTED, Reason.MEMORY_BUDGET)
+        assert failure.retriable
+        free = f"1 of {needed + 1:,} bytes for jobs are free"
+        assert failure.message == f"the job needs {needed:,} bytes; {free}; retry later"
+        workers.d.executor.gate.set()
+        await workers.to_d.ended(first.job)
+        await workers.until_clean()
+        await workers.to_d.until(lambda: budget.used(Account.JOBS) == 0)
+
+
+@virtual
+async def test_job_that_never_fits_the_memory_budget_names_the_setting() -> None:
+    async with pair() as workers:
+        workers.d.worker.budget.limits[Account.JOBS] = 1000
+        job = decode_job(1000)
+        workers.to_d.send(job)
+        failure = await workers.to_d.failed(job.job)
+        assert (failure.code, failure.retriable) == (Code.INVALID_ARGUMENT, False)
+        assert "raise --memory-budget of the worker" in failure.message

@@ -309,7 +309,7 @@ class RequestRun:
             )
             raise Refused(Failure(code=Code.INTERNAL, reason=Reason.POISON, message=message))
         all_queues_full = (
-            failed.failure.reason is Reason.QUEUE_FULL
+            failed.failure.reason in (Reason.QUEUE_FULL, Reason.MEMORY_BUDGET)
             and history.num_failed >= MAX_FULL_QUEUES
             and not self._num_output_tokens
         )

@@ -76,12 +76,6 @@ class RequestSettings(Config):
         unit="bytes",
         minimum=4096,
     )
-    memory_budget: int = setting(
-        1024 * MIB,
-        help="memory that requests may hold in one gateway; a request that does not fit is refused",
-        unit="bytes",
-        minimum=64 * MIB,
-    )
     max_response_bytes: int = setting(
         128 * MIB,
         help="maximum size of a response that is not streamed, estimated from n, max_tokens and logprobs; a request "

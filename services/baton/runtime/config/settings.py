@@ -19,6 +19,7 @@ from baton.runtime.config.shared_settings import (
     AdminSettings,
     HeartbeatSettings,
     ListenSettings,
+    MemorySettings,
     ModelSettings,
     ProcessSettings,
     RpcSettings,
@@ -45,6 +46,7 @@ class GatewayConfig(
     FrontDoorSettings,
     TracingSettings,
     ListenSettings,
+    MemorySettings,
     ProcessSettings,
 ):
     """Settings of `baton gateway`."""
@@ -60,6 +62,7 @@ class SchedulerConfig(
     RpcSettings,
     TracingSettings,
     ListenSettings,
+    MemorySettings,
     ProcessSettings,
 ):
     """Settings of `baton scheduler`."""
@@ -78,6 +81,7 @@ class WorkerConfig(
     RpcSettings,
     TracingSettings,
     ListenSettings,
+    MemorySettings,
     ProcessSettings,
 ):
     """Settings of `baton worker`."""
@@ -114,6 +118,7 @@ class FleetConfig(
     HeartbeatSettings,
     TracingSettings,
     AdminSettings,
+    MemorySettings,
     ProcessSettings,
 ):
     """Settings of `baton fleet`: the number of workers and the settings that it passes to each of them.
@@ -154,6 +159,7 @@ class ClusterConfig(
     HeartbeatSettings,
     FrontDoorSettings,
     TracingSettings,
+    MemorySettings,
     ProcessSettings,
 ):
     """Settings of `baton up`, which derives the settings of every service from them."""

@@ -6,6 +6,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from baton.core.errors import ConfigError
+from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.config_base import Config, config, setting
 
 _CLUSTER = re.compile(r"[A-Za-z0-9._-]{1,63}")
@@ -19,6 +20,19 @@ class ProcessSettings(Config):
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", help="minimum level of logged events")
     drain_s: float = setting(
         60.0, help="time to finish running work after SIGTERM; what is left then is cancelled", unit="seconds", above=0
+    )
+
+
+@config
+class MemorySettings(Config):
+    """Memory budget of a gateway, scheduler or worker."""
+
+    memory_budget: int = setting(
+        1024 * MIB,
+        help="memory that requests may hold in one gateway, scheduler or worker; a request that does not fit is "
+        "refused",
+        unit="bytes",
+        minimum=64 * MIB,
     )
 
 

@@ -155,8 +155,8 @@ class TransferSettings(Config):
         above=0,
     )
     session_buffer_bytes: int = setting(
-        16 * MIB,
-        help="maximum size of messages that one gateway has not acknowledged; beyond it the worker ends the session",
+        64 * MIB,
+        help="maximum memory of messages that one gateway has not acknowledged; beyond it the worker ends the session",
         unit="bytes",
         minimum=64 * 1024,
     )

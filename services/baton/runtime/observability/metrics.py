@@ -6,7 +6,8 @@ bounded, regardless of what clients send; series of workers that are gone are re
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -14,6 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics import MetricWrapperBase
 
 import baton
+from baton.runtime.process.byte_budget import ByteBudget
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """Content type of the result of `expose`."""
@@ -96,17 +98,22 @@ class ProcessMetrics(_Family):
 
 
 class BudgetMetrics(_Family):
-    """Metrics of the memory budget of a gateway."""
+    """Metrics of the memory budget of a process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self._used = self._gauge("memory_budget_used_bytes", "Memory that requests hold, by account.", "account")
-        self._limit = self._gauge("memory_budget_limit_bytes", "Memory that requests may hold, by account.", "account")
+        self._used = self._gauge(
+            "memory_budget_used_bytes", "Memory that requests hold in this process, by account.", "account"
+        )
+        self._limit = self._gauge(
+            "memory_budget_limit_bytes", "Memory that requests may hold in this process, by account.", "account"
+        )
 
-    def follow(self, account: str, used_bytes: Callable[[], int], limit_bytes: int) -> None:
-        """Export an account. `used_bytes` is called at each scrape."""
-        self._used.labels(account).set_function(used_bytes)
-        self._limit.labels(account).set(limit_bytes)
+    def follow(self, budget: ByteBudget) -> None:
+        """Export all accounts of a budget."""
+        for account, limit_bytes in budget.limits.items():
+            self._used.labels(account.value).set_function(partial(budget.used, account))
+            self._limit.labels(account.value).set(limit_bytes)
 
 
 class GatewayMetrics(_Family):
@@ -114,7 +121,6 @@ class GatewayMetrics(_Family):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self.budget = BudgetMetrics(registry)
         self.requests = self._counter(
             "requests_total", "Ended requests by endpoint, HTTP status and reason.", "endpoint", "code", "reason"
         )

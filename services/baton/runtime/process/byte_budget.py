@@ -1,8 +1,8 @@
 """The memory budget of a process: bytes that requests may hold, by account.
 
 A buffer that grows with what clients send reserves its bytes here before it takes them, so that no mix of
-requests can exhaust the memory of the process. Interpreter, code, tokenizer, connections and the buffers of
-streams between services are not part of the budget.
+requests can exhaust the memory of the process. Interpreter, code, tokenizer, connections, weights, KV blocks
+and the prefix index are not part of the budget.
 """
 
 from collections.abc import Mapping
@@ -25,6 +25,20 @@ class Account(Enum):
     """Open requests: prompts, delivered tokens, and the largest response that may be collected."""
     UNSENT = "unsent"
     """Output that clients have not read yet."""
+    QUERIES = "queries"
+    """Placement queries that a scheduler is answering, those that wait included."""
+    WAITING = "waiting"
+    """Requests in the queue of a scheduler, and answers that no gateway has fetched yet."""
+    PLACEMENTS = "placements"
+    """Placements of a scheduler whose requests have not ended."""
+    RECORDS = "records"
+    """Recent decisions of a scheduler, with their records."""
+    JOBS = "jobs"
+    """Jobs of a worker until the gateway has acknowledged their end: prompts, block hashes and outputs."""
+    SESSIONS = "sessions"
+    """Messages of a worker that gateways have not acknowledged."""
+    STREAMS = "streams"
+    """Messages to other services that are not sent yet."""
 
 
 class OverBudget(Refused):
@@ -48,9 +62,14 @@ class OverBudget(Refused):
 class ByteBudget:
     """Bytes that a process may hold, with one limit per account."""
 
-    def __init__(self, limits: Mapping[Account, int]) -> None:
-        """Create a budget. `limits` has bytes by account; an account without a limit takes no reservation."""
+    def __init__(self, limits: Mapping[Account, int], service: str = "process") -> None:
+        """Create a budget.
+
+        limits: bytes by account. An account without a limit takes no reservation.
+        service: name of the process in error messages.
+        """
         self.limits = dict(limits)
+        self._service = service
         self._used = dict.fromkeys(self.limits, 0)
 
     def used(self, account: Account) -> int:
@@ -72,7 +91,8 @@ class ByteBudget:
         if new_bytes > old_bytes and used - old_bytes + new_bytes > limit:
             fits_later = new_bytes <= limit
             free = f"{max(0, limit - used + old_bytes):,} of {limit:,} bytes for {account.value} are free"
-            remedy = "retry later" if fits_later else "send a smaller request or raise --memory-budget"
+            raise_it = f"raise --memory-budget of the {self._service}"
+            remedy = "retry later" if fits_later else f"send a smaller request or {raise_it}"
             raise OverBudget(f"{what} needs {new_bytes:,} bytes; {free}; {remedy}", fits_later=fits_later)
         self._used[account] = used - old_bytes + new_bytes
 

@@ -13,8 +13,10 @@ from enum import Enum
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.runtime.logging import get_logger
+from baton.runtime.process.byte_budget import Account, ByteBudget, Reservation
 from baton.scheduler.admission.fair_queue import FairQueue, QueueEntry, displaced_rejection, overdue_rejection
 from baton.scheduler.admission.slo_admission import MIN_RETRY_S
+from baton.scheduler.scheduler_budget import query_bytes
 
 log = get_logger(__name__)
 
@@ -63,6 +65,7 @@ class _WaitingRequest:
     asked_s: float
     work_s: float
     answer: asyncio.Future[Answer]
+    reservation: Reservation
     num_asking: int = 0
     num_overtaken: int = 0
     entry: "QueueEntry[_WaitingRequest] | None" = None
@@ -85,6 +88,7 @@ class AdmissionQueue:
     refuse(query, rejection, waited_s): makes a rejection by the queue itself final.
     abandon(answer): is called for an answer that was not fetched.
     on_size(num_waiting): is called when the number of queued requests may have changed.
+    budget: the requests take its account `WAITING`.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class AdmissionQueue:
         refuse: Callable[[PlacementQuery, Rejection, float], Rejection],
         abandon: Callable[[Answer], None],
         on_size: Callable[[int], None],
+        budget: ByteBudget,
     ) -> None:
         """If `max_queued_requests` is 0, no request may wait. `slos_set_due`: see `FairQueue`."""
         self._queue: FairQueue[_WaitingRequest] = FairQueue(
@@ -106,6 +111,7 @@ class AdmissionQueue:
         self._refuse = refuse
         self._abandon = abandon
         self._on_size = on_size
+        self._budget = budget
         self._requests: dict[tuple[bytes, int], _WaitingRequest] = {}
         self._wake = asyncio.Event()
         self._swept_s = 0.0
@@ -123,10 +129,20 @@ class AdmissionQueue:
         return sum(request.work_s for request in self._queue.handles_before(query, now_s))
 
     def add(self, query: PlacementQuery, work_s: float) -> None:
-        """Queue a request. If the queue is full, one request is rejected, perhaps the new one."""
+        """Queue a request. If the queue is full, one request is rejected, perhaps the new one.
+
+        Raises OverBudget if the memory budget is used up.
+        """
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        request = _WaitingRequest(query=query, since_s=now_s, asked_s=now_s, work_s=work_s, answer=loop.create_future())
+        request = _WaitingRequest(
+            query=query,
+            since_s=now_s,
+            asked_s=now_s,
+            work_s=work_s,
+            answer=loop.create_future(),
+            reservation=self._budget.reserve(Account.WAITING, query_bytes(query), "the queued request"),
+        )
         self._requests[request.key] = request
         request.entry, displaced = self._queue.add(query, request, now_s)
         if displaced is not None:
@@ -145,7 +161,7 @@ class AdmissionQueue:
         except TimeoutError:
             return StillWaiting(num_waiting=len(self._queue))
         except Refused:
-            self._requests.pop(request.key, None)
+            self._forget(request)
             raise
         except asyncio.CancelledError:
             if request.num_asking == 1:
@@ -154,7 +170,7 @@ class AdmissionQueue:
         finally:
             request.num_asking -= 1
             request.asked_s = asyncio.get_running_loop().time()
-        self._requests.pop(request.key, None)
+        self._forget(request)
         return answer
 
     def wake(self) -> None:
@@ -258,10 +274,14 @@ class AdmissionQueue:
 
     def _remove(self, request: _WaitingRequest) -> None:
         """Remove a request whose client is gone. Its answer, if there is one, is abandoned."""
-        self._requests.pop(request.key, None)
+        self._forget(request)
         if request.entry is not None:
             self._queue.remove(request.entry)
         if request.answer.done() and not request.answer.cancelled() and request.answer.exception() is None:
             self._abandon(request.answer.result())
         request.answer.cancel()
         self._on_size(len(self._queue))
+
+    def _forget(self, request: _WaitingRequest) -> None:
+        self._requests.pop(request.key, None)
+        request.reservation.release()

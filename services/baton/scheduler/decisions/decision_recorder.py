@@ -12,6 +12,7 @@ from baton.core.ids import DecisionId
 from baton.core.interfaces import DecisionStore
 from baton.core.request import RequestActuals
 from baton.runtime.observability.metrics import SchedulerMetrics
+from baton.runtime.process.byte_budget import ByteBudget
 from baton.scheduler.decisions.decision_records import RecentDecisions, UnrecordedDecision
 
 RECORD_TTL_S = 3_600.0
@@ -25,10 +26,11 @@ FLUSH_TIMEOUT_S = 1.0
 class DecisionRecorder:
     """Keeps one scheduler's recent decisions with their outcomes, and copies them to the store later."""
 
-    def __init__(self, store: DecisionStore, metrics: SchedulerMetrics) -> None:
+    def __init__(self, store: DecisionStore, metrics: SchedulerMetrics, budget: ByteBudget) -> None:
+        """The recent decisions take the account `RECORDS` of `budget`."""
         self._store = store
         self._metrics = metrics
-        self._recent = RecentDecisions()
+        self._recent = RecentDecisions(budget)
         self._unwritten: asyncio.Queue[DecisionId] = asyncio.Queue(MAX_UNWRITTEN_RECORDS)
 
     def add(self, decision: UnrecordedDecision) -> None:

@@ -12,10 +12,12 @@ from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.ids import DecisionId
 from baton.core.plain_json import from_plain, to_plain
 from baton.core.request import RequestActuals
+from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget, Reservation
 from baton.scheduler.decisions.decide import DecisionRules, decide
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.policies.eligibility import Exclusion
 from baton.scheduler.policies.policy_types import Choice
+from baton.scheduler.scheduler_budget import DECISION_BYTES, query_bytes, record_bytes
 from baton.scheduler.state.worker_links import fastest_link
 
 MAX_CANDIDATES = 8
@@ -116,14 +118,19 @@ class _RecentDecision:
     """One remembered decision. `record` is None until it is built."""
 
     decision: UnrecordedDecision
+    reservation: Reservation
     record: DecisionRecord | None = None
     actuals: dict[str, object] = field(default_factory=dict)
 
 
 class RecentDecisions:
-    """The last `MAX_DECISIONS` decisions, so that recent requests are explained without the store."""
+    """The last `MAX_DECISIONS` decisions, so that recent requests are explained without the store.
 
-    def __init__(self) -> None:
+    They take the account `RECORDS` of `budget`. If it is full, the oldest are forgotten.
+    """
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
         self._recent: OrderedDict[DecisionId, _RecentDecision] = OrderedDict()
         self._unrecorded: OrderedDict[DecisionId, None] = OrderedDict()
 
@@ -132,14 +139,17 @@ class RecentDecisions:
 
         Of more than `MAX_UNRECORDED` decisions without a record, the oldest keep only their answers.
         """
-        self._recent[decision.decision_id] = _RecentDecision(decision)
+        reservation = self._budget.reserve(Account.RECORDS, 0, "a decision")
+        recent = self._recent[decision.decision_id] = _RecentDecision(decision, reservation)
+        self._resize(recent, DECISION_BYTES + query_bytes(decision.query))
         self._unrecorded[decision.decision_id] = None
         if len(self._unrecorded) > MAX_UNRECORDED:
-            late = self._recent[self._unrecorded.popitem(last=False)[0]]
-            late.decision = late.decision.without_inputs()
+            late = self._recent.get(self._unrecorded.popitem(last=False)[0])
+            if late is not None:
+                late.decision = late.decision.without_inputs()
+                self._resize(late, DECISION_BYTES)
         if len(self._recent) > MAX_DECISIONS:
-            oldest, _ = self._recent.popitem(last=False)
-            self._unrecorded.pop(oldest, None)
+            self._forget_oldest()
 
     def record_of(self, decision_id: DecisionId) -> DecisionRecord | None:
         """Return the record with its outcome so far, or None if the decision has been forgotten."""
@@ -150,6 +160,7 @@ class RecentDecisions:
         if recent.record is None:
             recent.record = recent.decision.to_record()
             recent.decision = recent.decision.without_inputs()
+            self._resize(recent, record_bytes(recent.record))
         return replace(recent.record, actuals=recent.actuals)
 
     def finish(self, actuals: RequestActuals) -> bool:
@@ -174,6 +185,19 @@ class RecentDecisions:
             if recent.decision.query.request_id == request_id
         ]
         return tuple(sorted((r for r in map(self.record_of, ids) if r is not None), key=lambda r: r.attempt))
+
+    def _resize(self, recent: _RecentDecision, num_bytes: int) -> None:
+        """Reserve `num_bytes` for a decision. Forgets the oldest, perhaps itself, until they fit."""
+        while self._recent.get(recent.decision.decision_id) is recent:
+            try:
+                return recent.reservation.resize(num_bytes)
+            except OverBudget:
+                self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        oldest, recent = self._recent.popitem(last=False)
+        recent.reservation.release()
+        self._unrecorded.pop(oldest, None)
 
 
 def _as_dict(actuals: RequestActuals) -> dict[str, object]:

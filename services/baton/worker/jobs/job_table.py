@@ -16,6 +16,7 @@ from baton.core.ids import DecisionId, JobId
 from baton.core.messages.jobs import Cancel, DecodeJob, Job, PrefillJob
 from baton.core.request import LegTimeline, TokenDelta
 from baton.runtime.logging import get_logger
+from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget, Reservation
 from baton.worker.jobs.decode_leg import LocalDecodeLeg
 from baton.worker.jobs.job_span import JobSpan
 from baton.worker.jobs.leg import Leg, LegParts
@@ -23,6 +24,7 @@ from baton.worker.jobs.prefill_leg import PrefillLeg
 from baton.worker.jobs.pulled_decode_leg import PulledDecodeLeg
 from baton.worker.jobs.running_legs import RunningLegs
 from baton.worker.sessions.gateway_sessions import GatewaySession
+from baton.worker.worker_budget import job_bytes
 
 log = get_logger(__name__)
 
@@ -48,6 +50,7 @@ class OpenJob:
         self.leg: Leg | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self.span: JobSpan | None = None
+        self.reservation: Reservation | None = None
         self.has_ended = False
         self.is_counted = False
         self._on_counted = on_counted
@@ -94,17 +97,21 @@ class JobTable:
         *,
         max_following: int,
         on_counted: Callable[[DecisionId], None],
+        budget: ByteBudget,
     ) -> None:
-        """`max_following`: how many jobs may wait for another worker's KV. The engine bounds those that wait
-        for memory.
+        """Create an empty table.
 
-        `on_counted`: called when a decision is contained in the worker's own numbers.
+        max_following: how many jobs may wait for another worker's KV. The engine bounds those that wait for
+            memory.
+        on_counted: called when a decision is contained in the worker's own numbers.
+        budget: the jobs take its account `JOBS`.
         """
         self._parts = parts
         self._legs = legs
         self._max_model_len = parts.engine.engine.config.max_model_len
         self._max_following = max_following
         self._on_counted = on_counted
+        self._budget = budget
         self._jobs: dict[JobId, OpenJob] = {}
         self._by_request: dict[bytes, set[JobId]] = {}
         self._attempts: OrderedDict[bytes, int] = OrderedDict()
@@ -136,6 +143,7 @@ class JobTable:
             if self._refusal is not None:
                 raise Refused(self._refusal)
             self._validate(job)
+            opened.reservation = self._reserve(job)
             leg = opened.leg = self._build_leg(job, opened)
             self._legs.add(leg)
             opened.deadline = asyncio.get_running_loop().call_later(
@@ -208,6 +216,13 @@ class JobTable:
 
     # -- internal ----------------------------------------------------------------------------------
 
+    def _reserve(self, job: PrefillJob | DecodeJob) -> Reservation:
+        """Reserve the memory of a job until it is forgotten. Raises Refused; another worker may take it."""
+        try:
+            return self._budget.reserve(Account.JOBS, job_bytes(job, self._max_model_len), "the job")
+        except OverBudget as error:
+            raise Refused(replace(error.failure, retriable=error.fits_later)) from error
+
     def _build_leg(self, job: PrefillJob | DecodeJob, opened: OpenJob) -> Leg:
         seq_id = next(self._seq_ids)
         follows = job.prefix_source if isinstance(job, PrefillJob) else job.owner or job.prefix_source
@@ -279,6 +294,8 @@ class JobTable:
         opened = self._jobs.pop(job, None)
         if opened is None:
             return
+        if opened.reservation is not None:
+            opened.reservation.release()
         jobs = self._by_request[job.request_id]
         jobs.discard(job)
         if not jobs:

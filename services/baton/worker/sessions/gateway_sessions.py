@@ -2,14 +2,15 @@
 
 A session outlives its stream by `session_grace_s`. A gateway that reconnects in time continues after its
 `last_seq`. If it does not, or if it leaves too many messages unacknowledged, the session ends and its jobs
-are cancelled.
+are cancelled. The unacknowledged messages of all sessions share an account of the memory budget; if it is
+full, the session with the most bytes ends.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from baton.core.errors import Failure, StreamBroken, invalid
+from baton.core.errors import BatonError, Failure, StreamBroken, invalid
 from baton.core.ids import JobId, WorkerRef
 from baton.core.interfaces import Duplex
 from baton.core.kv.kv_layout import KvLayout
@@ -30,6 +31,8 @@ from baton.core.messages.jobs import (
 )
 from baton.core.request import TokenDelta
 from baton.runtime.logging import get_logger
+from baton.runtime.process.byte_budget import OverBudget
+from baton.runtime.process.shared_account import SharedAccount
 from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.sessions.outbox import Outbox, OutboxFull
 
@@ -72,7 +75,13 @@ class GatewaySession:
     """
 
     def __init__(
-        self, session_id: str, gateway_id: str, *, buffer_bytes: int, on_overflow: Callable[["GatewaySession"], None]
+        self,
+        session_id: str,
+        gateway_id: str,
+        *,
+        buffer_bytes: int,
+        buffers: SharedAccount,
+        on_overflow: Callable[["GatewaySession"], None],
     ) -> None:
         self.session_id = session_id
         self.gateway_id = gateway_id
@@ -81,6 +90,7 @@ class GatewaySession:
         self.has_ended = False
         self.outbox = Outbox(buffer_bytes)
         self._on_overflow = on_overflow
+        self._buffer = buffers.open(self._overflowed)
         self._deltas: list[TokenDelta] = []
         self._failures: list[JobFailure] = []
         self._last_of: list[JobId] = []  # jobs whose last message is in the next Step
@@ -124,7 +134,9 @@ class GatewaySession:
 
         Returns jobs whose last message is among them.
         """
+        before = self.outbox.num_bytes
         self.outbox.acknowledge(seq)
+        self._buffer.remove(before - self.outbox.num_bytes)
         done = [job for last_seq, job in self._unacknowledged if last_seq <= seq]
         self._unacknowledged = self._unacknowledged[len(done) :]
         return done
@@ -143,6 +155,7 @@ class GatewaySession:
         """Drop all queued messages and send nothing more."""
         self.has_ended = True
         self.stream = None
+        self._buffer.close()
         for handle in (self.grace, self._flush):
             if handle is not None:
                 handle.cancel()
@@ -164,14 +177,16 @@ class GatewaySession:
 
     def _append(self, message: Step | Heartbeat) -> None:
         try:
-            self.outbox.append(message)
-        except OutboxFull as error:
-            log.warning(
-                "session_overflowed", gateway_id=self.gateway_id, session_id=self.session_id, problem=str(error)
-            )
-            self._on_overflow(self)
+            self._buffer.add(self.outbox.append(message))
+        except (OutboxFull, OverBudget) as error:
+            self._overflowed(error)
             return
         self._send(message)
+
+    def _overflowed(self, error: BatonError) -> None:
+        """End the session, because it holds too many unacknowledged bytes."""
+        log.warning("session_overflowed", gateway_id=self.gateway_id, session_id=self.session_id, problem=str(error))
+        self._on_overflow(self)
 
     def _send(self, message: WorkerMessage) -> None:
         """Send on the stream, if there is one. Messages that a broken stream loses stay in the outbox.
@@ -198,13 +213,21 @@ class Sessions:
         *,
         grace_s: float,
         buffer_bytes: int,
+        buffers: SharedAccount,
     ) -> None:
+        """Create the sessions of a worker.
+
+        grace_s: time that a session outlives its stream.
+        buffer_bytes: largest size of the unacknowledged messages of one session.
+        buffers: account of the unacknowledged messages of all sessions.
+        """
         self._worker = worker
         self._layout = layout
         self._jobs = jobs
         self._tasks = tasks
         self._grace_s = grace_s
         self._buffer_bytes = buffer_bytes
+        self._buffers = buffers
         self._sessions: dict[str, GatewaySession] = {}
         self._is_closed = False
 
@@ -276,7 +299,11 @@ class Sessions:
             self._end(session)
         if session is None or not resumed:
             session = GatewaySession(
-                hello.session_id, hello.gateway_id, buffer_bytes=self._buffer_bytes, on_overflow=self._end
+                hello.session_id,
+                hello.gateway_id,
+                buffer_bytes=self._buffer_bytes,
+                buffers=self._buffers,
+                on_overflow=self._end,
             )
             self._sessions[hello.session_id] = session
         if session.stream is not None:  # the gateway replaced a stream whose break was not noticed here

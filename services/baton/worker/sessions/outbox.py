@@ -7,11 +7,13 @@ from baton.core.errors import BatonError
 from baton.core.messages.jobs import Heartbeat, JobFailure, Step
 from baton.core.request import TokenDelta, TokenLogprobs
 
-_MESSAGE_BYTES = 32
-_DELTA_BYTES = 64
-_TOKEN_BYTES = 8
-_TIMELINE_BYTES = 160
-_FAILURE_BYTES = 160
+_MESSAGE_BYTES = 160
+_DELTA_BYTES = 224
+_TOKEN_BYTES = 36
+_LOGPROB_BYTES = 128
+_TIMELINE_BYTES = 320
+_FAILURE_BYTES = 320
+"""Memory of Python objects, measured with tracemalloc."""
 
 
 class OutboxFull(BatonError):
@@ -38,8 +40,8 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._messages)
 
-    def append(self, message: Step | Heartbeat) -> None:
-        """Add `message`, whose seq must be `next_seq`.
+    def append(self, message: Step | Heartbeat) -> int:
+        """Add `message`, whose seq must be `next_seq`. Returns its size in bytes.
 
         Raises OutboxFull without adding it if the limit is exceeded.
         """
@@ -54,6 +56,7 @@ class Outbox:
         self._messages.append((message, size))
         self.num_bytes += size
         self.next_seq += 1
+        return size
 
     def acknowledge(self, seq: int) -> None:
         """Drop messages up to `seq`. Late and repeated acknowledgements change nothing."""
@@ -70,22 +73,22 @@ class Outbox:
 
 
 def message_bytes(message: Step | Heartbeat) -> int:
-    """Estimate the size of a message in bytes. It grows with the number of tokens and logprobs."""
+    """Estimate the memory of a message in bytes. It grows with the number of tokens and logprobs."""
     if isinstance(message, Heartbeat):
         return _MESSAGE_BYTES
     return _MESSAGE_BYTES + sum(map(delta_bytes, message.deltas)) + sum(map(failure_bytes, message.failures))
 
 
 def delta_bytes(delta: TokenDelta) -> int:
-    """Estimate the size of a token delta in bytes."""
+    """Estimate the memory of a token delta in bytes."""
     size = _DELTA_BYTES + _TOKEN_BYTES * len(delta.token_ids) + sum(map(_logprobs_bytes, delta.logprobs))
     return size + (_TIMELINE_BYTES if delta.timeline else 0)
 
 
 def failure_bytes(failure: JobFailure) -> int:
-    """Estimate the size of a failure in bytes."""
+    """Estimate the memory of a failure in bytes."""
     return _FAILURE_BYTES + len(failure.failure.message)
 
 
 def _logprobs_bytes(logprobs: TokenLogprobs) -> int:
-    return 2 * _TOKEN_BYTES * (1 + len(logprobs.top))
+    return _LOGPROB_BYTES * (1 + len(logprobs.top))

@@ -1,0 +1,39 @@
+"""The memory budget of a scheduler, and the memory that its queries, placements and records may take."""
+
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.placement import PlacementQuery
+from baton.runtime.process.byte_budget import Account, ByteBudget, shares
+
+BUDGET_WEIGHTS = {
+    Account.QUERIES: 2,
+    Account.WAITING: 2,
+    Account.PLACEMENTS: 1,
+    Account.RECORDS: 2,
+    Account.STREAMS: 1,
+}
+"""Shares of the memory budget."""
+QUERY_BYTES = 2048
+"""A query without its block hashes: the message, its fields, and the task that answers it."""
+HASH_BYTES = 64
+"""A block hash as an object, with its place in a tuple."""
+PLACEMENT_BYTES = 1024
+"""A placement with its reservations at its workers."""
+DECISION_BYTES = 3072
+"""A decision without inputs: its answer, its outcome and its places in the lists of recent decisions."""
+CANDIDATE_BYTES = 1024
+"""A recorded candidate with its terms."""
+
+
+def scheduler_budget(memory_budget: int) -> ByteBudget:
+    """Return the budget of a scheduler that may hold `memory_budget` bytes."""
+    return ByteBudget(shares(memory_budget, BUDGET_WEIGHTS), "scheduler")
+
+
+def query_bytes(query: PlacementQuery) -> int:
+    """Return the memory of a placement query."""
+    return QUERY_BYTES + HASH_BYTES * len(query.block_hashes)
+
+
+def record_bytes(record: DecisionRecord) -> int:
+    """Return the memory of a recent decision with its record."""
+    return DECISION_BYTES + CANDIDATE_BYTES * len(record.candidates) + len(record.inputs)

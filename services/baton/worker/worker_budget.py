@@ -1,0 +1,32 @@
+"""The memory budget of a worker process, and the memory that its jobs may take."""
+
+from baton.core.messages.jobs import Job
+from baton.runtime.process.byte_budget import Account, ByteBudget, shares
+
+BUDGET_WEIGHTS = {Account.JOBS: 2, Account.SESSIONS: 1, Account.STREAMS: 1}
+"""Shares of the memory budget."""
+JOB_BYTES = 8192
+"""Objects of one job: the message, its leg, and a sequence in the engine."""
+SAMPLE_BYTES = 4096
+"""Objects of one further sample."""
+PROMPT_TOKEN_BYTES = 16
+"""A prompt token: its id in the job (4) and in the engine (4), and its share of a block hash."""
+OUTPUT_TOKEN_BYTES = 8
+"""A generated token: its id, and its share of a block hash."""
+
+
+def worker_budget(memory_budget: int) -> ByteBudget:
+    """Return the budget of a worker that may hold `memory_budget` bytes besides weights and KV blocks."""
+    return ByteBudget(shares(memory_budget, BUDGET_WEIGHTS), "worker")
+
+
+def job_bytes(job: Job, max_model_len: int) -> int:
+    """Return the memory of a job, with the largest output that it may generate."""
+    num_samples = len(job.sample_indices)
+    num_output_tokens = min(job.sampling.max_tokens, max(0, max_model_len - len(job.token_ids)))
+    return (
+        JOB_BYTES
+        + SAMPLE_BYTES * (num_samples - 1)
+        + PROMPT_TOKEN_BYTES * len(job.token_ids)
+        + OUTPUT_TOKEN_BYTES * num_output_tokens * num_samples
+    )

@@ -1,0 +1,82 @@
+"""Send buffers of the streams of one process: they share an account, and the largest gives way."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.core.errors import Reason, StreamBroken
+from baton.core.kv.block_hash import token_ids
+from baton.core.messages.jobs import Ack
+from baton.rpc.grpc_network import GrpcNetwork
+from baton.rpc.grpc_server import GrpcServer
+from baton.rpc.grpc_streams import stream_limits
+from baton.runtime.process.byte_budget import Account, ByteBudget
+from tests import builders
+from tests.contract.networks import HEARTBEAT_S, Serve, StubWorker, eventually
+
+MIB = 2**20
+BIG = builders.prefill_job(token_ids(range(1 << 28, (1 << 28) + 50_000)))
+"""A message of about 250 kB."""
+
+
+@asynccontextmanager
+async def network_with(budget: ByteBudget, *sessions: Serve) -> AsyncIterator[tuple[GrpcNetwork, list[str]]]:
+    """A network whose streams share `budget`, and the addresses of workers that serve these sessions."""
+    network, servers, addresses = GrpcNetwork(heartbeat_s=HEARTBEAT_S, limits=stream_limits(budget)), [], []
+    for session in sessions:
+        server = GrpcServer(heartbeat_s=HEARTBEAT_S)
+        server.add_worker(StubWorker(session=session))
+        servers.append(server)
+        addresses.append(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
+    try:
+        yield network, addresses
+    finally:
+        await network.aclose()
+        for server in servers:
+            await server.stop(0)
+
+
+async def test_slow_stream_breaks_when_the_buffers_of_the_process_are_full_and_the_fast_one_stays() -> None:
+    budget, can_return = ByteBudget({Account.STREAMS: 4 * MIB}), asyncio.Event()
+
+    async def ignore(_: object) -> None:
+        await can_return.wait()
+
+    async def read(stream: object) -> None:
+        while True:
+            await stream.receive()  # type: ignore[attr-defined]
+
+    async with network_with(budget, ignore, read) as (network, (slow_address, fast_address)):
+        slow, fast = await network.open_session(slow_address), await network.open_session(fast_address)
+        while budget.used(Account.STREAMS) < 3 * MIB:
+            slow.send(BIG)
+            await asyncio.sleep(0)
+        held_bytes = budget.used(Account.STREAMS)
+        for _ in range((4 * MIB - held_bytes) // 200_000 + 2):  # at once, so that nothing can be sent meanwhile
+            fast.send(BIG)
+        assert budget.used(Account.STREAMS) <= 4 * MIB
+        with pytest.raises(StreamBroken, match="this stream has the most unsent messages") as broken:
+            slow.send(Ack(seq=1))
+        assert broken.value.failure is not None
+        assert broken.value.failure.reason is Reason.SLOW_READER
+        fast.send(Ack(seq=1))
+        await eventually(lambda: budget.used(Account.STREAMS) == 0)
+        can_return.set()
+
+
+async def test_closed_stream_gives_its_bytes_back() -> None:
+    budget, can_return = ByteBudget({Account.STREAMS: 64 * MIB}), asyncio.Event()
+
+    async def ignore(_: object) -> None:
+        await can_return.wait()
+
+    async with network_with(budget, ignore) as (network, (address,)):
+        stream = await network.open_session(address)
+        while budget.used(Account.STREAMS) < 2 * MIB:
+            stream.send(BIG)
+            await asyncio.sleep(0)
+        can_return.set()
+        await stream.aclose()
+        assert budget.used(Account.STREAMS) == 0
