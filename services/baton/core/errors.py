@@ -116,11 +116,11 @@ class Reason(Enum):
     the limits of the key.
     """
     QUEUE_FULL = "queue_full", ReasonFamily.OVERLOAD, Code.RESOURCE_EXHAUSTED
-    """The gateway, the queue of the scheduler or the queue of the chosen workers is full.
+    """The gateway, its connections, the queue of the scheduler or the queue of the chosen workers is full.
 
     Retry after `Retry-After`: 1 s, or the predicted time until the queue is short enough. If it lasts, add
-    workers. The limits are `--max-open-requests`, `--max-queued-requests`, `--max-worker-queue-s` and
-    `--max-queued-jobs`.
+    workers. The limits are `--max-open-requests`, `--max-connections`, `--max-queued-requests`,
+    `--max-worker-queue-s` and `--max-queued-jobs`.
     """
     MEMORY_BUDGET = "memory_budget", ReasonFamily.OVERLOAD, Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT
     """The request needs more memory of a gateway, scheduler or worker than its `--memory-budget` leaves.

@@ -24,6 +24,7 @@ from baton.gateway.http.http_server import HttpServer
 from baton.gateway.input.client_call import Endpoint
 from baton.gateway.text.tokenizer import HfTokenizer
 from baton.model.loading.model_source import resolve_model
+from baton.rpc.channel import UNREAD_WINDOW_BYTES
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_streams import stream_limits
@@ -39,6 +40,7 @@ from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.process.awake_clock import AwakeClock
 from baton.runtime.process.byte_budget import Account, ByteBudget
 from baton.runtime.process.process import Background, Stop, frozen_heap
+from baton.runtime.process.shared_account import SharedAccount
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_membership import RedisMembership
@@ -47,6 +49,8 @@ log = get_logger(__name__)
 
 CLOSE_S = 1.0
 """Time for finished responses to reach their clients when the process stops."""
+CLIENT_IDLE_S = 300.0
+"""Time after which a connection of a gRPC client without calls is closed. Clients reconnect when needed."""
 CLIENT_KEEPALIVE_S = 20.0
 """Keepalive interval of gRPC clients. It is longer than a heartbeat: a client may be paused for seconds."""
 
@@ -181,6 +185,7 @@ async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: Ad
         service.keys.identify,
         max_messages=max(1, service.budget.limits[Account.RECEIVING] // config.max_body_bytes),
         receive_s=config.receive_deadline_s,
+        hold_waiting=lambda: service.budget.reserve(Account.UNCHECKED, UNREAD_WINDOW_BYTES, "the waiting call"),
         hold=lambda: service.budget.reserve(Account.RECEIVING, config.max_body_bytes, "the message"),
         on_refused=partial(service.count_result, Endpoint.GRPC.value),
     )
@@ -190,6 +195,8 @@ async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: Ad
         tls=tls,
         gate=gate,
         max_streams=config.max_open_requests,
+        max_connections=config.max_connections,
+        idle_s=CLIENT_IDLE_S,
     )
     server.add_inference(InferenceService(service))
     server.add_admin(admin)
@@ -223,6 +230,8 @@ def _http_server(
         http_socket,
         receive_deadline_s=config.receive_deadline_s,
         unread_s=config.receive_deadline_s,
+        max_connections=config.max_connections,
+        heads=SharedAccount(service.budget, Account.UNCHECKED, "the request head"),
         grace_s=CLOSE_S,
         tls=config.front_tls_pair,
     )

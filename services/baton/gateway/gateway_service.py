@@ -37,7 +37,13 @@ log = get_logger(__name__)
 
 CLUSTER = "cluster"
 """Name of the health condition that the cluster can serve requests."""
-BUDGET_WEIGHTS = {Account.RECEIVING: 2, Account.REQUESTS: 3, Account.UNSENT: 2, Account.STREAMS: 1}
+BUDGET_WEIGHTS = {
+    Account.UNCHECKED: 1,
+    Account.RECEIVING: 4,
+    Account.REQUESTS: 6,
+    Account.UNSENT: 3,
+    Account.STREAMS: 2,
+}
 """Shares of the memory budget. Responses that are not streamed are collected in the account of requests."""
 STUCK_DETECTIONS = 24
 """A worker whose step runs for this many detection times counts as lost, although it still sends heartbeats.

@@ -64,6 +64,8 @@ def server_options(
     max_streams: int | None = None,
     *,
     has_small_windows: bool = False,
+    max_connections: int | None = None,
+    idle_s: float | None = None,
 ) -> Options:
     """Return server options: a port in use is an error (no SO_REUSEPORT), and pings are not rate-limited.
 
@@ -71,11 +73,21 @@ def server_options(
     max_streams: largest number of calls at a time on one connection; None sets no limit.
     has_small_windows: a call may send `UNREAD_WINDOW_BYTES` before the server reads its message. Otherwise
         grpc adapts the window to the speed of the connection: it took 7 MiB of each of 200 unread messages.
+    max_connections: further connections are closed when they are accepted; None sets no limit.
+    idle_s: time after which a connection without calls is closed; None keeps it.
     """
-    streams: Options = [] if max_streams is None else [("grpc.max_concurrent_streams", max_streams)]
+    limits: Options = [
+        (name, value)
+        for name, value in (
+            ("grpc.max_concurrent_streams", max_streams),
+            ("grpc.max_allowed_incoming_connections", max_connections),
+            ("grpc.max_connection_idle_ms", None if idle_s is None else _milliseconds(idle_s)),
+        )
+        if value is not None
+    ]
     windows: Options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", UNREAD_WINDOW_BYTES)]
     return [
-        *streams,
+        *limits,
         *(windows if has_small_windows else ()),
         *keepalive(heartbeat_s),
         *_sizes(max_message_bytes),

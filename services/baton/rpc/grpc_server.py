@@ -44,6 +44,8 @@ class GrpcServer:
         write_s: float = inference_rpc.WRITE_S,
         gate: ReceiveGate | None = None,
         max_streams: int | None = None,
+        max_connections: int | None = None,
+        idle_s: float | None = None,
     ) -> None:
         """Create the server.
 
@@ -54,6 +56,7 @@ class GrpcServer:
         write_s: time after which a client of the inference API that does not read loses its call.
         gate: calls of client APIs pass it before their message is read. Until then they may send only little.
         max_streams: largest number of calls at a time on one connection; a client queues more.
+        max_connections, idle_s: see `channel.server_options`.
         """
         name_checks = () if tls is None else tls.interceptors()
         self._public: list[str] = []
@@ -61,7 +64,13 @@ class GrpcServer:
         self._server = aio_server(
             (*gates, *name_checks, RefuseMalformedMessages()),
             server_options(
-                heartbeat_s, max_message_bytes, handshake_s, max_streams, has_small_windows=gate is not None
+                heartbeat_s,
+                max_message_bytes,
+                handshake_s,
+                max_streams,
+                has_small_windows=gate is not None,
+                max_connections=max_connections,
+                idle_s=idle_s,
             ),
         )
         self._limits = limits

@@ -27,6 +27,7 @@ class ReceiveGate:
         *,
         max_messages: int,
         receive_s: float,
+        hold_waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
         hold: Callable[[], AbstractContextManager[object]] = nullcontext,
         on_refused: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
@@ -35,12 +36,14 @@ class ReceiveGate:
         check: gets the authorization header of a call; raises Refused if the caller may not call.
         max_messages: number of messages that may be read at a time; other calls wait.
         receive_s: time in which the message of a call must arrive, the wait included.
+        hold_waiting: returns what is held while a call waits or its message is read; may raise Refused.
         hold: returns what is held while a message is read, such as reserved memory; may raise Refused.
         on_refused: called for each refused call, which the service does not see.
         """
         self._check = check
         self._slots = asyncio.Semaphore(max_messages)
         self._receive_s = receive_s
+        self._hold_waiting = hold_waiting
         self._hold = hold
         self._on_refused = on_refused
 
@@ -49,9 +52,10 @@ class ReceiveGate:
         metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
         try:
             self._check(str(metadata.get(AUTHORIZATION_KEY, "")))
-            async with asyncio.timeout(self._receive_s), self._slots:
-                with self._hold():
-                    return await anext(messages)
+            with self._hold_waiting():
+                async with asyncio.timeout(self._receive_s), self._slots:
+                    with self._hold():
+                        return await anext(messages)
         except Refused as refused:
             await self._refuse(context, refused.failure)
         except TimeoutError:

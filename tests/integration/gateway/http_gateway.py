@@ -19,6 +19,8 @@ from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.network.addresses import listen
 from baton.runtime.network.tls_files import CertificatePair
 from baton.runtime.observability.metrics import expose
+from baton.runtime.process.byte_budget import Account
+from baton.runtime.process.shared_account import SharedAccount
 from tests.unit.gateway.fakes import Cluster, cluster
 
 JSON = {"content-type": "application/json"}
@@ -119,6 +121,7 @@ async def http_gateway(
     max_body_bytes: int = 8 * 2**20,
     keys: KeyRing | None = None,
     tls: CertificatePair | None = None,
+    max_connections: int = 4096,
     **limits: Any,
 ) -> AsyncIterator[HttpGateway]:
     async with cluster(*workers, tokenizer=tokenizer, keys=keys, **limits) as c:
@@ -133,7 +136,15 @@ async def http_gateway(
             created=1_700_000_000,
         )
         async with (
-            HttpServer(app, sock, receive_deadline_s=receive_deadline_s, unread_s=unread_s, tls=tls) as server,
+            HttpServer(
+                app,
+                sock,
+                receive_deadline_s=receive_deadline_s,
+                unread_s=unread_s,
+                max_connections=max_connections,
+                heads=SharedAccount(c.gateway.budget, Account.UNCHECKED, "the request head"),
+                tls=tls,
+            ) as server,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client,
         ):
             yield HttpGateway(cluster=c, port=server.port, client=client, server=server, app=app)

@@ -1,5 +1,5 @@
-"""One HTTP connection: uvicorn's protocol with a receive deadline, a limit for the request head, and an
-abort.
+"""One HTTP connection: uvicorn's protocol with a receive deadline, limits of connections and request heads,
+and an abort.
 
 uvicorn creates the instances itself, so `protocol_class` passes the settings through a subclass.
 """
@@ -16,6 +16,8 @@ from baton.core.errors import Code, Failure, Reason
 from baton.core.request_limits import MAX_HEAD_BYTES
 from baton.gateway.http.openai_errors import error_body
 from baton.runtime.logging import get_logger
+from baton.runtime.process.byte_budget import OverBudget
+from baton.runtime.process.shared_account import Buffer, SharedAccount
 
 log = get_logger(__name__)
 
@@ -38,12 +40,15 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class GatewayProtocol(HttpToolsProtocol):
     """One HTTP connection."""
 
-    receive_deadline_s: ClassVar[float] = 30.0
+    receive_deadline_s: ClassVar[float]
+    max_connections: ClassVar[int]
+    heads: ClassVar[SharedAccount]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._deadline: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._head_buffer: Buffer | None = None
         self._in_head = True
         self._has_begun = False
         self._overhead_bytes = 0
@@ -52,10 +57,20 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._head_buffer = self.heads.open(self._refuse_head)
         self._arm()
+        if len(self.connections) > self.max_connections:
+            self._refuse(
+                Code.RESOURCE_EXHAUSTED,
+                Reason.QUEUE_FULL,
+                f"{self.max_connections} connections are open, which is the limit; close idle connections, or raise "
+                "--max-connections",
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._head_buffer is not None:
+            self._head_buffer.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -70,6 +85,12 @@ class GatewayProtocol(HttpToolsProtocol):
                 )
                 return
             self._head_bytes += len(data)
+            try:
+                if self._head_buffer is not None:
+                    self._head_buffer.add(len(data))
+            except OverBudget as error:
+                self._refuse_head(error)
+                return
         else:
             self._overhead_bytes += len(data)
         super().data_received(data)
@@ -117,6 +138,8 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()  # raises if the head is invalid; the application then never sees the request
         self._in_head = False
+        if self._head_buffer is not None:
+            self._head_buffer.remove(self._head_buffer.num_bytes)
 
     def on_message_complete(self) -> None:
         self._in_head, self._head_bytes, self._overhead_bytes, self._has_begun = True, 0, 0, False
@@ -160,6 +183,12 @@ class GatewayProtocol(HttpToolsProtocol):
             message = f"the request was not received within {self.receive_deadline_s:g} s; send it within that time"
             self._refuse(Code.RECEIVE_TIMEOUT, Reason.DEADLINE, message)
 
+    def _refuse_head(self, error: OverBudget) -> None:
+        """Refuse a request whose head is the largest while the memory for heads is used up."""
+        if not self.transport.is_closing():
+            message = f"{error}; this connection has the largest unfinished head"
+            self._refuse(Code.RESOURCE_EXHAUSTED, Reason.MEMORY_BUDGET, message)
+
     def _refuse(self, code: Code, reason: Reason, message: str) -> None:
         """Send an error without the application, and close the connection.
 
@@ -176,13 +205,19 @@ class GatewayProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def protocol_class(receive_deadline_s: float, on_refused: Callable[[Failure], None]) -> Callable[..., GatewayProtocol]:
+def protocol_class(
+    receive_deadline_s: float, on_refused: Callable[[Failure], None], *, max_connections: int, heads: SharedAccount
+) -> Callable[..., GatewayProtocol]:
     """Return the class of which uvicorn creates an instance for each connection.
 
-    `on_refused` is called for each request that the connection rejects before the application has seen it.
+    on_refused: called for each request that the connection rejects before the application has seen it.
+    max_connections: number of open connections; further ones are refused.
+    heads: account of the request heads that are being received.
     """
     attributes = {
         "receive_deadline_s": receive_deadline_s,
+        "max_connections": max_connections,
+        "heads": heads,
         "on_refused": lambda _, failure: on_refused(failure),
     }
     return type("Protocol", (GatewayProtocol,), attributes)

@@ -11,6 +11,7 @@ import uvicorn
 
 from baton.gateway.http.http_protocol import CHECKS_UNTIL_UNREAD, GatewayProtocol, protocol_class
 from baton.runtime.network.tls_files import CERTIFICATE_RELOAD_FAILED, CertificatePair
+from baton.runtime.process.shared_account import SharedAccount
 from baton.runtime.process.watched_files import WatchedFiles
 
 CERTIFICATE_CHECK_S = 5.0
@@ -34,6 +35,8 @@ class HttpServer:
         *,
         receive_deadline_s: float,
         unread_s: float,
+        max_connections: int,
+        heads: SharedAccount,
         grace_s: float = 1.0,
         tls: CertificatePair | None = None,
     ) -> None:
@@ -41,6 +44,7 @@ class HttpServer:
 
         receive_deadline_s: time in which a request must be received.
         unread_s: time after which a client that reads nothing of its response loses the connection.
+        max_connections, heads: see `protocol_class`.
 
         Raises ConfigError if the TLS files are not a valid certificate and key.
         """
@@ -49,7 +53,9 @@ class HttpServer:
         )
         config = uvicorn.Config(
             app,
-            http=protocol_class(receive_deadline_s, app.count_rejected),  # type: ignore[arg-type]
+            http=protocol_class(  # type: ignore[arg-type]
+                receive_deadline_s, app.count_rejected, max_connections=max_connections, heads=heads
+            ),
             ws="none",
             lifespan="off",
             loop="none",

@@ -57,6 +57,11 @@ class RequestSettings(Config):
         minimum=1024,
     )
     api_keys: Path | None = setting(None, help="file with API keys, see `baton key`; unset disables authentication")
+    max_connections: int = setting(
+        4096,
+        help="maximum number of client connections per gateway, for HTTP and for gRPC each; more are refused",
+        minimum=1,
+    )
     max_open_requests: int = setting(1024, help="maximum number of open requests per gateway; more get 429", minimum=1)
     max_attempts: int = setting(
         8,

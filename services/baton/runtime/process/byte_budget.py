@@ -19,6 +19,9 @@ RETRY_S = 1.0
 class Account(Enum):
     """Use of budgeted memory. The value is the metric label."""
 
+    UNCHECKED = "unchecked"
+    """Heads of HTTP requests before the key is checked, and the beginning of gRPC messages that wait to be
+    read."""
     RECEIVING = "receiving"
     """Request bodies and messages that are being read and parsed."""
     REQUESTS = "requests"

@@ -1,0 +1,106 @@
+"""Limits of client connections, and of what clients send before they are authenticated."""
+
+import asyncio
+
+import pytest
+
+from baton.rpc.channel import UNREAD_WINDOW_BYTES
+from baton.rpc.grpc_server import GrpcServer
+from baton.runtime.process.byte_budget import Account, ByteBudget
+from tests.integration.gateway.http_gateway import RawConnection, http_gateway
+from tests.integration.gateway.test_bounded_grpc import read_frame, served, unfinished_call
+from tests.malformed_connections import HEADERS, HTTP2_START
+from tests.unit.gateway.fakes import until
+
+pytestmark = pytest.mark.integration
+HYBRID = ("h0", "hybrid")
+UNFINISHED = b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: "
+
+
+async def settled(connections: list[RawConnection]) -> None:
+    """Wait until the server has accepted these connections: it answers a request on the last one."""
+    await connections[-1].send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    await connections[-1].read_until(b"\r\n\r\n")
+
+
+async def test_http_connection_over_the_limit_gets_429_and_a_closed_one_makes_way() -> None:
+    async with http_gateway(HYBRID, max_connections=3) as gateway:
+        open_ = [await gateway.connect() for _ in range(3)]
+        await settled(open_)
+        refused = await (await gateway.connect()).read_until_closed()
+        assert refused.startswith(b"HTTP/1.1 429 ")
+        assert b"3 connections are open, which is the limit" in refused
+        assert b"--max-connections" in refused
+        await open_[0].close()
+        await until(lambda: len(gateway.server.connections) < 3, timeout_s=20)
+        await settled([await gateway.connect()])
+
+
+async def test_unfinished_heads_share_a_budget_and_the_largest_gives_way() -> None:
+    async with http_gateway(HYBRID) as gateway:
+        budget = gateway.cluster.gateway.budget
+        budget.limits[Account.UNCHECKED] = 70_000
+        large, small = await gateway.connect(), await gateway.connect()
+        await large.send(UNFINISHED + b"x" * 50_000)
+        await until(lambda: budget.used(Account.UNCHECKED) > 50_000, timeout_s=20)
+        await small.send(UNFINISHED + b"x" * 30_000)
+        refused = await large.read_until_closed()
+        assert refused.startswith(b"HTTP/1.1 429 ")
+        assert b"memory_budget" in refused
+        await small.send(b"\r\n\r\n")
+        assert (await small.read_until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        assert budget.used(Account.UNCHECKED) == 0
+
+
+async def test_grpc_calls_that_wait_for_their_turn_share_a_budget() -> None:
+    budget = ByteBudget({Account.UNCHECKED: 3 * UNREAD_WINDOW_BYTES})
+    async with (
+        served(hold_waiting=lambda: budget.reserve(Account.UNCHECKED, UNREAD_WINDOW_BYTES, "the waiting call")) as (
+            port,
+            failures,
+        ),
+        asyncio.timeout(20),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HTTP2_START + b"".join(unfinished_call(stream, b"Bearer right") for stream in (1, 3, 5, 7)))
+        kind, payload = 0, b""
+        while kind != HEADERS:
+            kind, _, payload = await read_frame(reader)
+        assert b"memory_budget" in payload
+        assert [failure.message for failure in failures] == [
+            "the waiting call needs 65,536 bytes; 0 of 196,608 bytes for unchecked are free; retry later"
+        ]
+        writer.close()
+        await until(lambda: not budget.used(Account.UNCHECKED), timeout_s=20)
+
+
+async def grpc_connection(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(HTTP2_START)
+    return reader, writer
+
+
+async def test_grpc_connection_over_the_limit_is_closed_and_idle_ones_end() -> None:
+    server = GrpcServer(heartbeat_s=60.0, max_connections=2, idle_s=1.0)
+    port = await server.start("127.0.0.1", 0)
+    async with asyncio.timeout(30):
+        first, second = await grpc_connection(port), await grpc_connection(port)
+        for reader, _ in (first, second):
+            await read_frame(reader)
+        refused, _ = await grpc_connection(port)
+        assert await is_closed(refused)
+        for reader, _ in (first, second):  # without calls
+            assert await is_closed(reader)
+        again, _ = await grpc_connection(port)
+        await read_frame(again)
+    await server.stop(0.0)
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    """Read until the other end closes the connection."""
+    try:
+        while await reader.read(65536):
+            pass
+    except ConnectionError:
+        pass
+    return True
