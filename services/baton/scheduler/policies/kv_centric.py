@@ -36,7 +36,8 @@ from baton.scheduler.state.worker_data import Floats, Mask
 from baton.scheduler.state.worker_table import WorkerTable
 
 MAX_HOLDERS = 4
-"""Number of workers, apart from the decode worker, considered to pull a prefix from: those that hold most of it."""
+"""Number of workers, apart from the decode worker, considered to pull a prefix from: those that hold most of
+it."""
 LOCAL_PREFILL_GAIN = 0.1
 LOCAL_PREFILL_GAIN_S = 0.01
 """A decode worker prefills only if it is predicted to be faster by both this fraction and this time.
