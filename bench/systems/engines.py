@@ -28,7 +28,7 @@ from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.sequence import SequenceRequest
 from baton.runtime.config.settings import WorkerConfig
 from baton.worker.costs.measure_costs import measure_costs
-from baton.worker.costs.step_cost_keeper import CostKeeper
+from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.device.open_device import open_device
 from bench.support.roofline import Needs
 from bench.systems.serving_systems import SERVED, SYSTEMS, ServingSystem, SystemSetting, baton
@@ -158,7 +158,10 @@ class InProcess:
             if not open_ids:
                 done.set()
 
-        loop = EngineLoop(self._engine, self._device.executor, deliver, self._keeper.observe)
+        keeper = self._keeper
+        loop = EngineLoop(
+            self._engine, self._device.executor, deliver, lambda plan, step_s: keeper.observe(work_of(plan), step_s)
+        )
         requests = sequence_requests(prompts, num_outputs, min(open_ids), self._block_size)
         began_s = time.perf_counter()
         for request in requests:

@@ -40,7 +40,7 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.process.process import frozen_heap
 from baton.transfer.backends.prefault import PREFAULT_THREAD_NAME
 from baton.worker.costs.measure_costs import measure_costs
-from baton.worker.costs.step_cost_keeper import CostKeeper
+from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
 from bench.scenarios.cluster.goodput import model_directory
@@ -135,7 +135,7 @@ class EngineRun:
 
     def _on_step(self, plan: StepPlan, step_s: float) -> None:
         if self._keeper is not None:
-            self._keeper.observe(plan, step_s)
+            self._keeper.observe(work_of(plan), step_s)
         self._batch = sum(part.num_scheduled_tokens == 1 for part in plan.sequences)
         self._is_decode_only = self._batch == len(plan.sequences)
         if self._is_decode_only:  # device time only: the time between two steps belongs to the gaps

@@ -22,6 +22,7 @@ import yaml
 
 import baton
 from baton.core.errors import StoreUnavailable
+from baton.gateway.auth.api_keys import key_digest, new_key
 from baton.runtime.config.config_base import settings_of
 from baton.runtime.config.settings import SERVICES
 from baton.runtime.network.addresses import choose_port
@@ -78,8 +79,12 @@ def another_baton(directory: Path) -> Path:
 class Cluster:
     """The services and the fleet, all on the head's machine."""
 
-    def __init__(self, hosts: Hosts, stack: ExitStack, **changes: Any) -> None:
-        """`changes`: settings in addition to `SETTINGS`."""
+    def __init__(self, hosts: Hosts, stack: ExitStack, *, api_key: str = "", **changes: Any) -> None:
+        """Start all processes.
+
+        api_key: an admin's key that the gateway requires; empty: it requires none.
+        changes: settings in addition to `SETTINGS`.
+        """
         self.hosts = hosts
         self.head = hosts.head
         self.directory = hosts.head.directory
@@ -99,6 +104,9 @@ class Cluster:
             "ray_placement": "role",
             **changes,
         }
+        self.api_key = api_key
+        if api_key:
+            self.settings["api_keys"] = self._key_file(api_key)
         for service in ("scheduler", "gateway"):
             self._start(service, self._command(service))
         self.fleet = self.start_fleet()
@@ -106,6 +114,13 @@ class Cluster:
     def start_fleet(self, **changes: Any) -> subprocess.Popen[bytes]:
         self.settings |= changes
         return self._start("fleet", self._command("fleet"))
+
+    def _key_file(self, api_key: str) -> str:
+        key = {"name": "admin", "tenant": "test", "sha256": key_digest(api_key).hex(), "admin": True}
+        file = self.directory / "keys.yaml"
+        file.write_text(yaml.safe_dump({"salt": "ab" * 16, "keys": [key]}))
+        file.chmod(0o600)
+        return str(file)
 
     def _command(self, service: str) -> list[str]:
         known = {item.name for item in settings_of(SERVICES[service])}
@@ -134,8 +149,12 @@ class Cluster:
         log = host.directory / "command.out"
         log.unlink(missing_ok=True)
         argv = [sys.executable, "-m", "baton.cli", *words, "--gateway", f"{self.head.address}:{self.grpc_port}"]
-        process = host.popen(*argv, log=log)
+        process = host.popen(*argv, log=log, **({"BATON_API_KEY": self.api_key} if self.api_key else {}))
         return subprocess.CompletedProcess(argv, process.wait(60), log.read_text())
+
+    def complete(self, number: int) -> dict[str, Any]:
+        """Send one completion request from the head's machine. Return the checked response."""
+        return self.head.call(lambda: complete(self.url, number, self.api_key))
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """Ready workers by id, as `baton status` lists them."""
@@ -170,13 +189,14 @@ class Cluster:
         return [line for line in lines if line.get("event") == event]
 
 
-def complete(url: str, number: int) -> dict[str, Any]:
+def complete(url: str, number: int, api_key: str = "") -> dict[str, Any]:
     """Send one completion request and check every token of the answer. Return the response."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     rng = Random(number)
     prompt = [rng.randrange(4, VOCAB_SIZE) for _ in range(300)]
     request = {"prompt": prompt, "max_tokens": 8, "seed": number, "temperature": 1.0}
     body = {"model": "demo", "return_token_ids": True, "timeline": True, **request}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60.0)
     assert answer.status_code == httpx.codes.OK, answer.text
     expected = emulated_answer(prompt, seed=number, max_tokens=8, vocab_size=VOCAB_SIZE)
     response: dict[str, Any] = answer.json()
@@ -187,16 +207,17 @@ def complete(url: str, number: int) -> dict[str, Any]:
 class RequestLoop:
     """Sends one request after the other until `end` is called. `failed` lists all errors."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str) -> None:
         self.answered = 0
         self.failed: list[str] = []
         self._url = url
+        self._api_key = api_key
         self._end = threading.Event()
 
     def run(self) -> None:
         while not self._end.wait(0.05):
             try:
-                complete(self._url, 1000 + self.answered)
+                complete(self._url, 1000 + self.answered, self._api_key)
             except Exception as error:
                 self.failed.append(repr(error))
             self.answered += 1
@@ -208,7 +229,8 @@ class RequestLoop:
 @pytest.fixture(scope="module")
 def cluster(hosts: Hosts) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        yield Cluster(hosts, stack)
+        # A key, because without keys only a process of the gateway's machine may drain workers.
+        yield Cluster(hosts, stack, api_key=new_key())
 
 
 def test_up_on_an_existing_ray_cluster_serves_and_removes_its_processes(hosts: Hosts, tmp_path: Path) -> None:
@@ -261,7 +283,7 @@ def test_fleet_places_by_role_and_refuses_a_node_with_another_release(cluster: C
     (refused,) = cluster.logged("node_refused")
     assert refused["node"] == f"node-x ({addresses['node-x']})"
     assert refused["reason"] == f"has Baton {OTHER_VERSION}, this fleet has {baton.__version__}"
-    timeline = cluster.head.call(lambda: complete(cluster.url, 7))["baton"]
+    timeline = cluster.complete(7)["baton"]
     assert (timeline["prefill"]["worker_id"], timeline["decode"]["worker_id"], timeline["transport"]) == (
         "prefill-0",
         "decode-0",
@@ -272,7 +294,7 @@ def test_fleet_places_by_role_and_refuses_a_node_with_another_release(cluster: C
 
 def test_workers_serve_without_the_fleet_and_the_next_fleet_adopts_them(cluster: Cluster) -> None:
     before = cluster.workers()
-    requests = RequestLoop(cluster.url)
+    requests = RequestLoop(cluster.url, cluster.api_key)
     thread = threading.Thread(target=lambda: cluster.head.call(requests.run))
     thread.start()
     os.kill(pid_below(cluster.fleet), signal.SIGKILL)
@@ -301,7 +323,7 @@ def test_worker_of_a_drained_node_moves_to_a_new_node(cluster: Cluster) -> None:
     assert done.stdout.splitlines()[-1] == "decode-0 has ended"
     cluster.until(lambda: cluster.workers().get("decode-0", {}).get("host") == "node-e", "the worker on the new node")
     cluster.until_ready()
-    cluster.head.call(lambda: complete(cluster.url, 9))
+    cluster.complete(9)
 
 
 def test_dead_worker_is_restarted_and_a_stopped_fleet_leaves_its_workers(cluster: Cluster) -> None:
@@ -316,7 +338,7 @@ def test_dead_worker_is_restarted_and_a_stopped_fleet_leaves_its_workers(cluster
     assert terminate(cluster.fleet, 30) == 0
     cluster.until_ready()
     assert cluster.workers().keys() == {"prefill-0", "decode-0"}
-    cluster.head.call(lambda: complete(cluster.url, 11))
+    cluster.complete(11)
 
 
 def test_workers_follow_the_places_that_nodes_offer(cluster: Cluster) -> None:
@@ -343,7 +365,7 @@ def test_workers_follow_the_places_that_nodes_offer(cluster: Cluster) -> None:
     done = cluster.baton(new, "drain", "--here", "--wait", "--limit-s", "30")
     assert done.returncode == 0, done.stdout
     cluster.until(lambda: cluster.fleet_workers() == expected, "no worker waits for a place on the draining node")
-    cluster.head.call(lambda: complete(cluster.url, 13))
+    cluster.complete(13)
 
 
 def test_redis_requires_its_password(cluster: Cluster) -> None:
