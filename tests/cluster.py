@@ -350,14 +350,17 @@ async def process_cluster(
     wait: bool = True,
     redis_proxy: RedisProxy | None = None,
     tenants: tuple[str, ...] = (),
+    network: ClusterNetwork | None = None,
     **settings: Any,
 ) -> AsyncIterator[ProcessCluster]:
     """Run a cluster. It is cleaned up also after a failed test.
 
     tenants: enable TLS on all connections and API keys for these tenants.
+    network: the places of the processes, by default the loopback interface.
     """
     with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        cluster = ProcessCluster(Path(directory), settings, Secured.new(Path(directory), *tenants) if tenants else None)
+        secured = Secured.new(Path(directory), *tenants) if tenants else None
+        cluster = ProcessCluster(Path(directory), settings, secured, network)
         cluster.redis_proxy = redis_proxy
         try:
             await cluster.start(prefill=prefill, decode=decode, hybrid=hybrid, failpoints=failpoints, wait=wait)

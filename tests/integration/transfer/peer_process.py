@@ -41,6 +41,8 @@ from tests import builders
 from tests.times import TEST_TIMES
 
 BLOCK_TOKENS = builders.BLOCK_SIZE_TOKENS
+TIMES = {name: value * float(os.environ.get("PEER_PATIENCE", "1")) for name, value in TEST_TIMES.items()}
+"""Timeouts; `PEER_PATIENCE` multiplies them for a network that is slow on purpose."""
 NUM_BLOCKS = int(os.environ.get("PEER_NUM_BLOCKS", "1024"))
 
 
@@ -80,8 +82,8 @@ class Peer:
         self.memory, self.backend = make_backend(kind, self.worker)
         self.table = MemoryGenerationTable(self.memory.generation_table, epoch)
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS, self.table)
-        self.network = GrpcNetwork(heartbeat_s=TEST_TIMES["heartbeat_s"])
-        self.server = GrpcServer(heartbeat_s=TEST_TIMES["heartbeat_s"])
+        self.network = GrpcNetwork(heartbeat_s=TIMES["heartbeat_s"])
+        self.server = GrpcServer(heartbeat_s=TIMES["heartbeat_s"])
         self.texts: dict[BlockHash, tuple[str, int]] = {}
         self.reuse_contents: dict[int, tuple[str, int]] = {}
         self.server.add_worker(self)
@@ -93,9 +95,9 @@ class Peer:
             backend=self.backend,
             pins=self.pool,
             lookup=self.pool.lookup,
-            lease_s=TEST_TIMES["lease_s"],
-            claim_timeout_s=TEST_TIMES["kv_claim_timeout_s"],
-            reorder_window_s=TEST_TIMES["transfer_reorder_window_s"],
+            lease_s=TIMES["lease_s"],
+            claim_timeout_s=TIMES["kv_claim_timeout_s"],
+            reorder_window_s=TIMES["transfer_reorder_window_s"],
         )
         self.reader = KvReader(
             worker=self.worker,
@@ -106,10 +108,10 @@ class Peer:
             rng=Random(self.worker.worker_epoch),
             min_link_gbps=float(os.environ.get("PEER_MIN_LINK_GBPS", "0")),
             times=ReaderTimes(
-                lease_s=TEST_TIMES["lease_s"],
-                renew_s=TEST_TIMES["heartbeat_s"],
-                deadline_min_s=TEST_TIMES["transfer_deadline_min_s"],
-                deadline_max_s=TEST_TIMES["transfer_deadline_max_s"],
+                lease_s=TIMES["lease_s"],
+                renew_s=TIMES["heartbeat_s"],
+                deadline_min_s=TIMES["transfer_deadline_min_s"],
+                deadline_max_s=TIMES["transfer_deadline_max_s"],
             ),
         )
         host, port = self.worker.address.rsplit(":", 1)

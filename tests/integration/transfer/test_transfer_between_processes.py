@@ -21,13 +21,22 @@ LEASE_S = TEST_TIMES["lease_s"]
 
 
 async def pull_prompt(
-    owner: PeerHandle, reader: PeerHandle, request: int = 0, text: str = "a", **options: object
+    owner: PeerHandle,
+    reader: PeerHandle,
+    request: int = 0,
+    text: str = "a",
+    *,
+    num_tokens: int = TOKENS,
+    **options: object,
 ) -> dict:
-    """Compute one prompt at the owner and pull it at the reader."""
+    """Compute one prompt at the owner and pull it at the reader.
+
+    Texts with an equal sum of bytes count as equal, so that their blocks have the same hashes.
+    """
     prefill = asyncio.create_task(
-        owner.ask("prefill", request=request, text=text, num_tokens=TOKENS, reader=reader.ref, **options)
+        owner.ask("prefill", request=request, text=text, num_tokens=num_tokens, reader=reader.ref, **options)
     )
-    result = await reader.ask("pull", owner=owner.ref, request=request, text=text, num_tokens=TOKENS)
+    result = await reader.ask("pull", owner=owner.ref, request=request, text=text, num_tokens=num_tokens)
     await prefill
     return result
 
