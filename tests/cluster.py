@@ -59,6 +59,7 @@ class ProcessCluster:
 
     history: requests and answers since the start. Each test client appends its own.
     gateways: addresses of all gateways by name.
+    start_limit_s: longest time until a process is ready.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ProcessCluster:
         self.redis_proxy: RedisProxy | None = None
         self.history: list[History] = []
         self.gateways: dict[str, GatewayAddresses] = {}
+        self.start_limit_s = START_S
         self._redis: RedisCommand | None = None
         self._started: dict[str, tuple[str, dict[str, Any]]] = {}
 
@@ -195,7 +197,12 @@ class ProcessCluster:
         output = self.directory / f"{name}.out"
         child = Child(
             ChildSpec(
-                name=name, argv=argv, output=output, environ=environ, start_timeout_s=START_S, wait_until_ready=ready
+                name=name,
+                argv=argv,
+                output=output,
+                environ=environ,
+                start_timeout_s=self.start_limit_s,
+                wait_until_ready=ready,
             ),
         )
         self.children[name] = child
@@ -246,7 +253,7 @@ class ProcessCluster:
         async with httpx.AsyncClient(
             timeout=2.0, verify=True if self.secured is None else self.secured.trust
         ) as client:
-            for _ in range(int(START_S / 0.05)):
+            for _ in range(int(self.start_limit_s / 0.05)):
                 try:
                     answer = await client.get(f"{url or self.url}/ready")
                     last = answer.text

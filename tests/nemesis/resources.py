@@ -17,7 +17,7 @@ GROWTH_BYTES = 32 * MIB
 """Allowed growth of a process's memory, and of Redis's."""
 SLACK = 12
 """Allowed growth of a count. Connections to peers that restarted meanwhile end late."""
-SETTLE_S = 60.0
+SETTLE_S = 120.0
 POLL_S = 0.5
 
 

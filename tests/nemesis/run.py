@@ -40,7 +40,8 @@ SHORT_S = 60.0
 MINUTE_FIVE_S = 300.0
 SAMPLE_S = 15.0
 WATCH_S = 0.5
-BACK_S = 120.0
+BACK_S = 300.0
+"""Time for a process to start, and for workers and blocks to come back. Generous, for slow machines."""
 CONTROL_IN_FLIGHT = 6
 SETTINGS: dict[str, Any] = {
     **TEST_TIMES,
@@ -102,6 +103,7 @@ class Options:
         if seconds < SHORT_S:
             small = {
                 "longest_s": 4.0,
+                "apart_share": 0.0,
                 "calm_s": 2.0,
                 "num_clients": 5,
                 "num_cases": 16,
@@ -134,9 +136,10 @@ async def run_nemesis(options: Options, directory: Path, say: Callable[[str], No
         plan = options.plan()
         network, cluster = await _new_cluster(options, directory, tools)
         try:
+            cluster.start_limit_s = BACK_S
             say(f"starting {len(SERVICES)} services and Redis, network {options.network}")
             await cluster.start(prefill=2, decode=2, hybrid=1, schedulers=len(SCHEDULERS), gateways=len(GATEWAYS))
-            await cluster.until_workers(*WORKERS)
+            await cluster.until_workers(*WORKERS, limit_s=BACK_S)
             run = _Run(options, World(cluster, network, tools), say)
             return await run.run(plan)
         finally:

@@ -25,7 +25,8 @@ from tests.nemesis.plan import SERVICES
 PRELOADED = Path(__file__).with_name("preloaded.c")
 LOG_DISK_BYTES = 128 * 2**20
 """Size of the file system for the logs of one process: more than its rotated logs need."""
-REDIS_S = 5.0
+REDIS_S = 60.0
+"""Timeout of calls to Redis. Generous, because a test machine may be busy."""
 
 
 @dataclass(slots=True)
