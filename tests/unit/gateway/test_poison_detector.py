@@ -122,6 +122,34 @@ async def test_requests_on_the_same_dead_workers_are_run_one_at_a_time(from_inde
         assert num_dead(c) == 3
 
 
+@pytest.mark.fault("F-10")
+@virtual
+async def test_exclusive_run_waits_for_a_suspect_that_shares_its_worker() -> None:
+    """Another request is suspected after one death only, and is on the worker of the run alone."""
+    async with cluster(*((f"h{i}", "hybrid") for i in range(4))) as c:
+        for worker in c.scheduler.workers:
+            worker.before_token = killed_by(POISON)
+            worker.step_s = 1.0  # longer than the pause before the run alone
+        h0, h1, h2, h3 = c.scheduler.workers
+        other_prompt = "another request"
+
+        def place(query):
+            """Place the poison request on h0, then both requests on h1, then both on the first that lives."""
+            is_other = query.num_prompt_tokens >= len(other_prompt)
+            first = [h1] if is_other else [h0, h1]
+            living = next(worker for worker in (h2, h3) if not worker.is_dead)
+            return placement(None, (first[query.attempt] if query.attempt < len(first) else living).ref)
+
+        c.scheduler.answer = place
+        poison, other = await asyncio.gather(
+            c.complete(POISON.decode()), c.complete(other_prompt), return_exceptions=True
+        )
+        assert_poison(poison)
+        assert not isinstance(other, BaseException), other
+        assert other.texts[0].encode() == answer_to(other_prompt.encode(), 8)
+        assert num_dead(c) == 3
+
+
 @virtual
 async def test_samples_of_one_request_count_as_one_suspect() -> None:
     async with cluster(*((f"h{i}", "hybrid") for i in range(6))) as c:
@@ -203,3 +231,11 @@ def test_result_of_a_death_is_independent_of_the_order_of_calls() -> None:
         assert not detector.was_only_suspect(b"a", w0)
         detector.track(b"a", w1)
         assert detector.was_only_suspect(b"a", w1)
+
+
+def test_other_requests_are_found_on_the_same_incarnation_only() -> None:
+    detector = PoisonDetector()
+    detector.track(b"a", builders.worker_ref("w0"))
+    assert not detector.tracks_others(b"a", [builders.worker_ref("w0")])
+    assert not detector.tracks_others(b"b", [builders.worker_ref("w1")])
+    assert detector.tracks_others(b"b", [builders.worker_ref("w1"), builders.worker_ref("w0")])

@@ -6,6 +6,7 @@ workers that died in a row. If several requests qualify, they are run one at a t
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from baton.core.ids import Incarnation, WorkerRef
 
@@ -34,6 +35,10 @@ class PoisonDetector:
             self._tracked[worker].discard(request_id)
             if not self._tracked[worker]:
                 del self._tracked[worker]
+
+    def tracks_others(self, request_id: bytes, workers: Iterable[WorkerRef]) -> bool:
+        """True if another tracked request is on one of these workers now."""
+        return any(self._tracked.get(worker.incarnation, set()) - {request_id} for worker in workers)
 
     def was_only_suspect(self, request_id: bytes, dead: WorkerRef) -> bool:
         """True if no other tracked request was on the worker when it died.

@@ -192,17 +192,22 @@ class RequestRun:
             )
             if isinstance(answer, Placement):
                 self._decision = answer.decision_id
-                if not self._uses_dead_worker(answer):
+                if self._uses_dead_worker(answer):
+                    self._report_outcome(Reason.WORKER_LOST.value)  # the scheduler has not noticed the death yet
+                elif self._disturbs_exclusive_run(answer):
+                    self._report_outcome(Reason.SUPERSEDED.value)
+                else:
                     self._accept_placement(answer)
                     if self._holds_exclusive_lock:
                         await self._services.workers.confirm_alive(answer)
                     return answer
-                self._report_outcome(Reason.WORKER_LOST.value)  # the scheduler has not noticed the death yet
             elif attempt.number == 0:
                 raise Refused(failure_of(answer))
             else:
                 self._last_problem = f" ({answer.message})"
+                self._clear_suspicion()  # other suspects may run alone while this one gets no worker
             await asyncio.sleep(self._services.rules.retry_placement_s * self._services.rng.uniform(0.5, 1.0))
+            await self._lock_exclusive_run()
 
     def put(self, delta: TokenDelta) -> bool:
         """Pass new tokens to the client, and update state, latency and failure history."""
@@ -234,9 +239,7 @@ class RequestRun:
             self._record.num_attempts += 1
             self._attempt_latency = TokenLatency()
             try:
-                if self._history.needs_exclusive_run:
-                    await self._services.poison_detector.exclusive_lock.acquire()
-                    self._holds_exclusive_lock = True
+                await self._lock_exclusive_run()
                 await relay(attempt, self._delivery, self, self._services.workers, self)
                 self._report_outcome("finished")
                 return
@@ -345,6 +348,12 @@ class RequestRun:
             history.num_killed += 1
             history.needs_exclusive_run = history.num_killed >= SUSPICIOUS_DEATHS
 
+    async def _lock_exclusive_run(self) -> None:
+        """Wait until no other suspected request runs alone, if this one must."""
+        if self._history.needs_exclusive_run and not self._holds_exclusive_lock:
+            await self._services.poison_detector.exclusive_lock.acquire()
+            self._holds_exclusive_lock = True
+
     def _clear_suspicion(self) -> None:
         """Stop tracking this request, and let the next exclusive run start."""
         self._services.poison_detector.untrack(self._history.original_request_id)
@@ -383,6 +392,20 @@ class RequestRun:
             worker is not None and self._history.dead.get(worker.incarnation, since_s) > since_s
             for worker in (placement.prefill, placement.decode, source)
         )
+
+    def _disturbs_exclusive_run(self, placement: Placement) -> bool:
+        """True if a tracked request must not start now, because a death could be due to another one.
+
+        The exclusive run starts on workers without other tracked requests. Until it has made progress or its
+        worker has died, no other tracked request starts anywhere.
+        """
+        if not self._history.num_killed:
+            return False
+        detector = self._services.poison_detector
+        if not self._holds_exclusive_lock:
+            return detector.exclusive_lock.locked()
+        workers = [worker for worker in (placement.prefill, placement.decode) if worker is not None]
+        return detector.tracks_others(self._history.original_request_id, workers)
 
     def _report_outcome(self, outcome: str) -> None:
         """Report the outcome of the latest placement to the scheduler that decided it."""
