@@ -1,5 +1,6 @@
 """Emulated workers as processes. Their tokens are a function of KV that was really transferred over NIXL."""
 
+import asyncio
 from random import Random
 
 import pytest
@@ -52,5 +53,25 @@ async def test_answers_are_exact_with_pulled_cached_and_computed_kv_and_steps_ta
         await cluster.kill("p0")
         await cluster.until_workers("d0")
         check(await client.send(new_request(8)))
+        await cluster.check_clean()
+        cluster.check_alive()
+
+
+@pytest.mark.long
+@pytest.mark.fault("F-27")
+async def test_redis_that_is_down_at_the_start_delays_only_the_start() -> None:
+    async with process_cluster(device="emulated", emulated_costs=f"step={STEP_MS}ms,prefill_token=20us") as cluster:
+        names = ("scheduler", "gateway", "p0", "d0")
+        for name in (*names, "redis"):
+            await cluster.kill(name)
+        for name in names:
+            await cluster.start_again(name)
+        await asyncio.sleep(3.0)
+        cluster.check_alive()
+        await cluster.start_again("redis")
+        await cluster.until_workers("p0", "d0")
+        await cluster.wait_ready()
+        async with Client(cluster) as client:
+            check(await client.send(new_request(9)))
         await cluster.check_clean()
         cluster.check_alive()

@@ -229,6 +229,20 @@ async def test_unknown_or_invalid_decision_id_is_rejected(gateway: HttpGateway) 
     assert (await gateway.client.get("/debug/decisions/nothex")).status_code == 400
 
 
+@pytest.mark.fault("F-9")
+async def test_role_without_workers_is_a_503_with_retry_after_until_one_is_back(gateway: HttpGateway) -> None:
+    lost = gateway.cluster.scheduler.workers[1]
+    lost.die()
+    gateway.cluster.scheduler.remove(lost)
+    refused = await gateway.post(COMPLETIONS, {"prompt": "hi", "max_tokens": 3})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_workers")
+    assert int(refused.headers["retry-after"]) >= 1
+    gateway.cluster.worker("d0", "decode", epoch=2)
+    await until(lambda: gateway.cluster.gateway.health.is_ready)
+    answer = (await gateway.post(COMPLETIONS, {"prompt": "hi", "max_tokens": 3})).json()
+    assert answer["choices"][0]["text"].encode() == answer_to(b"hi", 3)
+
+
 async def test_gateway_without_a_decode_worker_is_not_ready(gateway: HttpGateway) -> None:
     gateway.cluster.scheduler.remove(gateway.cluster.scheduler.workers[1])
     await until(lambda: not gateway.cluster.gateway.health.is_ready)

@@ -4,7 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -16,15 +16,18 @@ from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
 from tests import builders
 from tests.contract.networks import StubWorker, echo, eventually, until_broken
+from tests.integration.transfer.faulty_network import CUT, FaultyNetwork, faulty_network_unavailable_reason
+from tests.netns import tool
 
 pytestmark = pytest.mark.integration
 
+NETWORK_REASON = faulty_network_unavailable_reason()
 HEARTBEAT_S = 0.2
 DETECTION_LIMIT_S = 10.0
 """Limit for noticing a lost process. An idle machine needs two heartbeats and 0.5 s, a busy one longer."""
 
 SERVER = f"""
-import asyncio
+import asyncio, sys
 from baton.core.messages.peer_messages import Renewed
 from baton.rpc.grpc_server import GrpcServer
 from tests import builders
@@ -37,7 +40,7 @@ async def main():
         StubWorker(lambda s: echo(s, step), lambda s: echo(s, lambda renew: Renewed(renewal=renew.renewal)))
     )
     server.add_scheduler(StubScheduler(()))
-    print(await server.start("127.0.0.1", 0), flush=True)
+    print(await server.start(sys.argv[1], 0), flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -65,8 +68,10 @@ def step(ack: Ack) -> Step:
 
 
 @contextmanager
-def python_process(code: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+def python_process(code: str, *arguments: str, inside: Sequence[str] = ()) -> Iterator["subprocess.Popen[str]"]:
+    """Run Python code. `inside`: words before the command, such as those that enter a network namespace."""
+    command = [*inside, sys.executable, "-c", code, *arguments]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     try:
         yield child
@@ -91,7 +96,7 @@ async def network() -> AsyncIterator[GrpcNetwork]:
 @pytest.mark.fault("F-18")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 async def test_killed_or_stopped_server_breaks_all_client_streams(network: GrpcNetwork, signum: signal.Signals) -> None:
-    with python_process(SERVER) as server:
+    with python_process(SERVER, "127.0.0.1") as server:
         address = f"127.0.0.1:{read_line(server)}"
         session, peer = await network.open_session(address), await network.open_peer(address)
         scheduler = network.scheduler(address)
@@ -111,6 +116,30 @@ async def test_killed_or_stopped_server_breaks_all_client_streams(network: GrpcN
                 await network.open_session(address)
 
 
+@pytest.mark.fault("F-18")
+@pytest.mark.skipif(bool(NETWORK_REASON), reason=NETWORK_REASON or "namespaces and TUN devices are available")
+async def test_vanished_host_breaks_all_client_streams(network: GrpcNetwork) -> None:
+    """All packets are lost from one moment on, so that no connection is closed."""
+    with FaultyNetwork(seed=18) as wires:
+        machine = wires.add()
+        wires.join_this_process()
+        inside = (tool("ip"), "netns", "exec", machine.name)
+        with python_process(SERVER, machine.address, inside=inside) as server:
+            address = f"{machine.address}:{await asyncio.to_thread(read_line, server)}"
+            session, peer = await network.open_session(address), await network.open_peer(address)
+            session.send(Ack(seq=1))
+            assert await session.receive() == step(Ack(seq=1))
+            peer.send(Renew(renewal=1))
+            assert await peer.receive() == Renewed(renewal=1)
+            wires.faults = CUT
+            async with asyncio.timeout(DETECTION_LIMIT_S):
+                for stream in (session, peer):
+                    with pytest.raises(StreamBroken):
+                        await stream.receive()
+                with pytest.raises(StreamBroken):
+                    await network.open_session(address)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 async def test_killed_or_stopped_client_breaks_its_streams_at_the_server(signum: signal.Signals) -> None:
     worker = StubWorker(session=lambda stream: echo(stream, step))
@@ -126,7 +155,7 @@ async def test_killed_or_stopped_client_breaks_its_streams_at_the_server(signum:
 
 async def test_idle_stream_stays_open(network: GrpcNetwork) -> None:
     """The peer accepts keepalive pings at the heartbeat rate."""
-    with python_process(SERVER) as server:
+    with python_process(SERVER, "127.0.0.1") as server:
         session = await network.open_session(f"127.0.0.1:{read_line(server)}")
         await asyncio.sleep(8 * HEARTBEAT_S)
         session.send(Ack(seq=1))

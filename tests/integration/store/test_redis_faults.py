@@ -42,6 +42,7 @@ def membership(connection: RedisConnection) -> RedisMembership:
     return RedisMembership(connection, KEYS)
 
 
+@pytest.mark.fault("F-27")
 async def test_killed_server_raises_until_it_is_restarted(server: RunningRedis, membership: RedisMembership) -> None:
     await membership.announce(WORKER, LONG_S)
     server.kill()
@@ -94,6 +95,7 @@ async def test_cancellation_while_a_call_fails_ends_the_task(connection: RedisCo
         await asyncio.wait_for(task, 10.0)
 
 
+@pytest.mark.fault("F-28")
 async def test_calls_to_a_hanging_server_time_out_and_later_calls_get_their_own_reply(
     server: RunningRedis, connection: RedisConnection, membership: RedisMembership
 ) -> None:
@@ -124,6 +126,7 @@ async def test_reply_of_a_cancelled_call_is_not_given_to_the_next_call(
         await asyncio.gather(call, return_exceptions=True)
 
 
+@pytest.mark.fault("F-29")
 async def test_member_lost_in_a_flush_is_listed_after_its_next_announcement(
     server: RunningRedis, membership: RedisMembership
 ) -> None:
@@ -135,6 +138,7 @@ async def test_member_lost_in_a_flush_is_listed_after_its_next_announcement(
     assert await membership.members(MemberKind.WORKER) == (WORKER,)
 
 
+@pytest.mark.fault("F-29")
 async def test_full_server_refuses_writes_and_keeps_its_data(
     server: RunningRedis, connection: RedisConnection, membership: RedisMembership
 ) -> None:

@@ -87,6 +87,23 @@ async def test_samples_continue_separately_after_a_failed_attempt(index: int) ->
         assert all(job.job.attempt == 1 for job in d1.jobs)
 
 
+@pytest.mark.fault("F-40")
+@pytest.mark.parametrize("index", [1, 4])
+@virtual
+async def test_list_of_prompts_with_samples_is_exact_after_a_kill(index: int) -> None:
+    async with cluster(("p0", "prefill"), ("d0", "decode"), ("d1", "decode")) as c:
+        d0 = c.scheduler.workers[1]
+        d0.before_token = kill_at(index)
+        prompts = [PROMPT, "another prompt"]
+        response = await c.complete(prompts, n=2)
+        assert d0.is_dead
+        assert {i: text.encode() for i, text in response.texts.items()} == {
+            2 * number + sample: answer_to(prompt.encode(), 8, sample)
+            for number, prompt in enumerate(prompts)
+            for sample in range(2)
+        }
+
+
 @virtual
 async def test_samples_stay_together_if_nothing_was_delivered() -> None:
     async with cluster(("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")) as c:
@@ -221,6 +238,30 @@ async def test_conflicting_tokens_fail_the_attempt() -> None:
         response = await c.complete(PROMPT)
         assert response.texts[0].encode() == answer_to(PROMPT.encode(), 8)
         assert len(c.scheduler.workers[1].jobs) == 1
+
+
+@pytest.mark.fault("F-7")
+@virtual
+async def test_late_tokens_of_a_worker_that_resumes_are_dropped() -> None:
+    """They belong to the first attempt, while the second one runs, and would be wrong."""
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        h0, h1 = c.scheduler.workers
+
+        def pause(worker: StubWorker, _job: JobId, _sample: int, index: int) -> None:
+            worker.is_paused = index == 3
+
+        h0.before_token = pause
+        response = asyncio.create_task(c.complete(PROMPT, max_tokens=100))
+        await until(lambda: h1.jobs)
+        h0.before_token, h0.is_paused = (lambda *_: None), False
+        c.gateway.workers.session(h0.ref)  # as for the next request on it
+        await until(lambda: len(h0.hellos) == 2)
+        assert not response.done()
+        first = h0.jobs[0].job
+        for index in (3, 4, 50):
+            h0.send_delta(TokenDelta(job=first, sample_index=0, output_index=index, token_ids=(1, 2)))
+        assert (await response).texts[0].encode() == answer_to(PROMPT.encode(), 100)
+        assert [job.job.attempt for job in h1.jobs] == [1]
 
 
 @virtual
