@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from baton.runtime.config.settings import ClusterConfig
 from tests.deploy.renderer import ROOT
 from tests.deploy.test_config import parse_command
+from tools import gen_image_lock
 
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+LOCK = ROOT / "deploy" / "requirements.lock"
 COMPOSE = ROOT / "deploy" / "compose.yaml"
 TAG = "baton-test:cpu"
 BUILD_LIMIT_S, RUN_LIMIT_S = 3000.0, 600.0
@@ -84,7 +87,49 @@ def test_image_runs_as_another_user_than_root_in_small_layers() -> None:
                 assert "rm -rf /var/lib/apt/lists" in rest
             if "pip install" in rest:
                 assert "--no-cache-dir" in rest
-                assert "--constraint constraints.txt" in rest
+                assert "--constraint constraints.txt" in rest or "--require-hashes" in rest
+
+
+def test_default_command_serves_on_the_loopback_only() -> None:
+    _, last = stages()[-1]
+    command = json.loads(dict(last)["CMD"])
+    assert command == ["up"]
+    assert ClusterConfig().host == "127.0.0.1"
+
+
+def test_base_image_can_be_pinned_by_digest() -> None:
+    bases = {source.partition(" AS ")[0] for source, _ in stages()}
+    before_first_stage = [rest for word, rest in instructions() if word == "ARG"][:2]
+    assert "${BASE}" in bases
+    assert not any(":" in base or "/" in base for base in bases), "every image comes from a build argument"
+    assert any(rest.startswith("BASE=") for rest in before_first_stage)
+
+
+def test_locked_packages_have_hashes_and_the_versions_of_the_constraints() -> None:
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert gen_image_lock.problems(LOCK.read_text(encoding="utf-8"), gen_image_lock.requirements(), constraints) == []
+
+
+def test_everything_but_torch_is_installed_from_the_lock() -> None:
+    installs = [step for _, steps in stages() for word, step in steps if word == "RUN" and "pip install" in step]
+    locked, torch, own = installs
+    assert "--require-hashes" in locked
+    assert torch.split(";")[0].endswith(" torch")
+    assert {"--no-deps", "--no-build-isolation"} <= set(own.split())
+
+
+@pytest.mark.parametrize(
+    ("lock", "problem"),
+    [
+        ("", "click is missing"),
+        (f"click==8.5.0 \\\n    --hash=sha256:{'0' * 64}", "click is 8.5.0, constraints.txt says 8.5.1"),
+        ("click==8.5.1", "click has no version or no sha256 hash"),
+        (f"torch==2.13.0 \\\n    --hash=sha256:{'0' * 64}", "torch must not be locked"),
+        ("--index-url https://index.example.com", "it has an address"),
+    ],
+)
+def test_problem_of_a_lock_is_named(lock: str, problem: str) -> None:
+    assert problem in gen_image_lock.problems(lock, ["click>=8.4"], "click==8.5.1\n")
 
 
 def test_writable_paths_of_pods_are_image_volumes() -> None:

@@ -105,6 +105,10 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         {"gateway": {"resources": {"limit": {"memory": "1Gi"}}}},
         ("gateway.resources", "limit"),
     ),
+    "egress without rules for an existing Redis": (
+        {"networkPolicy": {"egress": {"enabled": True}}, "redis": {"url": "redis://other:6379/0"}},
+        ("networkPolicy.egress.rules",),
+    ),
     "an invalid peer": ({"networkPolicy": {"clients": [{"namespace": "a"}]}}, ("networkPolicy.clients.0",)),
 }
 

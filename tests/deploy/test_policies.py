@@ -11,6 +11,7 @@ from tests.deploy.renderer import Doc
 from tests.deploy.value_sets import SETS
 
 ANY_CLIENT, METRICS = "any client", "metrics"
+ANYWHERE, OUTSIDE = "anywhere", "outside"
 RAY = ("ray-head", "fleet", "worker")
 RAY_PORTS = [(6380, 6386), (10002, 10101)]
 NEEDED: Mapping[str, Mapping[str, Sequence[tuple[int, int]]]] = {
@@ -43,7 +44,7 @@ def allowed(docs: Sequence[Doc], target: Workload) -> dict[str, list[tuple[int, 
         return {ANY_CLIENT: [(1, 65535)]}
     found: dict[str, list[tuple[int, int]]] = {}
     for policy in policies:
-        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        assert "Ingress" in policy["spec"]["policyTypes"]
         for rule in policy["spec"]["ingress"]:
             ports = [(port["port"], port.get("endPort", port["port"])) for port in rule["ports"]]
             for who in _sources(rule, docs):
@@ -87,6 +88,55 @@ def test_only_named_clients_reach_the_gateway(rendered: Rendered) -> None:
     assert allowed(docs, prefill)[METRICS] == [(9000, 9000)]
     (fleet,) = (workload for workload in workloads(docs) if workload.component == "fleet")
     assert allowed(docs, fleet)[METRICS] == [(9000, 9000)]
+
+
+def outgoing(docs: Sequence[Doc], source: Workload) -> dict[str, list[tuple[int, int]]]:
+    """Return the targets and ports that these pods may connect to.
+
+    Fails unless exactly one policy restricts them.
+    """
+    (policy,) = (
+        policy
+        for policy in of_kind(docs, "NetworkPolicy")
+        if selects(policy["spec"]["podSelector"]["matchLabels"], source.labels)
+    )
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    found: dict[str, list[tuple[int, int]]] = {}
+    for rule in policy["spec"]["egress"]:
+        ports = {(port["port"], port.get("endPort", port["port"])) for port in rule["ports"]}
+        for target in _targets(rule, docs):
+            found[target] = sorted({*found.get(target, ()), *ports})
+    return found
+
+
+def _targets(rule: Mapping[str, Any], docs: Sequence[Doc]) -> Iterator[str]:
+    if "to" not in rule:
+        yield ANYWHERE
+    for peer in rule.get("to", ()):
+        if "podSelector" in peer:
+            yield from {
+                workload.component
+                for workload in workloads(docs)
+                if selects(peer["podSelector"]["matchLabels"], workload.labels)
+            }
+        else:
+            yield OUTSIDE
+
+
+def test_outgoing_connections_are_those_that_the_targets_allow(rendered: Rendered) -> None:
+    docs = rendered("egress")
+    seen = set()
+    for source in workloads(docs):
+        if source.component == "test":
+            continue
+        needed = {
+            target: sorted(clients[source.component])
+            for target, clients in NEEDED.items()
+            if source.component in clients
+        }
+        assert outgoing(docs, source) == needed | {ANYWHERE: [(53, 53)], OUTSIDE: [(4317, 4317)]}, source.name
+        seen.add(source.component)
+    assert seen == set(NEEDED)
 
 
 def test_no_policies_if_disabled(rendered: Rendered) -> None:

@@ -30,7 +30,7 @@ BASES: tuple[Mapping[str, Any], ...] = (
     {
         "model": {"source": "hub", "hub": {"claimName": "cache", "prefetch": True}},
         "runtime": KUBERAY,
-        "networkPolicy": {"clients": [{"podSelector": {}}]},
+        "networkPolicy": {"clients": [{"podSelector": {}}], "egress": {"enabled": True, "rules": [{"to": []}]}},
     },
     {
         "model": {"source": "pvc", "pvc": {"claimName": "models"}},
@@ -92,6 +92,7 @@ OTHER: Mapping[str, Any] = {
     "topologySpread.whenUnsatisfiable": "DoNotSchedule",
     "networkPolicy.clients": [{"podSelector": {}}],
     "networkPolicy.metricsFrom": [{"podSelector": {}}],
+    "networkPolicy.egress.rules": [{"to": [{"podSelector": {}}]}],
     "securityContext.pod": {"runAsUser": 4711},
     "securityContext.container": {"privileged": False},
     "metrics.interval": "5s",

@@ -39,6 +39,8 @@ IN_8P8D = frozenset({"baton-redis", "baton-ray-redis", "baton-keys", "models", "
 ROUTE = {"enabled": True, "parentRefs": [{"name": "public", "namespace": "gateways"}], "hostnames": ["llm.example.com"]}
 PEER = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "somewhere"}}}
 
+OUTSIDE = {"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}], "ports": [{"protocol": "TCP", "port": 4317}]}
+
 ALL_ON: dict[str, Any] = {
     "commonLabels": {"team": "serving"},
     "image": {"registry": "registry.example.com", "pullSecrets": ["registry"]},
@@ -169,6 +171,7 @@ SETS: Mapping[str, ValueSet] = {
     "load-balancer": ValueSet(values={"gateway": {"service": {"type": "LoadBalancer"}}}),
     "no-policies": ValueSet(values={"networkPolicy": {"enabled": False}}),
     "clients": ValueSet(values={"networkPolicy": {"clients": [PEER], "metricsFrom": [PEER]}}),
+    "egress": ValueSet(values={"networkPolicy": {"egress": {"enabled": True, "rules": [OUTSIDE]}}}),
     "no-accounts": ValueSet(values={"serviceAccounts": {"create": False}}),
     "no-spread": ValueSet(values={"topologySpread": {"enabled": False}}),
     "no-pdb": ValueSet(values={name: {"pdb": {"enabled": False}} for name in ("gateway", "scheduler", "poolDefaults")}),

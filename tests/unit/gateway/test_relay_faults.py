@@ -401,3 +401,19 @@ async def test_stall_of_the_gateway_does_not_make_a_worker_lost() -> None:
         await asyncio.sleep(2 * c.gateway.rules.heartbeat_s)
         assert c.gateway.workers.session(h0.ref) is session
         assert not session.has_ended
+
+
+@pytest.mark.parametrize("max_attempts", [1, 100])
+@virtual
+async def test_address_of_a_lost_worker_is_not_in_the_clients_error(max_attempts: int) -> None:
+    """With one attempt the error is that of the worker, with many it is the deadline and the last problem."""
+    async with cluster(("h0", "hybrid"), request_timeout_s=3.0, max_attempts=max_attempts) as c:
+        (h0,) = c.scheduler.workers
+        h0.before_token = kill_at(1)
+        with pytest.raises(Refused) as refused:
+            await c.complete(PROMPT)
+        assert h0.is_dead
+        failure = refused.value.failure
+        assert failure.reason is (Reason.WORKER_LOST if max_attempts == 1 else Reason.DEADLINE)
+        assert h0.ref.address not in failure.message
+        assert c.scheduler.address not in failure.message

@@ -158,6 +158,13 @@ async def test_gateway_receives_authorization_timeout_and_address_of_the_caller(
     assert caller.address
 
 
+async def test_deadline_of_a_call_is_cut_to_24_hours(gateway: GatewayServer) -> None:
+    gateway.api.answer = answer = StubGenerateStream()
+    answer.put(LAST)
+    await (await gateway.client().generate(BODY, timeout_s=10 * 86_400)).receive()
+    assert gateway.api.calls[0][1].timeout_s == 86_400
+
+
 async def test_call_without_key_and_deadline_has_no_authorization_and_timeout(gateway: GatewayServer) -> None:
     gateway.api.answer = answer = StubGenerateStream()
     answer.put(LAST)
