@@ -5,6 +5,7 @@ nested object. A name that begins with `x-` is an HTTP header.
 """
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -89,7 +90,7 @@ class OutOfLimits(BatonError):
 
 def printable(value: object) -> str:
     """Format a client's value for an error message: at most 64 characters, ASCII only."""
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, dict | list | tuple | array):
         return "an object" if isinstance(value, dict) else "a list"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -163,6 +164,10 @@ MAX_JSON_DEPTH = 32
 MAX_JSON_CONTAINERS = 32 * 1024
 """Maximum number of objects and lists in a request body. 4,096 messages with a list of two parts each have
 half of it."""
+
+MAX_JSON_VALUES = 256 * 1024
+"""Maximum number of strings, numbers and constants in a request body. Ids in long lists of token ids do not
+count."""
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of an HTTP request line and headers."""

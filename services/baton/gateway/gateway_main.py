@@ -39,6 +39,7 @@ from baton.runtime.observability.metrics import BudgetMetrics, GatewayMetrics, P
 from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.process.awake_clock import AwakeClock
 from baton.runtime.process.byte_budget import Account, ByteBudget
+from baton.runtime.process.freed_memory import trim_heap_forever
 from baton.runtime.process.process import Background, Stop, frozen_heap
 from baton.runtime.process.shared_account import SharedAccount
 from baton.store.redis.redis_connection import RedisConnection
@@ -101,7 +102,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         await _start_admin_port(config, service, registry, stack)
         log.info("gateway_started", address=process.address, model=config.model_name, gateway=rules.gateway_id)
         announcements = None if membership is None else _announcements(config, membership, process, rng)
-        background = [awake.run(process_metrics.observe_loop)]
+        background = [awake.run(process_metrics.observe_loop), trim_heap_forever()]
         if announcements is not None:
             background.append(announcements.announce_forever())
         if config.front_tls_pair is not None:

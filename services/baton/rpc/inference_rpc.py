@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -30,6 +30,10 @@ The request itself ends earlier, when the gateway's output buffer is full.
 MAX_TIMEOUT_S = (LIMITS["x-baton-timeout-ms"].maximum or 0) / 1000
 """Longest deadline of a call, as over HTTP. A longer one is cut."""
 
+INLINE_IDS = 16 * 1024
+"""More token ids are converted in a thread. This number takes half a millisecond."""
+
+Result = TypeVar("Result")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -64,7 +68,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         If the client goes away or its deadline passes, grpc cancels this coroutine, which closes it.
         """
         async with client_errors_as_status(context):
-            generation = await self._api.generate(convert.from_generate_request(message), caller_of(context))
+            body = await _off_loop(len(message.token_ids), convert.from_generate_request, message)
+            generation = await self._api.generate(body, caller_of(context))
             try:
                 await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
                 await _send_all(generation, context, self._write_s)
@@ -74,11 +79,13 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
         async with client_errors_as_status(context):
             body = {**_model_of(message), "prompt": message.prompt}
-            return pb.TokenizeResponse(token_ids=await self._api.tokenize(body, caller_of(context)))
+            ids = await self._api.tokenize(body, caller_of(context))
+            return await _off_loop(len(ids), lambda: pb.TokenizeResponse(token_ids=ids))
 
     async def Detokenize(self, message: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
         async with client_errors_as_status(context):
-            body = {**_model_of(message), "tokens": list(message.token_ids)}
+            tokens = await _off_loop(len(message.token_ids), convert.from_token_ids, message.token_ids)
+            body = {**_model_of(message), "tokens": tokens}
             return pb.DetokenizeResponse(text=await self._api.detokenize(body, caller_of(context)))
 
     async def ListModels(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: N802
@@ -86,6 +93,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             return pb.ListModelsResponse(
                 models=[convert.to_model(model) for model in await self._api.models(caller_of(context))]
             )
+
+
+async def _off_loop(num_ids: int, work: Callable[..., Result], *args: Any) -> Result:
+    """Return `work(*args)`, which converts so many token ids: in a thread if they are many."""
+    return work(*args) if num_ids <= INLINE_IDS else await asyncio.to_thread(work, *args)
 
 
 async def _send_all(generation: GenerateStream, context: Context, write_s: float) -> None:

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from baton.core.errors import Code, Failure, Reason, Refused
+from baton.rpc.client_message import decode_message
 from baton.rpc.grpc_status import abort, client_metadata
 
 AUTHORIZATION_KEY = "authorization"
@@ -47,15 +48,20 @@ class ReceiveGate:
         self._hold = hold
         self._on_refused = on_refused
 
-    async def receive(self, messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        """Return the message of a call. Aborts the call if it is refused or sends no message in time."""
+    async def receive(
+        self, messages: Any, context: grpc.aio.ServicerContext[Any, Any], decode: Callable[[bytes], Any]
+    ) -> Any:
+        """Return the decoded message of a call.
+
+        Aborts the call if it is refused, sends no message in time, or one with too many fields.
+        """
         metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
         try:
             self._check(str(metadata.get(AUTHORIZATION_KEY, "")))
             with self._hold_waiting():
                 async with asyncio.timeout(self._receive_s), self._slots:
                     with self._hold():
-                        return await anext(messages)
+                        return await decode_message(await anext(messages), decode)
         except Refused as refused:
             await self._refuse(context, refused.failure)
         except TimeoutError:
@@ -91,7 +97,7 @@ class CheckBeforeReading(grpc.aio.ServerInterceptor):
         serve = handler.unary_stream or handler.unary_unary
 
         async def receive_and_serve(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            message = await self._gate.receive(messages, context)
+            message = await self._gate.receive(messages, context, handler.request_deserializer)
             return await serve(message, context)
 
         make = (
@@ -101,6 +107,6 @@ class CheckBeforeReading(grpc.aio.ServerInterceptor):
         )
         return make(
             receive_and_serve,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=None,  # the gate decodes
             response_serializer=handler.response_serializer,
         )

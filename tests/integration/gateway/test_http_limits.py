@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Code, Failure, Reason
+from baton.gateway.http.http_pipelining import HEAD_PIECE_BYTES, MAX_PIPELINED
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, request_bytes, stream_events
 from tests.invalid_requests import INVALID_JSON, WRONG_CONTENT_TYPES
 from tests.unit.gateway.fakes import until
@@ -24,6 +25,41 @@ HELLO_PROMPT = b"user: hello\nassistant: "
 async def gateway() -> AsyncIterator[HttpGateway]:
     async with http_gateway(*PD) as g:
         yield g
+
+
+GET_HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.fault("F-37")
+async def test_pipelined_requests_are_parsed_as_responses_leave(gateway: HttpGateway) -> None:
+    """A connection that sends thousands of requests at once holds only some of them."""
+    number, longest, received = 4000, 0, bytearray()
+    connection = await gateway.connect()
+    sending = asyncio.create_task(connection.send(GET_HEALTH * number))
+    while received.count(b"HTTP/1.1 200 OK") < number:
+        received += await connection.reader.read(2**16)
+        longest = max([longest, *(len(each.pipeline) for each in gateway.server.connections)])
+    await sending
+    assert 1 < longest <= MAX_PIPELINED + HEAD_PIECE_BYTES // len(GET_HEALTH) + 1
+    await connection.close()
+
+
+async def test_requests_that_follow_an_unanswered_one_are_not_read(gateway: HttpGateway) -> None:
+    """The gateway reads no more of a connection until an earlier response has been sent."""
+    for worker in gateway.cluster.scheduler.workers:
+        worker.prefill_s = 3.0
+    connection = await gateway.connect()
+    body = json.dumps({"prompt": "x"}).encode()
+    sending = asyncio.create_task(connection.send(request_bytes(COMPLETIONS, body) + GET_HEALTH * 300_000))
+    await until(lambda: any(len(each.pipeline) >= MAX_PIPELINED for each in gateway.server.connections))
+    await asyncio.sleep(0.3)
+    (waiting,) = [each for each in gateway.server.connections if each.pipeline]
+    assert len(waiting.pipeline) <= MAX_PIPELINED + HEAD_PIECE_BYTES // len(GET_HEALTH) + 1
+    assert len(waiting._unparsed) < 2**20
+    assert not sending.done()
+    sending.cancel()
+    connection.writer.transport.abort()
+    await until_no_open_jobs(gateway)
 
 
 async def until_no_open_jobs(gateway: HttpGateway) -> None:

@@ -1,6 +1,7 @@
 """Decoding in pieces gives what `json.loads` gives."""
 
 import json
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from baton.gateway.input import json_pieces
 from tests.scale import sized
 
+MAX_VALUES = 100_000
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()
 )
@@ -20,7 +22,7 @@ VALUES = st.recursive(
     max_leaves=30,
 )
 INDENTS = st.sampled_from([None, 0, 3])
-PIECES = st.sampled_from([1, 2, 7, 40, 1000])
+PIECES = st.sampled_from([1, 2, 7, 40, 47, 1000])
 
 
 def outcome(decode: Callable[[str], Any], text: str) -> object:
@@ -33,7 +35,9 @@ def outcome(decode: Callable[[str], Any], text: str) -> object:
 
 
 def in_pieces(text: str, num_chars: int) -> Any:
-    return json_pieces.loads(text, object_pairs_hook=dict, parse_constant=refuse, piece_chars=num_chars)
+    return json_pieces.loads(
+        text, object_pairs_hook=dict, parse_constant=refuse, max_values=MAX_VALUES, piece_chars=num_chars
+    )
 
 
 def refuse(name: str) -> Any:
@@ -74,3 +78,77 @@ def test_error_names_the_position_in_the_whole_text(text: str, position: int) ->
     with pytest.raises(json.JSONDecodeError) as error:
         in_pieces(text, 20)
     assert error.value.pos == position
+
+
+STRING_PARTS = st.sampled_from(
+    [
+        "a",
+        "é",
+        "\\n",
+        "\\\\",
+        '\\"',
+        "\\u0041",
+        "\\ud83d",
+        "\\ude00",
+        "\\ud83d\\ude00",
+        "ud83d",
+        "\\u12",
+        "\t",
+        "\\x",
+        '"',
+    ]
+)
+STRINGS = st.lists(STRING_PARTS, max_size=8).map("".join).flatmap(lambda unit: st.integers(1, 40).map(unit.__mul__))
+
+
+@settings(max_examples=sized(300, 20_000), deadline=None)
+@given(STRINGS, STRINGS, PIECES)
+def test_long_string_is_decoded_or_refused_as_by_json(first: str, second: str, num_chars: int) -> None:
+    text = f'["{first}{second}", {{"{second}": "{first}"}}]'
+    expected = outcome(lambda t: json.loads(t, object_pairs_hook=dict, parse_constant=refuse), text)
+    assert outcome(lambda t: in_pieces(t, num_chars), text) == expected
+
+
+class RecordingDecoder(json.JSONDecoder):
+    """A decoder that records the characters of each call."""
+
+    longest = 0
+
+    def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+        value, end = super().raw_decode(s, idx)
+        RecordingDecoder.longest = max(RecordingDecoder.longest, end - idx)
+        return value, end
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["a" * 10_000, "\u20ac" * 10_000, {"k" * 10_000: [1.5] * 5000}, [7] * 5000, {"a": {"b": "c" * 10_000, "d": 1}}],
+    ids=["string", "escapes", "key and fractions", "ids", "object"],
+)
+def test_no_call_of_the_decoder_gets_much_text(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json, "JSONDecoder", RecordingDecoder)
+    RecordingDecoder.longest = 0
+    assert in_pieces(json.dumps(value), 1000) == (array("I", value) if value == [7] * 5000 else value)
+    assert 0 < RecordingDecoder.longest <= 1002
+
+
+def test_long_list_of_token_ids_is_an_array() -> None:
+    ids = list(range(json_pieces.MIN_ARRAY_ITEMS))
+    assert in_pieces(json.dumps([ids, ids[1:], [*ids, 0.5]]), 100) == [array("I", ids), ids[1:], [*ids, 0.5]]
+    assert in_pieces(json.dumps([*ids, 2**32]), 100) == [*ids, 2**32]
+    assert in_pieces(json.dumps([*ids, -1]), 100) == [*ids, -1]
+
+
+@pytest.mark.parametrize(
+    ("unit", "number"), [('"",', 1), ("1.5,", 1), ("-1,", 1), ("null,", 1), ("[1,2],", 2), ('{"a":"b"},', 2)]
+)
+def test_values_are_counted(unit: str, number: int) -> None:
+    def decode(max_values: int) -> Any:
+        text = "[" + unit * 50 + "0.5]"
+        return json_pieces.loads(
+            text, object_pairs_hook=dict, parse_constant=refuse, max_values=max_values, piece_chars=20
+        )
+
+    assert decode(50 * number + 1)
+    with pytest.raises(json_pieces.TooManyValues):
+        decode(50 * number)

@@ -162,7 +162,7 @@ def test_default_max_tokens_is_the_remaining_context() -> None:
 
 def test_text_that_cannot_fit_is_not_tokenized() -> None:
     class FailingTokenizer(ByteTokenizer):
-        async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        async def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> Any:
             raise AssertionError("encoded")
 
     checked = Validator(
@@ -183,7 +183,7 @@ def test_text_with_a_too_long_beginning_is_not_tokenized_completely(body: dict[s
     encoded: list[int] = []
 
     class CountingTokenizer(ByteTokenizer):
-        async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        async def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> Any:
             encoded.append(len(text))
             return await super().encode(text, add_special_tokens=add_special_tokens)
 
@@ -208,7 +208,7 @@ def test_text_with_a_too_long_beginning_is_not_tokenized_completely(body: dict[s
 
 def test_long_text_with_long_tokens_is_accepted_if_it_fits() -> None:
     class LongTokenTokenizer(ByteTokenizer):
-        async def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        async def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> Any:
             return await super().encode(text[: len(text) // 20])
 
         def min_tokens_of(self, num_bytes: int) -> int:

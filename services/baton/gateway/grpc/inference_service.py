@@ -45,7 +45,12 @@ class InferenceService:
             received_s = asyncio.get_running_loop().time()
             with self._service.hold_slot(identity):
                 call = await self._service.validator.call(
-                    Endpoint.GRPC, body, caller, received_s=received_s, identity=identity
+                    Endpoint.GRPC,
+                    body,
+                    caller,
+                    received_s=received_s,
+                    num_body_bytes=len(prompt) if isinstance(prompt := body.get("prompt"), str) else 0,
+                    identity=identity,
                 )
         except Refused as refused:
             self._service.count_result(Endpoint.GRPC.value, refused.failure)

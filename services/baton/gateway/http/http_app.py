@@ -4,6 +4,7 @@ For a streamed response, one task runs the call and a second one writes its even
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from baton.gateway.http.asgi_io import (
     respond_in_pieces,
     respond_json,
 )
+from baton.gateway.http.id_json import format_many_ids, repeated_prompts
 from baton.gateway.http.non_streaming import NonStreamingResponse
 from baton.gateway.http.openai_errors import Headers, error_body, error_event, error_headers, param_of
 from baton.gateway.http.slow_clients import ReadLimit, connection_of, cut_connection, cut_if_slow_reader
@@ -42,6 +44,8 @@ Handler = Callable[["HttpExchange"], Awaitable[None]]
 _CLIENT_DISCONNECTED = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has disconnected")
 MIN_READ_RATE = 16 * 1024
 """Bytes per second that a client must read of a response whose call has ended."""
+INLINE_TEXT = 128 * 1024
+"""A longer text is encoded as JSON in a thread. This length takes a millisecond or less."""
 DECISIONS = "/debug/decisions/"
 MODELS = "/v1/models/"
 
@@ -180,7 +184,8 @@ class HttpApp:
         return self._service.budget.reserve(Account.RECEIVING, 0, "the body")
 
     async def _non_streaming(self, exchange: HttpExchange, call: ClientCall) -> None:
-        with NonStreamingResponse(call, self._service.tokenizer, self._service.budget) as response:
+        prompts = await repeated_prompts(call)
+        with NonStreamingResponse(call, self._service.tokenizer, self._service.budget, prompts) as response:
             async with WhileConnected(exchange.receive):
                 outcome = await self._service.run(call, response)
             self._count(exchange, None)
@@ -195,12 +200,14 @@ class HttpApp:
         The response starts with the first event, so that a failure before it gets its own status code.
         """
 
+        prompts = await repeated_prompts(call)
+
         def cut(failure: Failure) -> None:
             events.drop()
             cut_connection(exchange.scope, failure)
 
         unread = self._service.unread.open(cut)
-        events = EventStream(call, self._service.tokenizer, unread)
+        events = EventStream(call, self._service.tokenizer, unread, prompts)
         try:
             async with WhileConnected(exchange.receive):
                 run = asyncio.create_task(self._service.run(call, events))
@@ -265,14 +272,17 @@ class HttpApp:
         """Convert text or messages to token ids."""
         with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
             ids = await tokenize_body(self._service.validator, await self._body(exchange))
-        response = {"count": len(ids), "max_model_len": self._service.view.max_model_len, "tokens": list(ids)}
-        await respond_json(exchange.send, 200, response)
+        (tokens,) = await format_many_ids(ids)
+        begin = json.dumps({"count": len(ids), "max_model_len": self._service.view.max_model_len})[:-1]
+        await respond(exchange.send, 200, f'{begin}, "tokens": {tokens}}}'.encode())
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
         """Convert token ids to text."""
         with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
             text = await detokenize_body(self._service.validator, await self._body(exchange))
-        await respond_json(exchange.send, 200, {"prompt": text})
+        is_long = len(text) > INLINE_TEXT
+        body = await asyncio.to_thread(json.dumps, {"prompt": text}) if is_long else json.dumps({"prompt": text})
+        await respond(exchange.send, 200, body.encode())
 
     async def _health(self, exchange: HttpExchange) -> None:
         """Report whether the gateway process is alive."""

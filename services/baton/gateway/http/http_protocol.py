@@ -14,6 +14,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.core.errors import Code, Failure, Reason
 from baton.core.request_limits import MAX_HEAD_BYTES
+from baton.gateway.http.http_pipelining import (
+    BODY_PIECE_BYTES,
+    HEAD_PIECE_BYTES,
+    MAX_PIPELINED,
+    PipelineFlow,
+    UnparsedBytes,
+)
 from baton.gateway.http.openai_errors import error_body
 from baton.runtime.logging import get_logger
 from baton.runtime.process.byte_budget import OverBudget
@@ -54,10 +61,12 @@ class GatewayProtocol(HttpToolsProtocol):
         self._overhead_bytes = 0
         self._unsent_bytes = 0
         self._num_checks_without_progress = 0
+        self._unparsed = UnparsedBytes()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_buffer = self.heads.open(self._refuse_head)
+        self.flow = PipelineFlow(transport, lambda: not self._unparsed)
         self._arm()
         if len(self.connections) > self.max_connections:
             self._refuse(
@@ -71,9 +80,30 @@ class GatewayProtocol(HttpToolsProtocol):
         self._disarm()
         if self._head_buffer is not None:
             self._head_buffer.close()
+        self._unparsed.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Take received bytes. They are parsed when few enough requests wait for their response."""
+        self._unparsed.add(data)
+        self._parse()
+
+    def on_response_complete(self) -> None:
+        """Continue with the next request."""
+        super().on_response_complete()
+        self._parse()
+        if not self.transport.is_closing():
+            self.flow.resume_reading()  # uvicorn's own call had no effect while bytes were not parsed
+
+    def _parse(self) -> None:
+        while self._unparsed and len(self.pipeline) < MAX_PIPELINED and not self.transport.is_closing():
+            self._parse_piece(self._unparsed.take(HEAD_PIECE_BYTES if self._in_head else BODY_PIECE_BYTES))
+        if self.transport.is_closing():
+            self._unparsed.clear()
+        elif self._unparsed:
+            self.flow.pause_reading()
+
+    def _parse_piece(self, data: bytes) -> None:
         if self._deadline is None:
             self._arm()
         if self._in_head:

@@ -5,7 +5,7 @@ end would delay all other requests. The text is held as bytes until the response
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring
 from types import TracebackType
 from typing import Any, Self
@@ -90,8 +90,8 @@ class _CollectedChoice:
         """Bytes of all collected text."""
         return len(self._text) + self.token_ids.num_bytes + sum(each.num_bytes for each in self.logprobs.values())
 
-    def parts(self, index: int, prompt_ids: list[int] | None) -> Iterator[bytes | bytearray]:
-        """Yield the text of the choice object. `prompt_ids` are repeated in it unless None."""
+    def parts(self, index: int, prompt_ids: bytes | None) -> Iterator[bytes | bytearray]:
+        """Yield the text of the choice object. `prompt_ids`, a JSON list, is repeated in it unless None."""
         is_chat = self._call.endpoint.is_chat
         yield b'{"index": %d, ' % index
         yield b'"message": {"role": "assistant", "content": "' if is_chat else b'"text": "'
@@ -109,7 +109,8 @@ class _CollectedChoice:
             yield b', "token_ids": '
             yield from self.token_ids.parts()
         if prompt_ids is not None:
-            yield b', "prompt_token_ids": ' + json.dumps(prompt_ids).encode()
+            yield b', "prompt_token_ids": '
+            yield prompt_ids
         yield b"}"
 
 
@@ -120,9 +121,13 @@ class NonStreamingResponse:
     `finish`, then `pieces`.
     """
 
-    def __init__(self, call: ClientCall, tokenizer: Tokenizer, budget: ByteBudget) -> None:
-        """Reserve memory. Raises OverBudget if there is too little."""
+    def __init__(self, call: ClientCall, tokenizer: Tokenizer, budget: ByteBudget, prompts: Sequence[str]) -> None:
+        """Reserve memory. Raises OverBudget if there is too little.
+
+        prompts: the JSON lists of the prompts' token ids, if the response repeats them.
+        """
         self._call = call
+        self._prompts = [prompt.encode() for prompt in prompts]
         self._fields = ObjectFields(call)
         self._choices = [_CollectedChoice(call, tokenizer) for _ in range(len(call.requests) * call.n)]
         self._num_bytes = 0
@@ -169,11 +174,13 @@ class NonStreamingResponse:
         for index, choice in enumerate(self._choices):
             if index:
                 yield b", "
-            prompt_ids = self._call.requests[index // self._call.n].token_ids
-            yield from choice.parts(index, list(prompt_ids) if has_ids and not is_chat else None)
+            prompt_ids = self._prompts[index // self._call.n] if has_ids and not is_chat else None
+            yield from choice.parts(index, prompt_ids)
         ending: dict[str, Any] = {"usage": usage_object(outcome.usage)}
         if outcome.timeline:
             ending["baton"] = timeline_object(outcome.timeline)
+        yield b"], " + json.dumps(ending, ensure_ascii=False)[1:-1].encode()
         if has_ids and is_chat:
-            ending["prompt_token_ids"] = list(self._call.requests[0].token_ids)
-        yield b"], " + json.dumps(ending, ensure_ascii=False)[1:].encode()
+            yield b', "prompt_token_ids": '
+            yield self._prompts[0]
+        yield b"}"

@@ -6,6 +6,7 @@ The fixed parts of an event are built once per response, so one event takes abou
 import asyncio
 import json
 from collections import deque
+from collections.abc import Sequence
 from json.encoder import encode_basestring
 
 from baton.core.client_api import ChoiceDelta
@@ -28,12 +29,16 @@ class EventStream:
     Events that arrive together leave in one write of about `PIECE_BYTES`.
     """
 
-    def __init__(self, call: ClientCall, tokenizer: Tokenizer, unread: UnreadOutput) -> None:
-        """Create the stream. `unread` counts the events that are not written yet."""
+    def __init__(self, call: ClientCall, tokenizer: Tokenizer, unread: UnreadOutput, prompts: Sequence[str]) -> None:
+        """Create the stream.
+
+        unread: counts the events that are not written yet.
+        prompts: the JSON lists of the prompts' token ids, if the response repeats them.
+        """
         self._is_chat = call.endpoint.is_chat
         self._options = call.output_options
         self._has_logprobs = call.num_logprobs is not None
-        self._prompts = [request.token_ids for request in call.requests]
+        self._prompts = prompts
         self._n = call.n
         self._tokenizer = tokenizer
         self._unread = unread
@@ -115,7 +120,7 @@ class EventStream:
         if self._options.return_token_ids:
             more = f',"token_ids":{list(choice.token_ids)}'
             if is_first:
-                prompt = f',"prompt_token_ids":{list(self._prompts[choice.index // self._n])}'
+                prompt = f',"prompt_token_ids":{self._prompts[choice.index // self._n]}'
                 if self._is_chat:  # vLLM puts it next to the choices for chats, and inside the choice for completions
                     end = "}]" + prompt + end[2:]
                 else:

@@ -8,6 +8,7 @@ from baton.core.request_limits import printable
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_policy import Unimplemented
 from baton.gateway.input.field_reader import as_object, check, check_count, check_text, refuse_unknown_fields
+from baton.gateway.input.json_pieces import JSON_LISTS
 from baton.gateway.text.chat_template import Message
 
 ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -29,7 +30,7 @@ _NOT_IN_MESSAGES: Mapping[str, Unimplemented] = {
 def parse_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
     """Return the validated `messages` of a chat request. Raises InvalidField."""
     messages = body.get("messages")
-    if not isinstance(messages, list | tuple):
+    if not isinstance(messages, JSON_LISTS):
         what = "is missing" if messages is None else f"is {printable(messages)}; must be a list"
         raise InvalidField("messages", f"messages {what}; send at least one message with a role and a content")
     if not messages:
@@ -59,7 +60,7 @@ def _content(place: str, content: object) -> str:
     if isinstance(content, str):
         check_text(place, content)
         return content
-    if not isinstance(content, list | tuple) or not content:
+    if not isinstance(content, JSON_LISTS) or not content:
         given = "an empty list" if content == [] or content == () else printable(content)
         raise InvalidField(place, f"{place} is {given}; must be a string or a list of text parts")
     return "\n".join(_part(f"{place}[{index}]", part) for index, part in enumerate(content))

@@ -11,6 +11,7 @@ from baton.core.errors import Reason
 from baton.core.request_limits import LIMITS, OutOfLimits, printable
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_policy import LABELS, Unimplemented
+from baton.gateway.input.json_pieces import JSON_LISTS
 
 
 class FieldReader:
@@ -33,7 +34,7 @@ class FieldReader:
         values = self._body.get(name)
         if values is None:
             return ()
-        if not isinstance(values, list | tuple):
+        if not isinstance(values, JSON_LISTS):
             raise InvalidField(name, f"{name} is {printable(values)}; must be a list")
         check_count(name, len(values))
         for value in values:

@@ -1,21 +1,47 @@
 """Decodes a large JSON text in small pieces, so that other threads run in between.
 
-`json.loads` holds the interpreter's lock while it decodes a list of numbers or of lists, for 0.3 s if the
-text has 12 MiB. Here each call of the C decoder gets at most `PIECE_CHARS` characters of such a list.
+`json.loads` holds the interpreter's lock while it decodes a list of numbers, or a long string, for 0.3 s if
+the text has 12 MiB. Here each call of the C decoder gets at most `PIECE_CHARS` characters.
+
+A long list of token ids becomes an `array`, because a list takes up to nine times its memory. All other
+values are counted, and their number is bounded.
 """
 
 import json
 import re
+from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, TypeAlias
+
+from baton.core.errors import BatonError
+from baton.core.request_limits import U32_MAX
 
 PIECE_CHARS = 32 * 1024
 """Characters per call of the C decoder, about a millisecond."""
+MIN_ARRAY_ITEMS = 1024
+"""A list of token ids becomes an array if it has at least this many. Fields other than prompts have fewer."""
+MIN_STRING_CHARS = 32
+"""Smallest piece of a string."""
+INCOMPLETE_CHARS = 12
+"""A piece may end with this many characters that belong to the next one: half of an escaped surrogate pair,
+and a part of the other half."""
+JSON_LISTS: Final = (list, tuple, array)
+"""Types of a list in a decoded body. gRPC messages have tuples."""
 _SPACE = re.compile(r"[ \t\n\r]*+")
 _NUMBERS = re.compile(r"[-+0-9.eE, \t\n\r]*+")
 """Matches text that can only be numbers of a list."""
 _FLAT_OBJECT = re.compile(r'\{(?:[^"\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+\}', re.DOTALL)
 """Matches an object without lists and objects in it."""
+_STRING_PART = re.compile(r'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4}))*+')
+"""Matches characters and complete escapes of a string."""
+_ENDS_WITH_HALF_A_PAIR = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9A-Fa-f]{2}\Z")
+_HALF_CHARS = len("\\ud800")
+
+_Values: TypeAlias = "list[Any] | array[int]"
+
+
+class TooManyValues(BatonError):
+    """A text has more values than allowed."""
 
 
 def loads(
@@ -23,11 +49,17 @@ def loads(
     *,
     object_pairs_hook: Callable[..., Any],
     parse_constant: Callable[[str], Any],
+    max_values: int,
     piece_chars: int = PIECE_CHARS,
 ) -> Any:
-    """Decode a text as `json.loads` does. Its depth must be bounded. Raises ValueError for the same texts."""
+    """Decode a text as `json.loads` does, but long lists of token ids as arrays. Its depth must be bounded.
+
+    max_values: largest number of strings, numbers and constants. Ids in an array do not count.
+
+    Raises ValueError for the same texts, and TooManyValues.
+    """
     decoder = json.JSONDecoder(object_pairs_hook=object_pairs_hook, parse_constant=parse_constant)
-    pieces = _Pieces(text, decoder, piece_chars)
+    pieces = _Pieces(text, decoder, max_values, piece_chars)
     value, end = pieces.value(pieces.skip_space(0))
     if (end := pieces.skip_space(end)) != len(text):
         raise json.JSONDecodeError("Extra data", text, end)
@@ -37,41 +69,98 @@ def loads(
 class _Pieces:
     """Decodes containers in Python, and their elements in C. Methods return values and the position after."""
 
-    def __init__(self, text: str, decoder: json.JSONDecoder, piece_chars: int) -> None:
+    def __init__(self, text: str, decoder: json.JSONDecoder, max_values: int, piece_chars: int) -> None:
         self._text = text
         self._decoder = decoder
+        self._values_left = max_values
         self._piece_chars = piece_chars
 
     def skip_space(self, at: int) -> int:
-        match = _SPACE.match(self._text, at)
-        assert match is not None
-        return match.end()
+        while True:
+            match = _SPACE.match(self._text, at, at + self._piece_chars)
+            assert match is not None
+            if match.end() - at < self._piece_chars:
+                return match.end()
+            at = match.end()
 
     def value(self, at: int) -> tuple[Any, int]:
-        """Decode the value that begins at `at`."""
+        """Decode the value that begins at `at`. A token id is counted by its list, if at all."""
         begin = self._text[at : at + 1]
         if begin == "[":
             return self._list(at + 1)
+        if begin == '"':
+            return self._string(at)
         if begin == "{" and _FLAT_OBJECT.match(self._text, at, at + self._piece_chars) is None:
             return self._object(at + 1)
-        return self._decoder.raw_decode(self._text, at)
+        value, end = self._decoder.raw_decode(self._text, at)
+        if begin == "{":
+            self._count(2 * len(value))
+        elif not _are_token_ids([value]):
+            self._count(1)
+        return value, end
 
-    def _list(self, at: int) -> tuple[list[Any], int]:
-        values: list[Any] = []
+    def _count(self, num_values: int) -> None:
+        self._values_left -= num_values
+        if self._values_left < 0:
+            raise TooManyValues("the text has too many values")
+
+    def _string(self, at: int) -> tuple[str, int]:
+        """Decode a string. Errors are found by the C decoder, which stops at the first one."""
+        self._count(1)
+        parts: list[str] = []
+        chars, end = max(self._piece_chars, MIN_STRING_CHARS), at + 1
+        while True:
+            match = _STRING_PART.match(self._text, end, end + chars)
+            assert match is not None
+            if self._text[match.end() : match.end() + 1] == '"' and not parts:
+                return self._decoder.raw_decode(self._text, at)
+            part = match[0]
+            if is_last := match.end() < end + chars - INCOMPLETE_CHARS or match.end() >= len(self._text):
+                if self._text[match.end() : match.end() + 1] != '"':
+                    self._decoder.raw_decode(self._text, at)  # raises the error
+            elif _ENDS_WITH_HALF_A_PAIR.search(part):
+                part = part[:-_HALF_CHARS]
+            parts.append(self._decoder.decode(f'"{part}"'))
+            end += len(part)
+            if is_last:
+                return "".join(parts), end + 1
+
+    def _list(self, at: int) -> tuple[_Values, int]:
+        """Decode the elements of a list: as an array for as long as they are token ids."""
+        values: _Values = array("I")
         at = self.skip_space(at)
         if self._text[at : at + 1] == "]":
-            return values, at + 1
+            return [], at + 1
         while True:
             numbers, at = self._numbers(at)
-            values += numbers
-            value, at = self.value(self.skip_space(at))
-            values.append(value)
+            values = self._extended(values, numbers)
+            begin = self.skip_space(at)
+            value, at = self.value(begin)
+            values = self._extended(values, [value])
             at = self.skip_space(at)
             if (after := self._text[at : at + 1]) == "]":
-                return values, at + 1
+                return self._list_or_array(values), at + 1
             if after != ",":
                 raise json.JSONDecodeError("Expecting ',' delimiter", self._text, at)
             at = self.skip_space(at + 1)
+
+    def _list_or_array(self, values: _Values) -> _Values:
+        """Return a complete list: as an array only if it is a long list of token ids."""
+        if len(values) >= MIN_ARRAY_ITEMS or isinstance(values, list):
+            return values
+        self._count(len(values))
+        return values.tolist()
+
+    def _extended(self, values: _Values, more: list[Any]) -> _Values:
+        """Append elements, to a new list if not all are token ids. Elements of an array do not count."""
+        if isinstance(values, array):
+            if _are_token_ids(more):
+                values.extend(array("I", more))
+                return values
+            self._count(len(values))
+            values = values.tolist()
+        values += more
+        return values
 
     def _numbers(self, at: int) -> tuple[list[Any], int]:
         """Decode as many numbers as have a comma behind them in the next piece."""
@@ -81,11 +170,13 @@ class _Pieces:
         if end < 0:
             return [], at
         try:
-            numbers = self._decoder.decode(f"[{self._text[at:end]}]")
+            numbers: list[Any] = self._decoder.decode(f"[{self._text[at:end]}]")
         except json.JSONDecodeError as error:
             raise json.JSONDecodeError(error.msg, self._text, at + error.pos - 1) from None
         if not numbers:  # only a comma
             raise json.JSONDecodeError("Expecting value", self._text, end)
+        if not _are_token_ids(numbers):
+            self._count(len(numbers))
         return numbers, end + 1
 
     def _object(self, at: int) -> tuple[Any, int]:
@@ -96,7 +187,7 @@ class _Pieces:
         while True:
             if self._text[at : at + 1] != '"':
                 raise json.JSONDecodeError("Expecting property name enclosed in double quotes", self._text, at)
-            key, at = self._decoder.raw_decode(self._text, at)
+            key, at = self._string(at)
             at = self.skip_space(at)
             if self._text[at : at + 1] != ":":
                 raise json.JSONDecodeError("Expecting ':' delimiter", self._text, at)
@@ -112,3 +203,8 @@ class _Pieces:
     def _made(self, pairs: list[tuple[str, Any]]) -> Any:
         assert self._decoder.object_pairs_hook is not None
         return self._decoder.object_pairs_hook(pairs)
+
+
+def _are_token_ids(values: list[Any]) -> bool:
+    """True if all values are integers of 32 bits without a sign."""
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= U32_MAX

@@ -4,6 +4,7 @@ Used for HTTP and gRPC. Errors are `InvalidField` with a message that names the 
 remedy.
 """
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ from baton.gateway.input.field_reader import (
     check_text,
     refuse_unknown_fields,
 )
+from baton.gateway.input.json_pieces import JSON_LISTS
 from baton.gateway.text.chat_template import Message
 
 Prompt: TypeAlias = "str | TokenIds"
@@ -132,14 +134,14 @@ def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return (_prompt(prompt),)
-    if not isinstance(prompt, list | tuple):
+    if not isinstance(prompt, JSON_LISTS):
         what = "missing" if prompt is None else printable(prompt)
         raise InvalidField("prompt", f"prompt is {what}; must be a string, a list of token ids, or a list of either")
     if not prompt:
         raise InvalidField("prompt", "prompt is an empty list; send at least one prompt or token id")
-    if isinstance(prompt[0], str | list | tuple):
+    if isinstance(prompt[0], (str, *JSON_LISTS)):
         check_count("prompt", len(prompt))
-        kind = str if isinstance(prompt[0], str) else (list, tuple)
+        kind = str if isinstance(prompt[0], str) else JSON_LISTS
         if not all(isinstance(item, kind) for item in prompt):
             raise InvalidField("prompt", "prompt mixes strings and lists of token ids; send only one kind in a list")
         return tuple(_prompt(item) for item in prompt)
@@ -155,6 +157,8 @@ def _prompt(prompt: Any) -> Prompt:
     if not prompt:
         raise InvalidField("prompt", "prompt is empty; send at least one token id")
     check_count("token_ids", len(prompt), "prompt")
+    if isinstance(prompt, array):
+        return prompt
     if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) > U32_MAX:
         for item in prompt:
             check("token_ids", item, "prompt")

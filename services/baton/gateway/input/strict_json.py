@@ -3,17 +3,19 @@
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from baton.core.errors import invalid
-from baton.core.request_limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, printable
+from baton.core.request_limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, MAX_JSON_VALUES, printable
 from baton.gateway.input import json_pieces
+from baton.gateway.input.json_pieces import PIECE_CHARS
 
 INLINE_BODY_BYTES = 32 * 1024
 """A larger body is parsed and validated in a thread. This size takes a millisecond or two."""
-_BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([\[{])|([\]}])', re.DOTALL)
-"""Matches a string, or a bracket outside of a string. A string without a closing quote matches too. Otherwise
-the search would try each later quote as a beginning and read to the end of the text every time."""
+_QUOTE_OR_BRACKET = re.compile(r'["\[{\]}]')
+_IN_STRING = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
+"""Matches characters and complete escapes of a string, up to its closing quote."""
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -27,7 +29,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise invalid(f"the body is not valid UTF-8 at byte {error.start}; send UTF-8") from error
     _check_depth(text)
     try:
-        value = json_pieces.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+        value = json_pieces.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant, max_values=MAX_JSON_VALUES
+        )
+    except json_pieces.TooManyValues as error:
+        raise invalid(f"the body has more than {MAX_JSON_VALUES} strings and numbers; send several requests") from error
     except json.JSONDecodeError as error:
         raise invalid(
             f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
@@ -54,17 +60,39 @@ def _check_depth(text: str) -> None:
     if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
         return
     depth = num_containers = 0
-    for match in _BRACKETS.finditer(text):
-        opens, closes = match.groups()
-        if opens:
+    for bracket in _brackets(text):
+        if bracket in "[{":
             depth += 1
             num_containers += 1
             if depth > MAX_JSON_DEPTH:
                 raise invalid(f"the body is nested too deeply; at most {MAX_JSON_DEPTH} levels are allowed")
             if num_containers > MAX_JSON_CONTAINERS:
                 raise invalid(f"the body has more than {MAX_JSON_CONTAINERS} objects and lists; send several requests")
-        elif closes:
+        else:
             depth -= 1
+
+
+def _brackets(text: str) -> Iterator[str]:
+    """Yield the brackets outside of strings. Each call of the expression gets a piece of the text."""
+    at, length, is_string = 0, len(text), False
+    while at < length:
+        if is_string:
+            match = _IN_STRING.match(text, at, at + PIECE_CHARS)
+            assert match is not None
+            at = match.end()
+            if text[at : at + 1] == '"':
+                is_string = False
+                at += 1
+            elif at + 1 >= length:
+                return  # the string has no end, or only half of an escape
+        elif found := _QUOTE_OR_BRACKET.search(text, at, at + PIECE_CHARS):
+            at = found.end()
+            if found[0] == '"':
+                is_string = True
+            else:
+                yield found[0]
+        else:
+            at += PIECE_CHARS
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

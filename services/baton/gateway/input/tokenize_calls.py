@@ -1,7 +1,8 @@
 """Implements /tokenize and /detokenize for HTTP and gRPC, with the field names of vLLM."""
 
 import asyncio
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.core.kv.block_hash import TokenIds, token_ids
@@ -9,7 +10,8 @@ from baton.core.request_limits import U32_MAX, printable
 from baton.gateway.input.chat_messages import parse_messages
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_reader import FieldReader, check, check_text, refuse_unknown_fields
-from baton.gateway.input.validation import MAX_CHARACTERS_PER_TOKEN, Validator
+from baton.gateway.input.json_pieces import JSON_LISTS
+from baton.gateway.input.validation import MAX_CHARACTERS_PER_TOKEN, Validator, largest_id
 
 _TOKENIZE = frozenset(("model", "prompt", "messages", "add_special_tokens"))
 _DETOKENIZE = frozenset(("model", "tokens"))
@@ -51,23 +53,29 @@ async def detokenize_body(validator: Validator, body: Mapping[str, Any]) -> str:
     refuse_unknown_fields(body, _DETOKENIZE, {})
     validator.check_model(FieldReader(body).value("model"))
     tokens = body.get("tokens")
-    if not isinstance(tokens, list):
+    if not isinstance(tokens, JSON_LISTS):
         raise InvalidField("tokens", f"tokens is {printable(tokens)}; must be a list of token ids")
     most = max(MAX_TOKENS, validator.max_model_len or 0)
     if len(tokens) > most:
         raise InvalidField(
             "tokens", f"tokens has {len(tokens)} ids; at most {most} are allowed in one call; send several calls"
         )
-    if not set(map(type, tokens)) <= {int} or not 0 <= min(tokens, default=0) <= max(tokens, default=0) <= U32_MAX:
-        for token in tokens:
-            check("token_ids", token, "tokens")
-    validator.check_vocabulary("tokens", max(tokens, default=0))
-    ids, detokenizer = token_ids(tokens), validator.tokenizer.detokenizer(skip_special_tokens=False)
+    ids = tokens if isinstance(tokens, array) else _checked_ids(tokens)
+    validator.check_vocabulary("tokens", largest_id(ids))
+    detokenizer = validator.tokenizer.detokenizer(skip_special_tokens=False)
     texts: list[str] = []
     for begin in range(0, len(ids), TOKENS_PER_YIELD):
         texts += map(detokenizer.put, ids[begin : begin + TOKENS_PER_YIELD])
         await asyncio.sleep(0)
     return "".join(texts) + detokenizer.flush()
+
+
+def _checked_ids(tokens: Sequence[Any]) -> TokenIds:
+    """Convert token ids. Raises InvalidField for the first value that is none."""
+    if not set(map(type, tokens)) <= {int} or not 0 <= min(tokens, default=0) <= max(tokens, default=0) <= U32_MAX:
+        for token in tokens:
+            check("token_ids", token, "tokens")
+    return token_ids(tokens)
 
 
 def _check_length(validator: Validator, name: str, text: str) -> None:

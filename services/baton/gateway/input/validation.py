@@ -27,6 +27,11 @@ COMPLETION_MAX_TOKENS = 16
 MAX_CHARACTERS_PER_TOKEN = 8
 """A text with more characters than this per token of the model's context is probably too long. Natural
 language has about four characters per token."""
+ITEMS_PER_YIELD = 8 * 1024
+"""Characters, or ids, of a call's prompts to tokenize before yielding to the event loop. They take up to 2
+ms."""
+EXACT_CHARACTERS = 16 * 1024
+"""A shorter text is always encoded whole, so the error for one that is too long has its number of tokens."""
 TRUNCATION_SLACK_TOKENS = 64
 """A text that is cut off may have this many more tokens than the same part of the complete text, because the
 word at the cut is tokenized differently. The value is a generous upper bound."""
@@ -146,7 +151,15 @@ class Validator:
         if parsed.messages:
             text = await self.tokenizer.chat_text(parsed.messages)
             return [await self.encoded(text, max_model_len, add_special_tokens=False)]
-        return [await self.tokens_of(prompt, max_model_len) for prompt in parsed.prompts]
+        prompts: list[TokenIds] = []
+        num_items = 0
+        for prompt in parsed.prompts:
+            if num_items > ITEMS_PER_YIELD:
+                await asyncio.sleep(0)
+                num_items = 0
+            prompts.append(await self.tokens_of(prompt, max_model_len))
+            num_items += len(prompt)
+        return prompts
 
     def check_model(self, name: str | None) -> None:
         """Raise Refused (404) if `name` is not the served model. None stands for the served model."""
@@ -169,17 +182,21 @@ class Validator:
         A long text is rejected by its length, or by the tokens of its beginning, before it is tokenized
         completely. Tokenizing takes about a second and 90 MB of memory per megabyte of text.
         """
-        if max_model_len is not None:
-            at_least = self.tokenizer.min_tokens_of(len(text) if text.isascii() else len(text.encode()))
-            beginning = text[: max_model_len * MAX_CHARACTERS_PER_TOKEN]
-            if at_least <= max_model_len and len(beginning) < len(text):
-                at_least = (
-                    len(await self.tokenizer.encode(beginning, add_special_tokens=add_special_tokens))
-                    - TRUNCATION_SLACK_TOKENS
-                )
-            if at_least > max_model_len:
-                raise _too_long(f"at least {at_least}", 1, max_model_len)
-        return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if max_model_len is None:
+            return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        at_least = self.tokenizer.min_tokens_of(len(text) if text.isascii() else len(text.encode()))
+        beginning = text[: max_model_len * MAX_CHARACTERS_PER_TOKEN]
+        if at_least <= max_model_len and len(beginning) < len(text):
+            ids = await self.tokenizer.encode(
+                beginning, add_special_tokens=add_special_tokens, max_tokens=max_model_len + TRUNCATION_SLACK_TOKENS
+            )
+            at_least = len(ids) - TRUNCATION_SLACK_TOKENS
+        if at_least <= max_model_len:
+            ids = await self.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_model_len)
+            if len(text) <= EXACT_CHARACTERS or len(ids) <= max_model_len:
+                return ids
+            at_least = len(ids)
+        raise _too_long(f"at least {at_least}", 1, max_model_len)
 
     def _request(
         self, parsed: ParsedRequest, tokens: TokenIds, model_limits: ModelLimits, received_s: float, deadline_s: float

@@ -78,7 +78,8 @@ class CachedBpeEncoder:
             re.compile(f"({'|'.join(map(re.escape, sorted(added, key=len, reverse=True)))})") if added else None
         )
         self._added_begin = {content[0] for content in added}
-        self._special = _special_tokens_around(rust)
+        self.special_tokens = _special_tokens_around(rust)
+        """Ids that the tokenizer adds before and after every text, as the bytes of an array."""
 
     @staticmethod
     def of(
@@ -106,7 +107,7 @@ class CachedBpeEncoder:
             ids = b"".join(map(self._cache.__getitem__, pre_tokens))
         except _TooManyNewPreTokens:
             return None
-        before, after = self._special if add_special_tokens else (b"", b"")
+        before, after = self.special_tokens if add_special_tokens else (b"", b"")
         result = array("I")
         result.frombytes(b"".join((before, ids, after)))
         return result

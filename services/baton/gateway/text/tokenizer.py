@@ -20,6 +20,7 @@ from baton.core.tokenizer_fingerprint import TOKENIZER_FILE, tokenizer_fingerpri
 from baton.gateway.text.bpe_cache import CachedBpeEncoder, Description, byte_level_alphabet
 from baton.gateway.text.chat_template import ChatTemplate, Message, read_json
 from baton.gateway.text.detokenizer import REPLACEMENT, BytesDetokenizer, Detokenizer, WindowDetokenizer
+from baton.gateway.text.text_pieces import TextCutter
 
 INLINE_CHARACTERS = 16 * 1024
 """Longer texts are encoded in a thread. This length takes about 3 ms, which delays every open stream."""
@@ -41,8 +42,13 @@ class Tokenizer(Protocol):
     max_model_len: int | None
     """Longest context of the model; None if its files do not say."""
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Return the token ids of a text. A long text does not block the event loop."""
+    async def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
+        """Return the token ids of a text. A long text does not block the event loop.
+
+        max_tokens: once there are more, the rest of the text may be left out.
+
+        Raises Refused (400) if the text has tens of thousands of characters without a word that ends.
+        """
         ...
 
     async def chat_text(self, messages: Sequence[Message]) -> str:
@@ -95,6 +101,7 @@ class HfTokenizer(Tokenizer):
         self._special = {id_ for id_, token in self._rust.get_added_tokens_decoder().items() if token.special}
         description: Description = json.loads(self._rust.to_str())
         self._bpe_cache = CachedBpeEncoder.of(self._rust, description)
+        self._cutter = None if self._bpe_cache is None else TextCutter(_added_tokens(self._rust))
         self._table = _bytes_table(self._rust, description)
         self._plain_table = self._table and [
             b"" if id_ in self._special else token for id_, token in enumerate(self._table)
@@ -102,14 +109,16 @@ class HfTokenizer(Tokenizer):
         self._max_token_bytes = _max_token_bytes(description, self._table)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+    async def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
         if self._bpe_cache is not None and len(text) <= INLINE_CACHED_CHARACTERS:
             ids = self._bpe_cache.encode(text, add_special_tokens=add_special_tokens)
             if ids is not None:
                 return ids
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._encode_long, text, add_special_tokens, max_tokens
+        )
 
     async def chat_text(self, messages: Sequence[Message]) -> str:
         template, loop = self._chat_template, asyncio.get_running_loop()
@@ -156,6 +165,19 @@ class HfTokenizer(Tokenizer):
         # encode() holds the GIL all the time; encode_batch_fast() releases it.
         return array("I", self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
+    def _encode_long(self, text: str, add_special_tokens: bool, max_tokens: int | None) -> TokenIds:
+        """Return the token ids of a long text, in pieces if the tokenizer is known to allow it."""
+        if self._bpe_cache is None or self._cutter is None:
+            return self._encode(text, add_special_tokens)
+        before, after = self._bpe_cache.special_tokens if add_special_tokens else (b"", b"")
+        ids = array("I", before)
+        for piece in self._cutter.pieces(text):
+            ids += self._encode(piece, add_special_tokens=False)
+            if max_tokens is not None and len(ids) > max_tokens:
+                return ids
+        ids.frombytes(after)
+        return ids
+
     def _has_text(self, token_id: int) -> bool:
         return self._rust.id_to_token(token_id) is not None
 
@@ -170,7 +192,7 @@ class ByteTokenizer(Tokenizer):
         self.max_model_len = max_model_len
         self._table = [bytes((id_,)) if id_ < 256 else f"<{id_}>".encode() for id_ in range(vocab_size - 1)]
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+    async def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
         return array("I", list(text.encode()))  # array() would interpret bytes as the memory of its items
 
     async def chat_text(self, messages: Sequence[Message]) -> str:
@@ -204,6 +226,10 @@ def _bytes_table(rust: RustTokenizer, description: Description) -> list[bytes | 
     byte_of = {character: byte for byte, character in byte_level_alphabet().items()}
     names = {id_: name for name, id_ in rust.get_vocab(with_added_tokens=True).items()}
     return [_token_bytes(names[id_], byte_of) if id_ in names else None for id_ in range(max(names) + 1)]
+
+
+def _added_tokens(rust: RustTokenizer) -> frozenset[str]:
+    return frozenset(token.content for token in rust.get_added_tokens_decoder().values())
 
 
 def _token_bytes(name: str, byte_of: dict[str, int]) -> bytes:

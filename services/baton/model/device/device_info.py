@@ -1,12 +1,12 @@
 """Free memory and name of the device that a model runs on."""
 
-import ctypes
 import platform
 from contextlib import suppress
 
 import torch
 
 from baton.engine.kv_cache.sizing import free_host_bytes
+from baton.runtime.process.freed_memory import trim_heap
 
 
 def free_bytes(device: torch.device, num_sharing: int = 1) -> int:
@@ -36,8 +36,7 @@ def release_freed_memory() -> None:
     """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
 
 
 def device_name(device: torch.device) -> str:

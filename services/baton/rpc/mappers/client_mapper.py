@@ -4,7 +4,7 @@ A GenerateRequest becomes the dict of an equivalent `/v1/completions` body, with
 client set. The gateway validates both in the same way; here only what a dict cannot express is checked.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -23,8 +23,10 @@ from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerRole, WorkerState
 from baton.core.errors import invalid
 from baton.core.ids import WorkerRef
+from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.plain_json import from_plain, to_plain
 from baton.core.request import FinishReason, LegTimeline, TokenLogprobs
+from baton.core.request_limits import LIMITS, OutOfLimits
 from baton.rpc.mappers.common_mapper import EnumMap
 from baton.rpc.mappers.message_mapping import MessageMapping, nested, repeated
 from baton.v1 import admin_pb2, inference_pb2
@@ -53,13 +55,23 @@ _SCALARS = (
     "skip_special_tokens",
 )
 _LISTS = ("stop", "stop_token_ids")
+MAX_CONVERTED_ITEMS = 4096
+"""A list with more items is refused before it is converted. All limits but that of token ids are lower."""
+MAX_LIST_IDS = 1024
+"""More token ids become an array, as in a JSON body."""
 _SLO = ("ttft_ms", "tpot_ms")
 _ALWAYS = {"stream": True, "return_token_ids": True}
 """Fields that are implied for every call over gRPC."""
 
 
 def from_generate_request(message: inference_pb2.GenerateRequest) -> dict[str, Any]:
-    """Convert a request to a completions body. Raises Refused if both prompt and token_ids are set."""
+    """Convert a request to a completions body.
+
+    Raises Refused if both prompt and token_ids are set, or if a list is far too long.
+    """
+    for name in (*_LISTS, "logit_bias"):
+        if len(getattr(message, name)) > MAX_CONVERTED_ITEMS:
+            _check_count(name, len(getattr(message, name)))
     body = {**_set_fields(message, _SCALARS), **_ALWAYS}
     body |= {field: list(value) for field in _LISTS if (value := getattr(message, field))}
     if message.HasField("prompt"):
@@ -67,12 +79,27 @@ def from_generate_request(message: inference_pb2.GenerateRequest) -> dict[str, A
     if message.token_ids:
         if "prompt" in body:
             raise invalid("both prompt and token_ids are set; send one of them")
-        body["prompt"] = list(message.token_ids)
+        _check_count("token_ids", len(message.token_ids), "prompt")
+        body["prompt"] = from_token_ids(message.token_ids)
     if message.logit_bias:
         body["logit_bias"] = {str(token_id): bias for token_id, bias in message.logit_bias.items()}
     if message.HasField("slo"):
         body["slo"] = _set_fields(message.slo, _SLO)
     return body
+
+
+def from_token_ids(values: Sequence[int]) -> "list[int] | TokenIds":
+    """Convert the token ids of a message: to a list, or to an array if there are many."""
+    return token_ids(values) if len(values) >= MAX_LIST_IDS else list(values)
+
+
+def _check_count(name: str, count: int, shown: str = "") -> None:
+    """Raise Refused if a list has too many items, with the gateway's message. `shown` replaces `name` in
+    it."""
+    try:
+        LIMITS[name].check_count(shown or name, count)
+    except OutOfLimits as error:
+        raise invalid(str(error)) from error
 
 
 def to_generate_request(body: Mapping[str, Any]) -> inference_pb2.GenerateRequest:

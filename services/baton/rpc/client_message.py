@@ -1,0 +1,67 @@
+"""Decodes messages of clients, large ones in a thread, and bounds the fields that a message may have.
+
+A field of two bytes takes at least 16 in memory, and more as a Python object.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from baton.core.errors import invalid
+from baton.core.request_limits import MAX_JSON_VALUES
+
+INLINE_BYTES = 32 * 1024
+"""A larger message is decoded in a thread. This size takes about a millisecond."""
+MAX_FIELDS = MAX_JSON_VALUES
+"""Fields of a message. The ids of a packed list are one field."""
+_VARINT, _FIXED64, _BYTES, _START, _END, _FIXED32 = range(6)
+
+
+async def decode_message(raw: bytes, decode: Callable[[bytes], Any]) -> Any:
+    """Decode a message. Raises Refused (400) if it has too many fields, and what `decode` raises."""
+    if len(raw) <= INLINE_BYTES:
+        return decode(raw)
+    return await asyncio.to_thread(_checked, raw, decode)
+
+
+def _checked(raw: bytes, decode: Callable[[bytes], Any]) -> Any:
+    if has_more_fields(raw, MAX_FIELDS):
+        raise invalid(f"the message has more than {MAX_FIELDS} fields; send several requests, and lists as packed")
+    return decode(raw)
+
+
+def has_more_fields(raw: bytes, most: int) -> bool:
+    """True if a message has more than `most` fields, those of nested messages not counted.
+
+    A malformed message has as many as can be read.
+    """
+    at = num_fields = 0
+    while at < len(raw):
+        num_fields += 1
+        if num_fields > most:
+            return True
+        tag, at = _varint(raw, at)
+        kind = tag & 7
+        if kind == _VARINT:
+            _, at = _varint(raw, at)
+        elif kind == _BYTES:
+            length, at = _varint(raw, at)
+            at += length
+        elif kind in (_FIXED64, _FIXED32):
+            at += 8 if kind == _FIXED64 else 4
+        elif kind not in (_START, _END):
+            return False
+    return False
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    """Return (value, position after it). At the end of the message, the value is incomplete."""
+    value = shift = 0
+    while at < len(raw):
+        byte = raw[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80 or shift >= 70:
+            break
+    return value, at
