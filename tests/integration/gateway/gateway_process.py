@@ -6,7 +6,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -119,24 +119,33 @@ def valid_body(**more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def gateway_process(**settings: Any) -> AsyncIterator[GatewayProcess]:
-    """Start a gateway and wait until it is ready. It must exit with 0 after SIGTERM."""
+async def gateway_process(
+    *,
+    stub: str = "tests.integration.gateway.stub_cluster",
+    command: Callable[[Path], list[str]] = lambda config: baton_command("gateway", config),
+    **settings: Any,
+) -> AsyncIterator[GatewayProcess]:
+    """Start a gateway and wait until it is ready. It must exit with 0 after SIGTERM.
+
+    stub: module that serves the stub workers.
+    command: returns the command line of the gateway for its configuration file.
+    """
     with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as name:
         directory = Path(name)
-        stub = _child("stub", [sys.executable, "-m", "tests.integration.gateway.stub_cluster"], directory)
+        cluster = _child("stub", [sys.executable, "-m", stub], directory)
         process: GatewayProcess | None = None
         gateway: Child | None = None
         try:
             config = {
                 "http_port": 0,
                 "grpc_port": choose_port("127.0.0.1", 0, flag="--grpc-port"),
-                "schedulers": [await stub.start()],
+                "schedulers": [await cluster.start()],
                 "log_dir": str(directory / "logs"),
                 **TIMES,
                 **settings,
             }
             (directory / "gateway.yaml").write_text(yaml.safe_dump(config))
-            gateway = _child("gateway", baton_command("gateway", directory / "gateway.yaml"), directory)
+            gateway = _child("gateway", command(directory / "gateway.yaml"), directory)
             process = GatewayProcess(gateway, await gateway.start(), config["grpc_port"], directory)
             async with asyncio.timeout(30):
                 while (await process.http.get("/ready")).status_code != 200:  # noqa: ASYNC110
@@ -147,7 +156,7 @@ async def gateway_process(**settings: Any) -> AsyncIterator[GatewayProcess]:
                 await process.aclose()
             if gateway is not None:
                 await gateway.stop(grace_s=10)
-            await stub.stop(grace_s=5)
+            await cluster.stop(grace_s=5)
         assert gateway.exit_code == 0, (directory / "gateway.out").read_text()
 
 

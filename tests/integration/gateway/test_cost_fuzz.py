@@ -1,0 +1,110 @@
+"""Cost fuzzing: no request, legal or malformed, blocks the gateway's event loop or takes much of its memory.
+
+A real gateway process serves random requests at every legal extreme, and malformed ones, in pipelined
+batches. See `cost_fuzz/measured_batch.py` for the limits.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.integration.gateway.cost_fuzz.cost_case import CostCase
+from tests.integration.gateway.cost_fuzz.extremes import extremes
+from tests.integration.gateway.cost_fuzz.instant_cluster import HEARTBEAT_S
+from tests.integration.gateway.cost_fuzz.legal_requests import legal_cases
+from tests.integration.gateway.cost_fuzz.malformed_requests import malformed_cases
+from tests.integration.gateway.cost_fuzz.measured_batch import GatewayMeter, find_failing
+from tests.integration.gateway.gateway_process import gateway_process
+from tests.scale import sized
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(sys.platform != "linux", reason="needs /proc for the largest memory of a process"),
+]
+
+BATCH = 500
+NUM_BATCHES = sized(4, 200)
+MIN_SERVED = 0.8
+"""Share of the legal requests that must be served, so that their cost is measured."""
+MAX_RESPONSE_BYTES = 32 * 2**20
+EXTREMES = extremes()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def meter(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GatewayMeter]:
+    report = tmp_path_factory.mktemp("cost") / "slow_callbacks"
+    report.touch()
+    package = "tests.integration.gateway.cost_fuzz"
+    async with gateway_process(
+        stub=f"{package}.instant_cluster",
+        command=lambda config: [
+            *(sys.executable, "-m", f"{package}.measured_gateway", str(report)),
+            *("gateway", "--config", str(config)),
+        ],
+        log_level="warning",
+        max_response_bytes=MAX_RESPONSE_BYTES,
+        receive_deadline_s=60.0,
+        heartbeat_s=HEARTBEAT_S,
+        detection_s=60.0,
+        scheduler_wait_s=60.0,
+    ) as process:
+        meter = GatewayMeter(process, report)
+        await meter.warm_up()
+        yield meter
+        await process.check_grpc()
+
+
+@pytest.mark.fault("F-36", "F-37", "F-38")
+@pytest.mark.parametrize("case", EXTREMES.values(), ids=EXTREMES)
+async def test_extreme_request_costs_little(meter: GatewayMeter, case: CostCase) -> None:
+    cost = await meter.measure([case])
+    assert not (problems := await find_failing(meter, [case], cost)), "\n".join(problems)
+    assert not case.is_legal or cost.answers[0].status == 200, cost.answers[0]
+
+
+def drawn_cases(batch: int) -> list[CostCase]:
+    """Return the cases of a batch, which is also the seed."""
+    drawn: list[CostCase] = []
+
+    @seed(batch)
+    @settings(
+        max_examples=BATCH,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.one_of(legal_cases(), malformed_cases()))
+    def draw(case: CostCase) -> None:
+        drawn.append(case)
+
+    draw()
+    return drawn[:BATCH]
+
+
+@pytest.mark.fault("F-36", "F-37", "F-38")
+@pytest.mark.parametrize("batch", range(NUM_BATCHES))
+async def test_batch_of_random_requests_costs_little(meter: GatewayMeter, batch: int) -> None:
+    cases = drawn_cases(batch)
+    light = [case for case in cases if not case.is_heavy]
+    statuses: Counter[int] = Counter()
+    problems: list[str] = []
+    for together in (light, *([case] for case in cases if case.is_heavy)):
+        cost = await meter.measure(together)
+        problems += await find_failing(meter, together, cost)
+        statuses.update(
+            answer.status
+            for case, answer in zip(together, cost.answers, strict=True)
+            if case.is_legal and not case.may_time_out
+        )
+    assert not problems, f"seed {batch}:\n" + "\n".join(problems)
+    assert statuses[200] > MIN_SERVED * statuses.total(), statuses
