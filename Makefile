@@ -8,6 +8,7 @@
 #   NAME=scheduler             the benchmark of `make bench`
 #   SHARD=1/3                  the part of `make test-long` to run
 #   MINUTES=30 SEED=7          duration and seed of `make nemesis`; NETWORK=namespaces needs root
+#   MINUTES=10                 time of `make test-fuzz`
 
 SHELL := /bin/bash
 VENV := .venv
@@ -21,8 +22,8 @@ unexport PYTHONDONTWRITEBYTECODE
 UNIT_TESTS := tests/unit tests/contract tests/sim --ignore tests/unit/model --ignore tests/unit/test_demo_model.py
 UNIT_MARKS := not long and not slow and not model and not integration
 
-.PHONY: setup run test test-unit test-long test-triton test-asan nemesis check check-types check-imports check-rules \
-  check-reference check-style check-deploy proto reference docs bench clean
+.PHONY: setup run test test-unit test-long test-triton test-asan test-fuzz nemesis check check-types \
+  check-imports check-rules check-reference check-style check-deploy proto reference docs bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -52,11 +53,11 @@ test: setup check
 test-unit: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(UNIT_MARKS)" $(UNIT_TESTS) $(ARGS)
 
-# The full-size forms. Single tests, as ARGS may select, and shards but the first run without the interpreted and
-# sanitized ones. SHARD=i/n runs one of n parts of the files.
+# The full-size forms. Single tests, as ARGS may select, and shards but the first run without the interpreted,
+# sanitized and fuzzed ones. SHARD=i/n runs one of n parts of the files.
 test-long: setup check
 	BATON_TEST_LONG=1 BATON_TEST_SHARD=$(SHARD) $(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
-	$(if $(ARGS)$(filter-out 1/%,$(SHARD)),,$(MAKE) test-triton test-asan)
+	$(if $(ARGS)$(filter-out 1/%,$(SHARD)),,$(MAKE) test-triton test-asan test-fuzz)
 
 # Random faults on real processes, with a check of every request. It prints the seed and the command that repeats it.
 MINUTES ?= 30
@@ -76,6 +77,14 @@ test-asan: export XDG_CACHE_HOME := $(CURDIR)/build/asan
 test-asan: setup
 	$(BIN)/python -m tests.asan_kernels
 	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -s -k 'not x86-64' $(ASAN_TESTS) $(ARGS)
+
+# Coverage-guided fuzzing of what clients send, for MINUTES in all. Atheris lives outside .venv, as few platforms have it.
+test-fuzz: MINUTES := 10
+test-fuzz: setup
+	@test -d build/atheris/atheris || $(BIN)/python -m pip install --quiet --no-deps --only-binary :all: \
+	  --target build/atheris atheris==3.0.0 || rm -rf build/atheris
+	@if test -d build/atheris/atheris; then PYTHONPATH=build/atheris $(BIN)/python -m tests.fuzz $(MINUTES); \
+	  else echo "test-fuzz  skipped: atheris 3.0.0 has no wheel for this Python and platform"; fi
 
 # Two at a time, the longest first.
 check: setup
