@@ -10,6 +10,7 @@ from baton.core.cluster.worker_command import CommandKind, WorkerCommand
 from baton.core.cluster.worker_report import WorkerReport
 from baton.core.errors import Reason, StoreUnavailable
 from baton.core.ids import WorkerRef
+from baton.core.interfaces import Member, MemberKind
 from baton.core.kv.kv_events import KvEvent, KvEventKind, KvSnapshot, Tier
 from baton.core.messages.jobs import Cancel
 from baton.core.request import Sampling
@@ -18,7 +19,7 @@ from baton.sim.sim_transfer_backend import LinkModel
 from baton.store.memory.memory_stores import MemoryKvEventFeed
 from baton.worker.worker_metrics import WorkerMetrics
 from baton.worker.worker_service import KV_EVENTS_TTL_S
-from tests.unit.worker.harness import STEP_COST, Cluster, Node, Pair, pair
+from tests.unit.worker.harness import SCHEDULER, STEP_COST, Cluster, Node, Pair, cluster, pair
 from tests.unit.worker.job_builders import decode_job
 from tests.unit.worker.virtual_loop import virtual
 
@@ -225,3 +226,23 @@ async def test_decode_worker_reports_mean_output_tokens() -> None:
         await asyncio.sleep(1.0)
         assert last_report(workers, "d").mean_output_tokens == pytest.approx(10.0)
         assert last_report(workers, "p").mean_output_tokens == 0.0
+
+
+@virtual
+async def test_scheduler_that_answers_is_kept_although_it_is_not_listed() -> None:
+    """A store that was emptied, or is too full for announcements, lists no scheduler."""
+    async with cluster() as simulated:
+        member = Member(kind=MemberKind.SCHEDULER, member_id="scheduler", epoch=1, address=SCHEDULER)
+        await simulated.membership.announce(member, 1.0)
+        node = simulated.start("w", schedulers=())
+        await asyncio.sleep(1.0)
+        await simulated.membership.withdraw(member)
+        await asyncio.sleep(1.0)
+        assert simulated.cut("w", "scheduler") == 1
+        before = len(simulated.scheduler.reports["w"])
+        await asyncio.sleep(1.0)
+        assert len(simulated.scheduler.reports["w"]) > before
+        await simulated.network.kill(SCHEDULER)
+        await asyncio.sleep(1.0)
+        assert not any(task.get_name() == f"report-{SCHEDULER}" for task in asyncio.all_tasks()), "it is gone"
+        assert node.health.is_alive

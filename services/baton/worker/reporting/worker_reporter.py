@@ -69,21 +69,27 @@ class ChangeNotifier:
 
 
 class ReportStream:
-    """The report stream to one scheduler. Reconnects with a growing, jittered delay."""
+    """The report stream to one scheduler. Reconnects with a growing, jittered delay.
+
+    is_listed: membership lists the scheduler. One that is not listed is kept as long as it answers, because a
+        store that was emptied, or is too full for announcements, lists none.
+    """
 
     def __init__(self, address: str, reporter: "Reporter") -> None:
         self.address = address
-        self.is_wanted = True
+        self.is_listed = True
         self.changes = UnreportedChanges()
         self._reporter = reporter
 
     async def run(self) -> None:
-        """Report until the scheduler is no longer listed and its stream has ended."""
+        """Report until the scheduler is not listed and does not answer."""
         reporter, retry_s = self._reporter, FIRST_RETRY_S
-        while self.is_wanted:
+        while True:
             try:
                 stream = await reporter.network.open_report(self.address)
             except StreamBroken:
+                if not self.is_listed:
+                    return
                 await asyncio.sleep(retry_s * (0.5 + reporter.rng.random()))
                 retry_s = min(2 * retry_s, reporter.heartbeat_s)
                 continue
@@ -181,7 +187,7 @@ class Reporter:
                 self._notifier.subscribe(stream.changes)
                 self._tasks.start(self._run_stream(stream), name=f"report-{address}")
         for address, stream in self._streams.items():
-            stream.is_wanted = address in addresses
+            stream.is_listed = address in addresses
 
     async def _run_stream(self, stream: ReportStream) -> None:
         try:
