@@ -12,7 +12,7 @@ from baton.sim.sim_clients import SimAnswer, SimRequest, run_client
 from baton.sim.sim_cluster import SimCluster, SimModel
 from baton.sim.sim_transfer_backend import SimTransferBackend
 from baton.transfer.backend import KvDescriptor, ReadState
-from tests.sim.test_chaos import config
+from tests.sim.storm_cluster import config
 
 pytestmark = pytest.mark.sim
 MODEL = SimModel()

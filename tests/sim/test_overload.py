@@ -15,7 +15,7 @@ from baton.sim import virtual_time
 from baton.sim.sim_cluster import SimCluster, SimModel
 from baton.sim.sim_executor import SimStepCost
 from tests.scale import sized
-from tests.sim.test_chaos import config
+from tests.sim.storm_cluster import config
 
 pytestmark = pytest.mark.sim
 

@@ -7,15 +7,17 @@ import pytest
 
 from baton.core.kv.kv_layout import LAYOUT_VERSION
 from baton.sim import virtual_time
-from baton.sim.chaos import ChaosProfile, audit_caches, plan_requests
+from baton.sim.chaos.audit import audit_caches
+from baton.sim.chaos.profile import ChaosProfile
+from baton.sim.chaos.requests import plan_requests
 from baton.sim.sim_clients import run_client
 from baton.sim.sim_cluster import SimCluster
 from tests.scale import sized
-from tests.sim.test_chaos import MODEL, POLICY_BY_SEED, config
+from tests.sim.storm_cluster import MODEL, POLICY_BY_SEED, config
 
 pytestmark = pytest.mark.sim
 
-LOAD = ChaosProfile(num_requests=100, duration_s=14.0, cancelled=0.0)
+LOAD = ChaosProfile(num_requests=100, duration_s=14.0, cancelled=0.0, stopped=0.0, hurried=0.0)
 
 
 @pytest.mark.fault("F-50")

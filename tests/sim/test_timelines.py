@@ -11,7 +11,7 @@ from baton.gateway.input.client_call import Endpoint
 from baton.sim import virtual_time
 from baton.sim.sim_cluster import SimCluster, SimModel
 from baton.sim.sim_network import Delays
-from tests.sim.test_chaos import config
+from tests.sim.storm_cluster import config
 
 pytestmark = pytest.mark.sim
 

@@ -13,7 +13,7 @@ from baton.sim.sim_clients import SimAnswer, SimRequest, run_client
 from baton.sim.sim_cluster import SimCluster, SimModel
 from baton.sim.sim_transfer_backend import LinkModel
 from tests.scale import sized
-from tests.sim.test_chaos import config
+from tests.sim.storm_cluster import config
 
 pytestmark = pytest.mark.sim
 

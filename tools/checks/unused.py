@@ -14,8 +14,6 @@ ENTRY_MODULES: Mapping[str, str] = {
     "loadgen.commands.compare_command": "loadgen.cli imports commands by name",
     "loadgen.commands.report_command": "loadgen.cli imports commands by name",
     "loadgen.commands.selftest_command": "loadgen.cli imports commands by name",
-    "baton.sim.chaos": "the simulator is run by tests/sim",
-    "baton.sim.virtual_time": "the simulator is run by tests/sim",
 }
 """Modules that no module imports and that are no programs, with the reason."""
 USED_ELSEWHERE: Mapping[str, str] = {
@@ -29,7 +27,6 @@ USED_ELSEWHERE: Mapping[str, str] = {
     "InferenceClient": "client of the public gRPC API, for programs that use Baton as a library",
     "handleError": "overrides a method of the standard library",
     "repeat_decision": "repeats a stored decision record, for analysis",
-    "run_chaos": "entry point of the simulator",
     "stop_worker": "part of the interface of InProcessCluster, for rolling releases in the simulator",
     "itl_s": "definition of the metric, for programs that read records",
 }

@@ -371,6 +371,21 @@ class Scheduler(SchedulerService):
         self._predicted_cached_tokens.inc(predicted_tokens)
         self._cached_tokens.inc(actuals.num_cached_tokens)
 
+    def check_clean(self) -> None:
+        """Raise AssertionError unless no request is queued and no worker's memory is reserved.
+
+        Placements whose outcome was not reported, because the gateway died, are kept up to their limit.
+        """
+        if len(self._queue) or self._state.has_reservations:
+            raise AssertionError(
+                f"{self.scheduler_id} is not clean: {len(self._queue)} queued requests, "
+                f"reservations: {self._state.has_reservations}"
+            )
+
+    def reports(self) -> tuple[WorkerReport, ...]:
+        """Return the last report of each worker that this scheduler knows."""
+        return self._state.reports()
+
     async def watch(self) -> Source[ClusterUpdate]:
         """Open a stream of cluster updates."""
         return self._workers.watch()

@@ -1,16 +1,21 @@
 """Simulated clients, which call a gateway's service object directly and check every token of the answer."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton.core.client_api import ChoiceDelta
 from baton.core.errors import Refused
 from baton.core.kv.block_hash import token_ids
-from baton.core.request import FinishReason, GenerateRequest, Sampling
+from baton.core.request import NO_SLO, FinishReason, GenerateRequest, Sampling, Slo
 from baton.engine.kv_cache.checksum import extend, token_after
-from baton.gateway.gateway_service import GatewayService
+from baton.gateway.gateway_service import CallOutcome, GatewayService
 from baton.gateway.input.client_call import ClientCall, Endpoint, OutputOptions
 from baton.sim.sim_memory import contents
+
+GATEWAY_LOST = "gateway_lost"
+"""Outcome of a request whose gateway died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +24,7 @@ class SimRequest:
 
     start_s: virtual time at which it is sent.
     cancel_after_s: the client cancels after this time; None: never.
+    stop_token: token id whose text is the stop string; None: no stop string.
     """
 
     number: int
@@ -29,6 +35,8 @@ class SimRequest:
     seed: int = 0
     timeout_s: float = 30.0
     cancel_after_s: float | None = None
+    stop_token: int | None = None
+    slo: Slo = NO_SLO
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +44,8 @@ class SimAnswer:
     """The answer to one request, which is finished, failed or cancelled.
 
     tokens, finishes: token ids and finish reason by choice index.
-    failure: reason code of a refusal or error.
+    failure: reason code of a refusal or error; message: its text.
+    gateway: name of the gateway that served it.
     ended_s: virtual time of its end.
     """
 
@@ -44,20 +53,22 @@ class SimAnswer:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finishes: dict[int, FinishReason] = field(default_factory=dict)
     failure: str = ""
+    message: str = ""
     was_cancelled: bool = False
+    gateway: str = ""
     ended_s: float = 0.0
 
     def put(self, choice: ChoiceDelta) -> None:
         """Append new tokens of one choice. The gateway calls it as a `ChoiceSink`."""
+        if choice.index in self.finishes:
+            raise AssertionError(f"request {self.request.number}: choice {choice.index} goes on after its finish")
         self.tokens.setdefault(choice.index, []).extend(choice.token_ids)
         if choice.finish is not None:
-            if choice.index in self.finishes:
-                raise AssertionError(f"request {self.request.number}: choice {choice.index} finished twice")
             self.finishes[choice.index] = choice.finish
 
     @property
     def outcome(self) -> str:
-        """`finished`, `cancelled`, or the reason code of the failure."""
+        """`finished`, `cancelled`, `gateway_lost`, or the reason code of the failure."""
         if self.was_cancelled:
             return "cancelled"
         return self.failure or "finished"
@@ -73,31 +84,56 @@ class SimAnswer:
                 )
 
 
-def expected_answer(request: SimRequest, sample_index: int, vocab_size: int) -> list[int]:
-    """Compute the simulated model's answer to a prompt without any cluster."""
+def expected_answer(request: SimRequest, sample_index: int, vocab_size: int, *, beyond_stop: bool = False) -> list[int]:
+    """Compute the simulated model's answer to a prompt without any cluster.
+
+    It ends with the stop token. `beyond_stop`: it ends only at `max_tokens`, as a worker may compute it.
+    """
     content = contents(request.prompt)[-1]
     answer: list[int] = []
     for position in range(len(request.prompt), len(request.prompt) + request.max_tokens):
         answer.append(token_after(content, request.seed, sample_index, position, vocab_size))
+        if answer[-1] == request.stop_token and not beyond_stop:
+            break
         content = extend(content, answer[-1])
     return answer
 
 
-async def run_client(request: SimRequest, gateway: GatewayService) -> SimAnswer:
-    """Wait until the request's start time, send it, and return its answer, also if it failed."""
+Spawn = Callable[[Coroutine[Any, Any, CallOutcome]], asyncio.Task[CallOutcome]]
+
+
+async def run_client(
+    request: SimRequest, gateway: GatewayService, *, spawn: Spawn = asyncio.ensure_future, name: str = ""
+) -> SimAnswer:
+    """Wait until the request's start time, send it, and return its answer, also if it failed.
+
+    `spawn` starts the gateway's part of the call, inside the gateway's process. `name` is the gateway's.
+    """
     loop = asyncio.get_running_loop()
     await asyncio.sleep(max(0.0, request.start_s - loop.time()))
-    answer = SimAnswer(request=request)
+    answer = SimAnswer(request=request, gateway=name)
+
+    async def call() -> CallOutcome:
+        return await gateway.run(_call(request, gateway, loop.time()), answer)
+
+    work = spawn(call())
     cancellation = None
-    work = asyncio.ensure_future(gateway.run(_call(request, gateway, loop.time()), answer))
+
+    def cancel() -> None:
+        answer.was_cancelled = True
+        work.cancel()
+
     if request.cancel_after_s is not None:
-        cancellation = loop.call_later(request.cancel_after_s, work.cancel)
+        cancellation = loop.call_later(request.cancel_after_s, cancel)
     try:
         await work
+        answer.was_cancelled = False  # the cancel came too late
     except Refused as refused:
-        answer.failure = refused.failure.reason.value
+        answer.failure, answer.message = refused.failure.reason.value, refused.failure.message
+        answer.was_cancelled = False
     except asyncio.CancelledError:
-        answer.was_cancelled = True
+        if not answer.was_cancelled:
+            answer.failure = GATEWAY_LOST
     finally:
         if cancellation is not None:
             cancellation.cancel()
@@ -120,9 +156,14 @@ def _call(request: SimRequest, gateway: GatewayService, now_s: float) -> ClientC
                 sample_indices=tuple(range(request.num_samples)),
                 received_s=now_s,
                 deadline_s=now_s + request.timeout_s,
+                slo=request.slo,
             ),
         ),
         n=request.num_samples,
-        output_options=OutputOptions(stream=True, return_token_ids=True),
+        output_options=OutputOptions(
+            stream=True,
+            return_token_ids=True,
+            stop=() if request.stop_token is None else (chr(request.stop_token),),
+        ),
         received_s=now_s,
     )

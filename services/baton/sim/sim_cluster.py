@@ -1,26 +1,57 @@
 """A simulated cluster: an in-process cluster over simulated components, all derived from one seed."""
 
+import asyncio
+from collections.abc import Coroutine
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
+from typing import Any, TypeVar
 
+from baton.core.cluster.worker_report import WorkerRole
 from baton.core.ids import WorkerRef
 from baton.core.kv.kv_layout import LAYOUT_VERSION, KvComponent, KvLayout, LayerGroup
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
 from baton.fleet.local.in_process_cluster import InProcessCluster, WorkerComponents
+from baton.gateway.gateway_service import GatewayService
 from baton.gateway.text.tokenizer import ByteTokenizer
 from baton.runtime.config.settings import ClusterConfig, WorkerConfig
+from baton.scheduler.scheduler_service import Scheduler
 from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_network import Delays, SimNetwork
+from baton.sim.sim_stores import SimStores
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
-from baton.store.memory.memory_stores import MemoryDecisionStore, MemoryKvEventFeed, MemoryMembership
+from baton.sim.virtual_time import PROCESS, ProcessClock, running_loop
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.worker.worker_service import Worker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockModel:
+    """Clocks of the simulated hosts. By default all hosts have the same one.
+
+    max_base_s: largest difference between the clocks of two hosts.
+    max_drift: largest relative error of a clock's speed.
+    """
+
+    max_base_s: float = 0.0
+    max_drift: float = 0.0
+
+    def draw(self, rng: Random) -> ProcessClock:
+        """Return a random clock."""
+        return ProcessClock(rng.uniform(0.0, self.max_base_s), 1.0 + rng.uniform(-self.max_drift, self.max_drift))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimModel:
-    """The simulated model, and the timing of device, transfers and network."""
+    """The simulated model, and the timing of device, transfers, network and clocks.
+
+    has_fixed_addresses: a process that is started again has the address of its predecessor.
+    """
 
     vocab_size: int = 251
     max_model_len: int = 256
@@ -28,11 +59,14 @@ class SimModel:
     step: SimStepCost = field(default_factory=SimStepCost)
     link: LinkModel = field(default_factory=LinkModel)
     delays: Delays = field(default_factory=Delays)
+    clocks: ClockModel = field(default_factory=ClockModel)
+    has_fixed_addresses: bool = False
 
 
 class SimCluster(InProcessCluster):
-    """A cluster of simulated workers. It must be created inside the virtual-time loop that runs it.
+    """A cluster of simulated processes. It must be created inside the virtual-time loop that runs it.
 
+    gateways, schedulers: the running ones by process name.
     memories: KV memory of each worker's current incarnation, by worker id.
     layout_version: KV layout version of workers that start from now on. Another value simulates another
         release.
@@ -40,21 +74,98 @@ class SimCluster(InProcessCluster):
 
     def __init__(self, config: ClusterConfig, model: SimModel, seed: int) -> None:
         rng = Random(seed)
+        self.config = config
         self.model = model
-        self.network = SimNetwork(Random(rng.getrandbits(64)), model.delays)
+        self.network = SimNetwork(
+            Random(rng.getrandbits(64)), model.delays, keepalive_s=keepalive_s(config.heartbeat_s)
+        )
         self.fabric = SimFabric(Random(rng.getrandbits(64)), model.link)
+        self.stores = SimStores(Random(rng.getrandbits(64)), lambda: running_loop().now_s)
         self.memories: dict[str, SimMemory] = {}
+        self.gateways: dict[str, GatewayService] = {}
+        self.schedulers: dict[str, Scheduler] = {}
         self.layout_version = LAYOUT_VERSION
+        self._clock_rng = Random(rng.getrandbits(64))
+        self._has_clock: set[str] = set()
+        self._calls: dict[str, dict[asyncio.Task[Any], None]] = {}
         super().__init__(
             config=config,
             switchboard=self.network,
-            membership=MemoryMembership(),
-            decisions=MemoryDecisionStore(),
-            feed=MemoryKvEventFeed(),
+            membership=self.stores.membership,
+            decisions=self.stores.decisions,
+            feed=self.stores.feed,
             tokenizer=ByteTokenizer(vocab_size=model.vocab_size, max_model_len=model.max_model_len),
             make_components=self._make_sim_components,
             rng=rng,
         )
+
+    async def start_several(self, *, num_schedulers: int, num_gateways: int) -> None:
+        """Start as `start` does, with several schedulers and gateways. The second is called `scheduler-1`."""
+        await self.start()
+        for number in range(1, num_schedulers):
+            self.start_scheduler(f"scheduler-{number}")
+        for number in range(1, num_gateways):
+            await self.start_gateway(f"gateway-{number}")
+
+    def start_scheduler(self, name: str = "scheduler") -> Scheduler:
+        scheduler = self._context(name).run(partial(super().start_scheduler, name))
+        self.schedulers[name] = scheduler
+        return scheduler
+
+    async def start_gateway(self, name: str = "gateway") -> GatewayService:
+        start = asyncio.get_running_loop().create_task(super().start_gateway(name), context=self._context(name))
+        self.gateways[name] = await start
+        self._calls[name] = {}
+        return self.gateways[name]
+
+    def start_worker(self, worker_id: str, role: WorkerRole) -> Worker:
+        return self._context(worker_id).run(partial(super().start_worker, worker_id, role))
+
+    def call_gateway(self, name: str, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a client's call inside a gateway. It is cancelled if the gateway is killed."""
+        task = asyncio.get_running_loop().create_task(call, context=self._context(name))
+        calls = self._calls[name]
+        calls[task] = None
+        task.add_done_callback(lambda done: calls.pop(done, None))
+        return task
+
+    async def kill(self, name: str) -> None:
+        self.stores.disconnect(name)
+        self.gateways.pop(name, None)
+        self.schedulers.pop(name, None)
+        calls = self._calls.pop(name, {})
+        for call in calls:
+            call.cancel()
+        running_loop().resume(name)  # a paused process can be killed, too
+        await super().kill(name)
+        await asyncio.gather(*calls, return_exceptions=True)
+        self.stores.connect(name)
+
+    def pause(self, name: str, *, reads_stop: bool = False) -> None:
+        """Pause a process, as SIGSTOP does. `reads_stop`: reads of its KV memory wait, too."""
+        running_loop().pause(name)
+        self.network.paused(name)
+        if reads_stop:
+            self.fabric.block_reads_of(name)
+
+    def resume(self, name: str) -> None:
+        """Let a paused process run again. Does nothing if it was killed meanwhile."""
+        running_loop().resume(name)
+        self.network.resumed(name)
+        self.fabric.allow_reads_of(name)
+
+    def _address(self, name: str, epoch: int) -> str:
+        return f"{name}:1" if self.model.has_fixed_addresses else super()._address(name, epoch)
+
+    def _context(self, name: str) -> Context:
+        """Return a context in which code runs as part of a process, and give the process its clock."""
+        clocks = self.model.clocks
+        if name not in self._has_clock and (clocks.max_base_s or clocks.max_drift):
+            self._has_clock.add(name)
+            running_loop().set_clock(name, clocks.draw(self._clock_rng))
+        context = copy_context()
+        context.run(PROCESS.set, name)
+        return context
 
     def _make_sim_components(self, worker: WorkerRef, config: WorkerConfig) -> WorkerComponents:
         model = self.model
@@ -81,6 +192,11 @@ class SimCluster(InProcessCluster):
             costs=model.step.model,
             close=lambda: self.fabric.kill(backend.memory[0].agent_name),
         )
+
+
+def keepalive_s(heartbeat_s: float) -> float:
+    """Return the time after which gRPC's keepalive breaks streams: two heartbeats and half a second."""
+    return 2 * heartbeat_s + 0.5
 
 
 def sim_layout(block_size_tokens: int) -> KvLayout:

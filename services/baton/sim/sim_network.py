@@ -1,12 +1,14 @@
 """Simulated network: messages take a seeded random time, streams can be cut, and processes can die.
 
 It behaves like TCP connections. Messages arrive in order within a stream, and in any order between streams. A
-message is lost only together with its stream.
+message is lost only together with its stream. Between two partitioned processes nothing arrives until the
+partition is healed, or until keepalive breaks their streams.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Generic, TypeVar
@@ -27,18 +29,36 @@ ReceiveT = TypeVar("ReceiveT")
 T = TypeVar("T")
 
 MAX_BUFFERED = 65_536
+DIAL_S = 2.0
+"""Timeout of a dial, as `GrpcNetwork` has it."""
+
+NETWORK = Context()
+"""Context of the network's own timers, which no process clock and no pause affects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
-    """Distribution of message delays: `min_s` plus an exponential time with mean `mean_s`."""
+    """Distribution of message delays: `min_s` plus an exponential time with mean `mean_s`.
+
+    late: share of messages that are delayed by up to `late_s` more. Messages of other streams overtake them.
+    """
 
     min_s: float = 0.000_05
     mean_s: float = 0.000_5
+    late: float = 0.0
+    late_s: float = 0.1
 
     def draw(self, rng: Random) -> float:
         """Return a random delay in seconds."""
-        return self.min_s + rng.expovariate(1.0 / self.mean_s)
+        delay_s = self.min_s + rng.expovariate(1.0 / self.mean_s)
+        if self.late and rng.random() < self.late:
+            delay_s += rng.uniform(0.0, self.late_s)
+        return delay_s
+
+
+def process_at(address: str) -> str:
+    """Return the name of the process at an address, `NAME:PORT`."""
+    return address.partition(":")[0]
 
 
 class SimEnd(Duplex[SendT, ReceiveT], Generic[SendT, ReceiveT]):
@@ -52,6 +72,7 @@ class SimEnd(Duplex[SendT, ReceiveT], Generic[SendT, ReceiveT]):
         self._wake = asyncio.Event()
         self._broken: StreamBroken | None = None
         self._next_arrival_s = 0.0
+        self._num_held = 0  # messages under way without a timer, because of a partition
         self.other: SimEnd[Any, Any]
 
     def send(self, message: SendT) -> None:
@@ -95,10 +116,22 @@ class SimEnd(Duplex[SendT, ReceiveT], Generic[SendT, ReceiveT]):
 
         A StreamBroken closes this end.
         """
+        self._under_way.append(message)
+        if self._stream.is_partitioned:
+            self._num_held += 1
+        else:
+            NETWORK.run(self._start_timer)
+
+    def _start_timer(self) -> None:
         loop = asyncio.get_running_loop()
         self._next_arrival_s = max(self._next_arrival_s, loop.time() + self._stream.draw_delay())
-        self._under_way.append(message)
         loop.call_at(self._next_arrival_s, self._arrive)
+
+    def release_held(self) -> None:
+        """Let the messages arrive that a partition has held back."""
+        num_held, self._num_held = self._num_held, 0
+        for _ in range(num_held):
+            NETWORK.run(self._start_timer)
 
     def _arrive(self) -> None:
         message = self._under_way.popleft()
@@ -117,6 +150,7 @@ class SimStream:
     def __init__(self, network: "SimNetwork", hosts: tuple[str, str], number: int) -> None:
         self._network = network
         self.hosts = hosts
+        self.processes = frozenset(map(process_at, hosts))
         self.number = number
         self.ends: tuple[SimEnd[Any, Any], SimEnd[Any, Any]] = (SimEnd(self), SimEnd(self))
         self.ends[0].other, self.ends[1].other = self.ends[1], self.ends[0]
@@ -131,6 +165,11 @@ class SimStream:
         for end in self.ends:
             end._arrived.clear()
             end.break_off(StreamBroken(reason))
+
+    @property
+    def is_partitioned(self) -> bool:
+        """True while no message of this stream arrives."""
+        return self._network.is_partitioned(self.processes)
 
     @property
     def num_under_way(self) -> int:
@@ -150,10 +189,18 @@ class SimNetwork:
     messages_lost: number of messages that were under way in streams that were cut.
     """
 
-    def __init__(self, rng: Random, delays: Delays) -> None:
+    def __init__(self, rng: Random, delays: Delays, *, keepalive_s: float = 0.9) -> None:
+        """Create the network.
+
+        keepalive_s: time until the streams between two processes break that cannot reach each other.
+        """
+        self.keepalive_s = keepalive_s
         self._rng = rng
         self._delays = delays
         self._services: dict[str, WorkerService | SchedulerService] = {}
+        self._contexts: dict[str, Context] = {}
+        self._partitions: dict[frozenset[str], asyncio.Event] = {}  # set when healed
+        self._paused: dict[str, asyncio.Event] = {}  # set when resumed
         # Dicts instead of sets, because the order of a set does not follow from the seed.
         self._handlers: dict[str, dict[asyncio.Task[Any], None]] = {}
         self.streams: dict[int, SimStream] = {}
@@ -165,19 +212,78 @@ class SimNetwork:
         return self._delays.draw(self._rng)
 
     def listen(self, address: str, service: WorkerService | SchedulerService) -> None:
-        """Make a service reachable at `address`."""
+        """Make a service reachable at `address`. Its calls run in the context of the caller's process."""
         self._services[address] = service
+        self._contexts[address] = copy_context()
         self._handlers[address] = {}
 
     async def kill(self, address: str) -> None:
         """Kill the process at this address: its streams break and its running calls are cancelled."""
         self._services.pop(address, None)
+        self.resumed(process_at(address))
         for stream in [s for s in self.streams.values() if address in s.hosts]:
             stream.cut("the process died")
         handlers = self._handlers.pop(address, {})
         for task in handlers:
             task.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
+
+    # -- partitions and pauses -------------------------------------------------------------------------------
+
+    def partition(self, first: str, second: str) -> None:
+        """Let no message pass between two processes, given by name, until `heal`."""
+        pair = frozenset((first, second))
+        healed = self._partitions[pair] = asyncio.Event()
+        self._break_later([s for s in self.streams.values() if s.processes == pair], healed)
+
+    def heal(self, first: str, second: str) -> None:
+        """End a partition. Messages of streams that are not broken yet arrive."""
+        pair = frozenset((first, second))
+        self._partitions.pop(pair).set()
+        for stream in [s for s in self.streams.values() if s.processes == pair]:
+            for end in stream.ends:
+                end.release_held()
+
+    def paused(self, process: str) -> None:
+        """Handle that a process stands still: it answers no keepalive and no dial."""
+        resumed = self._paused[process] = asyncio.Event()
+        self._break_later([s for s in self.streams.values() if process in s.processes], resumed)
+
+    def resumed(self, process: str) -> None:
+        """Handle that a process runs again. Does nothing if it was not paused."""
+        resumed = self._paused.pop(process, None)
+        if resumed is not None:
+            resumed.set()
+
+    def is_partitioned(self, pair: frozenset[str]) -> bool:
+        """True if no message passes between these two processes."""
+        return bool(self._partitions) and pair in self._partitions
+
+    async def reachable(self, caller: str, address: str, *, within_s: float) -> None:
+        """Wait until a process answers another one. Raises StreamBroken after `within_s`.
+
+        `caller` and `address` are addresses.
+        """
+        pair = frozenset((process_at(caller), process_at(address)))
+        while True:
+            obstacle = self._partitions.get(pair) or self._paused.get(process_at(address))
+            if obstacle is None:
+                return
+            try:
+                async with asyncio.timeout(within_s):
+                    await obstacle.wait()
+            except TimeoutError:
+                raise StreamBroken(f"{address} did not answer within {within_s:g} s") from None
+
+    def _break_later(self, streams: "list[SimStream]", over: asyncio.Event) -> None:
+        def break_streams() -> None:
+            if not over.is_set():
+                for stream in streams:
+                    stream.cut("no answer to keepalive")
+
+        NETWORK.run(asyncio.get_running_loop().call_later, self.keepalive_s, break_streams)
+
+    # -- streams and calls -----------------------------------------------------------------------------------
 
     def host(self, address: str) -> "HostNetwork":
         """Return the network interface of the process at `address`."""
@@ -212,7 +318,9 @@ class SimNetwork:
             finally:
                 await server.aclose()
 
-        task = asyncio.get_running_loop().create_task(handle(), name=f"serve-{hosts[1]}-{stream.number}")
+        task = asyncio.get_running_loop().create_task(
+            handle(), name=f"serve-{hosts[1]}-{stream.number}", context=self._contexts[hosts[1]].copy()
+        )
         handlers = self._handlers[hosts[1]]
         handlers[task] = None
         task.add_done_callback(lambda done: handlers.pop(done, None))
@@ -220,7 +328,8 @@ class SimNetwork:
 
     async def run_at(self, address: str, call: Coroutine[Any, Any, T]) -> T:
         """Run a call inside the process at `address`. Raises StreamBroken if that process dies meanwhile."""
-        task = asyncio.get_running_loop().create_task(call, name=f"call-{address}")
+        context = self._contexts[address].copy()
+        task = asyncio.get_running_loop().create_task(call, name=f"call-{address}", context=context)
         handlers = self._handlers[address]
         handlers[task] = None
         task.add_done_callback(lambda done: handlers.pop(done, None))
@@ -259,6 +368,7 @@ class HostNetwork(Network):
         self, address: str, method: Callable[[Any], Callable[[SimEnd[Any, Any]], Coroutine[Any, Any, None]]]
     ) -> Any:
         await asyncio.sleep(self._network.draw_delay())
+        await self._network.reachable(self._address, address, within_s=DIAL_S)
         service = self._network.service_at(address)
         return self._network.open((self._address, address), method(service))
 
@@ -285,6 +395,7 @@ class SimSchedulerClient(SchedulerApi):
 
     async def watch(self) -> Source[ClusterUpdate]:
         await asyncio.sleep(self._network.draw_delay())
+        await self._network.reachable(self._caller, self._address, within_s=DIAL_S)
         scheduler = self._scheduler()
 
         async def pump(end: SimEnd[ClusterUpdate, Any]) -> None:
@@ -298,13 +409,18 @@ class SimSchedulerClient(SchedulerApi):
         return self._network.open((self._caller, self._address), pump)
 
     async def _call(self, method: Callable[[SchedulerService], Coroutine[Any, Any, T]]) -> T:
-        await asyncio.sleep(self._network.draw_delay())
+        await self._pass_network()
         before = self._scheduler()
         answer = await self._network.run_at(self._address, method(before))
-        await asyncio.sleep(self._network.draw_delay())
+        await self._pass_network()
         if self._scheduler() is not before:
             raise StreamBroken(f"the scheduler at {self._address} died")
         return answer
+
+    async def _pass_network(self) -> None:
+        """Wait as long as one message between caller and scheduler takes."""
+        await asyncio.sleep(self._network.draw_delay())
+        await self._network.reachable(self._caller, self._address, within_s=self._network.keepalive_s)
 
     def _scheduler(self) -> Any:
         return self._network.service_at(self._address)

@@ -1,17 +1,20 @@
 """Simulated KV transfers: reads take virtual time block by block, and may get stuck and write late.
 
-A read sees the owner's memory as it is at that moment, even if a block is being reused.
+A read sees the owner's memory as it is at that moment, even if a block is being reused. It goes on while its
+reader's process is paused, and makes no progress between two partitioned workers.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.sim.sim_memory import SimMemory
+from baton.sim.sim_network import NETWORK
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 
@@ -49,6 +52,36 @@ class SimFabric:
         self.link = link
         self.pairs: set[tuple[str, str]] = set()
         self._hosts: dict[str, _Host] = {}
+        self._partitions: set[frozenset[str]] = set()
+        self._unreadable: set[str] = set()
+        self._changed = asyncio.Event()
+
+    def partition(self, first: str, second: str) -> None:
+        """Stop all reads between two workers, given by id, until `heal`."""
+        self._partitions.add(frozenset((first, second)))
+
+    def heal(self, first: str, second: str) -> None:
+        """Let reads between two workers go on."""
+        self._partitions.discard(frozenset((first, second)))
+        self._wake()
+
+    def block_reads_of(self, owner: str) -> None:
+        """Stop all reads of a worker's memory, because its paused process takes part in them."""
+        self._unreadable.add(owner)
+
+    def allow_reads_of(self, owner: str) -> None:
+        """Let reads of a worker's memory go on."""
+        self._unreadable.discard(owner)
+        self._wake()
+
+    async def passable(self, reader: str, owner: str) -> None:
+        """Wait until bytes pass from `owner` to `reader`."""
+        while owner in self._unreadable or (self._partitions and frozenset((reader, owner)) in self._partitions):
+            await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def add(self, agent_name: str, memory: SimMemory, generations: MemoryGenerationTable) -> None:
         """Register the memory of a worker."""
@@ -136,8 +169,7 @@ class SimTransferBackend:
         self._start(read_id, source, [None] * len(source.block_ids))
 
     def start_read_generations(self, read_id: ReadId, source: KvDescriptor) -> None:
-        read = _SimRead(task=asyncio.create_task(self._read_generations(read_id, source)))
-        self._reads[read_id] = read
+        self._reads[read_id] = _SimRead(task=_start(self._read_generations(read_id, source)))
 
     def poll(self, read_id: ReadId) -> ReadState:
         task = self._reads[read_id].task
@@ -164,7 +196,7 @@ class SimTransferBackend:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, read_id: ReadId, source: KvDescriptor, destinations: Sequence[int | None]) -> None:
-        self._reads[read_id] = _SimRead(task=asyncio.create_task(self._read(source, destinations)))
+        self._reads[read_id] = _SimRead(task=_start(self._read(source, destinations)))
 
     async def _read(self, source: KvDescriptor, destinations: Sequence[int | None]) -> ReadState:
         link, rng = self._fabric.link, self._fabric.rng
@@ -174,6 +206,7 @@ class SimTransferBackend:
             await asyncio.sleep(
                 self._layout.block_bytes / link.bytes_per_s + (link.stuck_s if index == stuck_at else 0.0)
             )
+            await self._fabric.passable(self._memory.owner.worker_id, source.memory.owner.worker_id)
             host = self._fabric.find(source.memory.agent_name)
             if host is None:
                 return ReadState.FAILED
@@ -184,8 +217,14 @@ class SimTransferBackend:
 
     async def _read_generations(self, read_id: ReadId, source: KvDescriptor) -> ReadState:
         await asyncio.sleep(self._fabric.link.latency_s)
+        await self._fabric.passable(self._memory.owner.worker_id, source.memory.owner.worker_id)
         host = self._fabric.find(source.memory.agent_name)
         if host is None:
             return ReadState.FAILED
         self._reads[read_id].entries += [host.generations.entry(block_id) for block_id in source.block_ids]
         return ReadState.DONE
+
+
+def _start(read: Coroutine[Any, Any, ReadState]) -> asyncio.Task[ReadState]:
+    """Run a read outside of any process, as a network card does."""
+    return asyncio.get_running_loop().create_task(read, context=NETWORK.copy())

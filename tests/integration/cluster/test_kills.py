@@ -188,7 +188,7 @@ async def test_paused_decode_worker_loses_its_requests_and_its_late_tokens_are_d
     await auditor.audit(cluster)
 
 
-@pytest.mark.long  # `make test` covers this by tests/sim/test_chaos.py, which kills decode workers at any moment
+@pytest.mark.long  # `make test` covers this by tests/sim/test_storm.py, which kills decode workers at any moment
 @pytest.mark.fault("F-5")
 @pytest.mark.parametrize("number", range(ROUNDS))
 async def test_decode_worker_crash_while_it_waits_for_kv_resumes_all_streams(

@@ -2,10 +2,21 @@
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from contextvars import copy_context
+from typing import Any
 
 import pytest
 
 from baton.sim import virtual_time
+from baton.sim.virtual_time import PROCESS, ProcessClock, running_loop
+
+
+def start(process: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Run a coroutine as part of a simulated process."""
+    context = copy_context()
+    context.run(PROCESS.set, process)
+    return asyncio.get_running_loop().create_task(work, context=context)
 
 
 def test_an_hour_takes_no_time() -> None:
@@ -56,3 +67,89 @@ def test_threads_are_refused() -> None:
 
     with pytest.raises(RuntimeError, match="thread"):
         virtual_time.run(main())
+
+
+def test_paused_process_stands_still_and_then_catches_up_in_order() -> None:
+    async def main() -> list[tuple[str, float]]:
+        events: list[tuple[str, float]] = []
+        queue: asyncio.Queue[str] = asyncio.Queue()
+
+        async def tick() -> None:
+            for _ in range(3):
+                await asyncio.sleep(1.0)
+                events.append(("tick", round(running_loop().now_s, 3)))
+
+        async def receive() -> None:
+            while True:
+                events.append((await queue.get(), round(running_loop().now_s, 3)))
+
+        ticks, receiver = start("a", tick()), start("a", receive())
+        await asyncio.sleep(1.5)
+        running_loop().pause("a")
+        queue.put_nowait("first")
+        await asyncio.sleep(5.0)
+        queue.put_nowait("second")
+        assert running_loop().is_paused("a")
+        assert events == [("tick", 1.0)]
+        running_loop().resume("a")
+        await ticks
+        receiver.cancel()
+        return events
+
+    assert virtual_time.run(main()) == [
+        ("tick", 1.0),
+        ("first", 6.5),
+        ("second", 6.5),
+        ("tick", 6.5),
+        ("tick", 7.5),
+    ]
+
+
+def test_pause_affects_no_other_process_and_no_cancelled_timer() -> None:
+    async def main() -> None:
+        sleeper = start("a", asyncio.sleep(1.0))
+        timeout = start("a", asyncio.sleep(2.0))
+        await asyncio.sleep(0.5)
+        running_loop().pause("a")
+        other = start("b", asyncio.sleep(3.0))
+        timeout.cancel()
+        await other
+        assert not sleeper.done()
+        assert not timeout.done()
+        running_loop().resume("a")
+        await asyncio.sleep(0.001)
+        assert sleeper.done()
+        assert timeout.cancelled()
+
+    virtual_time.run(main())
+
+
+def test_process_has_its_own_clock() -> None:
+    async def main() -> None:
+        running_loop().set_clock("a", ProcessClock(base_s=1_000.0, rate=2.0))
+
+        async def measure() -> tuple[float, float]:
+            loop = asyncio.get_running_loop()
+            before_s = loop.time()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout_at(before_s + 4.0):
+                    await asyncio.Event().wait()
+            return before_s, loop.time()
+
+        before_s, after_s = await start("a", measure())
+        assert before_s == pytest.approx(1_000.0, abs=0.01)
+        assert after_s - before_s == pytest.approx(4.0, abs=1e-6)
+        assert asyncio.get_running_loop().time() == pytest.approx(2.0, abs=1e-6), "a runs twice as fast"
+
+    virtual_time.run(main())
+
+
+def test_timers_fire_early_after_a_jump_of_the_clock() -> None:
+    async def main() -> None:
+        sleeper = start("a", asyncio.sleep(10.0))
+        await asyncio.sleep(1.0)
+        running_loop().jump_clock("a", 6.0)
+        await sleeper
+        assert asyncio.get_running_loop().time() == pytest.approx(4.0)
+
+    virtual_time.run(main())

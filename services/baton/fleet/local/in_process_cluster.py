@@ -35,6 +35,8 @@ from baton.runtime.config.settings import ClusterConfig, SchedulerConfig, Worker
 from baton.runtime.network.announcements import Announcements
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import GatewayMetrics, SchedulerMetrics
+from baton.runtime.process.awake_clock import AwakeClock
+from baton.runtime.process.process import Background
 from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
 from baton.scheduler.state.worker_streams import SchedulerTimes
 from baton.transfer.backend import TransferBackend
@@ -129,7 +131,8 @@ class InProcessCluster:
     def start_scheduler(self, name: str = "scheduler") -> Scheduler:
         """Start a scheduler with a new epoch."""
         config, epoch = self._config, self._rng.getrandbits(64)
-        address = f"{name}:{epoch:x}"
+        address = self._address(name, epoch)
+        awake = AwakeClock(asyncio.get_running_loop().time)
         scheduler = Scheduler(
             scheduler_id=name,
             rules=SchedulerRules.of(derive(SchedulerConfig, config)),
@@ -138,6 +141,7 @@ class InProcessCluster:
             feed=self._feed,
             metrics=SchedulerMetrics(CollectorRegistry()),
             rng=self._new_rng(),
+            awake_clock=awake,
         )
         self._switchboard.listen(address, scheduler)
         member = Member(kind=MemberKind.SCHEDULER, member_id=name, epoch=epoch, address=address)
@@ -145,7 +149,8 @@ class InProcessCluster:
 
         async def run() -> None:
             try:
-                await announcements.announce_forever()
+                async with Background(awake.run(_ignore_stall)):
+                    await announcements.announce_forever()
             finally:
                 await scheduler.aclose()
 
@@ -154,7 +159,8 @@ class InProcessCluster:
 
     async def start_gateway(self, name: str = "gateway") -> GatewayService:
         """Start a gateway, and wait until it accepts requests."""
-        config, address = self._config, f"{name}:{self._rng.getrandbits(64):x}"
+        config, address = self._config, self._address(name, self._rng.getrandbits(64))
+        awake = AwakeClock(asyncio.get_running_loop().time)
         gateway = GatewayService(
             GatewayRules(
                 gateway_id=name,
@@ -175,11 +181,12 @@ class InProcessCluster:
             metrics=GatewayMetrics(CollectorRegistry()),
             rng=self._new_rng(),
             membership=self._membership,
+            awake_clock=awake,
         )
         entered = asyncio.Event()
 
         async def run() -> None:
-            async with gateway:
+            async with Background(awake.run(_ignore_stall)), gateway:
                 entered.set()
                 await asyncio.Event().wait()
 
@@ -191,7 +198,7 @@ class InProcessCluster:
     def start_worker(self, worker_id: str, role: WorkerRole) -> Worker:
         """Start a worker with a new epoch."""
         epoch = self._rng.getrandbits(64)
-        worker_ref = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{worker_id}:{epoch:x}")
+        worker_ref = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=self._address(worker_id, epoch))
         config = derive(WorkerConfig, self._config, worker_id=worker_id, role=role.value)
         components = self._make_components(worker_ref, config)
         worker = Worker(
@@ -253,9 +260,17 @@ class InProcessCluster:
         for name in sorted(self._processes, key=lambda name: name in self.workers):
             await self.kill(name)
 
+    def _address(self, name: str, epoch: int) -> str:
+        """Return the address of a process that starts now. No earlier process had it."""
+        return f"{name}:{epoch:x}"
+
     def _run(self, name: str, address: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.get_running_loop().create_task(run(), name=name)
         self._processes[name] = _Process(address=address, task=task)
 
     def _new_rng(self) -> Random:
         return Random(self._rng.getrandbits(64))
+
+
+def _ignore_stall(_late_s: float, _stall_s: float) -> None:
+    """Take the measurements of an `AwakeClock`, which real processes export as metrics."""

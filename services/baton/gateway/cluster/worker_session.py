@@ -113,7 +113,7 @@ class WorkerSession:
         self.has_ended = False
         self._network = network
         self._gateway_id = gateway_id
-        self._session_id = session_id
+        self.session_id = session_id
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._times = times
         self._on_end = on_end
@@ -135,6 +135,18 @@ class WorkerSession:
     def num_jobs(self) -> int:
         """Number of jobs whose last message has not arrived."""
         return len(self._jobs)
+
+    @property
+    def is_connected(self) -> bool:
+        """True while a stream is open and the worker has answered its hello."""
+        return self._stream is not None
+
+    def wanted_samples(self, job: JobId) -> frozenset[int]:
+        """Return the samples of a job that are neither cancelled nor known to have ended."""
+        open_job = self._jobs.get(job)
+        if open_job is None or open_job.listener is None:
+            return frozenset()
+        return frozenset(open_job.message.sample_indices).difference(*(c.sample_indices for c in open_job.cancels))
 
     def open(self, job: PrefillJob | DecodeJob, listener: JobListener) -> None:
         """Send a job to the worker, now or as soon as the stream is open. `listener` gets its events.
@@ -232,7 +244,7 @@ class WorkerSession:
             stream.send(
                 SessionHello(
                     gateway_id=self._gateway_id,
-                    session_id=self._session_id,
+                    session_id=self.session_id,
                     last_seq=self._last_seq,
                     expected=self.worker,
                 )

@@ -78,6 +78,10 @@ class WorkerSessions:
             )
         return session
 
+    def find(self, worker: WorkerRef) -> WorkerSession | None:
+        """Return the open session with this incarnation; None if there is none."""
+        return self._sessions.get(worker.incarnation)
+
     def update_workers(self, workers: Iterable[WorkerRef]) -> None:
         """Set the workers that exist now.
 

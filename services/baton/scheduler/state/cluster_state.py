@@ -210,6 +210,14 @@ class ClusterState:
             self._update_table(self._stale.pop())
 
     @property
+    def has_reservations(self) -> bool:
+        """True if placements are counted that no report contains yet, or if their sums say so."""
+        return bool(self._reservations) or any(
+            total.seqs or total.prefill_tokens or total.context_tokens or total.blocks or total.link_bytes
+            for total in self._reserved.values()
+        )
+
+    @property
     def num_prefilling(self) -> int:
         """Number of ready workers whose role includes prefill."""
         return sum(r.state is WorkerState.READY and r.role.can_prefill for r in self._reports.values())

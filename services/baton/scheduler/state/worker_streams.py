@@ -99,6 +99,7 @@ class WorkerStreams:
         self._streams: dict[WorkerRef, Duplex[WorkerCommand, WorkerReport]] = {}
         self._state_changed = asyncio.Event()
         self._ids_with_metrics: set[str] = set()
+        self._num_workers: Counter[tuple[str, str]] = Counter()  # by role and state, as in the metric
         self._settled_s = 0.0
         self._start_settling()
 
@@ -186,9 +187,12 @@ class WorkerStreams:
 
     def _publish_state(self) -> None:
         reports = self._state.reports()
-        self._metrics.workers.clear()
-        for (role, state), number in Counter((r.role.value, r.state.value) for r in reports).items():
-            self._metrics.workers.labels(role, state).set(number)
+        num_workers = Counter((r.role.value, r.state.value) for r in reports)
+        if num_workers != self._num_workers:
+            self._num_workers = num_workers
+            self._metrics.workers.clear()
+            for (role, state), number in num_workers.items():
+                self._metrics.workers.labels(role, state).set(number)
         self._watch_streams.update(reports)
         self._state_changed.set()
 

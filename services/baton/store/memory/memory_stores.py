@@ -1,11 +1,11 @@
 """In-memory counterparts of the Redis stores, for `fleet/local`, the simulator and tests.
 
-Entries expire by the time of the running event loop.
+Entries expire by the time of the running event loop, or by a clock that the caller passes.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -24,18 +24,26 @@ MAX_STREAM_EVENTS = 8_192
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
+Clock = Callable[[], float]
+
+
+def loop_time_s() -> float:
+    """Return the time of the running event loop in seconds."""
+    return asyncio.get_running_loop().time()
+
 
 class _Expiring(Generic[KeyT, ValueT]):
     """Dict with expiring entries."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._entries: dict[KeyT, tuple[ValueT, float]] = {}
         self._expiries: list[tuple[float, int, KeyT]] = []  # heap with one entry per `put`
         self._order = count()
 
     def put(self, key: KeyT, value: ValueT, ttl_s: float) -> None:
         self._drop_expired()
-        expiry_s = _now_s() + ttl_s
+        expiry_s = self._clock() + ttl_s
         self._entries[key] = (value, expiry_s)
         heappush(self._expiries, (expiry_s, next(self._order), key))
 
@@ -52,7 +60,7 @@ class _Expiring(Generic[KeyT, ValueT]):
         return [value for value, _ in self._entries.values()]
 
     def _drop_expired(self) -> None:
-        now_s = _now_s()
+        now_s = self._clock()
         while self._expiries and self._expiries[0][0] <= now_s:
             _, _, key = heappop(self._expiries)
             if key in self._entries and self._entries[key][1] <= now_s:  # a later `put` may have extended it
@@ -62,8 +70,8 @@ class _Expiring(Generic[KeyT, ValueT]):
 class MemoryMembership:
     """Implements `Membership`. The id identifies a member, so a new incarnation replaces the old one."""
 
-    def __init__(self) -> None:
-        self._members: _Expiring[tuple[MemberKind, str], Member] = _Expiring()
+    def __init__(self, clock: Clock = loop_time_s) -> None:
+        self._members: _Expiring[tuple[MemberKind, str], Member] = _Expiring(clock)
 
     async def announce(self, member: Member, ttl_s: float) -> None:
         self._members.put((member.kind, member.member_id), member, ttl_s)
@@ -81,9 +89,9 @@ class MemoryMembership:
 class MemoryDecisionStore:
     """Implements `DecisionStore`."""
 
-    def __init__(self) -> None:
-        self._records: _Expiring[bytes, dict[int, DecisionRecord]] = _Expiring()
-        self._last: _Expiring[None, bytes] = _Expiring()
+    def __init__(self, clock: Clock = loop_time_s) -> None:
+        self._records: _Expiring[bytes, dict[int, DecisionRecord]] = _Expiring(clock)
+        self._last: _Expiring[None, bytes] = _Expiring(clock)
 
     async def put(self, record: DecisionRecord, ttl_s: float) -> None:
         attempts = self._records.get(record.request_id) or {}
@@ -101,7 +109,7 @@ class MemoryCostStore:
     """Implements `CostStore`."""
 
     def __init__(self) -> None:
-        self._costs: _Expiring[str, StepCostModel] = _Expiring()
+        self._costs: _Expiring[str, StepCostModel] = _Expiring(loop_time_s)
 
     async def put(self, key: str, costs: StepCostModel, ttl_s: float) -> None:
         self._costs.put(key, costs, ttl_s)
@@ -144,9 +152,9 @@ class _Notification:
 class MemoryKvEventFeed:
     """Implements `KvEventFeed`, with one stream per worker incarnation."""
 
-    def __init__(self, *, max_stream_events: int = MAX_STREAM_EVENTS) -> None:
+    def __init__(self, clock: Clock = loop_time_s, *, max_stream_events: int = MAX_STREAM_EVENTS) -> None:
         self._max_stream_events = max_stream_events
-        self._feeds: _Expiring[Incarnation, _Feed] = _Expiring()
+        self._feeds: _Expiring[Incarnation, _Feed] = _Expiring(clock)
         self._written = _Notification()
 
     async def publish(
@@ -207,7 +215,3 @@ class MemoryKvEventFeed:
             if newer:
                 found[worker] = newer
         return found
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -8,7 +8,7 @@ message.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 from baton.core.errors import QUEUE_FULL_RETRY_S, Code, Failure, Reason, Refused, invalid
@@ -32,6 +32,16 @@ MAX_REMEMBERED_REQUESTS = 1 << 16
 """Maximum number of requests whose highest attempt is remembered. A lower attempt arrives within moments or
 never."""
 MAX_SAMPLES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSamples:
+    """The samples of one job that have not ended, and the gateway session that the job belongs to."""
+
+    job: JobId
+    gateway_id: str
+    session_id: str
+    sample_indices: frozenset[int]
 
 
 class OpenJob:
@@ -195,6 +205,17 @@ class JobTable:
     def open_jobs(self) -> Iterator[JobId]:
         """Yield the ids of all jobs that have not ended."""
         return (opened.id for opened in self._jobs.values() if not opened.has_ended)
+
+    def open_samples(self) -> Iterator[OpenSamples]:
+        """Yield the samples that still run, by job, for checks of cancels."""
+        for opened in self._jobs.values():
+            if opened.leg is not None and not opened.has_ended:
+                yield OpenSamples(
+                    job=opened.id,
+                    gateway_id=opened.session.gateway_id,
+                    session_id=opened.session.session_id,
+                    sample_indices=opened.leg.open_samples,
+                )
 
     def counted_decisions(self) -> Iterator[DecisionId]:
         """Yield the decisions of running jobs that this worker's numbers contain, for the first report on a

@@ -85,6 +85,11 @@ class Leg(ABC):
         self._root = chain_root(parts.model_fingerprint, job.cache_salt, parts.block_size_tokens)
         self._hashes = tuple(chain(self._root, job.token_ids, parts.block_size_tokens))
 
+    @property
+    def open_samples(self) -> frozenset[int]:
+        """Indices of the samples that have not ended."""
+        return frozenset(self._open_samples)
+
     @abstractmethod
     def begin(self) -> None:
         """Start the work. Raises Refused if the worker cannot take it."""

@@ -1,0 +1,126 @@
+"""Checks of a storm: answers, outcomes, blocks, caches, schedulers, gateways and tasks."""
+
+import asyncio
+from collections.abc import Iterable
+
+from baton.core.kv.block_hash import BlockHash, chain, root_hash, token_ids
+from baton.sim.chaos.profile import StormSettings
+from baton.sim.chaos.report import ChaosReport
+from baton.sim.chaos.requests import TIMEOUT_S
+from baton.sim.sim_clients import GATEWAY_LOST, SimAnswer, SimRequest, expected_answer
+from baton.sim.sim_cluster import SimCluster, SimModel, sim_layout
+from baton.sim.sim_memory import contents
+
+DEADLINE_GRACE_S = 1.0
+"""Longest time that a request may take beyond its deadline."""
+CLOCK_MARGIN = 0.02
+"""Relative margin for the speed of a gateway's clock."""
+MIN_FINISHED = 0.6
+"""Share of requests that must finish, without those that were cancelled or refused as configured."""
+REFUSALS = ("ttft_slo", "tpot_slo")
+"""Outcomes that an admission policy may choose."""
+
+
+def check_answer(answer: SimAnswer, model: SimModel, report: ChaosReport) -> None:
+    """Raise AssertionError unless an answer is a prefix of the expected one and ended by its deadline.
+
+    While its gateway was paused, nothing could end it.
+    """
+    answer.check(model.vocab_size)
+    request = answer.request
+    allowed_s = request.timeout_s * (1.0 + CLOCK_MARGIN) + DEADLINE_GRACE_S
+    allowed_s += report.paused_s(answer.gateway, request.start_s, answer.ended_s)
+    if answer.ended_s > request.start_s + allowed_s:
+        raise AssertionError(f"request {request.number} ended {answer.ended_s - request.start_s:.3f} s after it began")
+
+
+def check_outcomes(answers: Iterable[SimAnswer], settings: StormSettings, report: ChaosReport) -> None:
+    """Raise AssertionError if a request failed that no fault excuses.
+
+    One process of each role always works, so all requests finish, except those that their clients cancelled
+    or gave too little time, that were sent to a gateway that died, or that admission control refused.
+    """
+    failed, num_finished, num_expected = [], 0, 0
+    for answer in answers:
+        outcome, request = answer.outcome, answer.request
+        num_finished += outcome == "finished"
+        if outcome in ("finished", "cancelled", GATEWAY_LOST):
+            num_expected += outcome == "finished"
+            continue
+        is_refusal = outcome in REFUSALS and settings.config.admission != "off"
+        if is_refusal or (outcome == "deadline" and request.timeout_s < TIMEOUT_S):
+            continue
+        num_expected += 1
+        failed.append(f"request {request.number} at {answer.gateway}: {outcome}: {answer.message}")
+    if failed:
+        raise AssertionError(f"{len(failed)} requests failed without need: " + "; ".join(failed[:5]))
+    if num_finished < MIN_FINISHED * num_expected:
+        raise AssertionError(f"only {num_finished} of {num_expected} requests finished: {report.outcomes}")
+
+
+def check_processes(cluster: SimCluster, report: ChaosReport) -> None:
+    """Raise AssertionError if a process holds anything of past requests, or knows other workers than live.
+
+    Add all block counts to the transcript.
+    """
+    living = {name: worker.worker for name, worker in cluster.workers.items()}
+    for name in sorted(cluster.workers):
+        cluster.workers[name].check_clean()
+        counts = cluster.workers[name].pool.counts()
+        if counts.quarantined:
+            raise AssertionError(f"{name}: {counts.quarantined} blocks are still quarantined after the storm")
+        for link in cluster.workers[name].reader.links():
+            if link.broken or link.peer not in living.values():
+                raise AssertionError(f"{name}: after the storm its link to {link.peer} is broken or useless: {link}")
+        report.transcript.append(f"{name} {counts}")
+    for name, scheduler in sorted(cluster.schedulers.items()):
+        scheduler.check_clean()
+        known = {each.worker.worker_id: each.worker for each in scheduler.reports()}
+        if known != living:
+            known_ids, living_ids = ([str(ref) for _, ref in sorted(refs.items())] for refs in (known, living))
+            raise AssertionError(f"{name} knows {known_ids}, but {living_ids} are alive")
+    for name, gateway in sorted(cluster.gateways.items()):
+        if gateway.num_open or gateway.view.problem:
+            raise AssertionError(f"{name}: {gateway.num_open} open requests, problem: {gateway.view.problem!r}")
+        for worker in living.values():
+            session = gateway.workers.find(worker)
+            if session is None or not session.is_connected or session.num_jobs:
+                raise AssertionError(f"{name} has no idle session with {worker}")
+
+
+def audit_caches(cluster: SimCluster, requests: Iterable[SimRequest]) -> int:
+    """Compare each cached block of each worker with the content that follows from the requests alone.
+
+    Returns the number of blocks. Raises AssertionError naming a block with other content, or with a hash that
+    no request can have produced.
+    """
+    size = next(iter(cluster.memories.values())).block_size_tokens
+    root = root_hash(model_fingerprint=sim_layout(size).model_fingerprint, block_size_tokens=size)
+    expected: dict[BlockHash, tuple[int, ...]] = {}
+    for request in requests:
+        for index in range(request.num_samples):
+            answer = expected_answer(request, index, cluster.model.vocab_size, beyond_stop=True)
+            tokens = [*request.prompt, *answer]
+            slots = contents(tokens)
+            for number, block_hash in enumerate(chain(root, token_ids(tokens), size)):
+                expected[block_hash] = tuple(slots[number * size : (number + 1) * size])
+    num_audited = 0
+    for name in sorted(cluster.workers):
+        pool, memory = cluster.workers[name].pool, cluster.memories[name]
+        for block_hash in pool.hashes():
+            (block_id,) = pool.lookup([block_hash])
+            if memory.block(block_id) != expected.get(block_hash):
+                raise AssertionError(
+                    f"{name}: block {block_id} does not hold the tokens of its hash {block_hash.hex()}"
+                )
+            num_audited += 1
+    return num_audited
+
+
+def check_no_tasks() -> None:
+    """Raise AssertionError if a task of a process is left, although all processes were killed."""
+    left = [
+        f"{task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks() if task is not asyncio.current_task()
+    ]
+    if left:
+        raise AssertionError(f"tasks left behind: {sorted(left)}")

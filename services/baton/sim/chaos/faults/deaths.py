@@ -1,0 +1,36 @@
+"""Kills processes of all kinds and starts them again: workers, schedulers and gateways."""
+
+import asyncio
+from random import Random
+
+from baton.sim.chaos.faults.storm_context import StormContext
+from baton.sim.sim_cluster import SimCluster
+
+
+async def kill_processes(storm: StormContext, rng: Random) -> None:
+    """Kill random processes until the storm ends."""
+    async with asyncio.TaskGroup() as group:
+        while await storm.next_fault(rng, storm.profile.deaths_per_s):
+            name = rng.choice(storm.processes())
+            if storm.may_fail(name):
+                group.create_task(_kill_and_restart(storm, name, rng.uniform(0.1, storm.profile.down_s)))
+
+
+async def _kill_and_restart(storm: StormContext, name: str, down_s: float) -> None:
+    cluster = storm.cluster
+    role = cluster.workers[name].role if name in cluster.workers else None
+    with storm.failing(name):
+        storm.report.record_fault("kill", name)
+        await cluster.kill(name)
+        await asyncio.sleep(down_s)
+        if role is not None:
+            cluster.start_worker(name, role)
+        else:
+            await _start_service(cluster, name)
+
+
+async def _start_service(cluster: SimCluster, name: str) -> None:
+    if name.startswith("scheduler"):
+        cluster.start_scheduler(name)
+    else:
+        await cluster.start_gateway(name)

@@ -1,0 +1,125 @@
+"""Load, fault rates and settings of a storm. The settings of each seed are drawn at random."""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from baton.core.request import NO_SLO, Slo
+from baton.runtime.config.settings import ClusterConfig
+from baton.sim.sim_cluster import ClockModel, SimModel
+from baton.sim.sim_network import Delays
+from baton.sim.sim_transfer_backend import LinkModel
+
+STUCK_S = 5.0
+"""Time for which a stuck read makes no progress. Longer than the deadline of a read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosProfile:
+    """Load and faults of a storm.
+
+    num_requests: requests within `duration_s` seconds.
+    cancelled, stopped, hurried: shares of requests whose client cancels, that have a stop string, and that
+        have a deadline of at most `hurried_s`.
+    cuts_per_s, deaths_per_s, pauses_per_s, partitions_per_s, data_partitions_per_s, store_faults_per_s,
+        clock_jumps_per_s: mean rates of the faults.
+    down_s: longest time until a killed process is restarted.
+    pause_s, partition_s, store_fault_s: shortest and longest duration.
+    max_jump_s: longest jump of a clock.
+    num_prefixes: number of distinct prompt prefixes, which requests share.
+    max_prompt_tokens, max_tokens: limits of prompt and output length.
+    """
+
+    num_requests: int = 120
+    duration_s: float = 8.0
+    cancelled: float = 0.2
+    stopped: float = 0.2
+    hurried: float = 0.1
+    hurried_s: float = 1.5
+    cuts_per_s: float = 1.5
+    deaths_per_s: float = 0.5
+    pauses_per_s: float = 0.25
+    partitions_per_s: float = 0.3
+    data_partitions_per_s: float = 0.3
+    store_faults_per_s: float = 0.4
+    clock_jumps_per_s: float = 0.3
+    down_s: float = 1.5
+    pause_s: tuple[float, float] = (0.3, 20.0)
+    partition_s: tuple[float, float] = (0.2, 4.0)
+    store_fault_s: tuple[float, float] = (0.3, 4.0)
+    max_jump_s: float = 1.5
+    num_prefixes: int = 6
+    max_prompt_tokens: int = 120
+    max_tokens: int = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StormSettings:
+    """Everything that a storm's seed determines before it begins.
+
+    num_schedulers, num_gateways: processes besides the workers of `config`.
+    slo: SLO of all requests.
+    """
+
+    config: ClusterConfig
+    model: SimModel
+    num_schedulers: int = 2
+    num_gateways: int = 2
+    slo: Slo = NO_SLO
+
+    def __str__(self) -> str:
+        config, model = self.config, self.model
+        return (
+            f"{config.prefill}P+{config.decode}D+{config.hybrid}H policy={config.policy} admission={config.admission} "
+            f"block={config.block_size_tokens} blocks={model.num_blocks} step={config.max_num_batched_tokens} "
+            f"seqs={config.max_num_seqs} lease={config.lease_s:g}s attempts={config.max_attempts} "
+            f"queued={config.max_queued_requests} fixed_addresses={model.has_fixed_addresses} "
+            f"stuck={model.link.stuck:g} late={model.delays.late:g}"
+        )
+
+
+def draw_settings(rng: Random) -> StormSettings:
+    """Draw the settings of one storm.
+
+    Times are those of the tests: about a tenth of the defaults. Every role has at least two workers, so that
+    one of them can fail.
+    """
+    block_size = rng.choice((4, 8, 16))
+    values: dict[str, Any] = {
+        "log_dir": None,
+        "prefill": rng.choice((2, 2, 3)),
+        "decode": rng.choice((2, 2, 3)),
+        "hybrid": rng.choice((0, 0, 2)),
+        "block_size_tokens": block_size,
+        "max_num_batched_tokens": rng.choice((32, 64, 128)),
+        "max_num_seqs": rng.choice((8, 16, 32)),
+        "max_queued_jobs": rng.choice((64, 256)),
+        "policy": rng.choice(("kv_centric", "kv_centric", "prefix_aware", "least_loaded", "round_robin", "random")),
+        "admission": rng.choice(("off", "off", "early", "predictive")),
+        "max_worker_queue_s": rng.choice((0.1, 1.0)),
+        "max_queued_requests": rng.choice((0, 64, 1024)),
+        "max_attempts": rng.choice((12, 16)),
+        "heartbeat_s": rng.choice((0.3, 0.4)),
+        "detection_s": 1.0,
+        "lease_s": rng.choice((1.2, 2.0, 3.0)),
+        "kv_claim_timeout_s": rng.choice((1.0, 2.0)),
+        "transfer_reorder_window_s": rng.choice((0.3, 0.5)),
+        "pull_wait_s": rng.choice((2.0, 3.0)),
+        "session_grace_s": rng.choice((1.0, 2.0)),
+        "scheduler_wait_s": 2.0,
+        "transfer_deadline_min_s": 0.5,
+        "transfer_deadline_max_s": 3.0,
+        "drain_s": 5.0,
+        "step_limit_s": 60.0,  # a pause is no stuck step
+    }
+    model = SimModel(
+        num_blocks=rng.choice((480, 800, 1280)) // block_size,
+        link=LinkModel(stuck=rng.choice((0.0, 0.003, 0.01)), stuck_s=STUCK_S, bytes_per_s=rng.choice((4e9, 4e8, 4e7))),
+        delays=Delays(mean_s=rng.choice((0.000_2, 0.000_5, 0.002)), late=rng.choice((0.0, 0.02, 0.1))),
+        clocks=ClockModel(max_base_s=100_000.0, max_drift=0.01),
+        has_fixed_addresses=rng.random() < 0.5,
+    )
+    slo = Slo(ttft_s=rng.choice((None, 1.0, 3.0)), tpot_s=rng.choice((None, 0.1)))
+    return StormSettings(
+        config=ClusterConfig(**values), model=model, slo=slo if values["admission"] != "off" else NO_SLO
+    )

@@ -1,0 +1,59 @@
+"""The report of a storm: its transcript, and counts of outcomes and faults."""
+
+from dataclasses import dataclass, field
+
+from baton.sim.virtual_time import running_loop
+
+
+@dataclass(slots=True, kw_only=True)
+class Downtime:
+    """One interval in which a process did not run: it was paused or dead. `end_s` is inf until it is over."""
+
+    process: str
+    start_s: float
+    end_s: float = float("inf")
+
+    def overlap_s(self, start_s: float, end_s: float) -> float:
+        """Return the seconds of this interval within another one."""
+        return max(0.0, min(self.end_s, end_s) - max(self.start_s, start_s))
+
+
+@dataclass(slots=True, kw_only=True)
+class ChaosReport:
+    """Result of a storm.
+
+    settings: the drawn settings, as text.
+    transcript: all faults and ends of requests, in order.
+    outcomes: number of requests by outcome.
+    faults: number of faults by kind.
+    pauses: intervals in which processes were paused.
+    num_lost: messages that were under way in streams that were cut.
+    num_audited: cached blocks whose content was compared with their hash.
+    """
+
+    seed: int
+    settings: str = ""
+    transcript: list[str] = field(default_factory=list)
+    outcomes: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+    pauses: list[Downtime] = field(default_factory=list)
+    num_lost: int = 0
+    num_audited: int = 0
+
+    def record_fault(self, kind: str, target: str) -> None:
+        """Count a fault and append it to the transcript."""
+        self.faults[kind] = self.faults.get(kind, 0) + 1
+        self.note(f"{kind} {target}")
+
+    def note(self, text: str) -> None:
+        """Append a line with the present time to the transcript."""
+        self.transcript.append(f"{running_loop().now_s:.9f} {text}")
+
+    def paused_s(self, process: str, start_s: float, end_s: float) -> float:
+        """Return the seconds for which a process was paused within an interval."""
+        return sum(pause.overlap_s(start_s, end_s) for pause in self.pauses if pause.process == process)
+
+    @property
+    def replay(self) -> str:
+        """The command that runs this seed again."""
+        return f"python -m baton.sim.chaos --seed {self.seed}"

@@ -1,0 +1,103 @@
+"""Storms with fixed seeds: faults of all kinds under load. Answers must be right, and nothing may leak."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from baton.sim import virtual_time
+from baton.sim.chaos.audit import audit_caches
+from baton.sim.chaos.profile import ChaosProfile
+from baton.sim.chaos.report import ChaosReport
+from baton.sim.chaos.run import StormFailed, run_seed
+from baton.sim.sim_clients import SimAnswer, SimRequest, run_client
+from baton.sim.sim_cluster import SimCluster
+from tests.sim.storm_cluster import MODEL, config
+from tests.sim.storm_seeds import drawn_seeds, fixed_seeds, tree_hash
+
+pytestmark = pytest.mark.sim
+
+PROFILE = ChaosProfile()
+CALM = replace(
+    PROFILE,
+    cuts_per_s=0.0,
+    deaths_per_s=0.0,
+    pauses_per_s=0.0,
+    partitions_per_s=0.0,
+    data_partitions_per_s=0.0,
+    store_faults_per_s=0.0,
+    clock_jumps_per_s=0.0,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_logs() -> Iterator[None]:
+    """Keep the services from logging: a storm has thousands of warnings, and its replay prints them."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def check(report: ChaosReport) -> None:
+    assert sum(report.outcomes.values()) == PROFILE.num_requests
+    assert report.outcomes["finished"] > PROFILE.num_requests * 0.3
+    assert report.num_audited > 0
+
+
+@pytest.mark.fault("F-2", "F-6", "F-15", "F-33", "F-51")
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed > 1 else []) for seed in fixed_seeds()]
+)
+def test_storm_with_a_fixed_seed_breaks_no_invariant(seed: int) -> None:
+    check(run_seed(seed))
+
+
+@pytest.mark.slow
+def test_one_seed_gives_the_same_transcript_twice() -> None:
+    first, second = run_seed(7), run_seed(7)
+    assert "\n".join(first.transcript).encode() == "\n".join(second.transcript).encode()
+    assert first.faults["cut"] > 5
+    assert first.num_lost > 0
+    assert first.num_audited > 100
+
+
+def test_calm_run_finishes_every_request_that_its_client_wants() -> None:
+    report = run_seed(1, replace(CALM, num_requests=40, hurried=0.0))
+    assert report.outcomes.keys() <= {"finished", "cancelled"}
+    assert report.faults == {}
+
+
+def test_failing_seed_names_its_replay_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_nothing(_answer: SimAnswer, _vocab_size: int) -> None:
+        raise AssertionError("the answer is wrong")
+
+    monkeypatch.setattr(SimAnswer, "check", check_nothing)
+    with pytest.raises(StormFailed, match=r"seed 3: the answer is wrong\n.*python -m baton.sim.chaos --seed 3"):
+        run_seed(3, replace(CALM, num_requests=5))
+
+
+def test_drawn_seeds_follow_from_the_tree_and_are_no_fixed_ones() -> None:
+    assert tree_hash()
+    assert drawn_seeds() == drawn_seeds()
+    assert not set(drawn_seeds()) & set(fixed_seeds())
+
+
+def test_cache_audit_names_a_block_with_wrong_content() -> None:
+    async def one_request() -> None:
+        cluster = SimCluster(config(), MODEL, 0)
+        await cluster.start()
+        await asyncio.sleep(1.0)
+        request = SimRequest(number=0, start_s=0.0, prompt=tuple(range(1, 40)), max_tokens=4)
+        await run_client(request, cluster.gateway)
+        assert audit_caches(cluster, [request]) >= 39 // 8
+        name = next(name for name in sorted(cluster.workers) if cluster.workers[name].pool.hashes())
+        pool, memory = cluster.workers[name].pool, cluster.memories[name]
+        (block_id,) = pool.lookup(pool.hashes()[:1])
+        memory.write_block(block_id, [*memory.block(block_id)[:-1], 7])
+        with pytest.raises(AssertionError, match=f"{name}: block {block_id} does not hold"):
+            audit_caches(cluster, [request])
+        await cluster.aclose()
+
+    virtual_time.run(one_request())
