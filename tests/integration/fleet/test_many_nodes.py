@@ -283,6 +283,7 @@ def test_fleet_places_by_role_and_refuses_a_node_with_another_release(cluster: C
     (refused,) = cluster.logged("node_refused")
     assert refused["node"] == f"node-x ({addresses['node-x']})"
     assert refused["reason"] == f"has Baton {OTHER_VERSION}, this fleet has {baton.__version__}"
+    cluster.until(lambda: cluster.workers()["decode-0"]["links"], "decode-0 can read from prefill-0")
     timeline = cluster.complete(7)["baton"]
     assert (timeline["prefill"]["worker_id"], timeline["decode"]["worker_id"], timeline["transport"]) == (
         "prefill-0",
