@@ -26,7 +26,13 @@ COMPONENTS = {
 }
 """Names under which code holds a component: an object with dependencies and tasks, not a data record."""
 
-FOREIGN = {"config._attn_implementation", "member._value_", "server._server"}
+FOREIGN = {
+    "config._attn_implementation",
+    "member._value_",
+    "read.handle._released",
+    "server._server",
+    "timer._scheduled",
+}
 """Attributes of other libraries, and of `enum`, that look private but are the only way to set a value."""
 
 

@@ -37,6 +37,7 @@ seeded generator."""
 NOT_SIMULATED = (
     "baton.model",
     "baton.transfer.*_backend",
+    "baton.transfer.backends.nixl_thread",
     "baton.transfer.backends.prefault",
     "baton.gateway.gateway_main",
     "baton.scheduler.scheduler_main",
