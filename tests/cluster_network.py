@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.runtime.network.addresses import choose_port
 from baton.store.redis.private_redis import RedisCommand, redis_command
+from tests.free_port import free_port
 
 HOST = "127.0.0.1"
 
@@ -38,7 +38,7 @@ class ClusterNetwork:
 
     def client_ports(self, name: str) -> tuple[str, int, int]:
         """Choose (host, HTTP port, gRPC port) of a gateway."""
-        http_port, grpc_port = (choose_port(HOST, 0, flag="--http-port") for _ in range(2))
+        http_port, grpc_port = (free_port(HOST) for _ in range(2))
         return HOST, http_port, grpc_port
 
     async def aclose(self) -> None:

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
-from baton.runtime.network.addresses import choose_port
 from baton.store.redis.private_redis import RedisCommand, redis_command
 from tests.cluster_network import HOST, ClusterNetwork, Place
+from tests.free_port import free_port
 from tests.netns import Netns, Network, tool, unavailable_reason
 
 CHUNK_BYTES = 64 * 1024
@@ -77,7 +77,7 @@ class LoopbackLinks(ClusterNetwork):
     async def open(self, names: tuple[str, ...]) -> None:
         """Open a proxy for each of these processes."""
         for name in names:
-            port = choose_port(HOST, 0, flag="--rpc-port")
+            port = free_port(HOST)
             self._servers.append(await asyncio.start_server(self._accept(name, port), self._outside[name], port))
             self._places[name] = self._new_place(name, rpc_port=port, advertise_host=self._outside[name])
 
@@ -90,7 +90,7 @@ class LoopbackLinks(ClusterNetwork):
 
     def _new_place(self, name: str, **settings: str | int) -> Place:
         return Place(
-            settings={"admin_port": choose_port(HOST, 0, flag="--admin-port"), **settings},
+            settings={"admin_port": free_port(HOST), **settings},
             environ={**self._environs[name], "SOURCE_ADDRESS": self._inside[name]},
         )
 

@@ -21,7 +21,7 @@ from baton.core.client_api import ChoiceDelta
 from baton.fleet.processes.supervisor import Child, ChildSpec, baton_command
 from baton.rpc.channel import channel_options
 from baton.rpc.inference_rpc import InferenceClient
-from baton.runtime.network.addresses import choose_port
+from tests.free_port import free_port
 from tests.integration.gateway.http_gateway import request_bytes
 from tests.unit.gateway.fakes import token_at
 
@@ -138,7 +138,7 @@ async def gateway_process(
         try:
             config = {
                 "http_port": 0,
-                "grpc_port": choose_port("127.0.0.1", 0, flag="--grpc-port"),
+                "grpc_port": free_port("127.0.0.1"),
                 "schedulers": [await cluster.start()],
                 "log_dir": str(directory / "logs"),
                 **TIMES,

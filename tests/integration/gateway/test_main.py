@@ -21,9 +21,10 @@ from baton.rpc.admin_rpc import AdminClient
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.inference_rpc import InferenceClient
 from baton.runtime.config.settings import GatewayConfig
-from baton.runtime.network.addresses import choose_port, listen
+from baton.runtime.network.addresses import listen
 from baton.runtime.network.in_process_network import InProcessNetwork
 from baton.runtime.process.process import Stop
+from tests.free_port import free_port
 from tests.times import TEST_TIMES
 from tests.unit.gateway.fakes import StubScheduler, StubWorker, until
 
@@ -60,7 +61,7 @@ async def running_gateway() -> AsyncIterator[RunningGateway]:
     scheduler.add(worker)
     config = GatewayConfig(
         http_port=0,
-        grpc_port=choose_port("127.0.0.1", 0, flag="--grpc-port"),
+        grpc_port=free_port("127.0.0.1"),
         schedulers=(f"127.0.0.1:{port}",),
         **TIMES,
     )
