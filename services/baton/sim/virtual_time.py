@@ -39,7 +39,7 @@ class ProcessClock:
 
 @dataclass(slots=True)
 class _HeldCallbacks:
-    """What a paused process would have run: callbacks in order, and timers."""
+    """Callbacks, in order, and timers that a paused process would have run."""
 
     ready: deque[asyncio.Handle] = field(default_factory=deque)
     timers: list[asyncio.TimerHandle] = field(default_factory=list)

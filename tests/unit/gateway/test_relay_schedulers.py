@@ -143,3 +143,20 @@ async def test_scheduler_that_still_answers_is_kept_although_membership_lists_no
         await until(lambda: not pool.addresses)
         discovering.cancel()
         await asyncio.wait((discovering,))
+
+
+@virtual
+async def test_deadline_of_a_request_says_nothing_about_the_scheduler_that_it_waits_for() -> None:
+    """Membership lists no scheduler, so one that counts as failed is dropped."""
+    async with cluster(("h0", "hybrid")) as c:
+        loop, pool = asyncio.get_running_loop(), c.gateway.schedulers
+        await c.complete(PROMPT)
+        discovering = asyncio.create_task(pool._discover(MemoryMembership()))
+        c.scheduler.hangs = True
+        with pytest.raises(Refused):
+            deadline_s = loop.time() + TEST_TIMES["detection_s"] / 2
+            await pool.place(lambda *_: c.scheduler.queries[0], is_first=False, deadline_s=deadline_s)
+        await asyncio.sleep(2 * TEST_TIMES["heartbeat_s"])
+        assert pool.addresses == (c.scheduler.address,)
+        discovering.cancel()
+        await asyncio.wait((discovering,))

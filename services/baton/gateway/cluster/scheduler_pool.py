@@ -162,7 +162,7 @@ class SchedulerPool:
     ) -> tuple[str, T] | None:
         """Return (address, answer) of the first scheduler that answers; None if none does.
 
-        Raises Refused if a scheduler refuses the call for a reason other than being unavailable.
+        A call that `until_s` (event loop time) ends early says nothing about its scheduler. Raises Refused if a scheduler refuses the call for a reason other than being unavailable.
         """
         for address in self._by_preference():
             api = self._apis.get(address)
@@ -172,7 +172,11 @@ class SchedulerPool:
             try:
                 async with asyncio.timeout_at(due_s if until_s is None else min(due_s, until_s)):
                     answer = await call(api)
-            except (StreamBroken, TimeoutError) as error:
+            except TimeoutError as error:
+                if asyncio.get_running_loop().time() < due_s:
+                    return None
+                self._mark_failed(address, error)
+            except StreamBroken as error:
                 self._mark_failed(address, error)
             except Refused as refused:
                 if refused.failure.code is not Code.UNAVAILABLE:
