@@ -13,7 +13,10 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "deploy" / "requirements.lock"
@@ -25,9 +28,37 @@ _HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}\b")
 
 
 def requirements() -> list[str]:
-    """Return what the image needs: the project's dependencies, and Redis as a wheel."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["embedded"]]
+    """Return what the image needs: the dependencies, Redis as a wheel, and what builds the project."""
+    file = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project = file["project"]
+    return [*project["dependencies"], *project["optional-dependencies"]["embedded"], *file["build-system"]["requires"]]
+
+
+def with_transitive(needed: Sequence[str]) -> list[str]:
+    """Return `needed` with all that the installed packages of these names need on this platform.
+
+    A package that is not installed here, or must not be locked, is not followed.
+    """
+    found: dict[str, None] = {}
+    waiting = [Requirement(each) for each in needed]
+    while waiting:
+        requirement = waiting.pop()
+        name = _normal(requirement.name)
+        extras = requirement.extras or {""}
+        if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": e}) for e in extras):
+            continue
+        if name in found or NOT_LOCKED.fullmatch(name):
+            continue
+        found[name] = None
+        try:
+            inner = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for each in map(Requirement, inner):
+            if each.marker is None or any(each.marker.evaluate({"extra": e}) for e in extras):
+                each.marker = None
+                waiting.append(each)
+    return sorted(found)
 
 
 def resolve(needed: Sequence[str]) -> str:
@@ -102,7 +133,8 @@ def main(arguments: Sequence[str]) -> int:
         LOCK.write_text(without_torch(resolve(requirements())), encoding="utf-8")
         print(f"wrote {LOCK}")
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    found = problems(LOCK.read_text(encoding="utf-8"), requirements(), constraints)
+    needed = with_transitive(requirements())
+    found = problems(LOCK.read_text(encoding="utf-8"), needed, constraints)
     for problem in found:
         print(f"{LOCK.relative_to(ROOT)}: {problem}; run: python tools/gen_image_lock.py", file=sys.stderr)
     return 1 if found else 0

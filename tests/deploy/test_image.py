@@ -107,7 +107,16 @@ def test_base_image_can_be_pinned_by_digest() -> None:
 
 def test_locked_packages_have_hashes_and_the_versions_of_the_constraints() -> None:
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    assert gen_image_lock.problems(LOCK.read_text(encoding="utf-8"), gen_image_lock.requirements(), constraints) == []
+    needed = gen_image_lock.with_transitive(gen_image_lock.requirements())
+    assert gen_image_lock.problems(LOCK.read_text(encoding="utf-8"), needed, constraints) == []
+
+
+@pytest.mark.parametrize("name", ["h11", "idna", "setuptools"])
+def test_lock_without_a_package_that_another_one_needs_is_refused(name: str) -> None:
+    entries = list(gen_image_lock.entries(LOCK.read_text(encoding="utf-8")))
+    lock = "\n".join(entry for entry in entries if not entry.startswith(f"{name}=="))
+    needed = gen_image_lock.with_transitive(gen_image_lock.requirements())
+    assert gen_image_lock.problems(lock, needed, "") == [f"{name} is missing"]
 
 
 def test_everything_but_torch_is_installed_from_the_lock() -> None:

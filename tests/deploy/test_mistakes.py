@@ -105,6 +105,13 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         {"gateway": {"resources": {"limit": {"memory": "1Gi"}}}},
         ("gateway.resources", "limit"),
     ),
+    "egress without rules for Ray's Redis": (
+        {
+            "networkPolicy": {"egress": {"enabled": True}},
+            "ray": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "other:6379"}},
+        },
+        ("networkPolicy.egress.rules",),
+    ),
     "egress without rules for an existing Redis": (
         {"networkPolicy": {"egress": {"enabled": True}}, "redis": {"url": "redis://other:6379/0"}},
         ("networkPolicy.egress.rules",),

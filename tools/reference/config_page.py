@@ -1,5 +1,6 @@
 """The configuration page: every setting with its key, default and the services that read it."""
 
+from baton.runtime.config.byte_sizes import format_size
 from baton.runtime.config.config_base import settings_of
 from baton.runtime.config.setting import Setting
 from baton.runtime.config.settings import SERVICES
@@ -24,7 +25,13 @@ def config_page() -> str:
             settings.setdefault(setting.name, setting)
             readers.setdefault(setting.name, []).append(service)
     rows = [
-        (code(name), _kind(setting), code(_default(setting)), setting.description, ", ".join(readers[name]))
+        (
+            code(name),
+            _kind(setting),
+            code(setting.shown(setting.default)),
+            setting.description,
+            ", ".join(readers[name]),
+        )
         for name, setting in sorted(settings.items())
     ]
     return page(
@@ -47,14 +54,10 @@ def _kind(setting: Setting) -> str:
         "tuple": "list",
         "posixpath": "path",
     }
-    bounds = [f"≥ {setting.minimum:g}"] if setting.minimum is not None else []
-    bounds += [f"> {setting.above:g}"] if setting.above is not None else []
-    bounds += [f"≤ {setting.maximum:g}"] if setting.maximum is not None else []
+    limits = (("≥", setting.minimum), (">", setting.above), ("≤", setting.maximum))
+    bounds = [f"{sign} {_bound(setting, bound)}" for sign, bound in limits if bound is not None]
     return " ".join([names.get(name, name), *bounds])
 
 
-def _default(setting: Setting) -> str:
-    value = setting.default
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _bound(setting: Setting, bound: float) -> str:
+    return format_size(int(bound)) if setting.is_size else f"{bound:g}"

@@ -4,7 +4,7 @@ python -m bench idle_memory [--minutes 25] [--settle-minutes 5] [--interval-s 30
 
 Starts `baton up`, sends no request after its own first one, and reads every process of the cluster at an
 interval. A preloaded library, compiled from `bench/support/malloc_stats.c`, writes glibc's statistics in
-each process. The rows show megabytes at the end of the settle time and at the end, and the growth between
+each process. The rows show MiB at the end of the settle time and at the end, and the growth between
 them per minute, as a least-squares slope.
 
 anon: private memory that is resident (RssAnon). heap: memory that malloc has taken from the system.
@@ -26,7 +26,7 @@ import psutil
 from bench.systems.baton_cluster import baton_up, machine, table
 
 SOURCE = Path(__file__).parents[2] / "support" / "malloc_stats.c"
-MB = 2**20
+MIB = 2**20
 
 
 @dataclass(slots=True)
@@ -96,8 +96,8 @@ def rows(found: Mapping[int, Series], settle_s: float) -> Iterator[list[str]]:
         at_s = series.at_s[first:]
         cells = []
         for values in (series.anon[first:], series.heap[first:], series.allocated[first:]):
-            slope = slope_per_minute(at_s, values) / MB
-            cells += [f"{values[0] / MB:.1f}", f"{values[-1] / MB:.1f}", f"{slope:+.3f}"]
+            slope = slope_per_minute(at_s, values) / MIB
+            cells += [f"{values[0] / MIB:.1f}", f"{values[-1] / MIB:.1f}", f"{slope:+.3f}"]
         yield [series.name, str(pid), *cells]
 
 
@@ -129,7 +129,7 @@ def main() -> None:
     options, flags = parser.parse_known_args()
     found, head = measure(options.minutes, options.interval_s, flags)
     print(f"{head}\n")
-    columns = [f"{name} {what}" for name in ("anon", "heap", "allocated") for what in ("MB", "end MB", "MB/min")]
+    columns = [f"{name} {what}" for name in ("anon", "heap", "allocated") for what in ("MiB", "end MiB", "MiB/min")]
     print(table(["process", "pid", *columns], list(rows(found, 60 * options.settle_minutes))))
     if options.out is not None:
         samples = [

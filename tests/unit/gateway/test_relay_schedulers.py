@@ -153,8 +153,8 @@ async def test_deadline_of_a_request_says_nothing_about_the_scheduler_that_it_wa
         await c.complete(PROMPT)
         discovering = asyncio.create_task(pool._discover(MemoryMembership()))
         c.scheduler.hangs = True
+        deadline_s = loop.time() + TEST_TIMES["detection_s"] / 2
         with pytest.raises(Refused):
-            deadline_s = loop.time() + TEST_TIMES["detection_s"] / 2
             await pool.place(lambda *_: c.scheduler.queries[0], is_first=False, deadline_s=deadline_s)
         await asyncio.sleep(2 * TEST_TIMES["heartbeat_s"])
         assert pool.addresses == (c.scheduler.address,)

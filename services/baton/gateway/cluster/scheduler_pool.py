@@ -162,7 +162,8 @@ class SchedulerPool:
     ) -> tuple[str, T] | None:
         """Return (address, answer) of the first scheduler that answers; None if none does.
 
-        A call that `until_s` (event loop time) ends early says nothing about its scheduler. Raises Refused if a scheduler refuses the call for a reason other than being unavailable.
+        A call that `until_s` (event loop time) ends early says nothing about its scheduler. Raises Refused if
+        a scheduler refuses the call for a reason other than being unavailable.
         """
         for address in self._by_preference():
             api = self._apis.get(address)
