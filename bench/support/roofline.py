@@ -153,5 +153,5 @@ class Needs:
 
 
 def _size(file: Path) -> int:
-    with safe_open(file, "pt") as tensors:  # type: ignore[no-untyped-call]
+    with safe_open(file, "pt") as tensors:
         return sum(torch.Size(tensors.get_slice(name).get_shape()).numel() for name in tensors.keys())  # noqa: SIM118

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class Processes:
 
     def metrics(self, name: str) -> dict[str, float]:
         """Return all metrics of one process, each summed over its labels."""
-        sums: Counter[str] = Counter()
+        sums: dict[str, float] = defaultdict(float)
         for line in self.page(name).splitlines():
             if line and not line.startswith("#"):
                 sample, _, value = line.rpartition(" ")
@@ -96,7 +96,7 @@ def processes_up(*, prefill: int, decode: int, logs: Path, **settings: Any) -> I
         asyncio.run(redis.wait_until_ready())
         http_port, grpc_port = (choose_port(HOST, 0, flag="") for _ in range(2))
         shared = {"host": HOST, "redis_url": redis.url, "workers_on_host": len(names), **settings}
-        own = {
+        own: dict[str, tuple[str, dict[str, Any]]] = {
             "scheduler": ("scheduler", {}),
             "gateway": ("gateway", {"http_port": http_port, "grpc_port": grpc_port}),
             **{

@@ -26,11 +26,11 @@ from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.sequence import SequenceRequest
-from baton.runtime.config.settings import WorkerConfig
 from baton.worker.costs.measure_costs import measure_costs
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.device.open_device import open_device
 from bench.support.roofline import Needs
+from bench.systems.bench_worker import worker_config
 from bench.systems.serving_systems import SERVED, SYSTEMS, ServingSystem, SystemSetting, baton
 from loadgen.send.client import ResolvedRequest, send_once
 from loadgen.send.dialects import DIALECTS
@@ -121,7 +121,7 @@ class InProcess:
     """Baton's engine in this process, without gateway and scheduler. Requests have no SLO, as by default."""
 
     def __init__(self, setting: SystemSetting) -> None:
-        config = WorkerConfig(
+        config = worker_config(
             model=str(setting.model),
             max_model_len=setting.max_model_len,
             kv_memory=setting.kv_gib * 2**30,
@@ -216,7 +216,8 @@ class Batched:
     PAGE_TOKENS = 256
 
     def __init__(self, setting: SystemSetting) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.bfloat16).to(setting.device).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.bfloat16)
+        model = loaded.to(setting.device).eval()
         kv_bytes = Needs.of(setting.model).kv_bytes_per_token
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),

@@ -176,7 +176,7 @@ class StubScheduler:
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
         return ()
 
-    async def drain(self, worker_id: str) -> bool:
+    async def drain(self, worker_id: str, *, node_shutting_down: bool = False) -> bool:
         return False
 
     async def report(self, stream: Duplex[WorkerCommand, WorkerReport]) -> None:

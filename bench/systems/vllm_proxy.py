@@ -69,6 +69,7 @@ class Proxy:
     async def pass_on(self, request: web.Request) -> web.Response:
         """Forward a status request to both servers. Return the first error, otherwise the last response."""
         assert self._session is not None
+        body, status = b"", 200
         for server in (self._prefill, self._decode):
             async with self._session.get(server + request.path) as answer:
                 body, status = await answer.read(), answer.status

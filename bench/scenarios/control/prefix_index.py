@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import exp, log
 from random import Random
 from statistics import quantiles
@@ -192,11 +193,9 @@ def _measure_expected(population: Population, rng: Random, num_prompts: int) -> 
     index, lookup_s, expect_s = population.index, [], []
     for number in range(num_prompts):
         hashes, now_s = prompt(population, rng), number / 100
-        lookup_s += seconds_each(lambda h, now_s=now_s: index.overlaps(h, now_s), [hashes])
+        lookup_s += seconds_each(partial(index.overlaps, now_s=now_s), [hashes])
         for worker in rng.sample(population.workers, 2):
-            expect_s += seconds_each(
-                lambda h, worker=worker, now_s=now_s: index.expect(worker, h, now_s + 5.0), [hashes]
-            )
+            expect_s += seconds_each(partial(index.expect, worker, until_s=now_s + 5.0), [hashes])
     return {
         "expect_p50_us": quantiles(expect_s, n=100)[49] * 1e6,
         "expect_p99_us": quantiles(expect_s, n=100)[98] * 1e6,

@@ -32,9 +32,10 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from baton.core.cluster.placement import Placement, PlacementQuery
+from baton.core.cluster.worker_command import WorkerCommand
 from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerReport, WorkerRole, WorkerState
 from baton.core.ids import WorkerRef
-from baton.core.interfaces import SchedulerApi
+from baton.core.interfaces import Duplex, SchedulerApi
 from baton.core.kv.block_hash import HASH_SCHEME, BlockHash
 from baton.core.kv.kv_layout import KvComponent, KvLayout, LayerGroup
 from baton.core.request import RequestActuals
@@ -127,7 +128,8 @@ async def scheduler_running(
     sources = tuple(worker for number, worker in enumerate(population.workers) if number % EVERY_THIRD)
     reporting = []
     for number, worker in enumerate(population.workers):
-        worker_end, scheduler_end = duplex_pair()
+        ends: tuple[Duplex[WorkerReport, WorkerCommand], Duplex[WorkerCommand, WorkerReport]] = duplex_pair()
+        worker_end, scheduler_end = ends
         reporting.append((asyncio.create_task(scheduler.report(scheduler_end)), worker_end))
         worker_end.send(worker_report(worker, number, sources, rng))
     await asyncio.sleep(1.0)

@@ -36,7 +36,6 @@ from baton.engine.loop import EngineLoop
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import StepPlan
-from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.process.process import frozen_heap
 from baton.transfer.backends.prefault import PREFAULT_THREAD_NAME
 from baton.worker.costs.measure_costs import measure_costs
@@ -47,6 +46,7 @@ from bench.scenarios.cluster.goodput import model_directory
 from bench.scenarios.engine.engine_speed import FIRST_ID
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
+from bench.systems.bench_worker import worker_config
 from bench.systems.engines import THREADS, sequence_requests, vocabulary
 
 PROMPT_TOKENS = 1024
@@ -181,7 +181,7 @@ class StallFreeBench:
             if len(found) >= self._arguments.repeats:
                 continue
             directory = model_directory(model, self._arguments.out)
-            config = WorkerConfig(
+            config = worker_config(
                 model=str(directory), kv_memory=KV_GIB * 2**30, threads_per_worker=THREADS, device="cpu"
             )
             device = await asyncio.to_thread(
