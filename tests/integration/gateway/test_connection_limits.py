@@ -1,12 +1,18 @@
 """Limits of client connections, and of what clients send before they are authenticated."""
 
 import asyncio
+import ssl
+from pathlib import Path
 
+import httpx
 import pytest
 
+from baton.gateway.http.tls_acceptor import TlsAcceptor
 from baton.rpc.channel import UNREAD_WINDOW_BYTES
 from baton.rpc.grpc_server import GrpcServer
+from baton.runtime.network.addresses import listen
 from baton.runtime.process.byte_budget import Account, ByteBudget
+from tests.certificates import Authority
 from tests.integration.gateway.http_gateway import RawConnection, http_gateway
 from tests.integration.gateway.test_bounded_grpc import read_frame, served, unfinished_call
 from tests.malformed_connections import HEADERS, HTTP2_START
@@ -34,6 +40,43 @@ async def test_http_connection_over_the_limit_gets_429_and_a_closed_one_makes_wa
         await open_[0].close()
         await until(lambda: len(gateway.server.connections) < 3, timeout_s=20)
         await settled([await gateway.connect()])
+
+
+async def test_unfinished_tls_handshakes_count_as_connections(tmp_path: Path) -> None:
+    pair = Authority.new(tmp_path / "ca").pair("front", "localhost", "127.0.0.1")
+    async with http_gateway(HYBRID, max_connections=3, tls=pair) as gateway:
+        silent = [await gateway.connect() for _ in range(3)]
+        await until(lambda: gateway.server.num_handshakes == 3, timeout_s=20)
+        over_the_limit = await gateway.connect()
+        assert await over_the_limit.read_until_closed() == b""
+        await silent[0].close()
+        await until(lambda: gateway.server.num_handshakes == 2, timeout_s=20)
+        trusted = ssl.create_default_context(cafile=str(tmp_path / "ca" / "ca.pem"))
+        async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{gateway.port}", verify=trusted) as client:
+            assert (await client.get("/health")).status_code == 200
+
+
+async def test_tls_handshake_ends_after_its_time(tmp_path: Path) -> None:
+    pair = Authority.new(tmp_path / "ca").pair("front", "localhost", "127.0.0.1")
+    sock = listen("127.0.0.1", 0, flag="--http-port")
+    acceptor = TlsAcceptor(
+        sock,
+        pair.context(),
+        asyncio.Protocol,
+        max_connections=8,
+        num_open=lambda: 0,
+        on_refused=lambda failure: None,
+        handshake_s=0.05,
+    )
+    acceptor.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", sock.getsockname()[1])
+    async with asyncio.timeout(20):
+        assert await is_closed(reader)
+    await until(lambda: acceptor.num_handshakes == 0, timeout_s=20)
+    writer.close()
+    acceptor.close()
+    await acceptor.wait_closed()
+    sock.close()
 
 
 async def test_unfinished_heads_share_a_budget_and_the_largest_gives_way() -> None:

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import functools
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import uvicorn
 
+from baton.core.errors import Failure
 from baton.gateway.http.http_protocol import CHECKS_UNTIL_UNREAD, GatewayProtocol, protocol_class
+from baton.gateway.http.tls_acceptor import TlsAcceptor
 from baton.runtime.network.tls_files import CERTIFICATE_RELOAD_FAILED, CertificatePair
 from baton.runtime.process.shared_account import SharedAccount
 from baton.runtime.process.watched_files import WatchedFiles
@@ -71,7 +74,7 @@ class HttpServer:
             else lambda *_: _context_with_newest_certificate(certificate),
         )
         self._certificate = certificate
-        self._server = _UvicornServer(config)
+        self._server = _UvicornServer(config, max_connections, app.count_rejected)
         self._sock = sock
         self._unread_s = unread_s
         self._task: asyncio.Task[None] | None = None
@@ -87,6 +90,11 @@ class HttpServer:
     def connections(self) -> tuple[GatewayProtocol, ...]:
         """The open connections."""
         return tuple(c for c in self._server.server_state.connections if isinstance(c, GatewayProtocol))
+
+    @property
+    def num_handshakes(self) -> int:
+        """Number of connections whose TLS handshake is not complete."""
+        return sum(acceptor.num_handshakes for acceptor in self._server.servers if isinstance(acceptor, TlsAcceptor))
 
     async def reload_certificate(self, interval_s: float = CERTIFICATE_CHECK_S) -> None:
         """Use renewed certificate files for new connections, until cancelled. Unreadable files change
@@ -139,15 +147,41 @@ def _context_with_newest_certificate(followed: WatchedFiles[ssl.SSLContext]) -> 
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers, because the gateway process handles signals itself."""
+    """uvicorn's server, with TLS connections counted from their handshake on.
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    It has no signal handlers, because the gateway process handles signals itself.
+    """
+
+    def __init__(self, config: uvicorn.Config, max_connections: int, on_refused: Callable[[Failure], None]) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._max_connections = max_connections
+        self._on_refused = on_refused
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self.config.ssl is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])  # everything except listening
+            for sock in sockets or ():
+                self._accept_tls(sock, self.config.ssl)
         self.listening.set()
+
+    def _accept_tls(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+        protocol: Any = self.config.http_protocol_class
+        make_protocol = functools.partial(
+            protocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        acceptor = TlsAcceptor(
+            sock,
+            context,
+            make_protocol,
+            max_connections=self._max_connections,
+            num_open=lambda: len(self.server_state.connections),
+            on_refused=self._on_refused,
+        )
+        acceptor.start()
+        self.servers.append(acceptor)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
