@@ -1,6 +1,6 @@
 """Builders of test inputs. Every argument has a valid default."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -16,6 +16,12 @@ from baton.core.kv.kv_layout import KvComponent, KvLayout, LayerGroup
 from baton.core.messages.jobs import PrefillJob
 from baton.core.request import Sampling, TokenDelta
 from baton.engine.state.sequence import SequenceRequest
+from baton.runtime.process.byte_budget import Account, ByteBudget
+
+
+def with_limits(budget: ByteBudget, limits: Mapping[Account, int] | None) -> ByteBudget:
+    """A new budget like this one, with other limits for some accounts."""
+    return ByteBudget({**budget.limits, **(limits or {})}, budget.service)
 
 
 def layout(**changes: Any) -> KvLayout:

@@ -46,6 +46,7 @@ from baton.runtime.network.in_process_network import duplex_pair
 from baton.runtime.observability.metrics import SchedulerMetrics
 from baton.runtime.process.process import infrequent_gc
 from baton.scheduler.admission.slo_admission import AdmissionMode
+from baton.scheduler.scheduler_budget import scheduler_budget
 from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
 from baton.scheduler.state.worker_streams import SchedulerTimes
 from baton.store.memory.memory_stores import MemoryDecisionStore, MemoryKvEventFeed
@@ -116,13 +117,13 @@ async def scheduler_running(
             max_waiting_seqs=256,
             max_worker_queue_s=1.0,
             max_queued_requests=0,
-            memory_budget=2**30,
         ),
         times=SchedulerTimes(silence_s=NEVER_S, settle_s=0.0, reservation_s=60.0, watch_interval_s=1.0),
         store=MemoryDecisionStore(),
         feed=MemoryKvEventFeed(),
         metrics=SchedulerMetrics(CollectorRegistry()),
         rng=rng,
+        budget=scheduler_budget(2**30),
     )
     population = populate(num_workers, num_pairs, rng, scheduler.index)
     sources = tuple(worker for number, worker in enumerate(population.workers) if number % EVERY_THIRD)

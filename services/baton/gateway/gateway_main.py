@@ -79,7 +79,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         stack.push_async_callback(tracing.aclose)
         http_socket = listen(config.host, config.http_port, flag="--http-port")
         stack.callback(http_socket.close)
-        budget = _exported_budget(rules, registry)
+        budget = _exported_budget(config.memory_budget, registry)
         membership = _membership(config, stack)
         service = GatewayService(
             rules,
@@ -132,13 +132,12 @@ def gateway_rules(config: GatewayConfig, rng: Random) -> GatewayRules:
         max_attempts=config.max_attempts,
         stream_buffer_bytes=config.stream_buffer_bytes,
         max_response_bytes=config.max_response_bytes,
-        memory_budget=config.memory_budget,
     )
 
 
-def _exported_budget(rules: GatewayRules, registry: CollectorRegistry) -> ByteBudget:
+def _exported_budget(memory_budget: int, registry: CollectorRegistry) -> ByteBudget:
     """Return the memory budget of the gateway, with its metrics in `registry`."""
-    budget = gateway_budget(rules)
+    budget = gateway_budget(memory_budget)
     BudgetMetrics(registry).follow(budget)
     return budget
 

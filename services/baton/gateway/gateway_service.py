@@ -65,7 +65,6 @@ class GatewayRules:
     max_attempts: int
     stream_buffer_bytes: int
     max_response_bytes: int
-    memory_budget: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,24 +91,24 @@ class GatewayService:
         tokenizer: Tokenizer,
         metrics: GatewayMetrics,
         rng: Random,
+        budget: ByteBudget,
         schedulers: tuple[str, ...] = (),
         membership: Membership | None = None,
         keys: KeyRing | None = None,
         tracing: Tracing = OFF,
         awake_clock: Callable[[], float] | None = None,
-        budget: ByteBudget | None = None,
     ) -> None:
         """Build the gateway's parts. Without `keys`, every caller may do everything.
 
+        `budget` is the memory budget of the process.
         `awake_clock` measures the silence of workers, see `AwakeClock`; None uses the event loop's clock.
-        `budget` None creates one from the rules.
         """
         self.rules = rules
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.keys = keys or KeyRing()
         self.health = Health(CLUSTER)
-        self.budget = budget or gateway_budget(rules)
+        self.budget = budget
         self.unread = UnreadStreams(self.budget, max_bytes=rules.stream_buffer_bytes, clock=_loop_time_s)
         self.view = _cluster_view(rules, tokenizer)
         self.schedulers = SchedulerPool(
@@ -291,9 +290,9 @@ def _loop_time_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def gateway_budget(rules: GatewayRules) -> ByteBudget:
-    """Return the memory budget of a gateway."""
-    return ByteBudget(shares(rules.memory_budget, BUDGET_WEIGHTS), "gateway")
+def gateway_budget(memory_budget: int) -> ByteBudget:
+    """Return the budget of a gateway that may hold `memory_budget` bytes."""
+    return ByteBudget(shares(memory_budget, BUDGET_WEIGHTS), "gateway")
 
 
 def _cluster_view(rules: GatewayRules, tokenizer: Tokenizer) -> ClusterView:

@@ -16,8 +16,12 @@ QUERY_BYTES = 2048
 """A query without its block hashes: the message, its fields, and the task that answers it."""
 HASH_BYTES = 64
 """A block hash as an object, with its place in a tuple."""
-PLACEMENT_BYTES = 1024
-"""A placement with its reservations at its workers."""
+PLACEMENT_BYTES = 2048
+"""A placement with its reservations and its TPOT SLO at its workers."""
+UNRECORDED_BYTES = 10_240
+"""A decision without a record, and without its query: its answer, choice, outcome, and arrays."""
+UNRECORDED_WORKER_BYTES = 768
+"""A worker in the snapshot and in the candidates of a decision without a record. Its report is shared."""
 DECISION_BYTES = 3072
 """A decision without inputs: its answer, its outcome and its places in the lists of recent decisions."""
 CANDIDATE_BYTES = 1024
@@ -32,6 +36,11 @@ def scheduler_budget(memory_budget: int) -> ByteBudget:
 def query_bytes(query: PlacementQuery) -> int:
     """Return the memory of a placement query."""
     return QUERY_BYTES + HASH_BYTES * len(query.block_hashes)
+
+
+def unrecorded_bytes(query: PlacementQuery, num_workers: int) -> int:
+    """Return the memory of a decision whose record is not built, with its snapshot of `num_workers`."""
+    return UNRECORDED_BYTES + query_bytes(query) + UNRECORDED_WORKER_BYTES * num_workers
 
 
 def record_bytes(record: DecisionRecord) -> int:

@@ -33,7 +33,7 @@ from baton.scheduler.decisions.decision_records import UnrecordedDecision
 from baton.scheduler.decisions.deferred_work import DeferredWork
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.policies.policy_types import Choice
-from baton.scheduler.scheduler_budget import PLACEMENT_BYTES, query_bytes, scheduler_budget
+from baton.scheduler.scheduler_budget import PLACEMENT_BYTES, query_bytes
 from baton.scheduler.state.cluster_state import ClusterState
 from baton.scheduler.state.worker_streams import SchedulerTimes, WorkerStreams
 
@@ -55,7 +55,6 @@ class SchedulerRules:
         `max_waiting_seqs` sequences wait at the best worker.
     max_worker_queue_s: a request waits at the scheduler while every worker's predicted queue is longer than
         this.
-    memory_budget: bytes that queries, queued requests, placements and records may hold.
     """
 
     policy: str
@@ -63,7 +62,6 @@ class SchedulerRules:
     max_waiting_seqs: int
     max_worker_queue_s: float
     max_queued_requests: int
-    memory_budget: int
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> "SchedulerRules":
@@ -74,7 +72,6 @@ class SchedulerRules:
             max_waiting_seqs=config.max_queued_jobs,
             max_worker_queue_s=config.max_worker_queue_s,
             max_queued_requests=config.max_queued_requests,
-            memory_budget=config.memory_budget,
         )
 
 
@@ -105,20 +102,20 @@ class Scheduler(SchedulerService):
         feed: KvEventFeed,
         metrics: SchedulerMetrics,
         rng: Random,
+        budget: ByteBudget,
         awake_clock: Callable[[], float] | None = None,
-        budget: ByteBudget | None = None,
     ) -> None:
         """Start the scheduler's tasks in the running event loop.
 
         feed: the workers' KV events.
+        budget: the memory budget of the process.
         awake_clock: clock for the silence of workers, see `AwakeClock`; None uses the event loop's.
-        budget: the memory budget of the process; None creates one from the rules.
         """
         self.scheduler_id = scheduler_id
         self._rules = rules
         self._policy = POLICIES[rules.policy]
         self._metrics = metrics
-        self.budget = budget or scheduler_budget(rules.memory_budget)
+        self.budget = budget
         self._placements_made = metrics.decisions.labels(rules.policy)
         self._prompt_tokens, self._predicted_cached_tokens, self._cached_tokens = map(
             metrics.prefix_tokens.labels, ("asked", "predicted", "actual")

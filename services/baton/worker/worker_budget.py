@@ -1,6 +1,6 @@
 """The memory budget of a worker process, and the memory that its jobs may take."""
 
-from baton.core.messages.jobs import Job
+from baton.core.messages.jobs import Job, PrefillJob
 from baton.runtime.process.byte_budget import Account, ByteBudget, shares
 
 BUDGET_WEIGHTS = {Account.JOBS: 2, Account.SESSIONS: 1, Account.STREAMS: 1}
@@ -21,9 +21,13 @@ def worker_budget(memory_budget: int) -> ByteBudget:
 
 
 def job_bytes(job: Job, max_model_len: int) -> int:
-    """Return the memory of a job, with the largest output that it may generate."""
+    """Return the memory of a job, with the largest output that it may generate.
+
+    A prefill job generates one token per sample, whatever `max_tokens` is.
+    """
     num_samples = len(job.sample_indices)
-    num_output_tokens = min(job.sampling.max_tokens, max(0, max_model_len - len(job.token_ids)))
+    max_tokens = 1 if isinstance(job, PrefillJob) else job.sampling.max_tokens
+    num_output_tokens = min(max_tokens, max(0, max_model_len - len(job.token_ids)))
     return (
         JOB_BYTES
         + SAMPLE_BYTES * (num_samples - 1)

@@ -382,13 +382,13 @@ async def _build_worker(
             membership=stores.membership,
             health=observed.health,
             rng=rng,
+            budget=budget,
             observer=observed.metrics.pulls,
             feed=stores.feed,
             costs=await initial_step_costs(device, stores.costs, observed.health),
             cost_store=stores.costs,
             costs_key=device.costs_key,
             tracing=tracing,
-            budget=budget,
         )
     )
 

@@ -48,7 +48,6 @@ from baton.worker.pull_end_observer import PullEndObserver
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
-from baton.worker.worker_budget import worker_budget
 from baton.worker.worker_lifecycle import WorkerLifecycle, WorkerNeedsReplacement, WorkerUnhealthy, draining
 
 log = get_logger(__name__)
@@ -67,7 +66,7 @@ class WorkerParts:
     feed: where KV events are published; None: nowhere
     costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
     `costs_key`.
-    budget: the memory budget of the process; None creates one from the configuration
+    budget: the memory budget of the process
     """
 
     worker: WorkerRef
@@ -80,13 +79,13 @@ class WorkerParts:
     membership: Membership
     health: Health
     rng: Random
+    budget: ByteBudget
     observer: TransferObserver | None = None
     feed: KvEventFeed | None = None
     costs: StepCostModel | None = None
     cost_store: CostStore | None = None
     costs_key: str = ""
     tracing: Tracing = OFF
-    budget: ByteBudget | None = None
 
 
 class Worker:
@@ -105,7 +104,7 @@ class Worker:
         self._config = parts.config
         self._layout = parts.executor.layout
         self._host = socket.gethostname()
-        self.budget = parts.budget or worker_budget(parts.config.memory_budget)
+        self.budget = parts.budget
         self._failure = FirstFailure()
         self._notifier = ChangeNotifier()
         self.tasks = BackgroundTasks(self._failure.set)

@@ -80,9 +80,8 @@ async def test_tls_handshake_ends_after_its_time(tmp_path: Path) -> None:
 
 
 async def test_unfinished_heads_share_a_budget_and_the_largest_gives_way() -> None:
-    async with http_gateway(HYBRID) as gateway:
+    async with http_gateway(HYBRID, memory_limits={Account.UNCHECKED: 70_000}) as gateway:
         budget = gateway.cluster.gateway.budget
-        budget.limits[Account.UNCHECKED] = 70_000
         large, small = await gateway.connect(), await gateway.connect()
         await large.send(UNFINISHED + b"x" * 50_000)
         await until(lambda: budget.used(Account.UNCHECKED) > 50_000, timeout_s=20)

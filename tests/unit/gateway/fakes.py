@@ -7,7 +7,7 @@ expected response, no matter how many workers took part.
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -39,13 +39,14 @@ from baton.core.messages.jobs import (
 )
 from baton.core.request import FinishReason, LegTimeline, RequestActuals, TokenDelta, TokenLogprobs, Usage
 from baton.gateway.auth.api_keys import KeyRing
-from baton.gateway.gateway_service import GatewayRules, GatewayService
+from baton.gateway.gateway_service import GatewayRules, GatewayService, gateway_budget
 from baton.gateway.input.client_call import ClientCall, Endpoint
 from baton.gateway.text.tokenizer import ByteTokenizer, Tokenizer
 from baton.runtime.network.in_process_network import InProcessDuplex, InProcessNetwork
 from baton.runtime.network.mailbox import Mailbox
 from baton.runtime.observability.metrics import GatewayMetrics
 from baton.runtime.observability.tracing import OFF, Tracing
+from baton.runtime.process.byte_budget import Account
 from tests import builders
 from tests.times import TEST_TIMES
 
@@ -459,7 +460,6 @@ def rules(**changes: Any) -> GatewayRules:
         "max_attempts": 8,
         "stream_buffer_bytes": 256 * 1024,
         "max_response_bytes": 128 * 2**20,
-        "memory_budget": 2**30,
     }
     return GatewayRules(**(fields | changes))
 
@@ -471,6 +471,7 @@ async def cluster(
     keys: KeyRing | None = None,
     tracing: Tracing = OFF,
     awake_clock: Callable[[], float] | None = None,
+    memory_limits: Mapping[Account, int] | None = None,
     **changes: Any,
 ) -> AsyncIterator[Cluster]:
     """Start a gateway with these (id, role) stub workers and wait until it is ready.
@@ -487,6 +488,7 @@ async def cluster(
         tokenizer=tokenizer or ByteTokenizer(),
         metrics=GatewayMetrics(registry),
         rng=Random(7),
+        budget=builders.with_limits(gateway_budget(2**30), memory_limits),
         schedulers=(scheduler.address,),
         keys=keys,
         tracing=tracing,

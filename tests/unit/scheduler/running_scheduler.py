@@ -1,7 +1,7 @@
 """Runs one scheduler over in-process streams."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from random import Random
 
@@ -14,10 +14,13 @@ from baton.core.errors import StoreUnavailable
 from baton.core.interfaces import DecisionStore, Duplex, KvEventFeed
 from baton.runtime.network.in_process_network import InProcessNetwork
 from baton.runtime.observability.metrics import SchedulerMetrics
+from baton.runtime.process.byte_budget import Account
 from baton.scheduler.admission.slo_admission import AdmissionMode
+from baton.scheduler.scheduler_budget import scheduler_budget
 from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
 from baton.scheduler.state.worker_streams import SchedulerTimes
 from baton.store.memory.memory_stores import MemoryKvEventFeed
+from tests.builders import with_limits
 
 ADDRESS = "scheduler:1"
 
@@ -40,7 +43,7 @@ async def a_scheduler(
     silence_s: float = 30.0,
     registry: CollectorRegistry | None = None,
     feed: KvEventFeed | None = None,
-    memory_budget: int = 2**30,
+    memory_limits: Mapping[Account, int] | None = None,
 ) -> AsyncIterator[tuple[Scheduler, InProcessNetwork]]:
     scheduler = Scheduler(
         scheduler_id="s0",
@@ -50,13 +53,13 @@ async def a_scheduler(
             max_waiting_seqs=max_waiting_seqs,
             max_worker_queue_s=0.5,
             max_queued_requests=max_queued_requests,
-            memory_budget=memory_budget,
         ),
         times=SchedulerTimes(silence_s=silence_s, settle_s=0.05, reservation_s=5.0, watch_interval_s=0.0),
         store=store or BrokenStore(),
         feed=feed or MemoryKvEventFeed(),
         metrics=SchedulerMetrics(registry or CollectorRegistry()),
         rng=Random(0),
+        budget=with_limits(scheduler_budget(2**30), memory_limits),
     )
     network = InProcessNetwork()
     network.add_scheduler(ADDRESS, scheduler)

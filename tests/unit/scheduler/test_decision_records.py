@@ -186,6 +186,18 @@ def test_recent_decisions_forget_the_oldest_when_their_memory_is_used_up() -> No
     assert not recent.finish(RequestActuals(decision_id=DecisionId("0"), outcome="stop"))
 
 
+def test_decision_larger_than_the_memory_of_all_is_forgotten_alone() -> None:
+    budget = ByteBudget({Account.RECORDS: 100_000})
+    recent = RecentDecisions(budget)
+    for number in range(3):
+        recent.add(decide(query(request_id=b"%d" % number), many(2), decision_id=f"{number:x}"))
+    used = budget.used(Account.RECORDS)
+    recent.add(decide(query(request_id=b"large", block_hashes=(b"h" * 16,) * 10_000), many(2), decision_id="f"))
+    assert recent.of_request(b"large") == ()
+    assert budget.used(Account.RECORDS) == used
+    assert all(recent.of_request(b"%d" % number) for number in range(3))
+
+
 def test_memory_of_a_record_covers_its_objects() -> None:
     record = decide(query(request_id=b"r", block_hashes=(b"h" * 16,)), many(20)).to_record()
     tracemalloc.start()

@@ -19,11 +19,10 @@ LONG = (b"h" * 16,) * 1000
 
 @virtual
 async def test_query_over_the_budget_is_refused_with_the_arithmetic_and_counted() -> None:
-    registry = CollectorRegistry()
-    async with a_scheduler(registry=registry) as (scheduler, network):
+    registry, needed = CollectorRegistry(), query_bytes(query(block_hashes=LONG))
+    limits = {Account.QUERIES: needed - 1}
+    async with a_scheduler(registry=registry, memory_limits=limits) as (scheduler, network):
         await join(network, worker_report())
-        needed = query_bytes(query(block_hashes=LONG))
-        scheduler.budget.limits[Account.QUERIES] = needed - 1
         message = f"the placement query needs {needed:,} bytes; .* raise --memory-budget of the scheduler"
         with pytest.raises(Refused, match=message) as refused:
             await scheduler.place(query(block_hashes=LONG))
@@ -35,12 +34,12 @@ async def test_query_over_the_budget_is_refused_with_the_arithmetic_and_counted(
 
 @virtual
 async def test_queued_requests_reserve_memory_until_their_answer_is_fetched() -> None:
-    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10) as (scheduler, network):
+    needed = query_bytes(query(block_hashes=LONG))
+    limits = {Account.WAITING: needed + 1}
+    async with a_scheduler(max_waiting_seqs=1, max_queued_requests=10, memory_limits=limits) as (scheduler, network):
         await join(network, worker_report())
         placed = await scheduler.place(query(request_id=b"a"))
         assert isinstance(placed, Placement)
-        needed = query_bytes(query(block_hashes=LONG))
-        scheduler.budget.limits[Account.WAITING] = needed + 1
         queued = query(request_id=b"b", block_hashes=LONG, answer_within_s=0.2)
         assert isinstance(await scheduler.place(queued), StillWaiting)
         assert scheduler.budget.used(Account.WAITING) == needed
@@ -68,9 +67,9 @@ async def test_abandoned_request_releases_its_memory() -> None:
 
 @virtual
 async def test_open_placements_beyond_their_memory_release_the_oldest() -> None:
-    async with a_scheduler(max_waiting_seqs=100) as (scheduler, network):
+    limits = {Account.PLACEMENTS: 3 * PLACEMENT_BYTES}
+    async with a_scheduler(max_waiting_seqs=100, memory_limits=limits) as (scheduler, network):
         await join(network, worker_report())
-        scheduler.budget.limits[Account.PLACEMENTS] = 3 * PLACEMENT_BYTES
         placed = [await scheduler.place(query(request_id=b"%d" % number)) for number in range(5)]
         assert scheduler.budget.used(Account.PLACEMENTS) == 3 * PLACEMENT_BYTES
         for each in placed:

@@ -6,7 +6,7 @@ block fails the test.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
@@ -25,12 +25,14 @@ from baton.engine.state.step import Executor, StepPlan, StepResult
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.tracing import OFF, Tracing
+from baton.runtime.process.byte_budget import Account
 from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory, contents
 from baton.sim.sim_network import Delays, SimNetwork
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.store.memory.memory_stores import MemoryCostStore, MemoryKvEventFeed
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.worker.worker_budget import worker_budget
 from baton.worker.worker_service import Worker, WorkerParts
 from tests import builders
 from tests.times import TEST_TIMES
@@ -113,7 +115,14 @@ class Node:
     """One worker with its simulated device."""
 
     def __init__(
-        self, cluster: "Cluster", worker_id: str, role: str, num_blocks: int, epoch: int = 1, **changes: Any
+        self,
+        cluster: "Cluster",
+        worker_id: str,
+        role: str,
+        num_blocks: int,
+        epoch: int = 1,
+        memory_limits: Mapping[Account, int] | None = None,
+        **changes: Any,
     ) -> None:
         self.ref = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{worker_id}:1")
         self.layout = builders.layout(block_size_tokens=BLOCK)
@@ -151,6 +160,7 @@ class Node:
                 membership=cluster.membership,
                 health=self.health,
                 rng=Random(f"{cluster.seed}-{worker_id}-{epoch}"),
+                budget=builders.with_limits(worker_budget(2**30), memory_limits),
                 feed=cluster.feed,
                 costs=STEP_COST.model,
                 cost_store=cluster.cost_store,

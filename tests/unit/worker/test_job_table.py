@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -68,11 +69,10 @@ async def test_too_long_prompt_is_refused_before_hashing(monkeypatch: pytest.Mon
 
 @virtual
 async def test_job_over_the_memory_budget_is_refused_with_the_arithmetic_and_may_run_elsewhere() -> None:
-    async with pair() as workers:
+    first, second = decode_job(30, request=b"first"), decode_job(30, request=b"second")
+    needed = job_bytes(first, 4096)
+    async with pair(memory_limits={Account.JOBS: needed + 1}) as workers:
         budget = workers.d.worker.budget
-        first, second = decode_job(30, request=b"first"), decode_job(30, request=b"second")
-        needed = job_bytes(first, 4096)
-        budget.limits[Account.JOBS] = needed + 1
         workers.d.executor.gate.clear()
         workers.to_d.send(first)
         workers.to_d.send(second)
@@ -89,10 +89,28 @@ async def test_job_over_the_memory_budget_is_refused_with_the_arithmetic_and_may
 
 @virtual
 async def test_job_that_never_fits_the_memory_budget_names_the_setting() -> None:
-    async with pair() as workers:
-        workers.d.worker.budget.limits[Account.JOBS] = 1000
+    async with pair(memory_limits={Account.JOBS: 1000}) as workers:
         job = decode_job(1000)
         workers.to_d.send(job)
         failure = await workers.to_d.failed(job.job)
         assert (failure.code, failure.retriable) == (Code.INVALID_ARGUMENT, False)
         assert "raise --memory-budget of the worker" in failure.message
+
+
+@virtual
+async def test_prefill_job_is_charged_for_one_token_per_sample() -> None:
+    """A prefill job with the largest legal output fits where the decode job of the same request does not."""
+    request: dict[str, Any] = {
+        "sampling": Sampling(max_tokens=2**31 - 1, ignore_eos=True),
+        "sample_indices": tuple(range(128)),
+    }
+    prefill, decode = prefill_job(30, **request), decode_job(30, request=b"decode", **request)
+    shorter = replace(prefill, sampling=Sampling(max_tokens=1))
+    assert job_bytes(prefill, 2**20) == job_bytes(shorter, 2**20) < 2**20
+    assert job_bytes(decode, 2**20) > 2**29
+    async with pair(memory_limits={Account.JOBS: job_bytes(shorter, 4096)}) as workers:
+        workers.to_p.send(prefill)
+        await workers.to_p.until(lambda: workers.to_p.failures[prefill.job] or workers.to_p.tokens(prefill.job, 127))
+        assert [len(workers.to_p.tokens(prefill.job, sample)) for sample in range(128)] == [1] * 128
+        workers.to_d.send(decode)
+        assert (await workers.to_d.failed(decode.job)).reason is Reason.MEMORY_BUDGET

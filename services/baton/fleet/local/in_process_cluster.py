@@ -28,7 +28,7 @@ from baton.core.step_cost import StepCostModel
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.step import Executor
-from baton.gateway.gateway_service import GatewayRules, GatewayService
+from baton.gateway.gateway_service import GatewayRules, GatewayService, gateway_budget
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.config.config_base import derive
 from baton.runtime.config.settings import ClusterConfig, SchedulerConfig, WorkerConfig
@@ -37,9 +37,11 @@ from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import GatewayMetrics, SchedulerMetrics
 from baton.runtime.process.awake_clock import AwakeClock
 from baton.runtime.process.process import Background
+from baton.scheduler.scheduler_budget import scheduler_budget
 from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
 from baton.scheduler.state.worker_streams import SchedulerTimes
 from baton.transfer.backend import TransferBackend
+from baton.worker.worker_budget import worker_budget
 from baton.worker.worker_service import Worker, WorkerNeedsReplacement, WorkerParts
 
 
@@ -141,6 +143,7 @@ class InProcessCluster:
             feed=self._feed,
             metrics=SchedulerMetrics(CollectorRegistry()),
             rng=self._new_rng(),
+            budget=scheduler_budget(config.memory_budget),
             awake_clock=awake,
         )
         self._switchboard.listen(address, scheduler)
@@ -174,12 +177,12 @@ class InProcessCluster:
                 max_attempts=config.max_attempts,
                 stream_buffer_bytes=config.stream_buffer_bytes,
                 max_response_bytes=config.max_response_bytes,
-                memory_budget=config.memory_budget,
             ),
             network=self._switchboard.host(address),
             tokenizer=self._tokenizer,
             metrics=GatewayMetrics(CollectorRegistry()),
             rng=self._new_rng(),
+            budget=gateway_budget(config.memory_budget),
             membership=self._membership,
             awake_clock=awake,
         )
@@ -213,6 +216,7 @@ class InProcessCluster:
                 membership=self._membership,
                 health=Health(),
                 rng=self._new_rng(),
+                budget=worker_budget(config.memory_budget),
                 feed=self._feed,
                 costs=components.costs,
             )

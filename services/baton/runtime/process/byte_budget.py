@@ -7,7 +7,7 @@ and the prefix index are not part of the budget.
 
 from collections.abc import Mapping
 from enum import Enum
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from baton.core.errors import Code, Failure, Reason, Refused
@@ -71,8 +71,8 @@ class ByteBudget:
         limits: bytes by account. An account without a limit takes no reservation.
         service: name of the process in error messages.
         """
-        self.limits = dict(limits)
-        self._service = service
+        self.limits: Mapping[Account, int] = MappingProxyType(dict(limits))
+        self.service = service
         self._used = dict.fromkeys(self.limits, 0)
 
     def used(self, account: Account) -> int:
@@ -94,7 +94,7 @@ class ByteBudget:
         if new_bytes > old_bytes and used - old_bytes + new_bytes > limit:
             fits_later = new_bytes <= limit
             free = f"{max(0, limit - used + old_bytes):,} of {limit:,} bytes for {account.value} are free"
-            raise_it = f"raise --memory-budget of the {self._service}"
+            raise_it = f"raise --memory-budget of the {self.service}"
             remedy = "retry later" if fits_later else f"send a smaller request or {raise_it}"
             raise OverBudget(f"{what} needs {new_bytes:,} bytes; {free}; {remedy}", fits_later=fits_later)
         self._used[account] = used - old_bytes + new_bytes

@@ -17,7 +17,7 @@ from baton.scheduler.decisions.decide import DecisionRules, decide
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.policies.eligibility import Exclusion
 from baton.scheduler.policies.policy_types import Choice
-from baton.scheduler.scheduler_budget import DECISION_BYTES, query_bytes, record_bytes
+from baton.scheduler.scheduler_budget import DECISION_BYTES, record_bytes, unrecorded_bytes
 from baton.scheduler.state.worker_links import fastest_link
 
 MAX_CANDIDATES = 8
@@ -141,7 +141,8 @@ class RecentDecisions:
         """
         reservation = self._budget.reserve(Account.RECORDS, 0, "a decision")
         recent = self._recent[decision.decision_id] = _RecentDecision(decision, reservation)
-        self._resize(recent, DECISION_BYTES + query_bytes(decision.query))
+        num_workers = len(decision.cluster.workers) if decision.cluster is not None else 0
+        self._resize(recent, unrecorded_bytes(decision.query, num_workers))
         self._unrecorded[decision.decision_id] = None
         if len(self._unrecorded) > MAX_UNRECORDED:
             late = self._recent.get(self._unrecorded.popitem(last=False)[0])
@@ -149,7 +150,7 @@ class RecentDecisions:
                 late.decision = late.decision.without_inputs()
                 self._resize(late, DECISION_BYTES)
         if len(self._recent) > MAX_DECISIONS:
-            self._forget_oldest()
+            self._forget(next(iter(self._recent)))
 
     def record_of(self, decision_id: DecisionId) -> DecisionRecord | None:
         """Return the record with its outcome so far, or None if the decision has been forgotten."""
@@ -187,17 +188,22 @@ class RecentDecisions:
         return tuple(sorted((r for r in map(self.record_of, ids) if r is not None), key=lambda r: r.attempt))
 
     def _resize(self, recent: _RecentDecision, num_bytes: int) -> None:
-        """Reserve `num_bytes` for a decision. Forgets the oldest, perhaps itself, until they fit."""
+        """Reserve `num_bytes` for a decision. Forgets the oldest, perhaps itself, until they fit.
+
+        A decision that never fits is forgotten alone.
+        """
         while self._recent.get(recent.decision.decision_id) is recent:
             try:
                 return recent.reservation.resize(num_bytes)
-            except OverBudget:
-                self._forget_oldest()
+            except OverBudget as error:
+                if error.fits_later:
+                    self._forget(next(iter(self._recent)))
+                else:
+                    self._forget(recent.decision.decision_id)
 
-    def _forget_oldest(self) -> None:
-        oldest, recent = self._recent.popitem(last=False)
-        recent.reservation.release()
-        self._unrecorded.pop(oldest, None)
+    def _forget(self, decision_id: DecisionId) -> None:
+        self._recent.pop(decision_id).reservation.release()
+        self._unrecorded.pop(decision_id, None)
 
 
 def _as_dict(actuals: RequestActuals) -> dict[str, object]:

@@ -1,0 +1,108 @@
+"""The memory budget charges at least what decisions and placements take, as tracemalloc measures it."""
+
+import gc
+import tracemalloc
+from collections import OrderedDict
+
+import pytest
+
+from baton.core.cluster.placement import Placement
+from baton.core.ids import DecisionId
+from baton.core.request import Slo
+from baton.runtime.process.byte_budget import Account
+from baton.scheduler.decisions.decide import DecisionRules, decide
+from baton.scheduler.decisions.decision_records import RecentDecisions, UnrecordedDecision
+from baton.scheduler.policies import POLICIES
+from baton.scheduler.scheduler_budget import PLACEMENT_BYTES, scheduler_budget
+from baton.scheduler.scheduler_service import _OpenPlacement
+from baton.scheduler.state.cluster_state import ClusterState
+from tests.builders import query
+from tests.unit.scheduler.measured_workers import decoding, fast_link, measured, queued
+
+NUM_DECISIONS = 60
+FORGET_S = 1e9
+each_size = pytest.mark.parametrize("num_workers", [2, 16, 128])
+each_policy = pytest.mark.parametrize("policy", ["kv_centric", "least_loaded"])
+
+
+def cluster_of(num_workers: int) -> ClusterState:
+    """A state with half prefill and half decode workers, each of which has links to all others."""
+    state = ClusterState(silence_s=FORGET_S, reservation_s=FORGET_S)
+    links = tuple(fast_link(f"p{i:03}") for i in range(num_workers // 2))
+    for i in range(num_workers // 2):
+        state.update(measured(f"p{i:03}", "prefill", **queued(10 * i)), 0.0)
+        state.update(measured(f"d{i:03}", "decode", **decoding(1), links=links), 0.0)
+    return state
+
+
+def decided(state: ClusterState, policy: str, number: int) -> UnrecordedDecision:
+    """Place one request as the scheduler does."""
+    asking = query(
+        request_id=b"r%d" % number,
+        num_prompt_tokens=1000,
+        slo=Slo(ttft_s=5.0 + number, tpot_s=0.01 + number),
+        block_hashes=tuple(b"%8d%8d" % (number, block) for block in range(64)),
+    )
+    rules, cluster = DecisionRules(decision_number=number), state.snapshot(0.0)
+    decision_id = DecisionId(f"{number:016x}")
+    result = decide(decision_id, "s", policy, POLICIES[policy], asking, cluster, rules)
+    assert isinstance(result.answer, Placement)
+    state.reserve(decision_id, asking, result.answer, 0.0)
+    return UnrecordedDecision(
+        decision_id=decision_id,
+        scheduler_id="s",
+        policy=policy,
+        query=asking,
+        answer=result.answer,
+        choice=result.choice,
+        cluster=cluster,
+        rules=rules,
+    )
+
+
+def traced_now() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+@each_policy
+@each_size
+def test_charge_of_unrecorded_decisions_covers_their_memory(num_workers: int, policy: str) -> None:
+    state, budget = cluster_of(num_workers), scheduler_budget(2**30)
+    decided(state, policy, 0)
+
+    tracemalloc.start()
+    try:
+        recent = RecentDecisions(budget)
+        for number in range(1, NUM_DECISIONS + 1):
+            recent.add(decided(state, policy, number))
+        charged, taken = budget.used(Account.RECORDS), traced_now()
+        del recent
+        taken -= traced_now()
+    finally:
+        tracemalloc.stop()
+    assert taken <= charged <= 2 * taken
+
+
+@each_policy
+@each_size
+def test_charge_of_placements_covers_their_memory(num_workers: int, policy: str) -> None:
+    state = cluster_of(num_workers)
+    opened: OrderedDict[DecisionId, _OpenPlacement] = OrderedDict()
+    workers = tuple(report.worker.worker_id for report in state.reports())
+    tracemalloc.start()
+    try:
+        for number in range(NUM_DECISIONS):
+            decision = decided(state, policy, number)
+            assert isinstance(decision.answer, Placement)
+            opened[decision.decision_id] = _OpenPlacement(decision.answer, decision.query.num_prompt_tokens)
+        del decision
+        state.snapshot(0.0)
+        taken = traced_now()
+        while opened:
+            state.release(opened.popitem()[0], workers)
+        state.snapshot(0.0)
+        taken -= traced_now()
+    finally:
+        tracemalloc.stop()
+    assert PLACEMENT_BYTES / 3 <= taken / NUM_DECISIONS <= PLACEMENT_BYTES
