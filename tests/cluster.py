@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,7 +212,11 @@ class ProcessCluster:
         return self.children[name].pid
 
     def signal(self, name: str, number: int) -> None:
-        os.kill(self.pid(name), number)
+        """Send a signal to a process. Raises ProcessLookupError if it is not running."""
+        child = self.children[name]
+        if not child.pid or child.exit_code is not None:  # to os.kill, 0 is this process with all its children
+            raise ProcessLookupError(f"{name} is not running")
+        os.kill(child.pid, number)
 
     async def kill(self, name: str) -> None:
         """SIGKILL, and wait until the process is gone."""
@@ -333,18 +337,30 @@ class ProcessCluster:
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     async def stop(self) -> None:
-        """Stop all processes, gateways first. Raises AssertionError if one is left."""
+        """Stop all processes, gateways first, and close the network. Raises AssertionError if one is left."""
         order = sorted(self.children, key=lambda name: (name[0] != "g", name == "redis"))
-        pids = [self.pid(name) for name in order]
-        for name in order:
-            self.children[name].resume()
-        for name in order:
-            await self.children.pop(name).stop(grace_s=15)
-        left = [pid for pid in pids if psutil.pid_exists(pid)]
-        assert not left, f"processes left behind: {left}"
-        if self.redis_proxy is not None:
-            await self.redis_proxy.aclose()
-        await self.network.aclose()
+        pids = [pid for name in order if (pid := self.pid(name))]
+        try:
+            for name in order:
+                self.children[name].resume()
+            stopped = [await _outcome(self.children.pop(name).stop(grace_s=15)) for name in order]
+            if errors := [error for error in stopped if error is not None]:
+                raise errors[0]
+            left = [pid for pid in pids if psutil.pid_exists(pid)]
+            assert not left, f"processes left behind: {left}"
+        finally:
+            if self.redis_proxy is not None:
+                await self.redis_proxy.aclose()
+            await self.network.aclose()
+
+
+async def _outcome(work: Coroutine[Any, Any, None]) -> Exception | None:
+    """Await `work` and return its error, so that the next step of a cleanup follows."""
+    try:
+        await work
+    except Exception as error:
+        return error
+    return None
 
 
 @asynccontextmanager

@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 
+from baton.core.client_api import GenerateChunk
 from baton.core.errors import Refused, StreamBroken
 from baton.rpc.channel import channel_options, open_channel
+from baton.rpc.grpc_streams import CLOSED_THERE
 from baton.rpc.inference_rpc import InferenceClient
 from tests.cluster import GatewayAddresses
 from tests.nemesis.cases import CHAT, GRPC, Case
@@ -80,28 +82,21 @@ class Clients:
             try:
                 generation = await InferenceClient(channel, at.grpc_address).generate(case.body, timeout_s=deadline_s)
                 try:
-                    while record.answer.usage is None:
-                        chunk = await generation.receive()
+                    while True:
+                        take_chunk(record.answer, await generation.receive())
                         num_chunks += 1
-                        for delta in chunk.choices:
-                            choice = record.answer.choice(delta.index)
-                            choice.text += delta.text
-                            choice.token_ids += delta.token_ids
-                            choice.logprobs += [(each.logprob, each.top) for each in delta.logprobs]
-                            choice.finishes += [] if delta.finish is None else [delta.finish.value]
-                        if chunk.usage is not None:
-                            record.answer.usage = (chunk.usage.num_prompt_tokens, chunk.usage.num_output_tokens)
-                            record.answer.num_ends += 1
-                        elif cancel_after is not None and num_chunks >= cancel_after:
+                        if cancel_after is not None and num_chunks >= cancel_after and not record.answer.num_ends:
                             record.end(End.CANCELLED, self._now_s())
                             return
                 finally:
                     await generation.aclose()
-                record.end(End.COMPLETE, self._now_s())
             except Refused as refused:
                 failure = refused.failure
                 record.end(End.ERROR, self._now_s(), reason=failure.reason.value, message=failure.message)
             except StreamBroken as broken:
+                if str(broken) == CLOSED_THERE:  # a stream without usage then counts as truncated
+                    record.end(End.COMPLETE, self._now_s())
+                    return
                 # At its deadline, grpc ends a call at the client, without an answer of the gateway.
                 is_deadline = self._now_s() >= record.deadline_s - 1.0
                 record.end(
@@ -183,6 +178,19 @@ class Clients:
 
 def _deadline_header(deadline_s: float) -> dict[str, str]:
     return {"x-baton-timeout-ms": str(round(deadline_s * 1000))}
+
+
+def take_chunk(answer: Answer, chunk: GenerateChunk) -> None:
+    """Add a message of a gRPC stream. Each message with usage is an end of the answer."""
+    for delta in chunk.choices:
+        choice = answer.choice(delta.index)
+        choice.text += delta.text
+        choice.token_ids += delta.token_ids
+        choice.logprobs += [(each.logprob, each.top) for each in delta.logprobs]
+        choice.finishes += [] if delta.finish is None else [delta.finish.value]
+    if chunk.usage is not None:
+        answer.usage = (chunk.usage.num_prompt_tokens, chunk.usage.num_output_tokens)
+        answer.num_ends += 1
 
 
 def _take_event(answer: Answer, data: str, api: str) -> None:

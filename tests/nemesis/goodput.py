@@ -36,12 +36,17 @@ class Goodput:
         return self.during / self.before if self.before else 0.0
 
     @property
-    def is_too_low(self) -> bool:
-        """True if the share is below `LEAST_SHARE`, and enough seconds were measured."""
-        return self.during_s >= LEAST_SECONDS and self.share < LEAST_SHARE
+    def is_measured(self) -> bool:
+        """True if there were enough seconds with one worker down, and answers before."""
+        return self.during_s >= LEAST_SECONDS and self.before > 0
+
+    @property
+    def is_enough(self) -> bool:
+        """True if the share is measured, and at least `LEAST_SHARE`."""
+        return self.is_measured and self.share >= LEAST_SHARE
 
     def __str__(self) -> str:
-        return (
+        return ("" if self.is_measured else "not measured: ") + (
             f"{self.before:.2f} answers/s before the faults ({self.before_s:.0f} s), {self.during:.2f} answers/s while "
             f"one worker was down ({self.during_s:.0f} s): {100 * self.share:.0f} %"
         )

@@ -191,6 +191,8 @@ def _check_answer(record: Record, expected: Answer) -> list[Problem]:
     found: list[tuple[str, str]] = []
     if answer.num_ends > 1 or answer.after_end:
         found.append(("doubled", f"{answer.num_ends} ends, {answer.after_end} events after the first"))
+    if answer.num_ends and End.ERROR in record.ends:
+        found.append(("doubled", f"an error after the end of the answer: {record.reason}"))
     if is_complete and answer.num_ends == 0:
         found.append(("truncated", "no end of the answer"))
     if is_complete and answer.usage != expected.usage:

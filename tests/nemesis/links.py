@@ -6,6 +6,7 @@ delivers nothing either while a link is cut. In network namespaces, packets are 
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,8 @@ from tests.netns import Netns, Network, tool, unavailable_reason
 CHUNK_BYTES = 64 * 1024
 HTTP_PORT, GRPC_PORT, RPC_PORT, ADMIN_PORT, REDIS_PORT = 8000, 8001, 9000, 9100, 6379
 _CLIENT_NUMBER = 250
+HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""What an HTTP/2 client sends first: the preface and empty settings. A server answers with its own settings."""
 
 
 class CuttableNetwork(Protocol):
@@ -30,6 +33,14 @@ class CuttableNetwork(Protocol):
 
     def heal(self, a: str, b: str) -> None:
         """Undo `cut`."""
+        ...
+
+    async def passes(self, a: str, b: str, within_s: float) -> bool:
+        """Open a connection between two processes. Return True if an answer comes within `within_s`."""
+        ...
+
+    def strangers(self) -> list[str]:
+        """Return connections that a cut would not have held back, because their process is not known."""
         ...
 
     def metrics_address(self, name: str) -> str:
@@ -70,14 +81,17 @@ class LoopbackLinks(ClusterNetwork):
         self._outside = {name: f"{base}.{1 + number}" for number, name in enumerate(environs)}
         self._environs = environs
         self._places: dict[str, Place] = {}
+        self._ports: dict[str, int] = {}  # of the proxies
         self._gates: dict[frozenset[str], Gate] = {}
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: set[str] = set()
 
     async def open(self, names: tuple[str, ...]) -> None:
         """Open a proxy for each of these processes."""
         for name in names:
             port = free_port(HOST)
+            self._ports[name] = port
             self._servers.append(await asyncio.start_server(self._accept(name, port), self._outside[name], port))
             self._places[name] = self._new_place(name, rpc_port=port, advertise_host=self._outside[name])
 
@@ -103,6 +117,25 @@ class LoopbackLinks(ClusterNetwork):
     def heal(self, a: str, b: str) -> None:
         self._gate(a, b).open()
 
+    async def passes(self, a: str, b: str, within_s: float) -> bool:
+        """One of the two must be a worker or scheduler. The connection comes from the other one's address."""
+        server, client = (a, b) if a in self._ports else (b, a)
+        try:
+            async with asyncio.timeout(within_s):
+                reader, writer = await asyncio.open_connection(
+                    self._outside[server], self._ports[server], local_addr=(self._inside[client], 0)
+                )
+                try:
+                    writer.write(HTTP2_BEGIN)
+                    return bool(await reader.read(1))
+                finally:
+                    writer.transport.abort()
+        except OSError:  # TimeoutError, too
+            return False
+
+    def strangers(self) -> list[str]:
+        return sorted(self._strangers)
+
     async def aclose(self) -> None:
         for server in self._servers:
             server.close()
@@ -123,7 +156,10 @@ class LoopbackLinks(ClusterNetwork):
 
     async def _serve(self, name: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         source = writer.get_extra_info("peername")[0]
-        gate = self._gate(name, next((n for n, address in self._inside.items() if address == source), ""))
+        client = next((n for n, address in self._inside.items() if address == source), "")
+        if not client:
+            self._strangers.add(f"{name} was reached from {source}, which is the address of no process")
+        gate = self._gate(name, client)
         behind: asyncio.StreamWriter | None = None
         try:
             await gate.passed()
@@ -138,7 +174,7 @@ class LoopbackLinks(ClusterNetwork):
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: Gate) -> None:
-    """Copy bytes until the end. Also the end of a stream waits for the gate."""
+    """Copy bytes until the end. Also the end of a stream, and an error of its sender, wait for the gate."""
     try:
         while True:
             chunk = await reader.read(CHUNK_BYTES)
@@ -149,6 +185,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, g
             await writer.drain()
         writer.write_eof()
     except OSError:
+        await gate.passed()
         writer.transport.abort()
 
 
@@ -195,6 +232,21 @@ class NamespaceLinks(ClusterNetwork):
     def heal(self, a: str, b: str) -> None:
         for here, there in self._both_directions(a, b):
             here.deliver_packets_to(there.address)
+
+    async def passes(self, a: str, b: str, within_s: float) -> bool:
+        here, there = self._machines[a], self._machines[b]
+
+        def connect() -> bool:
+            try:
+                socket.create_connection((there.address, ADMIN_PORT), timeout=within_s).close()
+            except OSError:
+                return False
+            return True
+
+        return await asyncio.to_thread(here.call, connect)
+
+    def strangers(self) -> list[str]:
+        return []  # packets are lost whoever has sent them
 
     async def aclose(self) -> None:
         self._stack.close()

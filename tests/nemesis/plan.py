@@ -21,6 +21,8 @@ REDIS = "redis"
 MAX_OPEN = 2
 APART_SHARE = 0.4
 """Share of the faults that are open alone."""
+MEASURED = "kill"
+"""Kind of fault during which goodput is measured."""
 GAP_S = (1.0, 4.0)
 BEFORE_APART_S = 4.0
 """Time without faults before a fault that is open alone."""
@@ -89,7 +91,7 @@ def _data_pair(rng: Random) -> tuple[str, ...]:
 
 
 KINDS: Mapping[str, Kind] = {
-    "kill": Kind(targets=_one_of(WORKERS), duration_s=(1.0, 8.0), restarts=True, weight=3),
+    "kill": Kind(targets=_one_of(WORKERS), duration_s=(2.0, 8.0), restarts=True, weight=3),
     "kill_service": Kind(targets=_one_of((*SCHEDULERS, *GATEWAYS)), duration_s=(1.0, 6.0), restarts=True, weight=2),
     "kill_node": Kind(targets=_data_pair, duration_s=(1.0, 6.0), restarts=True),
     "pause": Kind(targets=_one_of(SERVICES), duration_s=(3.0, 20.0), weight=3),
@@ -116,7 +118,8 @@ def make_plan(
 
     kinds: the kinds to draw from. Each occurs once before one occurs again as often as its weight allows.
     longest_s: longest duration of a fault.
-    apart_share: share of the faults that are open alone.
+    apart_share: share of the faults that are open alone. If it is not 0, at least half of the kills of a
+        worker are, because goodput is measured in them.
     Raises ValueError for an unknown kind.
     """
     if unknown := [name for name in kinds if name not in KINDS]:
@@ -124,10 +127,13 @@ def make_plan(
     rng, scale = Random(seed), longest_s / LONGEST_S
     faults: list[Fault] = []
     deck: list[str] = []
-    now_s = 0.0
+    now_s, num_kills = 0.0, 0
     while True:
         deck = deck or _shuffled(rng, kinds)
         kind, is_apart = KINDS[deck[-1]], rng.random() < apart_share
+        if deck[-1] == MEASURED and apart_share:
+            num_kills += 1
+            is_apart = is_apart or num_kills % 2 == 1
         now_s = _next_begin(faults, now_s + rng.uniform(*GAP_S) * min(1.0, scale + 0.25), is_apart, scale)
         targets = kind.targets(rng)
         now_s = max([now_s, *(fault.released_s for fault in faults if set(fault.targets) & set(targets))])

@@ -1,10 +1,12 @@
 /* Steps the wall clock of one process and marks its connections, when loaded with LD_PRELOAD.
  *
- * CLOCK_STEP_FILE names a file that holds the step as a 64-bit number of nanoseconds; it may change at any time. The
- * step is added to what the process reads, and taken from the absolute wall times at which it asks to be woken, so that
- * waits last as long as asked. Monotonic clocks stay as they are.
+ * CLOCK_STEP_FILE names a file of two 64-bit numbers. The first is the step in nanoseconds; it may change at any time.
+ * The step is added to what the process reads, and taken from the absolute wall times at which it asks to be woken, so
+ * that waits last as long as asked. Monotonic clocks stay as they are. The second number counts the times at which the
+ * process has read a wall clock with a step.
  *
- * SOURCE_ADDRESS is an address in 127.0.0.0/8, from which the process then connects to all addresses in there.
+ * SOURCE_ADDRESS is an address in 127.0.0.0/8, from which the process then connects to all addresses in there, over
+ * IPv4 and over IPv6 sockets.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -16,6 +18,7 @@
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -26,15 +29,18 @@
 #define SECOND 1000000000LL
 #define REAL(name) __typeof__(&name) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
 
-static volatile int64_t *step_ns;
+static volatile struct {
+    int64_t step_ns;
+    int64_t num_stepped_reads;
+} *shared;
 
 __attribute__((constructor)) static void open_file(void) {
     const char *path = getenv("CLOCK_STEP_FILE");
-    int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    int file = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
     if (file < 0) return;
-    void *mapped = mmap(NULL, sizeof *step_ns, PROT_READ, MAP_SHARED, file, 0);
+    void *mapped = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
-    if (mapped != MAP_FAILED) step_ns = mapped;
+    if (mapped != MAP_FAILED) shared = mapped;
 }
 
 static struct timespec later(struct timespec t, int64_t ns) {
@@ -43,14 +49,18 @@ static struct timespec later(struct timespec t, int64_t ns) {
     return result;
 }
 
-static int64_t step(void) { return step_ns ? *step_ns : 0; }
+static int64_t step(void) { return shared ? shared->step_ns : 0; }
 
 /* Absolute times below 30 years are of a monotonic clock, which counts from the start of the machine. */
 static struct timespec to_real(const struct timespec *t) { return t->tv_sec < SECOND ? *t : later(*t, -step()); }
 
 int clock_gettime(clockid_t id, struct timespec *t) {
     int result = (int)syscall(SYS_clock_gettime, id, t);
-    if (result == 0 && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) *t = later(*t, step());
+    int64_t ns = step();
+    if (result == 0 && ns && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) {
+        *t = later(*t, ns);
+        __atomic_fetch_add(&shared->num_stepped_reads, 1, __ATOMIC_RELAXED);
+    }
     return result;
 }
 
@@ -105,13 +115,25 @@ long syscall(long number, ...) {
     return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
 }
 
+/* Whatever fails here leaves the source address to the kernel, which the proxy at the other end reports. */
+static void bind_source(int fd, const struct sockaddr *to, struct in_addr source) {
+    if (to->sa_family == AF_INET) {
+        if (ntohl(((const struct sockaddr_in *)to)->sin_addr.s_addr) >> 24 != 127) return;
+        struct sockaddr_in from = {.sin_family = AF_INET, .sin_addr = source};
+        bind(fd, (struct sockaddr *)&from, sizeof from);
+    } else if (to->sa_family == AF_INET6) {
+        const struct in6_addr *address = &((const struct sockaddr_in6 *)to)->sin6_addr;
+        if (!IN6_IS_ADDR_V4MAPPED(address) || address->s6_addr[12] != 127) return;
+        struct sockaddr_in6 from = {.sin6_family = AF_INET6, .sin6_addr = *address};
+        memcpy(&from.sin6_addr.s6_addr[12], &source, sizeof source);
+        bind(fd, (struct sockaddr *)&from, sizeof from);
+    }
+}
+
 int connect(int fd, const struct sockaddr *address, socklen_t length) {
     REAL(connect);
-    const struct sockaddr_in *to = (const struct sockaddr_in *)address;
-    const char *source = getenv("SOURCE_ADDRESS");
-    if (source && address->sa_family == AF_INET && (ntohl(to->sin_addr.s_addr) >> 24) == 127) {
-        struct sockaddr_in from = {.sin_family = AF_INET};
-        if (inet_pton(AF_INET, source, &from.sin_addr) == 1) bind(fd, (struct sockaddr *)&from, sizeof from);
-    }
+    const char *text = getenv("SOURCE_ADDRESS");
+    struct in_addr source;
+    if (text && inet_pton(AF_INET, text, &source) == 1) bind_source(fd, address, source);
     return real(fd, address, length);
 }

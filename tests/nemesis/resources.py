@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
@@ -9,12 +10,10 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.fleet.processes.supervisor import Child
+from tests.nemesis import memory_growth
 from tests.nemesis.plan import GATEWAYS, REDIS, SERVICES
 from tests.nemesis.world import World
 
-MIB = 2**20
-GROWTH_BYTES = 32 * MIB
-"""Allowed growth of a process's memory, and of Redis's."""
 SLACK = 12
 """Allowed growth of a count. Connections to peers that restarted meanwhile end late."""
 SETTLE_S = 120.0
@@ -44,7 +43,11 @@ class RedisUsage:
 
 def memory_of(world: World) -> dict[str, int]:
     """Return the resident memory of each living process, in bytes."""
-    return {name: psutil.Process(child.pid).memory_info().rss for name, child in _living(world)}
+    found = {}
+    for name, child in _living(world):
+        with suppress(psutil.NoSuchProcess):  # it ends at this moment
+            found[name] = psutil.Process(child.pid).memory_info().rss
+    return found
 
 
 async def usage_of(world: World) -> dict[str, Usage]:
@@ -102,15 +105,6 @@ def grown(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> list[str]:
     ]
 
 
-def grown_memory(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    """Return each process whose memory has grown by more than `GROWTH_BYTES`."""
-    return [
-        f"{name} has {now / MIB:.0f} MiB of memory, {before[name] / MIB:.0f} MiB before"
-        for name, now in sorted(after.items())
-        if name in before and now > before[name] + GROWTH_BYTES
-    ]
-
-
 async def leftovers(
     world: World, before: Mapping[str, Usage], redis_before: RedisUsage, *, dead_workers_are_gone: bool
 ) -> list[str]:
@@ -121,7 +115,10 @@ async def leftovers(
     found: Sequence[str] = ()
     end_s = world.now_s() + SETTLE_S
     while True:
-        found = await _present_leftovers(world, before, redis_before, dead_workers_are_gone=dead_workers_are_gone)
+        try:
+            found = await _present_leftovers(world, before, redis_before, dead_workers_are_gone=dead_workers_are_gone)
+        except (httpx.HTTPError, psutil.NoSuchProcess) as error:
+            found = [f"a process does not answer: {error!r}"]
         if not found or world.now_s() > end_s:
             return list(found)
         await asyncio.sleep(POLL_S)
@@ -138,8 +135,8 @@ async def _present_leftovers(
             found.append(f"{name} has {num_open} open requests")
     if redis_after.immortal:
         found.append(f"Redis keys without expiry: {redis_after.immortal}")
-    if redis_after.memory_bytes > redis_before.memory_bytes + GROWTH_BYTES:
-        found.append(f"Redis uses {redis_after.memory_bytes} bytes, {redis_before.memory_bytes} before")
+    if text := memory_growth.grown("the data of Redis", redis_before.memory_bytes, redis_after.memory_bytes):
+        found.append(text)
     status = await world.cluster.status()
     living = {f"{w.worker.worker_id}:{w.worker.worker_epoch:016x}" for w in status.workers}
     if dead_workers_are_gone and redis_after.workers - living:

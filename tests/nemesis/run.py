@@ -1,13 +1,14 @@
 """Runs the nemesis: an undisturbed run of all cases, then clients and faults, then the checks."""
 
 import asyncio
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from baton.runtime.process.process import Background
 from tests.cluster import ProcessCluster
 from tests.emulated_answer import emulated_answer
 from tests.malformed_connections import internal_errors
@@ -17,7 +18,9 @@ from tests.nemesis.clients import Clients
 from tests.nemesis.faults import FAULTS
 from tests.nemesis.goodput import Goodput, Observed
 from tests.nemesis.history import Answer, End, Interval, Problem, Surroundings, check_history, count_ends
-from tests.nemesis.links import CuttableNetwork, LoopbackLinks, NamespaceLinks, namespaces_unavailable_reason
+from tests.nemesis.keeper import Keeper, exceptions_of
+from tests.nemesis.links import LoopbackLinks, NamespaceLinks, namespaces_unavailable_reason
+from tests.nemesis.memory_growth import MemorySamples
 from tests.nemesis.plan import (
     APART_SHARE,
     GATEWAYS,
@@ -37,9 +40,6 @@ VOCAB_SIZE = 4096
 LONG_S = 600.0
 """Duration of the faults from which on memory and goodput are asserted."""
 SHORT_S = 60.0
-MINUTE_FIVE_S = 300.0
-SAMPLE_S = 15.0
-WATCH_S = 0.5
 BACK_S = 300.0
 """Time for a process to start, and for workers and blocks to come back. Generous, for slow machines."""
 CONTROL_IN_FLIGHT = 6
@@ -88,8 +88,13 @@ class Options:
 
     @property
     def is_long(self) -> bool:
-        """True if memory and goodput are asserted."""
+        """True if the growth of memory is asserted."""
         return self.seconds >= LONG_S
+
+    @property
+    def needs_goodput(self) -> bool:
+        """True if goodput with one worker down is asserted."""
+        return self.is_long and "kill" in self.kinds
 
     def plan(self) -> tuple[Fault, ...]:
         """Return the faults of the run."""
@@ -131,77 +136,87 @@ def unavailable_reason(network: str) -> str:
 
 async def run_nemesis(options: Options, directory: Path, say: Callable[[str], None]) -> Result:
     """Run the nemesis with all files in `directory`, which must have a short path. `say` gets progress."""
+    result = Result()
     tools = HostTools(directory)
     try:
-        plan = options.plan()
-        network, cluster = await _new_cluster(options, directory, tools)
+        network = await _new_network(options, tools)
+        cluster = ProcessCluster(
+            directory,
+            {**SETTINGS, "emulated_costs": f"step={options.step_ms}ms,prefill_token=50us"},
+            network=network,
+        )
         try:
             cluster.start_limit_s = BACK_S
             say(f"starting {len(SERVICES)} services and Redis, network {options.network}")
             await cluster.start(prefill=2, decode=2, hybrid=1, schedulers=len(SCHEDULERS), gateways=len(GATEWAYS))
             await cluster.until_workers(*WORKERS, limit_s=BACK_S)
-            run = _Run(options, World(cluster, network, tools), say)
-            return await run.run(plan)
+            await _Run(options, World(cluster, network, tools), result, say).run(options.plan())
         finally:
             await cluster.stop()
+    except (Exception, ExceptionGroup) as error:
+        result.problems += [f"error: {each!r}" for each in exceptions_of(error)]
+        say("".join(traceback.format_exception(error)))
     finally:
         tools.close()
+    return result
 
 
-async def _new_cluster(options: Options, directory: Path, tools: HostTools) -> tuple[CuttableNetwork, ProcessCluster]:
-    settings = {**SETTINGS, "emulated_costs": f"step={options.step_ms}ms,prefill_token=50us"}
+async def _new_network(options: Options, tools: HostTools) -> LoopbackLinks | NamespaceLinks:
     if options.network == "namespaces":
-        namespaces = NamespaceLinks((*SERVICES, REDIS), tools.environs)
-        return namespaces, ProcessCluster(directory, settings, network=namespaces)
+        return NamespaceLinks((*SERVICES, REDIS), tools.environs)
     loopback = LoopbackLinks(tools.environs)
-    cluster = ProcessCluster(directory, settings, network=loopback)
-    await loopback.open((*WORKERS, *SCHEDULERS))
-    return loopback, cluster
+    try:
+        await loopback.open((*WORKERS, *SCHEDULERS))
+    except BaseException:
+        await loopback.aclose()
+        raise
+    return loopback
 
 
 class _Run:
     """The part of a run during which the cluster is up."""
 
-    def __init__(self, options: Options, world: World, say: Callable[[str], None]) -> None:
+    def __init__(self, options: Options, world: World, result: Result, say: Callable[[str], None]) -> None:
         self._options = options
         self._world = world
         self._say = say
-        self._result = Result()
+        self._result = result
         self._observed: list[Observed] = []
-        self._memory: list[tuple[float, dict[str, int]]] = []
+        self._memory = MemorySamples(lambda: resources.memory_of(world), world.now_s)
+        self._keeper = Keeper(world, self._problem, say)
 
-    async def run(self, plan: Sequence[Fault]) -> Result:
-        options, world = self._options, self._world
+    async def run(self, plan: Sequence[Fault]) -> None:
+        world = self._world
         world.note_addresses()
         cases, expected = await self._undisturbed()
         if self._result.problems:
-            return self._result  # nothing can be compared
+            return  # nothing can be compared
         await world.cluster.check_clean(BACK_S)
         before, redis_before = await resources.usage_of(world), await resources.redis_usage(world)
-        clients, has_ended = Clients(world.cluster.gateways, world.now_s), asyncio.Event()
-        load = [
-            asyncio.create_task(clients.run(cases, rng, deadline_s=options.deadline_s, until=has_ended))
-            for rng in (Random(f"{options.seed} {number}") for number in range(options.num_clients))
-        ]
-        watching = asyncio.create_task(self._watch())
-        try:
+        clients = Clients(world.cluster.gateways, world.now_s)
+        async with Background(self._keeper.run(), self._memory.run()):
+            calm = await self._disturb(plan, clients, cases)
+            surroundings = Surroundings(
+                down=world.times.down, paused=world.times.paused, secrets=frozenset(world.addresses)
+            )
+            self._take(check_history(clients.records, expected, surroundings))
+            self._result.ends = count_ends(clients.records)
+            self._result.num_faults = len(self._observed)
+            self._result.goodput = goodput.measure(clients.records, calm, self._observed)
+            await self._check_end(before, redis_before)
+
+    async def _disturb(self, plan: Sequence[Fault], clients: Clients, cases: Sequence[Case]) -> Interval:
+        """Inject the faults while clients send cases. Return the time before the first fault."""
+        options, has_ended = self._options, asyncio.Event()
+        async with asyncio.TaskGroup() as load:
+            for number in range(options.num_clients):
+                rng = Random(f"{options.seed} {number}")
+                load.create_task(clients.run(cases, rng, deadline_s=options.deadline_s, until=has_ended))
             calm = await self._calm()
             await self._inject(plan)
-        finally:
             has_ended.set()
-        self._say("faults are over; waiting for the last requests")
-        await asyncio.gather(*load)
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        surroundings = Surroundings(
-            down=world.times.down, paused=world.times.paused, secrets=frozenset(world.addresses)
-        )
-        self._take(check_history(clients.records, expected, surroundings))
-        self._result.ends = count_ends(clients.records)
-        self._result.num_faults = len(self._observed)
-        self._result.goodput = goodput.measure(clients.records, calm, self._observed)
-        await self._check_end(before, redis_before)
-        return self._result
+            self._say("faults are over; waiting for the last requests")
+        return calm
 
     async def _undisturbed(self) -> tuple[list[Case], dict[str, Answer]]:
         """Return the cases and their answers from the cluster without faults, sent whole and streamed."""
@@ -251,48 +266,24 @@ class _Run:
 
     async def _inject(self, plan: Sequence[Fault]) -> None:
         """Inject the faults at their times, later if a target is still busy with an earlier one."""
-        start_s, busy = self._world.now_s(), {name: asyncio.Lock() for name in (*SERVICES, REDIS)}
+        start_s = self._world.now_s()
 
         async def inject(fault: Fault) -> None:
-            for name in sorted(fault.targets):
-                await busy[name].acquire()
             try:
-                begin_s = self._world.now_s()
-                self._say(f"{begin_s - start_s:7.1f} s  {fault}")
-                async with FAULTS[fault.kind](self._world, fault):
-                    await asyncio.sleep(fault.duration_s)
-                self._observed.append(Observed(fault=fault, begin_s=begin_s, end_s=self._world.now_s()))
-            finally:
-                for name in fault.targets:
-                    busy[name].release()
+                async with self._keeper.held(*fault.targets):
+                    begin_s = self._world.now_s()
+                    self._say(f"{begin_s - start_s:7.1f} s  {fault}")
+                    async with FAULTS[fault.kind](self._world, fault):
+                        await asyncio.sleep(fault.duration_s)
+                    self._observed.append(Observed(fault=fault, begin_s=begin_s, end_s=self._world.now_s()))
+            except Exception as error:  # the run goes on, and fails at its end
+                self._problem("fault", f"{fault}: {error!r}")
 
         async with asyncio.TaskGroup() as group:
             for fault in plan:
                 await asyncio.sleep(max(0.0, start_s + fault.begin_s - self._world.now_s()))
                 group.create_task(inject(fault))
             await asyncio.sleep(max(0.0, start_s + self._options.seconds - self._world.now_s()))
-
-    async def _watch(self) -> None:
-        """Start processes again that ended by themselves, and sample memory."""
-        world, start_s, next_sample_s = self._world, self._world.now_s(), 0.0
-        while True:
-            for name, child in list(world.cluster.children.items()):
-                if child.exit_code is not None and name not in world.times.open_down:
-                    await self._replace(name, child.exit_code)
-            if world.now_s() - start_s >= next_sample_s:
-                next_sample_s += SAMPLE_S
-                with suppress(Exception):  # a process may end meanwhile
-                    self._memory.append((world.now_s() - start_s, resources.memory_of(world)))
-            await asyncio.sleep(WATCH_S)
-
-    async def _replace(self, name: str, code: int) -> None:
-        """Start a process again that was not killed by a fault. A worker may ask to be replaced; nothing else
-        may end."""
-        if code != 0 or name not in WORKERS:
-            self._problem("ended", f"{name} ended with exit code {code}; see {self._world.cluster.directory}")
-        self._say(f"{name} ended with exit code {code} and is started again")
-        self._world.times.open_down[name] = self._world.now_s()
-        await self._world.restart(name)
 
     async def _check_end(self, before: Mapping[str, resources.Usage], redis_before: resources.RedisUsage) -> None:
         world, options = self._world, self._options
@@ -306,15 +297,21 @@ class _Run:
             left = [str(error)]
         for text in left:
             self._problem("left", text)
-        if options.is_long:
-            minute_five = next(sample for at_s, sample in self._memory if at_s >= MINUTE_FIVE_S)
-            for text in resources.grown_memory(minute_five, resources.memory_of(world)):
-                self._problem("memory", text)
-            if self._result.goodput is not None and self._result.goodput.is_too_low:
-                self._problem("goodput", str(self._result.goodput))
+        self._check_measured()
+        for text in world.network.strangers():
+            self._problem("fault", text)
         for name in SERVICES:
             for line in internal_errors(_log_lines(world.tools.log_dir(name))):
                 self._problem("log", f"{name}: {line[:1000]}")
+
+    def _check_measured(self) -> None:
+        """Check memory and goodput, if the run was long enough to need them."""
+        options, world = self._options, self._world
+        if options.is_long:
+            for text in self._memory.problems((*SERVICES, REDIS), resources.memory_of(world)):
+                self._problem("memory", text)
+        if options.needs_goodput and not (self._result.goodput and self._result.goodput.is_enough):
+            self._problem("goodput", str(self._result.goodput))
 
     def _take(self, problems: Sequence[Problem]) -> None:
         self._result.problems += map(str, problems)

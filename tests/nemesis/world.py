@@ -13,16 +13,20 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from tests.cluster import ProcessCluster
+from tests.nemesis.effect import NoEffect, until_true
 from tests.nemesis.history import Interval
 from tests.nemesis.links import CuttableNetwork
 from tests.nemesis.plan import SERVICES
 
 PRELOADED = Path(__file__).with_name("preloaded.c")
+CLOCK = struct.Struct("qq")
+"""Content of a clock file: the step in nanoseconds, and the number of readings with a step."""
 LOG_DISK_BYTES = 128 * 2**20
 """Size of the file system for the logs of one process: more than its rotated logs need."""
 REDIS_S = 60.0
@@ -62,9 +66,12 @@ class World:
         self.addresses |= {c.address for name, c in children if not name.startswith(("gateway", "redis")) if c.address}
 
     async def kill(self, name: str) -> None:
-        """End a process with SIGKILL."""
+        """End a process with SIGKILL. Raises NoEffect if something else has ended it."""
+        child = self.cluster.children[name]
         self.times.open_down[name] = self.now_s()
         await self.cluster.kill(name)
+        if child.exit_code != -signal.SIGKILL:
+            raise NoEffect(f"{name} ended with exit code {child.exit_code}, not by SIGKILL")
 
     async def restart(self, name: str) -> None:
         """Start a killed process again, and wait until it is ready."""
@@ -74,14 +81,23 @@ class World:
 
     @asynccontextmanager
     async def paused(self, name: str) -> AsyncIterator[None]:
-        """Stop a process with SIGSTOP for the duration of the scope."""
+        """Stop a process with SIGSTOP for the duration of the scope.
+
+        Raises NoEffect if it does not stand still.
+        """
         begin_s = self.now_s()
         self.cluster.signal(name, signal.SIGSTOP)
         try:
+            await until_true(lambda: self._is_stopped(name), f"{name} is stopped")
             yield
+            if not await self._is_stopped(name):
+                raise NoEffect(f"{name} ran again before its pause was over")
         finally:
             self.cluster.children[name].resume()
             self.times.paused.append(Interval(name=name, begin_s=begin_s, end_s=self.now_s()))
+
+    async def _is_stopped(self, name: str) -> bool:
+        return bool(psutil.Process(self.cluster.pid(name)).status() == psutil.STATUS_STOPPED)
 
     @asynccontextmanager
     async def redis(self) -> AsyncIterator[redis.asyncio.Redis]:
@@ -103,14 +119,18 @@ class HostTools:
     def __init__(self, directory: Path, names: Sequence[str] = SERVICES) -> None:
         self._directory = directory
         self._stack = ExitStack()
-        self.logs_are_mounted = self._mount_logs(names)
         self.environs = self._preload(names)
         """Environment variables by process."""
+        self.logs_are_mounted = self._mount_logs(names)
 
     def step_clock(self, name: str, step_s: float) -> None:
-        """Set the difference of a process's wall clock from the machine's."""
+        """Set the difference of a process's wall clock from the machine's, and count from zero again."""
         with self._clock_file(name).open("r+b") as file:
-            file.write(struct.pack("q", round(step_s * 1e9)))
+            file.write(CLOCK.pack(round(step_s * 1e9), 0))
+
+    def num_stepped_reads(self, name: str) -> int:
+        """Return how often a process has read a wall clock with a step since `step_clock`."""
+        return int(CLOCK.unpack(self._clock_file(name).read_bytes())[1])
 
     def log_dir(self, name: str) -> Path:
         """Return the directory of a process's logs."""
@@ -132,7 +152,7 @@ class HostTools:
         command = [compiler(), "-shared", "-fPIC", "-O1", "-o", str(library), str(PRELOADED), "-ldl"]
         subprocess.run(command, check=True, capture_output=True)
         for name in names:
-            self._clock_file(name).write_bytes(bytes(8))
+            self._clock_file(name).write_bytes(bytes(CLOCK.size))
         return {name: {"LD_PRELOAD": str(library), "CLOCK_STEP_FILE": str(self._clock_file(name))} for name in names}
 
     def _mount_logs(self, names: Sequence[str]) -> bool:

@@ -28,6 +28,18 @@ def test_share_of_goodput_while_one_worker_is_down() -> None:
     found = measure(records, Interval(name="calm", begin_s=0.0, end_s=10.0), faults)
     assert (found.before, found.before_s, found.during, found.during_s) == (10.0, 10.0, 4.0, 10.0)
     assert found.share == 0.4
-    assert not found.is_too_low, "ten seconds are too few for a verdict"
+    assert not found.is_enough, "ten seconds are too few for a verdict"
+    assert str(found).startswith("not measured: ")
     longer = [observed("kill", "d0", 20.0, 30.0), observed("kill", "p1", 30.0, 42.0)]
-    assert measure(records, Interval(name="calm", begin_s=0.0, end_s=10.0), longer).is_too_low
+    slow = measure(records, Interval(name="calm", begin_s=0.0, end_s=10.0), longer)
+    assert slow.is_measured
+    assert not slow.is_enough
+    fast = measure(records, Interval(name="calm", begin_s=20.0, end_s=30.0), longer)
+    assert fast.is_enough
+    assert not str(fast).startswith("not measured")
+
+
+def test_goodput_without_answers_before_the_faults_is_not_measured() -> None:
+    kills = [observed("kill", "d0", 20.0, 60.0)]
+    nothing_before = measure([answered_at(30.0)], Interval(name="calm", begin_s=0.0, end_s=10.0), kills)
+    assert not nothing_before.is_enough

@@ -97,6 +97,10 @@ def test_second_end_is_reported() -> None:
     assert kinds_of(record_with(answer=two_finishes)) == ["doubled"]
 
 
+def test_error_after_the_end_of_an_answer_is_a_second_end() -> None:
+    assert kinds_of(record_with(End.ERROR, RIGHT, reason="worker_lost")) == ["doubled"]
+
+
 def test_truncated_answer_is_reported() -> None:
     short = deepcopy(RIGHT)
     short.choices[0].token_ids.pop()

@@ -3,7 +3,9 @@
 import pytest
 
 from tests.nemesis.faults import FAULTS
-from tests.nemesis.plan import KINDS, MAX_OPEN, SERVICES, conflicts, make_plan, open_faults
+from tests.nemesis.goodput import LEAST_SECONDS
+from tests.nemesis.plan import KINDS, MAX_OPEN, SERVICES, Fault, conflicts, make_plan, open_faults
+from tests.nemesis.run import LONG_S
 
 HALF_HOUR_S = 1800.0
 
@@ -36,16 +38,20 @@ def test_short_plan_has_several_short_faults(seed: int) -> None:
     assert conflicts(plan) == []
 
 
-def test_workers_are_killed_while_no_other_fault_is_open() -> None:
-    """Goodput with one worker down is measured in such times."""
-    plan = make_plan(1, HALF_HOUR_S)
-    kills = [fault for fault in plan if fault.kind == "kill"]
-    alone = [
+def alone(plan: tuple[Fault, ...]) -> list[Fault]:
+    """The kills of one worker while no other fault is open."""
+    return [
         fault
-        for fault in kills
-        if all(o is fault or o.released_s <= fault.begin_s or o.begin_s >= fault.released_s for o in plan)
+        for fault in plan
+        if fault.kind == "kill"
+        and all(o is fault or o.released_s <= fault.begin_s or o.begin_s >= fault.released_s for o in plan)
     ]
-    assert len(alone) >= 3
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_long_run_has_enough_time_with_one_worker_down_to_measure_goodput(seed: int) -> None:
+    restart_s = 2.0  # at least; a process starts in about three seconds
+    assert sum(fault.duration_s + restart_s for fault in alone(make_plan(seed, LONG_S))) >= LEAST_SECONDS
 
 
 def test_only_the_asked_kinds_occur() -> None:
