@@ -21,7 +21,7 @@ CHUNK_BYTES = 64 * 1024
 HTTP_PORT, GRPC_PORT, RPC_PORT, ADMIN_PORT, REDIS_PORT = 8000, 8001, 9000, 9100, 6379
 _CLIENT_NUMBER = 250
 HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""What an HTTP/2 client sends first: the preface and empty settings. A server answers with its own settings."""
+"""What an HTTP/2 client sends first: preface and empty settings. A server answers with its own settings."""
 
 
 class CuttableNetwork(Protocol):

@@ -74,14 +74,21 @@ class SimAnswer:
         return self.failure or "finished"
 
     def check(self, vocab_size: int) -> None:
-        """Raise AssertionError unless the tokens are a prefix of the expected answer, or all if finished."""
+        """Raise AssertionError unless the tokens are a prefix of the expected answer.
+
+        A sample with a finish reason must be whole, and have the expected reason. A request that has finished
+        has one for each sample.
+        """
         for index in range(self.request.num_samples):
             expected = expected_answer(self.request, index, vocab_size)
-            got = self.tokens.get(index, [])
-            if got != expected[: len(got)] or (self.outcome == "finished" and len(got) != len(expected)):
-                raise AssertionError(
-                    f"request {self.request.number}, sample {index}, {self.outcome}: got {got}, expected {expected}"
-                )
+            got, finish = self.tokens.get(index, []), self.finishes.get(index)
+            where = f"request {self.request.number}, sample {index}, {self.outcome}"
+            if got != expected[: len(got)] or (finish is not None and len(got) != len(expected)):
+                raise AssertionError(f"{where}: got {got}, expected {expected}")
+            is_stopped = expected[-1] == self.request.stop_token
+            right = FinishReason.STOP if is_stopped else FinishReason.LENGTH
+            if finish is not right and (finish is not None or self.outcome == "finished"):
+                raise AssertionError(f"{where}: finish reason {finish}, expected {right}")
 
 
 def expected_answer(request: SimRequest, sample_index: int, vocab_size: int, *, beyond_stop: bool = False) -> list[int]:

@@ -26,7 +26,7 @@ class ChaosReport:
     transcript: all faults and ends of requests, in order.
     outcomes: number of requests by outcome.
     faults: number of faults by kind.
-    pauses: intervals in which processes were paused.
+    pauses, deaths: intervals in which processes were paused, or dead.
     num_lost: messages that were under way in streams that were cut.
     num_audited: cached blocks whose content was compared with their hash.
     """
@@ -37,6 +37,7 @@ class ChaosReport:
     outcomes: dict[str, int] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
     pauses: list[Downtime] = field(default_factory=list)
+    deaths: list[Downtime] = field(default_factory=list)
     num_lost: int = 0
     num_audited: int = 0
 
@@ -52,6 +53,12 @@ class ChaosReport:
     def paused_s(self, process: str, start_s: float, end_s: float) -> float:
         """Return the seconds for which a process was paused within an interval."""
         return sum(pause.overlap_s(start_s, end_s) for pause in self.pauses if pause.process == process)
+
+    def was_killed(self, process: str, start_s: float, end_s: float) -> bool:
+        """True if a process was killed within an interval, and was not running again before its end."""
+        return any(
+            death.process == process and start_s <= death.start_s <= end_s <= death.end_s for death in self.deaths
+        )
 
     @property
     def replay(self) -> str:

@@ -4,7 +4,9 @@ import asyncio
 from random import Random
 
 from baton.sim.chaos.faults.storm_context import StormContext
+from baton.sim.chaos.report import Downtime
 from baton.sim.sim_cluster import SimCluster
+from baton.sim.virtual_time import running_loop
 
 
 async def kill_processes(storm: StormContext, rng: Random) -> None:
@@ -21,8 +23,11 @@ async def _kill_and_restart(storm: StormContext, name: str, down_s: float) -> No
     role = cluster.workers[name].role if name in cluster.workers else None
     with storm.failing(name):
         storm.report.record_fault("kill", name)
+        death = Downtime(process=name, start_s=running_loop().now_s)
+        storm.report.deaths.append(death)
         await cluster.kill(name)
         await asyncio.sleep(down_s)
+        death.end_s = running_loop().now_s
         if role is not None:
             cluster.start_worker(name, role)
         else:

@@ -1,0 +1,101 @@
+"""The audit of a storm: which requests may fail, how many must finish, and their finish reasons."""
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from baton.core.request import FinishReason
+from baton.sim.chaos.audit import MIN_FINISHED, check_outcomes
+from baton.sim.chaos.profile import StormSettings, draw_settings
+from baton.sim.chaos.report import ChaosReport, Downtime
+from baton.sim.chaos.requests import TIMEOUT_S
+from baton.sim.sim_clients import GATEWAY_LOST, SimAnswer, SimRequest, expected_answer
+
+VOCAB_SIZE = 251
+
+
+def settings(admission: str = "off") -> StormSettings:
+    drawn = draw_settings(Random(0))
+    return replace(drawn, config=replace(drawn.config, admission=admission))  # type: ignore[arg-type]
+
+
+def answer(failure: str = "", *, timeout_s: float = TIMEOUT_S, **more: Any) -> SimAnswer:
+    request = SimRequest(number=0, start_s=10.0, prompt=(1, 2, 3), max_tokens=4, timeout_s=timeout_s)
+    return SimAnswer(request=request, failure=failure, gateway="gateway", ended_s=12.0, **more)
+
+
+def check(*answers: SimAnswer, admission: str = "off", deaths: tuple[Downtime, ...] = ()) -> None:
+    check_outcomes(answers, settings(admission), ChaosReport(seed=0, deaths=list(deaths)))
+
+
+def test_cancelled_and_hurried_requests_need_not_finish() -> None:
+    check(answer(was_cancelled=True), answer("deadline", timeout_s=1.0), answer())
+    with pytest.raises(AssertionError, match="1 requests failed without need: request 0 at gateway: deadline"):
+        check(answer("deadline"), answer())
+    with pytest.raises(AssertionError, match="worker_lost"):
+        check(answer("worker_lost", timeout_s=1.0))
+
+
+def test_refusal_is_excused_by_admission_control_only() -> None:
+    check(answer("ttft_slo"), *[answer()] * 9, admission="predictive")
+    with pytest.raises(AssertionError, match="ttft_slo"):
+        check(answer("ttft_slo"), *[answer()] * 9)
+
+
+def test_too_few_finished_requests_are_a_failure_whatever_excuses_the_others() -> None:
+    num_refused = round(20 * (1 - MIN_FINISHED)) + 1
+    answers = [*[answer("ttft_slo")] * num_refused, *[answer()] * (20 - num_refused)]
+    with pytest.raises(AssertionError, match=f"only {20 - num_refused} of 20 wanted requests finished"):
+        check(*answers, admission="predictive")
+    check(*answers[1:], answer(), admission="predictive")
+
+
+@pytest.mark.parametrize(
+    ("process", "start_s", "end_s", "is_excused"),
+    [
+        ("gateway", 11.5, 13.0, True),
+        ("gateway-1", 11.5, 13.0, False),
+        ("gateway", 8.0, 9.0, False),
+        ("gateway", 10.5, 11.0, False),
+        ("gateway", 12.5, 13.0, False),
+    ],
+    ids=["killed", "another gateway", "earlier", "running again", "later"],
+)
+def test_lost_gateway_must_have_been_killed_at_that_time(
+    process: str, start_s: float, end_s: float, is_excused: bool
+) -> None:
+    answers = [answer(GATEWAY_LOST), *[answer()] * 9]
+    death = Downtime(process=process, start_s=start_s, end_s=end_s)
+    if is_excused:
+        check(*answers, deaths=(death,))
+    else:
+        with pytest.raises(AssertionError, match=GATEWAY_LOST):
+            check(*answers, deaths=(death,))
+
+
+def answered(request: SimRequest, *, finish: FinishReason | None, num_tokens: int, failure: str = "") -> SimAnswer:
+    tokens = expected_answer(request, 0, VOCAB_SIZE)[:num_tokens]
+    finishes = {} if finish is None else {0: finish}
+    return SimAnswer(request=request, tokens={0: tokens}, finishes=finishes, failure=failure)
+
+
+def test_finish_reason_is_compared_with_the_expected_one() -> None:
+    request = SimRequest(number=0, start_s=0.0, prompt=(1, 2, 3), max_tokens=4)
+    answered(request, finish=FinishReason.LENGTH, num_tokens=4).check(VOCAB_SIZE)
+    with pytest.raises(AssertionError, match=r"finish reason .*STOP, expected .*LENGTH"):
+        answered(request, finish=FinishReason.STOP, num_tokens=4).check(VOCAB_SIZE)
+    with pytest.raises(AssertionError, match="finish reason None"):
+        answered(request, finish=None, num_tokens=4).check(VOCAB_SIZE)
+    stopped = replace(request, stop_token=expected_answer(request, 0, VOCAB_SIZE)[1])
+    answered(stopped, finish=FinishReason.STOP, num_tokens=2).check(VOCAB_SIZE)
+    with pytest.raises(AssertionError, match=r"expected .*STOP"):
+        answered(stopped, finish=FinishReason.LENGTH, num_tokens=2).check(VOCAB_SIZE)
+
+
+def test_part_of_a_failed_answer_needs_no_finish_reason_and_one_that_it_has_ends_the_whole() -> None:
+    request = SimRequest(number=0, start_s=0.0, prompt=(1, 2, 3), max_tokens=4)
+    answered(request, finish=None, num_tokens=2, failure="worker_lost").check(VOCAB_SIZE)
+    with pytest.raises(AssertionError, match="got"):
+        answered(request, finish=FinishReason.LENGTH, num_tokens=2, failure="worker_lost").check(VOCAB_SIZE)
