@@ -175,15 +175,25 @@ def _check_end(record: Record, surroundings: Surroundings) -> list[Problem]:
     if late_s > END_SLACK_S:
         problems.append(Problem(kind="late", text=f"{record} ended {late_s:.1f} s after its deadline"))
     how = record.ends[0]
-    if how in (End.BROKEN, End.UNREACHABLE) and not any(
-        i.name == record.gateway and i.begin_s <= end_s + 1.0 and i.end_s >= begin_s - 1.0 for i in surroundings.down
-    ):
+    if how in (End.BROKEN, End.UNREACHABLE) and not _is_explained(record, how, surroundings):
         problems.append(
             Problem(kind="unexplained", text=f"{record}: {how.value} while its gateway was up: {record.message}")
         )
     if how is End.ERROR and (record.reason in NEVER_REASONS or not record.reason):
         problems.append(Problem(kind="forbidden", text=f"{record}: {record.reason or 'no reason'}: {record.message}"))
     return problems
+
+
+def _is_explained(record: Record, how: End, surroundings: Surroundings) -> bool:
+    """Return True if the gateway was down, or paused while a client could not connect to it.
+
+    A paused process accepts no connection, so a gRPC client gives up its attempt. It breaks no open one.
+    """
+    assert record.end_s is not None
+    causes = [*surroundings.down, *(surroundings.paused if how is End.UNREACHABLE else ())]
+    return any(
+        i.name == record.gateway and i.begin_s <= record.end_s + 1.0 and i.end_s >= record.begin_s - 1.0 for i in causes
+    )
 
 
 def _check_answer(record: Record, expected: Answer) -> list[Problem]:

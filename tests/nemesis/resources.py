@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.fleet.processes.supervisor import Child
 from tests.nemesis import memory_growth
+from tests.nemesis.memory_growth import Memory
 from tests.nemesis.plan import GATEWAYS, REDIS, SERVICES
 from tests.nemesis.world import World
 
@@ -41,12 +42,12 @@ class RedisUsage:
     """Incarnations with block events, as `{worker_id}:{epoch}`."""
 
 
-def memory_of(world: World) -> dict[str, int]:
-    """Return the resident memory of each living process, in bytes."""
+def memory_of(world: World) -> dict[str, Memory]:
+    """Return the resident memory of each living process."""
     found = {}
     for name, child in _living(world):
         with suppress(psutil.NoSuchProcess):  # it ends at this moment
-            found[name] = psutil.Process(child.pid).memory_info().rss
+            found[name] = Memory(child.pid, psutil.Process(child.pid).memory_info().rss)
     return found
 
 

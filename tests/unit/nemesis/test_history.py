@@ -149,6 +149,12 @@ def test_lost_connection_needs_a_gateway_that_was_down(end: End) -> None:
     assert kinds_of(record, Surroundings(down=[Interval(name="gateway1", begin_s=11.5, end_s=20.0)])) == ["unexplained"]
 
 
+def test_client_cannot_connect_to_a_paused_gateway_but_keeps_its_connections() -> None:
+    paused = Surroundings(paused=[Interval(name="gateway", begin_s=11.5, end_s=20.0)])
+    assert kinds_of(record_with(End.UNREACHABLE, Answer()), paused) == []
+    assert kinds_of(record_with(End.BROKEN, Answer()), paused) == ["unexplained"]
+
+
 @pytest.mark.parametrize("reason", ["poison", "invalid_request", ""])
 def test_error_that_no_fault_may_cause_is_reported(reason: str) -> None:
     assert kinds_of(record_with(End.ERROR, Answer(), reason=reason)) == ["forbidden"]
