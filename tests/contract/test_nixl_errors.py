@@ -54,8 +54,9 @@ async def test_read_in_doubt_ends_when_the_transport_reports_it(backend: str) ->
         agent.errors = {"transfer": "nixlBackendError", "check_xfer_state": "nixlBackendError"}
         read_id = await assert_in_doubt(pair, BLOCKS)
         del agent.errors["transfer"]
-        for _poll in range(3):  # each read wakes the thread
-            await pair.read({2: 2})
+        async with asyncio.timeout(30):
+            while agent.counts.get("check_xfer_state", 0) < 3:  # the polls of the read in doubt raise
+                await pair.read({2: 2})  # wakes the thread
         assert pair.reader.backend.poll(read_id) is ReadState.IN_DOUBT
         agent.errors.clear()
         await pair.read({2: 2})

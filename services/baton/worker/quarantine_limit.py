@@ -1,4 +1,4 @@
-"""Decides when a worker with too many quarantined blocks asks to be replaced, and when it drains without an
+"""Decides when a worker asks to be replaced because of quarantined blocks, and when it drains without an
 answer.
 
 A scheduler replaces such workers one at a time. A peer that pauses for a moment could otherwise make all

@@ -168,7 +168,7 @@ class WorkerLifecycle:
     def _check_quarantine(self, now_s: float) -> None:
         needed_replacement = self._quarantine_limit.needs_replacement
         if self._quarantine_limit.update(
-            is_over_limit=self._reader.is_over_quarantine_limit,
+            is_over_limit=self._reader.needs_replacement,
             num_quarantined_blocks=self._reader.quarantined_blocks,
             now_s=now_s,
         ):

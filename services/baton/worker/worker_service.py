@@ -223,7 +223,7 @@ class Worker:
         """Serve until drained.
 
         Raises WorkerUnhealthy after reporting the failure, WorkerNeedsReplacement after a drain that was
-        caused by too many quarantined blocks.
+        caused by quarantined blocks.
         """
         engine = asyncio.create_task(self.engine_loop.run(), name="engine")
         self._start_tasks()
@@ -240,7 +240,8 @@ class Worker:
             await self._close(engine)
         if self._lifecycle.is_to_be_replaced:
             raise WorkerNeedsReplacement(
-                "too many blocks were quarantined; restart the worker process to get the memory back"
+                "too many blocks were quarantined, or reads in doubt blocked a link; restart the worker process to get "
+                "memory and link back"
             )
         if isinstance(problem, WorkerUnhealthy):
             raise problem

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import Reason, Refused
+from baton.transfer.reader.peer_reads import BLOCKED_DEADLINES
 from tests import builders
 from tests.unit.transfer import transfer_rig as rigs
 from tests.unit.transfer.pulls import failure_of, pull_all, refusal_of, virtual
@@ -254,14 +255,55 @@ async def test_lease_end_during_a_read_discards_its_blocks() -> None:
         r.check_nothing_leaks()
 
 
+@pytest.mark.parametrize("probes_in_doubt", [False, True])
+@virtual
+async def test_link_that_reads_in_doubt_block_makes_the_reader_ask_for_its_replacement(probes_in_doubt: bool) -> None:
+    """One block may be in flight here, so one read in doubt is enough, or four probes."""
+    async with rig() as r:
+        assert await r.kv_reader.warmed(OWNER)
+        r.fabric.in_doubt, r.fabric.probes_in_doubt = not probes_in_doubt, probes_in_doubt
+        r.fabric.failing = probes_in_doubt
+        pull = r.kv_reader.pull(OWNER, r.prefill("a", 18)[0], have_blocks=0)
+        await pull.first_ready()
+        receiving = r.mark_received(pull, 5)
+        assert await failure_of(pull.done()) is Reason.TRANSFER_FAILED
+        r.release(receiving)
+        r.fabric.in_doubt = r.fabric.failing = False
+        await asyncio.sleep(BLOCKED_DEADLINES * rigs.DEADLINE_MAX_S - 0.1)
+        assert not r.kv_reader.needs_replacement
+        await asyncio.sleep(rigs.LEASE_S)
+        assert r.kv_reader.needs_replacement
+        assert r.kv_reader.links()[0].broken
+        r.fabric.probes_in_doubt = False
+        r.fabric.doubts_may_end.set()
+        await asyncio.sleep(rigs.LEASE_S)
+        assert not r.kv_reader.needs_replacement  # the request is withdrawn
+        await pull_all(r, "b", request=2)
+
+
+@virtual
+async def test_link_that_timed_out_reads_block_does_not_ask_for_a_replacement() -> None:
+    async with rig() as r:
+        assert await r.kv_reader.warmed(OWNER)
+        r.fabric.reads_may_end.clear()
+        pull = r.kv_reader.pull(OWNER, r.prefill("a", 18)[0], have_blocks=0)
+        await pull.first_ready()
+        receiving = r.mark_received(pull, 5)
+        assert await failure_of(pull.done()) is Reason.TRANSFER_TIMEOUT
+        r.release(receiving)
+        await asyncio.sleep(10 * BLOCKED_DEADLINES * rigs.DEADLINE_MAX_S)
+        assert not r.kv_reader.needs_replacement
+        r.fabric.reads_may_end.set()
+
+
 @virtual
 async def test_quarantine_limit_is_a_tenth_of_the_pool() -> None:
     async with rig() as r:
         r.fabric.reads_may_end.clear()
-        assert not r.kv_reader.is_over_quarantine_limit
+        assert not r.kv_reader.needs_replacement
         taken = r.reader.pool.allocate_receiving(7)
         assert taken is not None
         r.kv_reader._quarantine.num_blocks = 7
-        assert r.kv_reader.is_over_quarantine_limit
+        assert r.kv_reader.needs_replacement
         r.reader.pool.drop_receiving(taken)
         r.reader.pool.unref(taken)

@@ -84,6 +84,40 @@ async def test_link_that_breaks_before_its_measurement_is_measured_when_it_works
 
 
 @virtual
+async def test_link_that_broke_is_measured_again_before_it_is_used() -> None:
+    async with rig(min_link_gbps=MIN_GBPS) as r:
+        assert await r.kv_reader.warmed(OWNER)
+        r.fabric.failing = True
+        job, _blocks = r.prefill("a", 18)
+        pull = r.kv_reader.pull(OWNER, job, have_blocks=0)
+        await pull.first_ready()
+        receiving = r.mark_received(pull, 5)
+        await refusal_of(pull.done())
+        r.release(receiving)
+        r.fabric.failing, r.fabric.read_s = False, SLOW_READ_S
+        await asyncio.sleep(2)
+        assert r.kv_reader.links()[0].problem.startswith("refused")
+
+
+@virtual
+async def test_link_is_measured_by_one_task_at_a_time() -> None:
+    async with rig() as r:
+        r.fabric.reads_may_end.clear()
+        r.kv_reader.warm(OWNER)
+        await asyncio.sleep(0.1)
+        for _command in range(3):
+            r.kv_reader.probe(OWNER)
+        await asyncio.sleep(0.1)
+        assert r.fabric.probes == 1
+        r.fabric.reads_may_end.set()
+        assert await r.kv_reader.warmed(OWNER)
+        before = r.fabric.probes
+        r.kv_reader.probe(OWNER)
+        await asyncio.sleep(0.1)
+        assert r.fabric.probes > before
+
+
+@virtual
 async def test_fast_link_is_used_and_without_a_requirement_any_is() -> None:
     for min_gbps, read_s in ((MIN_GBPS, READ_S), (0.0, SLOW_READ_S)):
         async with rig(min_link_gbps=min_gbps) as r:

@@ -90,6 +90,21 @@ def test_tables_of_reads_that_were_not_alone_are_not_assigned(log: Log) -> None:
     assert log.read(FAR, was_alone=False) == "tcp"
 
 
+def test_tables_of_host_memory_say_nothing_about_device_memory(log: Log) -> None:
+    in_device = PeerKind(environment="third-machine/a", memory_kind="cuda")
+    assert log.read(FAR, TCP) == "tcp"
+    assert log.read(in_device) == UNKNOWN_TRANSPORT
+    assert log.read(in_device, RDMA) == "rdma"
+    assert log.read(PeerKind(environment="fourth-machine/a", memory_kind="cuda")) == "rdma"
+    assert log.read(PeerKind(environment="fourth-machine/a", memory_kind="host")) == "tcp"
+
+
+def test_cuda_ipc_may_connect_machines(log: Log) -> None:
+    for number, table in enumerate([("intra", "cuda_ipc/cuda"), RDMA]):
+        log.read(PeerKind(environment=f"machine-{number}/a", memory_kind="cuda"), table)
+    assert log.read(PeerKind(environment="third-machine/a", memory_kind="cuda")) == UNKNOWN_TRANSPORT
+
+
 def test_two_new_tables_of_different_transports_are_unknown(log: Log) -> None:
     assert log.read(FAR, TCP, RDMA) == UNKNOWN_TRANSPORT
 
@@ -143,11 +158,43 @@ def test_silent_peer_delays_others_for_a_bounded_time_and_none_counts_as_alone()
     assert begin(first, 2, "b", MAX_ALONE_S, asked_s=0.0)
     assert not begin(first, 3, "c", MAX_ALONE_S)
     assert first.end(ReadId(2), is_done=True) == ("b", False)
-    assert begin(first, 3, "c", 2 * MAX_ALONE_S, asked_s=MAX_ALONE_S)
+    assert begin(first, 3, "c", MAX_ALONE_S + 0.1)  # the silent peer keeps nobody waiting any more
     assert first.end(ReadId(3), is_done=True) == ("c", False)
     assert first.end(ReadId(1), is_done=False) is None
     assert begin(first, 4, "silent", 3.0)
     assert first.end(ReadId(4), is_done=True) == ("silent", True)
+
+
+def test_six_peers_that_connect_together_are_each_read_alone_in_the_end() -> None:
+    """A first read takes 0.4 s. Those that have waited for 1 s begin together, and are read again alone."""
+    first, now_s, number, took_s = FirstReads[str](), 0.0, 0, 0.4
+    waiting = dict.fromkeys("abcdef", 0.0)
+    running: dict[ReadId, tuple[str, float]] = {}
+    alone: dict[str, bool] = {}
+    while waiting or running:
+        for peer, asked_s in list(waiting.items()):
+            number += 1
+            if begin(first, number, peer, now_s, asked_s):
+                running[ReadId(number)] = (peer, now_s)
+                del waiting[peer]
+                assert now_s - asked_s <= MAX_ALONE_S + 0.05
+        now_s += 0.05
+        for read_id, (peer, began_s) in list(running.items()):
+            if now_s >= began_s + took_s:
+                del running[read_id]
+                ended = first.end(read_id, is_done=True)
+                alone[peer] = ended is not None and ended[1]
+                if not alone[peer]:
+                    waiting[peer] = now_s  # the next read of the link
+        assert now_s < 10.0
+    assert alone == dict.fromkeys("abcdef", True)
+
+
+def test_key_whose_transport_is_known_is_not_ordered_any_more() -> None:
+    first: FirstReads[str] = FirstReads()
+    assert begin(first, 1, "a")
+    first.settle("b")
+    assert begin(first, 2, "b")
 
 
 def test_failed_first_read_is_tried_again_and_forgotten_keys_are_new() -> None:

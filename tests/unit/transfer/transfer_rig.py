@@ -46,6 +46,7 @@ class Fabric:
     failing: reads end FAILED
     read_s: duration of a read of blocks or a probe
     in_doubt: reads of blocks fail without having ended, and end when `doubts_may_end` is set
+    probes_in_doubt: the same for probes
     mid_read_fault: called in the middle of each read of blocks
     seen_entry: returns what the reader sees of a block's generation-table entry
     """
@@ -58,6 +59,7 @@ class Fabric:
     failing: bool = False
     read_s: float = READ_S
     in_doubt: bool = False
+    probes_in_doubt: bool = False
     doubts_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     mid_read_fault: Callable[[], None] | None = None
     seen_entry: Callable[[int, GenerationEntry], GenerationEntry] = lambda block_id, entry: entry
@@ -182,7 +184,7 @@ class FakeBackend:
         await asyncio.sleep(fabric.read_s / 2)
         if own is not None and fabric.mid_read_fault is not None:
             fabric.mid_read_fault()
-        if fabric.in_doubt and own is not None:
+        if fabric.probes_in_doubt if own is None else fabric.in_doubt:
             self._reads.end(read_id, ReadState.IN_DOUBT)
             await fabric.doubts_may_end.wait()
         await fabric.reads_may_end.wait()

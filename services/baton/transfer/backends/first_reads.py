@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from baton.core.ids import ReadId
@@ -9,12 +10,21 @@ from baton.core.ids import ReadId
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 MAX_ALONE_S = 1.0
-"""Time that a first read may keep others waiting. After it they begin, too, so that a silent peer delays none
-for long."""
+"""Longest time that a running first read keeps others waiting, and that a read waits for all others together.
+A silent peer therefore delays no read for long."""
+
+
+@dataclass(slots=True)
+class _FirstRead(Generic[KeyT]):
+    """A running read of a key. is_alone: no read of another new key has run at the same time."""
+
+    key: KeyT
+    started_s: float
+    is_alone: bool
 
 
 class FirstReads(Generic[KeyT]):
-    """Orders the reads of keys from which no read has succeeded yet.
+    """Orders the reads of new keys: those from which no read has succeeded while it was alone.
 
     Used by one thread; the caller passes the time. A key is what UCX has a configuration for: a peer, and the
     kinds of memory at both ends. The number of held reads is limited by the readers' in-flight limits.
@@ -22,9 +32,7 @@ class FirstReads(Generic[KeyT]):
 
     def __init__(self) -> None:
         self._known: set[KeyT] = set()
-        self._running: dict[ReadId, KeyT] = {}
-        self._expires_s = 0.0
-        self._is_alone = False
+        self._running: dict[ReadId, _FirstRead[KeyT]] = {}
         self._held: deque[tuple[float, Callable[[], None]]] = deque()
 
     def begin(self, read_id: ReadId, key: KeyT, now_s: float, *, asked_s: float) -> bool:
@@ -34,12 +42,12 @@ class FirstReads(Generic[KeyT]):
         """
         if key in self._known:
             return True
-        others = any(other != key for other in self._running.values())
-        if others and now_s < min(self._expires_s, asked_s + MAX_ALONE_S):
+        others = [read for read in self._running.values() if read.key != key]
+        if now_s < asked_s + MAX_ALONE_S and any(now_s < other.started_s + MAX_ALONE_S for other in others):
             return False
-        if not self._running or others:
-            self._is_alone, self._expires_s = not others, now_s + MAX_ALONE_S
-        self._running[read_id] = key
+        for other in others:
+            other.is_alone = False
+        self._running[read_id] = _FirstRead(key, now_s, is_alone=not others)
         return True
 
     def is_first(self, read_id: ReadId) -> bool:
@@ -54,7 +62,8 @@ class FirstReads(Generic[KeyT]):
         """Yield reads that were held back, while they may begin."""
         for _held in range(len(self._held)):
             asked_s, post = self._held[0]
-            if self._running and now_s < min(self._expires_s, asked_s + MAX_ALONE_S):
+            is_busy = any(now_s < read.started_s + MAX_ALONE_S for read in self._running.values())
+            if is_busy and now_s < asked_s + MAX_ALONE_S:
                 return
             self._held.popleft()
             yield post
@@ -62,13 +71,19 @@ class FirstReads(Generic[KeyT]):
     def end(self, read_id: ReadId, *, is_done: bool) -> tuple[KeyT, bool] | None:
         """Record the end of a read.
 
-        Returns the key and whether it was alone, if this is the first read of the key that has succeeded.
+        Returns the key and whether the read was alone, if it has succeeded and the key is new. After a read
+        that was not alone the key stays new, so that its next read is tried alone.
         """
-        key = self._running.pop(read_id, None)
-        if key is None or not is_done or key in self._known:
+        read = self._running.pop(read_id, None)
+        if read is None or not is_done or read.key in self._known:
             return None
+        if read.is_alone:
+            self._known.add(read.key)
+        return read.key, read.is_alone
+
+    def settle(self, key: KeyT) -> None:
+        """Stop ordering the reads of a key, because its transport is known."""
         self._known.add(key)
-        return key, self._is_alone
 
     def forget(self, is_gone: Callable[[KeyT], bool]) -> None:
         """Drop what is known of keys that are not read any more."""

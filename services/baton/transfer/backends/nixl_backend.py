@@ -115,7 +115,7 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
             self._thread.forget(entry)
 
     @property
-    def failure(self) -> BaseException | None:  # type: ignore[override]
+    def failure(self) -> BaseException | None:
         return self._thread.failure
 
     def transport_to(self, peer: KvMemory) -> str:

@@ -30,7 +30,7 @@ from baton.transfer.backends import nixl_errors
 from baton.transfer.backends.block_ranges import runs
 from baton.transfer.backends.first_reads import FirstReads
 from baton.transfer.backends.host_memory import HOST, KvRegion, anonymous
-from baton.transfer.backends.pair_transport import PairTransports, PeerKind
+from baton.transfer.backends.pair_transport import UNKNOWN_TRANSPORT, PairTransports, PeerKind
 from baton.transfer.backends.ucx import UcxLog
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, decode_entries
 
@@ -49,7 +49,8 @@ _DOUBT_POLL_S = 1.0
 MAX_NOTIFICATION_ERRORS = 8
 """Errors of the notification call in a row after which the thread ends."""
 _RETRY_S = 0.002
-"""Pause after the first error of the notification call. It doubles with each further one, to 0.5 s in all."""
+"""Pause after the first error of the notification call. It doubles with each further one: seven pauses of
+0.25 s in all."""
 CopyRange = tuple[int, int, int]
 """(remote address, local address, size in bytes)."""
 Segment = tuple[str, int]
@@ -411,13 +412,20 @@ class NixlThread:
             log.warning("ucx_error_logged", text=problem)
 
     def _find_transport(self, read_id: ReadId, peer: NixlPeer) -> None:
-        """Set the transport of a peer if this was its first read that has succeeded."""
+        """Set the transport of a peer, if it is unknown, when a read of a new key has succeeded."""
         first = self._first_reads.end(read_id, is_done=True)
         if first is None:
             return
-        kind = PeerKind(environment=peer.memory.ucx_environment, memory_kind=peer.memory.memory_kind)
-        name = self._transports.end_first_read(kind, was_alone=first[1])
-        peer.transport = peer.transport or name
+        key, was_alone = first
+        _, _, (segment, _) = key
+        memory_kind = next(kind for kind, name in SEGMENTS.items() if name == segment)
+        kind = PeerKind(environment=peer.memory.ucx_environment, memory_kind=memory_kind)
+        transport = self._transports.end_first_read(kind, was_alone=was_alone)
+        if transport != UNKNOWN_TRANSPORT:
+            self._first_reads.settle(key)
+        # The generation table is in host memory, whatever kind of memory holds the blocks.
+        if memory_kind == peer.memory.memory_kind and peer.transport in ("", UNKNOWN_TRANSPORT):
+            peer.transport = transport
 
     def _release(self, read: _Running, error: Exception | None) -> None:
         """Release the handle of a read that has ended with `error`, unless NIXL has deleted it."""

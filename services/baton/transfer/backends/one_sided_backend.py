@@ -31,7 +31,6 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
     """
 
     two_sided = False
-    failure: BaseException | None = None
 
     def __init__(self, *, layout: KvLayout, memory: KvMemory, kv: BufferT, scratch: BufferT) -> None:
         """`kv` holds the worker's own blocks, `scratch` as many as a probe may read (`probe_blocks`)."""
@@ -42,6 +41,11 @@ class OneSidedBackend(ABC, Generic[BufferT, PeerT]):
         self._scratch = scratch
         self._peers: dict[str, PeerT] = {}
         self._reads = ReadTable()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """None: a backend that copies in the reader's process keeps working. NIXL's can fail."""
+        return None
 
     @property
     def memory(self) -> tuple[KvMemory, ...]:

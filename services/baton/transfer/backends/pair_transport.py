@@ -9,14 +9,17 @@ logged before, and its transport follows only if all that are possible for it ha
 import hashlib
 import os
 import platform
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.transfer.backends.host_memory import host_id
+from baton.transfer.backends.host_memory import HOST, host_id
 from baton.transfer.backends.ucx import UcxLog
 
 UNKNOWN_TRANSPORT = "unknown"
+_MEMORY_KINDS = (HOST, "cuda")
 _WITHIN_A_MACHINE = frozenset({"cma", "shared-memory", "self"})
+"""Transports that reach only peers of one machine. `cuda_ipc` is none: NVLink can connect machines."""
 _NAMESPACES = ("ipc", "net", "pid", "user", "uts")
 _NOT_A_CHOICE = frozenset({"UCX_LOG_FILE", "UCX_PROTO_INFO", "UCX_LOG_LEVEL"})
 
@@ -37,7 +40,11 @@ def ucx_environment() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerKind:
-    """The properties of a peer that decide its transport. `environment`: see `ucx_environment`."""
+    """The properties of a peer that decide its transport.
+
+    environment: see `ucx_environment`
+    memory_kind: of the peer's memory that is read. UCX chooses a transport for each kind of memory.
+    """
 
     environment: str
     memory_kind: str
@@ -53,12 +60,14 @@ class PairTransports:
     def __init__(self, log: UcxLog) -> None:
         self._log = log
         self._machine = host_id()
-        self._logged: set[str] = set()
+        self._logged: defaultdict[str, set[str]] = defaultdict(set)  # by the peer's kind of memory
         self._of_kind: dict[PeerKind, set[str]] = {}
 
     def begin_first_read(self) -> None:
         """Begin the first read of a peer: what UCX has logged until now belongs to others."""
-        self._logged.update(self._log.read_transports())
+        for name in self._log.read_transports():
+            for memory_kind in _MEMORY_KINDS:
+                self._logged[memory_kind].add(name)
 
     def end_first_read(self, kind: PeerKind, *, was_alone: bool) -> str:
         """Return the transport of a peer whose first read has ended, or `UNKNOWN_TRANSPORT`.
@@ -66,7 +75,8 @@ class PairTransports:
         was_alone: no other peer made its first read meanwhile
         """
         new = set(self._log.read_transports())
-        self._logged |= new
+        for memory_kind in (kind.memory_kind,) if was_alone else _MEMORY_KINDS:
+            self._logged[memory_kind] |= new
         possible = new if was_alone and new else self._shared(kind)
         if len(possible) != 1:
             return UNKNOWN_TRANSPORT
@@ -80,5 +90,5 @@ class PairTransports:
         if kind in self._of_kind:
             return self._of_kind[kind]
         if kind.is_on(self._machine):
-            return self._logged
-        return {name for name in self._logged if not _WITHIN_A_MACHINE & set(name.split("+"))}
+            return self._logged[kind.memory_kind]
+        return {name for name in self._logged[kind.memory_kind] if not _WITHIN_A_MACHINE & set(name.split("+"))}

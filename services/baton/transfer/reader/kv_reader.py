@@ -138,9 +138,12 @@ class KvReader:
         return self._reading.backend.failure
 
     @property
-    def is_over_quarantine_limit(self) -> bool:
-        """True if so many blocks are quarantined that this worker should be replaced."""
-        return self.quarantined_blocks > MAX_QUARANTINED_SHARE * self._num_blocks
+    def needs_replacement(self) -> bool:
+        """True if this worker should be replaced: too many blocks are quarantined, or reads in doubt block a
+        link."""
+        return self.quarantined_blocks > MAX_QUARANTINED_SHARE * self._num_blocks or any(
+            link.is_blocked for link in self._links.values()
+        )
 
     async def aclose(self) -> None:
         """End all pulls and links and refuse new ones.

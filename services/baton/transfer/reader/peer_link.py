@@ -48,6 +48,7 @@ class PeerLink:
         self._pulls: dict[TransferId, Pull] = {}
         self._sent_renewals: dict[int, float] = {}
         self._warmed = asyncio.Event()
+        self._is_probing = False
         self._busy = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], None] = {}  # ordered, so that simulations are reproducible
         self._clock = asyncio.get_running_loop().time
@@ -58,6 +59,11 @@ class PeerLink:
     def is_broken(self) -> bool:
         """True after a KV read over this link timed out or failed, until a probe succeeds."""
         return self.broken_by is not None
+
+    @property
+    def is_blocked(self) -> bool:
+        """True if reads in doubt have kept the link from working for a long time. They may never end."""
+        return self.reads is not None and self.reads.is_blocked
 
     @property
     def broken_by(self) -> Reason | None:
@@ -89,8 +95,8 @@ class PeerLink:
 
     def probe(self) -> None:
         """Start a probe, unless enough probes are running."""
-        if self.reads is not None and self.reads.may_probe and not self.has_ended:
-            self.spawn(self._warm(self.reads))
+        if self.reads is not None and not self.has_ended:
+            self._start_warming(self.reads)
 
     def follow(self, pull: Pull) -> None:
         """Add a pull and send its Follow, now or once the stream is connected."""
@@ -165,9 +171,27 @@ class PeerLink:
                 pull.fail(self.broken_by, f"the link is not used ({self.problem}); it is tried again")
         self.start_reads()
 
+    def _start_warming(self, reads: PeerReads) -> None:
+        """Start to measure the link, unless it is being probed, or enough probes are running."""
+        if reads.may_probe and not self._is_probing:
+            self._is_probing = True
+            self.spawn(self._warm(reads))
+
     async def _warm(self, reads: PeerReads) -> None:
-        await reads.warm()
+        try:
+            await reads.warm()
+        finally:
+            self._is_probing = False
         self._warmed.set()
+
+    async def _repair(self, reads: PeerReads) -> None:
+        """Probe the broken link, unless it is being probed, or enough probes are running."""
+        if reads.broken and reads.may_probe and self._stream is not None and not self._is_probing:
+            self._is_probing = True
+            try:
+                await reads.repair()
+            finally:
+                self._is_probing = False
 
     # -- stream ------------------------------------------------------------------------------------
 
@@ -231,7 +255,7 @@ class PeerLink:
                 on_change=self._reads_changed,
                 is_idle=lambda: not self._pulls and not self.has_ended,
             )
-            self.spawn(self._warm(self.reads))
+            self._start_warming(self.reads)
         for pull in list(self._pulls.values()):
             pull.follow()
         return True
@@ -301,8 +325,8 @@ class PeerLink:
                     pull.fail(Reason.LEASE_LOST, "the owner answered no renewal for the length of a lease")
             if self._pulls and self._stream is not None:
                 self._renew(now_s)
-            if self.reads is not None and self.reads.broken and self.reads.may_probe and self._stream is not None:
-                await self.reads.repair()
+            if self.reads is not None:
+                await self._repair(self.reads)
             await asyncio.sleep(renew_s)
 
     def _renew(self, now_s: float) -> None:

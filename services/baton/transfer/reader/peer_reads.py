@@ -30,6 +30,9 @@ MAX_INFLIGHT_SHARE = 0.02
 """Share of the pool, at least one block, that may be in flight from one owner. A silent owner can cause at
 most so many blocks to be quarantined."""
 MAX_OPEN_PROBES = 4
+BLOCKED_DEADLINES = 3
+"""A link is blocked for good if nothing can start on it, because reads are in doubt, for this many times the
+longest deadline of a read. A read in doubt may never end. Then only another worker can use the link."""
 _SELF_TEST_S = 0.02
 """The first measurement reads growing sizes until a read takes this long."""
 _MIN_DURATION_S = 1e-6
@@ -107,6 +110,10 @@ class PeerReads:
         self._send, self._on_change, self._is_idle = send, on_change, is_idle
         self._max_inflight = max(1, int(MAX_INFLIGHT_SHARE * shared.backend.memory[0].num_blocks))
         self._open_probes = 0
+        self._doubted_blocks = 0
+        self._doubted_probes = 0
+        self._blocked_since_s: float | None = None
+        self._blocked_limit_s = BLOCKED_DEADLINES * shared.times.deadline_max_s
         self._required = SpeedRequirement(shared.min_link_gbps)
         self._clock = asyncio.get_running_loop().time
 
@@ -142,6 +149,12 @@ class PeerReads:
         return self._open_probes < MAX_OPEN_PROBES and self._required.may_measure(self._clock())
 
     @property
+    def is_blocked(self) -> bool:
+        """True if reads in doubt have kept the link from working for `BLOCKED_DEADLINES`."""
+        since_s = self._blocked_since_s
+        return since_s is not None and self._clock() >= since_s + self._blocked_limit_s
+
+    @property
     def transport(self) -> str:
         """Name of the transport; empty until it is known."""
         return self._backend.transport_to(self.memory)
@@ -169,11 +182,13 @@ class PeerReads:
         self.inflight_blocks -= num_blocks
         asyncio.get_running_loop().call_soon(self._on_change)
 
-    def quarantine(self, read_id: ReadId, own: Sequence[int], reason: str) -> None:
+    def quarantine(self, read_id: ReadId, own: Sequence[int], reason: str, *, in_doubt: bool) -> None:
         """Quarantine the blocks of a read that timed out or is in doubt until it is terminal.
 
         They count as in flight until then. `reason` is for the log.
         """
+        num_doubted = len(own) if in_doubt else 0
+        self._doubt(blocks=num_doubted)
         self._shared.observer.blocks_quarantined(self.owner, len(own))
         log.warning(
             "kv_read_quarantined",
@@ -186,6 +201,7 @@ class PeerReads:
 
         def on_terminal(_state: ReadState) -> None:
             self.inflight_blocks -= len(own)
+            self._doubt(blocks=-num_doubted)
             self._on_change()
 
         self._shared.quarantine.watch(read_id, own, on_terminal)
@@ -215,6 +231,7 @@ class PeerReads:
         """
         if not self.broken:
             self.broken_by = reason
+            self._required.reset()
             log.warning("kv_link_broken", owner=str(self.owner), reason=reason.value, transport=self.transport)
             self._publish()
 
@@ -248,7 +265,14 @@ class PeerReads:
         self._backend.start_probe(read_id, source)
         state = await self._wait(read_id, (self.inflight_blocks + num_blocks) * self.block_bytes)
         if state is None or state is ReadState.IN_DOUBT:
-            self._shared.quarantine.watch(read_id, (), self._probe_ended)
+            num_doubted = 1 if state is ReadState.IN_DOUBT else 0
+            self._doubt(probes=num_doubted)
+
+            def on_terminal(ended: ReadState) -> None:
+                self._doubt(probes=-num_doubted)
+                self._probe_ended(ended)
+
+            self._shared.quarantine.watch(read_id, (), on_terminal)
             return state
         if state is ReadState.DONE and self.is_tried:  # the first read includes connecting, so it is not measured
             self.bandwidth.ended(num_blocks * self.block_bytes, started_s, self._clock())
@@ -265,6 +289,15 @@ class PeerReads:
                 log.info("kv_link_repaired", owner=str(self.owner))
             self.is_tried, self.broken_by = True, None
             self._publish()
+
+    def _doubt(self, *, blocks: int = 0, probes: int = 0) -> None:
+        """Count blocks and probes in doubt, and note since when they leave no way to use the link."""
+        self._doubted_blocks += blocks
+        self._doubted_probes += probes
+        if self._doubted_blocks < self._max_inflight and self._doubted_probes < MAX_OPEN_PROBES:
+            self._blocked_since_s = None
+        elif self._blocked_since_s is None:
+            self._blocked_since_s = self._clock()
 
     async def repair(self) -> None:
         """Try to make a broken link usable: with one block, or by a measurement if a speed is required."""

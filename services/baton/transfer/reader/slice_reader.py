@@ -84,7 +84,7 @@ class SliceReader:
         if state is None or state is ReadState.IN_DOUBT:
             # The read cannot be stopped, so its destination is quarantined until it is terminal.
             problem = TIMED_OUT if state is None else IN_DOUBT
-            reads.quarantine(read_id, part.own, problem)
+            reads.quarantine(read_id, part.own, problem, in_doubt=state is ReadState.IN_DOUBT)
             self._blocks.lose_memory(part)
         else:
             reads.end_read(read_id, len(part.own))

@@ -27,6 +27,10 @@ class SpeedRequirement:
         """True if the last measurement was too slow."""
         return bool(self.refusal)
 
+    def reset(self) -> None:
+        """Require a new measurement, because the link has broken and may be slower when it works again."""
+        self.is_met = self.min_gbps <= 0
+
     def may_measure(self, now_s: float) -> bool:
         """Return True if the link was not refused, or the pause after its refusal is over."""
         return not self.is_refused or now_s >= self._next_s
