@@ -1,8 +1,12 @@
-"""Requests whose framing is larger than their body: trailers, chunk extensions and tiny chunks."""
+"""Requests that are larger than what they ask for: padded bodies, trailers, chunk extensions, tiny chunks."""
+
+import asyncio
+import tracemalloc
 
 import pytest
 
-from tests.integration.gateway.http_gateway import HttpGateway, RawConnection, http_gateway
+from tests.integration.gateway.http_gateway import HttpGateway, RawConnection, http_gateway, request_bytes
+from tests.unit.gateway.fakes import until
 
 pytestmark = pytest.mark.integration
 PD = (("p0", "prefill"), ("d0", "decode"))
@@ -67,3 +71,24 @@ async def test_endless_framing_is_refused_before_it_takes_memory(begin: bytes, u
         assert sent < 8 * MIB
         assert not seen or seen.startswith(b"HTTP/1.1 413 ")
         await raw.close()
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+async def test_body_is_freed_when_its_request_begins_to_run(stream: bytes) -> None:
+    """A running request holds its prompt, not the padded body in which it arrived."""
+    number = 6
+    body = b'{"prompt": "x", "max_tokens": 3, "stream": ' + stream + b"}" + b" " * 2 * MIB
+    request = request_bytes("/v1/completions", body)
+    async with http_gateway(("h0", "hybrid")) as gateway:
+        gateway.cluster.scheduler.workers[0].prefill_s = 1e6
+        connections = [await gateway.connect() for _ in range(number)]
+        tracemalloc.start()
+        try:
+            await asyncio.gather(*(connection.send(request) for connection in connections))
+            await until(lambda: len(gateway.cluster.scheduler.workers[0].jobs) == number, timeout_s=20)
+            held_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held_bytes < len(body)
+        for connection in connections:
+            await connection.close()

@@ -151,6 +151,27 @@ async def test_exclusive_run_waits_for_a_suspect_that_shares_its_worker() -> Non
 
 
 @virtual
+async def test_suspect_asks_for_no_placement_while_another_request_runs_alone() -> None:
+    """The scheduler would reserve blocks for a placement that is given back at once."""
+    async with cluster(*((f"h{i}", "hybrid") for i in range(5))) as c:
+        h0, *poisoned, h4 = c.scheduler.workers
+        for worker in poisoned:
+            worker.before_token = killed_by(POISON)
+        h0.before_token = dies_at(0)
+        h0.prefill_s, poisoned[-1].prefill_s = 5.0, 20.0  # h0 dies while the poison request runs alone
+
+        def place(query):
+            is_poison = query.num_prompt_tokens == len(POISON)
+            return placement(None, (poisoned if is_poison else [h0, h4])[query.attempt].ref)
+
+        c.scheduler.answer = place
+        poison, other = await asyncio.gather(c.complete(POISON.decode()), c.complete("another"), return_exceptions=True)
+        assert_poison(poison)
+        assert other.texts[0].encode() == answer_to(b"another", 8)
+        assert len(c.scheduler.queries) == 3 + 2
+
+
+@virtual
 async def test_samples_of_one_request_count_as_one_suspect() -> None:
     async with cluster(*((f"h{i}", "hybrid") for i in range(6))) as c:
         for worker in c.scheduler.workers:

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from baton.core.cluster.placement import Rejection
+from baton.core.cluster.placement import PlacementQuery, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused
+from baton.runtime.process.byte_budget import Account, ByteBudget
 from tests.unit.gateway.fakes import PROMPT, answer_to, cluster, kill_at
 from tests.unit.gateway.virtual import virtual
 
@@ -21,6 +22,40 @@ async def test_running_request_waits_for_workers_until_its_deadline() -> None:
         assert not response.done()
         c.worker("h1")
         assert (await response).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+
+
+@virtual
+async def test_running_request_waits_while_the_scheduler_has_no_memory_for_its_query() -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        c.scheduler.workers[0].before_token = kill_at(3)
+        budget = ByteBudget({Account.QUERIES: 100})
+        taken = budget.reserve(Account.QUERIES, 100, "another query")
+
+        def answer(query: PlacementQuery) -> None:
+            with budget.reserve(Account.QUERIES, 50 if query.attempt else 0, "the placement query"):
+                pass
+
+        c.scheduler.answer = answer
+        response = asyncio.create_task(c.complete(PROMPT))
+        await asyncio.sleep(20)
+        assert c.scheduler.queries[-1].attempt == 1
+        assert not response.done()
+        taken.release()
+        assert (await response).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+@virtual
+async def test_query_that_never_fits_into_the_schedulers_memory_ends_the_request(attempt: int) -> None:
+    async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
+        c.scheduler.workers[0].before_token = kill_at(3)
+        budget = ByteBudget({Account.QUERIES: 100})
+        c.scheduler.answer = lambda query: budget.reserve(
+            Account.QUERIES, 101 * (query.attempt == attempt), "the query"
+        ).release()
+        with pytest.raises(Refused, match="101 bytes"):
+            await c.complete(PROMPT)
+        assert len(c.scheduler.queries) == attempt + 1
 
 
 @virtual

@@ -157,12 +157,17 @@ class HttpApp:
 
     async def _inference(self, exchange: HttpExchange, endpoint: Endpoint) -> None:
         exchange.endpoint = endpoint
+        call = await self._receive_call(exchange, endpoint)
+        await (self._stream if call.output_options.stream else self._non_streaming)(exchange, call)
+
+    async def _receive_call(self, exchange: HttpExchange, endpoint: Endpoint) -> ClientCall:
+        """Receive and validate a call. The body is freed when this returns, as is its memory budget."""
         received_s = asyncio.get_running_loop().time()
         caller = caller_of(exchange.scope)
         identity = self._service.admit_caller(caller.authorization)
         with self._service.hold_slot(identity), self._receiving() as reservation:
             body = await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation)
-            call = await self._service.validator.call(
+            return await self._service.validator.call(
                 endpoint,
                 await parse_body(body),
                 caller,
@@ -171,14 +176,10 @@ class HttpApp:
                 request_id=exchange.request_id,
                 identity=identity,
             )
-        await (self._stream if call.output_options.stream else self._non_streaming)(exchange, call)
 
-    async def _body(self, exchange: HttpExchange) -> dict[str, Any]:
+    async def _body(self, exchange: HttpExchange, reservation: Reservation) -> dict[str, Any]:
         """Read and parse the request's JSON object. Raises Refused."""
-        with self._receiving() as reservation:
-            return await parse_body(
-                await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation)
-            )
+        return await parse_body(await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation))
 
     def _receiving(self) -> Reservation:
         return self._service.budget.reserve(Account.RECEIVING, 0, "the body")
@@ -270,16 +271,18 @@ class HttpApp:
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
         """Convert text or messages to token ids."""
-        with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
-            ids = await tokenize_body(self._service.validator, await self._body(exchange))
+        identity = self._service.admit_caller(caller_of(exchange.scope).authorization)
+        with self._service.hold_slot(identity), self._receiving() as reservation:
+            ids = await tokenize_body(self._service.validator, await self._body(exchange, reservation))
         (tokens,) = await format_many_ids(ids)
         begin = json.dumps({"count": len(ids), "max_model_len": self._service.view.max_model_len})[:-1]
         await respond(exchange.send, 200, f'{begin}, "tokens": {tokens}}}'.encode())
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
         """Convert token ids to text."""
-        with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
-            text = await detokenize_body(self._service.validator, await self._body(exchange))
+        identity = self._service.admit_caller(caller_of(exchange.scope).authorization)
+        with self._service.hold_slot(identity), self._receiving() as reservation:
+            text = await detokenize_body(self._service.validator, await self._body(exchange, reservation))
         is_long = len(text) > INLINE_TEXT
         body = await asyncio.to_thread(json.dumps, {"prompt": text}) if is_long else json.dumps({"prompt": text})
         await respond(exchange.send, 200, body.encode())

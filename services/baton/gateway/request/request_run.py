@@ -184,30 +184,46 @@ class RequestRun:
 
         Raises Refused if a first attempt is rejected. A later attempt asks again until the deadline.
         """
-        loop = asyncio.get_running_loop()
-        self._placement_started_s = loop.time()
-        while True:
-            answer = await self._services.schedulers.place(
-                attempt.query, is_first=attempt.number == 0, deadline_s=attempt.request.deadline_s
-            )
-            if isinstance(answer, Placement):
-                self._decision = answer.decision_id
-                if self._uses_dead_worker(answer):
-                    self._report_outcome(Reason.WORKER_LOST.value)  # the scheduler has not noticed the death yet
-                elif self._disturbs_exclusive_run(answer):
-                    self._report_outcome(Reason.SUPERSEDED.value)
-                else:
-                    self._accept_placement(answer)
-                    if self._holds_exclusive_lock:
-                        await self._services.workers.confirm_alive(answer)
-                    return answer
-            elif attempt.number == 0:
-                raise Refused(failure_of(answer))
-            else:
-                self._last_problem = f" ({answer.message})"
-                self._clear_suspicion()  # other suspects may run alone while this one gets no worker
+        self._placement_started_s = asyncio.get_running_loop().time()
+        while (placement := await self._ask_for_placement(attempt)) is None:
             await asyncio.sleep(self._services.rules.retry_placement_s * self._services.rng.uniform(0.5, 1.0))
             await self._lock_exclusive_run()
+        return placement
+
+    async def _ask_for_placement(self, attempt: Attempt) -> Placement | None:
+        """Return a placement that may be used, or None if the attempt must ask again later."""
+        if self._waits_for_exclusive_run:
+            return None
+        is_first = attempt.number == 0
+        try:
+            answer = await self._services.schedulers.place(
+                attempt.query, is_first=is_first, deadline_s=attempt.request.deadline_s
+            )
+        except Refused as refused:
+            has_no_memory = (Code.RESOURCE_EXHAUSTED, Reason.MEMORY_BUDGET)
+            if is_first or (refused.failure.code, refused.failure.reason) != has_no_memory:
+                raise
+            return self._continue_without_placement(refused.failure.message)
+        if not isinstance(answer, Placement):
+            if is_first:
+                raise Refused(failure_of(answer))
+            return self._continue_without_placement(answer.message)
+        self._decision = answer.decision_id
+        if self._uses_dead_worker(answer):
+            self._report_outcome(Reason.WORKER_LOST.value)  # the scheduler has not noticed the death yet
+            return None
+        if self._disturbs_exclusive_run(answer):
+            self._report_outcome(Reason.SUPERSEDED.value)
+            return None
+        self._accept_placement(answer)
+        if self._holds_exclusive_lock:
+            await self._services.workers.confirm_alive(answer)
+        return answer
+
+    def _continue_without_placement(self, problem: str) -> None:
+        """Note why a later attempt got no placement. Other suspects may run alone meanwhile."""
+        self._last_problem = f" ({problem})"
+        self._clear_suspicion()
 
     def put(self, delta: TokenDelta) -> bool:
         """Pass new tokens to the client, and update state, latency and failure history."""
@@ -399,13 +415,19 @@ class RequestRun:
         The exclusive run starts on workers without other tracked requests. Until it has made progress or its
         worker has died, no other tracked request starts anywhere.
         """
-        if not self._history.num_killed:
+        if self._waits_for_exclusive_run:  # it began while the scheduler was asked
+            return True
+        if not self._holds_exclusive_lock:
             return False
         detector = self._services.poison_detector
-        if not self._holds_exclusive_lock:
-            return detector.exclusive_lock.locked()
         workers = [worker for worker in (placement.prefill, placement.decode) if worker is not None]
         return detector.tracks_others(self._history.original_request_id, workers)
+
+    @property
+    def _waits_for_exclusive_run(self) -> bool:
+        """True if this request is tracked and another one runs alone now."""
+        is_running = self._services.poison_detector.exclusive_lock.locked() and not self._holds_exclusive_lock
+        return bool(self._history.num_killed) and is_running
 
     def _report_outcome(self, outcome: str) -> None:
         """Report the outcome of the latest placement to the scheduler that decided it."""
