@@ -6,37 +6,73 @@ import sys
 import pytest
 
 from baton.runtime.process import freed_memory
-from baton.runtime.process.freed_memory import KEPT_BYTES, resident_bytes, trim_heap, trim_heap_forever
+from baton.runtime.process.freed_memory import KEPT_BYTES, HeapSize, heap_size, trim_heap, trim_heap_forever
 from tests.unit.gateway.fakes import until
 
 MIB = 2**20
 
 
-async def test_heap_is_trimmed_while_the_process_is_above_its_lowest_size() -> None:
-    sizes = iter([100, 100, 131, 133, 133, 90, 121, 123, 90])
-    seen: list[int] = []
-    trimmed_at: list[int] = []
+class Heap:
+    """A heap as glibc keeps it: freed memory stays resident until it is trimmed."""
 
-    def next_size() -> int:
-        seen.append(next(sizes, 90) * MIB)
-        return seen[-1]
+    def __init__(self) -> None:
+        self.used_bytes = 100 * MIB
+        self.freed_bytes = self.returned_bytes = 0
+        self.num_checks = self.num_trims = 0
 
+    def size(self) -> HeapSize:
+        self.num_checks += 1
+        return HeapSize(self.used_bytes + self.freed_bytes - self.returned_bytes, self.freed_bytes)
+
+    def take(self, num_bytes: int) -> None:
+        reused = min(num_bytes, self.freed_bytes)
+        self.freed_bytes -= reused
+        self.returned_bytes = max(0, self.returned_bytes - reused)
+        self.used_bytes += num_bytes
+
+    def free(self, num_bytes: int) -> None:
+        self.used_bytes -= num_bytes
+        self.freed_bytes += num_bytes
+
+    def trim(self) -> None:
+        self.num_trims += 1
+        self.returned_bytes = self.freed_bytes
+
+    async def after_checks(self) -> int:
+        """Return the number of trims after some more checks."""
+        goal = self.num_checks + 6
+        await until(lambda: self.num_checks >= goal)
+        return self.num_trims
+
+
+async def test_heap_is_trimmed_once_after_each_growth() -> None:
+    heap = Heap()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(freed_memory, "resident_bytes", next_size)
-        patch.setattr(freed_memory, "trim_heap", lambda: trimmed_at.append(seen[-1] // MIB))
+        patch.setattr(freed_memory, "heap_size", heap.size)
+        patch.setattr(freed_memory, "trim_heap", heap.trim)
         running = asyncio.create_task(trim_heap_forever(0.001))
-        await until(lambda: len(seen) > 9)
+        assert await heap.after_checks() == 0
+        heap.take(KEPT_BYTES)
+        assert await heap.after_checks() == 0
+        heap.take(MIB)  # in use, so that the trim returns nothing
+        assert await heap.after_checks() == 1
+        heap.free(KEPT_BYTES + MIB)  # resident memory does not change
+        assert await heap.after_checks() == 2
+        for more in range(3):  # between two checks
+            heap.take(KEPT_BYTES + MIB)
+            heap.free(KEPT_BYTES + MIB)
+            assert await heap.after_checks() == 3 + more
         running.cancel()
-    assert KEPT_BYTES == 32 * MIB
-    assert trimmed_at == [133, 133, 123]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and glibc")
 def test_trim_returns_freed_memory_to_the_system() -> None:
     blocks = [bytes(4000) for _ in range(20_000)]  # too large for Python's own allocator, too small for a mapping
     keep = blocks[-1]
-    grown_bytes = resident_bytes()
+    grown = heap_size()
     blocks.clear()
+    freed_bytes = heap_size().freed_bytes
+    assert not freed_bytes or freed_bytes - grown.freed_bytes > 60 * MIB
     trim_heap()
-    assert grown_bytes - resident_bytes() > 40 * MIB
+    assert grown.resident_bytes - heap_size().resident_bytes > 40 * MIB
     assert keep
