@@ -118,9 +118,17 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
         self._break_full(f"{error}; this stream has the most unsent messages")
 
     def _break_full(self, message: str) -> None:
+        """Break the stream, and drop what is not sent."""
         self._break(
             message, Failure(code=Code.RESOURCE_EXHAUSTED, reason=Reason.SLOW_READER, message=message, retriable=True)
         )
+        self._drop_unsent()
+
+    def _drop_unsent(self) -> None:
+        self._outbox.clear()
+        self._outbox_bytes = 0
+        if self._buffer is not None:
+            self._buffer.close()
 
     def _break(self, message: str, failure: Failure | None = None) -> None:
         """End the stream. Received messages can still be read. The first reason is kept."""
@@ -166,6 +174,8 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
                 while self._outbox:
                     message, size = self._outbox[0]
                     await self._call.write(message)
+                    if not self._outbox:  # dropped meanwhile
+                        return
                     self._outbox.popleft()
                     self._outbox_bytes -= size
                     if self._buffer is not None:
@@ -202,9 +212,7 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
         self._reader.cancel()
         self._writer.cancel()
         await asyncio.wait((self._reader, self._writer))
-        self._outbox.clear()
-        if self._buffer is not None:
-            self._buffer.close()
+        self._drop_unsent()
 
 
 class ClientDuplex(_GrpcDuplex[SendT, ReceiveT]):

@@ -1,6 +1,7 @@
 """Send buffers of the streams of one process: they share an account, and the largest gives way."""
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,7 +12,7 @@ from baton.core.kv.block_hash import token_ids
 from baton.core.messages.jobs import Ack
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
-from baton.rpc.grpc_streams import stream_limits
+from baton.rpc.grpc_streams import Codec, ServerDuplex, stream_limits
 from baton.runtime.process.byte_budget import Account, ByteBudget
 from tests import builders
 from tests.contract.networks import HEARTBEAT_S, Serve, StubWorker, eventually
@@ -80,3 +81,45 @@ async def test_closed_stream_gives_its_bytes_back() -> None:
         can_return.set()
         await stream.aclose()
         assert budget.used(Account.STREAMS) == 0
+
+
+class Sized:
+    """Stands for a protobuf message; these cannot be watched."""
+
+    def ByteSize(self) -> int:  # noqa: N802
+        return 100
+
+
+class NeverRead:
+    """A call whose other end neither reads nor sends."""
+
+    async def read(self) -> object:
+        return await asyncio.Event().wait()
+
+    async def write(self, message: object) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_stream_that_is_cut_off_drops_its_messages_at_once() -> None:
+    """Its handler may take some time to end, and others use the freed budget meanwhile."""
+    budget = ByteBudget({Account.STREAMS: 1000})
+    limits = stream_limits(budget)
+    messages: list[weakref.ref[Sized]] = []
+
+    def to_wire(_: object) -> Sized:
+        message = Sized()
+        messages.append(weakref.ref(message))
+        return message
+
+    codec = Codec(to_wire, lambda message: message)
+    slow, fast = (ServerDuplex(NeverRead(), codec, limits, "peer") for _ in range(2))
+    for _ in range(8):
+        slow.send("x")
+    await asyncio.sleep(0)
+    for _ in range(3):
+        fast.send("x")
+    assert budget.used(Account.STREAMS) == 300
+    assert [message() is not None for message in messages] == [True, *[False] * 7, *[True] * 3]  # the first is written
+    for stream in (slow, fast):
+        await stream.stop()
+    assert budget.used(Account.STREAMS) == 0
