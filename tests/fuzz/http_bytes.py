@@ -83,7 +83,7 @@ class _Gateway:
             60.0,
             app.count_rejected,
             max_connections=16,
-            heads=SharedAccount(service.budget, Account.UNCHECKED, "the request head"),
+            heads=SharedAccount(service.budget, Account.HEADS, "the request head"),
         )
 
     def close(self) -> None:

@@ -112,6 +112,8 @@ def _flag(default: bool = False) -> Limit:
     return Limit(kind=ValueKind.BOOLEAN, default=default)
 
 
+MIN_ARRAY_IDS = 1024
+"""A list of this many token ids or more becomes an array. Fields other than prompts have fewer."""
 MAX_PROMPT_TOKENS = 2**20
 """Upper bound for one prompt, for any model. It keeps messages between services within their size limit."""
 

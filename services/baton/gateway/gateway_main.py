@@ -24,7 +24,6 @@ from baton.gateway.http.http_server import HttpServer
 from baton.gateway.input.client_call import Endpoint
 from baton.gateway.text.tokenizer import HfTokenizer
 from baton.model.loading.model_source import resolve_model
-from baton.rpc.channel import UNREAD_WINDOW_BYTES
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_streams import stream_limits
@@ -183,10 +182,9 @@ async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: Ad
     tls = None if config.front_tls_pair is None else Tls(pair=config.front_tls_pair)
     gate = ReceiveGate(
         service.keys.identify,
-        max_messages=max(1, service.budget.limits[Account.RECEIVING] // config.max_body_bytes),
+        budget=service.budget,
+        max_message_bytes=config.max_body_bytes,
         receive_s=config.receive_deadline_s,
-        hold_waiting=lambda: service.budget.reserve(Account.UNCHECKED, UNREAD_WINDOW_BYTES, "the waiting call"),
-        hold=lambda: service.budget.reserve(Account.RECEIVING, config.max_body_bytes, "the message"),
         on_refused=partial(service.count_result, Endpoint.GRPC.value),
     )
     server = GrpcServer(
@@ -231,7 +229,7 @@ def _http_server(
         receive_deadline_s=config.receive_deadline_s,
         unread_s=config.receive_deadline_s,
         max_connections=config.max_connections,
-        heads=SharedAccount(service.budget, Account.UNCHECKED, "the request head"),
+        heads=SharedAccount(service.budget, Account.HEADS, "the request head"),
         grace_s=CLOSE_S,
         tls=config.front_tls_pair,
     )

@@ -38,11 +38,12 @@ log = get_logger(__name__)
 CLUSTER = "cluster"
 """Name of the health condition that the cluster can serve requests."""
 BUDGET_WEIGHTS = {
-    Account.UNCHECKED: 1,
-    Account.RECEIVING: 4,
-    Account.REQUESTS: 6,
-    Account.UNSENT: 3,
-    Account.STREAMS: 2,
+    Account.HEADS: 1,
+    Account.UNREAD_CALLS: 2,
+    Account.RECEIVING: 8,
+    Account.REQUESTS: 12,
+    Account.UNSENT: 5,
+    Account.STREAMS: 4,
 }
 """Shares of the memory budget. Responses that are not streamed are collected in the account of requests."""
 STUCK_DETECTIONS = 24

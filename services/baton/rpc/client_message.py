@@ -4,17 +4,49 @@ A field of two bytes takes at least 16 in memory, and more as a Python object.
 """
 
 import asyncio
+import sys
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from baton.core.errors import invalid
 from baton.core.request_limits import MAX_JSON_VALUES
+from baton.runtime.process.byte_budget import Reservation
 
 INLINE_BYTES = 32 * 1024
 """A larger message is decoded in a thread. This size takes about a millisecond."""
 MAX_FIELDS = MAX_JSON_VALUES
 """Fields of a message. The ids of a packed list are one field."""
 _VARINT, _FIXED64, _BYTES, _START, _END, _FIXED32 = range(6)
+
+
+class CallBody:
+    """Fields of a decoded call, and the reservation of their memory. Leaving it as a context drops both.
+
+    Frames of grpc and of interceptors refer to the body until the call ends, so only dropping the fields frees
+    their memory.
+    """
+
+    __slots__ = ("_reservation", "fields")
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.fields = fields
+        self._reservation: Reservation | None = None
+
+    def hold(self, reservation: Reservation) -> None:
+        """Take ownership of the reservation, with the size of the fields. Raises OverBudget."""
+        reservation.resize(sum(map(sys.getsizeof, self.fields.values())))  # lists other than the prompt are short
+        self._reservation = reservation
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.fields.clear()
+        if self._reservation is not None:
+            self._reservation.release()
 
 
 async def decode_message(raw: bytes, decode: Callable[[bytes], Any]) -> Any:

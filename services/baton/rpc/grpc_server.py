@@ -19,7 +19,7 @@ from baton.rpc.grpc_tls import Tls
 from baton.rpc.receive_gate import CheckBeforeReading, ReceiveGate
 from baton.runtime.network.addresses import choose_port, join_address
 from baton.runtime.observability.health import Health
-from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
+from baton.v1 import admin_pb2_grpc
 from baton.wire.v1 import peer_pb2_grpc, scheduler_pb2_grpc, worker_pb2_grpc
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -98,9 +98,7 @@ class GrpcServer:
 
     def add_inference(self, api: InferenceApi) -> None:
         """Serve `baton.v1.Inference` for clients."""
-        inference_pb2_grpc.add_InferenceServicer_to_server(
-            inference_rpc.InferenceServicer(api, self._write_s), self._server
-        )
+        inference_rpc.InferenceServicer(api, self._write_s).add_to(self._server)
         self._services.append(inference_rpc.SERVICE)
         self._public.append(inference_rpc.SERVICE)
 

@@ -109,7 +109,7 @@ def malformed_message(error: DecodeError) -> Failure:
 
 
 class RefuseMalformedMessages(grpc.aio.ServerInterceptor):
-    """Refuses unary calls whose message cannot be decoded with INVALID_ARGUMENT.
+    """Refuses unary calls whose message cannot be decoded or converted with INVALID_ARGUMENT.
 
     grpc itself would report an unknown server error, and log a traceback for each such call. Request streams
     check their messages themselves.
@@ -122,14 +122,17 @@ class RefuseMalformedMessages(grpc.aio.ServerInterceptor):
         serve, decode = handler.unary_stream or handler.unary_unary, handler.request_deserializer
 
         def decode_or_error(raw: bytes) -> Any:
+            """Return the message, or the error that `serve_or_refuse`, or a `ReceiveGate`, answers with."""
             try:
                 return decode(raw)
             except DecodeError as error:
-                return error
+                return Refused(malformed_message(error))
+            except Refused as refused:
+                return refused
 
         async def serve_or_refuse(message: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            if isinstance(message, DecodeError):
-                await abort(context, malformed_message(message), client_metadata)
+            if isinstance(message, Refused):
+                await abort(context, message.failure, client_metadata)
             return await serve(message, context)
 
         make = (

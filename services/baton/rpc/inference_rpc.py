@@ -2,16 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from baton.core.client_api import Caller, GenerateChunk, GenerateStream, InferenceApi, ModelInfo
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request_limits import LIMITS
 from baton.rpc import grpc_status
+from baton.rpc.client_message import CallBody
 from baton.rpc.grpc_streams import GrpcSource, StreamLimits, wait_until_accepted
 from baton.rpc.mappers import client_mapper as convert
 from baton.rpc.receive_gate import AUTHORIZATION_KEY
@@ -31,9 +33,8 @@ MAX_TIMEOUT_S = (LIMITS["x-baton-timeout-ms"].maximum or 0) / 1000
 """Longest deadline of a call, as over HTTP. A longer one is cut."""
 
 INLINE_IDS = 16 * 1024
-"""More token ids are converted in a thread. This number takes half a millisecond."""
+"""More token ids of a response are converted in a thread. This number takes a millisecond."""
 
-Result = TypeVar("Result")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -54,7 +55,7 @@ def client_errors_as_status(context: Context) -> grpc_status.errors_as_status:
     return grpc_status.errors_as_status(context, grpc_status.client_metadata)
 
 
-class InferenceServicer(pb_grpc.InferenceServicer):
+class InferenceServicer:
     """Serves an `InferenceApi` over gRPC."""
 
     def __init__(self, api: InferenceApi, write_s: float = WRITE_S) -> None:
@@ -62,42 +63,61 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self._api = api
         self._write_s = write_s
 
-    async def Generate(self, message: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the methods. A message is converted to a `CallBody` where it is decoded, so that both are in
+        the memory budget, and in a thread if it is large."""
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        from_generate = _decoder(pb.GenerateRequest, convert.from_generate_request)
+        from_tokenize = _decoder(pb.TokenizeRequest, convert.from_tokenize_request)
+        from_detokenize = _decoder(pb.DetokenizeRequest, convert.from_detokenize_request)
+        handlers = {
+            "Generate": stream(self._generate, from_generate, pb.GenerateResponse.SerializeToString),
+            "Tokenize": unary(self._tokenize, from_tokenize, bytes),
+            "Detokenize": unary(self._detokenize, from_detokenize, pb.DetokenizeResponse.SerializeToString),
+            "ListModels": unary(
+                self._list_models, pb.ListModelsRequest.FromString, pb.ListModelsResponse.SerializeToString
+            ),
+        }
+        server.add_registered_method_handlers(SERVICE, handlers)  # type: ignore[attr-defined]  # the stubs lack it
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    async def _generate(self, body: CallBody, context: Context) -> None:
         """Stream one generation.
 
         If the client goes away or its deadline passes, grpc cancels this coroutine, which closes it.
         """
         async with client_errors_as_status(context):
-            body = await _off_loop(len(message.token_ids), convert.from_generate_request, message)
-            generation = await self._api.generate(body, caller_of(context))
+            with body:
+                generation = await self._api.generate(body.fields, caller_of(context))
             try:
                 await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
                 await _send_all(generation, context, self._write_s)
             finally:
                 await generation.aclose()
 
-    async def Tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+    async def _tokenize(self, body: CallBody, context: Context) -> bytes:
         async with client_errors_as_status(context):
-            body = {**_model_of(message), "prompt": message.prompt}
-            ids = await self._api.tokenize(body, caller_of(context))
-            return await _off_loop(len(ids), lambda: pb.TokenizeResponse(token_ids=ids))
+            with body:
+                ids = await self._api.tokenize(body.fields, caller_of(context))
+            if len(ids) <= INLINE_IDS:
+                return convert.to_tokenize_response(ids)
+            return await asyncio.to_thread(convert.to_tokenize_response, ids)
 
-    async def Detokenize(self, message: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
+    async def _detokenize(self, body: CallBody, context: Context) -> pb.DetokenizeResponse:
         async with client_errors_as_status(context):
-            tokens = await _off_loop(len(message.token_ids), convert.from_token_ids, message.token_ids)
-            body = {**_model_of(message), "tokens": tokens}
-            return pb.DetokenizeResponse(text=await self._api.detokenize(body, caller_of(context)))
+            with body:
+                text = await self._api.detokenize(body.fields, caller_of(context))
+            return pb.DetokenizeResponse(text=text)
 
-    async def ListModels(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: N802
+    async def _list_models(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         async with client_errors_as_status(context):
             return pb.ListModelsResponse(
                 models=[convert.to_model(model) for model in await self._api.models(caller_of(context))]
             )
 
 
-async def _off_loop(num_ids: int, work: Callable[..., Result], *args: Any) -> Result:
-    """Return `work(*args)`, which converts so many token ids: in a thread if they are many."""
-    return work(*args) if num_ids <= INLINE_IDS else await asyncio.to_thread(work, *args)
+def _decoder(message_class: type[Message], to_fields: Callable[[Any], dict[str, Any]]) -> Callable[[bytes], CallBody]:
+    return lambda raw: CallBody(to_fields(message_class.FromString(raw)))
 
 
 async def _send_all(generation: GenerateStream, context: Context, write_s: float) -> None:
@@ -111,10 +131,6 @@ async def _send_all(generation: GenerateStream, context: Context, write_s: float
             raise Refused(Failure(code=Code.CANCELLED, reason=Reason.SLOW_READER, message=message)) from error
         if chunk.is_last:
             return
-
-
-def _model_of(message: pb.TokenizeRequest | pb.DetokenizeRequest) -> dict[str, Any]:
-    return {"model": message.model} if message.HasField("model") else {}
 
 
 class InferenceClient:

@@ -6,17 +6,20 @@ server buffer a message for each stream that it opens.
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.rpc.client_message import decode_message
+from baton.rpc.channel import UNREAD_WINDOW_BYTES
+from baton.rpc.client_message import CallBody, decode_message
 from baton.rpc.grpc_status import abort, client_metadata
+from baton.runtime.process.byte_budget import Account, ByteBudget, Reservation
 
 AUTHORIZATION_KEY = "authorization"
+_COPIES = 3
+"""Copies of a message while it is decoded: its bytes, the decoded message, and the fields."""
 
 
 class ReceiveGate:
@@ -26,42 +29,38 @@ class ReceiveGate:
         self,
         check: Callable[[str], object],
         *,
-        max_messages: int,
+        budget: ByteBudget,
+        max_message_bytes: int,
         receive_s: float,
-        hold_waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
-        hold: Callable[[], AbstractContextManager[object]] = nullcontext,
         on_refused: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
         """Create a gate.
 
         check: gets the authorization header of a call; raises Refused if the caller may not call.
-        max_messages: number of messages that may be read at a time; other calls wait.
+        budget: its accounts UNREAD_CALLS and RECEIVING bound the calls that wait, and the messages.
+        max_message_bytes: largest message. As many messages are read at a time as the account has place for.
         receive_s: time in which the message of a call must arrive, the wait included.
-        hold_waiting: returns what is held while a call waits or its message is read; may raise Refused.
-        hold: returns what is held while a message is read, such as reserved memory; may raise Refused.
         on_refused: called for each refused call, which the service does not see.
         """
         self._check = check
-        self._slots = asyncio.Semaphore(max_messages)
+        self._budget = budget
+        self._max_message_bytes = max_message_bytes
+        self._slots = asyncio.Semaphore(max(1, budget.limits[Account.RECEIVING] // max_message_bytes))
         self._receive_s = receive_s
-        self._hold_waiting = hold_waiting
-        self._hold = hold
         self._on_refused = on_refused
 
     async def receive(
         self, messages: Any, context: grpc.aio.ServicerContext[Any, Any], decode: Callable[[bytes], Any]
     ) -> Any:
-        """Return the decoded message of a call.
+        """Return the decoded message of a call. A `CallBody` keeps the memory reserved that its fields take.
 
-        Aborts the call if it is refused, sends no message in time, or one with too many fields.
+        Aborts the call if it is refused, sends no message in time, or one that is malformed or has too many
+        fields.
         """
         metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
         try:
             self._check(str(metadata.get(AUTHORIZATION_KEY, "")))
-            with self._hold_waiting():
-                async with asyncio.timeout(self._receive_s), self._slots:
-                    with self._hold():
-                        return await decode_message(await anext(messages), decode)
+            return await self._receive(messages, decode)
         except Refused as refused:
             await self._refuse(context, refused.failure)
         except TimeoutError:
@@ -71,6 +70,29 @@ class ReceiveGate:
             message = "the call has no message; send exactly one"
             failure = Failure(code=Code.INVALID_ARGUMENT, reason=Reason.INVALID_REQUEST, message=message)
             await self._refuse(context, failure)
+
+    async def _receive(self, messages: Any, decode: Callable[[bytes], Any]) -> Any:
+        reservation = self._budget.reserve(Account.RECEIVING, 0, "the message")
+        is_handed_over = False
+        try:
+            with self._budget.reserve(Account.UNREAD_CALLS, UNREAD_WINDOW_BYTES, "the waiting call"):
+                async with asyncio.timeout(self._receive_s), self._slots:
+                    decoded = await self._decoded(messages, decode, reservation)
+            if isinstance(decoded, Refused):
+                raise decoded
+            if isinstance(decoded, CallBody):
+                decoded.hold(reservation)
+                is_handed_over = True
+            return decoded
+        finally:
+            if not is_handed_over:
+                reservation.release()
+
+    async def _decoded(self, messages: Any, decode: Callable[[bytes], Any], reservation: Reservation) -> Any:
+        reservation.resize(self._max_message_bytes)
+        raw = await anext(messages)
+        reservation.resize(_COPIES * len(raw))
+        return await decode_message(raw, decode)
 
     async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], failure: Failure) -> None:
         self._on_refused(failure)

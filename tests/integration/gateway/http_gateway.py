@@ -142,7 +142,7 @@ async def http_gateway(
                 receive_deadline_s=receive_deadline_s,
                 unread_s=unread_s,
                 max_connections=max_connections,
-                heads=SharedAccount(c.gateway.budget, Account.UNCHECKED, "the request head"),
+                heads=SharedAccount(c.gateway.budget, Account.HEADS, "the request head"),
                 tls=tls,
             ) as server,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client,

@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+import tracemalloc
 from pathlib import Path
 
 import httpx
@@ -11,21 +12,22 @@ from baton.gateway.http.tls_acceptor import TlsAcceptor
 from baton.rpc.channel import UNREAD_WINDOW_BYTES
 from baton.rpc.grpc_server import GrpcServer
 from baton.runtime.network.addresses import listen
-from baton.runtime.process.byte_budget import Account, ByteBudget
+from baton.runtime.process.byte_budget import Account
 from tests.certificates import Authority
-from tests.integration.gateway.http_gateway import RawConnection, http_gateway
+from tests.integration.gateway.http_gateway import RawConnection, http_gateway, request_bytes
 from tests.integration.gateway.test_bounded_grpc import read_frame, served, unfinished_call
 from tests.malformed_connections import HEADERS, HTTP2_START
 from tests.unit.gateway.fakes import until
 
 pytestmark = pytest.mark.integration
 HYBRID = ("h0", "hybrid")
+GET_HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 UNFINISHED = b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: "
 
 
 async def settled(connections: list[RawConnection]) -> None:
     """Wait until the server has accepted these connections: it answers a request on the last one."""
-    await connections[-1].send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    await connections[-1].send(GET_HEALTH)
     await connections[-1].read_until(b"\r\n\r\n")
 
 
@@ -80,27 +82,70 @@ async def test_tls_handshake_ends_after_its_time(tmp_path: Path) -> None:
 
 
 async def test_unfinished_heads_share_a_budget_and_the_largest_gives_way() -> None:
-    async with http_gateway(HYBRID, memory_limits={Account.UNCHECKED: 70_000}) as gateway:
+    async with http_gateway(HYBRID, memory_limits={Account.HEADS: 70_000}) as gateway:
         budget = gateway.cluster.gateway.budget
         large, small = await gateway.connect(), await gateway.connect()
         await large.send(UNFINISHED + b"x" * 50_000)
-        await until(lambda: budget.used(Account.UNCHECKED) > 50_000, timeout_s=20)
+        await until(lambda: budget.used(Account.HEADS) > 50_000, timeout_s=20)
         await small.send(UNFINISHED + b"x" * 30_000)
         refused = await large.read_until_closed()
         assert refused.startswith(b"HTTP/1.1 429 ")
         assert b"memory_budget" in refused
         await small.send(b"\r\n\r\n")
         assert (await small.read_until(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-        assert budget.used(Account.UNCHECKED) == 0
+        assert budget.used(Account.HEADS) == 0
+
+
+QUEUED = {
+    "short requests": b"GET / HTTP/1.1\r\n\r\n" * 10_000,
+    "many headers": (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 10_000 + b"\r\n") * 8,
+    "bodies": request_bytes("/v1/completions", b" " * 30_000) * 10,
+}
+RUNNING = request_bytes("/v1/completions", b'{"prompt": "x", "max_tokens": 2}')
+
+
+@pytest.mark.parametrize("queued", QUEUED.values(), ids=QUEUED)
+async def test_memory_of_requests_that_wait_for_an_earlier_response_is_counted(queued: bytes) -> None:
+    async with http_gateway(HYBRID) as gateway:
+        budget, worker = gateway.cluster.gateway.budget, gateway.cluster.scheduler.workers[0]
+        worker.prefill_s = 1e6
+        connections = [await gateway.connect() for _ in range(10)]
+        for connection in connections:
+            await connection.send(RUNNING)
+        await until(lambda: len(worker.jobs) == 10, timeout_s=20)
+        assert budget.used(Account.HEADS) == 0
+        tracemalloc.start()
+        try:
+            for connection in connections:
+                connection.writer.write(memoryview(queued))
+            await until(lambda: all(each.pipeline for each in gateway.server.connections), timeout_s=20)
+            traced = tracemalloc.take_snapshot().filter_traces(
+                [tracemalloc.Filter(False, "*/asyncio/*"), tracemalloc.Filter(False, "*/tests/*")]
+            )
+        finally:
+            tracemalloc.stop()
+        held_bytes = sum(trace.size for trace in traced.traces)
+        assert 0.9 * held_bytes < budget.used(Account.HEADS)
+        for connection in connections:
+            await connection.close()
+
+
+async def test_connection_with_the_most_waiting_requests_gives_way_during_a_response() -> None:
+    async with http_gateway(HYBRID, memory_limits={Account.HEADS: 200_000}) as gateway:
+        budget, worker = gateway.cluster.gateway.budget, gateway.cluster.scheduler.workers[0]
+        worker.prefill_s = 2.0
+        large, small = await gateway.connect(), await gateway.connect()
+        await large.send(RUNNING + GET_HEALTH * 60)
+        await until(lambda: budget.used(Account.HEADS) > 100_000, timeout_s=20)
+        await small.send(RUNNING + GET_HEALTH * 40)
+        assert await large.read_until_closed() == b""  # an error would look like the response to its first request
+        assert (await small.read_until(b'"ok"')).startswith(b"HTTP/1.1 200 ")
+        await until(lambda: not budget.used(Account.HEADS), timeout_s=20)
 
 
 async def test_grpc_calls_that_wait_for_their_turn_share_a_budget() -> None:
-    budget = ByteBudget({Account.UNCHECKED: 3 * UNREAD_WINDOW_BYTES})
     async with (
-        served(hold_waiting=lambda: budget.reserve(Account.UNCHECKED, UNREAD_WINDOW_BYTES, "the waiting call")) as (
-            port,
-            failures,
-        ),
+        served(limits={Account.UNREAD_CALLS: 3 * UNREAD_WINDOW_BYTES}) as (port, failures, c),
         asyncio.timeout(20),
     ):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -110,10 +155,10 @@ async def test_grpc_calls_that_wait_for_their_turn_share_a_budget() -> None:
             kind, _, payload = await read_frame(reader)
         assert b"memory_budget" in payload
         assert [failure.message for failure in failures] == [
-            "the waiting call needs 65,536 bytes; 0 of 196,608 bytes for unchecked are free; retry later"
+            "the waiting call needs 65,536 bytes; 0 of 196,608 bytes for unread_calls are free; retry later"
         ]
         writer.close()
-        await until(lambda: not budget.used(Account.UNCHECKED), timeout_s=20)
+        await until(lambda: not c.gateway.budget.used(Account.UNREAD_CALLS), timeout_s=20)
 
 
 async def grpc_connection(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.core.request_limits import MIN_ARRAY_IDS
 from baton.gateway.input import json_pieces
 from tests.scale import sized
 
@@ -133,7 +134,7 @@ def test_no_call_of_the_decoder_gets_much_text(value: object, monkeypatch: pytes
 
 
 def test_long_list_of_token_ids_is_an_array() -> None:
-    ids = list(range(json_pieces.MIN_ARRAY_ITEMS))
+    ids = list(range(MIN_ARRAY_IDS))
     assert in_pieces(json.dumps([ids, ids[1:], [*ids, 0.5]]), 100) == [array("I", ids), ids[1:], [*ids, 0.5]]
     assert in_pieces(json.dumps([*ids, 2**32]), 100) == [*ids, 2**32]
     assert in_pieces(json.dumps([*ids, -1]), 100) == [*ids, -1]

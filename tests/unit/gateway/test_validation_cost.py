@@ -19,9 +19,7 @@ LIMIT_S = 0.05
 async def validate(validator: Validator, raw: bytes) -> str:
     """Parse and validate a body as the HTTP application does. Return the refusal, or an empty string."""
     try:
-        await validator.call(
-            Endpoint.COMPLETIONS, await parse_body(raw), Caller(), received_s=0.0, num_body_bytes=len(raw)
-        )
+        await validator.call(Endpoint.COMPLETIONS, await parse_body(raw), Caller(), received_s=0.0, in_thread=True)
     except Refused as refused:
         return refused.failure.message
     return ""

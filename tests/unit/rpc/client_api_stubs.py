@@ -56,7 +56,7 @@ class StubInference:
         return (ModelInfo(model_id="demo", max_model_len=1024), ModelInfo(model_id="other"))
 
     def _answer(self, body: Mapping[str, Any], caller: Caller) -> Any:
-        self.calls.append((body, caller))
+        self.calls.append((dict(body), caller))
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer

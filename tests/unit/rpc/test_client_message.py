@@ -1,14 +1,15 @@
 """Messages of clients are bounded in their number of fields, and large ones are decoded in a thread."""
 
-import asyncio
 import threading
 
 import pytest
 
 from baton.core.errors import Reason, Refused
+from baton.core.kv.block_hash import token_ids
 from baton.rpc.client_message import INLINE_BYTES, MAX_FIELDS, decode_message, has_more_fields
-from baton.rpc.mappers.client_mapper import from_generate_request, from_token_ids
-from baton.v1.inference_pb2 import GenerateRequest
+from baton.rpc.mappers.client_mapper import from_generate_request, from_token_ids, to_tokenize_response
+from baton.v1.inference_pb2 import GenerateRequest, TokenizeResponse
+from tests.longest_call import longest_call_s
 
 
 @pytest.mark.parametrize(
@@ -55,13 +56,13 @@ async def test_message_with_too_many_fields_is_refused_before_it_is_decoded() ->
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (GenerateRequest(stop=[""] * 5000), "stop has 5000 items; at most 16 are allowed"),
-        (GenerateRequest(stop_token_ids=[1] * 5000), "stop_token_ids has 5000 items; at most 128"),
-        (GenerateRequest(logit_bias=dict.fromkeys(range(5000), 1.0)), "logit_bias has 5000 items; at most 1024"),
+        (GenerateRequest(stop=[""] * 17), "stop has 17 items; at most 16 are allowed"),
+        (GenerateRequest(stop_token_ids=[1] * 129), "stop_token_ids has 129 items; at most 128"),
+        (GenerateRequest(logit_bias=dict.fromkeys(range(1025), 1.0)), "logit_bias has 1025 items; at most 1024"),
         (GenerateRequest(token_ids=[1] * (2**20 + 1)), "prompt has 1048577 items; at most 1048576"),
     ],
 )
-def test_far_too_long_list_is_refused_before_it_is_converted(message: GenerateRequest, words: str) -> None:
+def test_too_long_list_is_refused_before_it_is_converted(message: GenerateRequest, words: str) -> None:
     with pytest.raises(Refused, match=words):
         from_generate_request(message)
 
@@ -73,15 +74,15 @@ def test_many_token_ids_become_an_array() -> None:
         assert isinstance(ids, list) == (number < 1024)
 
 
-async def test_event_loop_runs_while_a_large_message_is_decoded() -> None:
-    raw = GenerateRequest(prompt="x" * INLINE_BYTES).SerializeToString()
-    can_end = threading.Event()
+@pytest.mark.parametrize("number", [0, 1, 1023, 1024, 8192, 8193, 100_000])
+def test_many_token_ids_survive_the_conversion_in_slices(number: int) -> None:
+    ids = token_ids(range(number))
+    assert token_ids(from_token_ids(GenerateRequest(token_ids=ids).token_ids)) == ids
+    assert token_ids(TokenizeResponse.FromString(to_tokenize_response(ids)).token_ids) == ids
 
-    def decode(raw: bytes) -> str:
-        assert can_end.wait(20)
-        return "decoded"
 
-    decoding = asyncio.create_task(decode_message(raw, decode))
-    await asyncio.sleep(0.01)
-    can_end.set()
-    assert await decoding == "decoded"
+def test_conversion_of_many_token_ids_lets_other_threads_run() -> None:
+    ids = token_ids(range(2**19))
+    message = GenerateRequest(token_ids=ids)
+    assert longest_call_s(from_token_ids, message.token_ids) < longest_call_s(token_ids, message.token_ids) / 4
+    assert longest_call_s(to_tokenize_response, ids) < longest_call_s(lambda: TokenizeResponse(token_ids=ids)) / 4

@@ -23,6 +23,7 @@ from baton.core.kv.block_hash import TokenIds
 from baton.core.request_limits import printable
 from baton.gateway.gateway_service import GatewayService
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity, InvalidField
+from baton.gateway.input.strict_json import INLINE_BODY_BYTES
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import is_this_machine
@@ -43,13 +44,14 @@ class InferenceService:
         try:
             identity = self._service.admit_caller(caller.authorization)
             received_s = asyncio.get_running_loop().time()
+            prompt = body.get("prompt")
             with self._service.hold_slot(identity):
                 call = await self._service.validator.call(
                     Endpoint.GRPC,
                     body,
                     caller,
                     received_s=received_s,
-                    num_body_bytes=len(prompt) if isinstance(prompt := body.get("prompt"), str) else 0,
+                    in_thread=isinstance(prompt, str) and len(prompt) > INLINE_BODY_BYTES,
                     identity=identity,
                 )
         except Refused as refused:

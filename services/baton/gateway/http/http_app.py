@@ -31,8 +31,9 @@ from baton.gateway.http.non_streaming import NonStreamingResponse
 from baton.gateway.http.openai_errors import Headers, error_body, error_event, error_headers, param_of
 from baton.gateway.http.slow_clients import ReadLimit, connection_of, cut_connection, cut_if_slow_reader
 from baton.gateway.http.sse_stream import EventStream
+from baton.gateway.http.text_json import format_long_text
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity
-from baton.gateway.input.strict_json import parse_body
+from baton.gateway.input.strict_json import INLINE_BODY_BYTES, parse_body
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.metrics import CONTENT_TYPE
@@ -44,8 +45,6 @@ Handler = Callable[["HttpExchange"], Awaitable[None]]
 _CLIENT_DISCONNECTED = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has disconnected")
 MIN_READ_RATE = 16 * 1024
 """Bytes per second that a client must read of a response whose call has ended."""
-INLINE_TEXT = 128 * 1024
-"""A longer text is encoded as JSON in a thread. This length takes a millisecond or less."""
 DECISIONS = "/debug/decisions/"
 MODELS = "/v1/models/"
 
@@ -172,7 +171,7 @@ class HttpApp:
                 await parse_body(body),
                 caller,
                 received_s=received_s,
-                num_body_bytes=len(body),
+                in_thread=len(body) > INLINE_BODY_BYTES,
                 request_id=exchange.request_id,
                 identity=identity,
             )
@@ -283,9 +282,8 @@ class HttpApp:
         identity = self._service.admit_caller(caller_of(exchange.scope).authorization)
         with self._service.hold_slot(identity), self._receiving() as reservation:
             text = await detokenize_body(self._service.validator, await self._body(exchange, reservation))
-        is_long = len(text) > INLINE_TEXT
-        body = await asyncio.to_thread(json.dumps, {"prompt": text}) if is_long else json.dumps({"prompt": text})
-        await respond(exchange.send, 200, body.encode())
+        pieces = [b'{"prompt": ', *await format_long_text(text), b"}"]
+        await respond_in_pieces(exchange.send, sum(map(len, pieces)), pieces)
 
     async def _health(self, exchange: HttpExchange) -> None:
         """Report whether the gateway process is alive."""

@@ -5,6 +5,7 @@ received, and continues to read with each response. A connection could then hold
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -12,7 +13,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 MAX_PIPELINED = 16
 """Parsed requests that may wait for the response to an earlier one."""
 HEAD_PIECE_BYTES, BODY_PIECE_BYTES = 4 * 1024, 16 * 1024
-"""Bytes that are parsed at a time. A piece may hold some hundred requests, which take a few milliseconds."""
+"""Bytes that are parsed at a time. A piece may hold two hundred requests, which take a few milliseconds."""
+HEADER_BYTES = 160
+"""Memory of a header beyond its bytes: a pair of byte strings in a list."""
+REQUEST_BYTES = 2 * 1024
+"""Memory of a parsed request without its headers and body."""
 
 
 class PipelineFlow(FlowControl):
@@ -26,6 +31,24 @@ class PipelineFlow(FlowControl):
         """Resume reading, unless bytes wait to be parsed."""
         if self._may_read():
             super().resume_reading()
+
+
+class QueuedHeads:
+    """Memory of the heads of the parsed requests that wait, in the order in which they will be served."""
+
+    def __init__(self) -> None:
+        self._heads: deque[int] = deque()
+        self.num_bytes = 0
+
+    def add(self, head_bytes: int) -> None:
+        """Count one more request."""
+        self._heads.append(head_bytes + REQUEST_BYTES)
+        self.num_bytes += self._heads[-1]
+
+    def keep_last(self, number: int) -> None:
+        """Forget all but the last requests, because the others are being served."""
+        while len(self._heads) > number:
+            self.num_bytes -= self._heads.popleft()
 
 
 class UnparsedBytes:

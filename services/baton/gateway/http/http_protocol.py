@@ -17,8 +17,10 @@ from baton.core.request_limits import MAX_HEAD_BYTES
 from baton.gateway.http.http_pipelining import (
     BODY_PIECE_BYTES,
     HEAD_PIECE_BYTES,
+    HEADER_BYTES,
     MAX_PIPELINED,
     PipelineFlow,
+    QueuedHeads,
     UnparsedBytes,
 )
 from baton.gateway.http.openai_errors import error_body
@@ -62,6 +64,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._unsent_bytes = 0
         self._num_checks_without_progress = 0
         self._unparsed = UnparsedBytes()
+        self._queued_heads = QueuedHeads()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -91,6 +94,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Continue with the next request."""
         super().on_response_complete()
+        self._queued_heads.keep_last(len(self.pipeline))
         self._parse()
         if not self.transport.is_closing():
             self.flow.resume_reading()  # uvicorn's own call had no effect while bytes were not parsed
@@ -102,6 +106,22 @@ class GatewayProtocol(HttpToolsProtocol):
             self._unparsed.clear()
         elif self._unparsed:
             self.flow.pause_reading()
+        self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        """Count what the application has not seen yet. It is nothing unless a head is incomplete, or requests
+        wait for the response to an earlier one."""
+        head_bytes = self._head_memory if self._in_head else 0
+        bodies_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        try:
+            if self._head_buffer is not None:
+                self._head_buffer.resize(head_bytes + self._queued_heads.num_bytes + bodies_bytes + len(self._unparsed))
+        except OverBudget as error:
+            self._refuse_head(error)
+
+    @property
+    def _head_memory(self) -> int:
+        return self._head_bytes + HEADER_BYTES * len(self.headers or ()) if self._head_bytes else 0
 
     def _parse_piece(self, data: bytes) -> None:
         if self._deadline is None:
@@ -115,15 +135,11 @@ class GatewayProtocol(HttpToolsProtocol):
                 )
                 return
             self._head_bytes += len(data)
-            try:
-                if self._head_buffer is not None:
-                    self._head_buffer.add(len(data))
-            except OverBudget as error:
-                self._refuse_head(error)
-                return
         else:
             self._overhead_bytes += len(data)
         super().data_received(data)
+        if self._in_head:
+            self._count_waiting()
         if not self._in_head and self._overhead_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(
                 Code.BODY_TOO_LARGE,
@@ -168,8 +184,8 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()  # raises if the head is invalid; the application then never sees the request
         self._in_head = False
-        if self._head_buffer is not None:
-            self._head_buffer.remove(self._head_buffer.num_bytes)
+        if self.pipeline:
+            self._queued_heads.add(self._head_memory)
 
     def on_message_complete(self) -> None:
         self._in_head, self._head_bytes, self._overhead_bytes, self._has_begun = True, 0, 0, False
@@ -199,13 +215,17 @@ class GatewayProtocol(HttpToolsProtocol):
             self._deadline.cancel()
             self._deadline = None
 
+    @property
+    def _is_answering(self) -> bool:
+        """True while the response to a request before the one that is being received is running."""
+        return bool(self.cycle and not self.cycle.response_complete and (self._in_head or self.pipeline))
+
     def _expired(self) -> None:
         """Handle a request whose head or body was not received in time."""
         self._deadline = None
         if self.transport.is_closing():
             return
-        is_answering = self.cycle is not None and not self.cycle.response_complete and (self._in_head or self.pipeline)
-        if is_answering:  # a response to an earlier request is running; the client may send the next one meanwhile
+        if self._is_answering:  # the client may send the next request meanwhile
             self._arm()
         elif not self._has_begun or (self.cycle is not None and self.cycle.response_started and not self._in_head):
             self.transport.close()
@@ -214,21 +234,25 @@ class GatewayProtocol(HttpToolsProtocol):
             self._refuse(Code.RECEIVE_TIMEOUT, Reason.DEADLINE, message)
 
     def _refuse_head(self, error: OverBudget) -> None:
-        """Refuse a request whose head is the largest while the memory for heads is used up."""
+        """Refuse the connection with the most waiting bytes while the memory for heads is used up."""
         if not self.transport.is_closing():
-            message = f"{error}; this connection has the largest unfinished head"
+            message = f"{error}; this connection has the most bytes of unfinished and waiting requests"
             self._refuse(Code.RESOURCE_EXHAUSTED, Reason.MEMORY_BUDGET, message)
 
     def _refuse(self, code: Code, reason: Reason, message: str) -> None:
         """Send an error without the application, and close the connection.
 
-        If the application has already seen the request, it gets a disconnect.
+        If the application has already seen the request, it gets a disconnect. During the response to an earlier
+        request the connection only closes, because the client would take the error as a part of it.
         """
         failure = Failure(code=code, reason=reason, message=message)
         if self._has_begun and not self._in_head:
             self.scope["extensions"][CONNECTION_EXTENSION]["refusal"] = failure
         else:
             self.on_refused(failure)
+        if self._is_answering:
+            self.transport.close()
+            return
         body = error_body(failure)
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[code.http] + head + body)

@@ -14,12 +14,10 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from baton.core.errors import BatonError
-from baton.core.request_limits import U32_MAX
+from baton.core.request_limits import MIN_ARRAY_IDS, U32_MAX
 
 PIECE_CHARS = 32 * 1024
 """Characters per call of the C decoder, about a millisecond."""
-MIN_ARRAY_ITEMS = 1024
-"""A list of token ids becomes an array if it has at least this many. Fields other than prompts have fewer."""
 MIN_STRING_CHARS = 32
 """Smallest piece of a string."""
 INCOMPLETE_CHARS = 12
@@ -146,7 +144,7 @@ class _Pieces:
 
     def _list_or_array(self, values: _Values) -> _Values:
         """Return a complete list: as an array only if it is a long list of token ids."""
-        if len(values) >= MIN_ARRAY_ITEMS or isinstance(values, list):
+        if len(values) >= MIN_ARRAY_IDS or isinstance(values, list):
             return values
         self._count(len(values))
         return values.tolist()

@@ -18,7 +18,6 @@ from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
 from baton.core.request_limits import U64_MAX, printable
 from baton.gateway.input.client_call import ANONYMOUS, ClientCall, Endpoint, Identity, InvalidField
 from baton.gateway.input.request_body import ParsedRequest, Prompt, parse_request
-from baton.gateway.input.strict_json import INLINE_BODY_BYTES
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.observability.tracing import is_traceparent
 
@@ -92,23 +91,20 @@ class Validator:
         caller: Caller,
         *,
         received_s: float,
-        num_body_bytes: int = 0,
+        in_thread: bool = False,
         request_id: bytes | None = None,
         identity: Identity = ANONYMOUS,
     ) -> ClientCall:
         """Validate a request body and tokenize its prompts.
 
-        num_body_bytes: size of the body as it was received. A large one is validated in a thread.
+        in_thread: check the fields in a thread, because the body is large.
         received_s: event loop time from which the deadline counts.
         request_id: id for the first prompt's request. The other ids are generated, and this one too if it is
             None.
 
         Raises Refused (400) if the request is invalid, and Refused (404) if it names another model.
         """
-        if num_body_bytes <= INLINE_BODY_BYTES:
-            parsed = parse_request(endpoint, body)
-        else:
-            parsed = await asyncio.to_thread(parse_request, endpoint, body)
+        parsed = await asyncio.to_thread(parse_request, endpoint, body) if in_thread else parse_request(endpoint, body)
         self.check_model(parsed.model)
         if identity.min_priority is not None and parsed.priority < identity.min_priority:
             message = (

@@ -203,11 +203,13 @@ class RequestRun:
             has_no_memory = (Code.RESOURCE_EXHAUSTED, Reason.MEMORY_BUDGET)
             if is_first or (refused.failure.code, refused.failure.reason) != has_no_memory:
                 raise
-            return self._continue_without_placement(refused.failure.message)
+            self._continue_without_placement(refused.failure.message)
+            return None
         if not isinstance(answer, Placement):
             if is_first:
                 raise Refused(failure_of(answer))
-            return self._continue_without_placement(answer.message)
+            self._continue_without_placement(answer.message)
+            return None
         self._decision = answer.decision_id
         if self._uses_dead_worker(answer):
             self._report_outcome(Reason.WORKER_LOST.value)  # the scheduler has not noticed the death yet

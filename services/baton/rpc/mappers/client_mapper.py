@@ -26,7 +26,7 @@ from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.plain_json import from_plain, to_plain
 from baton.core.request import FinishReason, LegTimeline, TokenLogprobs
-from baton.core.request_limits import LIMITS, OutOfLimits
+from baton.core.request_limits import LIMITS, MIN_ARRAY_IDS, OutOfLimits
 from baton.rpc.mappers.common_mapper import EnumMap
 from baton.rpc.mappers.message_mapping import MessageMapping, nested, repeated
 from baton.v1 import admin_pb2, inference_pb2
@@ -55,10 +55,8 @@ _SCALARS = (
     "skip_special_tokens",
 )
 _LISTS = ("stop", "stop_token_ids")
-MAX_CONVERTED_ITEMS = 4096
-"""A list with more items is refused before it is converted. All limits but that of token ids are lower."""
-MAX_LIST_IDS = 1024
-"""More token ids become an array, as in a JSON body."""
+IDS_PER_SLICE = 8 * 1024
+"""Token ids that are converted in one call, during which no other thread runs."""
 _SLO = ("ttft_ms", "tpot_ms")
 _ALWAYS = {"stream": True, "return_token_ids": True}
 """Fields that are implied for every call over gRPC."""
@@ -67,11 +65,11 @@ _ALWAYS = {"stream": True, "return_token_ids": True}
 def from_generate_request(message: inference_pb2.GenerateRequest) -> dict[str, Any]:
     """Convert a request to a completions body.
 
-    Raises Refused if both prompt and token_ids are set, or if a list is far too long.
+    Raises Refused if both prompt and token_ids are set, or if a list is too long. It would take many times its
+    size.
     """
     for name in (*_LISTS, "logit_bias"):
-        if len(getattr(message, name)) > MAX_CONVERTED_ITEMS:
-            _check_count(name, len(getattr(message, name)))
+        _check_count(name, len(getattr(message, name)))
     body = {**_set_fields(message, _SCALARS), **_ALWAYS}
     body |= {field: list(value) for field in _LISTS if (value := getattr(message, field))}
     if message.HasField("prompt"):
@@ -90,7 +88,30 @@ def from_generate_request(message: inference_pb2.GenerateRequest) -> dict[str, A
 
 def from_token_ids(values: Sequence[int]) -> "list[int] | TokenIds":
     """Convert the token ids of a message: to a list, or to an array if there are many."""
-    return token_ids(values) if len(values) >= MAX_LIST_IDS else list(values)
+    if len(values) < MIN_ARRAY_IDS:
+        return list(values)
+    ids = token_ids()
+    for at in range(0, len(values), IDS_PER_SLICE):
+        ids.extend(values[at : at + IDS_PER_SLICE])
+    return ids
+
+
+def from_tokenize_request(message: inference_pb2.TokenizeRequest) -> dict[str, Any]:
+    """Convert a request to the body of an equivalent `/tokenize` call."""
+    return {**_set_fields(message, ("model",)), "prompt": message.prompt}
+
+
+def to_tokenize_response(ids: TokenIds) -> bytes:
+    """Convert token ids to a serialized TokenizeResponse. Readers join a repeated field that comes in parts."""
+    return b"".join(
+        inference_pb2.TokenizeResponse(token_ids=ids[at : at + IDS_PER_SLICE]).SerializeToString()
+        for at in range(0, len(ids), IDS_PER_SLICE)
+    )
+
+
+def from_detokenize_request(message: inference_pb2.DetokenizeRequest) -> dict[str, Any]:
+    """Convert a request to the body of an equivalent `/detokenize` call."""
+    return {**_set_fields(message, ("model",)), "tokens": from_token_ids(message.token_ids)}
 
 
 def _check_count(name: str, count: int, shown: str = "") -> None:

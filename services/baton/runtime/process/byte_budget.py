@@ -19,9 +19,11 @@ RETRY_S = 1.0
 class Account(Enum):
     """Use of budgeted memory. The value is the metric label."""
 
-    UNCHECKED = "unchecked"
-    """Heads of HTTP requests before the key is checked, and the beginning of gRPC messages that wait to be
-    read."""
+    HEADS = "heads"
+    """HTTP requests that the application has not seen yet: unfinished heads, and requests that a client sent
+    before the response to an earlier one."""
+    UNREAD_CALLS = "unread_calls"
+    """gRPC calls whose message is not read yet, with the beginning of it."""
     RECEIVING = "receiving"
     """Request bodies and messages that are being read and parsed."""
     REQUESTS = "requests"

@@ -61,6 +61,13 @@ class Buffer:
                     raise
                 largest.cut(error)
 
+    def resize(self, num_bytes: int) -> None:
+        """Count `num_bytes` in all. Raises OverBudget if this buffer would be the largest."""
+        if num_bytes > self.num_bytes:
+            self.add(num_bytes - self.num_bytes)
+        else:
+            self.remove(self.num_bytes - num_bytes)
+
     def remove(self, num_bytes: int) -> None:
         """Count bytes that have left the buffer."""
         self._reservation.resize(max(0, self._reservation.num_bytes - num_bytes))

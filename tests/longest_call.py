@@ -1,0 +1,35 @@
+"""Measures for how long a function keeps other threads from running."""
+
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def longest_call_s(work: Callable[..., object], *args: Any) -> float:
+    """Return the CPU seconds of the longest line that `work(*args)` executes.
+
+    The interpreter changes threads only between instructions, so this is at least the time for which others
+    cannot run. The CPU time of the own thread does not depend on what else the machine does.
+    """
+    longest_s, last_s = 0.0, 0.0
+
+    def trace(frame: FrameType, event: str, value: object) -> Any:
+        nonlocal longest_s, last_s
+        now_s = time.thread_time()
+        longest_s = max(longest_s, now_s - last_s)
+        last_s = time.thread_time()
+        return trace
+
+    def run() -> None:
+        work(*args)
+
+    before = sys.gettrace()
+    last_s = time.thread_time()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return longest_s
