@@ -23,8 +23,8 @@ _VARINT, _FIXED64, _BYTES, _START, _END, _FIXED32 = range(6)
 class CallBody:
     """Fields of a decoded call, and the reservation of their memory. Leaving it as a context drops both.
 
-    Frames of grpc and of interceptors refer to the body until the call ends, so only dropping the fields frees
-    their memory.
+    Frames of grpc and of interceptors refer to the body until the call ends, so only dropping the fields
+    frees their memory.
     """
 
     __slots__ = ("_reservation", "fields")

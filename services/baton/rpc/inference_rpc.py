@@ -64,8 +64,11 @@ class InferenceServicer:
         self._write_s = write_s
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the methods. A message is converted to a `CallBody` where it is decoded, so that both are in
-        the memory budget, and in a thread if it is large."""
+        """Register the methods.
+
+        A message is converted to a `CallBody` where it is decoded: in the memory budget, and in a thread if
+        it is large.
+        """
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         from_generate = _decoder(pb.GenerateRequest, convert.from_generate_request)
         from_tokenize = _decoder(pb.TokenizeRequest, convert.from_tokenize_request)

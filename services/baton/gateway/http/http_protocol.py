@@ -242,8 +242,8 @@ class GatewayProtocol(HttpToolsProtocol):
     def _refuse(self, code: Code, reason: Reason, message: str) -> None:
         """Send an error without the application, and close the connection.
 
-        If the application has already seen the request, it gets a disconnect. During the response to an earlier
-        request the connection only closes, because the client would take the error as a part of it.
+        If the application has already seen the request, it gets a disconnect. During the response to an
+        earlier request the connection only closes, because the client would take the error as a part of it.
         """
         failure = Failure(code=code, reason=reason, message=message)
         if self._has_begun and not self._in_head:

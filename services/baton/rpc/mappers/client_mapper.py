@@ -65,8 +65,8 @@ _ALWAYS = {"stream": True, "return_token_ids": True}
 def from_generate_request(message: inference_pb2.GenerateRequest) -> dict[str, Any]:
     """Convert a request to a completions body.
 
-    Raises Refused if both prompt and token_ids are set, or if a list is too long. It would take many times its
-    size.
+    Raises Refused if both prompt and token_ids are set, or if a list is too long, which is checked before it
+    is converted.
     """
     for name in (*_LISTS, "logit_bias"):
         _check_count(name, len(getattr(message, name)))
@@ -102,7 +102,10 @@ def from_tokenize_request(message: inference_pb2.TokenizeRequest) -> dict[str, A
 
 
 def to_tokenize_response(ids: TokenIds) -> bytes:
-    """Convert token ids to a serialized TokenizeResponse. Readers join a repeated field that comes in parts."""
+    """Convert token ids to a serialized TokenizeResponse.
+
+    Its list comes in several parts, which every protobuf reader joins.
+    """
     return b"".join(
         inference_pb2.TokenizeResponse(token_ids=ids[at : at + IDS_PER_SLICE]).SerializeToString()
         for at in range(0, len(ids), IDS_PER_SLICE)

@@ -76,7 +76,8 @@ def _freed_bytes() -> int:
 
 
 async def trim_heap_forever(check_s: float = CHECK_S) -> None:
-    """Return freed memory to the system whenever the process has grown since the last time, until cancelled."""
+    """Return freed memory to the system whenever the process has grown since the last time, until
+    cancelled."""
     lowest = await asyncio.to_thread(heap_size)
     while True:
         await asyncio.sleep(check_s)
