@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.core.cluster.placement import StillWaiting
+from baton.core.cluster.placement import Rejection, StillWaiting
 from baton.core.errors import Code, Reason, Refused
 from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals
@@ -41,6 +41,36 @@ async def test_next_scheduler_is_asked_if_one_does_not_answer() -> None:
         assert len(other.queries) == 1
         await asyncio.sleep(0.5)
         assert c.gateway.health.is_ready
+
+
+NO_WORKERS = Rejection(reason=Reason.NO_WORKERS, message="no worker has reported", retry_after_s=1.0)
+
+
+@virtual
+async def test_next_scheduler_is_asked_if_one_knows_no_worker() -> None:
+    """A scheduler that has just started may not know the workers yet."""
+    async with cluster(("h0", "hybrid")) as c:
+        other = StubScheduler(c.network, "scheduler:2")
+        other.workers = c.scheduler.workers
+        c.gateway.schedulers._set_addresses(["scheduler:1", "scheduler:2"])
+        c.scheduler.answer = lambda _: NO_WORKERS
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert (len(c.scheduler.queries), len(other.queries)) == (1, 1)
+        await until(lambda: bool(other.actuals))  # the outcome goes to the scheduler that decided
+
+
+@virtual
+async def test_each_scheduler_is_asked_once_if_none_knows_a_worker() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        others = [StubScheduler(c.network, f"scheduler:{number}") for number in (2, 3)]
+        c.gateway.schedulers._set_addresses(["scheduler:1", "scheduler:2", "scheduler:3"])
+        for scheduler in (c.scheduler, *others):
+            scheduler.answer = lambda _: NO_WORKERS
+        others[1].die()
+        with pytest.raises(Refused) as refused:
+            await c.complete(PROMPT)
+        assert (refused.value.failure.code, refused.value.failure.reason) == (Code.UNAVAILABLE, Reason.NO_WORKERS)
+        assert (len(c.scheduler.queries), len(others[0].queries)) == (1, 1)
 
 
 @virtual

@@ -1,10 +1,11 @@
 """All schedulers of the cluster behind one interface.
 
-Every scheduler is active and can place any request, so if one does not answer, the next one is asked.
+Every scheduler is active and can place any request. If one does not answer, or knows no worker, as it may
+after its start, the next one is asked.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
@@ -97,8 +98,8 @@ class SchedulerPool:
         give_up_s = self._placement_deadline_s(is_first, deadline_s)
         while True:
             asked_s = loop.time()
-            answer = await self._call_first(
-                lambda api: api.place(make_query(loop.time(), self._times.call_s)), until_s=give_up_s
+            answer = await self._ask_for_placement(
+                lambda api: api.place(make_query(loop.time(), self._times.call_s)), give_up_s
             )
             if answer is not None:
                 address, placement = answer
@@ -123,6 +124,23 @@ class SchedulerPool:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, self._times.heartbeat_s / 2)):
                     await self._scheduler_found.wait()
+
+    async def _ask_for_placement(
+        self, place: Callable[[SchedulerApi], Awaitable[Placement | Rejection | StillWaiting]], until_s: float
+    ) -> tuple[str, Placement | Rejection | StillWaiting] | None:
+        """Return the first answer other than `no_workers`, or that if no scheduler has another one.
+
+        Each scheduler is asked at most once.
+        """
+        without_workers: dict[str, Rejection] = {}
+        while True:
+            found = await self._call_first(place, until_s=until_s, skip=without_workers)
+            if found is None:
+                return next(iter(without_workers.items()), None)
+            address, answer = found
+            if not isinstance(answer, Rejection) or answer.reason is not Reason.NO_WORKERS:
+                return found
+            without_workers[address] = answer
 
     def _placement_deadline_s(self, is_first: bool, deadline_s: float) -> float:
         return min(deadline_s, asyncio.get_running_loop().time() + self._times.wait_s) if is_first else deadline_s
@@ -158,16 +176,20 @@ class SchedulerPool:
                 group.create_task(self._discover(self._membership), name="scheduler-find")
 
     async def _call_first(
-        self, call: Callable[[SchedulerApi], Awaitable[T]], *, until_s: float | None = None
+        self,
+        call: Callable[[SchedulerApi], Awaitable[T]],
+        *,
+        until_s: float | None = None,
+        skip: Collection[str] = (),
     ) -> tuple[str, T] | None:
-        """Return (address, answer) of the first scheduler that answers; None if none does.
+        """Return (address, answer) of the first scheduler not in `skip` that answers; None if none does.
 
         A call that `until_s` (event loop time) ends early says nothing about its scheduler. Raises Refused if
         a scheduler refuses the call for a reason other than being unavailable.
         """
         for address in self._by_preference():
             api = self._apis.get(address)
-            if api is None:  # it was removed while another one was asked
+            if api is None or address in skip:  # None: it was removed while another one was asked
                 continue
             due_s = asyncio.get_running_loop().time() + self._times.call_s
             try:
