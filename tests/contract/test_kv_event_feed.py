@@ -236,17 +236,27 @@ class FeedUnderFaults:
         published, read = (RedisKvEventFeed(connection, Keys(cluster="kv-feed")) for connection in self.connections)
         self.pool = BlockPool(64, 4, FakeGenerationTable(64))
         self.publisher = KvEventPublisher(worker=W, pool=self.pool, feed=published, ttl_s=LONG_S, rng=Random(1))
-        self.index = PrefixIndex()
         self.degraded: list[bool] = []
+        self.tasks = [asyncio.create_task(self.publisher.run())]
+        self._read = read
+        self._start_reader()
+
+    def _start_reader(self) -> None:
+        self.index = PrefixIndex()
         self.reader = KvEventReader(
-            feed=read,
+            feed=self._read,
             index=self.index,
             request_snapshot=lambda worker: self.publisher.request_snapshot(),
             on_degraded=self.degraded.append,
             rng=Random(2),
         )
         self.reader.follow(W, 64)
-        self.tasks = [asyncio.create_task(self.publisher.run()), asyncio.create_task(self.reader.run())]
+        self.tasks.append(asyncio.create_task(self.reader.run()))
+
+    def restart_reader(self) -> None:
+        """Start a reader with an empty index, as a new scheduler does, instead of the running one."""
+        self.tasks.pop().cancel()
+        self._start_reader()
 
     def store(self, *blocks: bytes) -> None:
         ids = self.pool.allocate(len(blocks))
@@ -279,6 +289,36 @@ class FeedUnderFaults:
 
 
 @pytest.mark.integration
+@pytest.mark.fault("F-29")
+@pytest.mark.parametrize("is_reader_new", [False, True])
+async def test_index_is_consistent_after_redis_restarts_with_old_data(is_reader_new: bool) -> None:
+    """Between the old data and the restart, blocks were evicted and others stored."""
+    blocks = iter(hashes(64))
+    with running_redis() as server, Redis.from_url(server.url) as raw:
+        feed = FeedUnderFaults(server.url)
+        feed.store(*(next(blocks) for _ in range(8)))
+        await feed.until_consistent(5.0)
+        await feed.until(lambda: bool(raw.keys("*")))
+        old = {name: raw.dump(name) for name in raw.keys("*")}
+
+        taken = feed.pool.allocate(60)  # evicts
+        assert taken is not None
+        feed.pool.unref(taken)
+        feed.store(*(next(blocks) for _ in range(4)))
+        await feed.until_consistent(5.0)
+
+        raw.flushall()
+        for name, value in old.items():
+            raw.restore(name, 0, value)
+        if is_reader_new:
+            feed.restart_reader()
+        feed.store(next(blocks))
+        await feed.until_consistent(5.0)
+        await feed.aclose()
+
+
+@pytest.mark.integration
+@pytest.mark.fault("F-27", "F-28", "F-29")
 async def test_index_is_consistent_within_five_seconds_after_each_redis_fault() -> None:
     blocks = iter(hashes(64))
     with running_redis() as server, Redis.from_url(server.url) as raw:
