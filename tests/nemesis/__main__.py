@@ -1,4 +1,7 @@
-"""Runs the nemesis from a command line. Exits with 1 if anything is wrong, and then keeps all files."""
+"""Runs the nemesis from a command line.
+
+Exits with 1 if anything is wrong, and then keeps all files.
+"""
 
 import argparse
 import asyncio
@@ -20,9 +23,13 @@ def say(text: str) -> None:
 
 
 def replay_command(options: Options) -> str:
-    """Return the command that repeats a run."""
-    kinds = "" if options.kinds == tuple(KINDS) else f' ARGS="--kinds {",".join(options.kinds)}"'
-    return f"make nemesis MINUTES={options.seconds / 60:g} SEED={options.seed} NETWORK={options.network}{kinds}"
+    """Return the command that repeats a run: the same faults and requests."""
+    words = [f"--seconds {options.seconds!r} --seed {options.seed} --network {options.network}"]
+    if options.kinds != tuple(KINDS):
+        words.append(f"--kinds {','.join(options.kinds)}")
+    if options.longest_s != Options.sized(options.seconds, seed=options.seed).longest_s:
+        words.append(f"--longest-s {options.longest_s!r}")
+    return f"python -m tests.nemesis {' '.join(words)}"
 
 
 def show(options: Options, result: Result, directory: Path) -> None:
@@ -42,18 +49,23 @@ def show(options: Options, result: Result, directory: Path) -> None:
 def parse(arguments: list[str]) -> tuple[Options, bool]:
     """Return the options of a run, and whether only its plan is wanted."""
     parser = argparse.ArgumentParser(prog="python -m tests.nemesis", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0, help="duration of the faults")
+    duration = parser.add_mutually_exclusive_group()
+    duration.add_argument("--minutes", type=float, default=30.0, help="duration of the faults")
+    duration.add_argument("--seconds", type=float, help="the same in seconds")
     parser.add_argument("--seed", type=int, default=None, help="seed of faults and requests; default: a random one")
     parser.add_argument("--network", choices=("loopback", "namespaces"), default="loopback")
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated kinds of faults")
+    parser.add_argument("--longest-s", type=float, help="longest duration of a fault, in seconds")
     parser.add_argument("--plan", action="store_true", help="only print the faults")
     parsed = parser.parse_args(arguments)
+    longest = {} if parsed.longest_s is None else {"longest_s": parsed.longest_s}
     return (
         Options.sized(
-            60.0 * parsed.minutes,
+            60.0 * parsed.minutes if parsed.seconds is None else parsed.seconds,
             seed=SystemRandom().randrange(2**31) if parsed.seed is None else parsed.seed,
             network=parsed.network,
             kinds=tuple(parsed.kinds.split(",")),
+            **longest,
         ),
         parsed.plan,
     )
