@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.sim import virtual_time
+from baton.sim.chaos import run as run_module
 from baton.sim.chaos.audit import audit_caches
 from baton.sim.chaos.profile import ChaosProfile
 from baton.sim.chaos.report import ChaosReport
@@ -74,8 +75,21 @@ def test_failing_seed_names_its_replay_command(monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError("the answer is wrong")
 
     monkeypatch.setattr(SimAnswer, "check", check_nothing)
-    with pytest.raises(StormFailed, match=r"seed 3: the answer is wrong\n.*python -m baton.sim.chaos --seed 3"):
+    with pytest.raises(
+        StormFailed, match=r"seed 3: AssertionError: the answer is wrong\n.*python -m baton.sim.chaos --seed 3"
+    ):
         run_seed(3, replace(CALM, num_requests=5))
+
+
+def test_deadlock_is_reported_with_its_name_and_what_happened_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait_for_ever(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(run_module, "_run", wait_for_ever)
+    with pytest.raises(StormFailed, match=r"seed 3: Deadlock: .*\n.*--seed 3") as failed:
+        run_seed(3)
+    assert isinstance(failed.value.problem, virtual_time.Deadlock)
+    assert failed.value.report.settings
 
 
 def test_drawn_seeds_follow_from_the_tree_and_are_no_fixed_ones() -> None:

@@ -136,7 +136,10 @@ class SimCluster(InProcessCluster):
         calls = self._calls.pop(name, {})
         for call in calls:
             call.cancel()
-        running_loop().resume(name)  # a paused process can be killed, too
+        # A paused process must run to be cleaned up. Before, it is cut off from all others.
+        self.network.cut_off(self._processes[name].address)
+        self.fabric.allow_reads_of(name)
+        running_loop().resume(name)
         await super().kill(name)
         await asyncio.gather(*calls, return_exceptions=True)
         self.stores.connect(name)

@@ -2,7 +2,8 @@
 
 It behaves like TCP connections. Messages arrive in order within a stream, and in any order between streams. A
 message is lost only together with its stream. Between two partitioned processes nothing arrives until the
-partition is healed, or until keepalive breaks their streams.
+partition is healed, or until keepalive breaks their streams: neither messages that are under way when it
+begins, nor the end of a stream, nor the news that a process has died.
 """
 
 import asyncio
@@ -72,7 +73,7 @@ class SimEnd(Duplex[SendT, ReceiveT], Generic[SendT, ReceiveT]):
         self._wake = asyncio.Event()
         self._broken: StreamBroken | None = None
         self._next_arrival_s = 0.0
-        self._num_held = 0  # messages under way without a timer, because of a partition
+        self._num_held = 0  # messages under way without a timer, because a partition began before they arrived
         self.other: SimEnd[Any, Any]
 
     def send(self, message: SendT) -> None:
@@ -134,6 +135,9 @@ class SimEnd(Duplex[SendT, ReceiveT], Generic[SendT, ReceiveT]):
             NETWORK.run(self._start_timer)
 
     def _arrive(self) -> None:
+        if self._stream.is_partitioned:
+            self._num_held += 1
+            return
         message = self._under_way.popleft()
         if self._broken:
             return
@@ -152,6 +156,7 @@ class SimStream:
         self.hosts = hosts
         self.processes = frozenset(map(process_at, hosts))
         self.number = number
+        self.is_cut_on_heal = False
         self.ends: tuple[SimEnd[Any, Any], SimEnd[Any, Any]] = (SimEnd(self), SimEnd(self))
         self.ends[0].other, self.ends[1].other = self.ends[1], self.ends[0]
 
@@ -165,6 +170,19 @@ class SimStream:
         for end in self.ends:
             end._arrived.clear()
             end.break_off(StreamBroken(reason))
+
+    def die(self, address: str) -> None:
+        """Break the stream because the process at one of its ends has died.
+
+        While the stream is partitioned, the other end does not learn of it.
+        """
+        if not self.is_partitioned:
+            self.cut("the process died")
+            return
+        for host, end in zip(self.hosts, self.ends, strict=True):
+            if host == address:
+                end.break_off(StreamBroken("the process died"))
+                self.is_cut_on_heal = True
 
     @property
     def is_partitioned(self) -> bool:
@@ -201,6 +219,7 @@ class SimNetwork:
         self._contexts: dict[str, Context] = {}
         self._partitions: dict[frozenset[str], asyncio.Event] = {}  # set when healed
         self._paused: dict[str, asyncio.Event] = {}  # set when resumed
+        self._dead: set[str] = set()  # addresses of processes that are being cleaned up
         # Dicts instead of sets, because the order of a set does not follow from the seed.
         self._handlers: dict[str, dict[asyncio.Task[Any], None]] = {}
         self.streams: dict[int, SimStream] = {}
@@ -219,14 +238,19 @@ class SimNetwork:
 
     async def kill(self, address: str) -> None:
         """Kill the process at this address: its streams break and its running calls are cancelled."""
+        self.cut_off(address)
+        handlers = self._handlers.pop(address, {})
+        await asyncio.gather(*handlers, return_exceptions=True)
+
+    def cut_off(self, address: str) -> None:
+        """Break the streams of a process that dies, and cancel its running calls without waiting for them."""
         self._services.pop(address, None)
+        self._dead.add(address)
         self.resumed(process_at(address))
         for stream in [s for s in self.streams.values() if address in s.hosts]:
-            stream.cut("the process died")
-        handlers = self._handlers.pop(address, {})
-        for task in handlers:
+            stream.die(address)
+        for task in self._handlers.get(address, {}):
             task.cancel()
-        await asyncio.gather(*handlers, return_exceptions=True)
 
     # -- partitions and pauses -------------------------------------------------------------------------------
 
@@ -241,6 +265,8 @@ class SimNetwork:
         pair = frozenset((first, second))
         self._partitions.pop(pair).set()
         for stream in [s for s in self.streams.values() if s.processes == pair]:
+            if stream.is_cut_on_heal:
+                stream.cut("the process died")
             for end in stream.ends:
                 end.release_held()
 
@@ -286,7 +312,8 @@ class SimNetwork:
     # -- streams and calls -----------------------------------------------------------------------------------
 
     def host(self, address: str) -> "HostNetwork":
-        """Return the network interface of the process at `address`."""
+        """Return the network interface of the process at `address`, which starts now."""
+        self._dead.discard(address)
         return HostNetwork(self, address)
 
     def service_at(self, address: str) -> WorkerService | SchedulerService:
@@ -303,6 +330,8 @@ class SimNetwork:
 
         `serve` runs with the server's end.
         """
+        if hosts[0] in self._dead:
+            raise StreamBroken(f"{hosts[0]} is dead")
         self._opened += 1
         stream = SimStream(self, hosts, self._opened)
         self.streams[stream.number] = stream

@@ -129,10 +129,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._clocks[process] = clock
 
     def jump_clock(self, process: str, by_s: float) -> None:
-        """Move the clock of a process forward. Its timers fire earlier by as much."""
+        """Move the clock of a process forward, paused or not. Its timers fire earlier by as much."""
         clock = self._clocks.get(process, ProcessClock())
         self.set_clock(process, ProcessClock(clock.base_s + by_s, clock.rate))
-        for timer in self._scheduled:
+        held = self._paused.get(process)
+        for timer in self._scheduled if held is None else held.timers:
             if _process_of(timer) == process:
                 timer._when -= by_s / clock.rate  # type: ignore[attr-defined]
         heapq.heapify(self._scheduled)

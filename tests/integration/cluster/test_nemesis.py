@@ -1,7 +1,7 @@
 """Random faults on real processes: no answer is wrong, lost, doubled or truncated, and nothing leaks.
 
-A failing run keeps its files and names them, and the command that repeats it. Limits of time are generous, so that a slow machine does not
-fail; limits of safety are exact.
+A failing run keeps its files, and names them and the command that repeats it. Limits of time are generous,
+so that a slow machine does not fail; limits of safety are exact.
 """
 
 import shutil

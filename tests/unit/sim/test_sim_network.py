@@ -44,6 +44,55 @@ def test_messages_wait_until_a_short_partition_is_healed() -> None:
     virtual_time.run(main())
 
 
+def test_message_under_way_at_the_begin_of_a_partition_arrives_after_it() -> None:
+    async def main() -> None:
+        network, stream = await opened()
+        stream.send("a")
+        await asyncio.sleep(0)
+        network.partition("gateway", "worker")
+        stream.send("b")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(KEEPALIVE_S / 2):
+                await stream.receive()
+        network.heal("gateway", "worker")
+        assert [await stream.receive(), await stream.receive()] == ["a", "b"]
+        await network.kill("worker:1")
+
+    virtual_time.run(main())
+
+
+def test_message_that_reached_its_process_before_a_partition_is_read_during_it() -> None:
+    async def main() -> None:
+        network, stream = await opened()
+        stream.send("a")
+        await asyncio.sleep(KEEPALIVE_S / 2)
+        network.partition("gateway", "worker")
+        assert await stream.receive() == "a"
+        network.heal("gateway", "worker")
+        await network.kill("worker:1")
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("heals", [False, True])
+def test_death_beyond_a_partition_is_noticed_by_keepalive_or_after_it(heals: bool) -> None:
+    async def main() -> None:
+        network, stream = await opened()
+        network.partition("gateway", "worker")
+        await network.kill("worker:1")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(KEEPALIVE_S / 2):
+                await stream.receive()
+        if heals:
+            network.heal("gateway", "worker")
+        with pytest.raises(StreamBroken, match="the process died" if heals else "keepalive"):
+            await stream.receive()
+        assert asyncio.get_running_loop().time() < KEEPALIVE_S * (0.6 if heals else 1.1)
+        assert not network.streams
+
+    virtual_time.run(main())
+
+
 def test_long_partition_breaks_streams_and_dials() -> None:
     async def main() -> None:
         network, stream = await opened()
@@ -77,6 +126,22 @@ def test_paused_process_loses_its_streams_after_keepalive() -> None:
         network.paused("worker")
         with pytest.raises(StreamBroken, match="keepalive"):
             await stream.receive()
+        await network.kill("worker:1")
+
+    virtual_time.run(main())
+
+
+def test_dead_process_opens_no_stream_while_it_is_cleaned_up() -> None:
+    async def main() -> None:
+        network, _ = await opened()
+        gateway = network.host("gateway:1")
+        dial = asyncio.create_task(gateway.open_session("worker:1"))
+        await asyncio.sleep(0)
+        await network.kill("gateway:1")
+        with pytest.raises(StreamBroken, match="gateway:1 is dead"):
+            await dial
+        assert not network.streams
+        await network.host("gateway:1").open_session("worker:1")
         await network.kill("worker:1")
 
     virtual_time.run(main())

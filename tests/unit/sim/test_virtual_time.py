@@ -153,3 +153,17 @@ def test_timers_fire_early_after_a_jump_of_the_clock() -> None:
         assert asyncio.get_running_loop().time() == pytest.approx(4.0)
 
     virtual_time.run(main())
+
+
+def test_clock_of_a_paused_process_jumps_too() -> None:
+    async def main() -> None:
+        sleeper = start("a", asyncio.sleep(10.0))
+        await asyncio.sleep(1.0)
+        running_loop().pause("a")
+        running_loop().jump_clock("a", 6.0)
+        await asyncio.sleep(1.0)
+        running_loop().resume("a")
+        await sleeper
+        assert asyncio.get_running_loop().time() == pytest.approx(4.0)
+
+    virtual_time.run(main())

@@ -38,7 +38,7 @@ class StormFailed(AssertionError):
     """An invariant does not hold, or a process has ended with an error. `report` is what happened before."""
 
     def __init__(self, report: ChaosReport, problem: BaseException) -> None:
-        super().__init__(f"seed {report.seed}: {problem}\nreplay it: {report.replay}")
+        super().__init__(f"seed {report.seed}: {type(problem).__name__}: {problem}\nreplay it: {report.replay}")
         self.report = report
         self.problem = problem
 
@@ -46,10 +46,15 @@ class StormFailed(AssertionError):
 def run_seed(seed: int, profile: ChaosProfile | None = None) -> ChaosReport:
     """Run the storm of a seed with its own settings, under virtual time. Raises StormFailed."""
     settings = draw_settings(Random(seed))
-    return virtual_time.run(run_storm(settings, profile or ChaosProfile(), seed))
+    report = ChaosReport(seed=seed, settings=str(settings))
+    try:
+        virtual_time.run(run_storm(settings, profile or ChaosProfile(), report))
+    except virtual_time.Deadlock as deadlock:  # the loop raises it, outside of every task
+        raise StormFailed(report, deadlock) from deadlock
+    return report
 
 
-async def run_storm(settings: StormSettings, profile: ChaosProfile, seed: int) -> ChaosReport:
+async def run_storm(settings: StormSettings, profile: ChaosProfile, report: ChaosReport) -> None:
     """Run load and faults on a new cluster, wait until it has settled, and check the invariants.
 
     Every answer is a prefix of the expected one and ends by its deadline; no request fails without need;
@@ -57,7 +62,6 @@ async def run_storm(settings: StormSettings, profile: ChaosProfile, seed: int) -
     tokens of its hash; afterwards requests finish at their first attempt. Raises StormFailed naming what does
     not hold.
     """
-    report = ChaosReport(seed=seed, settings=str(settings))
     try:
         await _run(settings, profile, report)
     except (Exception, ExceptionGroup) as error:
@@ -65,7 +69,6 @@ async def run_storm(settings: StormSettings, profile: ChaosProfile, seed: int) -
         while isinstance(problem, BaseExceptionGroup):
             problem = problem.exceptions[0]
         raise StormFailed(report, problem) from error
-    return report
 
 
 async def _run(settings: StormSettings, profile: ChaosProfile, report: ChaosReport) -> None:
