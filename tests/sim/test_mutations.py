@@ -1,9 +1,11 @@
 """Shows that the storm finds faults: with each mutation of the code some seed must fail.
 
-`mutations/*.patch` are the mutations. A patch that no longer fits must be made again.
+`mutations/*.patch` are the mutations. Each says what it breaks, and in a line `Expected: REGEX` which failure
+it must produce. A patch that no longer fits must be made again.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from tests.sim.unified_diff import PatchFailed, apply_patch
 
 ROOT = Path(__file__).parents[2]
 MUTATIONS = sorted((Path(__file__).parent / "mutations").glob("*.patch"))
+MIN_MUTATIONS = 12
 MAX_SEEDS = 60
 """Number of seeds within which the storm must find a mutation."""
 
@@ -23,6 +26,13 @@ pytestmark = pytest.mark.sim
 
 def names() -> list[str]:
     return [path.stem for path in MUTATIONS]
+
+
+def expected_failure(patch: str) -> str:
+    """Return the pattern of the failure message that a mutation must produce."""
+    found = re.search(r"^Expected: (.+)$", patch, re.MULTILINE)
+    assert found is not None, "the patch has no line `Expected: REGEX`"
+    return found[1]
 
 
 def copy_of_services(target: Path) -> Path:
@@ -46,6 +56,14 @@ def test_mutation_applies_to_the_present_code(mutation: Path, tmp_path: Path) ->
         compile(changed, path, "exec")
 
 
+def test_every_mutation_says_what_it_breaks_and_which_failure_shows_it() -> None:
+    assert len(MUTATIONS) >= MIN_MUTATIONS
+    for mutation in MUTATIONS:
+        patch = mutation.read_text(encoding="utf-8")
+        assert patch[0].isupper(), mutation.name
+        re.compile(expected_failure(patch))
+
+
 def test_patch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file.py").write_text("one\ntwo\n", encoding="utf-8")
     patch = "--- a/file.py\n+++ b/file.py\n@@ -1,2 +1,2 @@\n one\n-three\n+four\n"
@@ -56,8 +74,8 @@ def test_patch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=names())
 def test_storm_finds_the_mutation(mutation: Path, tmp_path: Path) -> None:
-    services = copy_of_services(tmp_path)
-    apply_patch(mutation.read_text(encoding="utf-8"), tmp_path)
+    services, patch = copy_of_services(tmp_path), mutation.read_text(encoding="utf-8")
+    apply_patch(patch, tmp_path)
     seeds = [str(seed) for seed in range(MAX_SEEDS)]
     run = subprocess.run(
         [sys.executable, "-m", "baton.sim.chaos", "--until-failure", "--seed", *seeds],
@@ -70,3 +88,6 @@ def test_storm_finds_the_mutation(mutation: Path, tmp_path: Path) -> None:
     verdicts = [line for line in run.stdout.splitlines() if ": passed" in line or ": FAILED" in line]
     assert verdicts, run.stderr
     assert "FAILED" in verdicts[-1], f"{len(verdicts)} seeds passed with {mutation.stem}"
+    assert re.search(expected_failure(patch), verdicts[-1]), (
+        f"{mutation.stem} was found by another check: {verdicts[-1]}"
+    )

@@ -6,7 +6,7 @@ reader's process is paused, and makes no progress between two partitioned worker
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -18,6 +18,9 @@ from baton.sim.sim_network import NETWORK
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 
+REUSED = 7
+"""Content of the slots of a block that was reused under a read."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkModel:
@@ -26,12 +29,15 @@ class LinkModel:
     latency_s: delay before the first byte.
     bytes_per_s: speed.
     stuck: probability that a read stops at some block and continues only after `stuck_s`.
+    reused: probability that the owner reuses a block under a read, although the block is leased, and fills it
+        again with the same content. The read gets wrong content, which only the block's generation shows.
     """
 
     latency_s: float = 0.000_05
     bytes_per_s: float = 4e9
     stuck: float = 0.0
     stuck_s: float = 20.0
+    reused: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -124,6 +130,7 @@ class SimTransferBackend:
         self._own = memory
         self._peers: dict[str, KvMemory] = {}
         self._reads: dict[ReadId, _SimRead] = {}
+        self._reused: set[tuple[str, int]] = set()  # (agent name, block id) since the entries were read last
         self._memory = KvMemory(
             owner=worker,
             agent_name=f"sim-{worker}",
@@ -212,7 +219,11 @@ class SimTransferBackend:
                 return ReadState.FAILED
             if destination is not None:
                 self._fabric.pairs.add((self._memory.agent_name, source.memory.agent_name))
-                self._own.write_block(destination, host.memory.block(source_block))
+                content = host.memory.block(source_block)
+                if link.reused and rng.random() < link.reused:
+                    self._reused.add((source.memory.agent_name, source_block))
+                    content = (REUSED,) * len(content)
+                self._own.write_block(destination, content)
         return ReadState.DONE
 
     async def _read_generations(self, read_id: ReadId, source: KvDescriptor) -> ReadState:
@@ -221,8 +232,17 @@ class SimTransferBackend:
         host = self._fabric.find(source.memory.agent_name)
         if host is None:
             return ReadState.FAILED
-        self._reads[read_id].entries += [host.generations.entry(block_id) for block_id in source.block_ids]
+        self._reads[read_id].entries += [
+            self._entry(host, source.memory.agent_name, block_id) for block_id in source.block_ids
+        ]
         return ReadState.DONE
+
+    def _entry(self, host: _Host, agent_name: str, block_id: int) -> GenerationEntry:
+        entry = host.generations.entry(block_id)
+        if (agent_name, block_id) not in self._reused:
+            return entry
+        self._reused.discard((agent_name, block_id))
+        return replace(entry, generation=entry.generation + 1)
 
 
 def _start(read: Coroutine[Any, Any, ReadState]) -> asyncio.Task[ReadState]:

@@ -1,12 +1,13 @@
 """Load, fault rates and settings of a storm. The settings of each seed are drawn at random."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from baton.core.request import NO_SLO, Slo
 from baton.runtime.config.settings import ClusterConfig
 from baton.sim.sim_cluster import ClockModel, SimModel
+from baton.sim.sim_executor import SimStepCost
 from baton.sim.sim_network import Delays
 from baton.sim.sim_transfer_backend import LinkModel
 
@@ -21,6 +22,8 @@ class ChaosProfile:
     num_requests: requests within `duration_s` seconds.
     cancelled, stopped, hurried: shares of requests whose client cancels, that have a stop string, and that
         have a deadline of at most `hurried_s`.
+    long: share of requests with several samples of `long_tokens`, one of which a stop string ends early. On
+        slow devices the others take longer than `CancelAudit` lets an unwanted sample run.
     cuts_per_s, deaths_per_s, pauses_per_s, partitions_per_s, data_partitions_per_s, store_faults_per_s,
         clock_jumps_per_s: mean rates of the faults.
     down_s: longest time until a killed process is restarted.
@@ -36,6 +39,8 @@ class ChaosProfile:
     stopped: float = 0.2
     hurried: float = 0.1
     hurried_s: float = 1.5
+    long: float = 0.04
+    long_tokens: int = 120
     cuts_per_s: float = 1.5
     deaths_per_s: float = 0.5
     pauses_per_s: float = 0.25
@@ -72,9 +77,10 @@ class StormSettings:
         return (
             f"{config.prefill}P+{config.decode}D+{config.hybrid}H policy={config.policy} admission={config.admission} "
             f"block={config.block_size_tokens} blocks={model.num_blocks} step={config.max_num_batched_tokens} "
-            f"seqs={config.max_num_seqs} lease={config.lease_s:g}s attempts={config.max_attempts} "
-            f"queued={config.max_queued_requests} fixed_addresses={model.has_fixed_addresses} "
-            f"stuck={model.link.stuck:g} late={model.delays.late:g}"
+            f"seqs={config.max_num_seqs} step_s={model.step.base_s:g} lease={config.lease_s:g}s "
+            f"attempts={config.max_attempts} queued={config.max_queued_requests} "
+            f"fixed_addresses={model.has_fixed_addresses} stuck={model.link.stuck:g} "
+            f"reused={model.link.reused:g} late={model.delays.late:g}"
         )
 
 
@@ -120,6 +126,11 @@ def draw_settings(rng: Random) -> StormSettings:
         has_fixed_addresses=rng.random() < 0.5,
     )
     slo = Slo(ttft_s=rng.choice((None, 1.0, 3.0)), tpot_s=rng.choice((None, 0.1)))
+    model = replace(
+        model,
+        step=SimStepCost(base_s=rng.choice((0.004, 0.004, 0.02))),
+        link=replace(model.link, reused=rng.choice((0.0, 0.01))),
+    )
     return StormSettings(
         config=ClusterConfig(**values), model=model, slo=slo if values["admission"] != "off" else NO_SLO
     )

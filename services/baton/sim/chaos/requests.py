@@ -40,7 +40,13 @@ def plan_requests(profile: ChaosProfile, rng: Random, start_s: float, slo: Slo =
             cancel_after_s=rng.uniform(0.0, 0.4) if rng.random() < profile.cancelled else None,
             slo=slo,
         )
-        requests.append(_with_stop(request, rng) if rng.random() < profile.stopped else request)
+        if rng.random() < profile.long:
+            request = replace(
+                request, max_tokens=profile.long_tokens, num_samples=rng.choice((2, 3)), timeout_s=TIMEOUT_S
+            )
+            requests.append(_with_early_stop(request))
+        else:
+            requests.append(_with_stop(request, rng) if rng.random() < profile.stopped else request)
     return requests
 
 
@@ -49,6 +55,17 @@ def _with_stop(request: SimRequest, rng: Random) -> SimRequest:
     answer = expected_answer(request, rng.randrange(request.num_samples), VOCAB_SIZE)
     stops = [token for token in answer if chr(token).isascii() and chr(token).isprintable()]
     return replace(request, stop_token=rng.choice(stops)) if stops else request
+
+
+def _with_early_stop(request: SimRequest) -> SimRequest:
+    """Return the request with a stop string that ends one sample long before another one."""
+    answers = [expected_answer(request, index, VOCAB_SIZE) for index in range(request.num_samples)]
+    printable = {t for answer in answers for t in answer if chr(t).isascii() and chr(t).isprintable()}
+
+    def ends(token: int) -> list[int]:
+        return sorted(answer.index(token) if token in answer else len(answer) for answer in answers)
+
+    return replace(request, stop_token=max(sorted(printable), key=lambda token: ends(token)[-1] - ends(token)[0]))
 
 
 async def send(request: SimRequest, cluster: SimCluster, rng: Random) -> SimAnswer:

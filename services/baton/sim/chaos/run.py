@@ -85,7 +85,7 @@ async def _run(settings: StormSettings, profile: ChaosProfile, report: ChaosRepo
         work.cancel()
         audit.result()
     answers = await work
-    cluster.fabric.link = replace(cluster.fabric.link, stuck=0.0)
+    cluster.fabric.link = replace(cluster.fabric.link, stuck=0.0, reused=0.0)
     await asyncio.sleep(SETTLE_S)
     await _stop(audit)
     cluster.raise_failures()
