@@ -56,8 +56,14 @@ def test_a_text_can_be_cut_after_every_letter_and_digit(name: str) -> None:
 def test_text_without_a_place_to_cut_is_refused(unit: str) -> None:
     text = unit * (text_pieces.MAX_PIECE_CHARS // len(unit))
     assert "".join(CUTTER.pieces(text)) == text
-    with pytest.raises(Refused, match="more than 32,768 characters without a word that ends"):
+    with pytest.raises(Refused, match="more than 32,768 characters in a row without the end of a word"):
         list(CUTTER.pieces(text + unit))
+
+
+def test_text_is_cut_early_if_there_is_no_later_place() -> None:
+    words, rest = "a " * 3000, "a" * 32_000
+    assert "".join(pieces := list(CUTTER.pieces(words + rest))) == words + rest
+    assert max(map(len, pieces)) <= text_pieces.MAX_PIECE_CHARS
 
 
 @pytest.fixture

@@ -142,7 +142,10 @@ class WorkerSession:
         return self._stream is not None
 
     def wanted_samples(self, job: JobId) -> frozenset[int]:
-        """Return the samples of a job that are neither cancelled nor known to have ended."""
+        """Return the samples of a job that were not cancelled; none once the job has ended or was cancelled.
+
+        A sample that has ended by itself counts until the whole job has ended.
+        """
         open_job = self._jobs.get(job)
         if open_job is None or open_job.listener is None:
             return frozenset()

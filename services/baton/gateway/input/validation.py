@@ -173,10 +173,11 @@ class Validator:
         return await self.encoded(prompt, max_model_len)
 
     async def encoded(self, text: str, max_model_len: int | None, *, add_special_tokens: bool = True) -> TokenIds:
-        """Return the token ids of a text. Raises Refused if it is certainly longer than `max_model_len`.
+        """Return the token ids of a text. Raises Refused if a long one has more than `max_model_len`.
 
         A long text is rejected by its length, or by the tokens of its beginning, before it is tokenized
-        completely. Tokenizing takes about a second and 90 MB of memory per megabyte of text.
+        completely, because that takes about a second per MiB. A text of up to `EXACT_CHARACTERS` is returned
+        even if it has more tokens; the caller refuses it with their exact number.
         """
         if max_model_len is None:
             return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -40,9 +40,11 @@ class TextCutter:
             end = self._cut(text, begin + piece_chars // 2, begin + piece_chars)
             if end is None:
                 end = self._cut(text, begin + piece_chars, begin + max_piece_chars)
+            if end is None:
+                end = self._cut(text, begin + 1, begin + piece_chars // 2)
             if end is None and len(text) - begin > max_piece_chars:
                 raise invalid(
-                    f"the text has more than {max_piece_chars:,} characters without a word that ends; "
+                    f"the text has more than {max_piece_chars:,} characters in a row without the end of a word; "
                     "insert spaces or punctuation, or send token ids"
                 )
             yield text[begin:end]

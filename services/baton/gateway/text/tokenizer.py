@@ -47,7 +47,8 @@ class Tokenizer(Protocol):
 
         max_tokens: once there are more, the rest of the text may be left out.
 
-        Raises Refused (400) if the text has tens of thousands of characters without a word that ends.
+        Raises Refused (400) if the text has tens of thousands of characters in a row without the
+        end of a word.
         """
         ...
 

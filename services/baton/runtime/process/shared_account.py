@@ -48,9 +48,9 @@ class Buffer:
         return self._reservation.num_bytes
 
     def add(self, num_bytes: int) -> None:
-        """Count new bytes; cut off larger buffers if the account is full. Does nothing after `close`.
+        """Count new bytes. While the account is full, cut off the largest buffer. Does nothing after `close`.
 
-        Raises OverBudget if this buffer would be the largest.
+        Raises OverBudget, and counts nothing, if this buffer would be the largest.
         """
         while not self._is_closed:
             try:
@@ -73,7 +73,10 @@ class Buffer:
         self._reservation.resize(max(0, self._reservation.num_bytes - num_bytes))
 
     def cut(self, error: OverBudget) -> None:
-        """Close the buffer because another one needs `error`'s bytes, and tell its owner."""
+        """Close the buffer because a smaller one needs its bytes, and tell its owner.
+
+        error: why the other buffer could not grow.
+        """
         self.close()
         self._on_cut(error)
 
