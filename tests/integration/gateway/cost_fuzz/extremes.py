@@ -37,7 +37,7 @@ def _completions() -> dict[str, CostCase]:
         },
         "longest-text": {"prompt": "a b" * (MAX_MODEL_LEN // 4)},
         "long-text-without-spaces": {"prompt": "a" * 30_000},
-        "long-text-of-spaces": {"prompt": " " * 100_000},
+        "long-text-of-spaces": {"prompt": " " * 30_000},
         "long-text-of-escapes": {"prompt": "d\u00e9j\u00e0 " * 20_000},
         "256-texts": {"prompt": ["some words of text, more or less " * 100] * 256},
         "256-texts-of-other-characters": {"prompt": ["déjà vu €" * 400] * 256},
