@@ -13,6 +13,7 @@ from baton.core.ids import DecisionId
 from baton.core.kv.block_hash import token_ids
 from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.gateway.http.openai_objects import timeline_object
+from baton.runtime.process.byte_budget import Account
 from tests import builders
 from tests.unit.gateway.fakes import ANONYMOUS, Cluster, answer_to, cluster, until
 from tests.unit.gateway.virtual import virtual
@@ -145,6 +146,21 @@ async def test_closing_a_generation_cancels_its_request() -> None:
         await generation.aclose()
         await until(lambda: not any(w.open_jobs for w in c.scheduler.workers))
         assert c.gateway.num_open == 0
+
+
+@virtual
+async def test_closing_that_is_cancelled_gives_the_unread_bytes_back() -> None:
+    """grpc cancels the call of a client that leaves with the last chunk, at any time."""
+    async with cluster(*PD) as c:
+        generation = await inference(c).generate({"prompt": "hello", "max_tokens": 6}, ANONYMOUS)
+        await all_of(generation)
+        assert c.gateway.budget.used(Account.UNSENT) > 0
+        closing = asyncio.create_task(generation.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert c.gateway.budget.used(Account.UNSENT) == 0
 
 
 @virtual

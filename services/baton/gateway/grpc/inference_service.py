@@ -134,8 +134,10 @@ class RunningCall:
         """Cancel the call if it still runs, and wait for its end."""
         self._is_over = True
         self._run.cancel()
-        await asyncio.wait((self._run,))
-        self._unread.close()
+        try:
+            await asyncio.wait((self._run,))
+        finally:
+            self._unread.close()  # also if grpc cancels the call now, because its client has left
 
     def _cut_off(self, failure: Failure) -> None:
         """End the call because its client left too much unread."""

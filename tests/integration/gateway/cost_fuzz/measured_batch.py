@@ -63,6 +63,8 @@ class Cost:
             is_error = answer.status >= 500 or b'"status": 5' in answer.tail
             if is_error and not (case.may_time_out and b'"status": 504' in answer.tail):
                 found.append(f"status {answer.status}, {bytes(answer.tail)!r}: {case}")
+            if case.is_legal and not answer.status:
+                found.append(f"no response: {case}")
         return found
 
 
