@@ -95,16 +95,20 @@ def drawn_cases(batch: int) -> list[CostCase]:
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
 async def test_batch_of_random_requests_costs_little(meter: GatewayMeter, batch: int) -> None:
     cases = drawn_cases(batch)
+    assert len(cases) == BATCH
     light = [case for case in cases if not case.is_heavy]
+    num_answers = 0
     statuses: Counter[int] = Counter()
     problems: list[str] = []
     for together in (light, *([case] for case in cases if case.is_heavy)):
         cost = await meter.measure(together)
         problems += await find_failing(meter, together, cost)
+        num_answers += len(cost.answers)
         statuses.update(
             answer.status
             for case, answer in zip(together, cost.answers, strict=True)
             if case.is_legal and not case.may_time_out
         )
     assert not problems, f"seed {batch}:\n" + "\n".join(problems)
+    assert num_answers == BATCH
     assert statuses[200] > MIN_SERVED * statuses.total(), statuses
