@@ -56,7 +56,7 @@ def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 def cli() -> None:
     """Open-loop load generator for OpenAI-compatible servers, with SLO attainment and goodput reports.
 
-    First look at a server at http://127.0.0.1:8000 (change it with --url): loadgen run --rate 2 --seconds 30
+    First look at the `baton up` that runs here, or at another server (--url): loadgen run --rate 2
     """
 
 

@@ -5,6 +5,8 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,11 +22,21 @@ settings.register_profile("baton", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("baton")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep the run files of the tests in a directory of their own, apart from the user's."""
+    directory = tmp_path_factory.mktemp("run-files")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATON_RUN_DIR", str(directory))
+        yield directory
+
+
 @pytest.fixture(autouse=True)
-def remove_baton_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def remove_baton_variables(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
     """Remove the `BATON_` variables of the shell, so that results do not depend on them."""
     for name in [name for name in os.environ if name.startswith("BATON_") and name != "BATON_TEST_LONG"]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("BATON_RUN_DIR", str(run_dir))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +19,8 @@ from loadgen.plan.schedule import peak_rates
 from loadgen.send.dialects import DIALECTS, dialect_of
 from loadgen.send.run.priority import Priority
 from loadgen.send.selftest import calibration
-from loadgen.send.server.discover import Server, discover_grpc, discover_http, fetch_cluster_facts
+from loadgen.send.server.discover import Server, discover_grpc, discover_http, fetch_cluster_facts, fetch_http_url
+from loadgen.send.server.running_clusters import LocalCluster, is_same_address, running_clusters
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 
@@ -41,8 +44,8 @@ def _server_options(function: F) -> F:
             "urls",
             multiple=True,
             metavar="URL",
-            help=f"Server address. Repeatable: requests alternate between the servers.  [default: {HTTP_URL}, "
-            f"gRPC {GRPC_URL}]",
+            help="Server address. Repeatable: requests alternate between the servers.  [default: the newest `baton "
+            f"up` of this user on this machine, else {HTTP_URL}, gRPC {GRPC_URL}]",
         ),
         click.option(
             "--protocol",
@@ -99,10 +102,12 @@ def _request_options(function: F) -> F:
             help="Additional field of each request body. Repeatable.",
         ),
         click.option(
+            "--gateway",
             "--admin",
+            "gateway",
             metavar="HOST:PORT",
-            help="Baton's gRPC address, to read its number of workers and KV cache size.  [default: --url of "
-            f"gRPC; without --url {GRPC_URL}]",
+            help="gRPC address of a Baton gateway, to read its number of workers and KV cache size. Without --url, "
+            "requests go to this gateway, too.  [default: that of the same `baton up` as --url, if it runs here]",
         ),
         click.option("--insecure", is_flag=True, help="Accept any TLS certificate (HTTP only)."),
         click.option(
@@ -166,10 +171,12 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
     Raises LoadgenError if the server cannot be used and click.UsageError for contradicting options.
     """
     is_grpc = given["protocol"] == "grpc"
-    urls = given["urls"] or (GRPC_URL if is_grpc else HTTP_URL,)
     headers = dict(given["headers"])
-    if given["api_key"]:
-        headers["Authorization"] = f"Bearer {given['api_key']}"
+    cluster = _cluster_of(given)
+    api_key = given["api_key"] or (os.environ.get("BATON_API_KEY") if cluster is not None else None)
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    urls = given["urls"] or (_url_of(given, cluster, headers),)
     if is_grpc:
         if given["api"] == "chat" or given["dialect"]:
             raise click.UsageError("--protocol grpc cannot be combined with --api chat or --dialect")
@@ -182,7 +189,7 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
     dialect = (
         DIALECTS["baton"] if is_grpc else DIALECTS[given["dialect"]] if given["dialect"] else dialect_of(server.kind)
     )
-    server = replace(server, facts={**server.facts, **_cluster_facts(given, server, model, headers)})
+    server = replace(server, facts={**server.facts, **_cluster_facts(given, cluster, server, model, headers)})
     is_text = given["api"] == "chat" or not dialect.token_prompts
     if given["prompts"] == "ids" and is_text:
         raise click.UsageError("--prompts ids cannot be used with --api chat or with a server that accepts text only")
@@ -201,14 +208,61 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
     ), server
 
 
-def _cluster_facts(given: Mapping[str, Any], server: Server, model: str, headers: Mapping[str, str]) -> dict[str, Any]:
+def _cluster_of(given: Mapping[str, Any]) -> LocalCluster | None:
+    """Return the cluster of this user that the options name, or without a name the newest."""
+    if not given["urls"] and not given["gateway"]:
+        return _newest_cluster()
+    named = given["urls"][0] if given["urls"] else given["gateway"]
+    running = running_clusters(os.environ)
+    return next((c for c in running if is_same_address(named, c.url) or is_same_address(named, c.gateway)), None)
+
+
+@cache
+def _newest_cluster() -> LocalCluster | None:
+    """Return the newest cluster of this user, and say so if several run.
+
+    It is chosen once per process: a search over rates must not move to a cluster that starts meanwhile.
+    """
+    running = running_clusters(os.environ)
+    if len(running) > 1:
+        others = ", ".join(f"{cluster.url} ({cluster.model})" for cluster in running[1:])
+        click.echo(
+            f"loadgen: {len(running)} clusters of this user run on this machine; the newest is used: {running[0].url} "
+            f"({running[0].model}). Choose with --url; others: {others}",
+            err=True,
+        )
+    return running[0] if running else None
+
+
+def _url_of(given: Mapping[str, Any], cluster: LocalCluster | None, headers: Mapping[str, str]) -> str:
+    """Return the server's address if --url was not given. Raises LoadgenError."""
+    if given["protocol"] == "grpc":
+        return given["gateway"] or (cluster.gateway if cluster is not None else GRPC_URL)
+    if cluster is not None:
+        return cluster.url
+    if given["gateway"]:
+        return fetch_http_url(given["gateway"], headers, is_insecure=given["insecure"])
+    return HTTP_URL
+
+
+def _cluster_facts(
+    given: Mapping[str, Any],
+    cluster: LocalCluster | None,
+    server: Server,
+    model: str,
+    headers: Mapping[str, str],
+) -> dict[str, Any]:
     """Return the number of workers and the KV cache size of a Baton cluster, if its gRPC address is known.
 
-    Raises LoadgenError only if the user named the address with --admin.
+    Raises LoadgenError only if the user named the address with --gateway.
     """
-    if given["admin"]:
-        return fetch_cluster_facts(given["admin"], headers, model, is_insecure=given["insecure"])
-    known = GRPC_URL if not given["urls"] else given["urls"][0] if given["protocol"] == "grpc" else ""
+    if given["gateway"]:
+        return fetch_cluster_facts(given["gateway"], headers, model, is_insecure=given["insecure"])
+    known = given["urls"][0] if given["urls"] and given["protocol"] == "grpc" else ""
+    if cluster is not None:
+        known = known or cluster.gateway
+    elif not given["urls"]:
+        known = GRPC_URL
     if server.kind != "baton" or not known:
         return {}
     try:

@@ -94,7 +94,7 @@ def fetch_cluster_facts(
         target, headers, lambda channel: admin_pb2_grpc.AdminStub(channel).Status, pb.StatusRequest(), is_insecure
     )
     if reply.model != model:
-        raise LoadgenError(f"the cluster at {target} serves {reply.model}, not {model}; correct --admin or --model")
+        raise LoadgenError(f"the cluster at {target} serves {reply.model}, not {model}; correct --gateway or --model")
     workers = [
         worker for worker in reply.workers if worker.state == pb.WORKER_STATE_READY and _serves(worker.model, model)
     ]
@@ -107,6 +107,24 @@ def fetch_cluster_facts(
         "block_size_tokens": workers[0].block_size_tokens if workers else None,
     }
     return {name: fact for name, fact in facts.items() if fact}
+
+
+def fetch_http_url(target: str, headers: Mapping[str, str], *, is_insecure: bool = False) -> str:
+    """Ask a Baton gateway at its gRPC address for the URL of its OpenAI API.
+
+    Raises Unreachable or LoadgenError.
+    """
+    from baton.v1 import admin_pb2, admin_pb2_grpc
+
+    pb: Any = admin_pb2
+    reply = _call(
+        target, headers, lambda channel: admin_pb2_grpc.AdminStub(channel).Status, pb.StatusRequest(), is_insecure
+    )
+    port = reply.gateway.address.rpartition(":")[2]
+    if not port.isdecimal():
+        raise LoadgenError(f"the gateway at {target} does not tell its HTTP port; name its URL with --url")
+    scheme, _, address = target.rpartition("://")
+    return f"{scheme or 'http'}://{address.rpartition(':')[0]}:{port}"
 
 
 def _serves(reported: str, model: str) -> bool:

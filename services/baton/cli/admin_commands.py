@@ -14,11 +14,10 @@ from click.core import ParameterSource
 
 from baton.cli.drain_workers import drain_at_gateway, drain_at_socket
 from baton.cli.gateway_connection import SYSTEM, AdminContext, Gateway, GatewayAddress, ReconnectingGateway, unreachable
+from baton.cli.locate_gateway import DEFAULT_GATEWAY, GatewayChoice, locate_gateway
 from baton.core.errors import BatonError, StreamBroken
 from baton.core.plain_json import to_plain
-from baton.runtime.config.gateway_settings import FrontDoorSettings
 
-DEFAULT_GATEWAY = f"127.0.0.1:{FrontDoorSettings.grpc_port}"
 DRAIN_LIMIT_S = 300.0
 NOT_GONE_EXIT_CODE = 3
 """Exit code of `baton drain --wait` if workers are still there after --limit-s."""
@@ -27,23 +26,26 @@ LAST = "last"
 
 def _parse_address(ctx: click.Context, param: click.Parameter, value: str) -> str:
     host, _, port = value.rpartition(":")
-    if not host or not port.isdecimal() or "/" in host:
-        raise click.BadParameter(f"expected HOST:PORT of a gateway's gRPC port, got {value!r}")
+    if value and (not host or not port.isdecimal() or "/" in host):
+        remedy = "; --url takes its HTTP address" if "/" in host else ""
+        raise click.BadParameter(f"expected HOST:PORT of a gateway's gRPC port, got {value!r}{remedy}")
     return value
 
 
 def _gateway_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command with the options of `GatewayAddress`, passed as `gateway`, and with `context`."""
+    """Decorate a command with the options of `GatewayChoice`, passed as `choice`, and with `context`."""
 
     @click.option(
         "--gateway",
         "address",
-        default=DEFAULT_GATEWAY,
+        default="",
         envvar="BATON_GATEWAY",
         metavar="HOST:PORT",
         callback=_parse_address,
-        help=f"gRPC address of a gateway. Default: {DEFAULT_GATEWAY}. [BATON_GATEWAY]",
+        help=f"gRPC address of a gateway. Default: the newest `baton up` of this user on this machine, else "
+        f"{DEFAULT_GATEWAY}. [BATON_GATEWAY]",
     )
+    @click.option("--url", default="", metavar="URL", help="HTTP address of a gateway, instead of --gateway.")
     @click.option(
         "--api-key",
         default="",
@@ -65,15 +67,17 @@ def _gateway_options(function: Callable[..., Any]) -> Callable[..., Any]:
         "name",
         default="",
         envvar="BATON_GATEWAY_NAME",
-        help="Host name in the gateway's certificate. Default: the host of --gateway. [BATON_GATEWAY_NAME]",
+        help="Host name in the gateway's certificate. Default: the host of its address. [BATON_GATEWAY_NAME]",
     )
     @click.pass_context
     @wraps(function)
     def with_gateway(
-        ctx: click.Context, *args: Any, address: str, api_key: str, ca: str, name: str, **options: Any
+        ctx: click.Context, *args: Any, address: str, url: str, api_key: str, ca: str, name: str, **options: Any
     ) -> Any:
-        context = ctx.find_object(AdminContext) or AdminContext()
-        return function(*args, gateway=GatewayAddress(address, api_key, ca, name), context=context, **options)
+        if url and ctx.get_parameter_source("address") is ParameterSource.COMMANDLINE:
+            raise click.UsageError("give either --gateway or --url")
+        choice = GatewayChoice(address="" if url else address, url=url, api_key=api_key, ca=ca, name=name)
+        return function(*args, choice=choice, context=ctx.find_object(AdminContext) or AdminContext(), **options)
 
     return with_gateway
 
@@ -84,8 +88,9 @@ def _gateway_options(function: Callable[..., Any]) -> Callable[..., Any]:
     "--json", "as_json", is_flag=True, help="Print a JSON object instead of tables; with --watch one per line."
 )
 @_gateway_options
-def status(watch: bool, as_json: bool, gateway: GatewayAddress, context: AdminContext) -> None:
+def status(watch: bool, as_json: bool, choice: GatewayChoice, context: AdminContext) -> None:
     """Show the cluster's workers, their load, KV blocks, links and leases."""
+    gateway = _locate(choice, context)
     if not watch:
         found = _call(gateway, context, lambda client: client.status())
         if as_json:
@@ -103,11 +108,12 @@ def status(watch: bool, as_json: bool, gateway: GatewayAddress, context: AdminCo
 @click.command()
 @click.argument("request_id", metavar="REQUEST_ID|last")
 @_gateway_options
-def explain(request_id: str, gateway: GatewayAddress, context: AdminContext) -> None:
+def explain(request_id: str, choice: GatewayChoice, context: AdminContext) -> None:
     """Explain the placement of a request and compare predictions with the outcome.
 
     REQUEST_ID is the x-request-id header of the response; `last` is the request that was placed last.
     """
+    gateway = _locate(choice, context)
     records = _call(gateway, context, lambda client: client.explain(None if request_id == LAST else request_id))
     if not records:
         raise BatonError(
@@ -147,7 +153,7 @@ def drain(
     drain_socket: Path | None,
     wait: bool,
     limit_s: float,
-    gateway: GatewayAddress,
+    choice: GatewayChoice,
     context: AdminContext,
 ) -> None:
     """Drain a worker: it finishes its requests, accepts no new ones and exits.
@@ -164,6 +170,7 @@ def drain(
     if here and drain_socket is not None:
         remaining = drain_at_socket(drain_socket, wait_s)
     else:
+        gateway = _locate(choice, context, must_be_unique=True)
         remaining = _call(gateway, context, lambda client: drain_at_gateway(client, context, worker, wait_s))
     if remaining:
         click.echo(f"baton: still running after {limit_s:g} s: {', '.join(remaining)}", err=True)
@@ -171,6 +178,14 @@ def drain(
 
 
 COMMANDS = (status, explain, drain)
+
+
+def _locate(choice: GatewayChoice, context: AdminContext, *, must_be_unique: bool = False) -> GatewayAddress:
+    """Return the gateway to call. Prints a note if others could be meant. Raises BatonError."""
+    located = locate_gateway(choice, context.running_clusters(), must_be_unique=must_be_unique)
+    if located.note:
+        click.echo(f"baton: {located.note}", err=True)
+    return located.gateway
 
 
 def _call(gateway: GatewayAddress, context: AdminContext, call: Callable[[Gateway], Coroutine[Any, Any, Any]]) -> Any:
@@ -183,7 +198,7 @@ def _call(gateway: GatewayAddress, context: AdminContext, call: Callable[[Gatewa
     try:
         return asyncio.run(called())
     except StreamBroken as broken:
-        raise unreachable(broken) from broken
+        raise unreachable(broken, context.running_clusters()) from broken
 
 
 async def _watch(gateway: GatewayAddress, context: AdminContext, as_json: bool) -> None:
@@ -199,7 +214,7 @@ async def _watch(gateway: GatewayAddress, context: AdminContext, as_json: bool) 
                 try:
                     found = await client.status()
                 except StreamBroken as broken:
-                    problem = str(unreachable(broken))
+                    problem = str(unreachable(broken, context.running_clusters()))
                     if as_json:
                         click.echo(json.dumps({"error": problem}))
                     else:

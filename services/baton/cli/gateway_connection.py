@@ -1,6 +1,7 @@
 """Connects the administration commands to a gateway of a running cluster."""
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.errors import BatonError, StreamBroken
 from baton.runtime.network.addresses import own_addresses
 from baton.runtime.network.tls_files import machine_authorities
+from baton.runtime.process.run_file import RunningCluster, run_directories, running_clusters
 
 T = TypeVar("T")
 
@@ -90,6 +92,7 @@ class AdminContext:
 
     connect: Callable[[GatewayAddress], AbstractAsyncContextManager[Gateway]] = connect
     own_addresses: Callable[[], frozenset[str]] = own_addresses
+    running_clusters: Callable[[], Sequence[RunningCluster]] = lambda: running_clusters(run_directories(os.environ))
     intervals: Intervals = field(default_factory=Intervals)
 
 
@@ -128,9 +131,13 @@ class ReconnectingGateway:
             raise
 
 
-def unreachable(broken: StreamBroken) -> BatonError:
-    """Return the error for a gateway that does not answer, with the remedy."""
+def unreachable(broken: StreamBroken, running: Sequence[RunningCluster]) -> BatonError:
+    """Return the error for a gateway that does not answer, with the remedy.
+
+    running: the clusters of this user on this machine.
+    """
+    here = f"running here: {', '.join(cluster.gateway for cluster in running)}" if running else "none runs here"
     return BatonError(
-        f"no gateway answers at {broken}; start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT, "
-        "and the CA of its certificate with --gateway-ca FILE if it has one"
+        f"no gateway answers at {broken}; {here}. Start a cluster with `baton up`, or name a gateway with --gateway "
+        "HOST:PORT, and the CA of its certificate with --gateway-ca FILE if it has one"
     )

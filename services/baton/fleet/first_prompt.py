@@ -107,11 +107,3 @@ def describe_answer(event: dict[str, Any]) -> str:
         f"{timeline[name] * 1e3:.1f} ms" if timeline.get(name) is not None else "-" for name in ("ttft_s", "tpot_s")
     )
     return f"{'; '.join(parts)}.   TTFT {ttft}   TPOT {tpot}"
-
-
-def curl_example(url: str, model: str) -> str:
-    """Return a curl command that sends a chat request."""
-    body = json.dumps(
-        {"model": model, "stream": True, "messages": [{"role": "user", "content": "What does os.getcwd do?"}]}
-    )
-    return f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"

@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import os
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import httpx
 
-from baton.core.errors import BatonError
-from baton.fleet.first_prompt import ask, authorization, curl_example, local_client, warm_up
+from baton.core.errors import BatonError, ConfigError
+from baton.fleet.first_prompt import ask, authorization, local_client, warm_up
+from baton.fleet.hints import CA_PLACEHOLDER, curl_hint, explain_hint, key_hint
 from baton.fleet.local.local_plan import plan_local_workers
 from baton.fleet.model_files import model_directory
 from baton.fleet.processes.run_dir import RunDir
@@ -24,8 +28,12 @@ from baton.model.loading.model_source import DEMO
 from baton.runtime import logging
 from baton.runtime.config.config_base import Config, derive, dump
 from baton.runtime.config.settings import ClusterConfig, GatewayConfig, SchedulerConfig, WorkerConfig
-from baton.runtime.network.addresses import choose_port, join_address
+from baton.runtime.network.addresses import choose_port, join_address, local_host
+from baton.runtime.network.client_trust import ClientTrust, client_trust
+from baton.runtime.network.tls_files import CertificatePair, machine_authorities
 from baton.runtime.process.process import Stop, set_batch_scheduling, unless_stopped
+from baton.runtime.process.process_identity import process_identity
+from baton.runtime.process.run_file import RunningCluster, run_directories, write_run_file
 from baton.store.redis.private_redis import START_S, redis_command
 
 log = logging.get_logger(__name__)
@@ -133,8 +141,9 @@ class Cluster:
         self._http_port = choose_port(config.host, config.http_port, flag="--http-port")
         self._grpc_port = choose_port(config.host, config.grpc_port, flag="--grpc-port")
         scheme = "http" if config.front_tls_pair is None else "https"
-        self.http_url = f"{scheme}://{join_address(config.host, self._http_port)}"
-        self.grpc_address = join_address(config.host, self._grpc_port)
+        host = local_host(config.host)
+        self.http_url = f"{scheme}://{join_address(host, self._http_port)}"
+        self.grpc_address = join_address(host, self._grpc_port)
 
     async def _resolve_model(self) -> str:
         """Return the model that workers load: a local directory, or its name on an existing Ray cluster.
@@ -350,6 +359,8 @@ async def run_until_stopped(
 
 async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, notify: Notify, log_dir: Path | None) -> None:
     logs = f"    logs {log_dir}" if log_dir else ""
+    running, cacert = describe_running(config, cluster.http_url, cluster.grpc_address, log_dir)
+    run_file = write_run_file(running, run_directories(os.environ))
     notify(f"ready {cluster.http_url}    gRPC {cluster.grpc_address}{logs}")
     supervision = asyncio.create_task(cluster.supervise())
     try:
@@ -358,12 +369,49 @@ async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, notify: No
             if config.once:
                 return
         else:
-            notify(curl_example(cluster.http_url, config.model_name))
-        notify("Explain the placement: baton explain last      Stop: Ctrl-C")
+            notify(curl_hint(running, cacert=cacert))
+        notify(f"Explain the placement: {explain_hint(running)}      Stop: Ctrl-C")
+        if keys := key_hint(running):
+            notify(keys)
         await unless_stopped(stop, supervision)
     finally:
+        run_file.close()
         supervision.cancel()
         await asyncio.gather(supervision, return_exceptions=True)
+
+
+def describe_running(
+    config: ClusterConfig, http_url: str, grpc_address: str, log_dir: Path | None
+) -> tuple[RunningCluster, str]:
+    """Return the content of the run file, and the file for curl's --cacert (empty if it needs none)."""
+    ca, name, cacert = "", "", ""
+    if (pair := config.front_tls_pair) is not None:
+        trust = _client_trust(config, pair, local_host(config.host))
+        name = trust.name
+        ca = str(trust.ca.absolute()) if trust.ca is not None else ""
+        cacert = ca or CA_PLACEHOLDER
+    running = RunningCluster(
+        pid=os.getpid(),
+        identity=process_identity(os.getpid()),
+        started_s=time.time(),
+        cluster=config.cluster,
+        model=config.model_name,
+        url=http_url,
+        gateway=grpc_address,
+        needs_key=config.api_keys is not None,
+        ca=ca,
+        name=name,
+        log_dir=str(log_dir or ""),
+    )
+    return running, cacert
+
+
+def _client_trust(config: ClusterConfig, pair: CertificatePair, host: str) -> ClientTrust:
+    """Find the authority of the gateway's certificate: itself, the cluster's, or one of the machine's."""
+    candidates = [pair.certificate, *([config.tls_ca] if config.tls_ca is not None else [])]
+    with suppress(ConfigError):
+        candidates.append(machine_authorities())
+    return client_trust(pair, candidates, host)
 
 
 async def _ask_first(url: str, model: str, prompt: str, notify: Notify) -> None:

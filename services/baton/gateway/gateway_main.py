@@ -96,8 +96,8 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         await stack.enter_async_context(service)
         process = _process_info(config, rules, http_socket)
         admin = AdminService(service, process)
-        await stack.enter_async_context(_grpc_server(config, service, admin))
-        http_server = await stack.enter_async_context(_http_server(config, service, admin, registry, http_socket))
+        grpc_port = await stack.enter_async_context(_grpc_server(config, service, admin))
+        http = await stack.enter_async_context(_http_server(config, service, admin, registry, http_socket, grpc_port))
         await _start_admin_port(config, service, registry, stack)
         log.info("gateway_started", address=process.address, model=config.model_name, gateway=rules.gateway_id)
         announcements = None if membership is None else _announcements(config, membership, process, rng)
@@ -105,7 +105,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         if announcements is not None:
             background.append(announcements.announce_forever())
         if config.front_tls_pair is not None:
-            background.append(http_server.reload_certificate())
+            background.append(http.reload_certificate())
         if key_file is not None:
             background.append(reload_keys(key_file, keys))
         async with Background(*background):
@@ -177,8 +177,8 @@ def _process_info(config: GatewayConfig, rules: GatewayRules, http_socket: socke
 
 
 @asynccontextmanager
-async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: AdminService) -> AsyncIterator[None]:
-    """Serve the gRPC API. A message may be as large as an HTTP body."""
+async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: AdminService) -> AsyncIterator[int]:
+    """Serve the gRPC API and yield its port. A message may be as large as an HTTP body."""
     tls = None if config.front_tls_pair is None else Tls(pair=config.front_tls_pair)
     gate = ReceiveGate(
         service.keys.identify,
@@ -202,7 +202,7 @@ async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: Ad
     port = await server.start(config.host, config.grpc_port, flag="--grpc-port")
     log.info("grpc_started", address=join_address(config.host, port))
     try:
-        yield
+        yield port
     finally:
         await server.stop(CLOSE_S)
 
@@ -213,6 +213,7 @@ def _http_server(
     admin: AdminService,
     registry: CollectorRegistry,
     http_socket: socket.socket,
+    grpc_port: int,
 ) -> HttpServer:
     """Return the server of the OpenAI API on a socket that already listens."""
     app = HttpApp(
@@ -222,6 +223,7 @@ def _http_server(
         unread_s=config.receive_deadline_s,
         metrics=lambda: expose(registry),
         created=int(time.time()),
+        grpc_port=grpc_port,
     )
     return HttpServer(
         app,

@@ -2,6 +2,7 @@
 rejections."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,6 +19,9 @@ from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_tls import Tls
 from baton.runtime.network.tls_files import CertificatePair
+from baton.runtime.process.process_identity import process_identity
+from baton.runtime.process.run_file import RunningCluster, write_run_file
+from loadgen.commands import target_options
 from loadgen.commands.run_command import command
 from loadgen.commands.target_options import server_facts, target_of
 from loadgen.loadgen_errors import LoadgenError, Unreachable, UntrustedCertificate
@@ -51,8 +55,9 @@ async def gateway_targets(
     async with http_gateway(*PD, tls=tls) as gateway:
         server = GrpcServer(heartbeat_s=1.0, tls=None if tls is None else Tls(pair=tls))
         server.add_inference(InferenceService(gateway.cluster.gateway))
+        process = ProcessInfo(process_id="gateway-0", address=f"10.0.0.1:{gateway.port}")
         if has_admin:
-            server.add_admin(AdminService(gateway.cluster.gateway, ProcessInfo(process_id="gateway-0")))
+            server.add_admin(AdminService(gateway.cluster.gateway, process))
         port = await server.start("127.0.0.1", 0)
         try:
             yield (
@@ -151,11 +156,11 @@ def server_facts_of(*arguments: str) -> dict[str, Any]:
 
 
 async def test_cluster_facts_have_workers_and_kv_cache_size() -> None:
-    """They are read over gRPC, or from --admin with HTTP. The user's own values take precedence."""
+    """They are read over gRPC, or from --gateway with HTTP. The user's own values take precedence."""
     async with gateway_targets() as (gateway, http, grpc):
         admin = grpc.urls[0]
         by_grpc = await asyncio.to_thread(server_facts_of, "--protocol", "grpc", "--url", admin)
-        by_http = await asyncio.to_thread(server_facts_of, "--url", http.urls[0], "--admin", admin)
+        by_http = await asyncio.to_thread(server_facts_of, "--url", http.urls[0], "--gateway", admin)
         alone = await asyncio.to_thread(server_facts_of, "--url", http.urls[0])
         problems = await asyncio.to_thread(
             server_facts_of, "--url", http.urls[0], "--admin", admin, "--workers", "7", "--kv-tokens", "640"
@@ -184,6 +189,39 @@ async def test_admin_address_must_answer_only_if_given_by_the_user() -> None:
         facts = await asyncio.to_thread(server_facts_of, "--protocol", "grpc", "--url", grpc.urls[0])
     assert facts["cluster"].startswith("unknown: ")
     assert "workers" not in facts
+
+
+def target_urls_of(*arguments: str) -> tuple[str, ...]:
+    target, _ = target_of(command.make_context("run", ["--rate", "1", *arguments]).params)
+    return target.urls
+
+
+async def test_gateway_option_alone_is_enough_for_both_protocols() -> None:
+    async with gateway_targets() as (gateway, _, grpc):
+        admin = grpc.urls[0]
+        assert await asyncio.to_thread(target_urls_of, "--gateway", admin) == (f"http://127.0.0.1:{gateway.port}",)
+        assert await asyncio.to_thread(target_urls_of, "--gateway", admin, "--protocol", "grpc") == (admin,)
+
+
+async def test_without_options_the_newest_cluster_of_this_user_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path))
+    target_options._newest_cluster.cache_clear()
+    facts = {"pid": os.getpid(), "identity": process_identity(os.getpid()), "cluster": "c", "model": "demo"}
+    try:
+        async with gateway_targets() as (_, http, grpc):
+            url, admin = http.urls[0], grpc.urls[0]
+            ours = RunningCluster(**facts, started_s=2.0, url=url, gateway=admin)
+            write_run_file(replace(ours, started_s=1.0, url="http://127.0.0.1:9", gateway="127.0.0.1:9"), [tmp_path])
+            write_run_file(ours, [tmp_path])
+            assert await asyncio.to_thread(target_urls_of) == (url,)
+            write_run_file(replace(ours, started_s=3.0, url="http://127.0.0.1:10"), [tmp_path])
+            assert await asyncio.to_thread(target_urls_of, "--protocol", "grpc") == (admin,), "chosen once"
+            assert (await asyncio.to_thread(server_facts_of, "--url", url))["workers"] == 2, "its gateway is known"
+    finally:
+        target_options._newest_cluster.cache_clear()
+    assert capsys.readouterr().err.count("2 clusters of this user run") == 1
 
 
 @pytest.fixture

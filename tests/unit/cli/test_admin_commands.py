@@ -17,6 +17,7 @@ from baton.core.client_api import ClusterStatus, ProcessInfo
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.worker_report import WorkerReport
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StreamBroken
+from baton.runtime.process.run_file import RunningCluster
 from tests.builders import cluster_status, decision_record, worker_report
 
 UNAVAILABLE = Failure(code=Code.UNAVAILABLE, reason=Reason.SCHEDULER_LOST, message="no scheduler answers")
@@ -271,8 +272,8 @@ def test_unreachable_gateway_gives_one_line_with_the_remedy(
     assert output.out == ""
     assert output.err.startswith(f"baton: no gateway answers at {address}")
     assert (
-        "; start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT, and the CA of its certificate"
-        in output.err
+        "; none runs here. Start a cluster with `baton up`, or name a gateway with --gateway HOST:PORT, "
+        "and the CA of its certificate" in output.err
     )
     assert output.err.count("\n") == 1
 
@@ -311,3 +312,52 @@ def test_unreadable_ca_files_are_named(capsys: pytest.CaptureFixture[str], tmp_p
             main(["status", "--gateway-ca", str(tmp_path / file)])
         assert end.value.code == 1
         assert capsys.readouterr().err.startswith(f"baton: {problem.format(tmp_path / file)}")
+
+
+def running(port: int) -> RunningCluster:
+    return RunningCluster(
+        pid=port,
+        identity="",
+        started_s=0.0,
+        cluster="default",
+        model="demo",
+        url=f"http://127.0.0.1:{port}",
+        gateway=f"127.0.0.1:{port + 1}",
+    )
+
+
+def test_commands_without_flags_find_the_running_cluster_and_drain_does_not_guess() -> None:
+    connected: list[str] = []
+    gateway = FakeGateway(cluster_status(*reports_on("a", "w0")))
+
+    @asynccontextmanager
+    async def connect(address: GatewayAddress) -> AsyncIterator[FakeGateway]:
+        connected.append(address.address)
+        yield gateway
+
+    one = AdminContext(connect=connect, running_clusters=lambda: [running(70)])
+    assert run(gateway, "status", "--json", context=one).stderr == ""
+    assert run(gateway, "drain", "w0", context=one).exit_code == 0
+    two = replace(one, running_clusters=lambda: [running(80), running(70)])
+    shown = run(gateway, "status", "--json", context=two)
+    assert json.loads(shown.stdout)["model"] == "demo", "the note must not mix with the output"
+    assert "127.0.0.1:71" in shown.stderr
+    refused = run(gateway, "drain", "w0", context=two)
+    assert isinstance(refused.exception, BatonError)
+    assert run(gateway, "drain", "w0", "--url", "http://localhost:70", context=two).exit_code == 0
+    assert connected == ["127.0.0.1:71", "127.0.0.1:71", "127.0.0.1:81", "127.0.0.1:71"]
+
+
+def test_gateway_and_url_exclude_each_other_but_a_variable_yields_to_url() -> None:
+    gateway = FakeGateway(cluster_status())
+    both = run(gateway, "status", "--gateway", "h:1", "--url", "http://h:2")
+    assert both.exit_code == 2
+    context = replace(admin_context(gateway), running_clusters=lambda: [running(70)])
+    arguments = ["status", "--url", "http://127.0.0.1:70"]
+    done = CliRunner().invoke(cli, arguments, env={"BATON_GATEWAY": "h:1"}, obj=context)
+    assert done.exit_code == 0
+
+
+def test_http_url_as_gateway_names_the_right_option() -> None:
+    done = run(FakeGateway(cluster_status()), "status", "--gateway", "http://127.0.0.1:8000")
+    assert "--url takes its HTTP address" in done.stderr

@@ -40,9 +40,9 @@ FLAGS = {
     "worker": f"{SERVICE_FLAGS} --rpc-port --kv-port-range --role --worker-id --model --schedulers --transfer",
     "fleet": "--prefill --decode --hybrid --ray-address --ray-placement --scale-with-nodes --worker-start-s --cluster "
     "--redis-url --host --admin-port --log-dir --log-level --config",
-    "status": "--watch --json --gateway --gateway-ca --gateway-name --api-key",
-    "explain": "--gateway --gateway-ca --gateway-name --api-key",
-    "drain": "--here --wait --drain-socket --limit-s --gateway --gateway-ca --gateway-name --api-key",
+    "status": "--watch --json --gateway --url --gateway-ca --gateway-name --api-key",
+    "explain": "--gateway --url --gateway-ca --gateway-name --api-key",
+    "drain": "--here --wait --drain-socket --limit-s --gateway --url --gateway-ca --gateway-name --api-key",
     "config": "--schema --json --config --http-port",
     "doctor": "--json",
     "model init": "--like --out",

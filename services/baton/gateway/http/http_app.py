@@ -82,6 +82,7 @@ class HttpApp:
         unread_s: float,
         metrics: Callable[[], bytes],
         created: int,
+        grpc_port: int = 0,
         min_read_rate: int = MIN_READ_RATE,
     ) -> None:
         """Create the application.
@@ -91,6 +92,7 @@ class HttpApp:
             `unread_s + n / min_read_rate` seconds.
         metrics: returns the text of `/metrics`.
         created: Unix time reported as `created` of the model.
+        grpc_port: port of this gateway's gRPC API, which `/ready` tells an operator; 0 if there is none.
         """
         self._service = service
         self._admin = admin
@@ -99,6 +101,7 @@ class HttpApp:
         self._min_read_rate = min_read_rate
         self._metrics = metrics
         self._created = created
+        self._grpc_port = grpc_port
         self._routes: Mapping[str, tuple[str, Handler]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completions),
@@ -293,9 +296,9 @@ class HttpApp:
     async def _ready(self, exchange: HttpExchange) -> None:
         """Report whether the cluster can serve: every role has a ready worker."""
         reasons = self._service.health.reasons
-        response = {"status": "waiting" if reasons else "ready", "reasons": reasons}
+        response: dict[str, object] = {"status": "waiting" if reasons else "ready", "reasons": reasons}
         if self._is_admin(exchange):
-            response["links"] = self._service.view.links
+            response |= {"links": self._service.view.links, "grpc_port": self._grpc_port}
         await respond_json(exchange.send, 503 if reasons else 200, response)
 
     async def _metrics_text(self, exchange: HttpExchange) -> None:

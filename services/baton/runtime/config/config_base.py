@@ -26,7 +26,9 @@ from baton.runtime.config.setting import Setting, flag_of, variable_of
 PREFIX = "BATON_"
 OTHER_VARIABLES: Mapping[str, str] = {
     "BATON_CONFIG": "config file, if --config is not given",
-    "BATON_GATEWAY": "gateway address for `baton status`, `explain` and `drain`, if --gateway is not given",
+    "BATON_GATEWAY": "gateway address for `baton status`, `explain` and `drain`, if --gateway and --url are not given",
+    "BATON_RUN_DIR": "directory of the run files by which commands find a running `baton up`; unset uses "
+    "$XDG_RUNTIME_DIR/baton, else ~/.cache/baton/run",
     "BATON_GATEWAY_CA": "CA file of that gateway's certificate, if --gateway-ca is not given",
     "BATON_GATEWAY_NAME": "host name in that gateway's certificate, if --gateway-name is not given",
     "BATON_API_KEY": "API key of `baton status`, `explain`, `drain` and of the first prompt of `baton up`",

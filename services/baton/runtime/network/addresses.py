@@ -48,6 +48,13 @@ def advertised_host(host: str, advertise_host: str | None) -> str:
     return outward_address() if host in EVERY_ADDRESS else host
 
 
+def local_host(host: str) -> str:
+    """Return the host by which this machine reaches a service that listens on `host`."""
+    if host in EVERY_ADDRESS:
+        return "::1" if ":" in host else "127.0.0.1"
+    return host
+
+
 def outward_address() -> str:
     """Return this machine's address towards other networks, or the loopback address without a route.
 
