@@ -60,6 +60,12 @@ class _Receiving:
     def drop_receiving(self, block_ids: Sequence[int]) -> None:
         self.free.extend(block_ids)
 
+    def num_refs(self, block_id: int) -> int:
+        return 1
+
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """Do nothing: no block is published."""
+
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """Keep the blocks out of the free list."""
 

@@ -4,7 +4,7 @@ Service, client and test double implement the same Protocol, so a caller does no
 crosses a socket. No method blocks the event loop.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -290,6 +290,14 @@ class ReceivingPool(Protocol):
 
     def drop_receiving(self, block_ids: Sequence[int]) -> None:
         """Free blocks that will not be filled. No read of them may be running."""
+        ...
+
+    def num_refs(self, block_id: int) -> int:
+        """Return how many sequences refer to a block."""
+        ...
+
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """Withdraw blocks whose content may be wrong, so that nobody finds them any more."""
         ...
 
     def quarantine(self, block_ids: Sequence[int]) -> None:

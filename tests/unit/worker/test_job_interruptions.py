@@ -379,8 +379,10 @@ class OneSequenceFails:
         return StepResult(step_id=plan.step_id, samples=samples, failures=dict.fromkeys(failing, failure))
 
 
+@pytest.mark.fault("F-13")
 @virtual
 async def test_failed_sequence_is_not_announced_and_the_others_are() -> None:
+    """Its first three chunks were announced before the failure. Neither worker keeps their blocks."""
     async with pair(max_num_batched_tokens=16) as workers:
         workers.p.executor.inner.execute = OneSequenceFails(workers, 60)  # type: ignore[method-assign]
         bad, bad_decode = workers.send(num_tokens=60, request=b"bad")
@@ -391,7 +393,10 @@ async def test_failed_sequence_is_not_announced_and_the_others_are() -> None:
         await workers.to_d.ended(good.job)
         assert workers.to_d.tokens(good.job) == expected_tokens(good)
         await workers.until_clean()
+        assert workers.to_p.tokens(bad.job) == workers.to_d.tokens(bad_decode.job) == []
         assert workers.p.pool.counts().cached == 7
+        assert set(workers.p.pool.hashes()) <= set(workers.d.pool.hashes())
+        assert workers.d.pool.counts().cached == 9, "the prompt's 7 blocks, and 2 of the generated tokens"
 
 
 @virtual

@@ -265,6 +265,10 @@ class Pull:
             retriable=retriable,
             blamed=blamed,
         )
+        if reason is Reason.NUMERICAL_ERROR:
+            # The owner announced earlier chunks before it knew that the prompt's KV is bad. Blocks that another
+            # sequence uses already are kept, as the owner does.
+            self._pool.unpublish(b for b in self._blocks.received_into() if self._pool.num_refs(b) == 1)
         self._pool.drop_receiving(self._blocks.stop())
         if self._blocks.num_reading:
             self._link.send(Abandon(transfer_id=self.transfer_id, blocks_in_doubt=self._blocks.num_reading))

@@ -147,6 +147,10 @@ class PullBlocks:
             if index not in self._received and index not in self._reading
         ]
 
+    def received_into(self) -> list[int]:
+        """Return the own blocks that were received."""
+        return [own for index, own in (self._receiving or {}).items() if index in self._received]
+
     def missing(self) -> dict[int, int]:
         """Return the own block ids that were not received, by index."""
         return {index: own for index, own in (self._receiving or {}).items() if index not in self._received}
