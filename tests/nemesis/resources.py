@@ -28,18 +28,19 @@ class Usage:
     files: int
     threads: int
     tasks: int
-    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisUsage:
-    """Redis's memory, its number of keys, those without expiry, and the sum of the records' sizes."""
+    """What Redis holds.
+
+    immortal: keys without expiry.
+    workers: incarnations with block events, as `{worker_id}:{epoch}`.
+    """
 
     memory_bytes: int
-    num_keys: int
     immortal: tuple[str, ...]
     workers: frozenset[str]
-    """Incarnations with block events, as `{worker_id}:{epoch}`."""
 
 
 def memory_of(world: World) -> dict[str, Memory]:
@@ -61,7 +62,6 @@ async def usage_of(world: World) -> dict[str, Usage]:
             files=process.num_fds(),
             threads=process.num_threads(),
             tasks=tasks,
-            memory_bytes=process.memory_info().rss,
         )
     return found
 
@@ -86,7 +86,6 @@ async def redis_usage(world: World) -> RedisUsage:
     parts = [key.split(":") for key in keys]
     return RedisUsage(
         memory_bytes=memory_bytes,
-        num_keys=len(keys),
         immortal=tuple(key for key, left_ms in zip(keys, lifetimes, strict=True) if left_ms == -1),
         workers=frozenset(":".join(p[3:5]) for p in parts if len(p) > 4 and p[2] in ("kv", "kv-snapshot")),
     )

@@ -242,9 +242,7 @@ class _Run:
 
         async def send(case: Case, number: int, *, is_stream: bool) -> Answer:
             async with slots:
-                record = await clients.send(
-                    case, GATEWAYS[number % 2], is_stream=is_stream, deadline_s=BACK_S, cancel_after=None
-                )
+                record = await clients.send(case, GATEWAYS[number % 2], is_stream=is_stream, deadline_s=BACK_S)
             if record.ends != [End.COMPLETE]:
                 self._problem("control", f"{record} ended with {record.ends} {record.message}")
             return record.answer
