@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from loadgen.measure.records import Arrival, Record, RunInfo
-from loadgen.measure.records_file import RecordWriter, write_run
+from loadgen.measure.records_file import RECORDS, RecordWriter, read_records, write_run
 from loadgen.measure.request_metrics import OutcomeRules, invalid_reasons
 from loadgen.plan.plan import Generated, Plan, PlannedRequest, Vocabulary
 from loadgen.plan.plan_file import write_plan
@@ -157,6 +158,18 @@ def records_of(
         ended = (times[-1] + 0.0005) if times else intended + 10
         records.append(Record(**base, **whole, sent_s=sent, ended_s=ended, arrivals=tuple(arrivals)))
     return records
+
+
+def warm(directory: Path) -> Path:
+    """Change a result as if the server had cached every prompt before the run."""
+    file = directory / RECORDS
+    records, _ = read_records(file)
+    file.unlink()
+    with RecordWriter(file) as writer:
+        for one in records:
+            hit = None if one.num_prompt_tokens is None else one.num_prompt_tokens - 1
+            writer.write(replace(one, num_cached_tokens=hit))
+    return directory
 
 
 def write_result(

@@ -141,7 +141,8 @@ class _SearchRun:
         if trial.is_interrupted:
             raise KeyboardInterrupt
         if self._num_invalid >= MAX_INVALID:
-            self.stop(f"{self._num_invalid} trials in a row were invalid: {trial.invalid[0]}")
+            advice = "".join(f"; change {remedy}" for remedy in trial.remedies[:1])
+            self.stop(f"{self._num_invalid} trials in a row were invalid: {trial.invalid[0]}{advice}")
         elif not trial.invalid:
             for position, search in enumerate(self._searches):
                 observation = trial.judgements[position].observation(trial.rate_rps)

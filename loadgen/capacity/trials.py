@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from loadgen.capacity.verdicts import LOOKS, Judgement, TrialJudge, TrialVerdict
 from loadgen.loadgen_errors import EmptyPlan
 from loadgen.measure.records import Record
 from loadgen.measure.records_file import from_json
+from loadgen.measure.remedies import remedies
 from loadgen.measure.request_metrics import OutcomeRules, why_invalid
 from loadgen.plan.plan import Plan
 from loadgen.send.run.processes import ProgressView
@@ -105,6 +106,7 @@ class Trial:
     - `goal`: index of the goal that requested it
     - `ended_early`: ended early, because the verdict was certain
     - `invalid`: why the trial is invalid; empty if it is valid
+    - `remedies`: which option to change then
     """
 
     directory: str
@@ -118,12 +120,20 @@ class Trial:
     ended_early: bool = False
     is_interrupted: bool = False
     invalid: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    notes: tuple[str, ...] = ()
+    remedies: tuple[str, ...] = ()
 
 
 def trial_seed(seed: int, number: int) -> int:
     """Return the 48-bit seed of trial `number`, unique also among searches with other seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:6], "little")
+
+
+def trial_notes(finished: FinishedRun, rest: IdleResult) -> tuple[str, ...]:
+    """Return remarks on a trial that do not make it invalid."""
+    busy = () if rest.is_idle else (f"the server was not idle after waiting {rest.waited_s:.0f} s",)
+    warm = (finished.cache.text,) if finished.cache.is_warm else ()
+    return (*busy, *warm, *finished.notes, *finished.not_answered)
 
 
 class Trials:
@@ -182,15 +192,14 @@ class Trials:
         watch = TrialWatch(plan, self._judges(spec), record_files(spec), goal=goal)
         with self._show(plan) as view:
             finished = run(spec, view, watch)
-        judgements, notes = watch.judgements(finished), (*finished.notes, *finished.not_answered)
+        judgements = watch.judgements(finished)
         strictest = replace(
             finished.rules, slos=scaled(finished.rules.slos, min(goal.slo_scale for goal in self._goals))
         )
         invalid = why_invalid(finished.run, finished.records, strictest)
         if not any(judgement.num_judged for judgement in judgements):
             invalid = (*invalid, "no request was due in the steady window; give longer --seconds")
-        if not rest.is_idle:
-            notes = (f"the server was not idle after waiting {rest.waited_s:.0f} s", *notes)
+        advice = remedies(finished.run, finished.records, strictest) if invalid else ()
         return Trial(
             directory=name,
             rate_rps=proposal.rate_rps,
@@ -203,7 +212,8 @@ class Trials:
             ended_early=finished.ended.ended_early,
             is_interrupted=finished.ended.is_interrupted,
             invalid=invalid,
-            notes=notes,
+            notes=trial_notes(finished, rest),
+            remedies=advice,
         )
 
     def _plan(self, rate_rps: float, seconds: float) -> tuple[Plan, int]:

@@ -16,6 +16,7 @@ from loadgen.commands.option_types import SloOf
 from loadgen.measure.compare import Change, Comparison, ComparisonVerdict, RegressionBound, compare, regressions
 from loadgen.measure.records_file import read_result
 from loadgen.measure.request_metrics import OutcomeRules
+from loadgen.measure.result_plan import cache_of
 from loadgen.report.scales import format_ms, format_number, format_percent
 from loadgen.slo_target import SloTarget, override_slos
 
@@ -28,6 +29,7 @@ STYLES = {
     ComparisonVerdict.WORSE: "bold red",
     ComparisonVerdict.SAME: "dim",
     ComparisonVerdict.UNKNOWN: "yellow",
+    ComparisonVerdict.WARM: "bold yellow",
 }
 
 
@@ -71,6 +73,7 @@ class Percent(click.ParamType):
     help="Evaluate both runs against this SLO instead of A's.",
 )
 @click.option("--allow-invalid", is_flag=True, help="Decide even if a run is invalid.")
+@click.option("--allow-warm", is_flag=True, help="Decide even if a run began with a warm prefix cache.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON instead of a table.")
 @click.pass_context
 def command(
@@ -82,6 +85,7 @@ def command(
     unpaired: bool,
     slos: tuple[tuple[str | None, SloTarget], ...],
     allow_invalid: bool,
+    allow_warm: bool,
     is_json: bool,
 ) -> None:
     """Compare two results of `loadgen run`, request by request: B against A.
@@ -90,14 +94,18 @@ def command(
     fails for metrics that are worse by more than it allows. --fail-if fails for the observed change, whatever
     its interval.
 
+    A run with more prefix hits than its plan allows from an empty cache began with a warm cache. It is never
+    called better than the other, nor the other worse, unless --allow-warm is given.
+
     \b
     Exit codes: 0 no regression, 1 a regression, 2 nothing was decided (bad arguments, different plans,
-    an invalid run, or a --fail-if metric that a run has no value for).
+    an invalid run, a warm cache, or a --fail-if metric that a run has no value for).
     """
     limits = [RegressionBound.parse(text) for text in thresholds]
     first, second = read_result(before), read_result(after)
     rules = OutcomeRules(slos=override_slos(first.run.slos, slos)) if slos else None
-    found = compare(first, second, unpaired=unpaired, rules=rules)
+    caches = (cache_of(first), cache_of(second))
+    found = compare(first, second, caches=caches, allow_warm=allow_warm, unpaired=unpaired, rules=rules)
     allowed = 0.05 if max_regression is None and not limits else max_regression
     failed = (
         []
@@ -106,6 +114,8 @@ def command(
     )
     failed += [limit.text for limit in limits if limit.is_crossed(found)]
     undecided = [limit.text for limit in limits if limit.is_crossed(found) is None]
+    if allowed is not None and found.is_withheld(allowed):
+        undecided.append(f"whether B is worse by more than {allowed:.1%}")
     if is_json:
         click.echo(
             json.dumps({**found.to_json(), "failed": failed, "undecided": undecided}, indent=1, ensure_ascii=False)
@@ -123,6 +133,8 @@ def _print(found: Comparison, failed: list[str], undecided: list[str]) -> None:
         console.width = WIDTH
     for reason in found.invalid:
         console.print(Text(f"INVALID {reason}", style="bold red"), soft_wrap=True)
+    for text in found.warm_texts:
+        console.print(Text(text, style="bold yellow"), soft_wrap=True)
     for note in found.notes:
         console.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
     console.print(
@@ -147,10 +159,13 @@ def _print(found: Comparison, failed: list[str], undecided: list[str]) -> None:
     console.print(table)
     if found.invalid:
         console.print(Text("An invalid run decides nothing; --allow-invalid overrides this.", style="bold red"))
+    if found.warm.before or found.warm.after:
+        console.print(Text("A warm run is not called better; --allow-warm overrides this.", style="bold yellow"))
     for reason in failed:
         console.print(Text(f"regression: {reason}", style="bold red"))
     for text in undecided:
-        console.print(Text(f"undecided: {text}: a run has no value for this metric", style="bold red"))
+        why = "a run's cache was warm" if found.warm.before or found.warm.after else "a run has no value for it"
+        console.print(Text(f"undecided: {text}: {why}", style="bold yellow"))
     if not failed and not undecided:
         console.print("no regression")
 

@@ -62,6 +62,8 @@ def command(
         console.print(_line(run))
         for reason in run.invalid:
             console.print(Text(f"  INVALID: {reason}", style="bold red"))
+        if run.cache.is_warm:
+            console.print(Text(f"  {run.cache.text}", style="bold yellow"))
     console.print(f"wrote {', '.join(str(path) for path in paths)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +35,7 @@ from loadgen.send.run.processes import Interrupted
 from loadgen.send.run.run_plan import FinishedRun, RunSpec, run
 from loadgen.slo_target import override_slos
 
+SEED_BITS = 32
 EXIT_INVALID = 3
 EXIT_DIFFERS = 4
 EXIT_INTERRUPTED = 130
@@ -49,7 +51,11 @@ EXIT_INTERRUPTED = 130
 @click.option(
     "--output-tokens", type=click.IntRange(1), help="Tokens of each response; only without PLAN.  [default: 32]"
 )
-@click.option("--seed", type=int, help="Seed of the workload; only without PLAN.  [default: 0]")
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    help="Repeat the workload of an earlier run, prompts included; only without PLAN.  [default: a new one]",
+)
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Draw prompt tokens or words from this tokenizer.")
 @target_options
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for the result.  [default: loadgen-DATE-NAME]")
@@ -70,7 +76,8 @@ def command(ctx: click.Context, **given: Any) -> None:
 
     \b
     Exit codes: 0 the run is valid, 2 an error occurred, 3 the run is invalid (for example, requests were sent
-    late), 4 --check found responses that differ or could not repeat the requests, 130 interrupted.
+    late; the summary says which option to change), 4 --check found responses that differ or could not repeat
+    the requests, 130 interrupted.
     The exit code does not say how well the server did: see `loadgen compare`.
     """
     if given["checks"] and dict(given["bodies"]).get("temperature"):
@@ -102,7 +109,10 @@ def _run(spec: RunSpec, *, is_quiet: bool) -> FinishedRun:
         lag_limit_s=lag_limit_s(OutcomeRules(slos=spec.plan.slos)),
         is_quiet=is_quiet,
     ) as view:
-        return run(spec, view)
+        finished = run(spec, view)
+        if finished.cache.is_warm:
+            view.warn(finished.cache.text)
+        return finished
 
 
 def _exit_code(finished: FinishedRun) -> int:
@@ -130,7 +140,7 @@ def _run_spec(ctx: click.Context, given: Mapping[str, Any]) -> RunSpec:
         warm_ups=given["warmup"],
         priority=Priority(given["priority"]),
         server=server_facts(given, server),
-        flags=flags_of(given, target, slos),
+        flags=flags_of({**given, "seed": plan.seed}, target, slos),
     )
 
 
@@ -160,7 +170,7 @@ def _plan(ctx: click.Context, given: Mapping[str, Any]) -> Plan:
         seconds=made.get("seconds", 30.0),
         input_tokens=made.get("input_tokens", 128),
         output_tokens=made.get("output_tokens", 32),
-        seed=made.get("seed", 0),
+        seed=made.get("seed", secrets.randbits(SEED_BITS)),
         vocabulary=vocabulary,
     )
 
@@ -221,5 +231,5 @@ def _recheck(spec: RunSpec, finished: FinishedRun, *, is_quiet: bool) -> tuple[F
 def _print_summary(spec: RunSpec, finished: FinishedRun) -> None:
     from loadgen.commands.summary_text import summary_lines
 
-    for text, style in summary_lines(finished, spec.out):
+    for text, style in summary_lines(finished, spec.plan, spec.out):
         click.secho(text, fg=style or None, bold=style == "red")

@@ -11,19 +11,24 @@ import numpy as np
 
 from loadgen.measure import request_metrics
 from loadgen.measure.records import Record
+from loadgen.measure.remedies import remedies
 from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome, SendingStats
 from loadgen.measure.stats import percentiles
 from loadgen.measure.summary import prompt_count, rate
+from loadgen.plan.drawn_rate import offered_text
+from loadgen.plan.plan import Plan
 from loadgen.send.run.run_plan import FinishedRun, outcome_line
 
 
-def summary_lines(finished: FinishedRun, out: Path) -> Iterator[tuple[str, str]]:
+def summary_lines(finished: FinishedRun, plan: Plan, out: Path) -> Iterator[tuple[str, str]]:
     """Yield the lines of the summary as (text, colour or "")."""
     run, records, rules = finished.run, finished.records, finished.rules
+    yield _plan_line(finished, plan), ""
     sent = request_metrics.sending(records)
     lag_limit_s = request_metrics.lag_limit_s(rules)
     if sent.lag_p99_s is not None:
         yield _sending_line(sent, lag_limit_s), ""
+        yield f"priority    {run.machine.get('priority') or 'normal'}", ""
     for line in _latency_lines(records, rules):
         yield line, ""
     if records:
@@ -37,6 +42,8 @@ def summary_lines(finished: FinishedRun, out: Path) -> Iterator[tuple[str, str]]
         )
     for error, count in _errors(records):
         yield f"error       {count} × {error}", "yellow"
+    if finished.cache.text:
+        yield f"cache       {finished.cache.text}", "yellow" if finished.cache.is_warm else ""
     for note in finished.notes:
         yield f"note        {note}", "yellow"
     yield f"result      {out}    loadgen report {out}", ""
@@ -44,16 +51,18 @@ def summary_lines(finished: FinishedRun, out: Path) -> Iterator[tuple[str, str]]
         yield f"INTERRUPTED after {run.duration_s:.1f} s: {run.num_offered} of the plan's requests were due", "red"
     for reason in run.invalid:
         yield f"INVALID     {reason}", "red"
-    if sent.lag_p99_s is not None and sent.lag_p99_s > lag_limit_s and run.machine.get("priority") != "realtime":
-        yield (
-            "hint        if the generator shares cores with the server, use --priority realtime; it needs root or "
-            "CAP_SYS_NICE",
-            "yellow",
-        )
+    for remedy in remedies(run, records, rules):
+        yield f"change      {remedy}", "yellow"
     yield (
         outcome_line(finished.outcomes, run.num_offered, is_valid=not run.invalid),
         "red" if run.invalid else "",
     )
+
+
+def _plan_line(finished: FinishedRun, plan: Plan) -> str:
+    offered = offered_text(plan, "planned" if finished.run.interrupted else "offered")
+    repeats = "" if finished.run.flags.get("plan") else f"; --seed {plan.seed} repeats it"
+    return f"plan        {plan.name}: {offered or f'{len(plan.requests):,} requests'}{repeats}"
 
 
 def _sending_line(sent: SendingStats, lag_limit_s: float) -> str:

@@ -153,7 +153,8 @@ def sending_options(function: F) -> F:
             type=click.Choice([p.value for p in Priority]),
             default="high",
             show_default=True,
-            help="Scheduling priority of the sending processes.",
+            help="Scheduling priority of the sending processes. high: short time slices, and nice -10 where allowed; "
+            "realtime needs root or CAP_SYS_NICE. The summary shows what was used.",
         ),
         click.option(
             "--warmup",

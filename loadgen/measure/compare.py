@@ -19,6 +19,7 @@ import numpy as np
 
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.measure.measures import Measures
+from loadgen.measure.prefix_hits import CacheVerdict
 from loadgen.measure.records_file import Result
 from loadgen.measure.request_metrics import OutcomeRules, why_invalid
 from loadgen.measure.stats import Floats, Interval, difference_interval, independent_difference_interval, percentile
@@ -35,12 +36,28 @@ class NotComparable(LoadgenError):
 
 
 class ComparisonVerdict(StrEnum):
-    """Result of comparing one metric. UNKNOWN means too few values."""
+    """Result of comparing one metric.
+
+    UNKNOWN means too few values. WARM means that a warm cache favours the better run, so nothing is decided.
+    """
 
     BETTER = "better"
     WORSE = "worse"
     SAME = "no difference"
     UNKNOWN = "unknown"
+    WARM = "warm cache"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmSides:
+    """Flags of the runs that began with a warm cache. A warm run is never called the better one."""
+
+    before: bool = False
+    after: bool = False
+
+    def forbids(self, *, is_worse: bool) -> bool:
+        """True if the second run must not be called worse (`is_worse`), or not better."""
+        return self.before if is_worse else self.after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +65,7 @@ class Change:
     """One metric of both runs, in seconds, as a share or in requests/s.
 
     NaN means no values. `interval` is that of `difference`. `count` is the number of compared requests.
+    `warm` withholds verdicts that a warm cache favours.
     """
 
     metric: str
@@ -55,6 +73,7 @@ class Change:
     after: float
     interval: Interval | None
     count: int
+    warm: WarmSides = WarmSides()
 
     @property
     def difference(self) -> float:
@@ -75,11 +94,10 @@ class Change:
             return ComparisonVerdict.UNKNOWN
         if not self.interval.excludes_zero:
             return ComparisonVerdict.SAME
-        return (
-            ComparisonVerdict.BETTER
-            if (self.interval.low > 0) == (self.metric in HIGHER_IS_BETTER)
-            else ComparisonVerdict.WORSE
-        )
+        is_worse = (self.interval.low > 0) != (self.metric in HIGHER_IS_BETTER)
+        if self.warm.forbids(is_worse=is_worse):
+            return ComparisonVerdict.WARM
+        return ComparisonVerdict.WORSE if is_worse else ComparisonVerdict.BETTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +106,8 @@ class Comparison:
 
     - `before`, `after`: names of the runs
     - `invalid`: reasons why a run is invalid, with its name; nothing is decided then
+    - `warm`: which runs must not be called better, because their cache was warm
+    - `warm_texts`: statements about warm caches, with the run's name, also if they are allowed
     - `notes`: limitations of the comparison
     """
 
@@ -96,7 +116,18 @@ class Comparison:
     is_paired: bool
     changes: tuple[Change, ...]
     invalid: tuple[str, ...] = ()
+    warm: WarmSides = WarmSides()
+    warm_texts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def is_withheld(self, allowed: float) -> bool:
+        """True if a warm cache hides whether the second run is worse by more than the share `allowed`.
+
+        It does if the second run is warm, or if it is that much worse only than a warm first run.
+        """
+        return self.warm.after or any(
+            change.verdict is ComparisonVerdict.WARM and abs(change.relative) > allowed for change in self.changes
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form in seconds, shares and requests/s. Missing values are null."""
@@ -106,6 +137,7 @@ class Comparison:
             "after": self.after,
             "paired": self.is_paired,
             "invalid": list(self.invalid),
+            "warm": list(self.warm_texts),
             "notes": list(self.notes),
             "changes": [
                 {
@@ -159,32 +191,45 @@ class RegressionBound:
         )
 
     def is_crossed(self, comparison: Comparison) -> bool | None:
-        """True if the observed change crosses the bound, whatever its interval. None if a run has no
-        value."""
+        """True if the observed change crosses the bound, whatever its interval.
+
+        None if a run has no value, or if the answer favours a run with a warm cache.
+        """
         change = next(change for change in comparison.changes if change.metric == self.metric)
         seen = change.relative if self.is_relative else change.difference
         if math.isnan(seen):
             return None
-        return seen > self.amount if self.is_above else seen < self.amount
+        is_crossed = seen > self.amount if self.is_above else seen < self.amount
+        bounds_worse = self.is_above != (self.metric in HIGHER_IS_BETTER)
+        return None if comparison.warm.forbids(is_worse=is_crossed == bounds_worse) else is_crossed
 
 
 def compare(
-    before: Result, after: Result, *, unpaired: bool = False, rules: OutcomeRules | None = None, seed: int = 0
+    before: Result,
+    after: Result,
+    *,
+    caches: tuple[CacheVerdict, CacheVerdict] | None = None,
+    allow_warm: bool = False,
+    unpaired: bool = False,
+    rules: OutcomeRules | None = None,
+    seed: int = 0,
 ) -> Comparison:
-    """Compare two results.
+    """Compare two results. A run whose cache was warm (`caches`) is not called better, unless `allow_warm`.
 
     Raises NotComparable for different plans, unless `unpaired` treats them as two independent samples.
     `rules` replaces the first run's SLOs.
     """
     notes = [*_named(before, before.notes), *_named(after, after.notes)]
+    caches = caches or (CacheVerdict(), CacheVerdict())
+    notes += _unknown_caches((before, after), caches)
+    warm = WarmSides() if allow_warm else WarmSides(before=caches[0].is_warm, after=caches[1].is_warm)
     is_named_alike = before.name == after.name
     names = [f"{one.name} ({one.path.resolve().name})" if is_named_alike else one.name for one in (before, after)]
     is_paired = not unpaired
     if is_paired and before.run.plan_hash != after.run.plan_hash:
         raise NotComparable(
             f"{before.name} and {after.name} ran different plans ({before.run.plan_hash[:12]}, "
-            f"{after.run.plan_hash[:12]}); run the "
-            "same plan file or use --unpaired"
+            f"{after.run.plan_hash[:12]}); run {before.path / 'plan.jsonl'} on both servers, or use --unpaired"
         )
     if rules is None and dict(before.run.slos) != dict(after.run.slos):
         notes.append(f"the runs have different SLOs; both are evaluated against {before.name}'s")
@@ -203,17 +248,14 @@ def compare(
     changes = [
         _latency(sides, metric, statistic, is_paired, find, seed) for metric in LATENCIES for statistic in STATISTICS
     ]
-    goods = [side.good.astype(np.float64) for side in sides]
-    rates = [rate(side.columns["intended"]) or math.nan for side in sides]
-    changes.append(_change("attainment", goods, None, find, seed))
-    changes.append(
-        _change("goodput", [good * per_s for good, per_s in zip(goods, rates, strict=True)], None, find, seed)
-    )
+    changes += _shares(sides, find, seed)
     return Comparison(
         before=names[0],
         after=names[1],
         is_paired=is_paired,
-        changes=tuple(changes),
+        changes=tuple(replace(change, warm=warm) for change in changes),
+        warm=warm,
+        warm_texts=_warm_texts((before, after), caches),
         invalid=tuple(
             reason
             for result in (before, after)
@@ -239,6 +281,20 @@ def _named(result: Result, texts: Sequence[str]) -> list[str]:
     return [f"{result.name}: {text}" for text in texts]
 
 
+def _warm_texts(results: tuple[Result, Result], caches: tuple[CacheVerdict, CacheVerdict]) -> tuple[str, ...]:
+    pairs = zip(results, caches, strict=True)
+    return tuple(text for result, cache in pairs if cache.is_warm for text in _named(result, [cache.text]))
+
+
+def _unknown_caches(results: tuple[Result, Result], caches: tuple[CacheVerdict, CacheVerdict]) -> list[str]:
+    """Return a note about each run whose cache state is unknown; one note if the reason is the same."""
+    reasons: dict[str, list[str]] = {}
+    for result, cache in zip(results, caches, strict=True):
+        if cache.why:
+            reasons.setdefault(cache.text, []).append(result.name)
+    return [f"{' and '.join(names)}: {text}" for text, names in reasons.items()]
+
+
 def _common(before: Measures, after: Measures) -> list[Measures]:
     """Return both runs restricted to the requests that both offered.
 
@@ -262,6 +318,14 @@ def _latency(sides: list[Measures], metric: str, statistic: str, is_paired: bool
     else:
         values = [side[~np.isnan(side)] for side in values]
     return _change(f"{metric}_{statistic}", values, STATISTICS[statistic], find, seed)
+
+
+def _shares(sides: list[Measures], find: Find, seed: int) -> list[Change]:
+    """Return the changes of attainment and goodput."""
+    goods = [side.good.astype(np.float64) for side in sides]
+    rates = [rate(side.columns["intended"]) or math.nan for side in sides]
+    goodputs = [good * per_s for good, per_s in zip(goods, rates, strict=True)]
+    return [_change("attainment", goods, None, find, seed), _change("goodput", goodputs, None, find, seed)]
 
 
 def _change(metric: str, sides: list[Floats], q: float | None, find: Find, seed: int) -> Change:

@@ -269,8 +269,7 @@ def invalid_reasons(records: Sequence[Record], rules: OutcomeRules, num_offered:
     if sent.lag_p99_s is not None and sent.lag_p99_s > limit_s:
         reasons.append(
             f"the generator sent late: p99 send lag {sent.lag_p99_s * 1e3:.2f} ms, limit {limit_s * 1e3:g} ms "
-            "(the larger of 2 ms and "
-            "1 % of the TTFT SLO); give it more --processes or its own core, or lower the rate"
+            "(the larger of 2 ms and 1 % of the TTFT SLO)"
         )
     if sent.due_rps is not None and sent.achieved_rps is not None:
         error = sent.achieved_rps / sent.due_rps - 1

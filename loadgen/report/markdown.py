@@ -7,6 +7,8 @@ from typing import Any
 
 from loadgen.report.scales import format_ms, format_number, format_percent
 
+VERDICTS = {"valid": "yes", "warm": "**WARM CACHE**", "invalid": "**INVALID**"}
+
 
 def markdown(report: Mapping[str, Any]) -> str:
     """Return the report as Markdown."""
@@ -31,7 +33,7 @@ def _overview(runs: Sequence[Mapping[str, Any]]) -> str:
             format_percent(run["attainment"]["joint"]["share"]),
             _estimate(run["goodput_rps"], format_number),
             *(format_ms(_of(run, metric, q)) for metric in ("ttft", "tpot") for q in ("p50_ms", "p99_ms")),
-            "yes" if run["valid"] else "**INVALID**",
+            VERDICTS[run["verdict"]],
         ]
         for run in runs
     ]
@@ -57,7 +59,11 @@ def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
         parts.append(
             "**INVALID RUN: do not quote these numbers.**\n"
             + "\n".join(f"- {_cell(reason)}" for reason in run["invalid"])
+            + "".join(f"\n- Change: {_cell(remedy)}" for remedy in run["remedies"])
         )
+    warm = run["warm_cache"]
+    if warm["text"]:
+        parts.append(f"**{_sentence(warm['text'])}**" if warm["state"] == "warm" else f"> {_sentence(warm['text'])}")
     parts += [f"> {_cell(note)}" for note in run["notes"]]
     if run["interrupted"]:
         parts.append("> Ended early.")
@@ -69,7 +75,7 @@ def _run(run: Mapping[str, Any], *, is_only: bool) -> str:
     sent = run["sending"]
     parts.append(
         f"`{_cell(run['model'])}` at {_cell(run['url'])} over {run['protocol']}, plan {_cell(run['plan_name'])} "
-        f"`{run['plan_hash'][:16]}`, "
+        f"`{run['plan_hash'][:16]}`{' (' + _cell(run['offered_text']) + ')' if run['offered_text'] else ''}, "
         f"started {run['started_at']}. SLO: {slos or 'none'}. Send lag p99 {format_ms(sent['lag_p99_ms'])} "
         f"(limit {format_ms(sent['lag_limit_ms'])}), {format_number(sent['achieved_rps'])} of "
         f"{format_number(sent['due_rps'])} requests/s sent."
@@ -143,6 +149,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
     return "\n".join(lines)
+
+
+def _sentence(text: str) -> str:
+    return f"{_cell(text[:1].upper() + text[1:])}."
 
 
 def _cell(text: str) -> str:

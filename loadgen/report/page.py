@@ -71,32 +71,47 @@ def _head(runs: Sequence[Mapping[str, Any]], title: str) -> str:
 
 
 def _verdict(run: Mapping[str, Any], is_named: bool) -> str:
-    """Return the box that says whether the run is valid, and its notes."""
+    """Return the box that says whether the numbers can be used, and the box with notes.
+
+    There is one box for validity and cache, so that the two cannot contradict each other.
+    """
     name = f"{escape(run['name'])}: " if is_named else ""
+    warm = run["warm_cache"]
+    sentence = f"{escape(warm['text'][:1].upper() + warm['text'][1:])}." if warm["text"] else ""
     parts = []
-    if run["invalid"]:
-        reasons = "".join(f"<li>{escape(reason)}</li>" for reason in run["invalid"])
+    if run["verdict"] == "invalid":
+        reasons = [*run["invalid"], *([warm["text"]] if warm["state"] == "warm" else [])]
+        changes = "".join(f"<li>{escape(remedy)}</li>" for remedy in run["remedies"])
         parts.append(
             f'<div class="verdict invalid" role="alert"><b>{name}INVALID RUN</b> Do not quote these '
-            f"numbers.<ul>{reasons}</ul></div>"
+            f"numbers.<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ul>"
+            + (f"What to change:<ul>{changes}</ul>" if changes else "")
+            + "</div>"
+        )
+    elif run["verdict"] == "warm":
+        parts.append(
+            f'<div class="verdict warm" role="alert"><b>{name}WARM CACHE</b> These numbers are better than those of an '
+            f"empty cache. {sentence} Sending was in time: {_sending(run)}.</div>"
         )
     elif not is_named:
-        sent = run["sending"]
-        rate = ""
-        if sent["achieved_rps"] and sent["due_rps"]:
-            deviation = abs(sent["achieved_rps"] / sent["due_rps"] - 1)
-            rate = f"; offered rate met to within {format_percent(deviation, 2)} (limit 1 %)"
-        parts.append(
-            f'<div class="verdict valid"><b>Valid run.</b> p99 send lag {format_ms(sent["lag_p99_ms"])} '
-            f"(limit {format_ms(sent['lag_limit_ms'])}){rate}.</div>"
-        )
+        parts.append(f'<div class="verdict valid"><b>Valid run.</b> {_sending(run)}.</div>')
     notes = [
-        *run["notes"],
+        *([sentence] if warm["state"] == "unknown" and sentence else []),
+        *(escape(note) for note in run["notes"]),
         *(["The run ended early; results up to then are kept."] if run["interrupted"] else []),
     ]
     if notes:
-        parts.append(f'<div class="verdict note"><b>{name}Note.</b> {" ".join(escape(note) for note in notes)}</div>')
+        parts.append(f'<div class="verdict note"><b>{name}Note.</b> {" ".join(notes)}</div>')
     return "".join(parts)
+
+
+def _sending(run: Mapping[str, Any]) -> str:
+    sent = run["sending"]
+    rate = ""
+    if sent["achieved_rps"] and sent["due_rps"]:
+        deviation = abs(sent["achieved_rps"] / sent["due_rps"] - 1)
+        rate = f"; offered rate met to within {format_percent(deviation, 2)} (limit 1 %)"
+    return f"p99 send lag {format_ms(sent['lag_p99_ms'])} (limit {format_ms(sent['lag_limit_ms'])}){rate}"
 
 
 def _tiles(run: Mapping[str, Any]) -> str:
@@ -132,13 +147,10 @@ def _tiles(run: Mapping[str, Any]) -> str:
     hits = run["prefix_hits"]
     if hits["achieved"] is not None:
         best = max(hits["best"].values(), default=None)
-        tiles.append(
-            (
-                "Prefix hits",
-                format_percent(hits["achieved"]),
-                f"best possible {format_percent(best)}" if best is not None else "of prompt tokens",
-            )
-        )
+        more = "of prompt tokens" if best is None else f"best possible {format_percent(best)}"
+        if run["warm_cache"]["state"] == "warm":
+            more = "warm cache: more than the plan allows"
+        tiles.append(("Prefix hits", format_percent(hits["achieved"]), more))
     cells = "".join(
         f'<div class="tile"><div class="name">{escape(name)}</div><div class="value">{value}</div>'
         f'<div class="more">{escape(more)}</div></div>'

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from loadgen.measure import request_metrics
+from loadgen.measure.remedies import remedies
 from loadgen.report import figures, groups, run_figures
 from loadgen.report.critical_path import mean_path
 from loadgen.report.run_view import RunView
@@ -76,8 +77,8 @@ def run_of(view: RunView) -> dict[str, Any]:
         "started_at": run.started_at,
         "duration_s": run.duration_s,
         "loadgen_version": run.version,
-        "valid": not view.invalid,
-        "invalid": list(view.invalid),
+        **_validity(view),
+        "offered_text": view.offered_text,
         "interrupted": run.interrupted,
         "notes": list(view.notes),
         "slos": {name: _slo(slo) for name, slo in view.rules.slos.items()},
@@ -117,6 +118,17 @@ def run_of(view: RunView) -> dict[str, Any]:
         "by_endpoint": groups.by(view, lambda record: record.endpoint or "(none)"),
         "by_worker": groups.workers(view),
         "errors": groups.errors(view.measures),
+    }
+
+
+def _validity(view: RunView) -> dict[str, Any]:
+    advice = remedies(view.result.run, view.result.records, view.rules) if view.invalid else ()
+    return {
+        "valid": not view.invalid,
+        "invalid": list(view.invalid),
+        "remedies": list(advice),
+        "warm_cache": view.cache.to_json(),
+        "verdict": view.verdict,
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadgen.measure.measures import Measures
+from loadgen.measure.prefix_hits import CacheVerdict
 from loadgen.measure.records_file import Result
 from loadgen.measure.request_metrics import OutcomeRules, why_invalid
 from loadgen.measure.summary import Summary, summarise
@@ -24,6 +25,8 @@ class RunView:
     - `name`: unique among the report's runs
     - `color`: CSS classes of its curves
     - `best_hits`: best possible prefix hit ratios by cache name
+    - `cache`: whether the prefix cache was warm when the run began
+    - `offered_text`: how the number of requests follows from the plan's rate; may be empty
     - `invalid`: the run's own reasons, or those that its records give under these SLOs
     """
 
@@ -36,8 +39,15 @@ class RunView:
     summary: Summary
     invalid: tuple[str, ...] = ()
     best_hits: Mapping[str, float] = field(default_factory=dict)
+    cache: CacheVerdict = field(default_factory=CacheVerdict)
+    offered_text: str = ""
     notes: tuple[str, ...] = ()
     workers: int | None = None
+
+    @property
+    def verdict(self) -> str:
+        """`invalid`, `warm` (a warm cache makes the numbers too good) or `valid`."""
+        return "invalid" if self.invalid else "warm" if self.cache.is_warm else "valid"
 
     @property
     def label(self) -> str:
@@ -53,8 +63,9 @@ def view(
     name: str = "",
     slos: Mapping[str, SloTarget] | None = None,
     best_hits: Mapping[str, float] | None = None,
+    cache: CacheVerdict | None = None,
+    offered_text: str = "",
     workers: int | None = None,
-    notes: tuple[str, ...] = (),
 ) -> RunView:
     """Prepare a run for a report. `slos` and `workers` replace the run's own."""
     run = result.run
@@ -70,7 +81,9 @@ def view(
         summary=summarise(measures),
         invalid=why_invalid(run, result.records, rules),
         best_hits=best_hits or {},
-        notes=(*result.notes, *notes),
+        cache=cache or CacheVerdict(),
+        offered_text=offered_text,
+        notes=result.notes,
         workers=workers or _workers(result, measures),
     )
 

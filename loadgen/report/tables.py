@@ -9,6 +9,11 @@ from typing import Any
 from loadgen.report.scales import format_ms, format_number, format_percent
 
 Run = Mapping[str, Any]
+VERDICTS = {
+    "valid": "yes",
+    "warm": '<span class="warm-text">WARM CACHE</span>',
+    "invalid": '<span class="invalid-text">INVALID</span>',
+}
 LATENCY_ROWS = ("ttft", "ttft_sent", "tpot", "itl", "tbt", "e2e", "e2e_sent", "normalised", "queue")
 
 
@@ -56,7 +61,7 @@ def runs(all_runs: Sequence[Run]) -> str:
                 *(format_ms(_value(run, metric, key)) for metric in ("ttft", "tpot") for key in ("p50_ms", "p99_ms")),
                 f"{format_number(steady.get('output_tokens_per_s'))} tok/s",
                 format_ms(run["sending"]["lag_p99_ms"]),
-                "yes" if run["valid"] else '<span class="invalid-text">INVALID</span>',
+                VERDICTS[run["verdict"]],
             ]
         )
     return table(head, rows)
@@ -173,6 +178,7 @@ def rates(run: Run) -> str:
         ("send lag p99", format_ms(sent["lag_p99_ms"])),
         ("send lag max", format_ms(sent["lag_max_ms"])),
         ("send lag limit (p99)", format_ms(sent["lag_limit_ms"])),
+        ("priority used", str(run["machine"].get("priority") or "not recorded")),
     ]
     work = []
     if through:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadgen.loadgen_errors import BadPlan, BadRecords, LoadgenError
+from loadgen.loadgen_errors import BadRecords, LoadgenError
+from loadgen.measure.prefix_hits import best_ratios, judge_cache
 from loadgen.measure.records_file import Result, read_result
-from loadgen.plan.cache_model import best_hits
-from loadgen.plan.plan_file import read_plan
+from loadgen.measure.result_plan import plan_of
+from loadgen.plan.drawn_rate import offered_text
+from loadgen.plan.plan import Plan
 from loadgen.report.csv_file import write_requests
 from loadgen.report.markdown import markdown
 from loadgen.report.page import page
@@ -38,7 +40,7 @@ def views_of(
     for number, (result, name, color) in enumerate(zip(results, unique_names(results), colors(results), strict=True)):
         if not result.records:
             raise BadRecords(f"{result.path}: no request has ended, so there is nothing to report")
-        hits, notes = best_prefix_hits(result, kv_tokens)
+        plan, why_no_plan = plan_of(result)
         overridden = override_slos(result.run.slos, slos) if slos else None
         found.append(
             view(
@@ -47,9 +49,12 @@ def views_of(
                 name=name,
                 color=color,
                 slos=overridden,
-                best_hits=hits,
+                best_hits=_best_hits(result, plan, kv_tokens),
+                cache=judge_cache(result.records, plan, why_no_plan),
+                offered_text=""
+                if plan is None
+                else offered_text(plan, "planned" if result.run.interrupted else "offered"),
                 workers=workers,
-                notes=notes,
             )
         )
     return found
@@ -78,36 +83,18 @@ def write_report(runs: Sequence[RunView], directory: Path, version: str = "") ->
     return [directory / name for name in ("report.html", "report.json", "requests.csv", "report.md")]
 
 
-def best_prefix_hits(result: Result, kv_tokens: int | None = None) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Return ({cache name: best possible hit ratio}, notes).
+def _best_hits(result: Result, plan: Plan | None, kv_tokens: int | None) -> dict[str, float]:
+    """Return the best possible prefix hit ratios by cache name.
 
-    The ratio covers exactly the requests whose hits the server reported, so that the two can be compared.
-    `kv_tokens` is the whole server's KV cache size and replaces what the run recorded. Empty if the server
-    reported no hits, or if the plan is missing or has texts.
+    `kv_tokens` is the whole server's KV cache size and replaces what the run recorded.
     """
-    reported = [
-        record for record in result.records if record.num_cached_tokens is not None and record.num_prompt_tokens
-    ]
-    path = result.plan_path
-    if not reported or path is None:
-        return {}, ()
-    try:
-        plan = read_plan(path)
-        server = result.run.server
-        block = server.get("block_size_tokens")
-        block = block if isinstance(block, int) and block > 0 else BLOCK_SIZE_TOKENS
-        capacity = kv_tokens or server.get("kv_tokens")
-        caches = {"plan's best, infinite cache": best_hits(plan, block_size_tokens=block)}
-        if isinstance(capacity, int) and capacity >= block:
-            caches[f"plan's best, LRU of {capacity:,} tokens"] = best_hits(
-                plan, block_size_tokens=block, capacity_tokens=capacity
-            )
-    except BadPlan as error:
-        return {}, (f"no best prefix hit ratio: {error}",)
-    if any(record.index >= len(plan.requests) for record in reported):
-        return {}, (f"{path.name} is not the plan of these records: it has only {len(plan.requests)} requests",)
-    ratios = {}
-    for name, use in caches.items():
-        prompt = sum(use.num_prompt_tokens[record.index] for record in reported)
-        ratios[name] = sum(use.num_cached_tokens[record.index] for record in reported) / prompt
-    return ratios, ()
+    if plan is None:
+        return {}
+    server = result.run.server
+    block, capacity = server.get("block_size_tokens"), kv_tokens or server.get("kv_tokens")
+    return best_ratios(
+        result.records,
+        plan,
+        block_size_tokens=block if isinstance(block, int) and block > 0 else BLOCK_SIZE_TOKENS,
+        capacity_tokens=capacity if isinstance(capacity, int) else None,
+    )

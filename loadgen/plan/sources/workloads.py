@@ -195,8 +195,10 @@ def simple_plan(
     slo: SloTarget | None = None,
     vocabulary: Vocabulary = DEFAULT_VOCABULARY,
 ) -> Plan:
-    """Return a plan of Poisson arrivals with random prompts of one length. Raises BadPlan if no request
-    arrives."""
+    """Return a plan of Poisson arrivals with random prompts of one length. Its name has the seed.
+
+    Raises BadPlan if no request arrives.
+    """
     times_s = poisson(draws.stream(seed, "arrivals"), rate_rps=rate_rps, until_s=seconds)
     if not len(times_s):
         raise EmptyPlan(
@@ -205,7 +207,7 @@ def simple_plan(
         )
     requests = random_prompts(times_s, inputs=Fixed(input_tokens), outputs=Fixed(output_tokens), seed=seed)
     return Plan(
-        name=f"{rate_rps:g}rps-{input_tokens}in-{output_tokens}out",
+        name=f"{rate_rps:g}rps-{input_tokens}in-{output_tokens}out-seed{seed}",
         seed=seed,
         vocabulary=vocabulary,
         requests=tuple(requests),

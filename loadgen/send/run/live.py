@@ -36,6 +36,7 @@ class LiveView:
         self._is_quiet = is_quiet
         self._is_terminal = sys.stderr.isatty() and not is_quiet
         self._phase = ""
+        self._warning = ""
         self._live: Any = None
         self._plain_s = 0.0
         self._last = Counts()
@@ -80,6 +81,15 @@ class LiveView:
         elif not self._is_quiet and now_s() - self._plain_s >= PLAIN_EVERY_S:
             self._plain_s = now_s()
             self._print(self._line())
+
+    def warn(self, text: str) -> None:
+        """Keep the panel on the terminal with an amber warning; without a terminal, print it."""
+        self._warning, self._phase = text, "ended"
+        if self._live is not None:
+            self._live.transient = False
+            self._live.update(self._picture(), refresh=True)
+        elif not self._is_quiet:
+            self._print(text)
 
     # Internals.
 
@@ -152,6 +162,8 @@ class LiveView:
             )
         for error, count in counts.errors.most_common(3):
             table.add_row("error", Text(f"{count} × {error}", style="red", no_wrap=True, overflow="ellipsis"))
+        if self._warning:
+            table.add_row("warning", Text(self._warning, style="bold yellow"))
         return Panel(table, title=self._title, subtitle=self._phase, title_align="left", subtitle_align="right")
 
 

@@ -30,19 +30,33 @@ class Priority(StrEnum):
 
 
 def raise_priority(wanted: Priority) -> str:
-    """Raise this process's priority. Returns what was granted, as text."""
+    """Raise this process's priority. Returns what was granted and what was not permitted, as text."""
     if wanted is Priority.NORMAL:
         return "normal"
     if wanted is Priority.REALTIME and _realtime():
         return "realtime"
-    granted = [f"slice {SLICE_S * 1e3:g} ms"] if _short_slice() else []
-    with contextlib.suppress(OSError):
+    return granted_text(wanted, has_slice=_short_slice(), is_nice=_nice())
+
+
+def granted_text(wanted: Priority, *, has_slice: bool, is_nice: bool) -> str:
+    """Return a text such as `high (slice 0.1 ms, nice -10)` for a priority below real time."""
+    granted = [f"slice {SLICE_S * 1e3:g} ms"] if has_slice else []
+    granted += [f"nice {_NICE}"] if is_nice else []
+    denied = ["realtime not permitted"] if wanted is Priority.REALTIME else []
+    denied += [] if is_nice else ["nice not permitted"]
+    return f"{'high' if granted else 'normal'} ({', '.join([*granted, *denied])})"
+
+
+def _nice() -> bool:
+    try:
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
-        granted.append(f"nice {_NICE}")
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):
         # With autogroups, niceness applies within a session. This process has its own session, so its
         # autogroup needs the niceness too.
         Path("/proc/self/autogroup").write_text(str(_NICE), encoding="ascii")
-    return ", ".join(granted) or "normal"
+    return True
 
 
 def _realtime() -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from loadgen import machine
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.measure import request_metrics
+from loadgen.measure.prefix_hits import CacheVerdict, judge_cache
 from loadgen.measure.records import Record, RunInfo
 from loadgen.measure.records_file import RECORDS, RUN, RecordWriter, part_of, read_records, write_run
 from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome
@@ -63,12 +64,17 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRun:
-    """A run that has ended, as stored in its directory. `notes` are remarks that do not make it invalid."""
+    """A run that has ended, as stored in its directory.
+
+    - `cache`: whether its prefix cache was warm at the start
+    - `notes`: remarks that do not make it invalid
+    """
 
     run: RunInfo
     records: Sequence[Record]
     rules: OutcomeRules
     ended: ProcessesResult
+    cache: CacheVerdict
     notes: tuple[str, ...] = ()
 
     @property
@@ -124,6 +130,7 @@ def run(spec: RunSpec, view: ProgressView, enough: StopCondition = lambda _: Fal
         records=records,
         rules=rules,
         ended=ended,
+        cache=judge_cache(records, spec.plan),
         notes=(*first.notes, *notes),
     )
     write_run(spec.out, finished.run)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from loadgen.measure.prefix_hits import CacheState, judge_cache
 from loadgen.measure.request_metrics import RequestOutcome
 from loadgen.measure.timeline import Stages
 from loadgen.plan.plan import Plan, PlannedRequest
@@ -37,21 +38,25 @@ def one_after_the_other() -> Plan:
     return plan(*map(nth, range(len(PROMPTS))))
 
 
-async def through(protocol: str) -> Measured:
+async def through(protocol: str) -> tuple[Measured, Measured]:
+    """Run the plan twice on a fresh cluster."""
     settings = {"device": "emulated", "emulated_costs": "step=2ms,prefill_token=20us"}
     async with process_cluster(prefill=1, decode=1, transfer="nixl", **settings) as cluster:
         url = cluster.url if protocol == "http" else cluster.grpc_address
         target = Target(urls=(url,), model=Path(cluster.settings["model"]).name, dialect="baton", protocol=protocol)
-        return await measure(one_after_the_other(), target)
+        return await measure(one_after_the_other(), target), await measure(one_after_the_other(), target)
 
 
 async def test_http_and_grpc_give_the_same_tokens_and_cache_hits() -> None:
-    http, grpc = await through("http"), await through("grpc")
+    (http, http_again), (grpc, grpc_again) = await through("http"), await through("grpc")
     for run in (http, grpc):
+        assert judge_cache(run.records, one_after_the_other()).state is CacheState.COLD
         assert run.outcomes == [RequestOutcome.GOOD] * len(PROMPTS)
         ends = [(record.sent_s, record.ended_s) for record in run.records]
         assert all(ended_s <= sent_s for (_, ended_s), (sent_s, _) in pairwise(ends)), "none overlap"
         assert all(Stages.of(record.timeline).is_handed_off for record in run.records)
+    for run in (http_again, grpc_again):
+        assert judge_cache(run.records, one_after_the_other()).state is CacheState.WARM
     assert [record.token_ids for record in http.records] == [record.token_ids for record in grpc.records]
     cached = [record.num_cached_tokens for record in http.records]
     assert cached == [record.num_cached_tokens for record in grpc.records]

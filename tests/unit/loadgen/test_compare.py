@@ -12,11 +12,13 @@ from click.testing import CliRunner
 
 from loadgen.commands.compare_command import command
 from loadgen.measure.compare import Change, ComparisonVerdict, NotComparable, RegressionBound, compare, regressions
+from loadgen.measure.prefix_hits import CacheVerdict
 from loadgen.measure.records import Record
 from loadgen.measure.records_file import RECORDS, Result, read_result, to_json
+from loadgen.measure.result_plan import cache_of
 from loadgen.measure.stats import Interval
 from tests.loadgen_builders import record, refused, rules, run
-from tests.loadgen_synthetic import write_result
+from tests.loadgen_synthetic import warm, write_result
 
 
 def answer(index: int, ttft: float, gap: float = 0.1) -> Record:
@@ -207,6 +209,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "other": write_result(root / "other", rate=5, seconds=20, seed=2),
         "late": write_result(root / "late", rate=5, seconds=20, lag_s=0.01),
         "refusing": refusing(write_result(root / "refusing", rate=5, seconds=20)),
+        "warm fast": warm(write_result(root / "warm fast", rate=5, seconds=20)),
+        "warm slow": warm(write_result(root / "warm slow", rate=5, seconds=20, speed=0.8)),
     }
 
 
@@ -223,6 +227,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("fast", "refusing", ["--fail-if", "ttft_p99 > +5%"], 2),
         ("fast", "refusing", ["--fail-if", "ttft_p99 > +5%", "--fail-if", "attainment < -1pp"], 1),
         ("fast", "late", [], 2),
+        ("slow", "warm fast", [], 2),
+        ("slow", "warm fast", ["--allow-warm"], 0),
+        ("fast", "warm fast", [], 2),
+        ("fast", "warm slow", [], 1),
+        ("warm fast", "slow", [], 2),
+        ("warm fast", "slow", ["--allow-warm"], 1),
+        ("warm fast", "slow", ["--max-regression", "900%"], 0),
+        ("warm slow", "fast", [], 0),
+        ("slow", "warm fast", ["--fail-if", "tpot_p50 > +5%"], 2),
+        ("slow", "warm fast", ["--fail-if", "tpot_p50 > +5%", "--allow-warm"], 0),
+        ("warm fast", "slow", ["--fail-if", "tpot_p50 > +5%"], 2),
+        ("warm fast", "slow", ["--fail-if", "tpot_p50 > +500%"], 0),
         ("fast", "fast", ["--max-regression", "lots"], 2),
     ],
 )
@@ -235,6 +251,29 @@ def test_exit_code_follows_from_thresholds_and_verdicts(
         assert "regression: " in found.output
     if after == "late":
         assert "INVALID" in found.output
+    assert ("warm cache: " in found.output) == ("warm" in before + after)
+
+
+def test_warm_run_is_not_called_better_nor_the_other_worse(runs: dict[str, Path]) -> None:
+    def verdicts(before: str, after: str, **changes: Any) -> set[ComparisonVerdict]:
+        sides = (read_result(runs[before]), read_result(runs[after]))
+        found = compare(*sides, caches=(cache_of(sides[0]), cache_of(sides[1])), **changes)
+        return {change.verdict for change in found.changes}
+
+    assert ComparisonVerdict.BETTER in verdicts("slow", "fast")
+    assert verdicts("slow", "warm fast").isdisjoint({ComparisonVerdict.BETTER})
+    assert ComparisonVerdict.WARM in verdicts("slow", "warm fast")
+    assert verdicts("warm fast", "slow").isdisjoint({ComparisonVerdict.WORSE})
+    assert ComparisonVerdict.WORSE in verdicts("fast", "warm slow"), "slower in spite of its warm cache"
+    assert ComparisonVerdict.BETTER in verdicts("warm slow", "fast"), "faster than even a warm run"
+    assert ComparisonVerdict.BETTER in verdicts("slow", "warm fast", allow_warm=True)
+
+
+def test_unknown_caches_are_noted_once(runs: dict[str, Path]) -> None:
+    sides = (read_result(runs["fast"]), read_result(runs["slow"]))
+    unknown = CacheVerdict(why="the plan is a text")
+    found = compare(*sides, caches=(unknown, unknown))
+    assert found.notes == ("fast and slow: not known whether the cache was warm: the plan is a text",)
 
 
 def test_different_plans_end_the_command_with_an_error(runs: dict[str, Path]) -> None:

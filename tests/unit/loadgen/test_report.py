@@ -23,7 +23,7 @@ from loadgen.report.write import views_of, write_report
 from loadgen.slo_target import BadSlo, SloTarget
 from tests.loadgen_builders import record, refused, run
 from tests.loadgen_report_page import Page, points_of, spans_of, tolerance
-from tests.loadgen_synthetic import write_result
+from tests.loadgen_synthetic import warm, write_result
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,46 @@ def test_invalid_run_is_marked_in_every_format(several: Written, single: Written
     invalid = next(one for one in several.data["runs"] if not one["valid"])
     assert {row["run"] for row in rows if row["valid"] == "no"} == {invalid["name"]}
     assert sum(row["valid"] == "no" for row in rows) == invalid["offered"]
+
+
+def test_warm_cache_is_marked_in_every_format(tmp_path: Path) -> None:
+    warm_run = warm(write_result(tmp_path / "warm", rate=5, seconds=6))
+    written = Written.of([warm_run], warm_run)
+    jsonschema.validate(written.data, json.loads(schema()), cls=jsonschema.Draft202012Validator)
+    (run_data,) = written.data["runs"]
+    assert (run_data["valid"], run_data["verdict"], run_data["warm_cache"]["state"]) == (True, "warm", "warm")
+    hits = run_data["warm_cache"]
+    assert hits["hit_tokens"] > hits["allowed_tokens"] > 0
+    assert 'class="verdict warm" role="alert"><b>WARM CACHE</b>' in written.html
+    assert "Valid run" not in written.html, "one box for both"
+    assert "**Warm cache: " in (warm_run / "report.md").read_text()
+    found = CliRunner().invoke(command, [str(warm_run)])
+    assert "warm cache: " in found.output
+    cold = write_result(tmp_path / "cold", rate=5, seconds=6)
+    both = Written.of([warm_run, cold], tmp_path / "both")
+    assert [one["verdict"] for one in both.data["runs"]] == ["warm", "valid"]
+    assert '<span class="warm-text">WARM CACHE</span>' in both.html
+    assert "**WARM CACHE**" in (tmp_path / "both" / "report.md").read_text()
+
+
+def test_invalid_run_with_a_warm_cache_says_both_in_one_box(tmp_path: Path) -> None:
+    result = warm(write_result(tmp_path / "r", rate=5, seconds=6, lag_s=0.01))
+    written = Written.of([result], result)
+    (run_data,) = written.data["runs"]
+    assert (run_data["verdict"], written.page.alerts) == ("invalid", 1)
+    box = written.html[written.html.index("INVALID RUN") :].partition("</div>")[0]
+    assert "warm cache: " in box
+    assert run_data["remedies"][0] in box
+    assert f"Change: {run_data['remedies'][0]}" in (result / "report.md").read_text()
+
+
+def test_unknown_cache_is_noted_once(tmp_path: Path) -> None:
+    result = small(tmp_path / "r", record(0, num_cached_tokens=None))
+    written = Written.of([result], result)
+    assert written.data["runs"][0]["warm_cache"]["state"] == "unknown"
+    html = re.sub(r"<script.*?</script>", "", written.html, flags=re.DOTALL).lower()
+    assert html.count("not known whether the cache was warm") == 1
+    assert (result / "report.md").read_text().lower().count("not known whether the cache was warm") == 1
 
 
 def test_csv_has_every_request(single: Written) -> None:

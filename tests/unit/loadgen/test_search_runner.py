@@ -230,8 +230,9 @@ def test_last_line_has_the_capacity() -> None:
     ]
     below, _ = search(Server(), limits=Limits(start_rps=40.0, min_rps=30.0))
     assert lines(below)[0].startswith("capacity below 30 req/s at 90 % joint attainment")
-    stopped, _ = search(Server(before=lambda number, trial: replace(trial, invalid=("late",)) if number > 4 else trial))
-    assert lines(stopped)[0].startswith("stopped: 3 trials in a row were invalid")
+    late = {"invalid": ("late",), "remedies": ("--processes 2: busy",)}
+    stopped, _ = search(Server(before=lambda number, trial: replace(trial, **late) if number > 4 else trial))
+    assert lines(stopped)[0] == "stopped: 3 trials in a row were invalid: late; change --processes 2: busy"
     assert lines(stopped)[1].startswith("capacity unknown at 90 % joint attainment: ")
 
 
