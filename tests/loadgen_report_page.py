@@ -27,16 +27,18 @@ REFERENCE_ATTRIBUTES = (
 
 
 @dataclass
-class Figure:
-    """A figure: the attributes of its SVG and the elements of each series or row."""
+class Drawing:
+    """An SVG: its attributes and the elements of each series or row."""
 
     svg: Attributes = field(default_factory=dict)
     groups: list[tuple[Attributes, list[tuple[str, Attributes]]]] = field(default_factory=list)
-    title: str = ""
 
 
 class Page(HTMLParser):
-    """A parsed page. `references` are the targets of all attributes; `data` is the embedded JSON."""
+    """A parsed page. `references` are the targets of all attributes; `data` is the embedded JSON.
+
+    `figures` has the drawings of each figure. A wide figure has two: one for wide and one for narrow screens.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -44,10 +46,10 @@ class Page(HTMLParser):
         self.styles: list[str] = []
         self.scripts: list[str] = []
         self.tags: list[str] = []
-        self.figures: dict[str, Figure] = {}
+        self.figures: dict[str, list[Drawing]] = {}
         self.alerts = 0
         self.data: Any = None
-        self._figure: Figure | None = None
+        self._figure: list[Drawing] | None = None
         self._raw: tuple[str, Attributes] | None = None
         self.feed(text)
         self.close()
@@ -61,7 +63,7 @@ class Page(HTMLParser):
         self.alerts += found.get("role") == "alert"
         self._raw = (tag, found) if tag in ("script", "style") else None
         if tag == "figure":
-            self._figure = self.figures[found["data-figure"]] = Figure()
+            self._figure = self.figures[found["data-figure"]] = []
         elif self._figure is not None:
             self._draw(self._figure, tag, found)
 
@@ -83,17 +85,17 @@ class Page(HTMLParser):
         else:
             self.scripts.append(data)
 
-    def _draw(self, figure: Figure, tag: str, attributes: Attributes) -> None:
+    def _draw(self, figure: list[Drawing], tag: str, attributes: Attributes) -> None:
         kind = attributes.get("class", "").split()
         if tag == "svg":
-            figure.svg = attributes
+            figure.append(Drawing(svg=attributes))
         elif tag == "g" and ("series" in kind or "line-row" in kind):
-            figure.groups.append((attributes, []))
-        elif tag in ("path", "circle", "rect") and figure.groups:
-            figure.groups[-1][1].append((tag, attributes))
+            figure[-1].groups.append((attributes, []))
+        elif tag in ("path", "circle", "rect") and figure and figure[-1].groups:
+            figure[-1].groups[-1][1].append((tag, attributes))
 
 
-def points_of(figure: Figure, number: int) -> list[tuple[float, float]]:
+def points_of(figure: Drawing, number: int) -> list[tuple[float, float]]:
     """Return the numbers that a series' line or dots represent."""
     to_x, to_y = _axis_value(figure, "data-x", 0, 2), _axis_value(figure, "data-y", 3, 1)
     _, elements = figure.groups[number]
@@ -105,7 +107,7 @@ def points_of(figure: Figure, number: int) -> list[tuple[float, float]]:
     return [(to_x(float(x)), to_y(float(y))) for x, y in pairs]
 
 
-def spans_of(figure: Figure, number: int) -> list[tuple[float, float]]:
+def spans_of(figure: Drawing, number: int) -> list[tuple[float, float]]:
     """Return (from, to) of each bar of a row."""
     to_x = _axis_value(figure, "data-x", 0, 2)
     _, elements = figure.groups[number]
@@ -113,7 +115,7 @@ def spans_of(figure: Figure, number: int) -> list[tuple[float, float]]:
     return [(to_x(float(bar["x"])), to_x(float(bar["x"]) + float(bar["width"]))) for bar in bars]
 
 
-def _axis_value(figure: Figure, name: str, start: int, end: int) -> Any:
+def _axis_value(figure: Drawing, name: str, start: int, end: int) -> Any:
     """Return the function from a coordinate to the value on the axis."""
     edges = [float(edge) for edge in figure.svg["data-frame"].split()]
     low, high, kind = figure.svg[name].split()

@@ -14,6 +14,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     """Return the report as Markdown."""
     runs = report["runs"]
     parts = [f"# loadgen: {_cell(runs[0]['name']) if len(runs) == 1 else f'{len(runs)} runs'}"]
+    parts.append(_cell(report["headline"]))
     if len(runs) > 1:
         parts.append(_overview(runs))
     parts += [_run(run, is_only=len(runs) == 1) for run in runs]

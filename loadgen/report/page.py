@@ -9,9 +9,12 @@ from importlib import resources
 from typing import Any
 
 from loadgen.report import tables
-from loadgen.report.scales import format_ms, format_number, format_percent
-from loadgen.report.svg import draw, legend
+from loadgen.report.drawing.svg import draw, legend
+from loadgen.report.scales import format_ms, format_percent
+from loadgen.report.tiles import tiles
 
+MOST_PLANS = 4
+"""Most plans named at the top."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """Content security policy: the browser loads nothing from outside of the file."""
 
@@ -23,18 +26,18 @@ def page(report: Mapping[str, Any]) -> str:
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
     body = [
         _head(runs, title),
+        f'<p class="headline">{escape(report["headline"])}</p>',
         *(_verdict(run, len(runs) > 1) for run in runs),
-        _tiles(runs[0]) if len(runs) == 1 else tables.runs(runs),
-        _section("Outcome", _figures(figures, ["outcomes", "goodput-rate", "attainment-rate"])),
+        tiles(runs[0]) if len(runs) == 1 else tables.runs(runs),
+        _section("Outcome", _figures(figures, ["outcomes", "attainment-scale", "attainment-rate", "goodput-rate"])),
         _section(
-            "SLO attainment",
-            _figures(figures, ["attainment-scale", "attainment-ttft", "attainment-tpot", "attainment-e2e"]),
+            "Latency",
+            _figures(figures, ["attainment-ttft", "attainment-tpot", "cdf-itl", "attainment-e2e"]) + _latencies(runs),
         ),
-        _section("Latency", _figures(figures, ["cdf-ttft", "cdf-tpot", "cdf-itl", "cdf-e2e"]) + _latencies(runs)),
         _section(
             "Inside the server",
             _figures(
-                figures, ["path-runs", *(["head-0", "path-0"] if len(runs) == 1 else []), "handoff", "prefix-hits"]
+                figures, ["path-runs", *(["path-0", "head-0"] if len(runs) == 1 else []), "handoff", "prefix-hits"]
             ),
         ),
         *(_run(number, run, figures, is_only=len(runs) == 1) for number, run in enumerate(runs)),
@@ -58,15 +61,17 @@ def page(report: Mapping[str, Any]) -> str:
 def _head(runs: Sequence[Mapping[str, Any]], title: str) -> str:
     hashes = list(dict.fromkeys(run["plan_hash"] for run in runs))
     where = ", ".join(dict.fromkeys(f"{run['model']} at {run['url']} over {run['protocol']}" for run in runs))
-    plans = ", ".join(f"<code>{escape(plan_hash[:16])}</code>" for plan_hash in hashes[:6]) + (
-        " …" if len(hashes) > 6 else ""
+    plans = ", ".join(f"<code>{escape(plan_hash[:16])}</code>" for plan_hash in hashes[:MOST_PLANS]) + (
+        " …" if len(hashes) > MOST_PLANS else ""
     )
     started = runs[0]["started_at"] if len(runs) == 1 else f"{min(run['started_at'] for run in runs)} and later"
-    name = " · ".join(dict.fromkeys(str(run["plan_name"]) for run in runs if run["plan_name"]))
+    names = list(dict.fromkeys(str(run["plan_name"]) for run in runs if run["plan_name"]))
+    name = " · ".join(names[:MOST_PLANS]) + (f" and {len(names) - MOST_PLANS} more" if len(names) > MOST_PLANS else "")
+    offered = f" · {runs[0]['offered_text']}" if len(runs) == 1 and runs[0]["offered_text"] else ""
     return (
         f'<header><div class="eyebrow">loadgen report</div><h1>{escape(title)}</h1><p class="lead">{escape(where)}</p>'
         f'<p class="small">started {escape(started)} · plan{"s" if len(hashes) > 1 else ""} {escape(name)} '
-        f"{plans}</p></header>"
+        f"{plans}{escape(offered)}</p></header>"
     )
 
 
@@ -114,56 +119,6 @@ def _sending(run: Mapping[str, Any]) -> str:
     return f"p99 send lag {format_ms(sent['lag_p99_ms'])} (limit {format_ms(sent['lag_limit_ms'])}){rate}"
 
 
-def _tiles(run: Mapping[str, Any]) -> str:
-    joint, goodput, latency = run["attainment"]["joint"], run["goodput_rps"], run["latency"]
-    tiles = [
-        (
-            "SLO attainment",
-            format_percent(joint["share"]),
-            f"{format_percent(joint['low'])} to {format_percent(joint['high'])}",
-        ),
-        (
-            "Goodput",
-            f"{format_number(goodput['value'])} <small>requests/s</small>" if goodput else "–",
-            f"of {format_number(run['offered_rps'])} offered"
-            + (
-                f" · {format_number(run['goodput_rps_per_worker'])} per worker" if run["goodput_rps_per_worker"] else ""
-            ),
-        ),
-    ]
-    for metric in ("ttft", "tpot"):
-        if metric in latency:
-            p50, p99 = (latency[metric][key]["value"] for key in ("p50_ms", "p99_ms"))
-            tiles.append((f"{metric.upper()} p50", _with_unit(p50), f"p99 {format_ms(p99)}"))
-    if run["throughput"]:
-        steady = run["throughput"]["steady"]
-        tiles.append(
-            (
-                "Output",
-                f"{format_number(steady['output_tokens_per_s'])} <small>tokens/s</small>",
-                f"{format_number(steady['requests_per_s'])} responses/s, steady window",
-            )
-        )
-    hits = run["prefix_hits"]
-    if hits["achieved"] is not None:
-        best = max(hits["best"].values(), default=None)
-        more = "of prompt tokens" if best is None else f"best possible {format_percent(best)}"
-        if run["warm_cache"]["state"] == "warm":
-            more = "warm cache: more than the plan allows"
-        tiles.append(("Prefix hits", format_percent(hits["achieved"]), more))
-    cells = "".join(
-        f'<div class="tile"><div class="name">{escape(name)}</div><div class="value">{value}</div>'
-        f'<div class="more">{escape(more)}</div></div>'
-        for name, value, more in tiles
-    )
-    return f'<div class="tiles">{cells}</div>'
-
-
-def _with_unit(value_ms: float | None) -> str:
-    number, _, unit = format_ms(value_ms).partition(" ")
-    return f"{number} <small>{unit}</small>"
-
-
 def _section(title: str, inside: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{inside}</section>" if inside else ""
 
@@ -191,7 +146,7 @@ def _latencies(runs: Sequence[Mapping[str, Any]]) -> str:
 def _run(number: int, run: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]], *, is_only: bool) -> str:
     """Return the sections of one run. With several runs, each can be collapsed."""
     over_time = _figures(figures, [f"{name}-{number}" for name in ("rates", "in-flight", "ttft-time")])
-    single = _figures(figures, [f"waterfall-{number}", *([] if is_only else [f"head-{number}", f"path-{number}"])])
+    single = _figures(figures, [f"waterfall-{number}", *([] if is_only else [f"path-{number}", f"head-{number}"])])
     parts = [
         ("Over time", over_time),
         ("Single requests", single),

@@ -44,8 +44,11 @@
       }
       return low > 0 && Math.abs(points[low - 1][0] - value) < Math.abs(points[low][0] - value) ? points[low - 1] : points[low];
     };
+    const groups = [...svg.querySelectorAll(".series")];
+    const named = (target) => figure.series[groups.indexOf(target.closest(".series"))].names[target.dataset.point];
     svg.addEventListener("pointermove", (event) => {
-      if (event.target.dataset.tip) { line.removeAttribute("d"); return show(event, event.target.dataset.tip); }
+      const text = event.target.dataset.point ? named(event.target) : event.target.dataset.tip;
+      if (text) { line.removeAttribute("d"); return show(event, text); }
       const box = svg.getBoundingClientRect();
       const x = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
       if (x < left || x > right) { line.removeAttribute("d"); return hide(); }
@@ -54,28 +57,29 @@
       if (!rows.length) return hide();
       const at = toShare(nearest(rows[0].points, value)[0]);
       line.setAttribute("d", `M${left + Math.min(1, Math.max(0, at)) * (right - left)} ${top}V${bottom}`);
-      const text = rows.map((series) => {
+      const lines = rows.map((series) => {
         const point = nearest(series.points, value);
         return `${series.name}: ${written(point[1], figure.y.unit)} at ${written(point[0], axis.unit)}`;
       });
-      show(event, text.join("\n"));
+      show(event, lines.join("\n"));
     });
     svg.addEventListener("pointerleave", () => { line.removeAttribute("d"); hide(); });
   };
 
   for (const element of document.querySelectorAll("figure[data-figure]")) {
     const figure = figures.get(element.dataset.figure);
-    const svg = element.querySelector("svg");
-    if (figure.kind === "lines") {
-      crosshair(svg, figure);
-    } else {
-      svg.addEventListener("pointermove", (event) => (event.target.dataset.tip ? show(event, event.target.dataset.tip) : hide()));
-      svg.addEventListener("pointerleave", hide);
+    for (const svg of element.querySelectorAll("svg")) {
+      if (figure.kind === "lines") {
+        crosshair(svg, figure);
+      } else {
+        svg.addEventListener("pointermove", (event) => (event.target.dataset.tip ? show(event, event.target.dataset.tip) : hide()));
+        svg.addEventListener("pointerleave", hide);
+      }
     }
     for (const key of element.querySelectorAll(".key")) {
       key.addEventListener("click", () => {
         const isOff = key.classList.toggle("off");
-        for (const part of svg.querySelectorAll(`[data-series="${key.dataset.series}"]`)) part.classList.toggle("is-off", isOff);
+        for (const part of element.querySelectorAll(`svg [data-series="${key.dataset.series}"]`)) part.classList.toggle("is-off", isOff);
       });
     }
   }

@@ -14,8 +14,11 @@ import numpy as np
 
 from loadgen.measure import request_metrics
 from loadgen.measure.remedies import remedies
-from loadgen.report import figures, groups, run_figures
+from loadgen.report import groups
 from loadgen.report.critical_path import mean_path
+from loadgen.report.drawing import figures, run_figures
+from loadgen.report.headline import headline
+from loadgen.report.misses import misses
 from loadgen.report.run_view import RunView
 from loadgen.slo_target import SloTarget
 
@@ -45,11 +48,13 @@ DEFINITIONS = {
 
 def report_of(runs: Sequence[RunView], version: str = "") -> dict[str, Any]:
     """Return the report of the runs. It is valid by `schema()` and contains no NaN or infinity."""
+    entries = [run_of(run) for run in runs]
     found = {
         "loadgen_report": FORMAT,
         "version": version,
+        "headline": headline(entries),
         "definitions": DEFINITIONS,
-        "runs": [run_of(run) for run in runs],
+        "runs": entries,
         "figures": [*figures.across_runs(runs), *(figure for run in runs for figure in run_figures.of_run(run))],
     }
     cleaned: dict[str, Any] = _clean(found)
@@ -91,6 +96,7 @@ def run_of(view: RunView) -> dict[str, Any]:
         "server": dict(run.server),
         "offered": summary.offered,
         "outcomes": {str(outcome): count for outcome, count in summary.outcomes.items()},
+        "misses": misses(view),
         "attainment": {name: share.to_json() for name, share in summary.attainment.items()},
         "offered_rps": summary.offered_rps,
         "goodput_rps": goodput.to_json() if goodput else None,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from loadgen.report.configuration import format_bytes, pairs
 from loadgen.report.scales import format_ms, format_number, format_percent
 
 Run = Mapping[str, Any]
@@ -14,6 +15,8 @@ VERDICTS = {
     "warm": '<span class="warm-text">WARM CACHE</span>',
     "invalid": '<span class="invalid-text">INVALID</span>',
 }
+IN_RUN = ("model", "protocol", "urls", "warmup", "processes", "slo")
+"""Options whose effective values are among the facts about the run."""
 LATENCY_ROWS = ("ttft", "ttft_sent", "tpot", "itl", "tbt", "e2e", "e2e_sent", "normalised", "queue")
 
 
@@ -139,7 +142,7 @@ def workers(run: Run) -> str:
             _share(one["attainment"]["joint"]),
             _per_s(one["goodput_rps"]),
             *(_spread(one[key], q) for key in ("handoff_ms", "tpot_ms") for q in ("p50", "p99")),
-            f"{format_number(one['kv_bytes'] / 1e6)} MB",
+            format_bytes(one["kv_bytes"]),
             format_number(one["output_tokens"]),
         ]
         for one in run["by_worker"]
@@ -193,26 +196,26 @@ def rates(run: Run) -> str:
     prompts = run["prompts"]
     if prompts["requests"]:
         work += [
-            ("prompt tokens, planned", str(prompts["planned_tokens"])),
-            ("counted by the server", f"{prompts['counted_tokens']} ({prompts['deviation']:+.2%})"),
+            ("prompt tokens, planned", f"{prompts['planned_tokens']:,}"),
+            ("counted by the server", f"{prompts['counted_tokens']:,} ({prompts['deviation']:+.2%})"),
         ]
     inside = [
         ("prefix hits", format_percent(hits["achieved"])),
         *((name, format_percent(ratio)) for name, ratio in hits["best"].items()),
         (
             "cached of prompt tokens",
-            f"{hits['cached_tokens']} of {hits['prompt_tokens']}" if hits["requests"] else "not reported",
+            f"{hits['cached_tokens']:,} of {hits['prompt_tokens']:,}" if hits["requests"] else "not reported",
         ),
-        *((f"cached in {tier}", str(tokens)) for tier, tokens in hits["by_tier"].items()),
+        *((f"cached in {tier}", f"{tokens:,}") for tier, tokens in hits["by_tier"].items()),
     ]
     if handoff:
         inside += [
             ("requests handed off", str(handoff["requests"])),
             ("handoff p50", _spread(handoff["cost_ms"], "p50")),
             ("handoff p99", _spread(handoff["cost_ms"], "p99")),
-            ("KV read", f"{format_number(handoff['kv_bytes'] / 1e6)} MB"),
+            ("KV read", format_bytes(handoff["kv_bytes"])),
             ("of that before the end of prefill", format_percent(handoff["early_share"])),
-            ("read throughput", f"{format_number((handoff['bytes_per_s'] or 0) / 1e6)} MB/s"),
+            ("read throughput", f"{format_bytes(handoff['bytes_per_s'] or 0)}/s"),
         ]
     for metric in ("ttft", "tpot"):
         reported = run[f"predicted_to_actual_{metric}"]
@@ -235,25 +238,26 @@ _WORDS = {
 
 
 def configuration(run: Run) -> str:
-    """Return the tables of run, flags, machine and server."""
+    """Return the tables of run, options, machine and server."""
     facts = {
         key: run[key]
         for key in ("plan_hash", "plan_name", "url", "protocol", "model", "started_at", "duration_s", "processes")
     }
     facts |= {key: run[key] for key in ("warmup_requests", "ignore_eos", "loadgen_version")}
+    facts["slos"] = {name: slo for name, slo in run["slos"].items() if slo}
     facts |= {
         f"recheck: {key}": len(value) if isinstance(value, list) else value for key, value in run["check"].items()
     }
     boxes = [
-        _pairs(_flat(data), name)
+        _pairs(pairs(data), name)
         for name, data in (
-            ("run", facts),
-            ("flags", run["flags"]),
-            ("machine", run["machine"]),
-            ("server", run["server"]),
+            ("Run", facts),
+            ("Options", {key: value for key, value in run["flags"].items() if key not in IN_RUN}),
+            ("Machine", {"priority used" if key == "priority" else key: one for key, one in run["machine"].items()}),
+            ("Server", run["server"]),
         )
     ]
-    return f'<div class="pairs">{"".join(boxes)}</div>'
+    return f'<div class="pairs configuration">{"".join(boxes)}</div>'
 
 
 def definitions(reported: Mapping[str, str]) -> str:
@@ -268,16 +272,6 @@ def _pairs(pairs: Sequence[tuple[str, str]], title: str = "") -> str:
     head = f'<thead><tr><th colspan="2">{escape(title)}</th></tr></thead>' if title else ""
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in pairs)
     return f'<div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div>'
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            found += _flat(value, f"{prefix}{key}.")
-        else:
-            found.append((f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
-    return found
 
 
 def _share(share: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from loadgen.measure.records import Record
 from loadgen.measure.records_file import RecordWriter, write_run
 from loadgen.measure.request_metrics import RequestOutcome
 from loadgen.report.critical_path import STAGES
-from loadgen.report.figures import attainment_by_rate, goodput_by_rate
+from loadgen.report.drawing.figures import attainment_by_rate, goodput_by_rate
 from loadgen.report.report_json import schema
 from loadgen.report.write import views_of, write_report
 from loadgen.slo_target import BadSlo, SloTarget
 from tests.loadgen_builders import record, refused, run
-from tests.loadgen_report_page import Page, points_of, spans_of, tolerance
+from tests.loadgen_report_page import Drawing, Page, points_of, spans_of, tolerance
 from tests.loadgen_synthetic import warm, write_result
 
 
@@ -118,21 +119,27 @@ def test_every_figure_is_drawn_from_the_json(name: str, request: pytest.FixtureR
     drawn = written.page.figures
     assert sorted(drawn) == sorted(figure["id"] for figure in written.data["figures"])
     for figure in written.data["figures"]:
-        rows = figure["series"] if figure["kind"] == "lines" else figure["rows"]
-        assert len(drawn[figure["id"]].groups) == len(rows) > 0, figure["id"]
-        for number, row in enumerate(rows):
-            if figure["kind"] == "lines":
-                seen = points_of(drawn[figure["id"]], number)
-                expected = [(x, y) for x, y in row["points"]]
-                axes = (figure["x"], figure["y"])
-            else:
-                seen = spans_of(drawn[figure["id"]], number)
-                expected = [(span["from"], span["to"]) for span in row["spans"]]
-                axes = (figure["x"], figure["x"])
-            assert len(seen) == len(expected) > 0, (figure["id"], number)
-            for here, there in zip(seen, expected, strict=True):
-                for axis, value, run_data in zip(axes, here, there, strict=True):
-                    assert abs(value - run_data) <= tolerance(axis, run_data), (figure["id"], row["name"], here, there)
+        assert len(drawn[figure["id"]]) == (2 if figure["is_wide"] else 1), "also one for narrow screens"
+        for drawing in drawn[figure["id"]]:
+            is_drawn_from_the_json(figure, drawing)
+
+
+def is_drawn_from_the_json(figure: dict[str, Any], drawing: Drawing) -> None:
+    rows = figure["series"] if figure["kind"] == "lines" else figure["rows"]
+    assert len(drawing.groups) == len(rows) > 0, figure["id"]
+    for number, row in enumerate(rows):
+        if figure["kind"] == "lines":
+            seen = points_of(drawing, number)
+            expected = [(x, y) for x, y in row["points"]]
+            axes = (figure["x"], figure["y"])
+        else:
+            seen = spans_of(drawing, number)
+            expected = [(span["from"], span["to"]) for span in row["spans"]]
+            axes = (figure["x"], figure["x"])
+        assert len(seen) == len(expected) > 0, (figure["id"], number)
+        for here, there in zip(seen, expected, strict=True):
+            for axis, value, run_data in zip(axes, here, there, strict=True):
+                assert abs(value - run_data) <= tolerance(axis, run_data), (figure["id"], row["name"], here, there)
 
 
 def test_curves_end_at_the_share_of_complete_responses(single: Written) -> None:
@@ -140,7 +147,7 @@ def test_curves_end_at_the_share_of_complete_responses(single: Written) -> None:
     figures = {figure["id"]: figure for figure in single.data["figures"]}
     num_complete = run_data["outcomes"]["good"] + run_data["outcomes"]["late"]
     assert figures["attainment-ttft"]["series"][0]["points"][-1][1] == pytest.approx(num_complete / run_data["offered"])
-    assert figures["cdf-ttft"]["series"][0]["points"][-1][1] == 1.0
+    assert figures["cdf-itl"]["series"][0]["points"][-1][1] == 1.0
     at_one = [y for x, y in figures["attainment-scale"]["series"][0]["points"] if x <= 1]
     assert at_one[-1] <= run_data["attainment"]["joint"]["share"]
     assert sum(run_data["outcomes"].values()) == run_data["offered"]
@@ -221,6 +228,33 @@ def test_invalid_run_is_marked_in_every_format(several: Written, single: Written
     invalid = next(one for one in several.data["runs"] if not one["valid"])
     assert {row["run"] for row in rows if row["valid"] == "no"} == {invalid["name"]}
     assert sum(row["valid"] == "no" for row in rows) == invalid["offered"]
+
+
+def test_figures_show_nothing_twice(single: Written, several: Written, tmp_path: Path) -> None:
+    one = {figure["id"] for figure in single.data["figures"]}
+    assert {name for name in one if name.startswith("cdf-")} == {"cdf-itl"}
+    assert not {"attainment-rate", "goodput-rate"} & one
+    assert {"attainment-rate", "goodput-rate"} <= {figure["id"] for figure in several.data["figures"]}
+    same_rate = [write_result(tmp_path / name, rate=4, seconds=4, label=name) for name in ("a", "b")]
+    both = Written.of(same_rate, tmp_path / "both")
+    assert not {"attainment-rate", "goodput-rate"} & {figure["id"] for figure in both.data["figures"]}
+    sent = [series["name"] for figure in both.data["figures"] for series in figure.get("series", [])]
+    assert not [name for name in sent if "actual send" in name], "the same curve, because sending was in time"
+
+
+def test_page_opens_with_the_sentence(single: Written, several: Written) -> None:
+    for written in (single, several):
+        sentence = escape(written.data["headline"])
+        assert f'</header>\n<p class="headline">{sentence}</p>' in written.html
+        assert written.data["headline"].split(";")[0] in (written.directory / "report.md").read_text()
+
+
+def test_configuration_has_no_keys_and_no_python(single: Written) -> None:
+    box = single.html[single.html.index("<h2>Configuration") :].partition("</section>")[0]
+    cells = re.findall(r"<td>(.*?)</td>", box)
+    assert "KV cache" in cells
+    assert "60,000 tokens" in cells
+    assert not [cell for cell in cells if re.search(r"[{}_]|None|True|False", cell)]
 
 
 def test_warm_cache_is_marked_in_every_format(tmp_path: Path) -> None:

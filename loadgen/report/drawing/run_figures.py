@@ -11,13 +11,15 @@ from loadgen.measure.measures import Measures
 from loadgen.measure.request_metrics import COMPLETE, RequestOutcome
 from loadgen.measure.stats import Floats
 from loadgen.report.critical_path import STAGES, path_by_load, path_of
-from loadgen.report.figure import Figure, axis, lines, series_of, spans
-from loadgen.report.figures import outcome_label, stacked
+from loadgen.report.drawing.figure import Figure, axis, lines, series_of, spans
+from loadgen.report.drawing.figures import outcome_label, slo_marks, stacked
 from loadgen.report.run_view import RunView
 from loadgen.report.scales import nice
 
 BINS = 60
 DOTS = 1500
+MOST_OF_PATH = 0.5
+"""Share of the critical path above which decoding hides the other stages."""
 PER_GROUP = 7
 PER_OTHER_CLASS = 2
 
@@ -86,25 +88,28 @@ def ttft_over_time(run: RunView) -> Figure:
         "ttft",
         [series_of("requests", "dots", "dots", points, names=names, classes=classes)],
     )
-    bounds = sorted({slo.ttft_s * 1e3 for slo in run.rules.slos.values() if slo.ttft_s is not None})
-    figure["marks"] = [{"axis": "y", "at": bound, "name": "SLO"} for bound in bounds]
+    figure["marks"] = slo_marks([run], "ttft", on="y")
     values = [point[1] for point in points]
     figure["y"] = axis("ttft", "ms", values, is_log=True)
     return figure
 
 
 def critical_path(run: RunView) -> list[Figure]:
-    """Return the critical path by load, up to the first decode step and in full."""
+    """Return the critical path by load, and without decoding if that takes most of the time."""
     loads = path_by_load(run.measures)
+    decode_s = sum(load.stages.get("decode", 0.0) for load in loads)
+    hides_rest = decode_s > MOST_OF_PATH * sum(sum(load.stages.values()) for load in loads)
     names = [
         f"{load.low} in flight" if load.low == load.high else f"{load.low}–{load.high} in flight" for load in loads
     ]
     names = [f"{name} · {load.count}" for name, load in zip(names, loads, strict=True)]
     found = []
     for figure_id, title, leaves_out in (
-        ("head", "Critical path by load, up to decoding", "decode"),
         ("path", "Critical path by load", ""),
+        ("head", "Critical path by load, up to decoding", "decode"),
     ):
+        if leaves_out and not hides_rest:
+            continue
         rows = [
             stacked(name, {stage: seconds for stage, seconds in load.stages.items() if stage != leaves_out})
             for name, load in zip(names, loads, strict=True)
@@ -189,7 +194,6 @@ def _request(run: RunView, row: int) -> dict[str, Any]:
     tokens = f"{num_prompt_tokens} + {request_metrics.num_output_tokens(record)}"
     return {
         "name": f"#{record.index} · {tokens}",
-        "color": f"o-{outcome}",
         "spans": parts,
         "marks": marks,
         "note": "" if outcome is RequestOutcome.GOOD else outcome_label(outcome),

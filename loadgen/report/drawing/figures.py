@@ -12,13 +12,21 @@ from loadgen.measure.measures import SLOS
 from loadgen.measure.request_metrics import RequestOutcome
 from loadgen.measure.stats import Floats
 from loadgen.report.critical_path import STAGES, mean_path
-from loadgen.report.figure import Figure, axis, cdf, lines, series_of, spans, used
+from loadgen.report.drawing.figure import Figure, axis, cdf, lines, series_of, spans, used
 from loadgen.report.run_view import SERIES_COLORS, RunView
 
 _KINDS = (
     "Rings: invalid runs. Pale: ended early; requests in flight at the end count as not good, "
     "so the true value may be higher."
 )
+BEST = "plan's best, "
+"""Beginning of the names of ideal caches, which the legend says already."""
+FEW_RUNS = 3
+"""Up to this many runs, a bar for each needs half of the page's width."""
+RATE_SPREAD = 0.1
+"""Rates that differ by less than this share are the same rate, drawn twice."""
+VISIBLE_LAG = 0.02
+"""A curve from the actual send is drawn only if it differs by more than this share."""
 TITLES = {
     "ttft": "Time to first token",
     "tpot": "Time per output token",
@@ -30,11 +38,11 @@ TITLES = {
 def across_runs(runs: Sequence[RunView]) -> list[Figure]:
     """Return the figures that compare all runs."""
     figures = [outcomes(runs)]
-    if sum(run.summary.goodput_rps is not None for run in runs) > 1:
+    if _rates_differ(runs):
         figures += [goodput_by_rate(runs), attainment_by_rate(runs)]
     figures.append(attainment_by_scale(runs))
     figures += [attainment(runs, metric) for metric in ("ttft", "tpot", "e2e")]
-    figures += [latency_cdf(runs, metric) for metric in ("ttft", "tpot", "itl", "e2e")]
+    figures.append(gaps(runs))
     figures += [path_by_run(runs)] if len(runs) > 1 else []
     figures.append(handoff(runs))
     figures.append(prefix_hits(runs))
@@ -70,8 +78,14 @@ def outcomes(runs: Sequence[RunView]) -> Figure:
         rows,
         [outcome_label(outcome) for outcome in RequestOutcome],
         row_height=34 if len(rows) < 4 else 24,
-        is_wide=True,
+        is_wide=len(rows) > FEW_RUNS,
     )
+
+
+def _rates_differ(runs: Sequence[RunView]) -> bool:
+    """True if a figure by rate has more to show than points above each other."""
+    rates = [run.summary.offered_rps for run in runs if run.summary.offered_rps is not None]
+    return len(rates) > 1 and max(rates) > min(rates) * (1 + RATE_SPREAD)
 
 
 def goodput_by_rate(runs: Sequence[RunView]) -> Figure:
@@ -198,35 +212,30 @@ def needed_scale(run: RunView) -> Floats | None:
 def attainment(runs: Sequence[RunView], metric: str) -> Figure:
     """Return the share of offered requests with a complete response within x, for one metric."""
     series: list[dict[str, Any]] = []
+    has_sent = False
     for run in runs:
         offered, is_only = len(run.measures), len(runs) == 1
-        values = cdf(run.measures.of_complete(metric) * 1e3, offered)
-        if not values:
+        values = run.measures.of_complete(metric) * 1e3
+        if not values.size:
             continue
-        series.append(
-            series_of("from intended send" if is_only and metric != "tpot" else run.name, run.color, "line", values)
-        )
-        if metric != "tpot":
+        name = "from intended send" if is_only and metric != "tpot" else run.name
+        series.append(series_of(name, run.color, "line", cdf(values, offered)))
+        sent = values if metric == "tpot" else run.measures.of_complete(f"{metric}_sent") * 1e3
+        if np.percentile(values, 99) > np.percentile(sent, 99) * (1 + VISIBLE_LAG):
+            has_sent = True
             more = {} if is_only else {"key": len(series) - 1}
             name = "from actual send" if is_only else f"{run.name}, from actual send"
-            series.append(
-                series_of(
-                    name, run.color, "dashed", cdf(run.measures.of_complete(f"{metric}_sent") * 1e3, offered), **more
-                )
-            )
-    marks, series = _slo_marks(runs, metric), used(series)
+            series.append(series_of(name, run.color, "dashed", cdf(sent, offered), **more))
+    marks, series = slo_marks(runs, metric), used(series)
     x = _latency_axis(f"{metric}, at most", series, marks)
     _level(series, x["max"])
     return lines(
         f"attainment-{metric}",
-        f"SLO attainment: {TITLES[metric].lower()}",
+        f"{TITLES[metric]} ({metric})",
         "Share of offered requests with a complete response within x. A curve that ends below 100 % shows "
         "requests without one."
-        + (
-            " One-token responses have no TPOT and are not included."
-            if metric == "tpot"
-            else " Dotted: from the actual send."
-        ),
+        + (" One-token responses have no TPOT and are not included." if metric == "tpot" else "")
+        + (" Dotted: from the actual send." if has_sent else ""),
         x,
         axis("offered requests", "share", (), min=0.0, max=1.0),
         series,
@@ -234,26 +243,18 @@ def attainment(runs: Sequence[RunView], metric: str) -> Figure:
     )
 
 
-def latency_cdf(runs: Sequence[RunView], metric: str) -> Figure:
-    """Return the distribution of a latency over complete responses."""
-    series = []
-    for run in runs:
-        values = run.measures.gaps if metric == "itl" else run.measures.of_complete(metric)
-        series.append(series_of(run.name, run.color, "line", cdf(values * 1e3, values.size)))
-    series = used(series)
-    what = "gaps of complete responses" if metric == "itl" else "complete responses"
-    marks = [] if metric == "itl" else _slo_marks(runs, metric)
+def gaps(runs: Sequence[RunView]) -> Figure:
+    """Return the distribution of the gaps between tokens of complete responses."""
+    series = used(
+        [series_of(run.name, run.color, "line", cdf(run.measures.gaps * 1e3, run.measures.gaps.size)) for run in runs]
+    )
     return lines(
-        f"cdf-{metric}",
-        f"{TITLES[metric]} ({metric})",
-        f"Share of {what} within x, from the intended send."
-        if metric in ("ttft", "e2e")
-        else f"Share of {what} within x."
-        + (" Tokens of one message have a gap of 0, left of the axis." if metric == "itl" else ""),
-        _latency_axis(metric, series, marks),
-        axis(what, "share", (), min=0.0, max=1.0),
+        "cdf-itl",
+        f"{TITLES['itl']} (itl)",
+        "Share of gaps of complete responses within x. Tokens of one message have a gap of 0, left of the axis.",
+        _latency_axis("itl", series),
+        axis("gaps of complete responses", "share", (), min=0.0, max=1.0),
         series,
-        marks=marks,
     )
 
 
@@ -318,7 +319,9 @@ def prefix_hits(runs: Sequence[RunView]) -> Figure:
         ratio = run.summary.prefix.ratio
         if len(reporting) == 1:
             rows += [_hits("achieved", ratio, run.color, "achieved")]
-            rows += [_hits(name, best, "ideal", "the plan's best") for name, best in run.best_hits.items()]
+            rows += [
+                _hits(name.removeprefix(BEST), best, "ideal", "the plan's best") for name, best in run.best_hits.items()
+            ]
         else:
             marks = [
                 {"at": best, "name": f"{name}: {100 * best:.1f} %", "color": "best"}
@@ -359,7 +362,8 @@ def stacked(name: str, stages: dict[str, float]) -> dict[str, Any]:
     return {"name": name, "spans": parts}
 
 
-def _slo_marks(runs: Sequence[RunView], metric: str) -> list[dict[str, Any]]:
+def slo_marks(runs: Sequence[RunView], metric: str, on: str = "x") -> list[dict[str, Any]]:
+    """Return a mark on an axis for each SLO bound of the metric, with its classes if there are several."""
     bounds: dict[float, set[str]] = {}
     for run in runs:
         for name, slo in run.rules.slos.items():
@@ -367,13 +371,8 @@ def _slo_marks(runs: Sequence[RunView], metric: str) -> list[dict[str, Any]]:
             if bound is not None:
                 bounds.setdefault(bound * 1e3, set()).add(name)
     return [
-        {
-            "axis": "x",
-            "at": at,
-            "name": "SLO" if len(bounds) == 1 else f"SLO {', '.join(sorted(names))}",
-            "level": level,
-        }
-        for level, (at, names) in enumerate(sorted(bounds.items()))
+        {"axis": on, "at": at, "name": "SLO" if len(bounds) == 1 else f"SLO {', '.join(sorted(names))}"}
+        for at, names in sorted(bounds.items())
     ]
 
 
