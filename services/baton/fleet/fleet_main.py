@@ -57,6 +57,7 @@ async def serve(
             ray_dir=run.path / "ray",
             log_dir=config.log_dir,
             joined=_joined_cluster(config),
+            memory_limit=config.ray_memory_limit,
             start_timeout_s=config.worker_start_s,
         )
         if config.admin_port is not None:

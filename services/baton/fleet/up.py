@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -32,6 +32,7 @@ from baton.runtime.network.addresses import choose_port, join_address, local_hos
 from baton.runtime.network.client_trust import ClientTrust, client_trust
 from baton.runtime.network.tls_files import CertificatePair, machine_authorities
 from baton.runtime.process.process import Stop, set_batch_scheduling, unless_stopped
+from baton.runtime.process.process_end import describe_exit
 from baton.runtime.process.process_identity import process_identity
 from baton.runtime.process.run_file import RunningCluster, run_directories, write_run_file
 from baton.store.redis.private_redis import START_S, redis_command
@@ -85,8 +86,10 @@ class Cluster:
             ray_dir=run.path / "ray",
             log_dir=log_dir,
             joined=_joined_cluster(config),
+            memory_limit=config.ray_memory_limit,
             start_timeout_s=config.worker_start_s,
-            on_change=self._report_worker,
+            on_started=self._report_start,
+            on_died=self._report_death,
             notify=notify,
         )
         self._serving = False
@@ -135,6 +138,14 @@ class Cluster:
             except Exception as error:
                 log.error("stop_failed", exc_info=error)
                 self._notify(f"while stopping: {str(error) or type(error).__name__}")
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of what has been started, for people."""
+        children = [child.spec.name for child in reversed(self._children)]
+        number = self._fleet.num_workers
+        workers = [f"{number} worker{'' if number == 1 else 's'}"] if number else []
+        return [*children, *workers, *(["Ray"] if self._fleet.owns_ray else [])]
 
     def _choose_ports(self) -> None:
         config = self._config
@@ -287,14 +298,17 @@ class Cluster:
                     f"the gateway was not ready within {READY_TIMEOUT_S:g} s: {last}; logs: {self._output_dir}"
                 ) from None
 
-    def _report_restart(self, name: str) -> None:
+    def _report_restart(self, name: str, exit_code: int) -> None:
         child = next(child for child in self._children if child.spec.name == name)
-        self._notify(f"{name} died and was restarted, pid {child.pid}")
+        self._notify(f"{name} died ({describe_exit(exit_code)}) and was restarted, pid {child.pid}")
 
-    def _report_worker(self, worker_id: str, facts: WorkerFacts | None) -> None:
+    def _report_start(self, facts: WorkerFacts) -> None:
         if self._serving:
-            change = "died; restarting it" if facts is None else f"was restarted, pid {facts.pid}"
-            self._notify(f"worker {worker_id} {change}")
+            self._notify(f"worker {facts.worker_id} was restarted, pid {facts.pid}")
+
+    def _report_death(self, worker_id: str, reason: str) -> None:
+        if self._serving:
+            self._notify(f"worker {worker_id} died: {reason}; restarting it")
 
     @property
     def _is_joined(self) -> bool:
@@ -322,7 +336,7 @@ class Stoppable(Protocol):
 class Closeable(Protocol):
     """A resource that is closed at the end. Tests use a stub in place of `RunDir`."""
 
-    def close(self) -> None: ...
+    def close(self) -> list[int]: ...
 
 
 async def up(config: ClusterConfig, stop: Stop, notify: Notify) -> None:
@@ -336,15 +350,25 @@ async def up(config: ClusterConfig, stop: Stop, notify: Notify) -> None:
         set_batch_scheduling()
     run = RunDir()
     cluster = Cluster(config, run, log_dir, notify)
-    await run_until_stopped(cluster, run, stop, lambda: _serve(config, cluster, stop, notify, log_dir))
+    left = await run_until_stopped(cluster, run, stop, lambda: _serve(config, cluster, stop, notify, log_dir))
+    if stop.drain.is_set():
+        overwrite = "\r" if sys.stdout.isatty() else ""  # of the `^C` that the terminal shows
+        notify(overwrite + describe_end(cluster.parts, left, log_dir))
+
+
+def describe_end(parts: Sequence[str], left: Sequence[int], log_dir: Path | None) -> str:
+    """Return the last line after Ctrl-C: what was stopped, and the pids of processes that are still there."""
+    logs = f"; logs stay in {log_dir}" if log_dir is not None else ""
+    rest = f"still running: pid {', '.join(map(str, left))}" if left else "nothing is left running"
+    return f"stopped {', '.join(parts) or 'before anything had started'}; {rest}{logs}"
 
 
 async def run_until_stopped(
     cluster: Stoppable, run: Closeable, stop: Stop, serve: Callable[[], Awaitable[None]]
-) -> None:
+) -> list[int]:
     """Start the cluster and await `serve`, unless a stop was requested meanwhile.
 
-    The cluster and the run directory are closed in any case.
+    The cluster and the run directory are closed in any case. Returns the pids of processes that are left.
     """
     try:
         await unless_stopped(stop, cluster.start())
@@ -354,7 +378,8 @@ async def run_until_stopped(
         try:
             await cluster.close()
         finally:
-            await asyncio.to_thread(run.close)
+            left = await asyncio.to_thread(run.close)
+    return left
 
 
 async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, notify: Notify, log_dir: Path | None) -> None:

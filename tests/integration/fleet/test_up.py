@@ -168,7 +168,7 @@ def test_dead_worker_is_restarted(serving: tuple[Up, Leftovers]) -> None:
     first = running.answer()
     victim = first["baton"]["decode"]["pid"]
     os.kill(victim, signal.SIGKILL)
-    running.until(r"worker w1 died; restarting it")
+    running.until(r"worker w1 died: killed by SIGKILL; restarting it")
     running.until(r"worker w1 was restarted, pid \d+")
     again = running.answer()
     assert again["choices"][0]["text"] == first["choices"][0]["text"]
@@ -188,7 +188,7 @@ def test_dead_service_is_restarted_and_the_next_request_works(
         child for child in psutil.Process(running.pid).children() if re.search(word, " ".join(child.cmdline()))
     )
     victim.kill()
-    back = running.until(rf"^{name} died and was restarted, pid (\d+)")
+    back = running.until(rf"^{name} died \(.+\) and was restarted, pid (\d+)")
     assert int(back[1]) != victim.pid
     assert psutil.pid_exists(int(back[1]))
     after = running.answer()
@@ -204,6 +204,9 @@ def test_ctrl_c_removes_everything(serving: tuple[Up, Leftovers]) -> None:
     running.press_ctrl_c()
     assert running.exit_code() == 0, running.printed
     left.assert_gone()
+    last = running.printed.splitlines()[-1]
+    assert last.startswith("stopped gateway, scheduler, redis, 2 workers, Ray; nothing is left running"), last
+    assert "(raylet)" not in running.printed, "Ray's own messages belong in the log"
 
 
 def test_sigkill_during_the_start_leaves_nothing(tmp_path: Path) -> None:

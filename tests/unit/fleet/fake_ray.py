@@ -13,6 +13,9 @@ from baton.fleet.ray.ray_nodes import NODE_LABEL
 from baton.fleet.ray.release_check import Release, release_probe
 from baton.fleet.ray.worker_actor import WorkerFacts
 
+NO_PID = 2**22 + 1
+"""Larger than any pid of Linux."""
+
 
 class Died(Exception):
     """The error that callers of a dead actor get."""
@@ -56,7 +59,7 @@ class FakeActor:
     ended: Future[str] = field(default_factory=Future)
 
     def __getattr__(self, method: str) -> Any:
-        if method not in ("node_id", "start", "wait", "drain", "stop"):
+        if method not in ("node_id", "pid", "start", "wait", "drain", "stop"):
             raise AttributeError(method)
         return SimpleNamespace(remote=lambda *arguments: Reference(self.ray.called(self, method, arguments)))
 
@@ -167,6 +170,8 @@ class FakeRay:
         if method == "wait":
             return copy_of(actor.ended)
         future: Future[Any] = Future()
+        if method == "pid":
+            future.set_exception(Died("it is dead")) if actor.is_dead else future.set_result(NO_PID)
         if method == "start":
             actor.placed.add_done_callback(lambda placed: self._start_later(actor, future, *arguments))
         elif method in ("drain", "stop") and not actor.ended.done():
@@ -241,7 +246,7 @@ class FakeConnection(RayConnection):
     def api(self) -> Any:
         return self._ray
 
-    def start(self, ray_dir: Path) -> str:
+    def start(self, ray_dir: Path, memory_limit: float | None) -> str:
         return str(self._connect())
 
     def join(self, address: str, namespace: str) -> str:

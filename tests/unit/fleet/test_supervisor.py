@@ -36,7 +36,7 @@ async def test_child_reports_its_address_and_stops(tmp_path: Path) -> None:
 
 
 async def test_error_of_a_child_that_ends_before_it_is_ready_contains_its_output(tmp_path: Path) -> None:
-    with pytest.raises(ServiceFailed, match="exit code 3 before it was ready: no such model"):
+    with pytest.raises(ServiceFailed, match="exited with code 3 before it was ready: no such model"):
         await Child(spec(tmp_path, "import sys; print('no such model', file=sys.stderr); sys.exit(3)")).start()
 
 
@@ -49,7 +49,7 @@ async def test_child_that_never_becomes_ready_is_killed(tmp_path: Path) -> None:
 
 async def test_dead_child_is_restarted_as_a_new_process(tmp_path: Path) -> None:
     restarted = asyncio.Event()
-    child = Child(spec(tmp_path, SERVES), limit=QUICK, on_restart=lambda _: restarted.set())
+    child = Child(spec(tmp_path, SERVES), limit=QUICK, on_restart=lambda *_: restarted.set())
     await child.start()
     first = child.pid
     watch = asyncio.create_task(child.supervise())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.fleet.processes.supervisor import ServiceFailed
-from baton.fleet.up import Cluster, run_until_stopped
+from baton.fleet.up import Cluster, describe_end, run_until_stopped
 from baton.runtime.config.settings import ClusterConfig
 from baton.runtime.process.process import Stop
 
@@ -47,8 +47,24 @@ async def test_close_reports_a_failure_and_ends_the_other_parts(tmp_path: Path) 
 
 async def test_restart_of_a_service_is_reported(tmp_path: Path) -> None:
     lines: list[str] = []
-    cluster(tmp_path, lines, [])._report_restart("redis")
-    assert lines == ["redis died and was restarted, pid 7"]
+    cluster(tmp_path, lines, [])._report_restart("redis", -9)
+    assert lines == ["redis died (killed by SIGKILL) and was restarted, pid 7"]
+
+
+async def test_death_of_a_worker_is_reported_with_its_reason_once_the_cluster_serves(tmp_path: Path) -> None:
+    lines: list[str] = []
+    made = cluster(tmp_path, lines, [])
+    made._report_death("w1", "killed by SIGKILL")
+    assert lines == []
+    made._serving = True
+    made._report_death("w1", "killed by SIGKILL")
+    assert lines == ["worker w1 died: killed by SIGKILL; restarting it"]
+
+
+def test_last_line_says_what_was_stopped_and_what_is_left(tmp_path: Path) -> None:
+    stopped = describe_end(["gateway", "2 workers", "Ray"], [], Path("/logs"))
+    assert stopped == "stopped gateway, 2 workers, Ray; nothing is left running; logs stay in /logs"
+    assert describe_end(["redis"], [7, 8], None) == "stopped redis; still running: pid 7, 8"
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -69,9 +85,14 @@ async def test_cluster_and_run_directory_are_closed_after_a_stop_during_the_star
 
     stop = Stop()
     stop.request()
-    run = SimpleNamespace(close=lambda: calls.append("close the run directory"))
+
+    def close() -> list[int]:
+        calls.append("close the run directory")
+        return [7]
+
+    run = SimpleNamespace(close=close)
     try:
-        await run_until_stopped(Starting(), run, stop, serve)
+        assert await run_until_stopped(Starting(), run, stop, serve) == [7]
     except asyncio.CancelledError:
         assert fails
     assert calls == ["close the cluster", "close the run directory"]

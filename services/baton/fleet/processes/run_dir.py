@@ -48,14 +48,18 @@ class RunDir:
             start_new_session=True,
         )
 
-    def close(self) -> None:
-        """End all processes of this run and remove the directory. Can be called twice."""
+    def close(self) -> list[int]:
+        """End all processes of this run and remove the directory. Return the pids that are left.
+
+        Can be called twice.
+        """
         os.environ.pop(RUN_ID_VARIABLE, None)
         assert self._reaper.stdin is not None
         with suppress(OSError):
             self._reaper.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._reaper.wait(SWEEP_TIMEOUT_S + TERM_WAIT_S)
+        return [process.pid for process in processes_of(self.run_id)]
 
 
 def sweep(run_id: str, path: Path) -> list[int]:

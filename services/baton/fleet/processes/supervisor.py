@@ -14,6 +14,7 @@ from typing import Any
 from baton.core.errors import BatonError
 from baton.runtime.logging import get_logger
 from baton.runtime.process.process import with_parent_death_signal
+from baton.runtime.process.process_end import describe_exit
 
 log = get_logger(__name__)
 
@@ -89,7 +90,11 @@ class Child:
     """
 
     def __init__(
-        self, spec: ChildSpec, *, limit: RestartLimit | None = None, on_restart: Callable[[str], None] | None = None
+        self,
+        spec: ChildSpec,
+        *,
+        limit: RestartLimit | None = None,
+        on_restart: Callable[[str, int], None] | None = None,
     ) -> None:
         self.spec = spec
         self.address = ""
@@ -160,7 +165,7 @@ class Child:
                 wait_s = self._budget.wait_s(loop.time())
                 if wait_s is None:
                     raise ServiceFailed(
-                        f"{self.spec.name} keeps dying (last exit code {code}); its output: {self.spec.output}"
+                        f"{self.spec.name} keeps dying (last: {describe_exit(code)}); its output: {self.spec.output}"
                     )
                 await asyncio.sleep(wait_s)
                 if self._stopping:
@@ -173,7 +178,7 @@ class Child:
                 break
             self.restarts += 1
             if self._on_restart is not None:
-                self._on_restart(self.spec.name)
+                self._on_restart(self.spec.name, code)
 
     async def stop(self, grace_s: float) -> None:
         """End the process with SIGTERM, then with SIGKILL after `grace_s`. Can be called twice.
@@ -232,9 +237,7 @@ class Child:
             await asyncio.gather(answered, ended, return_exceptions=True)
 
     def _ended_early(self, code: int) -> ServiceFailed:
-        return ServiceFailed(
-            f"{self.spec.name} ended with exit code {code} before it was ready: {_tail(self.spec.output)}"
-        )
+        return ServiceFailed(f"{self.spec.name} {describe_exit(code)} before it was ready: {_tail(self.spec.output)}")
 
     async def _read_ready(self, process: asyncio.subprocess.Process) -> str:
         assert process.stdout is not None

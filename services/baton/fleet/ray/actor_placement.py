@@ -8,8 +8,9 @@ from typing import Any
 from baton.core.errors import BatonError
 from baton.fleet.ray.node_resources import Demand, Node, demand_of
 from baton.fleet.ray.ray_actors import actor_options, create_actor, find_actor, kill_actor
-from baton.fleet.ray.ray_calls import root_cause, wait_for_object
+from baton.fleet.ray.ray_calls import wait_for_object
 from baton.fleet.ray.ray_connection import RayConnection
+from baton.fleet.ray.ray_errors import root_cause
 from baton.fleet.ray.ray_nodes import RayCall, RayNodes
 from baton.fleet.worker_plan import WorkerSpec
 from baton.runtime.config.fleet_settings import RayPlacement

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from baton.fleet.processes.supervisor import RestartBudget, RestartLimit
 from baton.fleet.ray.actor_placement import ActorPlacement, PlacementTimes, WorkerFailed
 from baton.fleet.ray.node_resources import Demand, max_workers_on
-from baton.fleet.ray.ray_calls import CALL_TIMEOUT_S, root_cause, wait_for_object
+from baton.fleet.ray.ray_calls import CALL_TIMEOUT_S, wait_for_object
 from baton.fleet.ray.ray_connection import JoinedCluster, RayConnection
+from baton.fleet.ray.ray_errors import is_death, is_memory_monitor, root_cause
 from baton.fleet.ray.ray_nodes import NodesRefused, RayNodes
 from baton.fleet.ray.release_check import release_probe
 from baton.fleet.ray.worker_actor import NODE_SHUTTING_DOWN, WorkerFacts
@@ -19,12 +20,17 @@ from baton.fleet.worker_plan import WorkerSpec
 from baton.runtime.config.config_base import dump
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
+from baton.runtime.process.process_end import CRASH_SIGNALS, ProcessEnd, describe_exit
 
 log = get_logger(__name__)
 
 WAIT_TIMEOUT_S = 10.0
 """Timeout of each call that waits for a worker's end. The call is then repeated. So a driver that disappears
 leaves no waiting thread in the actor."""
+
+REAP_S = 1.0
+"""Longest wait until the parent of a dead worker process has collected its exit status."""
+REAP_POLL_S = 0.02
 
 
 class WorkerStage(Enum):
@@ -54,7 +60,8 @@ class FleetContext:
 
     joined: the existing Ray cluster, None on a private Ray.
     start_timeout_s: longest time from a worker's placement on a node until it is ready.
-    on_change: called with a worker's id and its facts after a start, and with None after its death.
+    on_started: called with a worker's facts after each start.
+    on_died: called with a worker's id and the reason after its death.
     notify: prints a line for the user.
     num_workers: returns the number of workers in the fleet.
     can_serve: returns True if a worker that can decode is left that does not keep dying.
@@ -68,7 +75,8 @@ class FleetContext:
     restart_limit: RestartLimit
     start_timeout_s: float
     placement_times: PlacementTimes
-    on_change: Callable[[str, WorkerFacts | None], None]
+    on_started: Callable[[WorkerFacts], None]
+    on_died: Callable[[str, str], None]
     notify: Callable[[str], None]
     num_workers: Callable[[], int]
     can_serve: Callable[[], bool]
@@ -111,6 +119,7 @@ class FleetWorker:
         self.is_stopping = False
         self.keeps_dying = False
         self.task: asyncio.Task[None] | None = None
+        self._process: ProcessEnd | None = None
 
     async def run(self) -> None:
         """Start the worker and keep it alive until cancelled."""
@@ -152,7 +161,7 @@ class FleetWorker:
             if was_drained:
                 reason = await self._clean_up_drained(node_shutting_down=reason == NODE_SHUTTING_DOWN)
             else:
-                self._fleet.on_change(self.spec.worker_id, None)
+                self._fleet.on_died(self.spec.worker_id, reason)
             await self._start_with_retries(reason)
             if self.is_stopping:
                 return
@@ -208,9 +217,10 @@ class FleetWorker:
         timeout = asyncio.timeout(fleet.start_timeout_s)
         try:
             async with timeout:
+                await self._watch_process()
                 facts: WorkerFacts = await wait_for_object(started)
         except Exception as error:
-            reason = self._too_slow() if timeout.expired() else f"did not start: {root_cause(error)}"
+            reason = self._too_slow() if timeout.expired() else f"did not start: {await self._reason(error)}"
             await self.placement.end()
             raise WorkerFailed(f"worker {self.spec.worker_id} {reason}") from error
         self.facts, self.stage, self._num_failures, self.is_settled = facts, WorkerStage.SERVING, 0, True
@@ -223,8 +233,30 @@ class FleetWorker:
             address=facts.address,
             seconds=facts.start_s,
         )
-        fleet.on_change(facts.worker_id, facts)
+        fleet.on_started(facts)
         return facts
+
+    async def _watch_process(self) -> None:
+        """Watch the process of the actor, if it runs on this machine. Raises Ray's error for a dead actor."""
+        if self._fleet.joined is not None:
+            return
+        if self._process is not None:  # of the actor before
+            self._process.close()
+            self._process = None
+        asked = await self._fleet.call("watch a worker", lambda: self.placement.actor.pid.remote())
+        self._process = ProcessEnd(await wait_for_object(asked))
+
+    async def _reason(self, error: Exception) -> str:
+        """Return why the worker ended or could not start: its exit status if known, else Ray's words."""
+        if not is_death(error) or is_memory_monitor(error) or self._process is None:
+            return root_cause(error)
+        end_s = asyncio.get_running_loop().time() + REAP_S
+        while (code := self._process.exit_code) is None:
+            if asyncio.get_running_loop().time() >= end_s:
+                return root_cause(error)
+            await asyncio.sleep(REAP_POLL_S)
+        stacks = f"; its stacks are in {self._log_file}" if -code in CRASH_SIGNALS else ""
+        return f"{describe_exit(code, self._process.num_kernel_kills)}{stacks}"
 
     async def _wait_until_ended(self) -> str:
         """Wait until the worker has ended and return the reason, as `WorkerActor.wait` does."""
@@ -233,7 +265,7 @@ class FleetWorker:
             try:
                 reason: str | None = await wait_for_object(waiting)
             except Exception as error:  # the death of an actor arrives as one of many classes of Ray
-                return root_cause(error)
+                return await self._reason(error)
             if reason is not None:
                 return reason
 
@@ -279,9 +311,12 @@ class FleetWorker:
         self.stage = WorkerStage.FAILING if self._num_failures else WorkerStage.STARTING
 
     def _too_slow(self) -> str:
-        log_dir, worker_id = self._fleet.log_dir, self.spec.worker_id
-        log_file = f"{log_dir}/worker-{worker_id}.log" if log_dir else "Ray's logs (see --log-dir)"
         return (
-            f"was not ready within {self._fleet.start_timeout_s:g} s. Its log: {log_file}. "
+            f"was not ready within {self._fleet.start_timeout_s:g} s. Its log: {self._log_file}. "
             "If memory is short or the disk is slow, start fewer workers or use a smaller --model"
         )
+
+    @property
+    def _log_file(self) -> str:
+        log_dir = self._fleet.log_dir
+        return f"{log_dir}/worker-{self.spec.worker_id}.log" if log_dir else "Ray's logs (see --log-dir)"

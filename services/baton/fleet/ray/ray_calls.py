@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from baton.core.errors import BatonError
+from baton.fleet.ray.ray_errors import root_cause
 
 CALL_TIMEOUT_S = 30.0
 """Timeout of every Ray call except the first one. None of these calls waits for a worker."""
@@ -68,10 +69,3 @@ class RayCalls:
 async def wait_for_object(reference: Any) -> Any:
     """Await the value of a Ray object reference without blocking a thread."""
     return await asyncio.wrap_future(reference.future())
-
-
-def root_cause(error: BaseException) -> str:
-    """Return the last line of the error inside an actor, without the traceback that Ray wraps around it."""
-    inner = getattr(error, "cause", None) or error.__cause__ or error
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
-    return lines[-1] if lines else type(inner).__name__

@@ -43,9 +43,11 @@ class RayFleet:
         ray_dir: Path,
         log_dir: Path | None,
         joined: JoinedCluster | None = None,
+        memory_limit: float | None = None,
         limit: RestartLimit | None = None,
         start_timeout_s: float = FleetSettings.worker_start_s,
-        on_change: Callable[[str, WorkerFacts | None], None] = lambda worker_id, facts: None,
+        on_started: Callable[[WorkerFacts], None] = lambda facts: None,
+        on_died: Callable[[str, str], None] = lambda worker_id, reason: None,
         notify: Callable[[str], None] = lambda text: None,
         connection: RayConnection | None = None,
         placement_times: PlacementTimes | None = None,
@@ -58,11 +60,13 @@ class RayFleet:
         log_dir: directory for the logs of the workers; None: Ray's own log directory.
         joined: the existing Ray cluster; None: start a private Ray on this machine.
         limit: how often a worker may die.
-        start_timeout_s, on_change, notify: as in `FleetContext`.
+        start_timeout_s, on_started, on_died, notify: as in `FleetContext`.
+        memory_limit: setting `ray_memory_limit`, for a private Ray.
         connection, placement_times, and the timeouts: replaced in tests.
         """
         self._ray_dir = ray_dir
         self._joined = joined
+        self._memory_limit = memory_limit
         self._connection = connection or RayConnection()
         self._times = placement_times or PlacementTimes()
         self._connect_timeout_s = connect_timeout_s
@@ -79,7 +83,8 @@ class RayFleet:
             restart_limit=limit or RestartLimit(),
             start_timeout_s=start_timeout_s,
             placement_times=self._times,
-            on_change=on_change,
+            on_started=on_started,
+            on_died=on_died,
             notify=notify,
             num_workers=lambda: len(self._workers),
             can_serve=self._can_serve,
@@ -92,7 +97,7 @@ class RayFleet:
         self._calls = RayCalls()
         joined = self._joined
         if joined is None:
-            start = lambda: self._connection.start(self._ray_dir)  # noqa: E731
+            start = lambda: self._connection.start(self._ray_dir, self._memory_limit)  # noqa: E731
             return str(await self._call("be started", start, self._connect_timeout_s))
         try:
             self.node_address = await self._call(
@@ -111,6 +116,16 @@ class RayFleet:
             [f"joined {joined.address}, {num_nodes} node{'' if num_nodes == 1 else 's'}"]
             + [f"{refused}: refused" for refused in self._nodes.refused]
         )
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that this fleet has."""
+        return len(self._workers)
+
+    @property
+    def owns_ray(self) -> bool:
+        """True if `connect` has begun to start a private Ray."""
+        return self._joined is None and self._calls is not None
 
     @property
     def stages(self) -> Mapping[tuple[WorkerRole, WorkerStage], int]:

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from baton.core.errors import BatonError
 from baton.fleet.ray.node_resources import Demand, Node, living_nodes
-from baton.fleet.ray.ray_calls import root_cause, wait_for_object
+from baton.fleet.ray.ray_calls import wait_for_object
 from baton.fleet.ray.ray_connection import RayConnection
+from baton.fleet.ray.ray_errors import root_cause
 from baton.fleet.ray.release_check import Release, release_mismatch, release_probe
 from baton.runtime.logging import get_logger
 

@@ -70,6 +70,10 @@ class WorkerActor:
         self._starting = threading.Lock()
         self._worker: Any = None
 
+    def pid(self) -> int:
+        """Return the id of this process."""
+        return os.getpid()
+
     def node_id(self) -> str:
         """Return Ray's id of the node on which this actor runs."""
         import ray

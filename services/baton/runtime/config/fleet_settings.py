@@ -28,6 +28,13 @@ class FleetSettings(Config):
         help="existing Ray cluster to run workers on, HOST:PORT of its head or auto; unset starts a private Ray on "
         "this machine",
     )
+    ray_memory_limit: float | None = setting(
+        None,
+        help="share of this machine's memory, used by any process, above which the private Ray ends a worker; unset "
+        "turns Ray's memory monitor off, so that other users' processes do not end workers",
+        above=0,
+        maximum=1,
+    )
     ray_placement: RayPlacement = setting(
         "auto",
         help="which Ray nodes run workers; role places each worker on a node with the custom resource baton_prefill, "
@@ -42,6 +49,11 @@ class FleetSettings(Config):
             raise ConfigError(
                 f"prefill {self.prefill}, decode {self.decode}, hybrid {self.hybrid}: no worker could "
                 f"{'decode' if self.prefill or self.hybrid else 'prefill'}; set both roles to at least 1, or --hybrid 1"
+            )
+        if self.ray_address is not None and self.ray_memory_limit is not None:
+            raise ConfigError(
+                "ray_memory_limit applies to the private Ray; on an existing cluster set RAY_memory_usage_threshold "
+                "for `ray start`"
             )
         if self.ray_address is not None and "://" in self.ray_address:
             raise ConfigError(

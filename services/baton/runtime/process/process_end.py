@@ -1,0 +1,81 @@
+"""Learns how another process of this machine has ended, although it is not a child of this one."""
+
+import fcntl
+import os
+import signal
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+_INFO_BYTES = 64
+_GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
+"""`PIDFD_GET_INFO` of linux/pidfd.h with the first version of its struct."""
+_HAS_EXIT = 1 << 3
+"""`PIDFD_INFO_EXIT`, since Linux 6.15: the process has been reaped, and its wait status is known."""
+CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+"""Signals of a crash in native code. `logging.configure` makes a process write its stacks to its log then."""
+_VMSTAT = Path("/proc/vmstat")
+
+
+class ProcessEnd:
+    """Watches one process from its start to its end.
+
+    It holds a pidfd, so a reused pid is no problem. On Linux before 6.15, and on other systems, the exit code
+    of a process that is not a child stays unknown.
+    """
+
+    def __init__(self, pid: int, *, vmstat: Path = _VMSTAT) -> None:
+        self.pid = pid
+        self._vmstat = vmstat
+        self._kernel_kills = _kernel_kills(vmstat)
+        self._fd: int | None = None
+        with suppress(OSError, AttributeError):
+            self._fd = os.pidfd_open(pid)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the process, negative for a signal; None if it lives or its end is not known."""
+        if self._fd is None:
+            return None
+        info = bytearray(_INFO_BYTES)
+        struct.pack_into("Q", info, 0, _HAS_EXIT)
+        try:
+            fcntl.ioctl(self._fd, _GET_INFO, info)
+        except OSError:
+            return None
+        if not struct.unpack_from("Q", info, 0)[0] & _HAS_EXIT:
+            return None
+        return os.waitstatus_to_exitcode(struct.unpack_from("i", info, _INFO_BYTES - 4)[0])
+
+    @property
+    def num_kernel_kills(self) -> int:
+        """Number of processes that the kernel has killed for lack of memory since this watch began."""
+        return max(0, _kernel_kills(self._vmstat) - self._kernel_kills)
+
+    def close(self) -> None:
+        """Release the pidfd. Can be called twice."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def describe_exit(exit_code: int, num_kernel_kills: int = 0) -> str:
+    """Describe how a process ended, such as `killed by SIGSEGV` or `exited with code 3`."""
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    if exit_code == -signal.SIGKILL and num_kernel_kills:
+        return f"killed by {name}, and the kernel has ended {num_kernel_kills} process(es) for lack of memory (dmesg)"
+    return f"killed by {name}"
+
+
+def _kernel_kills(vmstat: Path) -> int:
+    with suppress(OSError, ValueError):
+        for line in vmstat.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return 0

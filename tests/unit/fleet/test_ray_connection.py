@@ -1,0 +1,53 @@
+"""What `baton up` asks of Ray: the memory monitor, and no messages on the terminal."""
+
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.core.errors import ConfigError
+from baton.fleet.ray.ray_connection import PRINT_FUNCTION, send_messages_to_log, set_memory_monitor
+from baton.runtime.config.settings import ClusterConfig
+
+REFRESH, THRESHOLD = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
+
+
+@pytest.mark.parametrize(
+    ("limit", "environ", "result"),
+    [
+        (None, {}, {REFRESH: "0"}),
+        (0.9, {}, {THRESHOLD: "0.9", REFRESH: "250"}),
+        (None, {THRESHOLD: "0.8"}, {THRESHOLD: "0.8"}),
+        (0.9, {REFRESH: "100"}, {THRESHOLD: "0.9", REFRESH: "100"}),
+    ],
+)
+def test_memory_monitor_is_off_unless_a_limit_is_given(
+    limit: float | None, environ: dict[str, str], result: dict[str, str]
+) -> None:
+    set_memory_monitor(limit, environ)
+    assert environ == result
+
+
+def test_memory_limit_does_not_apply_to_an_existing_cluster() -> None:
+    with pytest.raises(ConfigError, match="RAY_memory_usage_threshold"):
+        ClusterConfig(ray_memory_limit=0.9, ray_address="h:1")
+
+
+def test_messages_of_ray_go_to_the_log(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    module = SimpleNamespace(**{PRINT_FUNCTION: lambda *_, **__: sys.stdout.write("on the terminal")})
+    send_messages_to_log(SimpleNamespace(_private=SimpleNamespace(worker=module)))
+    with caplog.at_level(logging.WARNING):
+        getattr(module, PRINT_FUNCTION)({"lines": ["A worker died"], "pid": "raylet"}, ignore_prefix=False)
+    assert capsys.readouterr().out == ""
+    (event,) = [record.msg for record in caplog.records]
+    values: Any = event
+    assert (values["event"], values["lines"]) == ("ray_message", ["A worker died"])
+    send_messages_to_log(SimpleNamespace())
+
+
+def test_the_installed_ray_still_prints_by_that_function() -> None:
+    """If this fails after an update of Ray, find out how its listener thread prints now."""
+    source = pytest.importorskip("ray._private.worker")
+    assert PRINT_FUNCTION in source.listen_error_messages.__code__.co_names
