@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from loadgen.measure import request_metrics
 from loadgen.measure.records import Record, RunInfo
-from loadgen.measure.request_metrics import MAX_LAG_OF_TTFT, MAX_RATE_ERROR, OutcomeRules, SendingStats
+from loadgen.measure.request_metrics import MAX_LAG_OF_TTFT, MAX_RATE_ERROR, NOT_SENT, OutcomeRules, SendingStats
 
 BUSY = 0.6
 """A sending process that used more of a core than this is too busy to send in time."""
@@ -19,21 +19,40 @@ MOST = 3
 def remedies(run: RunInfo, records: Sequence[Record], rules: OutcomeRules) -> tuple[str, ...]:
     """Return what to change so that the next run is valid, the most promising first, at most `MOST`.
 
-    Each begins with the option. Empty if sending was in time.
+    Each begins with the option. Empty for a valid run.
     """
+    return tuple([*_missing(run, records), *_connections(records), *_sending(run, records, rules)][:MOST])
+
+
+def _missing(run: RunInfo, records: Sequence[Record]) -> Iterator[str]:
+    if run.num_offered > len(records):
+        yield "run it again until it ends: without its main process the last requests have no record"
+
+
+def _connections(records: Sequence[Record]) -> Iterator[str]:
+    if any(record.error.startswith(NOT_SENT) and not record.left_early for record in records):
+        yield "ulimit -n, a higher one, or more --processes: each may open that many connections"
+
+
+def _sending(run: RunInfo, records: Sequence[Record], rules: OutcomeRules) -> Iterator[str]:
+    """Yield what lets requests be sent in time."""
     sent = request_metrics.sending(records)
     is_late = sent.lag_p99_s is not None and sent.lag_p99_s > request_metrics.lag_limit_s(rules)
     is_off = bool(sent.due_rps and sent.achieved_rps) and (
         abs((sent.achieved_rps or 0.0) / (sent.due_rps or 1.0) - 1) > MAX_RATE_ERROR
     )
-    if not is_late and not is_off:
-        return ()
-    return tuple([*_more_processes(run), *_priority(run), *_slo(sent, rules), *_rate(run, sent)][:MOST])
+    if is_late or is_off:
+        yield from (*_processes(run), *_priority(run), *_slo(sent, rules), *_rate(run, sent))
 
 
-def _more_processes(run: RunInfo) -> Iterator[str]:
+def _processes(run: RunInfo) -> Iterator[str]:
     cores, cpu_s = run.machine.get("cores"), run.machine.get("loadgen_cpu_s")
-    if not isinstance(cores, int) or not isinstance(cpu_s, int | float) or run.duration_s <= 0:
+    if not isinstance(cores, int):
+        return
+    if run.processes > cores:
+        yield f"--processes {cores}: {run.processes} share {cores} core{'' if cores == 1 else 's'}"
+        return
+    if not isinstance(cpu_s, int | float) or run.duration_s <= 0:
         return
     busy = cpu_s / run.duration_s / max(run.processes, 1)
     if busy <= BUSY:

@@ -41,6 +41,8 @@ from loadgen.measure.stats import Floats, percentiles
 from loadgen.measure.timeline import Stages
 from loadgen.slo_target import SloTarget
 
+NOT_SENT = "not sent: "
+"""Prefix of the error of a request that this machine could not send."""
 MAX_LAG_S = 0.002
 MAX_LAG_OF_TTFT = 0.01
 MAX_RATE_ERROR = 0.01

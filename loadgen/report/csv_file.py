@@ -15,7 +15,7 @@ INSIDE = ("waiting", "placement", "prefill", "kv_wait", "transfer", "exposed", "
 PREDICTED = ("predicted_ttft", "placed_ttft", "predicted_tpot", "placed_tpot")
 """Predictions made at placement, and the values that the server measured."""
 COLUMNS = (
-    *"run valid index session turn tenant priority slo_class outcome intended_s sent_s ended_s".split(),
+    *"run valid warm_cache index session turn tenant priority slo_class outcome intended_s sent_s ended_s".split(),
     *(f"{name}_ms" for name in MEASURED),
     *"prompt_tokens cached_tokens output_tokens planned_prompt_tokens planned_output_tokens status finish_reason "
     "reason error".split(),
@@ -43,6 +43,7 @@ def _rows(run: RunView) -> Iterator[list[Any]]:
             *(
                 run.name,
                 "no" if run.invalid else "yes",
+                "yes" if run.cache.is_warm else "" if run.cache.why else "no",
                 record.index,
                 record.session,
                 record.turn,

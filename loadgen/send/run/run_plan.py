@@ -21,7 +21,7 @@ from loadgen.measure import request_metrics
 from loadgen.measure.prefix_hits import CacheVerdict, judge_cache
 from loadgen.measure.records import Record, RunInfo
 from loadgen.measure.records_file import RECORDS, RUN, RecordWriter, part_of, read_records, write_run
-from loadgen.measure.request_metrics import OutcomeRules, RequestOutcome
+from loadgen.measure.request_metrics import NOT_SENT, OutcomeRules, RequestOutcome
 from loadgen.plan.plan import Plan
 from loadgen.plan.plan_file import plan_hash, write_plan
 from loadgen.send.run.child import ChildJob
@@ -35,8 +35,6 @@ PLAN = "plan.jsonl"
 UNFINISHED = "the run did not finish: its main process was killed"
 MAX_REASON_CHARS = 120
 """Most characters shown of a server's error."""
-NOT_SENT = "not sent: "
-"""Prefix of the error of a request that this machine could not send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,11 @@ import socket
 import pytest
 
 from loadgen.loadgen_errors import Unreachable
-from loadgen.measure.request_metrics import RequestOutcome
+from loadgen.measure.request_metrics import NOT_SENT, RequestOutcome
 from loadgen.send.client import ResolvedRequest, send_once
 from loadgen.send.dialects import DIALECTS
 from loadgen.send.http.http_client import HttpClient, HttpSettings
 from loadgen.send.http.http_connection import ConnectionLimits
-from loadgen.send.run.run_plan import NOT_SENT
 from loadgen.send.selftest.scripted_server import Script, ScriptedEnd, ScriptedServer, ServedRequest
 from loadgen.send.target import Target, new_client
 from loadgen.slo_target import SloTarget

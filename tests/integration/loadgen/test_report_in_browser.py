@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ BROWSER = next(
     None,
 )
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="browser: no Chromium on the PATH")
+LONG = "label_without_spaces_" * 6
 PROBE = Path(__file__).with_name("report_probe.js")
 
 
@@ -60,13 +62,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     def page(name: str, *results: Path) -> Path:
         return probed(write_report(views_of(results), root / name)[0])
 
-    def result(name: str, **changes: float) -> Path:
+    def result(name: str, **changes: Any) -> Path:
         return write_result(root / f"run {name}", **{"rate": 4.0, "seconds": 12.0, **changes})
 
     late = result("late", lag_s=0.02)
     return {
         "one": page("one", result("slow", rate=8.0, speed=0.5, sheds=False)),
-        "two": page("two", result("a", timeline=False), warm(result("b"))),
+        "two": page("two", result("a", timeline=False, label=LONG), warm(result("b"))),
         "twenty": page("twenty", late, *(result(f"n{i}", rate=1.0 + i, seconds=4.0) for i in range(19))),
     }
 

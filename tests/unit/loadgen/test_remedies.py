@@ -16,7 +16,7 @@ def late(lag_s: float) -> list[Record]:
 
 
 def options(*, lag_s: float = 0.01, slo: str = "ttft=600ms", **changes: object) -> list[str]:
-    found = remedies(run(**changes), late(lag_s), rules(slo))
+    found = remedies(run(**({"num_offered": 9} | changes)), late(lag_s), rules(slo))
     return [text.split()[0].rstrip(":,") for text in found]
 
 
@@ -31,6 +31,16 @@ def test_busy_sender_needs_more_processes() -> None:
     idle = machine | {"loadgen_cpu_s": 1.0}
     assert options(machine=idle, duration_s=10.0) == ["--priority", "--rate"]
     assert options(machine=machine | {"cores": 1}, duration_s=10.0) == ["--priority", "--rate"]
+
+
+def test_too_many_processes_are_reduced() -> None:
+    assert remedies(run(machine={"cores": 2}, processes=5), late(0.01), rules())[0] == "--processes 2: 5 share 2 cores"
+
+
+def test_lost_records_and_connections_have_remedies() -> None:
+    assert options(lag_s=0.0005, num_offered=10) == ["run"]
+    unsent = record(0, tokens=(), sent_s=None, status=None, error="not sent: all 9 connections are in use")
+    assert [text.split(",")[0] for text in remedies(run(), [unsent], rules())] == ["ulimit -n"]
 
 
 def test_realtime_is_proposed_unless_it_was_used() -> None:

@@ -273,6 +273,8 @@ def test_warm_cache_is_marked_in_every_format(tmp_path: Path) -> None:
     cold = write_result(tmp_path / "cold", rate=5, seconds=6)
     both = Written.of([warm_run, cold], tmp_path / "both")
     assert [one["verdict"] for one in both.data["runs"]] == ["warm", "valid"]
+    rows = list(csv.DictReader((tmp_path / "both" / "requests.csv").open()))
+    assert {(row["run"], row["warm_cache"]) for row in rows} == {("warm", "yes"), ("cold", "no")}
     assert '<span class="warm-text">WARM CACHE</span>' in both.html
     assert "**WARM CACHE**" in (tmp_path / "both" / "report.md").read_text()
 
