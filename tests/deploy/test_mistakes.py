@@ -37,6 +37,10 @@ MISTAKES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         {"scheduler": {"config": {"policy": "kv_centrc"}}},
         ("scheduler.config.policy", "kv_centric"),
     ),
+    "a policy of a file": (
+        {"scheduler": {"config": {"policy": "policies/most_free.py"}}},
+        ("scheduler.config.policy",),
+    ),
     "port 0": ({"gateway": {"config": {"http_port": 0}}}, ("gateway.config.http_port", "1")),
     "no port": ({"gateway": {"config": {"http_port": None}}}, ("http_port",)),
     "an invalid size": ({"poolDefaults": {"shmSize": "2 GB"}}, ("poolDefaults.shmSize",)),

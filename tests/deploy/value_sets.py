@@ -76,7 +76,7 @@ ALL_ON: dict[str, Any] = {
         "extraVolumes": [{"name": "more", "emptyDir": {}}],
         "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
     },
-    "scheduler": {"replicas": 3, "config": {"admission": "predictive"}},
+    "scheduler": {"replicas": 3, "config": {"admission": "predictive", "policy": "my_policies.most_free:most_free"}},
     "pools": [
         _pool("prefill", autoscaling=SCALED, **GPU, **RDMA),
         _pool("decode", autoscaling=SCALED, **GPU, **RDMA),

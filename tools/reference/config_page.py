@@ -44,7 +44,7 @@ def config_page() -> str:
 
 def _kind(setting: Setting) -> str:
     if setting.choices:
-        return "one of " + ", ".join(code(choice) for choice in setting.choices)
+        return "one of " + ", ".join(code(choice) for choice in setting.forms)
     name = "size" if setting.is_size else setting.kind.__name__.lower()
     names = {
         "str": "text",

@@ -28,7 +28,7 @@ class SettingType(click.ParamType):
         self.name = "size" if setting.is_size else _KINDS[setting.kind]
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
-        return "|".join(self._setting.choices) or self.name.upper()
+        return "|".join(self._setting.forms) or self.name.upper()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str) or value in self._setting.value_aliases:

@@ -35,6 +35,7 @@ from baton.runtime.process.process import Stop, set_batch_scheduling, unless_sto
 from baton.runtime.process.process_end import describe_exit
 from baton.runtime.process.process_identity import process_identity
 from baton.runtime.process.run_file import RunningCluster, run_directories, write_run_file
+from baton.scheduler.policy_loading.load_policy import load_policy
 from baton.store.redis.private_redis import START_S, redis_command
 
 log = logging.get_logger(__name__)
@@ -342,8 +343,10 @@ class Closeable(Protocol):
 async def up(config: ClusterConfig, stop: Stop, notify: Notify) -> None:
     """Start a cluster, serve until a stop is requested, and remove it.
 
-    With `config.once` it ends after the answer to the first prompt.
+    With `config.once` it ends after the answer to the first prompt. Raises ConfigError before anything starts
+    if the policy cannot be loaded.
     """
+    load_policy(config.policy)
     log_dir = config.log_dir and config.log_dir.expanduser() / datetime.now().strftime("%m%d-%H%M%S")
     logging.configure("up", level=config.log_level, log_dir=log_dir)
     if config.ray_address is None:  # all processes share the cores of this machine with the workers

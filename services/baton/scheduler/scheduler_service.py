@@ -31,8 +31,8 @@ from baton.scheduler.decisions.decide import DecisionRules, decide
 from baton.scheduler.decisions.decision_recorder import DecisionRecorder
 from baton.scheduler.decisions.decision_records import UnrecordedDecision
 from baton.scheduler.decisions.deferred_work import DeferredWork
-from baton.scheduler.policies import POLICIES
 from baton.scheduler.policies.policy_types import Choice
+from baton.scheduler.policy_loading.load_policy import load_policy
 from baton.scheduler.scheduler_budget import PLACEMENT_BYTES, query_bytes
 from baton.scheduler.state.cluster_state import ClusterState
 from baton.scheduler.state.worker_streams import SchedulerTimes, WorkerStreams
@@ -113,7 +113,7 @@ class Scheduler(SchedulerService):
         """
         self.scheduler_id = scheduler_id
         self._rules = rules
-        self._policy = POLICIES[rules.policy]
+        self._policy = load_policy(rules.policy)
         self._metrics = metrics
         self.budget = budget
         self._placements_made = metrics.decisions.labels(rules.policy)

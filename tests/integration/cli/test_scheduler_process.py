@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from tests.times import TEST_TIMES
 
 pytestmark = pytest.mark.integration
 LIMIT_S = 20.0
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +162,28 @@ async def test_process_serves_calls_and_leaves_redis_after_sigterm(tmp_path: Pat
                 await until_broken(reports)
     assert "scheduler_drain_started" in process.events()
     assert "worker_lost" not in process.events(), "a scheduler that shuts down must not report lost workers"
+
+
+async def test_process_places_with_a_policy_of_another_module(
+    tmp_path: Path, redis: RunningRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"), prepend=os.pathsep)
+    with scheduler(tmp_path, redis.url, "--policy", "most_free:most_free") as process:
+        async with network() as grpc_network, asyncio.timeout(LIMIT_S):
+            reports = await grpc_network.open_report(process.address)
+            reports.send(worker_report("w0"))
+            api = grpc_network.scheduler(process.address)
+            watch = await api.watch()
+            while not (await watch.receive()).reports:
+                pass
+            assert isinstance(await api.place(query(request_id=b"r")), Placement)
+            (record,) = await api.explain(None)
+            assert record.policy == "most_free:most_free"
+            assert record.candidates[0].terms == {"free_blocks": 100}
+    with scheduler(tmp_path, redis.url, "--policy", "most_free:most_fre") as process:
+        assert process.process.wait(LIMIT_S) == 1
+        assert process.process.stderr is not None
+        assert "did you mean 'most_free'?" in process.process.stderr.read()
 
 
 async def test_placement_continues_without_redis_and_the_entry_returns_with_it(tmp_path: Path) -> None:

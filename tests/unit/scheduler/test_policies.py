@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from random import Random
-from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from baton.core.cluster.placement import Rejection
 from baton.core.cluster.worker_report import WorkerState
 from baton.core.errors import Reason
+from baton.runtime.config.config_base import settings_of
 from baton.runtime.config.scheduler_settings import PolicySettings
 from baton.scheduler.policies import POLICIES, Policy
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
@@ -28,7 +28,8 @@ def ids(choice: Choice) -> tuple[str | None, str | None]:
 
 
 def test_the_setting_offers_exactly_the_registered_policies() -> None:
-    assert get_args(get_type_hints(PolicySettings)["policy"]) == tuple(POLICIES), (
+    (setting,) = (each for each in settings_of(PolicySettings) if each.name == "policy")
+    assert setting.choices == tuple(POLICIES), (
         "add the name to PolicySettings.policy and run `python tools/gen_chart.py`"
     )
 

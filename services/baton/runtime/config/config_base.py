@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, TypeVar, Union, dataclass_transform
 import yaml
 
 from baton.core.errors import ConfigError
-from baton.runtime.config.setting import Setting, flag_of, variable_of
+from baton.runtime.config.setting import OtherForm, Setting, flag_of, variable_of
 
 PREFIX = "BATON_"
 OTHER_VARIABLES: Mapping[str, str] = {
@@ -57,6 +57,7 @@ def setting(
     secret: bool = False,
     aliases: tuple[str, ...] = (),
     value_aliases: Mapping[str, str] = types.MappingProxyType({}),
+    other_form: OtherForm | None = None,
 ) -> T:
     """Declare a field of a `Config`.
 
@@ -65,6 +66,7 @@ def setting(
     secret: True if the value may contain a password; it is never shown or logged.
     aliases: former names, accepted for one release as flag, variable and YAML key. Using one adds a warning.
     value_aliases: former spellings of a choice, by old spelling, accepted in the same way.
+    other_form: texts accepted besides the choices of a field whose type is `Literal[...] | str`.
     """
     metadata = {
         "help": help,
@@ -75,6 +77,7 @@ def setting(
         "secret": secret,
         "aliases": aliases,
         "value_aliases": value_aliases,
+        "other_form": other_form,
     }
     return dataclasses.field(default=default, repr=not secret, metadata=metadata)
 
@@ -298,9 +301,11 @@ def _kind_of(hint: Any) -> dict[str, Any]:
     optional = False
     if typing.get_origin(hint) in (Union, types.UnionType):
         inner = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
+        if len(inner) == 2 and typing.get_origin(inner[0]) is Literal and inner[1] is str:
+            inner.pop()  # the choices and an `other_form`
         if len(inner) != 1:
             raise TypeError(f"the type of a setting must be T or T | None, not {hint}")
-        optional, hint = True, inner[0]
+        optional, hint = types.NoneType in typing.get_args(hint), inner[0]
     if typing.get_origin(hint) is Literal:
         return {"kind": str, "optional": optional, "choices": typing.get_args(hint)}
     if hint == tuple[str, ...]:

@@ -4,14 +4,21 @@ from typing import Literal
 
 from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.config_base import Config, config, setting
+from baton.runtime.config.setting import OtherForm
+
+_NAME = "[A-Za-z_][A-Za-z0-9_]*"
+POLICY_OF_A_MODULE = OtherForm(name="MODULE:FUNCTION", pattern=rf"{_NAME}(\.{_NAME})*:{_NAME}")
+"""A scheduling policy that is not part of Baton."""
 
 
 @config
 class PolicySettings(Config):
     """Placement and admission policy of the scheduler, and its queue."""
 
-    policy: Literal["kv_centric", "prefix_aware", "least_loaded", "round_robin", "random"] = setting(
-        "kv_centric", help="scheduling policy, which selects the workers of each request"
+    policy: Literal["kv_centric", "prefix_aware", "least_loaded", "round_robin", "random"] | str = setting(
+        "kv_centric",
+        help="scheduling policy, which selects the workers of each request; MODULE:FUNCTION loads one of your own",
+        other_form=POLICY_OF_A_MODULE,
     )
     admission: Literal["off", "early", "predictive"] = setting(
         "off",

@@ -1,6 +1,7 @@
 """Describes one setting: its names, type, bounds and help, and converts and validates its values."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,29 @@ _EXPECTED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherForm:
+    """Texts that a setting accepts besides its choices.
+
+    name: what to call such a text in help and errors, such as `MODULE:FUNCTION`.
+    pattern: regular expression that the whole text must match. It is also the one of the JSON schema.
+    """
+
+    name: str
+    pattern: str
+
+    def matches(self, text: str) -> bool:
+        """Return True if `text` has this form."""
+        return re.fullmatch(self.pattern, text) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One field of a `Config` as seen by the command line, the environment and a YAML file.
 
     kind: str, int, float, bool, Path, or tuple (of str).
     optional: True if the value may be None.
     choices: the allowed texts; empty if any text is allowed.
+    other_form: texts that are allowed besides the choices; None if there are none.
     help, unit: description for people, without a final period; the unit that the number counts.
     minimum, maximum: inclusive bounds.
     above: exclusive lower bound.
@@ -48,6 +66,12 @@ class Setting:
     secret: bool
     aliases: tuple[str, ...]
     value_aliases: Mapping[str, str]
+    other_form: OtherForm | None = None
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The choices and the name of the other form, for help and errors. Empty if any text is allowed."""
+        return self.choices if self.other_form is None else (*self.choices, self.other_form.name)
 
     @property
     def flag(self) -> str:
@@ -110,8 +134,9 @@ class Setting:
         is_kind = isinstance(value, self.kind) or (self.kind is float and isinstance(value, int))
         if not is_kind or (isinstance(value, bool) and self.kind is not bool):
             return f"expected {self._expected}, got {value!r}"
-        if self.choices and value not in self.choices:
-            return f"expected one of {', '.join(self.choices)}, got {value!r}"
+        has_other_form = self.other_form is not None and self.other_form.matches(value)
+        if self.choices and value not in self.choices and not has_other_form:
+            return f"expected one of {', '.join(self.forms)}, got {value!r}"
         if self.kind is float and not math.isfinite(value):
             return f"expected a finite number, got {value!r}"
         if self.minimum is not None and value < self.minimum:
@@ -153,6 +178,8 @@ class Setting:
         variants = [shape]
         if self.is_size:
             variants.append({"type": "string", "pattern": SIZE_PATTERN})
+        if self.other_form is not None:
+            variants.append({"type": "string", "pattern": f"^{self.other_form.pattern}$"})
         if self.optional:
             variants.append({"type": "null"})
         described = {"description": self.description, "default": self.plain(self.default)}
@@ -191,7 +218,7 @@ class Setting:
     @property
     def _expected(self) -> str:
         if self.choices:
-            return f"one of {', '.join(self.choices)}"
+            return f"one of {', '.join(self.forms)}"
         return "a size such as 512MiB" if self.is_size else _EXPECTED[self.kind]
 
 

@@ -14,7 +14,7 @@ from baton.core.plain_json import from_plain, to_plain
 from baton.core.request import RequestActuals
 from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget, Reservation
 from baton.scheduler.decisions.decide import DecisionRules, decide
-from baton.scheduler.policies import POLICIES
+from baton.scheduler.policies import POLICIES, Policy
 from baton.scheduler.policies.eligibility import Exclusion
 from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.scheduler_budget import DECISION_BYTES, record_bytes, unrecorded_bytes
@@ -98,15 +98,17 @@ def build_record(
     )
 
 
-def repeat_decision(record: DecisionRecord) -> Placement | Rejection:
+def repeat_decision(record: DecisionRecord, policies: Mapping[str, Policy] = POLICIES) -> Placement | Rejection:
     """Decide again from a record alone.
+
+    policies: by name. A policy of another module is never imported because a record names it.
 
     Raises ValueError if the policy is not known here, or if the inputs are missing or come from another
     release.
     """
-    policy = POLICIES.get(record.policy)
+    policy = policies.get(record.policy)
     if policy is None:
-        raise ValueError(f"policy {record.policy!r} is unknown; must be one of {', '.join(POLICIES)}")
+        raise ValueError(f"policy {record.policy!r} is unknown; must be one of {', '.join(policies)}")
     if not record.inputs:
         raise ValueError(f"decision {record.decision_id} cannot be repeated: its inputs were not recorded")
     cluster, rules = _from_inputs(json.loads(record.inputs))

@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 
+from baton.core.errors import ConfigError
 from baton.sim.chaos.report import ChaosReport
 from baton.sim.chaos.run import StormFailed, run_seed
 
@@ -12,6 +13,7 @@ def main() -> int:
     """Run the seeds of the command line. Returns the number of those that failed, at most 100."""
     parser = argparse.ArgumentParser(prog="python -m baton.sim.chaos", description="Replay storms by seed.")
     parser.add_argument("--seed", type=int, nargs="+", required=True, metavar="N", help="seeds to run")
+    parser.add_argument("--policy", metavar="NAME", help="policy to use instead of the drawn one, as in `baton up`")
     parser.add_argument("--transcript", action="store_true", help="print the ends of all requests, too")
     parser.add_argument("--until-failure", action="store_true", help="stop after the first seed that fails")
     parser.add_argument("--log", action="store_true", help="print the services' log")
@@ -21,7 +23,9 @@ def main() -> int:
     num_failed = 0
     for seed in arguments.seed:
         try:
-            report, verdict = run_seed(seed), "passed"
+            report, verdict = run_seed(seed, policy=arguments.policy), "passed"
+        except ConfigError as error:
+            parser.error(str(error))
         except StormFailed as failed:
             report, verdict = failed.report, f"FAILED: {failed.problem!r}"
             num_failed += 1

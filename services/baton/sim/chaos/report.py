@@ -23,6 +23,7 @@ class ChaosReport:
     """Result of a storm.
 
     settings: the drawn settings, as text.
+    policy: policy that was used instead of the drawn one, or None.
     transcript: all faults and ends of requests, in order.
     outcomes: number of requests by outcome.
     faults: number of faults by kind.
@@ -33,6 +34,7 @@ class ChaosReport:
 
     seed: int
     settings: str = ""
+    policy: str | None = None
     transcript: list[str] = field(default_factory=list)
     outcomes: dict[str, int] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
@@ -63,4 +65,5 @@ class ChaosReport:
     @property
     def replay(self) -> str:
         """The command that runs this seed again."""
-        return f"python -m baton.sim.chaos --seed {self.seed}"
+        policy = f" --policy {self.policy}" if self.policy is not None else ""
+        return f"python -m baton.sim.chaos --seed {self.seed}{policy}"

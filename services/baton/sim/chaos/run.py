@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from random import Random
 
+from baton.scheduler.policy_loading.load_policy import load_policy
 from baton.sim import virtual_time
 from baton.sim.chaos.audit import audit_caches, check_answer, check_no_tasks, check_outcomes, check_processes
 from baton.sim.chaos.cancel_audit import CancelAudit
@@ -43,10 +44,18 @@ class StormFailed(AssertionError):
         self.problem = problem
 
 
-def run_seed(seed: int, profile: ChaosProfile | None = None) -> ChaosReport:
-    """Run the storm of a seed with its own settings, under virtual time. Raises StormFailed."""
+def run_seed(seed: int, profile: ChaosProfile | None = None, *, policy: str | None = None) -> ChaosReport:
+    """Run the storm of a seed with its own settings, under virtual time.
+
+    policy: used instead of the drawn one.
+
+    Raises StormFailed, and ConfigError if the policy cannot be loaded.
+    """
     settings = draw_settings(Random(seed))
-    report = ChaosReport(seed=seed, settings=str(settings))
+    if policy is not None:
+        load_policy(policy)
+        settings = replace(settings, config=replace(settings.config, policy=policy))
+    report = ChaosReport(seed=seed, settings=str(settings), policy=policy)
     try:
         virtual_time.run(run_storm(settings, profile or ChaosProfile(), report))
     except virtual_time.Deadlock as deadlock:  # the loop raises it, outside of every task
