@@ -94,9 +94,10 @@ def _verdict(run: Mapping[str, Any], is_named: bool) -> str:
             + "</div>"
         )
     elif run["verdict"] == "warm":
+        fact = warm["text"].removeprefix("warm cache: ")
         parts.append(
             f'<div class="verdict warm" role="alert"><b>{name}WARM CACHE</b> These numbers are better than those of an '
-            f"empty cache. {sentence} Sending was in time: {_sending(run)}.</div>"
+            f"empty cache: {escape(fact)}. Sending was in time: {_sending(run)}.</div>"
         )
     elif not is_named:
         parts.append(f'<div class="verdict valid"><b>Valid run.</b> {_sending(run)}.</div>')
