@@ -18,7 +18,8 @@ ENTRY_MODULES: Mapping[str, str] = {
 """Modules that no module imports and that are no programs, with the reason."""
 USED_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("format_commands", "get_metavar", "shell_complete", "format_options"), "click calls it; overrides a method"
+        ("format_commands", "get_metavar", "shell_complete", "format_options", "format_epilog"),
+        "click calls it; overrides a method",
     ),
     **dict.fromkeys(("pause_writing", "eof_received"), "asyncio calls it; method of a protocol"),
     "on_url": "httptools calls it",

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import click
 
 import baton
-from baton.cli import admin_commands, config_command, doctor_command, key_command, model_command, service_commands
+from baton.cli import config_command, doctor_command, key_command, model_command, service_commands
+from baton.cli.admin import admin_commands
 from baton.cli.service_commands import expected_error
 from baton.core.errors import BatonError
 from baton.runtime.process.process import disable_usage_reports

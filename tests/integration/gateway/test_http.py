@@ -224,9 +224,18 @@ async def test_health_readiness_metrics_and_unknown_routes(gateway: HttpGateway)
     assert (await gateway.client.head("/health")).status_code == 200
 
 
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
+async def test_decision_is_found_by_the_id_of_the_response(gateway: HttpGateway, endpoint: str) -> None:
+    prompt = {"prompt": "hi"} if endpoint == COMPLETIONS else {"messages": [{"role": "user", "content": "hi"}]}
+    answer = await gateway.post(endpoint, {**prompt, "max_tokens": 2})
+    found = await gateway.client.get(f"/debug/decisions/{answer.json()['id']}")
+    assert found.status_code == 404, "the id is understood; this scheduler keeps no records"
+
+
 async def test_unknown_or_invalid_decision_id_is_rejected(gateway: HttpGateway) -> None:
     assert (await gateway.client.get("/debug/decisions/last")).status_code == 404
-    assert (await gateway.client.get("/debug/decisions/nothex")).status_code == 400
+    for malformed in ("nothex", "other-" + "00" * 16):
+        assert (await gateway.client.get(f"/debug/decisions/{malformed}")).status_code == 400
 
 
 @pytest.mark.fault("F-9")

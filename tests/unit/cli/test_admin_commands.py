@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from baton.cli import admin_commands
-from baton.cli.gateway_connection import AdminContext, GatewayAddress, Intervals
+from baton.cli.admin import admin_commands
+from baton.cli.admin.gateway_connection import AdminContext, GatewayAddress, Intervals
 from baton.cli.main import cli, main
 from baton.core.client_api import ClusterStatus, ProcessInfo
 from baton.core.cluster.decision_record import DecisionRecord

@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from baton.cli.explain_view import policy_rules, render_decisions
+import pytest
+from click.testing import CliRunner
+
+from baton.cli.admin.explain_terms import TERMS
+from baton.cli.admin.explain_view import policy_rules, render_decisions
+from baton.cli.main import cli
 from baton.core.cluster.decision_record import Candidate, DecisionRecord
 from baton.core.cluster.placement import Rejection
 from baton.core.errors import Reason
@@ -11,6 +16,8 @@ from baton.core.request import Slo
 from baton.scheduler.policies import POLICIES
 from tests.builders import decision_record, placement, query, worker_ref
 from tests.unit.cli.screen import printed, row
+from tests.unit.scheduler.measured_workers import fast_link, measured, queued, seen
+from tests.unit.scheduler.policy_cases import busy, chosen
 
 RULES = {"least_loaded": "The worker with the least load."}
 ACTUALS: dict[str, Any] = {
@@ -42,16 +49,18 @@ ACTUALS: dict[str, Any] = {
 }
 
 
-def shown(*records: DecisionRecord) -> str:
-    return printed(render_decisions(records, RULES))
+def shown(*records: DecisionRecord, is_verbose: bool = True) -> str:
+    return printed(render_decisions(records, RULES if is_verbose else {}, is_verbose=is_verbose))
 
 
 def test_placement_shows_workers_policy_and_rule() -> None:
     lines = shown(decision_record()).splitlines()
-    assert lines[0] == f"request {b'request-0'.hex()}"
-    assert lines[2] == "attempt 1: prefill w0, decode w1"
-    assert lines[3] == "  request    40 tokens to prefill, at most 16 to generate"
-    assert lines[4] == "  policy     least_loaded, at s0: The worker with the least load."
+    assert lines[0] == "still running, or its gateway is gone"
+    assert lines[1] == f"request {b'request-0'.hex()}"
+    assert lines[3] == "attempt 1: prefill w0, decode w1"
+    assert lines[4] == "  request    40 tokens to prefill, at most 16 to generate"
+    assert lines[5] == "  policy     least_loaded, at s0: The worker with the least load."
+    assert "  policy     least_loaded, at s0\n" in shown(decision_record(), is_verbose=False) + "\n"
 
 
 def test_unknown_policy_is_shown_without_a_rule() -> None:
@@ -77,10 +86,10 @@ def test_candidates_show_their_terms_and_chosen_ones_are_marked() -> None:
         Candidate(worker=worker_ref("w2"), side="decode", terms={"free_blocks": 10}),
     )
     screen = shown(decision_record(candidates=candidates, num_excluded={"draining": 2, "serves other": 1}))
-    assert row(screen, "candidate") == ["candidate", "for", "queue", "free", "blocks", "queued", "prefill", "tokens"]
-    assert row(screen, "w0") == ["w0", "prefill", "0.4", "ms", "-", "1,200", "◀", "chosen"]
-    assert row(screen, "w1") == ["w1", "decode", "-", "8,192", "-", "◀", "chosen"]
-    assert row(screen, "w2") == ["w2", "decode", "-", "10", "-"]
+    assert row(screen, "candidate") == ["candidate", "for", "queue", "queued", "tokens", "free", "blocks"]
+    assert row(screen, "w0") == ["w0", "prefill", "0.4", "ms", "1,200", "-", "◀", "chosen"]
+    assert row(screen, "w1") == ["w1", "decode", "-", "-", "8,192", "◀", "chosen"]
+    assert row(screen, "w2") == ["w2", "decode", "-", "-", "10"]
     assert "  excluded   2 draining, 1 serves other" in screen
 
 
@@ -100,6 +109,14 @@ def test_seconds_of_a_candidate_are_shown_in_the_order_of_the_request_path() -> 
         == "candidate for cost queue prefix pull prefill exposed KV delays decodes pulled".split()
     )
     assert row(screen, "w0") == "w0 prefill 300 ms 20 ms 26 ms 250 ms 4 ms 0 ms 12 ◀ chosen".split()
+
+
+def test_terms_that_matter_for_no_candidate_need_verbose() -> None:
+    terms = {"cost_s": 0.3, "transfer_s": 0.0, "margin_s": 0.0, "prefix_pull_s": 0.01, "new_thing": 0.0}
+    record = decision_record(candidates=(Candidate(worker=worker_ref("w0"), side="prefill", terms=terms),))
+    few = row(shown(record, is_verbose=False), "candidate")
+    assert few == "candidate for cost prefix pull new thing".split()
+    assert row(shown(record), "candidate") == "candidate for cost prefix pull exposed KV margin new thing".split()
 
 
 def test_prefill_share_is_shown_after_the_tpot() -> None:
@@ -164,3 +181,14 @@ def test_each_policy_has_a_description() -> None:
     assert rules.keys() == POLICIES.keys()
     assert all(rule.endswith(".") for rule in rules.values())
     assert "least load" in rules["least_loaded"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_term_of_a_policy_is_defined_in_the_help(name: str) -> None:
+    prefill = measured("p", "prefill", links=(fast_link("q"),), **queued(4000)), measured("q", "prefill", costs=None)
+    links = (fast_link("p"), fast_link("q"))
+    answer = chosen(seen(*prefill, busy(seqs=1, links=links, recent_prefill_share=0.1), q=200), policy=name)
+    named = {term for candidate in answer.candidates for term in candidate.terms}
+    assert named <= TERMS.keys()
+    text = " ".join(CliRunner().invoke(cli, ["explain", "--help"]).output.split())
+    assert all(" ".join(f"{term.label} {term.meaning}".split()) in text for term in TERMS.values())

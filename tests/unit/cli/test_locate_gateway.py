@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.cli.gateway_connection import GatewayAddress
-from baton.cli.locate_gateway import DEFAULT_GATEWAY, GatewayChoice, Located, describe_clusters, locate_gateway
+from baton.cli.admin.gateway_connection import GatewayAddress
+from baton.cli.admin.locate_gateway import DEFAULT_GATEWAY, GatewayChoice, Located, describe_clusters, locate_gateway
 from baton.core.errors import BatonError
 from baton.runtime.process.run_file import RunningCluster
 

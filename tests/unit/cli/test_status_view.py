@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from baton.cli.status_view import render_status
+from baton.cli.admin.status_view import render_status
 from baton.core.cluster.worker_report import WorkerState
 from tests.builders import blocks, cluster_status, link, worker_report
 from tests.unit.cli.screen import printed, row

@@ -33,6 +33,9 @@ log = get_logger(__name__)
 _CHOICE_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 128, 36, 112
 """Memory of a choice, of a token id and of a (token id, logprob) pair as Python objects."""
 
+RESPONSE_KINDS = ("chatcmpl", "cmpl")
+"""First words of the ids in responses of the OpenAI API; the request id follows after a dash."""
+
 
 class InferenceService:
     """Implements `InferenceApi`."""
@@ -206,9 +209,13 @@ class AdminService:
 
 
 def _request_id(text: str) -> bytes:
+    """Parse a request id as in the header x-request-id, or the id of a response, which contains it."""
+    kind, dash, digits = text.partition("-")
     try:
-        return bytes.fromhex(text)
+        return bytes.fromhex(digits if dash and kind in RESPONSE_KINDS else text)
     except ValueError as error:
         raise InvalidField(
-            "request_id", f"request_id is {printable(text)}; must be 32 hex digits, as in the header x-request-id"
+            "request_id",
+            f"request_id is {printable(text)}; must be 32 hex digits, as in the header x-request-id, or the id of a "
+            "response (chatcmpl-..., cmpl-...)",
         ) from error

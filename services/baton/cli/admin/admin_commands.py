@@ -12,9 +12,17 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from baton.cli.drain_workers import drain_at_gateway, drain_at_socket
-from baton.cli.gateway_connection import SYSTEM, AdminContext, Gateway, GatewayAddress, ReconnectingGateway, unreachable
-from baton.cli.locate_gateway import DEFAULT_GATEWAY, GatewayChoice, locate_gateway
+from baton.cli.admin.drain_workers import drain_at_gateway, drain_at_socket
+from baton.cli.admin.explain_terms import TERMS
+from baton.cli.admin.gateway_connection import (
+    SYSTEM,
+    AdminContext,
+    Gateway,
+    GatewayAddress,
+    ReconnectingGateway,
+    unreachable,
+)
+from baton.cli.admin.locate_gateway import DEFAULT_GATEWAY, GatewayChoice, locate_gateway
 from baton.core.errors import BatonError, StreamBroken
 from baton.core.plain_json import to_plain
 
@@ -96,8 +104,8 @@ def status(watch: bool, as_json: bool, choice: GatewayChoice, context: AdminCont
         if as_json:
             click.echo(json.dumps(to_plain(found), indent=2))
         else:
+            from baton.cli.admin.status_view import render_status
             from baton.cli.formatting import console
-            from baton.cli.status_view import render_status
 
             console().print(render_status(found))
         return
@@ -105,13 +113,25 @@ def status(watch: bool, as_json: bool, choice: GatewayChoice, context: AdminCont
         asyncio.run(_watch(gateway, context, as_json))
 
 
-@click.command()
+class _ExplainCommand(click.Command):
+    """Command whose help ends with the meaning of each column."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Columns of the candidates (seconds are predicted; a dash means: not for this side)"):
+            formatter.write_dl([(term.label, term.meaning) for term in TERMS.values()])
+
+
+@click.command(cls=_ExplainCommand)
 @click.argument("request_id", metavar="REQUEST_ID|last")
+@click.option("-v", "--verbose", is_flag=True, help="Describe the policy, and show all terms of the candidates.")
 @_gateway_options
-def explain(request_id: str, choice: GatewayChoice, context: AdminContext) -> None:
+def explain(request_id: str, verbose: bool, choice: GatewayChoice, context: AdminContext) -> None:
     """Explain the placement of a request and compare predictions with the outcome.
 
-    REQUEST_ID is the x-request-id header of the response; `last` is the request that was placed last.
+    REQUEST_ID is the x-request-id header of the response, or its id (chatcmpl-..., cmpl-...); `last` is the
+    request that was placed last. The first line says how it went. TTFT is counted from the question to the
+    scheduler. What is neither the scheduler's queue, the worker's queue nor prefill is time between gateway
+    and worker.
     """
     gateway = _locate(choice, context)
     records = _call(gateway, context, lambda client: client.explain(None if request_id == LAST else request_id))
@@ -121,10 +141,10 @@ def explain(request_id: str, choice: GatewayChoice, context: AdminContext) -> No
             if request_id == LAST
             else f"no decision is stored for request {request_id}"
         )
-    from baton.cli.explain_view import policy_rules, render_decisions
+    from baton.cli.admin.explain_view import policy_rules, render_decisions
     from baton.cli.formatting import console
 
-    console().print(render_decisions(records, policy_rules()))
+    console().print(render_decisions(records, policy_rules() if verbose else {}, is_verbose=verbose))
 
 
 @click.command()
@@ -204,8 +224,8 @@ def _call(gateway: GatewayAddress, context: AdminContext, call: Callable[[Gatewa
 async def _watch(gateway: GatewayAddress, context: AdminContext, as_json: bool) -> None:
     from rich.live import Live
 
+    from baton.cli.admin.status_view import render_status
     from baton.cli.formatting import console
-    from baton.cli.status_view import render_status
 
     async with ReconnectingGateway(gateway, context) as client:
         out = console()

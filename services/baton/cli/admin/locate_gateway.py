@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from baton.cli.gateway_connection import SYSTEM, GatewayAddress
+from baton.cli.admin.gateway_connection import SYSTEM, GatewayAddress
 from baton.core.errors import BatonError
 from baton.runtime.config.gateway_settings import FrontDoorSettings
 from baton.runtime.network.addresses import join_address

@@ -9,35 +9,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from baton.cli.admin.explain_terms import PREDICTIONS, TERMS
+from baton.cli.admin.explain_verdict import FINISHED, verdict
 from baton.cli.formatting import seconds, size, table
 from baton.core.cluster.decision_record import Candidate, DecisionRecord
 from baton.core.cluster.placement import Placement, Rejection
-
-PREDICTIONS = {
-    "queue_s": "queue",
-    "prefix_pull_s": "prefix pull",
-    "prefill_s": "prefill",
-    "transfer_s": "exposed KV",
-    "ttft_s": "TTFT",
-    "tpot_s": "TPOT",
-}
-"""Labels of the fields of a `Placement` that are predicted seconds."""
-
-TERMS = {
-    "cost_s": "cost",
-    "queue_s": "queue",
-    "prefix_pull_s": "prefix pull",
-    "prefill_s": "prefill",
-    "transfer_s": "exposed KV",
-    "decode_delay_s": "delays decodes",
-    "tpot_s": "TPOT",
-    "recent_prefill_share": "prefill share",
-    "kv_pull_s": "KV pull",
-    "overlap_blocks": "blocks held",
-    "pulled_blocks": "pulled",
-    "peer_costs": "peer costs",
-}
-"""Labels of a candidate's terms in display order; other terms follow under their own names."""
 
 
 def policy_rules() -> dict[str, str]:
@@ -49,15 +25,26 @@ def policy_rules() -> dict[str, str]:
     }
 
 
-def render_decisions(records: Sequence[DecisionRecord], rules: Mapping[str, str]) -> RenderableType:
-    """Render all decisions about one request, in order of attempts, with the result of `policy_rules`."""
-    parts: list[RenderableType] = [Text(f"request {records[0].request_id.hex()}", style="bold")]
+def render_decisions(
+    records: Sequence[DecisionRecord], rules: Mapping[str, str], *, is_verbose: bool = False
+) -> RenderableType:
+    """Render all decisions about one request, in order of attempts, after a verdict in one line.
+
+    rules: the result of `policy_rules`; empty to leave the policies' descriptions out.
+    is_verbose: show all terms, also those that are 0 for every candidate.
+    """
+    last = records[-1]
+    is_failed = last.rejection is not None or last.actuals.get("outcome", FINISHED) != FINISHED
+    parts: list[RenderableType] = [
+        Text(verdict(records), style="bold red" if is_failed else "bold"),
+        Text(f"request {records[0].request_id.hex()}"),
+    ]
     for record in records:
-        parts += ["", *_attempt(record, rules)]
+        parts += ["", *_attempt(record, rules, is_verbose)]
     return Group(*parts)
 
 
-def _attempt(record: DecisionRecord, rules: Mapping[str, str]) -> Iterator[RenderableType]:
+def _attempt(record: DecisionRecord, rules: Mapping[str, str], is_verbose: bool) -> Iterator[RenderableType]:
     yield Text.assemble((f"attempt {record.attempt + 1}: ", "bold"), _result(record))
     rule = rules.get(record.policy, "")
     yield _facts(
@@ -65,7 +52,7 @@ def _attempt(record: DecisionRecord, rules: Mapping[str, str]) -> Iterator[Rende
         ("policy", f"{record.policy}, at {record.scheduler_id}" + (f": {rule}" if rule else "")),
     )
     if record.candidates:
-        yield Padding(_candidates(record), (0, 0, 0, 2))
+        yield Padding(_candidates(record, is_verbose), (0, 0, 0, 2))
     facts: list[tuple[str, str]] = []
     if record.num_excluded:
         facts.append(("excluded", ", ".join(f"{number} {why}" for why, number in sorted(record.num_excluded.items()))))
@@ -133,17 +120,24 @@ def _query(record: DecisionRecord) -> str:
     return ", ".join(parts)
 
 
-def _candidates(record: DecisionRecord) -> Table:
+def _candidates(record: DecisionRecord, is_verbose: bool) -> Table:
     """Table with one row per candidate and side, and one column per term of the policy."""
-    named = {term for candidate in record.candidates for term in candidate.terms}
+    named = {
+        term
+        for candidate in record.candidates
+        for term, value in candidate.terms.items()
+        if is_verbose or value or term not in TERMS or not TERMS[term].is_detail
+    }
     terms = [*(term for term in TERMS if term in named), *sorted(named - TERMS.keys())]
-    result = table(
-        "candidate", "for", *(f">{TERMS.get(term, term.removesuffix('_s').replace('_', ' '))}" for term in terms), ""
-    )
+    result = table("candidate", "for", *(f">{_label(term)}" for term in terms), "")
     for candidate in record.candidates:
         values = (_term(term, candidate.terms.get(term)) for term in terms)
         result.add_row(candidate.worker.worker_id, candidate.side, *values, _mark(candidate, record.placement))
     return result
+
+
+def _label(term: str) -> str:
+    return TERMS[term].label if term in TERMS else term.removesuffix("_s").replace("_", " ")
 
 
 def _term(name: str, value: float | None) -> str:

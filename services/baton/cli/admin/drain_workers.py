@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from baton.cli.gateway_connection import AdminContext, Gateway
+from baton.cli.admin.gateway_connection import AdminContext, Gateway
 from baton.core.client_api import ClusterStatus, WorkerStatus
 from baton.core.errors import BatonError, Code, Refused, StreamBroken
 from baton.runtime.network.addresses import host_of

@@ -1,0 +1,57 @@
+"""Names and meanings of the numbers that `baton explain` shows. `--help` and the docs list them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One number of a decision: its label, and what it means in half a sentence.
+
+    is_detail: shown without -v only if it is not 0 for some candidate.
+    """
+
+    label: str
+    meaning: str
+    is_detail: bool = False
+
+
+PREDICTIONS = {
+    "queue_s": "queue",
+    "prefix_pull_s": "prefix pull",
+    "prefill_s": "prefill",
+    "transfer_s": "exposed KV",
+    "ttft_s": "TTFT",
+    "tpot_s": "TPOT",
+}
+"""Labels of the fields of a `Placement` that are predicted seconds."""
+
+TERMS = {
+    "cost_s": Term(
+        "cost", "what the policy compares: for prefill the sum of the terms, for decode TPOT plus KV pull per token"
+    ),
+    "queue_s": Term("queue", "time until the worker has finished the prompts that are queued before this one"),
+    "prefix_pull_s": Term(
+        "prefix pull", "time to read the cached beginning of the prompt from another worker", is_detail=True
+    ),
+    "prefill_s": Term("prefill", "time to compute the part of the prompt that is not cached"),
+    "transfer_s": Term(
+        "exposed KV", "time that the KV transfer to the decode worker takes after prefill has ended", is_detail=True
+    ),
+    "decode_delay_s": Term(
+        "delays decodes", "delay of the sequences that decode on this worker meanwhile", is_detail=True
+    ),
+    "redundant_s": Term("redundant", "charge for computing what another worker has cached", is_detail=True),
+    "margin_s": Term("margin", "advantage that a decode worker must have to compute the prompt itself", is_detail=True),
+    "tpot_s": Term("TPOT", "predicted mean gap between the tokens of this answer"),
+    "recent_prefill_share": Term(
+        "prefill share", "share of the step time of decoding sequences that recently went to prompts"
+    ),
+    "kv_pull_s": Term("KV pull", "time to read the KV of the whole prompt from the prefill worker"),
+    "overlap_blocks": Term("blocks held", "KV blocks of this prompt that the worker has cached"),
+    "pulled_blocks": Term("pulled", "KV blocks that would be read from another worker", is_detail=True),
+    "peer_costs": Term("peer costs", "1 if this worker is new, and its costs are estimated from the others'"),
+    "queued_prefill_tokens": Term("queued tokens", "prompt tokens that wait on the worker"),
+    "seqs": Term("seqs", "sequences that run or wait on the worker"),
+    "free_blocks": Term("free blocks", "KV blocks that are free or can be evicted"),
+}
+"""The candidates' terms by name, in display order; other terms follow under their own names."""
