@@ -184,8 +184,10 @@ async def test_deadline_of_a_request_says_nothing_about_the_scheduler_that_it_wa
         discovering = asyncio.create_task(pool._discover(MemoryMembership()))
         c.scheduler.hangs = True
         deadline_s = loop.time() + TEST_TIMES["detection_s"] / 2
-        with pytest.raises(Refused):
+        with pytest.raises(Refused) as refused:
             await pool.place(lambda *_: c.scheduler.queries[0], is_first=False, deadline_s=deadline_s)
+        assert refused.value.failure.reason is Reason.DEADLINE
+        assert refused.value.failure.message == "the deadline passed before a scheduler answered; allow more time"
         await asyncio.sleep(2 * TEST_TIMES["heartbeat_s"])
         assert pool.addresses == (c.scheduler.address,)
         discovering.cancel()

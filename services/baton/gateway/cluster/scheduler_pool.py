@@ -92,7 +92,7 @@ class SchedulerPool:
         `make_query` builds the query from the event loop time and the seconds within which an answer must
         come. A first attempt waits up to `wait_s` for a scheduler, a later one until `deadline_s` (event loop
         time). While a scheduler answers that the request is queued there, it is asked again. Raises Refused
-        (503) if no scheduler answers in that time.
+        if no scheduler answers in that time: 504 if it ended with the deadline, otherwise 503.
         """
         loop = asyncio.get_running_loop()
         give_up_s = self._placement_deadline_s(is_first, deadline_s)
@@ -111,6 +111,9 @@ class SchedulerPool:
                     self._by_decision[placement.decision_id] = address
                 return placement
             left_s = give_up_s - loop.time()
+            if left_s <= 0 and give_up_s == deadline_s:
+                message = "the deadline passed before a scheduler answered; allow more time"
+                raise Refused(Failure(code=Code.DEADLINE_EXCEEDED, reason=Reason.DEADLINE, message=message))
             if left_s <= 0:
                 raise Refused(
                     Failure(
