@@ -38,7 +38,7 @@ from baton.runtime.observability.metrics import BudgetMetrics, GatewayMetrics, P
 from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.process.awake_clock import AwakeClock
 from baton.runtime.process.byte_budget import Account, ByteBudget
-from baton.runtime.process.freed_memory import trim_heap_forever
+from baton.runtime.process.freed_memory import limit_freed_memory, trim_heap_forever
 from baton.runtime.process.process import Background, Stop, frozen_heap
 from baton.runtime.process.shared_account import SharedAccount
 from baton.store.redis.redis_connection import RedisConnection
@@ -64,8 +64,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
     """
     if config.redis_url is None and not config.schedulers:
         raise ConfigError("no scheduler is configured; set --schedulers HOST:PORT,... or --redis-url")
-    # Texts are tokenized one at a time, so the library's thread pool would only add overhead.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _set_up_libraries()
     key_file = None if config.api_keys is None else watch_key_file(config.api_keys)
     keys = KeyRing(None if key_file is None else key_file.value)
     rng = SystemRandom()
@@ -115,6 +114,13 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             await service.drain(config.drain_s)
         if announcements is not None:
             await announcements.withdraw()
+
+
+def _set_up_libraries() -> None:
+    """Set what libraries read once, before this process takes much memory or starts threads."""
+    limit_freed_memory()
+    # Texts are tokenized one at a time, so the library's thread pool would only add overhead.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def gateway_rules(config: GatewayConfig, rng: Random) -> GatewayRules:

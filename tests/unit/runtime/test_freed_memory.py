@@ -1,6 +1,7 @@
 """Freed memory is returned to the system when the process has grown."""
 
 import asyncio
+import subprocess
 import sys
 
 import pytest
@@ -76,3 +77,35 @@ def test_trim_returns_freed_memory_to_the_system() -> None:
     trim_heap()
     assert grown.resident_bytes - heap_size().resident_bytes > 40 * MIB
     assert keep
+
+
+HELD_AFTER_LARGE_PIECES = """
+import sys, threading
+from baton.runtime.process.freed_memory import limit_freed_memory, resident_bytes
+if sys.argv[1] == "limited":
+    limit_freed_memory()
+kept = []
+
+def work():
+    for _ in range(2):
+        pieces = [bytearray(b"x") * 2**20 for _ in range(24)]
+        kept.append(bytearray(2000))  # lies above them
+        del pieces
+
+before = resident_bytes()
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print((resident_bytes() - before) // 2**20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and glibc")
+def test_large_pieces_are_returned_when_they_are_freed() -> None:
+    """A process of its own, because the limit cannot be taken back."""
+    command = [sys.executable, "-c", HELD_AFTER_LARGE_PIECES]
+    held = {how: int(subprocess.check_output([*command, how])) for how in ("limited", "default")}
+    assert held["limited"] < 8
+    assert held["default"] > held["limited"] + 16, "the test has no effect"

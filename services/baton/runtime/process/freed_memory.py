@@ -16,6 +16,12 @@ CHECK_S = 3.0
 """Interval of checks. A check, or a release, takes up to some milliseconds in a thread."""
 KEPT_BYTES = 32 * 2**20
 """Growth of resident or of freed memory, since the last release, up to which nothing is released."""
+LARGE_BYTES = 512 * 1024
+"""Size from which on glibc returns memory immediately, after `limit_freed_memory`."""
+MAX_HEAPS = 4
+"""Heaps that the threads of a process share, after `limit_freed_memory`."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""Parameters of `mallopt`, see mallopt(3)."""
 _STATM = Path("/proc/self/statm")
 _MALLINFO_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 
@@ -46,6 +52,20 @@ class HeapSize:
     def lowest(self, other: "HeapSize") -> "HeapSize":
         """Return the lower value of each field."""
         return HeapSize(min(self.resident_bytes, other.resident_bytes), min(self.freed_bytes, other.freed_bytes))
+
+
+def limit_freed_memory() -> None:
+    """Make glibc return large pieces of memory when they are freed, and keep few heaps. Call it at the start.
+
+    By default glibc raises its thresholds to 32 MiB after the first large piece, and each thread may get a
+    heap of its own, whose end `trim_heap` does not return. For processes whose large pieces live long or are
+    rare: each one costs a system call and page faults. Does nothing without glibc.
+    """
+    with suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in ((_M_MMAP_THRESHOLD, LARGE_BYTES), (_M_TRIM_THRESHOLD, LARGE_BYTES)):
+            mallopt(parameter, value)
+        mallopt(_M_ARENA_MAX, MAX_HEAPS)
 
 
 def trim_heap() -> None:
