@@ -4,20 +4,21 @@ A real gateway process serves random requests at every legal extreme, and malfor
 batches. See `cost_fuzz/measured_batch.py` for the limits.
 """
 
+import asyncio
+import os
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 
 from tests.integration.gateway.cost_fuzz.cost_case import CostCase
+from tests.integration.gateway.cost_fuzz.drawn_cases import CaseDrawer
 from tests.integration.gateway.cost_fuzz.extremes import extremes
 from tests.integration.gateway.cost_fuzz.instant_cluster import HEARTBEAT_S
-from tests.integration.gateway.cost_fuzz.legal_requests import legal_cases
-from tests.integration.gateway.cost_fuzz.malformed_requests import malformed_cases
 from tests.integration.gateway.cost_fuzz.measured_batch import GatewayMeter, find_failing
 from tests.integration.gateway.gateway_process import gateway_process
 from tests.scale import sized
@@ -25,13 +26,13 @@ from tests.scale import sized
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
-    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(sys.platform != "linux", reason="needs /proc for the largest memory of a process"),
 ]
 
 BATCH = 500
+ROOT = Path(__file__).resolve().parents[3]
 NUM_BATCHES = sized(4, 200)
 MIN_SERVED = 0.8
 """Share of the legal requests that must be served, so that their cost is measured."""
@@ -71,30 +72,16 @@ async def test_extreme_request_costs_little(meter: GatewayMeter, case: CostCase)
     assert not case.is_legal or cost.answers[0].status == 200, cost.answers[0]
 
 
-def drawn_cases(batch: int) -> list[CostCase]:
-    """Return the cases of a batch, which is also the seed."""
-    drawn: list[CostCase] = []
-
-    @seed(batch)
-    @settings(
-        max_examples=BATCH,
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.one_of(legal_cases(), malformed_cases()))
-    def draw(case: CostCase) -> None:
-        drawn.append(case)
-
-    draw()
-    return drawn[:BATCH]
+@pytest.fixture(scope="module")
+def drawer() -> Iterator[CaseDrawer]:
+    with CaseDrawer(BATCH) as drawer:
+        yield drawer
 
 
 @pytest.mark.fault("F-36", "F-37", "F-38")
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
-async def test_batch_of_random_requests_costs_little(meter: GatewayMeter, batch: int) -> None:
-    cases = drawn_cases(batch)
+async def test_batch_of_random_requests_costs_little(meter: GatewayMeter, drawer: CaseDrawer, batch: int) -> None:
+    cases = await asyncio.to_thread(drawer.cases, batch)
     assert len(cases) == BATCH
     light = [case for case in cases if not case.is_heavy]
     num_answers = 0
@@ -112,3 +99,13 @@ async def test_batch_of_random_requests_costs_little(meter: GatewayMeter, batch:
     assert not problems, f"seed {batch}:\n" + "\n".join(problems)
     assert num_answers == BATCH
     assert statuses[200] > MIN_SERVED * statuses.total(), statuses
+
+
+async def test_cases_depend_on_the_seed_only() -> None:
+    """Not on the order of a set, which differs between processes."""
+    code = "from tests.integration.gateway.cost_fuzz.drawn_cases import drawn_cases; print(drawn_cases(1, 30))"
+    drawn = [
+        subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, cwd=ROOT)
+        for seed in ("1", "2")
+    ]
+    assert drawn[0] == drawn[1]

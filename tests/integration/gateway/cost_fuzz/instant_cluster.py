@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
-from baton.core.request import RequestActuals
+from baton.core.messages.jobs import DecodeJob, PrefillJob
+from baton.core.request import RequestActuals, TokenDelta
 from tests.integration.gateway.stub_cluster import serve_stubs
 from tests.unit.gateway.fakes import ALPHABET, StubScheduler, StubWorker, token_at
 
@@ -18,11 +19,17 @@ BLOCK_SIZE_TOKENS = 16
 HEARTBEAT_S = 5.0
 """Long enough that no stream breaks on a busy machine."""
 MAX_KEPT_JOBS = 256
+MAX_ANSWER_TOKENS = 4500
 MAX_UNACKNOWLEDGED = 512
 
 
 class InstantWorker(StubWorker):
     """A stub worker that forgets old jobs, and waits for a gateway that does not acknowledge its steps."""
+
+    def _delta(self, job: PrefillJob | DecodeJob, sample: int, begin: int, count: int) -> TokenDelta:
+        """Return the next tokens. Like a model, it ends long answers by itself."""
+        self.finish_at = MAX_ANSWER_TOKENS if job.sampling.max_tokens > MAX_ANSWER_TOKENS else None
+        return super()._delta(job, sample, begin, count)
 
     def _take(self, message: Any, session: Any) -> None:
         super()._take(message, session)

@@ -103,9 +103,11 @@ OPTIONAL_NUMBERS = (
 def sampling_fields(draw: st.DrawFn) -> dict[str, Any]:
     """Return optional fields of a request, each rarely or at an extreme."""
     body: dict[str, Any] = {
-        name: draw(numbers(name)) for name in draw(st.sets(st.sampled_from(OPTIONAL_NUMBERS), max_size=5))
+        name: draw(numbers(name)) for name in draw(st.lists(st.sampled_from(OPTIONAL_NUMBERS), unique=True, max_size=5))
     }
-    kinds = draw(st.sets(st.sampled_from(["stop", "stop_token_ids", "logit_bias", "slo", "stream"]), max_size=3))
+    kinds = draw(
+        st.lists(st.sampled_from(["stop", "stop_token_ids", "logit_bias", "slo", "stream"]), unique=True, max_size=3)
+    )
     if "stop" in kinds:
         body["stop"] = draw(st.lists(texts(1024), min_size=1, max_size=3)) * draw(st.sampled_from([1, 1, 5]))
     if "stop_token_ids" in kinds:
@@ -164,7 +166,7 @@ def chats(draw: st.DrawFn) -> dict[str, Any]:
     if draw(one_in(6)):
         body["metadata"] = {f"{index}": draw(texts(512)) for index in range(draw(sizes(16)))}
     if draw(one_in(6)):
-        body |= {name: draw(texts(512)) for name in draw(st.sets(st.sampled_from(sorted(LABELS))))}
+        body |= {name: draw(texts(512)) for name in draw(st.lists(st.sampled_from(sorted(LABELS)), unique=True))}
     return body | draw(output_sizes(1, bool(body.get("top_logprobs"))))
 
 
