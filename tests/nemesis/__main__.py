@@ -82,7 +82,11 @@ def main() -> int:
         say(f"the nemesis cannot run here: {reason}")
         return 2
     directory = Path(tempfile.mkdtemp(prefix="bn-", dir="/tmp"))
-    result = asyncio.run(run_nemesis(options, directory, say))
+    try:
+        result = asyncio.run(run_nemesis(options, directory, say))
+    except KeyboardInterrupt:
+        say(f"interrupted, nothing was checked; files of the run: {directory}")
+        return 130
     show(options, result, directory)
     if not result.problems:
         shutil.rmtree(directory, ignore_errors=True)
