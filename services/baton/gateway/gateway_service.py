@@ -102,7 +102,8 @@ class GatewayService:
         """Build the gateway's parts. Without `keys`, every caller may do everything.
 
         `budget` is the memory budget of the process.
-        `awake_clock` measures the silence of workers, see `AwakeClock`; None uses the event loop's clock.
+        `awake_clock` measures the silence of workers and schedulers, see `AwakeClock`; None uses the event
+        loop's clock.
         """
         self.rules = rules
         self.tokenizer = tokenizer
@@ -113,7 +114,13 @@ class GatewayService:
         self.unread = UnreadStreams(self.budget, max_bytes=rules.stream_buffer_bytes, clock=_loop_time_s)
         self.view = _cluster_view(rules, tokenizer)
         self.schedulers = SchedulerPool(
-            network, self.view, addresses=schedulers, membership=membership, times=_scheduler_times(rules), rng=rng
+            network,
+            self.view,
+            addresses=schedulers,
+            membership=membership,
+            times=_scheduler_times(rules),
+            rng=rng,
+            awake_clock=awake_clock,
         )
         self.workers = WorkerSessions(
             network,
@@ -123,14 +130,7 @@ class GatewayService:
             rng=rng,
             awake_clock=awake_clock,
         )
-        self.validator = Validator(
-            tokenizer=tokenizer,
-            model=rules.model,
-            model_limits=lambda: self.view.model_limits,
-            rng=rng,
-            request_timeout_s=rules.request_timeout_s,
-            default_slo=rules.default_slo,
-        )
+        self.validator = _validator(rules, tokenizer, self.view, rng)
         self._services = RequestServices(
             schedulers=self.schedulers,
             workers=self.workers,
@@ -299,6 +299,17 @@ def gateway_budget(memory_budget: int) -> ByteBudget:
 def _cluster_view(rules: GatewayRules, tokenizer: Tokenizer) -> ClusterView:
     return ClusterView(
         model=rules.model, tokenizer_fingerprint=tokenizer.fingerprint, model_max_len=tokenizer.max_model_len
+    )
+
+
+def _validator(rules: GatewayRules, tokenizer: Tokenizer, view: ClusterView, rng: Random) -> Validator:
+    return Validator(
+        tokenizer=tokenizer,
+        model=rules.model,
+        model_limits=lambda: view.model_limits,
+        rng=rng,
+        request_timeout_s=rules.request_timeout_s,
+        default_slo=rules.default_slo,
     )
 
 

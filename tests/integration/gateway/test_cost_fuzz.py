@@ -105,7 +105,12 @@ def test_cases_depend_on_the_seed_only() -> None:
     """Not on the order of a set, which differs between processes."""
     code = "from tests.integration.gateway.cost_fuzz.drawn_cases import drawn_cases; print(drawn_cases(1, 30))"
     drawn = [
-        subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, cwd=ROOT)
-        for seed in ("1", "2")
+        await asyncio.to_thread(
+            subprocess.check_output,
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            cwd=ROOT,
+        )
+        for hash_seed in ("1", "2")
     ]
     assert drawn[0] == drawn[1]

@@ -176,6 +176,22 @@ async def test_scheduler_that_still_answers_is_kept_although_membership_lists_no
 
 
 @virtual
+async def test_time_in_which_the_gateway_was_stalled_does_not_count_as_waiting() -> None:
+    """A gateway that was paused for long asks again before it reports its schedulers as lost."""
+    async with cluster(("h0", "hybrid")) as c:
+        loop, pool = asyncio.get_running_loop(), c.gateway.schedulers
+        await c.complete(PROMPT)
+        c.scheduler.hangs = True
+        begin_s, stalled_s = loop.time(), 10 * TEST_TIMES["scheduler_wait_s"]
+        pool._clock = lambda: max(begin_s, loop.time() - stalled_s)
+        with pytest.raises(Refused) as refused:
+            await pool.place(lambda *_: c.scheduler.queries[0], is_first=True, deadline_s=begin_s + 1000.0)
+        assert refused.value.failure.reason is Reason.SCHEDULER_LOST
+        waited_s = loop.time() - begin_s - stalled_s
+        assert TEST_TIMES["scheduler_wait_s"] <= waited_s < TEST_TIMES["scheduler_wait_s"] + 1.0
+
+
+@virtual
 async def test_deadline_of_a_request_says_nothing_about_the_scheduler_that_it_waits_for() -> None:
     """Membership lists no scheduler, so one that counts as failed is dropped."""
     async with cluster(("h0", "hybrid")) as c:

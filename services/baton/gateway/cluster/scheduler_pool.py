@@ -5,6 +5,7 @@ after its start, the next one is asked.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,12 +67,18 @@ class SchedulerPool:
         membership: Membership | None = None,
         times: SchedulerPoolTimes,
         rng: Random,
+        awake_clock: Callable[[], float] | None = None,
     ) -> None:
+        """Create a pool without connections.
+
+        awake_clock: clock for the wait of new requests, see `AwakeClock`; None uses the event loop's.
+        """
         self._network = network
         self._view = view
         self._membership = None if addresses else membership
         self._times = times
         self._rng = rng
+        self._clock = awake_clock or asyncio.get_running_loop().time
         self._apis: dict[str, SchedulerApi] = {}
         self._failed_at_s: dict[str, float] = {}  # address → time of its last failure, until it answers again
         self._by_decision: dict[str, str] = {}
@@ -90,30 +97,33 @@ class SchedulerPool:
         """Ask schedulers until one decides.
 
         `make_query` builds the query from the event loop time and the seconds within which an answer must
-        come. A first attempt waits up to `wait_s` for a scheduler, a later one until `deadline_s` (event loop
-        time). While a scheduler answers that the request is queued there, it is asked again. Raises Refused
-        if no scheduler answers in that time: 504 if it ended with the deadline, otherwise 503.
+        come. A first attempt waits up to `wait_s` for a scheduler, stalls of this process not counted, a
+        later one until `deadline_s` (event loop time). While a scheduler answers that the request is queued
+        there, it is asked again. Raises Refused if no scheduler answers in that time: 504 if it ended with
+        the deadline, otherwise 503.
         """
         loop = asyncio.get_running_loop()
-        give_up_s = self._placement_deadline_s(is_first, deadline_s)
+        wait_s = self._times.wait_s if is_first else math.inf
+        since_s = self._clock()
         while True:
             asked_s = loop.time()
+            give_up_s = min(deadline_s, asked_s + wait_s - (self._clock() - since_s))
             answer = await self._ask_for_placement(
                 lambda api: api.place(make_query(loop.time(), self._times.call_s)), give_up_s
             )
             if answer is not None:
                 address, placement = answer
                 if isinstance(placement, StillWaiting):
-                    give_up_s = self._placement_deadline_s(is_first, deadline_s)
+                    since_s = self._clock()
                     await asyncio.sleep(asked_s + MIN_POLL_FRACTION * self._times.call_s - loop.time())
                     continue
                 if isinstance(placement, Placement):
                     self._by_decision[placement.decision_id] = address
                 return placement
-            left_s = give_up_s - loop.time()
-            if left_s <= 0 and give_up_s == deadline_s:
+            if loop.time() >= deadline_s:
                 message = "the deadline passed before a scheduler answered; allow more time"
                 raise Refused(Failure(code=Code.DEADLINE_EXCEEDED, reason=Reason.DEADLINE, message=message))
+            left_s = min(deadline_s - loop.time(), wait_s - (self._clock() - since_s))
             if left_s <= 0:
                 raise Refused(
                     Failure(
@@ -144,9 +154,6 @@ class SchedulerPool:
             if not isinstance(answer, Rejection) or answer.reason is not Reason.NO_WORKERS:
                 return found
             without_workers[address] = answer
-
-    def _placement_deadline_s(self, is_first: bool, deadline_s: float) -> float:
-        return min(deadline_s, asyncio.get_running_loop().time() + self._times.wait_s) if is_first else deadline_s
 
     def finished(self, actuals: RequestActuals) -> None:
         """Queue an outcome for the scheduler that made the decision. Dropped if the queue is full."""

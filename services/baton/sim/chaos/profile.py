@@ -112,7 +112,7 @@ def draw_settings(rng: Random) -> StormSettings:
         "transfer_reorder_window_s": rng.choice((0.3, 0.5)),
         "pull_wait_s": rng.choice((2.0, 3.0)),
         "session_grace_s": rng.choice((1.0, 2.0)),
-        "scheduler_wait_s": 4.0,  # longer than a pause of a scheduler and a jump of the clock together
+        "scheduler_wait_s": 2.0,
         "transfer_deadline_min_s": 0.5,
         "transfer_deadline_max_s": 3.0,
         "drain_s": 5.0,
