@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from baton.cli.setting_options import SettingsCommand, load_options, settings_options
+from baton.cli.up_help import UpCommand
 from baton.core.errors import BatonError, ConfigError
 from baton.runtime.config.config_base import Loaded
 from baton.runtime.config.settings import ClusterConfig, FleetConfig, GatewayConfig, SchedulerConfig, WorkerConfig
@@ -28,7 +29,7 @@ It passes its address to the callback once it serves, and returns after draining
 """
 
 
-@click.command(cls=SettingsCommand)
+@click.command(cls=UpCommand)
 @settings_options(ClusterConfig)
 def up(**options: Any) -> None:
     """Start a complete cluster on this machine.

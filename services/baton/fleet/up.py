@@ -18,6 +18,7 @@ from baton.fleet.first_prompt import ask, authorization, local_client, warm_up
 from baton.fleet.hints import CA_PLACEHOLDER, curl_hint, explain_hint, key_hint
 from baton.fleet.local.local_plan import plan_local_workers
 from baton.fleet.model_files import model_directory
+from baton.fleet.preflight import check_before_start, check_model
 from baton.fleet.processes.run_dir import RunDir
 from baton.fleet.processes.supervisor import Child, ChildSpec, baton_command
 from baton.fleet.ray.ray_connection import JoinedCluster
@@ -166,6 +167,7 @@ class Cluster:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         directory = await model_directory(self._config.model)
+        check_model(self._config, Path(directory))
         if self._is_joined:
             return self._config.model
         if directory != self._config.model and self._config.model != DEMO:
@@ -349,6 +351,7 @@ async def up(config: ClusterConfig, stop: Stop, notify: Notify) -> None:
     load_policy(config.policy)
     log_dir = config.log_dir and config.log_dir.expanduser() / datetime.now().strftime("%m%d-%H%M%S")
     logging.configure("up", level=config.log_level, log_dir=log_dir)
+    await check_before_start(config)
     if config.ray_address is None:  # all processes share the cores of this machine with the workers
         set_batch_scheduling()
     run = RunDir()

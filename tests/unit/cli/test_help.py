@@ -1,8 +1,10 @@
 """`baton --help` lists every command and flag with default and variable, and is fast."""
 
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import click
@@ -10,9 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 import baton
+from baton.cli import up_help
 from baton.cli.main import cli
 from baton.cli.setting_options import SettingOption
-from baton.runtime.config.settings import ALL_ALIASES
+from baton.runtime.config.config_base import settings_of
+from baton.runtime.config.setting import flag_of
+from baton.runtime.config.settings import ALL_ALIASES, ClusterConfig
 
 HEAVY = {
     "torch",
@@ -83,7 +88,7 @@ def test_important_flags_exist(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_describes_the_command_and_each_flag_with_default_and_variable(name: str) -> None:
     command = COMMANDS[name]
-    text = " ".join(run(*name.split(), "--help").split())
+    text = " ".join(run(*name.split(), "--help-all" if name == "up" else "--help").split())
     assert command.help
     for param in command.params:
         if isinstance(param, click.Option) and param.hidden:
@@ -96,6 +101,30 @@ def test_help_describes_the_command_and_each_flag_with_default_and_variable(name
                 assert f"[BATON_{param.opts[0][2:].replace('-', '_').upper()}]" in param.help
                 assert "Default: " in param.help
                 assert " ".join(param.help.split()) in text.replace("- ", "-")
+
+
+def test_help_of_up_begins_with_examples_and_shows_the_common_settings() -> None:
+    text = run("up", "--help")
+    lines = text.splitlines()
+    assert lines.index("Examples:") < next(i for i, line in enumerate(lines) if line.startswith("Common settings"))
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    settings = [flag_of(name) for name in up_help.COMMON]
+    assert shown == [*settings, "--config", "--help-all"]
+    assert len(settings) <= 16
+    assert len(up_help.EXAMPLES) == 3
+
+
+@pytest.mark.parametrize("command", [command for command, _ in up_help.EXAMPLES])
+def test_examples_of_up_are_valid(command: str) -> None:
+    name, *arguments = command.split()[1:]
+    COMMANDS[name].make_context(name, arguments)
+
+
+def test_each_setting_of_up_is_in_one_group_of_help_all() -> None:
+    grouped = [name for names in up_help.GROUPS.values() for name in names]
+    assert Counter(grouped) == Counter(item.name for item in settings_of(ClusterConfig))
+    headings = [line for line in run("up", "--help-all").splitlines() if re.match(r"[A-Z].*:$", line)]
+    assert headings == ["Examples:", *(f"{heading}:" for heading in up_help.GROUPS), "Options:"]
 
 
 def test_help_of_a_service_lists_its_own_settings_first_and_process_settings_last() -> None:
