@@ -97,7 +97,11 @@ def _gateway_options(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @_gateway_options
 def status(watch: bool, as_json: bool, choice: GatewayChoice, context: AdminContext) -> None:
-    """Show the cluster's workers, their load, KV blocks, links and leases."""
+    """Show the cluster's workers, their load, KV blocks, links and leases.
+
+    Workers that need attention come first. Host and epoch are shown only where they tell workers apart. With
+    --watch into a file or a pipe, a status is printed whenever it changes.
+    """
     gateway = _locate(choice, context)
     if not watch:
         found = _call(gateway, context, lambda client: client.status())
@@ -109,8 +113,10 @@ def status(watch: bool, as_json: bool, choice: GatewayChoice, context: AdminCont
 
             console().print(render_status(found))
         return
+    from baton.cli.admin.status_watch import watch_status
+
     with suppress(KeyboardInterrupt):
-        asyncio.run(_watch(gateway, context, as_json))
+        asyncio.run(watch_status(gateway, context, as_json=as_json))
 
 
 class _ExplainCommand(click.Command):
@@ -219,29 +225,3 @@ def _call(gateway: GatewayAddress, context: AdminContext, call: Callable[[Gatewa
         return asyncio.run(called())
     except StreamBroken as broken:
         raise unreachable(broken, context.running_clusters()) from broken
-
-
-async def _watch(gateway: GatewayAddress, context: AdminContext, as_json: bool) -> None:
-    from rich.live import Live
-
-    from baton.cli.admin.status_view import render_status
-    from baton.cli.formatting import console
-
-    async with ReconnectingGateway(gateway, context) as client:
-        out = console()
-        with Live(console=out, auto_refresh=False) as live:
-            while True:
-                try:
-                    found = await client.status()
-                except StreamBroken as broken:
-                    problem = str(unreachable(broken, context.running_clusters()))
-                    if as_json:
-                        click.echo(json.dumps({"error": problem}))
-                    else:
-                        live.update(problem, refresh=True)
-                else:
-                    if as_json:
-                        click.echo(json.dumps(to_plain(found)))
-                    else:
-                        live.update(render_status(found), refresh=True)
-                await asyncio.sleep(context.intervals.watch_s)
