@@ -255,8 +255,8 @@ class FleetWorker:
             if asyncio.get_running_loop().time() >= end_s:
                 return root_cause(error)
             await asyncio.sleep(REAP_POLL_S)
-        stacks = f"; its stacks are in {self._log_file}" if -code in CRASH_SIGNALS else ""
-        return f"{describe_exit(code, self._process.num_kernel_kills)}{stacks}"
+        crash = f", a crash in native code; its log: {self._log_file}" if -code in CRASH_SIGNALS else ""
+        return f"{describe_exit(code, self._process.num_kernel_kills)}{crash}"
 
     async def _wait_until_ended(self) -> str:
         """Wait until the worker has ended and return the reason, as `WorkerActor.wait` does."""

@@ -13,7 +13,7 @@ _GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
 _HAS_EXIT = 1 << 3
 """`PIDFD_INFO_EXIT`, since Linux 6.15: the process has been reaped, and its wait status is known."""
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
-"""Signals of a crash in native code. `logging.configure` makes a process write its stacks to its log then."""
+"""Signals of a crash in native code."""
 _VMSTAT = Path("/proc/vmstat")
 
 
