@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,9 +165,27 @@ def test_compose_file_uses_existing_commands() -> None:
     assert [name for name, service in services.items() if "ports" in service] == ["gateway"]
 
 
+def test_compose_builds_the_image_if_there_is_none() -> None:
+    services = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]
+    builds = [service["build"] for name, service in services.items() if name != "redis"]
+    assert all(build == builds[0] for build in builds)
+    assert (COMPOSE.parent / builds[0]["context"]).resolve() == ROOT
+    assert ROOT / builds[0]["dockerfile"] == DOCKERFILE
+    declared = {rest.partition("=")[0] for word, rest in instructions() if word == "ARG"}
+    assert builds[0]["args"].keys() <= declared
+
+
+def test_image_file_passes_its_linter() -> None:
+    linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if linter is None:
+        pytest.skip("hadolint is not installed: run `make setup`")
+    done = subprocess.run([linter, "--no-color", str(DOCKERFILE)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A program that builds and runs images: `docker` with a running engine, or `buildah`."""
+    """A program that builds and runs images: `docker` with a running engine, `podman`, or `buildah`."""
 
     program: str
 
@@ -220,9 +239,9 @@ class Engine:
 def _engine() -> Engine | None:
     if buildah := shutil.which("buildah"):
         return Engine(program=buildah)
-    docker = shutil.which("docker")
-    if docker and subprocess.run([docker, "version"], capture_output=True, timeout=30).returncode == 0:
-        return Engine(program=docker)
+    for program in filter(None, map(shutil.which, ("docker", "podman"))):
+        if subprocess.run([program, "version"], capture_output=True, timeout=30).returncode == 0:
+            return Engine(program=program)
     return None
 
 
@@ -230,7 +249,7 @@ def _engine() -> Engine | None:
 def engine() -> Engine:
     found = _engine()
     if found is None:
-        pytest.skip("image: no buildah, and no docker with a running engine")
+        pytest.skip("image: no buildah or podman, and no docker with a running engine")
     found.build()
     return found
 
