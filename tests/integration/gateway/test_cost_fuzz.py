@@ -101,7 +101,7 @@ async def test_batch_of_random_requests_costs_little(meter: GatewayMeter, drawer
     assert statuses[200] > MIN_SERVED * statuses.total(), statuses
 
 
-def test_cases_depend_on_the_seed_only() -> None:
+async def test_cases_depend_on_the_seed_only() -> None:
     """Not on the order of a set, which differs between processes."""
     code = "from tests.integration.gateway.cost_fuzz.drawn_cases import drawn_cases; print(drawn_cases(1, 30))"
     drawn = [
