@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from baton.core.cluster.placement import Rejection, StillWaiting
-from baton.core.errors import Code, Reason, Refused
+from baton.core.errors import Code, Reason, Refused, StreamBroken
 from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals
 from baton.gateway.cluster.scheduler_pool import MAX_OUTCOMES_PER_CALL
@@ -170,6 +170,27 @@ async def test_scheduler_that_still_answers_is_kept_although_membership_lists_no
         assert pool.addresses == (c.scheduler.address,)
         assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
         c.scheduler.die()
+        await until(lambda: not pool.addresses)
+        discovering.cancel()
+        await asyncio.wait((discovering,))
+
+
+@virtual
+async def test_scheduler_that_failed_before_membership_listed_none_is_asked_once_more() -> None:
+    """Its connection was cut while the other one was asked, and then the store was emptied."""
+    async with cluster(("h0", "hybrid")) as c:
+        other = StubScheduler(c.network, "scheduler:2")
+        other.workers = c.scheduler.workers
+        pool, membership = c.gateway.schedulers, MemoryMembership()
+        pool._set_addresses(["scheduler:1", "scheduler:2"])
+        pool._mark_failed("scheduler:2", StreamBroken("cut"))
+        discovering = asyncio.create_task(pool._discover(membership))
+        await asyncio.sleep(2 * TEST_TIMES["heartbeat_s"])
+        c.scheduler.die()
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert len(other.queries) == 1
+        await until(lambda: pool.addresses == ("scheduler:2",))
+        other.die()
         await until(lambda: not pool.addresses)
         discovering.cancel()
         await asyncio.wait((discovering,))

@@ -81,6 +81,7 @@ class SchedulerPool:
         self._clock = awake_clock or asyncio.get_running_loop().time
         self._apis: dict[str, SchedulerApi] = {}
         self._failed_at_s: dict[str, float] = {}  # address → time of its last failure, until it answers again
+        self._unlisted_at_s: dict[str, float] = {}  # address → time since which membership does not list it
         self._by_decision: dict[str, str] = {}
         self._actuals: asyncio.Queue[tuple[str, RequestActuals]] = asyncio.Queue(MAX_UNSENT_ACTUALS)
         self._scheduler_found = asyncio.Event()
@@ -265,12 +266,20 @@ class SchedulerPool:
             await asyncio.sleep(self._times.heartbeat_s)
 
     def _unlisted(self, listed: Sequence[str]) -> list[str]:
-        """Return known schedulers that are not listed but have not failed.
+        """Return known schedulers that are not listed, and have not failed since they were.
 
         A store that was emptied, or is too full for announcements, does not list schedulers that still
-        answer.
+        answer. A failure before that may have been a broken connection.
         """
-        unlisted = [address for address in self._apis if address not in listed and address not in self._failed_at_s]
+        now_s = asyncio.get_running_loop().time()
+        self._unlisted_at_s = {
+            address: self._unlisted_at_s.get(address, now_s) for address in self._apis if address not in listed
+        }
+        unlisted = [
+            address
+            for address, at_s in self._unlisted_at_s.items()
+            if self._failed_at_s.get(address, -math.inf) <= at_s
+        ]
         return unlisted[:MAX_UNLISTED]
 
     async def _watch(self) -> None:
