@@ -52,6 +52,8 @@ GROUPS = {
         "host",
         "http_port",
         "grpc_port",
+        "admin_port",
+        "view_hosts",
         "api_keys",
         "front_tls_cert",
         "front_tls_key",

@@ -46,6 +46,8 @@ Notify = Callable[[str], None]
 """Prints one line for the user."""
 
 LOOPBACK = "127.0.0.1"
+VIEW_PORT = 8002
+"""Port of the live view, if the HTTP port is the default one."""
 READY_TIMEOUT_S = 120.0
 STOP_GRACE_S = 5.0
 _PHASE_WIDTH = 13
@@ -74,7 +76,7 @@ class StartupProgress:
 class Cluster:
     """All processes of one `baton up`: Redis, scheduler and gateway as child processes, workers on Ray.
 
-    http_url, grpc_address: where clients reach the gateway, set by `start`.
+    http_url, grpc_address, view_url: where clients and browsers reach the gateway, set by `start`.
     """
 
     def __init__(self, config: ClusterConfig, run: RunDir, log_dir: Path | None, notify: Notify) -> None:
@@ -95,8 +97,8 @@ class Cluster:
             notify=notify,
         )
         self._serving = False
-        self._http_port = self._grpc_port = 0
-        self.http_url = ""
+        self._http_port = self._grpc_port = self._admin_port = 0
+        self.http_url = self.view_url = ""
         self.grpc_address = ""
 
     async def start(self) -> None:
@@ -153,10 +155,12 @@ class Cluster:
         config = self._config
         self._http_port = choose_port(config.host, config.http_port, flag="--http-port")
         self._grpc_port = choose_port(config.host, config.grpc_port, flag="--grpc-port")
+        self._admin_port = choose_port(config.host, _wanted_admin_port(config), flag="--admin-port")
         scheme = "http" if config.front_tls_pair is None else "https"
         host = local_host(config.host)
         self.http_url = f"{scheme}://{join_address(host, self._http_port)}"
         self.grpc_address = join_address(host, self._grpc_port)
+        self.view_url = f"{scheme}://{join_address(host, self._admin_port)}/"
 
     async def _resolve_model(self) -> str:
         """Return the model that workers load: a local directory, or its name on an existing Ray cluster.
@@ -194,6 +198,7 @@ class Cluster:
             advertise_host=self._advertise_host,
             redis_url=redis_url,
             rpc_port=choose_port(host, 0, flag="--rpc-port"),
+            admin_port=self._services_admin_port,
             log_dir=self._log_dir,
         )
         await self._start_service("scheduler", settings, self._config.policy)
@@ -204,6 +209,8 @@ class Cluster:
             self._config,
             http_port=self._http_port,
             grpc_port=self._grpc_port,
+            admin_port=self._admin_port,
+            admin_tls=self._config.front_tls_pair is not None,
             model=model,
             served_model_name=self._config.model_name,
             advertise_host=None,
@@ -261,6 +268,7 @@ class Cluster:
                     advertise_host=None,
                     worker_id=spec.worker_id,
                     role=spec.role.value,
+                    admin_port=self._services_admin_port,
                     model=model,
                     served_model_name=config.model_name,
                     redis_url=redis_url,
@@ -318,8 +326,25 @@ class Cluster:
         return self._config.ray_address is not None
 
     @property
+    def _services_admin_port(self) -> int | None:
+        """The admin port of scheduler and workers: a free one of the loopback, and none on other machines."""
+        return None if self._is_joined else 0
+
+    @property
     def _advertise_host(self) -> str | None:
         return self._config.advertise_host if self._is_joined else None
+
+
+def _wanted_admin_port(config: ClusterConfig) -> int:
+    """Return the admin port to use, 0 for a free one."""
+    if config.admin_port is not None:
+        return config.admin_port
+    if config.http_port != ClusterConfig.http_port:  # another cluster, perhaps beside one with the default ports
+        return 0
+    try:
+        return choose_port(config.host, VIEW_PORT, flag="--admin-port")
+    except ConfigError:  # in use by something else
+        return 0
 
 
 def _joined_cluster(config: ClusterConfig) -> JoinedCluster | None:
@@ -401,6 +426,7 @@ async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, notify: No
                 return
         else:
             notify(curl_hint(running, cacert=cacert))
+        notify(f"Live view: {cluster.view_url}")
         notify(f"Explain the placement: {explain_hint(running)}      Stop: Ctrl-C")
         if keys := key_hint(running):
             notify(keys)

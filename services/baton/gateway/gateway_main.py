@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 from functools import partial
 from random import Random, SystemRandom
 
@@ -22,6 +22,9 @@ from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.gateway.http.http_app import HttpApp
 from baton.gateway.http.http_server import HttpServer
 from baton.gateway.input.client_call import Endpoint
+from baton.gateway.live.activity import Activity
+from baton.gateway.live.live_server import live_server
+from baton.gateway.request.request_observer import NO_REQUEST_OBSERVER
 from baton.gateway.text.tokenizer import HfTokenizer
 from baton.model.loading.model_source import resolve_model
 from baton.rpc.grpc_network import GrpcNetwork
@@ -32,10 +35,10 @@ from baton.rpc.receive_gate import ReceiveGate
 from baton.runtime.config.settings import GatewayConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import advertised_host, join_address, listen
-from baton.runtime.network.announcements import Announcements
-from baton.runtime.observability.admin_http import AdminServer
+from baton.runtime.network.announcements import Announcements, process_details
 from baton.runtime.observability.metrics import BudgetMetrics, GatewayMetrics, ProcessMetrics, expose, process_registry
 from baton.runtime.observability.open_tracing import open_tracing
+from baton.runtime.observability.tracing import Tracing
 from baton.runtime.process.awake_clock import AwakeClock
 from baton.runtime.process.byte_budget import Account, ByteBudget
 from baton.runtime.process.freed_memory import limit_freed_memory, trim_heap_forever
@@ -73,12 +76,11 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
     awake = AwakeClock(asyncio.get_running_loop().time)
     process_metrics = ProcessMetrics(registry)
     async with AsyncExitStack() as stack:
-        tracing = open_tracing(config, process_metrics, "gateway", rules.gateway_id)
-        stack.push_async_callback(tracing.aclose)
-        http_socket = listen(config.host, config.http_port, flag="--http-port")
-        stack.callback(http_socket.close)
+        tracing = await _open_tracing(config, process_metrics, rules, stack)
+        http_socket = stack.enter_context(closing(listen(config.host, config.http_port, flag="--http-port")))
         budget = _exported_budget(config.memory_budget, registry)
         membership = _membership(config, stack)
+        activity = Activity(asyncio.get_running_loop().time)
         service = GatewayService(
             rules,
             network=_network(config, budget, stack),
@@ -91,16 +93,18 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             tracing=tracing,
             awake_clock=awake,
             budget=budget,
+            observer=NO_REQUEST_OBSERVER if config.admin_port is None else activity,
         )
         await stack.enter_async_context(service)
         process = _process_info(config, rules, http_socket)
         admin = AdminService(service, process)
         grpc_port = await stack.enter_async_context(_grpc_server(config, service, admin))
         http = await stack.enter_async_context(_http_server(config, service, admin, registry, http_socket, grpc_port))
-        await _start_admin_port(config, service, registry, stack)
-        log.info("gateway_started", address=process.address, model=config.model_name, gateway=rules.gateway_id)
-        announcements = None if membership is None else _announcements(config, membership, process, rng)
+        live = live_server(config, service, admin.cluster_status, activity, membership, registry)
+        admin_port = await stack.enter_async_context(live)
         background = [awake.run(process_metrics.observe_loop), trim_heap_forever()]
+        log.info("gateway_started", address=process.address, model=config.model_name, gateway=rules.gateway_id)
+        announcements = None if membership is None else _announcements(config, membership, process, admin_port, rng)
         if announcements is not None:
             background.append(announcements.announce_forever())
         if config.front_tls_pair is not None:
@@ -114,6 +118,12 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             await service.drain(config.drain_s)
         if announcements is not None:
             await announcements.withdraw()
+
+
+async def _open_tracing(
+    config: GatewayConfig, metrics: ProcessMetrics, rules: GatewayRules, stack: AsyncExitStack
+) -> Tracing:
+    return await stack.enter_async_context(aclosing(open_tracing(config, metrics, "gateway", rules.gateway_id)))
 
 
 def _set_up_libraries() -> None:
@@ -243,24 +253,15 @@ def _http_server(
     )
 
 
-async def _start_admin_port(
-    config: GatewayConfig, service: GatewayService, registry: CollectorRegistry, stack: AsyncExitStack
-) -> None:
-    """Start the server for probes and metrics, if an admin port is configured."""
-    if config.admin_port is not None:
-        server = AdminServer(service.health, registry)
-        port = server.start(config.host, config.admin_port)
-        stack.push_async_callback(server.stop)
-        log.info("admin_started", address=join_address(config.host, port))
-
-
-def _announcements(config: GatewayConfig, membership: Membership, process: ProcessInfo, rng: Random) -> Announcements:
+def _announcements(
+    config: GatewayConfig, membership: Membership, process: ProcessInfo, admin_port: int | None, rng: Random
+) -> Announcements:
     """Return the announcements of this gateway in membership. They only serve operators' tools."""
     member = Member(
         kind=MemberKind.GATEWAY,
         member_id=process.process_id,
         epoch=rng.getrandbits(64),
         address=process.address,
-        info=(("pid", str(process.pid)), ("host", process.host)),
+        info=process_details(process.pid, process.host, None if config.admin_tls else admin_port),
     )
     return Announcements(membership, member, heartbeat_s=config.heartbeat_s)

@@ -21,6 +21,7 @@ from baton.gateway.input.response_size import call_bytes, check_response_size
 from baton.gateway.input.validation import Validator
 from baton.gateway.request.open_request import PHASES, OpenRequest, phase_times
 from baton.gateway.request.output_builder import ChoiceSink
+from baton.gateway.request.request_observer import NO_REQUEST_OBSERVER, RequestObserver
 from baton.gateway.request.request_run import RequestServices, RetryRules, run_concurrently
 from baton.gateway.request.unread_output import UnreadStreams
 from baton.gateway.request.worker_sessions import WorkerSessions
@@ -98,16 +99,19 @@ class GatewayService:
         keys: KeyRing | None = None,
         tracing: Tracing = OFF,
         awake_clock: Callable[[], float] | None = None,
+        observer: RequestObserver = NO_REQUEST_OBSERVER,
     ) -> None:
         """Build the gateway's parts. Without `keys`, every caller may do everything.
 
         `budget` is the memory budget of the process.
         `awake_clock` measures the silence of workers and schedulers, see `AwakeClock`; None uses the event
         loop's clock.
+        `observer` is told about requests, for the live view.
         """
         self.rules = rules
         self.tokenizer = tokenizer
         self.metrics = metrics
+        self._observer = observer
         self.keys = keys or KeyRing()
         self.health = Health(CLUSTER)
         self.budget = budget
@@ -122,14 +126,7 @@ class GatewayService:
             rng=rng,
             awake_clock=awake_clock,
         )
-        self.workers = WorkerSessions(
-            network,
-            gateway_id=rules.gateway_id,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            times=_session_times(rules),
-            rng=rng,
-            awake_clock=awake_clock,
-        )
+        self.workers = _worker_sessions(rules, network, tokenizer, rng, awake_clock)
         self.validator = _validator(rules, tokenizer, self.view, rng)
         self._services = RequestServices(
             schedulers=self.schedulers,
@@ -139,6 +136,7 @@ class GatewayService:
             metrics=metrics,
             rng=rng,
             tracing=tracing,
+            observer=observer,
         )
         self._phases = {phase: metrics.phase_s.labels(phase) for phase in PHASES}
         self._stack = AsyncExitStack()
@@ -171,14 +169,23 @@ class GatewayService:
         self.keys.charge(call.identity, num_requests - 1, asyncio.get_running_loop().time())
         self.num_open += num_requests
         self.metrics.open_requests.set(self.num_open)
+        requests: list[OpenRequest] = []
+        failure: Failure | None = None
         try:
             stops = StopPatterns(call.output_options.stop)
-            requests = [
+            requests += [
                 OpenRequest(request, call, stops, self.tokenizer, sink, index)
                 for index, request in enumerate(call.requests)
             ]
+            for request in requests:
+                self._observer.opened(request, call.identity)
             await run_concurrently([request.run(self._services) for request in requests])
+        except BaseException as error:
+            failure = _failure_of(error)
+            raise
         finally:
+            for request in requests:
+                self._observer.closed(request, failure)
             self.num_open -= num_requests
             self.keys.release(call.identity, num_requests)
             self.metrics.open_requests.set(self.num_open)
@@ -238,6 +245,7 @@ class GatewayService:
         """Count a call's result by endpoint, status and reason. `failure` None means success."""
         code, reason = (str(failure.code.http), failure.reason.value) if failure else ("200", "")
         self.metrics.requests.labels(endpoint, code, reason).inc()
+        self._observer.counted(endpoint, failure)
 
     @property
     def models(self) -> tuple[ModelInfo, ...]:
@@ -287,6 +295,15 @@ class GatewayService:
         metrics.output_tokens.inc(request.output.num_tokens)
 
 
+def _failure_of(error: BaseException) -> Failure:
+    """Return why a call ended without a result."""
+    if isinstance(error, Refused):
+        return error.failure
+    if isinstance(error, asyncio.CancelledError):
+        return Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has disconnected")
+    return Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=type(error).__name__)
+
+
 def _loop_time_s() -> float:
     return asyncio.get_running_loop().time()
 
@@ -299,6 +316,19 @@ def gateway_budget(memory_budget: int) -> ByteBudget:
 def _cluster_view(rules: GatewayRules, tokenizer: Tokenizer) -> ClusterView:
     return ClusterView(
         model=rules.model, tokenizer_fingerprint=tokenizer.fingerprint, model_max_len=tokenizer.max_model_len
+    )
+
+
+def _worker_sessions(
+    rules: GatewayRules, network: Network, tokenizer: Tokenizer, rng: Random, awake_clock: Callable[[], float] | None
+) -> WorkerSessions:
+    return WorkerSessions(
+        network,
+        gateway_id=rules.gateway_id,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        times=_session_times(rules),
+        rng=rng,
+        awake_clock=awake_clock,
     )
 
 

@@ -16,7 +16,7 @@ from baton.rpc.grpc_tls import between_services
 from baton.runtime.config.settings import SchedulerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import advertised_host, join_address
-from baton.runtime.network.announcements import Announcements
+from baton.runtime.network.announcements import Announcements, process_details
 from baton.runtime.observability.admin_http import AdminServer
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import BudgetMetrics, ProcessMetrics, SchedulerMetrics, process_registry
@@ -76,9 +76,9 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
         server.follow(health)
         port = await server.start(config.host, config.rpc_port)
         stack.push_async_callback(server.stop, CALLS_GRACE_S)
-        _start_admin_server(config, health, registry, stack)
+        admin_port = _start_admin_server(config, health, registry, stack)
 
-        member = _member(config, scheduler_id, port, epoch=rng.getrandbits(64))
+        member = _member(config, scheduler_id, port, admin_port, epoch=rng.getrandbits(64))
         log.info("scheduler_started", scheduler=member.member_id, address=member.address, policy=config.policy)
         announcements = Announcements(membership, member, heartbeat_s=config.heartbeat_s, ttl_s=config.detection_s)
         await announcements.announce()
@@ -95,24 +95,25 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
 
 def _start_admin_server(
     config: SchedulerConfig, health: Health, registry: CollectorRegistry, stack: AsyncExitStack
-) -> None:
-    """Serve health and metrics over HTTP, unless the admin port is switched off."""
+) -> int | None:
+    """Serve health and metrics over HTTP, unless the admin port is switched off. Return the port."""
     if config.admin_port is None:
-        return
+        return None
     admin = AdminServer(health, registry)
     admin_port = admin.start(config.host, config.admin_port)
     stack.push_async_callback(admin.stop)
     log.info("admin_started", address=join_address(config.host, admin_port))
+    return admin_port
 
 
-def _member(config: SchedulerConfig, scheduler_id: str, port: int, *, epoch: int) -> Member:
+def _member(config: SchedulerConfig, scheduler_id: str, port: int, admin_port: int | None, *, epoch: int) -> Member:
     """Return the entry of this scheduler in the membership."""
     return Member(
         kind=MemberKind.SCHEDULER,
         member_id=scheduler_id,
         epoch=epoch,
         address=join_address(advertised_host(config.host, config.advertise_host), port),
-        info=(("pid", str(os.getpid())), ("host", socket.gethostname())),
+        info=process_details(os.getpid(), socket.gethostname(), admin_port),
     )
 
 

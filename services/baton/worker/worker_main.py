@@ -148,7 +148,7 @@ async def run_worker(
             # ended.
             stack.push_async_callback(drain_socket.stop)
         port = await _start_grpc_server(config, gate, observed.health, budget, stack)
-        await _start_admin_server(config, observed, gate, stack)
+        admin_port = _start_admin_server(config, observed, gate, stack)
         ref = WorkerRef(
             worker_id=worker_id,
             worker_epoch=rng.getrandbits(64),
@@ -158,7 +158,7 @@ async def run_worker(
         tracing = _open_tracing(config, ref, observed, stack)
         device = await asyncio.to_thread(open_device, config, ref)
         stack.push_async_callback(_close_healthy_device, device, observed.health)
-        worker = await _build_worker(config, ref, device, observed, tracing, rng, budget, stack)
+        worker = await _build_worker(config, ref, device, observed, tracing, rng, budget, admin_port, stack)
         gate.worker = worker
         if drain_socket is not None:
             await drain_socket.start()
@@ -328,12 +328,12 @@ async def _start_grpc_server(
     return port
 
 
-async def _start_admin_server(
+def _start_admin_server(
     config: WorkerConfig, observed: _Observability, gate: StartupGate, stack: AsyncExitStack
-) -> None:
-    """Serve metrics and health over HTTP if `admin_port` is set."""
+) -> int | None:
+    """Serve metrics and health over HTTP if `admin_port` is set. Return the port."""
     if config.admin_port is None:
-        return
+        return None
 
     def refresh() -> None:
         if gate.worker is not None:
@@ -343,6 +343,7 @@ async def _start_admin_server(
     port = server.start(config.host, config.admin_port)
     stack.push_async_callback(server.stop)
     log.info("admin_started", address=join_address(config.host, port))
+    return port
 
 
 def _open_tracing(config: WorkerConfig, ref: WorkerRef, observed: _Observability, stack: AsyncExitStack) -> Tracing:
@@ -365,6 +366,7 @@ async def _build_worker(
     tracing: Tracing,
     rng: Random,
     budget: ByteBudget,
+    admin_port: int | None,
     stack: AsyncExitStack,
 ) -> Worker:
     network = GrpcNetwork(heartbeat_s=config.heartbeat_s, limits=stream_limits(budget), tls=between_services(config))
@@ -389,6 +391,7 @@ async def _build_worker(
             cost_store=stores.costs,
             costs_key=device.costs_key,
             tracing=tracing,
+            admin_port=admin_port,
         )
     )
 

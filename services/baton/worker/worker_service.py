@@ -27,7 +27,7 @@ from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.step import Executor, StepPlan
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
-from baton.runtime.network.announcements import Announcements
+from baton.runtime.network.announcements import Announcements, process_details
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.runtime.process.byte_budget import Account, ByteBudget
@@ -67,6 +67,7 @@ class WorkerParts:
     costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
     `costs_key`.
     budget: the memory budget of the process
+    admin_port: port of its metrics; None: there is none
     """
 
     worker: WorkerRef
@@ -86,6 +87,7 @@ class WorkerParts:
     cost_store: CostStore | None = None
     costs_key: str = ""
     tracing: Tracing = OFF
+    admin_port: int | None = None
 
 
 class Worker:
@@ -369,7 +371,10 @@ class Worker:
             member_id=self.worker.worker_id,
             epoch=self.worker.worker_epoch,
             address=self.worker.address,
-            info=(("pid", str(os.getpid())), ("host", self._host), ("role", self.role.value)),
+            info=(
+                *process_details(os.getpid(), self._host, self._parts.admin_port),
+                ("role", self.role.value),
+            ),
         )
         announcements = Announcements(self._parts.membership, member, heartbeat_s=self._config.heartbeat_s)
         try:

@@ -41,6 +41,7 @@ from baton.core.request import FinishReason, LegTimeline, RequestActuals, TokenD
 from baton.gateway.auth.api_keys import KeyRing
 from baton.gateway.gateway_service import GatewayRules, GatewayService, gateway_budget
 from baton.gateway.input.client_call import ClientCall, Endpoint
+from baton.gateway.request.request_observer import NO_REQUEST_OBSERVER, RequestObserver
 from baton.gateway.text.tokenizer import ByteTokenizer, Tokenizer
 from baton.runtime.network.in_process_network import InProcessDuplex, InProcessNetwork
 from baton.runtime.network.mailbox import Mailbox
@@ -472,6 +473,7 @@ async def cluster(
     tracing: Tracing = OFF,
     awake_clock: Callable[[], float] | None = None,
     memory_limits: Mapping[Account, int] | None = None,
+    observer: RequestObserver = NO_REQUEST_OBSERVER,
     **changes: Any,
 ) -> AsyncIterator[Cluster]:
     """Start a gateway with these (id, role) stub workers and wait until it is ready.
@@ -493,6 +495,7 @@ async def cluster(
         keys=keys,
         tracing=tracing,
         awake_clock=awake_clock,
+        observer=observer,
     ) as gateway:
         running = Cluster(network=network, scheduler=scheduler, gateway=gateway, registry=registry)
         for worker_id, role in workers:

@@ -37,7 +37,7 @@ def test_setting_has_the_same_type_and_limits_in_every_service() -> None:
 
 
 def test_up_has_every_service_setting_except_those_it_sets_itself() -> None:
-    set_by_up = {"admin_port", "rpc_port", "schedulers", "role", "worker_id", "drain_socket", "scale_with_nodes"}
+    set_by_up = {"admin_tls", "rpc_port", "schedulers", "role", "worker_id", "drain_socket", "scale_with_nodes"}
     set_by_up |= {"workers_on_host", "workers_on_gpu"}
     assert ALL_NAMES - {item.name for item in settings_of(ClusterConfig)} == set_by_up
 

@@ -165,6 +165,10 @@ class KeyRing:
             raise _unknown("the API key is unknown; ask the operator for a valid one")
         return found
 
+    def find(self, digest: bytes) -> Identity | None:
+        """Return the identity of the key with this digest; None if no valid key has it."""
+        return None if self._keys is None else self._keys.get(digest)
+
     def check_admin(self, identity: Identity) -> None:
         """Raise Refused (403) unless the key is an admin's."""
         if not identity.is_admin:

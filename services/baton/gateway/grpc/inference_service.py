@@ -168,6 +168,10 @@ class AdminService:
 
     async def status(self, caller: Caller) -> ClusterStatus:
         self._check(caller)
+        return self.cluster_status()
+
+    def cluster_status(self) -> ClusterStatus:
+        """Return the state of the cluster as this gateway knows it, to anyone."""
         view = self._service.view
         return ClusterStatus(
             version=baton.__version__,

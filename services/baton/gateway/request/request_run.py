@@ -16,6 +16,7 @@ from baton.gateway.cluster.attempt_errors import AttemptFailed
 from baton.gateway.cluster.cluster_view import ClusterView
 from baton.gateway.cluster.scheduler_pool import SchedulerPool
 from baton.gateway.request.attempt import Attempt, continued_request, make_attempt, single_sample_request
+from baton.gateway.request.attempt_observer import NO_ATTEMPT_OBSERVER, AttemptObserver
 from baton.gateway.request.delivery import Delivery
 from baton.gateway.request.latency import TokenLatency
 from baton.gateway.request.poison_detector import PoisonDetector
@@ -68,6 +69,7 @@ class RequestServices:
     rng: Random
     poison_detector: PoisonDetector = field(default_factory=PoisonDetector)
     tracing: Tracing = OFF
+    observer: AttemptObserver = NO_ATTEMPT_OBSERVER
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,6 +208,7 @@ class RequestRun:
             self._continue_without_placement(refused.failure.message)
             return None
         if not isinstance(answer, Placement):
+            self._services.observer.rejected(self._history.original_request_id, attempt.number, answer)
             if is_first:
                 raise Refused(failure_of(answer))
             self._continue_without_placement(answer.message)
@@ -255,6 +258,7 @@ class RequestRun:
             if self._delivered_layout is not None:
                 attempt = replace(attempt, model_fingerprint=self._delivered_layout.model_fingerprint)
             self._record.num_attempts += 1
+            self._services.observer.started(self._history.original_request_id, attempt)
             self._attempt_latency = TokenLatency()
             try:
                 await self._lock_exclusive_run()
@@ -340,6 +344,9 @@ class RequestRun:
     def _report_failure(self, failed: AttemptFailed, now_s: float) -> None:
         """Add a failed attempt to the metrics, the trace and the log."""
         self._services.metrics.attempts.labels(failed.failure.reason.value).inc()
+        self._services.observer.lost(
+            self._history.original_request_id, self._attempt_number, failed, self._num_output_tokens
+        )
         if self._record.span.is_recorded:
             attributes = {"baton.attempt": self._attempt_number, "baton.reason": failed.failure.reason.value}
             self._record.span.event("attempt lost", now_s, attributes)
@@ -394,6 +401,7 @@ class RequestRun:
             for worker in filter(None, (placement.prefill, placement.decode)):
                 self._services.poison_detector.track(self._history.original_request_id, worker)
         self._record.placement = placement
+        self._services.observer.placed(self._history.original_request_id, self._attempt_number, placement)
         if self._record.placed_s is None:
             self._record.placed_s = asyncio.get_running_loop().time()
             self._record.policy = placement.policy

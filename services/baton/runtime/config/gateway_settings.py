@@ -25,6 +25,17 @@ class FrontDoorSettings(Config):
 
 
 @config
+class ViewSettings(Config):
+    """Live view at the gateway's admin port."""
+
+    view_hosts: tuple[str, ...] = setting(
+        (),
+        help="further host names, separated by commas, at which the live view may be opened; the address of --host "
+        "and names of the loopback are always allowed",
+    )
+
+
+@config
 class SloSettings(Config):
     """Default SLO, which the gateway attaches to requests without their own."""
 

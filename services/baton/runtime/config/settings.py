@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 from baton.core.errors import ConfigError
 from baton.runtime.config.config_base import Config, Loaded, config, load, setting, settings_of
 from baton.runtime.config.fleet_settings import FleetSettings
-from baton.runtime.config.gateway_settings import FrontDoorSettings, RequestSettings, SloSettings
+from baton.runtime.config.gateway_settings import FrontDoorSettings, RequestSettings, SloSettings, ViewSettings
 from baton.runtime.config.scheduler_settings import PolicySettings
 from baton.runtime.config.shared_settings import (
     AdminSettings,
@@ -44,12 +44,22 @@ class GatewayConfig(
     StoreSettings,
     HeartbeatSettings,
     FrontDoorSettings,
+    ViewSettings,
     TracingSettings,
     ListenSettings,
     MemorySettings,
     ProcessSettings,
 ):
     """Settings of `baton gateway`."""
+
+    admin_tls: bool = setting(
+        False, help="serve the admin port over TLS too, with the certificate of --front-tls-cert; `baton up` does"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.admin_tls and self.front_tls_pair is None:
+            raise ConfigError("admin_tls needs front_tls_cert and front_tls_key")
 
 
 @config
@@ -158,6 +168,7 @@ class ClusterConfig(
     StoreSettings,
     HeartbeatSettings,
     FrontDoorSettings,
+    ViewSettings,
     TracingSettings,
     MemorySettings,
     ProcessSettings,
@@ -175,6 +186,13 @@ class ClusterConfig(
     )
     log_dir: Path | None = setting(
         Path("~/.cache/baton/logs"), help="directory for logs, with one subdirectory per run"
+    )
+    admin_port: int | None = setting(
+        None,
+        help="port of the live view, of /metrics/cluster and of /debug/trace; unset uses 8002 with the default "
+        "--http-port, else a free one; 0 picks a free one",
+        minimum=0,
+        maximum=65535,
     )
     first_prompt: str | None = setting(None, help="prompt to send once the cluster is ready; the answer is printed")
     once: bool = setting(False, help="stop after printing the answer to --first-prompt")

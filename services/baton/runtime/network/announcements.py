@@ -9,8 +9,16 @@ from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
+ADMIN_PORT = "admin_port"
+"""Name of the admin port in `Member.info`. The port is at the host of the member's address."""
 TTL_HEARTBEATS = 3
 """Default lifetime of an announcement, in heartbeats."""
+
+
+def process_details(pid: int, host: str, admin_port: int | None) -> tuple[tuple[str, str], ...]:
+    """Return the `info` of a member. With an admin port, gateways collect its metrics."""
+    details = (("pid", str(pid)), ("host", host))
+    return details if admin_port is None else (*details, (ADMIN_PORT, str(admin_port)))
 
 
 class Announcements:

@@ -1,0 +1,1 @@
+"""The live view and the cluster's metrics, served at a gateway's admin port."""
