@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import Code, Reason, Refused
+from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.request_limits import Limit, ValueKind
 from baton.gateway.input import field_policy
 from baton.gateway.input.client_call import Endpoint
@@ -169,12 +169,24 @@ def answer(body: dict[str, Any], endpoint: Endpoint) -> Any:
         return refused.failure
 
 
+def answer_over_grpc(body: dict[str, Any]) -> Any:
+    try:
+        converted = from_generate_request(to_generate_request(body))
+    except Refused as refused:
+        return refused.failure
+    return answer(converted, Endpoint.GRPC)
+
+
 @settings(max_examples=sized(100, 3000), deadline=None)
 @given(bodies())
 def test_http_and_grpc_give_the_same_validation_result(body: dict[str, Any]) -> None:
-    over_grpc = from_generate_request(to_generate_request(body))
+    """Of a body with several errors, gRPC reports a list that is too long first: it is not even converted."""
     said = answer(body, Endpoint.COMPLETIONS)
-    assert answer(over_grpc, Endpoint.GRPC) == said
+    over_grpc = answer_over_grpc(body)
+    if isinstance(over_grpc, Failure) and " items; at most " in over_grpc.message:
+        assert (over_grpc.code, said.code) == (Code.INVALID_ARGUMENT, Code.INVALID_ARGUMENT)
+    else:
+        assert over_grpc == said
     if isinstance(said, list):
         (request,) = said[0]
         assert len(request.token_ids) + request.sampling.max_tokens <= MAX_LEN
