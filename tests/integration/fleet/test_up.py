@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from baton.model.loading.model_source import DEMO_DIR
 from baton.runtime.process.process import with_parent_death_signal
 from tests.integration.fleet.leftovers import GONE_S, Leftovers, shared_memory
 
@@ -236,11 +237,14 @@ def test_two_clusters_on_one_machine_are_independent_and_leave_nothing(tmp_path:
 
 
 def test_start_that_fails_after_ray_is_up_reports_the_error_and_leaves_nothing(tmp_path: Path) -> None:
-    with up(tmp_path, *ONE_WORKER, "--kv-memory", "64KiB") as running:
+    model = shutil.copytree(DEMO_DIR, tmp_path / "model")
+    for weights in model.glob("*.safetensors"):
+        weights.write_bytes(b"not weights")
+    with up(tmp_path, *ONE_WORKER, "--model", str(model)) as running:
         running.until("^ray ")
         left = running.leftovers()
         assert running.exit_code(START_S) == 1
-        assert re.search(r"^baton: worker w0 did not start: .*KV", running.printed, re.MULTILINE), running.printed
+        assert re.search(r"^baton: worker w0 did not start: .*model", running.printed, re.MULTILINE), running.printed
         left.assert_gone()
 
 
