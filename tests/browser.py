@@ -64,6 +64,7 @@ class Page:
 
     async def open(self, url: str) -> None:
         await self.call("Page.navigate", url=url)
+        await self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     async def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
@@ -75,6 +76,7 @@ class Page:
         """Set the size in CSS pixels and the preferred colour scheme."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         await self.call("Emulation.setDeviceMetricsOverride", **size)
+        await self.call("Emulation.setScrollbarsHidden", hidden=True)
         await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     async def screenshot(self, path: Path, *, whole: bool = False) -> None:

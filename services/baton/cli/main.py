@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import click
 
 import baton
-from baton.cli import config_command, doctor_command, key_command, model_command, service_commands
+from baton.cli import config_command, doctor_command, key_command, model_command, service_commands, view_command
 from baton.cli.admin import admin_commands
 from baton.cli.service_commands import expected_error
 from baton.core.errors import BatonError
@@ -32,6 +32,7 @@ for command in (
     doctor_command.doctor,
     key_command.key,
     model_command.model,
+    view_command.view,
 ):
     cli.add_command(command)
 

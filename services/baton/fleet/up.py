@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -416,6 +417,7 @@ async def run_until_stopped(
 async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, notify: Notify, log_dir: Path | None) -> None:
     logs = f"    logs {log_dir}" if log_dir else ""
     running, cacert = describe_running(config, cluster.http_url, cluster.grpc_address, log_dir)
+    running = replace(running, view=cluster.view_url)
     run_file = write_run_file(running, run_directories(os.environ))
     notify(f"ready {cluster.http_url}    gRPC {cluster.grpc_address}{logs}")
     supervision = asyncio.create_task(cluster.supervise())
@@ -426,7 +428,7 @@ async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, notify: No
                 return
         else:
             notify(curl_hint(running, cacert=cacert))
-        notify(f"Live view: {cluster.view_url}")
+        notify(f"Live view: {cluster.view_url} (or `baton view`)")
         notify(f"Explain the placement: {explain_hint(running)}      Stop: Ctrl-C")
         if keys := key_hint(running):
             notify(keys)

@@ -54,6 +54,7 @@ FLAGS = {
     "model fetch": "",
     "key new": "--name --tenant --admin --max-open-requests --requests-per-minute --min-priority",
     "key remove": "",
+    "view": "--url --print",
 }
 """The most important flags by command."""
 

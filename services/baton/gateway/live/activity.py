@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from baton.core.cluster.placement import Placement, Rejection
-from baton.core.errors import Failure
+from baton.core.errors import Code, Failure
 from baton.gateway.cluster.attempt_errors import AttemptFailed
 from baton.gateway.cluster.cluster_view import ClusterView
 from baton.gateway.input.client_call import Identity
@@ -132,7 +132,7 @@ class Activity:
             return
         if failure.code.http == TOO_MANY_REQUESTS:
             interval.refused += 1
-        else:
+        elif failure.code is not Code.CANCELLED:  # a client that leaves is no fault
             interval.failed += 1
         refusals = self.refusals.setdefault(failure.reason.value, Refusals())
         refusals.count, refusals.last_s, refusals.message = refusals.count + 1, now_s, failure.message[:MAX_TEXT]

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from baton.core.client_api import ClusterStatus, WorkerStatus
-from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.decision_record import Candidate, DecisionRecord
 from baton.core.cluster.placement import Placement
 from baton.core.cluster.worker_report import LinkReport
 from baton.core.kv.kv_events import Tier
@@ -128,8 +128,7 @@ def decision_details(records: Sequence[DecisionRecord]) -> list[dict[str, Any]]:
                     "worker": candidate.worker.worker_id,
                     "side": candidate.side,
                     "excluded": candidate.excluded,
-                    "chosen": record.placement is not None
-                    and candidate.worker in (record.placement.prefill, record.placement.decode),
+                    "chosen": _is_chosen(candidate, record.placement),
                     "terms": to_plain(candidate.terms),
                 }
                 for candidate in record.candidates
@@ -138,6 +137,14 @@ def decision_details(records: Sequence[DecisionRecord]) -> list[dict[str, Any]]:
         }
         for record in records
     ]
+
+
+def _is_chosen(candidate: Candidate, placement: Placement | None) -> bool:
+    """Return True if the candidate got its side of the request. A decode worker may compute prompts."""
+    if placement is None:
+        return False
+    of_prefill, of_decode = placement.prefill or placement.decode, placement.decode or placement.prefill
+    return candidate.worker == (of_prefill if candidate.side == "prefill" else of_decode)
 
 
 def _worker(worker: WorkerStatus) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def quantile(bins: Counter[int], share: float) -> float | None:
 class WindowInterval:
     """Counts of one interval.
 
-    ok, failed, refused: client calls by result; `refused` are those with status 429.
+    ok, failed, refused: client calls by result, without cancelled ones; `refused` are those with status 429.
     ttft, tpot: histograms of completed requests.
     judged, met: requests with an SLO that ended, and those that met all its terms; without cancelled ones.
     prompt_tokens, cached_tokens, seen_tokens: of completed requests; `seen_tokens` could have been cached.

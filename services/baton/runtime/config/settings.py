@@ -189,8 +189,9 @@ class ClusterConfig(
     )
     admin_port: int | None = setting(
         None,
-        help="port of the live view, of /metrics/cluster and of /debug/trace; unset uses 8002 with the default "
-        "--http-port, else a free one; 0 picks a free one",
+        help="port of the live view, /metrics/cluster and /debug/trace of `baton up`, where unset uses 8002 with the "
+        "default --http-port, else a free one; of a single service also of its /metrics, /health and /ready, and unset "
+        "opens none; 0 picks a free one",
         minimum=0,
         maximum=65535,
     )

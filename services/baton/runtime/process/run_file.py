@@ -33,6 +33,7 @@ class RunningCluster:
     ca, name: file of the authority of its certificate (or `system`), and the name in that certificate if it
         is not the host of the addresses; empty for plain text.
     log_dir: directory of its logs, or empty.
+    view: URL of its live view, or empty.
     """
 
     pid: int
@@ -46,6 +47,7 @@ class RunningCluster:
     ca: str = ""
     name: str = ""
     log_dir: str = ""
+    view: str = ""
 
 
 class RunFile:

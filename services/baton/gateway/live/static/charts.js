@@ -41,6 +41,7 @@ export function addPoint(point, slo, now) {
     const values = chart.spec.series.map(([name]) =>
       name in limits ? times.map(() => limits[name]) : rows.map((each) => (each ? each[name] : chart.spec.id === "rate" ? 0 : null)));
     chart.plot.setData([times, ...values]);
+    if (chart.plot.cursor.left < 0 || chart.plot.cursor.left === undefined) chart.plot.setLegend({ idx: NUM_POINTS - 1 });
     const shown = chart.spec.series.map(([name, label], i) => `${label} ${chart.spec.format(values[i][NUM_POINTS - 1])}`);
     chart.element.setAttribute("aria-label", `now: ${shown.join(", ")}`);
   }

@@ -83,7 +83,7 @@ function showTiles({ figures: f, slo, open_requests: open, queue }) {
     });
 }
 
-const REQUEST_COLUMNS = [["id", ""], ["phase", ""], ["where", ""], ["prompt", "n"], ["output", "n"], ["ttft", "n"], ["tpot", "n"], ["age", "n"]];
+const REQUEST_COLUMNS = [["id", ""], ["phase", ""], ["where", ""], ["prompt", "n"], ["cached", "n"], ["output", "n"], ["ttft", "n"], ["tpot", "n"], ["age", "n"]];
 const PHASES = { waiting: "warn", prefill: "", decode: "", finished: "good", cancelled: "dim" };
 
 function requestButton(id) {
@@ -103,7 +103,7 @@ function showRequests({ open, ended, queue }) {
     cells(element, {
       phase: [request.phase + attempts, PHASES[request.phase] ?? "bad"],
       where: request.prefill && request.decode ? `${request.prefill} → ${request.decode}` : request.decode || request.prefill || "–",
-      prompt: request.cached ? `${count(request.prompt)} (${count(request.cached)} cached)` : count(request.prompt),
+      prompt: count(request.prompt), cached: count(request.cached),
       output: count(request.output), ttft: [seconds(request.ttft), request.met === false ? "bad" : ""], tpot: seconds(request.tpot), age: seconds(request.age),
     });
   });
