@@ -14,6 +14,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.baton-setup
+VERSION_FILE := services/baton/version.txt
 PYTHON ?= python3
 export PROMPT ?= What does os.path.join do?
 # Python keeps compiled modules, whatever the caller's environment says: tests start hundreds of processes.
@@ -26,8 +27,12 @@ UNIT_MARKS := not long and not slow and not model and not integration
   check-imports check-rules check-reference check-style check-deploy proto reference docs bench clean
 .DEFAULT_GOAL := setup
 
-setup: $(STAMP)
+setup: $(STAMP) $(VERSION_FILE)
 	@:
+
+# The version contains the commit, and a fleet refuses nodes with another version.
+$(VERSION_FILE): $(wildcard .git/logs/HEAD) | $(STAMP)
+	@$(BIN)/python -m setuptools_scm --force-write-version-files > /dev/null; touch $@
 
 # torch comes first and alone, so that a build from TORCH_INDEX_URL, or one that this machine already offers, is kept.
 $(STAMP): pyproject.toml constraints.txt
@@ -35,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "Baton needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is not: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "setup      into $(VENV), once"
 	@set -e; SECONDS=0; \
-	  test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	  $(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV); \
 	  $(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX_URL),--extra-index-url '$(TORCH_INDEX_URL)') torch; \
 	  PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[embedded,test]'; \
 	  touch $(STAMP); \
@@ -49,9 +54,9 @@ run: setup
 test: setup check
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Seconds per package: no Ray, Redis, NIXL or model.
+# Seconds per package: no Ray, Redis, NIXL or model. Three processes for two cores, because some tests wait.
 test-unit: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(UNIT_MARKS)" $(UNIT_TESTS) $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "$(UNIT_MARKS)" $(UNIT_TESTS) $(ARGS)
 
 # The full-size forms. Single tests, as ARGS may select, and shards but the first run without the interpreted,
 # sanitized and fuzzed ones. SHARD=i/n runs one of n parts of the files.

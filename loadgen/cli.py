@@ -56,7 +56,8 @@ def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 def cli() -> None:
     """Open-loop load generator for OpenAI-compatible servers, with SLO attainment and goodput reports.
 
-    First look at the `baton up` that runs here, or at another server (--url): loadgen run --rate 2
+    `loadgen run --rate 2` tests the newest `baton up` of this user on this machine, else
+    http://127.0.0.1:8000; --url names another server.
     """
 
 

@@ -16,15 +16,8 @@ BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))),
     None,
 )
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--no-first-run",
-    "--remote-debugging-pipe",
-)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking")
+PIPE_FLAGS = (*FLAGS, "--no-first-run", "--remote-debugging-pipe")
 CALL_S = 60.0
 _WITH_PIPE = (
     "import fcntl, os, sys; r, w = (fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3]); "
@@ -51,19 +44,29 @@ class Page:
             raise AssertionError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    async def until(self, script: str, accept: Callable[[Any], object] = bool, limit_s: float = 20.0) -> Any:
+    async def _run_if_loaded(self, script: str) -> Any:
+        """Return the value of an expression; None while the page is being replaced by another."""
+        try:
+            return await self.run(script)
+        except AssertionError as error:
+            if "navigated" in str(error) or "context" in str(error):
+                return None
+            raise
+
+    async def until(self, script: str, accept: Callable[[Any], object] = bool, limit_s: float = 60.0) -> Any:
         """Evaluate until the value is accepted, and return it."""
         last: Any = None
         try:
             async with asyncio.timeout(limit_s):
-                while not accept(last := await self.run(script)):  # noqa: ASYNC110 - the page is polled
+                while not accept(last := await self._run_if_loaded(script)):  # noqa: ASYNC110 - the page is polled
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise AssertionError(f"{script} is still {last!r} after {limit_s:g} s") from None
         return last
 
     async def open(self, url: str) -> None:
-        await self.call("Page.navigate", url=url)
+        answer = await self.call("Page.navigate", url=url)
+        assert "errorText" not in answer, f"{url}: {answer['errorText']}"
         await self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     async def press(self, key: str) -> None:
@@ -147,7 +150,7 @@ async def chromium(profile: Path) -> AsyncIterator[Browser]:
     answer_r, answer_w = os.pipe()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", "-c", _WITH_PIPE, str(command_r), str(answer_w)),
-        *(BROWSER, *FLAGS, f"--user-data-dir={profile}", "about:blank"),
+        *(BROWSER, *PIPE_FLAGS, f"--user-data-dir={profile}", "about:blank"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,

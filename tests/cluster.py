@@ -7,9 +7,10 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +35,7 @@ from tests.times import TEST_TIMES
 
 START_S = 90.0
 PROGRAM = "baton.cli"
-SETTLE_S = 10.0
+SETTLE_S = 30.0
 """Time after the last request and fault within which all blocks, leases and sequences must be released."""
 
 
@@ -185,11 +186,8 @@ class ProcessCluster:
         file = self.directory / f"{name}.yaml"
         file.write_text(yaml.safe_dump({**values, "log_dir": str(self.directory / "logs" / name)}))
         limited = [] if max_open_files is None else ["/bin/sh", "-c", f'ulimit -n {max_open_files} && exec "$@"', "sh"]
-        argv = [
-            *place.argv,
-            *limited,
-            *(program if word == PROGRAM else word for word in baton_command(command, file)),
-        ]
+        own = [sys.executable, "-m", program, command, "--config", str(file)]
+        argv = [*place.argv, *limited, *(baton_command(command, file) if program == PROGRAM else own)]
         failing = {"BATON_FAILPOINTS": failpoints} if failpoints else {}
         await self._start_child(name, argv, {**place.environ, **failing})
 
@@ -211,6 +209,13 @@ class ProcessCluster:
     def pid(self, name: str) -> int:
         return self.children[name].pid
 
+    def _process(self, name: str) -> psutil.Process | None:
+        """Return a running process, None if it has ended. Its pid may get another process later."""
+        child = self.children[name]
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(child.pid) if child.pid and child.exit_code is None else None
+        return None
+
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a process. Raises ProcessLookupError if it is not running."""
         child = self.children[name]
@@ -221,7 +226,7 @@ class ProcessCluster:
     async def kill(self, name: str) -> None:
         """SIGKILL, and wait until the process is gone."""
         self.signal(name, signal.SIGKILL)
-        await self.children.pop(name).stop(grace_s=5)
+        await self.children.pop(name).stop(grace_s=30)
 
     async def stop_one(self, name: str) -> int:
         """Send SIGTERM and return the exit code."""
@@ -255,7 +260,7 @@ class ProcessCluster:
         """Wait until the gateway at `url` is ready, by default `gateway`."""
         last = ""
         async with httpx.AsyncClient(
-            timeout=2.0, verify=True if self.secured is None else self.secured.trust
+            timeout=10.0, verify=True if self.secured is None else self.secured.trust
         ) as client:
             for _ in range(int(self.start_limit_s / 0.05)):
                 try:
@@ -275,8 +280,9 @@ class ProcessCluster:
     @asynccontextmanager
     async def _admin(self) -> AsyncIterator[AdminClient]:
         tls, key = (None, "") if self.secured is None else (self.secured.front, self.secured.bearer(ADMIN))
-        async with open_channel(self.grpc_address, channel_options(1.0), tls) as channel:
-            yield AdminClient(channel, self.grpc_address, authorization=key)
+        # A long keepalive and timeout, so that a busy machine breaks no connection.
+        async with open_channel(self.grpc_address, channel_options(10.0), tls) as channel:
+            yield AdminClient(channel, self.grpc_address, authorization=key, call_s=60.0)
 
     async def until(self, condition: Callable[[ClusterStatus], bool], limit_s: float, what: str) -> ClusterStatus:
         """Poll the cluster's status until `condition` holds. Raises AssertionError with the last status."""
@@ -288,8 +294,19 @@ class ProcessCluster:
                 if condition(status):
                     return status
                 if loop.time() > end_s:
-                    raise AssertionError(f"not within {limit_s:g} s: {what}; {status}; see {self.directory}")
+                    raise AssertionError(f"not within {limit_s:g} s: {what}\n{self.ends_of_logs()}\n{status}")
                 await asyncio.sleep(0.05)
+
+    def ends_of_logs(self, max_bytes: int = 3_000) -> str:
+        """Return each child's exit code and the end of its output and log. The directory is removed with the
+        cluster."""
+        texts = []
+        for name, child in self.children.items():
+            ended = "runs" if child.exit_code is None else f"ended with {child.exit_code}"
+            files = (child.spec.output, *(self.directory / "logs" / name).glob("*.log"))
+            ends = [file.read_bytes()[-max_bytes:].decode(errors="replace") for file in files if file.exists()]
+            texts.append(f"--- {name}, pid {child.pid}, {ended}\n" + "\n".join(ends))
+        return "\n".join(texts)
 
     async def until_workers(self, *names: str, limit_s: float = START_S) -> None:
         """Wait until exactly these workers are ready."""
@@ -324,29 +341,37 @@ class ProcessCluster:
                 logs = [path.read_text()[-3000:] for path in (self.directory / "logs" / name).glob("*.log")]
                 raise AssertionError(f"{name} ended with {child.exit_code}: {logs}")
 
+    def log_entries(self, name: str) -> list[dict[str, Any]]:
+        """Return all complete log entries of all incarnations of a process."""
+        texts = [file.read_text() for file in (self.directory / "logs" / name).glob("*.log")]
+        return [json.loads(line) for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
     async def metric(self, name: str, metric: str) -> float:
         """Return the sum of a metric's samples. The process must have been started with `admin_port=0`."""
         return sum(sample.value for sample in await self.scrape(name) if sample.name == metric)
 
     async def scrape(self, name: str) -> list[Sample]:
         """Return all samples of a process that was started with `admin_port=0`."""
-        log = next((self.directory / "logs" / name).glob("*.log")).read_text()
-        address = next(json.loads(line)["address"] for line in log.splitlines() if '"admin_started"' in line)
-        async with httpx.AsyncClient(timeout=5.0) as client:
+        started = [entry for entry in self.log_entries(name) if entry["event"] == "admin_started"]
+        address = started[-1]["address"]
+        async with httpx.AsyncClient(timeout=60.0) as client:
             text = (await client.get(f"http://{address}/metrics")).text
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     async def stop(self) -> None:
         """Stop all processes, gateways first, and close the network. Raises AssertionError if one is left."""
-        order = sorted(self.children, key=lambda name: (name[0] != "g", name == "redis"))
-        pids = [pid for name in order if (pid := self.pid(name))]
+        ranks = {name: 0 if name.startswith("g") else 2 if name == "redis" else 1 for name in self.children}
+        processes = [process for name in ranks if (process := self._process(name)) is not None]
         try:
-            for name in order:
+            for name in ranks:
                 self.children[name].resume()
-            stopped = [await _outcome(self.children.pop(name).stop(grace_s=15)) for name in order]
+            stopped: list[Exception | None] = []
+            for rank in range(3):  # the processes of one rank at the same time
+                names = [name for name in ranks if ranks[name] == rank]
+                stopped += await asyncio.gather(*(_outcome(self.children.pop(n).stop(grace_s=15)) for n in names))
             if errors := [error for error in stopped if error is not None]:
                 raise errors[0]
-            left = [pid for pid in pids if psutil.pid_exists(pid)]
+            left = [process for process in processes if process.is_running()]
             assert not left, f"processes left behind: {left}"
         finally:
             if self.redis_proxy is not None:

@@ -36,7 +36,7 @@ class RunningRedis:
     def start(self) -> None:
         with self._command.log_file.open("ab") as output:
             self.process = subprocess.Popen(with_parent_death_signal(self._command.argv), stdout=output, stderr=output)
-        for _ in range(500):
+        for _ in range(3000):
             assert self.process.poll() is None, self._command.log_tail()
             with suppress(redis.ConnectionError), redis.Redis.from_url(self.url, retry=Retry(NoBackoff(), 0)) as client:
                 client.ping()

@@ -125,7 +125,7 @@ class InProcess:
             model=str(setting.model),
             max_model_len=setting.max_model_len,
             kv_memory=setting.kv_gib * 2**30,
-            threads_per_worker=THREADS if setting.device == "cpu" else 0,
+            threads_per_worker=THREADS if setting.device == "cpu" else None,
             device=setting.device,
         )
         self._device = open_device(config, WorkerRef(worker_id="bench", worker_epoch=1, address="bench"))

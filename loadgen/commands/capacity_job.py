@@ -26,6 +26,7 @@ from loadgen.commands.target_options import (
     GRPC_URL,
     HTTP_URL,
     flags_of,
+    headers_of,
     processes_of,
     rates_warning,
     server_facts,
@@ -342,12 +343,9 @@ def _limits(given: Mapping[str, Any], goal: Goal, length: TrialLength, maker: Pl
 
 
 def _probe(given: Mapping[str, Any]) -> Any:
-    headers = dict(given["headers"])
-    if given["api_key"]:
-        headers["Authorization"] = f"Bearer {given['api_key']}"
     url = given["urls"][0]
     probe = grpc_probe if given["protocol"] == "grpc" else http_probe
-    return probe(url, headers, is_insecure=given["insecure"])
+    return probe(url, headers_of(given), is_insecure=given["insecure"])
 
 
 def _new_directory(out: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -22,6 +23,7 @@ from loadgen.slo_target import SloTarget, override_slos
 
 EXIT_REGRESSION = 1
 EXIT_UNDECIDED = 2
+WARM = "a run's cache was warm"
 WIDTH = 110
 """Table width in columns if standard output is not a terminal."""
 STYLES = {
@@ -113,12 +115,18 @@ def command(
         else [f"{change.metric} is worse by {abs(change.relative):.1%}" for change in regressions(found, allowed)]
     )
     failed += [limit.text for limit in limits if limit.is_crossed(found)]
-    undecided = [limit.text for limit in limits if limit.is_crossed(found) is None]
+    undecided = {
+        limit.text: WARM if limit.has_value(found) else "a run has no value for it"
+        for limit in limits
+        if limit.is_crossed(found) is None
+    }
     if allowed is not None and found.is_withheld(allowed):
-        undecided.append(f"whether B is worse by more than {allowed:.1%}")
+        undecided[f"whether B is worse by more than {allowed:.1%}"] = WARM
     if is_json:
         click.echo(
-            json.dumps({**found.to_json(), "failed": failed, "undecided": undecided}, indent=1, ensure_ascii=False)
+            json.dumps(
+                {**found.to_json(), "failed": failed, "undecided": list(undecided)}, indent=1, ensure_ascii=False
+            )
         )
     else:
         _print(found, failed, undecided)
@@ -127,7 +135,8 @@ def command(
     ctx.exit(EXIT_REGRESSION if failed else EXIT_UNDECIDED if undecided else 0)
 
 
-def _print(found: Comparison, failed: list[str], undecided: list[str]) -> None:
+def _print(found: Comparison, failed: list[str], undecided: Mapping[str, str]) -> None:
+    """Print the comparison. `undecided`: the reason of each."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
@@ -163,9 +172,8 @@ def _print(found: Comparison, failed: list[str], undecided: list[str]) -> None:
         console.print(Text("A warm run is not called better; --allow-warm overrides this.", style="bold yellow"))
     for reason in failed:
         console.print(Text(f"regression: {reason}", style="bold red"))
-    for text in undecided:
-        why = "a run's cache was warm" if found.warm.before or found.warm.after else "a run has no value for it"
-        console.print(Text(f"undecided: {text}: {why}", style="bold yellow"))
+    for text, reason in undecided.items():
+        console.print(Text(f"undecided: {text}: {reason}", style="bold yellow"))
     if not failed and not undecided:
         console.print("no regression")
 

@@ -61,7 +61,7 @@ def summary_lines(finished: FinishedRun, plan: Plan, out: Path) -> Iterator[tupl
 
 def _plan_line(finished: FinishedRun, plan: Plan) -> str:
     offered = offered_text(plan, "planned" if finished.run.interrupted else "offered")
-    repeats = "" if finished.run.flags.get("plan") else f"; --seed {plan.seed} repeats it"
+    repeats = "" if finished.run.flags.get("plan") else f"; the same options with --seed {plan.seed} repeat it"
     return f"plan        {plan.name}: {offered or f'{len(plan.requests):,} requests'}{repeats}"
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from baton.runtime.process.run_file import RunningCluster, is_same_address, run_directories, running_clusters
 from loadgen.commands.option_types import ApiKey, Bodies, Headers, Seconds, SloOf
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.machine import usable_cores
@@ -20,7 +21,6 @@ from loadgen.send.dialects import DIALECTS, dialect_of
 from loadgen.send.run.priority import Priority
 from loadgen.send.selftest import calibration
 from loadgen.send.server.discover import Server, discover_grpc, discover_http, fetch_cluster_facts, fetch_http_url
-from loadgen.send.server.running_clusters import LocalCluster, is_same_address, running_clusters
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
 
@@ -28,6 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 HTTP_URL = "http://127.0.0.1:8000"
 GRPC_URL = "127.0.0.1:8001"
+SYSTEM_AUTHORITIES = "system"
+"""Value of `RunningCluster.ca` for a certificate that this machine trusts anyway."""
 
 
 def target_options(function: F) -> F:
@@ -82,8 +84,8 @@ def _request_options(function: F) -> F:
         click.option(
             "--api-key",
             type=ApiKey(),
-            envvar="OPENAI_API_KEY",
-            help="API key, sent as a bearer token; or set OPENAI_API_KEY.",
+            help="API key, sent as a bearer token; or set BATON_API_KEY, which only a `baton up` of this user on this "
+            "machine gets, or OPENAI_API_KEY.",
         ),
         click.option(
             "--header",
@@ -172,12 +174,13 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
     Raises LoadgenError if the server cannot be used and click.UsageError for contradicting options.
     """
     is_grpc = given["protocol"] == "grpc"
-    headers = dict(given["headers"])
     cluster = _cluster_of(given)
-    api_key = given["api_key"] or (os.environ.get("BATON_API_KEY") if cluster is not None else None)
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+    headers = headers_of(given, cluster)
+    if cluster is not None and cluster.ca not in ("", SYSTEM_AUTHORITIES):
+        os.environ.setdefault("SSL_CERT_FILE", cluster.ca)  # also for the sending processes
     urls = given["urls"] or (_url_of(given, cluster, headers),)
+    if is_grpc and cluster is not None:
+        urls = tuple(_gateway_of(cluster) if is_same_address(url, cluster.url) else url for url in urls)
     if is_grpc:
         if given["api"] == "chat" or given["dialect"]:
             raise click.UsageError("--protocol grpc cannot be combined with --api chat or --dialect")
@@ -209,22 +212,42 @@ def target_of(given: Mapping[str, Any]) -> tuple[Target, Server]:
     ), server
 
 
-def _cluster_of(given: Mapping[str, Any]) -> LocalCluster | None:
-    """Return the cluster of this user that the options name, or without a name the newest."""
-    if not given["urls"] and not given["gateway"]:
+def headers_of(given: Mapping[str, Any], cluster: RunningCluster | None = None) -> dict[str, str]:
+    """Return the headers of all requests. The key in BATON_API_KEY is sent to `cluster` only.
+
+    Raises click.BadParameter for a key that no header can hold.
+    """
+    headers = dict(given["headers"])
+    variables = ("BATON_API_KEY", "OPENAI_API_KEY") if cluster is not None else ("OPENAI_API_KEY",)
+    from_environment = next((key for name in variables if (key := os.environ.get(name))), None)
+    api_key = given["api_key"] or (from_environment and ApiKey().convert(from_environment, None, None))
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    return headers
+
+
+def _cluster_of(given: Mapping[str, Any]) -> RunningCluster | None:
+    """Return the cluster of this user that all given addresses name, or without an address the newest."""
+    named = [*given["urls"], *([given["gateway"]] if given["gateway"] else [])]
+    if not named:
         return _newest_cluster()
-    named = given["urls"][0] if given["urls"] else given["gateway"]
-    running = running_clusters(os.environ)
-    return next((c for c in running if is_same_address(named, c.url) or is_same_address(named, c.gateway)), None)
+    return next(
+        (
+            cluster
+            for cluster in running_clusters(run_directories(os.environ))
+            if all(is_same_address(each, cluster.url) or is_same_address(each, cluster.gateway) for each in named)
+        ),
+        None,
+    )
 
 
 @cache
-def _newest_cluster() -> LocalCluster | None:
+def _newest_cluster() -> RunningCluster | None:
     """Return the newest cluster of this user, and say so if several run.
 
     It is chosen once per process: a search over rates must not move to a cluster that starts meanwhile.
     """
-    running = running_clusters(os.environ)
+    running = running_clusters(run_directories(os.environ))
     if len(running) > 1:
         others = ", ".join(f"{cluster.url} ({cluster.model})" for cluster in running[1:])
         click.echo(
@@ -235,10 +258,15 @@ def _newest_cluster() -> LocalCluster | None:
     return running[0] if running else None
 
 
-def _url_of(given: Mapping[str, Any], cluster: LocalCluster | None, headers: Mapping[str, str]) -> str:
+def _gateway_of(cluster: RunningCluster) -> str:
+    """Return a cluster's gRPC address, with `https://` if it uses TLS."""
+    return f"https://{cluster.gateway}" if cluster.url.startswith("https://") else cluster.gateway
+
+
+def _url_of(given: Mapping[str, Any], cluster: RunningCluster | None, headers: Mapping[str, str]) -> str:
     """Return the server's address if --url was not given. Raises LoadgenError."""
     if given["protocol"] == "grpc":
-        return given["gateway"] or (cluster.gateway if cluster is not None else GRPC_URL)
+        return given["gateway"] or (_gateway_of(cluster) if cluster is not None else GRPC_URL)
     if cluster is not None:
         return cluster.url
     if given["gateway"]:
@@ -248,7 +276,7 @@ def _url_of(given: Mapping[str, Any], cluster: LocalCluster | None, headers: Map
 
 def _cluster_facts(
     given: Mapping[str, Any],
-    cluster: LocalCluster | None,
+    cluster: RunningCluster | None,
     server: Server,
     model: str,
     headers: Mapping[str, str],
@@ -261,7 +289,7 @@ def _cluster_facts(
         return fetch_cluster_facts(given["gateway"], headers, model, is_insecure=given["insecure"])
     known = given["urls"][0] if given["urls"] and given["protocol"] == "grpc" else ""
     if cluster is not None:
-        known = known or cluster.gateway
+        known = known or _gateway_of(cluster)
     elif not given["urls"]:
         known = GRPC_URL
     if server.kind != "baton" or not known:

@@ -190,13 +190,20 @@ class RegressionBound:
             is_relative=unit == "%",
         )
 
+    def has_value(self, comparison: Comparison) -> bool:
+        """Return True if both runs have a value of the metric."""
+        return not math.isnan(self._seen(comparison))
+
+    def _seen(self, comparison: Comparison) -> float:
+        change = next(change for change in comparison.changes if change.metric == self.metric)
+        return change.relative if self.is_relative else change.difference
+
     def is_crossed(self, comparison: Comparison) -> bool | None:
         """True if the observed change crosses the bound, whatever its interval.
 
         None if a run has no value, or if the answer favours a run with a warm cache.
         """
-        change = next(change for change in comparison.changes if change.metric == self.metric)
-        seen = change.relative if self.is_relative else change.difference
+        seen = self._seen(comparison)
         if math.isnan(seen):
             return None
         is_crossed = seen > self.amount if self.is_above else seen < self.amount
@@ -227,9 +234,10 @@ def compare(
     names = [f"{one.name} ({one.path.resolve().name})" if is_named_alike else one.name for one in (before, after)]
     is_paired = not unpaired
     if is_paired and before.run.plan_hash != after.run.plan_hash:
+        run_again = f"run {before.plan_path} on both servers, or " if before.plan_path is not None else ""
         raise NotComparable(
             f"{before.name} and {after.name} ran different plans ({before.run.plan_hash[:12]}, "
-            f"{after.run.plan_hash[:12]}); run {before.path / 'plan.jsonl'} on both servers, or use --unpaired"
+            f"{after.run.plan_hash[:12]}); {run_again}use --unpaired"
         )
     if rules is None and dict(before.run.slos) != dict(after.run.slos):
         notes.append(f"the runs have different SLOs; both are evaluated against {before.name}'s")

@@ -18,7 +18,7 @@ def offered_text(plan: Plan, verb: str = "offered") -> str:
     if not rate or not isinstance(seconds, int | float) or any(made.get(count) for count in ("requests", "sessions")):
         return ""
     firsts = sum(request.after is None for request in plan.requests)
-    total = f"{len(plan.requests):,} requests"
+    total = f"{len(plan.requests):,} request{'' if len(plan.requests) == 1 else 's'}"
     if firsts < len(plan.requests):
         total = f"{firsts:,} session{'' if firsts == 1 else 's'} with {total}"
     return f"rate {rate} {verb} {total} in {seconds:g} s{_draw(made, rate, seconds)}"

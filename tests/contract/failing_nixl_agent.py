@@ -50,11 +50,12 @@ class FailingAgent:
         return self._inner.get_new_notifs()
 
     def _raise(self, method: str) -> None:
-        if method in self.errors and self.remaining.get(method, 1):
+        error = self.errors.get(method)  # once: the test changes them while the agent's thread runs
+        if error is not None and self.remaining.get(method, 1):
             if method in self.remaining:
                 self.remaining[method] -= 1
             self.counts[method] = self.counts.get(method, 0) + 1
-            raise nixl_error(self.errors[method])
+            raise nixl_error(error)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from baton.transfer.backends.host_memory import HostMemory
 from baton.transfer.backends.read_table import ReadTable
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, decode_entries
 
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=60)
 PROBE_BLOCKS = 2
 
 

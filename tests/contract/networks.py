@@ -20,8 +20,10 @@ from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_streams import StreamLimits
 from baton.runtime.network.in_process_network import InProcessNetwork
 from baton.runtime.network.mailbox import Mailbox
+from tests.times import LONG_LIMIT_S
 
-HEARTBEAT_S = 0.2
+HEARTBEAT_S = 30.0
+"""Keepalive interval. None is tested: a busy machine must not end streams."""
 MAX_MESSAGES = 8
 """Small, so that a full buffer is reached soon."""
 
@@ -66,8 +68,8 @@ class InProcessHarness:
 
 class GrpcHarness:
     def __init__(self) -> None:
-        limits = StreamLimits(max_messages=MAX_MESSAGES, max_received=MAX_MESSAGES)
-        self.network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=2.0, call_s=2.0, limits=limits)
+        limits = StreamLimits(max_messages=MAX_MESSAGES, max_received=MAX_MESSAGES, close_s=LONG_LIMIT_S)
+        self.network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=LONG_LIMIT_S, call_s=LONG_LIMIT_S, limits=limits)
         self._limits = limits
         self._servers: dict[str, GrpcServer] = {}
 
@@ -108,7 +110,7 @@ async def open_harness(kind: str) -> AsyncIterator[NetworkHarness]:
         yield harness
     finally:
         await harness.aclose()
-    for _ in range(100):
+    for _ in range(3000):
         running = asyncio.all_tasks() - before - {asyncio.current_task()}
         if not running:
             return
@@ -225,7 +227,7 @@ def is_broken(stream: Duplex[Any, Any], message: Any) -> bool:
     return False
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = LONG_LIMIT_S) -> None:
     """Wait until the condition is true."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - any condition, not only those with an event

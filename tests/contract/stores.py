@@ -13,6 +13,7 @@ from baton.store.redis.redis_cost_store import RedisCostStore
 from baton.store.redis.redis_decision_store import RedisDecisionStore
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_membership import RedisMembership
+from tests.times import LONG_LIMIT_S
 
 KINDS = ("memory", "redis")
 _clusters = count()
@@ -30,7 +31,7 @@ async def open_stores(kind: str, redis_url: Callable[[], str]) -> AsyncIterator[
     if kind == "memory":
         yield Stores(membership=MemoryMembership(), decisions=MemoryDecisionStore(), costs=MemoryCostStore())
         return
-    connection, keys = RedisConnection(redis_url()), Keys(cluster=f"test-{next(_clusters)}")
+    connection, keys = RedisConnection(redis_url(), timeout_s=LONG_LIMIT_S), Keys(cluster=f"test-{next(_clusters)}")
     try:
         yield Stores(
             membership=RedisMembership(connection, keys),
@@ -43,6 +44,6 @@ async def open_stores(kind: str, redis_url: Callable[[], str]) -> AsyncIterator[
 
 async def until_empty(read: Callable[[], Awaitable[Sized]]) -> None:
     """Wait until `read` returns an empty collection."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while await read():  # noqa: ASYNC110 - no event reports an expiry
             await asyncio.sleep(0.01)

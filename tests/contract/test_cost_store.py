@@ -15,6 +15,7 @@ from baton.store.redis.redis_cost_store import RedisCostStore
 from baton.store.redis.redis_keys import Keys
 from tests.contract.stores import KINDS, open_stores, until_empty
 from tests.redis_server import RunningRedis
+from tests.times import LONG_LIMIT_S
 
 pytestmark = pytest.mark.contract
 
@@ -74,7 +75,7 @@ async def test_costs_expire(store: CostStore) -> None:
     ],
 )
 async def test_unreadable_value_in_redis_is_none(redis: RunningRedis, value: str) -> None:
-    connection, keys = RedisConnection(redis.url), Keys(cluster="costs-test")
+    connection, keys = RedisConnection(redis.url, timeout_s=LONG_LIMIT_S), Keys(cluster="costs-test")
     async with aclosing(connection):
         await connection.call(lambda client: client.set(keys.costs("a"), value))
         assert await RedisCostStore(connection, keys).get("a") is None

@@ -20,6 +20,7 @@ from baton.store.redis.redis_keys import Keys
 from tests import builders
 from tests.contract.stores import KINDS, open_stores, until_empty
 from tests.redis_server import RunningRedis
+from tests.times import LONG_LIMIT_S
 
 pytestmark = pytest.mark.contract
 
@@ -112,7 +113,7 @@ async def test_records_expire(store: DecisionStore) -> None:
 
 
 async def test_records_in_redis_take_bounded_memory(redis: RunningRedis) -> None:
-    connection, keys = RedisConnection(redis.url), Keys(cluster="bounded")
+    connection, keys = RedisConnection(redis.url, timeout_s=LONG_LIMIT_S), Keys(cluster="bounded")
     try:
         size = len(json.dumps(to_plain(placed(b"r000"))))
         store = RedisDecisionStore(connection, keys, max_bytes=20 * (size + OVERHEAD_BYTES))
@@ -129,7 +130,7 @@ async def test_records_in_redis_take_bounded_memory(redis: RunningRedis) -> None
 
 
 async def test_record_above_the_limit_is_not_kept_and_the_next_ones_are(redis: RunningRedis) -> None:
-    connection, keys = RedisConnection(redis.url), Keys(cluster="small")
+    connection, keys = RedisConnection(redis.url, timeout_s=LONG_LIMIT_S), Keys(cluster="small")
     try:
         size = len(json.dumps(to_plain(placed(b"r0"))))
         store = RedisDecisionStore(connection, keys, max_bytes=size + 2 * OVERHEAD_BYTES)

@@ -1,7 +1,7 @@
 """The contract of `Duplex`, for both ends of every implementation."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,15 @@ from baton.core.kv.block_hash import token_ids
 from baton.core.messages.jobs import Ack, Heartbeat, Step
 from baton.runtime.network.in_process_network import duplex_pair
 from tests import builders
-from tests.contract.networks import MAX_MESSAGES, StubWorker, eventually, is_broken, open_harness, until_broken
+from tests.contract.networks import (
+    MAX_MESSAGES,
+    StubWorker,
+    eventually,
+    is_broken,
+    open_harness,
+    until_broken,
+)
+from tests.times import LONG_LIMIT_S
 
 pytestmark = pytest.mark.contract
 
@@ -24,11 +32,14 @@ class Ends:
     """Two ends of a stream. `near` is under test: it sends `message` and receives `answer`.
 
     is_server_end: `near` is the end at the server.
+    end_service: lets the service of a gRPC stream return, which closes the server's end. A closing end, and
+        the client for the end of the call, wait for that.
     """
 
     near: Duplex[Any, Any]
     far: Duplex[Any, Any]
     is_server_end: bool
+    end_service: Callable[[], None] = lambda: None
 
     def message(self, seq: int) -> Any:
         return (
@@ -68,7 +79,8 @@ async def over_grpc(is_server_end: bool) -> AsyncIterator[Ends]:
     async with open_harness("grpc") as harness:
         client = await harness.network.open_session(await harness.add_worker(StubWorker(session=session)))
         server = await accepted
-        yield Ends(server, client, is_server_end) if is_server_end else Ends(client, server, is_server_end)
+        near, far = (server, client) if is_server_end else (client, server)
+        yield Ends(near, far, is_server_end, is_done.set)
         is_done.set()
         await server.aclose()
         await client.aclose()
@@ -105,7 +117,10 @@ async def test_messages_sent_before_close_arrive(ends: Ends) -> None:
     for seq in range(MAX_MESSAGES):
         ends.near.send(ends.message(seq))
     closing = asyncio.create_task(ends.near.aclose())
+    if ends.is_server_end:
+        ends.end_service()
     assert await until_broken(ends.far) == [ends.message(seq) for seq in range(MAX_MESSAGES)]
+    ends.end_service()
     await closing
     with pytest.raises(StreamBroken):
         ends.far.send(ends.answer(1))
@@ -120,11 +135,15 @@ async def test_closed_end_breaks_immediately_even_with_unread_messages(ends: End
         ends.near.send(ends.message(1))
     with pytest.raises(StreamBroken):
         await ends.near.receive()
+    ends.end_service()
     await closing
 
 
 async def test_repeated_and_concurrent_close_breaks_both_ends(ends: Ends) -> None:
-    await asyncio.gather(ends.near.aclose(), ends.near.aclose(), ends.far.aclose())
+    closing = asyncio.gather(ends.near.aclose(), ends.near.aclose(), ends.far.aclose())
+    await asyncio.sleep(0)
+    ends.end_service()
+    await closing
     await ends.near.aclose()
     assert _is_broken(ends)
 
@@ -134,6 +153,8 @@ async def test_cancelled_close_still_closes_the_stream(ends: Ends) -> None:
     await asyncio.sleep(0)
     closing.cancel()
     await asyncio.gather(closing, return_exceptions=True)
+    if ends.is_server_end:
+        ends.end_service()
     assert await until_broken(ends.far) == []
 
 
@@ -141,18 +162,27 @@ async def test_waiting_receiver_is_woken_when_either_end_closes(ends: Ends) -> N
     far, near = asyncio.create_task(ends.far.receive()), asyncio.create_task(ends.near.receive())
     await asyncio.sleep(0.01)
     closing = asyncio.create_task(ends.near.aclose())
+    await asyncio.sleep(0)
+    if ends.is_server_end:
+        ends.end_service()
     for waiting in (near, far):
         with pytest.raises(StreamBroken):
-            await asyncio.wait_for(waiting, 2)
+            await asyncio.wait_for(waiting, LONG_LIMIT_S)
+    ends.end_service()
     await closing
 
 
 async def test_receive_on_a_broken_stream_always_raises(ends: Ends) -> None:
-    await ends.far.aclose()
+    closing = asyncio.create_task(ends.far.aclose())
+    await asyncio.sleep(0)
+    if not ends.is_server_end:
+        ends.end_service()
     await eventually(lambda: _is_broken(ends))
     for _ in range(2):
         with pytest.raises(StreamBroken):
             await ends.near.receive()
+    ends.end_service()
+    await closing
 
 
 async def test_full_buffer_breaks_the_stream_at_both_ends(ends: Ends) -> None:
@@ -169,7 +199,9 @@ async def test_full_buffer_breaks_the_stream_at_both_ends(ends: Ends) -> None:
         ends.near.send(ends.message(1))
     with pytest.raises(StreamBroken):
         await ends.near.receive()
-    async with asyncio.timeout(5):
+    if ends.is_server_end:
+        ends.end_service()
+    async with asyncio.timeout(LONG_LIMIT_S):
         arrived = await until_broken(ends.far)
     assert arrived == [big] * len(arrived)
 

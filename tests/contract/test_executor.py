@@ -395,9 +395,18 @@ async def test_queued_step_can_be_withdrawn(device: Device) -> None:
     assert not device.executor.withdraw(2), "a finished step is not queued"
 
 
-async def test_close_waits_for_the_running_step_and_leaves_no_thread(device: Device) -> None:
+@pytest.fixture
+def other_threads() -> set[threading.Thread]:
+    """Return the threads that earlier tests have left."""
+    return set(threading.enumerate())
+
+
+async def test_close_waits_for_the_running_step_and_leaves_no_thread(
+    other_threads: set[threading.Thread], device: Device
+) -> None:
     step = asyncio.create_task(device.executor.execute(StepPlan(step_id=1, sequences=(sequence(0, PROMPTS[0]),))))
     await asyncio.sleep(0)
     await device.executor.aclose()
     assert set((await step).samples) == {0}
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("baton-step")]
+    left = set(threading.enumerate()) - other_threads
+    assert not [thread.name for thread in left if thread.name.startswith("baton-step")]

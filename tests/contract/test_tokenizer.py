@@ -1,7 +1,8 @@
 """Contract of `Tokenizer`: text round trips, whole characters, and U+FFFD for ids without text."""
 
 import json
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -10,9 +11,12 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from baton.core.errors import Refused
+from baton.gateway.text import chat_template
+from baton.gateway.text.chat_template import ChatTemplate, Message
 from baton.gateway.text.detokenizer import REPLACEMENT
 from baton.gateway.text.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from baton.model.loading.model_source import DEMO_DIR
+from baton.runtime.process import loop_time
 from tests.scale import sized
 
 pytestmark = pytest.mark.contract
@@ -204,4 +208,33 @@ async def test_model_without_a_template_rejects_chats(tmp_path: Path) -> None:
     tokenizer = HfTokenizer(directory)
     with pytest.raises(Refused, match="no chat template"):
         await tokenizer.chat_text([{"role": "user", "content": "x"}])
+    tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("{{ messages[0].content }}", "hi" * loop_time.TEMPLATE_CHARACTERS),
+        ("{% for i in range(20000) %}{{ messages[0].content }}{% endfor %}", "hi"),
+    ],
+    ids=["long messages", "slow template"],
+)
+async def test_expensive_chat_is_rendered_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, content: str
+) -> None:
+    directory = byte_level(tmp_path / "model")
+    (directory / "chat_template.jinja").write_text(template)
+    rendered_in: list[threading.Thread] = []
+    render = ChatTemplate.render
+
+    def recorded(self: ChatTemplate, messages: Sequence[Message], clock: Callable[[], float]) -> str:
+        rendered_in.append(threading.current_thread())
+        return render(self, messages, clock)
+
+    monkeypatch.setattr(ChatTemplate, "render", recorded)
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 60.0)  # for a busy machine
+    tokenizer = HfTokenizer(directory)
+    assert (await tokenizer.chat_text([{"role": "user", "content": content}])).startswith(content)
+    (thread,) = rendered_in
+    assert thread is not threading.main_thread()
     tokenizer.close()

@@ -20,6 +20,7 @@ from tests.contract.networks import (
     is_broken,
     until_broken,
 )
+from tests.times import LONG_LIMIT_S
 from tests.unit.worker.job_builders import decode_job
 
 pytestmark = pytest.mark.contract
@@ -172,7 +173,7 @@ async def test_removed_worker_breaks_a_waiting_receive(harness: NetworkHarness) 
     await asyncio.sleep(0.01)
     await harness.remove(address)
     with pytest.raises(StreamBroken):
-        await asyncio.wait_for(waiting, 2)
+        await asyncio.wait_for(waiting, LONG_LIMIT_S)
     await eventually(lambda: worker.ended == 1)
     await session.aclose()
 
@@ -182,10 +183,10 @@ async def test_removed_worker_breaks_open_streams_and_refuses_new_ones(harness: 
     session = await harness.network.open_session(address)
     await harness.remove(address)
     with pytest.raises(StreamBroken):
-        await asyncio.wait_for(session.receive(), 2)
+        await asyncio.wait_for(session.receive(), LONG_LIMIT_S)
     await eventually(lambda: is_broken(session, Ack(seq=1)))
     with pytest.raises(StreamBroken):
-        await asyncio.wait_for(harness.network.open_session(address), 4)
+        await asyncio.wait_for(harness.network.open_session(address), LONG_LIMIT_S)
     await session.aclose()
 
 
@@ -239,7 +240,7 @@ async def test_gateway_that_does_not_read_breaks_the_session(harness: NetworkHar
             is_broken_at_worker.set()
 
     session = await harness.network.open_session(await harness.add_worker(StubWorker(session=flood)))
-    await asyncio.wait_for(is_broken_at_worker.wait(), 10)
+    await asyncio.wait_for(is_broken_at_worker.wait(), 60)
     arrived = await until_broken(session)
     assert [message.seq for message in arrived if isinstance(message, Step)] == list(range(len(arrived)))
     await session.aclose()

@@ -66,4 +66,4 @@ def test_workflows_may_only_read_and_end_by_themselves() -> None:
 
 def test_container_has_the_ports_of_the_gateway() -> None:
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
-    assert container["forwardPorts"] == [8000, 8001]
+    assert container["forwardPorts"] == [8000, 8001, 8002]

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from baton.core.errors import Refused
 from baton.gateway.input.client_call import Endpoint
 from baton.gateway.input.request_body import parse_request
-from baton.rpc.client_message import MAX_FIELDS, has_more_fields
+from baton.rpc.gates.client_message import MAX_FIELDS, has_more_fields
 from baton.rpc.mappers import client_mapper
 from baton.v1 import admin_pb2, inference_pb2
 

@@ -17,6 +17,7 @@ import pytest_asyncio
 from baton.rpc.admin_rpc import AdminClient
 from baton.rpc.channel import channel_options, open_channel
 from tests.cluster import ProcessCluster, process_cluster
+from tests.times import LONG_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -34,7 +35,7 @@ def importable(directory: Path) -> Iterator[None]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[ProcessCluster]:
     with importable(EXAMPLES):
-        async with process_cluster(prefill=1, decode=1, transfer="local", policy=POLICY) as running:
+        async with process_cluster(prefill=1, decode=1, transfer="local", policy=POLICY, **LONG_TIMES) as running:
             yield running
 
 
@@ -88,8 +89,8 @@ async def test_batch_answers_each_line_and_continues_where_it_was_interrupted(
 
 async def test_cluster_places_with_the_example_policy_and_records_its_name(cluster: ProcessCluster) -> None:
     await run(cluster, "agent.py")
-    async with open_channel(cluster.grpc_address, channel_options(1.0)) as channel:
-        (record, *_) = await AdminClient(channel, cluster.grpc_address).explain(None)
+    async with open_channel(cluster.grpc_address, channel_options(10.0)) as channel:
+        (record, *_) = await AdminClient(channel, cluster.grpc_address, call_s=60.0).explain(None)
     assert record.policy == POLICY
     assert all(candidate.terms["free_blocks"] > 0 for candidate in record.candidates)
 

@@ -97,7 +97,8 @@ def test_installed_cluster_answers_from_another_directory(environment: Path, tmp
     assert all(path.startswith(str(environment)) for path in run(environment, tmp_path, "python", "-c", where).split())
     assert run(environment, tmp_path, "baton", "--version") == "baton 9.8.7\n"
     assert "capacity" in run(environment, tmp_path, "loadgen", "--help")
-    sized = ["--prefill", "0", "--decode", "0", "--hybrid", "1"]
+    # One thread: on a busy machine, two threads wait for each other in each step of the backend's verification.
+    sized = ["--prefill", "0", "--decode", "0", "--hybrid", "1", "--threads-per-worker", "1"]
     sized += ["--kv-memory", "64MiB", "--max-model-len", "1024", "--http-port", "0", "--grpc-port", "0"]
     output = run(environment, tmp_path, "baton", "up", "--first-prompt", QUESTION, "--once", *sized)
     assert "Join two or more" in output

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import SystemRandom
 
 from tests.nemesis.plan import KINDS
-from tests.nemesis.run import Options, Result, run_nemesis, unavailable_reason
+from tests.nemesis.run import SHORT_SHARE, Options, Result, run_nemesis, unavailable_reason
 
 MAX_SHOWN = 50
 
@@ -29,14 +29,22 @@ def replay_command(options: Options) -> str:
         words.append(f"--kinds {','.join(options.kinds)}")
     if options.longest_s != Options.sized(options.seconds, seed=options.seed).longest_s:
         words.append(f"--longest-s {options.longest_s!r}")
+    if options.short_share != SHORT_SHARE:
+        words.append(f"--short-share {options.short_share!r}")
     return f"python -m tests.nemesis {' '.join(words)}"
+
+
+def how_to_repeat(options: Options, directory: Path) -> str:
+    """Return what a reader of a failed test needs: seed, files and command of the run."""
+    return f"seed {options.seed}\nfiles of the run: {directory}\nagain: {replay_command(options)}"
 
 
 def show(options: Options, result: Result, directory: Path) -> None:
     """Print what happened."""
     ends = ", ".join(f"{number} {name}" for name, number in sorted(result.ends.items()))
     say(f"{sum(result.ends.values())} requests under {result.num_faults} faults: {ends}")
-    say(f"goodput: {result.goodput}")
+    for role in result.goodput.roles if result.goodput else ():
+        say(f"goodput: {role}")
     for problem in result.problems[:MAX_SHOWN]:
         say(f"FAIL {problem}")
     if result.problems:
@@ -56,6 +64,9 @@ def parse(arguments: list[str]) -> tuple[Options, bool]:
     parser.add_argument("--network", choices=("loopback", "namespaces"), default="loopback")
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated kinds of faults")
     parser.add_argument("--longest-s", type=float, help="longest duration of a fault, in seconds")
+    parser.add_argument(
+        "--short-share", type=float, default=SHORT_SHARE, help="share of requests with a short deadline"
+    )
     parser.add_argument("--plan", action="store_true", help="only print the faults")
     parsed = parser.parse_args(arguments)
     longest = {} if parsed.longest_s is None else {"longest_s": parsed.longest_s}
@@ -65,6 +76,7 @@ def parse(arguments: list[str]) -> tuple[Options, bool]:
             seed=SystemRandom().randrange(2**31) if parsed.seed is None else parsed.seed,
             network=parsed.network,
             kinds=tuple(parsed.kinds.split(",")),
+            short_share=parsed.short_share,
             **longest,
         ),
         parsed.plan,

@@ -1,4 +1,9 @@
-"""Clients that send cases over HTTP and gRPC, and record everything that they receive."""
+"""Clients that send cases over HTTP and gRPC, and record everything that they receive.
+
+No client ends a request at its deadline: the gateway must do that. Over gRPC, the deadline is therefore sent
+as the header `grpc-timeout`, and the call has no timeout of its own. A gateway gets the same bytes from a
+call with a timeout. But with one, grpc ends the call at the client, so that a late gateway would not be seen.
+"""
 
 import asyncio
 import json
@@ -7,13 +12,18 @@ from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import Any
 
+import grpc.aio
 import httpx
 
 from baton.core.client_api import GenerateChunk
-from baton.core.errors import Refused, StreamBroken
+from baton.core.errors import Reason, Refused, StreamBroken
 from baton.rpc.channel import channel_options, open_channel
-from baton.rpc.grpc_streams import CLOSED_THERE
-from baton.rpc.inference_rpc import InferenceClient
+from baton.rpc.grpc_status import call_error
+from baton.rpc.grpc_streams import CLOSED_THERE, wait_until_accepted
+from baton.rpc.inference_rpc import REQUEST_ID_KEY, ClientGenerateStream
+from baton.rpc.mappers import client_mapper
+from baton.runtime.process.awake_timeout import TimeLimit
+from baton.v1.inference_pb2_grpc import InferenceStub
 from tests.cluster import GatewayAddresses
 from tests.nemesis.cases import CHAT, GRPC, Case
 from tests.nemesis.history import Answer, ChoiceOutput, End, Record
@@ -22,6 +32,11 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 GIVE_UP_S = 60.0
 """Time after its deadline at which a client gives up. The request then counts as lost."""
 AFTER_ERROR_S = 0.2
+EARLY_S = 1.0
+"""A call that the gateway ends longer before its deadline has not ended because of it."""
+GRPC_TIMEOUT_KEY = "grpc-timeout"
+SHORT_DEADLINES_S = (0.3, 3.0)
+"""Deadlines that many requests do not meet, so that the end at a deadline is tested."""
 _GRPC_HEARTBEAT_S = 60.0
 """A long keepalive, so that a paused gateway does not break streams."""
 _NEVER = httpx.Timeout(None, connect=30.0)
@@ -35,15 +50,19 @@ class Clients:
         self._now_s = now_s
         self.records: list[Record] = []
 
-    async def run(self, cases: Sequence[Case], rng: Random, *, deadline_s: float, until: asyncio.Event) -> None:
-        """Send one request after another until `until` is set, and wait for the last one."""
+    async def run(
+        self, cases: Sequence[Case], rng: Random, *, deadline_s: float, short_share: float, until: asyncio.Event
+    ) -> None:
+        """Send one request after another until `until` is set, and wait for the last one.
+
+        short_share: share of the requests that have one of `SHORT_DEADLINES_S` instead of `deadline_s`.
+        """
         while not until.is_set():
             case, gateway = rng.choice(cases), rng.choice(list(self._gateways))
             is_stream = rng.random() < 0.6
             cancel_after = rng.randrange(1, 12) if rng.random() < 0.15 else None
-            record = await self.send(
-                case, gateway, is_stream=is_stream, deadline_s=deadline_s, cancel_after=cancel_after
-            )
+            within_s = rng.uniform(*SHORT_DEADLINES_S) if rng.random() < short_share else deadline_s
+            record = await self.send(case, gateway, is_stream=is_stream, deadline_s=within_s, cancel_after=cancel_after)
             if record.ends != [End.COMPLETE]:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(until.wait(), AFTER_ERROR_S)
@@ -77,10 +96,12 @@ class Clients:
     async def _over_grpc(
         self, record: Record, case: Case, at: GatewayAddresses, deadline_s: float, cancel_after: int | None
     ) -> None:
-        num_chunks = 0
+        num_chunks, metadata = 0, ((GRPC_TIMEOUT_KEY, f"{round(deadline_s * 1000)}m"),)
         async with open_channel(at.grpc_address, channel_options(_GRPC_HEARTBEAT_S)) as channel:
+            call = InferenceStub(channel).Generate(client_mapper.to_generate_request(case.body), metadata=metadata)
             try:
-                generation = await InferenceClient(channel, at.grpc_address).generate(case.body, timeout_s=deadline_s)
+                request_id = await wait_until_accepted(call, TimeLimit(None), at.grpc_address, REQUEST_ID_KEY)
+                generation = ClientGenerateStream(call, at.grpc_address, request_id)
                 try:
                     while True:
                         take_chunk(record.answer, await generation.receive())
@@ -90,21 +111,27 @@ class Clients:
                             return
                 finally:
                     await generation.aclose()
-            except Refused as refused:
-                failure = refused.failure
-                record.end(End.ERROR, self._now_s(), reason=failure.reason.value, message=failure.message)
-            except StreamBroken as broken:
-                if str(broken) == CLOSED_THERE:  # a stream without usage then counts as truncated
-                    record.end(End.COMPLETE, self._now_s())
-                    return
-                # At its deadline, grpc ends a call at the client, without an answer of the gateway.
-                is_deadline = self._now_s() >= record.deadline_s - 1.0
-                record.end(
-                    End.ERROR if is_deadline else End.BROKEN if num_chunks else End.UNREACHABLE,
-                    self._now_s(),
-                    reason="deadline" if is_deadline else "",
-                    message=str(broken),
-                )
+            except grpc.aio.AioRpcError as error:
+                self._grpc_failed(record, error.code(), call_error(error, at.grpc_address), num_chunks)
+            except (Refused, StreamBroken) as error:
+                self._grpc_failed(record, await call.code(), error, num_chunks)
+
+    def _grpc_failed(self, record: Record, code: grpc.StatusCode, error: Exception, num_chunks: int) -> None:
+        """Record the error that ended a call.
+
+        The gateway's grpc library ends a call at its deadline with a status, often before the gateway does.
+        Such a status has no reason.
+        """
+        now_s = self._now_s()
+        if isinstance(error, Refused):
+            failure = error.failure
+            record.end(End.ERROR, now_s, reason=failure.reason.value, message=failure.message)
+        elif str(error) == CLOSED_THERE:  # a stream without usage then counts as truncated
+            record.end(End.COMPLETE, now_s)
+        elif code is grpc.StatusCode.DEADLINE_EXCEEDED and now_s >= record.deadline_s - EARLY_S:
+            record.end(End.ERROR, now_s, reason=Reason.DEADLINE.value, message=str(error))
+        else:
+            record.end(End.BROKEN if num_chunks else End.UNREACHABLE, now_s, message=str(error))
 
     async def _streamed(
         self, record: Record, case: Case, at: GatewayAddresses, deadline_s: float, cancel_after: int | None
@@ -131,7 +158,8 @@ class Clients:
                         self._fail(record, value)
                     else:
                         _take_event(record.answer, value, case.api)
-                if cancel_after is not None and num_events >= cancel_after and not record.answer.num_ends:
+                has_ended = record.answer.num_ends or record.ends
+                if cancel_after is not None and num_events >= cancel_after and not has_ended:
                     record.end(End.CANCELLED, self._now_s())
                     return
             if event != "error":  # a stream without [DONE] then counts as truncated

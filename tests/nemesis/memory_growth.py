@@ -8,8 +8,6 @@ MIB = 2**20
 GROWTH_BYTES = 32 * MIB
 """Allowed growth of a process's memory, and of Redis's."""
 MINUTE_FIVE_S = 300.0
-SETTLE_S = 60.0
-"""Time after which a process that a fault restarted has its usual memory."""
 SAMPLE_S = 15.0
 
 
@@ -43,8 +41,9 @@ class MemorySamples:
     def problems(self, names: Iterable[str], end: Mapping[str, Memory]) -> list[str]:
         """Return each process that has grown, or of which that is not known.
 
-        A process is compared with itself at minute five, or `SETTLE_S` after a later start. One that started
-        too late for that is compared with the highest memory that its predecessors had since minute five.
+        A process is compared with itself at minute five of the run, or of its own if a fault restarted it: a
+        scheduler's list of recent decisions is full by then. One that started too late for that is compared
+        with the highest memory that its predecessors had since minute five.
         """
         return [text for name in names if (text := self._problem(name, end.get(name)))]
 
@@ -54,7 +53,7 @@ class MemorySamples:
         if now is None or not late:
             return f"not measured: {name} has {len(late)} samples after minute five, {now} at the end"
         own_start_s = min((at_s for at_s, memory in known if memory.pid == now.pid), default=late[-1][0])
-        settled_s = own_start_s + SETTLE_S if own_start_s > 0 else 0.0
+        settled_s = own_start_s + MINUTE_FIVE_S if own_start_s > 0 else 0.0
         own = [memory.num_bytes for at_s, memory in late if memory.pid == now.pid and at_s >= settled_s]
         was = own[0] if own else max(memory.num_bytes for _, memory in late)
         return grown(name, was, now.num_bytes)

@@ -12,7 +12,8 @@ from itertools import combinations
 from random import Random
 
 WORKERS = ("p0", "p1", "d0", "d1", "h0")
-PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
+PREFILL, DECODE, HYBRID = ("p0", "p1"), ("d0", "d1"), ("h0",)
+ROLES = {"prefill": PREFILL, "decode": DECODE, "hybrid": HYBRID}
 SCHEDULERS = ("scheduler", "scheduler1")
 GATEWAYS = ("gateway", "gateway1")
 SERVICES = (*WORKERS, *SCHEDULERS, *GATEWAYS)
@@ -22,7 +23,9 @@ MAX_OPEN = 2
 APART_SHARE = 0.4
 """Share of the faults that are open alone."""
 MEASURED = "kill"
-"""Kind of fault during which goodput is measured."""
+"""Kind of fault during which goodput is measured, for one role after the other."""
+MEASURED_S = (6.0, 10.0)
+"""Duration of such a fault that is open alone. Long, so that half an hour gives enough time for each role."""
 GAP_S = (1.0, 4.0)
 BEFORE_APART_S = 4.0
 """Time without faults before a fault that is open alone."""
@@ -91,9 +94,9 @@ def _data_pair(rng: Random) -> tuple[str, ...]:
 
 
 KINDS: Mapping[str, Kind] = {
-    "kill": Kind(targets=_one_of(WORKERS), duration_s=(2.0, 8.0), restarts=True, weight=3),
+    "kill": Kind(targets=_one_of(WORKERS), duration_s=(2.0, 10.0), restarts=True, weight=3),
     "kill_service": Kind(targets=_one_of((*SCHEDULERS, *GATEWAYS)), duration_s=(1.0, 6.0), restarts=True, weight=2),
-    "kill_node": Kind(targets=_data_pair, duration_s=(1.0, 6.0), restarts=True),
+    "lost_node": Kind(targets=_data_pair, duration_s=(2.0, 12.0), restarts=True),
     "pause": Kind(targets=_one_of(SERVICES), duration_s=(3.0, 20.0), weight=3),
     "cut_control": Kind(targets=_control_pair, duration_s=(3.0, 20.0), weight=2),
     "cut_data": Kind(targets=_data_pair, duration_s=(3.0, 20.0), weight=2),
@@ -119,7 +122,7 @@ def make_plan(
     kinds: the kinds to draw from. Each occurs once before one occurs again as often as its weight allows.
     longest_s: longest duration of a fault.
     apart_share: share of the faults that are open alone. If it is not 0, at least half of the kills of a
-        worker are, because goodput is measured in them.
+        worker are, because goodput is measured in them. They hit one role after the other.
     Raises ValueError for an unknown kind.
     """
     if unknown := [name for name in kinds if name not in KINDS]:
@@ -128,6 +131,7 @@ def make_plan(
     faults: list[Fault] = []
     deck: list[str] = []
     now_s, num_kills = 0.0, 0
+    roles: list[str] = []
     while True:
         deck = deck or _shuffled(rng, kinds)
         kind, is_apart = KINDS[deck[-1]], rng.random() < apart_share
@@ -135,13 +139,16 @@ def make_plan(
             num_kills += 1
             is_apart = is_apart or num_kills % 2 == 1
         now_s = _next_begin(faults, now_s + rng.uniform(*GAP_S) * min(1.0, scale + 0.25), is_apart, scale)
-        targets = kind.targets(rng)
+        targets, durations_s = kind.targets(rng), kind.duration_s
+        if is_apart and deck[-1] == MEASURED:
+            roles = roles or rng.sample(list(ROLES), len(ROLES))
+            targets, durations_s = (rng.choice(ROLES[roles.pop()]),), MEASURED_S
         now_s = max([now_s, *(fault.released_s for fault in faults if set(fault.targets) & set(targets))])
         fault = Fault(
             kind=deck.pop(),
             targets=targets,
             begin_s=now_s,
-            duration_s=rng.uniform(min(kind.duration_s[0], longest_s), min(kind.duration_s[1], longest_s)),
+            duration_s=rng.uniform(*(min(limit_s, longest_s) for limit_s in durations_s)),
             restart_s=RESTART_S * scale if kind.restarts else 0.0,
         )
         if fault.end_s > seconds:

@@ -26,6 +26,7 @@ from tests.nemesis.plan import (
     GATEWAYS,
     KINDS,
     LONGEST_S,
+    MEASURED,
     REDIS,
     SCHEDULERS,
     SERVICES,
@@ -33,16 +34,22 @@ from tests.nemesis.plan import (
     Fault,
     make_plan,
 )
+from tests.nemesis.stalls import StallMonitor
 from tests.nemesis.world import HostTools, World, host_unavailable_reason
 from tests.times import TEST_TIMES
 
 VOCAB_SIZE = 4096
 LONG_S = 600.0
 """Duration of the faults from which on memory and goodput are asserted."""
+ALL_ROLES_S = 1200.0
+"""Duration of the faults from which on goodput must be measured with a worker of each role down."""
 SHORT_S = 60.0
+"""Duration of the faults up to which a run is small."""
 BACK_S = 300.0
 """Time for a process to start, and for workers and blocks to come back. Generous, for slow machines."""
 CONTROL_IN_FLIGHT = 6
+SHORT_SHARE = 0.1
+"""Share of the requests whose deadline is so short that many of them end at it."""
 SETTINGS: dict[str, Any] = {
     **TEST_TIMES,
     "heartbeat_s": 0.5,
@@ -70,6 +77,7 @@ class Options:
     calm_s: time under load before the first fault.
     longest_s: longest duration of a fault.
     apart_share: share of the faults that are open alone.
+    deadline_s, short_share: deadline of a request, and the share of requests with a much shorter one.
     step_ms: duration of an emulated step.
     """
 
@@ -84,6 +92,7 @@ class Options:
     num_cases: int = 120
     max_tokens: int = 100
     deadline_s: float = 60.0
+    short_share: float = SHORT_SHARE
     step_ms: int = 10
 
     @property
@@ -93,8 +102,13 @@ class Options:
 
     @property
     def needs_goodput(self) -> bool:
-        """True if goodput with one worker down is asserted."""
-        return self.is_long and "kill" in self.kinds
+        """True if goodput with one worker down is asserted, for the roles for which it is measured."""
+        return self.is_long and MEASURED in self.kinds
+
+    @property
+    def needs_all_roles(self) -> bool:
+        """True if goodput must be measured with a worker of each role down."""
+        return self.needs_goodput and self.seconds >= ALL_ROLES_S
 
     def plan(self) -> tuple[Fault, ...]:
         """Return the faults of the run."""
@@ -105,7 +119,7 @@ class Options:
     @staticmethod
     def sized(seconds: float, **options: Any) -> "Options":
         """Return options for this duration. Short runs have short faults, and fewer clients and cases."""
-        if seconds < SHORT_S:
+        if seconds <= SHORT_S:
             small = {
                 "longest_s": 4.0,
                 "apart_share": 0.0,
@@ -150,6 +164,7 @@ async def run_nemesis(options: Options, directory: Path, say: Callable[[str], No
             say(f"starting {len(SERVICES)} services and Redis, network {options.network}")
             await cluster.start(prefill=2, decode=2, hybrid=1, schedulers=len(SCHEDULERS), gateways=len(GATEWAYS))
             await cluster.until_workers(*WORKERS, limit_s=BACK_S)
+            say("all workers are ready; sending each case without faults")
             await _Run(options, World(cluster, network, tools), result, say).run(options.plan())
         finally:
             await cluster.stop()
@@ -183,6 +198,7 @@ class _Run:
         self._result = result
         self._observed: list[Observed] = []
         self._memory = MemorySamples(lambda: resources.memory_of(world), world.now_s)
+        self._stalls = StallMonitor(world.now_s)
         self._keeper = Keeper(world, self._problem, say)
 
     async def run(self, plan: Sequence[Fault]) -> None:
@@ -194,12 +210,16 @@ class _Run:
         await world.cluster.check_clean(BACK_S)
         before, redis_before = await resources.usage_of(world), await resources.redis_usage(world)
         clients = Clients(world.cluster.gateways, world.now_s)
-        async with Background(self._keeper.run(), self._memory.run()):
+        async with Background(self._keeper.run(), self._memory.run(), self._stalls.run()):
             calm = await self._disturb(plan, clients, cases)
             surroundings = Surroundings(
-                down=world.times.down, paused=world.times.paused, secrets=frozenset(world.addresses)
+                down=world.times.down,
+                paused=world.times.paused,
+                stalls=self._stalls.stalls,
+                secrets=frozenset(world.addresses),
             )
             self._take(check_history(clients.records, expected, surroundings))
+            self._say("all requests have ended; waiting until all resources are back")
             self._result.ends = count_ends(clients.records)
             self._result.num_faults = len(self._observed)
             self._result.goodput = goodput.measure(clients.records, calm, self._observed)
@@ -211,7 +231,11 @@ class _Run:
         async with asyncio.TaskGroup() as load:
             for number in range(options.num_clients):
                 rng = Random(f"{options.seed} {number}")
-                load.create_task(clients.run(cases, rng, deadline_s=options.deadline_s, until=has_ended))
+                load.create_task(
+                    clients.run(
+                        cases, rng, deadline_s=options.deadline_s, short_share=options.short_share, until=has_ended
+                    )
+                )
             calm = await self._calm()
             await self._inject(plan)
             has_ended.set()
@@ -308,8 +332,10 @@ class _Run:
         if options.is_long:
             for text in self._memory.problems((*SERVICES, REDIS), resources.memory_of(world)):
                 self._problem("memory", text)
-        if options.needs_goodput and not (self._result.goodput and self._result.goodput.is_enough):
-            self._problem("goodput", str(self._result.goodput))
+        if options.needs_goodput:
+            goodput = self._result.goodput
+            for text in goodput.problems(needs_all=options.needs_all_roles) if goodput else ["not measured"]:
+                self._problem("goodput", text)
 
     def _take(self, problems: Sequence[Problem]) -> None:
         self._result.problems += map(str, problems)

@@ -23,6 +23,7 @@ GENERATE = "/baton.v1.Inference/Generate"
 MESSAGE_BYTES = 7 * 2**20
 PIECE = b"x" * 16_384
 DEFAULT_WINDOW = 65_535
+LIMIT_S = 60.0
 INITIAL_WINDOW_SIZE = 4
 """Id of the HTTP/2 setting."""
 
@@ -30,8 +31,12 @@ INITIAL_WINDOW_SIZE = 4
 class UnfinishedMessages:
     """One connection with calls whose messages lack their last byte."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_calls: int) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_calls: int, at_least: int
+    ) -> None:
         self._reader, self._writer = reader, writer
+        self._at_least = at_least
+        self._has_sent_enough = asyncio.Event()
         self._initial = self._connection_window = DEFAULT_WINDOW
         self._windows = dict.fromkeys(range(1, 2 * num_calls, 2), 0)
         self._left = dict.fromkeys(self._windows, MESSAGE_BYTES - 1)
@@ -39,17 +44,34 @@ class UnfinishedMessages:
         self._sent_bytes = 0
 
     @classmethod
-    async def run(cls, host: str, port: int, num_calls: int, seconds: float, **head: bytes) -> int:
+    async def run(
+        cls,
+        host: str,
+        port: int,
+        num_calls: int,
+        seconds: float,
+        method: str = GENERATE,
+        *,
+        together: asyncio.Barrier | None = None,
+        at_least: int = 0,
+        **head: bytes,
+    ) -> int:
         """Send until the time is over or the server closes the connection. Return the bytes of messages sent.
 
+        together: the connection stays open until all who share this barrier have sent.
+        at_least: bytes of messages that are sent before the time begins, unless that takes `LIMIT_S`.
         head: more header fields of each call.
         """
         reader, writer = await asyncio.open_connection(host, port)
-        one = cls(reader, writer, num_calls)
+        one = cls(reader, writer, num_calls, at_least)
         reading = asyncio.create_task(one._read())
         with suppress(TimeoutError, OSError):
-            async with asyncio.timeout(seconds):
-                await one._send(reading, field_block(request_head(GENERATE, **head)))
+            async with asyncio.timeout(LIMIT_S) as limit:
+                timing = asyncio.create_task(one._limit_time(limit, seconds))
+                await one._send(reading, field_block(request_head(method, **head)))
+        timing.cancel()
+        if together is not None:
+            await together.wait()
         reading.cancel()
         await asyncio.wait((reading,))
         writer.transport.abort()
@@ -70,10 +92,17 @@ class UnfinishedMessages:
                     await self._writer.drain()
             await self._changed.wait()
 
+    async def _limit_time(self, limit: asyncio.Timeout, seconds: float) -> None:
+        """End after `seconds` from when enough was sent."""
+        await self._has_sent_enough.wait()
+        limit.reschedule(asyncio.get_running_loop().time() + seconds)
+
     def _write(self, stream: int, payload: bytes) -> None:
         self._windows[stream] -= len(payload)
         self._connection_window -= len(payload)
         self._sent_bytes += len(payload)
+        if self._sent_bytes >= self._at_least:
+            self._has_sent_enough.set()
         self._writer.write(frame(DATA, payload, stream=stream))
 
     async def _read(self) -> None:

@@ -18,6 +18,9 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     timeline: Timeline | None = None
 
+    async def begin(self) -> None:
+        """Prepare nothing."""
+
     def put(self, choice: ChoiceDelta) -> None:
         self.token_ids += choice.token_ids
 

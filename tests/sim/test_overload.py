@@ -38,6 +38,9 @@ class OverloadRequest:
     num_tokens: int = 0
     refused: tuple[float, str, float] | None = None
 
+    async def begin(self) -> None:
+        """Prepare nothing."""
+
     def put(self, choice: ChoiceDelta) -> None:
         if choice.token_ids:
             now_s = asyncio.get_running_loop().time()

@@ -15,7 +15,7 @@ from baton.sim.sim_cluster import SimCluster
 from tests.scale import sized
 from tests.sim.storm_cluster import MODEL, POLICY_BY_SEED, config
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 LOAD = ChaosProfile(num_requests=100, duration_s=14.0, cancelled=0.0, stopped=0.0, hurried=0.0)
 

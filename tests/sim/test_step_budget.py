@@ -16,7 +16,7 @@ from tests.builders import sequence_request
 from tests.fake_executor import FakeGenerationTable
 from tests.scale import sized
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 COSTS = StepCostModel(
     step_s=8e-3, prefill_token_s=1.5e-4, prefill_attended_s=1e-8, decode_seq_s=3e-4, decode_context_s=1e-7

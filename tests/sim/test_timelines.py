@@ -25,6 +25,9 @@ class ArrivalRecorder:
 
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
+    async def begin(self) -> None:
+        """Prepare nothing."""
+
     def put(self, choice: ChoiceDelta) -> None:
         if choice.token_ids:
             self.arrivals.append((asyncio.get_running_loop().time(), len(choice.token_ids)))

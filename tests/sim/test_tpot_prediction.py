@@ -21,7 +21,7 @@ from baton.sim.sim_executor import SimStepCost
 from tests.scale import sized
 from tests.sim.storm_cluster import config
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.slow]
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 24
 PROMPT_S = 0.044
@@ -51,6 +51,9 @@ class UnevenCost(SimStepCost):
 
 class Ignored:
     """A client that reads nothing but the timeline."""
+
+    async def begin(self) -> None:
+        """Prepare nothing."""
 
     def put(self, choice: ChoiceDelta) -> None:
         """Drop the delta."""

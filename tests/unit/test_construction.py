@@ -61,6 +61,7 @@ def assignments_to_private_attributes(source: str) -> list[str]:
         ast.unparse(store)
         for store in attribute_stores(ast.parse(source))
         if store.attr.startswith("_")
+        and not store.attr.endswith("__")  # those of the language are public
         and not (isinstance(store.value, ast.Name) and store.value.id in ("self", "cls"))
         and ast.unparse(store) not in FOREIGN
     ]

@@ -9,7 +9,8 @@ PROTO = Path(__file__).resolve().parents[2] / "proto" / "baton" / "v1"
 _HEAD = re.compile(r"\A((?://[^\n]*\n)+)")
 INTRODUCTION = """
 The package `baton.v1` is the public gRPC API of a gateway. Fields are only added. The port also serves
-`grpc.health.v1.Health` and server reflection, so `grpcurl` works without the .proto files. The messages between
+`grpc.health.v1.Health`, which needs no API key, and server reflection, which needs one if keys are on, so
+`grpcurl` works without the .proto files. The messages between
 Baton's own services (`baton.wire.v1`) are described in [Protocol](../design/protocol.md) and may change between
 releases. [Errors](errors.md) lists the status and the reason of each failure, and what a client does about it.
 """

@@ -5,6 +5,7 @@ import inspect
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
+from baton.gateway.live.metrics_page import UP, UP_LABELS, UP_MEANING
 from baton.runtime.observability import metrics
 from tools.reference.markdown import code, page, paragraph, table
 
@@ -13,6 +14,7 @@ Every service serves these at `/metrics` of its admin port, in Prometheus's text
 of its HTTP port. The names are stable within a release; renamed ones are listed in the changelog. Processes also
 export the `process_*` metrics of the Prometheus client and `baton_build_info`.
 """
+COLUMNS = ("metric", "type", "labels", "meaning")
 
 
 def metrics_page() -> str:
@@ -33,7 +35,9 @@ def metrics_page() -> str:
             if isinstance(metric, MetricWrapperBase)
         ]
         title = f"{name.removesuffix('Metrics')} metrics"
-        parts += [f"## {title}", table(("metric", "type", "labels", "meaning"), rows)]
+        parts += [f"## {title}", table(COLUMNS, rows)]
+    of_page = (code(UP), "gauge", ", ".join(code(label) for label in UP_LABELS), UP_MEANING)
+    parts += ["## Metrics of `/metrics/cluster` alone", table(COLUMNS, [of_page])]
     return page("Metrics", *parts)
 
 

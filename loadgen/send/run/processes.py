@@ -178,7 +178,7 @@ class _Child:
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "loadgen.send.run.child"),
+            *("-P", "-m", "loadgen.send.run.child"),  # -P: the current directory is not searched
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

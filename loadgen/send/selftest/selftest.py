@@ -152,6 +152,7 @@ def _server(gap_s: float, core: int | None, priority: Priority) -> Iterator[str]
     """Run a scripted server in its own process and yield its address."""
     command = [
         sys.executable,
+        "-P",
         "-m",
         "loadgen.send.selftest.scripted_server",
         "--gap",

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadgen.loadgen_errors import LoadgenError, Unreachable, UntrustedCertificate
-from loadgen.send.grpc.grpc_channel import open_channel, unreachable
+from loadgen.send.grpc.grpc_channel import address_of, open_channel, unreachable
 from loadgen.send.http.http_client import split_url, tls_context
 
+SET_KEY = "set --api-key, or BATON_API_KEY for a `baton up` of yours on this machine, or OPENAI_API_KEY"
 TIMEOUT_S = 10.0
 _MAX_BYTES = 4 << 20
 
@@ -42,7 +43,7 @@ def discover_http(url: str, headers: Mapping[str, str], *, is_insecure: bool = F
     """
     status, body = _get(url, "/v1/models", headers, is_insecure)
     if status in (401, 403):
-        raise LoadgenError(f"{url} rejected the API key (status {status}); set --api-key or OPENAI_API_KEY")
+        raise LoadgenError(f"{url} rejected the API key (status {status}); {SET_KEY}")
     listed = _objects(body) if status == 200 else []
     if not listed:
         return Server(facts={"models": f"status {status}, unknown format" if status == 200 else f"status {status}"})
@@ -123,8 +124,8 @@ def fetch_http_url(target: str, headers: Mapping[str, str], *, is_insecure: bool
     port = reply.gateway.address.rpartition(":")[2]
     if not port.isdecimal():
         raise LoadgenError(f"the gateway at {target} does not tell its HTTP port; name its URL with --url")
-    scheme, _, address = target.rpartition("://")
-    return f"{scheme or 'http'}://{address.rpartition(':')[0]}:{port}"
+    address, is_tls = address_of(target)
+    return f"{'https' if is_tls else 'http'}://{address.rpartition(':')[0]}:{port}"
 
 
 def _serves(reported: str, model: str) -> bool:
@@ -149,7 +150,7 @@ def _call(
         except grpc.RpcError as error:
             code = error.code()
             if code is grpc.StatusCode.UNAUTHENTICATED or code is grpc.StatusCode.PERMISSION_DENIED:
-                raise LoadgenError(f"{target} rejected the API key; set --api-key or OPENAI_API_KEY") from error
+                raise LoadgenError(f"{target} rejected the API key; {SET_KEY}") from error
             raise unreachable(target, error.details() or code.name) from error
 
 

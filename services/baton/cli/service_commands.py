@@ -45,8 +45,10 @@ def up(**options: Any) -> None:
             log_dir.expanduser().mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _log_dir_error(log_dir, error) from error
+    from baton.fleet.preflight import check_policy
     from baton.fleet.up import up as bring_up
 
+    check_policy(loaded.config)
     sys.exit(run(lambda stop: bring_up(loaded.config, stop, click.echo)))
 
 

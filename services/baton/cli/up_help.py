@@ -7,7 +7,10 @@ from baton.cli.setting_options import SettingOption, SettingsCommand
 EXAMPLES = (
     ("baton up", "try it: the demo model, one prefill and one decode worker"),
     ("baton up --model Qwen/Qwen3-0.6B --decode 2", "serve a model of the Hugging Face hub, or a directory"),
-    ("baton up --host 0.0.0.0 --api-keys keys.yaml", "serve other machines; `baton key new keys.yaml` makes a key"),
+    (
+        "baton up --host 0.0.0.0 --api-keys keys.yaml",
+        "serve other machines; `baton key new keys.yaml --name me --admin` makes a key",
+    ),
 )
 COMMON = (
     "model",

@@ -4,7 +4,8 @@ A request is a plain dict, as parsed from a JSON body of the OpenAI API. One val
 and gRPC.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +18,10 @@ from baton.core.request import FinishReason, LegTimeline, TokenLogprobs
 from baton.core.tokenizer_fingerprint import EMULATED
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Metadata of a client's request.
@@ -25,12 +30,14 @@ class Caller:
     timeout_s: seconds left until the client's deadline; None if the client set none.
     address: address of the client, for logs only.
     trace_context: W3C `traceparent`; empty if it was not sent.
+    cut_off: gives up the response; ends the client's connection if output that was sent to it is unread.
     """
 
     authorization: str = ""
     timeout_s: float | None = None
     address: str = ""
     trace_context: str = ""
+    cut_off: Callable[[], None] = field(default=_nothing, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +139,15 @@ class InferenceApi(Protocol):
         """Start a streamed completion. `body` has the fields of `/v1/completions` and exactly one prompt."""
         ...
 
-    async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> TokenIds:
-        """Return the token ids of `body["prompt"]`. `body["model"]` is optional."""
+    def tokenize(self, body: Mapping[str, Any], caller: Caller) -> AbstractAsyncContextManager[TokenIds]:
+        """Yield the token ids of `body["prompt"]`. `body["model"]` is optional.
+
+        The memory of the answer is reserved until the context is left.
+        """
         ...
 
-    async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> str:
-        """Return the text of `body["tokens"]`. `body["model"]` is optional."""
+    def detokenize(self, body: Mapping[str, Any], caller: Caller) -> AbstractAsyncContextManager[str]:
+        """Yield the text of `body["tokens"]`, like `tokenize`."""
         ...
 
     async def models(self, caller: Caller) -> tuple[ModelInfo, ...]:

@@ -138,6 +138,13 @@ class Network(Protocol):
         """Return a client for the scheduler at `address`. Does not connect yet."""
         ...
 
+    def forget_scheduler(self, address: str) -> None:
+        """Close the connection to a scheduler that is gone, once its running calls and streams have ended.
+
+        An unknown address is ignored.
+        """
+        ...
+
     async def aclose(self) -> None:
         """Close all connections."""
         ...

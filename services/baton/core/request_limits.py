@@ -16,6 +16,8 @@ U32_MAX = 2**32 - 1
 U64_MAX = 2**64 - 1
 I64_MIN = -(2**63)
 I32_MAX = 2**31 - 1
+MIN_READ_RATE = 16 * 1024
+"""Bytes per second that a client must read of a response that is complete."""
 
 
 class ValueKind(Enum):

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -34,7 +34,14 @@ async def warm_up(url: str, model: str, *, transport: httpx.AsyncBaseTransport |
         )
 
 
-async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]) -> float:
+async def ask(
+    url: str,
+    model: str,
+    prompt: str,
+    *,
+    write: Callable[[str], None],
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> float:
     """Stream one chat answer to `write`, followed by a line that says which workers computed it.
 
     Uses the API key in the environment variable BATON_API_KEY, if set. Returns the age of this process in
@@ -52,28 +59,44 @@ async def ask(url: str, model: str, prompt: str, *, write: Callable[[str], None]
     write(f"\n> {prompt}\n")
     last: dict[str, Any] = {}
     first_text_age_s: float | None = None
-    async with (
-        local_client(TIMEOUT_S) as client,
-        client.stream("POST", f"{url}/v1/chat/completions", json=body, headers=authorization()) as response,
-    ):
-        if response.status_code != httpx.codes.OK:
-            raise BatonError(
-                f"the first prompt was answered with HTTP {response.status_code}: {(await response.aread()).decode()}"
-            )
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise BatonError(f"the first prompt failed: {event['error'].get('message')}")
-            for choice in event["choices"]:
-                text = choice["delta"].get("content") or ""
-                if text and first_text_age_s is None:
-                    first_text_age_s = process_age_s()
-                write(text)
-            last = event
+    async for event in _events(url, body, transport):
+        for choice in event["choices"]:
+            text = choice["delta"].get("content") or ""
+            if text and first_text_age_s is None:
+                first_text_age_s = process_age_s()
+            write(text)
+        last = event
     write(f"\n{describe_answer(last)}\n")
     return process_age_s() if first_text_age_s is None else first_text_age_s
+
+
+async def _events(
+    url: str, body: dict[str, Any], transport: httpx.AsyncBaseTransport | None
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a streamed chat answer. Raises BatonError if the request fails."""
+    try:
+        async with (
+            local_client(TIMEOUT_S, transport) as client,
+            client.stream("POST", f"{url}/v1/chat/completions", json=body, headers=authorization()) as response,
+        ):
+            if response.status_code != httpx.codes.OK:
+                remedy = "; set BATON_API_KEY" if response.status_code == httpx.codes.UNAUTHORIZED else ""
+                text = (await response.aread()).decode()
+                raise BatonError(f"the first prompt was answered with HTTP {response.status_code}: {text}{remedy}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise BatonError(f"the first prompt failed: {event['error'].get('message')}")
+                yield event
+    except httpx.TimeoutException as error:
+        raise BatonError(
+            f"the first prompt failed: nothing arrived for {TIMEOUT_S:g} s; send it without --first-prompt, "
+            "from a client that waits longer"
+        ) from error
+    except httpx.HTTPError as error:
+        raise BatonError(f"the first prompt failed: {error!r}; the gateway's log tells why it ended") from error
 
 
 def local_client(timeout_s: float, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:

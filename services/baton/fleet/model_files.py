@@ -13,9 +13,9 @@ from pathlib import Path
 
 from baton.core.errors import ModelError
 from baton.model.loading.model_source import DEMO, resolve_model
-from baton.runtime.process.process import with_parent_death_signal
+from baton.runtime.process.process import python_module, with_parent_death_signal
 
-DOWNLOAD_COMMAND = (sys.executable, "-m", "baton.fleet.model_files")
+DOWNLOAD_COMMAND = python_module("baton.fleet.model_files")
 """The command that resolves a model. The name of the model is appended."""
 
 

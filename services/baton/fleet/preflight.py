@@ -18,17 +18,24 @@ from baton.runtime.network.client_trust import client_trust
 from baton.runtime.network.tls_files import read_authorities
 
 
+def check_policy(config: ClusterConfig) -> None:
+    """Load the policy of another module. Raises ConfigError if that fails.
+
+    Called before the event loop runs: Ctrl-C then also ends a module whose import does not return.
+    """
+    if POLICY_OF_A_MODULE.matches(config.policy):
+        from baton.scheduler.policy_loading.load_policy import load_policy
+
+        load_policy(config.policy)
+
+
 async def check_before_start(config: ClusterConfig) -> None:
-    """Check key file, certificates, policy and memory. Raises ConfigError naming the problem."""
+    """Check key file, certificates and memory. Raises ConfigError naming the problem."""
     if config.api_keys is not None:
         read_keys(config.api_keys)
     if config.front_tls_pair is not None:
         config.front_tls_pair.check()
     _check_service_certificate(config)
-    if POLICY_OF_A_MODULE.matches(config.policy):
-        from baton.scheduler.policy_loading.load_policy import load_policy
-
-        load_policy(config.policy)
     if config.ray_address is None:
         await plan_local_workers(config)
 

@@ -1,357 +1,31 @@
 """`baton up`: starts a complete cluster from one configuration and removes it completely afterwards."""
 
 import asyncio
-import json
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
-import httpx
-
-from baton.core.errors import BatonError, ConfigError
-from baton.fleet.first_prompt import ask, authorization, local_client, warm_up
+from baton.core.errors import ConfigError
+from baton.fleet.cluster import Cluster, Notify, StartupProgress
+from baton.fleet.first_prompt import ask
 from baton.fleet.hints import CA_PLACEHOLDER, curl_hint, explain_hint, key_hint
-from baton.fleet.local.local_plan import plan_local_workers
-from baton.fleet.model_files import model_directory
-from baton.fleet.preflight import check_before_start, check_model
+from baton.fleet.log_directories import new_log_directory
+from baton.fleet.preflight import check_before_start
 from baton.fleet.processes.run_dir import RunDir
-from baton.fleet.processes.supervisor import Child, ChildSpec, baton_command
-from baton.fleet.ray.ray_connection import JoinedCluster
-from baton.fleet.ray.ray_fleet import RayFleet
-from baton.fleet.ray.worker_actor import WorkerFacts
-from baton.fleet.worker_plan import WorkerSpec, max_workers_per_gpu, plan_workers
-from baton.model.loading.model_source import DEMO
 from baton.runtime import logging
-from baton.runtime.config.config_base import Config, derive, dump
-from baton.runtime.config.settings import ClusterConfig, GatewayConfig, SchedulerConfig, WorkerConfig
-from baton.runtime.network.addresses import choose_port, join_address, local_host
+from baton.runtime.config.settings import ClusterConfig
+from baton.runtime.network.addresses import local_host
 from baton.runtime.network.client_trust import ClientTrust, client_trust
 from baton.runtime.network.tls_files import CertificatePair, machine_authorities
 from baton.runtime.process.process import Stop, set_batch_scheduling, unless_stopped
-from baton.runtime.process.process_end import describe_exit
 from baton.runtime.process.process_identity import process_identity
 from baton.runtime.process.run_file import RunningCluster, run_directories, write_run_file
-from baton.scheduler.policy_loading.load_policy import load_policy
-from baton.store.redis.private_redis import START_S, redis_command
-
-log = logging.get_logger(__name__)
-
-T = TypeVar("T")
-Notify = Callable[[str], None]
-"""Prints one line for the user."""
-
-LOOPBACK = "127.0.0.1"
-VIEW_PORT = 8002
-"""Port of the live view, if the HTTP port is the default one."""
-READY_TIMEOUT_S = 120.0
-STOP_GRACE_S = 5.0
-_PHASE_WIDTH = 13
-_TEXT_WIDTH = 60
-
-
-class StartupProgress:
-    """Prints one line per startup phase, with its result and its duration. Phases run concurrently."""
-
-    def __init__(self, notify: Notify) -> None:
-        self._notify = notify
-
-    async def phase(self, name: str, work: Awaitable[T], describe: Callable[[T], str]) -> T:
-        """Await one phase and print its line. `describe` turns the result into text."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        result = await work
-        self.line(name, describe(result), loop.time() - began_s)
-        return result
-
-    def line(self, name: str, text: str, seconds: float) -> None:
-        """Print one line."""
-        self._notify(f"{name:<{_PHASE_WIDTH}}{text:<{_TEXT_WIDTH}} {seconds:5.1f} s")
-
-
-class Cluster:
-    """All processes of one `baton up`: Redis, scheduler and gateway as child processes, workers on Ray.
-
-    http_url, grpc_address, view_url: where clients and browsers reach the gateway, set by `start`.
-    """
-
-    def __init__(self, config: ClusterConfig, run: RunDir, log_dir: Path | None, notify: Notify) -> None:
-        self._config = config
-        self._run = run
-        self._log_dir = log_dir
-        self._progress = StartupProgress(notify)
-        self._notify = notify
-        self._children: list[Child] = []
-        self._fleet = RayFleet(
-            ray_dir=run.path / "ray",
-            log_dir=log_dir,
-            joined=_joined_cluster(config),
-            memory_limit=config.ray_memory_limit,
-            start_timeout_s=config.worker_start_s,
-            on_started=self._report_start,
-            on_died=self._report_death,
-            notify=notify,
-        )
-        self._serving = False
-        self._http_port = self._grpc_port = self._admin_port = 0
-        self.http_url = self.view_url = ""
-        self.grpc_address = ""
-
-    async def start(self) -> None:
-        """Start everything and wait until the cluster has answered a request.
-
-        Raises BatonError with the name of the process that did not start, and the reason.
-        """
-        self._choose_ports()
-        model = await self._resolve_model()
-        async with asyncio.TaskGroup() as group:
-            connecting = group.create_task(self._progress.phase("ray", self._fleet.connect(), str))
-            if self._is_joined:
-                await connecting  # determines the address at which the worker nodes reach this machine
-            redis_url = self._config.redis_url or await self._start_redis()
-            group.create_task(self._start_scheduler(redis_url))
-            group.create_task(self._start_gateway(redis_url, model))
-            await connecting
-            for spec, settings in await self._worker_settings(model, redis_url):
-                group.create_task(self._start_worker(spec, settings))
-        await self._progress.phase("link", self._wait_until_ready(), str)
-        await warm_up(self.http_url, self._config.model_name)
-        self._serving = True
-
-    async def supervise(self) -> None:
-        """Restart processes that die, until cancelled. Raises BatonError if one dies too often."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._fleet.supervise())
-            for child in self._children:
-                group.create_task(child.supervise())
-
-    async def close(self) -> None:
-        """Stop the gateway, then the other services, then the workers, so that running requests can finish.
-
-        Errors are reported and not raised, so that the remaining processes are ended too and an earlier error
-        stays the one that is raised.
-        """
-        self._serving = False
-        for stop in (*(child.stop for child in reversed(self._children)), self._fleet.close):
-            try:
-                await stop(STOP_GRACE_S)
-            except Exception as error:
-                log.error("stop_failed", exc_info=error)
-                self._notify(f"while stopping: {str(error) or type(error).__name__}")
-
-    @property
-    def parts(self) -> list[str]:
-        """Names of what has been started, for people."""
-        children = [child.spec.name for child in reversed(self._children)]
-        number = self._fleet.num_workers
-        workers = [f"{number} worker{'' if number == 1 else 's'}"] if number else []
-        return [*children, *workers, *(["Ray"] if self._fleet.owns_ray else [])]
-
-    def _choose_ports(self) -> None:
-        config = self._config
-        self._http_port = choose_port(config.host, config.http_port, flag="--http-port")
-        self._grpc_port = choose_port(config.host, config.grpc_port, flag="--grpc-port")
-        self._admin_port = choose_port(config.host, _wanted_admin_port(config), flag="--admin-port")
-        scheme = "http" if config.front_tls_pair is None else "https"
-        host = local_host(config.host)
-        self.http_url = f"{scheme}://{join_address(host, self._http_port)}"
-        self.grpc_address = join_address(host, self._grpc_port)
-        self.view_url = f"{scheme}://{join_address(host, self._admin_port)}/"
-
-    async def _resolve_model(self) -> str:
-        """Return the model that workers load: a local directory, or its name on an existing Ray cluster.
-
-        In the latter case each node has the model or downloads it. This machine needs it for the gateway's
-        tokenizer.
-        """
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        directory = await model_directory(self._config.model)
-        check_model(self._config, Path(directory))
-        if self._is_joined:
-            return self._config.model
-        if directory != self._config.model and self._config.model != DEMO:
-            self._progress.line("model", directory, loop.time() - began_s)
-        return directory
-
-    async def _start_redis(self) -> str:
-        if self._is_joined:
-            command = redis_command(
-                self._run.path / "redis", host=self._fleet.node_address, advertise_host=self._advertise_host
-            )
-        else:
-            command = redis_command(self._run.path / "redis")
-        child = self._add_child("redis", command.argv, START_S, command.wait_until_ready)
-        await self._progress.phase("redis", child.start(), lambda _: command.description)
-        return command.url
-
-    async def _start_scheduler(self, redis_url: str) -> None:
-        host = self._fleet.node_address
-        settings = derive(
-            SchedulerConfig,
-            self._config,
-            host=host,
-            advertise_host=self._advertise_host,
-            redis_url=redis_url,
-            rpc_port=choose_port(host, 0, flag="--rpc-port"),
-            admin_port=self._services_admin_port,
-            log_dir=self._log_dir,
-        )
-        await self._start_service("scheduler", settings, self._config.policy)
-
-    async def _start_gateway(self, redis_url: str, model: str) -> None:
-        settings = derive(
-            GatewayConfig,
-            self._config,
-            http_port=self._http_port,
-            grpc_port=self._grpc_port,
-            admin_port=self._admin_port,
-            admin_tls=self._config.front_tls_pair is not None,
-            model=model,
-            served_model_name=self._config.model_name,
-            advertise_host=None,
-            redis_url=redis_url,
-            log_dir=self._log_dir,
-        )
-        await self._start_service("gateway", settings, f"{self.http_url}, gRPC {self.grpc_address}")
-
-    async def _start_service(self, name: str, settings: Config, description: str) -> None:
-        file = self._run.path / f"{name}.yaml"
-        file.touch(mode=0o600)
-        file.write_text(json.dumps(dump(settings)))  # JSON is a subset of YAML
-        child = self._add_child(name, baton_command(name, file), READY_TIMEOUT_S)
-        await self._progress.phase(name, child.start(), lambda _: f"{description}  pid {child.pid}")
-
-    def _add_child(
-        self,
-        name: str,
-        argv: list[str],
-        start_timeout_s: float,
-        wait_until_ready: Callable[[], Coroutine[Any, Any, str]] | None = None,
-    ) -> Child:
-        spec = ChildSpec(
-            name=name,
-            argv=argv,
-            output=self._output_dir / f"{name}.out",
-            start_timeout_s=start_timeout_s,
-            wait_until_ready=wait_until_ready,
-        )
-        child = Child(spec, on_restart=self._report_restart)
-        self._children.append(child)
-        return child
-
-    async def _start_worker(self, spec: WorkerSpec, settings: WorkerConfig) -> None:
-        def describe(facts: WorkerFacts) -> str:
-            host = f" on {facts.host}" if self._is_joined else ""
-            return f"{spec.role.value:<8} pid {facts.pid}{host}  {facts.summary}"
-
-        name = spec.worker_id if self._is_joined else f"worker {spec.worker_id}"
-        await self._progress.phase(name, self._fleet.start(spec, settings), describe)
-
-    async def _worker_settings(self, model: str, redis_url: str) -> list[tuple[WorkerSpec, WorkerConfig]]:
-        """Plan the workers and return the settings of each."""
-        config = self._config
-        specs = plan_workers(config, cores=()) if self._is_joined else await plan_local_workers(config)
-        # On an existing Ray cluster, Ray gives each worker its own GPU.
-        workers_on_gpu = 1 if self._is_joined else max_workers_per_gpu(specs)
-        return [
-            (
-                spec,
-                derive(
-                    WorkerConfig,
-                    config,
-                    host=LOOPBACK,  # replaced by the node's own address on an existing Ray cluster
-                    advertise_host=None,
-                    worker_id=spec.worker_id,
-                    role=spec.role.value,
-                    admin_port=self._services_admin_port,
-                    model=model,
-                    served_model_name=config.model_name,
-                    redis_url=redis_url,
-                    threads_per_worker=config.threads_per_worker or len(spec.cores) or None,
-                    workers_on_host=len(specs),
-                    workers_on_gpu=workers_on_gpu,
-                    log_dir=self._log_dir,
-                ),
-            )
-            for spec in specs
-        ]
-
-    @property
-    def _output_dir(self) -> Path:
-        return self._log_dir or self._run.path
-
-    async def _wait_until_ready(self) -> str:
-        """Wait until the gateway has workers of all roles and connected pairs.
-
-        Return its summary of the links.
-        """
-        last = "no answer"
-        async with local_client(2.0) as client:
-            try:
-                async with asyncio.timeout(READY_TIMEOUT_S):
-                    while True:
-                        try:
-                            response = await client.get(f"{self.http_url}/ready", headers=authorization())
-                        except httpx.HTTPError as error:
-                            last = str(error) or type(error).__name__
-                        else:
-                            if response.status_code == httpx.codes.OK:
-                                return str(response.json().get("links", ""))
-                            last = response.text
-                        await asyncio.sleep(0.05)
-            except TimeoutError:
-                raise BatonError(
-                    f"the gateway was not ready within {READY_TIMEOUT_S:g} s: {last}; logs: {self._output_dir}"
-                ) from None
-
-    def _report_restart(self, name: str, exit_code: int) -> None:
-        child = next(child for child in self._children if child.spec.name == name)
-        self._notify(f"{name} died ({describe_exit(exit_code)}) and was restarted, pid {child.pid}")
-
-    def _report_start(self, facts: WorkerFacts) -> None:
-        if self._serving:
-            self._notify(f"worker {facts.worker_id} was restarted, pid {facts.pid}")
-
-    def _report_death(self, worker_id: str, reason: str) -> None:
-        if self._serving:
-            self._notify(f"worker {worker_id} died: {reason}; restarting it")
-
-    @property
-    def _is_joined(self) -> bool:
-        return self._config.ray_address is not None
-
-    @property
-    def _services_admin_port(self) -> int | None:
-        """The admin port of scheduler and workers: a free one of the loopback, and none on other machines."""
-        return None if self._is_joined else 0
-
-    @property
-    def _advertise_host(self) -> str | None:
-        return self._config.advertise_host if self._is_joined else None
-
-
-def _wanted_admin_port(config: ClusterConfig) -> int:
-    """Return the admin port to use, 0 for a free one."""
-    if config.admin_port is not None:
-        return config.admin_port
-    if config.http_port != ClusterConfig.http_port:  # another cluster, perhaps beside one with the default ports
-        return 0
-    try:
-        return choose_port(config.host, VIEW_PORT, flag="--admin-port")
-    except ConfigError:  # in use by something else
-        return 0
-
-
-def _joined_cluster(config: ClusterConfig) -> JoinedCluster | None:
-    if config.ray_address is None:
-        return None
-    return JoinedCluster(address=config.ray_address, cluster=config.cluster, placement=config.ray_placement)
 
 
 class Stoppable(Protocol):
@@ -371,11 +45,9 @@ class Closeable(Protocol):
 async def up(config: ClusterConfig, stop: Stop, notify: Notify) -> None:
     """Start a cluster, serve until a stop is requested, and remove it.
 
-    With `config.once` it ends after the answer to the first prompt. Raises ConfigError before anything starts
-    if the policy cannot be loaded.
+    With `config.once` it ends after the answer to the first prompt.
     """
-    load_policy(config.policy)
-    log_dir = config.log_dir and config.log_dir.expanduser() / datetime.now().strftime("%m%d-%H%M%S")
+    log_dir = config.log_dir and new_log_directory(config.log_dir.expanduser(), datetime.now())
     logging.configure("up", level=config.log_level, log_dir=log_dir)
     await check_before_start(config)
     if config.ray_address is None:  # all processes share the cores of this machine with the workers
@@ -418,8 +90,14 @@ async def _serve(config: ClusterConfig, cluster: Cluster, stop: Stop, notify: No
     logs = f"    logs {log_dir}" if log_dir else ""
     running, cacert = describe_running(config, cluster.http_url, cluster.grpc_address, log_dir)
     running = replace(running, view=cluster.view_url)
-    run_file = write_run_file(running, run_directories(os.environ))
+    directories = run_directories(os.environ)
+    run_file = write_run_file(running, directories)
     notify(f"ready {cluster.http_url}    gRPC {cluster.grpc_address}{logs}")
+    if not run_file.is_written:
+        notify(
+            f"Other commands do not find this cluster without --gateway {cluster.grpc_address}: "
+            f"{' and '.join(map(str, directories))} must be a directory that only you can write to"
+        )
     supervision = asyncio.create_task(cluster.supervise())
     try:
         if config.first_prompt is not None:

@@ -27,11 +27,12 @@ from baton.gateway.live.live_server import live_server
 from baton.gateway.request.request_observer import NO_REQUEST_OBSERVER
 from baton.gateway.text.tokenizer import HfTokenizer
 from baton.model.loading.model_source import resolve_model
+from baton.rpc.gates.keyless_gate import KeylessGate
+from baton.rpc.gates.receive_gate import ReceiveGate
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_streams import stream_limits
 from baton.rpc.grpc_tls import Tls, between_services
-from baton.rpc.receive_gate import ReceiveGate
 from baton.runtime.config.settings import GatewayConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import advertised_host, join_address, listen
@@ -83,7 +84,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         activity = Activity(asyncio.get_running_loop().time)
         service = GatewayService(
             rules,
-            network=_network(config, budget, stack),
+            network=_network(config, budget, awake, stack),
             tokenizer=await _load_tokenizer(config, stack),
             metrics=GatewayMetrics(registry),
             rng=rng,
@@ -164,7 +165,7 @@ async def _load_tokenizer(config: GatewayConfig, stack: AsyncExitStack) -> HfTok
     return tokenizer
 
 
-def _network(config: GatewayConfig, budget: ByteBudget, stack: AsyncExitStack) -> GrpcNetwork:
+def _network(config: GatewayConfig, budget: ByteBudget, awake: AwakeClock, stack: AsyncExitStack) -> GrpcNetwork:
     """Return the network through which schedulers and workers are called."""
     network = GrpcNetwork(
         heartbeat_s=config.heartbeat_s,
@@ -172,6 +173,7 @@ def _network(config: GatewayConfig, budget: ByteBudget, stack: AsyncExitStack) -
         call_s=config.detection_s,
         limits=stream_limits(budget),
         tls=between_services(config),
+        awake_clock=awake,
     )
     stack.push_async_callback(network.aclose)
     return network
@@ -207,7 +209,7 @@ async def _grpc_server(config: GatewayConfig, service: GatewayService, admin: Ad
         heartbeat_s=CLIENT_KEEPALIVE_S,
         max_message_bytes=config.max_body_bytes,
         tls=tls,
-        gate=gate,
+        gates=(gate, KeylessGate(service.budget)),
         max_streams=config.max_open_requests,
         max_connections=config.max_connections,
         idle_s=CLIENT_IDLE_S,

@@ -31,8 +31,9 @@ from baton.runtime.logging import get_logger
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import GatewayMetrics
 from baton.runtime.observability.tracing import OFF, Tracing
-from baton.runtime.process.byte_budget import Account, ByteBudget, shares
+from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget, shares
 from baton.runtime.process.process import Background
+from baton.runtime.process.shared_account import Buffer
 
 log = get_logger(__name__)
 
@@ -41,7 +42,8 @@ CLUSTER = "cluster"
 BUDGET_WEIGHTS = {
     Account.HEADS: 1,
     Account.UNREAD_CALLS: 2,
-    Account.RECEIVING: 8,
+    Account.KEYLESS_CALLS: 1,
+    Account.RECEIVING: 7,
     Account.REQUESTS: 12,
     Account.UNSENT: 5,
     Account.STREAMS: 4,
@@ -179,6 +181,7 @@ class GatewayService:
             ]
             for request in requests:
                 self._observer.opened(request, call.identity)
+            await sink.begin()
             await run_concurrently([request.run(self._services) for request in requests])
         except BaseException as error:
             failure = _failure_of(error)
@@ -240,6 +243,19 @@ class GatewayService:
         finally:
             self._num_incoming -= 1
             self.keys.release(identity, 1)
+
+    @contextmanager
+    def unsent_answer(self, num_bytes: int, on_cut: Callable[[OverBudget], None]) -> Iterator[Buffer]:
+        """Count an answer without a run as unsent. `on_cut` is called if a smaller one needs its memory.
+
+        Raises OverBudget if there is too little.
+        """
+        answer = self.unread.buffers.open(on_cut)
+        try:
+            answer.add(num_bytes)
+            yield answer
+        finally:
+            answer.close()
 
     def count_result(self, endpoint: str, failure: Failure | None) -> None:
         """Count a call's result by endpoint, status and reason. `failure` None means success."""

@@ -8,9 +8,9 @@ import grpc.aio
 from baton.core.client_api import AdminApi, ClusterStatus
 from baton.core.cluster.decision_record import DecisionRecord
 from baton.rpc import grpc_status
+from baton.rpc.gates.receive_gate import AUTHORIZATION_KEY
 from baton.rpc.inference_rpc import Context, caller_of, client_errors_as_status
 from baton.rpc.mappers import client_mapper as convert
-from baton.rpc.receive_gate import AUTHORIZATION_KEY
 from baton.v1 import admin_pb2 as pb
 from baton.v1 import admin_pb2_grpc as pb_grpc
 

@@ -130,6 +130,7 @@ class ChannelPool:
     """Channel to one address, replaced by a new one when the credentials change.
 
     A call stays on the channel on which it began. An old channel is closed when its last call has ended.
+    After `retire`, this also applies to the newest channel.
     """
 
     def __init__(
@@ -145,6 +146,12 @@ class ChannelPool:
         self._newest: PooledChannel | None = None
         self._channels: set[PooledChannel] = set()
         self._closing: set[asyncio.Task[None]] = set()
+        self._is_retired = False
+
+    @property
+    def is_closed(self) -> bool:
+        """True if no channel is open, as before the first call."""
+        return not self._channels and not self._closing
 
     def acquire(self) -> PooledChannel:
         """Return the channel for one call, which must be released. Raises what opening a channel raises."""
@@ -158,6 +165,12 @@ class ChannelPool:
         """End one call on a channel."""
         channel.num_calls -= 1
         self._close_unused(channel)
+
+    def retire(self) -> None:
+        """Close each channel when its last call has ended. A later call opens one for itself."""
+        self._is_retired = True
+        for channel in list(self._channels):
+            self._close_unused(channel)
 
     async def aclose(self) -> None:
         """Close all channels, including those with running calls."""
@@ -173,8 +186,11 @@ class ChannelPool:
         return self._newest
 
     def _close_unused(self, pooled: PooledChannel) -> None:
-        if pooled in self._channels and pooled is not self._newest and not pooled.num_calls:
+        is_needed = pooled.num_calls or (pooled is self._newest and not self._is_retired)
+        if pooled in self._channels and not is_needed:
             self._channels.discard(pooled)
+            if pooled is self._newest:
+                self._newest = None
             closing = asyncio.get_running_loop().create_task(pooled.channel.close(None))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)

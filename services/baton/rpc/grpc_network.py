@@ -18,6 +18,7 @@ from baton.rpc import peer_rpc, scheduler_rpc, worker_rpc
 from baton.rpc.channel import ChannelPool, channel_options, open_channel
 from baton.rpc.grpc_streams import ClientDuplex, StreamLimits
 from baton.rpc.grpc_tls import Tls
+from baton.runtime.process.awake_timeout import TimeLimit
 
 DEFAULT_LIMITS = StreamLimits()
 CERTIFICATE_CHECK_S = 1.0
@@ -35,6 +36,7 @@ class GrpcNetwork:
     limits: buffer sizes of streams.
     tls: certificates, see `rpc.grpc_tls`; without it, plain text. New connections use renewed certificates.
     certificate_check_s: minimum interval between checks for renewed certificates.
+    awake_clock: clock for the timeouts, see `AwakeClock`; None uses the event loop's.
     """
 
     def __init__(
@@ -46,20 +48,23 @@ class GrpcNetwork:
         limits: StreamLimits = DEFAULT_LIMITS,
         tls: Tls | None = None,
         certificate_check_s: float = CERTIFICATE_CHECK_S,
+        awake_clock: Callable[[], float] | None = None,
     ) -> None:
         """Load the certificates. Raises ConfigError if they cannot be used.
 
         If a later renewal cannot be used, the last valid certificates stay in use.
         """
         self._options = channel_options(heartbeat_s)
-        self._dial_s = dial_s
-        self._call_s = call_s
+        self._dial_limit = TimeLimit(dial_s, awake_clock)
+        self._call_limit = TimeLimit(call_s, awake_clock)
         self._limits = limits
         self._tls = tls
         self._certificates = tls.followed_credentials() if tls is not None else None
         self._certificate_check_s = certificate_check_s
         self._next_check_s = float("-inf")
         self._schedulers: dict[str, scheduler_rpc.SchedulerClient] = {}
+        self._retired: list[scheduler_rpc.SchedulerClient] = []
+        """Forgotten clients that had running calls or channels to close."""
         self._streams: set[Any] = set()
         self._is_closed = False
 
@@ -77,23 +82,33 @@ class GrpcNetwork:
         client = self._schedulers.get(address)
         if client is None:
             channels = ChannelPool(self._credentials, partial(self._channel, address), scheduler_rpc.Stub)
-            client = scheduler_rpc.SchedulerClient(channels, address, self._limits, self._call_s)
+            client = scheduler_rpc.SchedulerClient(channels, address, self._limits, self._call_limit)
             self._schedulers[address] = client
         return client
+
+    def forget_scheduler(self, address: str) -> None:
+        client = self._schedulers.pop(address, None)
+        if client is not None:
+            client.retire()
+            self._retired.append(client)
+        self._retired = [client for client in self._retired if not client.is_closed]
 
     async def aclose(self) -> None:
         """Close every open stream and channel."""
         self._is_closed = True
         await asyncio.gather(*[stream.aclose() for stream in list(self._streams)])
-        await asyncio.gather(*[client.aclose() for client in self._schedulers.values()])
+        await asyncio.gather(*[client.aclose() for client in (*self._schedulers.values(), *self._retired)])
         self._schedulers.clear()
+        self._retired.clear()
 
     async def _open(
         self,
         address: str,
-        open_stream: Callable[[grpc.aio.Channel, str, StreamLimits, float], Awaitable[ClientDuplex[SendT, ReceiveT]]],
+        open_stream: Callable[
+            [grpc.aio.Channel, str, StreamLimits, TimeLimit], Awaitable[ClientDuplex[SendT, ReceiveT]]
+        ],
     ) -> ClientDuplex[SendT, ReceiveT]:
-        stream = await open_stream(self._channel(address, self._credentials()), address, self._limits, self._dial_s)
+        stream = await open_stream(self._channel(address, self._credentials()), address, self._limits, self._dial_limit)
         self._streams.add(stream)
         stream.on_closed(lambda: self._streams.discard(stream))
         return stream

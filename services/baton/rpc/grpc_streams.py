@@ -18,10 +18,10 @@ from google.protobuf.message import DecodeError, Message
 from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
-from baton.core.interfaces import Source
 from baton.rpc import grpc_status
 from baton.runtime.logging import get_logger
 from baton.runtime.network.mailbox import Mailbox
+from baton.runtime.process.awake_timeout import TimeLimit
 from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget
 from baton.runtime.process.shared_account import Buffer, SharedAccount
 
@@ -43,22 +43,23 @@ class StreamLimits:
     """Buffer limits and the close timeout of a stream.
 
     max_messages, max_bytes: limits of the send buffer; exceeding one breaks the stream.
-    send_buffers: account of the send buffers of all streams of the process. If it is full, the stream with
-        the most unsent bytes breaks. None: there is no common limit.
-    max_received: received messages that may wait for the user; then reading pauses.
+    max_received, max_received_bytes: received messages that may wait for the user; then reading pauses.
+    buffers: account of the buffers of all streams of the process. If it is full, the stream with the most
+        bytes breaks. None: there is no common limit.
     close_s: time that a closing end waits until sent messages are flushed and the other end has closed.
     """
 
     max_messages: int = 4096
     max_bytes: int = 64 * 2**20
     max_received: int = 64
+    max_received_bytes: int = 2**20
     close_s: float = 1.0
-    send_buffers: SharedAccount | None = None
+    buffers: SharedAccount | None = None
 
 
 def stream_limits(budget: ByteBudget) -> StreamLimits:
-    """Return the limits of the streams of a process, whose send buffers take the account `STREAMS`."""
-    return StreamLimits(send_buffers=SharedAccount(budget, Account.STREAMS, "the stream"))
+    """Return the limits of the streams of a process, whose buffers take the account `STREAMS`."""
+    return StreamLimits(buffers=SharedAccount(budget, Account.STREAMS, "the stream"))
 
 
 class Codec(NamedTuple, Generic[SendT, ReceiveT]):
@@ -79,12 +80,12 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
         self._codec = codec
         self._limits = limits
         self._address = address
-        self._inbox: Mailbox[ReceiveT] = Mailbox(limits.max_received)
+        self._inbox: Mailbox[ReceiveT] = Mailbox(limits.max_received, limits.max_received_bytes)
         self._outbox: deque[tuple[Message, int]] = deque()
         self._outbox_bytes = 0
         self._buffer: Buffer | None = None
-        if limits.send_buffers is not None:
-            self._buffer = limits.send_buffers.open(self._cut)
+        if limits.buffers is not None:
+            self._buffer = limits.buffers.open(self._cut)
         self._outbox_changed = asyncio.Event()
         self._end: tuple[str, Failure | None] | None = None
         self._closing = False
@@ -100,22 +101,28 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
         if len(self._outbox) >= self._limits.max_messages or self._outbox_bytes + size > self._limits.max_bytes:
             self._break_full(FULL)
             raise StreamBroken(FULL)
-        if self._buffer is not None:
-            try:
-                self._buffer.add(size)
-            except OverBudget as error:
-                self._cut(error)
-                raise StreamBroken(str(error)) from error
         self._outbox.append((wire_message, size))
         self._outbox_bytes += size
+        try:
+            self._count_bytes()
+        except OverBudget as error:
+            self._cut(error)
+            raise StreamBroken(str(error)) from error
         self._outbox_changed.set()
 
     async def receive(self) -> ReceiveT:
-        return await self._inbox.get()
+        message = await self._inbox.get()
+        self._count_bytes()
+        return message
+
+    def _count_bytes(self) -> None:
+        """Update the account of this stream's buffers. Raises OverBudget if they are too large."""
+        if self._buffer is not None:
+            self._buffer.resize(self._outbox_bytes + self._inbox.num_bytes)
 
     def _cut(self, error: OverBudget) -> None:
-        """Break the stream, which has the most unsent bytes of all while the memory budget is used up."""
-        self._break_full(f"{error}; this stream has the most unsent messages")
+        """Break the stream, which has the most bytes of all while the memory budget is used up."""
+        self._break_full(f"{error}; this stream has the most buffered bytes")
 
     def _break_full(self, message: str) -> None:
         """Break the stream, and drop what is not sent."""
@@ -151,12 +158,15 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
             while (message := await self._call.read()) is not EOF:
                 if message is None:  # how grpc's clients report a message that they cannot decode
                     raise DecodeError("the received bytes are not a valid message")
-                self._inbox.put(self._codec.from_wire(message))
+                self._inbox.put(self._codec.from_wire(message), message.ByteSize())
+                self._count_bytes()
                 await self._inbox.wait_for_space()
             self._break(CLOSED_THERE)
         except grpc.aio.AioRpcError as error:
             broken = grpc_status.stream_error(error, self._address)
             self._break(str(broken), broken.failure)
+        except OverBudget as error:
+            self._cut(error)
         except (Refused, DecodeError) as invalid:
             log.warning("message_refused", peer=self._address, error=str(invalid))
             failure = invalid.failure if isinstance(invalid, Refused) else grpc_status.malformed_message(invalid)
@@ -178,8 +188,7 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
                         return
                     self._outbox.popleft()
                     self._outbox_bytes -= size
-                    if self._buffer is not None:
-                        self._buffer.remove(size)
+                    self._count_bytes()
                 if self._closing:
                     return await self._finish_sending()
                 self._outbox_changed.clear()
@@ -311,16 +320,16 @@ async def dial(
     codec: Codec[SendT, ReceiveT],
     *,
     limits: StreamLimits,
-    dial_s: float,
+    limit: TimeLimit,
     address: str,
 ) -> ClientDuplex[SendT, ReceiveT]:
     """Open a stream and wait until the service has accepted it.
 
-    Raises StreamBroken and closes the channel if that does not happen within `dial_s`.
+    Raises StreamBroken and closes the channel if that does not happen within `limit`.
     """
     try:
         call = start(channel)
-        await wait_until_accepted(call, dial_s, address)
+        await wait_until_accepted(call, limit, address)
     except BaseException as error:
         await channel.close(None)
         if isinstance(error, grpc.aio.AioRpcError):
@@ -329,13 +338,13 @@ async def dial(
     return ClientDuplex(call, channel, codec, limits, address)
 
 
-async def wait_until_accepted(call: Any, dial_s: float | None, address: str, key: str = ACCEPTED_KEY) -> str:
+async def wait_until_accepted(call: Any, limit: TimeLimit, address: str, key: str = ACCEPTED_KEY) -> str:
     """Wait until the service has accepted the call, and return the initial metadata `key`.
 
-    Raises the call's error if it was refused, and StreamBroken without an answer within `dial_s`.
+    Raises the call's error if it was refused, and StreamBroken without an answer within `limit`.
     """
     try:
-        async with asyncio.timeout(dial_s):
+        async with limit.timeout():
             metadata = dict(await call.initial_metadata())
             if key not in metadata:
                 await call.read()  # raises the call's status
@@ -344,7 +353,7 @@ async def wait_until_accepted(call: Any, dial_s: float | None, address: str, key
     except BaseException as error:
         call.cancel()
         if isinstance(error, TimeoutError):
-            raise StreamBroken(f"{address}: no answer within {dial_s} s") from error
+            raise StreamBroken(f"{address}: no answer within {limit.seconds} s") from error
         raise
 
 
@@ -389,66 +398,3 @@ def _failure(work: asyncio.Task[None]) -> Failure | None:
     return (
         grpc_status.failure_of(error) if isinstance(error, Exception) and not isinstance(error, StreamBroken) else None
     )
-
-
-class GrpcSource(Generic[ReceiveT]):
-    """Client end of a stream on which only the server sends. Implements `Source`."""
-
-    def __init__(self, call: Any, from_wire: Callable[[Any], ReceiveT], limits: StreamLimits, address: str) -> None:
-        self._call = call
-        self._from_wire = from_wire
-        self._address = address
-        self._inbox: Mailbox[ReceiveT] = Mailbox(limits.max_received)
-        self._reader = asyncio.get_running_loop().create_task(self._read())
-
-    async def receive(self) -> ReceiveT:
-        return await self._inbox.get()
-
-    async def aclose(self) -> None:
-        self._inbox.close(CLOSED_HERE, discard=True)
-        self._call.cancel()
-        self._reader.cancel()
-        await asyncio.wait((self._reader,))
-
-    async def _read(self) -> None:
-        try:
-            while (message := await self._call.read()) is not EOF:
-                self._inbox.put(self._from_wire(message))
-                await self._inbox.wait_for_space()
-            self._inbox.close(CLOSED_THERE)
-        except grpc.aio.AioRpcError as error:
-            broken = grpc_status.stream_error(error, self._address)
-            self._inbox.close(str(broken), broken.failure)
-        except asyncio.CancelledError:
-            self._inbox.close("the call was cancelled")
-            raise
-        except Exception as error:
-            self._inbox.close(f"{self._address}: {error or type(error).__name__}")
-        finally:
-            self._call.cancel()
-
-
-async def listen(
-    call: Any, from_wire: Callable[[Any], ReceiveT], *, limits: StreamLimits, dial_s: float, address: str
-) -> GrpcSource[ReceiveT]:
-    """Wait until the service has accepted a server-streaming call, and return it as a source.
-
-    Raises Refused with the service's reason, or StreamBroken.
-    """
-    try:
-        await wait_until_accepted(call, dial_s, address)
-    except grpc.aio.AioRpcError as error:
-        raise grpc_status.call_error(error, address) from error
-    return GrpcSource(call, from_wire, limits, address)
-
-
-async def feed(
-    context: grpc.aio.ServicerContext[Any, Any], source: Source[SendT], to_wire: Callable[[SendT], Message]
-) -> None:
-    """Send all messages of `source` as fast as the other end reads, then close it. Raises its exceptions."""
-    try:
-        await context.send_initial_metadata(ACCEPTED)
-        while True:
-            await context.write(to_wire(await source.receive()))
-    finally:
-        await source.aclose()

@@ -1,7 +1,9 @@
 """Servicer and client of `baton.v1.Inference`, the inference API for clients."""
 
-import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -9,31 +11,26 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from baton.core.client_api import Caller, GenerateChunk, GenerateStream, InferenceApi, ModelInfo
-from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
+from baton.core.errors import Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request_limits import LIMITS
 from baton.rpc import grpc_status
-from baton.rpc.client_message import CallBody
-from baton.rpc.grpc_streams import GrpcSource, StreamLimits, wait_until_accepted
+from baton.rpc.client_writer import ClientWriter
+from baton.rpc.gates.client_message import CallBody
+from baton.rpc.gates.receive_gate import AUTHORIZATION_KEY
+from baton.rpc.grpc_sources import GrpcSource
+from baton.rpc.grpc_streams import StreamLimits, wait_until_accepted
 from baton.rpc.mappers import client_mapper as convert
-from baton.rpc.receive_gate import AUTHORIZATION_KEY
+from baton.runtime.process import loop_time
+from baton.runtime.process.awake_timeout import TimeLimit
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc as pb_grpc
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 REQUEST_ID_KEY = "x-request-id"
 TRACE_KEY = "traceparent"
-WRITE_S = 30.0
-"""Time after which a client that does not read a message loses its call.
-
-The request itself ends earlier, when the gateway's output buffer is full.
-"""
-
 MAX_TIMEOUT_S = (LIMITS["x-baton-timeout-ms"].maximum or 0) / 1000
 """Longest deadline of a call, as over HTTP. A longer one is cut."""
-
-INLINE_IDS = 16 * 1024
-"""More token ids of a response are converted in a thread. This number takes a millisecond."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -58,10 +55,9 @@ def client_errors_as_status(context: Context) -> grpc_status.errors_as_status:
 class InferenceServicer:
     """Serves an `InferenceApi` over gRPC."""
 
-    def __init__(self, api: InferenceApi, write_s: float = WRITE_S) -> None:
-        """`write_s`: time after which a client that does not read a message loses its call."""
+    def __init__(self, api: InferenceApi, writer: ClientWriter) -> None:
         self._api = api
-        self._write_s = write_s
+        self._writer = writer
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the methods.
@@ -75,8 +71,9 @@ class InferenceServicer:
         from_detokenize = _decoder(pb.DetokenizeRequest, convert.from_detokenize_request)
         handlers = {
             "Generate": stream(self._generate, from_generate, pb.GenerateResponse.SerializeToString),
-            "Tokenize": unary(self._tokenize, from_tokenize, bytes),
-            "Detokenize": unary(self._detokenize, from_detokenize, pb.DetokenizeResponse.SerializeToString),
+            # One response each, but written like a stream's, because that shows when the client has read it.
+            "Tokenize": stream(self._tokenize, from_tokenize, bytes),
+            "Detokenize": stream(self._detokenize, from_detokenize, bytes),
             "ListModels": unary(
                 self._list_models, pb.ListModelsRequest.FromString, pb.ListModelsResponse.SerializeToString
             ),
@@ -91,26 +88,38 @@ class InferenceServicer:
         """
         async with client_errors_as_status(context):
             with body:
-                generation = await self._api.generate(body.fields, caller_of(context))
+                generation = await self._api.generate(body.fields, self._caller(context))
             try:
                 await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
-                await _send_all(generation, context, self._write_s)
+                await self._send_all(generation, context)
             finally:
                 await generation.aclose()
 
-    async def _tokenize(self, body: CallBody, context: Context) -> bytes:
-        async with client_errors_as_status(context):
-            with body:
-                ids = await self._api.tokenize(body.fields, caller_of(context))
-            if len(ids) <= INLINE_IDS:
-                return convert.to_tokenize_response(ids)
-            return await asyncio.to_thread(convert.to_tokenize_response, ids)
+    def _caller(self, context: Context) -> Caller:
+        return replace(caller_of(context), cut_off=partial(self._writer.cut_off, context))
 
-    async def _detokenize(self, body: CallBody, context: Context) -> pb.DetokenizeResponse:
-        async with client_errors_as_status(context):
+    async def _send_all(self, generation: GenerateStream, context: Context) -> None:
+        while True:
+            chunk = await generation.receive()
+            await self._writer.write(context, convert.to_generate_response(chunk))
+            if chunk.is_last:
+                return
+
+    async def _tokenize(self, body: CallBody, context: Context) -> None:
+        async with client_errors_as_status(context), AsyncExitStack() as stack:
             with body:
-                text = await self._api.detokenize(body.fields, caller_of(context))
-            return pb.DetokenizeResponse(text=text)
+                ids = await stack.enter_async_context(self._api.tokenize(body.fields, self._caller(context)))
+            response = await loop_time.call(len(ids), loop_time.MESSAGE_IDS, lambda: convert.to_tokenize_response(ids))
+            await self._writer.write(context, response)
+
+    async def _detokenize(self, body: CallBody, context: Context) -> None:
+        async with client_errors_as_status(context), AsyncExitStack() as stack:
+            with body:
+                text = await stack.enter_async_context(self._api.detokenize(body.fields, self._caller(context)))
+            response = await loop_time.call(
+                len(text), loop_time.JSON_CHARACTERS, lambda: pb.DetokenizeResponse(text=text).SerializeToString()
+            )
+            await self._writer.write(context, response)
 
     async def _list_models(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         async with client_errors_as_status(context):
@@ -121,19 +130,6 @@ class InferenceServicer:
 
 def _decoder(message_class: type[Message], to_fields: Callable[[Any], dict[str, Any]]) -> Callable[[bytes], CallBody]:
     return lambda raw: CallBody(to_fields(message_class.FromString(raw)))
-
-
-async def _send_all(generation: GenerateStream, context: Context, write_s: float) -> None:
-    while True:
-        chunk = await generation.receive()
-        try:
-            async with asyncio.timeout(write_s):
-                await context.write(convert.to_generate_response(chunk))
-        except TimeoutError as error:
-            message = f"the client has not read for {write_s:g} s; read the stream continuously"
-            raise Refused(Failure(code=Code.CANCELLED, reason=Reason.SLOW_READER, message=message)) from error
-        if chunk.is_last:
-            return
 
 
 class InferenceClient:
@@ -150,7 +146,7 @@ class InferenceClient:
     async def generate(self, body: Mapping[str, Any], timeout_s: float | None = None) -> "ClientGenerateStream":
         call = self._stub.Generate(convert.to_generate_request(body), timeout=timeout_s, metadata=self._metadata)
         try:
-            request_id = await wait_until_accepted(call, timeout_s, self._address, REQUEST_ID_KEY)
+            request_id = await wait_until_accepted(call, TimeLimit(timeout_s), self._address, REQUEST_ID_KEY)
         except grpc.aio.AioRpcError as error:
             raise grpc_status.call_error(error, self._address) from error
         return ClientGenerateStream(call, self._address, request_id)

@@ -9,6 +9,7 @@ from baton.core.interfaces import WorkerService
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.rpc.grpc_streams import ClientDuplex, Codec, StreamLimits, dial, serve
 from baton.rpc.mappers.peer_mapper import from_owner_message, from_reader_message, to_owner_message, to_reader_message
+from baton.runtime.process.awake_timeout import TimeLimit
 from baton.wire.v1 import peer_pb2 as pb
 from baton.wire.v1 import peer_pb2_grpc as pb_grpc
 
@@ -29,9 +30,9 @@ class PeerServicer(pb_grpc.PeerServicer):
 
 
 async def open_peer(
-    channel: grpc.aio.Channel, address: str, limits: StreamLimits, dial_s: float
+    channel: grpc.aio.Channel, address: str, limits: StreamLimits, limit: TimeLimit
 ) -> ClientDuplex[ReaderMessage, OwnerMessage]:
     """Open a peer stream to an owner and take ownership of `channel`. Raises StreamBroken."""
     return await dial(
-        channel, lambda c: pb_grpc.PeerStub(c).Exchange(), READER_SIDE, limits=limits, dial_s=dial_s, address=address
+        channel, lambda c: pb_grpc.PeerStub(c).Exchange(), READER_SIDE, limits=limits, limit=limit, address=address
     )

@@ -11,12 +11,15 @@ from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection, StillWaiting
 from baton.core.cluster.worker_command import WorkerCommand
 from baton.core.cluster.worker_report import WorkerReport
+from baton.core.errors import StreamBroken
 from baton.core.interfaces import SchedulerService, Source
 from baton.core.request import RequestActuals
 from baton.rpc import grpc_status
 from baton.rpc.channel import ChannelPool
-from baton.rpc.grpc_streams import ClientDuplex, Codec, StreamLimits, dial, feed, listen, serve
+from baton.rpc.grpc_sources import feed, listen
+from baton.rpc.grpc_streams import ClientDuplex, Codec, StreamLimits, dial, serve
 from baton.rpc.mappers import scheduler_mapper as convert
+from baton.runtime.process.awake_timeout import TimeLimit
 from baton.wire.v1 import scheduler_pb2 as pb
 from baton.wire.v1 import scheduler_pb2_grpc as pb_grpc
 
@@ -64,13 +67,13 @@ class SchedulerServicer(pb_grpc.SchedulerServicer):
 
 
 class SchedulerClient:
-    """Implements `SchedulerApi` over its own channel pool. Every call takes at most `call_s`."""
+    """Implements `SchedulerApi` over its own channel pool. Every call takes at most `limit`."""
 
-    def __init__(self, channels: ChannelPool, address: str, limits: StreamLimits, call_s: float) -> None:
+    def __init__(self, channels: ChannelPool, address: str, limits: StreamLimits, limit: TimeLimit) -> None:
         self._channels = channels
         self._address = address
         self._limits = limits
-        self._call_s = call_s
+        self._limit = limit
 
     async def place(self, query: PlacementQuery) -> Placement | Rejection | StillWaiting:
         return convert.from_place_reply(await self._called(lambda stub: stub.Place, convert.to_placement_query(query)))
@@ -85,7 +88,7 @@ class SchedulerClient:
         call = pooled.stub.Watch(pb.WatchRequest())
         call.add_done_callback(lambda _: self._channels.release(pooled))
         return await listen(
-            call, convert.from_cluster_update, limits=self._limits, dial_s=self._call_s, address=self._address
+            call, convert.from_cluster_update, limits=self._limits, limit=self._limit, address=self._address
         )
 
     async def explain(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
@@ -97,13 +100,26 @@ class SchedulerClient:
         reply: pb.DrainReply = await self._called(lambda stub: stub.Drain, request)
         return reply.known
 
+    @property
+    def is_closed(self) -> bool:
+        """True if it has no connection."""
+        return self._channels.is_closed
+
+    def retire(self) -> None:
+        """Close the connection when the last running call has ended."""
+        self._channels.retire()
+
     async def aclose(self) -> None:
         await self._channels.aclose()
 
     async def _called(self, method: Callable[[Stub], Any], message: Any) -> Any:
         pooled = self._channels.acquire()
         try:
-            return await method(pooled.stub)(message, timeout=self._call_s)
+            # grpc's own deadline would also pass while this process is stalled
+            async with self._limit.timeout():
+                return await method(pooled.stub)(message)
+        except TimeoutError as error:
+            raise StreamBroken(f"{self._address}: no answer within {self._limit.seconds:g} s") from error
         except grpc.aio.AioRpcError as error:
             raise grpc_status.call_error(error, self._address) from error
         finally:
@@ -111,9 +127,9 @@ class SchedulerClient:
 
 
 async def open_report(
-    channel: grpc.aio.Channel, address: str, limits: StreamLimits, dial_s: float
+    channel: grpc.aio.Channel, address: str, limits: StreamLimits, limit: TimeLimit
 ) -> ClientDuplex[WorkerReport, WorkerCommand]:
     """Open a worker's report stream and take ownership of `channel`. Raises StreamBroken."""
     return await dial(
-        channel, lambda c: pb_grpc.SchedulerStub(c).Report(), WORKER_SIDE, limits=limits, dial_s=dial_s, address=address
+        channel, lambda c: pb_grpc.SchedulerStub(c).Report(), WORKER_SIDE, limits=limits, limit=limit, address=address
     )

@@ -14,6 +14,7 @@ from baton.rpc.mappers.worker_mapper import (
     to_gateway_message,
     to_worker_message,
 )
+from baton.runtime.process.awake_timeout import TimeLimit
 from baton.wire.v1 import worker_pb2 as pb
 from baton.wire.v1 import worker_pb2_grpc as pb_grpc
 
@@ -34,9 +35,9 @@ class WorkerServicer(pb_grpc.WorkerServicer):
 
 
 async def open_session(
-    channel: grpc.aio.Channel, address: str, limits: StreamLimits, dial_s: float
+    channel: grpc.aio.Channel, address: str, limits: StreamLimits, limit: TimeLimit
 ) -> ClientDuplex[GatewayMessage, WorkerMessage]:
     """Open a session with a worker and take ownership of `channel`. Raises StreamBroken."""
     return await dial(
-        channel, lambda c: pb_grpc.WorkerStub(c).Session(), GATEWAY_SIDE, limits=limits, dial_s=dial_s, address=address
+        channel, lambda c: pb_grpc.WorkerStub(c).Session(), GATEWAY_SIDE, limits=limits, limit=limit, address=address
     )

@@ -80,7 +80,13 @@ async def serve(config: SchedulerConfig, stop: Stop, on_ready: Callable[[str], N
 
         member = _member(config, scheduler_id, port, admin_port, epoch=rng.getrandbits(64))
         log.info("scheduler_started", scheduler=member.member_id, address=member.address, policy=config.policy)
-        announcements = Announcements(membership, member, heartbeat_s=config.heartbeat_s, ttl_s=config.detection_s)
+        announcements = Announcements(
+            membership,
+            member,
+            heartbeat_s=config.heartbeat_s,
+            ttl_s=config.detection_s,
+            on_recovered=scheduler.listed_again,
+        )
         await announcements.announce()
         with infrequent_gc():
             health.ready("rpc")

@@ -379,6 +379,10 @@ class Scheduler(SchedulerService):
                 f"reservations: {self._state.has_reservations}"
             )
 
+    def listed_again(self) -> None:
+        """Record that workers can find this scheduler again, because the store is back."""
+        self._workers.expect_reports()
+
     def reports(self) -> tuple[WorkerReport, ...]:
         """Return the last report of each worker that this scheduler knows."""
         return self._state.reports()

@@ -58,6 +58,9 @@ class SimAnswer:
     gateway: str = ""
     ended_s: float = 0.0
 
+    async def begin(self) -> None:
+        """Prepare nothing."""
+
     def put(self, choice: ChoiceDelta) -> None:
         """Append new tokens of one choice. The gateway calls it as a `ChoiceSink`."""
         if choice.index in self.finishes:

@@ -356,19 +356,31 @@ class SimNetwork:
         return client
 
     async def run_at(self, address: str, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call inside the process at `address`. Raises StreamBroken if that process dies meanwhile."""
+        """Run a call inside the process at `address`. Raises StreamBroken if that process dies meanwhile.
+
+        If the caller is cancelled, the call is cancelled too, once that process runs. The caller does not
+        wait for its end.
+        """
         context = self._contexts[address].copy()
         task = asyncio.get_running_loop().create_task(call, name=f"call-{address}", context=context)
         handlers = self._handlers[address]
         handlers[task] = None
         task.add_done_callback(lambda done: handlers.pop(done, None))
         try:
-            return await task
+            return await asyncio.shield(task)
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if caller is not None and caller.cancelling():
+                task.cancel()
+                task.add_done_callback(_ignore_result)
                 raise
             raise StreamBroken(f"the scheduler at {address} died") from None
+
+
+def _ignore_result(task: "asyncio.Task[Any]") -> None:
+    """Take the error of a call that nobody waits for."""
+    if not task.cancelled():
+        task.exception()
 
 
 class HostNetwork(Network):
@@ -389,6 +401,9 @@ class HostNetwork(Network):
 
     def scheduler(self, address: str) -> SchedulerApi:
         return SimSchedulerClient(self._network, self._address, address)
+
+    def forget_scheduler(self, address: str) -> None:
+        """Do nothing: clients keep no connection between calls."""
 
     async def aclose(self) -> None:
         """Do nothing: streams are closed by their openers."""

@@ -138,12 +138,10 @@ class FaultyKvEventFeed(KvEventFeed):
     async def publish(
         self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None
     ) -> None:
-        await self._stores.call(
-            lambda: self._stores.memory_feed.publish(worker, events, ttl_s, snapshot), is_write=True
-        )
+        await self._write(worker, lambda: self._stores.memory_feed.publish(worker, events, ttl_s, snapshot))
 
     async def reset(self, snapshot: KvSnapshot, ttl_s: float) -> None:
-        await self._stores.call(lambda: self._stores.memory_feed.reset(snapshot, ttl_s), is_write=True)
+        await self._write(snapshot.worker, lambda: self._stores.memory_feed.reset(snapshot, ttl_s))
 
     async def renew(self, worker: WorkerRef, ttl_s: float) -> int:
         return await self._stores.call(lambda: self._stores.memory_feed.renew(worker, ttl_s), is_write=True)
@@ -158,3 +156,12 @@ class FaultyKvEventFeed(KvEventFeed):
             lambda: self._stores.memory_feed.read(after, max_events=max_events, wait_s=min(wait_s, CALL_S)),
             is_write=False,
         )
+
+    async def _write(self, worker: WorkerRef, write: Callable[[], Awaitable[None]]) -> None:
+        """Write, or remove what the worker has written if the server is full, as `RedisKvEventFeed` does."""
+        try:
+            await self._stores.call(write, is_write=True)
+        except StoreUnavailable:
+            if self._stores.fault is StoreFault.FULL:
+                self._stores.memory_feed.remove(worker)
+            raise

@@ -5,6 +5,7 @@ reader's process is paused, and makes no progress between two partitioned worker
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -20,6 +21,10 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerat
 
 REUSED = 7
 """Content of the slots of a block that was reused under a read."""
+
+
+_Source = tuple[str, int]
+"""Agent name of an owner and one of its block ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,15 @@ class SimFabric:
         self._hosts: dict[str, _Host] = {}
         self._partitions: set[frozenset[str]] = set()
         self._unreadable: set[str] = set()
+        self.num_settled = 0
         self._changed = asyncio.Event()
+
+    def settle(self) -> None:
+        """Let no block count as reused any more. Call it when no read is under way.
+
+        A reader that is cancelled never reads the entry of a reused block.
+        """
+        self.num_settled += 1
 
     def partition(self, first: str, second: str) -> None:
         """Stop all reads between two workers, given by id, until `heal`."""
@@ -130,7 +143,8 @@ class SimTransferBackend:
         self._own = memory
         self._peers: dict[str, KvMemory] = {}
         self._reads: dict[ReadId, _SimRead] = {}
-        self._reused: set[tuple[str, int]] = set()  # (agent name, block id) since the entries were read last
+        self._unvalidated: Counter[_Source] = Counter()  # reads whose entries were not read yet
+        self._reused: dict[_Source, int] = {}  # `num_settled` then; until all reads of the block have its entry
         self._memory = KvMemory(
             owner=worker,
             agent_name=f"sim-{worker}",
@@ -218,10 +232,12 @@ class SimTransferBackend:
             if host is None:
                 return ReadState.FAILED
             if destination is not None:
+                key = (source.memory.agent_name, source_block)
+                self._unvalidated[key] += 1
                 self._fabric.pairs.add((self._memory.agent_name, source.memory.agent_name))
                 content = host.memory.block(source_block)
                 if link.reused and rng.random() < link.reused:
-                    self._reused.add((source.memory.agent_name, source_block))
+                    self._reused[key] = self._fabric.num_settled
                     content = (REUSED,) * len(content)
                 self._own.write_block(destination, content)
         return ReadState.DONE
@@ -238,11 +254,17 @@ class SimTransferBackend:
         return ReadState.DONE
 
     def _entry(self, host: _Host, agent_name: str, block_id: int) -> GenerationEntry:
-        entry = host.generations.entry(block_id)
-        if (agent_name, block_id) not in self._reused:
-            return entry
-        self._reused.discard((agent_name, block_id))
-        return replace(entry, generation=entry.generation + 1)
+        """Return the entry as a reader sees it: of the next generation if the block was reused under a read.
+
+        Reads of one block overlap, and any of them may have the new content, so all of them see it.
+        """
+        entry, key = host.generations.entry(block_id), (agent_name, block_id)
+        self._unvalidated[key] -= 1
+        is_reused = self._reused.get(key) == self._fabric.num_settled
+        if self._unvalidated[key] <= 0:
+            del self._unvalidated[key]
+            self._reused.pop(key, None)
+        return replace(entry, generation=entry.generation + 1) if is_reused else entry
 
 
 def _start(read: Coroutine[Any, Any, ReadState]) -> asyncio.Task[ReadState]:

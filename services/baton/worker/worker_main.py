@@ -279,12 +279,13 @@ async def initial_step_costs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Observability:
-    """Health and metrics of the worker process."""
+    """Health, metrics and stalls of the worker process."""
 
     registry: CollectorRegistry
     health: Health
     metrics: WorkerMetrics
     process_metrics: ProcessMetrics
+    awake_clock: AwakeClock
 
     @classmethod
     def create(cls) -> "_Observability":
@@ -294,6 +295,7 @@ class _Observability:
             health=Health("model"),
             metrics=WorkerMetrics(registry),
             process_metrics=ProcessMetrics(registry),
+            awake_clock=AwakeClock(asyncio.get_running_loop().time),
         )
 
 
@@ -369,7 +371,12 @@ async def _build_worker(
     admin_port: int | None,
     stack: AsyncExitStack,
 ) -> Worker:
-    network = GrpcNetwork(heartbeat_s=config.heartbeat_s, limits=stream_limits(budget), tls=between_services(config))
+    network = GrpcNetwork(
+        heartbeat_s=config.heartbeat_s,
+        limits=stream_limits(budget),
+        tls=between_services(config),
+        awake_clock=observed.awake_clock,
+    )
     stack.push_async_callback(network.aclose)
     stores = _open_stores(config, stack)
     return Worker(
@@ -430,7 +437,7 @@ async def _run_until_drained(
     """Run the worker. Raises WorkerUnhealthy after the background tasks have been stopped."""
     unhealthy: WorkerUnhealthy | None = None
     async with Background(
-        AwakeClock(asyncio.get_running_loop().time).run(observed.process_metrics.observe_loop),
+        observed.awake_clock.run(observed.process_metrics.observe_loop),
         _drain_on_stop(stop, worker),
     ):
         on_ready()

@@ -12,8 +12,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tests.deploy.conftest import Rendered
 from tests.deploy.objects import workloads
 from tests.deploy.rehearsal.probes import why_failing
+from tests.free_port import free_port
 
 HERE = "127.0.0.1"
+LONG_LIMITS = {"timeoutSeconds": 60}  # a busy machine answers late
 
 
 def never(argv: Sequence[str], limit_s: float) -> int:
@@ -41,21 +43,21 @@ def http_port() -> Iterator[int]:
 
 def test_http_probe(http_port: int) -> None:
     def asked(path: str) -> str:
-        return why_failing({"httpGet": {"path": path, "port": http_port}}, HERE, never)
+        return why_failing({"httpGet": {"path": path, "port": http_port}, **LONG_LIMITS}, HERE, never)
 
     assert (asked("/ready"), asked("/moved"), asked("/other")) == ("", "", "status 503: some words")
 
 
 def test_socket_probe(http_port: int) -> None:
-    assert why_failing({"tcpSocket": {"port": http_port}}, HERE, never) == ""
-    assert "refused" in why_failing({"tcpSocket": {"port": 1}}, HERE, never)
+    assert why_failing({"tcpSocket": {"port": http_port}, **LONG_LIMITS}, HERE, never) == ""
+    assert "refused" in why_failing({"tcpSocket": {"port": 1}, **LONG_LIMITS}, HERE, never)
 
 
 def test_grpc_probe() -> None:
     servicer = health.HealthServicer()
     server = grpc.server(ThreadPoolExecutor(2))
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    probe = {"grpc": {"port": server.add_insecure_port(f"{HERE}:0")}}
+    probe = {"grpc": {"port": server.add_insecure_port(f"{HERE}:{free_port(HERE)}")}, **LONG_LIMITS}
     server.start()
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     serving = why_failing(probe, HERE, never)

@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from tests.cluster import ProcessCluster, process_cluster
+from tests.times import LONG_TIMES
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
 async def baton(cluster: ProcessCluster, *args: str) -> tuple[int, str, str]:
@@ -19,7 +20,7 @@ async def baton(cluster: ProcessCluster, *args: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "baton.cli", *args, "--gateway", cluster.grpc_address, stdout=PIPE, stderr=PIPE
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         out, errors = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), errors.decode()
@@ -27,14 +28,14 @@ async def baton(cluster: ProcessCluster, *args: str) -> tuple[int, str, str]:
 
 async def exit_code(cluster: ProcessCluster, name: str) -> int | None:
     """Wait until the process ends by itself, and return its exit code."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while cluster.children[name].exit_code is None:  # noqa: ASYNC110 - the supervisor has no event for it
             await asyncio.sleep(0.05)
     return cluster.children[name].exit_code
 
 
 async def test_status_explain_and_drain_agree_with_the_cluster() -> None:
-    settings = {"device": "emulated", "emulated_costs": "step=1ms", "kv_memory": 128 * 2**20}
+    settings = {"device": "emulated", "emulated_costs": "step=1ms", "kv_memory": 128 * 2**20, **LONG_TIMES}
     async with process_cluster(prefill=0, decode=0, hybrid=1, **settings) as cluster:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
             answer = await client.post(

@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from tests.cluster import process_cluster
+from tests.times import LONG_TIMES
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
 async def drain_here(drain_socket: Path, *flags: str) -> tuple[int, str]:
@@ -25,7 +26,13 @@ async def drain_here(drain_socket: Path, *flags: str) -> tuple[int, str]:
 
 
 async def test_drain_over_the_socket_waits_for_the_running_request_and_the_exit() -> None:
-    settings = {"device": "emulated", "emulated_costs": "step=20ms", "transfer": "local"}
+    settings = {
+        "device": "emulated",
+        "emulated_costs": "step=20ms",
+        "transfer": "local",
+        **LONG_TIMES,
+        "drain_s": 60.0,
+    }
     with tempfile.TemporaryDirectory() as directory:  # pytest's paths are too long for a socket
         drain_socket = Path(directory) / "drain.sock"
         async with process_cluster(prefill=1, decode=0, wait=False, **settings) as cluster:
@@ -44,7 +51,7 @@ async def test_drain_over_the_socket_waits_for_the_running_request_and_the_exit(
             assert (code, output.splitlines()) == (0, ["d0 drains", "d0 has ended"])
             assert answer.status_code == 200
             assert answer.json()["usage"]["completion_tokens"] == 100
-            await cluster.until(lambda _: cluster.children["d0"].exit_code is not None, 10, "d0 has ended")
+            await cluster.until(lambda _: cluster.children["d0"].exit_code is not None, 60, "d0 has ended")
             assert cluster.children.pop("d0").exit_code == 0
             code, output = await drain_here(drain_socket, "--wait")
             assert code == 1

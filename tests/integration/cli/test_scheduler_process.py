@@ -19,17 +19,19 @@ from baton.core.errors import Reason, StreamBroken
 from baton.core.interfaces import Member, MemberKind, Source
 from baton.core.request import RequestActuals
 from baton.rpc.grpc_network import GrpcNetwork
-from baton.runtime.network.addresses import choose_port
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_decision_store import RedisDecisionStore
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_membership import RedisMembership
 from tests.builders import query, worker_report
+from tests.free_port import free_port
 from tests.redis_server import RunningRedis, running_redis
 from tests.times import TEST_TIMES
 
-pytestmark = pytest.mark.integration
-LIMIT_S = 20.0
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+LIMIT_S = 60.0
+LONG_LIMITS = ("--heartbeat-s", "5", "--detection-s", "60")
+"""For tests whose worker reports once: on a busy machine neither it nor a connection is taken for lost."""
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -82,7 +84,8 @@ class SchedulerProcess:
 
     def events(self, **fields: str) -> list[str]:
         """Return the names of the logged events that have these fields."""
-        entries = [json.loads(line) for line in self.log.read_text().splitlines()]
+        lines = self.log.read_text().splitlines(keepends=True)
+        entries = [json.loads(line) for line in lines if line.endswith("\n")]
         return [entry["event"] for entry in entries if fields.items() <= entry.items()]
 
 
@@ -98,7 +101,7 @@ def scheduler(log_dir: Path, redis_url: str, *args: str) -> Iterator[SchedulerPr
 
 @asynccontextmanager
 async def network() -> AsyncIterator[GrpcNetwork]:
-    network = GrpcNetwork(heartbeat_s=TEST_TIMES["heartbeat_s"])
+    network = GrpcNetwork(heartbeat_s=10.0, dial_s=LIMIT_S, call_s=LIMIT_S)  # for a busy machine
     try:
         yield network
     finally:
@@ -107,7 +110,7 @@ async def network() -> AsyncIterator[GrpcNetwork]:
 
 @asynccontextmanager
 async def connected(redis: RunningRedis) -> AsyncIterator[RedisConnection]:
-    connection = RedisConnection(redis.url)
+    connection = RedisConnection(redis.url, timeout_s=LIMIT_S)
     try:
         yield connection
     finally:
@@ -129,9 +132,7 @@ async def listed_schedulers(connection: RedisConnection) -> tuple[Member, ...]:
 
 
 async def test_process_serves_calls_and_leaves_redis_after_sigterm(tmp_path: Path, redis: RunningRedis) -> None:
-    with scheduler(
-        tmp_path, redis.url, "--policy", "round_robin", "--detection-s", "60"
-    ) as process:  # so that no entry expires
+    with scheduler(tmp_path, redis.url, "--policy", "round_robin", *LONG_LIMITS) as process:
         async with network() as grpc_network, connected(redis) as connection, asyncio.timeout(LIMIT_S):
             (member,) = await listed_schedulers(connection)
             assert (member.address, dict(member.info)["pid"]) == (process.address, str(process.process.pid))
@@ -168,7 +169,7 @@ async def test_process_places_with_a_policy_of_another_module(
     tmp_path: Path, redis: RunningRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"), prepend=os.pathsep)
-    with scheduler(tmp_path, redis.url, "--policy", "most_free:most_free") as process:
+    with scheduler(tmp_path, redis.url, "--policy", "most_free:most_free", *LONG_LIMITS) as process:
         async with network() as grpc_network, asyncio.timeout(LIMIT_S):
             reports = await grpc_network.open_report(process.address)
             reports.send(worker_report("w0"))
@@ -187,7 +188,7 @@ async def test_process_places_with_a_policy_of_another_module(
 
 
 async def test_placement_continues_without_redis_and_the_entry_returns_with_it(tmp_path: Path) -> None:
-    with running_redis() as redis, scheduler(tmp_path, redis.url) as process:
+    with running_redis() as redis, scheduler(tmp_path, redis.url, "--detection-s", "60") as process:
         async with network() as grpc_network, asyncio.timeout(LIMIT_S):
             redis.kill()
             reports = await grpc_network.open_report(process.address)
@@ -209,7 +210,7 @@ async def test_placement_continues_without_redis_and_the_entry_returns_with_it(t
 
 
 async def test_process_starts_without_redis_and_logs_it(tmp_path: Path) -> None:
-    with scheduler(tmp_path, f"redis://127.0.0.1:{choose_port('127.0.0.1', 0, flag='')}/0") as process:
+    with scheduler(tmp_path, f"redis://127.0.0.1:{free_port('127.0.0.1')}/0") as process:
         assert process.first_line.startswith("ready 127.0.0.1:")
         async with network() as grpc_network, asyncio.timeout(LIMIT_S):
             rejection = await grpc_network.scheduler(process.address).place(query())
@@ -223,9 +224,8 @@ async def test_entry_of_a_killed_process_expires(tmp_path: Path, redis: RunningR
     with scheduler(tmp_path, redis.url) as process:
         process.stop(signal.SIGKILL)
         async with connected(redis) as connection, asyncio.timeout(LIMIT_S):
-            while await listed_schedulers(connection):
+            while process.address in [member.address for member in await listed_schedulers(connection)]:
                 await poll_interval()
-            assert await listed_schedulers(connection) == ()
 
 
 async def test_admin_port_serves_metrics_and_readiness(tmp_path: Path, redis: RunningRedis) -> None:
@@ -233,7 +233,7 @@ async def test_admin_port_serves_metrics_and_readiness(tmp_path: Path, redis: Ru
         admin = next(
             json.loads(line)["address"] for line in process.log.read_text().splitlines() if '"admin_started"' in line
         )
-        async with httpx.AsyncClient(base_url=f"http://{admin}") as client, network() as grpc_network:
+        async with httpx.AsyncClient(base_url=f"http://{admin}", timeout=LIMIT_S) as client, network() as grpc_network:
             await grpc_network.scheduler(process.address).place(query())
             assert (await client.get("/ready")).json() == {"status": "ready", "reasons": []}
             metrics = (await client.get("/metrics")).text

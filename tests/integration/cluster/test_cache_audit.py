@@ -19,7 +19,12 @@ from tests.cache_reader import cache_reader
 from tests.cluster import ProcessCluster, process_cluster
 from tests.integration.cluster.clients import Request, send_all
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.long,  # it tests the audit that other tests use
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 BLOCK = 16
 SHARED = tuple(Random(3).choices(range(4, 4096), k=2 * BLOCK))

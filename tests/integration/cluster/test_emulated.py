@@ -9,10 +9,14 @@ from baton.core.request import Sampling
 from tests.cluster import process_cluster
 from tests.emulated_answer import emulated_answer
 from tests.integration.cluster.clients import Client, Request, Response
+from tests.times import LONG_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 VOCAB_SIZE, NUM_TOKENS, STEP_MS = 4096, 40, 4
+MAX_LATE_S = 0.02
+"""Time by which a step may be shorter because the one before it ended late."""
+LONG_LIMITS = {"device": "emulated", "emulated_costs": f"step={STEP_MS}ms,prefill_token=20us", **LONG_TIMES}
 
 
 def new_request(number: int, num_prompt_tokens: int = 700) -> Request:
@@ -34,7 +38,7 @@ def check(response: Response) -> None:
 
 async def test_answers_are_exact_with_pulled_cached_and_computed_kv_and_steps_take_time() -> None:
     async with (
-        process_cluster(device="emulated", emulated_costs=f"step={STEP_MS}ms,prefill_token=20us") as cluster,
+        process_cluster(**LONG_LIMITS) as cluster,
         Client(cluster) as client,
     ):
         pulled, cached = await client.send(new_request(7)), await client.send(new_request(7))
@@ -42,8 +46,8 @@ async def test_answers_are_exact_with_pulled_cached_and_computed_kv_and_steps_ta
             check(response)
             assert response.timeline is not None
             assert [leg.worker_id for leg in response.timeline.legs] == ["p0", "d0"]
-            assert response.timeline.tpot_s is not None
-            assert response.timeline.tpot_s > 0.95 * STEP_MS / 1000
+            # Not the time per token: on a busy machine the first one may be delivered with those after it.
+            assert response.timeline.total_s > NUM_TOKENS * STEP_MS / 1000 - MAX_LATE_S
         assert pulled.timeline is not None
         assert pulled.timeline.legs[1].kv_bytes >= 700 * 6 * 2 * 2 * 64 * 4, (
             "the whole prompt: layers, keys and values, heads, float32"

@@ -17,6 +17,7 @@ from tests.exactness import Exactness, ExactnessChecker
 from tests.integration.cluster.clients import Request, Response, random_requests, send_all
 from tests.integration.test_model_exactness import TINY_MODELS
 from tests.scale import sized
+from tests.times import LONG_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
@@ -25,7 +26,7 @@ DEMO_VOCAB = 4096
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def disaggregated() -> AsyncIterator[ProcessCluster]:
-    async with process_cluster(prefill=1, decode=1, transfer="nixl", scheduler_wait_s=30.0) as cluster:
+    async with process_cluster(prefill=1, decode=1, transfer="nixl", **LONG_TIMES) as cluster:
         yield cluster
 
 
@@ -78,13 +79,14 @@ async def test_answers_of_other_topologies_are_exact(
     checker: ExactnessChecker, auditor: CacheAuditor, shape: dict[str, int], settings: dict[str, Any]
 ) -> None:
     requests = random_requests(Random(2), sized(16, 60), max_prompt=600, vocab_size=DEMO_VOCAB)
-    async with process_cluster(**shape, **settings, scheduler_wait_s=30.0) as cluster:
+    async with process_cluster(**shape, **settings, **LONG_TIMES) as cluster:
         responses = await send_all(cluster, requests)
         await cluster.check_clean()
         await auditor.audit(cluster)
     check(checker, responses)
 
 
+@pytest.mark.long  # `make test` covers this by test_model_exactness.py, in one process
 async def test_preemption_for_lack_of_blocks_keeps_answers_exact(
     checker: ExactnessChecker, auditor: CacheAuditor
 ) -> None:

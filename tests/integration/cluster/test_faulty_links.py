@@ -29,7 +29,7 @@ pytestmark = [
 ]
 VOCAB_SIZE, NUM_TOKENS, PROMPT_TOKENS = 4096, 20, 200
 UNRELIABLE = Faults(loss_share=0.01, duplicate_share=0.03, reorder_share=0.03, delay_s=(0.0002, 0.002))
-PATIENT: dict[str, Any] = {
+LONG_LIMITS: dict[str, Any] = {
     "heartbeat_s": 2.0,
     "detection_s": 20.0,
     "lease_s": 30.0,
@@ -98,7 +98,7 @@ async def until_link(cluster: ProcessCluster, owner: str, *, broken: bool) -> Li
 
 @pytest.mark.fault("F-16")
 async def test_unreliable_packets_cause_no_error_and_exact_answers() -> None:
-    async with cluster_of("p0", "d0", seed=16, **PATIENT) as (cluster, links):
+    async with cluster_of("p0", "d0", seed=16, **LONG_LIMITS) as (cluster, links):
         links.network.faults = UNRELIABLE
         async with Client(cluster) as client:
             responses = await asyncio.gather(*(client.send(new_request(number)) for number in range(8)))

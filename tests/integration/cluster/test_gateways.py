@@ -34,13 +34,14 @@ from tests.malformed_connections import (
     grpc_message,
     internal_errors,
 )
+from tests.times import LONG_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 VOCAB_SIZE, SEED = 4096, 7
 STEP_MS = 10
-LONG = 400
-"""Number of tokens of an answer that takes four seconds on any machine."""
+LONG = 600
+"""Number of tokens of an answer that takes six seconds on any machine."""
 COMPLETIONS = "/v1/completions"
 
 
@@ -53,7 +54,7 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
         emulated_costs=f"step={STEP_MS}ms,prefill_token=20us",
         transfer="local",
         kv_memory=256 * 2**20,
-        drain_s=60.0,
+        **LONG_TIMES | {"drain_s": 60.0, "receive_deadline_s": 10.0},
     ) as running:
         yield running
 
@@ -78,7 +79,7 @@ def expected_tokens(number: int, max_tokens: int) -> list[int]:
 
 
 def open_grpc(addresses: GatewayAddresses) -> grpc.aio.Channel:
-    return open_channel(addresses.grpc_address, channel_options(1.0))
+    return open_channel(addresses.grpc_address, channel_options(10.0))  # a busy machine breaks no stream
 
 
 class Stream:
@@ -216,7 +217,7 @@ async def test_streams_continue_without_free_file_descriptors_and_new_clients_co
     """Idle clients hold all file descriptors until the gateway closes their connections at the receive
     deadline."""
     name = f"g-{protocol}"
-    addresses = await cluster.start_gateway(name, max_open_files=MAX_OPEN_FILES, receive_deadline_s=2.0)
+    addresses = await cluster.start_gateway(name, max_open_files=MAX_OPEN_FILES, receive_deadline_s=5.0)
     running = await streams(addresses)
     process = psutil.Process(cluster.pid(name))
     idle = await idle_connections(

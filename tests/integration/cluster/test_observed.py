@@ -19,6 +19,7 @@ from tests.deploy.dashboard_queries import queries
 from tests.deploy.exported import selectors
 from tests.deploy.promql import NAME, Database
 from tests.deploy.test_rules import ALERTS, RECORDED
+from tests.times import LONG_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
 
@@ -50,7 +51,7 @@ class Recorded:
 
 async def complete(cluster: ProcessCluster, prompt: str, **changes: Any) -> httpx.Response:
     headers = {"x-baton-timeout-ms": str(changes.pop("timeout_ms"))} if "timeout_ms" in changes else {}
-    async with httpx.AsyncClient(timeout=30.0) as client:
+    async with httpx.AsyncClient(timeout=60.0) as client:
         body = {"model": "demo", "prompt": prompt, "max_tokens": 8, "ignore_eos": True, "timeline": True} | changes
         return await client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)
 
@@ -85,6 +86,7 @@ async def recorded() -> AsyncIterator[Recorded]:
         "slo": "ttft=30s,tpot=5s",
         "transfer": "local",
         "admin_port": 0,
+        **LONG_TIMES,  # a fault would add series
     }
     async with process_cluster(prefill=1, decode=1, **settings) as cluster:
         loop, database = asyncio.get_running_loop(), Database()

@@ -6,7 +6,6 @@ wrong block gives a wrong answer.
 """
 
 import asyncio
-import json
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,11 +13,9 @@ from copy import copy
 from random import Random
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
 import redis as sync_redis
-from prometheus_client.parser import text_string_to_metric_families
 
 from baton.core.client_api import WorkerStatus
 from baton.core.kv.block_hash import BlockHash, chain, root_hash, token_ids
@@ -36,6 +33,7 @@ from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
 from tests.cluster import ProcessCluster, process_cluster
 from tests.integration.cluster.clients import Client, Request, Response
 from tests.redis_proxy import RedisProxy
+from tests.times import LONG_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -43,12 +41,18 @@ WORKERS = ("p0", "p1", "d0", "d1")
 MAX_MODEL_LEN = 6144
 BLOCK_SIZE_TOKENS = 16
 PREFIX_TOKENS = 4096
-INDEX_RECOVERY_S = 5.0
-CLAIMS = 5
+INDEX_RECOVERY_S = 30.0
+CLAIMS, MAX_CLAIMS = 5, 30
+MAX_TRIALS = 5
+MIN_TRAFFIC = 4
 TRAFFIC_TOKENS = 100
 """Number of tokens of a background prompt that no other prompt shares."""
-BOUND_S = 10.0
+BOUND_S = 20.0
 """A generous limit for what takes well under a second on an idle machine."""
+
+
+TIMES = {**LONG_TIMES, "heartbeat_s": 1.0, "detection_s": 6.0, "transfer_deadline_min_s": 5.0}
+"""Long, so that a busy machine causes no retries: these tests count attempts and computed tokens."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -61,10 +65,8 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
         "transfer": "nixl",
         "kv_memory": 256 * 2**20,
         "max_model_len": MAX_MODEL_LEN,
-        "scheduler_wait_s": 30.0,
-        "pull_wait_s": 20.0,
         "admin_port": 0,
-        "detection_s": 4.0,  # long, so that a busy machine causes no retries: these tests count attempts
+        **TIMES,
     }
     async with process_cluster(prefill=2, decode=2, redis_proxy=RedisProxy(), **settings) as running:
         await running.until(lambda s: sum(len(w.links) for w in s.workers) >= 4, 30, "all pairs are warm")
@@ -110,25 +112,11 @@ async def until(condition: Callable[[], Awaitable[bool]], within_s: float) -> No
 
 def logged(cluster: ProcessCluster, name: str, event: str) -> list[dict[str, Any]]:
     """Return all log entries of an event, of all incarnations of a process."""
-    log = next((cluster.directory / "logs" / name).glob("*.log")).read_text()
-    return [entry for line in log.splitlines() if (entry := json.loads(line))["event"] == event]
-
-
-async def metric(cluster: ProcessCluster, name: str, wanted: str) -> float:
-    """Return the sum of a metric's samples in the current incarnation of a process."""
-    address = logged(cluster, name, "admin_started")[-1]["address"]
-    async with httpx.AsyncClient(timeout=5.0) as client:
-        text = (await client.get(f"http://{address}/metrics")).text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == wanted
-    )
+    return [entry for entry in cluster.log_entries(name) if entry["event"] == event]
 
 
 async def computed_tokens(cluster: ProcessCluster) -> float:
-    return sum([await metric(cluster, name, "baton_step_tokens_total") for name in WORKERS])
+    return sum([await cluster.metric(name, "baton_step_tokens_total") for name in WORKERS])
 
 
 async def failed_pulls(cluster: ProcessCluster, name: str) -> float:
@@ -155,7 +143,8 @@ async def traffic(
 ) -> AsyncIterator[list[Response]]:
     """Send a request every `apart_s` during the block, half of them with a shared prefix.
 
-    All answers must be exact and start within `BOUND_S`. The yielded list is filled after the block.
+    At least `MIN_TRAFFIC` are sent. All answers must be exact and start within `BOUND_S`. The yielded list is
+    filled after the block.
     """
     shared, tasks, responses = prompt(rng, 320), [], []
     async with Client(cluster) as client:
@@ -169,6 +158,8 @@ async def traffic(
         sending = asyncio.create_task(keep_sending())
         try:
             yield responses
+            while len(tasks) < MIN_TRAFFIC:  # noqa: ASYNC110 - the block may be over at once
+                await asyncio.sleep(apart_s)
         finally:
             sending.cancel()
             responses += await asyncio.gather(*tasks)
@@ -199,14 +190,14 @@ async def until_index_is_complete(cluster: ProcessCluster, within_s: float) -> N
 
     async def is_complete() -> bool:
         cached = sum(w.blocks.cached for w in (await cluster.status()).workers)
-        claims = await metric(cluster, "scheduler", "baton_prefix_index_blocks")
-        return claims == cached and not await metric(cluster, "scheduler", "baton_prefix_index_workers_behind")
+        claims = await cluster.metric("scheduler", "baton_prefix_index_blocks")
+        return claims == cached and not await cluster.metric("scheduler", "baton_prefix_index_workers_behind")
 
     await until(is_complete, within_s)
 
 
 async def killed(cluster: ProcessCluster) -> None:
-    """Kill Redis, keep it down for longer than a membership lasts, and restart it empty."""
+    """Kill Redis, keep it down for two heartbeats, and restart it empty."""
     spec = cluster.children["redis"].spec
     await cluster.kill("redis")
     await asyncio.sleep(2.0)
@@ -240,13 +231,12 @@ async def test_redis_fault_under_load_fails_no_request(
     """Prefixes computed during the fault are found in the index later."""
     rng = Random(fault.__name__)
     meanwhile = prompt(rng, 640)
-    async with traffic(cluster, rng) as responses, Client(cluster) as client:
+    async with traffic(cluster, rng), Client(cluster) as client:
         await asyncio.sleep(0.3)
         failing = asyncio.create_task(fault(cluster))
         await asyncio.sleep(0.3)
         check([await client.send(new_request(meanwhile, 1))])
         await failing
-    assert len(responses) > 3
     await until_index_is_complete(cluster, INDEX_RECOVERY_S)
     async with Client(cluster) as client:
         next_response = await client.send(new_request((*meanwhile, *prompt(rng, 20))))
@@ -294,7 +284,7 @@ async def test_false_claim_in_the_index_costs_only_time(cluster: ProcessCluster)
     victim = next(w for w in (await cluster.status()).workers if w.worker.worker_id == "p1")
     num_believed = 0
     async with Client(cluster) as client:
-        for _ in range(CLAIMS):
+        for number in range(MAX_CLAIMS):
             claimed = prompt(rng, 1024)
             await claim(cluster, victim, hashes_of(claimed))
             await asyncio.sleep(0.05)
@@ -303,6 +293,8 @@ async def test_false_claim_in_the_index_costs_only_time(cluster: ProcessCluster)
             assert response.usage is not None
             assert response.usage.num_cached_tokens == 0, "no worker held the prefix"
             num_believed += await claimed_blocks(cluster, response) == len(claimed) // BLOCK_SIZE_TOKENS
+            if num_believed and number + 1 >= CLAIMS:
+                break
     assert num_believed > 0
     await until_index_is_complete(cluster, BOUND_S)
     await cluster.check_clean()
@@ -311,8 +303,9 @@ async def test_false_claim_in_the_index_costs_only_time(cluster: ProcessCluster)
 async def claimed_blocks(cluster: ProcessCluster, response: Response) -> int:
     """Return the blocks of the prompt that its first placement expected to reuse or to pull."""
     assert response.timeline is not None
-    async with open_channel(cluster.grpc_address, channel_options(1.0)) as channel:
-        placed = (await AdminClient(channel, cluster.grpc_address).explain(response.timeline.request_id))[0].placement
+    async with open_channel(cluster.grpc_address, channel_options(10.0)) as channel:
+        admin = AdminClient(channel, cluster.grpc_address, call_s=60.0)
+        placed = (await admin.explain(response.timeline.request_id))[0].placement
     assert placed is not None
     return max(placed.prefill_overlap_blocks, placed.prefix_source.num_blocks if placed.prefix_source else 0)
 
@@ -329,10 +322,8 @@ async def test_second_scheduler_can_start_under_load(cluster: ProcessCluster) ->
         other.grpc_address = logged(cluster, "gateway2", "grpc_started")[-1]["address"]
         async with traffic(other, Random(33)) as more:
             await asyncio.sleep(1.5)
-    assert len(responses) > 3
-    assert len(more) > 3
     for name in ("scheduler", "scheduler2"):
-        assert await metric(cluster, name, "baton_decisions_total") >= len(more)
+        assert await cluster.metric(name, "baton_decisions_total") >= len(more)
     assert await computed_tokens(cluster) - before - accounted_tokens([*responses, *more]) < TRAFFIC_TOKENS, (
         "no prompt was computed twice"
     )
@@ -347,7 +338,7 @@ async def test_scheduler_restart_under_load_places_no_request_twice(cluster: Pro
     rng = Random(31)
     before = await computed_tokens(cluster)
     async with Client(cluster) as client:
-        streams = [asyncio.create_task(client.send(new_request(prompt(rng, 200), 500))) for _ in range(6)]
+        streams = [asyncio.create_task(client.send(new_request(prompt(rng, 200), 1000))) for _ in range(6)]
         await asyncio.sleep(0.3)
         async with traffic(cluster, rng) as responses:
             await asyncio.sleep(0.3)
@@ -374,7 +365,6 @@ async def test_prefix_owner_crash_during_a_pull_is_compensated_by_the_reader(clu
     elsewhere.
     """
     rng = Random(5)
-    held = prompt(rng, PREFIX_TOKENS)
     pair = {"p0": "p1", "p1": "p0"}
     await asyncio.gather(*(cluster.stop_one(name) for name in pair))
     await asyncio.gather(
@@ -385,19 +375,21 @@ async def test_prefix_owner_crash_during_a_pull_is_compensated_by_the_reader(clu
     )
     await cluster.until_workers(*WORKERS)
     async with Client(cluster) as client:
-        first = await client.send(new_request(held, 1))
-        assert first.timeline is not None
-        (holder,) = (leg.worker_id for leg in first.timeline.legs)
-        reader = pair[holder]
-
-        async def is_paused() -> bool:
-            return bool(logged(cluster, reader, "failpoint_fired"))
-
-        await until_index_is_complete(cluster, BOUND_S)
-        busy = asyncio.create_task(client.send(new_request((*held, *prompt(rng, 2000)), 1)))
-        await asyncio.sleep(0.02)
-        pulls = asyncio.create_task(client.send(new_request((*held, *prompt(rng, 20)), 1)))
-        await until(is_paused, BOUND_S)
+        for _ in range(MAX_TRIALS):  # the owner may have no work any more, and serve the prefix itself
+            held = prompt(rng, PREFIX_TOKENS)
+            first = await client.send(new_request(held, 1))
+            assert first.timeline is not None
+            (holder,) = (leg.worker_id for leg in first.timeline.legs)
+            reader = pair[holder]
+            await until_index_is_complete(cluster, BOUND_S)
+            busy = asyncio.create_task(client.send(new_request((*held, *prompt(rng, 2000)), 1)))
+            await asyncio.sleep(0.02)
+            pulls = asyncio.create_task(client.send(new_request((*held, *prompt(rng, 20)), 1)))
+            if await is_paused(cluster, reader, pulls):
+                break
+            check([first, await pulls, await busy])
+        else:
+            pytest.fail("no worker pulled the prefix from a busy owner")
         await cluster.kill(holder)
         responses = [first, await pulls, await busy]
     check(responses)
@@ -406,3 +398,12 @@ async def test_prefix_owner_crash_during_a_pull_is_compensated_by_the_reader(clu
     await cluster.start_worker(holder)
     await cluster.until_workers(*WORKERS)
     await cluster.check_clean()
+
+
+async def is_paused(cluster: ProcessCluster, reader: str, pulls: asyncio.Task[Response]) -> bool:
+    """Wait until the reader is paused, and return True, or until its request has ended without a pause."""
+    while not pulls.done():
+        if logged(cluster, reader, "failpoint_fired"):
+            return True
+        await asyncio.sleep(0.02)
+    return bool(logged(cluster, reader, "failpoint_fired"))

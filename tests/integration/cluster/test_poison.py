@@ -18,6 +18,7 @@ WORKERS = ("h0", "h1", "h2", "h3")
 """One more than a poison request may cost."""
 
 
+@pytest.mark.long  # `make test` covers this by tests/unit/gateway/test_poison_detector.py
 @pytest.mark.fault("F-10")
 async def test_request_that_kills_three_workers_is_refused_and_all_others_are_resumed(
     checker: ExactnessChecker, auditor: CacheAuditor

@@ -14,11 +14,14 @@ from tests.cluster import PROGRAM, ProcessCluster, process_cluster
 from tests.emulated_answer import emulated_answer
 from tests.integration.cluster import other_release
 from tests.integration.cluster.clients import Client, Request, Response
+from tests.times import LONG_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 VOCAB_SIZE, STEP_MS = 4096, 10
 EMULATED = {"device": "emulated", "emulated_costs": f"step={STEP_MS}ms,prefill_token=20us", "transfer": "local"}
+DRAIN_S, STREAM_TOKENS = 2.0, 700
+"""The streams of a draining worker need more than three times its drain time."""
 
 
 def new_request(rng: Random, max_tokens: int) -> Request:
@@ -46,15 +49,19 @@ def runs(status: ClusterStatus, name: str) -> int:
     return sum(worker.running_seqs for worker in status.workers if worker.worker.worker_id == name)
 
 
+def is_ready(status: ClusterStatus, name: str) -> bool:
+    return any(w.worker.worker_id == name and w.state is WorkerState.READY for w in status.workers)
+
+
 @pytest.mark.fault("F-47")
 async def test_draining_decode_worker_hands_over_unfinished_requests_and_takes_no_new_ones() -> None:
-    """Its streams need twice the drain time."""
     rng = Random(47)
-    async with process_cluster(prefill=1, decode=2, drain_s=2.0, **EMULATED) as cluster, Client(cluster) as client:
-        streams = [asyncio.create_task(client.send(new_request(rng, 400))) for _ in range(6)]
+    settings = {**EMULATED, **LONG_TIMES, "drain_s": DRAIN_S}
+    async with process_cluster(prefill=1, decode=2, **settings) as cluster, Client(cluster) as client:
+        streams = [asyncio.create_task(client.send(new_request(rng, STREAM_TOKENS))) for _ in range(6)]
         await cluster.until(lambda s: runs(s, "d0") > 1 and runs(s, "d1") > 1, 30, "both decode")
         cluster.signal("d0", signal.SIGTERM)
-        await cluster.until(lambda s: any(w.state is WorkerState.DRAINING for w in s.workers), 30, "one drains")
+        await cluster.until(lambda s: not is_ready(s, "d0"), 30, "it drains or has ended")
         for _ in range(6):
             late = await client.send(new_request(rng, 4))
             check(late)
@@ -69,6 +76,7 @@ async def test_draining_decode_worker_hands_over_unfinished_requests_and_takes_n
         await cluster.check_clean()
 
 
+@pytest.mark.long  # `make test` covers this by tests/sim/test_rolling_release.py
 @pytest.mark.fault("F-50")
 async def test_rolling_upgrade_to_another_kv_layout_under_load_fails_no_request() -> None:
     """One worker after the other restarts with a new layout. KV is only transferred within one release."""

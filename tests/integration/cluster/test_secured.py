@@ -28,6 +28,7 @@ from tests.cluster_security import Secured, service_settings
 from tests.emulated_answer import emulated_answer
 from tests.malformed_connections import HTTP2_START, exchange
 from tests.scale import sized
+from tests.times import LONG_TIMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -37,8 +38,14 @@ PAST = datetime.now(UTC) - timedelta(days=1)
 PREFIX_TOKENS, TAIL_TOKENS, ANSWER_TOKENS = 400, 8, 4
 EMULATED = {"device": "emulated", "emulated_costs": "step=1ms,prefill_token=150us"}
 """With these costs, a prefix that is not cached takes 60 ms longer."""
+HEARTBEAT_S = 1.0
 NUM_PAIRS = sized(24, 1000)
-MAX_AUC = sized(0.88, 0.55)
+MAX_ROUNDS = 8
+"""Rounds of `NUM_PAIRS` pairs, until a cached prefix is visible in the times."""
+MIN_OWN_AUC = 0.7
+"""Area under the curve from which on a cached prefix counts as visible. Other load lowers it."""
+MAX_TRIALS = 5
+BOUND_IN_STANDARD_ERRORS = sized(4.5, 3.9)
 """See `test_first_token_times_do_not_reveal_prompts_of_other_tenants`."""
 
 
@@ -53,6 +60,7 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
         transfer="local",
         kv_memory=256 * 2**20,
         **EMULATED,
+        **LONG_TIMES | {"heartbeat_s": HEARTBEAT_S},
     ) as running:
         yield running
 
@@ -77,7 +85,7 @@ def listening(cluster: ProcessCluster) -> dict[int, str]:
 
 async def is_served(port: int, tls: Tls | None) -> bool:
     """Return True if a gRPC health check with `tls` is answered at this port."""
-    async with open_channel(f"127.0.0.1:{port}", channel_options(1.0), tls) as channel:
+    async with open_channel(f"127.0.0.1:{port}", channel_options(10.0), tls) as channel:
         try:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
         except grpc.aio.AioRpcError as error:
@@ -135,7 +143,7 @@ async def test_foreign_worker_is_never_listed(cluster: ProcessCluster, tmp_path:
     await cluster.until(see, 60, "the valid worker is listed")
     for _ in range(10):  # two heartbeats more
         see(await cluster.status())
-        await asyncio.sleep(0.04)
+        await asyncio.sleep(2 * HEARTBEAT_S / 10)
     assert listed == {"p0", "p1", "d0", "p6"}
     for name in foreign:
         await cluster.kill(name)
@@ -150,7 +158,7 @@ async def test_http_and_grpc_require_an_api_key(cluster: ProcessCluster) -> None
         for headers in ({}, {"authorization": "Bearer wrong"}):
             assert (await http.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 401
         assert (await probe(http, secured(cluster).bearer(ALICE), prompt)).tokens == right
-    async with open_channel(cluster.grpc_address, channel_options(1.0), secured(cluster).front) as channel:
+    async with open_channel(cluster.grpc_address, channel_options(10.0), secured(cluster).front) as channel:
         client = InferenceClient(channel, "gateway", authorization=secured(cluster).bearer(EVE))
         generation = await client.generate(body_of(prompt), timeout_s=30)
         got: list[int] = []
@@ -203,6 +211,11 @@ async def probe(http: httpx.AsyncClient, bearer: str, prompt: Sequence[int]) -> 
     return Probe(first_s - began_s, got, num_cached)
 
 
+def max_auc(num_pairs: int) -> float:
+    """Return the largest area under the curve that `num_pairs` pairs without a difference may have."""
+    return 0.5 + BOUND_IN_STANDARD_ERRORS * math.sqrt((2 * num_pairs + 1) / (12 * num_pairs**2))
+
+
 def auc(slow: Sequence[float], fast: Sequence[float]) -> float:
     """Return the probability that a value of `slow` exceeds one of `fast`, ties counting half (Mann-Whitney
     U)."""
@@ -220,13 +233,21 @@ class FirstTokenTimes:
     of_others: list[float] = field(default_factory=list)
 
 
-async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random) -> FirstTokenTimes:
+async def until_known(http: httpx.AsyncClient, bearer: str, prompt: Sequence[int]) -> None:
+    """Repeat a prompt until the scheduler's index has it, which may come late on a busy machine."""
+    for _ in range(MAX_TRIALS):
+        if (await probe(http, bearer, prompt)).num_cached_tokens >= PREFIX_TOKENS:
+            return
+    raise AssertionError("no worker is known to hold the prompt")
+
+
+async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random, times: FirstTokenTimes) -> None:
     """Repeat: Alice sends a prompt, Eve sends the same prompt and a new one in random order, Alice repeats
     hers.
 
-    Checks that Eve's requests hit no cache, and that their tokens are exact. Returns the first-token times.
+    Checks that Eve's requests hit no cache, and that their tokens are exact. Adds the first-token times to
+    `times`.
     """
-    times = FirstTokenTimes()
     alice, eve = (secured(cluster).bearer(tenant) for tenant in (ALICE, EVE))
     async with http_client(cluster) as http:
         for who in (alice, eve):
@@ -234,6 +255,7 @@ async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random) -> Firs
         for _ in range(num_pairs):
             repeated, fresh = (tokens(rng, PREFIX_TOKENS + TAIL_TOKENS) for _ in range(2))
             first = await probe(http, alice, repeated)
+            await until_known(http, alice, repeated)
             order = rng.sample((repeated, fresh), 2)
             found = {id(prompt): await probe(http, eve, prompt) for prompt in order}
             again = await probe(http, alice, repeated)
@@ -248,7 +270,22 @@ async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random) -> Firs
             times.own_warm.append(again.ttft_s)
             times.of_others.append(same.ttft_s)
             times.of_fresh.append(new.ttft_s)
-    return times
+
+
+async def check_times(cluster: ProcessCluster, rng: Random) -> None:
+    """Fail if Alice's cached prefixes do not show in the times, or if they show in Eve's.
+
+    Other load on the machine hides the cache. More pairs show it again, with a lower bound for Eve.
+    """
+    times = FirstTokenTimes()
+    for _ in range(MAX_ROUNDS):
+        await spied_on(cluster, NUM_PAIRS, rng, times)
+        bound = max_auc(len(times.own_cold))
+        own, others = auc(times.own_cold, times.own_warm), auc(times.of_fresh, times.of_others)
+        if own > max(bound, MIN_OWN_AUC):
+            break
+    assert own > max(bound, MIN_OWN_AUC), "a cached prefix must be visible in the times, else the test shows nothing"
+    assert 1.0 - bound <= others <= bound
 
 
 @pytest.mark.fault("F-46")
@@ -259,13 +296,9 @@ async def test_first_token_times_do_not_reveal_prompts_of_other_tenants(cluster:
     With `n` pairs in random order and no difference between them, the AUC has a standard error of sqrt((2n +
     1) / 12n²), independent of other load. The full size has 1,000 pairs: a standard error of 0.013, so that
     the bound of 0.55 is 3.9 standard errors away and fails one correct run in ten thousand. The short form
-    has 24 pairs and a bound 4.5 standard errors away. It detects a shared cache, but no smaller leak.
+    has 24 pairs and a bound 4.5 standard errors away, 0.88. It detects a shared cache, but no smaller leak.
     """
-    times = await spied_on(cluster, NUM_PAIRS, Random(46))
-    own, others = auc(times.own_cold, times.own_warm), auc(times.of_fresh, times.of_others)
-    assert 3.8 * math.sqrt((2 * NUM_PAIRS + 1) / (12 * NUM_PAIRS**2)) < MAX_AUC - 0.5
-    assert own > max(MAX_AUC, 0.8), "a cached prefix must be visible in the times, else the test shows nothing"
-    assert max(others, 1.0 - others) <= MAX_AUC
+    await check_times(cluster, Random(46))
     await cluster.check_clean()
 
 
@@ -273,9 +306,7 @@ async def test_first_token_times_do_not_reveal_prompts_of_other_tenants(cluster:
 @pytest.mark.timeout(3600)
 async def test_first_token_times_reveal_no_prompts_with_a_real_model() -> None:
     """The same with a real model and KV transfers over NIXL."""
-    async with process_cluster(tenants=(ALICE, EVE), policy="kv_centric", kv_memory=256 * 2**20) as cluster:
-        times = await spied_on(cluster, NUM_PAIRS, Random(47))
-        own, others = auc(times.own_cold, times.own_warm), auc(times.of_fresh, times.of_others)
-        assert own > 0.8
-        assert max(others, 1.0 - others) <= MAX_AUC
+    settings = {"policy": "kv_centric", "kv_memory": 256 * 2**20, **LONG_TIMES}
+    async with process_cluster(tenants=(ALICE, EVE), **settings) as cluster:
+        await check_times(cluster, Random(47))
         await cluster.check_clean()

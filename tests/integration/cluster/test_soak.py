@@ -108,6 +108,7 @@ async def until_small(cluster: ProcessCluster, before: dict[str, Resources]) -> 
         await asyncio.sleep(0.2)
 
 
+@pytest.mark.long  # `make test` covers this by test_nemesis.py, whose clients cancel at random, too
 async def test_clients_with_random_cancels_leak_nothing(checker: ExactnessChecker, auditor: CacheAuditor) -> None:
     requests = random_requests(Random(4), NUM_REQUESTS, max_prompt=200, vocab_size=4096, max_tokens=24)
     # A long scheduler_wait_s, so that a slow machine causes no errors.

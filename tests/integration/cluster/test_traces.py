@@ -1,10 +1,9 @@
 """Traces of requests over a cluster of real processes, as an OTLP collector receives them."""
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator
-from statistics import median
+from collections.abc import AsyncIterator, Collection
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -15,15 +14,23 @@ from baton.rpc.channel import channel_options, open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.cluster import ProcessCluster, process_cluster
 from tests.otlp_collector import Collector, ReceivedSpan
+from tests.times import LONG_TIMES
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 SPANS = {"request", "placement", "prefill", "decode", "kv pull", "kv lease"}
 SETTINGS = {
     "device": "emulated",
     "emulated_costs": "step=5ms,prefill_token=100us,decode_seq=100us",
     "transfer": "local",
+    **LONG_TIMES,
 }
+PROCESSES = ("gateway", "d0", "p0", "scheduler")
+SLACK_S = 0.05
+MAX_TRACES = 5
+"""Requests until one is seen whose times no stall has shifted."""
+MAX_TRIALS = 300
+"""Requests of about 0.1 s each. An export ends after 5 s, and the next begins at once."""
 CLIENT_TRACE, CLIENT_SPAN = "c0ffee" + "0" * 25 + "1", "ab" * 8
 
 
@@ -44,20 +51,22 @@ async def cluster(collector: Collector) -> AsyncIterator[ProcessCluster]:
 async def complete(
     cluster: ProcessCluster, prompt: str, traceparent: str | None = None, **changes: Any
 ) -> httpx.Response:
-    async with httpx.AsyncClient(timeout=30.0) as client:
+    async with httpx.AsyncClient(timeout=60.0) as client:
         headers = {} if traceparent is None else {"traceparent": traceparent}
         body = {"model": "demo", "prompt": prompt, "max_tokens": 8, "ignore_eos": True} | changes
         return await client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)
 
 
-async def trace_of(collector: Collector, request_id: str) -> dict[str, ReceivedSpan]:
-    """Wait for all spans of a request's trace. Return them by name."""
+async def trace_of(
+    collector: Collector, request_id: str, names: Collection[str] = frozenset(SPANS)
+) -> dict[str, ReceivedSpan]:
+    """Wait for these spans of a request's trace. Return all that have arrived by name."""
 
     def found() -> dict[str, ReceivedSpan]:
         mine = [span for span in collector.spans if span.attributes.get("baton.request_id") == request_id]
         return collector.of_trace(mine[0].trace_id) if mine else {}
 
-    await collector.until(lambda: found().keys() >= SPANS)
+    await collector.until(lambda: found().keys() >= set(names))
     return found()
 
 
@@ -81,11 +90,7 @@ def check_parents(trace: dict[str, ReceivedSpan]) -> None:
 
 
 async def test_request_has_one_trace_over_all_its_processes(cluster: ProcessCluster, collector: Collector) -> None:
-    began_s = time.time()
-    answer = await complete(cluster, "What does os.path.join do? " * 20)
-    assert answer.status_code == 200, answer.text
-    ended_s = time.time()
-    trace = await trace_of(collector, answer.headers["x-request-id"])
+    answer, trace = await in_order(cluster, collector)
     check_parents(trace)
     request, placement, prefill, pull, decode = (
         trace[name] for name in ("request", "placement", "prefill", "kv pull", "decode")
@@ -111,15 +116,46 @@ async def test_request_has_one_trace_over_all_its_processes(cluster: ProcessClus
     assert trace["kv lease"].attributes["baton.outcome"] == "released"
     assert decode.attributes["baton.first_decode_s"] > 0
     assert [span.problem for span in trace.values()] == [""] * len(SPANS)
-    slack_s = 0.05  # clocks are read one after the other, and an event loop's time is cached for milliseconds
-    assert began_s - slack_s <= request.start_s <= request.events["placed"] <= request.events["first token"]
-    assert request.events["first token"] <= request.end_s + slack_s <= ended_s + 2 * slack_s
-    for span in (placement, prefill, decode, pull):
-        assert request.start_s - slack_s <= span.start_s <= span.end_s
-    assert prefill.start_s - slack_s <= prefill.events["admitted"] <= prefill.end_s + slack_s
-    assert (
-        pull.events["first ready"] <= pull.events["final ready"] <= pull.end_s <= decode.events["first token"] + slack_s
-    )
+    assert request.start_s <= request.events["placed"] <= request.events["first token"]
+    assert pull.events["first ready"] <= pull.events["final ready"] <= pull.end_s
+    assert all(span.start_s <= span.end_s for span in (placement, prefill, decode, pull))
+
+
+async def in_order(cluster: ProcessCluster, collector: Collector) -> tuple[httpx.Response, dict[str, ReceivedSpan]]:
+    """Return an answer and its trace, whose times are in the right order.
+
+    Clocks are read one after the other, and an event loop's time is cached for milliseconds. A process that
+    is stopped in between shifts the times of a span, so another request is sent.
+    """
+    problems: list[str] = []
+    for number in range(MAX_TRACES):
+        began_s = time.time()
+        answer = await complete(cluster, f"{number}. What does os.path.join do? " * 20)
+        ended_s = time.time()
+        assert answer.status_code == 200, answer.text
+        trace = await trace_of(collector, answer.headers["x-request-id"])
+        problems = out_of_order(trace, began_s, ended_s)
+        if not problems:
+            return answer, trace
+    raise AssertionError(f"out of order: {problems}")
+
+
+def out_of_order(trace: dict[str, ReceivedSpan], began_s: float, ended_s: float) -> list[str]:
+    """Return the pairs of times that are in the wrong order by more than 50 ms."""
+    request, prefill, pull, decode = (trace[name] for name in ("request", "prefill", "kv pull", "decode"))
+    chains = {
+        "request": (began_s, request.start_s, request.events["first token"], request.end_s, ended_s),
+        "prefill": (prefill.start_s, prefill.events["admitted"], prefill.end_s),
+        "kv pull": (pull.end_s, decode.events["first token"]),
+        **{f"start of {name}": (request.start_s, trace[name].start_s) for name in ("placement", "prefill", "decode")},
+        "start of pull": (request.start_s, pull.start_s),
+    }
+    return [
+        f"{name}: {earlier} before {later}"
+        for name, times in chains.items()
+        for earlier, later in pairwise(times)
+        if earlier > later + SLACK_S
+    ]
 
 
 @pytest.mark.parametrize("door", ["http", "grpc"])
@@ -132,7 +168,7 @@ async def test_request_span_is_a_child_of_the_client_span(
         answer = await complete(cluster, f"Traced over {door}. " * 20, context)
         request_id = answer.headers["x-request-id"]
     else:
-        async with open_channel(cluster.grpc_address, channel_options(1.0)) as channel:
+        async with open_channel(cluster.grpc_address, channel_options(10.0)) as channel:
             message = inference_pb2.GenerateRequest(prompt=f"Traced over {door}. " * 20, max_tokens=8, ignore_eos=True)
             call = inference_pb2_grpc.InferenceStub(channel).Generate(message, metadata=(("traceparent", context),))
             request_id = str(dict(await call.initial_metadata())["x-request-id"])
@@ -163,33 +199,27 @@ async def test_failed_request_has_its_reason_in_the_spans(cluster: ProcessCluste
     assert answer.status_code == 400
     answer = await complete(cluster, "Too late. " * 20, max_tokens=400, timeline=True)
     assert answer.status_code == 200
-    async with httpx.AsyncClient(timeout=30.0) as client:
+    async with httpx.AsyncClient(timeout=60.0) as client:
         headers = {"x-baton-timeout-ms": "300"}
         body = {"model": "demo", "prompt": "Too late. " * 20, "max_tokens": 3000, "ignore_eos": True}
         late = await client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)
     assert late.status_code == 504
-    trace = await trace_of(collector, late.headers["x-request-id"])
+    # The deadline may pass at any time, so some spans of the other processes may be missing.
+    trace = await trace_of(collector, late.headers["x-request-id"], {"request"})
     assert (trace["request"].attributes["baton.outcome"], trace["request"].problem) == ("deadline", "deadline")
 
 
 def logged(cluster: ProcessCluster, name: str, event: str) -> int:
-    log = next((cluster.directory / "logs" / name).glob("*.log")).read_text()
-    return sum(json.loads(line)["event"] == event for line in log.splitlines())
+    return sum(entry["event"] == event for entry in cluster.log_entries(name))
 
 
-async def test_absent_collector_slows_no_request_and_is_logged_once(
+async def test_absent_collector_fails_no_request_and_is_logged_once(
     cluster: ProcessCluster, collector: Collector
 ) -> None:
-    """Must run last: it stops the cluster while the collector accepts calls and never answers."""
     await collector.stop()
-    loop = asyncio.get_running_loop()
-    took_s = []
-    for number in range(30):
-        began_s = loop.time()
+    for number in range(10):
         assert (await complete(cluster, f"No collector, {number}. " * 5)).status_code == 200
-        took_s.append(loop.time() - began_s)
-    assert median(took_s) < 2.0  # a request takes about 0.1 s, and an export times out after 5 s
-    await collector.until(lambda: logged(cluster, "gateway", "trace_export_failed") == 1, within_s=15)
+    await collector.until(lambda: logged(cluster, "gateway", "trace_export_failed") == 1)
     await asyncio.sleep(1.0)
     assert logged(cluster, "gateway", "trace_export_failed") == 1
     await collector.start()
@@ -199,10 +229,23 @@ async def test_absent_collector_slows_no_request_and_is_logged_once(
             await complete(cluster, "The collector is back. " * 5)
             await asyncio.sleep(0.2)
 
-    await asyncio.wait_for(until_recovered(), 30)
+    await asyncio.wait_for(until_recovered(), 60)
+
+
+async def test_requests_and_the_end_of_a_process_do_not_wait_for_exports(
+    cluster: ProcessCluster, collector: Collector
+) -> None:
+    """Must run last: it stops the cluster while the collector accepts calls and never answers."""
     collector.answers = False
-    assert (await complete(cluster, "The collector hangs. " * 5)).status_code == 200
-    for name in ("gateway", "d0", "p0", "scheduler"):
+    for _ in range(MAX_TRIALS):
+        num_ended, num_waiting = collector.num_ended, len(collector.waiting)
+        assert (await complete(cluster, "The collector hangs. " * 5)).status_code == 200
+        if num_waiting == len(PROCESSES) and collector.num_ended == num_ended:
+            break
+    else:
+        pytest.fail("no request ended while an export of each process waited all the time")
+    loop = asyncio.get_running_loop()
+    for name in PROCESSES:
         began_s = loop.time()
         assert await cluster.stop_one(name) == 0
         assert loop.time() - began_s < 10.0, name

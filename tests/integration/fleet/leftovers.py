@@ -1,16 +1,18 @@
 """Records what a running `baton up` owns, and checks that it is gone after the end."""
 
 import os
-import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
 from baton.fleet.processes.run_dir import processes_of
 
-GONE_S = 10.0
+GONE_S = 60.0
 SHM = Path("/dev/shm")
+LISTEN = "0A"
+"""State of a socket in /proc/net/tcp."""
 
 
 class Leftovers:
@@ -28,9 +30,10 @@ class Leftovers:
             if _is_running(process) and not _is_redis(process)
         ]
         assert not unknown, f"the reaper would not find {unknown}"
-        self._ports = {
+        ports = {
             port for process in [psutil.Process(self._reaper.ppid()), *self.processes] for port in _listens_at(process)
         }
+        self._sockets = {inode for inode, port in _listening().items() if port in ports}
         assert self.directory.is_dir()
 
     def assert_gone(self, within_s: float = 1.0) -> None:
@@ -38,10 +41,8 @@ class Leftovers:
 
         Use `GONE_S` after a SIGKILL, when the reaper cleans up.
         """
-        end_s = time.monotonic() + within_s
-        while left := self._left():
-            assert time.monotonic() < end_s, f"left behind: {left}"
-            time.sleep(0.1)
+        _until_empty(self._left, within_s)
+        _until_empty(self._left_in_memory, GONE_S)
 
     def _left(self) -> list[str]:
         left = [
@@ -50,8 +51,18 @@ class Leftovers:
             if _is_running(process)
         ]
         left += [str(self.directory)] if self.directory.exists() else []
-        left += [f"port {port}" for port in sorted(self._ports) if not left and _answers(port)]
-        return left + [f"{SHM}/{name}" for name in sorted(shared_memory() - self._before - _mapped())]
+        return left + [f"port {port}" for inode, port in _listening().items() if inode in self._sockets]
+
+    def _left_in_memory(self) -> list[str]:
+        """Return files that no process has mapped. Another test may be about to map one of its own."""
+        return [f"{SHM}/{name}" for name in sorted(shared_memory() - self._before - _mapped())]
+
+
+def _until_empty(left: Callable[[], list[str]], within_s: float) -> None:
+    end_s = time.monotonic() + within_s
+    while found := left():
+        assert time.monotonic() < end_s, f"left behind: {found}"
+        time.sleep(0.1)
 
 
 def _listens_at(process: psutil.Process) -> set[int]:
@@ -88,10 +99,18 @@ def _reaper_below(pid: int) -> tuple[psutil.Process, str, Path]:
     raise AssertionError("baton up has no reaper")
 
 
-def _answers(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def _listening() -> dict[int, int]:
+    """Return the ports of all listening sockets by inode.
+
+    A port alone says little: another process may listen there once it is free.
+    """
+    found = {}
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN:
+                found[int(fields[9])] = int(fields[1].rpartition(":")[2], 16)
+    return found
 
 
 def _is_redis(process: psutil.Process) -> bool:

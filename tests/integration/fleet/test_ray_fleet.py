@@ -87,9 +87,9 @@ def worker(worker_id: str, model: str = "demo") -> tuple[WorkerSpec, WorkerConfi
 async def test_next_driver_adopts_a_running_worker_unchanged(ray_address: str, tmp_path: Path) -> None:
     async with driver(ray_address, tmp_path) as first:
         placed = await first.start(*worker("w0"))
-    async with driver(ray_address, tmp_path, start_timeout_s=0.001) as impatient:
+    async with driver(ray_address, tmp_path, start_timeout_s=0.001) as hurried:
         with pytest.raises(WorkerFailed, match=r"w1 was not ready within 0.001 s.*worker-w1\.log.*fewer workers"):
-            await impatient.start(*worker("w1"))
+            await hurried.start(*worker("w1"))
     assert psutil.pid_exists(placed.pid)
     async with driver(ray_address, tmp_path) as second:
         adopted = await second.start(*worker("w0"))
@@ -117,4 +117,4 @@ async def test_worker_that_cannot_load_is_removed_before_the_next_attempt(ray_ad
         assert await fleet._call("wait", lambda: ray.get(actor.wait.remote(0.1))) is None, "it is managed"
         del fleet._workers["w2"]  # as if the fleet were configured with fewer workers
         await fleet.drain_unmanaged()
-        assert await fleet._call("wait", lambda: ray.get(actor.wait.remote(20.0))) == "", "it was drained"
+        assert await fleet._call("wait", lambda: ray.get(actor.wait.remote(90.0))) == "", "it was drained"

@@ -21,6 +21,7 @@ import pytest
 
 from baton.model.loading.model_source import DEMO_DIR
 from baton.runtime.process.process import with_parent_death_signal
+from tests.free_port import free_port
 from tests.integration.fleet.leftovers import GONE_S, Leftovers, shared_memory
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -29,18 +30,21 @@ ROOT = Path(__file__).parents[3]
 FLAGS = ["--http-port", "0", "--grpc-port", "0", "--kv-memory", "64MiB", "--max-model-len", "4096"]
 ONE_WORKER = ["--prefill", "0", "--decode", "0", "--hybrid", "1", "--transfer", "local"]
 START_S = 120.0
-END_S = 30.0
+END_S = 90.0
+HUB_GIVES_UP_S = 10.0
+"""Time after which a download without an answer ends by itself."""
 BODY = {"model": "demo", "prompt": "import os", "max_tokens": 4, "temperature": 0, "timeline": True}
 
 
 class Up:
     """A running `baton up`, or a command that runs it, and its output."""
 
-    def __init__(self, *argv: str, **environ: str) -> None:
+    def __init__(self, *argv: str, cwd: Path = ROOT, **environ: str) -> None:
+        self.cwd = cwd
         self.shared_memory_before = shared_memory()
         self._process = subprocess.Popen(
             with_parent_death_signal(argv),  # ends even if pytest is killed
-            cwd=ROOT,
+            cwd=cwd,
             env={**os.environ, **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -75,7 +79,7 @@ class Up:
 
     def answer(self) -> Any:
         """Return the response of a completion request, which is repeated until it succeeds."""
-        end_s = time.monotonic() + 60
+        end_s = time.monotonic() + START_S
         last = ""
         while time.monotonic() < end_s:
             try:
@@ -98,7 +102,7 @@ class Up:
     def exit_code(self, limit_s: float = END_S) -> int:
         """Wait until the process ends by itself, and return its exit code."""
         code = self._process.wait(limit_s)
-        self._reading.join(5.0)
+        self._reading.join(30.0)
         return code
 
     def close(self) -> None:
@@ -120,7 +124,15 @@ class Up:
 
 @contextmanager
 def up(log_dir: Path, *flags: str, **environ: str) -> Iterator[Up]:
-    running = Up(sys.executable, "-m", "baton.cli", "up", *FLAGS, "--log-dir", str(log_dir), *flags, **environ)
+    """Run `baton up` as its script does (`-P`), in a directory with modules that must not be imported."""
+    cwd = log_dir / "cwd"
+    cwd.mkdir(parents=True)
+    for name in ("click", "psutil", "redis", "structlog"):
+        (cwd / f"{name}.py").write_text("open('imported', 'w').close()\nraise ImportError")
+    # Reserved ports, which a gateway that is restarted finds free.
+    ports = [word for flag in ("--http-port", "--grpc-port") for word in (flag, str(free_port("127.0.0.1")))]
+    command = (sys.executable, "-P", "-m", "baton.cli", "up", *FLAGS, *ports, "--log-dir", str(log_dir))
+    running = Up(*command, *flags, cwd=cwd, **environ)
     try:
         yield running
     finally:
@@ -138,7 +150,7 @@ def test_make_run_describes_its_first_answer_and_leaves_nothing(tmp_path: Path) 
     flags = " ".join([*FLAGS, "--log-dir", str(tmp_path / "logs")])
     running = Up(shutil.which("make") or "make", "--no-print-directory", "run", "RUN_ONCE=1", f"ARGS={flags}")
     try:
-        running.until("^link ")
+        running.until("^worker w1 ")
         left = running.leftovers()
         code = running.exit_code(limit_s=START_S)
     finally:
@@ -158,10 +170,15 @@ def test_ready_is_printed_after_the_warm_up_request(serving: tuple[Up, Leftovers
     """Must run first on the shared cluster: the only request so far is the warm-up."""
     running, _ = serving
     counted = re.findall(
-        r"^baton_requests_total\{(.*)\} (\S+)$", httpx.get(f"{running.url}/metrics").text, re.MULTILINE
+        r"^baton_requests_total\{(.*)\} (\S+)$", httpx.get(f"{running.url}/metrics", timeout=60).text, re.MULTILINE
     )
     answered = [float(value) for labels, value in counted if "completions" in labels and 'code="200"' in labels]
     assert answered == [1.0], counted
+
+
+def test_current_directory_is_not_imported_from(serving: tuple[Up, Leftovers]) -> None:
+    """Neither by services nor by Ray's workers: it may be /tmp, with modules of another user."""
+    assert not (serving[0].cwd / "imported").exists()
 
 
 def test_dead_worker_is_restarted(serving: tuple[Up, Leftovers]) -> None:
@@ -260,7 +277,7 @@ def test_ctrl_c_ends_a_hanging_download(tmp_path: Path) -> None:
             began_s = time.monotonic()
             running.press_ctrl_c()
             assert running.exit_code() == 0, running.printed
-            assert time.monotonic() - began_s < 5.0
+            assert time.monotonic() - began_s < HUB_GIVES_UP_S
             left.assert_gone()
             asked.close()
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import ssl
 import sys
 import tempfile
 from collections import Counter
@@ -34,12 +35,13 @@ TIMES = {"heartbeat_s": 0.5, "detection_s": 10.0, "scheduler_wait_s": 20.0, "dra
 class GatewayProcess:
     """A gateway process: its ports, its health, and one valid request through each port."""
 
-    def __init__(self, child: Child, url: str, grpc_port: int, directory: Path) -> None:
+    def __init__(self, child: Child, url: str, grpc_port: int, directory: Path, ca: Path | None) -> None:
         self.url = url
         self.http_port = int(url.rsplit(":", 1)[1])
         self.grpc_port = grpc_port
-        self.http = httpx.AsyncClient(base_url=url, timeout=20)
-        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}", channel_options(1.0, 2**30))
+        trusted = ssl.create_default_context(cafile=ca)
+        self.http = httpx.AsyncClient(base_url=url, timeout=20, verify=trusted)
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}", channel_options(30.0, 2**30))
         self._request_lock = asyncio.Lock()
         self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._child = child
@@ -123,12 +125,14 @@ async def gateway_process(
     *,
     stub: str = "tests.integration.gateway.stub_cluster",
     command: Callable[[Path], list[str]] = lambda config: baton_command("gateway", config),
+    ca: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[GatewayProcess]:
     """Start a gateway and wait until it is ready. It must exit with 0 after SIGTERM.
 
     stub: module that serves the stub workers.
     command: returns the command line of the gateway for its configuration file.
+    ca: file of the authority of its certificate, if it has one. Only `http` of the result then works.
     """
     with tempfile.TemporaryDirectory(prefix="baton-t-", dir="/tmp", ignore_cleanup_errors=True) as name:
         directory = Path(name)
@@ -146,8 +150,8 @@ async def gateway_process(
             }
             (directory / "gateway.yaml").write_text(yaml.safe_dump(config))
             gateway = _child("gateway", command(directory / "gateway.yaml"), directory)
-            process = GatewayProcess(gateway, await gateway.start(), config["grpc_port"], directory)
-            async with asyncio.timeout(30):
+            process = GatewayProcess(gateway, await gateway.start(), config["grpc_port"], directory, ca)
+            async with asyncio.timeout(60):
                 while (await process.http.get("/ready")).status_code != 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             yield process
@@ -155,8 +159,8 @@ async def gateway_process(
             if process is not None:
                 await process.aclose()
             if gateway is not None:
-                await gateway.stop(grace_s=10)
-            await cluster.stop(grace_s=5)
+                await gateway.stop(grace_s=60)
+            await cluster.stop(grace_s=10)
         assert gateway.exit_code == 0, (directory / "gateway.out").read_text()
 
 

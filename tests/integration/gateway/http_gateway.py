@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 
 from baton.core.client_api import ProcessInfo
+from baton.core.request_limits import MIN_READ_RATE
 from baton.gateway.auth.api_keys import KeyRing
 from baton.gateway.grpc.inference_service import AdminService
-from baton.gateway.http.http_app import MIN_READ_RATE, HttpApp
+from baton.gateway.http.http_app import HttpApp
 from baton.gateway.http.http_server import HttpServer
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.network.addresses import listen
@@ -21,7 +22,7 @@ from baton.runtime.network.tls_files import CertificatePair
 from baton.runtime.observability.metrics import expose
 from baton.runtime.process.byte_budget import Account
 from baton.runtime.process.shared_account import SharedAccount
-from tests.unit.gateway.fakes import Cluster, cluster
+from tests.unit.gateway.fakes import LONG_LIMITS, Cluster, cluster
 
 JSON = {"content-type": "application/json"}
 
@@ -45,12 +46,16 @@ class HttpGateway:
             return await self.client.post(path, json=body, headers=headers)
         return await self.client.post(path, content=content, headers=JSON if headers is None else headers)
 
-    async def connect(self) -> "RawConnection":
-        """Connect with a small receive buffer, so that unread bytes soon block the sender."""
+    async def connect(self, first: bytes = b"") -> "RawConnection":
+        """Connect with a small receive buffer, so that unread bytes soon block the sender.
+
+        first: few bytes that the server, which runs in this loop, finds when it accepts the connection.
+        """
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", self.port))
+        sock.sendall(first)
         sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
         reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
         return RawConnection(reader=reader, writer=writer)
 
@@ -114,8 +119,8 @@ async def stream_events(gateway: HttpGateway, path: str, body: dict[str, Any]) -
 async def http_gateway(
     *workers: tuple[str, str],
     tokenizer: Tokenizer | None = None,
-    receive_deadline_s: float = 5.0,
-    unread_s: float = 5.0,
+    receive_deadline_s: float = 30.0,
+    unread_s: float = 30.0,
     ended_unread_s: float | None = None,
     min_read_rate: int = MIN_READ_RATE,
     max_body_bytes: int = 8 * 2**20,
@@ -124,7 +129,7 @@ async def http_gateway(
     max_connections: int = 4096,
     **limits: Any,
 ) -> AsyncIterator[HttpGateway]:
-    async with cluster(*workers, tokenizer=tokenizer, keys=keys, **limits) as c:
+    async with cluster(*workers, tokenizer=tokenizer, keys=keys, **LONG_LIMITS | limits) as c:
         sock = listen("127.0.0.1", 0, flag="--http-port")
         app = HttpApp(
             c.gateway,

@@ -14,11 +14,12 @@ from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.loading.model_source import DEMO_DIR
 from baton.rpc.grpc_server import GrpcServer
 from baton.runtime.network.in_process_network import InProcessNetwork
-from tests.times import TEST_TIMES
 from tests.unit.gateway.fakes import StubScheduler, StubWorker, token_at
 
 MAX_MODEL_LEN = 128
 MAX_NUM_SEQS = 16
+HEARTBEAT_S = 5.0
+"""Long enough that no stream breaks on a busy machine."""
 
 
 async def serve_stubs(
@@ -30,7 +31,7 @@ async def serve_stubs(
     tokens_a_step: int = MAX_MODEL_LEN,
     token_at: Callable[[Sequence[int], int, int], int] = token_at,
     block_size_tokens: int = 4,
-    heartbeat_s: float = TEST_TIMES["heartbeat_s"],
+    heartbeat_s: float = HEARTBEAT_S,
 ) -> None:
     """Serve until cancelled, and print the address."""
     unused_network = InProcessNetwork()

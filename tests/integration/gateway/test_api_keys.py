@@ -11,13 +11,14 @@ from baton.core.client_api import ProcessInfo
 from baton.core.errors import Code, Reason, Refused
 from baton.gateway.auth.api_keys import KeyRing, key_digest, parse_keys
 from baton.gateway.grpc.inference_service import AdminService, InferenceService
+from baton.gateway.input.client_call import Identity
 from baton.rpc.admin_rpc import AdminClient
 from baton.rpc.channel import channel_options, open_channel
 from baton.rpc.grpc_server import GrpcServer
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests import grpc_methods
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, request_bytes
-from tests.unit.gateway.fakes import cluster, until
+from tests.unit.gateway.fakes import LONG_LIMITS, cluster, until
 
 PD = (("p0", "prefill"), ("d0", "decode"))
 ALICE, ADMIN, EVE = "key-of-alice", "key-of-an-admin", "key-of-eve"
@@ -32,13 +33,23 @@ KEY_ROUTES += (("POST", "/tokenize"), ("POST", "/detokenize"))
 ADMIN_ROUTES = (("GET", "/metrics"), ("GET", "/debug/decisions/last"))
 
 
+class TimelessKeyRing(KeyRing):
+    """Keys whose request rates see no time pass, however long a test takes."""
+
+    def admit(self, identity: Identity, now_s: float) -> None:
+        super().admit(identity, 0.0)
+
+    def charge(self, identity: Identity, num_requests: int, now_s: float) -> None:
+        super().charge(identity, num_requests, 0.0)
+
+
 def key_ring(**limits: int) -> KeyRing:
     entries = [
         {"name": "alice", "tenant": "search", "sha256": key_digest(ALICE).hex(), **limits},
         {"name": "admin", "tenant": "operators", "sha256": key_digest(ADMIN).hex(), "admin": True},
         {"name": "eve", "tenant": "ads", "sha256": key_digest(EVE).hex()},
     ]
-    return KeyRing(parse_keys({"salt": "ab" * 16, "keys": entries}))
+    return TimelessKeyRing(parse_keys({"salt": "ab" * 16, "keys": entries}))
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -197,8 +208,8 @@ async def test_only_admin_keys_see_links_in_readiness(gateway: HttpGateway) -> N
 
 @asynccontextmanager
 async def grpc_gateway() -> AsyncIterator[str]:
-    async with cluster(*PD, keys=key_ring()) as c:
-        server = GrpcServer(heartbeat_s=1.0, max_message_bytes=2**20)
+    async with cluster(*PD, keys=key_ring(), **LONG_LIMITS) as c:
+        server = GrpcServer(heartbeat_s=60.0, max_message_bytes=2**20)
         server.add_inference(InferenceService(c.gateway))
         server.add_admin(AdminService(c.gateway, ProcessInfo(process_id="gateway-0")))
         server.follow(c.gateway.health)
@@ -211,10 +222,10 @@ async def grpc_gateway() -> AsyncIterator[str]:
 
 @pytest.mark.fault("F-45")
 async def test_every_grpc_method_requires_a_key() -> None:
-    """The gRPC health and reflection services need no key, because probes use them."""
+    """The gRPC health service needs no key, because probes use it."""
     public = [method for method in grpc_methods.all_methods() if method.service.startswith("baton.v1.")]
     assert len(public) >= 7
-    async with grpc_gateway() as address, open_channel(address, channel_options(5.0)) as channel:
+    async with grpc_gateway() as address, open_channel(address, channel_options(60.0)) as channel:
         for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", f"Basic {ALICE}"),)):
             for method in public:
                 call = channel.unary_stream(method.path)(
@@ -226,7 +237,7 @@ async def test_every_grpc_method_requires_a_key() -> None:
 
 async def test_grpc_methods_accept_keys_and_require_an_admin_key_for_admin() -> None:
     async with grpc_gateway() as address:
-        channel = open_channel(address, channel_options(5.0))
+        channel = open_channel(address, channel_options(60.0))
         stub = inference_pb2_grpc.InferenceStub(channel)
         for metadata, expected in (((), "UNAUTHENTICATED"), ((("authorization", f"Bearer {ALICE}"),), "OK")):
             call = stub.Generate(

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import socket
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
+from baton.gateway.http import id_json
 from baton.runtime.process.byte_budget import Account
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, request_bytes
 from tests.unit.gateway.fakes import until
@@ -45,6 +47,7 @@ async def make_fast(gateway: HttpGateway) -> None:
 )
 async def test_client_that_reads_at_once_gets_the_whole_stream(body: dict[str, object]) -> None:
     async with http_gateway(*PD, stream_buffer_bytes=4096) as gateway:
+        gateway.cluster.gateway.unread.grace_s = 60.0  # client and gateway share a loop, which may be slow
         await make_fast(gateway)
         for _ in range(3):
             assert (await events_of(gateway, {**body, "stream": True}))[-1] == "[DONE]"
@@ -59,10 +62,13 @@ async def test_connection_of_a_client_that_never_reads_its_response_is_closed(nu
         raw = await gateway.connect()
         body = {"prompt": "x", "max_tokens": num_tokens, "return_token_ids": True, "n": 8}
         await raw.send(request_bytes(COMPLETIONS, json.dumps(body).encode()))
-        await until(lambda: gateway.server.connections and not gateway.cluster.gateway.num_open, timeout_s=20)
         if num_tokens > 1000:
-            await until(lambda: not gateway.server.connections, timeout_s=10)
-            await until(lambda: not is_established(raw.writer), timeout_s=5)
+            await until(lambda: gateway.cluster.gateway.num_open, timeout_s=30)
+            await until(lambda: not gateway.cluster.gateway.num_open, timeout_s=60)
+            await until(lambda: not gateway.server.connections, timeout_s=30)
+            await until(lambda: not is_established(raw.writer), timeout_s=30)
+        else:
+            await until(lambda: gateway.cluster.scheduler.actuals, timeout_s=30)
         await raw.close()
 
 
@@ -82,12 +88,67 @@ async def test_client_that_reads_slowly_loses_its_ended_response(stream: bool) -
         raw = await gateway.connect()
         body = {"prompt": "x", "max_tokens": 200_000, "return_token_ids": True, "n": 8, "stream": stream}
         await raw.send(request_bytes(COMPLETIONS, json.dumps(body).encode()))
-        await until(lambda: gateway.cluster.gateway.num_open, timeout_s=20)
-        await until(lambda: not gateway.cluster.gateway.num_open, timeout_s=20)
-        async with asyncio.timeout(10):
+        await until(lambda: gateway.cluster.gateway.num_open, timeout_s=30)
+        await until(lambda: not gateway.cluster.gateway.num_open, timeout_s=60)
+        async with asyncio.timeout(30):
             while gateway.server.connections:
                 await raw.reader.read(4096)
                 await asyncio.sleep(0.02)
         budget = gateway.cluster.gateway.budget
         await until(lambda: budget.used(Account.REQUESTS) == budget.used(Account.UNSENT) == 0)
         await raw.close()
+
+
+async def test_client_that_reads_a_long_conversion_slowly_loses_it() -> None:
+    limits = {"unread_s": 60.0, "ended_unread_s": 0.5, "min_read_rate": 10**7}
+    async with http_gateway(*PD, **limits) as gateway:
+        budget = gateway.cluster.gateway.budget
+        raw = await gateway.connect()
+        await raw.send(request_bytes("/tokenize", json.dumps({"prompt": "x" * 10**6}).encode()))
+        await until(lambda: budget.used(Account.UNSENT), timeout_s=20)
+        async with asyncio.timeout(30):
+            while gateway.server.connections:
+                await raw.reader.read(512)
+                await asyncio.sleep(0.02)
+        await until(lambda: budget.used(Account.UNSENT) == 0)
+        await raw.close()
+
+
+async def test_conversion_that_is_not_read_is_cut_off_when_others_need_its_memory() -> None:
+    limit = 30 * 10**6
+    async with http_gateway(*PD, unread_s=60.0, memory_limits={Account.UNSENT: limit}) as gateway:
+        service = gateway.cluster.gateway
+        raw = await gateway.connect()
+        await raw.send(request_bytes("/tokenize", json.dumps({"prompt": "x" * 10**6}).encode()))
+        await until(lambda: 0 < service.budget.used(Account.UNSENT) < 10**7, timeout_s=20)  # it is formatted
+        sizes = [service.budget.used(Account.UNSENT) - 1] * 20
+        with ExitStack() as stack:
+            for size in sizes[: limit // sizes[0]]:
+                stack.enter_context(service.unsent_answer(size, lambda _: None))
+            await until(lambda: not gateway.server.connections)
+        await raw.close()
+
+
+async def test_conversion_without_memory_is_refused() -> None:
+    async with http_gateway(*PD, memory_limits={Account.UNSENT: 1000}) as gateway:
+        for path, body in (("/tokenize", {"prompt": "x" * 1000}), ("/detokenize", {"tokens": [97] * 1000})):
+            response = await gateway.post(path, body)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "memory_budget")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompt_ids_of_a_refused_call_are_not_formatted(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    formatted: list[object] = []
+
+    async def format_many_ids(*lists: object) -> tuple[str, ...]:
+        formatted.extend(lists)
+        return tuple("[]" for _ in lists)
+
+    monkeypatch.setattr(id_json, "format_many_ids", format_many_ids)
+    body = {"prompt": [97] * 1000, "max_tokens": 1, "return_token_ids": True, "stream": stream}
+    async with http_gateway(*PD, memory_limits={Account.REQUESTS: 60_000}) as gateway:
+        await make_fast(gateway)
+        assert (await gateway.post(COMPLETIONS, body)).status_code == 200
+        assert len(formatted) == 1
+        assert (await gateway.post(COMPLETIONS, {**body, "prompt": [97] * 2500})).status_code == 400
+        assert len(formatted) == 1

@@ -18,9 +18,9 @@ import pytest_asyncio
 from tests.integration.gateway.cost_fuzz.cost_case import CostCase
 from tests.integration.gateway.cost_fuzz.drawn_cases import CaseDrawer
 from tests.integration.gateway.cost_fuzz.extremes import extremes
-from tests.integration.gateway.cost_fuzz.instant_cluster import HEARTBEAT_S
 from tests.integration.gateway.cost_fuzz.measured_batch import GatewayMeter, find_failing
 from tests.integration.gateway.gateway_process import gateway_process
+from tests.integration.gateway.stub_cluster import HEARTBEAT_S
 from tests.scale import sized
 
 pytestmark = [
@@ -84,20 +84,17 @@ async def test_batch_of_random_requests_costs_little(meter: GatewayMeter, drawer
     cases = await asyncio.to_thread(drawer.cases, batch)
     assert len(cases) == BATCH
     light = [case for case in cases if not case.is_heavy]
-    num_answers = 0
     statuses: Counter[int] = Counter()
     problems: list[str] = []
     for together in (light, *([case] for case in cases if case.is_heavy)):
         cost = await meter.measure(together)
         problems += await find_failing(meter, together, cost)
-        num_answers += len(cost.answers)
         statuses.update(
             answer.status
             for case, answer in zip(together, cost.answers, strict=True)
             if case.is_legal and not case.may_time_out
         )
     assert not problems, f"seed {batch}:\n" + "\n".join(problems)
-    assert num_answers == BATCH
     assert statuses[200] > MIN_SERVED * statuses.total(), statuses
 
 

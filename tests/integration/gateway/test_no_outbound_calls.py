@@ -134,7 +134,8 @@ async def send_all_requests(gateway: GatewayProcess, address: str) -> None:
     for path in (f"/v1/models/{url}", f"/debug/decisions/{address}", f"/{url}"):
         assert (await gateway.http.get(path)).status_code in (400, 404)
     for line in (f"CONNECT {address} HTTP/1.1", f"GET {url} HTTP/1.1"):
-        response = await exchange(gateway.http_port, [f"{line}\r\nhost: {address}\r\n\r\n".encode()])
+        request = f"{line}\r\nhost: {address}\r\n\r\n".encode()
+        response = await exchange(gateway.http_port, [request], until=b"\r\n\r\n", listen_s=60.0, quiet_s=60.0)
         assert response.data.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 ")), response.data
     await gateway.check()
 

@@ -12,6 +12,7 @@ from loadgen.plan.plan import Plan, PlannedRequest
 from loadgen.send.target import Target
 from tests.cluster import process_cluster
 from tests.integration.loadgen.rig import Measured, measure
+from tests.times import LONG_TIMES
 from tests.unit.loadgen.plans import plan, request
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -40,7 +41,7 @@ def one_after_the_other() -> Plan:
 
 async def through(protocol: str) -> tuple[Measured, Measured]:
     """Run the plan twice on a fresh cluster."""
-    settings = {"device": "emulated", "emulated_costs": "step=2ms,prefill_token=20us"}
+    settings = {"device": "emulated", "emulated_costs": "step=2ms,prefill_token=20us", **LONG_TIMES}
     async with process_cluster(prefill=1, decode=1, transfer="nixl", **settings) as cluster:
         url = cluster.url if protocol == "http" else cluster.grpc_address
         target = Target(urls=(url,), model=Path(cluster.settings["model"]).name, dialect="baton", protocol=protocol)

@@ -252,6 +252,30 @@ async def test_one_ca_file_works_for_http_and_grpc(
     assert facts["workers"] == by_http["workers"] == 2
 
 
+async def test_cluster_of_this_user_is_trusted_by_the_authority_of_its_run_file(
+    trusted_authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "")  # restored at the end
+    monkeypatch.delenv("SSL_CERT_FILE")
+    monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "run"))
+    async with gateway_targets(tls=front(trusted_authority)) as (_, http, grpc):
+        url, gateway = http.urls[0], grpc.urls[0].removeprefix("https://")
+        identity = process_identity(os.getpid())
+        running = RunningCluster(
+            pid=os.getpid(),
+            identity=identity,
+            started_s=1.0,
+            cluster="c",
+            model="demo",
+            url=url,
+            gateway=gateway,
+            ca=str(trusted_authority.file),
+        )
+        write_run_file(running, [tmp_path / "run"])
+        assert (await asyncio.to_thread(server_facts_of, "--url", url))["workers"] == 2
+        assert await asyncio.to_thread(target_urls_of, "--url", url, "--protocol", "grpc") == (f"https://{gateway}",)
+
+
 async def test_grpc_ca_variable_takes_precedence(
     trusted_authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +303,7 @@ async def test_untrusted_certificate_is_reported_as_such(
         with pytest.raises(UntrustedCertificate, match=words):
             await asyncio.to_thread(discover_grpc, grpc.urls[0], {})
         with pytest.raises(UntrustedCertificate, match=words):
-            await GrpcClient(GrpcSettings(targets=grpc.urls, model="demo", open_timeout_s=1.0)).open()
+            await GrpcClient(GrpcSettings(targets=grpc.urls, model="demo", open_timeout_s=3.0)).open()
         with pytest.raises(
             UntrustedCertificate,
             match=f"{http.urls[0]} is not trusted .*name a file of its authorities in SSL_CERT_FILE, or accept",

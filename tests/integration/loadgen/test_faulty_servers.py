@@ -15,10 +15,13 @@ from loadgen.send.http.http_connection import ConnectionLimits
 from loadgen.send.selftest.scripted_server import Script, ScriptedEnd, ScriptedServer, ServedRequest
 from loadgen.send.target import Target, new_client
 from loadgen.slo_target import SloTarget
+from tests.free_port import free_port
 from tests.integration.loadgen.rig import measure
 from tests.unit.gateway.fakes import until
 from tests.unit.loadgen.plans import plan, request
 
+SILENT_S = 3.0
+"""Timeout of the request that the server does not end."""
 REFUSAL = b'{"error": {"message": "too long a queue", "type": "rate_limit_error", "code": "ttft_slo"}}'
 
 
@@ -47,7 +50,7 @@ def target(server: ScriptedServer) -> Target:
         (
             Script(num_tokens=3, ending=ScriptedEnd.SILENCE),
             RequestOutcome.TIMED_OUT,
-            "no complete response within 1.5 s",
+            f"no complete response within {SILENT_S:g} s",
             3,
         ),
         (Script(ending=ScriptedEnd.NOTHING), RequestOutcome.FAILED, "closed by the server before a response", 0),
@@ -89,7 +92,8 @@ async def test_each_kind_of_failure_has_its_outcome(
 ) -> None:
     planned = plan(request(0, (0, 8), output=5), slos={"default": SloTarget(ttft_s=0.5 if script.ttft_s else 10.0)})
     async with ScriptedServer(script) as server:
-        run = await measure(planned, target(server), timeout_s=1.5)
+        timeout_s = SILENT_S if script.ending is ScriptedEnd.SILENCE else 20.0
+        run = await measure(planned, target(server), timeout_s=timeout_s)
     (record,) = run.records
     assert (run.outcomes, error in record.error, bool(record.error)) == ([outcome], True, bool(error)), record.error
     if num_tokens is not None:
@@ -101,7 +105,13 @@ async def test_each_kind_of_failure_has_its_outcome(
 
 
 async def test_responses_before_a_server_crash_are_kept() -> None:
-    planned = plan(*(request(index, (index, 8), at_s=index * 0.02 + (index > 7), output=3) for index in range(30)))
+    """Of 30 requests, 8 begin long before the crash, and 10 long after it."""
+    planned = plan(
+        *(
+            request(index, (index, 8), at_s=index * 0.02 + (index > 7) + 2 * (index > 19), output=3)
+            for index in range(30)
+        )
+    )
     tenth = asyncio.Event()
 
     def script(served: ServedRequest) -> Script:
@@ -113,6 +123,9 @@ async def test_responses_before_a_server_crash_are_kept() -> None:
         async with ScriptedServer(script) as server:
             there.set_result(target(server))
             await tenth.wait()
+            await until(lambda: all(len(served.sent_s) == 3 for served in server.served[:8]))
+            for _ in range(2):  # in which the client reads them
+                await asyncio.sleep(0.02)
         return target(server)
 
     there: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
@@ -130,9 +143,9 @@ async def test_timeout_and_cancel_close_the_connection() -> None:
     planned = plan(
         request(0, (0, 8), at_s=0.0, output=5), request(1, (1, 8), at_s=0.0, output=100, cancel_after_tokens=2)
     )
-    scripts = {0: Script(ttft_s=30.0), 1: Script(gaps_s=(0.01,))}
-    async with ScriptedServer(lambda served: scripts[served.number]) as server:
-        run = await measure(planned, target(server), timeout_s=0.3)
+    scripts = {5: Script(ttft_s=30.0), 100: Script(gaps_s=(0.01,))}
+    async with ScriptedServer(lambda served: scripts[served.body["max_tokens"]]) as server:
+        run = await measure(planned, target(server), timeout_s=2.0)
         await until(lambda: all(served.disconnected_s is not None for served in server.served))
     assert run.outcomes == [RequestOutcome.TIMED_OUT, RequestOutcome.CANCELLED]
     assert len(run.records[1].arrivals) == 2
@@ -140,7 +153,7 @@ async def test_timeout_and_cancel_close_the_connection() -> None:
 
 async def test_requests_above_the_connection_limit_are_not_sent() -> None:
     planned = plan(*(request(index, (index, 8), at_s=0.0, output=2) for index in range(10)))
-    async with ScriptedServer(Script(ttft_s=0.3)) as server:
+    async with ScriptedServer(Script(ttft_s=1.0)) as server:
         run = await measure(planned, target(server), client=new_client(target(server), max_connections=4))
     sent = [record for record in run.records if record.sent_s is not None]
     others = [record for record in run.records if record.sent_s is None]
@@ -168,8 +181,7 @@ async def test_request_on_a_stale_connection_is_sent_again() -> None:
 
 
 async def test_unreachable_server_raises() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     with pytest.raises(Unreachable, match="Connection refused"):
         await new_client(Target(urls=(url,), model="m")).open()
     with pytest.raises(Unreachable, match="name cannot be resolved"):

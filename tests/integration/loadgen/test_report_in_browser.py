@@ -5,7 +5,6 @@ Skipped without Chromium.
 """
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,11 @@ from typing import Any
 import pytest
 
 from loadgen.report.write import views_of, write_report
+from tests.browser import BROWSER, FLAGS
 from tests.loadgen_synthetic import warm, write_result
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))),
-    None,
-)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="browser: no Chromium on the PATH")
 LONG = "label_without_spaces_" * 6
 PROBE = Path(__file__).with_name("report_probe.js")
@@ -28,17 +24,10 @@ PROBE = Path(__file__).with_name("report_probe.js")
 
 def loaded(path: Path, profile: Path, width: int = 1280, *, is_dark: bool = False) -> tuple[str, list[str]]:
     """Return the page's DOM after its scripts have run, and its console messages."""
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--disable-background-networking",
-        f"--blink-settings=preferredColorScheme={0 if is_dark else 1}",
-    ]
+    flags = [*FLAGS, f"--blink-settings=preferredColorScheme={0 if is_dark else 1}"]
     flags += [f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", f"--window-size={width},2000"]
     command = [str(BROWSER), *flags, "--dump-dom", path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     return done.stdout, re.findall(r"CONSOLE.*", done.stderr)
 
 

@@ -19,11 +19,12 @@ from loadgen.send.selftest.scripted_server import Script, ScriptedServer, Served
 from loadgen.send.selftest.selftest import event_errors_s
 from loadgen.send.target import Target
 from loadgen.slo_target import SloTarget
-from tests.integration.loadgen.rig import measure
+from tests.integration.loadgen.rig import Measured, measure
 from tests.unit.loadgen.plans import plan, request
 
-SLACK_S = 1.0
+SLACK_S = 5.0
 """What a busy machine may add."""
+STALL, LATE_S, MAX_TRIALS = (0.3, 2.3), 1.05, 5
 EXACT_S = 1e-9
 
 
@@ -83,26 +84,37 @@ def check_by_hand(record: Record, sent_s: float) -> None:
 
 
 async def test_stall_shows_in_every_request_due_during_it() -> None:
-    """One stall of 2 s. Requests are still sent at their times; those during the stall wait for its end."""
-    stall = (0.3, 2.3)
+    """One stall of 2 s. Requests are still sent at their times; those during the stall wait for its end.
+
+    It is repeated if the machine itself stalls, which a loadgen that waits for responses does each time.
+    """
+    for _ in range(MAX_TRIALS):
+        run, end = await measured_stall()
+        lags = [record.sent_s - record.intended_s for record in run.records if record.sent_s is not None]
+        ttfts = [request_metrics.ttft_s(record) for record in run.records]
+        waits = [max(0.0, end - record.intended_s) for record in run.records]
+        late = [ttft - wait for ttft, wait in zip(ttfts, waits, strict=True) if ttft is not None]
+        assert len(lags) == len(late) == len(run.records)
+        begin = end - STALL[1] + STALL[0]
+        for record, since_end in zip(run.records, late, strict=True):
+            assert since_end >= -EXACT_S or not begin <= record.intended_s < end - 0.02
+        if max(lags) < 1.0 and max(late) < 1.0:
+            break
+    else:
+        pytest.fail(f"sent {max(lags):.2f} s late, answered {max(late):.2f} s after the stall")
+    assert 6 <= run.outcomes.count(RequestOutcome.LATE) <= 20
+
+
+async def measured_stall() -> tuple[Measured, float]:
+    """Return a run with 26 requests, and when the server's stall ended, relative to the run's start."""
     planned = plan(
         *(request(index, (index, 8), at_s=index * 0.1, output=2) for index in range(26)),
-        slos={"default": SloTarget(ttft_s=SLACK_S + 0.05)},
+        slos={"default": SloTarget(ttft_s=LATE_S)},
     )
-    async with ScriptedServer(Script(ttft_s=0.01, gaps_s=(0.01,)), stalls=[stall]) as server:
+    async with ScriptedServer(Script(ttft_s=0.01, gaps_s=(0.01,)), stalls=[STALL]) as server:
         run = await measure(planned, target(server))
-    first_s = server.first_s
-    assert first_s is not None
-    begin, end = (first_s + edge - run.started_s for edge in stall)
-    for record in run.records:
-        assert record.sent_s is not None
-        assert record.sent_s - record.intended_s < SLACK_S
-        ttft = request_metrics.ttft_s(record)
-        assert ttft is not None
-        if begin <= record.intended_s < end - 0.02:
-            assert ttft >= end - record.intended_s
-        assert ttft < max(0.0, end - record.intended_s) + SLACK_S
-    assert 6 <= run.outcomes.count(RequestOutcome.LATE) <= 20
+    assert server.first_s is not None
+    return run, server.first_s + STALL[1] - run.started_s
 
 
 async def test_outcomes_sum_to_offered_for_a_mixed_plan() -> None:
@@ -213,7 +225,7 @@ async def test_long_prompt_counts_as_sent_at_its_last_byte() -> None:
     """The prompt exceeds any socket buffer, so its rest is written as the server reads."""
     planned = plan(request(0, (0, 1_500_000), output=2))
     async with ScriptedServer(Script()) as server:
-        run = await measure(planned, target(server))
+        run = await measure(planned, target(server), timeout_s=50.0)
     (record,) = run.records
     assert run.outcomes == [RequestOutcome.GOOD]
     assert record.sent_s is not None

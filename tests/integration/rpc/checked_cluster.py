@@ -49,10 +49,10 @@ class CheckedCluster:
             )
             for name in NAMES
         }
-        self.network = GrpcNetwork(heartbeat_s=1.0)
-        self.http = httpx.AsyncClient(base_url=cluster.url, timeout=30)
+        self.network = GrpcNetwork(heartbeat_s=30.0, dial_s=60.0, call_s=60.0)
+        self.http = httpx.AsyncClient(base_url=cluster.url, timeout=60)
         self.channels = {
-            name: grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options(1.0, 2**30))
+            name: grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options(30.0, 2**30))
             for name, port in self.ports.items()
         }
         self.processes = {name: psutil.Process(cluster.pid(name)) for name in NAMES}

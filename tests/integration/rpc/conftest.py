@@ -16,7 +16,7 @@ async def cluster() -> AsyncIterator[CheckedCluster]:
         decode=0,
         hybrid=1,
         admin_port=0,
-        heartbeat_s=0.5,
+        heartbeat_s=2.0,
         detection_s=10.0,
         scheduler_wait_s=30.0,
         step_limit_s=60.0,
@@ -24,7 +24,7 @@ async def cluster() -> AsyncIterator[CheckedCluster]:
         checked = CheckedCluster(processes, (await processes.status()).workers[0].worker)
         await checked.start()
         yield checked
-        await processes.until(lambda status: not status.workers[0].links, 20, "links to unreachable owners are dropped")
+        await processes.until(lambda status: not status.workers[0].links, 60, "links to unreachable owners are dropped")
         await checked.check()
         await checked.aclose()
         await processes.check_clean()

@@ -22,8 +22,9 @@ from tests.netns import tool
 pytestmark = pytest.mark.integration
 
 NETWORK_REASON = faulty_network_unavailable_reason()
-HEARTBEAT_S = 0.2
-DETECTION_LIMIT_S = 10.0
+HEARTBEAT_S = 1.0
+"""Long enough that a busy machine breaks no stream."""
+DETECTION_LIMIT_S = 30.0
 """Limit for noticing a lost process. An idle machine needs two heartbeats and 0.5 s, a busy one longer."""
 
 SERVER = f"""
@@ -41,7 +42,7 @@ async def main():
     )
     server.add_scheduler(StubScheduler(()))
     print(await server.start(sys.argv[1], 0), flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(300)
 
 asyncio.run(main())
 """
@@ -52,12 +53,12 @@ from baton.core.messages.jobs import Ack
 from baton.rpc.grpc_network import GrpcNetwork
 
 async def main():
-    network = GrpcNetwork(heartbeat_s={HEARTBEAT_S})
+    network = GrpcNetwork(heartbeat_s={HEARTBEAT_S}, dial_s=60.0)
     session = await network.open_session(sys.argv[1])
     session.send(Ack(seq=1))
     await session.receive()
     print("connected", flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(300)
 
 asyncio.run(main())
 """
@@ -88,9 +89,18 @@ def read_line(child: "subprocess.Popen[str]") -> str:
 
 @pytest.fixture
 async def network() -> AsyncIterator[GrpcNetwork]:
-    network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=2.0)
+    network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=60.0, call_s=60.0)
     yield network
     await network.aclose()
+
+
+async def check_cannot_dial(address: str) -> None:
+    network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=1.0)
+    try:
+        with pytest.raises(StreamBroken):
+            await network.open_session(address)
+    finally:
+        await network.aclose()
 
 
 @pytest.mark.fault("F-18")
@@ -112,8 +122,7 @@ async def test_killed_or_stopped_server_breaks_all_client_streams(network: GrpcN
                     await stream.receive()
             with pytest.raises(StreamBroken):
                 await scheduler.explain(None)
-            with pytest.raises(StreamBroken):
-                await network.open_session(address)
+            await check_cannot_dial(address)
 
 
 @pytest.mark.fault("F-18")
@@ -136,8 +145,7 @@ async def test_vanished_host_breaks_all_client_streams(network: GrpcNetwork) -> 
                 for stream in (session, peer):
                     with pytest.raises(StreamBroken):
                         await stream.receive()
-                with pytest.raises(StreamBroken):
-                    await network.open_session(address)
+                await check_cannot_dial(address)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
@@ -157,7 +165,7 @@ async def test_idle_stream_stays_open(network: GrpcNetwork) -> None:
     """The peer accepts keepalive pings at the heartbeat rate."""
     with python_process(SERVER, "127.0.0.1") as server:
         session = await network.open_session(f"127.0.0.1:{read_line(server)}")
-        await asyncio.sleep(8 * HEARTBEAT_S)
+        await asyncio.sleep(3 * HEARTBEAT_S)
         session.send(Ack(seq=1))
         assert await session.receive() == step(Ack(seq=1))
         await session.aclose()

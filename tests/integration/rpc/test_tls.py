@@ -40,6 +40,9 @@ from tests.unit.rpc.client_api_stubs import StubAdmin, StubInference
 pytestmark = pytest.mark.integration
 
 PAST = datetime.now(UTC) - timedelta(days=1)
+HEARTBEAT_S, LIMIT_S = 10.0, 30.0
+"""Long enough for a busy machine. What is refused here is refused at once."""
+MAX_TRIES = 5
 
 
 @pytest.fixture
@@ -56,7 +59,7 @@ def other_authority(tmp_path: Path) -> Authority:
 async def scheduler(
     tls: Tls | None, service: StubScheduler | None = None, handshake_s: float = HANDSHAKE_S
 ) -> AsyncIterator[str]:
-    server = GrpcServer(heartbeat_s=0.2, tls=tls, handshake_s=handshake_s)
+    server = GrpcServer(heartbeat_s=HEARTBEAT_S, tls=tls, handshake_s=handshake_s)
     server.add_scheduler(service or StubScheduler(builders.placement(), report=until_broken))
     try:
         yield f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
@@ -66,7 +69,7 @@ async def scheduler(
 
 @asynccontextmanager
 async def network_of(tls: Tls | None) -> AsyncIterator[GrpcNetwork]:
-    network = GrpcNetwork(heartbeat_s=0.2, dial_s=1.0, call_s=1.0, tls=tls, certificate_check_s=0.0)
+    network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=LIMIT_S, call_s=LIMIT_S, tls=tls, certificate_check_s=0.0)
     try:
         yield network
     finally:
@@ -113,7 +116,7 @@ async def test_certificate_with_another_name_is_refused_before_a_message_is_pars
     service = StubScheduler(builders.placement(), report=until_broken)
     async with (
         scheduler(authority.service(), service) as address,
-        open_channel(address, channel_options(0.2), other) as channel,
+        open_channel(address, channel_options(HEARTBEAT_S), other) as channel,
     ):
         health, ask = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
         garbage = channel.unary_unary(f"/{wire_scheduler.SERVICE}/Place")(b"\xff")
@@ -156,12 +159,16 @@ async def test_invalid_bytes_on_the_port_do_not_affect_other_connections(authori
 
 @pytest.mark.parametrize("first_bytes", [b"", b"\x16\x03\x01\x01\x00\x01"])
 async def test_connection_with_an_unfinished_handshake_is_closed(authority: Authority, first_bytes: bytes) -> None:
-    async with scheduler(authority.service(), handshake_s=0.5) as address, asyncio.timeout(30):
+    client = authority.service("client")
+    async with scheduler(authority.service(), handshake_s=0.5) as address, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(first_bytes)
         assert await reader.read() == b""
         writer.close()
-        assert await is_accepted(address, authority.service("client"))
+        for _ in range(MAX_TRIES):  # on a busy machine a valid handshake may take too long as well
+            if was_accepted := await is_accepted(address, client):
+                break
+        assert was_accepted
 
 
 async def test_server_uses_a_renewed_certificate_for_new_connections(authority: Authority) -> None:
@@ -222,9 +229,9 @@ async def test_open_stream_keeps_its_channel_after_a_renewal(
             assert (await watch.receive()).scheduler_id == f"s{i}"
             if i < 2:
                 authority.service("client")
-        await eventually(lambda: [is_closed(channel) for channel in channels] == [False, True, False])
+        await eventually(lambda: [is_closed(channel) for channel in channels] == [False, True, False], LIMIT_S)
         await watch.aclose()
-        await eventually(lambda: [is_closed(channel) for channel in channels] == [True, True, False])
+        await eventually(lambda: [is_closed(channel) for channel in channels] == [True, True, False], LIMIT_S)
 
 
 async def test_closed_network_closes_all_channels(authority: Authority, channels: list[grpc.aio.Channel]) -> None:
@@ -329,16 +336,16 @@ async def test_grpc_clients_of_the_gateway_need_no_certificate(
 ) -> None:
     """A client may send a certificate. The names in it are not checked."""
     inference, admin = StubInference(), StubAdmin(builders.cluster_status())
-    server = GrpcServer(heartbeat_s=0.2, tls=Tls(pair=authority.pair("front", "localhost", "127.0.0.1")))
+    server = GrpcServer(heartbeat_s=HEARTBEAT_S, tls=Tls(pair=authority.pair("front", "localhost", "127.0.0.1")))
     server.add_inference(inference)
     server.add_admin(admin)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
 
     async def is_answered(tls: Tls | None) -> bool:
-        async with open_channel(address, channel_options(1.0), tls) as channel:
+        async with open_channel(address, channel_options(HEARTBEAT_S), tls) as channel:
             try:
                 assert ModelInfo(model_id="other") in await InferenceClient(channel, address).models()
-                return (await AdminClient(channel, address, call_s=2.0).status()).model == "demo"
+                return (await AdminClient(channel, address, call_s=LIMIT_S).status()).model == "demo"
             except StreamBroken:
                 return False
 
@@ -367,11 +374,11 @@ async def test_http_clients_of_the_gateway_accept_a_renewed_certificate(
         reader_threads.clear()
         reloading = asyncio.create_task(gateway.server.reload_certificate(interval_s=0.02))
         url = f"https://localhost:{gateway.port}/health"
-        async with httpx.AsyncClient(verify=client_context(authority)) as client:
+        async with httpx.AsyncClient(verify=client_context(authority), timeout=LIMIT_S) as client:
             with pytest.raises(httpx.ConnectError, match="expired"):
                 await client.get(url)
             await asyncio.to_thread(authority.pair, "front", "localhost", "127.0.0.1")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while True:
                     try:
                         assert (await client.get(url)).status_code == 200
@@ -382,7 +389,7 @@ async def test_http_clients_of_the_gateway_accept_a_renewed_certificate(
             assert threading.get_ident() not in reader_threads, "files are not read in the event loop's thread"
             await asyncio.to_thread(pair.key.unlink)
             await asyncio.sleep(0.1)
-            async with httpx.AsyncClient(verify=client_context(authority)) as by_address:
+            async with httpx.AsyncClient(verify=client_context(authority), timeout=LIMIT_S) as by_address:
                 response = await by_address.get(url.replace("localhost", "127.0.0.1"))
             assert response.status_code == 200, (
                 "the address is in the certificate; a missing key file keeps the last pair"
@@ -390,10 +397,10 @@ async def test_http_clients_of_the_gateway_accept_a_renewed_certificate(
             body = {"prompt": "hello", "max_tokens": 4, "stream": True}
             answer = await client.post(f"https://localhost:{gateway.port}/v1/completions", json=body)
             assert answer.text.endswith("data: [DONE]\n\n")
-        async with httpx.AsyncClient(verify=client_context(other_authority)) as client:
+        async with httpx.AsyncClient(verify=client_context(other_authority), timeout=LIMIT_S) as client:
             with pytest.raises(httpx.ConnectError, match=r"self-signed|verify"):
                 await client.get(url)
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=LIMIT_S) as client:
             with pytest.raises(httpx.RemoteProtocolError):
                 await client.get(f"http://localhost:{gateway.port}/health")
         reloading.cancel()

@@ -29,7 +29,7 @@ def directory() -> Iterator[Path]:
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
 async def test_server_answers_until_stopped_and_leaves_no_data_files(directory: Path, host: str | None) -> None:
     redis = await PrivateRedis.start(redis_command(directory, host=host))
-    connection = RedisConnection(redis.url)
+    connection = RedisConnection(redis.url, timeout_s=30.0)
     await connection.ping()
     await redis.stop()
     await redis.stop()
@@ -53,7 +53,7 @@ async def test_server_over_tcp_requires_the_password(directory: Path) -> None:
     redis = await PrivateRedis.start(command)
     port = redis.url.rsplit(":", 1)[1].split("/")[0]
     assert await command.wait_until_ready() == f"127.0.0.1:{port}", "the logged address has no password"
-    without_password = RedisConnection(f"redis://127.0.0.1:{port}/0")
+    without_password = RedisConnection(f"redis://127.0.0.1:{port}/0", timeout_s=30.0)
     with pytest.raises(StoreUnavailable, match="uthentication"):
         await without_password.ping()
     assert redis.url.split("@")[0].removeprefix("redis://:") not in " ".join(psutil.Process(redis.pid).cmdline())
@@ -103,7 +103,7 @@ def test_server_exits_when_its_parent_process_is_killed(directory: Path) -> None
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    assert server.wait(timeout=10) is None or not server.is_running()
+    assert server.wait(timeout=60) is None or not server.is_running()
 
 
 def test_error_without_an_installed_server_names_the_package(tmp_path: Path) -> None:

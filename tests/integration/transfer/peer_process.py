@@ -41,8 +41,9 @@ from tests import builders
 from tests.times import TEST_TIMES
 
 BLOCK_TOKENS = builders.BLOCK_SIZE_TOKENS
-TIMES = {name: value * float(os.environ.get("PEER_PATIENCE", "1")) for name, value in TEST_TIMES.items()}
-"""Timeouts; `PEER_PATIENCE` multiplies them for a network that is slow on purpose."""
+TIME_FACTOR = float(os.environ.get("PEER_TIME_FACTOR", "1"))
+TIMES = {name: value * TIME_FACTOR for name, value in TEST_TIMES.items()}
+"""Timeouts; `PEER_TIME_FACTOR` multiplies them where a network is slow on purpose or no timeout is tested."""
 NUM_BLOCKS = int(os.environ.get("PEER_NUM_BLOCKS", "1024"))
 
 
@@ -82,10 +83,11 @@ class Peer:
         self.memory, self.backend = make_backend(kind, self.worker)
         self.table = MemoryGenerationTable(self.memory.generation_table, epoch)
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS, self.table)
-        self.network = GrpcNetwork(heartbeat_s=TIMES["heartbeat_s"])
+        self.network = GrpcNetwork(heartbeat_s=TIMES["heartbeat_s"], dial_s=2.0 * TIME_FACTOR)
         self.server = GrpcServer(heartbeat_s=TIMES["heartbeat_s"])
         self.texts: dict[BlockHash, tuple[str, int]] = {}
         self.reuse_contents: dict[int, tuple[str, int]] = {}
+        self.may_finish = asyncio.Event()
         self.server.add_worker(self)
 
     async def start(self) -> None:
@@ -124,9 +126,19 @@ class Peer:
         raise NotImplementedError
 
     async def do_prefill(
-        self, request: int, text: str, num_tokens: int, reader: dict[str, Any], chunks: int = 1, chunk_s: float = 0.0
+        self,
+        request: int,
+        text: str,
+        num_tokens: int,
+        reader: dict[str, Any],
+        chunks: int = 1,
+        chunk_s: float = 0.0,
+        is_held: bool = False,
     ) -> Any:
-        """Compute a prompt in `chunks` steps. Its transfer keeps the blocks pinned."""
+        """Compute a prompt in `chunks` steps. Its transfer keeps the blocks pinned.
+
+        is_held: the last step ends only after `finish`, so that no pull of the prompt can end before
+        """
         job, num_full = builders.job_id(request), num_tokens // BLOCK_TOKENS
         hashes = hashes_of(text, num_full)
         self.owner.create(job, WorkerRef(**reader))
@@ -140,10 +152,17 @@ class Peer:
                     self.pool.set_hash(block_ids[index], hashes[index])
                     self.texts[hashes[index]] = (text, index)
             await asyncio.sleep(chunk_s)
+            if chunk == chunks and is_held:
+                await self.may_finish.wait()
             if chunk < chunks:
                 self.owner.announce(job, chunk * len(block_ids) // chunks * BLOCK_TOKENS)
         self.owner.announce(job, num_tokens, final=True, first_tokens=[FirstToken(sample_index=0, token_id=request)])
         self.pool.unref(block_ids)
+        return {}
+
+    async def do_finish(self) -> Any:
+        """Let held prompts end."""
+        self.may_finish.set()
         return {}
 
     async def do_pull(self, owner: dict[str, Any], request: int, text: str, num_tokens: int) -> Any:

@@ -4,13 +4,14 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from tests.free_port import free_port
 
 REPO = Path(__file__).parents[3]
 START_S = 90.0
@@ -69,12 +70,6 @@ class PeerHandle:
                 waiting.exception()  # mark it as retrieved: no caller may be waiting
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 class Peers:
     """All processes of one test."""
 
@@ -98,7 +93,7 @@ class Peers:
             kind,
             worker_id,
             str(epoch),
-            str(port or free_port()),
+            str(port or free_port("127.0.0.1")),
         ]
         process = await asyncio.create_subprocess_exec(
             *(["ip", "netns", "exec", netns] if netns else []),

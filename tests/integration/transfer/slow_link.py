@@ -28,9 +28,10 @@ def skip_reason() -> str:
     """Return why a slow link cannot be set up here, or an empty string."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs root, ip and tc"
-    if subprocess.run(["ip", "netns", "add", "baton-try"], capture_output=True, check=False).returncode:
+    name = f"baton-try-{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
         return "network namespaces cannot be created on this machine"
-    _run("ip netns del baton-try")
+    _run(f"ip netns del {name}")
     return ""
 
 

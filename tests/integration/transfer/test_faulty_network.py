@@ -12,7 +12,12 @@ from tests.integration.transfer.faulty_network import (
     faulty_network_unavailable_reason,
 )
 from tests.integration.transfer.peers import PeerHandle, Peers, peers
-from tests.integration.transfer.test_transfer_between_processes import assert_clean, pull_prompt
+from tests.integration.transfer.test_transfer_between_processes import (
+    assert_clean,
+    pull_prompt,
+    pull_until_received,
+    warm,
+)
 from tests.netns import Netns
 from tests.scale import sized
 
@@ -50,9 +55,9 @@ async def test_unreliable_packets_cause_no_error_and_no_wrong_block(network: Fau
     machines = [network.add() for _ in range(2)]
     async with peers() as group:
         owner, reader = await asyncio.gather(
-            *(start(group, m, name, 7, PEER_PATIENCE="10") for m, name in zip(machines, ("p0", "d0"), strict=True))
+            *(start(group, m, name, 7, PEER_TIME_FACTOR="10") for m, name in zip(machines, ("p0", "d0"), strict=True))
         )
-        assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
+        await warm(reader, owner)
         for request in range(sized(2, 20)):
             answers = await asyncio.gather(
                 pull_prompt(owner, reader, 2 * request, f"t{2 * request}", num_tokens=203, chunks=3, chunk_s=0.01),
@@ -76,8 +81,8 @@ async def test_pair_without_a_data_path_times_out_and_is_used_again_after_healin
             start(group, near, "p0", 7), start(group, far, "p1", 8), start(group, here, "d0", 9)
         )
         for owner in (cut_off, other):
-            assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
-            assert (await pull_prompt(owner, reader, owner.ref["worker_epoch"], "a"))["outcome"] == "received"
+            await warm(reader, owner)
+            await pull_until_received(owner, reader, 1000 * owner.ref["worker_epoch"])
         network.set_link(near.address, here.address, Faults(loss_share=1.0, ports=KV_PORTS))
         assert (await pull_prompt(cut_off, reader, 20, "b"))["outcome"] == "transfer_timeout"
         state = await reader.ask("state")
@@ -86,15 +91,9 @@ async def test_pair_without_a_data_path_times_out_and_is_used_again_after_healin
         assert {link["peer"]: link["problem"] for link in state["links"]} == {"p0": "transfer_timeout", "p1": ""}
         refused = await reader.ask("pull", owner=cut_off.ref, request=21, text="c", num_tokens=803)
         assert refused["outcome"] == "transfer_timeout"  # at once, because the pair counts as broken
-        result = await pull_prompt(other, reader, 22, "d")
-        assert (result["outcome"], result["wrong"]) == ("received", 0)
+        await pull_until_received(other, reader, 100)
         network.set_link(near.address, here.address, None)
-        for attempt in range(100):  # until the pair was probed
-            result = await pull_prompt(cut_off, reader, 30 + attempt, f"e{attempt}")
-            if result["outcome"] == "received":
-                break
-            await asyncio.sleep(0.2)
-        assert (result["outcome"], result["wrong"]) == ("received", 0)
+        await pull_until_received(cut_off, reader, 200)
         await assert_clean(cut_off, other, reader)
 
 
@@ -103,16 +102,12 @@ async def test_cut_network_loses_pulls_and_leaks_nothing(network: FaultyNetwork)
     near, here = network.add(), network.add()
     async with peers() as group:
         owner, reader = await asyncio.gather(start(group, near, "p0", 7), start(group, here, "d0", 8))
-        assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
-        pull = asyncio.create_task(pull_prompt(owner, reader, 0, "a", chunks=10, chunk_s=0.05))
+        await warm(reader, owner)
+        pull = asyncio.create_task(pull_prompt(owner, reader, 0, "a", chunks=10, chunk_s=0.05, is_held=True))
         await asyncio.sleep(0.2)
         network.faults = CUT
+        await owner.ask("finish")
         assert (await pull)["outcome"] in ("transfer_timeout", "lease_lost", "worker_lost")
         network.faults = Faults()
-        for attempt in range(100):
-            result = await pull_prompt(owner, reader, 10 + attempt, f"b{attempt}")
-            if result["outcome"] == "received":
-                break
-            await asyncio.sleep(0.2)
-        assert (result["outcome"], result["wrong"]) == ("received", 0)
+        await pull_until_received(owner, reader, 10)
         await assert_clean(owner, reader)

@@ -18,6 +18,8 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs NIXL, /dev/
 BACKENDS = [pytest.param("nixl", marks=on_linux), "local"]
 TOKENS = 4 * 200 + 3  # 201 blocks of 64 KiB: more than is in flight at a time
 LEASE_S = TEST_TIMES["lease_s"]
+LONG_LIMITS = {"PEER_TIME_FACTOR": "10"}
+"""For tests of no fault: a process that stands still for seconds must not end a lease or a connection."""
 
 
 async def pull_prompt(
@@ -41,6 +43,26 @@ async def pull_prompt(
     return result
 
 
+async def warm(reader: PeerHandle, owner: PeerHandle) -> None:
+    """Connect a reader to an owner. A probe that has timed out is repeated."""
+    for _attempt in range(50):
+        if (await reader.ask("warm", owner=owner.ref))["is_warm"]:
+            return
+        await asyncio.sleep(0.2)
+    pytest.fail("the link is not usable")
+
+
+async def pull_until_received(owner: PeerHandle, reader: PeerHandle, request: int) -> None:
+    """Pull until the link has been probed and a pull succeeds. Takes up to 50 request numbers."""
+    for attempt in range(50):
+        result = await pull_prompt(owner, reader, request + attempt, "~" * (attempt + 1))
+        if result["outcome"] == "received":
+            assert result["wrong"] == 0
+            return
+        await asyncio.sleep(0.2)
+    pytest.fail(f"no pull succeeded: {result}")
+
+
 async def assert_clean(*handles: PeerHandle) -> None:
     """Check that all blocks are freed within four seconds and no wrong block is visible."""
     for handle in handles:
@@ -55,11 +77,24 @@ async def assert_clean(*handles: PeerHandle) -> None:
             pytest.fail(f"{handle.ref['worker_id']} is not clean: {state}")
 
 
+async def until_no_more_than(was: dict, handle: PeerHandle) -> None:
+    """Wait until a process has as few threads, descriptors and tasks as before. Some end late."""
+    for _attempt in range(100):
+        now = await handle.ask("state")
+        more = {key: (was[key], now[key]) for key in ("threads", "fds", "tasks") if now[key] > was[key]}
+        if not more:
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail(f"{handle.ref['worker_id']} has more than before: {more}")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_transfers_in_both_directions_are_exact_and_leak_nothing(backend: str) -> None:
     async with peers() as group:
-        one, two = await asyncio.gather(group.start(backend, "h0", 7), group.start(backend, "h1", 8))
-        assert (await two.ask("warm", owner=one.ref))["is_warm"]
+        one, two = await asyncio.gather(
+            group.start(backend, "h0", 7, env=LONG_LIMITS), group.start(backend, "h1", 8, env=LONG_LIMITS)
+        )
+        await warm(two, one)
         result = await pull_prompt(one, two, chunks=4, chunk_s=0.01)
         assert (result["outcome"], result["wrong"], result["bytes"]) == ("received", 0, 201 * 65536)
         assert result["first_tokens"] == [0]
@@ -71,18 +106,17 @@ async def test_transfers_in_both_directions_are_exact_and_leak_nothing(backend: 
             both = [(one, two, 2 * request), (two, one, 2 * request + 1)]
             answers = await asyncio.gather(*(pull_prompt(a, b, number, f"t{number}") for a, b, number in both))
             assert [(a["outcome"], a["wrong"]) for a in answers] == [("received", 0)] * 2
-            before = before or [await handle.ask("state") for handle in (one, two)]
+            if not before:
+                await assert_clean(one, two)
+                before = [await handle.ask("state") for handle in (one, two)]
         await assert_clean(one, two)
         for was, handle in zip(before, (one, two), strict=True):
-            now = await handle.ask("state")
-            assert {key: now[key] for key in ("threads", "fds", "tasks")} == {
-                key: was[key] for key in ("threads", "fds", "tasks")
-            }
+            await until_no_more_than(was, handle)
         for handle in (two, one):
             await handle.ask("close")
             assert handle.process.stdin is not None
             handle.process.stdin.close()
-            assert await asyncio.wait_for(handle.process.wait(), 10) == 0
+            assert await asyncio.wait_for(handle.process.wait(), 60) == 0
 
 
 @pytest.mark.fault("F-2")
@@ -93,9 +127,9 @@ async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) 
     async with peers() as group:
         reader, owner = await asyncio.gather(group.start(backend, "d0", 8), group.start(backend, "p0", 100))
         for round_number in range(sized(1, 20)):
-            assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
+            await warm(reader, owner)
             pull = asyncio.create_task(
-                pull_prompt(owner, reader, round_number, f"k{round_number}", chunks=20, chunk_s=0.02)
+                pull_prompt(owner, reader, round_number, f"k{round_number}", chunks=20, chunk_s=0.02, is_held=True)
             )
             await asyncio.sleep(rng.uniform(0.02, 0.25))
             before = owner.ref
@@ -113,8 +147,7 @@ async def test_owner_killed_at_any_point_leaves_only_valid_blocks(backend: str) 
             stale = await reader.ask("pull", owner=before, request=1000, text="a", num_tokens=TOKENS)
             # "transfer_failed": a read has failed, and the reader has not reconnected yet.
             assert stale["outcome"] in ("wrong_epoch", "worker_lost", "transfer_failed")
-            result = await pull_prompt(owner, reader, 2000 + round_number, "after")
-            assert (result["outcome"], result["wrong"]) == ("received", 0)
+            await pull_until_received(owner, reader, 2000 + 100 * round_number)
             await assert_clean(owner, reader)
 
 
@@ -127,17 +160,17 @@ async def test_reader_killed_at_any_point_frees_the_owner_within_a_lease(backend
         for round_number in range(sized(1, 20)):
             reader = await group.start(backend, "d0", 100 + round_number)
             pull = asyncio.create_task(
-                pull_prompt(owner, reader, round_number, f"k{round_number}", chunks=20, chunk_s=0.01)
+                pull_prompt(owner, reader, round_number, f"k{round_number}", chunks=20, chunk_s=0.01, is_held=True)
             )
             await asyncio.sleep(rng.uniform(0.05, 0.25))
             await reader.kill()
             with pytest.raises(PeerDied):
                 await pull
+            await owner.ask("finish")
             await asyncio.sleep(0.5)
             await assert_clean(owner)
         reader = await group.start(backend, "d0", 999)
-        result = await pull_prompt(owner, reader, 99, "after")
-        assert (result["outcome"], result["wrong"]) == ("received", 0)
+        await pull_until_received(owner, reader, 99)
 
 
 @pytest.mark.fault("F-3")
@@ -145,41 +178,50 @@ async def test_reader_killed_at_any_point_frees_the_owner_within_a_lease(backend
 async def test_owner_paused_for_three_leases_serves_no_stale_block(backend: str) -> None:
     async with peers() as group:
         owner, reader = await asyncio.gather(group.start(backend, "p0", 7), group.start(backend, "d0", 8))
-        assert (await reader.ask("warm", owner=owner.ref))["is_warm"]
-        pull = asyncio.create_task(pull_prompt(owner, reader, 0, "a", chunks=20, chunk_s=0.02))
+        await warm(reader, owner)
+        pull = asyncio.create_task(pull_prompt(owner, reader, 0, "a", chunks=20, chunk_s=0.02, is_held=True))
         await asyncio.sleep(0.2)
         owner.signal(signal.SIGSTOP)
         await asyncio.sleep(3 * LEASE_S)
         owner.signal(signal.SIGCONT)
+        await owner.ask("finish")
         result = await pull
         assert result["outcome"] in ("lease_lost", "worker_lost", "transfer_timeout", "transfer_failed")
         await asyncio.sleep(0.3)
         await owner.ask("reuse", text="other")
         await assert_clean(owner, reader)
-        for attempt in range(20):  # until the link has been probed
-            result = await pull_prompt(owner, reader, 10 + attempt, f"b{attempt}")
-            if result["outcome"] == "received":
-                break
-            await asyncio.sleep(0.2)
-        assert (result["outcome"], result["wrong"]) == ("received", 0)
+        await pull_until_received(owner, reader, 10)
         await assert_clean(owner, reader)
+
+
+async def assert_no_lasting_file(before: set[str]) -> None:
+    """Check that no new file stays in /dev/shm. Other test processes have files there for a short time."""
+    lasting = set(os.listdir("/dev/shm")) - before
+    for _attempt in range(300):
+        if not lasting:
+            return
+        await asyncio.sleep(0.1)
+        lasting &= set(os.listdir("/dev/shm"))
+    pytest.fail(f"files stay in /dev/shm: {lasting}")
 
 
 @on_linux
 async def test_shared_memory_leaves_no_file_in_dev_shm() -> None:
     before = set(os.listdir("/dev/shm"))
     async with peers() as group:
-        owner, reader = await asyncio.gather(group.start("local", "p0", 7), group.start("local", "d0", 8))
+        owner, reader = await asyncio.gather(
+            group.start("local", "p0", 7, env=LONG_LIMITS), group.start("local", "d0", 8, env=LONG_LIMITS)
+        )
         assert (await pull_prompt(owner, reader))["outcome"] == "received"
-        assert set(os.listdir("/dev/shm")) <= before
+        await assert_no_lasting_file(before)
         await owner.kill()
         await reader.kill()
-    assert set(os.listdir("/dev/shm")) <= before
+    await assert_no_lasting_file(before)
 
 
 @on_linux
 async def test_owner_over_tcp_serves_a_pull_and_uses_little_cpu_when_idle() -> None:
-    tcp = {"UCX_TLS": "tcp"}
+    tcp = {"UCX_TLS": "tcp", **LONG_LIMITS}
     async with peers() as group:
         owner, reader = await asyncio.gather(
             group.start("nixl", "p0", 7, env=tcp), group.start("nixl", "d0", 8, env=tcp)
@@ -196,29 +238,40 @@ async def test_owner_over_tcp_serves_a_pull_and_uses_little_cpu_when_idle() -> N
 
 @on_linux
 async def test_each_pair_shows_its_own_transport_if_local_and_tcp_peers_are_mixed() -> None:
-    """UCX logs a transport only for the first peer of a kind, and names no peer."""
+    """UCX logs a transport only for the first peer of a kind, and names no peer.
+
+    First reads that overlap, because one takes more than a second, show no transport. Then another reader
+    tries.
+    """
     tcp = {"UCX_TLS": "tcp"}
     async with peers() as group:
-        alone, reader, local, *others = await asyncio.gather(
-            group.start("nixl", "d0", 1),
-            group.start("nixl", "d1", 2),
-            group.start("nixl", "p0", 3),
-            *(group.start("nixl", f"p{number}", 3 + number, env=tcp) for number in (1, 2)),
-            group.start("nixl", "p3", 9),
+        alone, local, *others = await asyncio.gather(
+            group.start("nixl", "d0", 1, env=LONG_LIMITS),
+            group.start("nixl", "p0", 3, env=LONG_LIMITS),
+            *(group.start("nixl", f"p{number}", 3 + number, env=LONG_LIMITS | tcp) for number in (1, 2)),
+            group.start("nixl", "p3", 9, env=LONG_LIMITS),
         )
-        assert (await alone.ask("warm", owner=local.ref))["is_warm"]
+        await warm(alone, local)
         (expected,) = (await alone.ask("state"))["links"]
-        warmed = await asyncio.gather(*(reader.ask("warm", owner=owner.ref) for owner in (local, *others)))
-        assert all(answer["is_warm"] for answer in warmed)
-        links = {link["peer"]: link["transport"] for link in (await reader.ask("state"))["links"]}
-        assert links == {"p0": expected["transport"], "p1": "tcp", "p2": "tcp", "p3": expected["transport"]}
+        right = {"p0": expected["transport"], "p1": "tcp", "p2": "tcp", "p3": expected["transport"]}
+        links: dict[str, str] = {}
+        for number in range(1, 4):
+            reader = await group.start("nixl", f"d{number}", 10 + number, env=LONG_LIMITS)
+            await asyncio.gather(*(warm(reader, owner) for owner in (local, *others)))
+            links = {link["peer"]: link["transport"] for link in (await reader.ask("state"))["links"]}
+            assert all(links[peer] in (transport, "unknown") for peer, transport in right.items())
+            if links == right:
+                break
+        assert links == right
 
 
 @on_linux
 def test_no_peer_process_is_running_after_the_tests() -> None:
-    running = [
-        child.pid
-        for child in psutil.Process().children(recursive=True)
-        if any("peer_process" in word for word in child.cmdline())
-    ]
-    assert not running
+    def words_of(child: psutil.Process) -> list[str]:
+        try:
+            return child.cmdline()
+        except psutil.NoSuchProcess:  # also a zombie, such as a server of another test
+            return []
+
+    children = psutil.Process().children(recursive=True)
+    assert not [child.pid for child in children if any("peer_process" in word for word in words_of(child))]

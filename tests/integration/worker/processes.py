@@ -18,7 +18,9 @@ from baton.runtime.config.settings import WorkerConfig
 from tests.times import TEST_TIMES
 from tests.unit.worker.harness import ListeningScheduler
 
-HEARTBEAT_S = TEST_TIMES["heartbeat_s"]
+TIME_FACTOR = 10
+"""Factor of the test times. No timeout is tested here: a busy machine must not end a lease or connection."""
+HEARTBEAT_S = TIME_FACTOR * TEST_TIMES["heartbeat_s"]
 START_S = 180.0
 
 
@@ -65,22 +67,31 @@ class WorkerProcesses:
         return started
 
     async def report(
-        self, worker_id: str, state: WorkerState = WorkerState.READY, within_s: float = 10.0
+        self,
+        worker_id: str,
+        state: WorkerState = WorkerState.READY,
+        within_s: float = 60.0,
+        *,
+        may_have_ended: bool = False,
     ) -> WorkerReport:
-        """Wait for the first report with this state."""
+        """Wait for the first report with this state.
+
+        may_have_ended: the process may have ended before its report is read here
+        """
         async with asyncio.timeout(within_s):
             while True:
                 for report in self.scheduler.reports[worker_id]:
                     if report.state is state:
                         return report
                 for worker in self._workers:
-                    if worker.worker_id == worker_id and worker.process.returncode is not None:
+                    has_ended = worker.process.returncode is not None and not may_have_ended
+                    if worker.worker_id == worker_id and has_ended:
                         raise AssertionError(
                             f"{worker_id} ended with {worker.process.returncode}:\n{worker.log.read_text()[-4000:]}"
                         )
                 await asyncio.sleep(0.02)
 
-    async def latest_clean(self, worker_id: str, within_s: float = 10.0) -> WorkerReport:
+    async def latest_clean(self, worker_id: str, within_s: float = 60.0) -> WorkerReport:
         """Wait for a report of a clean worker: no block is in use except cached ones."""
         async with asyncio.timeout(within_s):
             while True:
@@ -100,7 +111,7 @@ class WorkerProcesses:
 
     async def spawn(self, worker_id: str, settings: dict[str, Any], environment: dict[str, str]) -> WorkerProcess:
         """Start one worker and return at once."""
-        times = {name: TEST_TIMES[name] for name in TEST_TIMES if hasattr(WorkerConfig, name)}
+        times = {name: TIME_FACTOR * TEST_TIMES[name] for name in TEST_TIMES if hasattr(WorkerConfig, name)}
         defaults = {"worker_id": worker_id, "schedulers": (self.address,), "threads_per_worker": 1, "dtype": "float32"}
         config = WorkerConfig(**{**times, **defaults, "max_model_len": 2048, "kv_memory": 96 * 2**20, **settings})
         flags = [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.cluster.worker_report import WorkerState
-from tests.integration.worker.processes import worker_processes
+from tests.integration.worker.processes import START_S, worker_processes
 
 pytestmark = pytest.mark.integration
 
@@ -13,10 +13,12 @@ pytestmark = pytest.mark.integration
 @pytest.mark.fault("F-11")
 async def test_worker_whose_notification_calls_keep_failing_exits_unhealthy(tmp_path: Path) -> None:
     async with worker_processes(tmp_path) as processes:
-        failing = {"BATON_FAILPOINTS": "transfer.notifications=raise:injected"}
+        # It fails once the worker reports. One that fails at its start has only a second for that.
+        rules = "transfer.notifications=sleep:5@1;transfer.notifications=raise:injected"
+        failing = {"BATON_FAILPOINTS": rules}
         worker = await processes.spawn("w", {"device": "emulated", "transfer": "nixl"}, failing)
-        assert await worker.exit_code(within_s=60) not in (0, -9)
-        assert processes.scheduler.reports["w"][-1].state is WorkerState.UNHEALTHY
+        assert await worker.exit_code(within_s=START_S) not in (0, -9)
+        await processes.report("w", WorkerState.UNHEALTHY, may_have_ended=True)
         log = worker.log.read_text()
         assert log.count("kv_notifications_failed") == 8
         assert "KV transfers have stopped: injected" in log

@@ -32,7 +32,10 @@ def redis() -> Iterator[RunningRedis]:
         yield server
 
 
-async def test_worker_writes_block_events_and_step_costs_to_redis(redis: RunningRedis) -> None:
+async def test_worker_writes_block_events_and_step_costs_to_redis(
+    redis: RunningRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RedisConnection.__init__.__kwdefaults__, "timeout_s", 30.0)  # for a busy machine
     device = Opened()
 
     def open_with_costs(settings: WorkerConfig, worker: WorkerRef) -> Device:
@@ -40,27 +43,28 @@ async def test_worker_writes_block_events_and_step_costs_to_redis(redis: Running
 
     stop, ready = Stop(), asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(run_worker(config(redis_url=redis.url), stop, ready.set_result, open_with_costs))
-    started: WorkerReady = await asyncio.wait_for(ready, 10.0)
+    started: WorkerReady = await asyncio.wait_for(ready, 60.0)
     connection, keys = RedisConnection(redis.url), Keys()
-    network = GrpcNetwork(heartbeat_s=0.2)
+    network = GrpcNetwork(heartbeat_s=10.0, dial_s=30.0)
     try:
         feed, costs = RedisKvEventFeed(connection, keys), RedisCostStore(connection, keys)
+        async with asyncio.timeout(30.0):
+            while (snapshot := await feed.snapshot(started.worker)) is None:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
+        assert snapshot.hashes[Tier.DEVICE] == ()
         gateway = Gateway(network, started.worker)
         await gateway.connect()
         job = decode_job(20)
         gateway.send(job)
         await gateway.ended(job.job)
         stored: set[bytes] = set()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30.0):
             while len(stored) < 6:
                 events = await feed.read({started.worker: 1}, max_events=10, wait_s=0.2)
                 held = [event for event in events.get(started.worker, ()) if isinstance(event, KvEvent)]
                 stored = {block_hash for event in held for block_hash in event.hashes}
-        snapshot = await feed.snapshot(started.worker)
-        assert snapshot is not None
-        assert snapshot.hashes[Tier.DEVICE] == ()
         stop.request()
-        await asyncio.wait_for(serving, 10.0)
+        await asyncio.wait_for(serving, 60.0)
         stored_costs = await costs.get("kind")
         assert stored_costs is not None
         assert stored_costs.coefficients == SimStepCost().model.coefficients

@@ -6,7 +6,17 @@ A fault is a context manager: it is injected at the begin of its scope and undon
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
-from tests.nemesis.faults import clock, kill, log_disk, partition, pause, redis_flush, redis_full, redis_restart
+from tests.nemesis.faults import (
+    clock,
+    kill,
+    log_disk,
+    lost_node,
+    partition,
+    pause,
+    redis_flush,
+    redis_full,
+    redis_restart,
+)
 from tests.nemesis.plan import Fault
 from tests.nemesis.world import World
 
@@ -15,7 +25,7 @@ Inject = Callable[[World, Fault], AbstractAsyncContextManager[None]]
 FAULTS: Mapping[str, Inject] = {
     "kill": kill.kill,
     "kill_service": kill.kill,
-    "kill_node": kill.kill,
+    "lost_node": lost_node.lost_node,
     "pause": pause.pause,
     "cut_control": partition.partition,
     "cut_data": partition.partition,

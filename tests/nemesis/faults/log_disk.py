@@ -65,5 +65,9 @@ def fill(filler: Path) -> None:
 
 
 def log_bytes(directory: Path) -> int:
-    """Return the size of all files in a directory."""
-    return sum(path.stat().st_size for path in directory.iterdir())
+    """Return the size of all files in a directory. A file that is rotated away meanwhile counts nothing."""
+    total = 0
+    for path in directory.iterdir():
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from baton.cli.admin import admin_commands
+from baton.cli.admin import admin_commands, locate_gateway
 from baton.cli.admin.gateway_connection import AdminContext, GatewayAddress, Intervals
 from baton.cli.main import cli, main
 from baton.core.client_api import ClusterStatus, ProcessInfo
@@ -18,7 +18,9 @@ from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.cluster.worker_report import WorkerReport
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused, StreamBroken
 from baton.runtime.process.run_file import RunningCluster
+from baton.sim import virtual_time
 from tests.builders import cluster_status, decision_record, worker_report
+from tests.free_port import free_port
 
 UNAVAILABLE = Failure(code=Code.UNAVAILABLE, reason=Reason.SCHEDULER_LOST, message="no scheduler answers")
 
@@ -70,6 +72,12 @@ def admin_context(
 
 def run(gateway: FakeGateway, *args: str, context: AdminContext | None = None) -> Result:
     return CliRunner().invoke(cli, args, prog_name="baton", obj=context or admin_context(gateway))
+
+
+@pytest.fixture
+def exact_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run commands under virtual time, so that a limit cannot pass before the second attempt."""
+    monkeypatch.setattr(admin_commands.asyncio, "run", virtual_time.run)
 
 
 def reports_on(host: str, *worker_ids: str, epoch: int = 1) -> list[WorkerReport]:
@@ -185,13 +193,15 @@ def test_drain_wait_retries_until_the_gateway_answers_and_knows_the_workers() ->
         cluster_status(*reports_on("elsewhere", "w1")),
     ]
     gateway = FakeGateway(*not_yet, here, here, cluster_status())
-    done = run(gateway, "drain", "--here", "--wait", "--limit-s", "5")
+    context = admin_context(gateway, find_s=60.0)
+    done = run(gateway, "drain", "--here", "--wait", "--limit-s", "60", context=context)
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[-1] == "w0 has ended"
-    assert done.stderr == "baton: h:1: not yet; trying again for 5 s\n", "reported once"
+    assert done.stderr == "baton: h:1: not yet; trying again for 60 s\n", "reported once"
     assert gateway.drained == ["w0"]
 
 
+@pytest.mark.usefixtures("exact_times")
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
@@ -205,14 +215,15 @@ def test_drain_wait_stops_retrying_at_its_limit(answer: ClusterStatus | BaseExce
     done = run(gateway, "drain", "--here", "--wait", "--limit-s", "0.5")
     assert isinstance(done.exception, BatonError)
     assert problem in str(done.exception)
-    assert 1 < gateway.num_status_calls <= 501, "each 0.001 s, for 0.5 s"
+    assert 499 <= gateway.num_status_calls <= 501, "each 0.001 s, for 0.5 s"
 
 
+@pytest.mark.usefixtures("exact_times")
 def test_drain_wait_stops_retrying_early_for_an_unknown_worker() -> None:
     gateway = FakeGateway(cluster_status(*reports_on("elsewhere", "w1")))
     done = run(gateway, "drain", "--here", "--wait", context=admin_context(gateway, find_s=0.5))
     assert "no worker on this machine" in str(done.exception)
-    assert 1 < gateway.num_status_calls <= 501, "each 0.001 s, for 0.5 s"
+    assert 499 <= gateway.num_status_calls <= 501, "each 0.001 s, for 0.5 s"
 
 
 @pytest.mark.parametrize("args", [("w0",), ("--here",), ("w0", "--wait")])
@@ -263,8 +274,7 @@ def test_gateway_refusal_is_shown_verbatim() -> None:
 def test_unreachable_gateway_gives_one_line_with_the_remedy(
     capsys: pytest.CaptureFixture[str], args: list[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
     with pytest.raises(SystemExit) as end:
         main([*args, "--gateway", address])
     assert end.value.code == 1
@@ -298,7 +308,7 @@ def test_gateway_options_are_read_from_environment_variables() -> None:
     assert connected == [
         GatewayAddress("h:1", "k", "ca.pem", "n"),
         GatewayAddress("127.0.0.1:8001", "other"),
-        GatewayAddress(admin_commands.DEFAULT_GATEWAY, ca="system"),
+        GatewayAddress(locate_gateway.DEFAULT_GATEWAY, ca="system"),
     ]
 
 

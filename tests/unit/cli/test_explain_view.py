@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from baton.cli.admin.explain_terms import TERMS
 from baton.cli.admin.explain_view import policy_rules, render_decisions
 from baton.cli.main import cli
 from baton.core.cluster.decision_record import Candidate, DecisionRecord
+from baton.core.cluster.decision_terms import TERMS
 from baton.core.cluster.placement import Rejection
 from baton.core.errors import Reason
 from baton.core.messages.jobs import PrefixSource
@@ -91,6 +91,12 @@ def test_candidates_show_their_terms_and_chosen_ones_are_marked() -> None:
     assert row(screen, "w1") == ["w1", "decode", "-", "-", "8,192", "◀", "chosen"]
     assert row(screen, "w2") == ["w2", "decode", "-", "-", "10"]
     assert "  excluded   2 draining, 1 serves other" in screen
+
+
+def test_worker_that_computes_the_prompt_and_decodes_is_chosen_for_both() -> None:
+    candidates = tuple(Candidate(worker=worker_ref("w1"), side=side, terms={}) for side in ("prefill", "decode"))
+    screen = shown(decision_record(candidates=candidates, placement=placement(prefill=None, decode="w1")))
+    assert screen.count("◀ chosen") == 2
 
 
 def test_seconds_of_a_candidate_are_shown_in_the_order_of_the_request_path() -> None:

@@ -1,5 +1,6 @@
 """Which gateway a command asks: the named one, or the newest running cluster."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +9,17 @@ from typing import Any
 
 import pytest
 
+from baton.cli.admin import locate_gateway as locate_gateway_module
 from baton.cli.admin.gateway_connection import GatewayAddress
 from baton.cli.admin.locate_gateway import DEFAULT_GATEWAY, GatewayChoice, Located, describe_clusters, locate_gateway
 from baton.core.errors import BatonError
 from baton.runtime.process.run_file import RunningCluster
+
+
+@pytest.fixture(autouse=True)
+def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the server threads of this file enough time."""
+    monkeypatch.setattr(locate_gateway_module, "ANSWER_S", 60.0)
 
 
 def cluster(port: int, started_s: float = 0.0, **changes: Any) -> RunningCluster:
@@ -93,6 +101,32 @@ def test_url_of_an_unknown_gateway_is_asked_for_its_grpc_port(status: int) -> No
 def test_url_that_leads_to_no_gateway_is_an_error(body: bytes) -> None:
     with gateway_that_answers(200, body) as (url, _), pytest.raises(BatonError, match="use --gateway HOST:PORT"):
         locate(url=url)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://a b:80", "http://[::1", "[::1", "http://"])
+def test_malformed_url_is_an_error_that_names_it(url: str) -> None:
+    with pytest.raises(BatonError, match=r"no gateway answers at .*correct --url"):
+        locate(cluster(80), url=url)
+
+
+def test_malformed_address_is_no_cluster_and_stays_as_given() -> None:
+    assert locate(cluster(80), address="[::1:8001").gateway.address == "[::1:8001"
+
+
+def test_grpc_port_given_as_url_is_recognized() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x05\x00\x00\x40\x00")  # SETTINGS
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(BatonError, match="Is this the gRPC port"):
+            locate(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
 
 
 def test_age_is_shown_in_one_unit() -> None:

@@ -4,6 +4,8 @@ import asyncio
 import json
 import logging
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +15,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from baton.cli import service_commands
 from baton.cli.main import cli, main
 from baton.core.errors import ConfigError, ModelError
 from baton.runtime import logging as baton_logging
 from baton.runtime.config.settings import FleetConfig, GatewayConfig, SchedulerConfig, WorkerConfig
-from baton.runtime.process.process import Stop
+from baton.runtime.process.process import Stop, python_module
 
 ADDRESS = "127.0.0.1:4711"
 
@@ -53,6 +56,12 @@ def fake_service(monkeypatch: pytest.MonkeyPatch, service: str, error: BaseExcep
     return fake
 
 
+def logged(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of the command. A thread that an earlier test has left behind may log, too."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [line for line in lines if line["logger"] == service_commands.__name__]
+
+
 def run(*args: str, env: dict[str, str] | None = None) -> Result:
     return CliRunner().invoke(cli, args, prog_name="baton", env=env)
 
@@ -77,7 +86,7 @@ def test_log_file_path_is_printed_and_its_lines_have_the_pid(monkeypatch: pytest
     done = run("worker", "--worker-id", "w7", "--log-dir", str(tmp_path))
     file = tmp_path / "worker-w7.log"
     assert done.stderr.splitlines()[0] == f"log {file}"
-    (line,) = [json.loads(line) for line in file.read_text().splitlines()]
+    (line,) = logged(file)
     assert line["event"] == "service_crashed"
     assert "RuntimeError: a bug" in line["exception"]
     assert isinstance(line["pid"], int)
@@ -101,7 +110,7 @@ def test_baton_error_gives_one_line_and_exit_code_1(
         main(["gateway", "--log-dir", str(tmp_path)])
     assert end.value.code == 1
     assert capsys.readouterr().err == f"log {tmp_path / 'gateway.log'}\nbaton: port 80 is taken\n"
-    assert json.loads((tmp_path / "gateway.log").read_text())["event"] == "service_failed"
+    assert [line["event"] for line in logged(tmp_path / "gateway.log")] == ["service_failed"]
 
 
 def test_baton_errors_of_several_tasks_give_one_line_and_other_exceptions_are_raised(
@@ -116,7 +125,7 @@ def test_baton_errors_of_several_tasks_give_one_line_and_other_exceptions_are_ra
     fake_service(monkeypatch, "fleet", ExceptionGroup("tasks", [ConfigError("first"), ValueError("a bug")]))
     with pytest.raises(ExceptionGroup):
         main(["fleet", "--log-dir", str(tmp_path)])
-    failed, crashed = [json.loads(line) for line in (tmp_path / "fleet.log").read_text().splitlines()]
+    failed, crashed = logged(tmp_path / "fleet.log")
     assert (failed["event"], failed["problem"], "exception" in failed) == ("service_failed", "first", False)
     assert crashed["event"] == "service_crashed"
     assert "ValueError: a bug" in crashed["exception"]
@@ -151,3 +160,29 @@ def test_up_gets_the_cluster_settings_and_prints_its_messages(monkeypatch: pytes
     assert done.exit_code == 0, done.output
     assert done.stdout == "3 prefill, m\n"
     assert "did you mean BATON_DECODE?" in done.stderr
+
+
+def test_policy_that_does_not_load_ends_up_before_anything_starts() -> None:
+    result = run("up", "--policy", "no_such_module:choose")
+    assert isinstance(result.exception, ConfigError)
+    assert "there is no module 'no_such_module'" in str(result.exception)
+
+
+def test_interrupt_ends_up_while_the_import_of_its_policy_does_not_return(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("print('imported', flush=True)\nwhile True: pass\n")
+    up = subprocess.Popen(
+        [*python_module("baton.cli"), "up", "--policy", "endless:choose"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert up.stdout is not None
+        assert up.stdout.readline() == "imported\n"
+        up.send_signal(signal.SIGINT)
+        _, errors = up.communicate(timeout=60)
+    finally:
+        up.kill()
+        up.wait()
+    assert (up.returncode, "Traceback" in errors) == (1, False)

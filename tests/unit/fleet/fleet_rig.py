@@ -20,8 +20,10 @@ from tests.unit.fleet.fake_ray import FakeActor, FakeConnection, FakeRay
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 QUICK_LIMIT = RestartLimit(deaths=2, window_s=0.2, first_wait_s=0.001, max_wait_s=0.001)
 QUICK_TIMES = PlacementTimes(
-    refresh_interval_s=0.005, report_after_s=0.02, report_interval_s=0.05, adopt_timeout_s=0.05
+    refresh_interval_s=0.005, report_after_s=0.02, report_interval_s=0.05, adopt_timeout_s=60.0
 )
+NOT_ANSWERED_S = 0.05
+"""Timeout for actors that do not answer. Others answer at once, but the event loop may be late."""
 
 
 async def connected(
@@ -31,7 +33,7 @@ async def connected(
     is_detached: bool = True,
     placement: RayPlacement = "role",
     limit: RestartLimit = QUICK_LIMIT,
-    left_behind_timeout_s: float = 0.05,
+    left_behind_timeout_s: float = 60.0,
     fleet_class: type[RayFleet] = RayFleet,
     notify: Callable[[str], None] = lambda text: None,
     **times: float,

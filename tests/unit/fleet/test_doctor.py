@@ -22,6 +22,7 @@ from baton.fleet.doctor.doctor_machine import (
     shm_finding,
 )
 from baton.fleet.doctor.doctor_software import directory_finding, ports, python_finding, pytorch_finding
+from tests.free_port import free_port
 
 GIB = 2**30
 OK, WARN, FAIL = CheckStatus.OK, CheckStatus.WARN, CheckStatus.FAIL
@@ -132,8 +133,7 @@ def test_missing_redis_is_a_failure() -> None:
 
 
 def test_configured_redis_must_answer() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"redis://127.0.0.1:{taken.getsockname()[1]}/0"
+    url = f"redis://127.0.0.1:{free_port('127.0.0.1')}/0"
     (found,) = doctor_software.redis({"BATON_REDIS_URL": url})
     assert found.verdict is FAIL
     (found,) = doctor_software.redis({"BATON_REDIS_URL": "http://h"})
@@ -173,7 +173,7 @@ def test_cross_process_read_is_tried_for_real() -> None:
 
 def test_error_of_a_failed_process_is_its_own_last_line() -> None:
     with pytest.raises(ProcessPairFailed, match=r"No module named '?baton.nothing"):
-        doctor_links.run_pair(["baton.nothing"], ["baton.fleet.doctor.doctor_cma", "reader"], 10.0)
+        doctor_links.run_pair(["baton.nothing"], ["baton.fleet.doctor.doctor_cma", "reader"], 60.0)
 
 
 def test_silent_process_is_killed_after_the_timeout() -> None:

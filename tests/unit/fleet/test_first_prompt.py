@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from baton.core.errors import BatonError
-from baton.fleet.first_prompt import describe_answer, warm_up
+from baton.fleet.first_prompt import ask, describe_answer, warm_up
 
 
 def gateway(handler: Callable[[httpx.Request], httpx.Response]) -> httpx.MockTransport:
@@ -43,6 +43,24 @@ async def test_warm_up_raises_on_server_and_connection_errors() -> None:
 
     with pytest.raises(BatonError, match="a first request failed: ConnectError"):
         await warm_up("http://gateway", "mine", transport=gateway(refuse))
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (httpx.ReadTimeout("slow"), "nothing arrived for 120 s; send it without --first-prompt"),
+        (httpx.ReadError("gone"), "ReadError.*; the gateway's log tells why"),
+        (None, "HTTP 401: no key; set BATON_API_KEY"),
+    ],
+)
+async def test_first_prompt_without_an_answer_is_a_typed_error(error: Exception | None, problem: str) -> None:
+    def answer(_: httpx.Request) -> httpx.Response:
+        if error is not None:
+            raise error
+        return httpx.Response(401, text="no key")
+
+    with pytest.raises(BatonError, match=problem):
+        await ask("http://gateway", "mine", "hi", write=lambda _: None, transport=gateway(answer))
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from baton.fleet.ray.actor_placement import PlacementTimes
 from baton.fleet.ray.ray_fleet import RayFleet
 from baton.fleet.worker_plan import WorkerSpec
 from baton.runtime.config.settings import FleetConfig
-from baton.runtime.network.addresses import choose_port
 from baton.runtime.process.process import Stop
+from tests.free_port import free_port
 from tests.unit.fleet.fake_ray import FakeConnection, FakeRay
 
 SOON = PlacementTimes(refresh_interval_s=0.01)
@@ -40,18 +40,22 @@ async def serving(config: FleetConfig, **parts: Any) -> AsyncIterator[httpx.Asyn
     """A running fleet and a client of its admin port. The fleet must end cleanly at the end of the block."""
     stop = Stop()
     task = asyncio.create_task(fleet_main.serve(config, stop, lambda address: None, **parts))
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{config.admin_port}", trust_env=False) as client:
+    client_of = partial(
+        httpx.AsyncClient, base_url=f"http://127.0.0.1:{config.admin_port}", timeout=60, trust_env=False
+    )
+    async with client_of() as client:
         try:
             yield client
         finally:
             stop.request()
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
+    async with client_of() as client:  # without the connection of before, whose end may be noticed later
         with pytest.raises(httpx.ConnectError):
             await client.get("/health")
 
 
 async def until_answered(client: httpx.AsyncClient, path: str, *words: str) -> httpx.Response:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             try:
                 answer = await client.get(path)
@@ -65,8 +69,8 @@ async def until_answered(client: httpx.AsyncClient, path: str, *words: str) -> h
 
 async def test_fleet_is_healthy_before_it_joins_then_ready_and_counts_its_workers(tmp_path: Path) -> None:
     ray, joined = FakeRay(d={"baton_decode": 1}), threading.Event()
-    parts = fake_parts(ray, tmp_path, connect=lambda: joined.wait(5) and "10.0.0.1")
-    port = choose_port("127.0.0.1", 0, flag="")
+    parts = fake_parts(ray, tmp_path, connect=lambda: joined.wait(60) and "10.0.0.1")
+    port = free_port("127.0.0.1")
     async with serving(
         FleetConfig(ray_address="h:1", ray_placement="role", scale_with_nodes=True, admin_port=port), **parts
     ) as client:
@@ -75,8 +79,12 @@ async def test_fleet_is_healthy_before_it_joins_then_ready_and_counts_its_worker
         assert (answer.status_code, answer.json()["reasons"]) == (503, ["ray: starting"])
         joined.set()
         await until_answered(client, "/ready", '"ready"')
-        answer = await until_answered(client, "/metrics", 'baton_fleet_workers{role="decode",state="serving"} 1.0')
-        assert 'baton_fleet_workers{role="prefill",state="waiting"} 1.0' in answer.text
+        answer = await until_answered(
+            client,
+            "/metrics",
+            'baton_fleet_workers{role="decode",state="serving"} 1.0',
+            'baton_fleet_workers{role="prefill",state="waiting"} 1.0',
+        )
         assert 'baton_fleet_workers{role="prefill",state="serving"} 0.0' in answer.text
         assert "baton_event_loop_stall_seconds_count" in answer.text
         ray.add("p", baton_prefill=2)
@@ -94,10 +102,10 @@ async def test_no_admin_server_runs_without_an_admin_port(tmp_path: Path) -> Non
     parts = fake_parts(FakeRay(d={"baton_decode": 1}), tmp_path)
     config = FleetConfig(ray_address="h:1")
     task = asyncio.create_task(fleet_main.serve(config, stop, lambda address: ready.set(), **parts))
-    await asyncio.wait_for(ready.wait(), 5)
+    await asyncio.wait_for(ready.wait(), 60)
     assert listening_ports() <= before
     stop.request()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
 
 
 def test_listening_address_of_the_fleet_does_not_apply_to_workers() -> None:

@@ -48,7 +48,7 @@ async def test_killed_download_is_an_error() -> None:
 async def test_cancelled_download_is_killed(tmp_path: Path) -> None:
     command = downloading(f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; exec sleep 60")
     download = asyncio.create_task(model_directory("owner/name", command))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not os.path.exists(tmp_path / "pid"):  # noqa: ASYNC110, ASYNC240 - another process creates it
             await asyncio.sleep(0.01)
         pid = int((tmp_path / "pid").read_text())

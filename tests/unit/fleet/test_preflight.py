@@ -54,9 +54,8 @@ async def test_service_certificate_must_be_signed_valid_and_named(tmp_path: Path
     )
 
 
-async def test_kv_memory_must_be_free_and_a_policy_must_load() -> None:
+async def test_kv_memory_must_be_free() -> None:
     assert "are free" in await problem_of(kv_memory=2**50, device="cpu")
-    assert "no_such_module" in await problem_of(policy="no_such_module:choose")
 
 
 def test_kv_memory_must_hold_one_sequence_of_the_model() -> None:

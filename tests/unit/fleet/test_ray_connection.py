@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import ConfigError
+from baton.fleet.ray import ray_connection
 from baton.fleet.ray.ray_connection import PRINT_FUNCTION, send_messages_to_log, set_memory_monitor
 from baton.runtime.config.settings import ClusterConfig
 
@@ -41,7 +42,7 @@ def test_messages_of_ray_go_to_the_log(caplog: pytest.LogCaptureFixture, capsys:
     with caplog.at_level(logging.WARNING):
         getattr(module, PRINT_FUNCTION)({"lines": ["A worker died"], "pid": "raylet"}, ignore_prefix=False)
     assert capsys.readouterr().out == ""
-    (event,) = [record.msg for record in caplog.records]
+    (event,) = [record.msg for record in caplog.records if record.name == ray_connection.__name__]
     values: Any = event
     assert (values["event"], values["lines"]) == ("ray_message", ["A worker died"])
     send_messages_to_log(SimpleNamespace())

@@ -40,7 +40,7 @@ async def test_worker_waiting_for_a_node_does_not_block_other_workers(
             first.die()
             await eventually(lambda: ray.where == {"decode-0": "d"} and ray.serving("decode-0") is not first)
             await eventually(lambda: len(events(caplog, "worker_waiting_for_node")) >= 3)
-            assert fleet.stages == {(P, WorkerStage.WAITING): 1, (D, WorkerStage.SERVING): 1}
+            await eventually(lambda: fleet.stages == {(P, WorkerStage.WAITING): 1, (D, WorkerStage.SERVING): 1})
             ray.add("p", baton_prefill=1)
             await eventually(lambda: ray.where == {"decode-0": "d", "prefill-0": "p"})
             await eventually(lambda: fleet.stages == {(P, WorkerStage.SERVING): 1, (D, WorkerStage.SERVING): 1})
@@ -87,7 +87,7 @@ async def test_crash_looping_worker_is_retried_later_and_does_not_block_others(
     with caplog.at_level(logging.INFO):
         async with reconciling(ray, tmp_path, desired()) as fleet:
             await eventually(lambda: events(caplog, "worker_crash_looping"))
-            assert fleet.stages == {(P, WorkerStage.FAILING): 1, (D, WorkerStage.SERVING): 1}
+            await eventually(lambda: fleet.stages == {(P, WorkerStage.FAILING): 1, (D, WorkerStage.SERVING): 1})
             first = ray.serving("decode-0")
             first.die()
             await eventually(lambda: ray.where == {"decode-0": "d"} and ray.serving("decode-0") is not first)
@@ -108,8 +108,7 @@ async def test_slow_failures_also_count_as_a_crash_loop(tmp_path: Path, caplog: 
 
     with caplog.at_level(logging.INFO):
         async with reconciling(ray, tmp_path, desired(), limit=replace(QUICK_LIMIT, window_s=0.02)) as fleet:
-            await eventually(lambda: has_logged(fleet, "worker_crash_looping"))
-            assert WorkerStage.FAILING in seen
+            await eventually(lambda: has_logged(fleet, "worker_crash_looping") and WorkerStage.FAILING in seen)
             assert WorkerStage.STARTING not in seen, "a retry after a failure stays FAILING"
             ray.start_errors.clear()
             await eventually(lambda: ray.where == {"decode-0": "d", "prefill-0": "p"})
@@ -176,7 +175,7 @@ async def test_fleet_goes_on_while_a_worker_that_can_decode_is_left(
     ray.start_errors["decode-0"] = [RuntimeError("no memory")]
     ray.serving("decode-0").die()
     with pytest.raises(ExceptionGroup) as failed:
-        await asyncio.wait_for(supervision, 5)
+        await asyncio.wait_for(supervision, 60)
     assert "worker decode-0 keeps dying" in str(failed.value.exceptions[0])
     await fleet.close(1.0)
 
@@ -190,7 +189,7 @@ async def test_crash_looping_worker_that_is_not_detached_ends_the_fleet(tmp_path
     supervision = asyncio.create_task(fleet.supervise())
     ray.serving("prefill-0").die()
     with pytest.raises(ExceptionGroup) as failed:
-        await asyncio.wait_for(supervision, 5)
+        await asyncio.wait_for(supervision, 60)
     (error,) = failed.value.exceptions
     assert isinstance(error, WorkerFailed)
     assert "keeps dying: worker prefill-0 did not start: no memory" in str(error)
@@ -229,7 +228,7 @@ async def test_drained_worker_is_not_restarted_on_a_private_ray(tmp_path: Path) 
         await fleet.start(spec, worker_config(spec))
         (actor,) = ray.actors
         actor.end(why)
-        await asyncio.wait_for(fleet.supervise(), 5)
+        await asyncio.wait_for(fleet.supervise(), 60)
         assert ray.actors == [actor]
         await fleet.close(1.0)
 

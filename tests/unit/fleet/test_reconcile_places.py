@@ -9,7 +9,7 @@ from baton.fleet.ray.release_check import release_probe
 from baton.fleet.ray.worker_actor import NODE_SHUTTING_DOWN
 from tests.contract.networks import eventually
 from tests.unit.fleet.fake_ray import FakeActor, FakeRay
-from tests.unit.fleet.fleet_rig import D, P, desired, left_behind, many_refreshes, reconciling
+from tests.unit.fleet.fleet_rig import NOT_ANSWERED_S, D, P, desired, left_behind, many_refreshes, reconciling
 
 
 async def test_one_worker_runs_for_each_offered_place(tmp_path: Path) -> None:
@@ -50,7 +50,8 @@ async def test_adopted_worker_that_may_serve_is_not_removed_for_lack_of_places(t
         ray.add(node, baton_decode=1)
         actors.append(left_behind(ray, worker_id, resources={"baton_decode": 1}))
         actors[-1].placed = Future()  # it does not answer yet
-    async with reconciling(ray, tmp_path, desired(scale_with_nodes=True), adopt_timeout_s=5.0) as fleet:
+    workers = desired(scale_with_nodes=True)
+    async with reconciling(ray, tmp_path, workers, left_behind_timeout_s=NOT_ANSWERED_S) as fleet:
         await eventually(lambda: sum(fleet.stages.values()) == 4)
         ray.lose("f")
         await eventually(lambda: sum(fleet.stages.values()) == 3)

@@ -19,7 +19,7 @@ from baton.gateway.live.live_source import LiveSource
 from baton.gateway.live.view_auth import AllowedHosts
 from baton.runtime.observability.admin_http import probe_routes
 from baton.runtime.observability.metrics import expose
-from tests.unit.gateway.fakes import Cluster, cluster
+from tests.unit.gateway.fakes import LONG_LIMITS, Cluster, cluster
 
 HOST = "127.0.0.1:8002"
 
@@ -59,8 +59,12 @@ class LiveRig:
             "root_path": "",
         }
 
+        parts = [{"type": "http.request", "body": body}]
+
         async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": body}
+            if not parts:
+                await asyncio.Event().wait()  # the client stays connected
+            return parts.pop()
 
         async def send(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -86,7 +90,7 @@ class LiveRig:
 @asynccontextmanager
 async def live_rig(*workers: tuple[str, str], keys: KeyRing | None = None, **changes: Any) -> AsyncIterator[LiveRig]:
     activity = Activity(asyncio.get_running_loop().time)
-    async with cluster(*workers, keys=keys, observer=activity, **changes) as running:
+    async with cluster(*workers, keys=keys, observer=activity, **LONG_LIMITS | changes) as running:
         gateway = running.gateway
         activity.follow(gateway.view)
         running.scheduler.publish()

@@ -84,6 +84,15 @@ def test_template_above_the_time_limit_is_stopped(source: str) -> None:
         render(source, clock=ticking_clock())
 
 
+def test_rendering_within_a_time_ends_when_it_is_over() -> None:
+    template = ChatTemplate("{% for i in range(100) %}{{ messages[0].content }}{% endfor %}", {})
+    assert template.render_within(USER, ticking_clock(), 0.005) is None
+    assert template.render_within(USER, stopped_clock, 0.005) == "hi" * 100
+    assert template.render(USER, ticking_clock()) == "hi" * 100
+    with pytest.raises(Refused, match="2 characters"):
+        ChatTemplate("{{ messages[0].content * 2 }}", {}, max_characters=2).render_within(USER, stopped_clock, 1.0)
+
+
 def test_template_output_is_bounded() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, max_characters=1000)
     with pytest.raises(Refused, match="1000 characters"):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.core.interfaces import Member, MemberKind
+from baton.gateway.live import cluster_metrics
 from baton.gateway.live.cluster_metrics import (
     REMEMBER_S,
     ClusterMetrics,
@@ -22,6 +24,12 @@ from baton.gateway.live.metrics_page import ProcessMetricsPage, merge_pages
 from baton.runtime.network.announcements import process_details
 from baton.runtime.observability.metrics import expose
 from baton.store.memory.memory_stores import MemoryMembership
+
+
+@pytest.fixture(autouse=True)
+def long_read_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers in the event loop of the test are as slow as the machine."""
+    monkeypatch.setattr(cluster_metrics, "read_metrics", partial(read_metrics, timeout_s=60.0))
 
 
 def page_text(number: int) -> str:
@@ -117,6 +125,22 @@ async def test_concurrent_readers_share_one_collection() -> None:
     )
     pages = await asyncio.gather(*(metrics.page() for _ in range(20)))
     assert (len(reads), len(set(pages))) == (1, 1)
+
+
+async def test_pages_that_exceed_the_total_are_dropped() -> None:
+    membership = MemoryMembership()
+    async with served(lambda: ok(page_text(1))) as port:
+        for number in range(8):
+            await membership.announce(member(f"w{number}", port), 1e6)
+        metrics = ClusterMetrics(
+            KnownTargets(membership, lambda: 0.0),
+            MetricsTarget("gateway", "g", "h:1"),
+            lambda: "",
+            max_total_bytes=3 * len(page_text(1)) + 1,
+        )
+        found = samples((await metrics.page()).decode())
+    assert 1 <= sum(found["baton_process_up", f"w{number}"] for number in range(8)) <= 3
+    assert found["baton_process_up", "g"] == 1.0
 
 
 async def test_slow_large_or_failing_pages_count_as_down() -> None:

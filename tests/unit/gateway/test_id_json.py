@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from baton.gateway.http.id_json import IDS_PER_PIECE, format_ids, format_many_ids, repeated_prompts
-from tests.loop_cpu import longest_turn_s
+from tests.loop_cpu import repeated_longest_turn_s
 from tests.unit.gateway.validator_calls import completion
 
 LIMIT_S = 0.05
@@ -20,7 +20,7 @@ def test_ids_have_the_text_of_json(number: int) -> None:
 
 async def test_many_ids_take_little_cpu_time_of_the_loop() -> None:
     ids = array("I", range(2**20))
-    longest_s, texts = await longest_turn_s(format_many_ids(ids, ids[:3]))
+    longest_s, texts = await repeated_longest_turn_s(lambda: format_many_ids(ids, ids[:3]), LIMIT_S)
     assert (len(json.loads(texts[0])), texts[1]) == (2**20, "[0, 1, 2]")
     assert longest_s < LIMIT_S
 

@@ -13,6 +13,7 @@ from baton.core.ids import DecisionId
 from baton.core.kv.block_hash import token_ids
 from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.gateway.http.openai_objects import timeline_object
+from baton.gateway.input.response_size import ids_bytes, text_bytes
 from baton.runtime.process.byte_budget import Account
 from tests import builders
 from tests.unit.gateway.fakes import ANONYMOUS, Cluster, answer_to, cluster, until
@@ -178,12 +179,19 @@ async def test_request_of_a_client_that_does_not_read_is_cancelled() -> None:
 async def test_tokenize_models_and_status_return_values() -> None:
     async with cluster(*PD) as c:
         api = inference(c)
-        assert list(await api.tokenize({"prompt": "ab"}, ANONYMOUS)) == [97, 98]
-        assert await api.detokenize({"tokens": [97, 511]}, ANONYMOUS) == "a\ufffd"
-        with pytest.raises(Refused):
-            await api.detokenize({"tokens": list(token_ids([512]))}, ANONYMOUS)
-        with pytest.raises(Refused):
-            await api.tokenize({"prompt": "ab", "model": "other"}, ANONYMOUS)
+        async with api.tokenize({"prompt": "ab"}, ANONYMOUS) as ids:
+            assert list(ids) == [97, 98]
+            assert c.gateway.budget.used(Account.UNSENT) == ids_bytes(ids)
+        async with api.detokenize({"tokens": [97, 511]}, ANONYMOUS) as text:
+            assert text == "a\ufffd"
+            assert c.gateway.budget.used(Account.UNSENT) == text_bytes(text)
+        assert c.gateway.budget.used(Account.UNSENT) == 0
+        for call in (
+            api.detokenize({"tokens": list(token_ids([512]))}, ANONYMOUS),
+            api.tokenize({"prompt": "ab", "model": "other"}, ANONYMOUS),
+        ):
+            with pytest.raises(Refused):
+                await call.__aenter__()
         (model,) = await api.models(ANONYMOUS)
         assert (model.model_id, model.max_model_len) == ("demo", 1024)
         status = await admin(c).status(ANONYMOUS)

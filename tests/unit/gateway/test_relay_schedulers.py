@@ -1,12 +1,15 @@
 """Calls to schedulers: placement queries, reported outcomes, and behaviour without a scheduler."""
 
 import asyncio
+from collections import Counter
+from unittest.mock import AsyncMock
 
 import pytest
 
 from baton.core.cluster.placement import Rejection, StillWaiting
-from baton.core.errors import Code, Reason, Refused, StreamBroken
+from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.ids import DecisionId
+from baton.core.interfaces import Member, MemberKind
 from baton.core.request import RequestActuals
 from baton.gateway.cluster.scheduler_pool import MAX_OUTCOMES_PER_CALL
 from baton.store.memory.memory_stores import MemoryMembership
@@ -197,6 +200,61 @@ async def test_scheduler_that_failed_before_membership_listed_none_is_asked_once
 
 
 @virtual
+async def test_scheduler_that_fails_once_is_kept_although_membership_lists_only_a_dead_one() -> None:
+    """The store is too full for announcements, and the gateway was paused, which broke its connections."""
+    async with cluster(("h0", "hybrid")) as c:
+        pool, membership = c.gateway.schedulers, MemoryMembership()
+        dead = Member(kind=MemberKind.SCHEDULER, member_id="s2", epoch=1, address="scheduler:2")
+        await membership.announce(dead, ttl_s=1000.0)
+        discovering = asyncio.create_task(pool._discover(membership))
+        await until(lambda: len(pool.addresses) == 2)
+        await asyncio.sleep(2 * TEST_TIMES["heartbeat_s"])
+        pool._mark_failed(c.scheduler.address, StreamBroken("no answer to keepalive"))
+        pool._set_addresses([dead.address, *pool._unlisted([dead.address])])
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        c.scheduler.die()
+        await until(lambda: pool.addresses == (dead.address,))
+        discovering.cancel()
+        await asyncio.wait((discovering,))
+
+
+@virtual
+async def test_new_request_reaches_the_scheduler_that_works_behind_several_that_hang() -> None:
+    """The first is paused, and the hosts of two others are gone. The last one failed after they did, when its
+    connection was cut."""
+    async with cluster(("h0", "hybrid")) as c:
+        pool = c.gateway.schedulers
+        hanging = [c.scheduler, *(StubScheduler(c.network, f"gone:{number}") for number in (1, 2))]
+        working = StubScheduler(c.network, "scheduler:2")
+        working.workers = c.scheduler.workers
+        pool._set_addresses([each.address for each in (*hanging, working)])
+        for scheduler in hanging:
+            scheduler.hangs = True
+        for scheduler in (*hanging[1:], working):
+            pool._mark_failed(scheduler.address, StreamBroken("cut"))
+            await asyncio.sleep(0.001)
+        assert pool._by_preference() == [each.address for each in (*hanging, working)]
+        assert 3 * TEST_TIMES["detection_s"] > TEST_TIMES["scheduler_wait_s"]
+        assert (await c.complete(PROMPT)).texts[0].encode() == answer_to(PROMPT.encode(), 8)
+        assert 0 < working.queries[0].answer_within_s < TEST_TIMES["detection_s"]
+
+
+@virtual
+async def test_connections_to_schedulers_that_are_gone_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that restarts many times has a new port each time."""
+    async with cluster(("h0", "hybrid")) as c:
+        pool, open_ = c.gateway.schedulers, Counter({c.scheduler.address: 1})
+        find = c.network.scheduler
+        monkeypatch.setattr(c.network, "scheduler", lambda address: (open_.update([address]), find(address))[1])
+        monkeypatch.setattr(c.network, "forget_scheduler", lambda address: open_.subtract([address]))
+        for port in range(10):
+            pool._set_addresses([c.scheduler.address, f"restarted:{port}"])
+            assert {address for address, number in open_.items() if number} == set(pool.addresses)
+        assert len(pool.addresses) == 2
+        assert max(open_.values()) == 1
+
+
+@virtual
 async def test_time_in_which_the_gateway_was_stalled_does_not_count_as_waiting() -> None:
     """A gateway that was paused for long asks again before it reports its schedulers as lost."""
     async with cluster(("h0", "hybrid")) as c:
@@ -229,3 +287,18 @@ async def test_deadline_of_a_request_says_nothing_about_the_scheduler_that_it_wa
         assert pool.addresses == (c.scheduler.address,)
         discovering.cancel()
         await asyncio.wait((discovering,))
+
+
+@virtual
+async def test_drain_reaches_the_schedulers_after_one_that_is_shutting_down() -> None:
+    refusal = Failure(code=Code.UNAVAILABLE, reason=Reason.DRAINING, message="this scheduler is shutting down")
+    async with cluster(("h0", "hybrid")) as c:
+        other = StubScheduler(c.network, "scheduler:2")
+        other.workers = c.scheduler.workers
+        pool = c.gateway.schedulers
+        pool._set_addresses(["scheduler:1", "scheduler:2"])
+        for ending in (c.scheduler, other):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ending, "drain", AsyncMock(side_effect=Refused(refusal)))
+                assert await pool.drain("h0")
+        assert (c.scheduler.drained, other.drained) == ([("h0", False)], [("h0", False)])

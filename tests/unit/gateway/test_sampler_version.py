@@ -7,6 +7,7 @@ from baton.core.kv.kv_layout import SAMPLER_VERSION
 from baton.core.messages.jobs import DecodeJob, PrefillJob
 from baton.worker.jobs.job_table import other_sampler
 from tests.unit.gateway.fakes import Cluster, answer_to, cluster
+from tests.unit.gateway.virtual import virtual
 
 
 def refuse(job: PrefillJob | DecodeJob) -> Failure | None:
@@ -18,6 +19,7 @@ async def ask(c: Cluster) -> str:
     return (await c.complete("hello", seed=5)).texts[0]
 
 
+@virtual
 async def test_request_moves_to_a_worker_with_the_same_sampler_version() -> None:
     async with cluster(("h0", "hybrid"), ("h1", "hybrid")) as c:
         c.scheduler.workers[0].fail_job = refuse
@@ -27,6 +29,7 @@ async def test_request_moves_to_a_worker_with_the_same_sampler_version() -> None
         ] * 2
 
 
+@virtual
 async def test_client_gets_the_reason_if_no_worker_has_the_same_sampler_version() -> None:
     async with cluster(("h0", "hybrid"), max_attempts=3) as c:
         c.scheduler.workers[0].fail_job = refuse

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from baton.gateway.http import text_json
-from baton.gateway.http.text_json import CHARS_PER_PIECE, INLINE_CHARS, format_long_text, format_text
+from baton.gateway.http.text_json import CHARS_PER_PIECE, format_long_text, format_text
+from baton.runtime.process import loop_time
 from tests.longest_call import longest_call_s
 
 
@@ -20,11 +21,14 @@ def test_pieces_are_the_same_as_the_whole(unit: str, length: int) -> None:
 
 def test_long_text_lets_other_threads_run() -> None:
     text = "é" * 2**20
-    assert longest_call_s(format_text, text) < longest_call_s(json.dumps, text) / 4
+    longest_s = min(longest_call_s(format_text, text) for _ in range(5))  # other work may delay one of them
+    assert longest_s < longest_call_s(json.dumps, text) / 4
 
 
 async def test_only_a_long_text_is_formatted_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
     monkeypatch.setattr(text_json, "format_text", lambda _: threads.append(threading.current_thread()))
-    await asyncio.gather(format_long_text("a" * INLINE_CHARS), format_long_text("a" * (INLINE_CHARS + 1)))
+    await asyncio.gather(
+        format_long_text("a" * loop_time.JSON_CHARACTERS), format_long_text("a" * (loop_time.JSON_CHARACTERS + 1))
+    )
     assert [thread is threading.main_thread() for thread in threads] == [True, False]

@@ -10,8 +10,10 @@ from baton.core.errors import Refused
 from baton.gateway.input.client_call import Endpoint
 from baton.gateway.input.strict_json import parse_body
 from baton.gateway.input.validation import Validator
-from tests.loop_cpu import longest_turn_s
+from tests.loop_cpu import repeated_longest_turn_s
 from tests.unit.gateway.validator_calls import validator
+
+pytestmark = pytest.mark.slow
 
 LIMIT_S = 0.05
 
@@ -37,7 +39,8 @@ async def validate(validator: Validator, raw: bytes) -> str:
     ids=["256 prompts of 16,000 ids", "a prompt of a million ids", "256 texts", "700,000 lists", "700,000 strings"],
 )
 async def test_large_body_takes_little_cpu_time_of_the_loop(body: dict[str, Any], refusal: str) -> None:
-    longest_s, refused = await longest_turn_s(validate(validator(max_model_len=2**20), json.dumps(body).encode()))
+    raw, checker = json.dumps(body).encode(), validator(max_model_len=2**20)
+    longest_s, refused = await repeated_longest_turn_s(lambda: validate(checker, raw), LIMIT_S)
     assert refusal in refused
     assert bool(refusal) == bool(refused)
     assert longest_s < LIMIT_S

@@ -13,6 +13,8 @@ from loadgen.loadgen_errors import BadPlan, EmptyPlan, LoadgenError
 from loadgen.plan.plan import Plan
 from loadgen.plan.sources.workloads import DEFAULT_VOCABULARY
 
+pytestmark = pytest.mark.slow
+
 
 def times(plan: Plan) -> list[float]:
     return [request.at_s for request in plan.requests if request.at_s is not None]

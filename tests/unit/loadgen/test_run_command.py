@@ -146,7 +146,7 @@ def test_summary_explains_rate_seed_and_priority() -> None:
     said = lines(finished(record(), machine={"priority": "high (slice 0.1 ms, nice -10)"}), drawn)
     assert said["plan"][0] == (
         f"4rps-8in-2out-seed7: rate 4 offered {len(drawn.requests)} requests in 30 s (Poisson draw; 120 on average); "
-        "--seed 7 repeats it"
+        "the same options with --seed 7 repeat it"
     )
     assert said["priority"][0] == "high (slice 0.1 ms, nice -10)"
     from_file = lines(finished(record(), flags={"plan": "chat.jsonl"}), drawn)["plan"][0]

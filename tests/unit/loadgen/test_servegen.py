@@ -94,6 +94,7 @@ def test_impossible_selections_are_rejected(changes: dict[str, Any], message: st
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "shape", "cv"), [("gamma", 0.25, 2.0), ("weibull", 0.5, 5**0.5), ("gamma", 4.0, 0.5)]
 )

@@ -17,7 +17,7 @@ from baton.model.attention.attention_inputs import AttentionStep, CausalMasks
 from baton.model.attention.graph_step import GraphStep
 from baton.model.attention.paged_attention import paged_attention
 from baton.model.backends.backend_selection import Backend
-from baton.model.backends.cuda_graphs import BATCHES, CudaGraphForward
+from baton.model.backends.cuda_graphs import BATCHES, CudaGraphForward, CudaGraphs
 from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import LoadedModel, load_model
@@ -48,6 +48,18 @@ class CountingCapture:
             run()
 
         return replay
+
+
+def test_memory_pool_is_shared_until_the_last_graph_is_gone() -> None:
+    """CUDA frees a pool with its last graph. A capture into a freed pool fails."""
+    captures = CudaGraphs(new_handle=lambda: (0, 1))
+    graphs = [captures.pool(), captures.pool()]
+    assert graphs[0] is graphs[1]
+    first = weakref.ref(graphs.pop())
+    assert captures.pool() is first()
+    graphs.clear()
+    assert first() is None
+    assert captures.pool() is not None
 
 
 def decode_kernel(query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None) -> torch.Tensor:

@@ -144,6 +144,13 @@ def test_half_precision(dtype: torch.dtype) -> None:
     check_step([(0, 1), (7, 3), (19, 1), (3, 1), (0, 30)], 8, dtype=dtype)
 
 
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_masks_for_devices_begin_where_their_memory_does(num_queries: int) -> None:
+    """CUDA kernels fail with a misaligned address otherwise."""
+    mask = CausalMasks(torch.float32, torch.device("meta")).tile(num_queries, 13, None)
+    assert (mask.shape, mask.stride(), mask.storage_offset()) == ((num_queries, 13), (13, 1), 0)
+
+
 def test_decodes_are_grouped_by_similar_length() -> None:
     """A short context is not padded to the longest of the step."""
     cache = nan_cache(200)

@@ -347,10 +347,13 @@ class Late:
         )
         self.launched: list[tuple[int, int | None]] = []
         self.fails_at: int | None = None
+        self._are_submitted = False
 
     def _record(self, device: torch.device) -> DelayedEvent:
-        self.events.append(self.record_event(device))
-        return self.events[-1]
+        event = self.record_event(device)
+        event.may_end = lambda: self._are_submitted
+        self.events.append(event)
+        return event
 
     def _before_launch(self, plan: StepPlan, after: LaunchedStep | None) -> None:
         self.launched.append((plan.step_id, after.step_id if after is not None else None))
@@ -358,7 +361,11 @@ class Late:
             raise RuntimeError("injected")
 
     async def run(self, *plans: StepPlan) -> list[StepResult | BaseException]:
-        return await asyncio.gather(*map(self.executor.execute, plans), return_exceptions=True)
+        self._are_submitted = False
+        running = asyncio.gather(*map(self.executor.execute, plans), return_exceptions=True)
+        await asyncio.sleep(0)  # each task submits its step
+        self._are_submitted = True
+        return await running
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests.nemesis.effect import NoEffect
 from tests.nemesis.faults import FAULTS
 from tests.nemesis.faults.log_disk import fill
 from tests.nemesis.plan import Fault
-from tests.nemesis.world import World
+from tests.nemesis.world import Times, World
 
 
 def fault(kind: str, *targets: str) -> Fault:
@@ -207,6 +207,34 @@ async def test_kill_of_a_process_that_ended_otherwise_has_no_effect(is_deaf: boo
         else:
             await inject("kill", world, "p0")
     assert [interval.name for interval in world.times.down] == ["p0"]
+
+
+class TwoProcesses:
+    """A cluster of p0 and d0. `delay_s`: time before the second one can be killed."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+        self.times = Times()
+        self.events: list[str] = []
+
+    async def kill(self, name: str) -> None:
+        self.events.append(f"kill {name}")
+        self.times.open_down[name] = self.delay_s if name == "d0" else 0.0
+
+    async def restart(self, name: str) -> None:
+        self.events.append(f"restart {name}")
+
+
+async def test_lost_node_kills_both_workers_at_once_and_starts_both_again() -> None:
+    node = TwoProcesses()
+    await inject("lost_node", node, "p0", "d0", meanwhile=lambda: node.events.append("lost"))
+    assert node.events == ["kill p0", "kill d0", "lost", "restart p0", "restart d0"]
+    slow = TwoProcesses(delay_s=5.0)
+    with pytest.raises(NoEffect, match=r"were killed 5\.0 s apart"):
+        await inject("lost_node", slow, "p0", "d0")
+    assert slow.events[-2:] == ["restart p0", "restart d0"]
+    with pytest.raises(NoEffect, match="has no decode worker"):
+        await inject("lost_node", TwoProcesses(), "p0")
 
 
 async def test_log_that_grows_on_a_full_disk_has_no_effect(tmp_path: Path) -> None:

@@ -99,6 +99,16 @@ def test_second_end_is_reported() -> None:
 
 def test_error_after_the_end_of_an_answer_is_a_second_end() -> None:
     assert kinds_of(record_with(End.ERROR, RIGHT, reason="worker_lost")) == ["doubled"]
+    assert kinds_of(record_with(End.ERROR, RIGHT, reason="deadline")) == ["doubled"]
+
+
+def test_grpc_call_may_end_at_its_deadline_between_the_last_message_and_the_status() -> None:
+    record = record_with(End.ERROR, RIGHT, reason="deadline")
+    record.way = "gRPC"
+    assert kinds_of(record) == []
+    wrong = record_with(End.ERROR, RIGHT, reason="worker_lost")
+    wrong.way = "gRPC"
+    assert kinds_of(wrong) == ["doubled"]
 
 
 def test_truncated_answer_is_reported() -> None:
@@ -132,13 +142,43 @@ def test_choice_that_ended_is_compared_whole_even_if_the_request_did_not_complet
     assert set(kinds_of(record_with(End.CANCELLED, part))) == {"truncated"}
 
 
-def test_end_long_after_the_deadline_is_late_unless_the_gateway_was_paused() -> None:
-    record = record_with()
-    record.end_s = record.deadline_s + END_SLACK_S + 10.0
-    assert kinds_of(record) == ["late"]
-    pause = Interval(name="gateway", begin_s=20.0, end_s=35.0)
-    assert kinds_of(record, Surroundings(paused=[pause])) == []
-    assert kinds_of(record, Surroundings(paused=[Interval(name="gateway1", begin_s=20.0, end_s=35.0)])) == ["late"]
+def late_by(seconds: float) -> Record:
+    record = record_with(End.ERROR, Answer(), reason="deadline")
+    record.end_s = record.deadline_s + seconds
+    return record
+
+
+def during(begin_s: float, end_s: float, name: str = "gateway") -> Interval:
+    return Interval(name=name, begin_s=begin_s, end_s=end_s)
+
+
+def test_end_a_few_seconds_after_the_deadline_is_late() -> None:
+    assert END_SLACK_S <= 3.0
+    assert kinds_of(late_by(1.0)) == []
+    assert kinds_of(late_by(4.0)) == ["late"]
+
+
+@pytest.mark.parametrize(
+    ("begin_s", "end_s", "kinds"),
+    [
+        (9.0, 15.0, []),  # the gateway learns the deadline when it goes on
+        (20.0, 35.0, ["late"]),  # over long before the deadline
+        (65.0, 71.0, ["late"]),  # only a second of it is after the deadline
+        (65.0, 73.0, []),
+    ],
+)
+def test_pause_of_the_gateway_excuses_a_late_end_only_at_the_begin_and_after_the_deadline(
+    begin_s: float, end_s: float, kinds: list[str]
+) -> None:
+    assert kinds_of(late_by(4.5), Surroundings(paused=[during(begin_s, end_s)])) == kinds
+    assert kinds_of(late_by(4.5), Surroundings(paused=[during(begin_s, end_s, "gateway1")])) == ["late"]
+    assert kinds_of(late_by(4.5), Surroundings(stalls=[during(begin_s, end_s, "machine")])) == kinds
+
+
+def test_stall_during_a_pause_excuses_no_more_than_the_pause() -> None:
+    both = Surroundings(paused=[during(70.0, 72.0)], stalls=[during(70.5, 71.5, "machine")])
+    assert kinds_of(late_by(4.5), both) == []
+    assert kinds_of(late_by(5.5), both) == ["late"]
 
 
 @pytest.mark.parametrize("end", [End.BROKEN, End.UNREACHABLE])

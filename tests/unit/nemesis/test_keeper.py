@@ -54,7 +54,7 @@ def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until_restarted(world: FakeWorld) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not world.restarts or world.num_restarting:  # noqa: ASYNC110
             await asyncio.sleep(0)
 

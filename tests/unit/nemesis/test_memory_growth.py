@@ -22,10 +22,10 @@ def test_growth_since_minute_five_is_reported() -> None:
     assert samples.problems(["p0"], {"p0": mib(43)}) == ["p0 has 43 MiB of memory, 10 MiB before"]
 
 
-def test_restarted_process_is_compared_with_itself_after_it_has_settled() -> None:
+def test_restarted_process_is_compared_with_its_own_minute_five() -> None:
     starting, settled = mib(100, pid=2), mib(200, pid=2)
     samples = sampled(
-        (0.0, {"d0": mib(90)}), (295.0, {"d0": starting}), (310.0, {"d0": starting}), (355.0, {"d0": settled})
+        (0.0, {"d0": mib(90)}), (295.0, {"d0": starting}), (310.0, {"d0": starting}), (595.0, {"d0": settled})
     )
     assert samples.problems(["d0"], {"d0": mib(232, pid=2)}) == []
     assert samples.problems(["d0"], {"d0": mib(233, pid=2)}) == ["d0 has 233 MiB of memory, 200 MiB before"]

@@ -4,10 +4,23 @@ import pytest
 
 from tests.nemesis.faults import FAULTS
 from tests.nemesis.goodput import LEAST_SECONDS
-from tests.nemesis.plan import KINDS, MAX_OPEN, SERVICES, Fault, conflicts, make_plan, open_faults
-from tests.nemesis.run import LONG_S
+from tests.nemesis.plan import (
+    DECODE,
+    KINDS,
+    MAX_OPEN,
+    PREFILL,
+    ROLES,
+    SERVICES,
+    Fault,
+    conflicts,
+    make_plan,
+    open_faults,
+)
+from tests.nemesis.run import ALL_ROLES_S, LONG_S, Options
 
 HALF_HOUR_S = 1800.0
+RESTART_S = 2.0
+"""Shortest time of a restart. A process starts in about three seconds."""
 
 
 def test_same_seed_gives_the_same_plan_and_another_seed_another() -> None:
@@ -38,6 +51,14 @@ def test_short_plan_has_several_short_faults(seed: int) -> None:
     assert conflicts(plan) == []
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_minute_has_many_short_faults_and_nearly_every_kind(seed: int) -> None:
+    plan = Options.sized(60.0, seed=seed).plan()
+    assert len(plan) >= 20
+    assert len({fault.kind for fault in plan}) >= len(KINDS) - 1
+    assert all(fault.duration_s <= 4.0 for fault in plan)
+
+
 def alone(plan: tuple[Fault, ...]) -> list[Fault]:
     """The kills of one worker while no other fault is open."""
     return [
@@ -50,8 +71,25 @@ def alone(plan: tuple[Fault, ...]) -> list[Fault]:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_long_run_has_enough_time_with_one_worker_down_to_measure_goodput(seed: int) -> None:
-    restart_s = 2.0  # at least; a process starts in about three seconds
-    assert sum(fault.duration_s + restart_s for fault in alone(make_plan(seed, LONG_S))) >= LEAST_SECONDS
+    assert sum(fault.duration_s + RESTART_S for fault in alone(make_plan(seed, LONG_S))) >= LEAST_SECONDS
+
+
+@pytest.mark.parametrize("seconds", [ALL_ROLES_S, HALF_HOUR_S])
+@pytest.mark.parametrize("seed", range(50))
+def test_goodput_of_each_role_is_measured_in_twenty_minutes(seed: int, seconds: float) -> None:
+    kills = alone(make_plan(seed, seconds))
+    for workers in ROLES.values():
+        assert sum(kill.duration_s + RESTART_S for kill in kills if kill.targets[0] in workers) >= LEAST_SECONDS
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lost_node_takes_a_prefill_and_a_decode_worker(seed: int) -> None:
+    lost = [fault for fault in make_plan(seed, HALF_HOUR_S) if fault.kind == "lost_node"]
+    assert lost
+    for fault in lost:
+        prefill, decode = fault.targets
+        assert (prefill in PREFILL, decode in DECODE) == (True, True)
+        assert fault.restart_s > 0
 
 
 def test_only_the_asked_kinds_occur() -> None:

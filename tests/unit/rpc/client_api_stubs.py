@@ -1,6 +1,7 @@
 """Stubs of the gateway's inference and admin APIs with answers set by the test."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from baton.core.client_api import Caller, ClusterStatus, GenerateChunk, ModelInfo
@@ -43,13 +44,15 @@ class StubInference:
     async def generate(self, body: Mapping[str, Any], caller: Caller) -> StubGenerateStream:
         return self._answer(body, caller)  # type: ignore[no-any-return]
 
-    async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> TokenIds:
+    @asynccontextmanager
+    async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> AsyncIterator[TokenIds]:
         self._answer(body, caller)
-        return token_ids(map(ord, body["prompt"]))
+        yield token_ids(map(ord, body["prompt"]))
 
-    async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> str:
+    @asynccontextmanager
+    async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> AsyncIterator[str]:
         self._answer(body, caller)
-        return "".join(map(chr, body["tokens"]))
+        yield "".join(map(chr, body["tokens"]))
 
     async def models(self, caller: Caller) -> tuple[ModelInfo, ...]:
         self._answer({}, caller)

@@ -6,8 +6,9 @@ import pytest
 
 from baton.core.errors import Reason, Refused
 from baton.core.kv.block_hash import token_ids
-from baton.rpc.client_message import INLINE_BYTES, MAX_FIELDS, decode_message, has_more_fields
+from baton.rpc.gates.client_message import MAX_FIELDS, decode_message, has_more_fields
 from baton.rpc.mappers.client_mapper import from_generate_request, from_token_ids, to_tokenize_response
+from baton.runtime.process import loop_time
 from baton.v1.inference_pb2 import GenerateRequest, TokenizeResponse
 from tests.longest_call import longest_call_s
 
@@ -38,7 +39,7 @@ async def test_large_message_is_decoded_in_a_thread() -> None:
         threads.append(threading.current_thread())
         return GenerateRequest.FromString(raw)
 
-    for length in (10, INLINE_BYTES):
+    for length in (10, loop_time.MESSAGE_BYTES):
         message = GenerateRequest(prompt="x" * length)
         assert await decode_message(message.SerializeToString(), decode) == message
     assert [thread is threading.main_thread() for thread in threads] == [True, False]

@@ -3,26 +3,36 @@
 import asyncio
 import os
 import socket
+import stat
+import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from baton.core.cluster.cluster_snapshot import ClusterUpdate
+from baton.core.cluster.placement import Placement
 from baton.core.errors import ConfigError, StreamBroken
 from baton.core.messages.jobs import Ack, Step
-from baton.rpc import inference_rpc, peer_rpc, scheduler_rpc, worker_rpc
+from baton.rpc import grpc_network, inference_rpc, peer_rpc, scheduler_rpc, worker_rpc
+from baton.rpc.channel import open_channel
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_streams import ACCEPTED
 from baton.runtime.observability.health import Health
 from baton.wire.v1 import scheduler_pb2_grpc, worker_pb2_grpc
 from tests import builders, malformed_connections
-from tests.contract.networks import StubScheduler, StubWorker, echo, eventually, until_broken
+from tests.contract.networks import StubScheduler, StubWorker, UpdateQueue, echo, eventually, until_broken
+from tests.free_port import free_port
 from tests.unit.rpc.client_api_stubs import StubInference
 
-HEARTBEAT_S = 0.2
+HEARTBEAT_S = 10.0
+"""No host vanishes here. Pings that are due more often would fail if this process is stalled."""
+REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -35,6 +45,14 @@ async def server() -> AsyncIterator[GrpcServer]:
 
 @pytest.fixture
 async def network() -> AsyncIterator[GrpcNetwork]:
+    network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=60.0, call_s=60.0)
+    yield network
+    await network.aclose()
+
+
+@pytest.fixture
+async def short_limits() -> AsyncIterator[GrpcNetwork]:
+    """A network for servers that do not answer."""
     network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=0.5, call_s=0.5)
     yield network
     await network.aclose()
@@ -63,7 +81,7 @@ async def test_second_server_with_reuseport_cannot_bind_the_same_port(server: Gr
 
 
 async def test_port_can_be_bound_again_after_stop(server: GrpcServer) -> None:
-    port = await server.start("127.0.0.1", 0)
+    port = await server.start("127.0.0.1", free_port("127.0.0.1"))
     await server.stop(0)
     second = GrpcServer(heartbeat_s=HEARTBEAT_S)
     assert await second.start("127.0.0.1", port) == port
@@ -103,17 +121,17 @@ async def test_services_without_process_health_are_serving_until_stop(server: Gr
     async with grpc.aio.insecure_channel(await start(server)) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=scheduler_rpc.SERVICE))
         assert (await watch.read()).status == SERVING
-        stopping = asyncio.create_task(server.stop(0.1))
+        stopping = asyncio.create_task(server.stop(60))
         assert (await watch.read()).status == NOT_SERVING
+        watch.cancel()
         await stopping
 
 
 async def reflected_services(address: str) -> set[str]:
+    requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
     async with grpc.aio.insecure_channel(address) as channel:
-        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-        answer = await call.read()
-        await call.done_writing()
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests)
+        (answer,) = [each async for each in call]
         return {service.name for service in answer.list_services_response.service}
 
 
@@ -126,10 +144,12 @@ async def test_reflection_lists_client_services_and_no_internal_ones(server: Grp
 
 
 async def test_server_with_internal_services_only_has_no_reflection(server: GrpcServer) -> None:
+    """The call is unary: a write to a stream that has ended may fail with another error than its status."""
     server.add_scheduler(StubScheduler())
-    address = await start(server)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await reflected_services(address)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    async with grpc.aio.insecure_channel(await start(server)) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await channel.unary_unary(REFLECT)(request.SerializeToString())
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -150,12 +170,20 @@ async def test_tcp_nodelay_is_set_on_both_ends(server: GrpcServer, network: Grpc
     await session.aclose()
 
 
+def is_socket(descriptor: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.stat(descriptor).st_mode)
+    except OSError:  # closed since
+        return False
+
+
 def own_tcp_sockets(port: int) -> list[socket.socket]:
     """Return duplicates of this process's connected TCP sockets with `port` at one end."""
     found = []
-    for name in os.listdir("/dev/fd"):
+    descriptors = [int(name) for name in os.listdir("/dev/fd") if is_socket(int(name))]  # before any is duplicated
+    for descriptor in descriptors:
         try:
-            sock = socket.socket(fileno=os.dup(int(name)))
+            sock = socket.socket(fileno=os.dup(descriptor))
         except OSError:
             continue
         try:
@@ -197,11 +225,11 @@ async def test_proxy_environment_variables_are_ignored(
     await session.aclose()
 
 
-async def test_open_session_fails_if_the_connection_is_refused_or_never_answered(network: GrpcNetwork) -> None:
+async def test_open_session_fails_if_the_connection_is_refused_or_never_answered(short_limits: GrpcNetwork) -> None:
     with pytest.raises(StreamBroken):
-        await network.open_session("127.0.0.1:9")
+        await short_limits.open_session("127.0.0.1:9")
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StreamBroken, match="no answer"):
-        await network.open_session(f"127.0.0.1:{silent.getsockname()[1]}")
+        await short_limits.open_session(f"127.0.0.1:{silent.getsockname()[1]}")
 
 
 async def test_open_session_fails_if_the_server_lacks_the_service(server: GrpcServer, network: GrpcNetwork) -> None:
@@ -211,7 +239,7 @@ async def test_open_session_fails_if_the_server_lacks_the_service(server: GrpcSe
         await network.open_session(address)
 
 
-async def test_call_to_an_unresponsive_scheduler_times_out(server: GrpcServer, network: GrpcNetwork) -> None:
+async def test_call_to_an_unresponsive_scheduler_times_out(server: GrpcServer, short_limits: GrpcNetwork) -> None:
     unresponsive = StubScheduler()
 
     async def place(_: object) -> None:
@@ -219,13 +247,124 @@ async def test_call_to_an_unresponsive_scheduler_times_out(server: GrpcServer, n
 
     unresponsive.place = place  # type: ignore[assignment, method-assign]
     server.add_scheduler(unresponsive)
-    with pytest.raises(StreamBroken, match="DEADLINE_EXCEEDED"):
-        await network.scheduler(await start(server)).place(builders.query())
+    with pytest.raises(StreamBroken, match=r"no answer within 0\.5 s"):
+        await short_limits.scheduler(await start(server)).place(builders.query())
+
+
+@pytest.fixture
+async def stalling() -> AsyncIterator[GrpcNetwork]:
+    """A network with timeouts of 0.5 s, by a clock that counts almost all time as a stall."""
+    loop = asyncio.get_running_loop()
+    network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=0.5, call_s=0.5, awake_clock=lambda: loop.time() / 100)
+    yield network
+    await network.aclose()
+
+
+async def stall(after_s: float) -> None:
+    """Block the event loop for longer than the timeouts."""
+    await asyncio.sleep(after_s)
+    time.sleep(0.8)  # noqa: ASYNC251 - blocks the loop on purpose
+
+
+async def test_stall_of_this_process_does_not_fail_a_call(server: GrpcServer, stalling: GrpcNetwork) -> None:
+    """The scheduler, which is in this process here, answers only after the stall."""
+    answering = StubScheduler()
+
+    async def place(_: object) -> Placement:
+        await asyncio.sleep(0.2)
+        return builders.placement()
+
+    answering.place = place  # type: ignore[assignment, method-assign]
+    server.add_scheduler(answering)
+    scheduler = stalling.scheduler(await start(server))
+    placed, _ = await asyncio.gather(scheduler.place(builders.query()), stall(after_s=0.1))
+    assert placed == builders.placement()
+
+
+async def test_stall_of_this_process_does_not_fail_a_dial(server: GrpcServer, stalling: GrpcNetwork) -> None:
+    """The worker's server, which is in this process here, accepts the stream only after the stall."""
+    server.add_worker(StubWorker())
+    session, _ = await asyncio.gather(stalling.open_session(await start(server)), stall(after_s=0.0))
+    await session.aclose()
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch) -> list[grpc.aio.Channel]:
+    """Return the list of the channels that networks open, in order."""
+    opened: list[grpc.aio.Channel] = []
+
+    def recording_open(*args: Any) -> grpc.aio.Channel:
+        opened.append(open_channel(*args))
+        return opened[-1]
+
+    monkeypatch.setattr(grpc_network, "open_channel", recording_open)
+    return opened
+
+
+def is_closed(channel: grpc.aio.Channel) -> bool:
+    return channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+
+
+async def test_channel_of_a_forgotten_scheduler_is_closed(
+    server: GrpcServer, network: GrpcNetwork, channels: list[grpc.aio.Channel]
+) -> None:
+    server.add_scheduler(StubScheduler(()))
+    address = await start(server)
+    api = network.scheduler(address)
+    await api.explain(None)
+    network.forget_scheduler(address)
+    await eventually(lambda: is_closed(channels[0]))
+    await api.explain(None)  # a caller may still have the client
+    await eventually(lambda: is_closed(channels[1]))
+    assert await network.scheduler(address).explain(None) == ()
+    assert [is_closed(channel) for channel in channels] == [True, True, False]
+    network.forget_scheduler("127.0.0.1:9")  # unknown
+    assert network._retired == []
+
+
+async def test_running_calls_to_a_forgotten_scheduler_end_properly(
+    server: GrpcServer, network: GrpcNetwork, channels: list[grpc.aio.Channel]
+) -> None:
+    is_asked, may_answer, updates = asyncio.Event(), asyncio.Event(), UpdateQueue()
+    scheduler = StubScheduler(updates=updates)
+
+    async def place(_: object) -> Placement:
+        is_asked.set()
+        await may_answer.wait()
+        return builders.placement()
+
+    scheduler.place = place  # type: ignore[assignment, method-assign]
+    server.add_scheduler(scheduler)
+    address = await start(server)
+    watch = await network.scheduler(address).watch()
+    placing = asyncio.create_task(network.scheduler(address).place(builders.query()))
+    await is_asked.wait()
+    network.forget_scheduler(address)
+    may_answer.set()
+    assert await placing == builders.placement()
+    updates.put(ClusterUpdate(scheduler_id="s0", reports=()))
+    assert (await watch.receive()).scheduler_id == "s0"
+    assert not is_closed(channels[0])
+    await watch.aclose()
+    await eventually(lambda: is_closed(channels[0]))
+
+
+async def test_closed_network_closes_the_channels_of_forgotten_schedulers(
+    server: GrpcServer, network: GrpcNetwork, channels: list[grpc.aio.Channel]
+) -> None:
+    server.add_scheduler(StubScheduler(updates=UpdateQueue()))
+    address = await start(server)
+    watch = await network.scheduler(address).watch()
+    network.forget_scheduler(address)
+    await network.aclose()
+    assert is_closed(channels[0])
+    with pytest.raises(StreamBroken):
+        await watch.receive()
 
 
 async def test_client_reconnects_to_a_restarted_scheduler(server: GrpcServer, network: GrpcNetwork) -> None:
     server.add_scheduler(StubScheduler(()))
-    port = await server.start("127.0.0.1", 0)
+    port = await server.start("127.0.0.1", free_port("127.0.0.1"))
     client = network.scheduler(f"127.0.0.1:{port}")
     assert await client.explain(None) == ()
     await server.stop(0)
@@ -234,7 +373,7 @@ async def test_client_reconnects_to_a_restarted_scheduler(server: GrpcServer, ne
     restarted = GrpcServer(heartbeat_s=HEARTBEAT_S)
     restarted.add_scheduler(StubScheduler(()))
     await restarted.start("127.0.0.1", port)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             try:
                 assert await client.explain(None) == ()
@@ -257,12 +396,12 @@ async def test_invalid_message_ends_only_its_own_stream(
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.stream_stream("/baton.wire.v1.Worker/Session")()
         await call.write(garbage)
-        assert await asyncio.wait_for(call.code(), 2) is grpc.StatusCode.INVALID_ARGUMENT
+        assert await asyncio.wait_for(call.code(), 60) is grpc.StatusCode.INVALID_ARGUMENT
     await eventually(lambda: stub.ended == 1)
     async with grpc.aio.insecure_channel(address) as channel:
         unary = channel.unary_unary("/baton.wire.v1.Worker/Session")
         with pytest.raises(grpc.aio.AioRpcError):
-            await unary(garbage, timeout=1)
+            await unary(garbage, timeout=60)
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 20, b"", b"\x0a\x01"])
@@ -291,7 +430,8 @@ async def test_server_accepts_sessions_after_connections_that_are_not_http2(
     ):
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(garbage)
-        await asyncio.wait_for(reader.read(-1), 5)
+        with suppress(ConnectionError):  # closed before all bytes were read
+            await asyncio.wait_for(reader.read(-1), 60)
         writer.close()
     session = await network.open_session(address)
     session.send(Ack(seq=7))
@@ -307,7 +447,7 @@ async def test_message_above_the_size_limit_ends_the_stream(server: GrpcServer) 
     async with grpc.aio.insecure_channel(address) as channel:
         call = worker_pb2_grpc.WorkerStub(channel).Session()  # type: ignore[no-untyped-call]
         await call.write(worker_rpc.to_gateway_message(builders.prefill_job(range(1000))))
-        assert await asyncio.wait_for(call.code(), 2) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await asyncio.wait_for(call.code(), 60) is grpc.StatusCode.RESOURCE_EXHAUSTED
     await eventually(lambda: stub.ended == 1)
     await small.stop(0)
 
@@ -326,7 +466,7 @@ async def test_client_stream_breaks_on_an_invalid_message_from_the_server(networ
     await invalid_server.start()
     session = await network.open_session(f"127.0.0.1:{port}")
     with pytest.raises(StreamBroken, match="not a valid message"):
-        await asyncio.wait_for(session.receive(), 2)
+        await asyncio.wait_for(session.receive(), 60)
     with pytest.raises(StreamBroken):
         session.send(Ack(seq=1))
     await invalid_server.stop(0)
@@ -352,5 +492,5 @@ async def test_unknown_method_is_refused_as_unimplemented(server: GrpcServer) ->
     async with grpc.aio.insecure_channel(await start(server)) as channel:
         for path in ("/", "/x", "/baton.wire.v1.Scheduler/Nothing", "/baton.wire.v1.Worker/Session", "/\u20ac/y"):
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await channel.unary_unary(path)(b"", timeout=5)
+                await channel.unary_unary(path)(b"", timeout=60)
             assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED

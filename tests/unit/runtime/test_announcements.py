@@ -8,6 +8,7 @@ import pytest
 
 from baton.core.errors import StoreUnavailable
 from baton.core.interfaces import Member, MemberKind, Membership
+from baton.runtime.network import announcements as announcements_module
 from baton.runtime.network.announcements import TTL_HEARTBEATS, Announcements
 from baton.sim import virtual_time
 from baton.store.memory.memory_stores import MemoryMembership
@@ -49,12 +50,20 @@ class RecordingMembership(MemoryMembership):
 
 async def test_store_outage_and_recovery_are_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
     membership = FailingMembership(True, False, False, True, True, False)
-    announcements = Announcements(membership, MEMBER, heartbeat_s=HEARTBEAT_S, ttl_s=5.0)
+    recovered_at: list[int] = []
+    announcements = Announcements(
+        membership,
+        MEMBER,
+        heartbeat_s=HEARTBEAT_S,
+        ttl_s=5.0,
+        on_recovered=lambda: recovered_at.append(len(membership.answers)),
+    )
     with caplog.at_level(logging.INFO):
         for _ in range(6):
             await announcements.announce()
+        assert recovered_at == [2]
         await announcements.withdraw()
-    events: list[Any] = [record.msg for record in caplog.records]
+    events: list[Any] = [record.msg for record in caplog.records if record.name == announcements_module.__name__]
     assert [event["event"] for event in events] == [
         "store_became_unavailable",
         "store_recovered",

@@ -26,7 +26,7 @@ class DrainRecorder:
 
 
 def request_and_wait(path: Path, limit_s: float) -> tuple[str, bool]:
-    with request_drain(path) as (name, has_ended):
+    with request_drain(path, answer_s=60.0) as (name, has_ended):
         return name, has_ended(limit_s)
 
 
@@ -36,7 +36,7 @@ async def test_drain_request_returns_the_worker_id_and_waits_for_its_end(tmp_pat
     await drain_socket.start()
     assert await asyncio.to_thread(request_and_wait, path, 0.05) == ("w0", False)
     waiting = asyncio.create_task(asyncio.to_thread(request_and_wait, path, 30.0))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await drain.twice.wait()
     await asyncio.sleep(0.05)
     assert not waiting.done()
@@ -87,7 +87,7 @@ async def test_invalid_request_does_not_drain(tmp_path: Path, data: bytes) -> No
     reader, writer = await asyncio.open_unix_connection(tmp_path / "drain.sock")
     writer.write(data)
     writer.write_eof()
-    with suppress(ConnectionResetError):  # the socket was closed with unread bytes
+    with suppress(ConnectionError):  # the socket was closed with unread, or before all, bytes
         assert await reader.read() == b""
     writer.close()
     await drain_socket.stop()

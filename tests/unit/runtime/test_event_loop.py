@@ -50,8 +50,8 @@ def test_timers_are_correct_if_libuv_and_python_clocks_have_an_offset(
     """On macOS, libuv's clock advances while the machine sleeps and Python's does not."""
     start_s, monotonic = time.monotonic(), time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + off_s)
-    loop.run_until_complete(asyncio.wait_for(asyncio.sleep(0.02), 10))
-    assert 0.019 < monotonic() - start_s < 5
+    loop.run_until_complete(asyncio.wait_for(asyncio.sleep(0.02), 60))
+    assert 0.019 < monotonic() - start_s < 60
 
 
 @pytest.mark.parametrize("delay_s", [0.0, -1.0])

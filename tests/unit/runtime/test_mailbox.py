@@ -31,6 +31,21 @@ async def test_wait_for_space_returns_when_a_message_is_taken() -> None:
     assert not box.is_full
 
 
+async def test_mailbox_is_full_when_its_messages_have_enough_bytes() -> None:
+    box: Mailbox[int] = Mailbox(10, max_bytes=100)
+    box.put(1, 60)
+    assert not box.is_full
+    box.put(2, 60)
+    assert box.is_full
+    waiting = asyncio.create_task(box.wait_for_space())
+    await asyncio.sleep(0)
+    assert (await box.get(), box.num_bytes) == (1, 60)
+    await waiting
+    box.put(3, 500)
+    box.close("over", discard=True)
+    assert box.num_bytes == 0
+
+
 async def test_close_wakes_sender_and_receiver_and_keeps_queued_messages() -> None:
     box: Mailbox[int] = Mailbox(1)
     box.put(1)

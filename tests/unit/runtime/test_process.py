@@ -61,7 +61,7 @@ def test_first_signal_drains_and_exits_with_0(number: signal.Signals) -> None:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         assert process.stdout.read() == "draining\ndrained\nclean\n"
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_second_signal_stops_immediately_with_cleanup() -> None:
@@ -72,7 +72,7 @@ def test_second_signal_stops_immediately_with_cleanup() -> None:
         assert process.stdout.readline() == "draining\n"
         process.send_signal(signal.SIGINT)
         assert process.stdout.read() == "clean\n"
-        assert process.wait(10) == 128 + signal.SIGINT
+        assert process.wait(60) == 128 + signal.SIGINT
 
 
 def test_exception_in_main_exits_with_1() -> None:
@@ -130,7 +130,7 @@ def test_service_thread_drains_on_request() -> None:
     service.start()
     assert service.is_alive
     service.request_stop()
-    assert service.join(10)
+    assert service.join(60)
     assert (events, service.error) == (["drained"], None)
     service.request_stop()  # no effect after the end
 
@@ -146,8 +146,8 @@ def test_service_thread_can_be_stopped_now_and_stores_its_error() -> None:
     hanging.start()
     failing.start()
     hanging.request_stop_now()
-    assert hanging.join(10)
-    assert failing.join(10)
+    assert hanging.join(60)
+    assert failing.join(60)
     assert isinstance(hanging.error, StoppedNow)
     assert isinstance(failing.error, LookupError)
 
@@ -199,7 +199,7 @@ def test_child_with_parent_death_signal_dies_with_its_parent() -> None:
         child = int((lines - {"up"}).pop())
         parent.kill()
         parent.wait()
-        assert has_ended(child, within_s=5)
+        assert has_ended(child, within_s=60)
 
 
 def test_child_with_parent_death_signal_exits_if_its_parent_is_already_dead() -> None:
@@ -232,7 +232,7 @@ async def test_unless_stopped_cancels_the_work_on_stop_and_raises_its_error() ->
         finally:
             cleaned.set()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await unless_stopped(stop, work())
     assert cleaned.is_set()
 
@@ -262,8 +262,10 @@ set_batch_scheduling()
 child = "import os; print(os.sched_getscheduler(0))"
 with compute_thread(1) as computing:
     print(os.sched_getscheduler(0), computing.submit(os.sched_getscheduler, 0).result(), end=" ", flush=True)
-subprocess.run([sys.executable, "-c", child])
+subprocess.run([sys.executable, "-I", "-S", "-c", child])
+os._exit(0)
 """
+"""It does little after the change: beside busy processes, SCHED_IDLE gives it a thousandth of a core."""
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs SCHED_BATCH")
@@ -282,8 +284,12 @@ def test_existing_objects_are_frozen_until_the_end_of_the_scope(
     scope: Callable[[], AbstractContextManager[None]],
 ) -> None:
     threshold, num_frozen = gc.get_threshold(), gc.get_freeze_count()
-    with scope():
-        assert gc.get_freeze_count() > num_frozen + 1000
-        assert (gc.get_threshold() == threshold) == (scope is frozen_heap)
-    assert gc.get_freeze_count() <= num_frozen
-    assert gc.get_threshold() == threshold
+    existing: list[list[int]] = [[] for _ in range(2000)]
+    try:
+        with scope():
+            assert gc.get_freeze_count() > num_frozen + len(existing) // 2
+            assert (gc.get_threshold() == threshold) == (scope is frozen_heap)
+        assert gc.get_freeze_count() <= num_frozen
+        assert gc.get_threshold() == threshold
+    finally:
+        gc.freeze()  # as before: later tests in this process measure without long collections

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.runtime.process.process_end import ProcessEnd, describe_exit
+from baton.runtime.process.process_end import ProcessEnd, describe_exit, describe_unknown_exit
 
 GRANDCHILD = (
     "import os, sys\n"
@@ -72,3 +72,15 @@ def test_kernel_kills_are_counted_from_the_start_of_the_watch(tmp_path: Path) ->
 )
 def test_exit_is_described(code: int, kills: int, text: str) -> None:
     assert describe_exit(code, kills) == text
+
+
+@pytest.mark.parametrize(
+    ("kills", "text"),
+    [
+        (0, "its actor died; its log: w0.log"),
+        (1, "its actor died, and the kernel has ended 1 process(es) for lack of memory (dmesg); its log: w0.log"),
+    ],
+)
+def test_unknown_exit_is_described_by_what_is_known(kills: int, text: str) -> None:
+    """Linux before 6.15 does not tell how a process ended that is not a child."""
+    assert describe_unknown_exit("its actor died", kills, "w0.log") == text

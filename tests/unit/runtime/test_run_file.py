@@ -12,7 +12,6 @@ import pytest
 
 from baton.runtime.process.process_identity import is_gone, process_identity
 from baton.runtime.process.run_file import RunningCluster, run_directories, running_clusters, write_run_file
-from loadgen.send.server import running_clusters as of_loadgen
 
 
 def running(started_s: float = 1.0, **changes: Any) -> RunningCluster:
@@ -42,13 +41,28 @@ def test_newest_cluster_comes_first_and_a_closed_file_is_gone(tmp_path: Path) ->
     assert running_clusters(folders) == [old]
 
 
-def test_directory_and_file_are_private_and_a_wrong_mode_is_corrected(tmp_path: Path) -> None:
+def test_new_directory_and_file_are_private_and_an_existing_directory_keeps_its_mode(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     folder.chmod(0o755)
     write_run_file(running(), [folder])
     (file,) = folder.iterdir()
-    assert (mode(folder), mode(file)) == (0o700, 0o600)
+    assert (mode(folder), mode(file)) == (0o755, 0o600)
+
+
+def test_directory_that_others_may_write_to_is_left_as_it_is(tmp_path: Path) -> None:
+    """Such as /tmp, which BATON_RUN_DIR may name."""
+    tmp_path.chmod(0o1777)
+    assert not write_run_file(running(), [tmp_path]).is_written
+    assert running_clusters([tmp_path]) == []
+    assert mode(tmp_path) == 0o1777
+
+
+def test_reading_leaves_the_mode_of_a_directory(tmp_path: Path) -> None:
+    assert write_run_file(running(), [tmp_path]).is_written
+    tmp_path.chmod(0o755)
+    assert running_clusters([tmp_path]) == [running()]
+    assert mode(tmp_path) == 0o755
 
 
 def test_directory_of_another_user_and_a_link_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +111,6 @@ def test_process_of_another_machine_or_container_is_left_alone(tmp_path: Path, i
 def test_file_that_is_not_understood_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
     assert running_clusters([tmp_path]) == []
-    assert of_loadgen.running_clusters({"BATON_RUN_DIR": str(tmp_path)}) == []
 
 
 def test_file_of_a_later_release_with_more_fields_is_read(tmp_path: Path) -> None:
@@ -118,19 +131,3 @@ def test_directories_follow_the_environment() -> None:
     both = {"XDG_RUNTIME_DIR": "/run/user/1", "XDG_CACHE_HOME": "/c"}
     assert run_directories(both) == [Path("/run/user/1/baton"), Path("/c/baton/run")]
     assert run_directories({}) == [Path("~/.cache/baton/run").expanduser()]
-
-
-def test_loadgen_finds_the_same_clusters(tmp_path: Path) -> None:
-    environ = {"XDG_RUNTIME_DIR": str(tmp_path / "a"), "XDG_CACHE_HOME": str(tmp_path / "b")}
-    for started_s, port in ((1.0, 1), (2.0, 2)):
-        write_run_file(running(started_s, gateway=f"127.0.0.1:{port}"), run_directories(environ)[port - 1 :])
-    write_run_file(running(identity="h/b/n/1"), run_directories(environ))
-    expected = [cluster.gateway for cluster in running_clusters(run_directories(environ))]
-    assert (
-        [cluster.gateway for cluster in of_loadgen.running_clusters(environ)]
-        == expected
-        == [
-            "127.0.0.1:2",
-            "127.0.0.1:1",
-        ]
-    )

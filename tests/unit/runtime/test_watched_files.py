@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import ConfigError
+from baton.runtime.process import watched_files
 from baton.runtime.process.watched_files import WatchedFiles, version_of
 
 
@@ -26,7 +27,7 @@ def number(file: Path) -> int:
 
 
 def logged_events(caplog: pytest.LogCaptureFixture) -> list[str]:
-    events: list[Any] = [record.msg for record in caplog.records]
+    events: list[Any] = [record.msg for record in caplog.records if record.name == watched_files.__name__]
     return [event["event"] for event in events]
 
 

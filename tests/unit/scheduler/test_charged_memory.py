@@ -19,6 +19,8 @@ from baton.scheduler.state.cluster_state import ClusterState
 from tests.builders import query
 from tests.unit.scheduler.measured_workers import decoding, fast_link, measured, queued
 
+pytestmark = pytest.mark.slow
+
 NUM_DECISIONS = 60
 FORGET_S = 1e9
 each_size = pytest.mark.parametrize("num_workers", [2, 16, 128])

@@ -1,5 +1,6 @@
 """Bursts between two reports, and full workers."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,16 +13,17 @@ from baton.scheduler.policies.kv_centric import kv_centric
 from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.policies.prefix_aware import prefix_aware
 from baton.scheduler.state.cluster_state import ClusterState
-from tests.unit.scheduler.measured_workers import measured, queued, seen
-from tests.unit.scheduler.policy_cases import asked, busy, chosen, context, ids
+from tests.unit.scheduler.measured_workers import COSTS, measured, queued, seen
+from tests.unit.scheduler.policy_cases import LONG, NAMES, asked, busy, chosen, context, ids
 
 
-def place_burst(number: int, overlaps: dict[str, int], policy: str = "kv_centric", workers: int = 4) -> list[Choice]:
-    """Place `number` requests between two reports."""
+def place_burst(
+    number: int, overlaps: dict[str, int], policy: str = "kv_centric", workers: Sequence[object] | None = None
+) -> list[Choice]:
+    """Place `number` requests between two reports, on four workers of each role or on those given."""
     view = ClusterState(silence_s=1e9, reservation_s=1e9)
-    for i in range(workers):
-        view.update(measured(f"p{i}", "prefill"), 0.0)
-        view.update(busy(f"d{i}"), 0.0)
+    for report in workers or [each for i in range(4) for each in (measured(f"p{i}", "prefill"), busy(f"d{i}"))]:
+        view.update(report, 0.0)
     choices = []
     for n in range(number):
         cluster = view.snapshot(0.0, seen(**overlaps).overlaps)
@@ -54,6 +56,17 @@ def test_burst_with_one_prefix_goes_where_it_is_expected() -> None:
 
 
 # full workers
+
+
+@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("cached_blocks", [0, LONG // 16])
+def test_burst_that_finds_all_decode_workers_full_is_spread(policy: str, cached_blocks: int) -> None:
+    """All steps take the same time, so only the wait for a batch slot differs, and the read of the prefix."""
+    costs = replace(COSTS, decode_seq_s=0.0, decode_context_s=0.0)
+    decodes = [busy(name, 4, max_num_seqs=4, mean_output_tokens=20.0, costs=costs) for name in ("d0", "d1")]
+    prefills = [measured(f"p{i}", "prefill") for i in range(4)]
+    choices = place_burst(60, {"d0": cached_blocks} if cached_blocks else {}, policy, [*prefills, *decodes])
+    assert 28 <= [ids(choice)[1] for choice in choices].count("d0") <= 32
 
 
 def full(worker_id: str, role: str) -> object:

@@ -16,6 +16,7 @@ from baton.engine.kv_cache.block_pool import BlockPool
 from baton.prefix_index.event_order import EventAction
 from baton.prefix_index.index import PrefixIndex
 from baton.scheduler.state.kv_event_reader import SLICE_BLOCKS, KvEventReader
+from baton.store.kv_stream_window import MAX_STREAM_BYTES
 from baton.store.memory.memory_stores import MemoryKvEventFeed
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from tests.builders import hashes_of, worker_ref
@@ -30,8 +31,8 @@ POOL_BLOCKS = 6_000
 class Store(MemoryKvEventFeed):
     """A store in memory that can be made unavailable without losing its contents."""
 
-    def __init__(self, max_stream_events: int = 8_192) -> None:
-        super().__init__(max_stream_events=max_stream_events)
+    def __init__(self, max_stream_bytes: int = MAX_STREAM_BYTES) -> None:
+        super().__init__(max_stream_bytes=max_stream_bytes)
         self.is_away = False
         self.num_calls = 0
 
@@ -240,7 +241,7 @@ async def test_index_recovers_from_a_flushed_store() -> None:
 
 @virtual
 async def test_trimmed_events_are_replaced_by_a_snapshot() -> None:
-    async with rig_of(Store(max_stream_events=3)) as rig:
+    async with rig_of(Store(max_stream_bytes=3 * 220)) as rig:
         w0 = rig.start()
         await asyncio.sleep(0.5)
         rig.asked.clear()

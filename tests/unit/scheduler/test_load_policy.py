@@ -2,14 +2,12 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from baton.core.errors import ConfigError, Reason, Refused
-from baton.fleet.up import up
 from baton.runtime.config.config_base import settings_of
-from baton.runtime.config.settings import ClusterConfig, SchedulerConfig, load_settings
+from baton.runtime.config.settings import SchedulerConfig, load_settings
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.policy_loading.checked_policy import checked
 from baton.scheduler.policy_loading.load_policy import load_policy
@@ -31,6 +29,7 @@ FAILS_AT_START = {
     "async": ("async def policy(query, cluster, context): ...", "is async"),
     "another name": ("def polcy(query, cluster, context): ...", "has no 'policy'; did you mean 'polcy'"),
     "syntax": ("def policy(:", "import failed: SyntaxError"),
+    "exits": ("raise SystemExit(0)", "import failed: SystemExit"),
     "missing dependency": ("import no_such_package", "import failed: ModuleNotFoundError.*no_such_package"),
     "raises": (
         "def policy(query, cluster, context):\n    return cluster.workers[7]",
@@ -89,6 +88,15 @@ def test_missing_module_is_named_with_the_places_that_were_searched() -> None:
     assert str(Path.cwd()) in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("time:policy", "time has no 'policy'"), ("concurrent:policy", r"it is a package: name its module, such as conc")],
+)
+def test_module_without_a_file_and_package_are_refused(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_policy(name)
+
+
 @pytest.mark.parametrize("name", ["kv_centrc", "mine.py", "a:b:c", "a.b", ":f", "m:", "m:f()", "../m:f"])
 def test_setting_takes_names_and_functions_of_modules_only(name: str) -> None:
     with pytest.raises(ConfigError, match="MODULE:FUNCTION"):
@@ -125,12 +133,6 @@ def test_policy_that_fails_later_fails_one_request_with_500(module: str, capfd: 
     assert (refused.value.failure.code.http, refused.value.failure.reason) == (500, Reason.INTERNAL)
     assert "ZeroDivisionError" not in refused.value.failure.message, "clients do not see the operator's code"
     policy(query(max_tokens=14), workers, context())
-
-
-async def test_up_refuses_a_policy_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.fleet.up.RunDir", lambda: pytest.fail("the start has begun"))
-    with pytest.raises(ConfigError, match="no module 'nowhere'"):
-        await up(ClusterConfig(policy="nowhere:policy", log_dir=None), SimpleNamespace(), print)  # type: ignore[arg-type]
 
 
 @pytest.mark.sim

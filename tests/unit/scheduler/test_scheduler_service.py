@@ -23,6 +23,7 @@ from tests.unit.scheduler.running_scheduler import a_scheduler, join, next_comma
 from tests.unit.worker.virtual_loop import virtual
 
 
+@virtual
 async def test_worker_gets_requests_from_its_first_report_to_the_end_of_its_stream() -> None:
     async with a_scheduler() as (scheduler, network):
         rejected = await scheduler.place(query())
@@ -40,6 +41,7 @@ async def test_worker_gets_requests_from_its_first_report_to_the_end_of_its_stre
         assert isinstance(await scheduler.place(query()), Rejection)
 
 
+@virtual
 async def test_request_waits_for_workers_that_may_not_have_reported_yet() -> None:
     async with a_scheduler() as (scheduler, network):
         asked = asyncio.create_task(scheduler.place(query()))
@@ -49,6 +51,19 @@ async def test_request_waits_for_workers_that_may_not_have_reported_yet() -> Non
         assert isinstance(await asked, Placement)
 
 
+@virtual
+async def test_request_waits_for_workers_that_find_the_scheduler_when_the_store_is_back() -> None:
+    async with a_scheduler() as (scheduler, network):
+        assert isinstance(await scheduler.place(query()), Rejection)
+        scheduler.listed_again()
+        asked = asyncio.create_task(scheduler.place(query()))
+        await settle()
+        assert not asked.done()
+        await join(network, worker_report("w0"))
+        assert isinstance(await asked, Placement)
+
+
+@virtual
 async def test_burst_between_two_reports_is_spread() -> None:
     async with a_scheduler() as (scheduler, network):
         for worker_id in ("w0", "w1"):
@@ -71,6 +86,7 @@ async def test_decision_sees_the_effects_of_the_one_before() -> None:
         assert [len(await scheduler.explain(name)) for name in (b"a", b"b")] == [1, 1]
 
 
+@virtual
 async def test_full_queues_reject_new_requests_but_not_retries() -> None:
     async with a_scheduler(max_waiting_seqs=2) as (scheduler, network):
         await join(network, worker_report("w0", "hybrid"))
@@ -82,6 +98,7 @@ async def test_full_queues_reject_new_requests_but_not_retries() -> None:
         assert isinstance(await scheduler.place(query(attempt=1)), Placement)
 
 
+@virtual
 async def test_decode_worker_gets_one_connect_command_per_prefill_worker() -> None:
     async with a_scheduler() as (_, network):
         prefill = await join(network, worker_report("p", "prefill"))
@@ -97,6 +114,7 @@ async def test_decode_worker_gets_one_connect_command_per_prefill_worker() -> No
             await asyncio.wait_for(next_command(prefill), 0.01)
 
 
+@virtual
 async def test_watch_stream_gets_only_the_newest_state() -> None:
     async with a_scheduler() as (scheduler, network):
         watch = await scheduler.watch()
@@ -112,6 +130,7 @@ async def test_watch_stream_gets_only_the_newest_state() -> None:
             await watch.receive()
 
 
+@virtual
 async def test_silent_worker_is_removed_from_watch_streams() -> None:
     async with a_scheduler(silence_s=0.5) as (scheduler, network):
         await join(network, worker_report("w0"))
@@ -186,6 +205,7 @@ async def test_close_writes_the_last_record_and_ends_streams() -> None:
             await watch.receive()
 
 
+@virtual
 async def test_finished_request_releases_its_reservation() -> None:
     async with a_scheduler(max_waiting_seqs=1) as (scheduler, network):
         await join(network, worker_report("w0"))
@@ -198,6 +218,7 @@ async def test_finished_request_releases_its_reservation() -> None:
             await network.aclose()
 
 
+@virtual
 async def test_placement_counts_until_it_has_ended_despite_many_rejections() -> None:
     async with a_scheduler(max_waiting_seqs=1) as (scheduler, network):
         stream = await join(network, worker_report("w0"))
@@ -217,6 +238,7 @@ class BrokenFeed(MemoryKvEventFeed):
         raise ZeroDivisionError
 
 
+@virtual
 async def test_failed_task_is_reported_as_the_schedulers_failure() -> None:
     async with a_scheduler(feed=BrokenFeed()) as (scheduler, network):
         await join(network, worker_report("w0"))
@@ -224,6 +246,7 @@ async def test_failed_task_is_reported_as_the_schedulers_failure() -> None:
             await asyncio.wait_for(scheduler.failed, 5)
 
 
+@virtual
 async def test_schedulers_with_equal_reports_answer_equally() -> None:
     roomy = {"blocks": blocks(total=10_000), "max_num_seqs": 100}
     loads = (("p0", "prefill", 0), ("p1", "prefill", 1), ("d0", "decode", 3), ("d1", "decode", 2))

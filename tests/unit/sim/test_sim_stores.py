@@ -7,8 +7,10 @@ import pytest
 
 from baton.core.errors import StoreUnavailable
 from baton.core.interfaces import Member, MemberKind
+from baton.core.kv.kv_events import KvSnapshot
 from baton.sim import virtual_time
 from baton.sim.sim_stores import CALL_S, SimStores, StoreFault
+from tests.builders import worker_ref
 
 SCHEDULER = Member(kind=MemberKind.SCHEDULER, member_id="s", epoch=1, address="s:1")
 
@@ -31,6 +33,21 @@ def test_full_store_refuses_writes_and_still_answers() -> None:
         assert await listed(server) == (SCHEDULER,)
         await asyncio.sleep(1.5)
         assert await listed(server) == (), "the announcement has expired"
+
+    virtual_time.run(main())
+
+
+def test_full_store_loses_the_events_of_a_worker_whose_write_it_refuses() -> None:
+    async def main() -> None:
+        server = stores()
+        worker = worker_ref("w0")
+        held = KvSnapshot(worker=worker, event_seq=1, block_size_tokens=16, hashes={})
+        await server.feed.reset(held, 60.0)
+        server.fault = StoreFault.FULL
+        assert await server.feed.snapshot(worker) == held
+        with pytest.raises(StoreUnavailable, match="out of memory"):
+            await server.feed.publish(worker, [], 60.0)
+        assert await server.feed.snapshot(worker) is None
 
     virtual_time.run(main())
 

@@ -44,6 +44,18 @@ def test_refusal_is_excused_by_admission_control_only() -> None:
         check(answer("ttft_slo"), *[answer()] * 9)
 
 
+@pytest.mark.parametrize(("down", "num_needed"), [((), 64), (("decode-0",), 32)])
+def test_full_queue_is_excused_by_as_many_requests_at_that_time(down: tuple[str, ...], num_needed: int) -> None:
+    drawn = settings()
+    config = replace(drawn.config, decode=2, hybrid=0, max_queued_jobs=64)
+    report = ChaosReport(seed=0, pauses=[Downtime(process=name, start_s=0.0) for name in down])
+    refused, earlier = answer("queue_full"), replace(answer(), ended_s=11.0)
+    answers = [refused, *[answer()] * (num_needed - 1), earlier]
+    check_outcomes(answers, replace(drawn, config=config), report)
+    with pytest.raises(AssertionError, match="queue_full"):
+        check_outcomes([refused, *answers[2:]], replace(drawn, config=config), report)
+
+
 def test_too_few_finished_requests_are_a_failure_whatever_excuses_the_others() -> None:
     num_refused = round(20 * (1 - MIN_FINISHED)) + 1
     answers = [*[answer("ttft_slo")] * num_refused, *[answer()] * (20 - num_refused)]
@@ -73,6 +85,24 @@ def test_lost_gateway_must_have_been_killed_at_that_time(
     else:
         with pytest.raises(AssertionError, match=GATEWAY_LOST):
             check(*answers, deaths=(death,))
+
+
+def test_requests_of_gateways_that_could_not_serve_them_need_not_finish() -> None:
+    """One gateway was killed. The other was started again while the stores did not work."""
+    lost, unserved = answer(GATEWAY_LOST), replace(answer("scheduler_lost"), gateway="gateway-1")
+    deaths = [
+        Downtime(process="gateway", start_s=11.0, end_s=13.0),
+        Downtime(process="gateway-1", start_s=8.0, end_s=9.0),
+    ]
+    outage = Downtime(process="", start_s=7.0, end_s=11.0)
+    report = ChaosReport(seed=0, deaths=deaths, store_outages=[outage])
+    num_refused = round(20 * (1 - MIN_FINISHED))
+    answers = [*[lost, unserved] * 20, *[answer("ttft_slo")] * num_refused, *[answer()] * (20 - num_refused)]
+    check_outcomes(answers, settings("predictive"), report)
+    with pytest.raises(AssertionError, match=f"only {19 - num_refused} of 20 wanted requests finished"):
+        check_outcomes([*answers[:-1], answer("ttft_slo")], settings("predictive"), report)
+    with pytest.raises(AssertionError, match="scheduler_lost"):
+        check_outcomes([*answers, unserved], settings(), replace(report, store_outages=[]))
 
 
 def answered(request: SimRequest, *, finish: FinishReason | None, num_tokens: int, failure: str = "") -> SimAnswer:

@@ -29,10 +29,11 @@ TTL_S = 30.0
 class FailingFeed(MemoryKvEventFeed):
     """A store that can be unavailable or slow. A call that failed may have been executed."""
 
-    def __init__(self, max_stream_events: int = 8_192) -> None:
-        super().__init__(max_stream_events=max_stream_events)
+    def __init__(self) -> None:
+        super().__init__()
         self.is_away = False
         self.loses_answers = False
+        self.refuses_events = False
         self.call_s = 0.0
         self.writes: list[int] = []
 
@@ -45,6 +46,8 @@ class FailingFeed(MemoryKvEventFeed):
         self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None
     ) -> None:
         await self._call()
+        if self.refuses_events and all(event.kind is not RESET for event in events):
+            raise StoreUnavailable("no room")
         self.writes.append(len(events))
         await super().publish(worker, events, ttl_s, snapshot)
         if self.loses_answers:
@@ -185,7 +188,7 @@ async def test_recovered_store_gets_everything_within_a_second(caplog: pytest.Lo
         rig.store(D)
         await asyncio.sleep(0.1)
         assert await rig.held() == {A, B, C, D}
-    logged: list[Any] = [record.msg for record in caplog.records]
+    logged: list[Any] = [record.msg for record in caplog.records if record.name.startswith("baton.")]
     assert [(event["event"], event["use"]) for event in logged] == [
         ("store_became_unavailable", "kv_events"),
         ("store_recovered", "kv_events"),
@@ -245,4 +248,18 @@ async def test_slow_store_delays_no_step_and_gets_the_net_change() -> None:
             await asyncio.sleep(0.01)
         assert rig.publisher.event_seq - began < 10
         await asyncio.sleep(4.0)
+        assert await rig.held() == set(rig.pool.hashes())
+
+
+@virtual
+async def test_store_that_refuses_events_but_no_resets_gets_few_resets() -> None:
+    rig = Rig()
+    async with rig.running():
+        rig.feed.refuses_events = True
+        for number in range(1_000):
+            rig.store(hashes_of([number] * 4)[0])
+            await asyncio.sleep(0.01)
+        assert 10 <= rig.publisher.num_resets <= 40  # in 10 s
+        rig.feed.refuses_events = False
+        await asyncio.sleep(2.0)
         assert await rig.held() == set(rig.pool.hashes())

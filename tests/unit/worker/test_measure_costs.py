@@ -167,7 +167,7 @@ async def test_workers_of_one_host_measure_one_after_the_other(tmp_path: Path) -
     order: list[str] = []
 
     async def measure(name: str) -> None:
-        async with measurement_lock(tmp_path / "lock", wait_s=5) as alone:
+        async with measurement_lock(tmp_path / "lock", wait_s=30) as alone:
             order.append(f"{name} {alone}")
             await asyncio.sleep(0.02)
             order.append(name)
@@ -201,5 +201,5 @@ async def test_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
         async with measurement_lock(tmp_path / "lock", wait_s=0.1) as alone:
             assert not alone
         process.kill()
-        async with measurement_lock(tmp_path / "lock", wait_s=5) as alone:
+        async with measurement_lock(tmp_path / "lock", wait_s=30) as alone:
             assert alone

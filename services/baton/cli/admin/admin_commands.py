@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,16 @@ import click
 from click.core import ParameterSource
 
 from baton.cli.admin.drain_workers import drain_at_gateway, drain_at_socket
-from baton.cli.admin.explain_terms import TERMS
 from baton.cli.admin.gateway_connection import (
-    SYSTEM,
     AdminContext,
     Gateway,
     GatewayAddress,
     ReconnectingGateway,
     unreachable,
 )
-from baton.cli.admin.locate_gateway import DEFAULT_GATEWAY, GatewayChoice, locate_gateway
+from baton.cli.admin.gateway_options import gateway_options
+from baton.cli.admin.locate_gateway import GatewayChoice, locate_gateway
+from baton.core.cluster.decision_terms import TERMS
 from baton.core.errors import BatonError, StreamBroken
 from baton.core.plain_json import to_plain
 
@@ -32,70 +31,12 @@ NOT_GONE_EXIT_CODE = 3
 LAST = "last"
 
 
-def _parse_address(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    host, _, port = value.rpartition(":")
-    if value and (not host or not port.isdecimal() or "/" in host):
-        remedy = "; --url takes its HTTP address" if "/" in host else ""
-        raise click.BadParameter(f"expected HOST:PORT of a gateway's gRPC port, got {value!r}{remedy}")
-    return value
-
-
-def _gateway_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command with the options of `GatewayChoice`, passed as `choice`, and with `context`."""
-
-    @click.option(
-        "--gateway",
-        "address",
-        default="",
-        envvar="BATON_GATEWAY",
-        metavar="HOST:PORT",
-        callback=_parse_address,
-        help=f"gRPC address of a gateway. Default: the newest `baton up` of this user on this machine, else "
-        f"{DEFAULT_GATEWAY}. [BATON_GATEWAY]",
-    )
-    @click.option("--url", default="", metavar="URL", help="HTTP address of a gateway, instead of --gateway.")
-    @click.option(
-        "--api-key",
-        default="",
-        envvar="BATON_API_KEY",
-        help="API key of an admin, if the gateway uses API keys. Default: none. [BATON_API_KEY]",
-    )
-    @click.option(
-        "--gateway-ca",
-        "ca",
-        default="",
-        envvar="BATON_GATEWAY_CA",
-        metavar=f"FILE|{SYSTEM}",
-        help=f"PEM file of the CA of the gateway's certificate, or `{SYSTEM}` for the CAs of this machine. Default: "
-        f"none, plain text. "
-        "[BATON_GATEWAY_CA]",
-    )
-    @click.option(
-        "--gateway-name",
-        "name",
-        default="",
-        envvar="BATON_GATEWAY_NAME",
-        help="Host name in the gateway's certificate. Default: the host of its address. [BATON_GATEWAY_NAME]",
-    )
-    @click.pass_context
-    @wraps(function)
-    def with_gateway(
-        ctx: click.Context, *args: Any, address: str, url: str, api_key: str, ca: str, name: str, **options: Any
-    ) -> Any:
-        if url and ctx.get_parameter_source("address") is ParameterSource.COMMANDLINE:
-            raise click.UsageError("give either --gateway or --url")
-        choice = GatewayChoice(address="" if url else address, url=url, api_key=api_key, ca=ca, name=name)
-        return function(*args, choice=choice, context=ctx.find_object(AdminContext) or AdminContext(), **options)
-
-    return with_gateway
-
-
 @click.command()
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl-C.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print a JSON object instead of tables; with --watch one per line."
 )
-@_gateway_options
+@gateway_options
 def status(watch: bool, as_json: bool, choice: GatewayChoice, context: AdminContext) -> None:
     """Show the cluster's workers, their load, KV blocks, links and leases.
 
@@ -130,7 +71,7 @@ class _ExplainCommand(click.Command):
 @click.command(cls=_ExplainCommand)
 @click.argument("request_id", metavar="REQUEST_ID|last")
 @click.option("-v", "--verbose", is_flag=True, help="Describe the policy, and show all terms of the candidates.")
-@_gateway_options
+@gateway_options
 def explain(request_id: str, verbose: bool, choice: GatewayChoice, context: AdminContext) -> None:
     """Explain the placement of a request and compare predictions with the outcome.
 
@@ -145,7 +86,8 @@ def explain(request_id: str, verbose: bool, choice: GatewayChoice, context: Admi
         raise BatonError(
             "no request has been placed yet"
             if request_id == LAST
-            else f"no decision is stored for request {request_id}"
+            else f"no decision is stored for request {request_id}; the id is `x-request-id` or the response's id "
+            "(`chatcmpl-...`), and decisions are kept for an hour at most"
         )
     from baton.cli.admin.explain_view import policy_rules, render_decisions
     from baton.cli.formatting import console
@@ -172,7 +114,7 @@ def explain(request_id: str, verbose: bool, choice: GatewayChoice, context: Admi
     f"{NOT_GONE_EXIT_CODE}. "
     f"Default: {DRAIN_LIMIT_S:g}.",
 )
-@_gateway_options
+@gateway_options
 def drain(
     worker: str | None,
     here: bool,

@@ -9,10 +9,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.admin.explain_terms import PREDICTIONS, TERMS
 from baton.cli.admin.explain_verdict import FINISHED, verdict
 from baton.cli.formatting import seconds, size, table
-from baton.core.cluster.decision_record import Candidate, DecisionRecord
+from baton.core.cluster.decision_record import DecisionRecord
+from baton.core.cluster.decision_terms import PREDICTIONS, TERMS, in_display_order, label_of
 from baton.core.cluster.placement import Placement, Rejection
 
 
@@ -128,30 +128,19 @@ def _candidates(record: DecisionRecord, is_verbose: bool) -> Table:
         for term, value in candidate.terms.items()
         if is_verbose or value or term not in TERMS or not TERMS[term].is_detail
     }
-    terms = [*(term for term in TERMS if term in named), *sorted(named - TERMS.keys())]
-    result = table("candidate", "for", *(f">{_label(term)}" for term in terms), "")
+    terms = in_display_order(named)
+    result = table("candidate", "for", *(f">{label_of(term)}" for term in terms), "")
     for candidate in record.candidates:
         values = (_term(term, candidate.terms.get(term)) for term in terms)
-        result.add_row(candidate.worker.worker_id, candidate.side, *values, _mark(candidate, record.placement))
+        mark = "◀ chosen" if record.is_chosen(candidate) else candidate.excluded
+        result.add_row(candidate.worker.worker_id, candidate.side, *values, mark)
     return result
-
-
-def _label(term: str) -> str:
-    return TERMS[term].label if term in TERMS else term.removesuffix("_s").replace("_", " ")
 
 
 def _term(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     return seconds(value) if name.endswith("_s") else f"{value:,.10g}"
-
-
-def _mark(candidate: Candidate, placement: Placement | None) -> str:
-    if placement is None:
-        return candidate.excluded
-    chosen = placement.prefill if candidate.side == "prefill" else placement.decode
-    is_chosen = chosen is not None and chosen.is_same_incarnation(candidate.worker)
-    return "◀ chosen" if is_chosen else candidate.excluded
 
 
 def _predicted(placement: Placement) -> str:

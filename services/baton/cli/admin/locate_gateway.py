@@ -1,5 +1,6 @@
 """Finds the gateway that a command means: the one it was given, or the newest cluster of this user."""
 
+import http.client
 import json
 import ssl
 import time
@@ -16,11 +17,11 @@ from baton.core.errors import BatonError
 from baton.runtime.config.gateway_settings import FrontDoorSettings
 from baton.runtime.network.addresses import join_address
 from baton.runtime.network.tls_files import machine_authorities
-from baton.runtime.process.run_file import RunningCluster
+from baton.runtime.process.run_file import RunningCluster, is_same_address
 
 DEFAULT_GATEWAY = f"127.0.0.1:{FrontDoorSettings.grpc_port}"
+MAX_ANSWER_BYTES = 64 * 1024
 ANSWER_S = 5.0
-_LOCAL = {"localhost": "127.0.0.1", "::1": "127.0.0.1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +54,36 @@ def locate_gateway(choice: GatewayChoice, running: Sequence[RunningCluster], *, 
     must_be_unique: raise BatonError if nothing was named and several clusters run, because the command
         changes the cluster. Also raised if an HTTP URL does not lead to a gateway.
     """
+    known = named_cluster(choice, running)
     if choice.url:
-        known = next((cluster for cluster in running if _same(cluster.url, choice.url)), None)
         return Located(gateway=_gateway_of(known, choice) if known else _ask_for_gateway(choice))
     if choice.address:
-        known = next((cluster for cluster in running if _same(cluster.gateway, choice.address)), None)
         trusted = _gateway_of(known, choice) if known else _as_given(choice)
         return Located(gateway=replace(trusted, address=choice.address))
     if not running:
         return Located(gateway=replace(_as_given(choice), address=DEFAULT_GATEWAY))
     if len(running) == 1:
         return Located(gateway=_gateway_of(running[0], choice))
-    several = f"{len(running)} clusters of this user run on this machine"
     if must_be_unique:
-        raise BatonError(f"{several}; choose one with --gateway\n{describe_clusters(running)}")
-    note = f"{several}; this is the newest, {running[0].gateway}. Choose with --gateway"
-    return Located(gateway=_gateway_of(running[0], choice), note=f"{note}\n{describe_clusters(running)}")
+        raise BatonError(f"{_several(running)}; choose one with --gateway\n{describe_clusters(running)}")
+    return Located(gateway=_gateway_of(running[0], choice), note=newest_note(running))
+
+
+def named_cluster(choice: GatewayChoice, running: Sequence[RunningCluster]) -> RunningCluster | None:
+    """Return the running cluster of this user that the options name, or None."""
+    if choice.url:
+        return next((cluster for cluster in running if is_same_address(cluster.url, choice.url)), None)
+    return next((cluster for cluster in running if is_same_address(cluster.gateway, choice.address)), None)
+
+
+def newest_note(running: Sequence[RunningCluster]) -> str:
+    """Return the note of a command that takes the newest of several clusters."""
+    note = f"{_several(running)}; this is the newest, {running[0].gateway}. Choose with --gateway"
+    return f"{note}\n{describe_clusters(running)}"
+
+
+def _several(running: Sequence[RunningCluster]) -> str:
+    return f"{len(running)} clusters of this user run on this machine"
 
 
 def describe_clusters(running: Sequence[RunningCluster], *, now_s: float | None = None) -> str:
@@ -92,14 +107,16 @@ def _gateway_of(cluster: RunningCluster, choice: GatewayChoice) -> GatewayAddres
 def _ask_for_gateway(choice: GatewayChoice) -> GatewayAddress:
     """Ask a gateway's `/ready` for its gRPC port. Raises BatonError."""
     url = choice.url if "://" in choice.url else f"http://{choice.url}"
-    parts = urlsplit(url)
     headers = {"authorization": f"Bearer {choice.api_key}"} if choice.api_key else {}
-    request = urllib.request.Request(f"{url.rstrip('/')}/ready", headers=headers)
     port: Any = None
     try:
+        parts = urlsplit(url)
+        request = urllib.request.Request(f"{url.rstrip('/')}/ready", headers=headers)
         port = json.loads(_body(request, choice)).get("grpc_port")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
+        if isinstance(error, http.client.BadStatusLine):
+            reason = "it does not speak HTTP/1.1. Is this the gRPC port?"
         raise BatonError(f"no gateway answers at {url}: {reason}; correct --url, or use --gateway HOST:PORT") from error
     if not isinstance(port, int) or not port or not parts.hostname:
         key = "; if API keys are on, that needs an admin's --api-key" if not choice.api_key else ""
@@ -116,25 +133,10 @@ def _body(request: urllib.request.Request, choice: GatewayChoice) -> bytes:
         context = ssl.create_default_context(cafile=str(ca))
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_S, context=context) as answer:
-            return bytes(answer.read())
+            return bytes(answer.read(MAX_ANSWER_BYTES))
     except urllib.error.HTTPError as error:
         with error:
-            return error.read()
-
-
-def _same(one: str, other: str) -> bool:
-    """Return True if two URLs or addresses name the same port of this machine."""
-    return _normal(one) == _normal(other)
-
-
-def _normal(address: str) -> tuple[str, int | None]:
-    parts = urlsplit(address if "://" in address else f"//{address}")
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    host = parts.hostname or ""
-    return _LOCAL.get(host, host), port or {"http": 80, "https": 443}.get(parts.scheme)
+            return error.read(MAX_ANSWER_BYTES)
 
 
 def _age(seconds: float) -> str:

@@ -43,3 +43,15 @@ class DecisionRecord:
     num_excluded: dict[str, int] = field(default_factory=dict)
     actuals: dict[str, object] = field(default_factory=dict)
     inputs: str = ""
+
+    def is_chosen(self, candidate: Candidate) -> bool:
+        """Return True if the candidate got its side of the request.
+
+        A worker that computes the prompt and decodes, too, got both sides.
+        """
+        if self.placement is None:
+            return False
+        of_prefill = self.placement.prefill or self.placement.decode
+        of_decode = self.placement.decode or self.placement.prefill
+        chosen = of_prefill if candidate.side == "prefill" else of_decode
+        return chosen is not None and chosen.is_same_incarnation(candidate.worker)

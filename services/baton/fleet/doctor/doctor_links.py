@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from baton.fleet.doctor.doctor_check import Finding, fail, ok, warn
+from baton.runtime.process.process import python_module
 from baton.transfer.backends.pair_transport import UNKNOWN_TRANSPORT
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -203,7 +204,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 def _start(arguments: Sequence[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", *arguments],
+        [*python_module(arguments[0]), *arguments[1:]],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -45,7 +45,9 @@ def pytorch_finding(torch: str | None, transformers: str | None, cuda: str | Non
     """Return the finding about PyTorch. The arguments are version strings, or None if absent."""
     if torch is None or transformers is None:
         return fail(
-            "pytorch", f"{'torch' if torch is None else 'transformers'} is not installed", "pip install baton-serve"
+            "pytorch",
+            f"{'torch' if torch is None else 'transformers'} is not installed",
+            "install Baton again: a package that it needs is missing",
         )
     return ok("pytorch", f"torch {torch} ({f'CUDA {cuda}' if cuda else 'CPU only'}), transformers {transformers}")
 
@@ -108,7 +110,11 @@ async def _redis_at(url: str) -> Finding:
 def ray() -> Iterator[Finding]:
     """Check that Ray is installed."""
     found = _installed("ray")
-    yield ok("ray", found) if found else fail("ray", "not installed", "pip install baton-serve")
+    yield (
+        ok("ray", found)
+        if found
+        else fail("ray", "not installed", "install Baton again: a package that it needs is missing")
+    )
 
 
 def ports(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:

@@ -148,7 +148,9 @@ class InProcessCluster:
         )
         self._switchboard.listen(address, scheduler)
         member = Member(kind=MemberKind.SCHEDULER, member_id=name, epoch=epoch, address=address)
-        announcements = Announcements(self._membership, member, heartbeat_s=config.heartbeat_s)
+        announcements = Announcements(
+            self._membership, member, heartbeat_s=config.heartbeat_s, on_recovered=scheduler.listed_again
+        )
 
         async def run() -> None:
             try:

@@ -7,13 +7,14 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+from baton.runtime.process.process import python_module
 
 RUN_ID_VARIABLE = "BATON_RUN_ID"
 TERM_WAIT_S = 1.0
@@ -40,7 +41,7 @@ class RunDir:
         }
         reaper_environ = {name: value for name, value in os.environ.items() if name != RUN_ID_VARIABLE}
         self._reaper = subprocess.Popen(
-            [sys.executable, "-m", "baton.fleet.processes.reaper", self.run_id, str(self.path)],
+            [*python_module("baton.fleet.processes.reaper"), self.run_id, str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,11 +1,14 @@
-"""Supervises one child process: starts it, restarts it a limited number of times, and ends it."""
+"""Supervises one child process: starts it, restarts it with growing delays, and ends it.
+
+A process that dies again and again shortly after its starts *keeps dying*. It is reported once and tried
+again, with delays up to a limit. The owner decides how long this may last.
+"""
 
 import asyncio
 import os
 import signal
-import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any
 
 from baton.core.errors import BatonError
 from baton.runtime.logging import get_logger
-from baton.runtime.process.process import with_parent_death_signal
+from baton.runtime.process.process import python_module, with_parent_death_signal
 from baton.runtime.process.process_end import describe_exit
 
 log = get_logger(__name__)
@@ -21,17 +24,31 @@ log = get_logger(__name__)
 READY = "ready "
 """A service prints this word and its address on standard output once it serves."""
 KILL_WAIT_S = 5.0
+LAST_OUTPUT_S = 1.0
+"""Longest wait for the rest of the output of a process that has ended."""
+MAX_OUTPUT_BYTES = 32 * 2**20
+"""Size at which the output file of a process begins anew, as of a log file."""
+MAX_DOUBLINGS = 30
+"""Largest exponent of the restart delay. It keeps the number small; the delay reaches its limit before."""
 
 
 class ServiceFailed(BatonError):
-    """A required process did not start, or died too often. The message names its log."""
+    """A required process did not start, or kept dying. The message contains the end of its output."""
+
+
+class StartFailed(ServiceFailed):
+    """A process did not become ready. `reason` is the message without its name and its output."""
+
+    def __init__(self, name: str, reason: str, output: str) -> None:
+        super().__init__(f"{name} {reason}: {output}")
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartLimit:
     """Limits how often a process may die, with exponential backoff.
 
-    deaths: largest number of deaths within `window_s` seconds.
+    deaths: largest number of deaths within `window_s` seconds. A child process may fail as often in a row.
     first_wait_s: delay of the first restart. It doubles with each death, up to `max_wait_s`.
     """
 
@@ -39,6 +56,19 @@ class RestartLimit:
     window_s: float = 60.0
     first_wait_s: float = 0.2
     max_wait_s: float = 5.0
+
+    @property
+    def stable_s(self) -> float:
+        """Time after a start from which the process counts as stable: the mean interval of allowed deaths."""
+        return self.window_s / self.deaths
+
+    def delay_s(self, num_failures: int) -> float:
+        """Return the seconds until the restart after this many failures in a row."""
+        return min(self.max_wait_s, self.first_wait_s * 2 ** min(num_failures - 1, MAX_DOUBLINGS))
+
+
+SERVICE_LIMIT = RestartLimit(max_wait_s=30.0)
+"""Limit for child processes. One that keeps dying is tried again `max_wait_s` after each failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +93,7 @@ class ChildSpec:
 
 
 class RestartBudget:
-    """Counts the deaths of one process against a `RestartLimit`.
-
-    Used for child processes and worker actors.
-    """
+    """Counts the deaths of one worker actor against a `RestartLimit`."""
 
     def __init__(self, limit: RestartLimit) -> None:
         self._limit = limit
@@ -79,7 +106,40 @@ class RestartBudget:
         self._deaths.append(now_s)
         if len(self._deaths) > self._limit.deaths:
             return None
-        return min(self._limit.max_wait_s, self._limit.first_wait_s * 2 ** (len(self._deaths) - 1))
+        return self._limit.delay_s(len(self._deaths))
+
+
+class CrashLoop:
+    """Counts the failures of one process since it last served for `RestartLimit.stable_s`.
+
+    A failure is a death or a start without success.
+    """
+
+    def __init__(self, limit: RestartLimit) -> None:
+        self._limit = limit
+        self._num_failures = 0
+        self._since_s = 0.0
+
+    @property
+    def keeps_dying(self) -> bool:
+        """True after more failures than the limit allows."""
+        return self._num_failures > self._limit.deaths
+
+    def fail(self, now_s: float) -> float:
+        """Record a failure at `now_s`. Return the seconds until the restart."""
+        if not self._num_failures:
+            self._since_s = now_s
+        self._num_failures += 1
+        return self._limit.delay_s(self._num_failures)
+
+    def duration_s(self, now_s: float) -> float:
+        """Return the seconds since the first failure."""
+        return now_s - self._since_s
+
+    def end(self) -> bool:
+        """Forget the failures, because the process serves. Return True if it kept dying before."""
+        kept_dying, self._num_failures = self.keeps_dying, 0
+        return kept_dying
 
 
 class Child:
@@ -93,16 +153,31 @@ class Child:
         self,
         spec: ChildSpec,
         *,
-        limit: RestartLimit | None = None,
-        on_restart: Callable[[str, int], None] | None = None,
+        limit: RestartLimit = SERVICE_LIMIT,
+        on_restart: Callable[[str, int], None] = lambda name, exit_code: None,
+        on_failing: Callable[[str, str, str], None] = lambda name, reason, output: None,
+        on_recovered: Callable[[str], None] = lambda name: None,
+        give_up_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """Describe the process without starting it.
+
+        limit: number of failures after which it counts as one that keeps dying, and its restart delays.
+        on_restart: called with its name and exit code after each restart, unless it keeps dying.
+        on_failing: called with its name, the reason and the end of its output once it keeps dying.
+        on_recovered: called with its name once it serves again.
+        give_up_s: returns how long it may keep dying before `supervise` raises.
+        """
         self.spec = spec
         self.address = ""
         self.restarts = 0
-        self._budget = RestartBudget(limit or RestartLimit())
+        self._limit = limit
+        self._crash_loop = CrashLoop(limit)
         self._on_restart = on_restart
+        self._on_failing = on_failing
+        self._on_recovered = on_recovered
+        self._give_up_s = give_up_s
         self._process: asyncio.subprocess.Process | None = None
-        self._copying: asyncio.Task[None] | None = None
+        self._copying: list[asyncio.Task[None]] = []
         self._stopping = False
 
     @property
@@ -117,32 +192,33 @@ class Child:
 
     def resume(self) -> None:
         """Send SIGCONT to a suspended process, so that it can end."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     async def start(self) -> str:
         """Start the process and return its address once it serves.
 
-        Raises ServiceFailed with the end of its output.
+        Raises StartFailed with the end of its output.
         """
         self.spec.output.parent.mkdir(parents=True, exist_ok=True)
-        with self.spec.output.open("ab") as errors:
-            self._process = await asyncio.create_subprocess_exec(
-                *with_parent_death_signal(self.spec.argv),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=errors,
-                env={**os.environ, **self.spec.environ},
-                start_new_session=True,
-            )
+        self.spec.output.touch()
+        self._stop_copying()
+        self._process = await asyncio.create_subprocess_exec(
+            *with_parent_death_signal(self.spec.argv),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **self.spec.environ},
+            start_new_session=True,
+        )
+        self._copying = [self._start_copying(self._process.stderr)]
         try:
             async with asyncio.timeout(self.spec.start_timeout_s):
                 self.address = await self._ready(self._process)
         except TimeoutError:
             await self._kill()
-            raise ServiceFailed(
-                f"{self.spec.name} was not ready within {self.spec.start_timeout_s:g} s; its output: {self.spec.output}"
-            ) from None
+            output = await self._last_output()
+            reason = f"was not ready within {self.spec.start_timeout_s:g} s"
+            raise StartFailed(self.spec.name, reason, output) from None
         except BaseException:
             await self._kill()
             raise
@@ -152,33 +228,59 @@ class Child:
     async def supervise(self) -> None:
         """Restart the process whenever it dies, until `stop` is called.
 
-        Raises ServiceFailed if it dies too often.
+        Raises ServiceFailed once it keeps dying and has done so for `give_up_s`.
         """
-        loop = asyncio.get_running_loop()
         while True:
-            assert self._process is not None
-            code = await self._process.wait()
+            code = await self._wait_for_death()
             if self._stopping:
                 return
             log.warning("child_died", child=self.spec.name, pid=self.pid, exit_code=code)
+            reason = describe_exit(code)
             while True:
-                wait_s = self._budget.wait_s(loop.time())
-                if wait_s is None:
-                    raise ServiceFailed(
-                        f"{self.spec.name} keeps dying (last: {describe_exit(code)}); its output: {self.spec.output}"
-                    )
-                await asyncio.sleep(wait_s)
+                await asyncio.sleep(await self._record_failure(reason))
                 if self._stopping:
                     return
                 try:
                     await self.start()
-                except ServiceFailed as error:
+                    break
+                except (BatonError, OSError) as error:
                     log.warning("child_restart_failed", child=self.spec.name, error=str(error))
-                    continue
-                break
+                    reason = error.reason if isinstance(error, StartFailed) else f"did not start: {error}"
             self.restarts += 1
-            if self._on_restart is not None:
+            if not self._crash_loop.keeps_dying:
                 self._on_restart(self.spec.name, code)
+
+    async def _wait_for_death(self) -> int:
+        """Wait until the process has ended and return its exit code.
+
+        Its failures are forgotten once it has served for `stable_s`.
+        """
+        assert self._process is not None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._limit.stable_s):
+                return await self._process.wait()
+        if self._crash_loop.end():
+            log.info("child_recovered", child=self.spec.name, pid=self.pid)
+            self._on_recovered(self.spec.name)
+        return await self._process.wait()
+
+    async def _record_failure(self, reason: str) -> float:
+        """Count one failure. Return the seconds until the next start.
+
+        Raises ServiceFailed if the process keeps dying and has done so for `give_up_s`.
+        """
+        name, now_s = self.spec.name, asyncio.get_running_loop().time()
+        was_reported = self._crash_loop.keeps_dying
+        wait_s = self._crash_loop.fail(now_s)
+        if not self._crash_loop.keeps_dying:
+            return wait_s
+        output = await self._last_output()
+        if self._crash_loop.duration_s(now_s) >= self._give_up_s():
+            raise ServiceFailed(f"{name} keeps dying (last: {reason}): {output}")
+        log.error("child_crash_looping", child=name, reason=reason, wait_s=wait_s)
+        if not was_reported:
+            self._on_failing(name, reason, output)
+        return wait_s
 
     async def stop(self, grace_s: float) -> None:
         """End the process with SIGTERM, then with SIGKILL after `grace_s`. Can be called twice.
@@ -188,23 +290,20 @@ class Child:
         self._stopping = True
         if self._process is None:
             return
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        self._signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
                 await self._process.wait()
         except TimeoutError:
             await self._kill()
         finally:
-            if self._copying is not None:
-                self._copying.cancel()
-                await asyncio.gather(self._copying, return_exceptions=True)
+            self._stop_copying()
+            await asyncio.gather(*self._copying, return_exceptions=True)
 
     async def _kill(self) -> None:
         if self._process is None or self._process.returncode is not None:
             return
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        self._signal(signal.SIGKILL)
         try:
             async with asyncio.timeout(KILL_WAIT_S):
                 await self._process.wait()
@@ -213,6 +312,16 @@ class Child:
                 f"{self.spec.name} (pid {self.pid}) did not end within {KILL_WAIT_S:g} s of SIGKILL"
             ) from None
 
+    def _signal(self, number: int) -> None:
+        """Send a signal to the process, unless it has ended.
+
+        The methods of asyncio's process first ask the kernel for the exit code. If the process has just
+        ended, they take the exit code from the event loop, which then reports 255.
+        """
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
     async def _ready(self, process: asyncio.subprocess.Process) -> str:
         """Wait until the process serves and return its address.
 
@@ -220,47 +329,79 @@ class Child:
         """
         if self.spec.wait_until_ready is None:
             address = await self._read_ready(process)
-            self._copying = asyncio.create_task(self._copy_output(process), name=f"{self.spec.name}-output")
+            self._copying.append(self._start_copying(process.stdout))
             return address
-        self._copying = asyncio.create_task(self._copy_output(process), name=f"{self.spec.name}-output")
+        self._copying.append(self._start_copying(process.stdout))
         answered = asyncio.create_task(self.spec.wait_until_ready())
         ended = asyncio.create_task(process.wait())
         try:
             await asyncio.wait((answered, ended), return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                await self._copying
-                raise self._ended_early(ended.result())
+                raise await self._ended_early(ended.result())
             return answered.result()
         finally:
             for task in (answered, ended):
                 task.cancel()
             await asyncio.gather(answered, ended, return_exceptions=True)
 
-    def _ended_early(self, code: int) -> ServiceFailed:
-        return ServiceFailed(f"{self.spec.name} {describe_exit(code)} before it was ready: {_tail(self.spec.output)}")
+    async def _ended_early(self, code: int) -> StartFailed:
+        output = await self._last_output()
+        return StartFailed(self.spec.name, f"{describe_exit(code)} before it was ready", output)
+
+    async def _last_output(self) -> str:
+        """Return the end of the output of a process that has ended."""
+        await asyncio.wait(self._copying, timeout=LAST_OUTPUT_S)
+        return _tail(self.spec.output)
 
     async def _read_ready(self, process: asyncio.subprocess.Process) -> str:
         assert process.stdout is not None
-        while line := await process.stdout.readline():
+        async for line in _lines(process.stdout):
             text = line.decode(errors="replace").rstrip("\n")
             if text.startswith(READY):
                 return text[len(READY) :].split()[0]
             self._append_output(line)
-        raise self._ended_early(await process.wait())
+        raise await self._ended_early(await process.wait())
 
-    async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
+    def _start_copying(self, stream: asyncio.StreamReader | None) -> asyncio.Task[None]:
+        assert stream is not None
+        return asyncio.create_task(self._copy_output(stream), name=f"{self.spec.name}-output")
+
+    def _stop_copying(self) -> None:
+        """End the copying from a process that has ended: one that it started may hold its output open."""
+        for task in self._copying:
+            task.cancel()
+
+    async def _copy_output(self, stream: asyncio.StreamReader) -> None:
+        async for line in _lines(stream):
             self._append_output(line)
 
     def _append_output(self, line: bytes) -> None:
-        with self.spec.output.open("ab") as output:
+        """Write to the output file, which begins anew at its limit.
+
+        A full disk loses output: a service that waits for its output to be read would stop.
+        """
+        with suppress(OSError), self.spec.output.open("ab") as output:
+            if output.tell() > MAX_OUTPUT_BYTES:
+                output.truncate(0)
             output.write(line)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream until it ends, those that exceed its limit in parts."""
+    while True:
+        try:
+            yield await stream.readuntil()
+        except asyncio.LimitOverrunError as error:
+            yield await stream.read(error.consumed)
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                yield error.partial
+            return
 
 
 def baton_command(command: str, config_file: Path) -> list[str]:
     """Return the command line that runs one service of this installation."""
-    return [sys.executable, "-m", "baton.cli", command, "--config", str(config_file)]
+    return [*python_module("baton.cli"), command, "--config", str(config_file)]
 
 
 def _tail(path: Path, max_bytes: int = 2_000) -> str:

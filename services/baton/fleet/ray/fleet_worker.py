@@ -20,7 +20,7 @@ from baton.fleet.worker_plan import WorkerSpec
 from baton.runtime.config.config_base import dump
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
-from baton.runtime.process.process_end import CRASH_SIGNALS, ProcessEnd, describe_exit
+from baton.runtime.process.process_end import CRASH_SIGNALS, ProcessEnd, describe_exit, describe_unknown_exit
 
 log = get_logger(__name__)
 
@@ -247,13 +247,13 @@ class FleetWorker:
         self._process = ProcessEnd(await wait_for_object(asked))
 
     async def _reason(self, error: Exception) -> str:
-        """Return why the worker ended or could not start: its exit status if known, else Ray's words."""
+        """Return why the worker ended or could not start: its exit status if known, else Ray's reason."""
         if not is_death(error) or is_memory_monitor(error) or self._process is None:
             return root_cause(error)
         end_s = asyncio.get_running_loop().time() + REAP_S
         while (code := self._process.exit_code) is None:
             if asyncio.get_running_loop().time() >= end_s:
-                return root_cause(error)
+                return describe_unknown_exit(root_cause(error), self._process.num_kernel_kills, self._log_file)
             await asyncio.sleep(REAP_POLL_S)
         crash = f", a crash in native code; its log: {self._log_file}" if -code in CRASH_SIGNALS else ""
         return f"{describe_exit(code, self._process.num_kernel_kills)}{crash}"

@@ -82,6 +82,8 @@ class RayConnection:
         return str(self.api.util.get_node_ip_address())
 
     def _init(self, **options: Any) -> None:
+        from ray.job_config import JobConfig
+
         disable_usage_reports()
         os.environ |= {
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -90,7 +92,9 @@ class RayConnection:
         ray = self.api
         send_messages_to_log(ray)
         logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that its signal handlers are not installed
-        ray.init(log_to_driver=False, configure_logging=False, **options)
+        # A job of a Ray client: Ray puts the current directory first on the module search path of other jobs' workers.
+        job = JobConfig(_client_job=True)
+        ray.init(log_to_driver=False, configure_logging=False, job_config=job, **options)
 
 
 def set_memory_monitor(limit: float | None, environ: MutableMapping[str, str]) -> None:

@@ -19,6 +19,7 @@ from baton.core.interfaces import MemberKind, Membership, Network, SchedulerApi
 from baton.core.request import RequestActuals
 from baton.gateway.cluster.cluster_view import ClusterView
 from baton.runtime.logging import get_logger
+from baton.runtime.process.awake_timeout import TimeLimit
 
 log = get_logger(__name__)
 
@@ -32,6 +33,8 @@ MAX_OUTCOMES_PER_CALL = 256
 
 MAX_UNLISTED = 4
 """Maximum number of schedulers that are kept although membership does not list them."""
+FORGET_HEARTBEATS = 30
+"""Heartbeats for which a scheduler that membership does not list must have failed until it is forgotten."""
 MIN_POLL_FRACTION = 0.1
 """Fraction of `call_s` that passes at least between two placement calls of one queued request."""
 
@@ -43,7 +46,8 @@ class SchedulerPoolTimes:
     """Timeouts for calls to schedulers.
 
     heartbeat_s: interval of discovery; half of it is the pause between retries.
-    call_s: time after which a call is given up and the next scheduler is asked.
+    call_s: time after which a call is given up and the next scheduler is asked, stalls of this process not
+        counted.
     wait_s: time that new requests wait for any scheduler to answer.
     """
 
@@ -71,17 +75,20 @@ class SchedulerPool:
     ) -> None:
         """Create a pool without connections.
 
-        awake_clock: clock for the wait of new requests, see `AwakeClock`; None uses the event loop's.
+        awake_clock: clock for calls and for the wait of new requests, see `AwakeClock`; None uses the event
+            loop's.
         """
         self._network = network
         self._view = view
         self._membership = None if addresses else membership
         self._times = times
         self._rng = rng
+        self._call_limit = TimeLimit(times.call_s, awake_clock)
+        self._awake_clock = awake_clock
         self._clock = awake_clock or asyncio.get_running_loop().time
         self._apis: dict[str, SchedulerApi] = {}
         self._failed_at_s: dict[str, float] = {}  # address → time of its last failure, until it answers again
-        self._unlisted_at_s: dict[str, float] = {}  # address → time since which membership does not list it
+        self._failing_since_s: dict[str, float] = {}  # the same for its first failure, by the awake clock
         self._by_decision: dict[str, str] = {}
         self._actuals: asyncio.Queue[tuple[str, RequestActuals]] = asyncio.Queue(MAX_UNSENT_ACTUALS)
         self._scheduler_found = asyncio.Event()
@@ -108,9 +115,9 @@ class SchedulerPool:
         since_s = self._clock()
         while True:
             asked_s = loop.time()
-            give_up_s = min(deadline_s, asked_s + wait_s - (self._clock() - since_s))
             answer = await self._ask_for_placement(
-                lambda api: api.place(make_query(loop.time(), self._times.call_s)), give_up_s
+                lambda api, within_s: api.place(make_query(loop.time(), within_s)),
+                min(deadline_s, self._wait_end_s(wait_s, since_s)),
             )
             if answer is not None:
                 address, placement = answer
@@ -124,7 +131,7 @@ class SchedulerPool:
             if loop.time() >= deadline_s:
                 message = "the deadline passed before a scheduler answered; allow more time"
                 raise Refused(Failure(code=Code.DEADLINE_EXCEEDED, reason=Reason.DEADLINE, message=message))
-            left_s = min(deadline_s - loop.time(), wait_s - (self._clock() - since_s))
+            left_s = min(deadline_s, self._wait_end_s(wait_s, since_s)) - loop.time()
             if left_s <= 0:
                 raise Refused(
                     Failure(
@@ -139,8 +146,12 @@ class SchedulerPool:
                 async with asyncio.timeout(min(left_s, self._times.heartbeat_s / 2)):
                     await self._scheduler_found.wait()
 
+    def _wait_end_s(self, wait_s: float, since_s: float) -> float:
+        """Return when a wait that began at `since_s` of the awake clock ends, as event loop time."""
+        return asyncio.get_running_loop().time() + wait_s - (self._clock() - since_s)
+
     async def _ask_for_placement(
-        self, place: Callable[[SchedulerApi], Awaitable[Placement | Rejection | StillWaiting]], until_s: float
+        self, place: Callable[[SchedulerApi, float], Awaitable[Placement | Rejection | StillWaiting]], until_s: float
     ) -> tuple[str, Placement | Rejection | StillWaiting] | None:
         """Return the first answer other than `no_workers`, or that if no scheduler has another one.
 
@@ -188,26 +199,26 @@ class SchedulerPool:
 
     async def _call_first(
         self,
-        call: Callable[[SchedulerApi], Awaitable[T]],
+        call: Callable[[SchedulerApi, float], Awaitable[T]],
         *,
-        until_s: float | None = None,
-        skip: Collection[str] = (),
+        until_s: float,
+        skip: Collection[str],
     ) -> tuple[str, T] | None:
         """Return (address, answer) of the first scheduler not in `skip` that answers; None if none does.
 
-        A call that `until_s` (event loop time) ends early says nothing about its scheduler. Raises Refused if
-        a scheduler refuses the call for a reason other than being unavailable.
+        `call` also gets the seconds within which an answer must come. A call that `until_s` (event loop time)
+        ends early says nothing about its scheduler. Raises Refused if a scheduler refuses the call for a
+        reason other than being unavailable.
         """
-        for address in self._by_preference():
-            api = self._apis.get(address)
-            if api is None or address in skip:  # None: it was removed while another one was asked
-                continue
-            due_s = asyncio.get_running_loop().time() + self._times.call_s
+        asked = set(skip)
+        while left := [address for address in self._by_preference() if address not in asked]:
+            within_s, address = self._time_for(left, until_s), left[0]
+            asked.add(address)
             try:
-                async with asyncio.timeout_at(due_s if until_s is None else min(due_s, until_s)):
-                    answer = await call(api)
+                async with asyncio.timeout_at(until_s), TimeLimit(within_s, self._awake_clock).timeout():
+                    answer = await call(self._apis[address], within_s)
             except TimeoutError as error:
-                if asyncio.get_running_loop().time() < due_s:
+                if asyncio.get_running_loop().time() >= until_s:
                     return None
                 self._mark_failed(address, error)
             except StreamBroken as error:
@@ -217,18 +228,37 @@ class SchedulerPool:
                     raise
                 self._mark_failed(address, refused)
             else:
-                self._failed_at_s.pop(address, None)
+                self._answered(address)
                 return address, answer
         return None
 
+    def _time_for(self, left: Sequence[str], until_s: float) -> float:
+        """Return the seconds within which the first of these schedulers must answer.
+
+        Those that have failed share the time until `until_s`, because one whose host is gone takes all of its
+        time, and the one that works may be the last.
+        """
+        if left[0] not in self._failed_at_s:
+            return self._times.call_s
+        return min(self._times.call_s, (until_s - asyncio.get_running_loop().time()) / len(left))
+
     async def _call_all(self, call: Callable[[SchedulerApi], Awaitable[T]]) -> list[T]:
+        """Return the answers of all schedulers that are available.
+
+        Raises:
+            Refused: no scheduler is available, or one refuses the call.
+        """
         answers: list[T] = []
         for api, address in [(self._apis[address], address) for address in self._by_preference()]:
             try:
-                async with asyncio.timeout(self._times.call_s):
+                async with self._call_limit.timeout():
                     answers.append(await call(api))
             except (StreamBroken, TimeoutError) as error:
                 self._mark_failed(address, error)
+            except Refused as refused:
+                if refused.failure.code is not Code.UNAVAILABLE:
+                    raise
+                self._mark_failed(address, refused)
         if not answers:
             raise Refused(
                 Failure(
@@ -242,19 +272,29 @@ class SchedulerPool:
 
     def _by_preference(self) -> list[str]:
         """Return addresses without a failure first, then those whose failure is longest ago."""
-        return sorted(self._apis, key=lambda address: self._failed_at_s.get(address, float("-inf")))
+        return sorted(self._apis, key=lambda address: self._failed_at_s.get(address, -math.inf))
 
     def _mark_failed(self, address: str, error: Exception) -> None:
         if address not in self._failed_at_s:
             log.warning("scheduler_call_failed", address=address, problem=str(error) or type(error).__name__)
         self._failed_at_s[address] = asyncio.get_running_loop().time()
+        self._failing_since_s.setdefault(address, self._clock())
+
+    def _answered(self, address: str) -> None:
+        self._failed_at_s.pop(address, None)
+        self._failing_since_s.pop(address, None)
 
     def _set_addresses(self, addresses: Sequence[str]) -> None:
         new = [address for address in addresses if address not in self._apis]
         self._rng.shuffle(new)  # spreads the gateways over the schedulers
         kept = {address: api for address, api in self._apis.items() if address in addresses}
+        gone = self._apis.keys() - kept.keys()
         self._apis = kept | {address: self._network.scheduler(address) for address in new}
-        self._failed_at_s = {address: at_s for address, at_s in self._failed_at_s.items() if address in self._apis}
+        for address in gone:
+            self._network.forget_scheduler(address)
+        for failures in (self._failed_at_s, self._failing_since_s):
+            for address in failures.keys() - self._apis.keys():
+                del failures[address]
         if new:
             self._scheduler_found.set()
 
@@ -266,21 +306,19 @@ class SchedulerPool:
             await asyncio.sleep(self._times.heartbeat_s)
 
     def _unlisted(self, listed: Sequence[str]) -> list[str]:
-        """Return known schedulers that are not listed, and have not failed since they were.
+        """Return known schedulers that are not listed, except those that have failed for `FORGET_HEARTBEATS`.
 
         A store that was emptied, or is too full for announcements, does not list schedulers that still
-        answer. A failure before that may have been a broken connection.
+        answer. A single failure may be a broken connection, or a stall of this process.
         """
-        now_s = asyncio.get_running_loop().time()
-        self._unlisted_at_s = {
-            address: self._unlisted_at_s.get(address, now_s) for address in self._apis if address not in listed
+        longest_s, now_s = FORGET_HEARTBEATS * self._times.heartbeat_s, self._clock()
+        failing_s = {
+            address: now_s - self._failing_since_s.get(address, now_s)
+            for address in self._apis
+            if address not in listed
         }
-        unlisted = [
-            address
-            for address, at_s in self._unlisted_at_s.items()
-            if self._failed_at_s.get(address, -math.inf) <= at_s
-        ]
-        return unlisted[:MAX_UNLISTED]
+        kept = [address for address, for_s in failing_s.items() if for_s < longest_s]
+        return sorted(kept, key=failing_s.__getitem__)[:MAX_UNLISTED]
 
     async def _watch(self) -> None:
         """Keep one Watch stream open, from the first scheduler that accepts it."""
@@ -295,11 +333,11 @@ class SchedulerPool:
         if api is None:
             return
         try:
-            async with asyncio.timeout(self._times.call_s):
+            async with self._call_limit.timeout():
                 source = await api.watch()
                 update = await source.receive()
             while True:
-                self._failed_at_s.pop(address, None)
+                self._answered(address)
                 self._scheduler_found.set()
                 self._view.update(update, address)
                 update = await source.receive()
@@ -321,5 +359,5 @@ class SchedulerPool:
                 api = self._apis.get(address)
                 if api is not None:
                     with suppress(StreamBroken, TimeoutError, Refused):
-                        async with asyncio.timeout(self._times.call_s):
+                        async with self._call_limit.timeout():
                             await api.finished(*(actuals for at, actuals in batch if at == address))

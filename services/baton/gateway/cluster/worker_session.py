@@ -107,7 +107,8 @@ class WorkerSession:
     ) -> None:
         """Open the session in the background.
 
-        awake_clock: clock for the silence of the worker, see `AwakeClock`; None uses the event loop's.
+        awake_clock: clock for the silence of the worker and for dials, see `AwakeClock`; None uses the event
+            loop's.
         """
         self.worker = worker
         self.has_ended = False
@@ -234,13 +235,13 @@ class WorkerSession:
         Raises WorkerLost if the worker cannot be reached or its reply does not fit, and StreamBroken if the
         stream breaks before the reply.
         """
-        dialled_s = self._loop.time()
+        dialled_s = self._awake_s()
         try:
             stream = await self._network.open_session(self.worker.address)
         except StreamBroken as broken:
             # A refused connection fails immediately and means that no process listens there. A dial to an
             # unreachable host takes until its timeout.
-            was_refused = self._loop.time() - dialled_s < self._times.detection_s / 2
+            was_refused = self._awake_s() - dialled_s < self._times.detection_s / 2
             reason = broken.failure.reason if broken.failure else Reason.WORKER_LOST
             raise WorkerLost(self.worker, reason, f"cannot be reached: {broken}", has_died=was_refused) from broken
         try:

@@ -4,7 +4,8 @@ The gRPC server uses both APIs. The HTTP application uses only the operator API.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import baton
@@ -23,10 +24,11 @@ from baton.core.kv.block_hash import TokenIds
 from baton.core.request_limits import printable
 from baton.gateway.gateway_service import GatewayService
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity, InvalidField
-from baton.gateway.input.strict_json import INLINE_BODY_BYTES
+from baton.gateway.input.response_size import ids_bytes, text_bytes
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import is_this_machine
+from baton.runtime.process import loop_time
 
 log = get_logger(__name__)
 
@@ -54,21 +56,27 @@ class InferenceService:
                     body,
                     caller,
                     received_s=received_s,
-                    in_thread=isinstance(prompt, str) and len(prompt) > INLINE_BODY_BYTES,
+                    in_thread=isinstance(prompt, str) and len(prompt) > loop_time.JSON_BYTES,
                     identity=identity,
                 )
         except Refused as refused:
             self._service.count_result(Endpoint.GRPC.value, refused.failure)
             raise
-        return RunningCall(call, self._service)
+        return RunningCall(call, self._service, caller.cut_off)
 
-    async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> TokenIds:
+    @asynccontextmanager
+    async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> AsyncIterator[TokenIds]:
         with self._service.hold_slot(self._service.admit_caller(caller.authorization)):
-            return await tokenize_body(self._service.validator, body)
+            ids = await tokenize_body(self._service.validator, body)
+            with self._service.unsent_answer(ids_bytes(ids), lambda _: caller.cut_off()):
+                yield ids
 
-    async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> str:
+    @asynccontextmanager
+    async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> AsyncIterator[str]:
         with self._service.hold_slot(self._service.admit_caller(caller.authorization)):
-            return await detokenize_body(self._service.validator, body)
+            text = await detokenize_body(self._service.validator, body)
+            with self._service.unsent_answer(text_bytes(text), lambda _: caller.cut_off()):
+                yield text
 
     async def models(self, caller: Caller) -> tuple[ModelInfo, ...]:
         self._service.keys.identify(caller.authorization)
@@ -78,7 +86,8 @@ class InferenceService:
 class RunningCall:
     """One running call of `generate`. Implements `GenerateStream` and `ChoiceSink`."""
 
-    def __init__(self, call: ClientCall, service: GatewayService) -> None:
+    def __init__(self, call: ClientCall, service: GatewayService, cut_off: Callable[[], None]) -> None:
+        """Start the call. `cut_off`: see `Caller`."""
         self._call = call
         self._service = service
         self._choices: list[ChoiceDelta] = []
@@ -86,6 +95,7 @@ class RunningCall:
         self._num_sent = 0
         self._cut: Failure | None = None
         self._unread = service.unread.open(self._cut_off)
+        self._end_connection = cut_off
         self._changed = asyncio.Event()
         self._is_over = False
         self._run = asyncio.create_task(service.run(call, self))
@@ -94,6 +104,9 @@ class RunningCall:
     @property
     def request_id(self) -> str:
         return self._call.request_id.hex()
+
+    async def begin(self) -> None:
+        """Do nothing: chunks have no fixed parts."""
 
     def put(self, choice: ChoiceDelta) -> None:
         """Collect new output for `receive`. Raises Refused (slow_reader) if too much is unread."""
@@ -147,6 +160,7 @@ class RunningCall:
         self._cut = failure
         self._choices = []
         self._run.cancel()
+        self._end_connection()
 
     def _ended(self, run: asyncio.Task[Any]) -> None:
         error = None if run.cancelled() else run.exception()

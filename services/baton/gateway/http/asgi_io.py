@@ -3,7 +3,7 @@ disconnects."""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +20,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 JSON_TYPE = b"application/json"
+PIECE_BYTES = 64 * 1024
+"""Bytes after which a piece of a response is written, so that a connection's own buffer stays small. At this
+size uvicorn makes the next write wait."""
 _TEXT_COPIES, _VALUE_BYTES = 3, 48
 """Memory of a parsed body: copies of its text, and a Python object with its place in a list for each
 value."""
@@ -113,6 +116,19 @@ async def respond_in_pieces(
     for piece in pieces:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+def in_pieces(parts: Iterable[bytes | bytearray]) -> Iterator[bytes]:
+    """Yield joined parts in pieces of at most `PIECE_BYTES`."""
+    piece = bytearray()
+    for part in parts:
+        for at in range(0, len(part), PIECE_BYTES):
+            chunk = part[at : at + PIECE_BYTES]
+            if len(piece) + len(chunk) > PIECE_BYTES:
+                yield bytes(piece)
+                piece.clear()
+            piece += chunk
+    yield bytes(piece)
 
 
 async def respond_json(send: Send, status: int, value: object, *, headers: Headers | None = None) -> None:

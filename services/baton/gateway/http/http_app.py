@@ -5,14 +5,14 @@ For a streamed response, one task runs the call and a second one writes its even
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from baton.core.client_api import AdminApi
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.plain_json import to_plain
-from baton.core.request_limits import printable
+from baton.core.request_limits import MIN_READ_RATE, printable
 from baton.gateway.gateway_service import CallOutcome, GatewayService
 from baton.gateway.http.asgi_io import (
     ClientDisconnected,
@@ -21,30 +21,32 @@ from baton.gateway.http.asgi_io import (
     Send,
     WhileConnected,
     caller_of,
+    in_pieces,
     read_body,
     respond,
     respond_in_pieces,
     respond_json,
 )
-from baton.gateway.http.id_json import format_many_ids, repeated_prompts
+from baton.gateway.http.id_json import format_many_ids
 from baton.gateway.http.non_streaming import NonStreamingResponse
 from baton.gateway.http.openai_errors import Headers, error_body, error_event, error_headers, param_of
 from baton.gateway.http.slow_clients import ReadLimit, connection_of, cut_connection, cut_if_slow_reader
 from baton.gateway.http.sse_stream import EventStream
 from baton.gateway.http.text_json import format_long_text
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity
-from baton.gateway.input.strict_json import INLINE_BODY_BYTES, parse_body
+from baton.gateway.input.response_size import ids_bytes, text_bytes
+from baton.gateway.input.strict_json import parse_body
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.metrics import CONTENT_TYPE
-from baton.runtime.process.byte_budget import Account, Reservation
+from baton.runtime.process import loop_time
+from baton.runtime.process.byte_budget import Account, OverBudget, Reservation
+from baton.runtime.process.shared_account import Buffer
 
 log = get_logger(__name__)
 
 Handler = Callable[["HttpExchange"], Awaitable[None]]
 _CLIENT_DISCONNECTED = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has disconnected")
-MIN_READ_RATE = 16 * 1024
-"""Bytes per second that a client must read of a response whose call has ended."""
 DECISIONS = "/debug/decisions/"
 MODELS = "/v1/models/"
 
@@ -168,27 +170,26 @@ class HttpApp:
         caller = caller_of(exchange.scope)
         identity = self._service.admit_caller(caller.authorization)
         with self._service.hold_slot(identity), self._receiving() as reservation:
-            body = await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation)
+            body = await self._body(exchange, reservation)
             return await self._service.validator.call(
                 endpoint,
                 await parse_body(body),
                 caller,
                 received_s=received_s,
-                in_thread=len(body) > INLINE_BODY_BYTES,
+                in_thread=_is_large(body),
                 request_id=exchange.request_id,
                 identity=identity,
             )
 
-    async def _body(self, exchange: HttpExchange, reservation: Reservation) -> dict[str, Any]:
-        """Read and parse the request's JSON object. Raises Refused."""
-        return await parse_body(await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation))
+    async def _body(self, exchange: HttpExchange, reservation: Reservation) -> bytes:
+        """Read the request's body. Raises Refused."""
+        return await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation)
 
     def _receiving(self) -> Reservation:
         return self._service.budget.reserve(Account.RECEIVING, 0, "the body")
 
     async def _non_streaming(self, exchange: HttpExchange, call: ClientCall) -> None:
-        prompts = await repeated_prompts(call)
-        with NonStreamingResponse(call, self._service.tokenizer, self._service.budget, prompts) as response:
+        with NonStreamingResponse(call, self._service.tokenizer, self._service.budget) as response:
             async with WhileConnected(exchange.receive):
                 outcome = await self._service.run(call, response)
             self._count(exchange, None)
@@ -197,20 +198,30 @@ class HttpApp:
                 limit.start(num_bytes)
                 await respond_in_pieces(exchange.send, num_bytes, response.pieces(), headers=exchange.id_header)
 
+    def _cut(self, exchange: HttpExchange) -> Callable[[OverBudget], None]:
+        """Return a listener that aborts the connection, because its client has the most unread bytes."""
+        return lambda error: cut_connection(exchange.scope, error.failure)
+
+    async def _send_answer(self, exchange: HttpExchange, parts: Sequence[bytes], answer: Buffer) -> None:
+        """Send a JSON object within the time for reading it. `answer` counts its bytes."""
+        num_bytes = sum(map(len, parts))
+        answer.resize(num_bytes)
+        with self._read_limit(exchange.scope) as limit:
+            limit.start(num_bytes)
+            await respond_in_pieces(exchange.send, num_bytes, in_pieces(parts))
+
     async def _stream(self, exchange: HttpExchange, call: ClientCall) -> None:
         """Send events as they are produced.
 
         The response starts with the first event, so that a failure before it gets its own status code.
         """
 
-        prompts = await repeated_prompts(call)
-
         def cut(failure: Failure) -> None:
             events.drop()
             cut_connection(exchange.scope, failure)
 
         unread = self._service.unread.open(cut)
-        events = EventStream(call, self._service.tokenizer, unread, prompts)
+        events = EventStream(call, self._service.tokenizer, unread)
         try:
             async with WhileConnected(exchange.receive):
                 run = asyncio.create_task(self._service.run(call, events))
@@ -273,20 +284,23 @@ class HttpApp:
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
         """Convert text or messages to token ids."""
-        identity = self._service.admit_caller(caller_of(exchange.scope).authorization)
-        with self._service.hold_slot(identity), self._receiving() as reservation:
-            ids = await tokenize_body(self._service.validator, await self._body(exchange, reservation))
-        (tokens,) = await format_many_ids(ids)
-        begin = json.dumps({"count": len(ids), "max_model_len": self._service.view.max_model_len})[:-1]
-        await respond(exchange.send, 200, f'{begin}, "tokens": {tokens}}}'.encode())
+        with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
+            with self._receiving() as reservation:
+                body = await self._body(exchange, reservation)
+                ids = await tokenize_body(self._service.validator, await parse_body(body), in_thread=_is_large(body))
+            with self._service.unsent_answer(ids_bytes(ids), self._cut(exchange)) as answer:
+                (tokens,) = await format_many_ids(ids)
+                begin = json.dumps({"count": len(ids), "max_model_len": self._service.view.max_model_len})[:-1]
+                await self._send_answer(exchange, [begin.encode(), b', "tokens": ', tokens.encode(), b"}"], answer)
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
         """Convert token ids to text."""
-        identity = self._service.admit_caller(caller_of(exchange.scope).authorization)
-        with self._service.hold_slot(identity), self._receiving() as reservation:
-            text = await detokenize_body(self._service.validator, await self._body(exchange, reservation))
-        pieces = [b'{"prompt": ', *await format_long_text(text), b"}"]
-        await respond_in_pieces(exchange.send, sum(map(len, pieces)), pieces)
+        with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
+            with self._receiving() as reservation:
+                body = await self._body(exchange, reservation)
+                text = await detokenize_body(self._service.validator, await parse_body(body))
+            with self._service.unsent_answer(text_bytes(text), self._cut(exchange)) as answer:
+                await self._send_answer(exchange, [b'{"prompt": ', *await format_long_text(text), b"}"], answer)
 
     async def _health(self, exchange: HttpExchange) -> None:
         """Report whether the gateway process is alive."""
@@ -338,6 +352,10 @@ class HttpApp:
         if exchange.endpoint is not None:
             self._service.count_result(exchange.endpoint.value, failure)
             exchange.endpoint = None
+
+
+def _is_large(body: bytes) -> bool:
+    return len(body) > loop_time.JSON_BYTES
 
 
 def _failure_of(run: "asyncio.Task[CallOutcome]") -> Failure | None:

@@ -4,13 +4,10 @@ A prompt may have a million ids, which take 0.1 s. The prompt of a call is forma
 its choices may repeat it.
 """
 
-import asyncio
-
 from baton.core.kv.block_hash import TokenIds
 from baton.gateway.input.client_call import ClientCall
+from baton.runtime.process import loop_time
 
-INLINE_IDS = 8 * 1024
-"""More ids are formatted in a thread. This number takes about a millisecond."""
 IDS_PER_PIECE = 8 * 1024
 """Ids that are formatted in one call, during which no other thread runs."""
 
@@ -23,9 +20,7 @@ def format_ids(ids: TokenIds) -> str:
 
 async def format_many_ids(*lists: TokenIds) -> tuple[str, ...]:
     """Return the JSON list of each. Many ids do not block the event loop."""
-    if sum(map(len, lists)) <= INLINE_IDS:
-        return tuple(map(format_ids, lists))
-    return await asyncio.to_thread(lambda: tuple(map(format_ids, lists)))
+    return await loop_time.call(sum(map(len, lists)), loop_time.JSON_IDS, lambda: tuple(map(format_ids, lists)))
 
 
 async def repeated_prompts(call: ClientCall) -> tuple[str, ...]:

@@ -13,6 +13,8 @@ from typing import Any, Self
 from baton.core.client_api import ChoiceDelta
 from baton.core.request import FinishReason
 from baton.gateway.gateway_service import CallOutcome
+from baton.gateway.http.asgi_io import in_pieces
+from baton.gateway.http.id_json import repeated_prompts
 from baton.gateway.http.openai_logprobs import chat_logprobs, completion_logprobs
 from baton.gateway.http.openai_objects import ObjectFields, timeline_object, usage_object
 from baton.gateway.input.client_call import ClientCall
@@ -20,8 +22,6 @@ from baton.gateway.input.response_size import response_bytes
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.process.byte_budget import Account, ByteBudget
 
-PIECE_BYTES = 64 * 1024
-"""Size of the writes in which a response is sent."""
 COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 """Lists of the `logprobs` object of a completion, with one item per token."""
 
@@ -121,13 +121,10 @@ class NonStreamingResponse:
     `finish`, then `pieces`.
     """
 
-    def __init__(self, call: ClientCall, tokenizer: Tokenizer, budget: ByteBudget, prompts: Sequence[str]) -> None:
-        """Reserve memory. Raises OverBudget if there is too little.
-
-        prompts: the JSON lists of the prompts' token ids, if the response repeats them.
-        """
+    def __init__(self, call: ClientCall, tokenizer: Tokenizer, budget: ByteBudget) -> None:
+        """Reserve memory. Raises OverBudget if there is too little."""
         self._call = call
-        self._prompts = [prompt.encode() for prompt in prompts]
+        self._prompts: Sequence[bytes] = ()
         self._fields = ObjectFields(call)
         self._choices = [_CollectedChoice(call, tokenizer) for _ in range(len(call.requests) * call.n)]
         self._num_bytes = 0
@@ -141,6 +138,10 @@ class NonStreamingResponse:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._reservation.release()
+
+    async def begin(self) -> None:
+        """Format the token ids of the prompts, if the response repeats them."""
+        self._prompts = [prompt.encode() for prompt in await repeated_prompts(self._call)]
 
     def put(self, choice: ChoiceDelta) -> None:
         """Take new output of one choice. Raises OverBudget if it outgrows the estimate and does not fit."""
@@ -157,16 +158,8 @@ class NonStreamingResponse:
         return sum(map(len, self._parts))
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the JSON object in pieces of at most `PIECE_BYTES`. It exists once in memory."""
-        piece = bytearray()
-        for part in self._parts:
-            for at in range(0, len(part), PIECE_BYTES):
-                chunk = part[at : at + PIECE_BYTES]
-                if len(piece) + len(chunk) > PIECE_BYTES:
-                    yield bytes(piece)
-                    piece.clear()
-                piece += chunk
-        yield bytes(piece)
+        """Yield the JSON object in pieces. It exists once in memory."""
+        return in_pieces(self._parts)
 
     def _all_parts(self, outcome: CallOutcome) -> Iterator[bytes | bytearray]:
         has_ids, is_chat = self._call.output_options.return_token_ids, self._call.endpoint.is_chat

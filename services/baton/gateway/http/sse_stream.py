@@ -11,6 +11,8 @@ from json.encoder import encode_basestring
 
 from baton.core.client_api import ChoiceDelta
 from baton.gateway.gateway_service import CallOutcome
+from baton.gateway.http.asgi_io import PIECE_BYTES
+from baton.gateway.http.id_json import repeated_prompts
 from baton.gateway.http.openai_logprobs import chat_logprobs, completion_logprobs
 from baton.gateway.http.openai_objects import ObjectFields, timeline_object, usage_object
 from baton.gateway.input.client_call import ClientCall
@@ -18,9 +20,6 @@ from baton.gateway.request.unread_output import UnreadOutput
 from baton.gateway.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
-PIECE_BYTES = 64 * 1024
-"""Bytes after which a piece is written, so that a connection's own buffer stays small. It is the size at
-which uvicorn makes the next write wait."""
 
 
 class EventStream:
@@ -29,16 +28,13 @@ class EventStream:
     Events that arrive together leave in one write of about `PIECE_BYTES`.
     """
 
-    def __init__(self, call: ClientCall, tokenizer: Tokenizer, unread: UnreadOutput, prompts: Sequence[str]) -> None:
-        """Create the stream.
-
-        unread: counts the events that are not written yet.
-        prompts: the JSON lists of the prompts' token ids, if the response repeats them.
-        """
+    def __init__(self, call: ClientCall, tokenizer: Tokenizer, unread: UnreadOutput) -> None:
+        """Create the stream. `unread` counts the events that are not written yet."""
+        self._call = call
         self._is_chat = call.endpoint.is_chat
         self._options = call.output_options
         self._has_logprobs = call.num_logprobs is not None
-        self._prompts = prompts
+        self._prompts: Sequence[str] = ()
         self._n = call.n
         self._tokenizer = tokenizer
         self._unread = unread
@@ -53,6 +49,10 @@ class EventStream:
         self._waiter: asyncio.Future[None] | None = None
         self._has_ended = False
 
+    async def begin(self) -> None:
+        """Format the token ids of the prompts, if events repeat them."""
+        self._prompts = await repeated_prompts(self._call)
+
     def put(self, choice: ChoiceDelta) -> None:
         """Add an event for new output. Raises Refused (slow_reader) if too many bytes are unread."""
         is_first = choice.index not in self._begun
@@ -66,6 +66,7 @@ class EventStream:
 
     def end(self) -> None:
         """Record that no more events will be added."""
+        self._prompts = ()
         self._has_ended = True
         self._wake()
 

@@ -1,10 +1,9 @@
 """Formats a text as a JSON string in pieces, a long one in a thread."""
 
-import asyncio
 import json
 
-INLINE_CHARS = 128 * 1024
-"""A longer text is formatted in a thread. This length takes a millisecond or less."""
+from baton.runtime.process import loop_time
+
 CHARS_PER_PIECE = 32 * 1024
 """Characters that are formatted in one call, during which no other thread runs."""
 
@@ -17,4 +16,4 @@ def format_text(text: str) -> list[bytes]:
 
 async def format_long_text(text: str) -> list[bytes]:
     """Return the JSON string of a text in pieces. A long one does not block the event loop."""
-    return format_text(text) if len(text) <= INLINE_CHARS else await asyncio.to_thread(format_text, text)
+    return await loop_time.call(len(text), loop_time.JSON_CHARACTERS, lambda: format_text(text))

@@ -1,6 +1,9 @@
 """The memory that a call may need in the gateway, estimated before it starts."""
 
+import sys
+
 from baton.core.errors import Code, Failure, Reason, Refused
+from baton.core.kv.block_hash import TokenIds
 from baton.gateway.input.client_call import ClientCall
 
 OBJECT_BYTES = 4096
@@ -11,6 +14,8 @@ OUTPUT_TOKEN_BYTES = 8
 """A delivered token: its id, in the delivery and in the prompt of a second attempt."""
 TEXT_BYTES = 16
 """JSON text of one token. Natural language has about four characters per token."""
+JSON_CHARACTER_BYTES = 12
+"""JSON text of one character that is escaped as two surrogates."""
 JSON_ID_BYTES = 10
 """JSON text of one token id."""
 CHAT_LOGPROB_BYTES, COMPLETION_LOGPROB_BYTES = 96, 48
@@ -20,10 +25,11 @@ CHOICE_BYTES = 256
 
 
 def call_bytes(call: ClientCall) -> int:
-    """Return the bytes of a call's prompts and delivered tokens."""
+    """Return the bytes of a call's prompts, of their JSON text if it is repeated, and of delivered tokens."""
+    prompt_token_bytes = PROMPT_TOKEN_BYTES + JSON_ID_BYTES * call.output_options.return_token_ids
     return sum(
         OBJECT_BYTES
-        + PROMPT_TOKEN_BYTES * len(request.token_ids)
+        + prompt_token_bytes * len(request.token_ids)
         + OUTPUT_TOKEN_BYTES * len(request.sample_indices) * request.sampling.max_tokens
         for request in call.requests
     )
@@ -44,6 +50,16 @@ def response_bytes(call: ClientCall) -> int:
         if not call.output_options.stream:
             total += num_choices * (CHOICE_BYTES + request.sampling.max_tokens * bytes_per_token(call))
     return total
+
+
+def ids_bytes(ids: TokenIds) -> int:
+    """Return the bytes of an answer with these token ids: the ids, their text, and its encoding."""
+    return (ids.itemsize + 2 * JSON_ID_BYTES) * len(ids)
+
+
+def text_bytes(text: str) -> int:
+    """Return the most bytes of an answer with this text: the text, and its JSON form."""
+    return sys.getsizeof(text) + JSON_CHARACTER_BYTES * len(text)
 
 
 def bytes_per_token(call: ClientCall) -> int:

@@ -1,6 +1,5 @@
 """Parses request bodies as strict JSON: UTF-8, unique keys, finite numbers and a bounded nesting depth."""
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -10,9 +9,8 @@ from baton.core.errors import invalid
 from baton.core.request_limits import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH, MAX_JSON_VALUES, printable
 from baton.gateway.input import json_pieces
 from baton.gateway.input.json_pieces import PIECE_CHARS
+from baton.runtime.process import loop_time
 
-INLINE_BODY_BYTES = 32 * 1024
-"""A larger body is parsed and validated in a thread. This size takes a millisecond or two."""
 _QUOTE_OR_BRACKET = re.compile(r'["\[{\]}]')
 _IN_STRING = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 """Matches characters and complete escapes of a string, up to its closing quote."""
@@ -47,7 +45,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 async def parse_body(body: bytes) -> dict[str, Any]:
     """Parse a body as `parse_object` does. A large one is parsed in a thread."""
-    return parse_object(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse_object, body)
+    return await loop_time.call(len(body), loop_time.JSON_BYTES, lambda: parse_object(body))
 
 
 def _check_depth(text: str) -> None:

@@ -12,18 +12,19 @@ from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_reader import FieldReader, check, check_text, refuse_unknown_fields
 from baton.gateway.input.json_pieces import JSON_LISTS
 from baton.gateway.input.validation import MAX_CHARACTERS_PER_TOKEN, Validator, largest_id
+from baton.runtime.process import loop_time
 
 _TOKENIZE = frozenset(("model", "prompt", "messages", "add_special_tokens"))
 _DETOKENIZE = frozenset(("model", "tokens"))
 MAX_CHARACTERS = 2**20
 MAX_TOKENS = 2**16
 """Limits of one call. If the model's context is longer, the context length is the limit instead."""
-TOKENS_PER_YIELD = 1024
-"""Tokens to decode before yielding to the event loop. They take about a millisecond."""
 
 
-async def tokenize_body(validator: Validator, body: Mapping[str, Any]) -> TokenIds:
+async def tokenize_body(validator: Validator, body: Mapping[str, Any], *, in_thread: bool = False) -> TokenIds:
     """Return the token ids of `prompt`, or of the prompt that the chat template makes of `messages`.
+
+    in_thread: check the messages in a thread, because the body is large.
 
     The prompt may be longer than the model's context. Raises Refused if the body is invalid.
     """
@@ -34,13 +35,14 @@ async def tokenize_body(validator: Validator, body: Mapping[str, Any]) -> TokenI
     if (prompt is None) == (body.get("messages") is None):
         raise InvalidField("prompt", "exactly one of prompt and messages must be sent")
     if prompt is None:
-        text = await validator.tokenizer.chat_text(parse_messages(body))
+        messages = await asyncio.to_thread(parse_messages, body) if in_thread else parse_messages(body)
+        text = await validator.tokenizer.chat_text(messages)
         _check_length(validator, "messages", text)
         return await validator.tokenizer.encode(text, add_special_tokens=False)
     if not isinstance(prompt, str):
         raise InvalidField("prompt", f"prompt is {printable(prompt)}; must be a string")
-    check_text("prompt", prompt)
     _check_length(validator, "prompt", prompt)
+    check_text("prompt", prompt)
     wanted = body.get("add_special_tokens")
     return await validator.tokenizer.encode(
         prompt, add_special_tokens=wanted is None or read.flag("add_special_tokens")
@@ -64,8 +66,8 @@ async def detokenize_body(validator: Validator, body: Mapping[str, Any]) -> str:
     validator.check_vocabulary("tokens", largest_id(ids))
     detokenizer = validator.tokenizer.detokenizer(skip_special_tokens=False)
     texts: list[str] = []
-    for begin in range(0, len(ids), TOKENS_PER_YIELD):
-        texts += map(detokenizer.put, ids[begin : begin + TOKENS_PER_YIELD])
+    for begin in range(0, len(ids), loop_time.DETOKENIZED_IDS):
+        texts += map(detokenizer.put, ids[begin : begin + loop_time.DETOKENIZED_IDS])
         await asyncio.sleep(0)
     return "".join(texts) + detokenizer.flush()
 

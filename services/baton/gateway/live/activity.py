@@ -1,6 +1,7 @@
 """Remembers what a gateway did recently, for the live view: requests, decisions, rates and faults.
 
-Each hook costs microseconds. All memory is bounded; no prompt, answer or key is kept.
+Each hook costs microseconds, and about 1 ms for the longest prompts. All memory is bounded. No prompt, answer
+or key is kept.
 """
 
 from collections import Counter, deque
@@ -14,8 +15,8 @@ from baton.gateway.cluster.attempt_errors import AttemptFailed
 from baton.gateway.cluster.cluster_view import ClusterView
 from baton.gateway.input.client_call import Identity
 from baton.gateway.live.cluster_changes import ClusterFacts, changes
-from baton.gateway.live.request_trace import RequestTrace
 from baton.gateway.live.seen_prefixes import SeenPrefixes
+from baton.gateway.live.traces.request_trace import RequestTrace
 from baton.gateway.live.window import Window
 from baton.gateway.request.attempt import Attempt
 from baton.gateway.request.open_request import FINISHED, OpenRequest
@@ -168,7 +169,7 @@ class Activity:
         if (found := self._open.get(request_id.hex())) is not None:
             trace = found[0].attempt(attempt, now_s)
             trace.lost_s, trace.lost_reason, trace.lost_problem = now_s, reason, str(failed)[:MAX_TEXT]
-        what = f"request {request_id.hex()[:8]} lost attempt {attempt} after {num_output_tokens} tokens"
+        what = f"request {request_id.hex()[:8]} lost attempt {attempt + 1} after {num_output_tokens} tokens"
         self._event("warning", f"{what} ({reason}): {failed}")
 
     def _decided(self, decision: AnsweredAttempt) -> None:
@@ -178,6 +179,7 @@ class Activity:
     def _update(self, trace: RequestTrace, request: OpenRequest) -> None:
         latency = request.delivery.latency
         trace.first_s, trace.last_s, trace.tpot_s = latency.first_s, latency.last_s, latency.tpot_s
+        self.window.at(self._clock()).output_tokens += request.output.num_tokens - trace.num_output_tokens
         trace.num_output_tokens = request.output.num_tokens
         trace.num_cached_tokens = request.num_cached_tokens
 
@@ -191,7 +193,6 @@ class Activity:
             interval.prompt_tokens += trace.num_prompt_tokens
             interval.cached_tokens += trace.num_cached_tokens
             interval.seen_tokens += trace.seen_tokens
-        interval.output_tokens += trace.num_output_tokens
         placements = {each.number: each.placement for each in trace.attempts}
         for attempt, leg in trace.legs:
             owner = owner_of(placements.get(attempt), leg.worker_id)

@@ -18,6 +18,8 @@ from baton.runtime.network.announcements import ADMIN_PORT
 PROCESS_S = 2.0
 """Time in which one process must have sent its metrics."""
 MAX_PAGE_BYTES = 4 * 2**20
+MAX_TOTAL_BYTES = 64 * 2**20
+"""Size of all pages of one collection. Pages that would exceed it are dropped."""
 MAX_PROCESSES = 256
 MAX_CONCURRENT = 16
 KEEP_S = 1.0
@@ -76,11 +78,18 @@ class KnownTargets:
 class ClusterMetrics:
     """Collects one page for all readers at a time. Used from one event loop."""
 
-    def __init__(self, known: KnownTargets, own: MetricsTarget, own_text: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        known: KnownTargets,
+        own: MetricsTarget,
+        own_text: Callable[[], str],
+        max_total_bytes: int = MAX_TOTAL_BYTES,
+    ) -> None:
         """`own` and `own_text`: this process and its metrics, which need no connection."""
         self._known = known
         self._own = own
         self._own_text = own_text
+        self._max_total_bytes = max_total_bytes
         self._page: asyncio.Task[bytes] | None = None
         self._page_s = 0.0
 
@@ -102,9 +111,16 @@ class ClusterMetrics:
         slots = asyncio.Semaphore(MAX_CONCURRENT)
         targets = [t for t in await self._known.targets() if (t.kind, t.process) != (self._own.kind, self._own.process)]
 
+        free_bytes = self._max_total_bytes
+
         async def read(target: MetricsTarget) -> str | None:
+            nonlocal free_bytes
             async with slots:
-                return await read_metrics(target.instance)
+                body = await read_metrics(target.instance, max_bytes=min(MAX_PAGE_BYTES, free_bytes))
+            if body is None or len(body) > free_bytes:
+                return None
+            free_bytes -= len(body)
+            return body.decode(errors="replace")
 
         texts = await asyncio.gather(*(read(target) for target in targets))
         pages = [
@@ -114,7 +130,7 @@ class ClusterMetrics:
         return (await asyncio.to_thread(merge_pages, pages)).encode()
 
 
-async def read_metrics(address: str, timeout_s: float = PROCESS_S, max_bytes: int = MAX_PAGE_BYTES) -> str | None:
+async def read_metrics(address: str, timeout_s: float = PROCESS_S, max_bytes: int = MAX_PAGE_BYTES) -> bytes | None:
     """Return the metrics page at an admin port, or None if it does not arrive in time or is too large."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -132,4 +148,4 @@ async def read_metrics(address: str, timeout_s: float = PROCESS_S, max_bytes: in
     except (OSError, TimeoutError):
         return None
     head, _, body = bytes(answer).partition(b"\r\n\r\n")
-    return body.decode(errors="replace") if head.split(b" ", 2)[1:2] == [b"200"] else None
+    return body if head.split(b" ", 2)[1:2] == [b"200"] else None

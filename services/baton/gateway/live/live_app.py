@@ -5,11 +5,9 @@ allowed Host header and, if the gateway has API keys, a session or an admin key.
 """
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.request_limits import printable
@@ -48,7 +46,7 @@ SECURITY_HEADERS: Headers = [
     (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
-    (b"referrer-policy", b"no-referrer"),
+    (b"referrer-policy", b"same-origin"),  # with no-referrer, browsers send forms with `Origin: null`
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cross-origin-resource-policy", b"same-origin"),
 ]
@@ -117,7 +115,7 @@ class LiveApp:
         }
 
     def count_rejected(self, failure: Failure) -> None:
-        """Take a request that the connection rejected. The admin port counts none."""
+        """Do nothing: the admin port does not count rejected requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in OPEN_PATHS:
@@ -134,7 +132,7 @@ class LiveApp:
 
     async def _serve(self, exchange: _Exchange) -> None:
         path, method = exchange.path, exchange.scope["method"]
-        if not self._is_admin_call(exchange):  # a call with a key comes from no browser that was tricked
+        if not self._is_admin_call(exchange):  # CSRF and DNS rebinding cannot set this header
             self._check_host(exchange)
         if path.startswith(STATIC):
             return await self._static(exchange)
@@ -144,7 +142,7 @@ class LiveApp:
         if name not in self._routes:
             raise _refused(Code.NOT_FOUND, f"the path {printable(path)} does not exist")
         wanted, handler = self._routes[name]
-        if method != wanted and not (method == "HEAD" and wanted == "GET"):
+        if method != wanted and not (method == "HEAD" and wanted == "GET" and handler != self._events):
             raise _refused(
                 Code.INVALID_ARGUMENT, f"the method is {printable(method)}; this path only supports {wanted}"
             )
@@ -171,6 +169,8 @@ class LiveApp:
             await exchange.send({"type": "http.response.body", "body": first, "more_body": True})
             async with WhileConnected(exchange.receive):
                 async for piece in feed:
+                    if not self._may_view(exchange):
+                        break
                     await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
             await exchange.send({"type": "http.response.body", "body": b""})
         finally:
@@ -197,9 +197,9 @@ class LiveApp:
         except (ValueError, KeyError):
             message = f"last is {printable(text)}; must be a duration such as 60s or 500ms"
             raise _refused(Code.INVALID_ARGUMENT, message) from None
-        body = await asyncio.to_thread(json.dumps, self._view.chrome_trace(last_s), separators=(",", ":"))
+        body = await self._view.chrome_trace(last_s)
         headers = [*SECURITY_HEADERS, NO_STORE, (b"content-disposition", b'attachment; filename="baton-trace.json"')]
-        await respond(exchange.send, 200, body.encode(), headers=headers)
+        await respond(exchange.send, 200, body, headers=headers)
 
     async def _static(self, exchange: _Exchange) -> None:
         file = self._files.get(exchange.path[len(STATIC) :])
@@ -255,11 +255,14 @@ class LiveApp:
         return b"set-cookie", text.encode()
 
     def _session_id(self, exchange: _Exchange) -> str:
-        try:
-            morsel = SimpleCookie(exchange.header(b"cookie")).get(self._cookie)
-        except CookieError:
-            return ""
-        return "" if morsel is None else morsel.value
+        # Not SimpleCookie: it stops at the first cookie that it cannot parse, and other applications of this host
+        # may set any.
+        pairs = (cookie.strip().partition("=") for cookie in exchange.header(b"cookie").split(";"))
+        return next((value for name, _, value in pairs if name == self._cookie), "")
+
+    def _may_view(self, exchange: _Exchange) -> bool:
+        """Return True if the request is still allowed. Its session or key may have ended since it began."""
+        return not self._keys.has_keys or self._has_session(exchange) or self._is_admin_call(exchange)
 
     def _has_session(self, exchange: _Exchange) -> bool:
         """Return True if the request has a session whose key is still an admin's."""
@@ -285,7 +288,7 @@ class LiveApp:
     def _check_origin(self, exchange: _Exchange) -> None:
         """Raise Refused if a form of another site was sent."""
         origin = exchange.header(b"origin")
-        if origin and urlsplit(origin).netloc != exchange.header(b"host"):
+        if origin and origin.partition("://")[2] != exchange.header(b"host"):
             raise _refused(Code.PERMISSION_DENIED, "the form is of another site", Reason.FORBIDDEN)
 
 

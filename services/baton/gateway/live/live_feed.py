@@ -82,10 +82,10 @@ class LiveFeed:
         if self.num_viewers >= MAX_VIEWERS:
             raise TooManyViewers
         self.num_viewers += 1
-        if self._task is None:
-            self._compute()
-            self._task = asyncio.create_task(self._run(), name="live-view")
         try:
+            if self._task is None:
+                self._compute()
+                self._task = asyncio.create_task(self._run(), name="live-view")
             yield
         finally:
             self.num_viewers -= 1

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 UP = "baton_process_up"
-_UP_HELP = "1 if the process answered the last collection of its metrics, else 0."
+UP_LABELS = ("instance", "process", "kind")
+UP_MEANING = "1 if the process answered the last collection of its metrics, else 0."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ def merge_pages(pages: Iterable[ProcessMetricsPage]) -> str:
     Samples of one metric are adjacent, as the format requires. The metric `baton_process_up` says which
     processes answered.
     """
-    families: dict[str, list[str]] = {UP: [f"# HELP {UP} {_UP_HELP}", f"# TYPE {UP} gauge"]}
+    families: dict[str, list[str]] = {UP: [f"# HELP {UP} {UP_MEANING}", f"# TYPE {UP} gauge"]}
     for page in pages:
         labels = ",".join(
             f'{name}="{_escaped(value)}"' for name, value in (("instance", page.instance), ("process", page.process))

@@ -7,13 +7,15 @@ from typing import Any
 
 from baton.core.client_api import ClusterStatus, WorkerStatus
 from baton.core.cluster.decision_record import Candidate, DecisionRecord
+from baton.core.cluster.decision_terms import PREDICTIONS, TERMS, in_display_order, label_of
 from baton.core.cluster.placement import Placement
 from baton.core.cluster.worker_report import LinkReport
 from baton.core.kv.kv_events import Tier
 from baton.core.plain_json import to_plain
 from baton.core.request import LegTimeline, Slo
 from baton.gateway.live.activity import Activity, AnsweredAttempt, newest
-from baton.gateway.live.request_trace import AttemptTrace, RequestTrace
+from baton.gateway.live.traces.leg_phases import leg_phases
+from baton.gateway.live.traces.request_trace import AttemptTrace, RequestTrace
 from baton.gateway.live.window import INTERVAL_S, WindowInterval, total
 
 RATE_S = 10.0
@@ -70,7 +72,7 @@ def snapshot(
         "links": list(islice((_link(w, link) for w in status.workers for link in w.links), MAX_LINKS)),
         "flows": _flows(requests, activity, before),
         "figures": _figures(activity, clocks),
-        "point": point(activity.window.at(clocks.now_s), clocks),
+        "points": _last_points(activity, clocks),
         "queue": _queue(requests, clocks),
         "open": [_request(trace, clocks) for trace in requests[-MAX_OPEN:][::-1]],
         "ended": [_request(trace, clocks) for trace in newest(activity.ended, MAX_ENDED)],
@@ -86,6 +88,12 @@ def snapshot(
 def history(activity: Activity, clocks: Clocks) -> list[dict[str, Any]]:
     """Return the points of the charts of the last ten minutes, oldest first."""
     return [point(interval, clocks) for interval in activity.window.recent(clocks.now_s)]
+
+
+def _last_points(activity: Activity, clocks: Clocks) -> list[dict[str, Any]]:
+    """Return the points of this interval and the one before, whose last events follow its last snapshot."""
+    activity.window.at(clocks.now_s)
+    return [point(interval, clocks) for interval in activity.window.recent(clocks.now_s, 2 * INTERVAL_S)]
 
 
 def point(interval: WindowInterval, clocks: Clocks) -> dict[str, Any]:
@@ -116,19 +124,21 @@ def decision_details(records: Sequence[DecisionRecord]) -> list[dict[str, Any]]:
     """Return decision records for people: the answer, and the candidates with their terms."""
     return [
         {
-            "attempt": record.attempt,
+            "attempt": record.attempt + 1,
             "scheduler": record.scheduler_id,
             "policy": record.policy,
             "placement": _placement(record.placement),
+            "predicted": _predicted(record.placement),
             "rejection": to_plain(record.rejection),
             "waited": record.query.waited_s,
             "excluded": dict(record.num_excluded),
+            "columns": _columns(record.candidates),
             "candidates": [
                 {
                     "worker": candidate.worker.worker_id,
                     "side": candidate.side,
                     "excluded": candidate.excluded,
-                    "chosen": _is_chosen(candidate, record.placement),
+                    "chosen": record.is_chosen(candidate),
                     "terms": to_plain(candidate.terms),
                 }
                 for candidate in record.candidates
@@ -139,12 +149,22 @@ def decision_details(records: Sequence[DecisionRecord]) -> list[dict[str, Any]]:
     ]
 
 
-def _is_chosen(candidate: Candidate, placement: Placement | None) -> bool:
-    """Return True if the candidate got its side of the request. A decode worker may compute prompts."""
+def _predicted(placement: Placement | None) -> list[dict[str, Any]]:
+    """Return the predicted parts of the TTFT, with their labels."""
     if placement is None:
-        return False
-    of_prefill, of_decode = placement.prefill or placement.decode, placement.decode or placement.prefill
-    return candidate.worker == (of_prefill if candidate.side == "prefill" else of_decode)
+        return []
+    parts = (
+        (label, getattr(placement, name)) for name, label in PREDICTIONS.items() if name not in ("ttft_s", "tpot_s")
+    )
+    return [{"label": label, "seconds": _rounded(seconds)} for label, seconds in parts if seconds]
+
+
+def _columns(candidates: Sequence[Candidate]) -> list[dict[str, str]]:
+    """Return the terms of candidates in display order: name, label, and meaning if it is defined."""
+    return [
+        {"name": name, "label": label_of(name), "meaning": TERMS[name].meaning if name in TERMS else ""}
+        for name in in_display_order(name for candidate in candidates for name in candidate.terms)
+    ]
 
 
 def _worker(worker: WorkerStatus) -> dict[str, Any]:
@@ -203,7 +223,8 @@ def _figures(activity: Activity, clocks: Clocks) -> dict[str, Any]:
     """Return the figures of the last ten minutes, and the rates of the last ten seconds."""
     intervals = activity.window.recent(clocks.now_s)
     figures = total(intervals).figures(1.0)
-    now = total(activity.window.recent(clocks.now_s, RATE_S)).figures(RATE_S)
+    counts, seconds = activity.window.rates(clocks.now_s, RATE_S)
+    now = counts.figures(seconds)
     count = {name: round(figures[name]) for name in ("ok", "failed", "refused")}
     return {
         **figures,
@@ -250,7 +271,7 @@ def _request(trace: RequestTrace, clocks: Clocks) -> dict[str, Any]:
 
 def _attempt(trace: RequestTrace, attempt: AttemptTrace) -> dict[str, Any]:
     return {
-        "number": attempt.number,
+        "number": attempt.number + 1,
         "started": _since(trace, attempt.started_s),
         "placed": _since(trace, attempt.placed_s),
         "placement": _placement(attempt.placement),
@@ -258,12 +279,26 @@ def _attempt(trace: RequestTrace, attempt: AttemptTrace) -> dict[str, Any]:
         "lost": _since(trace, attempt.lost_s),
         "lost_reason": attempt.lost_reason,
         "lost_problem": attempt.lost_problem,
-        "legs": [_leg(leg) for number, leg in trace.legs if number == attempt.number],
+        "legs": [_leg(trace, attempt, leg) for number, leg in trace.legs if number == attempt.number],
     }
 
 
-def _leg(leg: LegTimeline) -> dict[str, Any]:
-    return {name: value for name, value in to_plain(leg).items() if value not in (None, 0, "")}
+def _leg(trace: RequestTrace, attempt: AttemptTrace, leg: LegTimeline) -> dict[str, Any]:
+    phases = []
+    if attempt.placed_s is not None:
+        phases = leg_phases(leg, attempt.placed_s, trace.last_s if attempt.lost_s is None else None)
+    return {
+        "worker": leg.worker_id,
+        "phases": [
+            {
+                "name": phase.name,
+                "begin": _since(trace, phase.begin_s),
+                "end": _since(trace, phase.end_s),
+                "reported": _rounded(phase.reported_s),
+            }
+            for phase in phases
+        ],
+    }
 
 
 def _decision(decision: AnsweredAttempt, clocks: Clocks) -> dict[str, Any]:
@@ -271,7 +306,7 @@ def _decision(decision: AnsweredAttempt, clocks: Clocks) -> dict[str, Any]:
     return {
         "at": clocks.unix(decision.at_s),
         "id": decision.request_id,
-        "attempt": decision.attempt,
+        "attempt": decision.attempt + 1,
         "placement": _placement(decision.placement),
         "reason": rejection.reason.value if rejection else "",
         "message": rejection.message if rejection else "",
@@ -286,10 +321,6 @@ def _placement(placement: Placement | None) -> dict[str, Any] | None:
         "prefill": _id(placement.prefill),
         "decode": _id(placement.decode),
         "source": placement.prefix_source.worker.worker_id if placement.prefix_source else None,
-        "queue": placement.queue_s,
-        "pull": placement.prefix_pull_s,
-        "compute": placement.prefill_s,
-        "transfer": placement.transfer_s,
         "ttft": placement.ttft_s,
         "tpot": placement.tpot_s,
         "waiting": placement.waiting_s,

@@ -4,7 +4,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Collection
 from hashlib import sha256
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 
 from baton.runtime.network.addresses import EVERY_ADDRESS
 
@@ -16,7 +16,8 @@ ATTEMPT_S = 6.0
 MAX_BURST = 5
 """Attempts of one address that may follow at once."""
 MAX_ADDRESSES = 1_024
-ALL_ADDRESSES = ""
+NETWORK_BITS = 64
+"""Prefix of an IPv6 address that counts as one address: hosts choose the rest themselves."""
 
 
 class AllowedHosts:
@@ -99,19 +100,36 @@ def _digest(session_id: str) -> bytes:
 
 
 class LoginLimit:
-    """Limits login attempts, per address and in all (four times as many). A leaky bucket (GCRA)."""
+    """Limits login attempts per address, IPv6 per /64 network. A leaky bucket (GCRA).
+
+    There is no limit for all addresses together: a few addresses could use it up and lock out every operator.
+    It would not bound guessing either, because the API refuses unknown keys without a limit. The length of
+    the keys does: they have 32 random bytes.
+    """
 
     def __init__(self) -> None:
         self._full_at_s: OrderedDict[str, float] = OrderedDict()
 
     def wait_s(self, address: str, now_s: float) -> float:
         """Count an attempt and return 0, or return the seconds until one is allowed, without counting it."""
-        limits = ((address, ATTEMPT_S), (ALL_ADDRESSES, ATTEMPT_S / 4))
-        waits = [self._full_at_s.get(name, now_s) + every_s - now_s - every_s * MAX_BURST for name, every_s in limits]
-        if max(waits) > 1e-6:
-            return max(waits)
-        for name, every_s in limits:
-            self._full_at_s[name] = max(now_s, self._full_at_s.pop(name, now_s)) + every_s
+        name = _network_of(address)
+        full_at_s = max(now_s, self._full_at_s.get(name, now_s)) + ATTEMPT_S
+        wait_s = full_at_s - now_s - ATTEMPT_S * MAX_BURST
+        if wait_s > 1e-6:
+            return wait_s
+        self._full_at_s[name] = full_at_s
+        self._full_at_s.move_to_end(name)
         while len(self._full_at_s) > MAX_ADDRESSES:
             self._full_at_s.popitem(last=False)
         return 0.0
+
+
+def _network_of(address: str) -> str:
+    """Return an IPv6 address's network, an IPv4 address as it is."""
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is None:
+        return str(IPv6Address(int(parsed) >> NETWORK_BITS << NETWORK_BITS))
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)

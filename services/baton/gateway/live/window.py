@@ -34,6 +34,7 @@ class WindowInterval:
     ok, failed, refused: client calls by result, without cancelled ones; `refused` are those with status 429.
     ttft, tpot: histograms of completed requests.
     judged, met: requests with an SLO that ended, and those that met all its terms; without cancelled ones.
+    output_tokens: of open requests as counted by the last snapshot, and of ended ones.
     prompt_tokens, cached_tokens, seen_tokens: of completed requests; `seen_tokens` could have been cached.
     """
 
@@ -90,6 +91,11 @@ class Window:
     def recent(self, now_s: float, seconds: float = INTERVAL_S * NUM_INTERVALS) -> list[WindowInterval]:
         """Return the intervals that began in the last `seconds`. Intervals without events are missing."""
         return [each for each in self._intervals if each.begin_s > now_s - seconds]
+
+    def rates(self, now_s: float, seconds: float) -> tuple[WindowInterval, float]:
+        """Return the sum of the intervals that reach into the last `seconds`, and the seconds they cover."""
+        begin_s = math.floor((now_s - seconds) / INTERVAL_S) * INTERVAL_S
+        return total(each for each in self._intervals if each.begin_s >= begin_s), now_s - begin_s
 
     def total(self, now_s: float) -> WindowInterval:
         """Return the sum of the last ten minutes."""

@@ -13,6 +13,10 @@ from baton.gateway.text.tokenizer import Tokenizer
 class ChoiceSink(Protocol):
     """Receives the choices of a call: a stream of events, one JSON object, or a gRPC stream."""
 
+    async def begin(self) -> None:
+        """Prepare for output. Called once, when the call is admitted and its memory is reserved."""
+        ...
+
     def put(self, choice: ChoiceDelta) -> None:
         """Take new output without waiting. Raises Refused (slow_reader) if the client left too much
         unread."""

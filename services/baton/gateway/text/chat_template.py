@@ -16,7 +16,7 @@ from jinja2.ext import LoopControlExtension
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from baton.core.errors import BatonError, ModelError, invalid
+from baton.core.errors import BatonError, ModelError, Refused, invalid
 from baton.core.request_limits import printable
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -34,6 +34,10 @@ Message = Mapping[str, str]
 
 class TemplateTooExpensive(BatonError):
     """A chat template exceeded its limit of time or output."""
+
+
+class TemplateTooSlow(TemplateTooExpensive):
+    """A chat template exceeded its limit of time."""
 
 
 class ChatTemplate:
@@ -79,7 +83,22 @@ class ChatTemplate:
 
         Raises Refused (400) if the template rejects the messages or exceeds its limits.
         """
-        self._environment.begin(clock)
+        try:
+            return self._render(messages, clock, MAX_RENDER_S, add_generation_prompt)
+        except TemplateTooExpensive as error:
+            raise _too_expensive(error) from error
+
+    def render_within(self, messages: Sequence[Message], clock: Clock, max_s: float) -> str | None:
+        """Return the prompt, or None if it takes more than `max_s` seconds. Raises Refused like `render`."""
+        try:
+            return self._render(messages, clock, max_s, add_generation_prompt=True)
+        except TemplateTooSlow:
+            return None
+        except TemplateTooExpensive as error:
+            raise _too_expensive(error) from error
+
+    def _render(self, messages: Sequence[Message], clock: Clock, max_s: float, add_generation_prompt: bool) -> str:
+        self._environment.begin(clock, max_s)
         values = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
@@ -93,8 +112,8 @@ class ChatTemplate:
                 texts.append(text)
                 num_characters += len(text)
                 self._environment.check_limits(num_characters)
-        except TemplateTooExpensive as error:
-            raise invalid(f"{error} for these messages; send fewer or shorter ones") from error
+        except TemplateTooExpensive:
+            raise
         except Exception as error:  # a template is a program and can raise any error
             raise invalid(
                 f"the model's chat template does not accept these messages: {printable(str(error))}"
@@ -106,13 +125,14 @@ class _Rendering(threading.local):
     """Limits of the rendering that runs in a thread. Several threads may render at the same time."""
 
     clock: Clock = float
-    deadline_s = 0.0
+    max_s = deadline_s = 0.0
     range_left = 0
 
-    def begin(self, clock: Clock) -> None:
+    def begin(self, clock: Clock, max_s: float) -> None:
         """Reset the limits."""
         self.clock = clock
-        self.deadline_s = clock() + MAX_RENDER_S
+        self.max_s = max_s
+        self.deadline_s = clock() + max_s
         self.range_left = MAX_RANGE_TOTAL
 
 
@@ -130,16 +150,16 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["range"] = self._range
         self._rendering = _Rendering()
 
-    def begin(self, clock: Clock) -> None:
+    def begin(self, clock: Clock, max_s: float) -> None:
         """Reset the limits for a new rendering in this thread."""
-        self._rendering.begin(clock)
+        self._rendering.begin(clock, max_s)
 
     def check_limits(self, num_characters: int = 0) -> None:
         """Raise TemplateTooExpensive if the time is up or `num_characters` is above the limit."""
         if num_characters > self._max_characters:
             raise TemplateTooExpensive(f"the chat template produces more than {self._max_characters} characters")
         if self._rendering.clock() > self._rendering.deadline_s:
-            raise TemplateTooExpensive(f"the chat template runs longer than {MAX_RENDER_S:g} s")
+            raise TemplateTooSlow(f"the chat template runs longer than {self._rendering.max_s:g} s")
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         self.check_limits()
@@ -179,6 +199,10 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{file} must be a JSON object")
     return value
+
+
+def _too_expensive(error: TemplateTooExpensive) -> Refused:
+    return invalid(f"{error} for these messages; send fewer or shorter ones")
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:

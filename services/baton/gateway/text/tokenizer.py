@@ -21,13 +21,8 @@ from baton.gateway.text.bpe_cache import CachedBpeEncoder, Description, byte_lev
 from baton.gateway.text.chat_template import ChatTemplate, Message, read_json
 from baton.gateway.text.detokenizer import REPLACEMENT, BytesDetokenizer, Detokenizer, WindowDetokenizer
 from baton.gateway.text.text_pieces import TextCutter
+from baton.runtime.process import loop_time
 
-INLINE_CHARACTERS = 16 * 1024
-"""Longer texts are encoded in a thread. This length takes about 3 ms, which delays every open stream."""
-INLINE_CACHED_CHARACTERS = 64 * 1024
-"""The same limit for texts that the BPE cache encodes."""
-INLINE_MESSAGES = 64
-"""A chat of more messages is rendered in a thread. This number takes about a millisecond."""
 PROMPT_TAIL_TOKENS = 6
 """Number of prompt ids on which the text of the first output token depends."""
 
@@ -111,11 +106,11 @@ class HfTokenizer(Tokenizer):
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
-        if self._bpe_cache is not None and len(text) <= INLINE_CACHED_CHARACTERS:
+        if self._bpe_cache is not None and len(text) <= loop_time.CACHED_CHARACTERS:
             ids = self._bpe_cache.encode(text, add_special_tokens=add_special_tokens)
             if ids is not None:
                 return ids
-        if len(text) <= INLINE_CHARACTERS:
+        if len(text) <= loop_time.TOKENIZED_CHARACTERS:
             return self._encode(text, add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(
             self._threads, self._encode_long, text, add_special_tokens, max_tokens
@@ -125,8 +120,11 @@ class HfTokenizer(Tokenizer):
         template, loop = self._chat_template, asyncio.get_running_loop()
         if template is None:
             raise invalid("this model has no chat template; use /v1/completions with a prompt in the model's format")
-        if len(messages) <= INLINE_MESSAGES:
-            return template.render(messages, loop.time)
+        num_characters = sum(len(message["content"]) for message in messages)
+        if len(messages) <= loop_time.TEMPLATE_MESSAGES and num_characters <= loop_time.TEMPLATE_CHARACTERS:
+            text = template.render_within(messages, loop.time, loop_time.TEMPLATE_S)
+            if text is not None:
+                return text
         return await loop.run_in_executor(self._threads, template.render, messages, loop.time)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -116,7 +116,11 @@ class CausalMasks:
                 hidden, float("-inf")
             )
             self._masks[window] = mask
-        return mask[TILE_TOKENS - num_queries :, mask.shape[1] - num_keys :]
+        tile = mask[TILE_TOKENS - num_queries :, mask.shape[1] - num_keys :]
+        if self._device.type == "cpu":
+            return tile
+        # torch's CUDA kernels read masks in vectors. They check the strides, not where the memory begins.
+        return tile.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)

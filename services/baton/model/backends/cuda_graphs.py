@@ -6,7 +6,9 @@ with copies of its first sequence. The copies write the same KV to the same plac
 dropped.
 """
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,15 +44,24 @@ class CaptureGraph(Protocol):
         ...
 
 
+class _MemoryPool:
+    """Memory that graphs share. CUDA frees it with the last graph, and its handle is then invalid."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+
 class CudaGraphs:
     """Implements `CaptureGraph` with CUDA. All graphs share one memory pool, so only one of them may run at a
     time."""
 
-    def __init__(self) -> None:
-        self._pool: Any = None
+    def __init__(self, new_handle: Callable[[], Any] = torch.cuda.graph_pool_handle) -> None:
+        """`new_handle`: replaced in tests."""
+        self._new_handle = new_handle
+        self._pool: Callable[[], _MemoryPool | None] = lambda: None
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        pool = self.pool()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -62,11 +73,27 @@ class CudaGraphs:
         # The explicit stream context restores the current stream if the capture fails.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"),
         ):
             run()
         graph.replay()  # a capture does not execute
-        return graph.replay
+        return partial(_replay, graph, pool)
+
+    def pool(self) -> _MemoryPool:
+        """Return the pool of the captured graphs, or a new one if all are gone.
+
+        Their replay functions own it.
+        """
+        pool = self._pool()
+        if pool is None:
+            pool = _MemoryPool(self._new_handle())
+            self._pool = weakref.ref(pool)
+        return pool
+
+
+def _replay(graph: torch.cuda.CUDAGraph, pool: _MemoryPool) -> None:
+    """Replay the graph. `pool` is only held, so that it is not freed before its last graph."""
+    graph.replay()
 
 
 class _CapturedBatch:

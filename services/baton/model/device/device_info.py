@@ -21,6 +21,12 @@ def free_bytes(device: torch.device, num_sharing: int = 1) -> int:
     return free_host_bytes()
 
 
+def bind_thread(device: torch.device) -> None:
+    """Make the calling thread use this GPU. UCX reaches the GPU memory of other processes only from such a
+    thread."""
+    torch.cuda.set_device(device)
+
+
 def gpu_share_bytes(free: int, total: int, reserved: int, num_sharing: int) -> int:
     """Return the bytes that one of `num_sharing` processes can still allocate on a GPU.
 

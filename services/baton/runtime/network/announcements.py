@@ -1,6 +1,7 @@
 """Keeps a process listed among the members of a cluster."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 from baton.core.errors import StoreUnavailable
@@ -28,12 +29,20 @@ class Announcements:
     """
 
     def __init__(
-        self, membership: Membership, member: Member, *, heartbeat_s: float, ttl_s: float | None = None
+        self,
+        membership: Membership,
+        member: Member,
+        *,
+        heartbeat_s: float,
+        ttl_s: float | None = None,
+        on_recovered: Callable[[], None] = lambda: None,
     ) -> None:
+        """Create announcements that have not begun. `on_recovered` is called when the store is back."""
         self._membership = membership
         self._member = member
         self._heartbeat_s = heartbeat_s
         self._ttl_s = TTL_HEARTBEATS * heartbeat_s if ttl_s is None else ttl_s
+        self._on_recovered = on_recovered
         self._is_unavailable = False
 
     async def announce(self) -> None:
@@ -49,6 +58,7 @@ class Announcements:
         else:
             if self._is_unavailable:
                 log.info("store_recovered", use="membership", member=self._member.member_id)
+                self._on_recovered()
             self._is_unavailable = False
 
     async def announce_forever(self) -> None:

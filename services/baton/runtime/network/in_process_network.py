@@ -114,6 +114,9 @@ class InProcessNetwork:
     def scheduler(self, address: str) -> SchedulerApi:
         return _SchedulerCalls(self, address)
 
+    def forget_scheduler(self, address: str) -> None:
+        """Do nothing: clients keep no connection between calls."""
+
     def scheduler_service(self, address: str) -> SchedulerService:
         """Return the scheduler at `address`. Raises StreamBroken if there is none."""
         service = self._schedulers.get(address)

@@ -13,32 +13,38 @@ class Mailbox(Generic[T]):
     """Bounded FIFO for one receiver, which can be closed with a reason.
 
     A sender checks `is_full` or awaits `wait_for_space` before `put`. Cancelling `get` loses no message.
+    num_bytes: bytes of the messages, as far as the sender tells them.
     """
 
-    __slots__ = ("_changed", "_end", "_max_messages", "_messages")
+    __slots__ = ("_changed", "_end", "_max_bytes", "_max_messages", "_messages", "num_bytes")
 
-    def __init__(self, max_messages: int) -> None:
+    def __init__(self, max_messages: int, max_bytes: int | None = None) -> None:
+        """Create a queue that is full at `max_messages`, or when it has `max_bytes` or more."""
         if max_messages < 1:
             raise ValueError(f"max_messages is {max_messages}; must be at least 1")
         self._max_messages = max_messages
-        self._messages: deque[T] = deque()
+        self._max_bytes = max_bytes
+        self._messages: deque[tuple[T, int]] = deque()
+        self.num_bytes = 0
         self._end: tuple[str, Failure | None] | None = None
         self._changed: asyncio.Future[None] | None = None
 
     @property
     def is_full(self) -> bool:
         """True if no message should be put now."""
-        return len(self._messages) >= self._max_messages
+        has_max_bytes = self._max_bytes is not None and self.num_bytes >= self._max_bytes
+        return has_max_bytes or len(self._messages) >= self._max_messages
 
     @property
     def has_ended(self) -> bool:
         """True after `close`."""
         return self._end is not None
 
-    def put(self, message: T) -> None:
+    def put(self, message: T, num_bytes: int = 0) -> None:
         """Append a message; after `close` it is dropped."""
         if self._end is None:
-            self._messages.append(message)
+            self._messages.append((message, num_bytes))
+            self.num_bytes += num_bytes
             self._notify()
 
     async def get(self) -> T:
@@ -48,8 +54,10 @@ class Mailbox(Generic[T]):
                 message, failure = self._end
                 raise StreamBroken(message, failure)
             await self._wait_for_change()
-        taken = self._messages.popleft()
-        if len(self._messages) == self._max_messages - 1:
+        was_full = self.is_full
+        taken, num_bytes = self._messages.popleft()
+        self.num_bytes -= num_bytes
+        if was_full and not self.is_full:
             self._notify()
         return taken
 
@@ -68,6 +76,7 @@ class Mailbox(Generic[T]):
             self._end = (message, failure)
         if discard:
             self._messages.clear()
+            self.num_bytes = 0
         self._notify()
 
     async def _wait_for_change(self) -> None:

@@ -24,6 +24,8 @@ class Account(Enum):
     before the response to an earlier one."""
     UNREAD_CALLS = "unread_calls"
     """gRPC calls whose message is not read yet, with the beginning of it."""
+    KEYLESS_CALLS = "keyless_calls"
+    """Open gRPC calls that need no key: health checks."""
     RECEIVING = "receiving"
     """Request bodies and messages that are being read and parsed."""
     REQUESTS = "requests"
@@ -43,7 +45,7 @@ class Account(Enum):
     SESSIONS = "sessions"
     """Messages of a worker that gateways have not acknowledged."""
     STREAMS = "streams"
-    """Messages to other services that are not sent yet."""
+    """Messages on streams between services: not sent yet, or received and not handled yet."""
 
 
 class OverBudget(Refused):

@@ -40,6 +40,14 @@ class Stop:
         self.now.set()
 
 
+def python_module(name: str) -> tuple[str, ...]:
+    """Return the command that runs a module in a new interpreter. The current directory is not searched.
+
+    Otherwise a `click.py` there, which may be another user's, would be run instead of the library.
+    """
+    return sys.executable, "-P", "-m", name
+
+
 Main = Callable[[Stop], Coroutine[Any, Any, None]]
 """Main coroutine of a service: returns after draining, and is cancelled if it must stop immediately."""
 

@@ -67,9 +67,19 @@ def describe_exit(exit_code: int, num_kernel_kills: int = 0) -> str:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
-    if exit_code == -signal.SIGKILL and num_kernel_kills:
-        return f"killed by {name}, and the kernel has ended {num_kernel_kills} process(es) for lack of memory (dmesg)"
-    return f"killed by {name}"
+    killed = _lack_of_memory(num_kernel_kills) if exit_code == -signal.SIGKILL else ""
+    return f"killed by {name}{killed}"
+
+
+def describe_unknown_exit(reason: str, num_kernel_kills: int, log_file: str) -> str:
+    """Describe the end of a process whose exit code is unknown: the reason that is known, and its log."""
+    return f"{reason}{_lack_of_memory(num_kernel_kills)}; its log: {log_file}"
+
+
+def _lack_of_memory(num_kernel_kills: int) -> str:
+    if not num_kernel_kills:
+        return ""
+    return f", and the kernel has ended {num_kernel_kills} process(es) for lack of memory (dmesg)"
 
 
 def _kernel_kills(vmstat: Path) -> int:

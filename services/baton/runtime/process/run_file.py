@@ -2,7 +2,7 @@
 
 A file is JSON, readable by its owner only, in the first of the directories of `run_directories` that can be
 used. It names its process by pid and start time, so that a file that outlived its process is recognized.
-`loadgen` reads the same files (`loadgen/send/server/running_clusters.py`).
+`baton` and `loadgen` both find clusters here.
 """
 
 import json
@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from baton.runtime.process.process_identity import is_gone, process_identity
 
 VARIABLE = "BATON_RUN_DIR"
 MAX_BYTES = 64 * 1024
+_LOCAL = {"localhost": "127.0.0.1", "::1": "127.0.0.1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,10 @@ class RunFile:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+
+    @property
+    def is_written(self) -> bool:
+        return self._path is not None
 
     def close(self) -> None:
         """Remove the file. Can be called twice."""
@@ -116,6 +122,24 @@ def running_clusters(directories: Sequence[Path]) -> list[RunningCluster]:
     return sorted(found, key=lambda cluster: (-cluster.started_s, cluster.pid))
 
 
+def is_same_address(one: str, other: str) -> bool:
+    """Return True if two URLs or addresses name the same port, all names of loopback counting as one."""
+    return _host_and_port(one) == _host_and_port(other)
+
+
+def _host_and_port(address: str) -> tuple[str, int | None]:
+    try:
+        parts = urlsplit(address if "://" in address else f"//{address}")
+    except ValueError:  # a bracket is missing
+        return address, None
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1  # no port of any cluster
+    host = parts.hostname or ""
+    return _LOCAL.get(host, host), port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
 def _read(file: Path) -> RunningCluster | None:
     """Read a run file. Return None if it cannot be read, is of another user, or of an unknown form."""
     try:
@@ -134,13 +158,9 @@ def _read(file: Path) -> RunningCluster | None:
 
 
 def _is_private(directory: Path) -> bool:
-    """Return True if only this user can write to the directory. A wrong mode is corrected."""
+    """Return True if the directory is this user's, and only this user can write to it."""
     try:
         facts = directory.lstat()
-        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
-            return False
-        if stat.S_IMODE(facts.st_mode) & 0o077:
-            directory.chmod(0o700)
     except OSError:
         return False
-    return True
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022

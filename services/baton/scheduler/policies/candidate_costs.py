@@ -24,6 +24,7 @@ from baton.scheduler.policies.least_loaded import least_loaded
 from baton.scheduler.policies.policy_types import Choice, LazyCandidates, PolicyContext, Prediction
 from baton.scheduler.prediction.predict import (
     Prompt,
+    capacity_wait_s,
     expected_output_tokens,
     exposed_transfer_s,
     idle_tpot_s,
@@ -135,7 +136,7 @@ def ttft_left_s(query: PlacementQuery) -> float | None:
 
 
 def decode_terms(inputs: PlacementInputs) -> DecodeTerms:
-    """Predict the seconds per output token: the TPOT plus the KV pull, spread over the answer."""
+    """Predict the seconds per output token: TPOT plus capacity wait and KV pull, spread over the answer."""
     w, prompt = inputs.workers, inputs.prompt
     computed_s = w.derived.queue_s + inputs.own_prefill_s
     candidates = inputs.prefill if any_worker(inputs.prefill) else inputs.decode
@@ -144,8 +145,9 @@ def decode_terms(inputs: PlacementInputs) -> DecodeTerms:
     step_s = tpot_s(w, prompt, horizon_s)
     missing_blocks = prompt.num_blocks - prompt.overlap_blocks
     pull_s = missing_blocks * w.reported.block_bytes * w.reported.default_link_s_per_byte
-    cost_s = step_s + pull_s / expected_output_tokens(w, prompt)
-    return DecodeTerms(step_s, pull_s, np.where(inputs.decode, cost_s, inf), horizon_s, fastest)
+    wait_s = capacity_wait_s(w, prompt, step_s)
+    cost_s = step_s + (wait_s + pull_s) / expected_output_tokens(w, prompt)
+    return DecodeTerms(step_s, wait_s, pull_s, np.where(inputs.decode, cost_s, inf), horizon_s, fastest)
 
 
 def cheapest_decode(inputs: PlacementInputs, terms: DecodeTerms) -> int:
@@ -286,7 +288,7 @@ def _choice(
         prefix_source = PrefixSource(worker=w.views[source].worker, num_blocks=int(prompt.pullable_blocks[source]))
     least_queued = _least_queued(w, terms, best, decode)
     holders = {*terms.holders} if decode is None else {*terms.holders, decode}
-    considered = {best, least_queued, *holders}
+    considered = {best, least_queued, _most_cached(prompt, terms, decode), *holders}
     if decode_terms is not None:
         considered.add(decode_terms.fastest_prefill)
     return Choice(
@@ -340,6 +342,17 @@ def _least_queued(w: WorkerTable, terms: PrefillTerms, best: int, decode: int | 
     if decode is not None and best != decode and not w.reported.can_prefill[decode]:
         candidates[decode] = False
     return int(np.where(candidates, terms.queue_s, inf).argmin())
+
+
+def _most_cached(prompt: Prompt, terms: PrefillTerms, decode: int | None) -> int:
+    """Return the candidate with most of the prompt cached. The others are charged for computing it once more.
+
+    The decode worker does not compete, because it is considered anyway.
+    """
+    candidates = terms.cost_s < inf
+    if decode is not None:
+        candidates[decode] = False
+    return int(np.where(candidates, prompt.overlap_tokens, -inf).argmax())
 
 
 def _decode_overlap(w: WorkerTable, prompt: Prompt, decode: int, *, prefills: bool) -> int:

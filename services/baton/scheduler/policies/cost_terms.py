@@ -23,6 +23,7 @@ class DecodeTerms:
     """Terms of the decode side, one number per worker.
 
     tpot_s: predicted TPOT once the prompt is computed.
+    wait_s: time until the worker has capacity for the request; 0 if it has.
     pull_s: time to pull the KV that the worker lacks.
     cost_s: what is minimised; infinite for workers that are no candidates.
     horizon_s: predicted time until the prompt is computed, by the fastest prefill worker.
@@ -30,6 +31,7 @@ class DecodeTerms:
     """
 
     tpot_s: Floats
+    wait_s: Floats
     pull_s: Floats
     cost_s: Floats
     horizon_s: float
@@ -101,6 +103,7 @@ def explain_candidates(
 def _decode_candidate(w: WorkerTable, prompt: Prompt, terms: DecodeTerms, i: int) -> Candidate:
     values = {
         "tpot_s": terms.tpot_s[i],
+        "capacity_wait_s": terms.wait_s[i],
         "kv_pull_s": terms.pull_s[i],
         "cost_s": terms.cost_s[i],
         "overlap_blocks": prompt.overlap_blocks[i],

@@ -52,7 +52,8 @@ def kv_centric(
 ) -> Choice | Rejection:
     """Minimise the predicted time to the first token without breaking the SLOs of running requests.
 
-    Decode worker: the least predicted seconds per output token once the prompt is computed.
+    Decode worker: the least predicted seconds per output token once the prompt is computed, with the KV pull
+        and the wait for capacity spread over the answer.
     Prefill worker: the least predicted queue + pull of a cached prefix + prefill of the rest + exposed KV
         transfer.
 

@@ -51,7 +51,7 @@ def load_policy(name: str) -> Policy:
 def _module(name: str, module_name: str) -> ModuleType:
     """Import a module from the Python path or, after that, from the current directory."""
     directory = os.getcwd()
-    if not sys.flags.safe_path and directory not in sys.path and "" not in sys.path:
+    if directory not in sys.path and "" not in sys.path:
         sys.path.append(directory)
     try:
         return importlib.import_module(module_name)
@@ -62,7 +62,7 @@ def _module(name: str, module_name: str) -> ModuleType:
                 "install it, or add its directory to PYTHONPATH"
             ) from error
         raise ConfigError(f"policy {name}: its import failed: {_described(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may exit when it is imported
         raise ConfigError(f"policy {name}: its import failed: {_described(error)}") from error
 
 
@@ -73,7 +73,10 @@ def _function(name: str, module: ModuleType, function_name: str) -> Callable[...
         functions = [each for each, value in vars(module).items() if inspect.isfunction(value)]
         near = difflib.get_close_matches(function_name, functions, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"policy {name}: {module.__file__} has no {function_name!r}{hint}")
+        if hasattr(module, "__path__") and not hint:
+            hint = f"; it is a package: name its module, such as {module.__name__}.MODULE:{function_name}"
+        where = getattr(module, "__file__", None) or module.__name__
+        raise ConfigError(f"policy {name}: {where} has no {function_name!r}{hint}")
     if inspect.isclass(found) or not callable(found):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
         raise ConfigError(f"policy {name}: {function_name!r} is {kind}; must be a function of {', '.join(ARGUMENTS)}")

@@ -105,12 +105,31 @@ def time_to_fit_s(w: WorkerTable, prompt: Prompt) -> Floats:
     its share of `decode_drain_s`. Infinite where nothing decodes, because then prompts in prefill must end
     first.
     """
-    reported, reserved = w.reported, w.reserved
-    seqs = (prompt.num_samples - reserved.free_seqs) / np.maximum(1, reported.decoding_seqs)
-    used_blocks = np.maximum(1, reported.total_blocks - reserved.free_blocks)
-    blocks = (prompt.num_blocks - reserved.free_blocks) / used_blocks
-    fraction = np.maximum(0.0, np.maximum(seqs, blocks))
-    return np.where(reported.decoding_seqs > 0, fraction * w.derived.decode_drain_s, np.inf)
+    used_blocks = w.reported.total_blocks - w.reserved.free_blocks
+    fraction = _missing_fraction(w, prompt, w.reported.decoding_seqs, used_blocks)
+    return np.where(w.reported.decoding_seqs > 0, fraction * w.derived.decode_drain_s, np.inf)
+
+
+def capacity_wait_s(w: WorkerTable, prompt: Prompt, step_s: Floats) -> Floats:
+    """Predict the time until the prompt and its samples fit, if all sequences placed earlier decode first.
+
+    step_s: duration of a decode step of each worker.
+
+    The missing slots and blocks are a fraction of all, which becomes free in that fraction of an answer's
+    duration. Zero where the request fits. Unlike `time_to_fit_s`, finite where nothing decodes yet.
+    """
+    fraction = _missing_fraction(w, prompt, w.reported.max_num_seqs, w.reported.total_blocks)
+    return fraction * w.reported.mean_output_tokens * step_s
+
+
+def _missing_fraction(w: WorkerTable, prompt: Prompt, seqs: Floats, blocks: Floats) -> Floats:
+    """Return the slots or blocks that the prompt and its samples lack, as a fraction of `seqs` or `blocks`.
+
+    The larger fraction of the two counts. Zero where the request fits.
+    """
+    missing_seqs = (prompt.num_samples - w.reserved.free_seqs) / np.maximum(1, seqs)
+    missing_blocks = (prompt.num_blocks - w.reserved.free_blocks) / np.maximum(1, blocks)
+    return np.maximum(0.0, np.maximum(missing_seqs, missing_blocks))
 
 
 def idle_tpot_s(w: WorkerRow, prompt: Prompt) -> float:

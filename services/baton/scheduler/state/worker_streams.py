@@ -35,8 +35,8 @@ class SchedulerTimes:
     """The times of one scheduler.
 
     silence_s: a worker that has not reported for this time is removed.
-    settle_s: after the start, or after a report stream broke, workers may not have reported yet. For this
-        time a request without a worker waits for one.
+    settle_s: after the start, after a report stream broke, or when the store is back, workers may not have
+        reported yet. For this time a request without a worker waits for one.
     reservation_s: how long a placement counts if no report contains it.
     watch_interval_s: least time between two updates to a gateway.
     """
@@ -101,7 +101,7 @@ class WorkerStreams:
         self._ids_with_metrics: set[str] = set()
         self._num_workers: Counter[tuple[str, str]] = Counter()  # by role and state, as in the metric
         self._settled_s = 0.0
-        self._start_settling()
+        self.expect_reports()
 
     def watch(self) -> Source[ClusterUpdate]:
         """Open a Watch stream."""
@@ -138,7 +138,7 @@ class WorkerStreams:
         finally:
             if worker is not None and self._streams.get(worker) is stream:
                 del self._streams[worker]
-                self._start_settling()
+                self.expect_reports()
                 self._events.unfollow(worker)
                 if self._state.remove(worker):
                     log.warning("worker_lost", worker=str(worker))
@@ -167,10 +167,11 @@ class WorkerStreams:
 
     @property
     def is_settling(self) -> bool:
-        """True after the start and after a broken stream, as long as workers may not have reported yet."""
+        """True for `settle_s` after `expect_reports`, as long as workers may not have reported yet."""
         return asyncio.get_running_loop().time() < self._settled_s
 
-    def _start_settling(self) -> None:
+    def expect_reports(self) -> None:
+        """Let requests without a worker wait for `settle_s` from now: workers may report meanwhile."""
         self._settled_s = asyncio.get_running_loop().time() + self._times.settle_s
 
     def _connect_pairs(

@@ -1,8 +1,9 @@
 """Checks of a storm: answers, outcomes, blocks, caches, schedulers, gateways and tasks."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from baton.core.errors import Reason
 from baton.core.kv.block_hash import BlockHash, chain, root_hash, token_ids
 from baton.sim.chaos.profile import StormSettings
 from baton.sim.chaos.report import ChaosReport
@@ -16,8 +17,13 @@ DEADLINE_GRACE_S = 1.0
 CLOCK_MARGIN = 0.02
 """Relative margin for the speed of a gateway's clock."""
 MIN_FINISHED = 0.8
-"""Share that must finish of the requests that were not cancelled and had enough time, whatever ends the
-others."""
+"""Share that must finish of the requests that were not cancelled, had enough time, and whose gateway could
+serve them, whatever ends the others."""
+FOUND_HEARTBEATS = 3
+"""Heartbeats within which a gateway finds a scheduler once the stores work again."""
+FULL_QUEUES = 0.5
+"""One queue may be full if the requests need this share of the places in all queues. An attempt that has
+failed and the next one both take places until the gateway has reported the outcome."""
 REFUSALS = ("ttft_slo", "tpot_slo")
 """Outcomes that an admission policy may choose."""
 
@@ -35,22 +41,24 @@ def check_answer(answer: SimAnswer, model: SimModel, report: ChaosReport) -> Non
         raise AssertionError(f"request {request.number} ended {answer.ended_s - request.start_s:.3f} s after it began")
 
 
-def check_outcomes(answers: Iterable[SimAnswer], settings: StormSettings, report: ChaosReport) -> None:
+def check_outcomes(answers: Sequence[SimAnswer], settings: StormSettings, report: ChaosReport) -> None:
     """Raise AssertionError if a request failed that no fault excuses, or if too few requests finished.
 
     One process of each role always works, so all requests finish, except those that their clients cancelled
-    or gave too little time, whose gateway was killed meanwhile, or that admission control refused. Of the
-    requests that their clients wanted, `MIN_FINISHED` must finish, whatever excuses the others.
+    or gave too little time, whose gateway was killed meanwhile or cannot have found a scheduler since it was
+    started, or that were refused by admission control or because all queues were full. Of the requests that
+    their clients wanted, and whose gateway could serve them, `MIN_FINISHED` must finish, whatever excuses the
+    others.
     """
     failed, num_finished, num_wanted = [], 0, 0
     for answer in answers:
         if answer.outcome == "cancelled" or answer.request.timeout_s < TIMEOUT_S:
             is_excused = answer.outcome in ("cancelled", "deadline")
         else:
-            num_wanted += 1
+            num_wanted += answer.outcome == "finished" or not _gateway_was_down(answer, settings, report)
             num_finished += answer.outcome == "finished"
             is_excused = False
-        if answer.outcome != "finished" and not is_excused and not _is_excused(answer, settings, report):
+        if answer.outcome != "finished" and not is_excused and not _is_excused(answer, answers, settings, report):
             failed.append(f"request {answer.request.number} at {answer.gateway}: {answer.outcome}: {answer.message}")
     if failed:
         raise AssertionError(f"{len(failed)} requests failed without need: " + "; ".join(failed[:5]))
@@ -58,11 +66,37 @@ def check_outcomes(answers: Iterable[SimAnswer], settings: StormSettings, report
         raise AssertionError(f"only {num_finished} of {num_wanted} wanted requests finished: {report.outcomes}")
 
 
-def _is_excused(answer: SimAnswer, settings: StormSettings, report: ChaosReport) -> bool:
-    """True if a fault or the configuration ends this request."""
+def _is_excused(answer: SimAnswer, answers: Iterable[SimAnswer], settings: StormSettings, report: ChaosReport) -> bool:
+    """True if a fault, the configuration or the other requests end this request."""
+    if answer.outcome == Reason.QUEUE_FULL.value:
+        return _queues_were_full(answer.ended_s, answers, settings, report)
+    if answer.outcome in (GATEWAY_LOST, Reason.SCHEDULER_LOST.value):
+        return _gateway_was_down(answer, settings, report)
+    return answer.outcome in REFUSALS and settings.config.admission != "off"
+
+
+def _queues_were_full(at_s: float, answers: Iterable[SimAnswer], settings: StormSettings, report: ChaosReport) -> bool:
+    """True if the samples wanted at a time may fill the queues of all decode workers that ran then.
+
+    Many requests arrive at once when a paused gateway resumes.
+    """
+    config = settings.config
+    down = {
+        each.process
+        for each in (*report.deaths, *report.pauses)
+        if each.process.startswith(("decode-", "hybrid-")) and each.overlap_s(at_s - config.detection_s, at_s) > 0.0
+    }
+    num_samples = sum(each.request.num_samples for each in answers if each.request.start_s <= at_s <= each.ended_s)
+    num_workers = config.decode + config.hybrid - len(down)
+    return num_samples >= FULL_QUEUES * config.max_queued_jobs * num_workers
+
+
+def _gateway_was_down(answer: SimAnswer, settings: StormSettings, report: ChaosReport) -> bool:
+    """True if the gateway of a request was killed meanwhile, or can know no scheduler since its start."""
     if answer.outcome == GATEWAY_LOST:
         return report.was_killed(answer.gateway, answer.request.start_s, answer.ended_s)
-    return answer.outcome in REFUSALS and settings.config.admission != "off"
+    margin_s = FOUND_HEARTBEATS * settings.config.heartbeat_s
+    return report.knew_no_scheduler(answer.gateway, answer.request.start_s, margin_s=margin_s)
 
 
 def check_processes(cluster: SimCluster, report: ChaosReport) -> None:

@@ -28,6 +28,7 @@ class ChaosReport:
     outcomes: number of requests by outcome.
     faults: number of faults by kind.
     pauses, deaths: intervals in which processes were paused, or dead.
+    store_outages: intervals in which the stores did not work.
     num_lost: messages that were under way in streams that were cut.
     num_audited: cached blocks whose content was compared with their hash.
     """
@@ -40,6 +41,7 @@ class ChaosReport:
     faults: dict[str, int] = field(default_factory=dict)
     pauses: list[Downtime] = field(default_factory=list)
     deaths: list[Downtime] = field(default_factory=list)
+    store_outages: list[Downtime] = field(default_factory=list)
     num_lost: int = 0
     num_audited: int = 0
 
@@ -60,6 +62,20 @@ class ChaosReport:
         """True if a process was killed within an interval, and was not running again before its end."""
         return any(
             death.process == process and start_s <= death.start_s <= end_s <= death.end_s for death in self.deaths
+        )
+
+    def knew_no_scheduler(self, gateway: str, start_s: float, *, margin_s: float) -> bool:
+        """True if a gateway that was started again could not find a scheduler until a request began.
+
+        That is the case if the stores did not work at its start, and until `start_s`.
+
+        margin_s: time in which schedulers are announced and found.
+        """
+        restarts = [death.end_s for death in self.deaths if death.process == gateway and death.end_s < float("inf")]
+        return any(
+            outage.start_s - margin_s <= restart_s <= start_s <= outage.end_s + margin_s
+            for outage in self.store_outages
+            for restart_s in restarts
         )
 
     @property

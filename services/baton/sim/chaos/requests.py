@@ -58,13 +58,15 @@ def _with_stop(request: SimRequest, rng: Random) -> SimRequest:
 
 
 def _with_early_stop(request: SimRequest) -> SimRequest:
-    """Return the request with a stop string that ends one sample long before another one."""
+    """Return the request with the stop string that ends its samples furthest apart, if one can."""
     answers = [expected_answer(request, index, VOCAB_SIZE) for index in range(request.num_samples)]
     printable = {t for answer in answers for t in answer if chr(t).isascii() and chr(t).isprintable()}
 
     def ends(token: int) -> list[int]:
         return sorted(answer.index(token) if token in answer else len(answer) for answer in answers)
 
+    if not printable:
+        return request
     return replace(request, stop_token=max(sorted(printable), key=lambda token: ends(token)[-1] - ends(token)[0]))
 
 

@@ -96,6 +96,7 @@ async def _run(settings: StormSettings, profile: ChaosProfile, report: ChaosRepo
     answers = await work
     cluster.fabric.link = replace(cluster.fabric.link, stuck=0.0, reused=0.0)
     await asyncio.sleep(SETTLE_S)
+    cluster.fabric.settle()
     await _stop(audit)
     cluster.raise_failures()
     _check(cluster, settings, answers, report)

@@ -18,8 +18,7 @@ from baton.core.ids import Incarnation, WorkerRef
 from baton.core.interfaces import Member, MemberKind
 from baton.core.kv.kv_events import KvEvent, KvEventKind, KvSnapshot, UnreadableEvent
 from baton.core.step_cost import StepCostModel
-
-MAX_STREAM_EVENTS = 8_192
+from baton.store.kv_stream_window import MAX_STREAM_BYTES, KvStreamWindow
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -122,7 +121,8 @@ class MemoryCostStore:
 class _Feed:
     """Event stream and snapshot of one worker incarnation."""
 
-    events: deque[KvEvent | UnreadableEvent]
+    window: KvStreamWindow
+    events: deque[KvEvent | UnreadableEvent] = field(default_factory=deque)
     last_seq: int = 0
     snapshot: KvSnapshot | None = None
 
@@ -150,23 +150,33 @@ class _Notification:
 
 
 class MemoryKvEventFeed:
-    """Implements `KvEventFeed`, with one stream per worker incarnation."""
+    """Implements `KvEventFeed`, with one stream per worker incarnation.
 
-    def __init__(self, clock: Clock = loop_time_s, *, max_stream_events: int = MAX_STREAM_EVENTS) -> None:
-        self._max_stream_events = max_stream_events
+    A stream keeps the same events as in Redis. There is no limit for all streams together, as in a Redis
+    without `maxmemory`.
+    """
+
+    def __init__(self, clock: Clock = loop_time_s, *, max_stream_bytes: int = MAX_STREAM_BYTES) -> None:
+        self._max_stream_bytes = max_stream_bytes
         self._feeds: _Expiring[Incarnation, _Feed] = _Expiring(clock)
         self._written = _Notification()
 
     async def publish(
         self, worker: WorkerRef, events: Sequence[KvEvent], ttl_s: float, snapshot: KvSnapshot | None = None
     ) -> None:
-        feed = self._feeds.get(worker.incarnation) or _Feed(deque(maxlen=self._max_stream_events))
+        feed = self._feeds.get(worker.incarnation) or _Feed(KvStreamWindow(self._max_stream_bytes))
         for event in events:
             if event.event_seq <= feed.last_seq:
                 raise StoreUnavailable(f"event_seq is {event.event_seq}; must be above the last one, {feed.last_seq}")
             feed.events.append(event)
+            feed.window.append(event)
             feed.last_seq = event.event_seq
-        feed.snapshot = snapshot or feed.snapshot
+        if snapshot is not None:
+            feed.snapshot = snapshot
+            feed.window.replace_snapshot(snapshot)
+        first_seq = feed.window.trim() or 0
+        while feed.events and feed.events[0].event_seq < first_seq:
+            feed.events.popleft()
         self._feeds.put(worker.incarnation, feed, ttl_s)
         self._written.notify_all()
 
@@ -177,8 +187,12 @@ class MemoryKvEventFeed:
             kind=KvEventKind.RESET,
             block_size_tokens=snapshot.block_size_tokens,
         )
-        self._feeds.pop(snapshot.worker.incarnation)
+        self.remove(snapshot.worker)
         await self.publish(snapshot.worker, [event], ttl_s, snapshot)
+
+    def remove(self, worker: WorkerRef) -> None:
+        """Remove stream and snapshot of a worker incarnation, as a full Redis does after a refused write."""
+        self._feeds.pop(worker.incarnation)
 
     async def renew(self, worker: WorkerRef, ttl_s: float) -> int:
         feed = self._feeds.get(worker.incarnation)

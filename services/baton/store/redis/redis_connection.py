@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from baton.core.errors import ConfigError, StoreUnavailable
 
@@ -15,6 +15,10 @@ T = TypeVar("T")
 
 MAX_CONNECTIONS = 8
 TIMEOUT_S = 1.0
+
+
+class RedisFull(StoreUnavailable):
+    """Redis has reached its `maxmemory` and refuses writes."""
 
 
 class RedisConnection:
@@ -48,7 +52,10 @@ class RedisConnection:
         self.address: str = known.get("path") or f"{known.get('host', 'localhost')}:{known.get('port', 6379)}"
 
     async def call(self, ask: Callable[[Any], Awaitable[T]]) -> T:
-        """Run `ask(client)` within the time limit. Raises StoreUnavailable if it fails or takes too long."""
+        """Run `ask(client)` within the time limit.
+
+        Raises StoreUnavailable if it fails or takes too long, and RedisFull if Redis is out of memory.
+        """
         task = asyncio.current_task()
         assert task is not None
         num_cancelled = task.cancelling()
@@ -58,7 +65,9 @@ class RedisConnection:
         except TimeoutError as error:
             raise StoreUnavailable(f"Redis at {self.address} did not answer within {self._timeout_s:g} s") from error
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis at {self.address} failed: {error}") from error
+            # Redis 6.2 hides the kind of an error in a script, but not its name
+            is_full = isinstance(error, OutOfMemoryError) or "OOM" in str(error)
+            raise (RedisFull if is_full else StoreUnavailable)(f"Redis at {self.address} failed: {error}") from error
         finally:
             # redis-py sends within `asyncio.wait_for`, which loses a cancellation before Python 3.12
             if task.cancelling() > num_cancelled:

@@ -58,12 +58,35 @@ class Keys:
 
         Expires unless the worker renews it.
         """
-        return f"baton:{{{self.cluster}}}:kv:{worker.worker_id}:{worker.worker_epoch:016x}"
+        return self.kv_event_prefix + kv_field(worker)
+
+    @property
+    def kv_event_prefix(self) -> str:
+        """Common prefix of all `kv_events` keys."""
+        return f"baton:{{{self.cluster}}}:kv:"
 
     def kv_snapshot(self, worker: WorkerRef) -> str:
         """Snapshot of the blocks of one worker incarnation as of one event; expires with the stream."""
-        return f"baton:{{{self.cluster}}}:kv-snapshot:{worker.worker_id}:{worker.worker_epoch:016x}"
+        return self.kv_snapshot_prefix + kv_field(worker)
+
+    @property
+    def kv_snapshot_prefix(self) -> str:
+        """Common prefix of all `kv_snapshot` keys."""
+        return f"baton:{{{self.cluster}}}:kv-snapshot:"
+
+    @property
+    def kv_sizes(self) -> str:
+        """Hash {`kv_field`: memory of stream and snapshot} of all worker incarnations.
+
+        `:total` is their sum. `:looked` is the Unix time in seconds of the last search for ended ones.
+        """
+        return f"baton:{{{self.cluster}}}:kv-sizes"
 
     def costs(self, key: str) -> str:
         """Step cost model as JSON; expires unless a worker of that kind writes it again."""
         return f"baton:{{{self.cluster}}}:costs:{key}"
+
+
+def kv_field(worker: WorkerRef) -> str:
+    """Name of a worker incarnation in `Keys.kv_sizes`, and the end of its keys."""
+    return f"{worker.worker_id}:{worker.worker_epoch:016x}"

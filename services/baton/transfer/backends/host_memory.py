@@ -13,7 +13,7 @@ import platform
 import stat
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,17 @@ _F_ADD_SEALS = 1033
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvRegion:
-    """One contiguous memory range that a transport registers. `memory_kind` is `host` or `cuda`."""
+    """One contiguous memory range that a transport registers.
+
+    memory_kind: `host` or `cuda`.
+    owner: what keeps the range allocated as long as this region exists; None: the caller does that.
+    """
 
     address: int
     num_bytes: int
     memory_kind: str = HOST
     device_id: int = 0
+    owner: object = field(default=None, compare=False, repr=False)
 
 
 class HostMemory:
@@ -122,6 +127,12 @@ def anonymous(num_bytes: int) -> mmap.mmap:
     segment = allocate_anonymous(num_bytes)
     np.frombuffer(segment, dtype=np.uint8).fill(0)
     return segment
+
+
+def anonymous_region(num_bytes: int) -> KvRegion:
+    """Return a region over `anonymous` memory, which it owns."""
+    memory = np.frombuffer(anonymous(num_bytes), dtype=np.uint8)
+    return KvRegion(address=int(memory.ctypes.data), num_bytes=memory.nbytes, owner=memory)
 
 
 def allocate_shared(num_blocks: int, block_bytes: int, *, memfd: bool = _HAS_MEMFD) -> HostMemory:

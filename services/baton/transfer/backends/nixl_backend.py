@@ -9,12 +9,10 @@ import atexit
 import logging
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId, WorkerRef
@@ -23,7 +21,7 @@ from baton.runtime.logging import get_logger
 from baton.transfer.backend import KvDescriptor
 from baton.transfer.backends import ucx
 from baton.transfer.backends.block_ranges import runs
-from baton.transfer.backends.host_memory import HostMemory, KvRegion, anonymous
+from baton.transfer.backends.host_memory import HOST, HostMemory, KvRegion, anonymous_region
 from baton.transfer.backends.nixl_thread import SEGMENTS, NixlPeer, NixlThread
 from baton.transfer.backends.one_sided_backend import OneSidedBackend, probe_blocks
 from baton.transfer.backends.pair_transport import ucx_environment
@@ -44,11 +42,17 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
         layout: KvLayout,
         kv: KvRegion,
         generation: KvRegion,
+        scratch: KvRegion | None = None,
+        bind_thread: Callable[[], None] = lambda: None,
         loopback_only: bool = False,
         port_range: str | None = None,
         ucx_log: Path | None = None,
     ) -> None:
         """Register `kv` and the generation table `generation`. Blocks for about a second.
+
+        scratch: `probe_blocks` blocks that probes read into, of the same kind of memory as `kv`, because UCX
+            chooses the transport by both ends; None: host memory
+        bind_thread: called on the thread that calls NIXL; binds it to the GPU of `kv`
 
         The last three arguments only have an effect for the first backend of a process; see
         `ucx.prepare_environment`. Raises LayoutMismatch if the regions do not fit the layout.
@@ -58,10 +62,11 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
             raise LayoutMismatch(
                 f"num_blocks: {num_blocks} generation-table entries for {kv.num_bytes / layout.block_bytes:g} blocks"
             )
-        scratch_bytes = anonymous(probe_blocks(num_blocks, layout) * layout.block_bytes)
-        self._scratch_bytes = np.frombuffer(scratch_bytes, dtype=np.uint8)
-        scratch = KvRegion(address=int(self._scratch_bytes.ctypes.data), num_bytes=self._scratch_bytes.nbytes)
-        ucx.prepare_environment(loopback_only=loopback_only, port_range=port_range, log_path=ucx_log)
+        scratch = scratch or anonymous_region(probe_blocks(num_blocks, layout) * layout.block_bytes)
+        on_gpu = kv.memory_kind != HOST
+        ucx.prepare_environment(
+            loopback_only=loopback_only, port_range=port_range, reads_gpu_memory=on_gpu, log_path=ucx_log
+        )
         name = f"{worker}-{secrets.token_hex(4)}"
         events_before = ucx.open_event_fds()
         agent = _new_agent(name)
@@ -85,7 +90,7 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
             ucx_environment=ucx_environment(),
         )
         super().__init__(layout=layout, memory=memory, kv=kv, scratch=scratch)
-        self._thread = NixlThread(agent, events, self._reads.report)
+        self._thread = NixlThread(agent, events, self._reads.report, bind_thread)
         # If `aclose` is not called: an interpreter that ends while the thread is inside NIXL aborts the
         # process.
         self._at_exit = partial(_stop_at_exit, weakref.ref(self._thread))

@@ -95,12 +95,14 @@ class NixlThread:
         agent: Any,
         ucx_events: Sequence[int],
         report: Callable[[ReadId, ReadState, tuple[GenerationEntry, ...]], None],
+        bind: Callable[[], None],
     ) -> None:
         """Take ownership of `agent`.
 
-        `ucx_events`: descriptors that become readable when UCX has work to progress.
+        `ucx_events`: descriptors that become readable when UCX has work to progress. `bind`: called on the
+        thread before it calls NIXL.
         """
-        self._agent, self._ucx_events, self._report = agent, ucx_events, report
+        self._agent, self._ucx_events, self._report, self._bind = agent, ucx_events, report, bind
         self._ucx_log = UcxLog()
         self._transports = PairTransports(self._ucx_log)
         self._first_reads: FirstReads[_ReadKind] = FirstReads()
@@ -171,6 +173,7 @@ class NixlThread:
 
     def _run(self) -> None:
         try:
+            self._bind()
             self._serve()
         except Exception as error:
             log.critical("kv_thread_failed", error=nixl_errors.describe(error), running=len(self._running))

@@ -21,12 +21,18 @@ _log_fd = -1
 
 
 def prepare_environment(
-    *, loopback_only: bool = False, port_range: str | None = None, log_path: Path | None = None
+    *,
+    loopback_only: bool = False,
+    port_range: str | None = None,
+    reads_gpu_memory: bool = False,
+    log_path: Path | None = None,
 ) -> None:
     """Set UCX's environment. Call it before NIXL is imported; only the first call of a process has an effect.
 
     loopback_only: UCX listens on 127.0.0.1 instead of every interface
     port_range: `LOW-HIGH` for UCX's TCP listeners
+    reads_gpu_memory: reads between GPUs without NVLink use `cuda_ipc`. UCX's default is TCP, because some
+        systems write faster than they read (openucx/ucx#7566). Newer NIXL sets it, too (ai-dynamo/nixl#2208).
     log_path: file of UCX's log; None: in memory, where the messages of a crash are lost
 
     Variables that the user has set are not changed.
@@ -36,6 +42,8 @@ def prepare_environment(
         os.environ["UCX_NET_DEVICES"] = "lo"
     if port_range is not None:
         os.environ.setdefault("UCX_TCP_PORT_RANGE", port_range)
+    if reads_gpu_memory:
+        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
     if _OWN_LOG.fullmatch(os.environ.get("UCX_LOG_FILE", "")) and _log_fd < 0:  # set by a parent process
         del os.environ["UCX_LOG_FILE"], os.environ["UCX_PROTO_INFO"]
     if (

@@ -4,6 +4,7 @@ it."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import ConfigError, LayoutMismatch
@@ -15,6 +16,7 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import TransferBackend
 from baton.transfer.backends.host_memory import Bytes, KvRegion, allocate_private, allocate_shared, anonymous
+from baton.transfer.backends.one_sided_backend import probe_blocks
 from baton.transfer.backends.staged_backend import StagedBackend
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 
@@ -110,20 +112,20 @@ def _register_staged(config: WorkerConfig, worker: WorkerRef, cache: "KvCache", 
 def _register_directly(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> RegisteredMemory:
     import numpy as np
 
+    from baton.model.device.device_info import bind_thread
     from baton.transfer.backends.nixl_backend import NixlBackend
 
+    scratch = cache.blocks.new_zeros(probe_blocks(cache.num_blocks, cache.layout), *cache.blocks.shape[1:])
+    gpu_region = partial(KvRegion, memory_kind="cuda", device_id=cache.device.index or 0)
     table = np.frombuffer(anonymous(cache.num_blocks * ENTRY_BYTES), dtype=np.uint8)
     with _nixl_required():
         backend = NixlBackend(
             worker=worker,
             layout=cache.layout,
-            kv=KvRegion(
-                address=cache.blocks.data_ptr(),
-                num_bytes=cache.num_blocks * cache.layout.block_bytes,
-                memory_kind="cuda",
-                device_id=cache.device.index or 0,
-            ),
+            kv=gpu_region(address=cache.blocks.data_ptr(), num_bytes=cache.blocks.nbytes),
             generation=KvRegion(address=int(table.ctypes.data), num_bytes=table.nbytes),
+            scratch=gpu_region(address=scratch.data_ptr(), num_bytes=scratch.nbytes, owner=scratch),
+            bind_thread=partial(bind_thread, cache.device),
             **_nixl_settings(config),
         )
     return RegisteredMemory(

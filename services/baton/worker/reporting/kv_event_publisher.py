@@ -91,6 +91,7 @@ class KvEventPublisher:
         """Publish until cancelled. Logs once when the store becomes unavailable and once when it is back."""
         retry_s, is_unavailable = FIRST_RETRY_S, False
         while True:
+            num_resets = self.num_resets
             try:
                 await self._publish()
             except StoreUnavailable as error:
@@ -104,7 +105,9 @@ class KvEventPublisher:
                 continue
             if is_unavailable:
                 log.info("store_recovered", use="kv_events", worker=str(self.worker), event_seq=self.event_seq)
-            retry_s, is_unavailable = FIRST_RETRY_S, False
+            is_unavailable = False
+            if self.num_resets == num_resets:
+                retry_s = FIRST_RETRY_S  # a store that refuses events gets no reset at short intervals
             await self._wait_for_changes()
 
     async def _wait_for_changes(self) -> None:

@@ -16,8 +16,6 @@ from tests.unit.gateway.fakes import ALPHABET, StubScheduler, StubWorker, token_
 MAX_MODEL_LEN = 2**17
 MAX_NUM_SEQS = 128
 BLOCK_SIZE_TOKENS = 16
-HEARTBEAT_S = 5.0
-"""Long enough that no stream breaks on a busy machine."""
 MAX_KEPT_JOBS = 256
 MAX_ANSWER_TOKENS = 4500
 MAX_UNACKNOWLEDGED = 512
@@ -66,6 +64,5 @@ if __name__ == "__main__":
             tokens_a_step=1,
             token_at=quick_token,
             block_size_tokens=BLOCK_SIZE_TOKENS,
-            heartbeat_s=HEARTBEAT_S,
         )
     )

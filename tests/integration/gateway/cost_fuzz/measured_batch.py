@@ -51,11 +51,16 @@ class Cost:
     held: dict[str, float] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
 
+    @property
+    def slow_callback(self) -> str:
+        """Text about the slowest callback if it exceeded its limit, else empty."""
+        if self.callback_s <= MAX_CALLBACK_S:
+            return ""
+        return f"a callback took {self.callback_s * 1e3:.0f} ms of CPU time: {self.callback}"
+
     def problems(self, cases: Sequence[CostCase]) -> list[str]:
         """Return the limits that were exceeded."""
-        found = []
-        if self.callback_s > MAX_CALLBACK_S:
-            found.append(f"a callback took {self.callback_s * 1e3:.0f} ms of CPU time: {self.callback}")
+        found = [self.slow_callback] if self.slow_callback else []
         if self.grown_bytes > MAX_REQUEST_BYTES:
             found.append(f"memory grew by {self.grown_bytes / 2**20:.0f} MiB")
         if self.held:
@@ -137,7 +142,6 @@ class GatewayMeter:
             if not held:
                 return held
             if loop.time() > deadline_s:
-                self._base_bytes = self.process.rss_bytes  # so that later cases are not blamed for it
                 return held
             await asyncio.sleep(0.05)
 
@@ -152,22 +156,25 @@ class GatewayMeter:
 
 
 async def find_failing(meter: GatewayMeter, cases: Sequence[CostCase], cost: Cost) -> list[str]:
-    """Return the problems of a batch that repeat, with the case that has each.
+    """Return the problems of a batch, each with its case, or with the batch if no case has it alone.
 
-    The batch is sent again, one by one and then together: on a shared machine, even CPU time includes what
-    the hypervisor took. A problem that does not repeat is a warning.
+    The batch is sent again to find the cases. A slow callback counts only if it repeats: on a shared machine,
+    CPU time includes what the hypervisor took. One that does not is a warning. Everything else counts once.
     """
     problems = cost.problems(cases)
     if not problems:
         return []
     if len(cases) == 1:
+        if cost.slow_callback and not (await meter.measure(cases)).slow_callback:
+            warnings.warn(f"seen once: {cost.slow_callback}\n    {cases[0]}", stacklevel=2)
+            problems.remove(cost.slow_callback)
         return [f"{problem}\n    {cases[0]}" for problem in problems]
-    found = []
+    found = [f"{problem}\n    {len(cases)} cases together" for problem in problems if problem != cost.slow_callback]
     for case in cases:
         found += await find_failing(meter, [case], await meter.measure([case]))
-    if not found:  # only together
-        cost = await meter.measure(cases)
-        found = [f"{problem}\n    {len(cases)} cases together" for problem in cost.problems(cases)]
+    if not found:
+        repeated = await meter.measure(cases)
+        found = [f"{problem}\n    {len(cases)} cases together" for problem in repeated.problems(cases)]
     if not found:
         warnings.warn(f"seen once in {len(cases)} cases: {problems}", stacklevel=2)
     return found

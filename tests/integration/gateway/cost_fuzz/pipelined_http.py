@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +67,12 @@ async def _send_share(port: int, cases: Sequence[CostCase], share: range, answer
     while left:
         before = len(left)
         await _send_over_one_connection(port, cases, left, answers)
-        if len(left) == before:  # the server closed without an answer
-            answers[left.popleft()] = Answer()
+        if len(left) == before:
+            # A later request of the same connection may have ended it before the response was read.
+            alone = deque((left.popleft(),))
+            await _send_over_one_connection(port, cases, alone, answers)
+            for index in alone:  # the server closed without an answer
+                answers[index] = Answer()
 
 
 async def _send_over_one_connection(
@@ -104,7 +109,8 @@ async def send_raw(port: int, case: CostCase) -> Answer:
     responses = _Responses()
     try:
         writer.write(case.content)
-        writer.write_eof()
+        with suppress(OSError):  # the gateway may have closed the connection
+            writer.write_eof()
         async with asyncio.timeout(ANSWER_S):
             while data := await reader.read(2**18):
                 responses.feed(data)

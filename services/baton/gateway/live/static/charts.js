@@ -5,13 +5,14 @@ const STEP_S = 5;
 const NUM_POINTS = 120;
 const points = new Map();
 const charts = [];
+let shown = { times: [], rows: [], slo: {} };
 
 const rate = (value) => (value === null || value === undefined ? "–" : value.toFixed(value < 10 ? 2 : 0));
 
 const CHARTS = [
   { id: "rate", format: rate, series: [["ok", "ok", "--good"], ["failed", "failed", "--bad"], ["refused", "refused", "--warn"]] },
-  { id: "ttft", format: seconds, series: [["ttft_p50", "median", "--prefill"], ["ttft_p95", "95 %", "--hybrid"], ["slo_ttft", "SLO", "--bad", true]] },
-  { id: "tpot", format: seconds, series: [["tpot_p50", "median", "--prefill"], ["tpot_p95", "95 %", "--hybrid"], ["slo_tpot", "SLO", "--bad", true]] },
+  { id: "ttft", format: seconds, series: [["ttft_p50", "p50", "--prefill"], ["ttft_p95", "p95", "--hybrid"], ["slo_ttft", "SLO", "--bad", true]] },
+  { id: "tpot", format: seconds, series: [["tpot_p50", "p50", "--prefill"], ["tpot_p95", "p95", "--hybrid"], ["slo_tpot", "SLO", "--bad", true]] },
   { id: "share", format: percent, range: [0, 1], series: [["attainment", "attainment", "--good"], ["hit", "prefix hits", "--prefill"], ["ceiling", "ceiling", "--dim", true]] },
 ];
 
@@ -30,21 +31,29 @@ export function addHistory(history) {
   for (const point of history) points.set(point.t, point);
 }
 
-export function addPoint(point, slo, now) {
-  points.set(point.t, point);
+// Stores the points of a snapshot, which need not be shown.
+export function addPoints(added, now) {
+  for (const point of added) points.set(point.t, point);
   for (const t of points.keys()) if (t < now - STEP_S * (NUM_POINTS + 1)) points.delete(t);
-  const last = point.t;
+}
+
+// Shows the ten minutes that end with the point at `last`.
+export function showPoints(last, slo) {
   const times = Array.from({ length: NUM_POINTS }, (_, i) => last - (NUM_POINTS - 1 - i) * STEP_S);
-  const rows = times.map((t) => points.get(t) || points.get(Math.round(t * 1000) / 1000) || nearest(t));
+  shown = { times, rows: times.map((t) => points.get(t) || nearest(t)), slo };
+  charts.forEach(fill);
+}
+
+function fill(chart) {
+  const { times, rows, slo } = shown;
+  if (!times.length) return;
   const limits = { slo_ttft: slo.ttft, slo_tpot: slo.tpot };
-  for (const chart of charts) {
-    const values = chart.spec.series.map(([name]) =>
-      name in limits ? times.map(() => limits[name]) : rows.map((each) => (each ? each[name] : chart.spec.id === "rate" ? 0 : null)));
-    chart.plot.setData([times, ...values]);
-    if (chart.plot.cursor.left < 0 || chart.plot.cursor.left === undefined) chart.plot.setLegend({ idx: NUM_POINTS - 1 });
-    const shown = chart.spec.series.map(([name, label], i) => `${label} ${chart.spec.format(values[i][NUM_POINTS - 1])}`);
-    chart.element.setAttribute("aria-label", `now: ${shown.join(", ")}`);
-  }
+  const values = chart.spec.series.map(([name]) =>
+    name in limits ? times.map(() => limits[name]) : rows.map((each) => (each ? each[name] : chart.spec.id === "rate" ? 0 : null)));
+  chart.plot.setData([times, ...values]);
+  if (chart.plot.cursor.left < 0 || chart.plot.cursor.left === undefined) chart.plot.setLegend({ idx: NUM_POINTS - 1 });
+  const texts = chart.spec.series.map(([, label], i) => `${label} ${chart.spec.format(values[i][NUM_POINTS - 1])}`);
+  chart.element.setAttribute("aria-label", `now: ${texts.join(", ")}`);
 }
 
 // Clocks may be adjusted between two snapshots, which shifts later points by a fraction of a step.
@@ -73,7 +82,9 @@ export function draw() {
     };
     element.setAttribute("role", "img");
     const plot = new window.uPlot(options, [[], ...spec.series.map(() => [])], element);
-    charts.push({ spec, element, plot });
+    const chart = { spec, element, plot };
+    charts.push(chart);
+    fill(chart);
   }
 }
 

@@ -1,28 +1,17 @@
 // The panel of one request: its waterfall, and the candidates of each decision with their terms.
 import { h, percent, seconds, short } from "./format.js";
 
-const NAMES = { queue_s: "queue", compute_s: "prefill", kv_wait_s: "wait for KV", kv_transfer_s: "KV transfer", kv_admission_s: "admission", decode_s: "decode" };
-const KINDS = { queue_s: "wait", compute_s: "prefill", kv_wait_s: "wait", kv_transfer_s: "kv", kv_admission_s: "wait", decode_s: "decode" };
+const KINDS = { queue: "wait", prefill: "prefill", "wait for first KV": "wait", "KV transfer": "kv", "KV admission": "wait", decode: "decode" };
 
-// Returns [name, kind, begin, end] of each bar, in seconds since the receipt.
+// Returns [name, kind, begin, end, value] of each bar, in seconds since the receipt.
 function bars(request) {
   const found = [];
   for (const attempt of request.attempts) {
     const prefix = request.attempts.length > 1 ? `attempt ${attempt.number}: ` : "";
     const placed = attempt.placed ?? attempt.lost ?? request.total;
     found.push([`${prefix}placement`, "wait", attempt.started ?? 0, placed]);
-    for (const leg of attempt.legs) {
-      let at = placed;
-      for (const name of ["queue_s", "compute_s", "kv_wait_s", "kv_transfer_s", "kv_admission_s"]) {
-        if (!leg[name]) continue;
-        found.push([`${leg.worker_id} ${NAMES[name]}`, KINDS[name], at, at + leg[name]]);
-        at += leg[name];
-      }
-      if (leg.decode_s) {
-        const end = attempt.lost === null && request.last !== null ? Math.max(request.last, leg.decode_s) : at + leg.decode_s;
-        found.push([`${leg.worker_id} decode`, "decode", end - leg.decode_s, end]);
-      }
-    }
+    for (const leg of attempt.legs)
+      for (const phase of leg.phases) found.push([`${leg.worker} ${phase.name}`, KINDS[phase.name], phase.begin, phase.end, phase.reported]);
     if (attempt.lost !== null) found.push([`${prefix}lost: ${attempt.lost_reason}`, "lost", placed, attempt.lost]);
     else if (!attempt.legs.length && attempt.placed !== null) {
       const first = request.first ?? request.total;
@@ -37,12 +26,12 @@ function bars(request) {
 export function showWaterfall(element, request) {
   const all = bars(request);
   const total = Math.max(request.total, 1e-6, ...all.map((bar) => bar[3]));
-  const rows = all.map(([name, kind, begin, end]) => {
+  const rows = all.map(([name, kind, begin, end, value = end - begin]) => {
     const bar = h("div", { class: `bar k-${kind}` });
     bar.style.left = `${(100 * Math.max(0, begin)) / total}%`;
     bar.style.width = `${(100 * Math.max(0, end - begin)) / total}%`;
     return h("div", { class: "bar-row" }, h("span", { class: "name", title: name }, name), h("div", { class: "track" }, bar),
-      h("span", { class: "value" }, seconds(end - begin)));
+      h("span", { class: "value" }, seconds(value)));
   });
   element.replaceChildren(...rows);
 }
@@ -74,8 +63,7 @@ function verdict(record) {
   }
   if (!placement) return "No answer is recorded.";
   const where = placement.prefill && placement.decode ? `prefill on ${placement.prefill}, decode on ${placement.decode}` : `all on ${placement.decode || placement.prefill}`;
-  const terms = [["queue", placement.queue], ["pull", placement.pull], ["prefill", placement.compute], ["transfer", placement.transfer]]
-    .filter(([, value]) => value).map(([name, value]) => `${name} ${seconds(value)}`);
+  const terms = record.predicted.map((part) => `${part.label} ${seconds(part.seconds)}`);
   const predicted = placement.ttft === null ? "" : ` Predicted TTFT ${seconds(placement.ttft)}${terms.length ? ` = ${terms.join(" + ")}` : ""}.`;
   const actual = record.actuals && record.actuals.ttft_s ? ` Measured ${seconds(record.actuals.ttft_s)}.` : "";
   return `${where}.${predicted}${actual}`;
@@ -85,10 +73,10 @@ function candidates(record, side) {
   const rows = record.candidates.filter((candidate) => candidate.side === side);
   const excluded = Object.entries(record.excluded).map(([why, number]) => `${number} ${why}`).join(", ");
   if (!rows.length) return null;
-  const names = [...new Set(rows.flatMap((candidate) => Object.keys(candidate.terms)))];
-  const head = h("tr", {}, h("th", {}, `${side} candidate`), ...names.map((name) => h("th", { class: "n" }, name.replace(/_s$/, "").replaceAll("_", " "))));
+  const columns = record.columns.filter(({ name }) => rows.some((candidate) => name in candidate.terms));
+  const head = h("tr", {}, h("th", {}, `${side} candidate`), ...columns.map(({ label, meaning }) => h("th", { class: "n", title: meaning }, label)));
   const body = rows.map((candidate) => h("tr", { class: candidate.chosen ? "chosen" : "" }, h("td", {}, `${candidate.worker}${candidate.chosen ? " ✓" : ""}`),
-    ...names.map((name) => h("td", { class: "n" }, term(name, candidate.terms[name])))));
+    ...columns.map(({ name }) => h("td", { class: "n" }, term(name, candidate.terms[name])))));
   const caption = excluded ? h("caption", { class: "hint" }, `excluded: ${excluded}`) : null;
   return h("div", { class: "scroll low", tabindex: "0", role: "region", "aria-label": `${side} candidates` }, h("table", {}, caption, h("thead", {}, head), h("tbody", {}, ...body)));
 }

@@ -3,7 +3,12 @@ import { keyed, s, size, speed } from "./format.js";
 
 const NODE = { width: 196, height: 78 };
 const GAP = 16;
+const MIN_GAP = 72; // a link's speed fits between two nodes
+const SIDE_LABEL = 230;
+const MIN_WIDE = 660;
+const BEND = 46;
 const MAX_LABELS = 12;
+const MAX_NARROW_LABELS = 4;
 const MAX_DOTS = 80;
 const FLIGHT_MS = 900;
 const STATES = ["used", "cached", "receiving", "quarantined", "free"];
@@ -23,17 +28,21 @@ function columnOf(worker) {
 function layout(workers, width) {
   const columns = [1, 2, 3].map((column) => workers.filter((worker) => columnOf(worker) === column)).filter((each) => each.length);
   const places = new Map();
-  if (width >= 640) {
+  // hybrid workers read from each other, so a last column of them needs space for these wires and their labels
+  const margin = columns.length && columns.at(-1).length > 1 && columnOf(columns.at(-1)[0]) === 2 ? SIDE_LABEL : 8;
+  const last = width - NODE.width - margin;
+  const left = NODE.width + 24;
+  const slack = last - left - (columns.length - 1) * (NODE.width + MIN_GAP);
+  if (width >= MIN_WIDE && slack >= 0) {
+    const first = columns.length > 1 ? left + Math.min(80, slack) : last;
+    const step = columns.length > 1 ? (last - first) / (columns.length - 1) : 0;
     const rows = Math.max(1, ...columns.map((each) => each.length));
     const height = rows * (NODE.height + GAP) + GAP;
-    const left = NODE.width + 24;
-    const step = columns.length > 1 ? (width - left - NODE.width - 8) / (columns.length - 1 || 1) : 0;
     places.set("", { x: 4, y: height / 2 - NODE.height / 2 });
-    const first = columns.length > 1 ? left + Math.min(80, step * 0.2) : Math.max(left, width - NODE.width - 8);
-    const gap = columns.length > 1 ? (width - NODE.width - 8 - first) / (columns.length - 1) : 0;
     columns.forEach((column, i) => column.forEach((worker, j) => {
       const top = (height - column.length * (NODE.height + GAP) + GAP) / 2;
-      places.set(worker.id, { x: first + i * gap, y: top + j * (NODE.height + GAP) });
+      const bend = i === columns.length - 1 && margin < SIDE_LABEL ? -1 : 1;
+      places.set(worker.id, { x: first + i * step, y: top + j * (NODE.height + GAP), bend });
     }));
     return { places, height, isNarrow: false };
   }
@@ -47,7 +56,7 @@ function layout(workers, width) {
       const nodeWidth = Math.min(NODE.width, (width - GAP * (part.length - 1)) / part.length);
       const left = (width - part.length * nodeWidth - (part.length - 1) * GAP) / 2;
       part.forEach((worker, j) => places.set(worker.id, { x: left + j * (nodeWidth + GAP), y, width: nodeWidth }));
-      y += NODE.height + GAP;
+      y += NODE.height + (columnOf(column[0]) === 2 ? 2 * GAP : GAP);
     }
     y += 30;
   }
@@ -58,14 +67,21 @@ function curve(from, to, isNarrow) {
   const fromWidth = from.width || NODE.width;
   const toWidth = to.width || NODE.width;
   if (isNarrow) {
-    const [x1, y1, x2, y2] = [from.x + fromWidth / 2, from.y + NODE.height, to.x + toWidth / 2, to.y];
+    const [x1, x2] = [from.x + fromWidth / 2, to.x + toWidth / 2];
+    if (from.y === to.y) { // between two workers of one row
+      const [y, low] = [from.y + NODE.height, from.y + NODE.height + BEND - 10];
+      return `M${x1} ${y}C${x1} ${low} ${x2} ${low} ${x2} ${y}`;
+    }
+    const [y1, y2] = from.y < to.y ? [from.y + NODE.height, to.y] : [from.y, to.y + NODE.height];
     const middle = (y1 + y2) / 2;
     return `M${x1} ${y1}C${x1} ${middle} ${x2} ${middle} ${x2} ${y2}`;
   }
-  if (Math.abs(from.x - to.x) < 1) { // between two workers of one column
-    const x = from.x + fromWidth;
+  if (from.x === to.x) { // between two workers of one column
+    const x = from.bend > 0 ? from.x + fromWidth : from.x;
     const [y1, y2] = [from.y + NODE.height * 0.4, to.y + NODE.height * 0.6];
-    return `M${x} ${y1}C${x + 46} ${y1} ${x + 46} ${y2} ${x} ${y2}`;
+    const rows = Math.abs(from.y - to.y) / (NODE.height + GAP);
+    const far = x + from.bend * (BEND + 30 * Math.min(2, rows - 1));
+    return `M${x} ${y1}C${far} ${y1} ${far} ${y2} ${x} ${y2}`;
   }
   const forward = from.x < to.x;
   const [x1, x2] = forward ? [from.x + fromWidth, to.x] : [from.x, to.x + toWidth];
@@ -140,12 +156,16 @@ export function drawTopology(snapshot) {
     path.setAttribute("class", `wire ${wire.problem ? "broken" : moving ? "moving" : ""}`);
     wires.set(wire.key, path);
   });
-  const labelled = links.length <= MAX_LABELS ? links : links.filter((link) => link.problem || link.inflight);
+  const labelled = links.length <= (isNarrow ? MAX_NARROW_LABELS : MAX_LABELS) ? links : links.filter((link) => link.problem || link.inflight);
   keyed(layers.labels, labelled, (link) => link.key, () => s("text", { class: "speed" }), (label, link) => {
     const path = wires.get(link.key);
-    const at = path.getPointAtLength(path.getTotalLength() * (isNarrow ? 0.5 : 0.3 + 0.4 * (rank(link, links) % 3) / 2));
-    label.setAttribute("x", at.x);
-    label.setAttribute("y", at.y - 5);
+    const [owner, reader] = [places.get(link.owner), places.get(link.reader)];
+    const isAside = !isNarrow && owner.x === reader.x;
+    const at = path.getPointAtLength(path.getTotalLength() * (isNarrow ? 0.5 : isAside ? 0.4 : 0.3 + 0.4 * (rank(link, links) % 3) / 2));
+    label.setAttribute("x", at.x + (isAside ? 6 * owner.bend : 0));
+    const isBelow = isNarrow && owner.y === reader.y && owner.x > reader.x; // the other direction's label is above
+    label.setAttribute("y", at.y + (isAside ? 4 : isBelow ? 14 : -5));
+    label.setAttribute("class", isAside ? `speed ${owner.bend > 0 ? "right" : "left"}` : "speed");
     const moved = link.inflight ? `, ${size(link.inflight)} in flight` : link.flow && link.flow.bytes ? `, ${size(link.flow.bytes)} read` : "";
     set(label, link.problem ? "broken" : speed(link.speed) + moved);
   });

@@ -1,46 +1,34 @@
 // The live view: receives snapshots, and shows them. No value of a snapshot is ever used as markup.
-import { addHistory, addPoint, draw as drawCharts, resize as resizeCharts } from "./charts.js";
+import { addHistory, addPoints, draw as drawCharts, resize as resizeCharts, showPoints } from "./charts.js";
 import { describeRequest, showDecisions, showWaterfall, titleOf } from "./details.js";
 import { cells, clock, count, h, keyed, percent, row, seconds, short, size, speed } from "./format.js";
+import { messageOf, Stream } from "./stream.js";
 import { drawTopology } from "./topology.js";
 
 const STALE_MS = 3500;
-const RETRY_MS = 2000;
 const byId = (id) => document.getElementById(id);
-const page = { source: null, last: null, lastAt: 0, paused: false, selected: "", fetching: false };
+const page = { width: 0, last: null, shown: null, lastAt: performance.now(), refusal: "", paused: false, selected: "", fetching: false };
 
-function connect() {
-  if (page.source) page.source.close();
-  const source = new EventSource("/live/events");
-  page.source = source;
-  source.addEventListener("history", (event) => addHistory(JSON.parse(event.data)));
-  source.addEventListener("snapshot", (event) => {
-    page.last = JSON.parse(event.data);
+const stream = new Stream({
+  history: addHistory,
+  snapshot: (snapshot) => {
+    page.last = snapshot;
     page.lastAt = performance.now();
-    if (!page.paused) show(page.last);
-  });
-  source.onerror = () => { if (source.readyState === EventSource.CLOSED) setTimeout(reconnect, RETRY_MS); };
-}
-
-// The server refused the stream: the session may have ended, or the gateway restarts.
-async function reconnect() {
-  try {
-    const answer = await fetch("/", { redirect: "manual", cache: "no-store" });
-    if (answer.type === "opaqueredirect") location.assign("/login");
-    else if (answer.ok) connect();
-    else setTimeout(reconnect, RETRY_MS);
-  } catch {
-    setTimeout(reconnect, RETRY_MS);
-  }
-}
+    page.refusal = "";
+    addPoints(snapshot.points, snapshot.now);
+    if (!page.paused) show(snapshot);
+  },
+  refused: (message) => { page.refusal = message; checkAge(); },
+});
 
 function show(snapshot) {
+  page.shown = snapshot;
   byId("model").textContent = `${snapshot.model} · ${snapshot.version}`;
   document.title = `${snapshot.problem ? "⚠ " : ""}${snapshot.model} – Baton`;
   state(snapshot.problem ? snapshot.problem : "serving", snapshot.problem ? "bad" : "good");
   showTiles(snapshot);
   drawTopology(snapshot);
-  addPoint(snapshot.point, snapshot.slo, snapshot.now);
+  showPoints(snapshot.points.at(-1).t, snapshot.slo);
   showRequests(snapshot);
   showDecisionList(snapshot);
   showEvents(snapshot);
@@ -69,11 +57,11 @@ function showTiles({ figures: f, slo, open_requests: open, queue }) {
   const tiles = [
     ["requests/s", f.rate.toFixed(f.rate < 10 ? 2 : 0), `${count(f.ok)} ok, ${count(f.failed)} failed, ${count(f.refused)} refused`, f.failed ? "bad" : ""],
     ["open requests", count(open), `${count(queue.waiting)} wait for a placement`, ""],
-    ["TTFT, 95 %", seconds(f.ttft_p95), `median ${seconds(f.ttft_p50)}, ${limit(slo.ttft)}`, judged(f.ttft_p95, slo.ttft)],
-    ["TPOT, 95 %", seconds(f.tpot_p95), `median ${seconds(f.tpot_p50)}, ${limit(slo.tpot)}`, judged(f.tpot_p95, slo.tpot)],
+    ["TTFT p95", seconds(f.ttft_p95), `p50 ${seconds(f.ttft_p50)}, ${limit(slo.ttft)}`, judged(f.ttft_p95, slo.ttft)],
+    ["TPOT p95", seconds(f.tpot_p95), `p50 ${seconds(f.tpot_p50)}, ${limit(slo.tpot)}`, judged(f.tpot_p95, slo.tpot)],
     ["SLO attainment", percent(f.attainment), f.attainment === null ? "no request had an SLO" : "of requests with an SLO", f.attainment === null ? "" : f.attainment >= 0.99 ? "good" : "bad"],
     ["prefix hits", percent(f.hit), `ceiling ${percent(f.ceiling)}`, ""],
-    ["tokens/s", count(Math.round(f.tokens)), "output, last 10 s", ""],
+    ["tokens/s", count(Math.round(f.tokens)), "output, last 10 to 15 s", ""],
   ];
   keyed(byId("tiles"), tiles, (tile) => tile[0], ([name]) => h("div", { class: "tile" }, h("div", { class: "name" }, name), h("div", { class: "value" }), h("div", { class: "more" })),
     (element, [, value, more, kind]) => {
@@ -120,7 +108,7 @@ function showDecisionList({ decisions, refusals }) {
   }, (element, each) => {
     const placement = each.placement;
     const where = placement ? (placement.prefill && placement.decode ? `${placement.prefill} → ${placement.decode}` : placement.decode || placement.prefill) : "";
-    const again = each.attempt ? ` (attempt ${each.attempt})` : "";
+    const again = each.attempt > 1 ? ` (attempt ${each.attempt})` : "";
     cells(element, { at: clock(each.at), answer: placement ? where + again : [`${each.reason}: ${each.message}`, "bad"], ttft: placement ? seconds(placement.ttft) : "–" });
   });
   keyed(byId("refusals"), refusals, (each) => each.reason, () => row([["reason", ""], ["count", "n"], ["message", "text"]]),
@@ -155,12 +143,13 @@ function showWorkers({ workers, links }) {
 function showSelected(snapshot) {
   if (page.selected) return void refreshSelected();
   const why = snapshot.why;
-  const request = why && [...snapshot.open, ...snapshot.ended].find((each) => each.id === why.id);
   byId("detail-title").textContent = why ? `Last decision: ${short(why.id)}` : "Last decision";
-  if (!why || page.shownDecision === snapshot.figures.decisions) return;
-  page.shownDecision = snapshot.figures.decisions;
-  byId("waterfall").replaceChildren();
+  if (!why) return;
+  const request = [...snapshot.open, ...snapshot.ended].find((each) => each.id === why.id);
   byId("detail-text").textContent = `${request ? `${request.phase}. ` : ""}Choose a request to see its waterfall. Esc returns to the last decision.`;
+  if (page.shownDecision === why.number) return;
+  page.shownDecision = why.number;
+  byId("waterfall").replaceChildren();
   showDecisions(byId("decisions"), why.decisions);
 }
 
@@ -172,9 +161,9 @@ async function refreshSelected() {
     const answer = await fetch(`/live/requests/${encodeURIComponent(id)}`, { cache: "no-store" });
     if (id !== page.selected) return;
     if (!answer.ok) {
-      byId("detail-text").textContent = "This request is no longer remembered.";
-      page.isFinal = true;
+      page.isFinal = answer.status === 404;
       page.details = { id };
+      byId("detail-text").textContent = page.isFinal ? "This request is no longer remembered." : await messageOf(answer);
       return;
     }
     const request = await answer.json();
@@ -186,6 +175,7 @@ async function refreshSelected() {
     showDecisions(byId("decisions"), request.decisions);
   } catch { /* the stream tells that the gateway does not answer */ } finally {
     page.fetching = false;
+    if (page.selected && page.selected !== id) refreshSelected();
   }
 }
 
@@ -196,7 +186,7 @@ function select(id) {
   page.shownDecision = -1;
   for (const element of byId("requests").children) element.classList.toggle("selected", element.dataset.request === id);
   if (id) refreshSelected();
-  else if (page.last) showSelected(page.last);
+  else if (page.shown) showSelected(page.shown);
 }
 
 function togglePause() {
@@ -204,6 +194,7 @@ function togglePause() {
   byId("pause").setAttribute("aria-pressed", String(page.paused));
   byId("pause").textContent = page.paused ? "Resume" : "Pause";
   if (!page.paused && page.last) show(page.last);
+  checkAge();
 }
 
 function toggleTheme() {
@@ -211,18 +202,14 @@ function toggleTheme() {
   const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = isDark ? "light" : "dark";
   try { localStorage.setItem("baton-theme", root.dataset.theme); } catch { /* storage is switched off */ }
-  redraw();
-}
-
-function redraw() {
   drawCharts();
-  if (page.last) show(page.last);
 }
 
 function checkAge() {
   const age = performance.now() - page.lastAt;
   if (page.paused) state("paused", "");
-  else if (page.lastAt && age > STALE_MS) state(`no answer for ${Math.round(age / 1000)} s; the figures are old`, "warn");
+  else if (page.refusal) state(page.refusal, "warn");
+  else if (age > STALE_MS) state(`no answer for ${Math.round(age / 1000)} s${page.shown ? "; the figures are old" : ""}`, "warn");
 }
 
 const LEGEND = [["used", "used"], ["cached", "cached"], ["receiving", "receiving"], ["quarantined", "quarantined"], ["free", "free"]];
@@ -236,10 +223,15 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "t") toggleTheme();
 });
 document.addEventListener("visibilitychange", () => { // a hidden page costs nothing
-  if (document.hidden) { if (page.source) page.source.close(); } else connect();
+  if (document.hidden) stream.close(); else stream.open();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-new ResizeObserver(() => { resizeCharts(); if (page.last && !page.paused) drawTopology({ ...page.last, flows: [] }); }).observe(document.querySelector("main"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
+new ResizeObserver(([{ contentRect }]) => { // of the width: each new row changes the height
+  if (contentRect.width === page.width) return;
+  page.width = contentRect.width;
+  resizeCharts();
+  if (page.shown) drawTopology({ ...page.shown, flows: [] }); // the flows were shown already
+}).observe(document.querySelector("main"));
 drawCharts();
 setInterval(checkAge, 500);
-connect();
+stream.open();

@@ -4,7 +4,9 @@ import asyncio
 from random import Random
 
 from baton.sim.chaos.faults.storm_context import StormContext
+from baton.sim.chaos.report import Downtime
 from baton.sim.sim_stores import StoreFault
+from baton.sim.virtual_time import running_loop
 
 FAULTS = [fault for fault in StoreFault if fault is not StoreFault.NONE]
 
@@ -22,6 +24,9 @@ async def break_stores(storm: StormContext, rng: Random) -> None:
         if fault is not StoreFault.NONE:
             storm.report.record_fault(f"store-{fault.value}", f"for {duration_s:.3f} s")
             stores.fault = fault
+            outage = Downtime(process="stores", start_s=running_loop().now_s)
+            storm.report.store_outages.append(outage)
             await asyncio.sleep(duration_s)
             stores.fault = StoreFault.NONE
+            outage.end_s = running_loop().now_s
             storm.report.note("store works again")

@@ -1,4 +1,4 @@
-"""Send buffers of the streams of one process: they share an account, and the largest gives way."""
+"""Buffers of the streams of one process share an account. If it is full, the largest stream breaks."""
 
 import asyncio
 import weakref
@@ -15,8 +15,9 @@ from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_streams import Codec, ServerDuplex, stream_limits
 from baton.runtime.process.byte_budget import Account, ByteBudget
 from tests import builders
-from tests.contract.networks import HEARTBEAT_S, Serve, StubWorker, eventually
+from tests.contract.networks import Serve, StubWorker, eventually
 
+HEARTBEAT_S, DIAL_S = 10.0, 60.0
 MIB = 2**20
 BIG = builders.prefill_job(token_ids(range(1 << 28, (1 << 28) + 50_000)))
 """A message of about 250 kB."""
@@ -25,7 +26,11 @@ BIG = builders.prefill_job(token_ids(range(1 << 28, (1 << 28) + 50_000)))
 @asynccontextmanager
 async def network_with(budget: ByteBudget, *sessions: Serve) -> AsyncIterator[tuple[GrpcNetwork, list[str]]]:
     """A network whose streams share `budget`, and the addresses of workers that serve these sessions."""
-    network, servers, addresses = GrpcNetwork(heartbeat_s=HEARTBEAT_S, limits=stream_limits(budget)), [], []
+    network, servers, addresses = (
+        GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=DIAL_S, limits=stream_limits(budget)),
+        [],
+        [],
+    )
     for session in sessions:
         server = GrpcServer(heartbeat_s=HEARTBEAT_S)
         server.add_worker(StubWorker(session=session))
@@ -58,7 +63,7 @@ async def test_slow_stream_breaks_when_the_buffers_of_the_process_are_full_and_t
         for _ in range((4 * MIB - held_bytes) // 200_000 + 2):  # at once, so that nothing can be sent meanwhile
             fast.send(BIG)
         assert budget.used(Account.STREAMS) <= 4 * MIB
-        with pytest.raises(StreamBroken, match="this stream has the most unsent messages") as broken:
+        with pytest.raises(StreamBroken, match="this stream has the most buffered bytes") as broken:
             slow.send(Ack(seq=1))
         assert broken.value.failure is not None
         assert broken.value.failure.reason is Reason.SLOW_READER
@@ -81,6 +86,32 @@ async def test_closed_stream_gives_its_bytes_back() -> None:
         can_return.set()
         await stream.aclose()
         assert budget.used(Account.STREAMS) == 0
+
+
+async def test_received_messages_that_wait_are_few_bytes_and_count() -> None:
+    """Several messages fit into the limit of their number, but not into that of their bytes."""
+    budget, can_read = ByteBudget({Account.STREAMS: 64 * MIB}), asyncio.Event()
+    received: list[object] = []
+
+    async def read_later(stream: object) -> None:
+        await can_read.wait()
+        while True:
+            received.append(await stream.receive())  # type: ignore[attr-defined]
+
+    server = GrpcServer(heartbeat_s=HEARTBEAT_S, limits=stream_limits(budget))
+    server.add_worker(StubWorker(session=read_later))
+    network = GrpcNetwork(heartbeat_s=HEARTBEAT_S, dial_s=DIAL_S)
+    stream = await network.open_session(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
+    for _ in range(20):
+        stream.send(BIG)
+    await eventually(lambda: budget.used(Account.STREAMS) >= MIB)
+    await asyncio.sleep(0.2)
+    assert budget.used(Account.STREAMS) < 1.5 * MIB
+    can_read.set()
+    await eventually(lambda: len(received) == 20)
+    assert budget.used(Account.STREAMS) == 0
+    await network.aclose()
+    await server.stop(0)
 
 
 class Sized:

@@ -6,11 +6,14 @@ with its last token. Source: "Trace Event Format" (Chromium project), event type
 """
 
 import heapq
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from baton.core.request import LegTimeline
-from baton.gateway.live.request_trace import AttemptTrace, RequestTrace
+from baton.gateway.live.traces.leg_phases import leg_phases
+from baton.gateway.live.traces.request_trace import AttemptTrace, RequestTrace
 
 GATEWAY = "gateway"
 MAX_REQUESTS = 2_048
@@ -20,9 +23,24 @@ Slice = tuple[float, float, str, dict[str, Any]]
 """(begin, end, name, arguments), in seconds of the event loop's clock."""
 
 
-def chrome_trace(traces: Iterable[RequestTrace], now_s: float, since_s: float, unix_offset_s: float) -> dict[str, Any]:
-    """Return the trace of the requests that were open after `since_s` (event loop time)."""
+def recent_traces(traces: Iterable[RequestTrace], now_s: float, since_s: float) -> list[RequestTrace]:
+    """Return the requests that were open after `since_s` (event loop time). Open ones are copied.
+
+    Ended ones no longer change, so another thread may read the result.
+    """
     recent = [trace for trace in traces if (trace.ended_s or now_s) >= since_s][-MAX_REQUESTS:]
+    return [trace if trace.ended_s is not None else _copy(trace) for trace in recent]
+
+
+def _copy(trace: RequestTrace) -> RequestTrace:
+    return replace(trace, attempts=[replace(attempt) for attempt in trace.attempts])
+
+
+def trace_pieces(recent: Sequence[RequestTrace], now_s: float, unix_offset_s: float) -> Iterator[bytes]:
+    """Yield the trace of these requests as JSON, in pieces of one event.
+
+    The JSON encoder does not release the GIL, so encoding all events at once would stop the event loop.
+    """
     lanes = _Lanes(unix_offset_s)
     for trace in recent:
         _add_gateway_slices(lanes, trace, now_s if trace.ended_s is None else trace.ended_s)
@@ -30,7 +48,12 @@ def chrome_trace(traces: Iterable[RequestTrace], now_s: float, since_s: float, u
             for number, leg in trace.legs:
                 if number == attempt.number and attempt.placed_s is not None:
                     lanes.add(leg.worker_id, _leg_slices(leg, attempt, trace))
-    return {"displayTimeUnit": "ms", "traceEvents": lanes.events(), "otherData": {"requests": len(recent)}}
+    yield b'{"displayTimeUnit":"ms","otherData":{"requests":%d},"traceEvents":[' % len(recent)
+    comma = b""
+    for event in lanes.events():
+        yield comma + json.dumps(event, separators=(",", ":")).encode()
+        comma = b","
+    yield b"]}"
 
 
 def _add_gateway_slices(lanes: "_Lanes", trace: RequestTrace, end_s: float) -> None:
@@ -59,47 +82,35 @@ def _add_gateway_slices(lanes: "_Lanes", trace: RequestTrace, end_s: float) -> N
 def _attempt_slices(attempt: AttemptTrace, trace: RequestTrace, end_s: float) -> list[Slice]:
     if attempt.placed_s is None:
         until_s = end_s if attempt.lost_s is None else attempt.lost_s
-        what = {"attempt": attempt.number, "rejected": attempt.rejected}
+        what = {"attempt": attempt.number + 1, "rejected": attempt.rejected}
         return [(attempt.started_s, until_s, "placement", what)]
-    slices: list[Slice] = [(attempt.started_s, attempt.placed_s, "placement", {"attempt": attempt.number})]
+    slices: list[Slice] = [(attempt.started_s, attempt.placed_s, "placement", {"attempt": attempt.number + 1})]
     if attempt.lost_s is not None:
-        why = {"attempt": attempt.number, "reason": attempt.lost_reason, "problem": attempt.lost_problem}
+        why = {"attempt": attempt.number + 1, "reason": attempt.lost_reason, "problem": attempt.lost_problem}
         return [*slices, (attempt.placed_s, attempt.lost_s, "lost attempt", why)]
     first_s = min(max(end_s if trace.first_s is None else trace.first_s, attempt.placed_s), end_s)
     return [
         *slices,
-        (attempt.placed_s, first_s, "prefill", {"attempt": attempt.number}),
-        (first_s, end_s, "decode", {"attempt": attempt.number}),
+        (attempt.placed_s, first_s, "prefill", {"attempt": attempt.number + 1}),
+        (first_s, end_s, "decode", {"attempt": attempt.number + 1}),
     ]
 
 
 def _leg_slices(leg: LegTimeline, attempt: AttemptTrace, trace: RequestTrace) -> list[Slice]:
-    """Return the phases that a worker reported, one after another."""
+    """Return the phases of a leg. `reported_ms` is the duration that its worker reported."""
     assert attempt.placed_s is not None
-    at_s = attempt.placed_s
     arguments = {
         "request_id": trace.request_id,
-        "attempt": attempt.number,
+        "attempt": attempt.number + 1,
         "computed_tokens": leg.num_computed_tokens,
         "cached_tokens": leg.num_cached_tokens,
         "kv_bytes": leg.kv_bytes,
         "transport": leg.transport,
     }
-    slices: list[Slice] = []
-    for name, seconds in (
-        ("queue", leg.queue_s),
-        ("prefill", leg.compute_s),
-        ("wait for KV", leg.kv_wait_s),
-        ("KV transfer", leg.kv_transfer_s),
-        ("KV admission", leg.kv_admission_s),
-    ):
-        if seconds:
-            slices.append((at_s, at_s + seconds, name, arguments))
-            at_s += seconds
-    if leg.decode_s:
-        end_s = trace.last_s if trace.last_s is not None and attempt.lost_s is None else at_s + leg.decode_s
-        slices.append((max(at_s, end_s - leg.decode_s), max(at_s, end_s), "decode", arguments))
-    return slices
+    return [
+        (phase.begin_s, phase.end_s, phase.name, arguments | {"reported_ms": round(1000 * phase.reported_s, 3)})
+        for phase in leg_phases(leg, attempt.placed_s, trace.last_s if attempt.lost_s is None else None)
+    ]
 
 
 class _Lanes:
@@ -114,19 +125,15 @@ class _Lanes:
         if slices:
             self._groups.setdefault(process, []).append(slices)
 
-    def events(self) -> list[dict[str, Any]]:
-        """Return all events, those that name the processes first."""
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield all events, those that name the processes first."""
         processes = sorted(self._groups, key=lambda process: (process != GATEWAY, process))
-        names = [
-            {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
-            for pid, process in enumerate(processes, 1)
-        ]
-        return names + [
-            self._event(pid, lane, each)
-            for pid, process in enumerate(processes, 1)
-            for lane, slices in _in_lanes(self._groups[process])
-            for each in slices
-        ]
+        for pid, process in enumerate(processes, 1):
+            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
+        for pid, process in enumerate(processes, 1):
+            for lane, slices in _in_lanes(self._groups[process]):
+                for each in slices:
+                    yield self._event(pid, lane, each)
 
     def _event(self, pid: int, lane: int, each: Slice) -> dict[str, Any]:
         begin_s, end_s, name, arguments = each

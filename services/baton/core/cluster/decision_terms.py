@@ -1,5 +1,7 @@
-"""Names and meanings of the numbers that `baton explain` shows. `--help` and the docs list them."""
+"""Names and meanings of the numbers of a placement decision, for `baton explain`, the live view and the
+docs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -27,7 +29,8 @@ PREDICTIONS = {
 
 TERMS = {
     "cost_s": Term(
-        "cost", "what the policy compares: for prefill the sum of the terms, for decode TPOT plus KV pull per token"
+        "cost",
+        "what the policy compares: for prefill the sum of the terms, for decode TPOT plus wait and KV pull per token",
     ),
     "queue_s": Term("queue", "time until the worker has finished the prompts that are queued before this one"),
     "prefix_pull_s": Term(
@@ -46,6 +49,9 @@ TERMS = {
     "recent_prefill_share": Term(
         "prefill share", "share of the step time of decoding sequences that recently went to prompts"
     ),
+    "capacity_wait_s": Term(
+        "capacity wait", "time until sequences placed earlier free batch slots and blocks", is_detail=True
+    ),
     "kv_pull_s": Term("KV pull", "time to read the KV of the whole prompt from the prefill worker"),
     "overlap_blocks": Term("blocks held", "KV blocks of this prompt that the worker has cached"),
     "pulled_blocks": Term("pulled", "KV blocks that would be read from another worker", is_detail=True),
@@ -55,3 +61,14 @@ TERMS = {
     "free_blocks": Term("free blocks", "KV blocks that are free or can be evicted"),
 }
 """The candidates' terms by name, in display order; other terms follow under their own names."""
+
+
+def label_of(term: str) -> str:
+    """Return the label of a candidate's term. A term of another policy has none, so its name is used."""
+    return TERMS[term].label if term in TERMS else term.removesuffix("_s").replace("_", " ")
+
+
+def in_display_order(terms: Iterable[str]) -> list[str]:
+    """Return the names of terms in the order in which they are shown."""
+    names = set(terms)
+    return [*(term for term in TERMS if term in names), *sorted(names - TERMS.keys())]

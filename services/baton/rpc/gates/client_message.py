@@ -9,12 +9,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+import grpc.aio
+
 from baton.core.errors import invalid
 from baton.core.request_limits import MAX_JSON_VALUES
+from baton.runtime.process import loop_time
 from baton.runtime.process.byte_budget import Reservation
 
-INLINE_BYTES = 32 * 1024
-"""A larger message is decoded in a thread. This size takes about a millisecond."""
 MAX_FIELDS = MAX_JSON_VALUES
 """Fields of a message. The ids of a packed list are one field."""
 _VARINT, _FIXED64, _BYTES, _START, _END, _FIXED32 = range(6)
@@ -49,9 +50,20 @@ class CallBody:
             self._reservation.release()
 
 
+async def next_message(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+    """Return the next message of a call, not decoded. Raises StopAsyncIteration if there is none.
+
+    grpc's iterator of a request stream would hold the last message until the next garbage collection.
+    """
+    message = await context.read()
+    if not isinstance(message, bytes):  # the end of the stream
+        raise StopAsyncIteration
+    return message
+
+
 async def decode_message(raw: bytes, decode: Callable[[bytes], Any]) -> Any:
     """Decode a message. Raises Refused (400) if it has too many fields, and what `decode` raises."""
-    if len(raw) <= INLINE_BYTES:
+    if len(raw) <= loop_time.MESSAGE_BYTES:
         return decode(raw)
     return await asyncio.to_thread(_checked, raw, decode)
 

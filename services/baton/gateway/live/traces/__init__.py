@@ -1,0 +1,1 @@
+"""Records of single requests, and where their phases lie in time."""

@@ -1,0 +1,1 @@
+"""Gates of client calls: they decide which messages are read, and when."""
