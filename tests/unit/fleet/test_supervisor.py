@@ -31,6 +31,12 @@ QUICK = RestartLimit(deaths=2, window_s=60.0, first_wait_s=0.01, max_wait_s=0.02
 SERVES = "print('hello'); print('ready 127.0.0.1:5', flush=True); import time; time.sleep(60)"
 
 
+@pytest.fixture(autouse=True)
+def long_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read all output of a child that has ended, also if this process is stalled for a second."""
+    monkeypatch.setattr(supervisor, "LAST_OUTPUT_S", 60.0)
+
+
 def spec(tmp_path: Path, code: str, **changes: float) -> ChildSpec:
     argv = [sys.executable, "-c", code]
     return ChildSpec(name="child", argv=argv, output=tmp_path / "child.out", **changes)  # type: ignore[arg-type]

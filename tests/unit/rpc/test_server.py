@@ -24,7 +24,7 @@ from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
 from baton.rpc.grpc_streams import ACCEPTED
 from baton.runtime.observability.health import Health
-from baton.wire.v1 import scheduler_pb2_grpc, worker_pb2_grpc
+from baton.wire.v1 import scheduler_pb2_grpc
 from tests import builders, malformed_connections
 from tests.contract.networks import StubScheduler, StubWorker, UpdateQueue, echo, eventually, until_broken
 from tests.free_port import free_port
@@ -394,8 +394,7 @@ async def test_invalid_message_ends_only_its_own_stream(
     server.add_worker(stub)
     address = await start(server)
     async with grpc.aio.insecure_channel(address) as channel:
-        call = channel.stream_stream("/baton.wire.v1.Worker/Session")()
-        await call.write(garbage)
+        call = channel.unary_stream("/baton.wire.v1.Worker/Session")(garbage)  # a write could replace the status
         assert await asyncio.wait_for(call.code(), 60) is grpc.StatusCode.INVALID_ARGUMENT
     await eventually(lambda: stub.ended == 1)
     async with grpc.aio.insecure_channel(address) as channel:
@@ -440,13 +439,14 @@ async def test_server_accepts_sessions_after_connections_that_are_not_http2(
 
 
 async def test_message_above_the_size_limit_ends_the_stream(server: GrpcServer) -> None:
+    """The client's call sends one message: a write to a stream that ends meanwhile may replace its status."""
     small = GrpcServer(heartbeat_s=HEARTBEAT_S, max_message_bytes=1000)
     stub = StubWorker(session=echo_steps)
     small.add_worker(stub)
     address = f"127.0.0.1:{await small.start('127.0.0.1', 0)}"
     async with grpc.aio.insecure_channel(address) as channel:
-        call = worker_pb2_grpc.WorkerStub(channel).Session()  # type: ignore[no-untyped-call]
-        await call.write(worker_rpc.to_gateway_message(builders.prefill_job(range(1000))))
+        job = worker_rpc.to_gateway_message(builders.prefill_job(range(1000)))
+        call = channel.unary_stream("/baton.wire.v1.Worker/Session")(job.SerializeToString())
         assert await asyncio.wait_for(call.code(), 60) is grpc.StatusCode.RESOURCE_EXHAUSTED
     await eventually(lambda: stub.ended == 1)
     await small.stop(0)

@@ -14,6 +14,9 @@ import pytest
 from baton.runtime.network import client_connections
 from baton.runtime.network.client_connections import ClientConnections, endpoint_of
 
+HIGH_DESCRIPTOR = 900
+"""Lowest number of a descriptor that no other thread of this process gets by chance."""
+
 
 @asynccontextmanager
 async def accepted(listen: str, connect: str) -> AsyncIterator[tuple[ClientConnections, list[socket.socket]]]:
@@ -88,14 +91,20 @@ async def test_connection_ends_once_the_process_has_a_free_descriptor(monkeypatc
         assert not failures
 
 
-def test_number_that_became_a_file_leaves_no_descriptor(tmp_path: Path) -> None:
-    with open(tmp_path / "file", "w") as file:
-        free = os.dup(file.fileno())
-        os.close(free)
-        with pytest.raises(OSError, match="non-socket"):
-            client_connections._shut_down_if_of(file.fileno(), 1, set())
-        assert os.dup(file.fileno()) == free
-        os.close(free)
+def test_number_that_became_a_file_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Duplicates get high numbers: threads of earlier tests may open and close low ones meanwhile."""
+    duplicates: list[int] = []
+
+    def dup(descriptor: int) -> int:
+        duplicates.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD, HIGH_DESCRIPTOR))
+        return duplicates[-1]
+
+    monkeypatch.setattr("os.dup", dup)
+    with open(tmp_path / "file", "w") as file, pytest.raises(OSError, match="non-socket"):
+        client_connections._shut_down_if_of(file.fileno(), 1, set())
+    (duplicate,) = duplicates
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(duplicate)
 
 
 async def test_connections_of_other_ports_and_of_unknown_peers_stay() -> None:
