@@ -1,6 +1,7 @@
 """Measures the peak memory of the largest possible step, besides weights and KV. The rest of the memory goes
 to KV."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ def measure_step_bytes(
     cache = KvCache.zeros(loaded.layout(block_size_tokens), num_blocks_for(longest, block_size_tokens), loaded.device)
     cache.blocks.zero_()  # allocate the pages before the measurement
     launcher = StepLauncher(backend.forward, backend.kernel, cache, loaded.vocab_size)
+    gc.collect()  # else garbage that is collected during the step would be subtracted from its memory
     release_freed_memory()  # else the step would reuse it, and the peak would be too low
     try:
         with _watch_peak_memory(loaded.device) as peak_bytes:

@@ -1,10 +1,11 @@
 """Tests that the memory of a step is measured, and that models that do not fit are refused with the
 numbers."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -35,6 +36,29 @@ def test_step_bytes_cover_logits_and_grow_with_tokens(save: Callable[[PreTrained
     logits = 64 * WIDE["vocab_size"] * 4
     assert logits < step_bytes(64, 64) < 20 * logits
     assert step_bytes(4096, 1) > 4096 * TINY["hidden_size"] * 2
+
+
+def test_garbage_that_is_collected_during_the_step_does_not_hide_its_memory(
+    save: Callable[[PreTrainedConfig], Path],
+) -> None:
+    loaded = load_model(save(Qwen3Config(**TINY, head_dim=16)), device="cpu")
+    backend = choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=SIZE)
+
+    def collect_and_forward(*given: Any, **options: Any) -> ForwardOutput:
+        gc.collect()
+        return backend.forward(*given, **options)
+
+    cycle: list[Any] = [torch.ones(25_000_000)]  # 100 MB
+    cycle.append(cycle)
+    del cycle
+    step_bytes = measure_step_bytes(
+        loaded,
+        replace(backend, forward=cast(Forward, collect_and_forward)),
+        block_size_tokens=SIZE,
+        max_num_batched_tokens=4096,
+        max_num_seqs=1,
+    )
+    assert step_bytes > 4096 * TINY["hidden_size"] * 2
 
 
 def test_out_of_memory_in_the_largest_step_is_refused(save: Callable[[PreTrainedConfig], Path]) -> None:
