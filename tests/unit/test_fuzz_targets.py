@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.run_target import TARGETS, TooExpensive, bounded
+from tests.fuzz.run_target import MAX_INPUT_CPU_S, TARGETS, TooExpensive, bounded
 
 SEEDS = Path(__file__).parents[1] / "fuzz/corpus"
 
@@ -22,7 +22,13 @@ def test_target_accepts_its_seeds(name: str) -> None:
 
 
 def test_expensive_input_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.fuzz.run_target.MAX_INPUT_CPU_S", 0.01)
-    bounded(lambda data: None)(b"")
-    with pytest.raises(TooExpensive, match="3 bytes took"):
-        bounded(lambda data: sum(range(2_000_000)))(b"abc")
+    cpu_s = 100.0
+    monkeypatch.setattr("tests.fuzz.run_target.time.process_time", lambda: cpu_s)
+
+    def take(data: bytes) -> None:
+        nonlocal cpu_s
+        cpu_s += MAX_INPUT_CPU_S + 0.1 * (len(data) - 2)
+
+    bounded(take)(b"a")
+    with pytest.raises(TooExpensive, match=r"3 bytes took 5\.1 s"):
+        bounded(take)(b"abc")

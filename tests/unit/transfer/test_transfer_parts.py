@@ -1,5 +1,7 @@
 """Tests of deadlines, bandwidth, block runs, validation, generation table, host memory and the UCX log."""
 
+import ctypes
+import mmap
 import os
 import sys
 import threading
@@ -10,7 +12,6 @@ from contextlib import suppress
 from random import Random
 
 import numpy as np
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from baton.core.errors import LayoutMismatch
 from baton.transfer.backend import GenerationEntry
 from baton.transfer.backends import host_memory, ucx
 from baton.transfer.backends.block_ranges import check_ids, runs
+from baton.transfer.backends.host_memory import KvRegion
 from baton.transfer.backends.prefault import PREFAULT_THREAD_NAME
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable, decode_entries
 from baton.transfer.integrity.validate_read import AnnouncedBlock, mismatch
@@ -192,18 +194,28 @@ def prefaulting() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == PREFAULT_THREAD_NAME}
 
 
+def resident_bytes(region: KvRegion) -> int:
+    """Return how many bytes of a region have memory. Other memory of the process does not count."""
+    num_pages = region.num_bytes // mmap.PAGESIZE
+    pages = (ctypes.c_ubyte * num_pages)()
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    assert mincore(ctypes.c_void_p(region.address), ctypes.c_size_t(region.num_bytes), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are made real ahead of their use on Linux only")
 @pytest.mark.parametrize("allocate", [host_memory.allocate_private, host_memory.allocate_shared])
 def test_prefault_allocates_all_pages_and_changes_none(allocate: Callable[[int, int], host_memory.HostMemory]) -> None:
     others = prefaulting()
     host = allocate(16, 2**20)
     host.kv[3] = 7
-    before = psutil.Process().memory_info().rss
+    assert resident_bytes(host.region) < 16 * 2**20
     host.prefault()
     until = time.monotonic() + 60
-    while psutil.Process().memory_info().rss < before + 12 * 2**20 and time.monotonic() < until:
+    while resident_bytes(host.region) < 16 * 2**20 and time.monotonic() < until:
         time.sleep(0.01)
-    assert psutil.Process().memory_info().rss >= before + 12 * 2**20
+    assert resident_bytes(host.region) == 16 * 2**20
+    assert host.kv.min(axis=1).tolist() == host.kv.max(axis=1).tolist() == [0, 0, 0, 7, *[0] * 12]
     host.close()
     assert prefaulting() <= others
 

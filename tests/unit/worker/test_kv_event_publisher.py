@@ -188,7 +188,7 @@ async def test_recovered_store_gets_everything_within_a_second(caplog: pytest.Lo
         rig.store(D)
         await asyncio.sleep(0.1)
         assert await rig.held() == {A, B, C, D}
-    logged: list[Any] = [record.msg for record in caplog.records if record.name.startswith("baton.")]
+    logged: list[Any] = [record.msg for record in caplog.records if record.name == KvEventPublisher.__module__]
     assert [(event["event"], event["use"]) for event in logged] == [
         ("store_became_unavailable", "kv_events"),
         ("store_recovered", "kv_events"),

@@ -99,7 +99,7 @@ async def test_unavailable_cost_store_is_tolerated(caplog: pytest.LogCaptureFixt
     await asyncio.wait((task,))
     assert task.cancelled()
     assert await known_or_measured(UnavailableStore(), "k", MeasurementRecorder()) == COSTS
-    logged: list[Any] = [record.msg for record in caplog.records if record.name.startswith("baton.")]
+    logged: list[Any] = [record.msg for record in caplog.records if record.name == known_or_measured.__module__]
     assert [(event["event"], event["use"]) for event in logged] == [("store_read_failed", "step_costs")]
 
 
