@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,7 @@ class RawConnection:
             try:
                 while data := await self.reader.read(65536):
                     self.seen += data
-            except ConnectionResetError:
+            except ConnectionError:  # a reset, or a broken pipe if a write notices it first
                 pass
         return bytes(self.seen)
 
@@ -88,6 +88,12 @@ class RawConnection:
                 assert data, f"the connection closed before {text!r}: {bytes(self.seen)!r}"
                 self.seen += data
         return bytes(self.seen)
+
+    async def read_slowly(self, max_bytes: int) -> None:
+        """Read a few bytes and pause. A connection that the gateway has just reset has nothing to read."""
+        with suppress(ConnectionError):
+            await self.reader.read(max_bytes)
+        await asyncio.sleep(0.02)
 
     async def close(self) -> None:
         self.writer.close()

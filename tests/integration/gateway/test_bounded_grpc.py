@@ -169,8 +169,8 @@ async def test_message_stays_in_the_budget_until_its_call_has_begun() -> None:
             seen.append((budget.used(Account.RECEIVING), body))
             return stream
 
-    gate = ReceiveGate(check, budget=budget, max_message_bytes=MESSAGE_BYTES, receive_s=5.0)
-    server = GrpcServer(heartbeat_s=1.0, gates=(gate, KeylessGate(budget)))
+    gate = ReceiveGate(check, budget=budget, max_message_bytes=MESSAGE_BYTES, receive_s=30.0)
+    server = GrpcServer(heartbeat_s=60.0, gates=(gate, KeylessGate(budget)))
     server.add_inference(Api())
     port = await server.start("127.0.0.1", 0)
     async with asyncio.timeout(50), open_channel(f"127.0.0.1:{port}", channel_options(60.0)) as channel:
@@ -240,7 +240,8 @@ async def test_silent_calls_of_many_connections_do_not_keep_out_a_health_check()
 
 
 async def test_health_check_whose_message_does_not_arrive_is_refused() -> None:
-    async with served(wait_s=0.2, read_s=1.0) as (port, _, c), asyncio.timeout(50):
+    # The second call stops waiting long before the first one's time is over, even if it begins late.
+    async with served(wait_s=0.2, read_s=4.0) as (port, _, c), asyncio.timeout(50):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HTTP2_START + b"".join(unfinished_call(stream, b"", CHECK) for stream in (1, 3)))
         ended = await ended_streams(reader, 2)

@@ -92,8 +92,7 @@ async def test_client_that_reads_slowly_loses_its_ended_response(stream: bool) -
         await until(lambda: not gateway.cluster.gateway.num_open, timeout_s=60)
         async with asyncio.timeout(30):
             while gateway.server.connections:
-                await raw.reader.read(4096)
-                await asyncio.sleep(0.02)
+                await raw.read_slowly(4096)
         budget = gateway.cluster.gateway.budget
         await until(lambda: budget.used(Account.REQUESTS) == budget.used(Account.UNSENT) == 0)
         await raw.close()
@@ -108,8 +107,7 @@ async def test_client_that_reads_a_long_conversion_slowly_loses_it() -> None:
         await until(lambda: budget.used(Account.UNSENT), timeout_s=20)
         async with asyncio.timeout(30):
             while gateway.server.connections:
-                await raw.reader.read(512)
-                await asyncio.sleep(0.02)
+                await raw.read_slowly(512)
         await until(lambda: budget.used(Account.UNSENT) == 0)
         await raw.close()
 

@@ -316,7 +316,7 @@ async def test_draining_gateway_finishes_streams_and_rejects_new_requests(gatewa
     gateway.cluster.scheduler.workers[1].step_s = 0.05
     stream = asyncio.create_task(stream_events(gateway, COMPLETIONS, {"prompt": "x", "max_tokens": 40}))
     await until(lambda: gateway.cluster.scheduler.workers[1].jobs)
-    drained = asyncio.create_task(gateway.cluster.gateway.drain(5.0))
+    drained = asyncio.create_task(gateway.cluster.gateway.drain(60.0))
     await asyncio.sleep(0)
     ready, health = await gateway.client.get("/ready"), await gateway.client.get("/health")
     assert (ready.status_code, ready.json()["reasons"], health.status_code) == (503, ["draining"], 200)

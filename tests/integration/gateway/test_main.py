@@ -142,16 +142,18 @@ async def test_grpc_cancel_cancels_the_request_on_all_workers() -> None:
 async def test_shutdown_finishes_open_streams_and_rejects_new_requests() -> None:
     async with running_gateway(drain_s=300.0) as gateway:
         gateway.worker.token_at = lambda *_: 300
-        gateway.worker.step_s = 0.05
+        gateway.worker.is_paused = True  # until the last request was refused
         async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
             body = {"prompt": "hi", "max_tokens": 20, "stream": True}
             stream = asyncio.create_task(client.post("/v1/completions", json=body))
             await until(lambda: gateway.worker.jobs)
             gateway.stop.request()
-            await asyncio.sleep(0.1)
+            async with asyncio.timeout(60):
+                while (await client.get("/ready")).status_code != 503:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
             assert (await client.get("/health")).status_code == 200
-            assert (await client.get("/ready")).status_code == 503
             assert (await client.post("/v1/completions", json=body)).status_code == 503
+            gateway.worker.is_paused = False
             assert (await stream).text.endswith("data: [DONE]\n\n")
         async with asyncio.timeout(60):  # far less than the time to drain
             await gateway.task
