@@ -24,7 +24,7 @@ from baton.rpc.grpc_tls import SERVICE_NAME, Tls
 from baton.rpc.inference_rpc import InferenceClient
 from tests.certificates import Authority
 from tests.cluster import ProcessCluster, process_cluster
-from tests.cluster_security import Secured, service_settings
+from tests.cluster_security import ADMIN, Secured, service_settings
 from tests.emulated_answer import emulated_answer
 from tests.malformed_connections import HTTP2_START, exchange
 from tests.scale import sized
@@ -44,7 +44,8 @@ MAX_ROUNDS = 8
 """Rounds of `NUM_PAIRS` pairs, until a cached prefix is visible in the times."""
 MIN_OWN_AUC = 0.7
 """Area under the curve from which on a cached prefix counts as visible. Other load lowers it."""
-MAX_TRIALS = 5
+BLOCK_SIZE_TOKENS = 16
+KNOWN_S = 60.0
 BOUND_IN_STANDARD_ERRORS = sized(4.5, 3.9)
 """See `test_first_token_times_do_not_reveal_prompts_of_other_tenants`."""
 
@@ -177,6 +178,7 @@ class Probe:
     ttft_s: float
     tokens: list[int]
     num_cached_tokens: int
+    request_id: str
 
 
 def tokens(rng: Random, number: int) -> list[int]:
@@ -208,7 +210,7 @@ async def probe(http: httpx.AsyncClient, bearer: str, prompt: Sequence[int]) -> 
                 got += [token for choice in event["choices"] for token in choice.get("token_ids", ())]
                 if event.get("usage"):
                     num_cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return Probe(first_s - began_s, got, num_cached)
+    return Probe(first_s - began_s, got, num_cached, answer.headers["x-request-id"])
 
 
 def max_auc(num_pairs: int) -> float:
@@ -233,12 +235,26 @@ class FirstTokenTimes:
     of_others: list[float] = field(default_factory=list)
 
 
-async def until_known(http: httpx.AsyncClient, bearer: str, prompt: Sequence[int]) -> None:
-    """Repeat a prompt until the scheduler's index has it, which may come late on a busy machine."""
-    for _ in range(MAX_TRIALS):
-        if (await probe(http, bearer, prompt)).num_cached_tokens >= PREFIX_TOKENS:
-            return
-    raise AssertionError("no worker is known to hold the prompt")
+async def until_known(http: httpx.AsyncClient, bearer: str, admin: str, prompt: Sequence[int]) -> None:
+    """Repeat a prompt until the scheduler's index has it, which may come late on a busy machine.
+
+    A hit alone does not show that: the prompt may have come to the right worker by chance.
+    """
+    async with asyncio.timeout(KNOWN_S):
+        while True:
+            found = await probe(http, bearer, prompt)
+            if found.num_cached_tokens >= PREFIX_TOKENS and await was_expected(http, admin, found.request_id):
+                return
+
+
+async def was_expected(http: httpx.AsyncClient, admin: str, request_id: str) -> bool:
+    """Return True if the placement of a request expected its prefix to be in a cache."""
+    answer = await http.get(f"/debug/decisions/{request_id}", headers={"authorization": admin})
+    assert answer.status_code == 200, answer.text
+    placement = answer.json()["decisions"][0]["placement"]
+    source = placement.get("prefix_source") or {"num_blocks": 0}
+    num_blocks: int = max(placement["prefill_overlap_blocks"], source["num_blocks"])
+    return num_blocks * BLOCK_SIZE_TOKENS >= PREFIX_TOKENS
 
 
 async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random, times: FirstTokenTimes) -> None:
@@ -248,14 +264,14 @@ async def spied_on(cluster: ProcessCluster, num_pairs: int, rng: Random, times: 
     Checks that Eve's requests hit no cache, and that their tokens are exact. Adds the first-token times to
     `times`.
     """
-    alice, eve = (secured(cluster).bearer(tenant) for tenant in (ALICE, EVE))
+    alice, eve, admin = (secured(cluster).bearer(tenant) for tenant in (ALICE, EVE, ADMIN))
     async with http_client(cluster) as http:
         for who in (alice, eve):
             await probe(http, who, tokens(rng, 20))  # connections and other one-time setup
         for _ in range(num_pairs):
             repeated, fresh = (tokens(rng, PREFIX_TOKENS + TAIL_TOKENS) for _ in range(2))
             first = await probe(http, alice, repeated)
-            await until_known(http, alice, repeated)
+            await until_known(http, alice, admin, repeated)
             order = rng.sample((repeated, fresh), 2)
             found = {id(prompt): await probe(http, eve, prompt) for prompt in order}
             again = await probe(http, alice, repeated)
