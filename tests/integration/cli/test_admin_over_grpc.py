@@ -66,7 +66,7 @@ def admin_server(admin: StubAdminApi, tls: Tls | None = None) -> Iterator[str]:
     is_ready, can_stop = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        server = GrpcServer(heartbeat_s=1.0, tls=tls)
+        server = GrpcServer(heartbeat_s=30.0, tls=tls)
         server.add_admin(admin)
         ports.append(await server.start("127.0.0.1", 0))
         is_ready.set()

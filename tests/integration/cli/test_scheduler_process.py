@@ -188,7 +188,7 @@ async def test_process_places_with_a_policy_of_another_module(
 
 
 async def test_placement_continues_without_redis_and_the_entry_returns_with_it(tmp_path: Path) -> None:
-    with running_redis() as redis, scheduler(tmp_path, redis.url, "--detection-s", "60") as process:
+    with running_redis() as redis, scheduler(tmp_path, redis.url, *LONG_LIMITS, "--heartbeat-s", "2") as process:
         async with network() as grpc_network, asyncio.timeout(LIMIT_S):
             redis.kill()
             reports = await grpc_network.open_report(process.address)
@@ -199,18 +199,19 @@ async def test_placement_continues_without_redis_and_the_entry_returns_with_it(t
             assert isinstance(await grpc_network.scheduler(process.address).place(query()), Placement)
             while "store_became_unavailable" not in process.events(use="membership"):
                 await poll_interval()
-            await asyncio.sleep(3 * TEST_TIMES["heartbeat_s"])
+            await asyncio.sleep(4.5)  # two heartbeats more
             redis.start()
             async with connected(redis) as connection:
                 while not await listed_schedulers(connection):
                     await poll_interval()
         assert process.stop() == 0
     membership = process.events(use="membership")
-    assert membership == ["store_became_unavailable", "store_recovered"]
+    # More would follow if Redis stood still after its return.
+    assert membership[:2] == ["store_became_unavailable", "store_recovered"]
 
 
 async def test_process_starts_without_redis_and_logs_it(tmp_path: Path) -> None:
-    with scheduler(tmp_path, f"redis://127.0.0.1:{free_port('127.0.0.1')}/0") as process:
+    with scheduler(tmp_path, f"redis://127.0.0.1:{free_port('127.0.0.1')}/0", *LONG_LIMITS) as process:
         assert process.first_line.startswith("ready 127.0.0.1:")
         async with network() as grpc_network, asyncio.timeout(LIMIT_S):
             rejection = await grpc_network.scheduler(process.address).place(query())
@@ -229,7 +230,7 @@ async def test_entry_of_a_killed_process_expires(tmp_path: Path, redis: RunningR
 
 
 async def test_admin_port_serves_metrics_and_readiness(tmp_path: Path, redis: RunningRedis) -> None:
-    with scheduler(tmp_path, redis.url, "--admin-port", "0") as process:
+    with scheduler(tmp_path, redis.url, "--admin-port", "0", *LONG_LIMITS) as process:
         admin = next(
             json.loads(line)["address"] for line in process.log.read_text().splitlines() if '"admin_started"' in line
         )

@@ -22,8 +22,8 @@ from tests.netns import tool
 pytestmark = pytest.mark.integration
 
 NETWORK_REASON = faulty_network_unavailable_reason()
-HEARTBEAT_S = 1.0
-"""Long enough that a busy machine breaks no stream."""
+HEARTBEAT_S = 2.0
+"""Long enough that a busy machine breaks no stream, not even by stopping one process for two seconds."""
 DETECTION_LIMIT_S = 30.0
 """Limit for noticing a lost process. An idle machine needs two heartbeats and 0.5 s, a busy one longer."""
 

@@ -5,7 +5,7 @@ import os
 import ssl
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,8 @@ async def test_connection_with_an_unfinished_handshake_is_closed(authority: Auth
     async with scheduler(authority.service(), handshake_s=0.5) as address, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(first_bytes)
-        assert await reader.read() == b""
+        with suppress(ConnectionError):  # a reset, if the server had not read the first bytes
+            assert await reader.read() == b""
         writer.close()
         for _ in range(MAX_TRIES):  # on a busy machine a valid handshake may take too long as well
             if was_accepted := await is_accepted(address, client):
