@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), pytest.mark.asy
 
 SERVICES = ("gateway", "scheduler", "p0", "d0")
 RANGE = "60s"
+LATE_MS = 3000
+"""Deadline of a request that decodes for 15 s. Its pull ends long before, or it would count as failed."""
 NEEDS_A_FAULT = {
     "baton_attempts_total",
     'baton_requests_total{reason=~"poison|numerical_error"}',
@@ -66,7 +68,7 @@ async def load(cluster: ProcessCluster) -> int:
     answers += [await complete(cluster, prefix + "again", slo={"tpot_ms": 60_000})]
     assert [answer.status_code for answer in answers] == [200] * 7
     assert (await complete(cluster, "Impossible. " * 200, slo={"ttft_ms": 0.01})).status_code == 429
-    assert (await complete(cluster, "Too late. " * 20, max_tokens=3000, timeout_ms=300)).status_code == 504
+    assert (await complete(cluster, "Too late. " * 20, max_tokens=3000, timeout_ms=LATE_MS)).status_code == 504
     return sum(answer.json()["baton"].get("kv_bytes", 0) > 0 for answer in answers)
 
 

@@ -53,7 +53,7 @@ async def gateway_targets(
 ) -> AsyncIterator[tuple[HttpGateway, Target, Target]]:
     """Run a gateway and yield it with its HTTP and gRPC targets. `tls` is the certificate of both."""
     async with http_gateway(*PD, tls=tls) as gateway:
-        server = GrpcServer(heartbeat_s=1.0, tls=None if tls is None else Tls(pair=tls))
+        server = GrpcServer(heartbeat_s=30.0, tls=None if tls is None else Tls(pair=tls))
         server.add_inference(InferenceService(gateway.cluster.gateway))
         process = ProcessInfo(process_id="gateway-0", address=f"10.0.0.1:{gateway.port}")
         if has_admin:
