@@ -9,7 +9,7 @@ import psutil
 
 from baton.fleet.processes.run_dir import processes_of
 
-GONE_S = 60.0
+GONE_S, KNOWN_S = 60.0, 10.0
 SHM = Path("/dev/shm")
 LISTEN = "0A"
 """State of a socket in /proc/net/tcp."""
@@ -24,19 +24,22 @@ class Leftovers:
         self._before = shared_memory_before
         below = {*psutil.Process(self._reaper.ppid()).children(recursive=True)} - {self._reaper}
         self.processes = below | {*processes_of(self.run_id)}
-        unknown = [
-            _words(process)
-            for process in below - {*processes_of(self.run_id)}
-            if _is_running(process) and not _is_redis(process)
-        ]
-        assert not unknown, f"the reaper would not find {unknown}"
+        # A process that has just been forked, or that is ending, shows no environment for a moment.
+        _until_empty(lambda: self._unknown(below), KNOWN_S, "the reaper would not find")
         ports = {
             port for process in [psutil.Process(self._reaper.ppid()), *self.processes] for port in _listens_at(process)
         }
         self._sockets = {inode for inode, port in _listening().items() if port in ports}
         assert self.directory.is_dir()
 
-    def assert_gone(self, within_s: float = 1.0) -> None:
+    def _unknown(self, below: set[psutil.Process]) -> list[str]:
+        return [
+            _words(process)
+            for process in below - {*processes_of(self.run_id)}
+            if _is_running(process) and not _is_redis(process)
+        ]
+
+    def assert_gone(self, within_s: float = 10.0) -> None:
         """Fail unless everything is gone within `within_s`.
 
         Use `GONE_S` after a SIGKILL, when the reaper cleans up.
@@ -58,10 +61,14 @@ class Leftovers:
         return [f"{SHM}/{name}" for name in sorted(shared_memory() - self._before - _mapped())]
 
 
-def _until_empty(left: Callable[[], list[str]], within_s: float) -> None:
+def _until_empty(left: Callable[[], list[str]], within_s: float, problem: str = "left behind:") -> None:
+    """Fail if a look that began after `within_s` still finds something. A look may take long."""
     end_s = time.monotonic() + within_s
-    while found := left():
-        assert time.monotonic() < end_s, f"left behind: {found}"
+    while True:
+        is_last = time.monotonic() >= end_s
+        if not (found := left()):
+            return
+        assert not is_last, f"{problem} {found}"
         time.sleep(0.1)
 
 
