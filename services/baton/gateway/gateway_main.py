@@ -5,7 +5,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 from functools import partial
 from random import Random, SystemRandom
@@ -43,7 +43,7 @@ from baton.runtime.observability.tracing import Tracing
 from baton.runtime.process.awake_clock import AwakeClock
 from baton.runtime.process.byte_budget import Account, ByteBudget
 from baton.runtime.process.freed_memory import limit_freed_memory, trim_heap_forever
-from baton.runtime.process.process import Background, Stop, frozen_heap
+from baton.runtime.process.process import Background, Stop, collect_when_idle, frozen_heap
 from baton.runtime.process.shared_account import SharedAccount
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_keys import Keys
@@ -103,7 +103,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         http = await stack.enter_async_context(_http_server(config, service, admin, registry, http_socket, grpc_port))
         live = live_server(config, service, admin.cluster_status, activity, membership, registry)
         admin_port = await stack.enter_async_context(live)
-        background = [awake.run(process_metrics.observe_loop), trim_heap_forever()]
+        background = [awake.run(process_metrics.observe_loop), *_upkeep(service)]
         log.info("gateway_started", address=process.address, model=config.model_name, gateway=rules.gateway_id)
         announcements = None if membership is None else _announcements(config, membership, process, admin_port, rng)
         if announcements is not None:
@@ -119,6 +119,11 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             await service.drain(config.drain_s)
         if announcements is not None:
             await announcements.withdraw()
+
+
+def _upkeep(service: GatewayService) -> tuple[Coroutine[object, object, None], ...]:
+    """Return what keeps the memory of the process small."""
+    return trim_heap_forever(), collect_when_idle(lambda: service.num_open == 0)
 
 
 async def _open_tracing(

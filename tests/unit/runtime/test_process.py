@@ -6,8 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from baton.runtime.process.process import (
     ServiceThread,
     Stop,
     StoppedNow,
+    collect_when_idle,
     frozen_heap,
     infrequent_gc,
     process_age_s,
@@ -293,3 +295,46 @@ def test_existing_objects_are_frozen_until_the_end_of_the_scope(
         assert gc.get_threshold() == threshold
     finally:
         gc.freeze()  # as before: later tests in this process measure without long collections
+
+
+class Cycle:
+    """An object that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+async def test_full_collections_wait_until_the_service_is_idle() -> None:
+    threshold = gc.get_threshold()
+    answers: asyncio.Queue[bool] = asyncio.Queue()
+    asked = asyncio.Event()
+
+    def is_idle() -> bool:
+        asked.set()
+        return not answers.empty() and answers.get_nowait()
+
+    async def until_asked() -> None:
+        asked.clear()
+        await asyncio.wait_for(asked.wait(), 60)
+        await asyncio.sleep(0)
+
+    gc.set_threshold(700, 10, 0)  # a full collection is always due
+    collecting = asyncio.create_task(collect_when_idle(is_idle, check_s=0.0))
+    try:
+        await until_asked()
+        cycle = Cycle()
+        gc.collect(1)  # moves it to the oldest generation
+        garbage = weakref.ref(cycle)
+        del cycle
+        await until_asked()
+        assert garbage() is not None
+        answers.put_nowait(True)
+        await until_asked()
+        assert garbage() is None
+    finally:
+        collecting.cancel()
+        with suppress(asyncio.CancelledError):
+            await collecting
+        restored = gc.get_threshold()
+        gc.set_threshold(*threshold)
+    assert restored == (700, 10, 0)

@@ -14,6 +14,9 @@ from typing import Any, Self
 
 from baton.runtime.process.event_loop import new_event_loop
 
+MAX_POSTPONED = 100
+"""Collections of the middle generation, each of about 7,000 new objects, before a full one under load."""
+
 
 class Stop:
     """Stop request of a process: the first request drains it, the second stops it immediately.
@@ -257,6 +260,24 @@ def infrequent_gc() -> Iterator[None]:
             yield
         finally:
             gc.set_threshold(*before)
+
+
+async def collect_when_idle(is_idle: Callable[[], bool], check_s: float = 1.0) -> None:
+    """Run full garbage collections only while the service is idle, until cancelled.
+
+    A full collection stops the event loop for 0.6 µs or more per live object: for 50 ms with 500 open
+    requests. An idle service has few. After `MAX_POSTPONED` one runs under load, too, which bounds the
+    garbage in cycles.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(before[0], before[1], MAX_POSTPONED)
+    try:
+        while True:
+            await asyncio.sleep(check_s)
+            if is_idle() and gc.get_count()[2] >= before[2]:
+                gc.collect()
+    finally:
+        gc.set_threshold(*before)
 
 
 def disable_usage_reports() -> None:
