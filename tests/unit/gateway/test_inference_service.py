@@ -1,6 +1,7 @@
 """The client and operator APIs that the gRPC server calls."""
 
 import asyncio
+import gc
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,9 @@ from baton.core.kv.block_hash import token_ids
 from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.gateway.http.openai_objects import timeline_object
 from baton.gateway.input.response_size import ids_bytes, text_bytes
+from baton.gateway.request.job_streams import JobStreams
+from baton.gateway.request.open_request import OpenRequest
+from baton.gateway.request.unread_output import UnreadOutput
 from baton.runtime.process.byte_budget import Account
 from tests import builders
 from tests.unit.gateway.fakes import ANONYMOUS, Cluster, answer_to, cluster, until
@@ -173,6 +177,26 @@ async def test_request_of_a_client_that_does_not_read_is_cancelled() -> None:
         with pytest.raises(Refused) as refused:
             await all_of(generation)
         assert (refused.value.failure.code, refused.value.failure.reason) == (Code.CANCELLED, Reason.SLOW_READER)
+
+
+@virtual
+async def test_ended_request_is_freed_without_a_garbage_collection() -> None:
+    """A full collection stops the event loop, for longer the more objects of ended requests there are."""
+    async with cluster(*PD) as c:
+        service = inference(c)
+        gc.disable()
+        try:
+            generation = await service.generate({"prompt": "hello", "max_tokens": 6, "n": 2}, ANONYMOUS)
+            await all_of(generation)
+            await generation.aclose()
+            del generation
+            await asyncio.sleep(1)
+            left = [
+                type(each) for each in gc.get_objects() if isinstance(each, (JobStreams, OpenRequest, UnreadOutput))
+            ]
+        finally:
+            gc.enable()
+    assert not left
 
 
 @virtual

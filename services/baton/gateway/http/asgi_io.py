@@ -155,8 +155,9 @@ class WhileConnected:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.cancel()  # its error refers to this object, which must not refer to it: a cycle of all the request
         try:
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError:

@@ -104,7 +104,9 @@ class JobStreams:
                 stream.session.cancel(stream.job.job, Reason.CANCELLED, (sample_index,))
 
     def put(self, stream: _JobStream, event: _Event) -> None:
-        """Queue an event of one job for `next`."""
+        """Queue an event of one job for `next`. It is dropped if the attempt has ended."""
+        if not self._streams:
+            return
         self._events.append((stream, event))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -121,7 +123,9 @@ class JobStreams:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         reason = self._reason_of(error)
-        for stream in self._streams:
+        streams, self._streams = self._streams, []  # no cycle remains, so the request is freed at once
+        self._events.clear()
+        for stream in streams:
             stream.session.cancel(stream.job.job, reason)
 
     def _reason_of(self, error: BaseException | None) -> Reason:

@@ -50,7 +50,8 @@ class UnreadOutput:
             self._above_limit_since_s = None
 
     def close(self) -> None:
-        """Release the bytes of an ended stream."""
+        """Release the bytes of an ended stream, and the stream itself."""
+        self._on_cut = _ignore
         self._buffer.close()
 
     def _cut(self, error: OverBudget) -> None:
@@ -87,6 +88,10 @@ class UnreadStreams:
     def open(self, on_cut: Callable[[Failure], None]) -> UnreadOutput:
         """Return the unread output of a new stream. `on_cut` is called if the stream is cut off."""
         return UnreadOutput(self, on_cut)
+
+
+def _ignore(failure: Failure) -> None:
+    """Ignore that a closed stream is cut off."""
 
 
 def _most_unread(error: OverBudget) -> Failure:

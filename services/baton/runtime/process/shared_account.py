@@ -77,11 +77,17 @@ class Buffer:
 
         error: why the other buffer could not grow.
         """
+        on_cut = self._on_cut
         self.close()
-        self._on_cut(error)
+        on_cut(error)
 
     def close(self) -> None:
         """Give all bytes back. Closing twice has no effect."""
         self._is_closed = True
+        self._on_cut = _ignore  # its owner is freed at once, not by a garbage collection
         self._reservation.release()
         self._shared.discard(self)
+
+
+def _ignore(error: OverBudget) -> None:
+    """Ignore that a closed buffer is cut off."""
