@@ -157,9 +157,9 @@ def test_make_run_describes_its_first_answer_and_leaves_nothing(tmp_path: Path) 
         running.close()
     output = running.printed
     assert code == 0, output
-    assert re.search(
-        r"w0 \(pid \d+\) prefilled \d+ tokens; w1 \(pid \d+\) pulled \d+ KiB over \S+ and decoded \d+ tokens", output
-    ), output
+    # Placement follows measured times, so on a busy machine the decode worker may compute the prompt itself.
+    prefilled, pulled = r"w[01] \(pid \d+\) prefilled \d+ tokens; ", r"(pulled \d+ KiB over \S+ and )?"
+    assert re.search(rf"{prefilled}w1 \(pid \d+\) {pulled}decoded \d+ tokens", output), output
     assert re.search(r"TTFT \d+\.\d ms   TPOT \d+\.\d ms", output), output
     for phase in ("redis", "ray", "scheduler", "gateway", "worker w0", "worker w1", "link", "first token"):
         assert re.search(rf"^{phase} .* \d+\.\d s$", output, re.MULTILINE), f"{phase} in {output}"
