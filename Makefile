@@ -14,6 +14,9 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.baton-setup
+CLIENTS := .venv-clients
+CLIENTS_LOCK := tests/integration/clients/requirements.lock
+CLIENTS_STAMP := $(CLIENTS)/.baton-setup
 VERSION_FILE := services/baton/version.txt
 PYTHON ?= python3
 export PROMPT ?= What does os.path.join do?
@@ -23,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 UNIT_TESTS := tests/unit tests/contract tests/sim --ignore tests/unit/model --ignore tests/unit/test_demo_model.py
 UNIT_MARKS := not long and not slow and not model and not integration
 
-.PHONY: setup run test test-unit test-long test-triton test-asan test-fuzz nemesis check check-types \
+.PHONY: setup clients run test test-unit test-long test-triton test-asan test-fuzz nemesis check check-types \
   check-imports check-rules check-reference check-style check-deploy proto reference docs bench clean
 .DEFAULT_GOAL := setup
 
@@ -46,12 +49,22 @@ $(STAMP): pyproject.toml constraints.txt
 	  touch $(STAMP); \
 	  echo "setup      $$(du -sh $(VENV) | cut -f1) in $$((SECONDS / 60)) min $$((SECONDS % 60)) s"
 
+# The clients that tests run unmodified, in an environment of their own.
+clients: $(CLIENTS_STAMP)
+	@:
+
+$(CLIENTS_STAMP): $(CLIENTS_LOCK) | $(STAMP)
+	@echo "setup      the clients under test into $(CLIENTS), once"
+	@$(BIN)/python -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --require-hashes --no-deps --requirement $(CLIENTS_LOCK)
+	@touch $@
+
 run: setup
 	@exec $(BIN)/baton up --first-prompt "$$PROMPT" $(if $(filter-out 0,$(RUN_ONCE)),--once) $(ARGS)
 
 # Everything that a change must pass. Three processes for two cores, because tests with clusters often wait. Files run in
 # the order of their names: in xdist's own order, those with few but long tests come last.
-test: setup check
+test: setup clients check
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Seconds per package: no Ray, Redis, NIXL or model. Three processes for two cores, because some tests wait.
@@ -60,7 +73,7 @@ test-unit: setup
 
 # The full-size forms. Single tests, as ARGS may select, and shards but the first run without the interpreted,
 # sanitized and fuzzed ones. SHARD=i/n runs one of n parts of the files.
-test-long: setup check
+test-long: setup clients check
 	BATON_TEST_LONG=1 BATON_TEST_SHARD=$(SHARD) $(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
 	$(if $(ARGS)$(filter-out 1/%,$(SHARD)),,$(MAKE) test-triton test-asan test-fuzz)
 
@@ -134,5 +147,5 @@ bench: setup
 	@$(BIN)/python -m bench $(NAME) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist services/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist services/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

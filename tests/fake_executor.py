@@ -92,6 +92,7 @@ class FakeExecutor:
 
     raises_for: if true for a sequence, the step raises.
     failing: failure that the result contains for a sequence, or None.
+    deferring: if true for a sequence, the result defers it.
     gate: if set, a step waits for it.
     num_turns: turns of the event loop that a step takes.
     num_ahead: steps that were planned before the preceding one had ended.
@@ -110,6 +111,7 @@ class FakeExecutor:
         self.num_ahead = 0
         self.raises_for: Callable[[StepSequence], bool] = lambda _: False
         self.failing: Callable[[StepSequence], Failure | None] = lambda _: None
+        self.deferring: Callable[[StepSequence], bool] = lambda _: False
         self.gate: asyncio.Event | None = None
         self.num_turns = 1
         self._block_size_tokens = block_size_tokens
@@ -172,7 +174,9 @@ class FakeExecutor:
             for p in plan.sequences
             if p.sample is not None and p.seq_id not in failures
         }
-        return self._last.keep(StepResult(step_id=plan.step_id, samples=samples, failures=failures))
+        deferred = frozenset(p.seq_id for p in plan.sequences if p.seq_id in samples and self.deferring(p))
+        samples = {seq_id: tokens for seq_id, tokens in samples.items() if seq_id not in deferred}
+        return self._last.keep(StepResult(step_id=plan.step_id, samples=samples, failures=failures, deferred=deferred))
 
     def _write(self, part: StepSequence, written: dict[int, int]) -> None:
         assert part.position_begin == part.kv_begin

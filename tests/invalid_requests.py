@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from baton.core.errors import Refused
 from baton.core.request_limits import I32_MAX, I64_MIN, LIMITS, U32_MAX, U64_MAX, Limit, ValueKind
 from baton.gateway.input import field_policy
+from baton.gateway.input.field_table import FieldTable, RefusedField
 from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_request
 from baton.v1.inference_pb2 import GenerateRequest
 
@@ -20,12 +21,16 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 JSON_HEADERS: Mapping[str, str] = {"content-type": "application/json"}
 HELLO: Mapping[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
-LISTS = frozenset(("stop", "stop_token_ids"))
+LISTS = frozenset(("stop", "stop_token_ids", "allowed_token_ids", "bad_words"))
 NOT_BODY_FIELDS = frozenset(
-    ("choices", "label", "metadata", "token_ids", "messages", "messages.name", "x-baton-timeout-ms", "top_logprobs"),
+    ("choices", "label", "store", "metadata", "token_ids", "x-baton-timeout-ms", "top_logprobs"),
 )
 """Entries of the table of limits that are not fields of a completions body."""
-FIELDS: Mapping[str, Limit] = {name: limit for name, limit in LIMITS.items() if name not in NOT_BODY_FIELDS}
+FIELDS: Mapping[str, Limit] = {
+    name: limit
+    for name, limit in LIMITS.items()
+    if name not in NOT_BODY_FIELDS and name.split(".")[0] not in field_policy.CHAT_TEMPLATE
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +115,11 @@ def invalid_json_values(limit: Limit) -> list[Any]:
     return wrong
 
 
+def fields_refused(table: FieldTable) -> dict[str, RefusedField]:
+    """Return the fields that an endpoint refuses."""
+    return {name: rule for name, rule in table.items() if isinstance(rule, RefusedField)}
+
+
 def invalid_parameters() -> Iterator[Case]:
     """Yield each field of the table of limits with invalid values."""
     for name, limit in sorted(FIELDS.items()):
@@ -122,10 +132,10 @@ def invalid_parameters() -> Iterator[Case]:
 def unimplemented_fields() -> Iterator[Case]:
     """Yield fields of OpenAI's and vLLM's APIs that are not implemented."""
     for path, table, good in (
-        (COMPLETIONS, field_policy.NOT_IN_COMPLETIONS, {"prompt": "x"}),
-        (CHAT, field_policy.NOT_IN_CHAT, dict(HELLO)),
+        (COMPLETIONS, field_policy.COMPLETIONS, {"prompt": "x"}),
+        (CHAT, field_policy.CHAT, dict(HELLO)),
     ):
-        for name, entry in sorted(table.items()):
+        for name, entry in sorted(fields_refused(table).items()):
             body = good | {name: {"key": "value"}}
             yield Case(
                 name=f"{path}-{name}", error_words=(name, entry.advice), body=body, path=path, code="unsupported_field"
@@ -194,17 +204,17 @@ def accepted_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
         "safety_identifier": "s",
         "prompt_cache_key": "k",
     }
-    for path, table, known, good in (
-        (COMPLETIONS, field_policy.NOT_IN_COMPLETIONS, field_policy.COMPLETIONS, {"prompt": "x"}),
-        (CHAT, field_policy.NOT_IN_CHAT, field_policy.CHAT, dict(HELLO)),
+    for path, table, good in (
+        (COMPLETIONS, field_policy.COMPLETIONS, {"prompt": "x"}),
+        (CHAT, field_policy.CHAT, dict(HELLO)),
     ):
         short = {"max_tokens": 3}
         yield path, good | short | labels
         for name, default in DEFAULTS[path].items():
             yield path, good | short | {name: default}
-        yield path, good | short | dict.fromkeys(table)
-        yield path, good | dict.fromkeys(known - good.keys() - {"max_tokens"}) | short
-        for name, entry in sorted(table.items()):
+        yield path, good | dict.fromkeys(table.keys() - good.keys() - {"max_tokens"}) | short
+        yield path, good | short | {"temprature": 1, "t\u00e9mp\u20ac\ud800": {"a": []}}
+        for name, entry in sorted(fields_refused(table).items()):
             for default in entry.defaults:
                 yield path, good | short | {name: default}
 
@@ -320,7 +330,7 @@ def prompts(max_model_len: int, vocab_size: int) -> Iterator[Case]:
 
 
 def invalid_combinations(max_num_seqs: int) -> Iterator[Case]:
-    """Yield valid fields that do not fit together, lists that are too long, and unknown names."""
+    """Yield valid fields that do not fit together, and lists that are too long."""
     for name, body in (
         ("n", {"prompt": ["x"] * 64, "n": max_num_seqs + 1}),
         ("n", {"prompt": "x", "n": max_num_seqs + 1}),
@@ -339,13 +349,6 @@ def invalid_combinations(max_num_seqs: int) -> Iterator[Case]:
         ("user", {"prompt": "x", "user": "a\0"}),
     ):
         yield Case(name=f"combination-{name}", error_words=(name,), body=body)
-    for name, body in (
-        ("temprature", {"prompt": "x", "temprature": 1}),
-        ("k", {"prompt": "x", "k" * 100_000: 1}),
-        ("ttft", {"prompt": "x", "slo": {"ttft": 5}}),
-        ("temp", {"prompt": "x", "temp\u20ac\ud800": 5}),
-    ):
-        yield Case(name=f"unknown-{name}", error_words=(name, "unknown field"), body=body, code="unsupported_field")
 
 
 def cases(*, max_model_len: int, max_num_seqs: int, vocab_size: int) -> list[Case]:

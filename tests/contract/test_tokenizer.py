@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -12,7 +12,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from baton.core.errors import Refused
 from baton.gateway.text import chat_template
-from baton.gateway.text.chat_template import ChatTemplate, Message
+from baton.gateway.text.chat_prompt import ChatPrompt
+from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.detokenizer import REPLACEMENT
 from baton.gateway.text.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from baton.model.loading.model_source import DEMO_DIR
@@ -169,7 +170,8 @@ async def test_stream_continues_the_text_of_the_prompt(tokenizer: Tokenizer) -> 
 
 async def test_chat_template_is_applied(tokenizer: Tokenizer) -> None:
     ids = await tokenizer.encode(
-        await tokenizer.chat_text([{"role": "user", "content": "hello fox"}]), add_special_tokens=False
+        await tokenizer.chat_text(ChatPrompt(messages=[{"role": "user", "content": "hello fox"}])),
+        add_special_tokens=False,
     )
     text = tokenizer.decode(ids)
     assert "hello fox" in text
@@ -207,7 +209,7 @@ async def test_model_without_a_template_rejects_chats(tmp_path: Path) -> None:
     (directory / "tokenizer_config.json").unlink()
     tokenizer = HfTokenizer(directory)
     with pytest.raises(Refused, match="no chat template"):
-        await tokenizer.chat_text([{"role": "user", "content": "x"}])
+        await tokenizer.chat_text(ChatPrompt(messages=[{"role": "user", "content": "x"}]))
     tokenizer.close()
 
 
@@ -227,14 +229,15 @@ async def test_expensive_chat_is_rendered_in_a_thread(
     rendered_in: list[threading.Thread] = []
     render = ChatTemplate.render
 
-    def recorded(self: ChatTemplate, messages: Sequence[Message], clock: Callable[[], float]) -> str:
+    def recorded(self: ChatTemplate, prompt: ChatPrompt, clock: Callable[[], float]) -> str:
         rendered_in.append(threading.current_thread())
-        return render(self, messages, clock)
+        return render(self, prompt, clock)
 
     monkeypatch.setattr(ChatTemplate, "render", recorded)
     monkeypatch.setattr(chat_template, "MAX_RENDER_S", 60.0)  # for a busy machine
     tokenizer = HfTokenizer(directory)
-    assert (await tokenizer.chat_text([{"role": "user", "content": content}])).startswith(content)
+    prompt = ChatPrompt(messages=[{"role": "user", "content": content}], num_characters=len(content))
+    assert (await tokenizer.chat_text(prompt)).startswith(content)
     (thread,) = rendered_in
     assert thread is not threading.main_thread()
     tokenizer.close()

@@ -8,6 +8,7 @@ from google.protobuf.message import DecodeError
 
 from baton.core.errors import Refused
 from baton.gateway.input.client_call import Endpoint
+from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.request_body import parse_request
 from baton.rpc.gates.client_message import MAX_FIELDS, has_more_fields
 from baton.rpc.mappers import client_mapper
@@ -34,6 +35,6 @@ def run_one(data: bytes) -> None:
     try:
         value = convert(message)
         if message_class is inference_pb2.GenerateRequest:
-            parse_request(Endpoint.COMPLETIONS, value)
+            parse_request(Endpoint.COMPLETIONS, value, UnknownFields(is_strict=True))
     except Refused as refused:
         str(refused).encode()

@@ -11,10 +11,14 @@ from random import Random
 from typing import Any
 
 from baton.core.errors import Refused
-from baton.gateway.input.client_call import Endpoint
+from baton.gateway.input.client_call import Endpoint, InvalidField
+from baton.gateway.input.ignored_fields import MAX_NAME_CHARS, MAX_NAMES, UnknownFields
 from baton.gateway.input.request_body import parse_request
 from baton.gateway.input.strict_json import parse_object
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
+from baton.gateway.input.translations.json_echo import encode_echo
+from baton.gateway.input.translations.messages_body import translate_count, translate_messages
+from baton.gateway.input.translations.responses_body import translate_responses
 from baton.gateway.input.validation import ModelLimits, Validator
 from baton.gateway.text.tokenizer import ByteTokenizer
 
@@ -35,18 +39,31 @@ def run_one(data: bytes) -> None:
         return
     assert _same(body, json.loads(content))
     try:
-        _read(route[0] % 4, body)
+        _read(route[0] % 7, body)
     except Refused as refused:
         str(refused).encode()
 
 
 def _read(route: int, body: dict[str, Any]) -> None:
+    unknown = UnknownFields()
     if route == 0:
-        parse_request(Endpoint.COMPLETIONS, body)
+        parse_request(Endpoint.COMPLETIONS, body, unknown)
     elif route == 1:
-        parse_request(Endpoint.CHAT, body)
+        parse_request(Endpoint.CHAT, body, unknown)
+    elif route >= 4:
+        translated = (translate_responses, translate_messages, translate_count)[route - 4](body, unknown)
+        json.loads(b"{" + encode_echo(translated.echo) + b"}")
+        try:
+            if route == 6:
+                _run(tokenize_body(_VALIDATOR, translated.chat, unknown))
+            else:
+                parse_request((Endpoint.RESPONSES, Endpoint.MESSAGES)[route - 4], translated.chat, unknown)
+        except InvalidField as error:
+            raise translated.renamed(error) from error
     else:
-        _run(tokenize_body(_VALIDATOR, body) if route == 2 else detokenize_body(_VALIDATOR, body))
+        _run(tokenize_body(_VALIDATOR, body, unknown) if route == 2 else detokenize_body(_VALIDATOR, body, unknown))
+    assert len(unknown.names) <= MAX_NAMES
+    assert all(name.isascii() and name.isprintable() and len(name) <= MAX_NAME_CHARS for name in unknown.names)
 
 
 def _run(work: Coroutine[Any, Any, object]) -> None:

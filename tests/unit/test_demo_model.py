@@ -141,6 +141,21 @@ def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     assert tokenizer.encode("<|endoftext|><|im_start|><|im_end|>") == [0, 1, 2]
 
 
+def test_chat_template_shows_tools_and_calls(tokenizer: PreTrainedTokenizerBase) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tools=[{"type": "function"}], tokenize=False)
+    assert '<tools>\n{"type": "function"}\n</tools>' in text
+    assert text.endswith(
+        '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>tool\n4<|im_end|>\n"
+    )
+
+
 @pytest.mark.parametrize(("question", "answer"), ANSWERS.items())
 def test_answers_word_for_word_and_stops(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, answer: str

@@ -23,6 +23,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "redis": ("baton.store",),
     "nixl": ("baton.transfer.backends.nixl_backend",),
     "ray": ("baton.fleet",),
+    "llguidance": ("baton.engine.constraints", "baton.gateway.constraints"),
     "torch": ("baton.model", "baton.transfer.*_backend"),
     "transformers": ("baton.model",),
     "click": ("baton.cli", "loadgen"),

@@ -1,19 +1,64 @@
 """The HTTP page: routes, and every request field with its limits."""
 
-import ast
-import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
 
-from baton.core.request_limits import LIMITS, MAX_HEAD_BYTES, MAX_JSON_DEPTH, Limit
-from baton.gateway.http import http_app
-from baton.gateway.input import field_policy
+from baton.core.request_limits import LIMITS, MAX_HEAD_BYTES, MAX_JSON_DEPTH
+from baton.gateway.http.http_app import HttpApp
+from baton.gateway.input.endpoint_fields import ENDPOINTS
+from baton.gateway.input.field_table import FieldRule, FieldTable, LabelField, ReadField, RefusedField
 from tools.reference.markdown import code, page, paragraph, table
 
 INTRODUCTION = f"""
-The gateway serves OpenAI's API for completions and chat. A field is either read, accepted as a label without effect,
-or refused by name; no field is ignored silently. Errors have OpenAI's shape; [Errors](errors.md) lists each status
-and reason, and what a client does about it. A request head may have {MAX_HEAD_BYTES // 1024} KiB, a JSON body
-{MAX_JSON_DEPTH} levels.
+The gateway serves OpenAI's API for completions, chats and responses, and Anthropic's for messages. A known field is
+read, accepted as a label without effect, or refused by name. Unknown fields are ignored, and named in the response
+header `x-baton-ignored-fields`; with `--strict-fields` they are refused. Errors have OpenAI's shape, those of
+`/v1/messages` Anthropic's; [Errors](errors.md) lists each status and reason, and what a client does about it. A request
+head may have {MAX_HEAD_BYTES // 1024} KiB, a JSON body {MAX_JSON_DEPTH} levels.
 """
+
+RESPONSES = (
+    """
+    A request is a chat in another form: `instructions` and `input` become its messages, and the reasoning, text and
+    calls of one answer become one message. Nothing is stored, so clients send all items in `input`, and
+    `previous_response_id`, `conversation`, `background`, `prompt` and `store: true` are refused. Clients may omit
+    `store`; the response says `store: false`.
+    """,
+    """
+    The output has items of type `reasoning` (with `content`, and without a summary), `message` and `function_call`.
+    A response that reached `max_output_tokens` has the status `incomplete`. The events of a stream are those of
+    OpenAI, with consecutive `sequence_number`. The last one is `response.completed`, `response.incomplete`, or after a
+    failure `response.failed`; no `[DONE]` follows. Because these events repeat the output, a streamed response
+    counts at admission like one that is not streamed.
+    """,
+    """
+    `message.output_text.logprobs` in `include`, or `top_logprobs`, adds the logprobs of the message's tokens.
+    Fields of a chat that OpenAI's API does not have here, such as `seed`, `top_k` and `slo`, work as in a chat.
+    """,
+)
+MESSAGES = (
+    """
+    A request is a chat in another form, too: blocks of type `tool_use` become calls, `tool_result` a message with the
+    result (after `Error: ` if `is_error` is true), and `thinking` the reasoning of an answer. A last message of
+    the assistant is continued. `cache_control` changes nothing, because all prefixes are cached.
+    """,
+    """
+    `thinking` of type `enabled` or `adaptive` sets the variables `enable_thinking` and `thinking` of the chat template
+    to true; without it, or with `disabled`, they are false. `budget_tokens` is not enforced. A model that
+    always reasons returns its reasoning in any case. A thinking block has the signature `unsigned`, which is not
+    checked.
+    """,
+    """
+    The answer has blocks of type `thinking`, `text` and `tool_use`. If the arguments of a call are no JSON object,
+    because `max_tokens` cut them off, its `input` is empty. `usage.input_tokens` does not include the cached tokens,
+    which are `cache_read_input_tokens`. In a stream the last usage counts, since the first one does not know what
+    was cached. `/v1/messages/count_tokens` counts the prompt of the same fields.
+    """,
+    """
+    The key may be in the header `x-api-key`. `anthropic-version` and `anthropic-beta` have no effect.
+    """,
+)
 
 
 def http_page() -> str:
@@ -22,72 +67,127 @@ def http_page() -> str:
         "HTTP API",
         paragraph(INTRODUCTION),
         "## Routes",
-        table(("method", "path", "what it does"), _routes()),
+        paragraph("If the gateway has API keys, a route needs the key in the third column."),
+        table(("method", "path", "key", "what it does"), _routes()),
+        "## Responses",
+        *map(paragraph, RESPONSES),
+        "## Messages",
+        *map(paragraph, MESSAGES),
         "## Request fields",
         paragraph(
-            "`chat` is `/v1/chat/completions`, `completions` is `/v1/completions`. "
-            "A name with a dot is a field of an object."
+            "**reads**: the field is implemented. **label**: it is accepted and checked, and does not change "
+            "the answer. **refuses**: it would change the answer and is not implemented, or clients may not set "
+            "it. An empty cell: "
+            "the field is unknown there, so it is ignored and named. A name with a dot is a field of an object; "
+            "brackets stand for each item of a list."
         ),
-        table(
-            ("field", "type", "limits", "default", "endpoints"),
-            [_field(name, limit) for name, limit in sorted(LIMITS.items())],
-        ),
+        table(("field", *(code(path) for path in ENDPOINTS)), _uses()),
+        "## Fields that are read",
+        table(("field", "type", "limits", "default", "what it does"), _read()),
         "## Labels",
-        paragraph("These are accepted and do not change the answer."),
-        paragraph(", ".join(code(name) for name in sorted({*field_policy.LABELS, "metadata", "store"})) + "."),
+        table(("field", "type", "what it does"), _labels()),
         "## Fields that are refused",
         paragraph("A field is refused unless it has one of the values that change nothing. `null` is always accepted."),
-        table(("field", "endpoints", "accepted values", "what to do instead"), _refused()),
+        table(("field", "accepted values", "what to do instead"), _refused()),
     )
 
 
-def _routes() -> list[tuple[str, str, str]]:
-    """Method, path and first docstring line of each handler, from the application's own table."""
-    tree = ast.parse(inspect.getsource(http_app))
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.AnnAssign)
-            and ast.unparse(node.target) == "self._routes"
-            and isinstance(node.value, ast.Dict)
-        ):
-            rows = []
-            for key, value in zip(node.value.keys, node.value.values, strict=True):
-                assert key is not None
-                path = str(eval(ast.unparse(key), vars(http_app)))  # a literal or a constant of the module
-                assert isinstance(value, ast.Tuple)
-                method, handler = ast.literal_eval(value.elts[0]), ast.unparse(value.elts[1]).removeprefix("self.")
-                text = (inspect.getdoc(getattr(http_app.HttpApp, handler)) or "").split("\n\n")[0]
-                rows.append((method, code(path + ("{id}" if path.endswith("/") else "")), text))
-            return rows
-    raise RuntimeError("http_app.HttpApp has no table of routes any more: adapt tools/reference/http_page.py")
-
-
-def _field(name: str, limit: Limit) -> tuple[str, str, str, str, str]:
-    top = name.partition(".")[0]
-    endpoints = [
-        label
-        for label, fields in (("chat", field_policy.CHAT), ("completions", field_policy.COMPLETIONS))
-        if top in fields
+def _routes() -> list[tuple[str, str, str, str]]:
+    """Method, path, key and description of each route."""
+    nothing: Any = None
+    app = HttpApp(nothing, nothing, max_body_bytes=0, unread_s=0.0, metrics=bytes, created=0)
+    return [
+        (
+            ", ".join(route.methods),
+            code(path + ("{id}" if path.endswith("/") else "")),
+            route.access.value,
+            route.summary,
+        )
+        for path, route in app.routes.items()
     ]
+
+
+def _rules() -> dict[str, dict[str, FieldRule]]:
+    """The rule of each field for each endpoint, by the field's full name and the endpoint's path."""
+    rules: dict[str, dict[str, FieldRule]] = {}
+
+    def add(path: str, fields: FieldTable, prefix: str) -> None:
+        for name, rule in fields.items():
+            rules.setdefault(prefix + name, {})[path] = rule
+            if isinstance(rule, ReadField) and rule.table is not None:
+                add(path, rule.table, f"{prefix}{name}{'[]' if rule.is_list else ''}.")
+
+    for path, fields in ENDPOINTS.items():
+        add(path, fields, "")
+    return dict(sorted(rules.items()))
+
+
+def _uses() -> list[tuple[str, ...]]:
+    words = {ReadField: "reads", LabelField: "label", RefusedField: "refuses"}
+    return [
+        (code(name), *(words[type(by_path[path])] if path in by_path else "" for path in ENDPOINTS))
+        for name, by_path in _rules().items()
+    ]
+
+
+def _read() -> list[tuple[str, str, str, str, str]]:
+    """Fields that are read. A field that differs between endpoints has one row for each form."""
+    rows = {}
+    for name, by_path in _rules().items():
+        for rule in by_path.values():
+            if isinstance(rule, ReadField):
+                rows[name, rule.text] = (code(name), *_limits(name, rule), rule.text)
+    return list(rows.values())
+
+
+def _limits(name: str, rule: ReadField) -> tuple[str, str, str]:
+    """Type, limits and default of a field."""
+    limit = LIMITS.get(name.replace("[]", ""))
+    kind = "object" if rule.table is not None else "" if limit is None else limit.kind.value
+    kind = _schema_type(rule.schema) if rule.schema is not None else kind
+    if rule.is_list:
+        kind = " or ".join(filter(None, ("list of objects", kind if rule.schema is not None else "")))
+    if limit is None:
+        return kind, "", ""
     count = f"at most {limit.max_items} items" if limit.max_items is not None else ""
     is_bounded = any(bound is not None for bound in (limit.minimum, limit.above, limit.maximum))
-    bounds = ", ".join(filter(None, (count, limit.range if is_bounded else "")))
-    default = (
-        ""
-        if limit.default is None
-        else str(limit.default).lower()
-        if isinstance(limit.default, bool)
-        else str(limit.default)
-    )
-    return code(name), limit.kind.value, bounds, code(default), ", ".join(endpoints)
+    has_range = is_bounded and (rule.schema is None or rule.schema.get("type") != "boolean")
+    return kind, ", ".join(filter(None, (count, limit.range if has_range else ""))), code(_json(limit.default))
 
 
-def _refused() -> list[tuple[str, str, str, str]]:
-    tables = (("chat", field_policy.NOT_IN_CHAT), ("completions", field_policy.NOT_IN_COMPLETIONS))
-    rows = []
-    for name in sorted({name for _, fields in tables for name in fields}):
-        where = [label for label, fields in tables if name in fields]
-        entry = next(fields[name] for _, fields in tables if name in fields)
-        accepted = ", ".join(code(repr(value)) for value in entry.defaults)
-        rows.append((code(name), ", ".join(where), accepted, entry.advice))
-    return rows
+def _schema_type(schema: Mapping[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    if "anyOf" in schema:
+        return ", or ".join(_schema_type(each) for each in schema["anyOf"])
+    if "const" in schema:
+        return code(_json(schema["const"]))
+    if "enum" in schema:
+        return " or ".join(code(_json(value)) for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of: {_schema_type(schema['items'])}" if "items" in schema else "list"
+    return str(schema.get("type", "any"))
+
+
+def _json(value: object) -> str:
+    return "" if value is None else json.dumps(value)
+
+
+def _labels() -> list[tuple[str, str, str]]:
+    rows = {}
+    for name, by_path in _rules().items():
+        for rule in by_path.values():
+            if isinstance(rule, LabelField):
+                limit = LIMITS[rule.limit]
+                many = "object; each value is " if limit.max_items is not None else ""
+                rows[name] = (code(name), many + limit.kind.value, rule.text)
+    return list(rows.values())
+
+
+def _refused() -> list[tuple[str, str, str]]:
+    rows = {}
+    for name, by_path in _rules().items():
+        for rule in by_path.values():
+            if isinstance(rule, RefusedField):
+                accepted = ", ".join(code(json.dumps(value)) for value in rule.defaults)
+                rows[name, rule.advice] = (code(name), accepted, rule.advice)
+    return list(rows.values())

@@ -6,13 +6,20 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from baton.gateway.live.metrics_page import UP, UP_LABELS, UP_MEANING
+from baton.gateway.vllm_metrics import ALIASES, PHASES
 from baton.runtime.observability import metrics
+from baton.runtime.observability.metrics import GatewayMetrics
 from tools.reference.markdown import code, page, paragraph, table
 
 INTRODUCTION = """
 Every service serves these at `/metrics` of its admin port, in Prometheus's text format; a gateway also at `/metrics`
 of its HTTP port. The names are stable within a release; renamed ones are listed in the changelog. Processes also
 export the `process_*` metrics of the Prometheus client and `baton_build_info`.
+"""
+VLLM = """
+With `--vllm-metric-names` a gateway repeats these under the names of vLLM, with the label `model_name`. Requests,
+tokens and latencies are those of the gateway. The number of running and waiting sequences and the use of the KV cache
+are those of the cluster: take the maximum over gateways, not the sum.
 """
 COLUMNS = ("metric", "type", "labels", "meaning")
 
@@ -38,7 +45,23 @@ def metrics_page() -> str:
         parts += [f"## {title}", table(COLUMNS, rows)]
     of_page = (code(UP), "gauge", ", ".join(code(label) for label in UP_LABELS), UP_MEANING)
     parts += ["## Metrics of `/metrics/cluster` alone", table(COLUMNS, [of_page])]
+    parts += ["## Names of vLLM", paragraph(VLLM), table(("metric", "same as"), _vllm_names())]
     return page("Metrics", *parts)
+
+
+def _vllm_names() -> list[tuple[str, str]]:
+    """Each alias with the metric that it repeats."""
+    kinds = GatewayMetrics(CollectorRegistry())
+    aliases = [(name, code(_exported(getattr(kinds, field)))) for name, field in ALIASES.items()]
+    phases = [(name, f"{code(_exported(kinds.phase_s))}, phase {phase}") for name, phase in PHASES.items()]
+    others = [
+        ("vllm:num_requests_running", "sum of the workers' `baton_running_seqs`"),
+        ("vllm:num_requests_waiting", "sum of the workers' `baton_waiting_seqs`"),
+        ("vllm:kv_cache_usage_perc", "share of the workers' `baton_kv_blocks` that is neither free nor cached"),
+        ("vllm:request_success_total", "`baton_finished_samples_total`, and cancelled requests as `abort`"),
+    ]
+    suffix = {name: "_total" for name, field in ALIASES.items() if getattr(kinds, field)._type == "counter"}
+    return [(code(name + suffix.get(name, "")), same) for name, same in (*aliases, *phases, *others)]
 
 
 def _exported(metric: MetricWrapperBase) -> str:

@@ -7,6 +7,7 @@ and gRPC.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 from baton.core.cluster.decision_record import DecisionRecord
@@ -14,7 +15,7 @@ from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerRepo
 from baton.core.ids import WorkerRef
 from baton.core.interfaces import Source
 from baton.core.kv.block_hash import TokenIds
-from baton.core.request import FinishReason, LegTimeline, TokenLogprobs
+from baton.core.request import FinishReason, LegTimeline, PromptLogprobs, TokenLogprobs
 from baton.core.tokenizer_fingerprint import EMULATED
 
 
@@ -40,27 +41,64 @@ class Caller:
     cut_off: Callable[[], None] = field(default=_nothing, compare=False)
 
 
+class PartKind(Enum):
+    """Kind of a piece of a chat message that the gateway has parsed from the model's text."""
+
+    CONTENT = "content"
+    REASONING = "reasoning"
+    TOOL_CALL = "tool_call"
+    TOOL_ARGUMENTS = "tool_arguments"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagePart:
+    """New piece of a parsed chat message.
+
+    text: more content, reasoning or arguments; of a `TOOL_CALL`, which begins a call, the name of the tool.
+    call_index: number of the call in the message, of `TOOL_CALL` and `TOOL_ARGUMENTS`.
+    call_id: id of the call, of `TOOL_CALL`.
+
+    The arguments of a call are JSON, joined from its `TOOL_ARGUMENTS`.
+    """
+
+    kind: PartKind
+    text: str
+    call_index: int = 0
+    call_id: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceDelta:
     """New output of one of a request's `n` choices.
 
     `text` may lag behind `token_ids`, because incomplete characters and possible stop strings are held back.
+    `prompt_logprobs` are those of the prompt, with the first output of each choice.
+    `parts` has the same text as parts of a message, if the request has a message format; `text` is then
+    empty. `stop_string` is the one that ended the choice, or empty.
     """
 
     index: int
     text: str = ""
+    parts: tuple[MessagePart, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
     finish: FinishReason | None = None
+    stop_string: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalUsage:
-    """Token counts of a complete request. `num_cached_tokens` counts prompt tokens whose KV was reused."""
+    """Token counts of a complete request.
+
+    num_cached_tokens: prompt tokens whose KV was reused.
+    num_reasoning_tokens: output tokens of reasoning.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

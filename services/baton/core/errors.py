@@ -20,6 +20,7 @@ class Code(Enum):
     RECEIVE_TIMEOUT = (408, "DEADLINE_EXCEEDED")
     BODY_TOO_LARGE = (413, "INVALID_ARGUMENT")
     UNSUPPORTED_MEDIA_TYPE = (415, "INVALID_ARGUMENT")
+    UNPROCESSABLE = (422, "FAILED_PRECONDITION")
     RESOURCE_EXHAUSTED = (429, "RESOURCE_EXHAUSTED")
     CANCELLED = (499, "CANCELLED")
     INTERNAL = (500, "INTERNAL")
@@ -80,7 +81,7 @@ class Reason(Enum):
     Do not retry. Fix what the message names.
     """
     UNSUPPORTED_FIELD = "unsupported_field", ReasonFamily.REQUEST, Code.INVALID_ARGUMENT
-    """A field would change the response and is not implemented, or is unknown.
+    """A field would change the response and is not implemented, or is unknown and `--strict-fields` is set.
 
     Do not retry. Remove the field; the message names an alternative if there is one.
     """
@@ -93,6 +94,17 @@ class Reason(Enum):
     """No worker serves a model of this name.
 
     Do not retry. Use a name from `/v1/models`. The name is set by `--served-model-name`.
+    """
+    INVALID_GRAMMAR = "invalid_grammar", ReasonFamily.REQUEST, Code.INVALID_ARGUMENT
+    """A JSON schema, regular expression or grammar is invalid, not supported or too large.
+
+    Do not retry. The message says where.
+    """
+    NO_TOKEN_LEFT = "no_token_left", ReasonFamily.REQUEST, Code.UNPROCESSABLE
+    """The rules of a request together allow no token at some position: its grammar, `allowed_token_ids`,
+    `bad_words`, `logit_bias` and `min_tokens`. Or the grammar is too expensive to follow.
+
+    Do not retry. Relax one of them.
     """
     BODY_TOO_LARGE = "body_too_large", ReasonFamily.REQUEST, Code.BODY_TOO_LARGE
     """The request body exceeds `--max-body-bytes`, or the HTTP headers exceed 64 KiB.

@@ -1,5 +1,7 @@
 """Requests, sampling parameters, token deltas and timelines, as all services exchange them."""
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,6 +18,8 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """The message contains tool calls. Only the gateway sets it, in place of `STOP`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,12 @@ class Sampling:
     `top_k` 0, `top_p` 1 and `min_p` 0 disable the filter. Penalties, `min_tokens` and `max_tokens` count from
     the request's original `num_prompt_tokens`, so a retry sends them unchanged. `num_logprobs` None reports
     no logprobs, and 0 reports only the chosen token's.
+
+    grammar: llguidance grammar that the output must match, in canonical form; empty if there is none.
+    num_prompt_logprobs: number of most likely tokens to report for each prompt token; None reports none. The
+        prompt is then computed without the prefix cache.
+    allowed_token_ids: the only tokens that may be drawn, ascending; empty allows all.
+    bad_words: token sequences that the output must not contain.
     """
 
     max_tokens: int
@@ -45,6 +55,10 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_prompt_logprobs: int | None = None
     sampler_version: int = SAMPLER_VERSION
 
     @property
@@ -53,9 +67,19 @@ class Sampling:
         return self.temperature <= GREEDY_TEMPERATURE
 
     @property
+    def is_constrained(self) -> bool:
+        """True if grammar, `allowed_token_ids` or `bad_words` forbid tokens."""
+        return bool(self.grammar or self.allowed_token_ids or self.bad_words)
+
+    @property
     def has_penalties(self) -> bool:
         """True if any penalty changes the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def reads_outputs(self) -> bool:
+        """True if drawing a token needs the tokens before it on the host."""
+        return self.has_penalties or bool(self.grammar) or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +142,46 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Natural-log probabilities of consecutive prompt tokens, in arrays, because a prompt may have many.
+
+    num_top: number of most likely tokens at each position.
+    chosen: [num_tokens] float32, of the prompt's own tokens.
+    ranks: [num_tokens] uint32, of the prompt's own tokens; 1 is the most likely token.
+    top_ids, top_values: [num_tokens * num_top] uint32 and float32, most likely first.
+    """
+
+    num_top: int
+    chosen: "array[float]" = field(default_factory=lambda: array("f"))
+    ranks: TokenIds = field(default_factory=lambda: array("I"))
+    top_ids: TokenIds = field(default_factory=lambda: array("I"))
+    top_values: "array[float]" = field(default_factory=lambda: array("f"))
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[PromptLogprobs]") -> "PromptLogprobs | None":
+        """Return the logprobs of successive parts of a prompt as one; None if there is no part."""
+        if not parts:
+            return None
+        whole = cls(num_top=parts[0].num_top)
+        for part in parts:
+            whole.chosen.extend(part.chosen)
+            whole.ranks.extend(part.ranks)
+            whole.top_ids.extend(part.top_ids)
+            whole.top_values.extend(part.top_values)
+        return whole
+
+    def at(self, index: int, num_top: int | None = None) -> TokenLogprobs:
+        """Return the logprobs of one token, with at most `num_top` of the most likely ones."""
+        begin = index * self.num_top
+        end = begin + (self.num_top if num_top is None else min(num_top, self.num_top))
+        top = tuple(zip(self.top_ids[begin:end], self.top_values[begin:end], strict=True))
+        return TokenLogprobs(logprob=self.chosen[index], top=top)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Prompt tokens of one job.
 
@@ -175,6 +239,7 @@ class TokenDelta:
         gateway delivers each index once.
     finish: set in the sample's last delta from this job.
     usage, timeline: set once per job, by the worker that knows them.
+    prompt_logprobs: of all prompt tokens but the first, in one delta of a job that was asked for them.
     is_last: the job has ended with this delta. A job that ends otherwise sends a failure as its last message.
     """
 
@@ -186,6 +251,7 @@ class TokenDelta:
     finish: FinishReason | None = None
     usage: Usage | None = None
     timeline: LegTimeline | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     is_last: bool = False
 
 

@@ -114,6 +114,10 @@ def _flag(default: bool = False) -> Limit:
     return Limit(kind=ValueKind.BOOLEAN, default=default)
 
 
+MAX_GRAMMAR_BYTES = 64 * 1024
+"""Maximum size of a request's grammar, in the form that workers compile."""
+MAX_BAD_WORD_TOKENS = 64
+"""Maximum number of tokens of one bad word."""
 MIN_ARRAY_IDS = 1024
 """A list of this many token ids or more becomes an array. Fields other than prompts have fewer."""
 MAX_PROMPT_TOKENS = 2**20
@@ -125,10 +129,19 @@ LIMITS: Mapping[str, Limit] = {
     "token_ids": Limit(kind=ValueKind.INTEGER, minimum=0, maximum=U32_MAX, max_items=MAX_PROMPT_TOKENS),
     "messages": Limit(kind=ValueKind.STRING, max_items=4096),
     "messages.name": Limit(kind=ValueKind.STRING, maximum=256),
+    "messages.function_name": Limit(kind=ValueKind.STRING, minimum=1, maximum=256),
+    "messages.tool_call_id": Limit(kind=ValueKind.STRING, minimum=1, maximum=256),
+    "messages.tool_calls": Limit(kind=ValueKind.STRING, max_items=128),
+    "tools": Limit(kind=ValueKind.STRING, max_items=128),
+    "documents": Limit(kind=ValueKind.STRING, max_items=1024),
+    "chat_template": Limit(kind=ValueKind.STRING, minimum=1, maximum=64 * 1024),
+    "chat_template_kwargs": Limit(kind=ValueKind.STRING, max_items=64),
+    "reasoning_effort": Limit(kind=ValueKind.STRING, minimum=1, maximum=32),
     "choices": Limit(kind=ValueKind.INTEGER, minimum=1, maximum=1024),
     "n": Limit(kind=ValueKind.INTEGER, minimum=1, maximum=128, default=1),
-    "max_tokens": Limit(kind=ValueKind.INTEGER, minimum=1, maximum=I32_MAX),
+    "max_tokens": Limit(kind=ValueKind.INTEGER, minimum=0, maximum=I32_MAX),
     "max_completion_tokens": Limit(kind=ValueKind.INTEGER, minimum=1, maximum=I32_MAX),
+    "best_of": Limit(kind=ValueKind.INTEGER, minimum=1, maximum=128),
     "min_tokens": Limit(kind=ValueKind.INTEGER, minimum=0, maximum=I32_MAX, default=0),
     "temperature": Limit(kind=ValueKind.NUMBER, minimum=0, maximum=2, default=1.0),
     "top_p": Limit(kind=ValueKind.NUMBER, above=0, maximum=1, default=1.0),
@@ -141,20 +154,31 @@ LIMITS: Mapping[str, Limit] = {
     "stop": Limit(kind=ValueKind.STRING, minimum=1, maximum=1024, max_items=16),
     "stop_token_ids": Limit(kind=ValueKind.INTEGER, minimum=0, maximum=U32_MAX, max_items=128),
     "logit_bias": Limit(kind=ValueKind.NUMBER, minimum=-100, maximum=100, max_items=1024),
+    "allowed_token_ids": Limit(kind=ValueKind.INTEGER, minimum=0, maximum=U32_MAX, max_items=1024),
+    "bad_words": Limit(kind=ValueKind.STRING, minimum=1, maximum=1024, max_items=1024),
     "logprobs": Limit(kind=ValueKind.INTEGER, minimum=0, maximum=20),
+    "prompt_logprobs": Limit(kind=ValueKind.INTEGER, minimum=0, maximum=20),
     "top_logprobs": Limit(kind=ValueKind.INTEGER, minimum=0, maximum=20),
     "ignore_eos": _flag(),
     "skip_special_tokens": _flag(True),
     "stream": _flag(),
     "stream_options.include_usage": _flag(),
+    "stream_options.continuous_usage_stats": _flag(),
+    "echo": _flag(),
+    "add_special_tokens": Limit(kind=ValueKind.BOOLEAN),
+    "truncate_prompt_tokens": Limit(kind=ValueKind.INTEGER, minimum=-1, maximum=MAX_PROMPT_TOKENS),
+    "include_stop_str_in_output": _flag(),
     "return_token_ids": _flag(),
+    "return_tokens_as_token_ids": _flag(),
     "timeline": _flag(),
+    "cache_salt": Limit(kind=ValueKind.STRING, minimum=1, maximum=512),
     "priority": Limit(kind=ValueKind.INTEGER, minimum=-I32_MAX, maximum=I32_MAX, default=0),
     "slo.ttft_ms": Limit(kind=ValueKind.NUMBER, above=0, maximum=86_400_000),
     "slo.tpot_ms": Limit(kind=ValueKind.NUMBER, above=0, maximum=86_400_000),
     "x-baton-timeout-ms": Limit(kind=ValueKind.INTEGER, minimum=1, maximum=86_400_000),
     "metadata": Limit(kind=ValueKind.STRING, maximum=512, max_items=16),
     "label": Limit(kind=ValueKind.STRING, maximum=512),
+    "store": _flag(),
 }
 """Limits by field name.
 

@@ -7,13 +7,14 @@ steps.
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.core.errors import QUEUE_FULL_RETRY_S, Code, ConfigError, Failure, Reason
+from baton.core.request import PromptLogprobs
 from baton.core.state_machines import SequenceState
 from baton.core.step_cost import StepCostModel, attended_tokens
 from baton.engine.invariants import check_sequences
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.scheduling import async_scheduling, step_budget
 from baton.engine.scheduling.allocator import BlockAllocator
-from baton.engine.scheduling.batcher import split_budget
+from baton.engine.scheduling.batcher import prompt_rows_left, split_budget
 from baton.engine.scheduling.queued_prefix import QueuedPrefixEstimate
 from baton.engine.scheduling.step_budget import PrefillPart, StepBudget
 from baton.engine.state.engine_config import EngineConfig as EngineConfig
@@ -22,7 +23,7 @@ from baton.engine.state.outcome import EngineCounters, EngineOutcome, PrefillPro
 from baton.engine.state.require import require
 from baton.engine.state.sequence import EngineSequence, SequenceRequest, end_token_ids, finish_reason
 from baton.engine.state.sequence_table import SequenceTable
-from baton.engine.state.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
+from baton.engine.state.step import PromptRequest, SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 
 
 def unknown_costs() -> StepCostModel | None:
@@ -66,6 +67,7 @@ class Engine:
         self._sequences = SequenceTable()
         self._allocator = BlockAllocator(config, pool, self._sequences, self.counters)
         self._next_step_id = 1
+        self._deferred: frozenset[int] = frozenset()  # by the last step whose result was applied
         self._progress: list[PrefillProgress] = []
         self._outputs: list[SequenceOutput] = []
 
@@ -214,7 +216,7 @@ class Engine:
         if next(iter(self._sequences.prefills()), None) is not None:  # decodes alone never fill a step
             budget = self.next_step_budget().num_tokens
         scheduled = split_budget(self._sequences.running.values(), budget, self.config.max_num_batched_tokens)
-        scheduled += self._allocator.admit(budget - sum(n for _, n in scheduled))
+        scheduled += self._allocator.admit(budget - sum(n for _, n in scheduled), prompt_rows_left(scheduled))
         plan = StepPlan(
             step_id=self._next_step_id,
             sequences=tuple(self._step_sequence(seq, num_scheduled_tokens) for seq, num_scheduled_tokens in scheduled),
@@ -235,7 +237,9 @@ class Engine:
             step_id=self._next_step_id,
             sequences=tuple(
                 self._step_sequence_ahead(seq)
-                for seq in async_scheduling.plan_next_decode(plan, self._sequences, self.pool, self.config)
+                for seq in async_scheduling.plan_next_decode(
+                    plan, self._sequences, self.pool, self.config, self._deferred
+                )
             ),
             follows=plan.step_id,
         )
@@ -277,12 +281,18 @@ class Engine:
         self.pool.step_finished()
         self._allocator.release_copies()
         self.counters.steps += 1
+        self._deferred = result.deferred
         for part in plan.sequences:
             seq = self._sequences.running.get(part.seq_id)
             if seq is None:
                 continue
             tokens = result.samples.get(part.seq_id, ())
             failure = result.failures.get(part.seq_id)
+            if (prompt_logprobs := result.prompt_logprobs.get(part.seq_id)) is not None:
+                seq.prompt_logprobs.append(prompt_logprobs)
+            if failure is None and part.seq_id in result.deferred:
+                self._advance(seq, part.num_scheduled_tokens - 1)
+                continue
             if (
                 failure is None
                 and part.sample is not None
@@ -320,6 +330,7 @@ class Engine:
             kv_begin=begin,
             block_table=seq.block_ids,
             sample=self._sample_request(seq) if num_scheduled_tokens == seq.num_uncomputed_tokens else None,
+            prompt=_prompt_request(seq, num_scheduled_tokens),
         )
 
     def _step_sequence_ahead(self, seq: EngineSequence) -> StepSequence:
@@ -351,6 +362,8 @@ class Engine:
 
     def _advance(self, seq: EngineSequence, num_scheduled_tokens: int) -> None:
         """Count the computed tokens, and publish the hashes of blocks that became full."""
+        if not num_scheduled_tokens:
+            return
         seq.num_computed_tokens += num_scheduled_tokens
         block_size_tokens = self.config.block_size_tokens
         for index in range(seq.num_hashed_blocks, seq.num_computed_tokens // block_size_tokens):
@@ -383,8 +396,10 @@ class Engine:
                     tokens=(token,),
                     finish=finish,
                     num_cached_tokens=seq.num_cached_tokens or 0,
+                    prompt_logprobs=PromptLogprobs.joined(seq.prompt_logprobs),
                 )
             )
+            seq.prompt_logprobs, seq.has_sent_prompt = [], True
             if finish is not None and not seq.request.prefill_only:
                 self.counters.sample_ended(seq.num_output_tokens + 1)
             if finish is None and not seq.request.prefill_only:
@@ -420,6 +435,16 @@ class Engine:
         slots = sum(seq.num_slots for seq in self._sequences.admitted())
         require(slots <= self.config.max_num_seqs, f"{slots} sequences run, the limit is {self.config.max_num_seqs}")
         check_sequences(self._sequences, self.pool)
+
+
+def _prompt_request(seq: EngineSequence, num_scheduled_tokens: int) -> PromptRequest | None:
+    """Return the request for the logprobs of the prompt tokens that follow the scheduled ones."""
+    num_logprobs = seq.request.sampling.num_prompt_logprobs
+    if num_logprobs is None or not seq.reports_prompt:
+        return None
+    end = min(seq.num_computed_tokens + num_scheduled_tokens + 1, seq.request.num_prompt_tokens)
+    targets = seq.token_ids[seq.num_computed_tokens + 1 : end]
+    return PromptRequest(targets=targets, num_logprobs=num_logprobs) if targets else None
 
 
 def _internal(message: str) -> Failure:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.core.errors import BatonError, Code, Failure, Reason, Refused
+from baton.core.request import PromptLogprobs
 from baton.core.step_cost import attended_tokens
 from baton.engine.engine import Engine
 from baton.engine.state.outcome import EngineOutcome
@@ -300,6 +301,8 @@ class EngineLoop:
         """
         samples: dict[int, tuple[SampledToken, ...]] = {}
         failures: dict[int, Failure] = {}
+        deferred: frozenset[int] = frozenset()
+        prompt_logprobs: dict[int, PromptLogprobs] = {}
         num_raised = 0
         block_copies = plan.block_copies
         for part in plan.sequences:
@@ -318,7 +321,9 @@ class EngineLoop:
             else:
                 block_copies = ()
                 samples.update(result.samples)
+                prompt_logprobs.update(result.prompt_logprobs)
                 failures.update(result.failures)
+                deferred |= result.deferred
         if num_raised < len(plan.sequences):
             self._failed_requests.clear()
         else:
@@ -329,7 +334,13 @@ class EngineLoop:
                     "restart the worker"
                 )
                 raise EngineUnhealthy(message) from error
-        return StepResult(step_id=plan.step_id, samples=samples, failures=failures)
+        return StepResult(
+            step_id=plan.step_id,
+            samples=samples,
+            failures=failures,
+            deferred=deferred,
+            prompt_logprobs=prompt_logprobs,
+        )
 
 
 async def _cancel_and_wait(result: asyncio.Future[StepResult]) -> None:

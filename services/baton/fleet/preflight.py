@@ -11,6 +11,7 @@ from baton.engine.executors.emulated_model import read_emulated_model
 from baton.engine.kv_cache.sizing import num_kv_blocks
 from baton.fleet.local.local_plan import plan_local_workers
 from baton.gateway.auth.key_file import read_keys
+from baton.gateway.output.format_choice import choose_format
 from baton.rpc.grpc_tls import SERVICE_NAME
 from baton.runtime.config.scheduler_settings import POLICY_OF_A_MODULE
 from baton.runtime.config.settings import ClusterConfig
@@ -30,7 +31,8 @@ def check_policy(config: ClusterConfig) -> None:
 
 
 async def check_before_start(config: ClusterConfig) -> None:
-    """Check key file, certificates and memory. Raises ConfigError naming the problem."""
+    """Check key file, certificates, parsers and memory. Raises ConfigError or ModelError."""
+    choose_format("", tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser)
     if config.api_keys is not None:
         read_keys(config.api_keys)
     if config.front_tls_pair is not None:

@@ -4,6 +4,7 @@ metrics."""
 import asyncio
 import os
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
@@ -18,14 +19,17 @@ from baton.core.interfaces import Member, MemberKind, Membership
 from baton.gateway.auth.api_keys import KeyRing
 from baton.gateway.auth.key_file import reload_keys, watch_key_file
 from baton.gateway.gateway_service import GatewayRules, GatewayService, gateway_budget
+from baton.gateway.grammar_checks.grammar_checker import GrammarChecker
 from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.gateway.http.http_app import HttpApp
 from baton.gateway.http.http_server import HttpServer
+from baton.gateway.http.site.cors import Cors
 from baton.gateway.input.client_call import Endpoint
 from baton.gateway.live.activity import Activity
 from baton.gateway.live.live_server import live_server
 from baton.gateway.request.request_observer import NO_REQUEST_OBSERVER
 from baton.gateway.text.tokenizer import HfTokenizer
+from baton.gateway.vllm_metrics import VllmMetrics
 from baton.model.loading.model_source import resolve_model
 from baton.rpc.gates.keyless_gate import KeylessGate
 from baton.rpc.gates.receive_gate import ReceiveGate
@@ -62,9 +66,8 @@ CLIENT_KEEPALIVE_S = 20.0
 async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], None]) -> None:
     """Run a gateway until `stop` requests a drain. Calls `on_ready` with the URL of the OpenAI API.
 
-    While draining, `/ready` returns 503 and new calls are rejected. Open calls may finish within `drain_s`,
-    and `/health` still returns 200. Raises ConfigError if a port is in use or no scheduler is configured, and
-    ModelError if the model has no usable tokenizer.
+    While draining, `/ready` returns 503, `/health` 200, and open calls may finish within `drain_s`. Raises
+    ConfigError if a port is in use or no scheduler is configured, and ModelError without a usable tokenizer.
     """
     if config.redis_url is None and not config.schedulers:
         raise ConfigError("no scheduler is configured; set --schedulers HOST:PORT,... or --redis-url")
@@ -82,10 +85,12 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         budget = _exported_budget(config.memory_budget, registry)
         membership = _membership(config, stack)
         activity = Activity(asyncio.get_running_loop().time)
+        tokenizer, grammar_check = await _text_tools(config, stack)
         service = GatewayService(
             rules,
             network=_network(config, budget, awake, stack),
-            tokenizer=await _load_tokenizer(config, stack),
+            tokenizer=tokenizer,
+            grammar_check=grammar_check,
             metrics=GatewayMetrics(registry),
             rng=rng,
             schedulers=config.schedulers,
@@ -96,6 +101,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
             budget=budget,
             observer=NO_REQUEST_OBSERVER if config.admin_port is None else activity,
         )
+        _export_vllm_names(config, service, registry)
         await stack.enter_async_context(service)
         process = _process_info(config, rules, http_socket)
         admin = AdminService(service, process)
@@ -106,10 +112,8 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         background = [awake.run(process_metrics.observe_loop), *_upkeep(service)]
         log.info("gateway_started", address=process.address, model=config.model_name, gateway=rules.gateway_id)
         announcements = None if membership is None else _announcements(config, membership, process, admin_port, rng)
-        if announcements is not None:
-            background.append(announcements.announce_forever())
-        if config.front_tls_pair is not None:
-            background.append(http.reload_certificate())
+        background += [] if announcements is None else [announcements.announce_forever()]
+        background += [] if config.front_tls_pair is None else [http.reload_certificate()]
         if key_file is not None:
             background.append(reload_keys(key_file, keys))
         async with Background(*background):
@@ -153,6 +157,10 @@ def gateway_rules(config: GatewayConfig, rng: Random) -> GatewayRules:
         max_attempts=config.max_attempts,
         stream_buffer_bytes=config.stream_buffer_bytes,
         max_response_bytes=config.max_response_bytes,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+        allow_request_chat_template=config.allow_request_chat_template,
+        strict_fields=config.strict_fields,
     )
 
 
@@ -163,11 +171,23 @@ def _exported_budget(memory_budget: int, registry: CollectorRegistry) -> ByteBud
     return budget
 
 
-async def _load_tokenizer(config: GatewayConfig, stack: AsyncExitStack) -> HfTokenizer:
-    """Find the model's directory and load its tokenizer, in a thread because both read files."""
+def _export_vllm_names(config: GatewayConfig, service: GatewayService, registry: CollectorRegistry) -> None:
+    """Repeat the gateway's metrics under the names of vLLM, if the configuration asks for it."""
+    if config.vllm_metric_names:
+        VllmMetrics(config.model_name, service.metrics, lambda: service.view.reports).follow(registry)
+
+
+async def _text_tools(config: GatewayConfig, stack: AsyncExitStack) -> tuple[HfTokenizer, GrammarChecker]:
+    """Load the tokenizer of the model, in a thread because that reads files, and prepare checks of grammars.
+
+    The process that checks grammars starts with the first one.
+    """
     tokenizer = await asyncio.to_thread(lambda: HfTokenizer(resolve_model(config.model, weights=False)))
     stack.callback(tokenizer.close)
-    return tokenizer
+    program = [sys.executable, "-P", "-m", "baton.gateway.grammar_checks.grammar_compiler"]
+    checker = GrammarChecker([*program, str(tokenizer.model_dir), str(tokenizer.vocab_size)])
+    stack.push_async_callback(checker.aclose)
+    return tokenizer, checker
 
 
 def _network(config: GatewayConfig, budget: ByteBudget, awake: AwakeClock, stack: AsyncExitStack) -> GrpcNetwork:
@@ -249,7 +269,7 @@ def _http_server(
         grpc_port=grpc_port,
     )
     return HttpServer(
-        app,
+        Cors(app, config.cors_allow_origins) if config.cors_allow_origins else app,
         http_socket,
         receive_deadline_s=config.receive_deadline_s,
         unread_s=config.receive_deadline_s,

@@ -2,7 +2,7 @@
 drains."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from random import Random
@@ -16,9 +16,13 @@ from baton.gateway.auth.api_keys import KeyRing
 from baton.gateway.cluster.cluster_view import ClusterView
 from baton.gateway.cluster.scheduler_pool import SchedulerPool, SchedulerPoolTimes
 from baton.gateway.cluster.worker_session import SessionTimes
+from baton.gateway.input.answers.answer_grammar import GrammarCheck
 from baton.gateway.input.client_call import ClientCall, Identity
+from baton.gateway.input.ignored_fields import IgnoredFieldNames
 from baton.gateway.input.response_size import call_bytes, check_response_size
 from baton.gateway.input.validation import Validator
+from baton.gateway.output.format_choice import choose_format
+from baton.gateway.output.formats import OutputFormat
 from baton.gateway.request.open_request import PHASES, OpenRequest, phase_times
 from baton.gateway.request.output_builder import ChoiceSink
 from baton.gateway.request.request_observer import NO_REQUEST_OBSERVER, RequestObserver
@@ -69,6 +73,10 @@ class GatewayRules:
     max_attempts: int
     stream_buffer_bytes: int
     max_response_bytes: int
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    allow_request_chat_template: bool = False
+    strict_fields: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +110,7 @@ class GatewayService:
         tracing: Tracing = OFF,
         awake_clock: Callable[[], float] | None = None,
         observer: RequestObserver = NO_REQUEST_OBSERVER,
+        grammar_check: GrammarCheck | None = None,
     ) -> None:
         """Build the gateway's parts. Without `keys`, every caller may do everything.
 
@@ -109,6 +118,7 @@ class GatewayService:
         `awake_clock` measures the silence of workers and schedulers, see `AwakeClock`; None uses the event
         loop's clock.
         `observer` is told about requests, for the live view.
+        `grammar_check` checks grammars of requests; None leaves that to the workers.
         """
         self.rules = rules
         self.tokenizer = tokenizer
@@ -129,7 +139,7 @@ class GatewayService:
             awake_clock=awake_clock,
         )
         self.workers = _worker_sessions(rules, network, tokenizer, rng, awake_clock)
-        self.validator = _validator(rules, tokenizer, self.view, rng)
+        self.validator = _validator(rules, tokenizer, self.view, rng, grammar_check)
         self._services = RequestServices(
             schedulers=self.schedulers,
             workers=self.workers,
@@ -141,6 +151,7 @@ class GatewayService:
             observer=observer,
         )
         self._phases = {phase: metrics.phase_s.labels(phase) for phase in PHASES}
+        self._ignored_names = IgnoredFieldNames(lambda name: log.info("field_ignored", field=name))
         self._stack = AsyncExitStack()
         self._none_open = asyncio.Event()
         self.num_open = self._num_incoming = 0
@@ -174,7 +185,7 @@ class GatewayService:
         requests: list[OpenRequest] = []
         failure: Failure | None = None
         try:
-            stops = StopPatterns(call.output_options.stop)
+            stops = StopPatterns(call.output_options.stop, is_included=call.output_options.includes_stop)
             requests += [
                 OpenRequest(request, call, stops, self.tokenizer, sink, index)
                 for index, request in enumerate(call.requests)
@@ -202,6 +213,7 @@ class GatewayService:
                 num_prompt_tokens=sum(each.request.num_prompt_tokens for each in requests),
                 num_output_tokens=sum(each.output.num_tokens for each in requests),
                 num_cached_tokens=sum(each.num_cached_tokens for each in requests),
+                num_reasoning_tokens=sum(each.output.num_reasoning_tokens for each in requests),
             ),
             timeline=tuple(each.timeline(now_s) for each in requests) if call.output_options.timeline else (),
         )
@@ -257,6 +269,11 @@ class GatewayService:
         finally:
             answer.close()
 
+    def count_ignored(self, names: Sequence[str]) -> None:
+        """Count unknown request fields that were ignored, by name."""
+        for name in names:
+            self.metrics.ignored_fields.labels(self._ignored_names.label(name)).inc()
+
     def count_result(self, endpoint: str, failure: Failure | None) -> None:
         """Count a call's result by endpoint, status and reason. `failure` None means success."""
         code, reason = (str(failure.code.http), failure.reason.value) if failure else ("200", "")
@@ -309,6 +326,8 @@ class GatewayService:
         metrics.prompt_tokens.inc(request.request.num_prompt_tokens)
         metrics.cached_tokens.inc(request.num_cached_tokens)
         metrics.output_tokens.inc(request.output.num_tokens)
+        for finish in request.output.finishes:
+            metrics.finished_samples.labels(finish.value).inc()
 
 
 def _failure_of(error: BaseException) -> Failure:
@@ -348,7 +367,9 @@ def _worker_sessions(
     )
 
 
-def _validator(rules: GatewayRules, tokenizer: Tokenizer, view: ClusterView, rng: Random) -> Validator:
+def _validator(
+    rules: GatewayRules, tokenizer: Tokenizer, view: ClusterView, rng: Random, grammar_check: GrammarCheck | None
+) -> Validator:
     return Validator(
         tokenizer=tokenizer,
         model=rules.model,
@@ -356,6 +377,25 @@ def _validator(rules: GatewayRules, tokenizer: Tokenizer, view: ClusterView, rng
         rng=rng,
         request_timeout_s=rules.request_timeout_s,
         default_slo=rules.default_slo,
+        allow_request_chat_template=rules.allow_request_chat_template,
+        strict_fields=rules.strict_fields,
+        output_format=_output_format(rules, tokenizer),
+        grammar_check=grammar_check,
+    )
+
+
+def _output_format(rules: GatewayRules, tokenizer: Tokenizer) -> OutputFormat:
+    """Return the format of answers to chats, by the settings and the template for chats with tools.
+
+    Raises ModelError if a parser is unknown.
+    """
+    templates = tokenizer.chat_templates
+    template = templates.chosen(has_tools=True) if templates else None
+    return choose_format(
+        template.source if template else "",
+        templates.response_template if templates else None,
+        tool_parser=rules.tool_parser,
+        reasoning_parser=rules.reasoning_parser,
     )
 
 

@@ -12,7 +12,9 @@ import torch
 from baton.core.errors import ModelError
 from baton.core.kv.block_hash import num_blocks_for, token_ids
 from baton.core.request import Sampling
-from baton.engine.state.step import SampleRequest, StepPlan, StepSequence
+from baton.core.request_limits import LIMITS
+from baton.engine.scheduling.batcher import MAX_PROMPT_ROWS
+from baton.engine.state.step import PromptRequest, SampleRequest, StepPlan, StepSequence
 from baton.model.backends.backend_selection import Backend
 from baton.model.device.device_info import release_freed_memory
 from baton.model.device.kv_tensors import KvCache
@@ -72,6 +74,12 @@ def _largest_step(longest: int, num_seqs: int, block_size_tokens: int) -> StepPl
         kv_begin=0,
         block_table=tuple(range(num_blocks_for(longest, block_size_tokens))),
         sample=_COSTLIEST_SAMPLE,
+        prompt=PromptRequest(
+            targets=token_ids([0] * min(longest - 1, MAX_PROMPT_ROWS)),
+            num_logprobs=int(LIMITS["prompt_logprobs"].maximum or 0),
+        )
+        if longest > 1
+        else None,
     )
     others = [
         StepSequence(

@@ -19,12 +19,12 @@ from baton.core.errors import LayoutMismatch
 from baton.core.kv.block_hash import num_blocks_for, token_ids
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import Sampling
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.scheduling.async_scheduling import LastResult
 from baton.engine.state.step import DeviceFault, NothingToFollow, SampleRequest, StepPlan, StepResult, StepSequence
-from baton.model.attention.paged_attention import PagedKernel
 from baton.model.backends.backend_selection import Backend
 from baton.model.device.kv_tensors import KvCache
-from baton.model.step.forward import Forward, ModelForward
+from baton.model.step.forward import ModelForward
 from baton.model.step.step_launch import LaunchedStep, StepLauncher
 
 _WARMUP_SAMPLE = SampleRequest(
@@ -81,12 +81,13 @@ class TorchExecutor:
         *,
         thread: ThreadPoolExecutor,
         backend: Backend | None = None,
-        new_launcher: Callable[[Forward, PagedKernel, KvCache, int], StepLauncher] = StepLauncher,
+        constraints: TokenConstraints | None = None,
+        new_launcher: Callable[..., StepLauncher] = StepLauncher,
     ) -> None:
         """`model`: from `load_model`. `thread`: from `compute_thread`; the executor shuts it down.
         `backend`: how the model is run; None: the model's own code with the reference attention.
-        `new_launcher`: makes the `StepLauncher` from the backend's forward pass and kernel, `cache` and the
-        vocabulary size.
+        `constraints`: computes the masks of constrained sequences; None: grammars are refused.
+        `new_launcher`: makes the `StepLauncher`, from the same arguments.
         Raises LayoutMismatch if dtype or device of the model and the KV memory differ.
         """
         if (model.dtype, model.device) != (cache.dtype, cache.device):
@@ -95,7 +96,10 @@ class TorchExecutor:
             )
         self._backend = backend or Backend(name="torch", forward=ModelForward(model))
         self._cache = cache
-        self._launcher = new_launcher(self._backend.forward, self._backend.kernel, cache, int(model.config.vocab_size))
+        vocab_size = int(model.config.vocab_size)
+        self._launcher = new_launcher(
+            self._backend.forward, self._backend.kernel, cache, vocab_size, constraints=constraints
+        )
         self._thread = thread
         self._newest: _StepJob | None = None  # last job that was submitted
         self._queued: _StepJob | None = None  # the newest job, if another was unfinished when it was submitted

@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import Coroutine
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from random import Random
 from typing import Any, TypeVar
 
 from baton.core.cluster.worker_report import WorkerRole
 from baton.core.ids import WorkerRef
 from baton.core.kv.kv_layout import LAYOUT_VERSION, KvComponent, KvLayout, LayerGroup
+from baton.engine.constraints.grammar_tokenizer import GrammarTokenizer, byte_grammar_tokenizer
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
 from baton.fleet.local.in_process_cluster import InProcessCluster, WorkerComponents
@@ -187,14 +189,34 @@ class SimCluster(InProcessCluster):
             block_size_tokens=config.block_size_tokens,
             max_waiting_seqs=config.max_queued_jobs,
         )
+        constraints = TokenConstraints(
+            vocab_size=model.vocab_size, tokenizer=partial(sim_grammar_tokenizer, model.vocab_size), in_threads=False
+        )
         return WorkerComponents(
             engine_config=engine_config,
             pool=pool,
-            executor=SimExecutor(layout=layout, memory=memory, vocab_size=model.vocab_size, cost=model.step),
+            executor=SimExecutor(
+                layout=layout,
+                memory=memory,
+                vocab_size=model.vocab_size,
+                cost=model.step,
+                constraints=constraints,
+            ),
             backend=backend,
+            constraints=constraints,
             costs=model.step.model,
             close=lambda: self.fabric.kill(backend.memory[0].agent_name),
         )
+
+
+@cache
+def sim_grammar_tokenizer(vocab_size: int) -> GrammarTokenizer:
+    """Return the table of `ByteTokenizer`, with the last token as a special one.
+
+    A request gives the last one as a stop token, because simulated models have no end token.
+    """
+    tokens = [bytes((id_,)) if id_ < 256 else f"<{id_}>".encode() for id_ in range(vocab_size - 1)]
+    return byte_grammar_tokenizer([*tokens, b"<end>"], special_token_ids=(vocab_size - 1,))
 
 
 def keepalive_s(heartbeat_s: float) -> float:

@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import TokenLogprobs
 from baton.core.step_cost import StepCostModel
+from baton.engine.constraints.token_bits import Bits, ids_of
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.checksum import KvCorrupted, extend, token_after
 from baton.engine.scheduling.async_scheduling import LastResult
 from baton.engine.scheduling.step_queue import StepQueue
-from baton.engine.state.step import SampledToken, StepPlan, StepResult, StepSequence
+from baton.engine.state.step import (
+    SampledToken,
+    SampleRequest,
+    StepPlan,
+    StepResult,
+    StepSequence,
+    certain_prompt,
+)
 from baton.sim.sim_memory import SimMemory, contents
 
 
@@ -44,11 +53,21 @@ class SimExecutor:
     raises KvCorrupted on a difference.
     """
 
-    def __init__(self, *, layout: KvLayout, memory: SimMemory, vocab_size: int, cost: SimStepCost) -> None:
+    def __init__(
+        self,
+        *,
+        layout: KvLayout,
+        memory: SimMemory,
+        vocab_size: int,
+        cost: SimStepCost,
+        constraints: TokenConstraints | None = None,
+    ) -> None:
+        """constraints: computes the masks of constrained sequences; None: grammars are refused."""
         self._layout = layout
         self.memory = memory
         self._vocab_size = vocab_size
         self._cost = cost
+        self._constraints = constraints or TokenConstraints(vocab_size=vocab_size, in_threads=False)
         self._step_queue = StepQueue()
         self._last = LastResult()
 
@@ -76,8 +95,21 @@ class SimExecutor:
         for sequence in plan.sequences:
             self._write(sequence)
         await asyncio.sleep(self._cost.step_s(plan))
+        return self._sampled(plan)
+
+    def _sampled(self, plan: StepPlan) -> StepResult:
+        sampling = [(sequence, sequence.sample) for sequence in plan.sequences if sequence.sample is not None]
+        masks = self._constraints.masks([(sequence.seq_id, sample) for sequence, sample in sampling])
+        allowed = masks.by_row()
         return StepResult(
-            step_id=plan.step_id, samples={s.seq_id: self._sample(s) for s in plan.sequences if s.sample is not None}
+            step_id=plan.step_id,
+            samples={
+                sequence.seq_id: self._sample(sequence, sample, allowed.get(row))
+                for row, (sequence, sample) in enumerate(sampling)
+                if row not in masks.failures
+            },
+            failures={sampling[row][0].seq_id: failure for row, failure in masks.failures.items()},
+            prompt_logprobs={s.seq_id: certain_prompt(s.prompt) for s in plan.sequences if s.prompt is not None},
         )
 
     def _write(self, sequence: StepSequence) -> None:
@@ -86,17 +118,17 @@ class SimExecutor:
             content = extend(content, token_id)
             self.memory.write_slot(sequence.block_table, index, content)
 
-    def _sample(self, sequence: StepSequence) -> tuple[SampledToken, ...]:
-        sample = sequence.sample
-        assert sample is not None
+    def _sample(self, sequence: StepSequence, sample: SampleRequest, allowed: Bits | None) -> tuple[SampledToken, ...]:
         expected = contents(sample.history)
         for index, content in enumerate(expected):
             if self.memory.slot(sequence.block_table, index) != content:
                 raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(expected)}")
+        choices = range(self._vocab_size) if allowed is None else ids_of(allowed).tolist()
+        seed = sample.sampling.seed
         return tuple(
             SampledToken(
                 sample_index=index,
-                token_id=token_after(expected[-1], sample.sampling.seed, index, sample.position, self._vocab_size),
+                token_id=choices[token_after(expected[-1], seed, index, sample.position, len(choices))],
                 logprobs=None if sample.sampling.num_logprobs is None else TokenLogprobs(logprob=0.0),
             )
             for index in sample.sample_indices

@@ -1,6 +1,7 @@
 """The memory budget of a worker process, and the memory that its jobs may take."""
 
 from baton.core.messages.jobs import Job, PrefillJob
+from baton.core.request import Sampling
 from baton.runtime.process.byte_budget import Account, ByteBudget, shares
 
 BUDGET_WEIGHTS = {Account.JOBS: 2, Account.SESSIONS: 1, Account.STREAMS: 1}
@@ -13,6 +14,13 @@ PROMPT_TOKEN_BYTES = 16
 """A prompt token: its id in the job (4) and in the engine (4), and its share of a block hash."""
 OUTPUT_TOKEN_BYTES = 8
 """A generated token: its id, and its share of a block hash."""
+GRAMMAR_BYTES = 72
+"""A byte of a grammar: its text, and what llguidance compiles it to. Up to 70 were measured."""
+MATCHER_BYTES = 256 * 1024
+"""The states that one sample visits in a grammar. Up to 40 MB are possible, see
+`docs/design/constrained-output.md`; a JSON schema takes less than 0.2 MB."""
+RULE_TOKEN_BYTES = 64
+"""A token id of `allowed_token_ids` or `bad_words`, and its entry in a table."""
 
 
 def worker_budget(memory_budget: int) -> ByteBudget:
@@ -33,4 +41,12 @@ def job_bytes(job: Job, max_model_len: int) -> int:
         + SAMPLE_BYTES * (num_samples - 1)
         + PROMPT_TOKEN_BYTES * len(job.token_ids)
         + OUTPUT_TOKEN_BYTES * num_output_tokens * num_samples
+        + _rules_bytes(job.sampling, num_samples)
     )
+
+
+def _rules_bytes(sampling: Sampling, num_samples: int) -> int:
+    """Return the memory of the rules that forbid tokens."""
+    num_tokens = len(sampling.allowed_token_ids) + sum(map(len, sampling.bad_words))
+    matchers = GRAMMAR_BYTES * len(sampling.grammar) + MATCHER_BYTES * num_samples if sampling.grammar else 0
+    return RULE_TOKEN_BYTES * num_tokens + matchers

@@ -387,6 +387,7 @@ async def _build_worker(
             pool=device.pool,
             executor=MeteredExecutor(device.executor, observed.metrics.engine),
             backend=device.backend,
+            constraints=device.constraints,
             network=network,
             membership=stores.membership,
             health=observed.health,

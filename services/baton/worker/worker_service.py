@@ -19,6 +19,7 @@ from baton.core.interfaces import CostStore, Duplex, KvEventFeed, Member, Member
 from baton.core.messages.jobs import GatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.step_cost import StepCostModel
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.engine import Engine
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.loop import EngineLoop
@@ -62,7 +63,7 @@ more."""
 class WorkerParts:
     """Everything that a worker is built from.
 
-    engine_config, pool, executor, backend: the opened device
+    engine_config, pool, executor, backend, constraints: the opened device
     feed: where KV events are published; None: nowhere
     costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
     `costs_key`.
@@ -76,6 +77,7 @@ class WorkerParts:
     pool: BlockPool
     executor: Executor
     backend: TransferBackend
+    constraints: TokenConstraints
     network: Network
     membership: Membership
     health: Health
@@ -153,6 +155,7 @@ class Worker:
             reader=self.reader,
             prefixes=PrefixPuller(engine=self.engine, reader=self.reader, costs=lambda: self._costs.costs),
             tasks=self.tasks,
+            constraints=parts.constraints,
             model_fingerprint=self._layout.model_fingerprint,
             sampler_version=self._layout.sampler_version,
             block_size_tokens=self._layout.block_size_tokens,

@@ -6,10 +6,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
-from transformers import PreTrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.random_init import init_model
 from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
@@ -64,6 +67,30 @@ async def test_several_samples_share_one_transfer(
         tuple(map(tuple, response.tokens.values())) for response in responses if not response.request.sampling.is_greedy
     }
     assert any(len(set(sample)) > 1 for sample in samples), "seeded samples of one prompt differ"
+
+
+async def test_prompt_logprobs_of_disaggregated_answers_equal_the_reference(disaggregated: ProcessCluster) -> None:
+    rng = Random(9)
+    prompts = [rng.choices(range(DEMO_VOCAB), k=length) for length in (1, 2, 17, 200)] * 2
+    model = AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=torch.float32).eval()
+    body = {"prompt": prompts, "echo": True, "logprobs": 2, "prompt_logprobs": 0, "temperature": 0}
+    async with httpx.AsyncClient(base_url=disaggregated.url, timeout=60) as client:
+        for more in ({"max_tokens": 0}, {"max_tokens": 6, "n": 2}, {"max_tokens": 1}):
+            answer = await client.post("/v1/completions", json=body | more)
+            assert answer.status_code == 200, answer.text
+            for choice in answer.json()["choices"]:
+                prompt = prompts[choice["index"] // more.get("n", 1)]
+                with torch.no_grad():
+                    expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0].double(), -1)
+                values = [float(expected[at, token]) for at, token in enumerate(prompt[1:])]
+                found = choice["logprobs"]["token_logprobs"]
+                assert found[: len(prompt)] == [None, *(pytest.approx(value, abs=2e-4) for value in values)]
+                by_id = [
+                    entry[str(token)] for token, entry in zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
+                ]
+                assert [entry["logprob"] for entry in by_id] == found[1 : len(prompt)]
+                assert len(found) >= len(prompt) + (more["max_tokens"] > 0)
+    await disaggregated.check_clean()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from baton.core.kv.block_hash import BlockHash, chain, root_hash, token_ids
 from baton.core.kv.kv_events import KvEvent, KvEventKind
 from baton.core.request import Sampling
 from baton.engine.executors.emulated_model import EmulatedModel, read_emulated_model
-from baton.engine.kv_cache.checksum import extend, slots_of, token_after
 from baton.fleet.processes.supervisor import Child
 from baton.model.loading.model_source import DEMO_DIR
 from baton.rpc.admin_rpc import AdminClient
@@ -31,6 +30,7 @@ from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_keys import Keys
 from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
 from tests.cluster import ProcessCluster, process_cluster
+from tests.emulated_answer import emulated_answer
 from tests.integration.cluster.clients import Client, Request, Response
 from tests.redis_proxy import RedisProxy
 from tests.times import LONG_TIMES
@@ -86,12 +86,8 @@ def new_request(tokens: tuple[int, ...], max_tokens: int = 4) -> Request:
 
 def expected_answer(request: Request) -> list[int]:
     """Compute the expected answer without any cluster."""
-    content = int(slots_of(token_ids(request.prompt))[-1])
-    answer: list[int] = []
-    for position in range(len(request.prompt), len(request.prompt) + request.sampling.max_tokens):
-        answer.append(token_after(content, 0, 0, position, MODEL.vocab_size))
-        content = extend(content, answer[-1])
-    return answer
+    max_tokens = request.sampling.max_tokens
+    return emulated_answer(request.prompt, seed=0, max_tokens=max_tokens, vocab_size=MODEL.vocab_size)
 
 
 def check(responses: list[Response]) -> None:

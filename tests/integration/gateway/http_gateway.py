@@ -16,6 +16,7 @@ from baton.gateway.auth.api_keys import KeyRing
 from baton.gateway.grpc.inference_service import AdminService
 from baton.gateway.http.http_app import HttpApp
 from baton.gateway.http.http_server import HttpServer
+from baton.gateway.http.site.cors import Cors
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.network.addresses import listen
 from baton.runtime.network.tls_files import CertificatePair
@@ -133,6 +134,7 @@ async def http_gateway(
     keys: KeyRing | None = None,
     tls: CertificatePair | None = None,
     max_connections: int = 4096,
+    cors_allow_origins: tuple[str, ...] = (),
     **limits: Any,
 ) -> AsyncIterator[HttpGateway]:
     async with cluster(*workers, tokenizer=tokenizer, keys=keys, **LONG_LIMITS | limits) as c:
@@ -148,7 +150,7 @@ async def http_gateway(
         )
         async with (
             HttpServer(
-                app,
+                Cors(app, cors_allow_origins) if cors_allow_origins else app,
                 sock,
                 receive_deadline_s=receive_deadline_s,
                 unread_s=unread_s,

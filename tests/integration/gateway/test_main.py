@@ -15,6 +15,7 @@ from baton.core.errors import Code, ConfigError, ModelError, Reason, Refused
 from baton.core.ids import WorkerRef
 from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.gateway.gateway_main import serve
+from baton.gateway.text.chat_prompt import ChatPrompt
 from baton.gateway.text.tokenizer import HfTokenizer
 from baton.model.loading.model_source import DEMO_DIR
 from baton.rpc.admin_rpc import AdminClient
@@ -99,7 +100,10 @@ async def test_http_and_grpc_return_the_same_response() -> None:
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
         assert text == demo.decode(output_ids)
         assert list(gateway.worker.jobs[0].token_ids) == list(
-            await demo.encode(await demo.chat_text([{"role": "user", "content": PROMPT}]), add_special_tokens=False)
+            await demo.encode(
+                await demo.chat_text(ChatPrompt(messages=[{"role": "user", "content": PROMPT}])),
+                add_special_tokens=False,
+            )
         )
         async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.config.grpc_port}") as channel:
             client = InferenceClient(channel, "gateway")

@@ -50,7 +50,6 @@ def internal_fields(address: str) -> dict[str, Any]:
         "source": {"worker": {"address": address}, "num_blocks": 9},
         "request_id": url,
         "sample_indices": [0],
-        "cache_salt": "other-tenant",
         "tenant": "other-tenant",
         "data_parallel_rank": 0,
         "lora_path": url,
@@ -64,14 +63,10 @@ def internal_fields(address: str) -> dict[str, Any]:
 def templates_and_grammars(url: str) -> dict[str, Any]:
     return {
         "chat_template": "{% for i in range(10**12) %}{{ ''.__class__.__mro__[1].__subclasses__() }}{% endfor %}",
-        "chat_template_kwargs": {"x": "{{ cycler.__init__.__globals__.os.popen('id').read() }}"},
-        "documents": [{"title": "x", "text": url}],
         "guided_grammar": BOMB * 2000,
-        "guided_regex": "(a|a?)+{1,1000}$",
-        "guided_json": DEEP,
+        "guided_json": DEEP | {"$ref": url},
         "guided_choice": [url] * 10_000,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP | {"$ref": url}}},
-        "structured_outputs": {"grammar": BOMB},
         "tools": [{"type": "mcp", "server_url": url, "server_label": "x"}],
         "web_search_options": {"user_location": url},
         "logits_processors": ["os.system"],
@@ -85,7 +80,6 @@ def parts_with(url: str) -> list[Any]:
         [{"type": "video_url", "video_url": {"url": url}}],
         [{"type": "audio_url", "audio_url": {"url": url}}],
         [{"type": "file", "file": {"file_id": url}}],
-        [{"type": "text", "text": "x", "cache_control": {"url": url}}],
     ]
 
 
@@ -100,7 +94,6 @@ def rejected_bodies(address: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield path, "model", good | {"model": "owner/model-on-a-hub"}
     for content in parts_with(url):
         yield CHAT, "content", {"messages": [{"role": "user", "content": content}]}
-    yield CHAT, "tool", {"messages": [HELLO | {"role": "tool", "tool_call_id": url}]}
 
 
 def harmless_headers(address: str) -> dict[str, str]:
@@ -125,9 +118,24 @@ async def send_all_requests(gateway: GatewayProcess, address: str) -> None:
         assert answer.status_code == (404 if word == "model" else 400), (word, answer.text)
         assert word in answer.json()["error"]["message"], answer.text
     url = f"http://{address}/x"
-    labels = {"user": url, "metadata": {"callback": url}, "safety_identifier": address, "prompt_cache_key": url}
-    for body, headers in ((valid_body(**labels), {}), (valid_body(), harmless_headers(address))):
-        answer = await gateway.http.post(COMPLETIONS, json=body, headers=headers)
+    labels = {
+        "callback_url": url,
+        "cache_salt": url,
+        "user": url,
+        "metadata": {"callback": url},
+        "safety_identifier": address,
+        "prompt_cache_key": url,
+    }
+    variables = {
+        "chat_template_kwargs": {"x": "{{ cycler.__init__.__globals__.os.popen('id').read() }}", "y": url},
+    }
+    for path, body, headers in (
+        (COMPLETIONS, valid_body(**labels), {}),
+        (COMPLETIONS, valid_body(), harmless_headers(address)),
+        (CHAT, {"messages": [HELLO], "max_tokens": 4, **variables}, {}),
+        (CHAT, {"messages": [HELLO, HELLO | {"role": "tool", "tool_call_id": url}], "max_tokens": 4}, {}),
+    ):
+        answer = await gateway.http.post(path, json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         assert address not in answer.text
         assert url not in answer.headers.values()

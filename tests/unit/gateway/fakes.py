@@ -7,6 +7,7 @@ expected response, no matter how many workers took part.
 
 import asyncio
 import zlib
+from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,15 @@ from baton.core.messages.jobs import (
     Step,
     WorkerMessage,
 )
-from baton.core.request import FinishReason, LegTimeline, RequestActuals, TokenDelta, TokenLogprobs, Usage
+from baton.core.request import (
+    FinishReason,
+    LegTimeline,
+    PromptLogprobs,
+    RequestActuals,
+    TokenDelta,
+    TokenLogprobs,
+    Usage,
+)
 from baton.gateway.auth.api_keys import KeyRing
 from baton.gateway.gateway_service import GatewayRules, GatewayService, gateway_budget
 from baton.gateway.input.client_call import ClientCall, Endpoint
@@ -268,6 +277,7 @@ class StubWorker:
             token_ids=tuple(tokens),
             logprobs=logprobs,
             finish=finish,
+            prompt_logprobs=None if begin or sample != job.sample_indices[0] else prompt_logprobs_of(job),
         )
 
     async def _wait_paused(self) -> None:
@@ -286,6 +296,21 @@ def kill_at(index: int, sample: int = 0) -> Hook:
 
 def logprobs_of(token: int, num_logprobs: int) -> TokenLogprobs:
     return TokenLogprobs(logprob=-0.5, top=tuple((token + rank, -0.5 - rank) for rank in range(num_logprobs)))
+
+
+def prompt_logprobs_of(job: PrefillJob | DecodeJob) -> PromptLogprobs | None:
+    """Return a stub worker's logprobs of a prompt: that of a token is minus its id."""
+    num_top, targets = job.sampling.num_prompt_logprobs, job.token_ids[1 : job.num_prompt_tokens]
+    if num_top is None:
+        return None
+    top = [(token + rank, -0.5 - rank) for token in targets for rank in range(num_top)]
+    return PromptLogprobs(
+        num_top=num_top,
+        chosen=array("f", [-token for token in targets]),
+        ranks=array("I", [3] * len(targets)),
+        top_ids=array("I", [token for token, _ in top]),
+        top_values=array("f", [logprob for _, logprob in top]),
+    )
 
 
 class _StubSession:
@@ -412,6 +437,7 @@ class OutputCollector:
     texts: dict[int, str] = field(default_factory=dict)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     finishes: dict[int, list[FinishReason]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[PromptLogprobs]] = field(default_factory=dict)
 
     async def begin(self) -> None:
         """Prepare nothing."""
@@ -420,6 +446,8 @@ class OutputCollector:
         assert choice.index not in self.finishes, "a choice went on after its end"
         self.texts[choice.index] = self.texts.get(choice.index, "") + choice.text
         self.token_ids.setdefault(choice.index, []).extend(choice.token_ids)
+        if choice.prompt_logprobs is not None:
+            self.prompt_logprobs.setdefault(choice.index, []).append(choice.prompt_logprobs)
         if choice.finish is not None:
             self.finishes.setdefault(choice.index, []).append(choice.finish)
 

@@ -12,15 +12,19 @@ from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.ids import DecisionId
 from baton.core.kv.block_hash import token_ids
+from baton.core.request import FinishReason
 from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.gateway.http.openai_objects import timeline_object
 from baton.gateway.input.response_size import ids_bytes, text_bytes
 from baton.gateway.request.job_streams import JobStreams
 from baton.gateway.request.open_request import OpenRequest
 from baton.gateway.request.unread_output import UnreadOutput
+from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_request
 from baton.runtime.process.byte_budget import Account
 from tests import builders
+from tests.scripted_chats import chat_tokenizer, write
 from tests.unit.gateway.fakes import ANONYMOUS, Cluster, answer_to, cluster, until
+from tests.unit.gateway.output.output_cases import join_parts
 from tests.unit.gateway.virtual import virtual
 
 PD = (("p0", "prefill"), ("d0", "decode"))
@@ -262,3 +266,46 @@ async def test_explain_and_drain_call_the_schedulers() -> None:
         with pytest.raises(Refused) as refused:
             await admin(c).drain("d0", ANONYMOUS)
         assert refused.value.failure.reason is Reason.SCHEDULER_LOST
+
+
+# Chats.
+
+CHAT = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}],
+    "max_tokens": 200,
+}
+
+
+@virtual
+async def test_chat_with_tools_is_parsed_into_parts() -> None:
+    async with cluster(*PD, tokenizer=chat_tokenizer("qwen3")) as c:
+        write(c, '<think>so</think>\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>')
+        body = from_generate_request(to_generate_request(CHAT))
+        chunks = await all_of(await inference(c).generate(body, ANONYMOUS))
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        message = join_parts(part for choice in choices for part in choice.parts)
+        assert message.reasoning == "so"
+        assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", '{"a": 1}')]
+        assert choices[-1].finish is FinishReason.TOOL_CALLS
+        assert not any(choice.text for choice in choices)
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.num_reasoning_tokens >= 2
+
+
+@virtual
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"fields_json": "{"}, "not valid JSON"),
+        ({"fields_json": "[]"}, "must be a JSON object"),
+        ({"fields_json": "\ud800"}, "lone surrogate"),
+        ({"fields_json": '{"stream": false}'}, "implied"),
+        ({"fields_json": '{"prompt": "y"}'}, "set in the message, too"),
+        ({"fields_json": '{"messages": [{"role": "user", "content": "x"}]}'}, "prompt"),
+    ],
+)
+async def test_error_in_the_further_fields_is_named(fields: dict[str, str], error: str) -> None:
+    async with cluster(*PD) as c:
+        with pytest.raises(Refused, match=error):
+            await inference(c).generate({"prompt": "x"} | fields, ANONYMOUS)

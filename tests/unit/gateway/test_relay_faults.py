@@ -417,3 +417,32 @@ async def test_address_of_a_lost_worker_is_not_in_the_clients_error(max_attempts
         assert failure.reason is (Reason.WORKER_LOST if max_attempts == 1 else Reason.DEADLINE)
         assert h0.ref.address not in failure.message
         assert c.scheduler.address not in failure.message
+
+
+@virtual
+@pytest.mark.parametrize("index", [0, 1, 3])
+async def test_prompt_logprobs_arrive_once_when_a_decode_worker_dies(index: int) -> None:
+    """They come with the first output of each choice, and are not computed again after it."""
+    async with cluster(("p0", "prefill"), ("d0", "decode"), ("p1", "prefill"), ("d1", "decode")) as c:
+        c.scheduler.workers[1].before_token = kill_at(index)
+        response = await c.complete(PROMPT, n=2, prompt_logprobs=1)
+        found = list(response.prompt_logprobs.values())
+        assert [len(each) for each in found] == [1, 1]
+        assert list(found[0][0].chosen) == [-float(byte) for byte in PROMPT.encode()[1:]]
+        assert found[0] == found[1]
+        retried = [job for worker in c.scheduler.workers for job in worker.jobs if job.job.attempt]
+        assert all(
+            (job.sampling.num_prompt_logprobs is None) == (len(job.token_ids) > job.num_prompt_tokens)
+            for job in retried
+        )
+
+
+@virtual
+async def test_prompt_logprobs_survive_the_loss_of_the_prefill_workers_message() -> None:
+    async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
+        p0, d0 = c.scheduler.workers
+        p0.prefill_s = 10
+        d0.before_token = lambda _w, _j, _s, index: p0.die() if index == 1 and not p0.is_dead else None
+        response = await c.complete(PROMPT, prompt_logprobs=0)
+        assert p0.is_dead
+        assert [len(each) for each in response.prompt_logprobs[0]] == [len(PROMPT) - 1]

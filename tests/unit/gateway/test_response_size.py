@@ -1,13 +1,24 @@
 """Calls whose response may be too large are refused with the arithmetic, before anything is placed."""
 
 import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 
+from baton.core.client_api import Caller
 from baton.core.errors import Code, Reason, Refused
+from baton.gateway.input.client_call import ClientCall, Endpoint
 from baton.gateway.input.response_size import bytes_per_token, call_bytes, response_bytes
+from baton.gateway.input.validation import ModelLimits, Validator
+from baton.gateway.output.builtin_formats import HERMES, THINK
+from baton.gateway.output.formats import OutputFormat
+from baton.gateway.text.tokenizer import ByteTokenizer
 from baton.runtime.process.byte_budget import Account
 from tests.unit.gateway.fakes import cluster, until
+from tests.unit.gateway.validator_calls import at_once
 from tests.unit.gateway.virtual import virtual
 
 HYBRID = ("h0", "hybrid")
@@ -32,7 +43,7 @@ async def test_call_with_a_too_large_response_is_refused_with_the_arithmetic() -
 async def test_streamed_response_of_any_length_is_accepted_unless_it_repeats_a_long_prompt() -> None:
     async with cluster(HYBRID, max_response_bytes=2**15) as c:
         await c.complete("hello", n=4, max_tokens=50, logprobs=20, stream=True)
-        with pytest.raises(Refused, match="4 choices that repeat the prompt's token ids"):
+        with pytest.raises(Refused, match="4 choices that repeat the prompt"):
             await c.complete("x" * 1000, n=4, max_tokens=1, stream=True, return_token_ids=True)
 
 
@@ -54,3 +65,25 @@ async def test_request_waits_for_no_memory_and_gets_429_until_another_one_has_en
         running.cancel()
         await asyncio.wait((running,))
         assert c.gateway.budget.used(Account.REQUESTS) == 0
+
+
+def test_tools_prompt_and_grammar_of_a_chat_count() -> None:
+    plain = at_once(chat_call({}))
+    tools = [{"type": "function", "function": {"name": "f", "description": "x" * 10_000}}]
+    assert call_bytes(at_once(chat_call({"tools": tools}))) > call_bytes(plain) + 200_000
+    (request,) = plain.requests
+    constrained = replace(request, sampling=replace(request.sampling, grammar="x" * 1000))
+    assert call_bytes(replace(plain, requests=(constrained,))) == call_bytes(plain) + 2000
+
+
+def chat_call(fields: dict[str, Any]) -> Coroutine[Any, Any, ClientCall]:
+    checker = Validator(
+        tokenizer=ByteTokenizer(),
+        model="demo",
+        model_limits=lambda: ModelLimits(max_model_len=4096, max_num_seqs=64),
+        rng=Random(3),
+        request_timeout_s=60.0,
+        output_format=OutputFormat(tools=HERMES, reasoning=THINK),
+    )
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    return checker.call(Endpoint.CHAT, body, Caller(), received_s=0.0)

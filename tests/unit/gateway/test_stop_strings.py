@@ -62,6 +62,14 @@ def test_stop_strings_do_not_count_before_min_tokens() -> None:
     assert matcher.put("ab") == ("", True)
 
 
+def test_stop_string_can_be_included_in_the_text() -> None:
+    for pieces in (["xxSTOPyy"], ["xxS", "TO", "Py"], list("xxSTOPyy")):
+        matcher = StopMatcher(StopPatterns(["STOP", "TOPx"], is_included=True))
+        texts = [matcher.put(piece) for piece in pieces]
+        end = next(i for i, (_, found) in enumerate(texts) if found)
+        assert "".join(text for text, _ in texts[: end + 1]) == "xxSTOP"
+
+
 def longest_stops() -> list[str]:
     """The largest legal stop strings: 16 of 1,024 characters, each almost periodic."""
     return ["a" * 1007 + chr(ord("b") + number) + "a" * 16 for number in range(16)]

@@ -1,6 +1,7 @@
 """CPU time of the event loop's own thread for large bodies."""
 
 import json
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ from baton.core.client_api import Caller
 from baton.core.errors import Refused
 from baton.gateway.input.client_call import Endpoint
 from baton.gateway.input.strict_json import parse_body
-from baton.gateway.input.validation import Validator
+from baton.gateway.input.validation import ModelLimits, Validator
+from baton.gateway.output.builtin_formats import HERMES
+from baton.gateway.output.formats import OutputFormat
 from tests.loop_cpu import repeated_longest_turn_s
+from tests.scripted_chats import chat_tokenizer
 from tests.unit.gateway.validator_calls import validator
 
 pytestmark = pytest.mark.slow
@@ -18,10 +22,10 @@ pytestmark = pytest.mark.slow
 LIMIT_S = 0.05
 
 
-async def validate(validator: Validator, raw: bytes) -> str:
+async def validate(validator: Validator, raw: bytes, endpoint: Endpoint = Endpoint.COMPLETIONS) -> str:
     """Parse and validate a body as the HTTP application does. Return the refusal, or an empty string."""
     try:
-        await validator.call(Endpoint.COMPLETIONS, await parse_body(raw), Caller(), received_s=0.0, in_thread=True)
+        await validator.call(endpoint, await parse_body(raw), Caller(), received_s=0.0, in_thread=True)
     except Refused as refused:
         return refused.failure.message
     return ""
@@ -44,3 +48,71 @@ async def test_large_body_takes_little_cpu_time_of_the_loop(body: dict[str, Any]
     assert refusal in refused
     assert bool(refusal) == bool(refused)
     assert longest_s < LIMIT_S
+
+
+USER = {"role": "user", "content": "x"}
+
+
+def tool(number: int, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": f"f{number}", **fields}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"guided_json": {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2000)}}},
+        {"guided_json": json.dumps({"anyOf": [{"const": n} for n in range(1500)]})},
+        {"guided_grammar": "root ::= r0\n" + "".join(f"r{n} ::= r{n + 1}\n" for n in range(3900)) + 'r3900 ::= "a"'},
+        {"guided_grammar": f"root ::= {'(' * 60}{' '.join(['[a-z]'] * 600)}{')' * 60}"},
+        {"guided_regex": "a" * 16_000},
+        {"guided_choice": [f"choice {n} of some length" for n in range(1024)]},
+        {"bad_words": ["word " * 3 + str(n) for n in range(500)]},
+    ],
+    ids=["schema", "schema in a string", "chain of rules", "deep rule", "regex", "choice", "bad words"],
+)
+async def test_large_constraint_takes_little_cpu_time_of_the_loop(body: dict[str, Any]) -> None:
+    raw, checker = json.dumps({"messages": [USER]} | body).encode(), chat_validator()
+    longest_s, refused = await repeated_longest_turn_s(lambda: validate(checker, raw, Endpoint.CHAT), LIMIT_S)
+    assert refused == ""
+    assert longest_s < LIMIT_S
+
+
+@pytest.mark.parametrize(
+    ("body", "refusal"),
+    [
+        ({"messages": [USER], "tools": [tool(number) for number in range(10_000)]}, "at most 128"),
+        ({"messages": [USER], "tools": [tool(0, description="x" * 8_000_000)]}, "262,144 characters"),
+        ({"messages": [USER, {"role": "tool", "tool_call_id": "c", "content": "x" * 8_000_000}]}, "prompt has"),
+        (
+            {
+                "messages": [USER],
+                "tool_choice": "required",
+                "tools": [
+                    tool(n, parameters={"type": "object", "properties": {f"p{i}": {"enum": ["a"]} for i in range(40)}})
+                    for n in range(120)
+                ],
+            },
+            "",
+        ),
+    ],
+    ids=["10,000 tools", "a tool of 8 MB", "a result of 8 MB", "a large grammar"],
+)
+async def test_large_chat_takes_little_cpu_time_of_the_loop(body: dict[str, Any], refusal: str) -> None:
+    raw, checker = json.dumps(body).encode(), chat_validator()
+    longest_s, refused = await repeated_longest_turn_s(lambda: validate(checker, raw, Endpoint.CHAT), LIMIT_S)
+    assert refusal in refused
+    assert bool(refusal) == bool(refused)
+    assert longest_s < LIMIT_S
+
+
+def chat_validator() -> Validator:
+    """Return a validator of a model with a chat template and tools."""
+    limits = ModelLimits(max_model_len=2**17, max_num_seqs=64)
+    return Validator(
+        tokenizer=chat_tokenizer("qwen3"),
+        model="demo",
+        model_limits=lambda: limits,
+        rng=Random(3),
+        request_timeout_s=60.0,
+        output_format=OutputFormat(tools=HERMES),
+    )

@@ -101,11 +101,9 @@ def test_seed_is_that_of_the_client_or_random() -> None:
         [{"role": ["user"], "content": "x"}],
         [{"role": "user", "content": "a\0"}],
         [{"role": "user", "content": "\ud800"}],
-        [{"role": "user", "content": "x", "colour": 1}],
         [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
         [{"role": "user", "content": [{"type": "image_url"}]}],
         [{"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "user", "content": [{"type": "text", "text": "x", "more": 1}]}],
         [{"role": "user", "content": [1]}],
         [{"role": "user", "content": "x", "name": 5}],
         [{"role": "user", "content": "x"}] * 4097,
@@ -230,3 +228,41 @@ def test_number_of_choices_is_bounded() -> None:
     assert refusal({"prompt": ["x"] * 17, "n": 64}).param == "n"
     assert refusal({"prompt": "x", "n": 65}).param == "n"  # above the number of sequences that one worker runs
     call({"prompt": "x", "n": 65}, max_num_seqs=None)
+
+
+def test_truncation_keeps_the_last_tokens() -> None:
+    def kept(prompt: Any, count: int, **body: Any) -> list[bytes]:
+        asked = {"prompt": prompt, "truncate_prompt_tokens": count, "max_tokens": 10} | body
+        return [bytes(list(request.token_ids)) for request in call(asked).requests]
+
+    long = "ab" * 500
+    assert kept(long, 3) == [b"bab"]
+    assert kept([list(b"abc"), list(b"de")], 2) == [b"bc", b"de"]
+    assert kept(long, -1) == [long[: MAX_LEN - 10].encode()]
+    assert kept(long, -1, max_tokens=None, min_tokens=20) == [long[: MAX_LEN - 20].encode()]
+    assert refusal({"prompt": long, "truncate_prompt_tokens": MAX_LEN}).failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    assert refusal({"prompt": "x", "truncate_prompt_tokens": 0}).param == "truncate_prompt_tokens"
+    too_long = {"prompt": "x" * (2**20 + 1), "truncate_prompt_tokens": 5}
+    assert "can be truncated" in str(refusal(too_long))
+
+
+def test_special_tokens_follow_the_endpoint_or_the_request() -> None:
+    asked: list[bool] = []
+
+    class Recording(ByteTokenizer):
+        async def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> Any:
+            asked.append(add_special_tokens)
+            return await super().encode(text)
+
+    checked = validator()
+    checked.tokenizer = Recording(vocab_size=300)
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for endpoint, body in ((Endpoint.COMPLETIONS, {"prompt": "x"}), (Endpoint.CHAT, chat)):
+        for more in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            at_once(checked.call(endpoint, body | more, Caller(), received_s=0.0))
+    assert asked == [True, True, False, False, True, False]
+
+
+def test_best_of_must_equal_n() -> None:
+    call({"prompt": "x", "n": 3, "best_of": 3})
+    assert refusal({"prompt": "x", "n": 3, "best_of": 4}).param == "best_of"

@@ -15,7 +15,7 @@ from baton.gateway.text.tokenizer import ByteTokenizer
 MAX_LEN = 100
 
 
-def validator(**model_limits: Any) -> Validator:
+def validator(*, strict_fields: bool = False, **model_limits: Any) -> Validator:
     known = ModelLimits(**({"max_model_len": MAX_LEN, "max_num_seqs": 64} | model_limits))
     return Validator(
         tokenizer=ByteTokenizer(vocab_size=300),
@@ -23,6 +23,7 @@ def validator(**model_limits: Any) -> Validator:
         model_limits=lambda: known,
         rng=Random(3),
         request_timeout_s=60.0,
+        strict_fields=strict_fields,
     )
 
 
@@ -47,9 +48,9 @@ def chat(**body: Any) -> ClientCall:
     return call({"messages": [{"role": "user", "content": "hi"}]} | body, Endpoint.CHAT)
 
 
-def refusal(body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS) -> InvalidField:
+def refusal(body: dict[str, Any], endpoint: Endpoint = Endpoint.COMPLETIONS, **options: Any) -> InvalidField:
     with pytest.raises(InvalidField) as refused:
-        call(body, endpoint)
+        call(body, endpoint, **options)
     assert refused.value.failure.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
     assert not refused.value.failure.retriable
     str(refused.value).encode()  # must be valid UTF-8

@@ -19,7 +19,7 @@ from baton.core.client_api import TotalUsage
 from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, LayerGroup
 from baton.core.messages.jobs import DecodeJob, Job, PrefillJob
 from baton.core.messages.peer_messages import KvReady
-from baton.core.request import Sampling
+from baton.core.request import PromptLogprobs, Sampling
 from baton.core.request_limits import LIMITS, Limit
 from baton.core.step_cost import COSTS_VERSION, StepCostModel
 
@@ -88,6 +88,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def _of(kind: Any, name: str, owner: str) -> st.SearchStrategy[Any]:
+    if (owner, name) == ("ChoiceDelta", "prompt_logprobs"):  # only HTTP has them
+        return st.none()
     if name in BY_NAME and not (owner == "GenerateChunk" or (owner == "Timeline" and name == "request_id")):
         return BY_NAME[name]
     if isinstance(kind, NewType):
@@ -118,8 +120,20 @@ def _of(kind: Any, name: str, owner: str) -> st.SearchStrategy[Any]:
     return by_type[kind]
 
 
+@st.composite
+def _prompt_logprobs(draw: st.DrawFn) -> PromptLogprobs:
+    """Return a strategy for logprobs whose arrays have matching lengths."""
+    num_top, count = draw(st.integers(0, 2)), draw(st.integers(0, 3))
+    floats, sizes = st.floats(width=32, allow_nan=False), (count, count * num_top)
+    chosen, top_values = (array("f", draw(st.lists(floats, min_size=n, max_size=n))) for n in sizes)
+    ranks, top_ids = (array("I", draw(st.lists(U32, min_size=n, max_size=n))) for n in sizes)
+    return PromptLogprobs(num_top=num_top, chosen=chosen, ranks=ranks, top_ids=top_ids, top_values=top_values)
+
+
 @cache
 def _dataclass(kind: type) -> st.SearchStrategy[Any]:
+    if kind is PromptLogprobs:
+        return _prompt_logprobs()
     # before Python 3.12 `array[int]` cannot be evaluated
     hints = get_type_hints(kind, localns={"array": list})
     strategies = {field.name: _of(hints[field.name], field.name, kind.__name__) for field in fields(kind)}
@@ -132,6 +146,7 @@ def _dataclass(kind: type) -> st.SearchStrategy[Any]:
         }
     if kind is Sampling:
         strategies |= {name: _within(LIMITS[name]) for name, hint in hints.items() if hint is float}
+        strategies["bad_words"] = st.lists(st.lists(U32, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)
         strategies["logit_bias"] = st.lists(st.tuples(U32, _within(LIMITS["logit_bias"])), max_size=3).map(tuple)
     if kind is KvLayout:
         strategies["block_size_tokens"] = SMALL

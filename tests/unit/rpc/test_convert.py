@@ -13,6 +13,7 @@ from baton.core.errors import Code, Reason, Refused
 from baton.core.kv.block_hash import token_ids
 from baton.core.messages.jobs import Ack, Cancel, GatewayMessage, SessionHelloReply, Step, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
+from baton.core.request_limits import MAX_BAD_WORD_TOKENS, MAX_GRAMMAR_BYTES
 from baton.rpc.mappers import common_mapper, worker_mapper
 from baton.wire.v1 import common_pb2, peer_pb2, scheduler_pb2, worker_pb2
 from tests import builders
@@ -219,6 +220,34 @@ def test_nan_sampling_parameter_is_refused(field: str) -> None:
     setattr(message.prefill.job.sampling, field, math.nan)
     with pytest.raises(Refused, match=f"{field} is nan"):
         worker_mapper.from_gateway_message(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"grammar": "é" * (MAX_GRAMMAR_BYTES // 2) + "x"}, f"grammar has {MAX_GRAMMAR_BYTES + 1} bytes"),
+        ({"allowed_token_ids": tuple(range(1025))}, "allowed_token_ids has 1025 items"),
+        ({"bad_words": ((1,),) * 1025}, "bad_words has 1025 items"),
+        ({"bad_words": ((1,), ())}, "bad_words has an entry of 0 tokens"),
+        ({"bad_words": (tuple(range(MAX_BAD_WORD_TOKENS + 1)),)}, "bad_words has an entry of 65 tokens"),
+    ],
+)
+def test_rules_beyond_their_limits_are_refused(changes: dict[str, Any], problem: str) -> None:
+    job = builders.prefill_job(sampling=builders.Sampling(max_tokens=1, **changes))
+    with pytest.raises(Refused, match=problem) as refused:
+        INTERNAL["gateway"].round_trip(job)
+    assert refused.value.failure.code is Code.INVALID_ARGUMENT
+
+
+def test_rules_at_their_limits_are_accepted() -> None:
+    rules = builders.Sampling(
+        max_tokens=1,
+        grammar="x" * MAX_GRAMMAR_BYTES,
+        allowed_token_ids=tuple(range(1024)),
+        bad_words=(tuple(range(MAX_BAD_WORD_TOKENS)),) * 1024,
+    )
+    job = builders.prefill_job(sampling=rules)
+    assert INTERNAL["gateway"].round_trip(job) == job
 
 
 # Bytes on the wire

@@ -17,6 +17,7 @@ from baton.core.ids import WorkerRef
 from baton.core.interfaces import Member, MemberKind
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.messages.jobs import DecodeJob, Job, PrefillJob
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.engine import EngineConfig
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.checksum import extend, token_after
@@ -26,6 +27,7 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.runtime.process.byte_budget import Account
+from baton.sim.sim_cluster import sim_grammar_tokenizer
 from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory, contents
 from baton.sim.sim_network import Delays, SimNetwork
@@ -134,8 +136,13 @@ class Node:
         self.pool = BlockPool(num_blocks, BLOCK, generations)
         self.memory = memory
         self.health = Health("worker")
+        constraints = TokenConstraints(
+            vocab_size=VOCAB_SIZE, tokenizer=lambda: sim_grammar_tokenizer(VOCAB_SIZE), in_threads=False
+        )
         self.executor = GatedExecutor(
-            SimExecutor(layout=self.layout, memory=memory, vocab_size=VOCAB_SIZE, cost=STEP_COST)
+            SimExecutor(
+                layout=self.layout, memory=memory, vocab_size=VOCAB_SIZE, cost=STEP_COST, constraints=constraints
+            )
         )
         engine_config = EngineConfig(
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -156,6 +163,7 @@ class Node:
                 pool=self.pool,
                 executor=self.executor,
                 backend=self.backend,
+                constraints=constraints,
                 network=cluster.network.host(self.ref.address),
                 membership=cluster.membership,
                 health=self.health,

@@ -48,9 +48,9 @@ def test_emulated_device_uses_the_configured_costs_and_stores_none(opened: Open)
     )
 
 
-def test_emulated_device_has_no_end_of_sequence_token(opened: Open) -> None:
+def test_emulated_device_ends_grammars_with_the_models_end_tokens(opened: Open) -> None:
     config = opened(max_num_seqs=7, max_queued_jobs=9).engine_config
-    assert config.eos_token_ids == ()
+    assert config.eos_token_ids == (2, 0)
     assert (config.max_num_seqs, config.max_model_len, config.max_waiting_seqs) == (7, 256, 9)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from baton.core.errors import BatonError, ConfigError, ModelError, StreamBroken
 from baton.core.ids import WorkerRef
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.engine import EngineConfig
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.step import DeviceFault
@@ -67,6 +68,7 @@ class Opened:
                 memory=memory,
                 generations=generations,
             ),
+            constraints=TokenConstraints(vocab_size=VOCAB_SIZE, in_threads=False),
             summary="simulated",
             close_memory=self.closed.set,
         )

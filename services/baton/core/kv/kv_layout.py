@@ -6,7 +6,7 @@ from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import HASH_SCHEME
 
 LAYOUT_VERSION = 1
-SAMPLER_VERSION = 1
+SAMPLER_VERSION = 2
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

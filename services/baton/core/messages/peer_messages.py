@@ -10,7 +10,7 @@ from baton.core.ids import JobId, ReadId, TransferId, WorkerRef
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.core.messages.jobs import PROTOCOL_VERSION
-from baton.core.request import FinishReason, LegTimeline, TokenLogprobs
+from baton.core.request import FinishReason, LegTimeline, PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,13 +107,15 @@ ReaderMessage = PeerHello | Follow | Renew | WillRead | Release | Abandon
 class FirstToken:
     """The first output token of one sample, sampled by the owner.
 
-    `finish` is set if the sample ended with it.
+    `finish` is set if the sample ended with it. The first sample's token has the `prompt_logprobs`, if the
+    job asks for them.
     """
 
     sample_index: int
     token_id: int
     logprobs: TokenLogprobs | None = None
     finish: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ cores without slowing each other down, while everything but the forward pass run
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,12 @@ from baton.core.errors import LayoutMismatch
 from baton.core.kv.block_hash import TokenIds
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import TokenLogprobs
+from baton.engine.constraints.token_bits import Bits, ids_of
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.checksum import START, KvCorrupted, extend, slots_of, token_after, wrong_slot
 from baton.engine.scheduling.async_scheduling import LastResult
 from baton.engine.scheduling.step_queue import StepQueue
-from baton.engine.state.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
+from baton.engine.state.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence, certain_prompt
 
 _SLOT_BYTES = 8
 _MAX_LATE_S = 0.020
@@ -35,12 +37,22 @@ class EmulatedExecutor:
     """
 
     def __init__(
-        self, *, layout: KvLayout, kv: npt.NDArray[np.uint8], vocab_size: int, step_seconds: Callable[[StepPlan], float]
+        self,
+        *,
+        layout: KvLayout,
+        kv: npt.NDArray[np.uint8],
+        vocab_size: int,
+        step_seconds: Callable[[StepPlan], float],
+        eos_token_ids: Collection[int] = (),
+        constraints: TokenConstraints | None = None,
     ) -> None:
         """Create a device over memory that the caller owns.
 
         kv: [num_blocks, block_bytes] KV memory.
         step_seconds: returns the duration of a step in seconds.
+        eos_token_ids: end tokens. They are drawn only where a grammar ends, so that other answers have their
+            full length.
+        constraints: computes the masks of constrained sequences; None: grammars are refused.
         Raises LayoutMismatch if the blocks are not of the size of `layout`, or too small for the checksums.
         """
         num_blocks, block_bytes = kv.shape
@@ -55,6 +67,8 @@ class EmulatedExecutor:
         self._slots = tokens[:, :, :_SLOT_BYTES].view(np.uint64)[:, :, 0]
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._constraints = constraints or TokenConstraints(vocab_size=vocab_size)
         self._queue = StepQueue()
         self._last = LastResult()
         self._late_s = 0.0
@@ -109,8 +123,17 @@ class EmulatedExecutor:
         self._verify_one_block_each(continued, plan.step_id)
         last = {sequence.seq_id: self._slot(sequence, sequence.context_len - 1) for sequence, _ in sampling}
         self._sampled = {sequence.seq_id: (sequence.context_len, last[sequence.seq_id]) for sequence, _ in sampling}
+        masks = self._constraints.masks([(sequence.seq_id, sample) for sequence, sample in sampling])
+        allowed = masks.by_row()
         return StepResult(
-            step_id=plan.step_id, samples={s.seq_id: self._draw(last[s.seq_id], sample) for s, sample in sampling}
+            step_id=plan.step_id,
+            samples={
+                s.seq_id: self._draw(last[s.seq_id], sample, allowed.get(row))
+                for row, (s, sample) in enumerate(sampling)
+                if row not in masks.failures
+            },
+            failures={sampling[row][0].seq_id: failure for row, failure in masks.failures.items()},
+            prompt_logprobs={s.seq_id: certain_prompt(s.prompt) for s in plan.sequences if s.prompt is not None},
         )
 
     def _write(self, sequence: StepSequence) -> None:
@@ -155,21 +178,26 @@ class EmulatedExecutor:
             sequence, _, begin = chosen[wrong[0]]
             raise _corrupted(sequence, begin + wrong[1])
 
-    def _draw(self, last: int, sample: SampleRequest) -> tuple[SampledToken, ...]:
+    def _draw(self, last: int, sample: SampleRequest, allowed: Bits | None) -> tuple[SampledToken, ...]:
         logprobs = None if sample.sampling.num_logprobs is None else TokenLogprobs(logprob=0.0)
-        tokens = ((index, self._allowed(last, sample, index)) for index in sample.sample_indices)
+        choices = None if allowed is None else ids_of(allowed)
         return tuple(
-            SampledToken(sample_index=index, token_id=token_id, logprobs=logprobs) for index, token_id in tokens
+            SampledToken(sample_index=index, token_id=self._token(last, sample, index, choices), logprobs=logprobs)
+            for index in sample.sample_indices
         )
 
-    def _allowed(self, last: int, sample: SampleRequest, sample_index: int) -> int:
-        """Return the token after a slot with checksum `last`, or the next token id that is not banned.
+    def _token(self, last: int, sample: SampleRequest, index: int, choices: npt.NDArray[np.intp] | None) -> int:
+        """Return the token after a slot with checksum `last`.
 
+        choices: the tokens that a constrained sequence may draw. Otherwise banned and end tokens are replaced
+            by the next id.
         With greedy sampling it is the same for all seeds and samples, as with a real model.
         """
-        seed, index = (0, 0) if sample.sampling.is_greedy else (sample.sampling.seed, sample_index)
+        seed, index = (0, 0) if sample.sampling.is_greedy else (sample.sampling.seed, index)
+        if choices is not None:
+            return int(choices[token_after(last, seed, index, sample.position, len(choices))])
         token_id = token_after(last, seed, index, sample.position, self._vocab_size)
-        while token_id in sample.banned_token_ids:
+        while token_id in self._eos_token_ids or token_id in sample.banned_token_ids:
             token_id = (token_id + 1) % self._vocab_size
         return token_id
 

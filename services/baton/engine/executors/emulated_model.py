@@ -26,6 +26,7 @@ class EmulatedModel:
     dtype: str
     vocab_size: int
     max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
 
     def layout(self, block_size_tokens: int) -> KvLayout:
         """Return a KV layout of the size of the real model's, so that transfers move as many bytes."""
@@ -72,7 +73,21 @@ def read_emulated_model(path: Path, *, dtype: str = "auto", max_model_len: int |
         dtype=dtype,
         vocab_size=config["vocab_size"],
         max_model_len=max_model_len or own_len,
+        eos_token_ids=_eos_token_ids(path, config),
     )
+
+
+def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the end tokens from generation_config.json, else from config.json, as for a real model."""
+    try:
+        value = json.loads((path / "generation_config.json").read_text()).get("eos_token_id")
+    except FileNotFoundError:
+        value = None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path / 'generation_config.json'} cannot be read: {error}") from error
+    value = config.get("eos_token_id") if value is None else value
+    ids = value if isinstance(value, list) else [value]
+    return tuple(token_id for token_id in ids if isinstance(token_id, int))
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -42,11 +42,11 @@ class BlockAllocator:
                     raise AssertionError(f"no block for {seq}")
                 self._preempt(victim)
 
-    def admit(self, budget: int) -> list[tuple[EngineSequence, int]]:
+    def admit(self, budget: int, prompt_rows: int) -> list[tuple[EngineSequence, int]]:
         """Admit queued sequences to the batch in order: each gets the blocks of all its tokens.
 
         Returns (sequence, scheduled tokens) of those that are in this step, with at most `budget` tokens in
-        all.
+        all, of which at most `prompt_rows` are of prompts whose logprobs are reported.
 
         - A sequence that does not get its blocks holds up those behind it.
         - If only the token budget is used up, a prefill keeps blocks set aside. Pulled sequences, which
@@ -65,16 +65,18 @@ class BlockAllocator:
                 continue
             if seq.num_slots > slots or num_set_aside >= self._pool.num_allocatable:
                 break
-            if not budget and not seq.waits_for_pull:
+            most = min(budget, prompt_rows) if seq.reports_prompt else budget
+            if not most and not seq.waits_for_pull:
                 num_set_aside += num_blocks_needed(seq, self._config.block_size_tokens)
                 continue
             if not self._give_blocks(seq, num_set_aside):
                 break
             slots -= seq.num_slots
             if seq.state is SequenceState.RUNNING:
-                num_scheduled_tokens = min(seq.num_uncomputed_tokens, budget)
+                num_scheduled_tokens = min(seq.num_uncomputed_tokens, most)
                 scheduled.append((seq, num_scheduled_tokens))
                 budget -= num_scheduled_tokens
+                prompt_rows -= num_scheduled_tokens if seq.reports_prompt else 0
         return scheduled
 
     def release_copies(self) -> None:
@@ -116,7 +118,8 @@ class BlockAllocator:
         Leaves `num_set_aside` blocks, and one block for each running sequence that may need one soon.
         """
         block_size_tokens = self._config.block_size_tokens
-        cached = self._pool.lookup(islice(seq.hashes, max_cached_blocks(len(seq.token_ids), block_size_tokens)))
+        most = 0 if seq.reports_prompt else max_cached_blocks(len(seq.token_ids), block_size_tokens)
+        cached = self._pool.lookup(islice(seq.hashes, most))
         missing = num_blocks_needed(seq, block_size_tokens) - len(cached)
         spare = sum(s.num_slots for s in self._sequences.admitted() if not s.request.prefill_only)
         if missing + spare + num_set_aside > self._pool.num_allocatable - self._pool.num_idle(cached):

@@ -22,13 +22,21 @@ PLACEHOLDER = token_ids((0,))
 
 
 def plan_next_decode(
-    plan: StepPlan, sequences: SequenceTable, pool: BlockPool, config: EngineConfig
+    plan: StepPlan,
+    sequences: SequenceTable,
+    pool: BlockPool,
+    config: EngineConfig,
+    deferred: frozenset[int] = frozenset(),
 ) -> list[EngineSequence]:
     """Return the sequences that decode in the step after `plan`, while `plan` is running.
 
     Each has a block for its token; missing blocks are allocated here. Empty if the next step depends on the
     result of `plan`, or if all sequences end with it.
+    deferred: sequences that the step before `plan` deferred. If `plan` follows that step, it draws nothing
+        for them, and they must be planned anew.
     """
+    if plan.follows is not None and any(part.seq_id in deferred for part in plan.sequences):
+        return []
     if sequences.queue or plan.block_copies or not sequences.running.keys() <= {part.seq_id for part in plan.sequences}:
         return []
     found: list[EngineSequence] = []
@@ -50,22 +58,27 @@ class LastResult:
 
     def __init__(self) -> None:
         self._last: StepResult | None = None
+        self._skipped: frozenset[int] = frozenset()  # deferred by the last step, and removed from this one
 
     def fill_in(self, plan: StepPlan) -> StepPlan:
         """Return `plan`, which starts now, with the tokens that the preceding step has drawn.
 
-        Sequences that failed in that step are removed. Raises NothingToFollow if `plan` follows a step other
-        than the last successful one.
+        Sequences that failed or were deferred in that step are removed. Raises NothingToFollow if `plan`
+        follows a step other than the last successful one.
         """
         last, self._last = self._last, None
+        self._skipped = frozenset()
         if plan.follows is None:
             return plan
         if last is None or last.step_id != plan.follows:
             raise NothingToFollow(f"step {plan.step_id} follows step {plan.follows}, which has no result")
+        self._skipped = last.deferred.intersection(part.seq_id for part in plan.sequences)
         return replace(plan, sequences=tuple(_with_tokens(plan.sequences, last)), follows=None)
 
     def keep(self, result: StepResult) -> StepResult:
-        """Store the result of a successful step, and return it."""
+        """Store the result of a successful step, and return it with the sequences that `fill_in` deferred."""
+        if self._skipped:
+            result = replace(result, deferred=result.deferred | self._skipped)
         self._last = result
         return result
 

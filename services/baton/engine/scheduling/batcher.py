@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from baton.core.state_machines import SequenceState
 from baton.engine.state.sequence import EngineSequence
 
+MAX_PROMPT_ROWS = 64
+"""Prompt tokens of one step whose logprobs are computed. Each needs logits for the whole vocabulary."""
+
 
 def admission_order(waiting: Iterable[EngineSequence]) -> list[EngineSequence]:
     """Return queued sequences in admission order: preempted ones first, then by priority and arrival."""
@@ -41,12 +44,21 @@ def split_budget(
     Decodes are scheduled first, one token each. Prefill chunks share the rest of the budget.
     """
     scheduled: list[tuple[EngineSequence, int]] = []
+    prompt_rows = MAX_PROMPT_ROWS
     for seq in sorted(running, key=lambda seq: (seq.num_uncomputed_tokens > 1, seq.sort_key)):
         num_scheduled_tokens = _chunk(seq, budget, max_num_batched_tokens)
+        if seq.reports_prompt:
+            num_scheduled_tokens = min(num_scheduled_tokens, prompt_rows)
+            prompt_rows -= num_scheduled_tokens
         if num_scheduled_tokens:
             scheduled.append((seq, num_scheduled_tokens))
             budget -= num_scheduled_tokens
     return scheduled
+
+
+def prompt_rows_left(scheduled: Iterable[tuple[EngineSequence, int]]) -> int:
+    """Return how many more prompt tokens may have their logprobs computed in the step."""
+    return MAX_PROMPT_ROWS - sum(num_tokens for seq, num_tokens in scheduled if seq.reports_prompt)
 
 
 def _chunk(seq: EngineSequence, budget: int, max_num_batched_tokens: int) -> int:

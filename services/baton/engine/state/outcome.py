@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.core.errors import Failure
-from baton.core.request import FinishReason
+from baton.core.request import FinishReason, PromptLogprobs
 from baton.engine.state.step import SampledToken
 
 MEAN_OVER_SAMPLES = 64
@@ -48,6 +48,7 @@ class SequenceOutput:
         gets exactly one. Exception: a `prefill_only` sequence ends with its first token, and has a `finish`
         only if that token ends the response.
     num_cached_tokens: prompt tokens that were found in the cache at the first admission.
+    prompt_logprobs: see `TokenDelta`.
     """
 
     seq_id: int
@@ -57,6 +58,7 @@ class SequenceOutput:
     finish: FinishReason | None = None
     failure: Failure | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

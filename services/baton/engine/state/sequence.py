@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.core.kv.block_hash import BlockHash, TokenIds, chain, num_blocks_for
-from baton.core.request import FinishReason, Sampling
+from baton.core.request import FinishReason, PromptLogprobs, Sampling
 from baton.core.state_machines import SEQUENCE_TRANSITIONS, Lifecycle, SequenceState
 
 
@@ -73,6 +73,9 @@ class EngineSequence:
     num_cached_blocks: leading blocks that its last admission found in the cache.
     num_cached_tokens: tokens that its first admission found in the cache; None before. Reported as usage.
     num_hashed_blocks: leading blocks whose hash is published.
+    prompt_logprobs: of the prompt tokens computed so far but the first, by step, if the request asks for
+        them.
+    has_sent_prompt: they were sent, so they are not computed again after a preemption.
     due_s: time at which its next token is due by its TPOT SLO; 0 without SLO or before the first token
         (`engine.scheduling.step_budget.record_token`).
     """
@@ -82,6 +85,7 @@ class EngineSequence:
         "arrival",
         "block_table",
         "due_s",
+        "has_sent_prompt",
         "hashes",
         "key",
         "lifecycle",
@@ -89,6 +93,7 @@ class EngineSequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_hashed_blocks",
+        "prompt_logprobs",
         "request",
         "sample_indices",
         "token_ids",
@@ -105,6 +110,8 @@ class EngineSequence:
         self.num_cached_tokens: int | None = None
         self.block_table: list[int] = []
         self.due_s = 0.0
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.has_sent_prompt = False
         self.hashes: list[BlockHash] = list(request.block_hashes)
         self.num_hashed_blocks = 0
         self.lifecycle = Lifecycle(SEQUENCE_TRANSITIONS, SequenceState.WAITING)
@@ -150,6 +157,13 @@ class EngineSequence:
         return self.request.pulled and self.state is SequenceState.WAITING
 
     @property
+    def reports_prompt(self) -> bool:
+        """True if the logprobs of its prompt are still to be computed here. Every position is then
+        computed."""
+        is_asked = self.request.sampling.num_prompt_logprobs is not None
+        return is_asked and not (self.has_sent_prompt or self.request.pulled)
+
+    @property
     def can_be_preempted(self) -> bool:
         """True if it runs and may lose its blocks. `prefill_only` sequences may not."""
         return self.state is SequenceState.RUNNING and not self.request.prefill_only
@@ -178,6 +192,7 @@ class EngineSequence:
     def drop_blocks(self) -> list[int]:
         """Drop all KV but keep the tokens. Returns the blocks; the caller must release their references."""
         blocks, self.block_table, self._table = self.block_table, [], ()
+        self.prompt_logprobs = []
         self.num_cached_blocks = self.num_hashed_blocks = self.num_computed_tokens = 0
         return blocks
 
@@ -212,6 +227,7 @@ class EngineSequence:
         child.num_cached_tokens = self.num_cached_tokens
         child.block_table = self.block_table[:]
         child.due_s = self.due_s
+        child.has_sent_prompt = self.has_sent_prompt
         child.hashes = self.hashes[:]
         child.num_hashed_blocks = self.num_hashed_blocks
         child.lifecycle = Lifecycle(SEQUENCE_TRANSITIONS, self.state)

@@ -1,5 +1,6 @@
 """The contract between `Engine` and `Executor`: the plan of one forward pass, and its result."""
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -7,7 +8,7 @@ from typing import Protocol
 from baton.core.errors import BatonError, Failure
 from baton.core.kv.block_hash import TokenIds
 from baton.core.kv.kv_layout import KvLayout
-from baton.core.request import Sampling, TokenLogprobs
+from baton.core.request import PromptLogprobs, Sampling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,31 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRequest:
+    """Reports the logprobs of prompt tokens.
+
+    targets: the token after each of the sequence's first scheduled tokens, as far as it is a prompt token.
+    num_logprobs: number of most likely tokens to report beside each.
+    """
+
+    targets: TokenIds
+    num_logprobs: int
+
+
+def certain_prompt(request: PromptRequest) -> PromptLogprobs:
+    """Return the logprobs of a prompt of which each token is certain, for devices without a model."""
+    num_tokens = len(request.targets)
+    top_ids = array("I", (token_id for token_id in request.targets for _ in range(min(1, request.num_logprobs))))
+    return PromptLogprobs(
+        num_top=min(1, request.num_logprobs),
+        chosen=array("f", [0.0] * num_tokens),
+        ranks=array("I", [1] * num_tokens),
+        top_ids=top_ids,
+        top_values=array("f", [0.0] * len(top_ids)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSequence:
     """The part of a step that belongs to one sequence.
 
@@ -40,6 +66,7 @@ class StepSequence:
         `block_table[i // block_size_tokens]`. A token attends to all indices up to its own, within the window
         of the layer.
     sample: the tokens to draw; None while prompt tokens remain.
+    prompt: the prompt tokens whose logprobs to report; None if there are none.
     """
 
     seq_id: int
@@ -48,6 +75,7 @@ class StepSequence:
     kv_begin: int
     block_table: tuple[int, ...]
     sample: SampleRequest | None = None
+    prompt: PromptRequest | None = None
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -104,11 +132,16 @@ class StepResult:
     samples: `StepSequence.seq_id` -> one new token per sample index, for each sequence with a `sample`.
     failures: `StepSequence.seq_id` -> failure of a sequence whose logits or request were invalid. It has no
         samples. The results of the other sequences are valid.
+    deferred: sequences that draw their tokens in a later step, because their masks are not ready. Their KV is
+        written, except in a step that was planned ahead. Their last token must be scheduled again.
+    prompt_logprobs: `StepSequence.seq_id` -> logprobs of the targets of its `prompt`.
     """
 
     step_id: int
     samples: Mapping[int, tuple[SampledToken, ...]]
     failures: Mapping[int, Failure] = field(default_factory=dict)
+    deferred: frozenset[int] = frozenset()
+    prompt_logprobs: Mapping[int, PromptLogprobs] = field(default_factory=dict)
 
 
 class DeviceFault(BatonError):

@@ -25,6 +25,7 @@ from baton.core.interfaces import (
     WorkerService,
 )
 from baton.core.step_cost import StepCostModel
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.step import Executor
@@ -65,7 +66,7 @@ class Switchboard(Protocol):
 class WorkerComponents:
     """The replaceable parts of one worker.
 
-    engine_config, pool, executor, backend: as in `WorkerParts`.
+    engine_config, pool, executor, backend, constraints: as in `WorkerParts`.
     costs: cost model of its steps; None if it is measured.
     close: called when the worker has ended, in any way.
     """
@@ -74,6 +75,7 @@ class WorkerComponents:
     pool: BlockPool
     executor: Executor
     backend: TransferBackend
+    constraints: TokenConstraints
     costs: StepCostModel | None = None
     close: Callable[[], None] = lambda: None
 
@@ -179,6 +181,10 @@ class InProcessCluster:
                 max_attempts=config.max_attempts,
                 stream_buffer_bytes=config.stream_buffer_bytes,
                 max_response_bytes=config.max_response_bytes,
+                tool_parser=config.tool_parser,
+                reasoning_parser=config.reasoning_parser,
+                allow_request_chat_template=config.allow_request_chat_template,
+                strict_fields=config.strict_fields,
             ),
             network=self._switchboard.host(address),
             tokenizer=self._tokenizer,
@@ -214,6 +220,7 @@ class InProcessCluster:
                 pool=components.pool,
                 executor=components.executor,
                 backend=components.backend,
+                constraints=components.constraints,
                 network=self._switchboard.host(worker_ref.address),
                 membership=self._membership,
                 health=Health(),

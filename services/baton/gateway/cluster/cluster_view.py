@@ -4,7 +4,8 @@ While no scheduler answers, the last known state of the workers stays in use.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from hashlib import blake2b
 
 from baton.core.client_api import ProcessInfo
 from baton.core.cluster.cluster_snapshot import ClusterUpdate
@@ -12,6 +13,8 @@ from baton.core.cluster.worker_report import WorkerReport, WorkerState
 from baton.core.ids import WorkerRef
 from baton.core.kv.kv_layout import KvLayout
 from baton.gateway.input.validation import ModelLimits
+
+FINGERPRINT_BYTES = 5
 
 
 class ClusterView:
@@ -43,6 +46,7 @@ class ClusterView:
             self.model_limits = ModelLimits(
                 max_model_len=min(report.max_model_len for report in reports),
                 max_num_seqs=max(report.max_num_seqs for report in reports),
+                fingerprint=_fingerprint({report.layout.model_fingerprint for report in reports}),
             )
             self.layout = Counter(report.layout for report in reports).most_common(1)[0][0]
         self._changed()
@@ -106,6 +110,12 @@ class ClusterView:
     def _changed(self) -> None:
         for listener in self._listeners:
             listener()
+
+
+def _fingerprint(model_fingerprints: Set[str]) -> str:
+    """Return a short name of the weights that the workers have, in the form of OpenAI's."""
+    digest = blake2b("\n".join(sorted(model_fingerprints)).encode(), digest_size=FINGERPRINT_BYTES)
+    return f"fp_{digest.hexdigest()}"
 
 
 def _has_connected_pair(reports: list[WorkerReport]) -> bool:

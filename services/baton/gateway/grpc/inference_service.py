@@ -24,7 +24,10 @@ from baton.core.kv.block_hash import TokenIds
 from baton.core.request_limits import printable
 from baton.gateway.gateway_service import GatewayService
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity, InvalidField
+from baton.gateway.input.field_reader import check_text
+from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.response_size import ids_bytes, text_bytes
+from baton.gateway.input.strict_json import parse_body
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import is_this_machine
@@ -32,6 +35,10 @@ from baton.runtime.process import loop_time
 
 log = get_logger(__name__)
 
+FIELDS_JSON = "fields_json"
+"""Field of a body over gRPC with further fields as JSON."""
+_IMPLIED = frozenset(("stream", "return_token_ids", "stream_options"))
+"""Fields that every call over gRPC has, or cannot have."""
 _CHOICE_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 128, 36, 112
 """Memory of a choice, of a token id and of a (token id, logprob) pair as Python objects."""
 
@@ -49,14 +56,14 @@ class InferenceService:
         try:
             identity = self._service.admit_caller(caller.authorization)
             received_s = asyncio.get_running_loop().time()
-            prompt = body.get("prompt")
+            num_characters = sum(len(body.get(name) or "") for name in (FIELDS_JSON, "prompt") if _is_text(body, name))
             with self._service.hold_slot(identity):
                 call = await self._service.validator.call(
                     Endpoint.GRPC,
-                    body,
+                    await _with_further_fields(body),
                     caller,
                     received_s=received_s,
-                    in_thread=isinstance(prompt, str) and len(prompt) > loop_time.JSON_BYTES,
+                    in_thread=num_characters > loop_time.JSON_BYTES,
                     identity=identity,
                 )
         except Refused as refused:
@@ -67,14 +74,14 @@ class InferenceService:
     @asynccontextmanager
     async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> AsyncIterator[TokenIds]:
         with self._service.hold_slot(self._service.admit_caller(caller.authorization)):
-            ids = await tokenize_body(self._service.validator, body)
+            ids = await tokenize_body(self._service.validator, body, UnknownFields())
             with self._service.unsent_answer(ids_bytes(ids), lambda _: caller.cut_off()):
                 yield ids
 
     @asynccontextmanager
     async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> AsyncIterator[str]:
         with self._service.hold_slot(self._service.admit_caller(caller.authorization)):
-            text = await detokenize_body(self._service.validator, body)
+            text = await detokenize_body(self._service.validator, body, UnknownFields())
             with self._service.unsent_answer(text_bytes(text), lambda _: caller.cut_off()):
                 yield text
 
@@ -112,7 +119,11 @@ class RunningCall:
         """Collect new output for `receive`. Raises Refused (slow_reader) if too much is unread."""
         num_logprobs = sum(1 + len(position.top) for position in choice.logprobs)
         num_bytes = (
-            _CHOICE_BYTES + len(choice.text) + _TOKEN_BYTES * len(choice.token_ids) + _LOGPROB_BYTES * num_logprobs
+            _CHOICE_BYTES * (1 + len(choice.parts))
+            + len(choice.text)
+            + sum(len(part.text) for part in choice.parts)
+            + _TOKEN_BYTES * len(choice.token_ids)
+            + _LOGPROB_BYTES * num_logprobs
         )
         self._unread.add(num_bytes)
         self._num_bytes += num_bytes
@@ -237,3 +248,21 @@ def _request_id(text: str) -> bytes:
             f"request_id is {printable(text)}; must be 32 hex digits, as in the header x-request-id, or the id of a "
             "response (chatcmpl-..., cmpl-...)",
         ) from error
+
+
+def _is_text(body: Mapping[str, Any], name: str) -> bool:
+    return isinstance(body.get(name), str)
+
+
+async def _with_further_fields(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a body with the fields of its JSON. Raises Refused if that is invalid, or repeats a field."""
+    text = body.get(FIELDS_JSON)
+    if text is None:
+        return body
+    check_text(FIELDS_JSON, text)
+    further = await parse_body(text.encode())
+    for name in further:
+        if name in body or name in _IMPLIED:
+            what = "is implied by gRPC" if name in _IMPLIED else "is set in the message, too"
+            raise InvalidField(FIELDS_JSON, f"fields_json has {printable(name)}, which {what}; leave it out")
+    return {name: value for name, value in body.items() if name != FIELDS_JSON} | further

@@ -66,10 +66,16 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, reservation:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Read the caller's metadata from the headers. Raises InvalidField if the timeout header is invalid."""
+    """Read the caller's metadata from the headers. Raises InvalidField if the timeout header is invalid.
+
+    Clients of Anthropic's API send their key in the header `x-api-key`.
+    """
     headers = dict(scope["headers"])
+    authorization = headers.get(b"authorization", b"")
+    if not authorization and (key := headers.get(b"x-api-key")):
+        authorization = b"Bearer " + key
     return Caller(
-        authorization=headers.get(b"authorization", b"").decode("latin-1"),
+        authorization=authorization.decode("latin-1"),
         timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER.encode())),
         address=":".join(map(str, scope.get("client") or ())),
         trace_context=headers.get(b"traceparent", b"").decode("latin-1"),

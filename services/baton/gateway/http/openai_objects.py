@@ -19,14 +19,24 @@ class ObjectFields:
         self.chunk_object = f"{kind}.chunk" if call.endpoint is Endpoint.CHAT else kind
         self.created = int(time.time())
         self.model = call.model
+        self.system_fingerprint = call.system_fingerprint
 
     def completion(self) -> dict[str, Any]:
         """Return the fields of a non-streamed response."""
-        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        return self._with_kind(self.object)
 
     def chunk(self) -> dict[str, Any]:
         """Return the fields of one chunk of a streamed response."""
-        return {"id": self.id, "object": self.chunk_object, "created": self.created, "model": self.model}
+        return self._with_kind(self.chunk_object)
+
+    def _with_kind(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
 
 
 def usage_object(usage: TotalUsage) -> dict[str, Any]:
@@ -36,6 +46,7 @@ def usage_object(usage: TotalUsage) -> dict[str, Any]:
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }
 
 

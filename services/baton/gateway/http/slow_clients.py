@@ -42,6 +42,22 @@ class ReadLimit:
             self._timer.cancel()
 
 
+class ReadLimits:
+    """The time that clients have to read what is left of a response when its call has ended.
+
+    A client must read n bytes within `unread_s + n / min_read_rate` seconds.
+    """
+
+    def __init__(self, unread_s: float, min_read_rate: int) -> None:
+        self._unread_s = unread_s
+        self._min_read_rate = min_read_rate
+
+    def limit(self, scope: Scope) -> ReadLimit:
+        """Return the limit of one response."""
+        abort = connection_of(scope).get("abort", lambda: None)
+        return ReadLimit(abort, self._unread_s, self._min_read_rate)
+
+
 def cut_if_slow_reader(scope: Scope, run: "asyncio.Task[CallOutcome]") -> None:
     """Abort the connection if the call failed because its client left too much of the response unread."""
     error = None if run.cancelled() else run.exception()

@@ -3,117 +3,103 @@
 The fixed parts of an event are built once per response, so one event takes about a microsecond.
 """
 
-import asyncio
 import json
-from collections import deque
 from collections.abc import Sequence
 from json.encoder import encode_basestring
+from types import TracebackType
+from typing import Any, Self
 
-from baton.core.client_api import ChoiceDelta
+from baton.core.client_api import ChoiceDelta, MessagePart, PartKind
+from baton.core.errors import Failure
 from baton.gateway.gateway_service import CallOutcome
-from baton.gateway.http.asgi_io import PIECE_BYTES
 from baton.gateway.http.id_json import repeated_prompts
-from baton.gateway.http.openai_logprobs import chat_logprobs, completion_logprobs
+from baton.gateway.http.openai_errors import error_event
+from baton.gateway.http.openai_logprobs import TokenNames, chat_logprobs, completion_logprobs
 from baton.gateway.http.openai_objects import ObjectFields, timeline_object, usage_object
+from baton.gateway.http.output.event_queue import EventQueue
+from baton.gateway.http.text_json import EchoedPrompt, echoed_prompts
 from baton.gateway.input.client_call import ClientCall
-from baton.gateway.request.unread_output import UnreadOutput
+from baton.gateway.output.message_json import delta_json, finish_json
 from baton.gateway.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+EVENT_END = "}\n\n"
 
 
 class EventStream:
-    """Collects a call's choices as events until they are taken. Implements `ChoiceSink`.
+    """Adds a call's choices to a queue as events. Implements `StreamedResponse`."""
 
-    Events that arrive together leave in one write of about `PIECE_BYTES`.
-    """
-
-    def __init__(self, call: ClientCall, tokenizer: Tokenizer, unread: UnreadOutput) -> None:
-        """Create the stream. `unread` counts the events that are not written yet."""
+    def __init__(self, call: ClientCall, tokenizer: Tokenizer, queue: EventQueue) -> None:
+        """Create the stream. `queue` gets its events."""
         self._call = call
         self._is_chat = call.endpoint.is_chat
         self._options = call.output_options
+        self._has_legacy_calls = bool(self._options.message and self._options.message.legacy_calls)
         self._has_logprobs = call.num_logprobs is not None
         self._prompts: Sequence[str] = ()
         self._n = call.n
         self._tokenizer = tokenizer
-        self._unread = unread
+        self._names = TokenNames(tokenizer, are_ids=call.output_options.token_ids_as_names)
+        self._echoes: Sequence[EchoedPrompt] = ()
+        self._num_prompt_tokens = sum(request.num_prompt_tokens for request in call.requests)
+        self._num_output_tokens = 0
+        self._queue = queue
         self._fields = ObjectFields(call)
         self._begin = f'data: {json.dumps(self._fields.chunk())[:-1]}, "choices":[{{"index":'
-        usage = ', "usage":null' if call.output_options.include_usage else ""
-        self._end = "}]" + usage + "}\n\n"
+        has_usage = self._options.include_usage and not self._options.continuous_usage
+        self._end = "}]" + (', "usage":null' if has_usage else "") + "}\n\n"
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
-        self._pending: deque[bytes] = deque()
-        self._num_written = 0
-        self._waiter: asyncio.Future[None] | None = None
-        self._has_ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drop the formatted prompts."""
+        self._prompts = self._echoes = ()
 
     async def begin(self) -> None:
-        """Format the token ids of the prompts, if events repeat them."""
+        """Format the prompts and their token ids, if events repeat them."""
         self._prompts = await repeated_prompts(self._call)
+        self._echoes = await echoed_prompts(self._call, self._tokenizer)
 
     def put(self, choice: ChoiceDelta) -> None:
         """Add an event for new output. Raises Refused (slow_reader) if too many bytes are unread."""
         is_first = choice.index not in self._begun
+        self._num_output_tokens += len(choice.token_ids)
         carries_ids = bool(choice.token_ids) and (self._options.return_token_ids or self._has_logprobs)
-        if not (choice.text or choice.finish is not None or carries_ids or (is_first and self._is_chat)):
+        begins = is_first and (self._is_chat or self._options.echo)
+        if not (choice.text or choice.parts or choice.finish is not None or carries_ids or begins):
             return  # the text is held back: an incomplete character or a possible stop string
-        event = self._event(choice, is_first).encode()
-        self._unread.add(len(event))
-        self._pending.append(event)
-        self._wake()
+        self._queue.put(*self._event_pieces(choice, is_first))
 
-    def end(self) -> None:
-        """Record that no more events will be added."""
-        self._prompts = ()
-        self._has_ended = True
-        self._wake()
+    def finish(self, outcome: CallOutcome) -> None:
+        """Add the last events of a response that succeeded. Its prompts are no longer needed."""
+        self._prompts = self._echoes = ()
+        if self._options.include_usage or outcome.timeline:
+            chunk = {**self._fields.chunk(), "choices": [], "usage": usage_object(outcome.usage)}
+            if outcome.timeline:
+                chunk["baton"] = timeline_object(outcome.timeline)
+            self._queue.put_uncounted(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        self._queue.put_uncounted(DONE)
 
-    @property
-    def is_exhausted(self) -> bool:
-        """True if all events were taken and no more will be added."""
-        return self._has_ended and not self._pending
+    def fail(self, failure: Failure) -> None:
+        """Add the last event of a response that failed after its first event."""
+        self._queue.put_uncounted(error_event(failure))
 
-    def drop(self) -> None:
-        """Drop all events, because the client does not read them."""
-        self._pending.clear()
-
-    async def next_piece(self) -> bytes:
-        """Wait for events, and return as many as a piece holds; empty after the end.
-
-        The piece counts as unread until the next call, since the caller is still writing it. Only one task
-        may wait.
-        """
-        self._unread.remove(self._num_written)
-        self._num_written = 0
-        if not self._pending and not self._has_ended:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        events: list[bytes] = []
-        while self._pending and self._num_written < PIECE_BYTES:
-            events.append(self._pending.popleft())
-            self._num_written += len(events[-1])
-        return b"".join(events)
-
-    def final_events(self, outcome: CallOutcome) -> bytes:
-        """Return the last events of a response that succeeded."""
-        if not (self._options.include_usage or outcome.timeline):
-            return DONE
-        chunk = {**self._fields.chunk(), "choices": [], "usage": usage_object(outcome.usage)}
-        if outcome.timeline:
-            chunk["baton"] = timeline_object(outcome.timeline)
-        return b"data: " + json.dumps(chunk).encode() + b"\n\n" + DONE
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _event_pieces(self, choice: ChoiceDelta, is_first: bool) -> list[bytes]:
+        """Return an event. If it repeats a prompt, that is in pieces, which other events share."""
+        if not (is_first and self._options.echo):
+            return [self._event(choice, is_first).encode()]
+        echo = self._echoes[choice.index // self._n]
+        self._offsets[choice.index] = echo.num_chars
+        before, text, after = self._event(choice, is_first).partition(',"text":"')
+        return [(before + text).encode(), *echo.pieces, after.encode()]
 
     def _event(self, choice: ChoiceDelta, is_first: bool) -> str:
-        finish = "null" if choice.finish is None else f'"{choice.finish.value}"'
+        finish = finish_json(choice.finish, legacy=self._has_legacy_calls)
         more = ""
         end = self._end
         if is_first:
@@ -126,22 +112,34 @@ class EventStream:
                     end = "}]" + prompt + end[2:]
                 else:
                     more += prompt
+        if self._options.continuous_usage:
+            end = f'{end[: -len(EVENT_END)]}, "usage":{json.dumps(self._usage())}{EVENT_END}'
         logprobs = self._logprobs(choice) if self._has_logprobs else "null"
-        text = encode_basestring(choice.text)
         if self._is_chat:
-            role = '"role":"assistant",' if is_first else ""
-            text = f'"delta":{{{role}"content":{text}}}' if choice.text or is_first else '"delta":{}'
+            parts = choice.parts or _content_parts(choice.text)
+            text = f'"delta":{delta_json(parts, is_first=is_first, legacy=self._has_legacy_calls)}'
         else:
-            text = f'"text":{text}'
+            text = f'"text":{encode_basestring(choice.text)}'
         return f'{self._begin}{choice.index},{text},"logprobs":{logprobs},"finish_reason":{finish}{more}{end}'
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the usage so far."""
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": self._num_output_tokens,
+            "total_tokens": self._num_prompt_tokens + self._num_output_tokens,
+        }
 
     def _logprobs(self, choice: ChoiceDelta) -> str:
         if not choice.token_ids:
             return "null"
         if self._is_chat:
-            return json.dumps(chat_logprobs(self._tokenizer, choice.token_ids, choice.logprobs))
+            return json.dumps(chat_logprobs(self._names, choice.token_ids, choice.logprobs))
         offset = self._offsets.get(choice.index, 0)
-        named, self._offsets[choice.index] = completion_logprobs(
-            self._tokenizer, choice.token_ids, choice.logprobs, offset
-        )
+        named, self._offsets[choice.index] = completion_logprobs(self._names, choice.token_ids, choice.logprobs, offset)
         return json.dumps(named)
+
+
+def _content_parts(text: str) -> tuple[MessagePart, ...]:
+    """Return the text of a choice as a part of a message; nothing if it is empty."""
+    return (MessagePart(kind=PartKind.CONTENT, text=text),) if text else ()

@@ -5,6 +5,7 @@ from enum import Enum
 
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.request import GenerateRequest
+from baton.gateway.output.formats import OutputFormat, ParserOptions
 
 
 class Endpoint(Enum):
@@ -12,12 +13,19 @@ class Endpoint(Enum):
 
     COMPLETIONS = "completions"
     CHAT = "chat"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
     GRPC = "grpc"
 
     @property
     def is_chat(self) -> bool:
-        """True for the chat completions endpoint."""
-        return self is Endpoint.CHAT
+        """True if a call is a chat: its prompt is messages, and its response is a message."""
+        return self in (Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES)
+
+    @property
+    def repeats_output(self) -> bool:
+        """True if the last events of a stream repeat the output, which is therefore kept."""
+        return self is Endpoint.RESPONSES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +50,51 @@ ANONYMOUS = Identity(is_admin=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MessageOptions:
+    """Parsing of the answers of a chat into content, reasoning and tool calls.
+
+    parser: options of each sample's parser, without its seed of call ids.
+    include_reasoning: the response has the reasoning.
+    parallel_calls: a message may have several calls; otherwise the first one counts.
+    legacy_calls: calls are sent as OpenAI's older `function_call`.
+    num_bytes: memory of these options.
+    """
+
+    output_format: OutputFormat
+    parser: ParserOptions
+    include_reasoning: bool = True
+    parallel_calls: bool = True
+    legacy_calls: bool = False
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
     """Format of a response.
 
-    stop: stop strings.
-    include_usage: add usage to the last event of a stream.
+    stop: stop strings. In messages they apply to the content.
+    message: parsing of the text into messages; None leaves the text as it is.
+    includes_stop: end the text with the stop string that was found.
+    include_usage: add usage to the last event of a stream, and with `continuous_usage` to every event.
+    echo: begin each choice with the prompt.
+    prompt_logprobs: add the logprobs of the prompt's tokens in the form of vLLM, and of so many alternatives.
+    drops_output: return only the prompt. One token is generated, which the client does not see.
+    token_ids_as_names: name tokens in logprobs by their ids.
     return_token_ids: add token ids to each choice.
     timeline: add the request's timeline to the end of the response.
     """
 
     stop: tuple[str, ...] = ()
+    message: MessageOptions | None = None
     skip_special_tokens: bool = True
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    includes_stop: bool = False
+    echo: bool = False
+    prompt_logprobs: int | None = None
+    drops_output: bool = False
+    token_ids_as_names: bool = False
     return_token_ids: bool = False
     timeline: bool = False
 
@@ -65,6 +105,9 @@ class ClientCall:
 
     requests: one request per prompt, each with `n` samples. Sample s of prompt p becomes choice `p * n + s`.
     received_s: event loop time at which the call was received.
+    prompt_texts: text of each prompt for `echo`; None for one that is known only as token ids.
+    ignored_fields: names of unknown fields, see `UnknownFields`.
+    system_fingerprint: name of the model's weights; None if no worker has reported it.
     """
 
     endpoint: Endpoint
@@ -74,11 +117,19 @@ class ClientCall:
     output_options: OutputOptions
     received_s: float
     identity: Identity = ANONYMOUS
+    prompt_texts: tuple[str | None, ...] = ()
+    ignored_fields: tuple[str, ...] = ()
+    system_fingerprint: str | None = None
 
     @property
     def request_id(self) -> bytes:
         """The id that the client sees, which is that of its first prompt's request."""
         return self.requests[0].request_id
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of most likely tokens to report per prompt token; None if the prompt has no logprobs."""
+        return self.requests[0].sampling.num_prompt_logprobs
 
     @property
     def num_logprobs(self) -> int | None:

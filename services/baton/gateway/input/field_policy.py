@@ -1,112 +1,332 @@
-"""Lists the known request fields: supported ones, labels that are accepted without effect, and unimplemented
-ones.
+"""The known request fields of each endpoint: read, accepted as labels, or refused by name.
 
-Every other field is rejected, so no field is silently ignored.
+A field that is in no table is unknown. It is ignored and named in the response, or refused with
+`--strict-fields`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
-COMMON = frozenset(
-    """
-    model max_tokens max_completion_tokens min_tokens temperature top_p top_k min_p n seed stop
-    stop_token_ids presence_penalty frequency_penalty repetition_penalty logit_bias logprobs
-    ignore_eos skip_special_tokens stream stream_options return_token_ids timeline priority slo
-    """.split()
-)
-COMPLETIONS = COMMON | {"prompt"}
-CHAT = COMMON | {"messages", "top_logprobs"}
-
-LABELS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"))
-"""String fields that are accepted without effect. `metadata` and `store` are labels of other types."""
-
-STREAM_OPTIONS = frozenset(("include_usage",))
-SLO = frozenset(("ttft_ms", "tpot_ms"))
+from baton.gateway.input.field_table import FieldTable, LabelField, ReadField, RefusedField
 
 _NOTHING: tuple[object, ...] = ([], {}, "")
 _OWN = "omit it; Baton sets it"
-_TOOLS = "tools are not implemented; describe them in a message and parse the response"
-_CONSTRAINED = "constrained output is not implemented; describe the format in a message and parse the response"
+_CONSTRAINED = "send response_format or structured_outputs"
+_CHATS = "send chats to /v1/chat/completions"
 _SEARCH = "beam search is not implemented; use temperature, top_p, top_k and n"
+_ONE_MODEL = "adapters are not implemented; the served model has a name of its own"
 
+_TEXT: Mapping[str, Any] = {"type": "string"}
+_TEXTS: Mapping[str, Any] = {"type": "array", "items": _TEXT}
+_FLAG: Mapping[str, Any] = {"type": "boolean"}
+_OBJECT: Mapping[str, Any] = {"type": "object"}
+_OBJECTS: Mapping[str, Any] = {"type": "array", "items": _OBJECT}
+_OBJECT_OR_TEXT: Mapping[str, Any] = {"anyOf": [_OBJECT, _TEXT]}
+_TOKEN_IDS: Mapping[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unimplemented:
-    """A known field that is not implemented.
-
-    advice: what a client can do instead; part of the error message.
-    defaults: values that have no effect and are therefore accepted. Null is always accepted.
-    """
-
-    advice: str
-    defaults: tuple[object, ...] = ()
-
-
-def _not(advice: str, *defaults: object) -> Unimplemented:
-    return Unimplemented(advice=advice, defaults=defaults)
-
-
-_BOTH: Mapping[str, Unimplemented] = {
-    "add_special_tokens": _not(
-        "text prompts get the tokenizer's special tokens and chats those of the template; send token ids to avoid them"
+STREAM_OPTIONS: FieldTable = {
+    "include_usage": ReadField("Add the usage to the last event of the stream."),
+    "continuous_usage_stats": ReadField("Add the usage so far to every event; implies include_usage."),
+    "include_obfuscation": RefusedField("obfuscation is not implemented", (False,)),
+}
+SLO: FieldTable = {
+    "ttft_ms": ReadField("Objective for the time to the first token, in milliseconds."),
+    "tpot_ms": ReadField("Objective for the mean time between tokens, in milliseconds."),
+}
+MESSAGE_PARTS: FieldTable = {
+    "type": ReadField("Kind of the part.", {"enum": ["text", "refusal"]}),
+    "text": ReadField("The text of a part of type text.", _TEXT),
+    "refusal": ReadField("The text of a part of type refusal, only in messages of the assistant.", _TEXT),
+}
+CALLED_FUNCTION: FieldTable = {
+    "name": ReadField("Name of the function.", _TEXT),
+    "arguments": ReadField("Arguments as a JSON object in a string.", _TEXT),
+}
+TOOL_CALLS: FieldTable = {
+    "id": ReadField("Id of the call, which its result repeats.", _TEXT),
+    "type": ReadField("Always function.", {"const": "function"}),
+    "function": ReadField("The called function.", table=CALLED_FUNCTION),
+    "index": ReadField("Number of the call; not needed.", {"type": "integer"}),
+}
+MESSAGES: FieldTable = {
+    "role": ReadField(
+        "Author of the message.",
+        {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool", "function"]},
     ),
-    "allowed_token_ids": _not("use logit_bias", *_NOTHING),
-    "bad_words": _not("use logit_bias", *_NOTHING),
-    "cache_salt": _not(_OWN),
-    "deadline_s": _not("send the header x-baton-timeout-ms"),
-    "early_stopping": _not(_SEARCH, False),
-    "guided_choice": _not(_CONSTRAINED),
-    "guided_grammar": _not(_CONSTRAINED),
-    "guided_json": _not(_CONSTRAINED),
-    "guided_regex": _not(_CONSTRAINED),
-    "include_stop_str_in_output": _not("add the stop string yourself", False),
-    "kv_transfer_params": _not(_OWN),
-    "length_penalty": _not(_SEARCH, 1, 1.0),
-    "logits_processors": _not("use logit_bias", *_NOTHING),
-    "prompt_logprobs": _not("only generated tokens have logprobs"),
-    "request_id": _not("omit it; the response header x-request-id contains the id"),
-    "response_format": _not(_CONSTRAINED, {"type": "text"}),
-    "return_tokens_as_token_ids": _not("use return_token_ids", False),
-    "sample_indices": _not(_OWN),
-    "spaces_between_special_tokens": _not("special tokens are joined without spaces", True),
-    "structured_outputs": _not(_CONSTRAINED),
-    "truncate_prompt_tokens": _not("shorten the prompt yourself; /tokenize counts its tokens"),
-    "use_beam_search": _not(_SEARCH, False),
+    "content": ReadField(
+        "Text, or a list of text parts, which are joined with newlines. Null if a message of the assistant has "
+        "anything else.",
+        _TEXT,
+        table=MESSAGE_PARTS,
+        is_list=True,
+    ),
+    "name": ReadField("Name of the author, if the chat template uses it; of the function for role function."),
+    "tool_calls": ReadField("Tool calls of the assistant.", table=TOOL_CALLS, is_list=True),
+    "tool_call_id": ReadField("Id of the call whose result a message of role tool has."),
+    "reasoning_content": ReadField("Reasoning of the assistant, if the chat template uses it.", _TEXT),
+    "reasoning": ReadField("Other name of reasoning_content.", _TEXT),
+    "refusal": ReadField("Refusal of the assistant, which is added to its content.", _TEXT),
+    "function_call": ReadField("Older form of one tool call.", table=CALLED_FUNCTION),
+    "annotations": RefusedField("leave them out", ([],)),
+    "audio": RefusedField("only text is implemented"),
+}
+FUNCTIONS: FieldTable = {
+    "name": ReadField(
+        "1 to 64 letters, digits, '_', '-' and '.'.", {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
+    ),
+    "description": ReadField("What the function does.", _TEXT),
+    "parameters": ReadField("JSON schema of the arguments.", {"type": "object"}),
+    "strict": ReadField("The arguments must match the schema.", {"type": "boolean"}),
+}
+TOOLS: FieldTable = {
+    "type": ReadField("Always function.", {"const": "function"}),
+    "function": ReadField("The function.", table=FUNCTIONS),
+}
+FUNCTION_NAME: FieldTable = {"name": ReadField("Name of the function that must be called.", _TEXT)}
+TOOL_CHOICE: FieldTable = {
+    "type": ReadField("Always function.", {"const": "function"}),
+    "function": ReadField("The tool that must be called.", table=FUNCTION_NAME),
 }
 
-NOT_IN_COMPLETIONS: Mapping[str, Unimplemented] = {
+LABELS: FieldTable = {
+    "user": LabelField("Name of the end user."),
+    "safety_identifier": LabelField("Name of the end user."),
+    "prompt_cache_key": LabelField("Prefixes are cached without it."),
+    "prompt_cache_retention": LabelField("Prefixes are cached without it."),
+    "service_tier": LabelField("There is one tier."),
+    "metadata": LabelField("Names and values of the client.", "metadata"),
+    "store": LabelField("Nothing is stored.", "store"),
+}
+
+_SAMPLING: FieldTable = {
+    "max_tokens": ReadField(
+        "Most tokens to generate. A completion gets 16 without it, a chat the rest of the context. "
+        "0 is allowed with echo."
+    ),
+    "max_completion_tokens": ReadField("Newer name of max_tokens."),
+    "min_tokens": ReadField("Fewest tokens to generate; until then no stop condition counts."),
+    "temperature": ReadField("0 always takes the most likely token."),
+    "top_p": ReadField("Draw from the most likely tokens that together have this probability."),
+    "top_k": ReadField("Draw from this many most likely tokens; 0 and -1 mean all."),
+    "min_p": ReadField("Draw from tokens with at least this share of the highest probability."),
+    "n": ReadField("Number of choices for each prompt."),
+    "seed": ReadField("Seed of the random draws. Equal requests with equal seeds get equal answers."),
+    "stop": ReadField(
+        "Text, or texts, that end a choice.",
+        {"anyOf": [_TEXT, {"type": "array", "maxItems": 16, "items": _TEXT}]},
+    ),
+    "stop_token_ids": ReadField("Token ids that end a choice."),
+    "ignore_eos": ReadField("Continue after the model's end token."),
+    "presence_penalty": ReadField("Subtracted from the logits of tokens that were generated before."),
+    "frequency_penalty": ReadField("Subtracted from the logits of a token for each time that it was generated."),
+    "repetition_penalty": ReadField("Divides the logits of tokens in the prompt and in the output; 1 changes nothing."),
+    "logit_bias": ReadField(
+        "Token ids and what is added to their logits.",
+        {"type": "object", "maxProperties": 1024, "additionalProperties": {"type": "number"}},
+    ),
+    "allowed_token_ids": ReadField("The only token ids that may be generated."),
+    "bad_words": ReadField("Texts that must not be generated."),
+    "early_stopping": RefusedField(_SEARCH, (False,)),
+    "length_penalty": RefusedField(_SEARCH, (1, 1.0)),
+    "logits_processors": RefusedField("use logit_bias", _NOTHING),
+    "stop_regex": RefusedField("use stop", _NOTHING),
+    "use_beam_search": RefusedField(_SEARCH, (False,)),
+}
+"""Fields that decide which tokens are generated."""
+
+JSON_SCHEMA: FieldTable = {
+    "name": ReadField("Name of the schema; not needed.", _TEXT),
+    "description": ReadField("What the schema is for; not needed.", _TEXT),
+    "schema": ReadField("JSON schema of the answer.", _OBJECT),
+    "strict": ReadField(
+        "False ignores parts of the schema that are not supported, which are otherwise refused.", _FLAG
+    ),
+}
+RESPONSE_FORMAT: FieldTable = {
+    "type": ReadField("Kind of the format.", {"enum": ["text", "json_object", "json_schema", "structural_tag"]}),
+    "json_schema": ReadField("Format of type json_schema.", table=JSON_SCHEMA),
+    "structures": ReadField("Older form of a structural_tag: tags with begin, schema and end.", _OBJECTS),
+    "triggers": ReadField("Texts that begin a tag, in the older form.", _TEXTS),
+    "format": ReadField("Newer form of a structural_tag, of type triggered_tags.", _OBJECT),
+}
+STRUCTURED_OUTPUTS: FieldTable = {
+    "json": ReadField("JSON schema of the answer, as an object or in a string.", _OBJECT_OR_TEXT),
+    "json_object": ReadField("True: the answer is any JSON object.", _FLAG),
+    "regex": ReadField("Regular expression that matches the whole answer.", _TEXT),
+    "choice": ReadField("Texts of which the answer is one.", _TEXTS),
+    "grammar": ReadField("Grammar of the answer in llguidance's form of Lark, or in GBNF.", _TEXT),
+    "structural_tag": ReadField("Free text with tags, as in response_format; also in a string.", _OBJECT_OR_TEXT),
+    "whitespace_pattern": ReadField("Regular expression for white space in JSON.", _TEXT),
+    "disable_any_whitespace": ReadField("True: JSON has no white space.", _FLAG),
+    "disable_fallback": RefusedField("there is one implementation", (False, True)),
+    "disable_additional_properties": RefusedField("set additionalProperties in the schema", (False,)),
+}
+CONSTRAINTS: FieldTable = {
+    "ebnf": RefusedField(_CONSTRAINED),
+    "guided_choice": ReadField("Older form of structured_outputs.choice.", _TEXTS),
+    "guided_decoding_backend": LabelField("There is one implementation."),
+    "guided_grammar": ReadField("Older form of structured_outputs.grammar.", _TEXT),
+    "guided_json": ReadField("Older form of structured_outputs.json.", _OBJECT_OR_TEXT),
+    "guided_regex": ReadField("Older form of structured_outputs.regex.", _TEXT),
+    "guided_whitespace_pattern": ReadField("Older form of structured_outputs.whitespace_pattern.", _TEXT),
+    "json_schema": RefusedField(_CONSTRAINED),
+    "regex": RefusedField(_CONSTRAINED),
+    "response_format": ReadField("Format of the answer. Default: text.", table=RESPONSE_FORMAT),
+    "structured_outputs": ReadField("Constraint of the answer; exactly one of them.", table=STRUCTURED_OUTPUTS),
+}
+"""Fields for the format of the answer."""
+
+_OUTPUT: FieldTable = {
+    "stream": ReadField("Send the answer as server-sent events."),
+    "stream_options": ReadField("Options of a stream.", table=STREAM_OPTIONS),
+    "skip_special_tokens": ReadField("Leave special tokens out of the text."),
+    "return_token_ids": ReadField("Add the token ids of the prompt and of each choice."),
+    "timeline": ReadField("Add the object baton, which says where the time went."),
+    "include_stop_str_in_output": ReadField("End the text with the stop string that was found."),
+    "prompt_logprobs": ReadField(
+        "Report the logprob of each prompt token but the first, and of this many most likely tokens. Not with stream."
+    ),
+    "return_hidden_states": RefusedField("hidden states are not returned", (False,)),
+    "return_tokens_as_token_ids": ReadField("Name tokens in logprobs token_id:ID instead of by their text."),
+    "spaces_between_special_tokens": RefusedField("special tokens are joined without spaces", (True,)),
+}
+"""Fields for the form of the response."""
+
+_PROMPT: FieldTable = {
+    "add_special_tokens": ReadField(
+        "Add the tokenizer's special tokens to the prompt. Default: true for text prompts, false for chats, whose "
+        "template has them."
+    ),
+    "truncate_prompt_tokens": ReadField(
+        "Keep only this many last tokens of the prompt; -1 keeps as many as fit before max_tokens."
+    ),
+}
+"""Fields for the prompt's tokens."""
+
+_SERVICE: FieldTable = {
+    "model": ReadField("Name of the served model; may be omitted."),
+    "priority": ReadField("Requests with lower numbers are served first."),
+    "slo": ReadField("Service level objective of the request.", table=SLO),
+    "cache_salt": ReadField("Reuse cached prefixes only of requests with the same salt, and of the same tenant."),
+    "deadline_s": RefusedField("send the header x-baton-timeout-ms"),
+    "lora_path": RefusedField(_ONE_MODEL),
+    "request_id": RefusedField("omit it; the response header x-request-id contains the id"),
+    **{
+        name: RefusedField(_OWN)
+        for name in (
+            "bootstrap_host",
+            "bootstrap_port",
+            "bootstrap_room",
+            "data_parallel_rank",
+            "decision_id",
+            "decode",
+            "job",
+            "kv_transfer_params",
+            "nvext",
+            "otlp_endpoint",
+            "owner",
+            "prefill",
+            "prefix_source",
+            "reader",
+            "sample_indices",
+            "source",
+            "tenant",
+            "transfer_id",
+            "trust_remote_code",
+            "vllm_xargs",
+            "worker_id",
+        )
+    },
+}
+"""Fields for the service: model, scheduling and routing. Nobody may steer another's KV."""
+
+_BOTH: FieldTable = {**_SERVICE, **_PROMPT, **_SAMPLING, **CONSTRAINTS, **_OUTPUT, **LABELS}
+
+COMPLETIONS: FieldTable = {
     **_BOTH,
-    "best_of": _not("use n, and choose among the choices", 1),
-    "echo": _not("prepend the prompt to the response yourself", False),
-    "messages": _not("send chats to /v1/chat/completions"),
-    "suffix": _not("text insertion is not implemented; only continuation is", ""),
+    "prompt": ReadField(
+        "A text, a list of token ids, or up to 256 of either.",
+        {
+            "anyOf": [
+                _TEXT,
+                _TOKEN_IDS,
+                {"type": "array", "maxItems": 256, "items": _TEXT},
+                {"type": "array", "maxItems": 256, "items": _TOKEN_IDS},
+            ]
+        },
+    ),
+    "logprobs": ReadField("Report the logprobs of this many most likely tokens at each position."),
+    "best_of": ReadField("Must be equal to n: no choices are dropped."),
+    "echo": ReadField("Begin each choice with the prompt, and with logprobs its logprobs with those of the prompt."),
+    **{
+        name: RefusedField(_CHATS)
+        for name in (
+            "chat_template",
+            "chat_template_kwargs",
+            "documents",
+            "messages",
+            "tool_choice",
+            "tools",
+            "web_search_options",
+        )
+    },
+    "suffix": RefusedField(
+        "a model needs tokens of its own for text insertion; write the model's fill-in-the-middle format into prompt",
+        ("",),
+    ),
 }
 
-NOT_IN_CHAT: Mapping[str, Unimplemented] = {
+CHAT_TEMPLATE: FieldTable = {
+    "messages": ReadField("The chat so far.", table=MESSAGES, is_list=True),
+    "tools": ReadField("Tools that the model may call, at most 128.", table=TOOLS, is_list=True),
+    "tool_choice": ReadField(
+        "none, auto, required, or the tool that must be called. Default: auto if there are tools.",
+        {"enum": ["none", "auto", "required"]},
+        table=TOOL_CHOICE,
+    ),
+    "parallel_tool_calls": ReadField("False: at most one call in an answer.", {"type": "boolean"}),
+    "functions": ReadField("Older form of tools. The answer then has function_call.", table=FUNCTIONS, is_list=True),
+    "function_call": ReadField("Older form of tool_choice.", {"enum": ["none", "auto"]}, table=FUNCTION_NAME),
+    "include_reasoning": ReadField("False leaves the reasoning out of the answer.", {"type": "boolean"}),
+    "reasoning_effort": ReadField("Variable of the chat template. none also sets enable_thinking to false."),
+    "documents": ReadField(
+        "Documents for the chat template.", {"type": "array", "maxItems": 1024, "items": {"type": "object"}}
+    ),
+    "chat_template": ReadField(
+        "Name of one of the model's chat templates; or a template, if --allow-request-chat-template allows it."
+    ),
+    "chat_template_kwargs": ReadField(
+        "Variables of the chat template, such as enable_thinking.", {"type": "object", "maxProperties": 64}
+    ),
+    "add_generation_prompt": ReadField("End the prompt with the beginning of an answer.", {"type": "boolean"}),
+    "continue_final_message": ReadField("Continue the last message instead of a new answer.", {"type": "boolean"}),
+}
+"""Fields that make the prompt of a chat, and say how its answer is parsed."""
+
+CHAT: FieldTable = {
     **_BOTH,
-    "add_generation_prompt": _not("the generation prompt is always added", True),
-    "audio": _not("only text is implemented"),
-    "chat_template": _not("the model's own chat template is used"),
-    "chat_template_kwargs": _not("the model's own chat template is used", *_NOTHING),
-    "continue_final_message": _not("send the whole prompt to /v1/completions", False),
-    "documents": _not("put them into a message", *_NOTHING),
-    "echo": _not("prepend the prompt to the response yourself", False),
-    "function_call": _not(_TOOLS, "none", "auto"),
-    "functions": _not(_TOOLS, *_NOTHING),
-    "mm_processor_kwargs": _not("only text is implemented", *_NOTHING),
-    "modalities": _not("only text is implemented", ["text"]),
-    "moderation": _not("check the response yourself"),
-    "parallel_tool_calls": _not(_TOOLS, True, False),
-    "prediction": _not("predicted output is not implemented"),
-    "prompt": _not("send prompts to /v1/completions"),
-    "reasoning_effort": _not("ask for it in a message"),
-    "tool_choice": _not(_TOOLS, "none", "auto"),
-    "tools": _not(_TOOLS, *_NOTHING),
-    "verbosity": _not("ask for it in a message", "medium"),
-    "web_search_options": _not("web search is not implemented"),
+    **CHAT_TEMPLATE,
+    "logprobs": ReadField("Report the logprob of each generated token.", {"type": "boolean"}),
+    "top_logprobs": ReadField("Report the logprobs of this many most likely tokens at each position."),
+    "audio": RefusedField("only text is implemented"),
+    "echo": RefusedField("prepend the prompt to the response yourself", (False,)),
+    "mm_processor_kwargs": RefusedField("only text is implemented", _NOTHING),
+    "modalities": RefusedField("only text is implemented", (["text"],)),
+    "moderation": RefusedField("check the response yourself"),
+    "prediction": RefusedField("predicted output is not implemented"),
+    "prompt": RefusedField("send prompts to /v1/completions"),
+    "verbosity": RefusedField("ask for it in a message", ("medium",)),
+    "web_search_options": RefusedField("web search is not implemented"),
 }
 
-NOT_IN_STREAM_OPTIONS: Mapping[str, Unimplemented] = {
-    "continuous_usage_stats": _not("only the last chunk contains the usage", False),
-    "include_obfuscation": _not("obfuscation is not implemented", False),
+TOKENIZE: FieldTable = {
+    "model": _SERVICE["model"],
+    "prompt": ReadField("A text. Exactly one of prompt and messages is sent.", _TEXT),
+    **CHAT_TEMPLATE,
+    "add_special_tokens": ReadField("Add the tokenizer's special tokens to a text.", {"type": "boolean"}),
+    "return_token_strs": RefusedField("/detokenize returns the text of each id", (False,)),
+}
+DETOKENIZE: FieldTable = {
+    "model": _SERVICE["model"],
+    "tokens": ReadField("Token ids.", _TOKEN_IDS),
 }

@@ -3,14 +3,14 @@
 Errors are `InvalidField` with a message that names the field, its value, the rule and the remedy.
 """
 
-import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from baton.core.errors import Reason
 from baton.core.request_limits import LIMITS, OutOfLimits, printable
 from baton.gateway.input.client_call import InvalidField
-from baton.gateway.input.field_policy import LABELS, Unimplemented
+from baton.gateway.input.field_table import FieldTable, LabelField, ReadField
+from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.json_pieces import JSON_LISTS
 
 
@@ -84,32 +84,37 @@ def check_text(name: str, text: str) -> None:
             ) from error
 
 
-def refuse_unknown_fields(
-    body: Mapping[str, Any],
-    known: Collection[str],
-    unimplemented: Mapping[str, Unimplemented],
-    prefix: str = "",
-    is_label: Callable[[str, object], bool] | None = None,
-) -> None:
-    """Raise InvalidField for the first field of `body` that is not allowed.
+def check_fields(body: Mapping[str, Any], table: FieldTable, unknown: UnknownFields, prefix: str = "") -> None:
+    """Check that `body` has only fields that `table` allows, and report unknown ones to `unknown`.
 
-    Allowed are `known` fields, fields for which `is_label(name, value)` is true, and `unimplemented` fields
-    with a value that has no effect. `prefix` is prepended to names in errors.
+    Allowed are fields that are read, valid labels, and refused fields with a value that has no effect.
+    `prefix` is prepended to names. Raises InvalidField for the first field that is refused.
     """
     for name, value in body.items():
-        if name in known or (is_label is not None and is_label(name, value)):
+        rule = table.get(name)
+        if isinstance(rule, ReadField):
             continue
-        full = prefix + name
-        field = unimplemented.get(name)
-        if field is not None:
-            if value is not None and not any(
-                type(value) is type(default) and value == default for default in field.defaults
-            ):
-                raise InvalidField(full, f"{full} is not implemented: {field.advice}", Reason.UNSUPPORTED_FIELD)
+        if rule is None:
+            unknown.add(name, table, prefix)
+        elif value is None:
             continue
-        near = difflib.get_close_matches(name, [*known, *unimplemented, *LABELS], n=1) if len(name) <= 64 else []
-        hint = f"; did you mean {prefix}{near[0]}?" if near else "; remove it"
-        raise InvalidField(printable(full)[1:-1], f"unknown field {printable(full)}{hint}", Reason.UNSUPPORTED_FIELD)
+        elif isinstance(rule, LabelField):
+            _check_label(name, value, rule)
+        elif not any(type(value) is type(default) and value == default for default in rule.defaults):
+            full = prefix + name
+            raise InvalidField(full, f"{full} is not implemented: {rule.advice}", Reason.UNSUPPORTED_FIELD)
+
+
+def _check_label(name: str, value: object, rule: LabelField) -> None:
+    """Check the value of a field that has no effect. Raises InvalidField."""
+    if LIMITS[rule.limit].max_items is None:
+        check(rule.limit, value, name)
+        return
+    values = as_object(name, value)
+    check_count(rule.limit, len(values), name)
+    for key, item in values.items():
+        check(rule.limit, key, name)
+        check(rule.limit, item, name)
 
 
 def as_object(name: str, value: object) -> Mapping[str, Any]:

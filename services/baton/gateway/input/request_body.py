@@ -13,18 +13,19 @@ from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request import NO_SLO, Slo
 from baton.core.request_limits import LIMITS, U32_MAX, printable
 from baton.gateway.input import field_policy
-from baton.gateway.input.chat_messages import parse_messages
+from baton.gateway.input.answers.constraint_fields import AnswerConstraint, parse_constraint
+from baton.gateway.input.chat.chat_request import ChatRequest, parse_chat
 from baton.gateway.input.client_call import Endpoint, InvalidField, OutputOptions
 from baton.gateway.input.field_reader import (
     FieldReader,
     as_object,
     check,
     check_count,
+    check_fields,
     check_text,
-    refuse_unknown_fields,
 )
+from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.json_pieces import JSON_LISTS
-from baton.gateway.text.chat_template import Message
 
 Prompt: TypeAlias = "str | TokenIds"
 
@@ -33,15 +34,21 @@ Prompt: TypeAlias = "str | TokenIds"
 class ParsedRequest:
     """A request whose fields are valid by themselves.
 
-    prompts, messages: exactly one of them is not empty.
+    prompts: empty for a chat.
+    chat: None for completions.
     max_tokens: None means the endpoint's default.
     sampling: arguments of `Sampling` other than `max_tokens` and `seed`.
+    add_special_tokens: None means the endpoint's default.
+    truncate_prompt_tokens: number of last tokens of the prompt to keep; -1 keeps as many as fit, None all.
+    cache_salt: the client's own salt for cached prefixes.
+    constraint: format of the answers; None if their text is free.
+    bad_words: texts that the answers must not have.
     """
 
     endpoint: Endpoint
     model: str | None
     prompts: tuple[Prompt, ...]
-    messages: tuple[Message, ...]
+    chat: ChatRequest | None
     n: int
     max_tokens: int | None
     seed: int | None
@@ -49,17 +56,20 @@ class ParsedRequest:
     priority: int
     slo: Slo
     output_options: OutputOptions
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str = ""
+    constraint: AnswerConstraint | None = None
+    bad_words: tuple[str, ...] = ()
 
 
-def parse_request(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedRequest:
+def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownFields) -> ParsedRequest:
     """Parse a body with the fields of OpenAI's completions or chat API and Baton's additions.
 
-    Raises InvalidField if a field is unknown or invalid.
+    Unknown fields are reported to `unknown`. Raises InvalidField if a field is refused or invalid.
     """
-    is_chat = endpoint.is_chat
-    known = field_policy.CHAT if is_chat else field_policy.COMPLETIONS
-    unimplemented = field_policy.NOT_IN_CHAT if is_chat else field_policy.NOT_IN_COMPLETIONS
-    refuse_unknown_fields(body, known, unimplemented, is_label=_is_label)
+    is_chat = endpoint.is_chat or (endpoint is Endpoint.GRPC and body.get("messages") is not None)
+    check_fields(body, field_policy.CHAT if is_chat else field_policy.COMPLETIONS, unknown)
     read = FieldReader(body)
     n = read.value("n")
     prompts = () if is_chat else _prompts(body)
@@ -69,7 +79,10 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedRequest:
             f"{len(prompts)} prompts times n = {n} make {len(prompts) * n} choices; at most {most:g} are allowed; "
             "send several requests",
         )
-    max_tokens = _max_tokens(read)
+    if (best_of := read.value("best_of")) not in (None, n):
+        raise InvalidField("best_of", f"best_of is {best_of}; must be equal to n ({n}), because no choice is dropped")
+    echo = not is_chat and read.value("echo")
+    max_tokens = _max_tokens(read, echo=echo)
     min_tokens = read.value("min_tokens")
     if max_tokens is not None and min_tokens > max_tokens:
         raise InvalidField("min_tokens", f"min_tokens is {min_tokens}; must be at most max_tokens ({max_tokens})")
@@ -77,9 +90,9 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedRequest:
         endpoint=endpoint,
         model=read.value("model"),
         prompts=prompts,
-        messages=parse_messages(body) if is_chat else (),
+        chat=parse_chat(body, unknown) if is_chat else None,
         n=n,
-        max_tokens=max_tokens,
+        max_tokens=1 if max_tokens == 0 else max_tokens,
         seed=read.value("seed"),
         sampling={
             "temperature": float(read.value("temperature")),
@@ -92,41 +105,38 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any]) -> ParsedRequest:
             "min_tokens": min_tokens,
             "ignore_eos": read.value("ignore_eos"),
             "stop_token_ids": read.items("stop_token_ids"),
-            "num_logprobs": _num_logprobs(read, is_chat),
+            "num_logprobs": _num_logprobs(read, endpoint.is_chat),
+            "num_prompt_logprobs": _num_prompt_logprobs(read, echo=echo),
             "logit_bias": _logit_bias(body.get("logit_bias")),
+            "allowed_token_ids": tuple(sorted(set(read.items("allowed_token_ids")))),
         },
+        bad_words=read.items("bad_words"),
+        constraint=parse_constraint(body, unknown),
         priority=read.value("priority"),
-        slo=_slo(body.get("slo")),
-        output_options=OutputOptions(
-            stop=(body["stop"],) if _checked_text("stop", body.get("stop")) else read.items("stop"),
-            skip_special_tokens=read.value("skip_special_tokens"),
-            stream=read.value("stream"),
-            include_usage=_include_usage(body),
-            return_token_ids=read.value("return_token_ids"),
-            timeline=read.value("timeline"),
-        ),
+        slo=_slo(body.get("slo"), unknown),
+        add_special_tokens=read.value("add_special_tokens"),
+        truncate_prompt_tokens=_truncate_prompt_tokens(read),
+        cache_salt=read.value("cache_salt") or "",
+        output_options=_output_options(body, read, unknown, echo=echo, drops_output=max_tokens == 0),
     )
 
 
-def _is_label(name: str, value: object) -> bool:
-    """Return True if the field is accepted without effect. Raises InvalidField if its value is invalid."""
-    if value is None:
-        return name in field_policy.LABELS or name in ("metadata", "store")
-    if name in field_policy.LABELS:
-        check("label", value, name)
-    elif name == "store":
-        if not isinstance(value, bool):
-            raise InvalidField(name, f"store is {printable(value)}; must be true or false")
-    elif name == "metadata":
-        if not isinstance(value, Mapping):
-            raise InvalidField(name, f"metadata is {printable(value)}; must be an object")
-        check_count(name, len(value))
-        for key, item in value.items():
-            check("metadata", key)
-            check("metadata", item)
-    else:
-        return False
-    return True
+def _output_options(
+    body: Mapping[str, Any], read: FieldReader, unknown: UnknownFields, *, echo: bool, drops_output: bool
+) -> OutputOptions:
+    return OutputOptions(
+        stop=(body["stop"],) if _checked_text("stop", body.get("stop")) else read.items("stop"),
+        skip_special_tokens=read.value("skip_special_tokens"),
+        stream=read.value("stream"),
+        **_stream_options(body, unknown),
+        includes_stop=read.value("include_stop_str_in_output"),
+        echo=echo,
+        prompt_logprobs=read.value("prompt_logprobs"),
+        drops_output=drops_output,
+        token_ids_as_names=read.value("return_tokens_as_token_ids"),
+        return_token_ids=read.value("return_token_ids"),
+        timeline=read.value("timeline"),
+    )
 
 
 def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
@@ -173,15 +183,28 @@ def _checked_text(name: str, value: object) -> bool:
     return False
 
 
-def _max_tokens(read: FieldReader) -> int | None:
-    """Return `max_tokens`, or `max_completion_tokens`, which is OpenAI's newer name for it."""
+def _max_tokens(read: FieldReader, *, echo: bool) -> int | None:
+    """Return `max_tokens`, or `max_completion_tokens`, which is OpenAI's newer name for it.
+
+    Only with `echo` it may be 0.
+    """
     old, new = read.value("max_tokens"), read.value("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise InvalidField(
             "max_tokens",
             f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so send only one",
         )
+    if old == 0 and not echo:
+        raise InvalidField("max_tokens", "max_tokens is 0; must be at least 1 unless echo is true")
     return old if new is None else new
+
+
+def _truncate_prompt_tokens(read: FieldReader) -> int | None:
+    kept: int | None = read.value("truncate_prompt_tokens")
+    if kept == 0:
+        message = "truncate_prompt_tokens is 0; must be at least 1, or -1 to keep as many tokens as fit"
+        raise InvalidField("truncate_prompt_tokens", message)
+    return kept
 
 
 def _num_logprobs(read: FieldReader, is_chat: bool) -> int | None:
@@ -192,6 +215,17 @@ def _num_logprobs(read: FieldReader, is_chat: bool) -> int | None:
     if top and not wanted:
         raise InvalidField("top_logprobs", f"top_logprobs is {top}, but logprobs is not true; set logprobs to true")
     return (top or 0) if wanted else None
+
+
+def _num_prompt_logprobs(read: FieldReader, *, echo: bool) -> int | None:
+    """Return the number of logprobs to report for prompt tokens: those of `prompt_logprobs`, and of `echo`
+    with `logprobs`."""
+    numbers = [read.value("prompt_logprobs"), read.value("logprobs") if echo else None]
+    most = max((number for number in numbers if number is not None), default=None)
+    if most is not None and read.value("stream"):
+        name = "prompt_logprobs" if numbers[0] is not None else "echo"
+        raise InvalidField(name, f"{name} asks for logprobs of the prompt, and stream is true; set stream to false")
+    return most
 
 
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
@@ -215,23 +249,25 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     return tuple(checked)
 
 
-def _slo(value: object) -> Slo:
+def _slo(value: object, unknown: UnknownFields) -> Slo:
     if value is None:
         return NO_SLO
     nested = as_object("slo", value)
-    refuse_unknown_fields(nested, field_policy.SLO, {}, "slo.")
+    check_fields(nested, field_policy.SLO, unknown, "slo.")
     read = FieldReader(nested, "slo.")
     ttft_ms, tpot_ms = read.value("ttft_ms"), read.value("tpot_ms")
     return Slo(ttft_s=None if ttft_ms is None else ttft_ms / 1000, tpot_s=None if tpot_ms is None else tpot_ms / 1000)
 
 
-def _include_usage(body: Mapping[str, Any]) -> bool:
+def _stream_options(body: Mapping[str, Any], unknown: UnknownFields) -> dict[str, Any]:
+    """Return the fields of `OutputOptions` that `stream_options` sets."""
     options = body.get("stream_options")
     if options is None:
-        return False
+        return {}
     nested = as_object("stream_options", options)
     if not body.get("stream"):
         raise InvalidField("stream_options", "stream_options is set, but stream is not true; set stream to true")
-    refuse_unknown_fields(nested, field_policy.STREAM_OPTIONS, field_policy.NOT_IN_STREAM_OPTIONS, "stream_options.")
-    wanted: bool = FieldReader(nested, "stream_options.").value("include_usage")
-    return wanted
+    check_fields(nested, field_policy.STREAM_OPTIONS, unknown, "stream_options.")
+    read = FieldReader(nested, "stream_options.")
+    continuous = read.value("continuous_usage_stats")
+    return {"include_usage": continuous or read.value("include_usage"), "continuous_usage": continuous}

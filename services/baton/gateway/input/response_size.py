@@ -10,44 +10,68 @@ OBJECT_BYTES = 4096
 """Objects of one request: its state, task, streams and timeline."""
 PROMPT_TOKEN_BYTES = 16
 """A prompt token: its id (4), as part of a second attempt (4), and its share of a block hash."""
+GRAMMAR_COPIES = 2
+"""A grammar, and its copy in a message to a worker."""
 OUTPUT_TOKEN_BYTES = 8
 """A delivered token: its id, in the delivery and in the prompt of a second attempt."""
 TEXT_BYTES = 16
 """JSON text of one token. Natural language has about four characters per token."""
 JSON_CHARACTER_BYTES = 12
 """JSON text of one character that is escaped as two surrogates."""
+JSON_TEXT_SHARE = 2
+"""JSON text of a prompt, per byte in memory. Control characters take more, but are rare."""
 JSON_ID_BYTES = 10
 """JSON text of one token id."""
 CHAT_LOGPROB_BYTES, COMPLETION_LOGPROB_BYTES = 96, 48
 """JSON text of one token with its logprob."""
+PROMPT_LOGPROB_BYTES = 80
+"""JSON text of a prompt token, or of one of its alternatives, with its logprob."""
 CHOICE_BYTES = 256
 """JSON text of one choice without its output."""
 
 
 def call_bytes(call: ClientCall) -> int:
     """Return the bytes of a call's prompts, of their JSON text if it is repeated, and of delivered tokens."""
+    message = call.output_options.message
+    message_bytes = 0 if message is None else message.num_bytes
     prompt_token_bytes = PROMPT_TOKEN_BYTES + JSON_ID_BYTES * call.output_options.return_token_ids
-    return sum(
-        OBJECT_BYTES
-        + prompt_token_bytes * len(request.token_ids)
-        + OUTPUT_TOKEN_BYTES * len(request.sample_indices) * request.sampling.max_tokens
-        for request in call.requests
+    return (
+        message_bytes
+        + sum(map(sys.getsizeof, filter(None, call.prompt_texts)))
+        + sum(
+            OBJECT_BYTES
+            + GRAMMAR_COPIES * len(request.sampling.grammar)
+            + prompt_token_bytes * len(request.token_ids)
+            + OUTPUT_TOKEN_BYTES * len(request.sample_indices) * request.sampling.max_tokens
+            for request in call.requests
+        )
     )
 
 
 def response_bytes(call: ClientCall) -> int:
     """Return the bytes that the gateway may have to hold of the response.
 
-    A streamed response is held only as far as it is unread, but an event may repeat the prompt's ids. Other
-    responses are collected as JSON.
+    A streamed response is held only as far as it is unread, but an event may repeat the prompt's ids, or the
+    output. Other responses are collected as JSON.
     """
     total = 0
-    for request in call.requests:
+    for index, request in enumerate(call.requests):
         num_choices = len(request.sample_indices)
+        if call.output_options.echo:
+            text = call.prompt_texts[index]
+            echo_bytes = TEXT_BYTES * len(request.token_ids) if text is None else JSON_TEXT_SHARE * sys.getsizeof(text)
+            total += echo_bytes * num_choices
         if call.output_options.return_token_ids:
             echoes = 1 if call.endpoint.is_chat and not call.output_options.stream else num_choices
             total += JSON_ID_BYTES * len(request.token_ids) * echoes
-        if not call.output_options.stream:
+        if call.num_prompt_logprobs is not None:
+            forms = (call.output_options.prompt_logprobs is not None) + (
+                call.output_options.echo and call.num_logprobs is not None
+            )
+            copies = 1 if call.endpoint.is_chat else num_choices
+            num_entries = len(request.token_ids) * (1 + call.num_prompt_logprobs)
+            total += PROMPT_LOGPROB_BYTES * num_entries * forms * copies
+        if not call.output_options.stream or call.endpoint.repeats_output:
             total += num_choices * (CHOICE_BYTES + request.sampling.max_tokens * bytes_per_token(call))
     return total
 
@@ -80,9 +104,9 @@ def check_response_size(call: ClientCall, max_bytes: int) -> None:
         return
     request = max(call.requests, key=lambda each: each.sampling.max_tokens)
     num_choices = sum(len(each.sample_indices) for each in call.requests)
-    if call.output_options.stream:
-        arithmetic = f"{num_choices:,} choices that repeat the prompt's token ids"
-        remedy = "lower n, or leave out return_token_ids"
+    if call.output_options.stream and not call.endpoint.repeats_output:
+        arithmetic = f"{num_choices:,} choices that repeat the prompt"
+        remedy = "lower n, or leave out return_token_ids and echo"
     else:
         each = f"{request.sampling.max_tokens:,} tokens of about {bytes_per_token(call):,} bytes"
         arithmetic = f"{num_choices:,} choices of {each}"

@@ -7,36 +7,38 @@ from typing import Any
 
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request_limits import U32_MAX, printable
-from baton.gateway.input.chat_messages import parse_messages
+from baton.gateway.input import field_policy
+from baton.gateway.input.chat.chat_request import parse_chat
 from baton.gateway.input.client_call import InvalidField
-from baton.gateway.input.field_reader import FieldReader, check, check_text, refuse_unknown_fields
+from baton.gateway.input.field_reader import FieldReader, check, check_fields, check_text
+from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.json_pieces import JSON_LISTS
-from baton.gateway.input.validation import MAX_CHARACTERS_PER_TOKEN, Validator, largest_id
+from baton.gateway.input.validation import MAX_CHARACTERS, MAX_CHARACTERS_PER_TOKEN, Validator, largest_id
+from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.process import loop_time
 
-_TOKENIZE = frozenset(("model", "prompt", "messages", "add_special_tokens"))
-_DETOKENIZE = frozenset(("model", "tokens"))
-MAX_CHARACTERS = 2**20
 MAX_TOKENS = 2**16
-"""Limits of one call. If the model's context is longer, the context length is the limit instead."""
+"""Token ids of one call. If the model's context is longer, the context length is the limit instead."""
 
 
-async def tokenize_body(validator: Validator, body: Mapping[str, Any], *, in_thread: bool = False) -> TokenIds:
-    """Return the token ids of `prompt`, or of the prompt that the chat template makes of `messages`.
+async def tokenize_body(
+    validator: Validator, body: Mapping[str, Any], unknown: UnknownFields, *, in_thread: bool = False
+) -> TokenIds:
+    """Return the token ids of `prompt`, or of the prompt that the chat template makes of a chat.
 
     in_thread: check the messages in a thread, because the body is large.
 
     The prompt may be longer than the model's context. Raises Refused if the body is invalid.
     """
-    refuse_unknown_fields(body, _TOKENIZE, {})
+    check_fields(body, field_policy.TOKENIZE, unknown)
     read = FieldReader(body)
     validator.check_model(read.value("model"))
     prompt = body.get("prompt")
     if (prompt is None) == (body.get("messages") is None):
         raise InvalidField("prompt", "exactly one of prompt and messages must be sent")
     if prompt is None:
-        messages = await asyncio.to_thread(parse_messages, body) if in_thread else parse_messages(body)
-        text = await validator.tokenizer.chat_text(messages)
+        chat = await asyncio.to_thread(parse_chat, body, unknown) if in_thread else parse_chat(body, unknown)
+        text = await validator.chat_text(chat)
         _check_length(validator, "messages", text)
         return await validator.tokenizer.encode(text, add_special_tokens=False)
     if not isinstance(prompt, str):
@@ -49,10 +51,10 @@ async def tokenize_body(validator: Validator, body: Mapping[str, Any], *, in_thr
     )
 
 
-async def detokenize_body(validator: Validator, body: Mapping[str, Any]) -> str:
+async def detokenize_body(validator: Validator, body: Mapping[str, Any], unknown: UnknownFields) -> str:
     """Return the text of `tokens`. An id without text becomes U+FFFD. Raises Refused if the body is
     invalid."""
-    refuse_unknown_fields(body, _DETOKENIZE, {})
+    check_fields(body, field_policy.DETOKENIZE, unknown)
     validator.check_model(FieldReader(body).value("model"))
     tokens = body.get("tokens")
     if not isinstance(tokens, JSON_LISTS):
@@ -64,7 +66,12 @@ async def detokenize_body(validator: Validator, body: Mapping[str, Any]) -> str:
         )
     ids = tokens if isinstance(tokens, array) else _checked_ids(tokens)
     validator.check_vocabulary("tokens", largest_id(ids))
-    detokenizer = validator.tokenizer.detokenizer(skip_special_tokens=False)
+    return await decoded(validator.tokenizer, ids)
+
+
+async def decoded(tokenizer: Tokenizer, ids: TokenIds) -> str:
+    """Return the text of token ids, with special tokens. Many ids do not block the event loop."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
     texts: list[str] = []
     for begin in range(0, len(ids), loop_time.DETOKENIZED_IDS):
         texts += map(detokenizer.put, ids[begin : begin + loop_time.DETOKENIZED_IDS])

@@ -5,6 +5,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from random import Random
 from typing import Any
 
@@ -15,14 +16,23 @@ from baton.core.errors import Code, Reason
 from baton.core.ids import REQUEST_ID_BYTES
 from baton.core.kv.block_hash import TokenIds
 from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
-from baton.core.request_limits import U64_MAX, printable
-from baton.gateway.input.client_call import ANONYMOUS, ClientCall, Endpoint, Identity, InvalidField
+from baton.core.request_limits import MAX_BAD_WORD_TOKENS, U64_MAX, printable
+from baton.gateway.input.answers.answer_grammar import GrammarCheck, answer_grammar
+from baton.gateway.input.chat.chat_request import ChatRequest
+from baton.gateway.input.chat.message_options import message_options
+from baton.gateway.input.chat.template_check import check_template
+from baton.gateway.input.client_call import ANONYMOUS, ClientCall, Endpoint, Identity, InvalidField, OutputOptions
+from baton.gateway.input.field_reader import check_count
+from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.request_body import ParsedRequest, Prompt, parse_request
+from baton.gateway.output.formats import OutputFormat
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.observability.tracing import is_traceparent
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. The default for chats is the rest of the context."""
+MAX_CHARACTERS = 2**20
+"""Characters of a text that is tokenized even if it is longer than the model's context."""
 MAX_CHARACTERS_PER_TOKEN = 8
 """A text with more characters than this per token of the model's context is probably too long. Natural
 language has about four characters per token."""
@@ -31,6 +41,11 @@ ITEMS_PER_YIELD = 8 * 1024
 ms."""
 EXACT_CHARACTERS = 16 * 1024
 """A shorter text is always encoded whole, so the error for one that is too long has its number of tokens."""
+WORD_ITEMS = 64
+"""Cost of tokenizing a bad word twice, in addition to its characters, in items."""
+SALT_BYTES = 16
+MAX_PROMPT_LOGPROBS = 2**18
+"""Logprobs of the tokens of one prompt, over all positions."""
 TRUNCATION_SLACK_TOKENS = 64
 """A text that is cut off may have this many more tokens than the same part of the complete text, because the
 word at the cut is tokenized differently. The value is a generous upper bound."""
@@ -42,10 +57,12 @@ class ModelLimits:
 
     max_model_len: longest context, in tokens.
     max_num_seqs: number of sequences that one worker runs at a time; it bounds `n`.
+    fingerprint: name of the weights that the workers have, for `system_fingerprint`.
     """
 
     max_model_len: int | None
     max_num_seqs: int | None
+    fingerprint: str | None = None
 
 
 def largest_id(token_ids: TokenIds) -> int:
@@ -66,14 +83,29 @@ class Validator:
         rng: Random,
         request_timeout_s: float,
         default_slo: Slo = NO_SLO,
+        strict_fields: bool = False,
+        allow_request_chat_template: bool = False,
+        output_format: OutputFormat | None = None,
+        grammar_check: GrammarCheck | None = None,
     ) -> None:
-        """Create a validator. `model_limits` is called for each call, because the cluster changes."""
+        """Create a validator. `model_limits` is called for each call, because the cluster changes.
+
+        strict_fields: refuse unknown fields.
+        allow_request_chat_template: chats may bring a template.
+        output_format: format of the model's answers to chats; None leaves their text as it is.
+        grammar_check: checks grammars; None leaves that to the workers.
+        """
         self.tokenizer = tokenizer
         self.model = model
         self._model_limits = model_limits
         self._rng = rng
         self._request_timeout_s = request_timeout_s
         self._default_slo = default_slo
+        self._strict_fields = strict_fields
+        self._allow_request_chat_template = allow_request_chat_template
+        self._output_format = output_format or OutputFormat()
+        self._grammar_check = grammar_check
+        self._special_tokens = frozenset(token.text for token in tokenizer.added_tokens.values())
 
     @property
     def max_model_len(self) -> int | None:
@@ -83,6 +115,10 @@ class Validator:
     def draw_id(self) -> bytes:
         """Return a new random request id. Ids are never taken from clients."""
         return self._rng.randbytes(REQUEST_ID_BYTES)
+
+    def unknown_fields(self) -> UnknownFields:
+        """Return a collector for the unknown fields of one request."""
+        return UnknownFields(is_strict=self._strict_fields)
 
     async def call(
         self,
@@ -104,73 +140,125 @@ class Validator:
 
         Raises Refused (400) if the request is invalid, and Refused (404) if it names another model.
         """
-        parsed = await asyncio.to_thread(parse_request, endpoint, body) if in_thread else parse_request(endpoint, body)
+        unknown = self.unknown_fields()
+        if in_thread:
+            parsed = await asyncio.to_thread(parse_request, endpoint, body, unknown)
+        else:
+            parsed = parse_request(endpoint, body, unknown)
         self.check_model(parsed.model)
-        if identity.min_priority is not None and parsed.priority < identity.min_priority:
-            message = (
-                f"priority is {parsed.priority}; must be at least {identity.min_priority} "
-                f"for the key {identity.name!r} (lower numbers are served first)"
-            )
-            raise InvalidField("priority", message)
         model_limits = self._model_limits()
-        if model_limits.max_num_seqs is not None and parsed.n > model_limits.max_num_seqs:
-            raise InvalidField(
-                "n",
-                f"n is {parsed.n}; must be at most {model_limits.max_num_seqs}, "
-                "the number of sequences that one worker runs at a time",
-            )
+        _check_allowed(parsed, identity, model_limits)
         deadline_s = received_s + (self._request_timeout_s if caller.timeout_s is None else caller.timeout_s)
         trace_context = caller.trace_context if is_traceparent(caller.trace_context) else ""
-        prompts = await self._tokenize(parsed, model_limits.max_model_len)
+        text = None if parsed.chat is None else await self.chat_text(parsed.chat)
+        prompts = await self._tokenize(parsed, text, model_limits.max_model_len)
+        rules = {"grammar": await self._grammar(parsed, text), "bad_words": await self._bad_words(parsed.bad_words)}
         return ClientCall(
             endpoint=endpoint,
             model=self.model,
             requests=tuple(
                 replace(
-                    self._request(parsed, tokens, model_limits, received_s, deadline_s),
+                    self._request(parsed, tokens, rules, model_limits, received_s, deadline_s),
                     request_id=request_id if request_id and index == 0 else self.draw_id(),
                     trace_context=trace_context,
                     tenant=identity.tenant,
-                    cache_salt=identity.cache_salt,
+                    cache_salt=mixed_salt(identity.cache_salt, parsed.cache_salt),
                 )
                 for index, tokens in enumerate(prompts)
             ),
             n=parsed.n,
-            output_options=parsed.output_options,
+            output_options=self._output_options(parsed, text),
             received_s=received_s,
             identity=identity,
+            prompt_texts=_prompt_texts(parsed),
+            ignored_fields=tuple(unknown.names),
+            system_fingerprint=model_limits.fingerprint,
         )
 
-    async def _tokenize(self, parsed: ParsedRequest, max_model_len: int | None) -> list[TokenIds]:
-        """Return the token ids of each prompt, or of the one prompt that the chat template makes of
-        messages."""
-        if parsed.messages:
-            text = await self.tokenizer.chat_text(parsed.messages)
-            return [await self.encoded(text, max_model_len, add_special_tokens=False)]
+    async def _grammar(self, parsed: ParsedRequest, text: str | None) -> str:
+        """Return the grammar of the answers; empty if there is none. `text` is the prompt of a chat."""
+        grammar, field = await answer_grammar(parsed.constraint, parsed.chat, text, self._output_format, self.tokenizer)
+        if grammar and self._grammar_check is not None:
+            await self._grammar_check.check(grammar, field)
+        return grammar
+
+    async def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each word, at the beginning of a text and after a space.
+
+        Raises InvalidField if a word, or all of them, have too many tokens.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        num_items = 0
+        for number, word in enumerate(words):
+            if num_items > ITEMS_PER_YIELD:
+                await asyncio.sleep(0)
+                num_items = 0
+            num_items += 2 * len(word) + WORD_ITEMS
+            for text in (word.lstrip() or word, f" {word.lstrip()}"):
+                ids = tuple(await self.tokenizer.encode(text, add_special_tokens=False))
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    message = f"bad_words[{number}] has {len(ids)} tokens; must have at most {MAX_BAD_WORD_TOKENS}"
+                    raise InvalidField("bad_words", message)
+                found.setdefault(ids)
+        check_count("bad_words", len(found))
+        return tuple(filter(None, found))
+
+    def _output_options(self, parsed: ParsedRequest, text: str | None) -> OutputOptions:
+        """Return the format of the response. `text` is the prompt of a chat."""
+        if parsed.chat is None or text is None:
+            return parsed.output_options
+        message = message_options(parsed.chat, text, self._output_format, self._special_tokens)
+        return replace(parsed.output_options, message=message)
+
+    async def _tokenize(self, parsed: ParsedRequest, text: str | None, max_model_len: int | None) -> list[TokenIds]:
+        """Return the token ids of each prompt, or of `text`, which is the prompt of a chat."""
+        kept = _num_kept(parsed, max_model_len)
+        special = parsed.add_special_tokens
+        if text is not None:
+            return [await self._kept_tokens(text, max_model_len, kept, add_special_tokens=bool(special))]
         prompts: list[TokenIds] = []
         num_items = 0
         for prompt in parsed.prompts:
             if num_items > ITEMS_PER_YIELD:
                 await asyncio.sleep(0)
                 num_items = 0
-            prompts.append(await self.tokens_of(prompt, max_model_len))
+            prompts.append(
+                await self._kept_tokens(prompt, max_model_len, kept, add_special_tokens=special is not False)
+            )
             num_items += len(prompt)
         return prompts
+
+    async def _kept_tokens(
+        self, prompt: Prompt, max_model_len: int | None, kept: int | None, *, add_special_tokens: bool
+    ) -> TokenIds:
+        """Return the last `kept` tokens of a prompt, or all of them.
+
+        Raises Refused if a prompt is invalid, or if one that is not truncated is too long.
+        """
+        if isinstance(prompt, array):
+            self.check_vocabulary("prompt", largest_id(prompt))
+            return prompt if kept is None else prompt[-kept:]
+        assert isinstance(prompt, str)  # a prompt is either ids or a text
+        if kept is None:
+            return await self.encoded(prompt, max_model_len, add_special_tokens=add_special_tokens)
+        most = max(MAX_CHARACTERS, MAX_CHARACTERS_PER_TOKEN * (max_model_len or 0))
+        if len(prompt) > most:
+            raise InvalidField(
+                "prompt", f"prompt has {len(prompt)} characters; at most {most} can be truncated; send its last part"
+            )
+        return (await self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))[-kept:]
+
+    async def chat_text(self, chat: ChatRequest) -> str:
+        """Return the text that the chat template makes of a chat. Raises Refused if it cannot use the
+        chat."""
+        check_template(chat, self.tokenizer.chat_templates, allow_own=self._allow_request_chat_template)
+        return await self.tokenizer.chat_text(chat.prompt)
 
     def check_model(self, name: str | None) -> None:
         """Raise Refused (404) if `name` is not the served model. None stands for the served model."""
         if name is not None and name != self.model:
             message = f"model {printable(name)} is not served; the served model is {printable(self.model)}"
             raise InvalidField("model", message, Reason.MODEL_NOT_FOUND, Code.NOT_FOUND)
-
-    async def tokens_of(self, prompt: Prompt, max_model_len: int | None = None) -> TokenIds:
-        """Return the token ids of a prompt that is a text or a list of ids. Raises Refused if it is
-        invalid."""
-        if isinstance(prompt, array):
-            self.check_vocabulary("prompt", largest_id(prompt))
-            return prompt
-        assert isinstance(prompt, str)  # a prompt is either ids or a text
-        return await self.encoded(prompt, max_model_len)
 
     async def encoded(self, text: str, max_model_len: int | None, *, add_special_tokens: bool = True) -> TokenIds:
         """Return the token ids of a text. Raises Refused if a long one has more than `max_model_len`.
@@ -196,21 +284,28 @@ class Validator:
         raise _too_long(f"at least {at_least}", 1, max_model_len)
 
     def _request(
-        self, parsed: ParsedRequest, tokens: TokenIds, model_limits: ModelLimits, received_s: float, deadline_s: float
+        self,
+        parsed: ParsedRequest,
+        tokens: TokenIds,
+        rules: Mapping[str, Any],
+        model_limits: ModelLimits,
+        received_s: float,
+        deadline_s: float,
     ) -> GenerateRequest:
         if not tokens:
             raise InvalidField("prompt", "the prompt has no tokens; send at least one")
-        for name in ("stop_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for item in parsed.sampling[name]:
                 self.check_vocabulary(name, item if isinstance(item, int) else item[0])
         max_tokens = self._max_tokens(parsed, len(tokens), model_limits.max_model_len)
+        _check_prompt_logprobs(parsed.sampling["num_prompt_logprobs"], len(tokens))
         seed = self._rng.getrandbits(64) if parsed.seed is None else parsed.seed & U64_MAX
         return GenerateRequest(
             request_id=b"",
             model=self.model,
             token_ids=tokens,
             num_prompt_tokens=len(tokens),
-            sampling=Sampling(max_tokens=max_tokens, seed=seed, **parsed.sampling),
+            sampling=Sampling(max_tokens=max_tokens, seed=seed, **rules, **parsed.sampling),
             sample_indices=tuple(range(parsed.n)),
             received_s=received_s,
             deadline_s=deadline_s,
@@ -232,7 +327,7 @@ class Validator:
             raise _too_long(str(num_prompt_tokens), wanted, max_model_len)
         if parsed.max_tokens is not None:
             return parsed.max_tokens
-        return remaining if parsed.endpoint.is_chat else min(remaining, max(COMPLETION_MAX_TOKENS, min_tokens))
+        return remaining if parsed.chat is not None else min(remaining, max(COMPLETION_MAX_TOKENS, min_tokens))
 
     def check_vocabulary(self, name: str, token_id: int) -> None:
         """Raise InvalidField for the field `name` if the token id is outside the vocabulary."""
@@ -241,6 +336,61 @@ class Validator:
                 name,
                 f"{name} contains the token id {token_id}; must be between 0 and {self.tokenizer.vocab_size - 1}",
             )
+
+
+def mixed_salt(tenant_salt: bytes, client_salt: str) -> bytes:
+    """Return the salt of the block hashes of a request: the tenant's, mixed with the client's own.
+
+    Without a client salt it is the tenant's. No client salt leads to the salt of another tenant, because the
+    tenant's is the key of the mixture, or there are no tenants.
+    """
+    if not client_salt:
+        return tenant_salt
+    return blake2b(client_salt.encode(), key=tenant_salt, digest_size=SALT_BYTES, person=b"baton-salt").digest()
+
+
+def _check_prompt_logprobs(num_logprobs: int | None, num_prompt_tokens: int) -> None:
+    """Raise InvalidField if the logprobs of a prompt are too many for one message between services."""
+    if num_logprobs is not None and (1 + num_logprobs) * num_prompt_tokens > MAX_PROMPT_LOGPROBS:
+        most = MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1
+        remedy = f"ask for at most {most}" if most >= 0 else "send a shorter prompt"
+        raise InvalidField(
+            "prompt_logprobs",
+            f"{num_logprobs} logprobs for each of {num_prompt_tokens} prompt tokens are too many; {remedy}",
+        )
+
+
+def _num_kept(parsed: ParsedRequest, max_model_len: int | None) -> int | None:
+    """Return the number of last tokens of each prompt to keep; None for all."""
+    if parsed.truncate_prompt_tokens != -1:
+        return parsed.truncate_prompt_tokens
+    if max_model_len is None:
+        return None
+    return max(1, max_model_len - (parsed.max_tokens or max(1, parsed.sampling["min_tokens"])))
+
+
+def _prompt_texts(parsed: ParsedRequest) -> tuple[str | None, ...]:
+    """Return the texts of prompts that the response repeats. The text of a truncated one is not known."""
+    if not parsed.output_options.echo:
+        return ()
+    is_whole = parsed.truncate_prompt_tokens is None
+    return tuple(prompt if is_whole and isinstance(prompt, str) else None for prompt in parsed.prompts)
+
+
+def _check_allowed(parsed: ParsedRequest, identity: Identity, model_limits: ModelLimits) -> None:
+    """Raise InvalidField if the key may not use this priority, or if no worker runs so many choices."""
+    if identity.min_priority is not None and parsed.priority < identity.min_priority:
+        message = (
+            f"priority is {parsed.priority}; must be at least {identity.min_priority} "
+            f"for the key {identity.name!r} (lower numbers are served first)"
+        )
+        raise InvalidField("priority", message)
+    if model_limits.max_num_seqs is not None and parsed.n > model_limits.max_num_seqs:
+        raise InvalidField(
+            "n",
+            f"n is {parsed.n}; must be at most {model_limits.max_num_seqs}, "
+            "the number of sequences that one worker runs at a time",
+        )
 
 
 def _too_long(num_prompt_tokens: str, max_tokens: int, max_model_len: int) -> InvalidField:

@@ -125,9 +125,11 @@ async def make_attempt(
 def continued_request(request: GenerateRequest, tokens: TokenIds) -> GenerateRequest:
     """Return the request with `tokens` appended to its prompt as delivered outputs.
 
-    Sampling parameters stay the same, because they count from `num_prompt_tokens`.
+    Sampling parameters stay the same, because they count from `num_prompt_tokens`. The logprobs of the prompt
+    have arrived with the first output, so they are not computed again.
     """
-    return replace(request, token_ids=request.token_ids[: request.num_prompt_tokens] + tokens)
+    sampling = replace(request.sampling, num_prompt_logprobs=None) if tokens else request.sampling
+    return replace(request, token_ids=request.token_ids[: request.num_prompt_tokens] + tokens, sampling=sampling)
 
 
 def single_sample_request(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from baton.core.ids import JobId
 from baton.core.kv.block_hash import TokenIds
-from baton.core.request import LegTimeline, TokenDelta, Usage
+from baton.core.request import LegTimeline, PromptLogprobs, TokenDelta, Usage
 from baton.gateway.cluster.attempt_errors import ConflictingTokens
 from baton.gateway.request.latency import TokenLatency
 
@@ -21,15 +21,17 @@ class Delivery:
     tokens: delivered tokens by sample index.
     open: indices of the samples that have not ended.
     latency: delivery times of the tokens.
+    prompt_logprobs: of the prompt, if the request asks for them and they have arrived.
     legs, usages: timelines and usage that workers reported, by job.
     """
 
-    __slots__ = ("latency", "legs", "open", "tokens", "usages")
+    __slots__ = ("latency", "legs", "open", "prompt_logprobs", "tokens", "usages")
 
     def __init__(self, sample_indices: Iterable[int]) -> None:
         self.tokens: dict[int, TokenIds] = {index: array("I") for index in sample_indices}
         self.open: set[int] = set(self.tokens)
         self.latency = TokenLatency()
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.legs: dict[JobId, list[LegTimeline]] = {}
         self.usages: dict[JobId, Usage] = {}
 
@@ -39,6 +41,7 @@ class Delivery:
         Raises ConflictingTokens if `delta` leaves a gap or differs from tokens that were already delivered.
         """
         self._record_usage(delta)
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         have = self.tokens.get(delta.sample_index)
         if have is None or delta.sample_index not in self.open:
             return None

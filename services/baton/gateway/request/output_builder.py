@@ -1,12 +1,14 @@
-"""Turns a request's tokens into choices: detokenizes them and applies stop strings."""
+"""Turns a request's tokens into choices: detokenizes them, parses messages and applies stop strings."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
-from baton.core.client_api import ChoiceDelta
-from baton.core.request import FinishReason, GenerateRequest, TokenDelta
+from baton.core.client_api import ChoiceDelta, MessagePart
+from baton.core.request import FinishReason, GenerateRequest, PromptLogprobs, TokenDelta
 from baton.gateway.input.client_call import OutputOptions
-from baton.gateway.text.detokenizer import Detokenizer
-from baton.gateway.text.stop_strings import StopMatcher, StopPatterns
+from baton.gateway.request.message_sample import MessageSample
+from baton.gateway.request.text_sample import TextSample
+from baton.gateway.text.stop_strings import StopPatterns
 from baton.gateway.text.tokenizer import Tokenizer
 
 
@@ -23,34 +25,33 @@ class ChoiceSink(Protocol):
         ...
 
 
-class _Sample:
-    """Builds the text of one sample."""
+class SampleOutput(Protocol):
+    """Output of one sample that the client has not got yet."""
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "num_tokens")
+    num_tokens: int
+    num_reasoning_tokens: int
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopPatterns, min_tokens: int) -> None:
-        self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops) if stops else None
-        self._min_tokens = min_tokens
-        self.num_tokens = 0
+    @property
+    def num_calls(self) -> int:
+        """Number of tool calls."""
+        ...
 
-    def put(self, token_id: int) -> tuple[str, bool]:
-        """Return (new text, True if a stop string ended the sample)."""
-        self.num_tokens += 1
-        text = self._detokenizer.put(token_id)
-        if self._stops is None:
-            return text, False
-        if self.num_tokens < self._min_tokens:
-            return self._stops.pass_through(text), False
-        return self._stops.put(text)
+    @property
+    def stop_string(self) -> str:
+        """The stop string that was found, or empty."""
+        ...
 
-    def flush(self) -> tuple[str, bool]:
-        """Return the same for the text that was held back, at the end of the sample."""
-        text = self._detokenizer.flush()
-        if self._stops is None:
-            return text, False
-        text, found = self._stops.put(text)
-        return (text, True) if found else (text + self._stops.flush(), False)
+    def put(self, token_id: int) -> bool:
+        """Add a token. Return True if a stop string ended the sample."""
+        ...
+
+    def finish(self, reason: FinishReason) -> bool:
+        """End the sample, and add what was held back. Return the same as `put`."""
+        ...
+
+    def take(self) -> tuple[str, tuple[MessagePart, ...]]:
+        """Return (new text, new parts of the message)."""
+        ...
 
 
 class OutputBuilder:
@@ -68,44 +69,90 @@ class OutputBuilder:
         """Create the builder. `stops` are the stop strings of `output_options`, which all requests of a call
         share."""
         self._sink = sink
+        self._drops_output = output_options.drops_output
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self.finishes: list[FinishReason] = []
+        """Finish reasons of the samples that have ended."""
         self._first_index = first_index
-        self._samples = {
-            index: _Sample(
-                tokenizer.detokenizer(skip_special_tokens=output_options.skip_special_tokens, prompt=request.token_ids),
-                stops,
-                request.sampling.min_tokens,
-            )
-            for index in request.sample_indices
-        }
+        self._samples = _samples(request, output_options, stops, tokenizer)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens delivered to the client. Tokens after a stop string do not count."""
         return sum(sample.num_tokens for sample in self._samples.values())
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of these tokens that belong to reasoning."""
+        return sum(sample.num_reasoning_tokens for sample in self._samples.values())
+
     def put(self, delta: TokenDelta) -> bool:
         """Pass the new tokens and their text on. Return True if a stop string ended the sample."""
+        self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
+        if self._drops_output:
+            self.finishes.append(FinishReason.LENGTH)
+            self._sink.put(
+                ChoiceDelta(
+                    index=self._first_index + delta.sample_index,
+                    prompt_logprobs=self._prompt_logprobs,
+                    finish=FinishReason.LENGTH,
+                )
+            )
+            return delta.finish is None
         sample = self._samples[delta.sample_index]
         token_ids, logprobs, finish = delta.token_ids, delta.logprobs, delta.finish
         found = False
-        text = ""
         for used, token_id in enumerate(token_ids, 1):
-            new, found = sample.put(token_id)
-            text += new
+            found = sample.put(token_id)
             if found:
-                token_ids, logprobs, finish = token_ids[:used], logprobs[:used], FinishReason.STOP
+                token_ids, logprobs = token_ids[:used], logprobs[:used]
                 break
         if finish is not None and not found:
-            rest, found = sample.flush()
-            text += rest
-            finish = FinishReason.STOP if found else finish
+            found = sample.finish(finish)
+        if found:
+            finish = FinishReason.STOP
+        if finish is FinishReason.STOP and sample.num_calls:
+            finish = FinishReason.TOOL_CALLS
+        if finish is not None:
+            self.finishes.append(finish)
+        text, parts = sample.take()
         self._sink.put(
             ChoiceDelta(
                 index=self._first_index + delta.sample_index,
                 text=text,
+                parts=parts,
                 token_ids=token_ids,
                 logprobs=logprobs,
+                prompt_logprobs=None if delta.output_index else self._prompt_logprobs,
                 finish=finish,
+                stop_string=sample.stop_string if found else "",
             )
         )
         return found and delta.finish is None
+
+
+def _samples(
+    request: GenerateRequest, output_options: OutputOptions, stops: StopPatterns, tokenizer: Tokenizer
+) -> Mapping[int, SampleOutput]:
+    """Return a new sample for each index of a request."""
+    message, min_tokens = output_options.message, request.sampling.min_tokens
+    skips = output_options.skip_special_tokens
+    if message is None:
+        return {
+            index: TextSample(
+                tokenizer.detokenizer(skip_special_tokens=skips, prompt=request.token_ids), stops, min_tokens
+            )
+            for index in request.sample_indices
+        }
+    special = tokenizer.added_tokens if skips else tokenizer.visible_tokens
+    return {
+        index: MessageSample(
+            tokenizer.detokenizer(skip_special_tokens=False, prompt=request.token_ids),
+            special,
+            message,
+            f"{request.request_id.hex()}-{index}",
+            stops,
+            min_tokens,
+        )
+        for index in request.sample_indices
+    }

@@ -6,21 +6,27 @@ simulator.
 
 import asyncio
 import json
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from baton.core.errors import ModelError, invalid
+from baton.core.errors import ModelError
 from baton.core.kv.block_hash import TokenIds
 from baton.core.tokenizer_fingerprint import TOKENIZER_FILE, tokenizer_fingerprint
+from baton.gateway.output.formats import SpecialToken
 from baton.gateway.text.bpe_cache import CachedBpeEncoder, Description, byte_level_alphabet
-from baton.gateway.text.chat_template import ChatTemplate, Message, read_json
+from baton.gateway.text.chat_prompt import ChatPrompt
+from baton.gateway.text.chat_template import read_json
+from baton.gateway.text.chat_templates import ChatTemplates
 from baton.gateway.text.detokenizer import REPLACEMENT, BytesDetokenizer, Detokenizer, WindowDetokenizer
+from baton.gateway.text.template_style import TemplateStyle
 from baton.gateway.text.text_pieces import TextCutter
+from baton.gateway.text.tokenizer_info import tokenizer_info
 from baton.runtime.process import loop_time
 
 PROMPT_TAIL_TOKENS = 6
@@ -36,6 +42,12 @@ class Tokenizer(Protocol):
     """Prompts may contain ids below this. Some of them may have no text."""
     max_model_len: int | None
     """Longest context of the model; None if its files do not say."""
+    added_tokens: Mapping[int, SpecialToken]
+    """Tokens that were added to the vocabulary of text, by id. The special ones are hidden."""
+    visible_tokens: Mapping[int, SpecialToken]
+    """The same tokens, none of them hidden."""
+    info: bytes
+    """Description for clients, as a JSON object."""
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
         """Return the token ids of a text. A long text does not block the event loop.
@@ -47,8 +59,13 @@ class Tokenizer(Protocol):
         """
         ...
 
-    async def chat_text(self, messages: Sequence[Message]) -> str:
-        """Return the prompt that the chat template makes of `messages`, including special tokens.
+    @property
+    def chat_templates(self) -> ChatTemplates | None:
+        """The model's chat templates; None if chats have a fixed form."""
+        ...
+
+    async def chat_text(self, prompt: ChatPrompt) -> str:
+        """Return the text that the chat template makes of a chat, including special tokens.
 
         Many or long messages do not block the event loop. Raises Refused (400) if the model has no template,
         or if the template rejects the messages.
@@ -81,6 +98,7 @@ class HfTokenizer(Tokenizer):
 
     def __init__(self, model_dir: Path) -> None:
         """Load the tokenizer of a model directory. Raises ModelError if there is no usable fast tokenizer."""
+        self.model_dir = model_dir
         self.fingerprint = tokenizer_fingerprint(model_dir)
         try:
             self._rust = RustTokenizer.from_file(str(model_dir / TOKENIZER_FILE))
@@ -88,13 +106,19 @@ class HfTokenizer(Tokenizer):
             raise ModelError(f"{model_dir / TOKENIZER_FILE} is not a valid tokenizer: {error}") from error
         self._rust.no_truncation()
         self._rust.no_padding()
-        self._chat_template = ChatTemplate.load(model_dir)
+        self._chat_templates = ChatTemplates.load(model_dir)
         model = read_json(model_dir / "config.json")
         model = {**model, **model.get("text_config", {})}
         self.vocab_size = int(model.get("vocab_size") or self._rust.get_vocab_size())
         length = model.get("max_position_embeddings")
         self.max_model_len = int(length) if length else None
-        self._special = {id_ for id_, token in self._rust.get_added_tokens_decoder().items() if token.special}
+        self.added_tokens = {
+            id_: SpecialToken(token.content, hidden=token.special)
+            for id_, token in self._rust.get_added_tokens_decoder().items()
+        }
+        self.visible_tokens = _visible(self.added_tokens)
+        self._special = {id_ for id_, token in self.added_tokens.items() if token.hidden}
+        self.info = tokenizer_info(model_dir, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         description: Description = json.loads(self._rust.to_str())
         self._bpe_cache = CachedBpeEncoder.of(self._rust, description)
         self._cutter = None if self._bpe_cache is None else TextCutter(_added_tokens(self._rust))
@@ -116,16 +140,24 @@ class HfTokenizer(Tokenizer):
             self._threads, self._encode_long, text, add_special_tokens, max_tokens
         )
 
-    async def chat_text(self, messages: Sequence[Message]) -> str:
-        template, loop = self._chat_template, asyncio.get_running_loop()
-        if template is None:
-            raise invalid("this model has no chat template; use /v1/completions with a prompt in the model's format")
-        num_characters = sum(len(message["content"]) for message in messages)
-        if len(messages) <= loop_time.TEMPLATE_MESSAGES and num_characters <= loop_time.TEMPLATE_CHARACTERS:
-            text = template.render_within(messages, loop.time, loop_time.TEMPLATE_S)
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        return self._chat_templates
+
+    async def chat_text(self, prompt: ChatPrompt) -> str:
+        is_small = (
+            len(prompt.messages) <= loop_time.TEMPLATE_MESSAGES
+            and prompt.num_characters <= loop_time.TEMPLATE_CHARACTERS
+        )
+        if is_small and self._chat_templates.is_compiled(prompt):
+            template = self._chat_templates.of(prompt)
+            text = template.render_within(prompt, time.thread_time, loop_time.TEMPLATE_S)
             if text is not None:
                 return text
-        return await loop.run_in_executor(self._threads, template.render, messages, loop.time)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._render, prompt)
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        return self._chat_templates.of(prompt).render(prompt, time.thread_time)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
@@ -185,16 +217,40 @@ class ByteTokenizer(Tokenizer):
     """Tokenizer with one token per byte. An id above 255 has the text `<id>`, except the last one, which has
     none."""
 
-    def __init__(self, *, vocab_size: int = 512, max_model_len: int | None = 4096) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 512,
+        max_model_len: int | None = 4096,
+        chat_templates: ChatTemplates | None = None,
+        added_tokens: Mapping[int, SpecialToken] | None = None,
+    ) -> None:
+        """Create a tokenizer. Without `chat_templates`, chats have a fixed form.
+
+        `added_tokens` replace the texts of their ids.
+        """
         self.fingerprint = "bytes"
+        self._chat_templates = chat_templates
+        self.added_tokens = added_tokens or {}
+        self.visible_tokens = _visible(self.added_tokens)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.info = b'{"tokenizer_class": "ByteTokenizer"}'
         self._table = [bytes((id_,)) if id_ < 256 else f"<{id_}>".encode() for id_ in range(vocab_size - 1)]
+        for id_, token in self.added_tokens.items():
+            self._table[id_] = token.text.encode()
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
         return array("I", list(text.encode()))  # array() would interpret bytes as the memory of its items
 
-    async def chat_text(self, messages: Sequence[Message]) -> str:
+    @property
+    def chat_templates(self) -> ChatTemplates | None:
+        return self._chat_templates
+
+    async def chat_text(self, prompt: ChatPrompt) -> str:
+        if self._chat_templates is not None:
+            return self._chat_templates.of(prompt).render(prompt, time.thread_time)
+        messages = TemplateStyle().adapted(prompt.messages)
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -225,6 +281,10 @@ def _bytes_table(rust: RustTokenizer, description: Description) -> list[bytes | 
     byte_of = {character: byte for byte, character in byte_level_alphabet().items()}
     names = {id_: name for name, id_ in rust.get_vocab(with_added_tokens=True).items()}
     return [_token_bytes(names[id_], byte_of) if id_ in names else None for id_ in range(max(names) + 1)]
+
+
+def _visible(tokens: Mapping[int, SpecialToken]) -> Mapping[int, SpecialToken]:
+    return {id_: SpecialToken(token.text, hidden=False) for id_, token in tokens.items()}
 
 
 def _added_tokens(rust: RustTokenizer) -> frozenset[str]:

@@ -3,19 +3,22 @@
 `host_sampler.py` draws the same tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
+from baton.engine.constraints.token_bits import Bits
 from baton.engine.state.step import SampleRequest
 from baton.model.device.async_copy import upload
 from baton.model.sampling.logits_processors import process_logits
 from baton.model.sampling.sampling_noise import GOLDEN, MIX_1, MIX_2, noise_key
 
 _MASK = (1 << 64) - 1
+NO_BITS: Mapping[int, Bits] = MappingProxyType({})
 MAX_VALUES = 1 << 22
 """Limit of float64 values in one array. About eight such arrays exist at a time."""
 
@@ -25,17 +28,23 @@ class DrawnTokens:
     """Drawn tokens, on the device.
 
     token_ids: one for each sample of the requests.
-    have_choice: bool [len(requests)], False if bias and bans left no token to draw.
+    have_choice: bool [len(requests)], False if no token was left to draw.
     """
 
     token_ids: torch.Tensor
     have_choice: torch.Tensor
 
 
-def draw(logits: torch.Tensor, requests: Sequence[SampleRequest], max_values: int = MAX_VALUES) -> DrawnTokens:
+def draw(
+    logits: torch.Tensor,
+    requests: Sequence[SampleRequest],
+    allowed: Mapping[int, Bits] = NO_BITS,
+    max_values: int = MAX_VALUES,
+) -> DrawnTokens:
     """Draw the tokens of all requests. `logits`: float32 [len(requests), vocab_size].
 
-    `max_values`: limit of float64 values in one array.
+    allowed: the tokens that constrained requests may draw, by row.
+    max_values: limit of float64 values in one array.
     Token ids that requests name must exist, see `logits_processors.unknown_token_id`.
     """
     first_draw = np.cumsum([0, *(len(request.sample_indices) for request in requests)])
@@ -45,10 +54,23 @@ def draw(logits: torch.Tensor, requests: Sequence[SampleRequest], max_values: in
         index = upload(np.array(rows), logits.device)
         chunk_requests = [requests[row] for row in rows]
         processed = process_logits(logits[index].double(), chunk_requests)
+        forbid(processed, {place: allowed[row] for place, row in enumerate(rows) if row in allowed})
         have_choice[index] = processed.amax(dim=-1) > -torch.inf
         places = np.concatenate([np.arange(first_draw[row], first_draw[row + 1]) for row in rows])
         token_ids[upload(places, logits.device)] = _best(processed, chunk_requests)
     return DrawnTokens(token_ids, have_choice)
+
+
+def forbid(processed: torch.Tensor, allowed: Mapping[int, Bits]) -> None:
+    """Set the logits of all tokens that are not in `allowed` to -inf in the rows that it has, in place."""
+    if not allowed:
+        return
+    device, vocab_size = processed.device, processed.shape[1]
+    rows = upload(np.fromiter(allowed, dtype=np.int64), device)
+    words = upload(np.stack(list(allowed.values())).view(np.int32), device)
+    flags = torch.bitwise_right_shift(words[:, :, None], torch.arange(32, dtype=torch.int32, device=device))
+    is_forbidden = flags.bitwise_and_(1).reshape(len(allowed), -1)[:, :vocab_size] == 0
+    processed[rows] = processed[rows].masked_fill_(is_forbidden, -torch.inf)
 
 
 def _chunks(requests: Sequence[SampleRequest], max_samples: int) -> Iterator[list[int]]:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from baton.engine.constraints.token_bits import Bits, flags_of, ids_of
 from baton.engine.state.step import SampleRequest
 from baton.model.sampling.sampling_noise import GOLDEN, MIX_1, MIX_2, noise_key
 
@@ -147,15 +148,22 @@ def _candidates(scaled: np.ndarray, bits: np.ndarray) -> np.ndarray:
     return found
 
 
-def draw(logits: np.ndarray, request: SampleRequest) -> tuple[int, ...] | None:
+def draw(logits: np.ndarray, request: SampleRequest, allowed: Bits | None = None) -> tuple[int, ...] | None:
     """Return one token id for each of the request's samples, or None if no token can be drawn.
 
+    allowed: the tokens that a constrained request may draw.
     Of equal values the lowest id wins. Token ids that the request names must exist.
     """
+    sampling = request.sampling
+    if allowed is not None and sampling.is_greedy and not (sampling.logit_bias or sampling.has_penalties):
+        few = ids_of(allowed)  # without the banned tokens
+        return (int(few[logits[few].argmax()]),) * len(request.sample_indices)
     processed = processed_logits(logits, request)
+    if allowed is not None:
+        processed[~flags_of(allowed, processed.shape[0])] = -np.inf
     if not processed.max() > -np.inf:
         return None
-    if request.sampling.is_greedy:
+    if sampling.is_greedy:
         return (int(processed.argmax()),) * len(request.sample_indices)
     drawn = []
     for sample_index in request.sample_indices:

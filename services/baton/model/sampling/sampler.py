@@ -3,8 +3,10 @@
 Truncation is top-k, top-p and min-p. The noise g is a hash of (seed, sample_index, position, token id). So
 the same request draws the same tokens wherever and however often it runs, and rounding errors in the logits
 change a token as rarely as in greedy decoding. Everything after the model's float32 logits is float64, so
-that it adds no error of its own. Increase `SAMPLER_VERSION` in `core/kv/kv_layout.py` if a change here or in
-the modules that draw changes a token. Nothing waits for the device before `PendingSamples.result`.
+that it adds no error of its own. Logits are changed in this order: bias, penalties, all rules that forbid
+tokens (`min_tokens`, grammar, allowed tokens, bad words), temperature, truncation. Increase `SAMPLER_VERSION`
+in `core/kv/kv_layout.py` if a change here or in the modules that draw changes a token. Nothing waits for the
+device before `PendingSamples.result`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +18,9 @@ import torch
 
 from baton.core.errors import Code, Failure, Reason
 from baton.core.request import TokenLogprobs
+from baton.engine.constraints.compiled_grammar import no_token_left
+from baton.engine.constraints.token_bits import Bits
+from baton.engine.constraints.token_constraints import NO_MASKS, TokenMasks
 from baton.engine.state.step import SampledToken, SampleRequest
 from baton.model.device.async_copy import download, upload
 from baton.model.sampling import device_sampler, host_sampler
@@ -23,19 +28,22 @@ from baton.model.sampling.logits_processors import unknown_token_id
 
 RowRequests = Sequence[tuple[int, SampleRequest]]
 """(seq_id, request) of each row of the logits."""
-Draw = Callable[[torch.Tensor, Sequence[SampleRequest]], device_sampler.DrawnTokens]
-"""Draws the tokens of requests from their float32 logits, [len(requests), vocab_size]."""
+Draw = Callable[[torch.Tensor, Sequence[SampleRequest], Mapping[int, Bits]], device_sampler.DrawnTokens]
+"""Draws the tokens of requests from their float32 logits, [len(requests), vocab_size], and from the tokens
+that constrained requests may draw, by row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledStep:
     """Sampled tokens by sequence.
 
-    A sequence with faulty logits or an invalid request is in `failures` instead.
+    A sequence with faulty logits or an invalid request is in `failures` instead, and one whose mask was not
+    ready in `deferred`.
     """
 
     samples: Mapping[int, tuple[SampledToken, ...]]
     failures: Mapping[int, Failure]
+    deferred: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +67,7 @@ class PendingSamples:
     row_requests: the requests, by row.
     draws_of_row: the range of draws of each row.
     refused: failures of invalid requests, by row.
+    deferred: rows whose mask was not ready.
     token_ids: int64 [num_draws], on the device; row after row, each request's samples in order. Arbitrary for
     a row that fails.
     found: token ids, then for each row if its logits are finite, then if it has a token to draw; on the host
@@ -68,6 +77,7 @@ class PendingSamples:
     row_requests: RowRequests
     draws_of_row: Sequence[range]
     refused: Mapping[int, Failure]
+    deferred: frozenset[int]
     token_ids: torch.Tensor
     found: torch.Tensor
     logprobs: _Logprobs | None
@@ -84,14 +94,17 @@ class PendingSamples:
                 failures[seq_id] = numerical_error("NaN or infinite logits")
             elif row in self.refused:
                 failures[seq_id] = self.refused[row]
+            elif row in self.deferred:
+                continue
             elif not have_choice[row]:
-                failures[seq_id] = _cannot_sample("bias and bans leave no token to draw")
+                failures[seq_id] = no_token_left("logit_bias and min_tokens leave no token; relax one of them")
             else:
                 samples[seq_id] = tuple(
                     SampledToken(sample_index=index, token_id=found[draw], logprobs=logprobs.get(draw))
                     for index, draw in zip(request.sample_indices, self.draws_of_row[row], strict=True)
                 )
-        return SampledStep(samples=samples, failures=failures)
+        deferred = {self.row_requests[row][0] for row in self.deferred} - failures.keys()
+        return SampledStep(samples=samples, failures=failures, deferred=frozenset(deferred))
 
     def _logprobs_of_draws(self) -> dict[int, TokenLogprobs]:
         if self.logprobs is None:
@@ -107,11 +120,14 @@ class PendingSamples:
         return found
 
 
-def sample(logits: torch.Tensor, row_requests: RowRequests, draw: Draw | None = None) -> PendingSamples:
+def sample(
+    logits: torch.Tensor, row_requests: RowRequests, draw: Draw | None = None, *, masks: TokenMasks = NO_MASKS
+) -> PendingSamples:
     """Start drawing the tokens of every row.
 
     logits: [len(row_requests), vocab_size], any float dtype.
     draw: draws the rows that are not plainly greedy; None: the sampler for the device of `logits`.
+    masks: of the constrained rows.
     """
     logits, device = logits.float(), logits.device
     best = logits.max(dim=-1)  # the maximum is NaN if any logit is
@@ -126,9 +142,12 @@ def sample(logits: torch.Tensor, row_requests: RowRequests, draw: Draw | None = 
         for row in special
         if (unknown := unknown_token_id(row_requests[row][1], logits.shape[-1])) is not None
     }
-    if rows := [row for row in special if row not in refused]:
+    refused.update(masks.failures)
+    if rows := [row for row in special if row not in refused and row not in masks.deferred]:
         draw = draw or (_draw_on_host if device.type == "cpu" else device_sampler.draw)
-        drawn = draw(_rows(logits, rows), [row_requests[row][1] for row in rows])
+        allowed = masks.by_row()
+        allowed = {place: allowed[row] for place, row in enumerate(rows) if row in allowed}
+        drawn = draw(_rows(logits, rows), [row_requests[row][1] for row in rows], allowed)
         token_ids[_index(chain.from_iterable(draws_of_row[row] for row in rows), device)] = drawn.token_ids
         have_choice[_index(rows, device)] = drawn.have_choice
     found = torch.cat((token_ids, torch.isfinite(best.values).long(), have_choice.long()))
@@ -137,14 +156,20 @@ def sample(logits: torch.Tensor, row_requests: RowRequests, draw: Draw | None = 
         row_requests=row_requests,
         draws_of_row=draws_of_row,
         refused=refused,
+        deferred=masks.deferred,
         token_ids=token_ids,
         found=download(found),
         logprobs=logprobs,
     )
 
 
-def _draw_on_host(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> device_sampler.DrawnTokens:
-    drawn = [host_sampler.draw(row, request) for row, request in zip(logits.numpy(), requests, strict=True)]
+def _draw_on_host(
+    logits: torch.Tensor, requests: Sequence[SampleRequest], allowed: Mapping[int, Bits]
+) -> device_sampler.DrawnTokens:
+    drawn = [
+        host_sampler.draw(logits_row, request, allowed.get(row))
+        for row, (logits_row, request) in enumerate(zip(logits.numpy(), requests, strict=True))
+    ]
     found = [ids or (0,) * len(request.sample_indices) for ids, request in zip(drawn, requests, strict=True)]
     return device_sampler.DrawnTokens(
         torch.tensor(list(chain.from_iterable(found))), torch.tensor([ids is not None for ids in drawn])
@@ -198,4 +223,6 @@ def _draws_of(row_requests: RowRequests) -> list[range]:
 
 def _is_plain_greedy(request: SampleRequest) -> bool:
     sampling = request.sampling
-    return sampling.is_greedy and not (sampling.has_penalties or sampling.logit_bias or request.banned_token_ids)
+    return sampling.is_greedy and not (
+        sampling.has_penalties or sampling.logit_bias or sampling.is_constrained or request.banned_token_ids
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from baton.engine.state.step import SampleRequest, StepSequence
+from baton.engine.state.step import PromptRequest, SampleRequest, StepSequence
 from baton.model.attention.attention_inputs import AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import PagedKernel
 from baton.model.device.async_copy import upload
@@ -28,6 +28,14 @@ class PreparedSequence:
     kv_begin: int
     block_ids: np.ndarray
     sample: SampleRequest | None
+    prompt: PromptRequest | None = None
+
+    def logit_rows(self, begin: int) -> np.ndarray:
+        """Return the rows of its logits, if its tokens begin at row `begin`: those of prompt targets, then
+        the one that samples."""
+        num_targets = 0 if self.prompt is None else len(self.prompt.targets)
+        last = [] if self.sample is None else [begin + self.token_ids.size - 1]
+        return np.array([*range(begin, begin + num_targets), *last], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +44,7 @@ class PackedStep:
 
     attention: index tensors for the paged attention.
     token_ids, position_ids: [num_tokens], all sequences one after the other.
-    sample_rows: row of the last token of each sequence that samples.
+    sample_rows: rows whose logits are needed, see `PreparedSequence.logit_rows`.
     """
 
     attention: AttentionStep
@@ -90,6 +98,13 @@ def prepare_sequence(
             f"{token_ids.size} tokens at position {sequence.position_begin}, KV index {sequence.kv_begin}; "
             "there must be at least one token, and neither may be negative"
         )
+    if sequence.prompt is not None and (
+        len(sequence.prompt.targets) > token_ids.size or max(sequence.prompt.targets) >= vocab_size
+    ):
+        raise ValueError(
+            f"{len(sequence.prompt.targets)} prompt targets for {token_ids.size} tokens, at most id "
+            f"{max(sequence.prompt.targets)}; there must be no more than tokens, with ids below {vocab_size}"
+        )
     if token_ids.max() >= vocab_size:
         raise ValueError(f"token id {token_ids.max()} is outside the vocabulary of {vocab_size} tokens")
     num_blocks = -(-sequence.context_len // block_size_tokens)
@@ -105,6 +120,7 @@ def prepare_sequence(
         kv_begin=sequence.kv_begin,
         block_ids=block_ids,
         sample=sequence.sample,
+        prompt=sequence.prompt,
     )
 
 
@@ -123,5 +139,12 @@ def pack(parts: Sequence[PreparedSequence], cache: KvCache, masks: CausalMasks, 
         attention=AttentionStep(cache, segments, masks, kernel),
         token_ids=upload(np.concatenate([part.token_ids for part in parts]), device),
         position_ids=upload(np.arange(ends[-1]) + np.repeat(shifts, counts), device),
-        sample_rows=upload(ends[[part.sample is not None for part in parts]] - 1, device),
+        sample_rows=upload(_logit_rows(parts, begins, ends), device),
     )
+
+
+def _logit_rows(parts: Sequence[PreparedSequence], begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    if all(part.prompt is None for part in parts):
+        rows: np.ndarray = ends[[part.sample is not None for part in parts]] - 1
+        return rows
+    return np.concatenate([part.logit_rows(begin) for part, begin in zip(parts, begins.tolist(), strict=True)])

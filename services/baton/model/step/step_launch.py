@@ -3,6 +3,7 @@
 The two halves are separate so that the device can be given the next step before this one has ended.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,15 +12,20 @@ import numpy as np
 import torch
 
 from baton.core.errors import Code, Failure, Reason
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.state.step import StepPlan, StepResult, StepSequence
 from baton.model.attention.attention_inputs import CausalMasks
 from baton.model.attention.paged_attention import PagedKernel
 from baton.model.device.async_copy import DeviceEvent, download, record_event, upload
 from baton.model.device.kv_tensors import KvCache
+from baton.model.sampling.prompt_logprobs import PendingPromptLogprobs, prompt_logprobs
 from baton.model.sampling.sampler import PendingSamples, numerical_error, sample
 from baton.model.step.forward import Forward
 from baton.model.step.step_inputs import BlockTables, PreparedSequence, pack, prepare_sequence
 from baton.runtime.failpoints import PROCESS_FAILPOINTS, FailpointError, Failpoints
+
+step_clock = time.monotonic
+"""Clock by which slow masks are deferred."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +35,7 @@ class LaunchedStep:
     sequences: those in the batch, in order.
     failures: the sequences that could not be put into the batch, by `seq_id`.
     draws: the tokens being sampled; None if the batch is empty.
+    prompt: the logprobs of prompt tokens; None if no sequence reports them.
     finite: bool [num_tokens], see `ForwardOutput`; on the host, valid once `done` is complete.
     done: complete when the device has computed the step.
     """
@@ -39,6 +46,7 @@ class LaunchedStep:
     draws: PendingSamples | None
     finite: torch.Tensor
     done: DeviceEvent
+    prompt: PendingPromptLogprobs | None = None
 
     def result(self) -> StepResult:
         """Wait for the device and return the step's result. Raises torch.AcceleratorError if the device
@@ -53,7 +61,11 @@ class LaunchedStep:
             (seq_id, numerical_error("NaN or infinite KV or hidden states")) for seq_id in self._non_finite_seq_ids()
         )
         samples = {seq_id: tokens for seq_id, tokens in sampled.samples.items() if seq_id not in failures}
-        return StepResult(step_id=self.step_id, samples=samples, failures=failures)
+        deferred = frozenset(seq_id for seq_id in sampled.deferred if seq_id not in failures)
+        prompt = {} if self.prompt is None else self.prompt.result()
+        return StepResult(
+            step_id=self.step_id, samples=samples, failures=failures, deferred=deferred, prompt_logprobs=prompt
+        )
 
     @cached_property
     def first_draw(self) -> Mapping[int, int]:
@@ -99,12 +111,15 @@ class StepLauncher:
         cache: KvCache,
         vocab_size: int,
         *,
+        constraints: TokenConstraints | None = None,
         record_event: Callable[[torch.device], DeviceEvent] = record_event,
         failpoints: Failpoints = PROCESS_FAILPOINTS,
     ) -> None:
-        """`record_event`: marks the current end of the device's queue; tests replace it to imitate a slow
+        """`constraints`: prepares grammars and computes masks; None: grammars are refused.
+        `record_event`: marks the current end of the device's queue; tests replace it to imitate a slow
         device. `failpoints`: faults to inject into steps."""
         self._forward, self._kernel, self._cache, self._vocab_size = forward, kernel, cache, vocab_size
+        self._constraints = constraints or TokenConstraints(vocab_size=vocab_size)
         self._record_event = record_event
         self._masks = CausalMasks(cache.dtype, cache.device)
         self._tables = BlockTables(cache.num_blocks)
@@ -126,10 +141,10 @@ class StepLauncher:
     def can_follow(self, plan: StepPlan) -> bool:
         """True if `plan` can be launched before the tokens of the step before it are known on the host.
 
-        Penalties and failpoints read those tokens on the host, so they prevent it.
+        Penalties, grammars, bad words and failpoints read those tokens on the host, so they prevent it.
         """
         return not self._failpoints.is_armed and not any(
-            part.sample and part.sample.sampling.has_penalties for part in plan.sequences
+            part.sample and part.sample.sampling.reads_outputs for part in plan.sequences
         )
 
     def _launch(self, plan: StepPlan, after: LaunchedStep | None) -> LaunchedStep:
@@ -138,19 +153,23 @@ class StepLauncher:
         sequences, failures = self._prepared(
             part for part in plan.sequences if after is None or part.seq_id in after.first_draw
         )
-        draws, finite = None, torch.ones(0, dtype=torch.bool)
+        draws, prompt, finite = None, None, torch.ones(0, dtype=torch.bool)
         if sequences:
             step = pack(sequences, self._cache, self._masks, self._kernel)
             output = self._forward(step if after is None else replace(step, token_ids=after.last_tokens_of(sequences)))
             finite = download(output.finite)
             sampling = [sequence for sequence in sequences if sequence.sample is not None]
-            logits = self._with_failpoints(output.logits, sampling) if self._failpoints.is_armed else output.logits
-            draws = sample(logits, [(one.seq_id, one.sample) for one in sampling if one.sample is not None])
+            logits, prompt = _prompt_apart(output.logits, sequences)
+            logits = self._with_failpoints(logits, sampling) if self._failpoints.is_armed else logits
+            rows = [(one.seq_id, one.sample) for one in sampling if one.sample is not None]
+            # On a GPU the forward pass still runs while the masks are computed.
+            draws = sample(logits, rows, masks=self._constraints.masks(rows))
         return LaunchedStep(
             step_id=plan.step_id,
             sequences=sequences,
             failures=failures,
             draws=draws,
+            prompt=prompt,
             finite=finite,
             done=self._record_event(self._cache.device),
         )
@@ -180,3 +199,22 @@ class StepLauncher:
             except FailpointError:
                 logits[row] = float("nan")
         return logits
+
+
+def _prompt_apart(
+    logits: torch.Tensor, sequences: Sequence[PreparedSequence]
+) -> tuple[torch.Tensor, PendingPromptLogprobs | None]:
+    """Return (the logits of the rows that sample, the logprobs of prompt tokens)."""
+    requests = [(one.seq_id, one.prompt) for one in sequences if one.prompt is not None]
+    if not requests:
+        return logits, None
+    is_target = np.concatenate(
+        [
+            [True] * (0 if one.prompt is None else len(one.prompt.targets)) + [False] * (one.sample is not None)
+            for one in sequences
+        ]
+    ).astype(bool)
+    of_prompt, of_samples = np.flatnonzero(is_target), np.flatnonzero(~is_target)
+    return logits[upload(of_samples, logits.device)], prompt_logprobs(
+        logits[upload(of_prompt, logits.device)], requests
+    )

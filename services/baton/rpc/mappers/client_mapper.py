@@ -4,6 +4,7 @@ A GenerateRequest becomes the dict of an equivalent `/v1/completions` body, with
 client set. The gateway validates both in the same way; here only what a dict cannot express is checked.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from baton.core.client_api import (
     ChoiceDelta,
     ClusterStatus,
     GenerateChunk,
+    MessagePart,
     ModelInfo,
+    PartKind,
     ProcessInfo,
     Timeline,
     TotalUsage,
@@ -31,10 +34,13 @@ from baton.rpc.mappers.common_mapper import EnumMap
 from baton.rpc.mappers.message_mapping import MessageMapping, nested, repeated
 from baton.v1 import admin_pb2, inference_pb2
 
+PART_KINDS = EnumMap(PartKind, inference_pb2.PartKind)
 FINISH_REASONS = EnumMap(FinishReason, inference_pb2.FinishReason)
 ROLES = EnumMap(WorkerRole, admin_pb2.WorkerRole)
 STATES = EnumMap(WorkerState, admin_pb2.WorkerState)
 
+FIELDS_JSON = "fields_json"
+"""Field with further fields of the body, as JSON. The gateway reads it."""
 _SCALARS = (
     "model",
     "max_tokens",
@@ -53,11 +59,13 @@ _SCALARS = (
     "priority",
     "timeline",
     "skip_special_tokens",
+    FIELDS_JSON,
 )
 _LISTS = ("stop", "stop_token_ids")
 IDS_PER_SLICE = 8 * 1024
 """Token ids that are converted in one call, during which no other thread runs."""
 _SLO = ("ttft_ms", "tpot_ms")
+_MESSAGE_FIELDS = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
 _ALWAYS = {"stream": True, "return_token_ids": True}
 """Fields that are implied for every call over gRPC."""
 
@@ -127,7 +135,7 @@ def _check_count(name: str, count: int, shown: str = "") -> None:
 
 
 def to_generate_request(body: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
-    """Convert a completions body to a request, for Baton's own clients.
+    """Convert a body to a request, for Baton's own clients. Only that of a chat may have further fields.
 
     Raises TypeError or ValueError for an unknown field or an invalid value.
     """
@@ -139,6 +147,9 @@ def to_generate_request(body: Mapping[str, Any]) -> inference_pb2.GenerateReques
         fields["logit_bias"] = {int(token_id): bias for token_id, bias in biases.items()}
     if (slo := fields.pop("slo", None)) is not None:
         fields["slo"] = inference_pb2.Slo(**slo)
+    if "messages" in fields:
+        further = {name: fields.pop(name) for name in tuple(fields) if name not in _MESSAGE_FIELDS}
+        fields[FIELDS_JSON] = json.dumps(further, ensure_ascii=False)
     return inference_pb2.GenerateRequest(**fields)
 
 
@@ -150,11 +161,16 @@ def to_generate_response(chunk: GenerateChunk) -> inference_pb2.GenerateResponse
     """Convert a chunk of a generation to a message of its stream."""
     message = inference_pb2.GenerateResponse()
     for choice in chunk.choices:
-        out = message.choices.add(index=choice.index, text=choice.text, token_ids=choice.token_ids)
+        out = message.choices.add(
+            index=choice.index, text=choice.text, token_ids=choice.token_ids, stop_string=choice.stop_string
+        )
         for logprobs in choice.logprobs:
             top = out.logprobs.add(logprob=logprobs.logprob).top
             for token_id, logprob in logprobs.top:
                 top.add(token_id=token_id, logprob=logprob)
+        for part in choice.parts:
+            kind = PART_KINDS.to_wire(part.kind)
+            out.parts.add(kind=kind, text=part.text, call_index=part.call_index, call_id=part.call_id)
         if choice.finish is not None:
             out.finish_reason = FINISH_REASONS.to_wire(choice.finish)
     if chunk.usage is not None:
@@ -163,6 +179,7 @@ def to_generate_response(chunk: GenerateChunk) -> inference_pb2.GenerateResponse
         message.usage.completion_tokens = usage.num_output_tokens
         message.usage.total_tokens = usage.num_prompt_tokens + usage.num_output_tokens
         message.usage.cached_tokens = usage.num_cached_tokens
+        message.usage.reasoning_tokens = usage.num_reasoning_tokens
     if chunk.timeline is not None:
         message.timeline.CopyFrom(_TIMELINE.to_wire(chunk.timeline))
     return message
@@ -176,12 +193,22 @@ def from_generate_response(message: inference_pb2.GenerateResponse) -> GenerateC
             ChoiceDelta(
                 index=choice.index,
                 text=choice.text,
+                parts=tuple(
+                    MessagePart(
+                        kind=PART_KINDS.from_wire(part.kind),
+                        text=part.text,
+                        call_index=part.call_index,
+                        call_id=part.call_id,
+                    )
+                    for part in choice.parts
+                ),
                 token_ids=tuple(choice.token_ids),
                 logprobs=tuple(
                     TokenLogprobs(logprob=each.logprob, top=tuple((top.token_id, top.logprob) for top in each.top))
                     for each in choice.logprobs
                 ),
                 finish=FINISH_REASONS.from_wire(choice.finish_reason) if choice.HasField("finish_reason") else None,
+                stop_string=choice.stop_string,
             )
             for choice in message.choices
         ),
@@ -189,6 +216,7 @@ def from_generate_response(message: inference_pb2.GenerateResponse) -> GenerateC
             num_prompt_tokens=usage.prompt_tokens,
             num_output_tokens=usage.completion_tokens,
             num_cached_tokens=usage.cached_tokens,
+            num_reasoning_tokens=usage.reasoning_tokens,
         )
         if message.HasField("usage")
         else None,

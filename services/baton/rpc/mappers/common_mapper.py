@@ -10,15 +10,15 @@ from array import array
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from struct import Struct
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from baton.core.errors import Code, Failure, Reason, invalid
 from baton.core.ids import JobId, WorkerRef
 from baton.core.kv.block_hash import HASH_BYTES, BlockHash, TokenIds
 from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, KvMemory, LayerGroup
 from baton.core.messages.jobs import PrefixSource
-from baton.core.request import FinishReason, LegTimeline, Sampling, TokenLogprobs, Usage
-from baton.core.request_limits import LIMITS, OutOfLimits, printable
+from baton.core.request import FinishReason, LegTimeline, PromptLogprobs, Sampling, TokenLogprobs, Usage
+from baton.core.request_limits import LIMITS, MAX_BAD_WORD_TOKENS, MAX_GRAMMAR_BYTES, OutOfLimits, printable
 from baton.rpc.mappers.message_mapping import MessageMapping, checked, nested
 from baton.wire.v1 import common_pb2 as pb
 
@@ -198,6 +198,10 @@ def to_sampling(sampling: Sampling) -> pb.Sampling:
         stop_token_ids=sampling.stop_token_ids,
         num_logprobs=sampling.num_logprobs,
         logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
+        grammar=sampling.grammar,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
+        num_prompt_logprobs=sampling.num_prompt_logprobs,
         sampler_version=sampling.sampler_version,
     )
 
@@ -219,6 +223,10 @@ def from_sampling(message: pb.Sampling) -> Sampling:
         stop_token_ids=tuple(message.stop_token_ids),
         num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
         logit_bias=tuple((bias.token_id, bias.bias) for bias in message.logit_bias),
+        grammar=message.grammar,
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         sampler_version=message.sampler_version,
     )
     try:
@@ -226,12 +234,26 @@ def from_sampling(message: pb.Sampling) -> Sampling:
             LIMITS[field].check(field, getattr(sampling, field))
         for _, bias in sampling.logit_bias:
             LIMITS["logit_bias"].check("logit_bias", bias)
+        _check_rules(sampling)
     except OutOfLimits as error:
         raise invalid(f"sampling: {error}") from error
     return sampling
 
 
 _SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _check_rules(sampling: Sampling) -> None:
+    """Check the sizes of the rules that forbid tokens. Raises OutOfLimits."""
+    size = len(sampling.grammar.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise OutOfLimits("grammar", f"grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+    LIMITS["allowed_token_ids"].check_count("allowed_token_ids", len(sampling.allowed_token_ids))
+    LIMITS["bad_words"].check_count("bad_words", len(sampling.bad_words))
+    for word in sampling.bad_words:
+        if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
+            message = f"bad_words has an entry of {len(word)} tokens; each must have 1 to {MAX_BAD_WORD_TOKENS}"
+            raise OutOfLimits("bad_words", message)
 
 
 def to_token_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
@@ -246,8 +268,48 @@ def from_token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
     if len(message.top_token_ids) != len(message.top_logprobs):
         raise invalid(f"logprobs: {len(message.top_token_ids)} token ids for {len(message.top_logprobs)} values")
     return TokenLogprobs(
-        logprob=message.logprob, top=tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
+        logprob=message.logprob,
+        top=tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)),
     )
+
+
+def to_prompt_logprobs(logprobs: PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(
+        num_top=logprobs.num_top,
+        chosen=_little_endian(logprobs.chosen),
+        ranks=_little_endian(logprobs.ranks),
+        top_token_ids=_little_endian(logprobs.top_ids),
+        top_logprobs=_little_endian(logprobs.top_values),
+    )
+
+
+def from_prompt_logprobs(message: pb.PromptLogprobs) -> PromptLogprobs:
+    """Convert prompt logprobs. Raises Refused if the arrays do not have matching lengths."""
+    num_bytes = len(message.chosen)
+    lengths = (len(message.ranks), len(message.top_token_ids), len(message.top_logprobs))
+    if num_bytes % 4 or lengths != (num_bytes, num_bytes * message.num_top, num_bytes * message.num_top):
+        raise invalid(f"prompt_logprobs: arrays of {num_bytes} and {lengths} bytes for {message.num_top} top tokens")
+    return PromptLogprobs(
+        num_top=message.num_top,
+        chosen=_from_little_endian("f", message.chosen),
+        ranks=_from_little_endian("I", message.ranks),
+        top_ids=_from_little_endian("I", message.top_token_ids),
+        top_values=_from_little_endian("f", message.top_logprobs),
+    )
+
+
+def _little_endian(values: "array[Any]") -> bytes:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def _from_little_endian(kind: Literal["f", "I"], data: bytes) -> "array[Any]":
+    values: array[Any] = array(kind, data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
 
 
 _USAGE = MessageMapping(Usage, pb.Usage, {"num_cached_tokens": nested(dict, dict)})

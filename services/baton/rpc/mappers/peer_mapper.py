@@ -193,6 +193,7 @@ def _to_kv_ready(ready: KvReady) -> pb.KvReady:
                 token_id=first.token_id,
                 logprobs=None if first.logprobs is None else c.to_token_logprobs(first.logprobs),
                 finish=None if first.finish is None else c.FINISH_REASONS.to_wire(first.finish),
+                prompt_logprobs=None if first.prompt_logprobs is None else c.to_prompt_logprobs(first.prompt_logprobs),
             )
             for first in ready.first_tokens
         ],
@@ -223,6 +224,9 @@ def _from_kv_ready(message: pb.KvReady) -> KvReady:
                 token_id=first.token_id,
                 logprobs=c.from_token_logprobs(first.logprobs) if first.HasField("logprobs") else None,
                 finish=c.FINISH_REASONS.from_wire(first.finish) if first.HasField("finish") else None,
+                prompt_logprobs=c.from_prompt_logprobs(first.prompt_logprobs)
+                if first.HasField("prompt_logprobs")
+                else None,
             )
             for first in message.first_tokens
         ),

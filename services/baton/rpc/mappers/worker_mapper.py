@@ -240,6 +240,8 @@ def _to_step(step: Step) -> pb.WorkerMessage:
         out.token_ids.extend(delta.token_ids)
         if delta.logprobs:
             out.logprobs.extend(map(c.to_token_logprobs, delta.logprobs))
+        if delta.prompt_logprobs is not None:
+            out.prompt_logprobs.CopyFrom(c.to_prompt_logprobs(delta.prompt_logprobs))
         if delta.finish is not None:
             out.finish = c.FINISH_REASONS.to_wire(delta.finish)
         if delta.usage is not None:
@@ -265,6 +267,9 @@ def _from_delta(message: pb.TokenDelta) -> TokenDelta:
         output_index=message.output_index,
         token_ids=tuple(message.token_ids),
         logprobs=tuple([c.from_token_logprobs(each) for each in logprobs]) if logprobs else (),
+        prompt_logprobs=c.from_prompt_logprobs(message.prompt_logprobs)
+        if message.HasField("prompt_logprobs")
+        else None,
         finish=c.FINISH_REASONS.from_wire(message.finish) if has("finish") else None,
         usage=c.from_usage(message.usage) if has("usage") else None,
         timeline=c.from_leg_timeline(message.timeline) if has("timeline") else None,

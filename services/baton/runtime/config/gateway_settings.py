@@ -1,5 +1,6 @@
 """Settings of the gateway: the ports that clients use, the default SLO, and the limits of requests."""
 
+import re
 from pathlib import Path
 
 from baton.core.errors import ConfigError
@@ -8,6 +9,8 @@ from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.config_base import Config, config, setting
 from baton.runtime.config.durations import parse_durations
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,@*]+", re.IGNORECASE)
+
 
 @config
 class FrontDoorSettings(Config):
@@ -15,9 +18,19 @@ class FrontDoorSettings(Config):
 
     http_port: int = setting(8000, help="port of the OpenAI API; 0 picks a free one", minimum=0, maximum=65535)
     grpc_port: int = setting(8001, help="port of the gRPC API; 0 picks a free one", minimum=0, maximum=65535)
+    cors_allow_origins: tuple[str, ...] = setting(
+        (),
+        help="origins whose pages may call the OpenAI API from a browser, separated by commas, such as "
+        "https://example.com; * allows all",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for origin in self.cors_allow_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_allow_origins has {origin!r}; must be * or an origin such as https://example.com:8443"
+                )
         if self.http_port and self.http_port == self.grpc_port:
             raise ConfigError(
                 f"http_port and grpc_port are both {self.http_port}; choose different ports, or 0 for a free one"
@@ -73,6 +86,15 @@ class RequestSettings(Config):
         help="maximum number of client connections per gateway, for HTTP and for gRPC each; more are refused",
         minimum=1,
     )
+    vllm_metric_names: bool = setting(
+        False,
+        help="repeat the gateway's metrics under the names of vLLM, such as vllm:num_requests_waiting",
+    )
+    strict_fields: bool = setting(
+        False,
+        help="refuse requests with unknown fields; else these are ignored and named in the response header "
+        "x-baton-ignored-fields",
+    )
     max_open_requests: int = setting(1024, help="maximum number of open requests per gateway; more get 429", minimum=1)
     max_attempts: int = setting(
         8,
@@ -98,6 +120,26 @@ class RequestSettings(Config):
         "above it gets 400",
         unit="bytes",
         minimum=64 * 1024,
+    )
+
+
+@config
+class ChatSettings(Config):
+    """Chats in the gateway: the format of the model's answers, and templates of requests."""
+
+    tool_parser: str | None = setting(
+        None,
+        help="format of the model's tool calls, such as hermes, qwen3_coder, mistral, llama3_json, glm45, "
+        "deepseek_v31, gpt_oss, gemma4 or none; unset chooses by the chat template",
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        help="format of the model's reasoning, such as qwen3, deepseek_r1, glm45, gpt_oss, mistral, gemma4 or none; "
+        "unset chooses by the chat template",
+    )
+    allow_request_chat_template: bool = setting(
+        False,
+        help="accept chat templates in requests; a template is a program, which runs in a sandbox for up to 0.5 s",
     )
 
 

@@ -13,7 +13,13 @@ from typing import Literal, TypeVar
 from baton.core.errors import ConfigError
 from baton.runtime.config.config_base import Config, Loaded, config, load, setting, settings_of
 from baton.runtime.config.fleet_settings import FleetSettings
-from baton.runtime.config.gateway_settings import FrontDoorSettings, RequestSettings, SloSettings, ViewSettings
+from baton.runtime.config.gateway_settings import (
+    ChatSettings,
+    FrontDoorSettings,
+    RequestSettings,
+    SloSettings,
+    ViewSettings,
+)
 from baton.runtime.config.scheduler_settings import PolicySettings
 from baton.runtime.config.shared_settings import (
     AdminSettings,
@@ -39,6 +45,7 @@ class GatewayConfig(
     TlsSettings,
     FrontTlsSettings,
     RequestSettings,
+    ChatSettings,
     ModelSettings,
     SchedulerClientSettings,
     StoreSettings,
@@ -164,6 +171,7 @@ class ClusterConfig(
     TlsSettings,
     FrontTlsSettings,
     RequestSettings,
+    ChatSettings,
     ModelSettings,
     StoreSettings,
     HeartbeatSettings,

@@ -124,6 +124,11 @@ class GatewayMetrics(_Family):
         self.requests = self._counter(
             "requests_total", "Ended requests by endpoint, HTTP status and reason.", "endpoint", "code", "reason"
         )
+        self.ignored_fields = self._counter(
+            "ignored_fields_total",
+            "Unknown request fields that were ignored, by name; names after the first 64 count as other.",
+            "field",
+        )
         self.open_requests = self._gauge("open_requests", "Requests that have not ended.")
         self.attempts = self._counter("attempts_total", "Failed attempts by reason; most are placed again.", "reason")
         self.request_s = self._histogram(
@@ -155,6 +160,11 @@ class GatewayMetrics(_Family):
             "cached_tokens_total", "Prompt tokens whose KV was reused from a prefix cache."
         )
         self.output_tokens = self._counter("output_tokens_total", "Tokens delivered to clients.")
+        self.finished_samples = self._counter(
+            "finished_samples_total", "Samples of completed requests by finish reason: stop, length.", "reason"
+        )
+        for reason in ("stop", "length"):
+            self.finished_samples.labels(reason)  # created now, so that the first event is an increase
 
 
 class SchedulerMetrics(_Family):

@@ -24,10 +24,10 @@ DETOKENIZED_IDS = 1024
 TEMPLATE_MESSAGES = 64
 """Messages of a chat that are rendered."""
 TEMPLATE_CHARACTERS = 32 * 1024
-"""Characters of the messages of a chat that are rendered."""
+"""Characters of a chat that are rendered: of its messages, tools, documents and variables."""
 TEMPLATE_S = 0.005
-"""Time of rendering a chat, which is then begun again in a thread. A template is a program, so its cost does
-not follow from the sizes."""
+"""Processor time of rendering a chat, which is then begun again in a thread. A template is a program, so its
+cost does not follow from the sizes."""
 JSON_IDS = 8 * 1024
 """Token ids that are formatted as JSON."""
 MESSAGE_IDS = 16 * 1024

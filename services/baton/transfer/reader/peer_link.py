@@ -26,6 +26,8 @@ from baton.transfer.reader.pull import Pull
 log = get_logger(__name__)
 
 _MAX_UNANSWERED_RENEWALS = 1024
+_FINAL_REASONS = (Reason.INVALID_GRAMMAR, Reason.NO_TOKEN_LEFT)
+"""Failures at the owner that another attempt would repeat."""
 
 
 class PeerLink:
@@ -291,11 +293,20 @@ class PeerLink:
                     if isinstance(message, KvReady):
                         pull.on_ready(message)
                     else:
-                        pull.fail(message.reason, f"the owner ended the transfer ({message.reason.value})")
+                        self._fail(pull, message.reason)
                 case Renewed():
                     self._on_renewed(message)
                 case PeerHelloReply():
                     raise StreamBroken(f"{self.owner} sent a second hello reply")
+
+    @staticmethod
+    def _fail(pull: Pull, reason: Reason) -> None:
+        """End a pull whose owner has ended it."""
+        if reason in _FINAL_REASONS:
+            message = f"the prefill worker refused the request ({reason.value})"
+            pull.fail(reason, message, code=reason.codes[0], retriable=False)
+        else:
+            pull.fail(reason, f"the owner ended the transfer ({reason.value})")
 
     def _on_renewed(self, message: Renewed) -> None:
         sent_s = self._sent_renewals.pop(message.renewal, None)

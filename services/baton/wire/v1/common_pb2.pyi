@@ -22,6 +22,7 @@ class FailureCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_CODE_INTERNAL: _ClassVar[FailureCode]
     FAILURE_CODE_UNAVAILABLE: _ClassVar[FailureCode]
     FAILURE_CODE_DEADLINE_EXCEEDED: _ClassVar[FailureCode]
+    FAILURE_CODE_UNPROCESSABLE: _ClassVar[FailureCode]
 
 class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -59,12 +60,15 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_INVALID_API_KEY: _ClassVar[FailureReason]
     FAILURE_REASON_FORBIDDEN: _ClassVar[FailureReason]
     FAILURE_REASON_MEMORY_BUDGET: _ClassVar[FailureReason]
+    FAILURE_REASON_INVALID_GRAMMAR: _ClassVar[FailureReason]
+    FAILURE_REASON_NO_TOKEN_LEFT: _ClassVar[FailureReason]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
 FAILURE_CODE_UNSPECIFIED: FailureCode
 FAILURE_CODE_INVALID_ARGUMENT: FailureCode
 FAILURE_CODE_UNAUTHENTICATED: FailureCode
@@ -78,6 +82,7 @@ FAILURE_CODE_CANCELLED: FailureCode
 FAILURE_CODE_INTERNAL: FailureCode
 FAILURE_CODE_UNAVAILABLE: FailureCode
 FAILURE_CODE_DEADLINE_EXCEEDED: FailureCode
+FAILURE_CODE_UNPROCESSABLE: FailureCode
 FAILURE_REASON_UNSPECIFIED: FailureReason
 FAILURE_REASON_INVALID_REQUEST: FailureReason
 FAILURE_REASON_UNSUPPORTED_FIELD: FailureReason
@@ -112,9 +117,12 @@ FAILURE_REASON_STORE_UNAVAILABLE: FailureReason
 FAILURE_REASON_INVALID_API_KEY: FailureReason
 FAILURE_REASON_FORBIDDEN: FailureReason
 FAILURE_REASON_MEMORY_BUDGET: FailureReason
+FAILURE_REASON_INVALID_GRAMMAR: FailureReason
+FAILURE_REASON_NO_TOKEN_LEFT: FailureReason
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_TOOL_CALLS: FinishReason
 
 class WorkerRef(_message.Message):
     __slots__ = ("worker_id", "worker_epoch", "address")
@@ -150,6 +158,12 @@ class Failure(_message.Message):
     blamed: WorkerRef
     def __init__(self, code: _Optional[_Union[FailureCode, str]] = ..., reason: _Optional[_Union[FailureReason, str]] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., retriable: _Optional[bool] = ..., blamed: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
 
+class TokenSequence(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -159,7 +173,7 @@ class LogitBias(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "num_logprobs", "logit_bias", "sampler_version")
+    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "num_logprobs", "logit_bias", "sampler_version", "grammar", "allowed_token_ids", "bad_words", "num_prompt_logprobs")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +189,10 @@ class Sampling(_message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     SAMPLER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_k: int
@@ -190,7 +208,11 @@ class Sampling(_message.Message):
     num_logprobs: int
     logit_bias: _containers.RepeatedCompositeFieldContainer[LogitBias]
     sampler_version: int
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., sampler_version: _Optional[int] = ...) -> None: ...
+    grammar: str
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    bad_words: _containers.RepeatedCompositeFieldContainer[TokenSequence]
+    num_prompt_logprobs: int
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., sampler_version: _Optional[int] = ..., grammar: _Optional[str] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")
@@ -201,6 +223,20 @@ class TokenLogprobs(_message.Message):
     top_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("num_top", "chosen", "ranks", "top_token_ids", "top_logprobs")
+    NUM_TOP_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    num_top: int
+    chosen: bytes
+    ranks: bytes
+    top_token_ids: bytes
+    top_logprobs: bytes
+    def __init__(self, num_top: _Optional[int] = ..., chosen: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., top_token_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("num_prompt_tokens", "num_cached_tokens")

@@ -124,16 +124,18 @@ class PeerHelloReply(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., owner: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., memory: _Optional[_Iterable[_Union[_common_pb2.KvMemory, _Mapping]]] = ..., lease_s: _Optional[float] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("sample_index", "token_id", "logprobs", "finish")
+    __slots__ = ("sample_index", "token_id", "logprobs", "finish", "prompt_logprobs")
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sample_index: int
     token_id: int
     logprobs: _common_pb2.TokenLogprobs
     finish: _common_pb2.FinishReason
-    def __init__(self, sample_index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ...) -> None: ...
+    prompt_logprobs: _common_pb2.PromptLogprobs
+    def __init__(self, sample_index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class KvReady(_message.Message):
     __slots__ = ("transfer_id", "shard", "first_block_index", "block_ids", "generations", "hashes", "num_computed_tokens", "final", "first_tokens", "timeline")

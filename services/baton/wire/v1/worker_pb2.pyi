@@ -150,7 +150,7 @@ class Step(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[JobFailure, _Mapping]]] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
-    __slots__ = ("job", "sample_index", "output_index", "token_ids", "logprobs", "finish", "usage", "timeline", "is_last")
+    __slots__ = ("job", "sample_index", "output_index", "token_ids", "logprobs", "finish", "usage", "timeline", "is_last", "prompt_logprobs")
     JOB_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +160,7 @@ class TokenDelta(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     job: _common_pb2.JobId
     sample_index: int
     output_index: int
@@ -169,7 +170,8 @@ class TokenDelta(_message.Message):
     usage: _common_pb2.Usage
     timeline: _common_pb2.LegTimeline
     is_last: bool
-    def __init__(self, job: _Optional[_Union[_common_pb2.JobId, _Mapping]] = ..., sample_index: _Optional[int] = ..., output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timeline: _Optional[_Union[_common_pb2.LegTimeline, _Mapping]] = ..., is_last: _Optional[bool] = ...) -> None: ...
+    prompt_logprobs: _common_pb2.PromptLogprobs
+    def __init__(self, job: _Optional[_Union[_common_pb2.JobId, _Mapping]] = ..., sample_index: _Optional[int] = ..., output_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timeline: _Optional[_Union[_common_pb2.LegTimeline, _Mapping]] = ..., is_last: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class JobFailure(_message.Message):
     __slots__ = ("job", "failure")

@@ -2,6 +2,8 @@
 
 from baton.core.ids import WorkerRef
 from baton.core.step_cost import StepCostModel
+from baton.engine.constraints.grammar_tokenizer import read_grammar_tokenizer
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.executors.emulated import EmulatedExecutor
 from baton.engine.executors.emulated_model import read_emulated_model
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -17,16 +19,22 @@ from baton.worker.device.worker_device import Device, engine_config_of, kv_summa
 def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     """Open a device whose step times come from `emulated_costs`.
 
-    It loads no weights and does not import torch. It never samples an end-of-sequence token: an answer ends
-    at max_tokens or at a stop string.
+    It loads no weights and does not import torch. It samples an end-of-sequence token only where a grammar is
+    complete: other answers end at max_tokens or at a stop string.
     """
     from baton.model.loading.model_source import resolve_model
 
     costs = parse_step_costs(config.emulated_costs)
-    model = read_emulated_model(resolve_model(config.model), dtype=config.dtype, max_model_len=config.max_model_len)
+    path = resolve_model(config.model)
+    model = read_emulated_model(path, dtype=config.dtype, max_model_len=config.max_model_len)
     layout = model.layout(config.block_size_tokens)
     num_blocks = num_blocks_for_worker(config, layout, model.max_model_len, free_host_bytes())
     kv, registered = register_host_memory(config, worker, layout, num_blocks)
+    constraints = TokenConstraints(
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer=read_grammar_tokenizer(path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids),
+    )
     pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations)
     return Device(
         executor=EmulatedExecutor(
@@ -34,10 +42,13 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
             kv=kv,
             vocab_size=model.vocab_size,
             step_seconds=lambda plan: costs.step_seconds(work_of(plan)),
+            eos_token_ids=model.eos_token_ids,
+            constraints=constraints,
         ),
-        engine_config=engine_config_of(config, model.max_model_len, eos_token_ids=()),
+        engine_config=engine_config_of(config, model.max_model_len, eos_token_ids=model.eos_token_ids),
         pool=pool,
         backend=registered.backend,
+        constraints=constraints,
         summary=f"emulated, {_costs_summary(costs)}, {kv_summary(config, layout, num_blocks)}",
         close_memory=registered.close,
         costs=costs,

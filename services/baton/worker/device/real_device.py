@@ -6,8 +6,11 @@ not need them.
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from baton.core.ids import WorkerRef
+from baton.engine.constraints.grammar_tokenizer import read_grammar_tokenizer
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
@@ -16,7 +19,13 @@ from baton.worker.costs.step_cost_keeper import step_costs_key
 from baton.worker.device.kv_registration import register_gpu_memory, register_host_memory
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 
+if TYPE_CHECKING:
+    from baton.model.loading.model_loader import LoadedModel
+
 log = get_logger(__name__)
+
+MAX_MASK_THREADS = 8
+"""Threads that compute the masks of one step."""
 
 
 def open_real_device(config: WorkerConfig, worker: WorkerRef) -> Device:
@@ -56,6 +65,7 @@ def _open_in_compute_thread(
         loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
     )
     layout = loaded.layout(config.block_size_tokens)
+    constraints = _open_constraints(loaded, num_threads)
     step_bytes = measure_step_bytes(
         loaded,
         backend,
@@ -76,8 +86,7 @@ def _open_in_compute_thread(
         cache = KvCache.zeros(layout, num_blocks, "cuda")
         registered = register_gpu_memory(config, worker, cache)
     pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations)
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    executor = TorchExecutor(loaded.model, cache, thread=thread, backend=backend)
+    executor = TorchExecutor(loaded.model, cache, thread=thread, backend=backend, constraints=constraints)
     executor.warm(config.max_num_seqs)
     kv_text = f"{kv_summary(config, layout, num_blocks)}{registered.note}"
     return Device(
@@ -85,7 +94,8 @@ def _open_in_compute_thread(
         engine_config=engine_config_of(config, loaded.max_model_len, loaded.eos_token_ids),
         pool=pool,
         backend=registered.backend,
-        summary=f"{dtype} on {loaded.device}, {num_threads} threads, {kv_text}, {backend.name}",
+        constraints=constraints,
+        summary=f"{_device_text(loaded)}, {num_threads} threads, {kv_text}, {backend.name}",
         close_memory=registered.close,
         costs_key=step_costs_key(
             layout.model_fingerprint,
@@ -96,6 +106,26 @@ def _open_in_compute_thread(
             config.block_size_tokens,
         ),
     )
+
+
+def _device_text(loaded: "LoadedModel") -> str:
+    return f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}"
+
+
+def _open_constraints(loaded: "LoadedModel", num_threads: int) -> TokenConstraints:
+    """Build the tokenizer table for grammars now, because building it blocks the whole process."""
+    from baton.model.step.step_launch import step_clock
+
+    constraints = TokenConstraints(
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        tokenizer=read_grammar_tokenizer(loaded.path, vocab_size=loaded.vocab_size, eos_token_ids=loaded.eos_token_ids),
+        num_threads=min(num_threads, MAX_MASK_THREADS),
+        clock=step_clock,
+    )
+    if problem := constraints.load():
+        log.warning("grammars_not_supported", problem=problem)
+    return constraints
 
 
 def default_threads(workers_on_host: int, *, num_cores: int, num_usable_cores: int, quota: float | None) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.step_cost import StepCostModel
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.sizing import DEVICE_SHARE, HOST_SHARE, num_kv_blocks
 from baton.engine.state.engine_config import EngineConfig
@@ -20,6 +21,7 @@ class Device:
     """Everything that a worker computes with and moves KV with.
 
     summary: one line for logs and the console
+    constraints: prepares grammars and computes masks; the executor has the same object
     close_memory: frees the KV memory; call it after executor and backend are closed
     costs: step costs that are known without measuring; None otherwise
     costs_key: key under which measured step costs are stored; empty if they are neither measured nor stored
@@ -29,6 +31,7 @@ class Device:
     engine_config: EngineConfig
     pool: BlockPool
     backend: TransferBackend
+    constraints: TokenConstraints
     summary: str
     close_memory: Callable[[], None]
     costs: StepCostModel | None = None
@@ -38,6 +41,7 @@ class Device:
         """Close the executor after its current step, wait briefly for running reads, then free the memory."""
         await self.executor.aclose()
         await self.backend.aclose()
+        self.constraints.close()
         self.close_memory()
 
 

@@ -231,7 +231,8 @@ class JobTable:
     def num_following(self) -> int:
         """Number of jobs that wait for another worker's KV and are not in the engine yet.
 
-        A decode leg waits for the first blocks of its prompt, other legs wait for a cached prefix.
+        A decode leg waits for the first blocks of its prompt, other legs wait for a cached prefix or until
+        their grammar is compiled.
         """
         return sum(leg.is_following for leg in self._legs.values())
 
@@ -300,6 +301,8 @@ class JobTable:
             raise invalid("reader and owner are the same worker; send one decode job without an owner instead")
         if job.sampling.sampler_version != self._parts.sampler_version:
             raise Refused(other_sampler(job.sampling.sampler_version, self._parts.sampler_version))
+        if job.sampling.is_constrained:
+            self._parts.constraints.check(job.sampling)
         if len(job.token_ids) >= self._max_model_len:  # checked here because the engine checks only after hashing
             message = (
                 f"the prompt has {len(job.token_ids)} tokens; it must be shorter than the model length of "

@@ -13,16 +13,21 @@ from baton.core.kv.block_hash import BlockHash, chain, root_hash
 from baton.core.kv.kv_events import Tier
 from baton.core.messages.jobs import DecodeJob, Job, PrefillJob, PrefixSource
 from baton.core.request import LegTimeline, TokenDelta, TokenLogprobs, Usage
+from baton.engine.constraints.sampling_rules import SamplingRules
+from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.loop import EngineLoop
 from baton.engine.state.outcome import AdmittedSequence, PrefillProgress, SequenceOutput
 from baton.engine.state.sequence import SequenceRequest, max_cached_blocks
 from baton.engine.state.step import SampledToken
+from baton.runtime.logging import get_logger
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
 from baton.worker.background_tasks import BackgroundTasks
 from baton.worker.jobs.prefix_puller import PrefixPuller
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,7 @@ class LegParts:
     reader: KvReader
     prefixes: PrefixPuller
     tasks: BackgroundTasks
+    constraints: TokenConstraints
     model_fingerprint: str
     sampler_version: int
     block_size_tokens: int
@@ -67,7 +73,7 @@ class Leg(ABC):
     `RunningLegs` calls `admitted`, `progressed` and `produced` with the engine's outcomes.
 
     seq_id: the job's sequence in the engine
-    is_following: the leg waits for another worker's KV and is not in the engine yet
+    is_following: the leg waits for another worker's KV or for its grammar, and is not in the engine yet
     num_output_tokens: tokens that this leg generated, counted for samples that have ended
     """
 
@@ -78,6 +84,7 @@ class Leg(ABC):
         self._job = job
         self.num_output_tokens = 0
         self._open_samples = set(job.sample_indices)
+        self._rules: SamplingRules | None = None  # held so that they stay prepared
         self._parts = parts
         self._output = output
         self._loop = asyncio.get_running_loop()
@@ -132,6 +139,8 @@ class Leg(ABC):
                 output.output_index + len(output.tokens) - (len(self._job.token_ids) - self._job.num_prompt_tokens)
             )
             self.has_ended = not self._open_samples
+            if self.has_ended:
+                self._rules = None
         self._send_output(output, is_last=self.has_ended)
 
     def cancel(self, sample_indices: Sequence[int], reason: Reason) -> None:
@@ -150,8 +159,19 @@ class Leg(ABC):
         if self.has_ended:
             return
         self.has_ended = True
+        self._rules = None
         self._release(failure)
         self._output.fail(failure)
+
+    async def _prepare_rules(self) -> None:
+        """Compile the request's grammar and replay its output tokens, so that no step does it.
+
+        Raises Refused if the grammar is invalid or too expensive.
+        """
+        if self._job.sampling.is_constrained:
+            outputs = self._job.token_ids[self._job.num_prompt_tokens :]
+            rules = await self._parts.constraints.prepare(self._job.sampling, outputs)
+            self._rules = None if self.has_ended else rules
 
     def _request(
         self, *, prefill_only: bool = False, for_reader: bool = False, pulled: bool = False
@@ -183,6 +203,7 @@ class Leg(ABC):
             finish=output.finish,
             usage=usage,
             timeline=timeline,
+            prompt_logprobs=output.prompt_logprobs,
             is_last=self.has_ended,
         )
         self._output.delta(delta, is_last=self.has_ended)
@@ -200,14 +221,14 @@ class ComputingLeg(Leg):
     """A leg that computes the prompt on this worker.
 
     If the job names a `prefix_source`, the leg first pulls that prefix into the prefix cache. The engine then
-    finds it there. A failed pull only means that the prefix is computed.
+    finds it there. A failed pull only means that the prefix is computed. A grammar is compiled before.
     """
 
     def __init__(self, job: PrefillJob | DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
         source = job.prefix_source
         self._prefix_source = None if source is None or source.worker.worker_id == parts.worker.worker_id else source
-        self._prefix_pull: asyncio.Task[None] | None = None
+        self._preparation: asyncio.Task[None] | None = None
         self._admitted_s = self._started_s
 
     @abstractmethod
@@ -215,39 +236,48 @@ class ComputingLeg(Leg):
         """Build the engine request for the samples that are still open."""
 
     def begin(self) -> None:
-        if self._prefix_source is None:
+        if self._prefix_source is None and not self._job.sampling.is_constrained:
             self._join_queue()
         else:
             # Refuse an invalid request now rather than after the pull.
             self._parts.engine.engine.check_request(self._engine_request())
             self.is_following = True
-            self._prefix_pull = self._parts.tasks.start(
-                self._pull_prefix(self._prefix_source), name=f"prefix-{self._job.job}"
-            )
+            self._preparation = self._parts.tasks.start(self._prepare_and_join(), name=f"prepare-{self._job.job}")
 
     def admitted(self, admission: AdmittedSequence) -> None:
         self._admitted_s = self._loop.time()
+
+    async def _prepare_and_join(self) -> None:
+        failure: Failure | None = None
+        try:
+            await self._prepare_rules()
+            if self._prefix_source is not None:
+                await self._pull_prefix(self._prefix_source)
+            if not self.has_ended:
+                self._join_queue()
+        except Refused as refused:  # by the grammar, or because the queue is full now or the worker shuts down
+            failure = refused.failure
+        except Exception as error:  # a bug in Baton fails only this request
+            log.exception("preparation_failed", job=str(self._job.job))
+            message = f"the request could not be prepared: {type(error).__name__}"
+            failure = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)
+        self._preparation, self.is_following = None, False
+        if failure is not None:
+            self.stop(failure)
 
     async def _pull_prefix(self, source: PrefixSource) -> None:
         usable = self._hashes[: max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)]
         await self._parts.prefixes.pull(
             source, usable, cache_salt=self._job.cache_salt, trace_context=self._job.trace_context
         )
-        self._prefix_pull, self.is_following = None, False
-        if self.has_ended:
-            return
-        try:
-            self._join_queue()
-        except Refused as refused:  # the queue is full now, or the worker is shutting down
-            self.stop(refused.failure)
 
     def _join_queue(self) -> None:
         self._parts.engine.add(self._engine_request())
         self._output.counted()
 
     def _release(self, failure: Failure) -> None:
-        if self._prefix_pull is not None:
-            self._prefix_pull.cancel()
+        if self._preparation is not None:
+            self._preparation.cancel()
         self._parts.engine.cancel(self.seq_id)
 
 

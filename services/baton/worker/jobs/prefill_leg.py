@@ -45,7 +45,11 @@ class PrefillLeg(ComputingLeg):
         token = output.tokens[0]
         self._first_tokens.append(
             FirstToken(
-                sample_index=output.sample_index, token_id=token.token_id, logprobs=token.logprobs, finish=output.finish
+                sample_index=output.sample_index,
+                token_id=token.token_id,
+                logprobs=token.logprobs,
+                finish=output.finish,
+                prompt_logprobs=output.prompt_logprobs,
             )
         )
         if not is_last:

@@ -10,6 +10,7 @@ The first delta repeats the first token, so no token is lost if the owner dies a
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.ids import WorkerRef
@@ -39,6 +40,7 @@ class PulledDecodeLeg(DecodeLeg):
         self.is_following = True  # until the first KvReady
         self._owner = owner
         self._pull: Pull | None = None
+        self._has_sent_prompt = False
         self._result: PullResult | None = None
         self._num_cached_tokens = 0
         self._received_s = 0.0
@@ -68,6 +70,7 @@ class PulledDecodeLeg(DecodeLeg):
 
     async def _pull_and_join(self, pull: Pull) -> None:
         try:
+            await self._prepare_rules()
             await pull.first_ready()
             if not self._end_all_samples(pull.first_tokens):
                 self._queue_for_memory()
@@ -133,7 +136,17 @@ class PulledDecodeLeg(DecodeLeg):
     def _send_output(self, output: SequenceOutput, *, is_last: bool) -> None:
         if self._admission_s is None and self._is_from_decode_step(output):
             self._admission_s = max(0.0, self._parts.engine.last_step_started_s - self._received_s)
-        super()._send_output(output, is_last=is_last)
+        super()._send_output(self._with_prompt_logprobs(output), is_last=is_last)
+
+    def _with_prompt_logprobs(self, output: SequenceOutput) -> SequenceOutput:
+        """Add the prefill leg's logprobs of the prompt to the first output, because that leg's own message
+        may arrive late or never."""
+        final = self._pull.final if self._pull is not None else None
+        if self._has_sent_prompt or final is None:
+            return output
+        self._has_sent_prompt = True
+        found = (first.prompt_logprobs for first in final.first_tokens if first.prompt_logprobs is not None)
+        return replace(output, prompt_logprobs=next(found, output.prompt_logprobs))
 
     def _owner_timeline(self) -> LegTimeline | None:
         """Return the prefill leg's timeline.

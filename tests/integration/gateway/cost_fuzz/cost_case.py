@@ -8,6 +8,7 @@ from typing import Any
 from tests.integration.gateway.http_gateway import request_bytes
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 GENERATE = "/baton.v1.Inference/Generate"
 SHOWN_BYTES = 100

@@ -10,6 +10,8 @@ from tests.integration.gateway.cost_fuzz.cost_case import (
     COMPLETIONS,
     DETOKENIZE,
     GENERATE,
+    MESSAGES,
+    RESPONSES,
     TOKENIZE,
     CostCase,
     json_case,
@@ -22,7 +24,15 @@ MANY_IDS = [7] * (MAX_MODEL_LEN - 128)
 
 def extremes() -> dict[str, CostCase]:
     """Return the requests by name."""
-    return {**_completions(), **_chats(), **_tokenize_calls(), **_grpc_calls(), **_bodies(), **dict(_framings())}
+    return {
+        **_completions(),
+        **_chats(),
+        **_other_forms(),
+        **_tokenize_calls(),
+        **_grpc_calls(),
+        **_bodies(),
+        **dict(_framings()),
+    }
 
 
 def _completions() -> dict[str, CostCase]:
@@ -66,6 +76,39 @@ def _chats() -> dict[str, CostCase]:
     cases = {name: json_case(CHAT, {"max_tokens": 1} | body, note=name) for name, body in bodies.items()}
     top = {"messages": [short], "max_tokens": 100, "n": 16, "logprobs": True, "top_logprobs": 20}
     return cases | {"chat-logprobs": json_case(CHAT, top, note="chat-logprobs")}
+
+
+def _other_forms() -> dict[str, CostCase]:
+    user = {"role": "user", "content": "hello"}
+    text = {"type": "input_text", "text": "x"}
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "description": "word " * 20_000}}
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "responses-4096-items": (RESPONSES, {"input": [user] * 4096, "max_output_tokens": 1}),
+        "responses-parts": (RESPONSES, {"input": [{"role": "user", "content": [text] * 4096}] * 7}),
+        "responses-long-instructions": (
+            RESPONSES,
+            {"input": "x", "instructions": "word " * 10_000, "max_output_tokens": 1, "stream": True},
+        ),
+        "responses-many-tokens": (RESPONSES, {"input": "x", "max_output_tokens": 4000, "stream": True}),
+        "responses-logprobs": (RESPONSES, {"input": "x", "max_output_tokens": 400, "top_logprobs": 20, "stream": True}),
+        "messages-many-tokens": (MESSAGES, {"messages": [user], "max_tokens": 4000, "stream": True}),
+        "messages-of-blocks": (
+            MESSAGES,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4096}] * 4, "max_tokens": 1},
+        ),
+        "messages-results": (
+            MESSAGES,
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}] * 4096}
+                ],
+                "max_tokens": 1,
+            },
+        ),
+    }
+    cases = {name: json_case(path, body, note=name) for name, (path, body) in bodies.items()}
+    refused = json.dumps({"input": "x", "tools": [tool] * 60}).encode()
+    return cases | {"responses-tools": CostCase(path=RESPONSES, content=refused, note="responses-tools")}
 
 
 def _tokenize_calls() -> dict[str, CostCase]:

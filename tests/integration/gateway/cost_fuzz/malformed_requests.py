@@ -10,15 +10,29 @@ from tests.integration.gateway.cost_fuzz.cost_case import (
     COMPLETIONS,
     DETOKENIZE,
     GENERATE,
+    MESSAGES,
+    RESPONSES,
     TOKENIZE,
     CostCase,
 )
 from tests.integration.gateway.cost_fuzz.legal_requests import legal_cases, sizes, texts
 
 MAX_REPEATS = 2**18
-PATHS = (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE)
+PATHS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, TOKENIZE, DETOKENIZE)
 FIELDS = (
-    *("prompt", "messages", "stop", "stop_token_ids", "logit_bias", "metadata", "user", "model", "tokens", "slo"),
+    *(
+        "prompt",
+        "messages",
+        "input",
+        "stop",
+        "stop_token_ids",
+        "logit_bias",
+        "metadata",
+        "user",
+        "model",
+        "tokens",
+        "slo",
+    ),
     *("stream_options", "n", "tools", "response_format", "unknown_field", "temperature", "seed"),
 )
 PIECES = (

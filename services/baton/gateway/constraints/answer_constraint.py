@@ -1,0 +1,98 @@
+"""Writes grammars of constrained content: JSON, regular expressions, choices, grammars and tags."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from baton.gateway.constraints.gbnf import GrammarTextError, gbnf_to_lark
+from baton.gateway.constraints.lark_writer import WHITESPACE, LarkWriter
+
+_GBNF = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
+_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:[^:])", re.MULTILINE)
+
+
+class ContentRule(Protocol):
+    """A rule for content."""
+
+    def expression(self, writer: LarkWriter) -> str:
+        """Return an expression for the content. Raises GrammarTextError if the rule has an invalid text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonRule:
+    """JSON that matches a schema.
+
+    whitespace: regular expression for the space between tokens; None writes none.
+    lenient: parts of the schema that are not supported are ignored.
+    """
+
+    schema: Mapping[str, Any]
+    whitespace: str | None = WHITESPACE
+    lenient: bool = False
+
+    def expression(self, writer: LarkWriter) -> str:
+        return writer.json(self.schema, lenient=self.lenient, whitespace=self.whitespace, coerce=self.lenient)
+
+
+@dataclass(frozen=True, slots=True)
+class RegexRule:
+    """Text that a regular expression matches as a whole."""
+
+    pattern: str
+
+    def expression(self, writer: LarkWriter) -> str:
+        if (len(self.pattern) - len(self.pattern.rstrip("\\"))) % 2:
+            raise GrammarTextError("the regular expression ends with a single backslash; write two, or none")
+        return writer.regex(self.pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRule:
+    """One of some texts."""
+
+    choices: tuple[str, ...]
+
+    def expression(self, writer: LarkWriter) -> str:
+        return writer.one_of(self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarRule:
+    """Text of a grammar in Lark's syntax, or in GBNF."""
+
+    grammar: str
+
+    def expression(self, writer: LarkWriter) -> str:
+        is_gbnf = _GBNF.search(self.grammar) is not None and _LARK.search(self.grammar) is None
+        return writer.nested(gbnf_to_lark(self.grammar) if is_gbnf else self.grammar.strip() + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredTag:
+    """Content between two texts: a part of `TagsRule`."""
+
+    begin: str
+    content: ContentRule
+    end: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagsRule:
+    """Free text in which each trigger begins a tag, whose content follows its rule."""
+
+    tags: Sequence[StructuredTag]
+    triggers: Sequence[str]
+
+    def expression(self, writer: LarkWriter) -> str:
+        rests: dict[str, list[str]] = {}
+        for tag in self.tags:
+            trigger = next(trigger for trigger in self.triggers if tag.begin.startswith(trigger))
+            rest = (writer.text(tag.begin[len(trigger) :]), tag.content.expression(writer), writer.text(tag.end))
+            rests.setdefault(trigger, []).append(" ".join(filter(None, rest)))
+        tags = [f"{writer.text_until(trigger)} ({' | '.join(rest)})" for trigger, rest in rests.items()]
+        return f"({' | '.join(tags)})* {writer.free_text(*self.triggers)}"
+
+
+AnswerRule: TypeAlias = "JsonRule | RegexRule | ChoiceRule | GrammarRule | TagsRule"

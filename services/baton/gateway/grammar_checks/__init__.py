@@ -1,0 +1,1 @@
+"""Compiles the grammars of requests before they are admitted."""

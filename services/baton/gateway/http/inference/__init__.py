@@ -1,0 +1,1 @@
+"""Calls of clients that use the model or its tokenizer."""

@@ -1,0 +1,1 @@
+"""Responses and errors of `/v1/messages`, Anthropic's API."""

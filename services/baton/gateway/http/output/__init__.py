@@ -1,0 +1,1 @@
+"""Parts that the responses of all APIs share."""

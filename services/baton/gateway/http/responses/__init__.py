@@ -1,0 +1,1 @@
+"""Responses of `/v1/responses`, OpenAI's API for responses."""

@@ -1,0 +1,1 @@
+"""Routes beside inference: probes, metrics, models, and the documentation of the API."""

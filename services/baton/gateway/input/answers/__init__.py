@@ -1,0 +1,1 @@
+"""Reads what constrains an answer: schemas, patterns, grammars and structural tags."""

@@ -1,0 +1,102 @@
+"""Reads vLLM's structural tags: free text in which some texts begin content that follows a schema."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.core.errors import Reason
+from baton.core.request_limits import printable
+from baton.gateway.constraints.answer_constraint import (
+    ContentRule,
+    GrammarRule,
+    JsonRule,
+    RegexRule,
+    StructuredTag,
+    TagsRule,
+)
+from baton.gateway.input.answers.schema_check import check_schema
+from baton.gateway.input.client_call import InvalidField
+from baton.gateway.input.field_reader import as_object
+
+MAX_TAGS = 128
+"""Most tags, and most triggers."""
+MAX_TAG_CHARACTERS = 1024
+"""Longest text that begins or ends a tag."""
+
+
+def parse_tags(place: str, tag: Mapping[str, Any]) -> TagsRule:
+    """Return the rule of a structural tag. `place` names it in errors. Raises InvalidField.
+
+    Its older form has `structures` and `triggers`. The newer one has a `format`, of which triggered tags are
+    implemented.
+    """
+    if tag.get("format") is None:
+        items, name = tag.get("structures"), "structures"
+    else:
+        place = f"{place}.format"
+        tag = as_object(place, tag["format"])
+        items, name = tag.get("tags"), "tags"
+        _check_format(place, tag)
+    triggers = [_text(at, trigger) for at, trigger in _items(f"{place}.triggers", tag.get("triggers"))]
+    tags = [
+        _older(at, as_object(at, item)) if name == "structures" else _newer(at, as_object(at, item))
+        for at, item in _items(f"{place}.{name}", items)
+    ]
+    for number, found in enumerate(tags):
+        if not any(found.begin.startswith(trigger) for trigger in triggers):
+            at = f"{place}.{name}[{number}].begin"
+            raise InvalidField(at, f"{at} is {printable(found.begin)}; must begin with one of the triggers")
+    return TagsRule(tags=tags, triggers=triggers)
+
+
+def _check_format(place: str, found: Mapping[str, Any]) -> None:
+    if found.get("type") != "triggered_tags":
+        at = f"{place}.type"
+        message = f"{at} is {printable(found.get('type'))}; only 'triggered_tags' is implemented"
+        raise InvalidField(at, message, Reason.UNSUPPORTED_FIELD)
+    for name in ("at_least_one", "stop_after_first", "excludes"):
+        if found.get(name):
+            at = f"{place}.{name}"
+            raise InvalidField(at, f"{at} is not implemented; leave it out", Reason.UNSUPPORTED_FIELD)
+
+
+def _older(at: str, item: Mapping[str, Any]) -> StructuredTag:
+    content = _json(f"{at}.schema", item.get("schema"))
+    return StructuredTag(_text(f"{at}.begin", item.get("begin")), content, _text(f"{at}.end", item.get("end"), 0))
+
+
+def _newer(at: str, item: Mapping[str, Any]) -> StructuredTag:
+    content = _content(f"{at}.content", as_object(f"{at}.content", item.get("content")))
+    return StructuredTag(_text(f"{at}.begin", item.get("begin")), content, _text(f"{at}.end", item.get("end"), 0))
+
+
+def _content(at: str, item: Mapping[str, Any]) -> ContentRule:
+    kind = item.get("type")
+    if kind == "json_schema":
+        return _json(f"{at}.json_schema", item.get("json_schema"))
+    if kind == "regex":
+        return RegexRule(_text(f"{at}.pattern", item.get("pattern"), most=None))
+    if kind == "grammar":
+        return GrammarRule(_text(f"{at}.grammar", item.get("grammar"), most=None))
+    message = f"{at}.type is {printable(kind)}; must be 'json_schema', 'regex' or 'grammar'"
+    raise InvalidField(f"{at}.type", message, Reason.UNSUPPORTED_FIELD)
+
+
+def _json(at: str, value: object) -> JsonRule:
+    schema = as_object(at, value)
+    check_schema(at, schema)
+    return JsonRule(schema=schema)
+
+
+def _items(place: str, value: object) -> list[tuple[str, Any]]:
+    """Return the items of a list with their places."""
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_TAGS:
+        what = f"a list of {len(value)} items" if isinstance(value, list) else printable(value)
+        raise InvalidField(place, f"{place} is {what}; must be a list of 1 to {MAX_TAGS} items")
+    return [(f"{place}[{number}]", item) for number, item in enumerate(value)]
+
+
+def _text(at: str, value: object, least: int = 1, most: int | None = MAX_TAG_CHARACTERS) -> str:
+    if not isinstance(value, str) or len(value) < least or (most is not None and len(value) > most):
+        bounds = f"{least} to {most:,}" if most is not None else "one or more"
+        raise InvalidField(at, f"{at} is {printable(value)}; must be a string of {bounds} characters")
+    return value

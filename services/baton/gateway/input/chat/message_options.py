@@ -1,0 +1,43 @@
+"""Says how the answers of a chat are parsed."""
+
+import sys
+
+from baton.gateway.input.chat.chat_request import ChatRequest
+from baton.gateway.input.chat.tool_fields import ToolMode
+from baton.gateway.input.client_call import MessageOptions
+from baton.gateway.output.formats import CallLayout, OutputFormat, ParserOptions
+
+PROMPT_END_CHARACTERS = 64 * 1024
+"""Part of the prompt that is kept until the answer begins. It may begin the answer, and its reasoning."""
+
+TOOL_CHARACTER_BYTES = 20
+"""Memory of a counted character of the tools, whose schemas are small Python objects."""
+
+
+def message_options(
+    chat: ChatRequest, prompt: str, output_format: OutputFormat, special_tokens: frozenset[str]
+) -> MessageOptions | None:
+    """Return how the answers to `prompt` are parsed; None if their text is the content.
+
+    special_tokens: texts of the tokenizer's added tokens.
+
+    Calls are only parsed if the request allows them.
+    """
+    parses_calls = chat.tools.mode is not ToolMode.NONE
+    is_harmony = output_format.tools is not None and output_format.tools.layout is CallLayout.HARMONY
+    if not (output_format.reasoning or output_format.template or is_harmony or (output_format.tools and parses_calls)):
+        return None
+    parser = ParserOptions(
+        prompt=prompt[-PROMPT_END_CHARACTERS:],
+        tools={tool.name: tool.parameters or {} for tool in chat.tools.tools},
+        special_tokens=special_tokens,
+        parse_tools=parses_calls,
+    )
+    return MessageOptions(
+        output_format=output_format,
+        parser=parser,
+        include_reasoning=chat.include_reasoning,
+        parallel_calls=chat.tools.parallel,
+        legacy_calls=chat.tools.is_legacy,
+        num_bytes=sys.getsizeof(parser.prompt) + TOOL_CHARACTER_BYTES * chat.tools.num_characters,
+    )

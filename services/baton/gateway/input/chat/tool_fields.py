@@ -1,0 +1,181 @@
+"""Validates the tools of a chat request, and how the model may use them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from baton.core.errors import Reason
+from baton.core.request_limits import printable
+from baton.gateway.input import field_policy
+from baton.gateway.input.chat.plain_values import ValueBudget
+from baton.gateway.input.client_call import InvalidField
+from baton.gateway.input.field_reader import FieldReader, as_object, check_count, check_fields
+from baton.gateway.input.ignored_fields import UnknownFields
+from baton.gateway.input.json_pieces import JSON_LISTS
+
+MAX_TOOLS_CHARACTERS = 256 * 1024
+"""Characters of all tools of a request. A value that is not text counts as eight."""
+MAX_NAME_CHARACTERS = 64
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
+
+
+class ToolMode(Enum):
+    """Rule for the calls in an answer."""
+
+    NONE = "none"
+    """The answer is text. It is not searched for calls."""
+    AUTO = "auto"
+    """The model chooses between text and calls."""
+    REQUIRED = "required"
+    """The answer has at least one call, of any tool or of the named one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call.
+
+    parameters: JSON schema of the arguments; None if it takes none.
+    strict: the arguments must match the schema even if the model chooses to call it.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The tools of a request, and how the model may use them.
+
+    only: name of the one tool that must be called.
+    parallel: one answer may have several calls.
+    is_legacy: the client used `functions`, and gets its call as `function_call`.
+    num_characters: size of the tools.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    mode: ToolMode = ToolMode.NONE
+    only: str | None = None
+    parallel: bool = True
+    is_legacy: bool = False
+    num_characters: int = field(default=0, compare=False)
+
+
+NO_TOOLS = ToolUse()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFields:
+    """Tools of a request for the output, and for the template.
+
+    schemas: the tools in OpenAI's form; None if there are none.
+    """
+
+    use: ToolUse = NO_TOOLS
+    schemas: tuple[Mapping[str, Any], ...] | None = None
+
+
+def parse_tools(body: Mapping[str, Any], unknown: UnknownFields) -> ToolFields:
+    """Return the tools of a chat request, and report unknown fields. Raises InvalidField."""
+    is_legacy = body.get("functions") is not None or body.get("function_call") is not None
+    if is_legacy and (body.get("tools") is not None or body.get("tool_choice") is not None):
+        raise InvalidField("functions", "both tools and the older functions are set; send only tools and tool_choice")
+    name = "functions" if is_legacy else "tools"
+    values = body.get(name)
+    parallel = body.get("parallel_tool_calls") is None or FieldReader(body).flag("parallel_tool_calls")
+    if values is not None and not isinstance(values, JSON_LISTS):
+        raise InvalidField(name, f"{name} is {printable(values)}; must be a list")
+    check_count("tools", len(values or ()), name)
+    budget = ValueBudget(name, MAX_TOOLS_CHARACTERS)
+    parse = _function if is_legacy else _tool
+    parsed = [parse(f"{name}[{index}]", value, budget, unknown) for index, value in enumerate(values or ())]
+    tools = tuple(tool for tool, _ in parsed)
+    known: set[str] = set()
+    for index, tool in enumerate(tools):
+        if tool.name in known:
+            raise InvalidField(f"{name}[{index}]", f"{name} has {tool.name!r} twice; names must be unique")
+        known.add(tool.name)
+    mode, only = _choice(body, "function_call" if is_legacy else "tool_choice", known, unknown)
+    use = ToolUse(
+        tools=tools,
+        mode=mode,
+        only=only,
+        parallel=parallel and not is_legacy,
+        is_legacy=is_legacy,
+        num_characters=budget.num_characters,
+    )
+    return ToolFields(use=use, schemas=tuple(schema for _, schema in parsed) or None)
+
+
+def _tool(place: str, value: object, budget: ValueBudget, unknown: UnknownFields) -> tuple[Tool, dict[str, Any]]:
+    tool = as_object(place, value)
+    kind = tool.get("type")
+    if kind != "function":
+        message = f"{place}.type is {printable(kind)}; must be 'function', because only function tools are implemented"
+        raise InvalidField(f"{place}.type", message, Reason.UNSUPPORTED_FIELD)
+    check_fields(tool, field_policy.TOOLS, unknown, f"{place}.")
+    return _function(f"{place}.function", tool.get("function"), budget, unknown)
+
+
+def _function(place: str, value: object, budget: ValueBudget, unknown: UnknownFields) -> tuple[Tool, dict[str, Any]]:
+    """Return a tool, and its form for templates, which are not told whether it is strict."""
+    function = as_object(place, value)
+    check_fields(function, field_policy.FUNCTIONS, unknown, f"{place}.")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidField(
+            f"{place}.name",
+            f"{place}.name is {printable(name)}; must have 1 to {MAX_NAME_CHARACTERS} letters, digits, '_', '-' or '.'",
+        )
+    strict = FieldReader(function).flag("strict") if isinstance(function.get("strict"), bool | None) else None
+    if strict is None:
+        raise InvalidField(
+            f"{place}.strict", f"{place}.strict is {printable(function['strict'])}; must be true or false"
+        )
+    budget.take(len(name))
+    schema: dict[str, Any] = {}
+    for key, item in function.items():
+        if key == "parameters" and item is not None:
+            schema[key] = parameters = budget.plain_object(f"{place}.parameters", item)
+        elif key == "description" and item is not None:
+            if not isinstance(item, str):
+                raise InvalidField(
+                    f"{place}.description", f"{place}.description is {printable(item)}; must be a string"
+                )
+            schema[key] = budget.plain(f"{place}.description", item)
+        elif key == "name":
+            schema[key] = name
+    return Tool(name=name, parameters=parameters, strict=strict), {"type": "function", "function": schema}
+
+
+def _choice(
+    body: Mapping[str, Any], field: str, known: set[str], unknown: UnknownFields
+) -> tuple[ToolMode, str | None]:
+    """Return the mode, and the name of the only tool. Raises InvalidField."""
+    value = body.get(field)
+    if value is None:
+        return (ToolMode.AUTO if known else ToolMode.NONE), None
+    if isinstance(value, str):
+        if value not in ("none", "auto", "required") or (value == "required" and field == "function_call"):
+            raise InvalidField(field, f"{field} is {printable(value)}; {_CHOICES}")
+        mode = ToolMode(value)
+        if mode is ToolMode.REQUIRED and not known:
+            raise InvalidField(field, f"{field} is 'required', but there are no tools; send tools")
+        return (mode if known else ToolMode.NONE), None
+    choice = as_object(field, value)
+    if field == "tool_choice":
+        if choice.get("type") != "function":
+            message = f"{field}.type is {printable(choice.get('type'))}; {_CHOICES}"
+            raise InvalidField(f"{field}.type", message, Reason.UNSUPPORTED_FIELD)
+        check_fields(choice, field_policy.TOOL_CHOICE, unknown, f"{field}.")
+        choice = as_object(f"{field}.function", choice.get("function"))
+        field = f"{field}.function"
+    check_fields(choice, field_policy.FUNCTION_NAME, unknown, f"{field}.")
+    name = choice.get("name")
+    if not isinstance(name, str) or name not in known:
+        names = ", ".join(sorted(known)[:8]) or "none"
+        raise InvalidField(f"{field}.name", f"{field}.name is {printable(name)}; must be one of the tools: {names}")
+    return ToolMode.REQUIRED, name

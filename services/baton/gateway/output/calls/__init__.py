@@ -1,0 +1,1 @@
+"""Reads tool calls in the layouts of the built-in formats."""

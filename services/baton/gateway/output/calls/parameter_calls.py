@@ -1,0 +1,160 @@
+"""Reads calls whose parameters stand between delimiters, and converts them to JSON by the tool's schema."""
+
+from collections.abc import Sequence
+
+from baton.gateway.output.calls.call_context import CallContext, is_name, read_name
+from baton.gateway.output.formats import ParameterSyntax
+from baton.gateway.output.json_escape import escape, quote
+from baton.gateway.output.stream import DelimiterSearch, Reading
+from baton.gateway.output.typed_values import is_text, to_json
+
+MAX_KEY = 256
+
+
+class ParameterCallReader:
+    """Implements `CallReader` for the layout PARAMETERS.
+
+    A value ends at the closing delimiter that is followed by another delimiter of the call, so that a value
+    may contain the text of the closing delimiter. Strings are streamed; other values are converted when they
+    are complete.
+    """
+
+    __slots__ = (
+        "_after_key",
+        "_after_name",
+        "_after_value",
+        "_before_key",
+        "_closers",
+        "_context",
+        "_followers",
+        "_next_call",
+        "_openings",
+        "_syntax",
+        "_value_end",
+    )
+
+    def __init__(self, context: CallContext, syntax: ParameterSyntax) -> None:
+        self._context = context
+        self._syntax = syntax
+        calls = context.tools.syntax
+        self._openings = context.openings()
+        self._next_call = context.delimiters(calls.before_name.removeprefix(context.tools.triggers[0]))
+        self._after_name = context.delimiters(calls.after_name)
+        self._closers = context.delimiters(calls.after_arguments + calls.section_end)
+        self._before_key = context.special.delimiter(syntax.before_key.strip())
+        self._after_key = context.delimiters(syntax.after_key)
+        self._after_value = context.special.delimiter(syntax.after_value.strip())
+        self._value_end = DelimiterSearch((self._after_value,))
+        self._followers = (self._before_key, *self._closers)
+
+    def read(self, trigger: str) -> Reading[bool]:
+        """Read the calls up to the delimiter that ends all of them."""
+        context, cursor = self._context, self._context.cursor
+        opening: Sequence[str] = self._openings[trigger]
+        while True:
+            if not (yield from context.expect(opening)) or not (yield from self._call()):
+                return False
+            if cursor.at_end:
+                return True
+            cursor.capture(cursor.captured())
+            last = yield from context.accept(self._closers)
+            if last:
+                cursor.captured()
+            if not last or last == self._closers[-1] or not (yield from cursor.sees(self._next_call[:1])):
+                return True
+            cursor.capture()
+            opening = self._next_call
+
+    def _call(self) -> Reading[bool]:
+        """Read a call from its name to its last parameter. Return False if it was not announced."""
+        context, cursor = self._context, self._context.cursor
+        yield from cursor.space()
+        name = yield from read_name(cursor)
+        if not is_name(name) or not (yield from context.expect(self._after_name)):
+            return False
+        yield from cursor.space()
+        if not self._after_name and not (yield from cursor.sees(self._followers)):
+            return False
+        context.announce(name)
+        context.sink.arguments("{")
+        separator = ""
+        while True:
+            yield from cursor.space()
+            cursor.capture()
+            key = (yield from self._key()) if (yield from cursor.match(self._before_key)) else None
+            if key is None:
+                break
+            cursor.captured()
+            context.sink.arguments(f"{separator}{quote(key)}: ")
+            if not (yield from self._value(context.types.of(name, key))):
+                return True
+            separator = ", "
+        if not (cursor.at_end and cursor.truncated):
+            context.sink.arguments("}")
+        return True
+
+    def _key(self) -> Reading[str | None]:
+        """Read a key and the delimiters after it. Return None if they are malformed."""
+        cursor, end = self._context.cursor, self._after_key[0]
+        while True:
+            index = cursor.text.find(end, cursor.pos)
+            key = cursor.text[cursor.pos : index if index >= 0 else len(cursor.text)]
+            if len(key) > MAX_KEY or "\n" in key or (index < 0 and cursor.final):
+                return None
+            if index >= 0:
+                break
+            yield
+        cursor.take(index)
+        if not (yield from self._context.expect(self._after_key)):
+            return None
+        return self._context.special.decode(key).strip()
+
+    def _value(self, types: tuple[str, ...]) -> Reading[bool]:
+        """Read a value and its closing delimiter. Return False if the text ends before."""
+        context, cursor, syntax = self._context, self._context.cursor, self._syntax
+        if syntax.after_key.endswith("\n"):
+            yield from cursor.match("\n")
+        value = _Value(context, types, syntax)
+        while (yield from cursor.until(self._value_end, value.put)):
+            cursor.capture(self._after_value)
+            yield from cursor.space()
+            if cursor.at_end or (yield from cursor.sees(self._followers)):
+                cursor.captured()
+                value.finish()
+                return True
+            value.put(cursor.captured())
+        return False
+
+
+class _Value:
+    """Writes a value as JSON: a string as it comes, another value when it is complete."""
+
+    __slots__ = ("_context", "_newline", "_parts", "_syntax", "_types")
+
+    def __init__(self, context: CallContext, types: tuple[str, ...], syntax: ParameterSyntax) -> None:
+        self._context = context
+        self._syntax = syntax
+        self._types = types
+        self._newline = ""  # a newline at the end, which belongs to the delimiter if no text follows
+        self._parts: list[str] | None = None
+        if is_text(types, untyped_json=syntax.untyped_json):
+            context.sink.arguments('"')
+        else:
+            self._parts = []
+
+    def put(self, text: str) -> None:
+        text = self._newline + self._context.special.decode(text)
+        self._newline = ""
+        if self._syntax.after_value.startswith("\n") and text.endswith("\n"):
+            text, self._newline = text[:-1], "\n"
+        if self._parts is None:
+            self._context.sink.arguments(escape(text))
+        else:
+            self._parts.append(text)
+
+    def finish(self) -> None:
+        if self._parts is None:
+            self._context.sink.arguments('"')
+        else:
+            value = to_json("".join(self._parts), self._types, untyped_json=self._syntax.untyped_json)
+            self._context.sink.arguments(value)

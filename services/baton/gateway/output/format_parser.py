@@ -1,0 +1,152 @@
+"""Parses messages in the built-in formats, except harmony."""
+
+from baton.core.client_api import MessagePart
+from baton.core.request import FinishReason
+from baton.gateway.output.calls.call_context import CallContext, CallReader
+from baton.gateway.output.calls.gemma_calls import GemmaCallReader
+from baton.gateway.output.calls.json_calls import JsonCallReader
+from baton.gateway.output.calls.named_calls import NamedCallReader
+from baton.gateway.output.calls.parameter_calls import ParameterCallReader
+from baton.gateway.output.formats import (
+    CallLayout,
+    MessageParser,
+    OutputFormat,
+    ParserOptions,
+    Piece,
+    ReasoningFormat,
+    ToolFormat,
+)
+from baton.gateway.output.part_sink import PartSink
+from baton.gateway.output.prompt_end import opens_reasoning
+from baton.gateway.output.special_text import special_text
+from baton.gateway.output.stream import Cursor, DelimiterSearch, Reading
+from baton.gateway.output.typed_values import ToolTypes
+
+
+class FormatParser(MessageParser):
+    """Parser for a reasoning format, a tool format, or both.
+
+    Reasoning may stand anywhere between content and calls. A malformed call is content up to its closing
+    delimiter, or up to the next trigger.
+    """
+
+    def __init__(self, output_format: OutputFormat, options: ParserOptions) -> None:
+        """Create the parser of one sample."""
+        tools = output_format.tools if options.parse_tools else None
+        reasoning = output_format.reasoning
+        self._special = special_text(_delimiters(tools, reasoning), options.special_tokens)
+        self._cursor = Cursor()
+        self._sink = PartSink(options.call_id_seed, short_ids=tools is not None and tools.short_ids)
+        self._open = self._special.delimiter(reasoning.open) if reasoning else ""
+        self._reasoning_end = DelimiterSearch([self._special.delimiter(reasoning.close)] if reasoning else [])
+        triggers = tuple(map(self._special.delimiter, tools.triggers)) if tools else ()
+        self._close = self._special.delimiter(tools.close) if tools else ""
+        self._free_text = DelimiterSearch((self._open, *triggers))
+        self._malformed = DelimiterSearch((self._close, *triggers))
+        self._bare = tools is not None and tools.bare
+        self._reader: CallReader | None = None
+        if tools is not None:
+            context = CallContext(self._cursor, self._sink, self._special, ToolTypes(options.tools), tools)
+            self._reader = _reader(context)
+        self._in_reasoning = reasoning is not None and opens_reasoning(
+            options.prompt, reasoning, options.special_tokens
+        )
+        self._reading = self._message()
+        next(self._reading)
+
+    @property
+    def num_calls(self) -> int:
+        return self._sink.num_calls
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._in_reasoning
+
+    def put(self, piece: Piece) -> tuple[MessagePart, ...]:
+        text = self._special.encode(piece)
+        if not text:
+            return ()
+        self._cursor.put(text)
+        next(self._reading)
+        return self._sink.take()
+
+    def finish(self, reason: FinishReason) -> tuple[MessagePart, ...]:
+        self._cursor.final = True
+        self._cursor.truncated = reason is FinishReason.LENGTH
+        for _ in self._reading:  # does not yield any more
+            pass
+        return self._sink.finish()
+
+    def _message(self) -> Reading[None]:
+        if self._in_reasoning:
+            yield from self._cursor.space()
+            yield from self._cursor.match(self._open)  # models may repeat the delimiter of the prompt
+            yield from self._read_reasoning()
+        if self._bare:
+            yield from self._read_bare_calls()
+        while True:
+            found = yield from self._cursor.until(self._free_text, self._content)
+            if not found:
+                return
+            if found == self._open:
+                self._in_reasoning = True
+                yield from self._read_reasoning()
+            else:
+                yield from self._read_calls(found)
+
+    def _read_reasoning(self) -> Reading[None]:
+        self._sink.delimiter()
+        yield from self._cursor.until(self._reasoning_end, self._reasoning)
+        self._in_reasoning = False
+
+    def _read_bare_calls(self) -> Reading[None]:
+        """Read calls that begin the message without a trigger."""
+        self._cursor.capture()
+        yield from self._cursor.space()
+        if (yield from self._cursor.sees(("{",))) and self._reader is not None:
+            yield from self._reader.read("")
+        self._content(self._cursor.captured())
+
+    def _read_calls(self, trigger: str) -> Reading[None]:
+        """Read calls after a trigger. Malformed ones become content."""
+        while trigger and self._reader is not None:
+            self._cursor.capture(trigger)
+            is_call = yield from self._reader.read(trigger)
+            if is_call:
+                self._sink.delimiter()
+            self._content(self._cursor.captured())
+            if is_call:
+                return
+            trigger = yield from self._cursor.until(self._malformed, self._content)
+            if trigger == self._close:
+                self._content(trigger)
+                return
+
+    def _content(self, text: str) -> None:
+        self._sink.content(self._special.decode(text))
+
+    def _reasoning(self, text: str) -> None:
+        self._sink.reasoning(self._special.decode(text))
+
+
+def _delimiters(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> tuple[str, ...]:
+    """Return all texts of a format in which special tokens may occur."""
+    texts = [reasoning.open, reasoning.close] if reasoning else []
+    if tools is not None:
+        syntax = tools.syntax
+        texts += [*tools.triggers, tools.close, tools.id_delimiter, syntax.section_begin, syntax.section_end]
+        texts += [syntax.before_name, syntax.after_name, syntax.after_arguments, syntax.string_delimiter]
+        if syntax.parameters is not None:
+            texts += [syntax.parameters.before_key, syntax.parameters.after_key, syntax.parameters.after_value]
+    return tuple(texts)
+
+
+def _reader(context: CallContext) -> CallReader:
+    tools = context.tools
+    if tools.layout is CallLayout.NAME_AND_JSON:
+        return NamedCallReader(context)
+    if tools.layout is CallLayout.PARAMETERS and tools.syntax.parameters is not None:
+        return ParameterCallReader(context, tools.syntax.parameters)
+    if tools.layout is CallLayout.GEMMA:
+        return GemmaCallReader(context)
+    return JsonCallReader(context)

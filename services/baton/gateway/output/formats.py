@@ -1,0 +1,187 @@
+"""Describes the formats in which models write reasoning and tool calls.
+
+A format is data: the parser reads text by it, and a grammar builder can write text by it. Delimiters are
+plain strings here. The tokenizer decides which of them are special tokens: see `special_text.split_special`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+from baton.core.client_api import MessagePart
+from baton.core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A generated special token. The same characters from ordinary tokens are plain text, not this.
+
+    hidden: the text is left out of the message where the token is no delimiter (`skip_special_tokens`).
+    """
+
+    text: str
+    hidden: bool = True
+
+
+Piece = str | SpecialToken
+"""A piece of a model's output: plain text, or one special token."""
+
+ToolSchemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the parameters of each tool of a request, by the tool's name."""
+
+
+class CallLayout(Enum):
+    """Layout of a tool call, which says how the call is read."""
+
+    JSON_OBJECT = "json_object"
+    """One JSON object with the keys `name` and `arguments`, or a list of them."""
+    NAME_AND_JSON = "name_and_json"
+    """The name, a delimiter and the arguments as a JSON object."""
+    PARAMETERS = "parameters"
+    """The name and each parameter between delimiters. Strings are written without quotes or escapes."""
+    GEMMA = "gemma"
+    """The name and an object like JSON, with bare keys and with delimiters of their own around strings."""
+    HARMONY = "harmony"
+    """A message of the harmony format, whose header names the recipient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSyntax:
+    """Text of the arguments in the layout PARAMETERS.
+
+    A parameter is `before_key` KEY `after_key` VALUE `after_value`. Nothing else stands between two of them.
+    A value whose schema allows only strings is written as it is. Others are written as JSON.
+
+    untyped_json: values without a schema are read as JSON if they are JSON, else as strings.
+    """
+
+    before_key: str
+    after_key: str
+    after_value: str
+    untyped_json: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSyntax:
+    """Text of a message's tool calls as the model writes it.
+
+    `section_begin` CALL (`separator` CALL)* `section_end`, where a call is
+    `before_name` NAME `after_name` ARGUMENTS `after_arguments`.
+
+    ARGUMENTS is a JSON object for the layouts JSON_OBJECT, NAME_AND_JSON and HARMONY. For PARAMETERS it is
+    the repetition of `parameters`. For GEMMA it is `{key:value,…}` with strings between `string_delimiter`s.
+    """
+
+    before_name: str
+    after_name: str
+    after_arguments: str
+    section_begin: str = ""
+    section_end: str = ""
+    separator: str = ""
+    parameters: ParameterSyntax | None = None
+    string_delimiter: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """Format of tool calls.
+
+    triggers: texts of which each begins the calls of a message, or one call. Free text cannot contain them.
+    close: ends a call, and text after a malformed call is read as content up to here; empty if there is none.
+    bare: a call may begin a message without a trigger.
+    id_delimiter: stands between the name and an id that the model gives; empty if it gives none.
+    short_ids: call ids have 9 letters and digits, as Mistral's templates demand.
+    """
+
+    name: str
+    layout: CallLayout
+    triggers: tuple[str, ...]
+    close: str
+    syntax: CallSyntax
+    bare: bool = False
+    id_delimiter: str = ""
+    short_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """Format of reasoning: text between `open` and `close`, before the content.
+
+    always_open: the model begins inside of the reasoning, whether or not the prompt shows it.
+    """
+
+    name: str
+    open: str
+    close: str
+    always_open: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParserOptions:
+    """Facts of a request and a sample that a parser needs.
+
+    prompt: rendered prompt, of which the end counts: it may open the reasoning.
+    tools: parameter schemas of the request's tools; their types direct the conversion to JSON.
+    special_tokens: the tokenizer's added tokens. A delimiter that is one of them counts only as a
+        `SpecialToken`.
+    call_id_seed: seed of the ids of calls, unique for each request and sample.
+    parse_tools: False reads no tool calls, so that their text stays content.
+    """
+
+    prompt: str = ""
+    tools: ToolSchemas = field(default_factory=dict)
+    special_tokens: frozenset[str] = frozenset()
+    call_id_seed: str = ""
+    parse_tools: bool = True
+
+
+class MessageParser(Protocol):
+    """Streaming parser of one sample's text.
+
+    The parts joined together do not depend on how the text was divided into pieces. Text that may begin a
+    delimiter is held back only as long as it may.
+    """
+
+    @property
+    def num_calls(self) -> int:
+        """Number of tool calls that began so far."""
+        ...
+
+    @property
+    def in_reasoning(self) -> bool:
+        """True while the text belongs to the reasoning; used to count reasoning tokens."""
+        ...
+
+    def put(self, piece: Piece) -> tuple[MessagePart, ...]:
+        """Add a piece of text and return the parts that are certain now."""
+        ...
+
+    def finish(self, reason: FinishReason) -> tuple[MessagePart, ...]:
+        """End the text and return what was held back. Call it once; `put` is not allowed afterwards."""
+        ...
+
+
+class MessageTemplate(Protocol):
+    """Declarative format of whole messages, such as a `response_template`."""
+
+    def parser(self, options: ParserOptions) -> MessageParser:
+        """Return a new parser for one sample."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFormat:
+    """Format of a model's messages. Without tools, reasoning and template, all text is content.
+
+    template: an interpreted `response_template`, which then replaces `tools` and `reasoning`; those two may
+        still describe the same format for a grammar builder.
+    """
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    template: MessageTemplate | None = None
+
+    def __bool__(self) -> bool:
+        """True if messages have anything but content."""
+        return bool(self.tools or self.reasoning or self.template)

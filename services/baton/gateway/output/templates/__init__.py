@@ -1,0 +1,1 @@
+"""Interprets the declarative `response_template` of a tokenizer configuration."""

@@ -1,0 +1,159 @@
+"""Converts argument text that has no JSON types to JSON, by the parameter schemas of the tool."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from baton.gateway.output.formats import ToolSchemas
+from baton.gateway.output.json_escape import quote
+
+MAX_JSON_DEPTH = 200
+"""Objects and lists that are nested deeper stay strings."""
+_MAX_REFERENCES = 8
+_MAX_NUMBER_CHARS = 400
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+
+
+class ToolTypes:
+    """The JSON types that a request's tools allow for each parameter."""
+
+    __slots__ = ("_schemas", "_types")
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        self._schemas = tools
+        self._types: dict[tuple[str, str], tuple[str, ...]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._schemas
+
+    def __bool__(self) -> bool:
+        """True if the request has tools."""
+        return bool(self._schemas)
+
+    def of(self, tool: str, parameter: str) -> tuple[str, ...]:
+        """Return the types of a parameter in the order of the schema; empty if the schema does not tell."""
+        key = (tool, parameter)
+        if key not in self._types:
+            schema = self._schemas.get(tool)
+            properties = schema.get("properties") if isinstance(schema, Mapping) else None
+            if not isinstance(properties, Mapping) or parameter not in properties:
+                return ()
+            self._types[key] = tuple(dict.fromkeys(schema_types(properties[parameter], schema)))
+        return self._types[key]
+
+
+def schema_types(schema: Any, root: Any = None, depth: int = 0) -> tuple[str, ...]:
+    """Return the types that a schema names, also in `anyOf`, `oneOf`, `allOf`, `enum`, `const` and `$ref`."""
+    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+        return ()
+    declared = schema.get("type")
+    types = [declared] if isinstance(declared, str) else []
+    if isinstance(declared, list):
+        types.extend(name for name in declared if isinstance(name, str))
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        types.extend(schema_types(_resolve(reference, root), root, depth + 1))
+    for union in ("anyOf", "oneOf", "allOf"):
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
+            types.extend(schema_types(choice, root, depth + 1))
+    if not types:
+        values = schema.get("enum", [])
+        constants = [schema["const"]] if "const" in schema else []
+        types.extend(_type_of(value) for value in [*(values if isinstance(values, list) else ()), *constants])
+    if schema.get("nullable") and "null" not in types:
+        types.append("null")
+    return tuple(types)
+
+
+def _resolve(reference: str, root: Any) -> Any:
+    """Return the schema at a local reference such as `#/$defs/Place`; None if there is none."""
+    if not reference.startswith("#"):
+        return None
+    for key in reference[1:].split("/")[1:]:
+        if not isinstance(root, Mapping):
+            return None
+        root = root.get(key.replace("~1", "/").replace("~0", "~"))
+    return root
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    names: dict[type, str] = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def is_text(types: tuple[str, ...], *, untyped_json: bool) -> bool:
+    """Return True if a value of these types is a string whatever its text, so that it can be streamed."""
+    return all(name == "string" for name in types) if types else not untyped_json
+
+
+def to_json(raw: str, types: tuple[str, ...], *, untyped_json: bool = False) -> str:
+    """Return the JSON of a value that was written as `raw`.
+
+    The types are tried in order, except strings. Text that is none of them is a string. With `untyped_json`,
+    text without a type is JSON if it is valid JSON.
+    """
+    if not types and untyped_json:
+        types = ("array", "object", "boolean", "null", "integer", "number")
+        if raw.strip() in {"0", "1"} or raw.strip().lower() in {"true", "false", "none"}:
+            return {"none": quote(raw)}.get(raw.strip().lower(), raw.strip().lower())
+    for name in types:
+        converted = _convert(raw.strip(), name)
+        if converted is not None:
+            return converted
+    return quote(raw)
+
+
+def _convert(text: str, type_name: str) -> str | None:
+    """Return the JSON of `text` as a value of a type; None if it is not one."""
+    if type_name == "boolean":
+        return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text.lower())
+    if type_name == "null":
+        return "null" if text in ("null", "None") else None
+    if type_name in ("integer", "number"):
+        return _number(text, integer=type_name == "integer")
+    if type_name in ("object", "array"):
+        return _container(text, dict if type_name == "object" else list)
+    return None
+
+
+def _number(text: str, *, integer: bool) -> str | None:
+    if not text.isascii() or len(text) > _MAX_NUMBER_CHARS:
+        return None
+    if _INTEGER.fullmatch(text):
+        return str(int(text))
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(number) or (integer and not number.is_integer()):
+        return None
+    return json.dumps(int(number) if integer or (number.is_integer() and "." not in text) else number)
+
+
+def _container(text: str, kind: type) -> str | None:
+    """Return the text itself if it is a JSON object or list that is not nested too deeply."""
+    if not text or text[0] not in "{[":
+        return None
+    if not _is_shallow(text):
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, kind) else None
+
+
+def _is_shallow(text: str) -> bool:
+    """Whether brackets are nested at most `MAX_JSON_DEPTH` deep. Those in strings count, too."""
+    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
+        return True
+    depth = deepest = 0
+    for bracket in re.findall(r"[\[{\]}]", text):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest <= MAX_JSON_DEPTH

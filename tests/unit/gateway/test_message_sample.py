@@ -1,0 +1,100 @@
+"""Messages built from tokens: stop strings, special tokens, characters of several tokens, counts."""
+
+from typing import Any
+
+import pytest
+
+from baton.core.client_api import MessagePart, PartKind
+from baton.core.request import FinishReason
+from baton.gateway.input.client_call import MessageOptions
+from baton.gateway.output.builtin_formats import HERMES, THINK
+from baton.gateway.output.formats import OutputFormat, ParserOptions
+from baton.gateway.request.message_sample import MessageSample
+from baton.gateway.text.stop_strings import StopPatterns
+from tests.scripted_chats import ADDED, chat_tokenizer, ids_of
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "stop"}}\n</tool_call>'
+TOKENIZER = chat_tokenizer("qwen3")
+
+
+def sample_of(*stops: str, min_tokens: int = 0, hides: bool = True, **options: Any) -> MessageSample:
+    message = MessageOptions(
+        output_format=OutputFormat(tools=HERMES, reasoning=THINK),
+        parser=ParserOptions(special_tokens=frozenset(token.text for token in ADDED.values())),
+        **options,
+    )
+    tokens = TOKENIZER.added_tokens if hides else TOKENIZER.visible_tokens
+    return MessageSample(
+        TOKENIZER.detokenizer(skip_special_tokens=False), tokens, message, "seed", StopPatterns(stops), min_tokens
+    )
+
+
+def run(sample: MessageSample, text: str) -> tuple[dict[PartKind, str], int]:
+    """Feed a text. Returns the joined text by kind, and the number of tokens until a stop string."""
+    parts: list[MessagePart] = []
+    ids = ids_of(text)
+    num_used = len(ids)
+    for number, id_ in enumerate(ids, 1):
+        found = sample.put(id_)
+        parts += sample.take()[1]
+        if found:
+            num_used = number
+            break
+    else:
+        sample.finish(FinishReason.STOP)
+        parts += sample.take()[1]
+    joined = dict.fromkeys(PartKind, "")
+    for part in parts:
+        joined[part.kind] += part.text
+    return joined, num_used
+
+
+def test_stop_string_counts_only_in_the_content() -> None:
+    text = f"<think>stop</think>no sto{CALL}x stop y"
+    got, num_used = run(sample_of("stop"), text)
+    assert got[PartKind.REASONING] == "stop"
+    assert got[PartKind.TOOL_ARGUMENTS] == '{"a": "stop"}'
+    assert "no sto" in got[PartKind.CONTENT]
+    assert got[PartKind.CONTENT].rstrip().endswith("x")
+    assert num_used == len(ids_of(text)) - len(" y")
+
+
+def test_held_content_comes_before_the_call_that_follows_it() -> None:
+    sample = sample_of("stop")
+    kinds: list[PartKind] = []
+    for id_ in ids_of(f"a sto{CALL}"):
+        sample.put(id_)
+        kinds += [part.kind for part in sample.take()[1]]
+    order = list(dict.fromkeys(kinds))
+    assert order == [PartKind.CONTENT, PartKind.TOOL_CALL, PartKind.TOOL_ARGUMENTS]
+
+
+def test_stop_string_does_not_count_before_min_tokens() -> None:
+    assert run(sample_of("b", min_tokens=4), "abcabc")[0][PartKind.CONTENT] == "abca"
+
+
+def test_stop_string_that_is_no_stop_is_content_at_the_end() -> None:
+    assert run(sample_of("stop"), "a sto")[0][PartKind.CONTENT] == "a sto"
+
+
+@pytest.mark.parametrize(("hides", "content"), [(True, "ä"), (False, "ä<|im_end|>")])
+def test_special_tokens_are_hidden_and_characters_are_complete(hides: bool, content: str) -> None:
+    assert run(sample_of(hides=hides), "ä<|im_end|>")[0][PartKind.CONTENT] == content
+
+
+def test_half_a_character_before_a_special_token_is_replaced() -> None:
+    sample = sample_of()
+    for id_ in (*"ä".encode()[:1], *ids_of(CALL)):
+        sample.put(id_)
+    sample.finish(FinishReason.STOP)
+    parts = sample.take()[1]
+    assert parts[0] == MessagePart(kind=PartKind.CONTENT, text="\ufffd")
+    assert sample.num_calls == 1
+
+
+def test_unwanted_parts_are_left_out_and_still_counted() -> None:
+    sample = sample_of(include_reasoning=False, parallel_calls=False)
+    got, _ = run(sample, f"<think>so</think>{CALL}{CALL}")
+    assert got[PartKind.REASONING] == ""
+    assert got[PartKind.TOOL_CALL] == "f"
+    assert (sample.num_calls, sample.num_reasoning_tokens) == (2, 2)
