@@ -58,6 +58,7 @@ async def test_draining_decode_worker_hands_over_unfinished_requests_and_takes_n
     rng = Random(47)
     settings = {**EMULATED, **LONG_TIMES, "drain_s": DRAIN_S}
     async with process_cluster(prefill=1, decode=2, **settings) as cluster, Client(cluster) as client:
+        await cluster.until(lambda s: sum(len(w.links) for w in s.workers) >= 2, 30, "both can pull")
         streams = [asyncio.create_task(client.send(new_request(rng, STREAM_TOKENS))) for _ in range(6)]
         await cluster.until(lambda s: runs(s, "d0") > 1 and runs(s, "d1") > 1, 30, "both decode")
         cluster.signal("d0", signal.SIGTERM)

@@ -49,6 +49,7 @@ from baton.core.request import (
 )
 from baton.gateway.auth.api_keys import KeyRing
 from baton.gateway.gateway_service import GatewayRules, GatewayService, gateway_budget
+from baton.gateway.input.answers.answer_grammar import GrammarCheck
 from baton.gateway.input.client_call import ClientCall, Endpoint
 from baton.gateway.request.request_observer import NO_REQUEST_OBSERVER, RequestObserver
 from baton.gateway.text.tokenizer import ByteTokenizer, Tokenizer
@@ -507,6 +508,7 @@ async def cluster(
     awake_clock: Callable[[], float] | None = None,
     memory_limits: Mapping[Account, int] | None = None,
     observer: RequestObserver = NO_REQUEST_OBSERVER,
+    grammar_check: GrammarCheck | None = None,
     **changes: Any,
 ) -> AsyncIterator[Cluster]:
     """Start a gateway with these (id, role) stub workers and wait until it is ready.
@@ -529,6 +531,7 @@ async def cluster(
         tracing=tracing,
         awake_clock=awake_clock,
         observer=observer,
+        grammar_check=grammar_check,
     ) as gateway:
         running = Cluster(network=network, scheduler=scheduler, gateway=gateway, registry=registry)
         for worker_id, role in workers:

@@ -57,4 +57,4 @@ def test_the_queue_is_bounded_and_equal_grammars_share_a_place() -> None:
 
 
 def test_a_child_that_cannot_start_gives_a_typed_failure() -> None:
-    assert _results(["ok1"] * 2, GrammarCheckLimits(), "raise SystemExit(1)") == [Reason.NO_CAPACITY] * 2
+    assert _results(["ok1"] * 2, GrammarCheckLimits(), "raise SystemExit(1)") == [Reason.QUEUE_FULL] * 2

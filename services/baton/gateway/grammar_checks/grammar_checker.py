@@ -182,4 +182,6 @@ async def _reply(child: asyncio.subprocess.Process) -> str:
 
 def _unavailable(retry_s: float) -> Refused:
     message = "grammars cannot be compiled at present; retry later, or send the request without a grammar"
-    return Refused(Failure(code=Code.UNAVAILABLE, reason=Reason.NO_CAPACITY, message=message, retry_after_s=retry_s))
+    return Refused(
+        Failure(code=Code.RESOURCE_EXHAUSTED, reason=Reason.QUEUE_FULL, message=message, retry_after_s=retry_s)
+    )
