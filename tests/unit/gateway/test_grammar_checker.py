@@ -58,3 +58,16 @@ def test_the_queue_is_bounded_and_equal_grammars_share_a_place() -> None:
 
 def test_a_child_that_cannot_start_gives_a_typed_failure() -> None:
     assert _results(["ok1"] * 2, GrammarCheckLimits(), "raise SystemExit(1)") == [Reason.QUEUE_FULL] * 2
+
+
+def test_wait_for_a_grammar_is_bounded() -> None:
+    async def main() -> None:
+        limits = GrammarCheckLimits(compile_s=30.0, wait_s=0.05)
+        checker = GrammarChecker([sys.executable, "-I", "-S", "-c", _CHILD], limits)
+        try:
+            checks = [_reason(checker.check(grammar, "f")) for grammar in ("hang", "hang2", "die")]
+            assert await asyncio.gather(*checks) == [Reason.QUEUE_FULL] * 3
+        finally:
+            await checker.aclose()
+
+    asyncio.run(main())

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,9 +22,13 @@ _TOO_EXPENSIVE = "the grammar is too expensive to compile; simplify it"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrammarCheckLimits:
-    """Limits of a grammar checker. The child limits its own memory."""
+    """Limits of a grammar checker. The child limits its own memory.
+
+    wait_s: longest time that a request waits for its grammar, in the queue and while it is compiled.
+    """
 
     compile_s: float = 2.0
+    wait_s: float = 10.0
     start_s: float = 30.0
     max_waiting: int = 64
     cache_bytes: int = 1 << 20
@@ -44,6 +48,7 @@ class GrammarChecker:
         self._results: OrderedDict[bytes, str] = OrderedDict()
         self._size = 0
         self._waiting: dict[bytes, asyncio.Task[str]] = {}
+        self._clients: Counter[bytes] = Counter()
         self._lock = asyncio.Lock()
         self._child: asyncio.subprocess.Process | None = None
         self._deaths: list[float] = []
@@ -57,7 +62,17 @@ class GrammarChecker:
         if message is not None:
             self._results.move_to_end(key)
         else:
-            message = await asyncio.shield(self._shared(key, text))
+            task = self._shared(key, text)
+            self._clients[key] += 1
+            try:
+                async with asyncio.timeout(self._limits.wait_s):
+                    message = await asyncio.shield(task)
+            except TimeoutError:
+                raise _unavailable(self._limits.retry_s) from None
+            finally:
+                self._clients[key] -= 1
+                if not self._clients[key] and key not in self._waiting:
+                    del self._clients[key]
         if message:
             raise InvalidField(field, message, Reason.INVALID_GRAMMAR)
 
@@ -72,7 +87,7 @@ class GrammarChecker:
 
     def _shared(self, key: bytes, text: bytes) -> asyncio.Task[str]:
         task = self._waiting.get(key)
-        if task is None:
+        if task is None or task.done():
             if self._closed:
                 raise _unavailable(self._limits.retry_s)
             if len(self._waiting) >= self._limits.max_waiting:
@@ -90,17 +105,20 @@ class GrammarChecker:
         return task
 
     def _forget(self, key: bytes, task: asyncio.Task[str]) -> None:
-        self._waiting.pop(key, None)
+        if self._waiting.get(key) is task:
+            del self._waiting[key]
+            if not self._clients[key]:
+                del self._clients[key]
         if not task.cancelled():
             task.exception()  # retrieved, also if each client has gone
 
     async def _compile(self, key: bytes, text: bytes) -> str:
         async with self._lock:
+            if not self._clients[key]:
+                return ""  # all clients have gone, so nobody reads this
             message = await self._try(text)
-            if message is None:  # the child may have died for a reason of its own
-                message = await self._try(text)
             if message is None:
-                message = _TOO_EXPENSIVE
+                return _TOO_EXPENSIVE  # not kept: on a busy machine the next try may be in time
             self._keep(key, message)
             return message
 
@@ -109,11 +127,8 @@ class GrammarChecker:
         try:
             async with asyncio.timeout(self._limits.compile_s):
                 message = await _ask(child, text)
-        except TimeoutError:
+        except (TimeoutError, OSError, EOFError, ValueError):
             await self._kill()
-            return _TOO_EXPENSIVE
-        except (OSError, EOFError, ValueError):
-            await self._died()
             return None
         except asyncio.CancelledError:
             await self._kill()

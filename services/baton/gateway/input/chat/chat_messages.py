@@ -26,7 +26,7 @@ _ANSWERS = ("tool_calls", "function_call", "refusal", "reasoning_content", "reas
 
 @dataclass(slots=True)
 class _Chat:
-    """What earlier messages tell about later ones.
+    """Facts of earlier messages that later ones are checked against.
 
     names: name of the tool by the id of its call.
     function_ids: id of the last legacy call of each function.
