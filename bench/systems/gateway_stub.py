@@ -25,9 +25,9 @@ from baton.core.kv.kv_layout import KvComponent, KvLayout, LayerGroup
 from baton.core.messages.jobs import (
     Cancel,
     DecodeJob,
-    GatewayMessage,
     Heartbeat,
     PrefillJob,
+    ReceivedGatewayMessage,
     SessionHello,
     SessionHelloReply,
     Step,
@@ -56,7 +56,7 @@ class StubWorkers:
         self._step_s = step_s
         self._stamps = stamps
 
-    async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+    async def session(self, stream: Duplex[WorkerMessage, ReceivedGatewayMessage]) -> None:
         """Serve one gateway session until it ends."""
         hello = await stream.receive()
         assert isinstance(hello, SessionHello)
@@ -81,7 +81,7 @@ class StubWorkers:
     async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
         """Do nothing: no worker pulls KV."""
 
-    def _prefill(self, stream: Duplex[WorkerMessage, GatewayMessage], job: PrefillJob, seq: int) -> None:
+    def _prefill(self, stream: Duplex[WorkerMessage, ReceivedGatewayMessage], job: PrefillJob, seq: int) -> None:
         arrived_ns = self._stamps.now_ns()
         finish = FinishReason.LENGTH if job.sampling.max_tokens == 1 else None
         delta = TokenDelta(
@@ -90,7 +90,7 @@ class StubWorkers:
         self._stamps.put(job.sampling.max_tokens, arrived_ns)
         stream.send(Step(seq=seq, deltas=(delta,)))
 
-    async def _beat(self, stream: Duplex[WorkerMessage, GatewayMessage], numbers: "count[int]") -> None:
+    async def _beat(self, stream: Duplex[WorkerMessage, ReceivedGatewayMessage], numbers: "count[int]") -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             stream.send(Heartbeat(seq=next(numbers), steps_done=0, step_age_s=0.0, draining=False))
@@ -99,7 +99,9 @@ class StubWorkers:
 class StubDecoder:
     """Sends one token per step to each job of one session."""
 
-    def __init__(self, stream: Duplex[WorkerMessage, GatewayMessage], numbers: "count[int]", step_s: float) -> None:
+    def __init__(
+        self, stream: Duplex[WorkerMessage, ReceivedGatewayMessage], numbers: "count[int]", step_s: float
+    ) -> None:
         self._stream = stream
         self._numbers = numbers
         self._step_s = step_s

@@ -12,12 +12,12 @@ from baton.core.cluster.worker_command import WorkerCommand
 from baton.core.cluster.worker_report import WorkerReport
 from baton.core.errors import StreamBroken
 from baton.core.interfaces import Duplex, Network, SchedulerService, Source, WorkerService
-from baton.core.messages.jobs import GatewayMessage, WorkerMessage
+from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.request import RequestActuals
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
-from baton.rpc.grpc_streams import StreamLimits
+from baton.rpc.streams.stream_limits import StreamLimits
 from baton.runtime.network.in_process_network import InProcessNetwork
 from baton.runtime.network.mailbox import Mailbox
 from tests.times import LONG_LIMIT_S
@@ -129,7 +129,7 @@ class StubWorker:
         self._peer = peer
         self.ended = 0
 
-    async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+    async def session(self, stream: Duplex[WorkerMessage, ReceivedGatewayMessage]) -> None:
         await self._serve(self._session, stream)
 
     async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:

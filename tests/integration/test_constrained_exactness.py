@@ -210,6 +210,7 @@ VARIANTS = {
     "seeded": SEEDED,
     "truncated": replace(SEEDED, top_k=30, top_p=0.9, min_p=0.01),
     "penalties": replace(GREEDY, repetition_penalty=1.3, presence_penalty=0.5, logit_bias=((300, 4.0),)),
+    "seeded penalties": replace(SEEDED, frequency_penalty=0.7, repetition_penalty=1.2, top_p=0.9),
     "stops": replace(SEEDED, stop_token_ids=(1,), min_tokens=2, ignore_eos=True, max_tokens=24),
     "bad words": replace(GREEDY, bad_words=((67,), (260, 261))),
 }
@@ -234,6 +235,7 @@ def test_constrained_answers_equal_the_reference(
     assert [answer.tokens for answer in answers[-1]] == [answer.tokens for answer in alone]
 
 
+@pytest.mark.fault("F-52")
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_constrained_answers_survive_preemption_and_a_retry_at_any_token(
     sampling: Sampling, workers: list[ConstrainedWorker]
@@ -260,6 +262,44 @@ def test_constrained_answers_survive_preemption_and_a_retry_at_any_token(
             assert 0 <= value["age"] <= 150
 
 
+THINK_END = 1
+"""A special token of the demo model, which stands for the end of the reasoning."""
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_samples_with_reasoning_do_not_depend_on_the_prefix_cache_or_on_preemption(
+    sampling: Sampling, workers: list[ConstrainedWorker]
+) -> None:
+    schema = json.dumps({"enum": ["yes", "no", "perhaps"], "x-guidance": {"whitespace_flexible": False}})
+    grammar = f"start: REASONING <[{THINK_END}]> %json {schema}\nREASONING: /[a-z ]{{8,30}}/"
+    sampling = replace(sampling, grammar=grammar)
+    questions = [((*range(40, 80), number), replace(sampling, seed=number)) for number in range(2)]
+    worker = open_worker(workers, num_blocks=100)
+    answers = worker.answer(questions, num_samples=4)
+    for samples in answers:
+        for answer in samples:
+            reasoning, _, content = (demo_text(part) for part in _split(answer.tokens, THINK_END))
+            assert answer.end is FinishReason.STOP
+            assert re.fullmatch(rb"[a-z ]{8,30}", reasoning)
+            assert json.loads(content) in ("yes", "no", "perhaps")
+    assert outcomes(worker.answer(questions, num_samples=4)) == outcomes(answers)  # the prompts are cached now
+    small = open_worker(workers, num_blocks=10)
+    assert outcomes(small.answer(questions, num_samples=4)) == outcomes(answers)
+    assert small.engine.counters.preemptions > 0
+    prompt, one = questions[0]
+    tokens = answers[0][0].tokens
+    place = tokens.index(THINK_END)
+    for count in (1, place, place + 1):
+        (continued,) = worker.answer([(prompt + tokens[:count], one)], replayed=count)
+        assert continued[0].tokens == tokens[count:]
+
+
+def _split(tokens: tuple[int, ...], at: int) -> tuple[list[int], list[int], list[int]]:
+    place = tokens.index(at)
+    return list(tokens[:place]), [at], list(tokens[place + 1 :])
+
+
+@pytest.mark.fault("F-56")
 def test_request_without_a_token_left_fails_alone(workers: list[ConstrainedWorker]) -> None:
     ends = replace(GREEDY, grammar=str(LLMatcher.grammar_from_regex("the")), ignore_eos=True)
     worker = open_worker(workers, num_blocks=60)

@@ -1,5 +1,6 @@
 """Runs each program of examples/ as its first lines say, against one cluster that uses the example policy."""
 
+import ast
 import asyncio
 import json
 import os
@@ -22,6 +23,8 @@ from tests.times import LONG_TIMES
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CLIENTS_PYTHON = EXAMPLES.parent / ".venv-clients" / "bin" / "python"
+KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 POLICY = "most_free:most_free"
 
 
@@ -40,14 +43,18 @@ async def cluster() -> AsyncIterator[ProcessCluster]:
 
 
 async def run(cluster: ProcessCluster, program: str, *arguments: str) -> list[str]:
-    """Run one program and return the lines that it prints. No key is set."""
-    environment = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}
+    """Run one program and return the lines that it prints. No key is set.
+
+    `messages.py` runs in the environment of the tested clients: the project itself has no `anthropic`.
+    """
+    is_anthropic = program == "messages.py"
+    environment = {name: value for name, value in os.environ.items() if name not in KEYS}
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
+        str(CLIENTS_PYTHON) if is_anthropic else sys.executable,
         str(EXAMPLES / program),
         *arguments,
         "--base-url",
-        f"{cluster.url}/v1",
+        cluster.url if is_anthropic else f"{cluster.url}/v1",
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environment,
@@ -61,6 +68,47 @@ async def test_agent_answers_what_the_demo_model_knows(cluster: ProcessCluster) 
     (line,) = await run(cluster, "agent.py", "What does os.getcwd do?")
     assert line.startswith("answer  Return a")
     assert "current working directory" in line
+
+
+async def test_agent_calls_a_forced_tool_and_answers(cluster: ProcessCluster) -> None:
+    call, answer = await run(cluster, "agent.py", "--tool", "python_help")
+    assert call.startswith("call    python_help({")
+    assert "-> 'Python Library Documentation: " in call
+    assert answer.removeprefix("answer  ").strip()
+
+
+async def test_structured_output_prints_every_field_of_the_schema(cluster: ProcessCluster) -> None:
+    lines = await run(cluster, "structured_output.py")
+    card = {name: ast.literal_eval(value) for name, value in (line.split(maxsplit=1) for line in lines)}
+    assert list(card) == ["module", "summary", "num_arguments", "may_fail"]
+    assert card["module"] in ("os", "json", "math")
+    assert len(card["summary"]) <= 60
+    assert card["num_arguments"] in range(10)
+    assert isinstance(card["may_fail"], bool)
+
+
+async def test_reasoning_of_a_model_without_reasoning_is_an_answer(cluster: ProcessCluster) -> None:
+    answer, tokens = await run(cluster, "reasoning.py", "--no-thinking")
+    assert answer.startswith("[answers] ")
+    assert tokens.endswith(" 0 of them reasoning")
+
+
+async def test_responses_continue_a_conversation_that_the_client_holds(cluster: ProcessCluster) -> None:
+    first, answer, _, second, other, warm = await run(cluster, "responses.py")
+    assert (first, second) == ("> What does os.getcwd do?", "> What does os.chdir do?")
+    assert "current working directory" in answer
+    assert other
+    assert other != answer
+    assert int(warm.split()[0]) > 0
+
+
+async def test_messages_count_call_and_stream(cluster: ProcessCluster) -> None:
+    assert CLIENTS_PYTHON.exists(), f"{CLIENTS_PYTHON} is missing: run make clients"
+    tokens, call, answer, stop = await run(cluster, "messages.py")
+    assert int(tokens.split()[1]) > 0
+    assert call.startswith("call    python_help({'name': ")
+    assert answer.removeprefix("answer  ").strip()
+    assert stop.split()[1] in ("end_turn", "max_tokens")
 
 
 async def test_rag_computes_the_document_once_and_answers_from_it(cluster: ProcessCluster) -> None:
@@ -96,20 +144,31 @@ async def test_cluster_places_with_the_example_policy_and_records_its_name(clust
 
 
 class ScriptedModel:
-    """A client whose model gives these replies, one after another. It keeps the messages that it got."""
+    """A client whose model gives these messages, one after another. It keeps the messages that it got."""
 
-    def __init__(self, *replies: str) -> None:
+    def __init__(self, *replies: SimpleNamespace) -> None:
         self.replies = list(replies)
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[Any] = []
+        self.choices: list[Any] = []
         self.chat = SimpleNamespace(completions=self)
 
-    def create(self, *, messages: list[dict[str, str]], **_: Any) -> Any:
+    def create(self, *, messages: list[Any], tool_choice: Any, **_: Any) -> Any:
         self.messages = list(messages)
-        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=self.replies.pop(0)))])
+        self.choices.append(tool_choice)
+        return SimpleNamespace(choices=[SimpleNamespace(message=self.replies.pop(0))])
 
 
-def agent() -> ModuleType:
-    spec = spec_from_file_location("agent_example", EXAMPLES / "agent.py")
+def text(content: str) -> SimpleNamespace:
+    return SimpleNamespace(content=content, tool_calls=None)
+
+
+def call(name: str, arguments: str) -> SimpleNamespace:
+    function = SimpleNamespace(name=name, arguments=arguments)
+    return SimpleNamespace(content=None, tool_calls=[SimpleNamespace(id="call_1", function=function)])
+
+
+def example(name: str) -> ModuleType:
+    spec = spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
@@ -119,19 +178,31 @@ def agent() -> ModuleType:
 
 async def test_agent_uses_tools_until_the_model_answers(capsys: pytest.CaptureFixture[str]) -> None:
     model = ScriptedModel(
-        '{"tool": "calculate", "input": "__import__(\'os\').getpid()"}',
-        'I try again: {"tool": "calculate", "input": "17 * 23"}',
-        "It is 391.",
+        call("calculate", '{"expression": "__import__(\'os\').getpid()"}'),
+        call("calculate", '{"expression": "17 * 23"}'),
+        text("It is 391."),
     )
-    assert agent().run(model, "scripted", "How much is 17 * 23?") == "It is 391."
-    refused, result = (m["content"] for m in model.messages if m["content"].startswith("Result: "))
-    assert refused.startswith("Result: error: ValueError: only numbers")
-    assert result == "Result: 391"
-    assert capsys.readouterr().out.count("action  calculate(") == 2
+    assert example("agent").run(model, "scripted", "How much is 17 * 23?", "calculate") == "It is 391."
+    refused, result = (m["content"] for m in model.messages if isinstance(m, dict) and m["role"] == "tool")
+    assert refused.startswith("error: ValueError: only numbers")
+    assert result == "391"
+    assert model.choices == [{"type": "function", "function": {"name": "calculate"}}, "auto", "auto"]
+    assert capsys.readouterr().out.count("call    calculate(") == 2
 
 
-async def test_agent_stops_after_too_many_actions() -> None:
-    loop = agent()
-    model = ScriptedModel(*['{"tool": "unknown", "input": ""}'] * 10)
-    assert loop.run(model, "scripted", "?").startswith("no answer after 5 actions")
-    assert len(model.replies) == 10 - loop.MAX_ACTIONS - 1
+async def test_agent_stops_after_too_many_turns() -> None:
+    loop = example("agent")
+    model = ScriptedModel(*[call("unknown", "{}")] * 10)
+    assert loop.run(model, "scripted", "?").startswith("no answer after 5 turns")
+    assert len(model.replies) == 10 - loop.MAX_TURNS
+
+
+async def test_reasoning_is_apart_from_the_answer_and_counted() -> None:
+    details = SimpleNamespace(reasoning_tokens=3)
+    usage = SimpleNamespace(completion_tokens=5, completion_tokens_details=details)
+    deltas = [SimpleNamespace(reasoning_content="2 + 2", content=None), SimpleNamespace(content="4")]
+    chunks = [SimpleNamespace(choices=[SimpleNamespace(delta=delta)], usage=None) for delta in deltas]
+    completions = SimpleNamespace(create=lambda **_: iter([*chunks, SimpleNamespace(choices=[], usage=usage)]))
+    client = SimpleNamespace(chat=SimpleNamespace(completions=completions))
+    parts = list(example("reasoning").stream(client, "scripted", "2 + 2?", thinking=True))
+    assert parts == [("thinks", "2 + 2"), ("answers", "4"), ("tokens", "5, 3 of them reasoning")]

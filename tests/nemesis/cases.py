@@ -1,5 +1,6 @@
 """The requests of a run, drawn from a seed: a fixed number of cases, which clients send again and again."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -10,6 +11,10 @@ from tests.nemesis.history import Answer
 COMPLETIONS, CHAT, GRPC = "completions", "chat", "grpc"
 BOUNDARIES = [length + more for length in (16, 32, 64, 256) for more in (-1, 0, 1)]
 """Prompt lengths around the boundaries of blocks and chunks."""
+ENDING = frozenset(("guided_regex", "guided_choice", "response_format", "tool_choice"))
+"""Fields whose grammar has an end, where only the end token may be drawn."""
+RULES = ENDING | {"allowed_token_ids", "bad_words"}
+"""Fields that forbid tokens."""
 WORDS = "open the file and read each line of text then close it before the next one begins".split()
 
 
@@ -19,11 +24,20 @@ class Case:
 
     api: `completions` or `chat` over HTTP, or `grpc`.
     body: its JSON body, without `stream`.
+    pattern: regular expression that the text of a choice matches, or a beginning of it if the choice ends at
+        `max_tokens`; empty if there is none.
     """
 
     name: str
     api: str
     body: Mapping[str, Any]
+    pattern: str = ""
+
+    @property
+    def has_rules(self) -> bool:
+        """True if the response has rules that forbid tokens."""
+        fields = {**self.body, **json.loads(self.body.get("fields_json", "{}"))}
+        return not fields.keys().isdisjoint(RULES)
 
 
 def draw_cases(seed: int, number: int, *, vocab_size: int, max_prompt: int, max_tokens: int) -> list[Case]:
@@ -44,7 +58,14 @@ def draw_cases(seed: int, number: int, *, vocab_size: int, max_prompt: int, max_
             )
         if rng.random() < 0.3:
             body |= {"logprobs": True, "top_logprobs": 2} if api == CHAT else {"logprobs": 2}
-        cases.append(Case(name=f"case {i}", api=api, body=body))
+        fields, pattern = _rules(rng, api, vocab_size)
+        if not fields.keys().isdisjoint(ENDING):
+            body["ignore_eos"] = False
+            body.pop("min_tokens", None)
+        if "logprobs" in body:
+            fields.pop("echo", None)  # the prompt would have logprobs, too, which no stream has
+        body |= {"fields_json": json.dumps(fields)} if api == GRPC and fields else fields
+        cases.append(Case(name=f"case {i}", api=api, body=body, pattern=pattern))
     return cases
 
 
@@ -59,6 +80,36 @@ def with_stop_strings(seed: int, cases: Sequence[Case], answers: Mapping[str, An
             stops = [text[begin : begin + rng.randrange(1, 4)], "never in any answer"]
             stopped.append(replace(case, name=f"{case.name} with stop", body={**case.body, "stop": stops}))
     return stopped
+
+
+def _rules(rng: Random, api: str, vocab_size: int) -> tuple[dict[str, Any], str]:
+    """Return options that workers must follow from any token on, and the pattern of the text."""
+    fields: dict[str, Any] = {}
+    if rng.random() < 0.15:
+        fields["cache_salt"] = rng.choice(("one", "other"))
+    if rng.random() < 0.1 and api == COMPLETIONS:
+        fields["echo"] = True
+    kind = rng.choice(("regex", "choice", "schema", "ids", "words", "tool")) if rng.random() < 0.3 else ""
+    if kind == "regex":
+        pattern = rng.choice((r"([a-h][0-9]){3,60}", r"(yes|no|maybe)(, (yes|no|maybe)){0,30}"))
+        return fields | {"guided_regex": pattern}, "" if "echo" in fields else pattern
+    if kind == "choice":
+        words = rng.sample(WORDS, k=5)
+        return fields | {"guided_choice": words}, "" if "echo" in fields else "|".join(words)
+    if kind == "schema" and api != GRPC:
+        schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}}}
+        schema |= {"required": ["a", "b"], "additionalProperties": False}
+        named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        pattern = r'\{\s*"a"\s*:\s*"(x|yy)"\s*,\s*"b"\s*:\s*(true|false)\s*\}'
+        return fields | {"response_format": named}, "" if "echo" in fields else pattern
+    if kind == "ids":
+        fields["allowed_token_ids"] = sorted(rng.sample(range(300, vocab_size), k=20))
+    if kind == "words":
+        fields["bad_words"] = rng.choices(WORDS, k=6)
+    if kind == "tool" and api == CHAT:
+        function = {"name": "read", "parameters": {"type": "object", "properties": {"line": {"type": "integer"}}}}
+        fields |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    return fields, ""
 
 
 def _prompt(rng: Random, earlier: Sequence[tuple[int, ...]], max_prompt: int, vocab_size: int) -> tuple[int, ...]:

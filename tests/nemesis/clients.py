@@ -19,9 +19,9 @@ from baton.core.client_api import GenerateChunk
 from baton.core.errors import Reason, Refused, StreamBroken
 from baton.rpc.channel import channel_options, open_channel
 from baton.rpc.grpc_status import call_error
-from baton.rpc.grpc_streams import CLOSED_THERE, wait_until_accepted
 from baton.rpc.inference_rpc import REQUEST_ID_KEY, ClientGenerateStream
 from baton.rpc.mappers import client_mapper
+from baton.rpc.streams.grpc_streams import CLOSED_THERE, wait_until_accepted
 from baton.runtime.process.awake_timeout import TimeLimit
 from baton.v1.inference_pb2_grpc import InferenceStub
 from tests.cluster import GatewayAddresses

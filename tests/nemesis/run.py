@@ -8,6 +8,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import regex
+
 from baton.runtime.process.process import Background
 from tests.cluster import ProcessCluster
 from tests.emulated_answer import emulated_answer
@@ -255,6 +257,10 @@ class _Run:
         for name, right in known.items():
             if expected[name].choices[0].token_ids != right:
                 self._problem("control", f"{name} is not the answer of the emulated model")
+        for case in drawn:
+            for choice in expected[case.name].choices.values() if case.pattern else ():
+                if not regex.fullmatch(case.pattern, choice.text, partial=choice.finishes == ["length"]):
+                    self._problem("control", f"{case.name}: {choice.text!r} does not match {case.pattern}")
         self._say(
             f"{len(drawn)} cases and {len(stopped)} with stop strings answered; {len(known)} compared with the model"
         )
@@ -347,7 +353,8 @@ class _Run:
 def _known_tokens(case: Case) -> list[int] | None:
     """Return the tokens of a case that the emulated model gives, if they can be computed here."""
     body = case.body
-    if "prompt" not in body or isinstance(body["prompt"][0], list) or "min_tokens" in body or not body["ignore_eos"]:
+    is_several = "prompt" in body and isinstance(body["prompt"][0], list)
+    if "prompt" not in body or is_several or "min_tokens" in body or not body["ignore_eos"] or case.has_rules:
         return None
     seed = 0 if body["temperature"] == 0.0 else body["seed"]
     return emulated_answer(body["prompt"], seed=seed, max_tokens=body["max_tokens"], vocab_size=VOCAB_SIZE)

@@ -16,12 +16,15 @@ read, accepted as a label without effect, or refused by name. Unknown fields are
 header `x-baton-ignored-fields`; with `--strict-fields` they are refused. Errors have OpenAI's shape, those of
 `/v1/messages` Anthropic's; [Errors](errors.md) lists each status and reason, and what a client does about it. A request
 head may have {MAX_HEAD_BYTES // 1024} KiB, a JSON body {MAX_JSON_DEPTH} levels.
+
+Every response has the request's id in `x-request-id`. An error says in `retry-after` when a retry can succeed. With
+`x-should-retry: false` the same request fails again; the clients of OpenAI and Anthropic then do not repeat it.
 """
 
 RESPONSES = (
     """
-    A request is a chat in another form: `instructions` and `input` become its messages, and the reasoning, text and
-    calls of one answer become one message. Nothing is stored, so clients send all items in `input`, and
+    The gateway translates a request to a chat: `instructions` and `input` become messages, and the reasoning, text
+    and calls of one answer become one message. Nothing is stored, so clients send all items in `input`, and
     `previous_response_id`, `conversation`, `background`, `prompt` and `store: true` are refused. Clients may omit
     `store`; the response says `store: false`.
     """,
@@ -39,9 +42,10 @@ RESPONSES = (
 )
 MESSAGES = (
     """
-    A request is a chat in another form, too: blocks of type `tool_use` become calls, `tool_result` a message with the
-    result (after `Error: ` if `is_error` is true), and `thinking` the reasoning of an answer. A last message of
-    the assistant is continued. `cache_control` changes nothing, because all prefixes are cached.
+    A request is a chat in another form, too. Fields of a chat that Anthropic's API does not have, such as `cache_salt`
+    and `seed`, work as in a chat. Blocks of type `tool_use` become calls, `tool_result` a message with the
+    result (after `Error: ` if `is_error` is true), and `thinking` the reasoning of an answer. If the last message is
+    one of the assistant, the answer continues it. `cache_control` changes nothing, because all prefixes are cached.
     """,
     """
     `thinking` of type `enabled` or `adaptive` sets the variables `enable_thinking` and `thinking` of the chat template
@@ -52,11 +56,14 @@ MESSAGES = (
     """
     The answer has blocks of type `thinking`, `text` and `tool_use`. If the arguments of a call are no JSON object,
     because `max_tokens` cut them off, its `input` is empty. `usage.input_tokens` does not include the cached tokens,
-    which are `cache_read_input_tokens`. In a stream the last usage counts, since the first one does not know what
-    was cached. `/v1/messages/count_tokens` counts the prompt of the same fields.
+    which are `cache_read_input_tokens`. In a stream only the last usage has the cached tokens, because the first
+    one is sent before the cache is read. `/v1/messages/count_tokens` counts the prompt of the same fields.
     """,
     """
-    The key may be in the header `x-api-key`. `anthropic-version` and `anthropic-beta` have no effect.
+    The key may be in the header `x-api-key`. `anthropic-version` and `anthropic-beta` have no effect. The request's id
+    is in the header `request-id`, too, and in errors in `request_id`. A cluster that is not ready, or lost workers,
+    have the status 529 and the type `overloaded_error`, where other APIs have 503. `thread` is refused in the way that
+    makes Anthropic's tool runner send all messages instead.
     """,
 )
 
@@ -65,7 +72,7 @@ def http_page() -> str:
     """Routes, fields that are read, labels, and fields that are refused."""
     return page(
         "HTTP API",
-        paragraph(INTRODUCTION),
+        *map(paragraph, INTRODUCTION.strip().split("\n\n")),
         "## Routes",
         paragraph("If the gateway has API keys, a route needs the key in the third column."),
         table(("method", "path", "key", "what it does"), _routes()),

@@ -9,6 +9,7 @@ from baton.gateway.live.metrics_page import UP, UP_LABELS, UP_MEANING
 from baton.gateway.vllm_metrics import ALIASES, PHASES
 from baton.runtime.observability import metrics
 from baton.runtime.observability.metrics import GatewayMetrics
+from baton.runtime.observability.vllm_names import KV_USAGE_NAMES
 from tools.reference.markdown import code, page, paragraph, table
 
 INTRODUCTION = """
@@ -17,10 +18,21 @@ of its HTTP port. The names are stable within a release; renamed ones are listed
 export the `process_*` metrics of the Prometheus client and `baton_build_info`.
 """
 VLLM = """
-With `--vllm-metric-names` a gateway repeats these under the names of vLLM, with the label `model_name`. Requests,
-tokens and latencies are those of the gateway. The number of running and waiting sequences and the use of the KV cache
-are those of the cluster: take the maximum over gateways, not the sum.
+With `--vllm-metric-names` a gateway repeats these under the names of vLLM, with the labels `model_name` and `engine`.
+Requests, tokens and latencies are those of the gateway. The number of running and waiting sequences and the use of the
+KV cache are those of the cluster: take the maximum over gateways, not the sum.
 """
+VLLM_WORKER = """
+A worker with the same setting repeats these, for autoscalers and routers that read each worker. Give a Prometheus that
+also reads the gateways another job name for workers, so that sums do not count sequences twice.
+"""
+VLLM_OF_WORKERS = (
+    ("`vllm:num_requests_running`", "`baton_running_seqs`"),
+    ("`vllm:num_requests_waiting`", "`baton_waiting_seqs`"),
+    ("`vllm:num_preemptions_total`", "`baton_preemptions_total`"),
+    *((code(name), "share of `baton_kv_blocks` that is neither free nor cached") for name in KV_USAGE_NAMES),
+    ("`vllm:cache_config_info`", "always 1; the labels `block_size` and `num_gpu_blocks` are the sizes"),
+)
 COLUMNS = ("metric", "type", "labels", "meaning")
 
 
@@ -46,6 +58,7 @@ def metrics_page() -> str:
     of_page = (code(UP), "gauge", ", ".join(code(label) for label in UP_LABELS), UP_MEANING)
     parts += ["## Metrics of `/metrics/cluster` alone", table(COLUMNS, [of_page])]
     parts += ["## Names of vLLM", paragraph(VLLM), table(("metric", "same as"), _vllm_names())]
+    parts += [paragraph(VLLM_WORKER), table(("metric", "same as"), VLLM_OF_WORKERS)]
     return page("Metrics", *parts)
 
 
@@ -57,8 +70,12 @@ def _vllm_names() -> list[tuple[str, str]]:
     others = [
         ("vllm:num_requests_running", "sum of the workers' `baton_running_seqs`"),
         ("vllm:num_requests_waiting", "sum of the workers' `baton_waiting_seqs`"),
-        ("vllm:kv_cache_usage_perc", "share of the workers' `baton_kv_blocks` that is neither free nor cached"),
-        ("vllm:request_success_total", "`baton_finished_samples_total`, and cancelled requests as `abort`"),
+        *((name, "share of the workers' `baton_kv_blocks` that is neither free nor cached") for name in KV_USAGE_NAMES),
+        (
+            "vllm:request_success_total",
+            "`baton_finished_samples_total`, tool calls as `stop`; cancelled requests as `abort`, those that failed "
+            "with 5xx as `error`",
+        ),
     ]
     suffix = {name: "_total" for name, field in ALIASES.items() if getattr(kinds, field)._type == "counter"}
     return [(code(name + suffix.get(name, "")), same) for name, same in (*aliases, *phases, *others)]

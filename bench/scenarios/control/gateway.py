@@ -6,7 +6,7 @@ The gateway runs alone on one core. A stub cluster and the clients run on the ot
 medians, and the gateways are measured in alternation, so that machine drift affects all of them.
 
 requests/s: non-streaming requests with 1,000 random words and one output token, 32 in flight.
-random letters: the same, per core, with words of random letters, so that no BPE cache helps.
+random letters: the same, per core, with words of random letters, so that no cache of words helps.
 added ms: latency with one request in flight, minus the time in the stub.
 tokens/s: 64 streams with short prompts. The stub sends more tokens than any of the gateways can carry.
 first event ms: from the moment when the worker sends the first token to the client's first event, with one
@@ -73,7 +73,7 @@ class GatewayBench:
         await self._timed("requests", NUM_REQUESTS, work)
 
     async def random_letters(self) -> None:
-        """Measure requests per second with words that no BPE cache can contain."""
+        """Measure requests per second with words that no cache can contain."""
         texts = random_letter_prompts(self._next_seed(), NUM_RANDOM_LETTERS, PROMPT_WORDS)
         await self._timed("random_letters", NUM_RANDOM_LETTERS, self._ask(texts, max_tokens=1, in_flight=IN_FLIGHT))
 

@@ -120,8 +120,9 @@ def _sections(cls: type[Config]) -> Iterable[tuple[str, str]]:
 
 def _option(setting: Setting, name: str, section: str, *, hidden: bool = False) -> Callable[[F], F]:
     """Option for `setting` under `name`, which is its own name or an alias."""
-    default = "none" if setting.default is None else setting.shown(setting.default) or "none"
-    text = f"{setting.description[0].upper()}{setting.description[1:]}. Default: {default}. [{setting.variable}]"
+    default = "" if setting.default is None else setting.shown(setting.default)
+    text = f"{setting.description[0].upper()}{setting.description[1:]}. Default: {default or 'unset'}. "
+    text += f"[{setting.variable}]"
     flag = flag_of(name)
     names = [f"{flag}/--no-{flag[2:]}" if setting.kind is bool else flag, name]
     kind = None if setting.kind is bool else SettingType(setting)

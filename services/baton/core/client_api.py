@@ -4,7 +4,7 @@ A request is a plain dict, as parsed from a JSON body of the OpenAI API. One val
 and gRPC.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -155,6 +155,11 @@ class GenerateStream(Source[GenerateChunk], Protocol):
     @property
     def request_id(self) -> str:
         """The request id in hex, as clients see it in `x-request-id`."""
+        ...
+
+    @property
+    def ignored_fields(self) -> Sequence[str]:
+        """Names of the request's unknown fields, as printable ASCII."""
         ...
 
 

@@ -17,7 +17,7 @@ from baton.core.cluster.worker_report import WorkerReport
 from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_events import KvEvent, KvSnapshot, UnreadableEvent
-from baton.core.messages.jobs import GatewayMessage, WorkerMessage
+from baton.core.messages.jobs import GatewayMessage, ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.request import RequestActuals
 from baton.core.step_cost import StepCostModel
@@ -106,7 +106,7 @@ class WorkerService(Protocol):
     The end of a stream ends no job and no lease by itself.
     """
 
-    async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+    async def session(self, stream: Duplex[WorkerMessage, ReceivedGatewayMessage]) -> None:
         """Serve the session stream of one gateway until it ends."""
         ...
 

@@ -18,8 +18,10 @@ from baton.core.errors import ConfigError
 from baton.core.interfaces import Member, MemberKind, Membership
 from baton.gateway.auth.api_keys import KeyRing
 from baton.gateway.auth.key_file import reload_keys, watch_key_file
-from baton.gateway.gateway_service import GatewayRules, GatewayService, gateway_budget
-from baton.gateway.grammar_checks.grammar_checker import GrammarChecker
+from baton.gateway.gateway_budget import gateway_budget
+from baton.gateway.gateway_rules import GatewayRules
+from baton.gateway.gateway_service import GatewayService
+from baton.gateway.grammar_checks.grammar_checker import COMPILER_MEMORY_BYTES, GrammarChecker
 from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.gateway.http.http_app import HttpApp
 from baton.gateway.http.http_server import HttpServer
@@ -35,13 +37,20 @@ from baton.rpc.gates.keyless_gate import KeylessGate
 from baton.rpc.gates.receive_gate import ReceiveGate
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
-from baton.rpc.grpc_streams import stream_limits
 from baton.rpc.grpc_tls import Tls, between_services
+from baton.rpc.streams.stream_limits import stream_limits
 from baton.runtime.config.settings import GatewayConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import advertised_host, join_address, listen
 from baton.runtime.network.announcements import Announcements, process_details
-from baton.runtime.observability.metrics import BudgetMetrics, GatewayMetrics, ProcessMetrics, expose, process_registry
+from baton.runtime.observability.metrics import (
+    BudgetMetrics,
+    GatewayMetrics,
+    GrammarMetrics,
+    ProcessMetrics,
+    expose,
+    process_registry,
+)
 from baton.runtime.observability.open_tracing import open_tracing
 from baton.runtime.observability.tracing import Tracing
 from baton.runtime.process.awake_clock import AwakeClock
@@ -85,7 +94,7 @@ async def serve(config: GatewayConfig, stop: Stop, on_ready: Callable[[str], Non
         budget = _exported_budget(config.memory_budget, registry)
         membership = _membership(config, stack)
         activity = Activity(asyncio.get_running_loop().time)
-        tokenizer, grammar_check = await _text_tools(config, stack)
+        tokenizer, grammar_check = await _text_tools(config, registry, stack)
         service = GatewayService(
             rules,
             network=_network(config, budget, awake, stack),
@@ -177,7 +186,9 @@ def _export_vllm_names(config: GatewayConfig, service: GatewayService, registry:
         VllmMetrics(config.model_name, service.metrics, lambda: service.view.reports).follow(registry)
 
 
-async def _text_tools(config: GatewayConfig, stack: AsyncExitStack) -> tuple[HfTokenizer, GrammarChecker]:
+async def _text_tools(
+    config: GatewayConfig, registry: CollectorRegistry, stack: AsyncExitStack
+) -> tuple[HfTokenizer, GrammarChecker]:
     """Load the tokenizer of the model, in a thread because that reads files, and prepare checks of grammars.
 
     The process that checks grammars starts with the first one.
@@ -185,7 +196,8 @@ async def _text_tools(config: GatewayConfig, stack: AsyncExitStack) -> tuple[HfT
     tokenizer = await asyncio.to_thread(lambda: HfTokenizer(resolve_model(config.model, weights=False)))
     stack.callback(tokenizer.close)
     program = [sys.executable, "-P", "-m", "baton.gateway.grammar_checks.grammar_compiler"]
-    checker = GrammarChecker([*program, str(tokenizer.model_dir), str(tokenizer.vocab_size)])
+    argv = [*program, str(tokenizer.model_dir), str(tokenizer.vocab_size), str(COMPILER_MEMORY_BYTES)]
+    checker = GrammarChecker(argv, GrammarMetrics(registry))
     stack.push_async_callback(checker.aclose)
     return tokenizer, checker
 

@@ -11,31 +11,32 @@ from typing import Self
 from baton.core.client_api import ModelInfo, Timeline, TotalUsage
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.interfaces import Membership, Network
-from baton.core.request import NO_SLO, Slo
 from baton.gateway.auth.api_keys import KeyRing
-from baton.gateway.cluster.cluster_view import ClusterView
-from baton.gateway.cluster.scheduler_pool import SchedulerPool, SchedulerPoolTimes
-from baton.gateway.cluster.worker_session import SessionTimes
+from baton.gateway.cluster.scheduler_pool import SchedulerPool
+from baton.gateway.gateway_rules import (
+    GatewayRules,
+    cluster_view,
+    retry_rules,
+    scheduler_times,
+    validator,
+    worker_sessions,
+)
 from baton.gateway.input.answers.answer_grammar import GrammarCheck
 from baton.gateway.input.client_call import ClientCall, Identity
 from baton.gateway.input.ignored_fields import IgnoredFieldNames
 from baton.gateway.input.response_size import call_bytes, check_response_size
-from baton.gateway.input.validation import Validator
-from baton.gateway.output.format_choice import choose_format
-from baton.gateway.output.formats import OutputFormat
 from baton.gateway.request.open_request import PHASES, OpenRequest, phase_times
 from baton.gateway.request.output_builder import ChoiceSink
 from baton.gateway.request.request_observer import NO_REQUEST_OBSERVER, RequestObserver
-from baton.gateway.request.request_run import RequestServices, RetryRules, run_concurrently
+from baton.gateway.request.request_run import RequestServices, run_concurrently
 from baton.gateway.request.unread_output import UnreadStreams
-from baton.gateway.request.worker_sessions import WorkerSessions
 from baton.gateway.text.stop_strings import StopPatterns
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.logging import get_logger
 from baton.runtime.observability.health import Health
 from baton.runtime.observability.metrics import GatewayMetrics
 from baton.runtime.observability.tracing import OFF, Tracing
-from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget, shares
+from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget
 from baton.runtime.process.process import Background
 from baton.runtime.process.shared_account import Buffer
 
@@ -43,40 +44,6 @@ log = get_logger(__name__)
 
 CLUSTER = "cluster"
 """Name of the health condition that the cluster can serve requests."""
-BUDGET_WEIGHTS = {
-    Account.HEADS: 1,
-    Account.UNREAD_CALLS: 2,
-    Account.KEYLESS_CALLS: 1,
-    Account.RECEIVING: 7,
-    Account.REQUESTS: 12,
-    Account.UNSENT: 5,
-    Account.STREAMS: 4,
-}
-"""Shares of the memory budget. Responses that are not streamed are collected in the account of requests."""
-STUCK_DETECTIONS = 24
-"""A worker whose step runs for this many detection times counts as lost, although it still sends heartbeats.
-Workers detect this earlier themselves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayRules:
-    """Settings of a gateway. Fields have the meaning of the settings of the same name."""
-
-    gateway_id: str
-    model: str
-    heartbeat_s: float
-    detection_s: float
-    scheduler_wait_s: float
-    request_timeout_s: float
-    default_slo: Slo = NO_SLO
-    max_open_requests: int
-    max_attempts: int
-    stream_buffer_bytes: int
-    max_response_bytes: int
-    tool_parser: str | None = None
-    reasoning_parser: str | None = None
-    allow_request_chat_template: bool = False
-    strict_fields: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,23 +95,23 @@ class GatewayService:
         self.health = Health(CLUSTER)
         self.budget = budget
         self.unread = UnreadStreams(self.budget, max_bytes=rules.stream_buffer_bytes, clock=_loop_time_s)
-        self.view = _cluster_view(rules, tokenizer)
+        self.view = cluster_view(rules, tokenizer)
         self.schedulers = SchedulerPool(
             network,
             self.view,
             addresses=schedulers,
             membership=membership,
-            times=_scheduler_times(rules),
+            times=scheduler_times(rules),
             rng=rng,
             awake_clock=awake_clock,
         )
-        self.workers = _worker_sessions(rules, network, tokenizer, rng, awake_clock)
-        self.validator = _validator(rules, tokenizer, self.view, rng, grammar_check)
+        self.workers = worker_sessions(rules, network, tokenizer, rng, awake_clock)
+        self.validator = validator(rules, tokenizer, self.view, rng, grammar_check)
         self._services = RequestServices(
             schedulers=self.schedulers,
             workers=self.workers,
             view=self.view,
-            rules=_retry_rules(rules),
+            rules=retry_rules(rules),
             metrics=metrics,
             rng=rng,
             tracing=tracing,
@@ -326,6 +293,10 @@ class GatewayService:
         metrics.prompt_tokens.inc(request.request.num_prompt_tokens)
         metrics.cached_tokens.inc(request.num_cached_tokens)
         metrics.output_tokens.inc(request.output.num_tokens)
+        metrics.request_prompt_tokens.observe(request.request.num_prompt_tokens)
+        metrics.request_output_tokens.observe(request.output.num_tokens)
+        metrics.request_max_tokens.observe(request.request.sampling.max_tokens)
+        metrics.request_n.observe(len(request.request.sample_indices))
         for finish in request.output.finishes:
             metrics.finished_samples.labels(finish.value).inc()
 
@@ -341,81 +312,3 @@ def _failure_of(error: BaseException) -> Failure:
 
 def _loop_time_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-def gateway_budget(memory_budget: int) -> ByteBudget:
-    """Return the budget of a gateway that may hold `memory_budget` bytes."""
-    return ByteBudget(shares(memory_budget, BUDGET_WEIGHTS), "gateway")
-
-
-def _cluster_view(rules: GatewayRules, tokenizer: Tokenizer) -> ClusterView:
-    return ClusterView(
-        model=rules.model, tokenizer_fingerprint=tokenizer.fingerprint, model_max_len=tokenizer.max_model_len
-    )
-
-
-def _worker_sessions(
-    rules: GatewayRules, network: Network, tokenizer: Tokenizer, rng: Random, awake_clock: Callable[[], float] | None
-) -> WorkerSessions:
-    return WorkerSessions(
-        network,
-        gateway_id=rules.gateway_id,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        times=_session_times(rules),
-        rng=rng,
-        awake_clock=awake_clock,
-    )
-
-
-def _validator(
-    rules: GatewayRules, tokenizer: Tokenizer, view: ClusterView, rng: Random, grammar_check: GrammarCheck | None
-) -> Validator:
-    return Validator(
-        tokenizer=tokenizer,
-        model=rules.model,
-        model_limits=lambda: view.model_limits,
-        rng=rng,
-        request_timeout_s=rules.request_timeout_s,
-        default_slo=rules.default_slo,
-        allow_request_chat_template=rules.allow_request_chat_template,
-        strict_fields=rules.strict_fields,
-        output_format=_output_format(rules, tokenizer),
-        grammar_check=grammar_check,
-    )
-
-
-def _output_format(rules: GatewayRules, tokenizer: Tokenizer) -> OutputFormat:
-    """Return the format of answers to chats, by the settings and the template for chats with tools.
-
-    Raises ModelError if a parser is unknown.
-    """
-    templates = tokenizer.chat_templates
-    template = templates.chosen(has_tools=True) if templates else None
-    return choose_format(
-        template.source if template else "",
-        templates.response_template if templates else None,
-        tool_parser=rules.tool_parser,
-        reasoning_parser=rules.reasoning_parser,
-    )
-
-
-def _scheduler_times(rules: GatewayRules) -> SchedulerPoolTimes:
-    return SchedulerPoolTimes(heartbeat_s=rules.heartbeat_s, call_s=rules.detection_s, wait_s=rules.scheduler_wait_s)
-
-
-def _session_times(rules: GatewayRules) -> SessionTimes:
-    return SessionTimes(
-        heartbeat_s=rules.heartbeat_s,
-        detection_s=rules.detection_s,
-        stuck_s=rules.detection_s * STUCK_DETECTIONS,
-    )
-
-
-def _retry_rules(rules: GatewayRules) -> RetryRules:
-    return RetryRules(
-        max_attempts=rules.max_attempts,
-        pause_s=rules.heartbeat_s / 20,
-        max_pause_s=rules.detection_s,
-        retry_placement_s=rules.heartbeat_s,
-        dead_worker_s=2 * rules.detection_s,
-    )

@@ -16,8 +16,9 @@ from baton.core.messages.jobs import GatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.rpc import peer_rpc, scheduler_rpc, worker_rpc
 from baton.rpc.channel import ChannelPool, channel_options, open_channel
-from baton.rpc.grpc_streams import ClientDuplex, StreamLimits
 from baton.rpc.grpc_tls import Tls
+from baton.rpc.streams.grpc_streams import ClientDuplex
+from baton.rpc.streams.stream_limits import StreamLimits
 from baton.runtime.process.awake_timeout import TimeLimit
 
 DEFAULT_LIMITS = StreamLimits()

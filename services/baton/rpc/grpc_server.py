@@ -15,8 +15,8 @@ from baton.rpc.gates.keyless_gate import KeylessGate
 from baton.rpc.gates.receive_gate import ReceiveGate
 from baton.rpc.grpc_network import DEFAULT_LIMITS
 from baton.rpc.grpc_status import RefuseMalformedMessages
-from baton.rpc.grpc_streams import StreamLimits
 from baton.rpc.grpc_tls import Tls
+from baton.rpc.streams.stream_limits import StreamLimits
 from baton.runtime.network.addresses import choose_port, join_address
 from baton.runtime.network.client_connections import ClientConnections
 from baton.runtime.observability.health import Health

@@ -18,9 +18,10 @@ from baton.rpc import grpc_status
 from baton.rpc.client_writer import ClientWriter
 from baton.rpc.gates.client_message import CallBody
 from baton.rpc.gates.receive_gate import AUTHORIZATION_KEY
-from baton.rpc.grpc_sources import GrpcSource
-from baton.rpc.grpc_streams import StreamLimits, wait_until_accepted
 from baton.rpc.mappers import client_mapper as convert
+from baton.rpc.streams.grpc_sources import GrpcSource
+from baton.rpc.streams.grpc_streams import wait_until_accepted
+from baton.rpc.streams.stream_limits import StreamLimits
 from baton.runtime.process import loop_time
 from baton.runtime.process.awake_timeout import TimeLimit
 from baton.v1 import inference_pb2 as pb
@@ -28,6 +29,7 @@ from baton.v1 import inference_pb2_grpc as pb_grpc
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 REQUEST_ID_KEY = "x-request-id"
+IGNORED_FIELDS_KEY = "x-baton-ignored-fields"
 TRACE_KEY = "traceparent"
 MAX_TIMEOUT_S = (LIMITS["x-baton-timeout-ms"].maximum or 0) / 1000
 """Longest deadline of a call, as over HTTP. A longer one is cut."""
@@ -90,7 +92,7 @@ class InferenceServicer:
             with body:
                 generation = await self._api.generate(body.fields, self._caller(context))
             try:
-                await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
+                await context.send_initial_metadata(_metadata_of(generation))
                 await self._send_all(generation, context)
             finally:
                 await generation.aclose()
@@ -128,6 +130,13 @@ class InferenceServicer:
             )
 
 
+def _metadata_of(generation: GenerateStream) -> tuple[tuple[str, str], ...]:
+    """Return the initial metadata of a response: the names of HTTP's headers."""
+    ignored = ", ".join(generation.ignored_fields)
+    metadata = ((REQUEST_ID_KEY, generation.request_id),)
+    return (*metadata, (IGNORED_FIELDS_KEY, ignored)) if ignored else metadata
+
+
 def _decoder(message_class: type[Message], to_fields: Callable[[Any], dict[str, Any]]) -> Callable[[bytes], CallBody]:
     return lambda raw: CallBody(to_fields(message_class.FromString(raw)))
 
@@ -147,9 +156,11 @@ class InferenceClient:
         call = self._stub.Generate(convert.to_generate_request(body), timeout=timeout_s, metadata=self._metadata)
         try:
             request_id = await wait_until_accepted(call, TimeLimit(timeout_s), self._address, REQUEST_ID_KEY)
+            metadata = dict(await call.initial_metadata())
         except grpc.aio.AioRpcError as error:
             raise grpc_status.call_error(error, self._address) from error
-        return ClientGenerateStream(call, self._address, request_id)
+        ignored = str(metadata.get(IGNORED_FIELDS_KEY, ""))
+        return ClientGenerateStream(call, self._address, request_id, tuple(filter(None, ignored.split(", "))))
 
     async def tokenize(self, prompt: str) -> TokenIds:
         reply: pb.TokenizeResponse = await self._called(self._stub.Tokenize, pb.TokenizeRequest(prompt=prompt))
@@ -173,11 +184,12 @@ class InferenceClient:
 class ClientGenerateStream:
     """Implements `GenerateStream`."""
 
-    def __init__(self, call: Any, address: str, request_id: str) -> None:
+    def __init__(self, call: Any, address: str, request_id: str, ignored_fields: tuple[str, ...] = ()) -> None:
         self._source: GrpcSource[GenerateChunk] = GrpcSource(
             call, convert.from_generate_response, StreamLimits(), address
         )
         self.request_id = request_id
+        self.ignored_fields = ignored_fields
 
     async def receive(self) -> GenerateChunk:
         try:

@@ -7,8 +7,9 @@ import grpc.aio
 
 from baton.core.interfaces import WorkerService
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
-from baton.rpc.grpc_streams import ClientDuplex, Codec, StreamLimits, dial, serve
 from baton.rpc.mappers.peer_mapper import from_owner_message, from_reader_message, to_owner_message, to_reader_message
+from baton.rpc.streams.grpc_streams import ClientDuplex, Codec, dial, serve
+from baton.rpc.streams.stream_limits import StreamLimits
 from baton.runtime.process.awake_timeout import TimeLimit
 from baton.wire.v1 import peer_pb2 as pb
 from baton.wire.v1 import peer_pb2_grpc as pb_grpc

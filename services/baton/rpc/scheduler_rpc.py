@@ -16,9 +16,10 @@ from baton.core.interfaces import SchedulerService, Source
 from baton.core.request import RequestActuals
 from baton.rpc import grpc_status
 from baton.rpc.channel import ChannelPool
-from baton.rpc.grpc_sources import feed, listen
-from baton.rpc.grpc_streams import ClientDuplex, Codec, StreamLimits, dial, serve
 from baton.rpc.mappers import scheduler_mapper as convert
+from baton.rpc.streams.grpc_sources import feed, listen
+from baton.rpc.streams.grpc_streams import ClientDuplex, Codec, dial, serve
+from baton.rpc.streams.stream_limits import StreamLimits
 from baton.runtime.process.awake_timeout import TimeLimit
 from baton.wire.v1 import scheduler_pb2 as pb
 from baton.wire.v1 import scheduler_pb2_grpc as pb_grpc

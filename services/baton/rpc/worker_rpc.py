@@ -6,20 +6,21 @@ import grpc
 import grpc.aio
 
 from baton.core.interfaces import WorkerService
-from baton.core.messages.jobs import GatewayMessage, WorkerMessage
-from baton.rpc.grpc_streams import ClientDuplex, Codec, StreamLimits, dial, serve
+from baton.core.messages.jobs import GatewayMessage, ReceivedGatewayMessage, WorkerMessage
 from baton.rpc.mappers.worker_mapper import (
-    from_gateway_message,
     from_worker_message,
+    received_gateway_message,
     to_gateway_message,
     to_worker_message,
 )
+from baton.rpc.streams.grpc_streams import ClientDuplex, Codec, dial, serve
+from baton.rpc.streams.stream_limits import StreamLimits
 from baton.runtime.process.awake_timeout import TimeLimit
 from baton.wire.v1 import worker_pb2 as pb
 from baton.wire.v1 import worker_pb2_grpc as pb_grpc
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Worker"].full_name
-WORKER_SIDE: Codec[WorkerMessage, GatewayMessage] = Codec(to_worker_message, from_gateway_message)
+WORKER_SIDE: Codec[WorkerMessage, ReceivedGatewayMessage] = Codec(to_worker_message, received_gateway_message)
 GATEWAY_SIDE: Codec[GatewayMessage, WorkerMessage] = Codec(to_gateway_message, from_worker_message)
 
 

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from baton.core.interfaces import DecisionStore, KvEventFeed, Member, MemberKind, Membership
 from baton.rpc.grpc_server import GrpcServer
-from baton.rpc.grpc_streams import stream_limits
 from baton.rpc.grpc_tls import between_services
+from baton.rpc.streams.stream_limits import stream_limits
 from baton.runtime.config.settings import SchedulerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import advertised_host, join_address

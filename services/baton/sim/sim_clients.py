@@ -13,6 +13,7 @@ from baton.engine.kv_cache.checksum import extend, token_after
 from baton.gateway.gateway_service import CallOutcome, GatewayService
 from baton.gateway.input.client_call import ClientCall, Endpoint, OutputOptions
 from baton.sim.sim_memory import contents
+from baton.sim.sim_rules import NO_RULES, SimRules
 
 GATEWAY_LOST = "gateway_lost"
 """Outcome of a request whose gateway died."""
@@ -25,6 +26,8 @@ class SimRequest:
     start_s: virtual time at which it is sent.
     cancel_after_s: the client cancels after this time; None: never.
     stop_token: token id whose text is the stop string; None: no stop string.
+    cache_salt: salt of the block hashes.
+    num_prompt_logprobs: number of most likely tokens to report for each prompt token; None: no logprobs.
     """
 
     number: int
@@ -36,6 +39,9 @@ class SimRequest:
     timeout_s: float = 30.0
     cancel_after_s: float | None = None
     stop_token: int | None = None
+    rules: SimRules = NO_RULES
+    cache_salt: bytes = b""
+    num_prompt_logprobs: int | None = None
     slo: Slo = NO_SLO
 
 
@@ -44,6 +50,7 @@ class SimAnswer:
     """The answer to one request, which is finished, failed or cancelled.
 
     tokens, finishes: token ids and finish reason by choice index.
+    prompt_logprobs: number of prompt tokens with logprobs, of each time that a choice got them.
     failure: reason code of a refusal or error; message: its text.
     gateway: name of the gateway that served it.
     ended_s: virtual time of its end.
@@ -52,6 +59,7 @@ class SimAnswer:
     request: SimRequest
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finishes: dict[int, FinishReason] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[int]] = field(default_factory=dict)
     failure: str = ""
     message: str = ""
     was_cancelled: bool = False
@@ -66,6 +74,8 @@ class SimAnswer:
         if choice.index in self.finishes:
             raise AssertionError(f"request {self.request.number}: choice {choice.index} goes on after its finish")
         self.tokens.setdefault(choice.index, []).extend(choice.token_ids)
+        if choice.prompt_logprobs:
+            self.prompt_logprobs.setdefault(choice.index, []).append(len(choice.prompt_logprobs))
         if choice.finish is not None:
             self.finishes[choice.index] = choice.finish
 
@@ -80,14 +90,19 @@ class SimAnswer:
         """Raise AssertionError unless the tokens are a prefix of the expected answer.
 
         A sample with a finish reason must be whole, and have the expected reason. A request that has finished
-        has one for each sample.
+        has one for each sample. A sample with tokens has the logprobs of the prompt once, if they were
+        requested.
         """
+        num_scored = 0 if self.request.num_prompt_logprobs is None else len(self.request.prompt) - 1
         for index in range(self.request.num_samples):
             expected = expected_answer(self.request, index, vocab_size)
             got, finish = self.tokens.get(index, []), self.finishes.get(index)
             where = f"request {self.request.number}, sample {index}, {self.outcome}"
             if got != expected[: len(got)] or (finish is not None and len(got) != len(expected)):
                 raise AssertionError(f"{where}: got {got}, expected {expected}")
+            scored = self.prompt_logprobs.get(index, [])
+            if got and scored != [num_scored][: min(1, num_scored)]:
+                raise AssertionError(f"{where}: got the logprobs of {scored} prompt tokens, expected {num_scored}")
             is_stopped = expected[-1] == self.request.stop_token
             right = FinishReason.STOP if is_stopped else FinishReason.LENGTH
             if finish is not right and (finish is not None or self.outcome == "finished"):
@@ -102,7 +117,8 @@ def expected_answer(request: SimRequest, sample_index: int, vocab_size: int, *, 
     content = contents(request.prompt)[-1]
     answer: list[int] = []
     for position in range(len(request.prompt), len(request.prompt) + request.max_tokens):
-        answer.append(token_after(content, request.seed, sample_index, position, vocab_size))
+        choices = request.rules.choices(answer, vocab_size)
+        answer.append(choices[token_after(content, request.seed, sample_index, position, len(choices))])
         if answer[-1] == request.stop_token and not beyond_stop:
             break
         content = extend(content, answer[-1])
@@ -162,7 +178,16 @@ def _call(request: SimRequest, gateway: GatewayService, now_s: float) -> ClientC
                 model=gateway.rules.model,
                 token_ids=token_ids(request.prompt),
                 num_prompt_tokens=len(request.prompt),
-                sampling=Sampling(max_tokens=request.max_tokens, seed=request.seed, ignore_eos=True),
+                sampling=Sampling(
+                    max_tokens=request.max_tokens,
+                    seed=request.seed,
+                    ignore_eos=True,
+                    grammar=request.rules.grammar,
+                    allowed_token_ids=request.rules.allowed,
+                    bad_words=request.rules.bad_words,
+                    num_prompt_logprobs=request.num_prompt_logprobs,
+                ),
+                cache_salt=request.cache_salt,
                 sample_indices=tuple(range(request.num_samples)),
                 received_s=now_s,
                 deadline_s=now_s + request.timeout_s,

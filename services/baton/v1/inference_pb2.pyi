@@ -240,12 +240,14 @@ class LegTimeline(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., kv_wait_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., decode_s: _Optional[float] = ..., kv_admission_s: _Optional[float] = ..., kv_early_bytes: _Optional[int] = ..., first_decode_s: _Optional[float] = ..., kv_exposed_wait_s: _Optional[float] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
-    __slots__ = ("model", "prompt")
+    __slots__ = ("model", "prompt", "fields_json")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_JSON_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ...) -> None: ...
+    fields_json: str
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., fields_json: _Optional[str] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids",)

@@ -1,4 +1,4 @@
-"""`baton worker`: runs one worker as a process, or in a thread of a Ray actor.
+"""`baton worker`: runs one worker.
 
 Opens the device, the gRPC server, Redis and the admin port, and builds the `Worker` on them.
 """
@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -17,17 +16,17 @@ from random import Random
 
 from prometheus_client import CollectorRegistry
 
-from baton.core.errors import BatonError, ConfigError
+from baton.core.errors import ConfigError
 from baton.core.ids import WorkerRef
 from baton.core.interfaces import CostStore, Duplex, KvEventFeed, Membership
-from baton.core.messages.jobs import GatewayMessage, WorkerMessage
+from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.step_cost import StepCostModel
 from baton.engine.state.step import DeviceFault
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
-from baton.rpc.grpc_streams import stream_limits
 from baton.rpc.grpc_tls import between_services
+from baton.rpc.streams.stream_limits import stream_limits
 from baton.runtime import failpoints
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
@@ -40,7 +39,7 @@ from baton.runtime.observability.tracing import Tracing
 from baton.runtime.process.awake_clock import AwakeClock
 from baton.runtime.process.byte_budget import ByteBudget
 from baton.runtime.process.drain_socket import DrainSocket
-from baton.runtime.process.process import Background, ServiceThread, Stop, StoppedNow, frozen_heap
+from baton.runtime.process.process import Background, Stop, frozen_heap
 from baton.store.memory.memory_stores import MemoryCostStore, MemoryMembership
 from baton.store.redis.redis_connection import RedisConnection
 from baton.store.redis.redis_cost_store import RedisCostStore
@@ -53,7 +52,8 @@ from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
 from baton.worker.worker_budget import worker_budget
 from baton.worker.worker_metrics import MeteredExecutor, WorkerMetrics
-from baton.worker.worker_service import Worker, WorkerNeedsReplacement, WorkerParts, WorkerUnhealthy
+from baton.worker.worker_service import Worker, WorkerParts, WorkerUnhealthy
+from baton.worker.worker_vllm_metrics import WorkerVllmMetrics
 
 log = get_logger(__name__)
 
@@ -87,7 +87,7 @@ class StartupGate:
     def __init__(self) -> None:
         self.worker: Worker | None = None
 
-    async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+    async def session(self, stream: Duplex[WorkerMessage, ReceivedGatewayMessage]) -> None:
         await (self.worker.session(stream) if self.worker else stream.aclose())
 
     async def peer(self, stream: Duplex[OwnerMessage, ReaderMessage]) -> None:
@@ -167,87 +167,6 @@ async def run_worker(
         observed.health.ready("model")
         await _run_until_drained(worker, stop, observed, lambda: on_ready(ready))
         return worker.node_shutting_down
-
-
-class WorkerThread:
-    """A worker in a thread of another process, such as a Ray actor.
-
-    The thread has its own event loop and no signal handlers. All methods are thread-safe. A worker that
-    becomes unhealthy ends the whole process through `exit_now`; one that needs replacement does not.
-
-    node_shutting_down: after the end, True if the worker was drained because its machine is shutting down
-    """
-
-    def __init__(
-        self,
-        config: WorkerConfig,
-        exit_now: Callable[[int], None] = os._exit,
-        open_device: OpenDevice = open_device,
-    ) -> None:
-        self._config = config
-        self._exit_now = exit_now
-        self._open_device = open_device
-        self._starting = threading.Lock()
-        self._is_started = False
-        self._is_ready = threading.Event()
-        self._ready: WorkerReady | None = None
-        self.node_shutting_down = False
-        self._thread = ServiceThread(self._main, name="worker")
-
-    def start(self) -> WorkerReady:
-        """Load the model and start to serve. Blocks until the worker is ready.
-
-        Further calls return the same result. Raises the error that made the start fail, or BatonError if the
-        worker has ended since.
-        """
-        with self._starting:
-            if not self._is_started:
-                self._is_started = True
-                self._thread.start()
-        self._is_ready.wait()
-        if self._ready is None or not self._thread.is_alive:
-            self._thread.join()
-            error = self._thread.error
-            if error is None or isinstance(error, StoppedNow):
-                raise BatonError(
-                    "the worker was stopped before it was ready" if self._ready is None else "the worker has ended"
-                )
-            raise error
-        return self._ready
-
-    def wait(self, limit_s: float | None = None) -> str | None:
-        """Block until the worker has ended, at most `limit_s` seconds.
-
-        Returns the error text, an empty string after a requested drain or stop, or None if the worker still
-        runs.
-        """
-        if not self._thread.join(limit_s):
-            return None
-        error = self._thread.error
-        return "" if error is None or isinstance(error, StoppedNow) else f"{type(error).__name__}: {error}"
-
-    def drain(self) -> None:
-        """Finish running jobs, take no new ones, then end."""
-        self._thread.request_stop()
-
-    def stop(self) -> None:
-        """End immediately."""
-        self._thread.request_stop_now()
-
-    async def _main(self, stop: Stop) -> None:
-        try:
-            self.node_shutting_down = await run_worker(self._config, stop, self._on_ready, self._open_device)
-        except WorkerNeedsReplacement:
-            raise
-        except WorkerUnhealthy:
-            self._exit_now(UNHEALTHY_EXIT_CODE)
-            raise
-        finally:
-            self._is_ready.set()
-
-    def _on_ready(self, ready: WorkerReady) -> None:
-        self._ready = ready
-        self._is_ready.set()
 
 
 async def initial_step_costs(
@@ -341,6 +260,12 @@ def _start_admin_server(
         if gate.worker is not None:
             observed.metrics.refresh(gate.worker)
 
+    def block_size_tokens() -> int | None:
+        return None if gate.worker is None else gate.worker.pool.block_size_tokens
+
+    if config.vllm_metric_names:
+        names = WorkerVllmMetrics(config.model_name, observed.metrics.engine, block_size_tokens)
+        names.follow(observed.registry)
     server = AdminServer(observed.health, observed.registry, refresh)
     port = server.start(config.host, config.admin_port)
     stack.push_async_callback(server.stop)

@@ -16,7 +16,7 @@ from baton.core.cluster.worker_report import WorkerReport, WorkerRole, WorkerSta
 from baton.core.errors import Refused
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.interfaces import CostStore, Duplex, KvEventFeed, Member, MemberKind, Membership, Network
-from baton.core.messages.jobs import GatewayMessage, WorkerMessage
+from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.token_constraints import TokenConstraints
@@ -203,7 +203,7 @@ class Worker:
 
     # -- calls from servers and the process --------------------------------------------------------
 
-    async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+    async def session(self, stream: Duplex[WorkerMessage, ReceivedGatewayMessage]) -> None:
         """Serve the session stream of one gateway until it ends."""
         await self.sessions.serve(stream)
 

@@ -18,6 +18,7 @@ from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import Exactness, ExactnessChecker
 from tests.integration.cluster.clients import Request, Response, random_requests, send_all
+from tests.integration.cluster.constrained_requests import check_constrained, constrained_requests
 from tests.integration.test_model_exactness import TINY_MODELS
 from tests.scale import sized
 from tests.times import LONG_TIMES
@@ -25,6 +26,8 @@ from tests.times import LONG_TIMES
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 DEMO_VOCAB = 4096
+DEMO_BLOCK_BYTES = 16 * 6 * 2 * 2 * 64 * 4
+"""In float32."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -93,6 +96,25 @@ async def test_prompt_logprobs_of_disaggregated_answers_equal_the_reference(disa
     await disaggregated.check_clean()
 
 
+async def test_constrained_samples_of_disaggregated_answers_equal_the_reference(disaggregated: ProcessCluster) -> None:
+    responses = await send_all(disaggregated, constrained_requests(0))
+    await disaggregated.check_clean()
+    check_constrained(AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=torch.float32).eval(), responses)
+    assert all(any(leg.kv_bytes for leg in response.timeline.legs) for response in responses if response.timeline)
+
+
+@pytest.mark.long  # `make test` covers this by test_constrained_exactness.py, in one process
+async def test_constrained_samples_of_preempted_sequences_equal_the_reference() -> None:
+    requests = [request for number in range(3) for request in constrained_requests(number)]
+    async with process_cluster(
+        prefill=0, decode=0, hybrid=1, kv_memory=40 * DEMO_BLOCK_BYTES, max_model_len=400, admin_port=0
+    ) as cluster:
+        responses = await send_all(cluster, requests)
+        await cluster.check_clean()
+        assert await cluster.metric("h0", "baton_preemptions_total") > 0
+    check_constrained(AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=torch.float32).eval(), responses)
+
+
 @pytest.mark.parametrize(
     ("shape", "settings"),
     [
@@ -117,7 +139,6 @@ async def test_answers_of_other_topologies_are_exact(
 async def test_preemption_for_lack_of_blocks_keeps_answers_exact(
     checker: ExactnessChecker, auditor: CacheAuditor
 ) -> None:
-    block_bytes = 16 * 6 * 2 * 2 * 64 * 4  # of the demo model in float32
     rng = Random(4)
     requests = [
         Request(
@@ -129,7 +150,7 @@ async def test_preemption_for_lack_of_blocks_keeps_answers_exact(
         prefill=0,
         decode=0,
         hybrid=1,
-        kv_memory=40 * block_bytes,
+        kv_memory=40 * DEMO_BLOCK_BYTES,
         max_model_len=400,
         admin_port=0,
         scheduler_wait_s=30.0,

@@ -2,20 +2,28 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from random import Random
 from typing import TypeAlias
 
 import pytest
 import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
 
 from baton.core.client_api import ClusterStatus
 from baton.core.cluster.worker_report import WorkerRole
 from baton.core.request import Sampling
+from baton.model.loading.model_source import DEMO_DIR
 from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
 from tests.integration.cluster.clients import Client, Request, Response
+from tests.integration.cluster.constrained_requests import (
+    ConstrainedRequest,
+    check_constrained,
+    constrained_requests,
+)
 from tests.scale import sized
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
@@ -61,7 +69,7 @@ def new_requests(rng: Random, *, prompt_tokens: int, max_tokens: int) -> list[Re
 async def kill_during(
     cluster: ProcessCluster,
     auditor: CacheAuditor,
-    requests: list[Request],
+    requests: Sequence[Request],
     victim: str,
     moment: Callable[[Streams], Awaitable[None]],
 ) -> list[Response]:
@@ -183,6 +191,35 @@ async def test_decode_worker_crash_resumes_without_duplicate_tokens(
     await kill_until_resumed(
         cluster, checker, auditor, rng, ("d0", "d1"), prompt_tokens=100, max_tokens=240, at_most_later_s=0.3
     )
+
+
+@pytest.mark.long  # `make test` covers this by tests/sim/test_constrained.py and, with a retry, test_constrained.py
+@pytest.mark.fault("F-4")
+@pytest.mark.parametrize("num_tokens", [1, 3, 7])
+async def test_constrained_samples_equal_the_reference_after_a_kill_of_their_decode_worker(
+    cluster: ProcessCluster, auditor: CacheAuditor, num_tokens: int
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(DEMO_DIR, dtype=torch.float32).eval()
+
+    for request in constrained_requests(num_tokens):
+        victims = iter(("d0", "d1", "d0", "d1", "d0"))
+
+        async def kill(request: ConstrainedRequest = request, victims: Iterator[str] = victims) -> list[Response]:
+            await restore(cluster)
+            begun = len(cluster.history)
+
+            async def first_tokens(streams: Streams) -> None:
+                while not all(stream.done() for stream in streams):
+                    answers = [answer for answer in cluster.history[begun:] if isinstance(answer, Response)]
+                    if answers and len(answers[0].tokens.get(0, ())) >= num_tokens:
+                        return
+                    await asyncio.sleep(0)
+
+            responses = await kill_during(cluster, auditor, [request], next(victims), first_tokens)
+            check_constrained(model, responses)
+            return responses
+
+        await until_resumed(kill)
 
 
 @pytest.mark.fault("F-7")

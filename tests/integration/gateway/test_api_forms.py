@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from baton.core.errors import Code, Failure, Reason
 from baton.core.request_limits import MAX_JSON_CONTAINERS
 from baton.gateway.http.http_exchange import IGNORED_FIELDS_HEADER
 from baton.runtime.process.byte_budget import Account
@@ -110,6 +111,8 @@ async def test_logprobs_of_a_response_are_those_of_its_tokens(gateway: HttpGatew
         (MESSAGES, {**MESSAGE, "stop_sequences": [""]}, "stop_sequences"),
         (MESSAGES, {**MESSAGE, "tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
         (COUNT, {"messages": []}, "messages"),
+        (RESPONSES, {**RESPONSE, "kv_transfer_params": {}}, "kv_transfer_params"),
+        (MESSAGES, {**MESSAGE, "kv_transfer_params": {}}, "kv_transfer_params"),
     ],
 )
 async def test_invalid_field_is_refused_in_the_form_of_the_api(
@@ -127,14 +130,70 @@ async def test_invalid_field_is_refused_in_the_form_of_the_api(
         assert error.keys() == {"type", "message"}
 
 
+async def test_prompt_that_is_too_long_names_the_field_that_has_it(gateway: HttpGateway) -> None:
+    messages = [{"role": "user", "content": "x" * 2000}]
+    for path, body, param in (
+        (RESPONSES, {"input": "x" * 2000}, "input"),
+        ("/v1/chat/completions", {"messages": messages}, "messages"),
+        ("/v1/completions", {"prompt": "x" * 2000}, "prompt"),
+    ):
+        error = (await gateway.post(path, body)).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
 async def test_other_errors_of_messages_have_their_types(gateway: HttpGateway) -> None:
     for path in (MESSAGES, COUNT):
         answer = await gateway.post(path, {**MESSAGE, "model": "other"})
         assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+        assert answer.json()["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
         answer = await gateway.client.get(path)
         assert (answer.status_code, answer.json()["type"], answer.headers["allow"]) == (405, "error", "POST")
+        assert answer.json()["request_id"] == answer.headers["request-id"]
         answer = await gateway.post(path, content=b" " * (8 * 2**20 + 1))
         assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
+
+
+async def test_paths_that_do_not_exist_say_why_in_the_form_of_their_api(gateway: HttpGateway) -> None:
+    answer = await gateway.client.get("/v1/messages/batches")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+    assert "batches are not implemented" in answer.json()["error"]["message"]
+    error = (await gateway.client.get("/v1/responses/resp_1")).json()["error"]
+    assert (error["status"], error["code"]) == (404, "invalid_request")
+    assert "responses are not stored" in error["message"]
+
+
+async def test_thread_is_refused_so_that_the_tool_runner_goes_on_without_one(gateway: HttpGateway) -> None:
+    answer = await gateway.post(MESSAGES, {**MESSAGE, "thread": {"type": "create"}})
+    assert answer.status_code == 400
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert answer.json()["error"]["details"] == details
+
+
+async def test_overload_has_the_status_of_the_api_and_says_when_to_retry(gateway: HttpGateway) -> None:
+    lost = gateway.cluster.scheduler.workers[1]
+    lost.die()
+    gateway.cluster.scheduler.remove(lost)
+    for path, body, status in ((RESPONSES, RESPONSE, 503), (MESSAGES, MESSAGE, 529)):
+        answer = await gateway.post(path, body)
+        assert answer.status_code == status
+        assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["type"] == "overloaded_error"
+
+
+async def test_clients_do_not_repeat_a_request_that_fails_again(gateway: HttpGateway) -> None:
+    fails = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="logits are not finite")
+    for worker in gateway.cluster.scheduler.workers:
+        worker.fail_job = lambda _: fails
+    for path, body in ((RESPONSES, RESPONSE), (MESSAGES, MESSAGE)):
+        answer = await gateway.post(path, body)
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
+
+
+async def test_client_of_anthropic_lists_the_models(gateway: HttpGateway) -> None:
+    page = (await gateway.client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})).json()
+    (model,) = page["data"]
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, "demo", "demo")
+    assert (model["type"], model["display_name"], model["created_at"]) == ("model", "demo", "2023-11-14T22:13:20Z")
 
 
 async def test_key_is_checked_before_the_body_is_read_and_may_be_in_the_header_of_anthropic() -> None:
@@ -227,7 +286,12 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
     "tools": (RESPONSES, {"input": "x", "tools": [{"type": "function", "name": "f", "description": "d"}] * 10_000}),
     "tool result": (
         RESPONSES,
-        {"input": [{"type": "function_call_output", "call_id": "c", "output": "word " * 1_500_000}]},
+        {
+            "input": [
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "word " * 1_500_000},
+            ]
+        },
     ),
     "blocks": (
         MESSAGES,
@@ -238,7 +302,8 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "max_tokens": 1,
             "messages": [
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}] * 4000}
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}] * 4000},
             ],
         },
     ),

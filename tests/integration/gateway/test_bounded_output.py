@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.gateway.http import id_json
+from baton.gateway.http.output import id_json
 from baton.runtime.process.byte_budget import Account
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, request_bytes
 from tests.unit.gateway.fakes import until

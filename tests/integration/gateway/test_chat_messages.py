@@ -113,7 +113,7 @@ async def test_message_of_calls_only_has_no_content(family: str) -> None:
         assert got["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-async def test_options_change_what_the_message_has() -> None:
+async def test_tool_and_reasoning_options_decide_what_the_message_has() -> None:
     begin, call, end = FAMILIES["qwen3"]
     async with gateway_of("qwen3") as gateway:
         write(gateway.cluster, begin + call + "\n" + call + end)
@@ -227,8 +227,11 @@ async def test_workers_get_the_grammar_of_required_calls() -> None:
             assert bool(gateway.cluster.scheduler.workers[0].jobs[-1].sampling.grammar) is has_grammar
 
 
-@pytest.mark.parametrize("field", [{"$ref": "#/$defs/none"}, {"type": "string", "pattern": "("}])
-async def test_schema_that_cannot_be_a_grammar_is_refused(field: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [({"$ref": "#/$defs/none"}, "tools[0].function.parameters"), ({"type": "string", "pattern": "("}, "tools")],
+)
+async def test_schema_that_cannot_be_a_grammar_is_refused(field: dict[str, Any], param: str) -> None:
     function = {"name": "f", "description": "d", "strict": True}
     tool = {"type": "function", "function": function | {"parameters": {"type": "object", "properties": {"a": field}}}}
     tokenizer = chat_tokenizer("qwen3")
@@ -236,7 +239,7 @@ async def test_schema_that_cannot_be_a_grammar_is_refused(field: dict[str, Any])
         response = await gateway.post(CHAT, HELLO | {"tools": [tool], "tool_choice": "required"})
         assert response.status_code == 400
         error = response.json()["error"]
-        assert (error["code"], error["param"]) == ("invalid_grammar", "tools")
+        assert (error["code"], error["param"]) == ("invalid_grammar", param)
 
 
 async def test_unknown_format_of_calls_refuses_required_calls() -> None:

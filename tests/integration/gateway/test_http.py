@@ -224,10 +224,19 @@ async def test_health_readiness_metrics_and_unknown_routes(gateway: HttpGateway)
     assert (await gateway.client.head("/health")).status_code == 200
 
 
-@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
-async def test_decision_is_found_by_the_id_of_the_response(gateway: HttpGateway, endpoint: str) -> None:
-    prompt = {"prompt": "hi"} if endpoint == COMPLETIONS else {"messages": [{"role": "user", "content": "hi"}]}
-    answer = await gateway.post(endpoint, {**prompt, "max_tokens": 2})
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+        (COMPLETIONS, {"prompt": "hi", "max_tokens": 2}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
+    ],
+)
+async def test_decision_is_found_by_the_id_of_the_response(
+    gateway: HttpGateway, endpoint: str, body: dict[str, Any]
+) -> None:
+    answer = await gateway.post(endpoint, body)
     found = await gateway.client.get(f"/debug/decisions/{answer.json()['id']}")
     assert found.status_code == 404, "the id is understood; this scheduler keeps no records"
 

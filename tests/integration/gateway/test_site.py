@@ -9,6 +9,7 @@ from jsonschema.validators import Draft202012Validator
 
 import baton
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, stream_events
+from tests.scripted_chats import chat_tokenizer, write
 
 PD = (("p0", "prefill"), ("d0", "decode"))
 CHAT = "/v1/chat/completions"
@@ -49,6 +50,21 @@ async def test_responses_match_the_document(gateway: HttpGateway) -> None:
         schema = document["paths"][path][method]["responses"]["200"]["content"][media]["schema"]
         Draft202012Validator(schema | {"components": document["components"]}).validate(value)
 
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+    async with http_gateway(*PD, tokenizer=chat_tokenizer("qwen3")) as calling:
+        write(calling.cluster, '<think>a</think><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>')
+        tool = {"type": "function", "function": function}
+        for path, body in (
+            (CHAT, {"tools": [tool]}),
+            (CHAT, {"functions": [function]}),
+            ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **function}]}),
+            ("/v1/messages", {"max_tokens": 90, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}),
+        ):
+            body = ({} if "input" in body else HELLO) | body
+            check(path, (await calling.post(path, body)).json())
+            for line in (await calling.post(path, body | {"stream": True})).text.splitlines():
+                if line.startswith("data: {"):
+                    check(path, json.loads(line.removeprefix("data: ")), "text/event-stream")
     more = {"max_tokens": 2, "n": 2, "timeline": True, "return_token_ids": True}
     for path, body in (
         (COMPLETIONS, {"prompt": "hi", "logprobs": 2}),
@@ -59,12 +75,12 @@ async def test_responses_match_the_document(gateway: HttpGateway) -> None:
             check(path, event, "text/event-stream")
     check("/tokenize", (await gateway.post("/tokenize", {"prompt": "hi"})).json())
     check("/detokenize", (await gateway.post("/detokenize", {"tokens": [65]})).json())
-    for path in ("/v1/models", "/v1/models/{id}", "/health", "/ready", "/version", "/load"):
+    for path in ("/v1/models", "/v1/models/{id}", "/health", "/ready", "/version", "/load", "/tokenizer_info"):
         check(path, (await gateway.client.get(path.format(id="demo"))).json(), method="get")
-    refused = (await gateway.post(COMPLETIONS, {})).json()
-    Draft202012Validator({"$ref": "#/components/schemas/Error"} | {"components": document["components"]}).validate(
-        json.loads(json.dumps(refused))
-    )
+    for path, name in ((COMPLETIONS, "Error"), ("/v1/messages", "MessageError")):
+        schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+        Draft202012Validator(schema).validate((await gateway.post(path, {})).json())
+        assert document["paths"][path]["post"]["responses"]["default"]["$ref"].endswith(f"/{name}")
 
 
 async def test_browser_of_an_allowed_origin_is_served() -> None:

@@ -27,10 +27,10 @@ from baton.core.messages.jobs import Ack, Cancel, DecodeJob, Ping, PrefillJob
 from baton.core.messages.peer_messages import Follow, HashRange, KvReady, PeerHello, PeerHelloReply, ReaderMessage
 from baton.core.request import RequestActuals, Sampling
 from baton.rpc.channel import MAX_MESSAGE_BYTES
-from baton.rpc.grpc_streams import ACCEPTED
 from baton.rpc.mappers.peer_mapper import from_owner_message, to_owner_message, to_reader_message
 from baton.rpc.mappers.scheduler_mapper import to_placement_query, to_request_actuals, to_worker_report
 from baton.rpc.mappers.worker_mapper import from_worker_message, to_gateway_message
+from baton.rpc.streams.grpc_streams import ACCEPTED
 from baton.wire.v1.peer_pb2 import OwnerMessage as OwnerMessagePb
 from baton.wire.v1.scheduler_pb2 import FinishedRequest
 from baton.wire.v1.worker_pb2 import WorkerMessage as WorkerMessagePb

@@ -77,6 +77,7 @@ async def ended(gateway: Gateway, job: JobId) -> ConstrainedAnswer:
     return ConstrainedAnswer(tuple(gateway.tokens(job)), logprobs, finish)
 
 
+@pytest.mark.fault("F-52")
 async def test_constrained_answers_of_worker_processes_are_exact_and_survive_a_kill(tmp_path: Path) -> None:
     """All checks share the processes, because each takes seconds to load torch."""
     async with worker_processes(tmp_path) as processes:

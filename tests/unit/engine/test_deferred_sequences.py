@@ -10,6 +10,7 @@ from tests.engine_rig import EngineRig
 from tests.unit.engine.loop_helpers import make_loop, running, turns
 
 
+@pytest.mark.fault("F-55")
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("num_blocks", [64, 12])
 async def test_answers_do_not_depend_on_deferred_steps(rate: float, num_blocks: int) -> None:
@@ -46,6 +47,7 @@ async def test_answers_do_not_depend_on_deferred_steps(rate: float, num_blocks: 
     assert num_deferred > 10
 
 
+@pytest.mark.fault("F-55")
 async def test_sequence_that_is_always_deferred_does_not_hold_up_others() -> None:
     rig = EngineRig()
     rig.executor.deferring = lambda part: part.seq_id == 1

@@ -1,6 +1,7 @@
 """Masks of constrained sequences, compared with independent oracles over the demo model's vocabulary."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,12 +20,19 @@ from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling
 from baton.core.request_limits import MAX_GRAMMAR_BYTES
-from baton.engine.constraints.compiled_grammar import GrammarMatcher
+from baton.engine.constraints import mask_tasks, token_constraints
+from baton.engine.constraints.compiled_grammar import (
+    MAX_LEXER_BYTES,
+    NUM_FAST_AFTER_SLOW,
+    NUM_FAST_MASKS,
+    CompiledGrammar,
+)
 from baton.engine.constraints.grammar_tokenizer import GrammarTokenizer, read_grammar_tokenizer
-from baton.engine.constraints.sampling_rules import MAX_MATCHERS
-from baton.engine.constraints.slow_masks import NUM_FAST_MASKS
+from baton.engine.constraints.mask_tasks import MaskTask, compute_masks
+from baton.engine.constraints.matcher_executor import MaskClocks, MatcherExecutor
+from baton.engine.constraints.sequence_matchers import MAX_MATCHERS
 from baton.engine.constraints.token_bits import ids_of
-from baton.engine.constraints.token_constraints import MAX_CACHED_GRAMMARS, TokenConstraints
+from baton.engine.constraints.token_constraints import MAX_CACHED_GRAMMARS, TokenConstraints, TokenMasks
 from baton.engine.state.step import SampleRequest
 from baton.model.loading.model_source import DEMO_DIR
 from tests.demo_vocabulary import DEMO_EOS_TOKEN_IDS, DEMO_VOCAB_SIZE, demo_text, demo_tokens
@@ -228,7 +236,7 @@ BAB = demo_tokens().index(b"bab")
         (DONE, [5, 6], (), Reason.NO_TOKEN_LEFT),  # the response does not match
     ],
 )
-def test_rules_together(
+def test_token_must_pass_all_rules_of_a_request(
     rules: Sampling, outputs: list[int], banned: tuple[int, ...], expected: set[int] | Reason
 ) -> None:
     found = allowed(rules, outputs, banned=banned)
@@ -321,6 +329,25 @@ def test_grammar_that_becomes_expensive_fails_with_the_cause() -> None:
     raise AssertionError("no limit")
 
 
+def test_schema_with_many_patterns_is_within_the_limits() -> None:
+    kinds = [
+        {
+            "type": "object",
+            "properties": {"v": {"type": "string", "pattern": f"^(ab|cd|[e-{end}]){{{n},{n + 30}}}x.*$"}},
+        }
+        for n, end in enumerate("fghijklmnopqrstuvwxyzfghijklmnopqrstuvwx")
+    ]
+    grammar = LLMatcher.grammar_from_json_schema(
+        json.dumps({"anyOf": [kind | {"required": ["v"]} for kind in kinds]}), overrides={"whitespace_flexible": False}
+    )
+    outputs = text_ids('{"v":"')
+    for _ in range(30):
+        found = allowed(sampling(grammar), outputs)
+        assert isinstance(found, set), found
+        assert found
+        outputs += text_ids("ab")
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
@@ -370,74 +397,233 @@ def test_caches_are_bounded() -> None:
     for number in range(MAX_CACHED_GRAMMARS + 3):
         assert allowed(sampling(of_regex(f"x{number}")), by=own)
     assert len(own._grammars) == MAX_CACHED_GRAMMARS
-    assert own._cached_bytes == sum(map(len, own._grammars))
     assert len(own._unowned) == len(own._rules) == 16
     rules = sampling(of_regex("[ab]+"))
     for seq_id in range(MAX_MATCHERS + 2):
         allowed(rules, by=own, seq_id=seq_id)
-    assert len(own._rules_of(rules)._matchers) == MAX_MATCHERS
+    matchers = own._rules_of(rules).matchers
+    assert matchers is not None
+    assert len(matchers) == MAX_MATCHERS
 
 
-def test_slow_masks_defer_only_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    may_compute, slow_rules = threading.Event(), sampling(of_regex("[xy]+z"))
-    keep_mask = GrammarMatcher.keep_mask
+def compiled_of(own: TokenConstraints, rules: Sampling) -> CompiledGrammar:
+    matchers = own._rules_of(rules).matchers
+    assert matchers is not None
+    return matchers.compiled
 
-    def keep_mask_when_allowed(matcher: GrammarMatcher, tokenizer: GrammarTokenizer) -> None:
-        if matcher.consumed and matcher.consumed[0] == X:
-            assert may_compute.wait(60)
-        keep_mask(matcher, tokenizer)
 
-    own = TokenConstraints(
+def test_memory_of_grammars_is_bounded_by_what_their_masks_have_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = new_constraints()
+    wide = [sampling(of_regex(f"[a-c]{{3,9}}{number}")) for number in range(4)]
+    grammars = [compiled_of(own, rules) for rules in wide]
+    for number, grammar in enumerate(grammars):
+        grammar.count_mask(0.03 * (number + 1))
+    total = sum(grammar.num_bytes for grammar in grammars)
+    monkeypatch.setattr(token_constraints, "MAX_GRAMMAR_MEMORY", total - 1)
+    monkeypatch.setattr(token_constraints, "MAX_CACHED_GRAMMAR_BYTES", grammars[-1].num_bytes + 1)
+    assert allowed(sampling(of_regex("new")), by=own)
+    assert list(own._grammars) == [of_regex("new")]
+    assert sum(grammar.num_bytes for grammar in grammars) < total
+    expected = allowed(wide[3], text_ids("ab"))
+    assert allowed(wide[3], text_ids("ab"), by=own) == expected
+    assert [grammar.generation for grammar in grammars] == [0, 0, 0, 1]
+    grammars[3].count_mask(1000.0)
+    assert grammars[3].num_bytes < 2 * MAX_LEXER_BYTES
+
+
+FULL = of_regex(r"[\p{L}\p{N} ]{1,3000}")
+"""Its lexer gets a new state with each character, and for each character that a token might bring."""
+
+
+def test_full_lexer_is_replaced_and_does_not_fail_the_requests_that_share_it() -> None:
+    own, rng = new_constraints(), Random(1)
+    rules = sampling(FULL)
+    words = [token for token, text in enumerate(demo_tokens()) if text is not None and text.isalpha()]
+    for seq_id in (1, 2):
+        outputs: list[int] = []
+        while compiled_of(own, rules).generation < seq_id:
+            found = allowed(rules, outputs, by=own, seq_id=seq_id)
+            assert isinstance(found, set), found
+            assert found.issuperset(words[:1])
+            outputs.append(rng.choice(words))
+            assert len(outputs) < 700
+        assert allowed(rules, outputs, by=own, seq_id=seq_id) == allowed(rules, outputs, by=new_constraints())
+
+
+def test_grammar_with_an_unusable_lexer_serves_the_next_request() -> None:
+    rules = sampling(of_regex("((a{0,100}){0,100}){0,100}"))
+    own = new_constraints()
+
+    def tokens_until_failure(seq_id: int) -> int:
+        outputs: list[int] = []
+        while not isinstance(allowed(rules, outputs, by=own, seq_id=seq_id), Failure):
+            outputs.append(A)
+        return len(outputs)
+
+    assert tokens_until_failure(1) == tokens_until_failure(2) > 0
+
+
+def deferring_constraints() -> TokenConstraints:
+    return TokenConstraints(
         vocab_size=VOCAB_SIZE,
         eos_token_ids=DEMO_EOS_TOKEN_IDS,
         tokenizer=read_grammar_tokenizer(DEMO_DIR, vocab_size=VOCAB_SIZE, eos_token_ids=DEMO_EOS_TOKEN_IDS),
-        clock=time.monotonic,
+        num_threads=2,
+        clocks=MaskClocks(wall_s=time.monotonic, cpu_s=time.thread_time),
     )
-    monkeypatch.setattr(GrammarMatcher, "keep_mask", keep_mask_when_allowed)
-    rows = [(1, request(slow_rules, [X])), (2, request(OPEN, [AB])), (3, request(sampling(bad_words=((5,),))))]
-    for _ in range(2):  # the second step does not compute the mask again
-        masks = own.masks(rows)
-        assert (masks.deferred, masks.failures) == ({0}, {})
-    _, pending = own._rules_of(slow_rules).pending[1]
-    may_compute.set()
-    pending.result(60)
-    while (masks := own.masks(rows)).deferred:  # the other grammar's thread may be late on a busy machine
-        pass
-    assert masks.rows == (0, 1, 2)
-    assert set(ids_of(masks.bits[0]).tolist()) == allowed(slow_rules, [X])
-    assert not own._rules_of(slow_rules).pending
-    own.close()
 
 
-def test_grammar_whose_masks_are_fast_is_computed_with_others_until_one_is_slow() -> None:
-    now_s = 0.0
-    own = TokenConstraints(
-        vocab_size=VOCAB_SIZE,
-        tokenizer=read_grammar_tokenizer(DEMO_DIR, vocab_size=VOCAB_SIZE, eos_token_ids=DEMO_EOS_TOKEN_IDS),
-        clock=lambda: now_s,
-    )
-    rules, outputs = sampling(of_regex("[xy]+z")), list[int]()
-    while own._rules_of(rules).num_fast_masks < NUM_FAST_MASKS:
-        own.masks([(1, request(rules, outputs))])
-    assert own.masks([(1, request(rules, [X]))]).rows == (0,)
-    assert own._rules_of(rules).num_fast_masks == NUM_FAST_MASKS
-    steps = iter((0.0, 1.0))
-    assert own._slow is not None
-    own._slow._clock = lambda: next(steps)  # this step's masks take a second
-    own.masks([(1, request(rules, [X, X]))])
-    assert own._rules_of(rules).num_fast_masks == 0
-    own.close()
-
-
-def test_failure_of_a_slow_mask_is_that_of_its_row() -> None:
-    own = TokenConstraints(
-        vocab_size=VOCAB_SIZE,
-        tokenizer=read_grammar_tokenizer(DEMO_DIR, vocab_size=VOCAB_SIZE, eos_token_ids=DEMO_EOS_TOKEN_IDS),
-        clock=time.monotonic,
-    )
-    rows = [(1, request(DONE, [5, 6])), (2, request(DONE))]
+def masks_of_all(own: TokenConstraints, rows: Sequence[tuple[int, SampleRequest]]) -> TokenMasks:
+    """Return the masks once none is deferred; threads may be late on a busy machine."""
     while (masks := own.masks(rows)).deferred:
         pass
-    assert masks.rows == (1,)
-    assert masks.failures[0].reason is Reason.NO_TOKEN_LEFT
+    return masks
+
+
+class HeldGrammars:
+    """Lets the masks of grammars wait until they are released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_compute = threading.Event()
+        self.held: set[CompiledGrammar] = set()
+        self.num_threads = 0
+
+        def compute(compiled: CompiledGrammar, tasks: Sequence[MaskTask], executor: MatcherExecutor) -> None:
+            if compiled in self.held:
+                self.num_threads += 1
+                assert self.may_compute.wait(60)
+            compute_masks(compiled, tasks, executor)
+
+        monkeypatch.setattr(mask_tasks, "compute_masks", compute)
+
+
+def test_slow_grammars_defer_only_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, also_slow = sampling(of_regex("[xy]+z")), sampling(of_regex("[xy]+w"))
+    own, holding = deferring_constraints(), HeldGrammars(monkeypatch)
+    for rules in (slow, also_slow):
+        compiled_of(own, rules).count_mask(1.0)
+        holding.held.add(compiled_of(own, rules))
+    rows = [
+        (1, request(slow, [X])),
+        (2, request(OPEN, [AB])),
+        (3, request(sampling(bad_words=((5,),)))),
+        (4, request(also_slow, [X])),
+    ]
+    while (masks := own.masks(rows)).deferred != {0, 3}:  # the row of the other grammar may be late
+        assert not masks.failures
+    assert masks.rows == (1, 2)
+    more = [(10 + number, request(slow, [X])) for number in range(8)]
+    own.masks([*rows, *more])
+    assert holding.num_threads == 1  # for both grammars and all sequences
+    holding.may_compute.set()
+    masks = masks_of_all(own, rows)
+    assert masks.rows == (0, 1, 2, 3)
+    assert set(ids_of(masks.bits[0]).tolist()) == allowed(slow, [X])
+    assert not own._rules_of(also_slow).pending
     own.close()
+
+
+def test_masks_that_began_before_the_forward_pass_are_used_by_their_step_only() -> None:
+    own = deferring_constraints()
+    rows = [(1, request(OPEN, [AB])), (2, request(replace(DONE, allowed_token_ids=(A,)))), (3, request(sampling()))]
+    other = [(4, request(DONE))]
+    own.begin(rows)
+    assert masks_of_all(own, rows).rows == (0, 1)
+    own.begin(rows)  # a step that failed
+    assert masks_of_all(own, other).rows == (0,)
+    own.begin(other)
+    masks = masks_of_all(own, rows)
+    assert [set(ids_of(bits).tolist()) for bits in masks.bits] == [{0, 2, A, AB}, {A}]
+    own.close()
+
+
+def test_grammar_keeps_one_thread_however_many_sequences_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = sampling(of_regex("[xy]+z"))
+    own, holding = deferring_constraints(), HeldGrammars(monkeypatch)
+    holding.held.add(compiled_of(own, held))  # new: not known to be slow
+    for number in range(3):
+        own.masks([(number, request(held, [X]))])
+    other = [(9, request(OPEN, [AB]))]
+    assert masks_of_all(own, other).rows == (0,)
+    assert holding.num_threads == 1
+    holding.may_compute.set()
+    assert masks_of_all(own, [(number, request(held, [X])) for number in range(3)]).rows == (0, 1, 2)
+    own.close()
+
+
+def test_masks_of_a_fast_grammar_are_computed_together_until_one_is_slow() -> None:
+    own, rules = new_constraints(), sampling(of_regex("[xy]+z"))
+    grammar = compiled_of(own, rules)
+    assert (grammar.is_fast, grammar.is_slow) == (False, False)
+    grammar.count_mask(0.0, NUM_FAST_MASKS)
+    assert grammar.is_fast
+    outputs = [[X, *text_ids(text)] for text in ("", "x", "y", "xyxy")]
+    for position in range(3):
+        histories = [[*one, *[X] * position] for one in outputs]
+        masks = own.masks([(row, request(rules, one)) for row, one in enumerate(histories)])
+        for bits, one in zip(masks.bits, histories, strict=True):
+            assert set(ids_of(bits).tolist()) == allowed(rules, one)
+    grammar.count_mask(1.0)
+    assert (grammar.is_fast, grammar.is_slow) == (False, True)
+    grammar.count_mask(0.0, NUM_FAST_AFTER_SLOW - 1)
+    assert (grammar.is_fast, grammar.is_slow) == (False, True)
+    grammar.count_mask(0.0)
+    assert (grammar.is_fast, grammar.is_slow) == (True, False)
+
+
+def test_row_that_fails_among_others_fails_alone() -> None:
+    for own in (new_constraints(), deferring_constraints()):
+        compiled_of(own, OPEN).count_mask(0.0, 1000)
+        histories = [[AB], [AB, AB], [A], [A, B]]
+        masks_of_all(own, [(row, request(OPEN, one)) for row, one in enumerate(histories)])
+        histories = [[*one, token] for one, token in zip(histories, (AB, X, B, X), strict=True)]
+        masks = masks_of_all(own, [(row, request(OPEN, one)) for row, one in enumerate(histories)])
+        assert masks.rows == (0, 2)
+        assert {row: failure.reason for row, failure in masks.failures.items()} == {
+            1: Reason.NO_TOKEN_LEFT,
+            3: Reason.NO_TOKEN_LEFT,
+        }
+        assert "does not match its grammar after 2 tokens" in masks.failures[1].message
+        own.close()
+
+
+def test_error_in_a_thread_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    own = deferring_constraints()
+    monkeypatch.setattr(mask_tasks, "compute_masks", broken)
+    with pytest.raises(ZeroDivisionError):
+        masks_of_all(own, [(1, request(OPEN, [AB]))])
+    own.close()
+
+
+def test_expensive_tokens_do_not_keep_the_gil() -> None:
+    executor, matcher = MatcherExecutor(demo_table().table), CompiledGrammar(AMBIGUOUS, demo_table()).start.copy()
+    counted, done = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal counted
+        while not done.is_set():
+            counted += 1
+            time.sleep(0)
+
+    counting, interval_s = threading.Thread(target=count), sys.getswitchinterval()
+    sys.setswitchinterval(100)  # no thread has to release the GIL
+    try:
+        counting.start()
+        before = counted
+        with pytest.raises(Refused, match="too expensive"):
+            matcher.follow(token_ids([A] * 200), executor)
+        assert counted > before
+    finally:
+        done.set()
+        counting.join()
+        sys.setswitchinterval(interval_s)
+
+
+AMBIGUOUS = 'start: e\ne: e e e | e e | "a"'
+
+
+def demo_table() -> GrammarTokenizer:
+    return constraints()._load_tokenizer()

@@ -29,10 +29,10 @@ from baton.core.messages.jobs import (
     Ack,
     Cancel,
     DecodeJob,
-    GatewayMessage,
     Heartbeat,
     JobFailure,
     PrefillJob,
+    ReceivedGatewayMessage,
     SessionHello,
     SessionHelloReply,
     Step,
@@ -48,7 +48,9 @@ from baton.core.request import (
     Usage,
 )
 from baton.gateway.auth.api_keys import KeyRing
-from baton.gateway.gateway_service import GatewayRules, GatewayService, gateway_budget
+from baton.gateway.gateway_budget import gateway_budget
+from baton.gateway.gateway_rules import GatewayRules
+from baton.gateway.gateway_service import GatewayService
 from baton.gateway.input.answers.answer_grammar import GrammarCheck
 from baton.gateway.input.client_call import ClientCall, Endpoint
 from baton.gateway.request.request_observer import NO_REQUEST_OBSERVER, RequestObserver
@@ -168,7 +170,7 @@ class StubWorker:
             for session in self._sessions.values():
                 session.put(Step(seq=session.next_seq, failures=(JobFailure(job=job, failure=failure),)))
 
-    async def session(self, stream: Duplex[WorkerMessage, GatewayMessage]) -> None:
+    async def session(self, stream: Duplex[WorkerMessage, ReceivedGatewayMessage]) -> None:
         hello = await stream.receive()
         assert isinstance(hello, SessionHello)
         self.hellos.append(hello)
@@ -199,7 +201,7 @@ class StubWorker:
             if not self.is_paused:
                 session.put(Heartbeat(seq=session.next_seq, steps_done=0, step_age_s=self.step_age_s, draining=False))
 
-    def _take(self, message: GatewayMessage, session: "_StubSession") -> None:
+    def _take(self, message: ReceivedGatewayMessage, session: "_StubSession") -> None:
         if isinstance(message, PrefillJob | DecodeJob):
             if message.job not in {job.job for job in self.jobs}:
                 self.jobs.append(message)

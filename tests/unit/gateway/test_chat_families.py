@@ -103,6 +103,27 @@ def test_a_continued_message_ends_where_that_of_transformers_ends(family: str) -
         assert text.rstrip().endswith(ending.rstrip())
 
 
+PARTS = """{% for message in messages %}<{{ message.role }}>{% for part in message.content %}\
+{% if part.type == "text" %}{{ part.text }}{% else %}<image>{% endif %}{% endfor %}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+PARTS_WITHOUT_CHECK = PARTS.replace(
+    "{% for part in message.content %}", "{{ message.content[0]['text'] }}{% for part in [] %}"
+)
+
+
+@pytest.mark.parametrize("source", [PARTS, PARTS_WITHOUT_CHECK])
+def test_template_that_reads_lists_of_parts_gets_them(source: str) -> None:
+    template = ChatTemplate(source, TOKENS).find_style(still_clock, 1.0)
+    assert template.style == TemplateStyle(content_as_parts=True)
+    for fields in ({}, {"continue_final_message": True}):
+        chat = [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "It is"}]
+        prompt = parse_chat({"messages": chat, **fields}, UnknownFields()).prompt
+        text = template.render(prompt, still_clock)
+        assert text == expected(template, prompt)
+        assert "<system>Be brief." in text
+        assert f"<user>{USER['content']}" in text
+
+
 @pytest.mark.parametrize(
     ("family", "style", "shown"),
     [

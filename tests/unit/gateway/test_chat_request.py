@@ -97,6 +97,9 @@ def test_empty_tools_are_no_tools(fields: dict[str, Any]) -> None:
         ({"tools": [tool(), tool()]}, "tools[1]"),
         ({"tools": [tool(description=1)]}, "tools[0].function.description"),
         ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
+        ({"tools": [tool(parameters={"type": "string"})]}, "tools[0].function.parameters.type"),
+        ({"tools": [tool(parameters={"type": ["string", "null"]})]}, "tools[0].function.parameters.type"),
+        ({"functions": [function(parameters={"type": 1})]}, "functions[0].parameters.type"),
         ({"tools": [tool(strict=1)]}, "tools[0].function.strict"),
         ({"tools": [tool(description="a\0")]}, "tools[0].function.description"),
         ({"tools": [tool(parameters={"\ud800": 1})]}, "tools[0].function.parameters"),
@@ -142,8 +145,9 @@ def test_error_names_the_invalid_field(fields: dict[str, Any], param: str) -> No
 
 def test_variables_of_the_template_are_collected() -> None:
     prompt = chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": None, "x": [1, {"y": 2}]}).prompt
-    assert prompt.variables == {"reasoning_effort": "none", "enable_thinking": None, "x": [1, {"y": 2}]}
-    assert chat(reasoning_effort="none").prompt.variables == {"reasoning_effort": "none", "enable_thinking": False}
+    off = {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+    assert prompt.variables == off | {"enable_thinking": None, "x": [1, {"y": 2}]}
+    assert chat(reasoning_effort="none").prompt.variables == off
     assert chat(continue_final_message=True).prompt.add_generation_prompt is False
     assert chat(documents=[]).prompt.documents is None
 
@@ -236,6 +240,7 @@ def test_refusal_is_the_content_of_an_answer() -> None:
         ({"role": "tool", "content": "x"}, "tool_call_id"),
         ({"role": "tool", "content": None, "tool_call_id": "c"}, "content"),
         ({"role": "tool", "content": "x", "tool_call_id": 1}, "tool_call_id"),
+        ({"role": "tool", "content": "x", "tool_call_id": "unknown"}, "tool_call_id"),
         ({"role": "function", "content": "x"}, "name"),
         ({"role": "robot", "content": "x"}, "role"),
     ],
@@ -260,7 +265,12 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "10,000 tools": {"messages": [USER], "tools": [tool(parameters={}) for _ in range(10_000)]},
     "a large tool": {"messages": [USER], "tools": [tool(description="x" * 7_000_000)]},
     "a large schema": {"messages": [USER], "tools": [tool(parameters={"enum": ["ab"] * 200_000})]},
-    "a result of 8 MiB": {"messages": [USER, {"role": "tool", "tool_call_id": "c", "content": "x" * 8_300_000}]},
+    "a result of 8 MiB": {
+        "messages": [
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "x" * 8_300_000},
+        ]
+    },
     "arguments of many values": {
         "messages": [
             {

@@ -71,6 +71,7 @@ def test_forbidden_template_operation_rejects_the_request(source: str) -> None:
     assert "chat template" in str(error.value)
 
 
+@pytest.mark.fault("F-57")
 @pytest.mark.parametrize(
     "source",
     [
@@ -96,6 +97,7 @@ def test_rendering_within_a_time_ends_when_it_is_over() -> None:
         ChatTemplate("{{ messages[0].content * 2 }}", {}, max_characters=2).render_within(USER, stopped_clock, 1.0)
 
 
+@pytest.mark.fault("F-57")
 def test_template_output_is_bounded() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, max_characters=1000)
     with pytest.raises(Refused, match="1000 characters"):

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from baton.gateway.http.id_json import IDS_PER_PIECE, format_ids, format_many_ids, repeated_prompts
+from baton.gateway.http.output.id_json import IDS_PER_PIECE, format_ids, format_many_ids, repeated_prompts
 from tests.loop_cpu import repeated_longest_turn_s
 from tests.unit.gateway.validator_calls import completion
 

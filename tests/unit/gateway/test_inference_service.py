@@ -2,7 +2,10 @@
 
 import asyncio
 import gc
+import logging
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,14 +16,18 @@ from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.ids import DecisionId
 from baton.core.kv.block_hash import token_ids
 from baton.core.request import FinishReason
+from baton.gateway import gateway_rules
 from baton.gateway.grpc.inference_service import AdminService, InferenceService
 from baton.gateway.http.openai_objects import timeline_object
 from baton.gateway.input.response_size import ids_bytes, text_bytes
 from baton.gateway.request.job_streams import JobStreams
 from baton.gateway.request.open_request import OpenRequest
 from baton.gateway.request.unread_output import UnreadOutput
-from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_request
+from baton.gateway.text.chat_templates import ChatTemplates
+from baton.gateway.text.tokenizer import ByteTokenizer
+from baton.rpc.mappers.client_mapper import from_generate_request, from_tokenize_request, to_generate_request
 from baton.runtime.process.byte_budget import Account
+from baton.v1.inference_pb2 import TokenizeRequest
 from tests import builders
 from tests.scripted_chats import chat_tokenizer, write
 from tests.unit.gateway.fakes import ANONYMOUS, Cluster, answer_to, cluster, until
@@ -199,6 +206,15 @@ async def test_ended_request_is_freed_without_a_garbage_collection() -> None:
             generation = await service.generate({"prompt": "hello", "max_tokens": 6, "n": 2}, ANONYMOUS)
             await all_of(generation)
             await generation.aclose()
+            c.scheduler.workers[1].fail_job = lambda _: builders.failure()
+            generation = await service.generate({"prompt": "hello", "max_tokens": 6}, ANONYMOUS)
+            with suppress(Refused):
+                await all_of(generation)
+            await generation.aclose()
+            c.scheduler.workers[1].fail_job = lambda _: None
+            generation = await service.generate({"prompt": "hello", "max_tokens": 6}, ANONYMOUS)
+            await generation.receive()
+            await generation.aclose()
             del generation
             await asyncio.sleep(1)
             left = [type(each) for key, each in request_objects().items() if key not in earlier]
@@ -294,6 +310,30 @@ async def test_chat_with_tools_is_parsed_into_parts() -> None:
 
 
 @virtual
+async def test_ignored_fields_are_named_and_counted() -> None:
+    async with cluster(*PD) as c:
+        generation = await inference(c).generate(
+            {"prompt": "x", "max_tokens": 1, "fields_json": '{"wish": 1, "echo": false}'}, ANONYMOUS
+        )
+        assert generation.ignored_fields == ("wish",)
+        assert c.registry.get_sample_value("baton_ignored_fields_total", {"field": "wish"}) == 1
+        await all_of(generation)
+
+
+@virtual
+async def test_prompt_of_a_chat_is_tokenized() -> None:
+    async with cluster(*PD) as c:
+        chat = TokenizeRequest(fields_json='{"messages": [{"role": "user", "content": "hi"}], "wish": 1}')
+        async with inference(c).tokenize(from_tokenize_request(chat), ANONYMOUS) as ids:
+            assert bytes(ids.tolist()) == b"user: hi\nassistant: "
+        assert c.registry.get_sample_value("baton_ignored_fields_total", {"field": "wish"}) == 1
+        both = TokenizeRequest(prompt="x", fields_json=chat.fields_json)
+        with pytest.raises(Refused, match="exactly one of prompt and messages"):
+            async with inference(c).tokenize(from_tokenize_request(both), ANONYMOUS):
+                pass
+
+
+@virtual
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
@@ -302,6 +342,10 @@ async def test_chat_with_tools_is_parsed_into_parts() -> None:
         ({"fields_json": "\ud800"}, "lone surrogate"),
         ({"fields_json": '{"stream": false}'}, "implied"),
         ({"fields_json": '{"prompt": "y"}'}, "set in the message, too"),
+        ({"fields_json": '{"echo": true}'}, "echo has no effect over gRPC"),
+        ({"fields_json": '{"prompt_logprobs": 0}'}, "over HTTP"),
+        ({"fields_json": '{"top_logprobs": 2}'}, "set logprobs in the message"),
+        ({"fields_json": '{"best_of": 2}'}, "must be equal to n"),
         ({"fields_json": '{"messages": [{"role": "user", "content": "x"}]}'}, "prompt"),
     ],
 )
@@ -309,3 +353,24 @@ async def test_error_in_the_further_fields_is_named(fields: dict[str, str], erro
     async with cluster(*PD) as c:
         with pytest.raises(Refused, match=error):
             await inference(c).generate({"prompt": "x"} | fields, ANONYMOUS)
+
+
+@virtual
+@pytest.mark.parametrize(
+    ("source", "changes", "event", "tool_parser"),
+    [
+        ("{{ tools }}<tool_call></think>", {}, "output_format_chosen", "hermes"),
+        ("{{ tools }}[f(a=1)]", {}, "tool_format_unknown", "none"),
+        ("{{ tools }}[f(a=1)]", {"tool_parser": "none"}, "output_format_chosen", "none"),
+        ("{{ messages }}", {}, "output_format_chosen", "none"),
+    ],
+)
+async def test_format_of_calls_is_logged(
+    source: str, changes: dict[str, str], event: str, tool_parser: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = ByteTokenizer(chat_templates=ChatTemplates({"default": source}, {}))
+    with caplog.at_level(logging.INFO):
+        async with cluster(*PD, tokenizer=tokenizer, **changes):
+            pass
+    messages: list[Any] = [record.msg for record in caplog.records if record.name == gateway_rules.__name__]
+    assert (event, tool_parser) in [(each["event"], each.get("tool_parser")) for each in messages]

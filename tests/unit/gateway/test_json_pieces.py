@@ -114,9 +114,11 @@ class RecordingDecoder(json.JSONDecoder):
     """A decoder that records the characters of each call."""
 
     longest = 0
+    num_copied = 0
 
     def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
         value, end = super().raw_decode(s, idx)
+        RecordingDecoder.num_copied += 0 if idx else len(s)
         RecordingDecoder.longest = max(RecordingDecoder.longest, end - idx)
         return value, end
 
@@ -131,6 +133,13 @@ def test_no_call_of_the_decoder_gets_much_text(value: object, monkeypatch: pytes
     RecordingDecoder.longest = 0
     assert in_pieces(json.dumps(value), 1000) == (array("I", value) if value == [7] * 5000 else value)
     assert 0 < RecordingDecoder.longest <= 1002
+
+
+def test_short_strings_with_escapes_are_not_copied_with_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json, "JSONDecoder", RecordingDecoder)
+    RecordingDecoder.num_copied = 0
+    assert in_pieces(json.dumps(["\n"] * 5000), 30_000) == ["\n"] * 5000
+    assert RecordingDecoder.num_copied < 100 * 5000
 
 
 def test_long_list_of_token_ids_is_an_array() -> None:

@@ -8,10 +8,16 @@ from baton.core.client_api import MessagePart, PartKind
 from baton.core.request import FinishReason
 from baton.gateway.input.client_call import MessageOptions
 from baton.gateway.output.builtin_formats import HERMES, THINK
-from baton.gateway.output.formats import OutputFormat, ParserOptions
+from baton.gateway.output.formats import OutputFormat, ParserOptions, SpecialToken
+from baton.gateway.output.special_text import split_special
+from baton.gateway.output.templates.response_template import load_response_template
+from baton.gateway.output.templates.template_parser import TemplateFormat
 from baton.gateway.request.message_sample import MessageSample
 from baton.gateway.text.stop_strings import StopPatterns
+from baton.gateway.text.tokenizer import ByteTokenizer
 from tests.scripted_chats import ADDED, chat_tokenizer, ids_of
+from tests.unit.gateway.output.output_cases import FORMATS, TOOLS, join_parts, parsed
+from tests.unit.gateway.output.transcripts import TRANSCRIPTS, Transcript
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "stop"}}\n</tool_call>'
 TOKENIZER = chat_tokenizer("qwen3")
@@ -98,3 +104,74 @@ def test_unwanted_parts_are_left_out_and_still_counted() -> None:
     assert got[PartKind.REASONING] == ""
     assert got[PartKind.TOOL_CALL] == "f"
     assert (sample.num_calls, sample.num_reasoning_tokens) == (2, 2)
+
+
+def sample_of_transcript(transcript: Transcript) -> tuple[MessageSample, list[int]]:
+    """Return a sample, and the transcript as tokens: one for each byte and each special token."""
+    added = {300 + number: SpecialToken(text) for number, text in enumerate(transcript.special)}
+    id_of = {token.text: id_ for id_, token in added.items()}
+    tokenizer = ByteTokenizer(vocab_size=512, added_tokens=added)
+    ids: list[int] = []
+    for piece in split_special(transcript.text, transcript.special):
+        ids += list(piece.encode()) if isinstance(piece, str) else [id_of[piece.text]]
+    message = MessageOptions(
+        output_format=FORMATS[transcript.family],
+        parser=ParserOptions(prompt=transcript.prompt, tools=TOOLS, special_tokens=frozenset(transcript.special)),
+    )
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+    return MessageSample(detokenizer, added, message, "", StopPatterns(()), 0), ids
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS, ids=str)
+def test_transcript_of_tokens_that_cut_characters(transcript: Transcript) -> None:
+    sample, ids = sample_of_transcript(transcript)
+    parts: list[MessagePart] = []
+    for id_ in ids:
+        assert not sample.put(id_)
+        parts += sample.take()[1]
+    assert not sample.finish(transcript.reason)
+    parts += sample.take()[1]
+    options = ParserOptions(prompt=transcript.prompt, tools=TOOLS, special_tokens=frozenset(transcript.special))
+    pieces = split_special(transcript.text, transcript.special)
+    assert join_parts(parts) == parsed(FORMATS[transcript.family], pieces, options, transcript.reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt", "expected"),
+    [
+        ("<think>abc</think>d", "", 3),
+        ("abc</think>d", "<think>", 3),
+        ("<think>a<b</think>d", "", 3),
+        ("<think>aä</think>", "", 3),  # two tokens for one character
+        ("<think>abc</thin", "", 3 + len("</thin")),
+        ("no <think", "", 0),
+        ("<think>a</think>b<think>cd</think>", "", 3),
+        ("<think></think>b", "", 0),
+        ("<think> a\n</think>b", "", 3),  # whitespace that is trimmed was generated, too
+    ],
+)
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["plain", "special"])
+def test_reasoning_tokens_are_those_between_the_delimiters(
+    text: str, prompt: str, expected: int, special: tuple[str, ...]
+) -> None:
+    sample, ids = sample_of_transcript(Transcript(family="hermes", case="", text=text, prompt=prompt, special=special))
+    for id_ in ids:
+        sample.put(id_)
+    sample.finish(FinishReason.LENGTH)
+    assert sample.num_reasoning_tokens == expected
+
+
+def test_reasoning_tokens_of_harmony_and_of_a_response_template() -> None:
+    text = "<|channel|>analysis<|message|>abc<|end|><|start|>assistant<|channel|>final<|message|>d"
+    special = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+    sample, ids = sample_of_transcript(Transcript(family="gpt_oss", case="", text=text, special=special))
+    for id_ in ids:
+        sample.put(id_)
+    assert sample.num_reasoning_tokens == 3
+    fields = {"thinking": {"open": "<think>", "close": "</think>"}, "content": {}}
+    template = TemplateFormat(load_response_template({"start_anchor": "<|a|>", "fields": fields}))
+    message = MessageOptions(output_format=OutputFormat(template=template), parser=ParserOptions(prompt="<|a|><think>"))
+    sample = MessageSample(TOKENIZER.detokenizer(), {}, message, "", StopPatterns(()), 0)
+    for id_ in b"ab<</think>c":
+        sample.put(id_)
+    assert sample.num_reasoning_tokens == 3

@@ -118,6 +118,21 @@ async def test_stop_string_of_the_only_sample_cancels_the_job() -> None:
 
 
 @virtual
+async def test_token_that_ends_a_sample_has_no_text_unless_asked_for() -> None:
+    async with cluster(("h0", "hybrid")) as c:
+        c.scheduler.workers[0].finish_at = 5
+        full_text = answer_to(PROMPT.encode(), 5).decode()
+        response = await c.complete(PROMPT, max_tokens=30)
+        assert response.texts[0] == full_text[:4]
+        assert response.finishes[0] == [FinishReason.STOP]
+        assert len(response.token_ids[0]) == 5
+        response = await c.complete(PROMPT, max_tokens=30, include_stop_str_in_output=True)
+        assert response.texts[0] == full_text
+        response = await c.complete(PROMPT, max_tokens=5)  # the last token counts as the end of the model's answer
+        assert response.texts[0] == full_text[:4]
+
+
+@virtual
 async def test_response_has_timeline_and_usage() -> None:
     async with cluster(("p0", "prefill"), ("d0", "decode")) as c:
         call = await c.call(PROMPT, n=2, timeline=True)

@@ -1,6 +1,7 @@
 """Calls whose response may be too large are refused with the arithmetic, before anything is placed."""
 
 import asyncio
+import tracemalloc
 from collections.abc import Coroutine
 from dataclasses import replace
 from random import Random
@@ -14,11 +15,12 @@ from baton.gateway.input.client_call import ClientCall, Endpoint
 from baton.gateway.input.response_size import bytes_per_token, call_bytes, response_bytes
 from baton.gateway.input.validation import ModelLimits, Validator
 from baton.gateway.output.builtin_formats import HERMES, THINK
-from baton.gateway.output.formats import OutputFormat
+from baton.gateway.output.formats import OutputFormat, ParserOptions
+from baton.gateway.output.parsing import message_parser
 from baton.gateway.text.tokenizer import ByteTokenizer
 from baton.runtime.process.byte_budget import Account
 from tests.unit.gateway.fakes import cluster, until
-from tests.unit.gateway.validator_calls import at_once
+from tests.unit.gateway.validator_calls import at_once, call, completion
 from tests.unit.gateway.virtual import virtual
 
 HYBRID = ("h0", "hybrid")
@@ -74,6 +76,34 @@ def test_tools_prompt_and_grammar_of_a_chat_count() -> None:
     (request,) = plain.requests
     constrained = replace(request, sampling=replace(request.sampling, grammar="x" * 1000))
     assert call_bytes(replace(plain, requests=(constrained,))) == call_bytes(plain) + 2000
+
+
+def test_lists_of_ids_logprobs_of_prompts_and_echoes_count() -> None:
+    plain = call_bytes(completion())
+    num_prompt_tokens = len(completion().requests[0].token_ids)
+    assert call_bytes(completion(allowed_token_ids=list(range(200)))) >= plain + 200 * 36
+    assert call_bytes(completion(bad_words=[f"word {n}" for n in range(100)])) >= plain + 100 * (100 + 6 * 36)
+    assert call_bytes(completion(logit_bias={str(n): 1 for n in range(200)})) >= plain + 200 * 120
+    assert call_bytes(completion(stop=["x" * 1000] * 16)) >= plain + 16_000
+    assert call_bytes(completion(prompt_logprobs=20)) == plain + num_prompt_tokens * 21 * 8
+    long = {"prompt": "x" * 80, "max_tokens": 1, "stream": True}
+    assert call_bytes(call(long | {"echo": True})) >= call_bytes(call(long)) + 3 * 80
+
+
+def test_text_that_the_parser_may_hold_counts() -> None:
+    """A call whose arguments come before its name is held back as a whole."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = {"max_tokens": 4000, "tools": tools}
+    held = call_bytes(at_once(chat_call(chat))) - call_bytes(at_once(chat_call(chat | {"tool_choice": "none"})))
+    parser = message_parser(OutputFormat(tools=HERMES), ParserOptions())
+    tracemalloc.start()
+    try:
+        for piece in ('<tool_call>{"arguments": {"a": "', *(f"{number:4}" for number in range(4000))):
+            assert not parser.put(piece)
+        used_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used_bytes < held + 40_000  # the last pieces are not joined yet
 
 
 def chat_call(fields: dict[str, Any]) -> Coroutine[Any, Any, ClientCall]:

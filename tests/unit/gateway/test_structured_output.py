@@ -16,12 +16,13 @@ from baton.core.errors import Reason, Refused
 from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling
 from baton.core.request_limits import MAX_GRAMMAR_BYTES
-from baton.engine.constraints.compiled_grammar import CompiledGrammar, fill_masks
+from baton.engine.constraints.compiled_grammar import CompiledGrammar
 from baton.engine.constraints.grammar_tokenizer import GrammarTokenizer, read_grammar_tokenizer
-from baton.gateway.constraints.answer_constraint import ChoiceRule, GrammarRule, RegexRule, TagsRule
+from baton.engine.constraints.matcher_executor import MatcherExecutor
+from baton.gateway.constraints.answer_constraint import ChoiceRule, GrammarRule, JsonRule, RegexRule, TagsRule
 from baton.gateway.constraints.gbnf import GrammarTextError, gbnf_to_lark
 from baton.gateway.constraints.message_grammar import CallableTool, MessageGrammar, content_grammar
-from baton.gateway.input.answers.answer_grammar import answer_grammar
+from baton.gateway.input.answers.answer_grammar import AnswerGrammar, answer_grammar
 from baton.gateway.input.answers.constraint_fields import AnswerConstraint, parse_constraint
 from baton.gateway.input.chat.chat_request import parse_chat
 from baton.gateway.input.client_call import Endpoint, InvalidField
@@ -32,7 +33,8 @@ from baton.gateway.output.formats import OutputFormat
 from baton.gateway.text.tokenizer import ByteTokenizer
 from baton.model.loading.model_source import DEMO_DIR
 from tests.demo_vocabulary import DEMO_EOS_TOKEN_IDS, DEMO_VOCAB_SIZE, demo_text, demo_tokens
-from tests.unit.gateway.test_tool_grammar import IDS, accepts
+from tests.unit.gateway.grammar_cases import IDS, accepts
+from tests.unit.gateway.grammar_cases import parsed as parsed_calls
 from tests.unit.gateway.validator_calls import at_once, call, chat, completion, refusal, validator
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -74,7 +76,7 @@ def test_old_and_new_names_of_a_constraint_have_one_canonical_grammar() -> None:
         {"response_format": None},
         {"guided_json": None},
         {"guided_decoding_backend": "xgrammar"},
-        {"allowed_token_ids": []},
+        {"allowed_token_ids": None},
     ],
 )
 def test_free_text_has_no_grammar(body: dict[str, Any]) -> None:
@@ -87,11 +89,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": "json"}, "response_format", "must be an object"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "must be 'text'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be an object"),
-    (response_format(None), "response_format.json_schema.schema", "must be an object"),
+    (response_format(None), "response_format.json_schema.schema", "is missing"),
     (response_format(OBJECT, strict=1), "response_format.json_schema.strict", "true or false"),
-    (response_format(REF), "response_format.json_schema.schema", "/properties/a/b: $ref is '#/$defs/x'"),
+    (response_format(REF), "response_format.json_schema.schema", "/properties/a~1b/$ref is '#/$defs/x'"),
     (response_format({"$ref": "https://x/y"}), "response_format.json_schema.schema", "not fetched"),
-    (response_format({"anyOf": [{}, {"$ref": 7}]}), "response_format.json_schema.schema", "at /anyOf/1: $ref is 7"),
+    (response_format({"anyOf": [{}, {"$ref": 7}]}), "response_format.json_schema.schema", "at /anyOf/1/$ref is 7"),
     (response_format({"enum": ["x" * MAX_GRAMMAR_BYTES]}), "response_format.json_schema.schema", "65,536 characters"),
     ({"guided_json": "{"}, "guided_json", "is not JSON"),
     ({"guided_json": "[" * 20_000}, "guided_json", "nested too deeply"),
@@ -112,6 +114,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": 'root ::= "a" )'}, "guided_grammar", "line 1"),
     ({"guided_whitespace_pattern": " " * 300}, "guided_whitespace_pattern", "at most 256"),
     ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "structured_outputs.disable", "set"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "("}, "guided_whitespace_pattern", "no regular expression"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "[a ]"}, "guided_whitespace_pattern", "answers are JSON"),
+    ({"guided_json": '{"minimum": 1e999}'}, "guided_json", "1e999 is too large"),
+    ({"guided_json": "[" * 900 + "]" * 900}, "guided_json", "must be an object"),
+    ({"guided_json": '{"a":' * 900 + "1" + "}" * 900}, "guided_json", "32 levels"),
+    ({"response_format": {"type": "json_object", "schema": {"type": "x"}}}, "response_format.schema", "/type is 'x'"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.triggers", "list"),
     (
         {"response_format": {"type": "structural_tag", "structures": [TAG], "triggers": ["<g"]}},
@@ -119,6 +127,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "one of the triggers",
     ),
     ({"structured_outputs": {"structural_tag": {"format": {"type": "or"}}}}, "structured_outputs.structural", "only"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
     ({"allowed_token_ids": [300]}, "allowed_token_ids", "between 0 and 299"),
     ({"bad_words": ["x" * 65]}, "bad_words", "at most 64"),
 ]
@@ -176,9 +185,9 @@ class _Refusing:
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []
 
-    async def check(self, grammar: str, field: str) -> None:
-        self.seen.append((grammar, field))
-        raise InvalidField(field, "too expensive", Reason.INVALID_GRAMMAR)
+    async def check(self, grammar: AnswerGrammar, tenant: str) -> None:
+        self.seen.append((grammar.field, tenant))
+        raise InvalidField(grammar.field, "too expensive", Reason.INVALID_GRAMMAR)
 
 
 def test_every_grammar_is_checked() -> None:
@@ -187,14 +196,14 @@ def test_every_grammar_is_checked() -> None:
     with pytest.raises(InvalidField, match="too expensive"):
         at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x", "guided_regex": "a"}, Caller(), received_s=0.0))
     at_once(checked.call(Endpoint.COMPLETIONS, {"prompt": "x"}, Caller(), received_s=0.0))
-    assert [field for _, field in check.seen] == ["guided_regex"]
+    assert check.seen == [("guided_regex", "default")]
 
 
 # What the grammars accept
 
 
 def content(rule: Any, output_format: OutputFormat | None = None, prompt: str | None = None) -> str:
-    return content_grammar(output_format or OutputFormat(), IDS, prompt, rule)
+    return content_grammar(output_format or OutputFormat(), IDS, prompt, rule).text
 
 
 @pytest.mark.parametrize(
@@ -217,7 +226,7 @@ def content(rule: Any, output_format: OutputFormat | None = None, prompt: str | 
         (GrammarRule('root ::= ("a" | ) "-"? .'), ["x", "a-x", "-x"], ["axy"]),
     ],
 )
-def test_rules_of_text(rule: Any, right: list[str], wrong: list[str]) -> None:
+def test_text_is_accepted_only_if_its_rule_allows_it(rule: Any, right: list[str], wrong: list[str]) -> None:
     written = content(rule)
     assert [accepts(written, text) for text in right] == [True] * len(right)
     assert [accepts(written, text) for text in wrong] == [False] * len(wrong)
@@ -261,6 +270,10 @@ def test_white_space_in_json_is_bounded() -> None:
     assert not accepts(tight, '{"a": 1}')
     own = content(parsed(guided_json=OBJECT, guided_whitespace_pattern="[ ]{0,5}").rule)
     assert accepts(own, '{"a":     1}')
+    odd = content(parsed(guided_json=OBJECT, guided_whitespace_pattern=r"(?:[\s]{0,2}|\s{4})").rule)
+    for space in ("", "\t\n", " \r\n\t"):
+        assert accepts(odd, f'{{"a":{space}1}}'), repr(space)
+    assert not accepts(odd, '{"a":\u00a01}')
 
 
 def parsed(**body: Any) -> AnswerConstraint:
@@ -303,7 +316,7 @@ def test_structural_tags_constrain_only_what_their_triggers_begin(form: str) -> 
 @pytest.mark.parametrize(
     ("prompt", "right", "wrong"),
     [
-        ("x<|im_end|>", ["yes", "<think>so</think>\n\nyes"], ["so</think>yes", "<think>yes", "maybe"]),
+        ("x<|im_end|>", ["yes", "<think>so</think>\n\nyes"], ["so</think>yes", "<think>yes", "maybe", "\n\nyes"]),
         ("<think>\n", ["so</think>\nyes"], ["yes", "so yes"]),
         ("<think>\n\n</think>\n\n", ["yes"], ["<think>so</think>yes"]),
     ],
@@ -317,6 +330,33 @@ def test_reasoning_stands_before_constrained_content(
     assert [accepts(written, text) for text in wrong] == [False] * len(wrong)
 
 
+def test_tags_can_be_required_and_can_end_the_text() -> None:
+    tags = [{"begin": "<f>", "content": {"type": "regex", "pattern": "a+"}, "end": "</f>"}]
+
+    def written(**flags: bool) -> str:
+        tag_format = {"type": "triggered_tags", "triggers": ["<f"], "tags": tags, **flags}
+        return content(parsed(structured_outputs={"structural_tag": {"format": tag_format}}).rule)
+
+    texts = ("x", "x<f>a</f>", "<f>a</f>y", "<f>a</f><f>aa</f>")
+    accepted = {
+        (least, ends): [accepts(written(at_least_one=least, stop_after_first=ends), text) for text in texts]
+        for least in (False, True)
+        for ends in (False, True)
+    }
+    assert accepted == {
+        (False, False): [True, True, True, True],
+        (True, False): [False, True, True, True],
+        (False, True): [True, True, False, False],
+        (True, True): [False, True, False, False],
+    }
+
+
+def test_many_tags_without_an_end_compile() -> None:
+    names = [f"<f{chr(97 + number // 26)}{chr(97 + number % 26)}" for number in range(128)]
+    tags = [{"begin": name, "schema": {}, "end": ""} for name in names]
+    compiled(content(parsed(structured_outputs={"structural_tag": {"triggers": names, "structures": tags}}).rule))
+
+
 def test_harmony_has_constrained_content_in_its_final_message() -> None:
     harmony = OutputFormat(tools=formats.GPT_OSS, reasoning=formats.HARMONY_ANALYSIS)
     written = content(ChoiceRule(("{}",)), harmony, "<|start|>assistant")
@@ -326,7 +366,7 @@ def test_harmony_has_constrained_content_in_its_final_message() -> None:
     assert not accepts(written, "{}")
 
 
-def test_content_or_calls_with_tools() -> None:
+def test_constrained_answer_with_tools_is_content_or_calls() -> None:
     mixed = MessageGrammar(OutputFormat(tools=formats.HERMES), formats.HERMES, IDS, "")
     written = mixed.content(ChoiceRule(("yes",)), [CallableTool(name="ping")], parallel=True)
     assert written is not None
@@ -337,7 +377,7 @@ def test_content_or_calls_with_tools() -> None:
     assert not accepts(written, "no")
 
 
-def test_content_or_calls_in_harmony() -> None:
+def test_constrained_harmony_answer_is_content_or_a_call() -> None:
     harmony = OutputFormat(tools=formats.GPT_OSS, reasoning=formats.HARMONY_ANALYSIS)
     mixed = MessageGrammar(harmony, formats.GPT_OSS, IDS, "<|start|>assistant")
     written = mixed.content(ChoiceRule(("yes",)), [CallableTool(name="ping")], parallel=True)
@@ -350,6 +390,30 @@ def test_content_or_calls_in_harmony() -> None:
         assert accepts(written, text), text
         assert accepts(written, analysis + text), text
     assert not accepts(written, "<|channel|>final<|message|>no")
+
+
+@pytest.mark.parametrize(
+    ("tools", "call"),
+    [
+        (formats.HERMES, '<tool_call>\n{"name": "ping", "arguments": {"a": 3}}\n</tool_call>'),
+        (formats.LLAMA3_JSON, '{"name": "ping", "parameters": {"a": 3}}'),
+        (formats.JAMBA, '<tool_calls>[{"name": "ping", "arguments": {"a": 3}}]</tool_calls>'),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_json_or_calls_whose_delimiters_are_text(tools: Any, call: str) -> None:
+    """The demo model and Llama are such models."""
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    schema |= {"additionalProperties": False}
+    tool = CallableTool(name="ping", parameters={**OBJECT, "additionalProperties": False}, strict=True)
+    mixed = MessageGrammar(OutputFormat(tools=tools), tools, {}, "")
+    written = mixed.content(JsonRule(schema=schema), [tool], parallel=True)
+    assert written is not None
+    content = '{"name": "<tool_call>{\\"name\\": \\"ping\\"}</tool_call>"}'
+    for text, is_accepted in ((content, True), (call, True), (call.replace("3", '"x"'), False), ("text", False)):
+        assert accepts(written, text, special=False) is is_accepted, text
+    messages = [parsed_calls(tools, text, [tool], special=False) for text in (content, call)]
+    assert [(message.content, len(message.tool_calls)) for message in messages] == [(content, 0), ("", 1)]
 
 
 TOOLS = [{"type": "function", "function": {"name": "ping"}}]
@@ -369,6 +433,33 @@ async def test_tools_that_cannot_be_combined_are_refused(tools: Any, choice: str
     assert refused.value.param == "guided_regex"
 
 
+async def test_response_format_has_no_effect_if_a_call_is_required() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "required"}
+    chat_request, output = parse_chat(body, UnknownFields()), OutputFormat(tools=formats.HERMES)
+    written = [
+        await answer_grammar(constraint, chat_request, "", output, ByteTokenizer())
+        for constraint in (None, parsed(response_format={"type": "json_object"}))
+    ]
+    assert written[0] == written[1]
+    assert written[0].field == "tools"
+
+
+async def test_schemas_of_tools_are_read_like_others() -> None:
+    function = {"name": "ping", "parameters": {"properties": {"a": {"format": "password", "uniqueItems": True}}}}
+    output, tokenizer = OutputFormat(tools=formats.HERMES), ByteTokenizer()
+
+    async def written(**more: Any) -> str:
+        tools = [{"type": "function", "function": function | more}]
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
+        grammar = await answer_grammar(None, parse_chat(body, UnknownFields()), "", output, tokenizer)
+        assert grammar.written.places == {"r0": "the parameters of the tool 'ping'"}
+        return grammar.written.text
+
+    assert '"properties":{"a":{}}' in await written()
+    with pytest.raises(InvalidField, match=r"tools\[0\].function.parameters at /properties/a/uniqueItems"):
+        await written(strict=True)
+
+
 # Random walks through the masks over the demo model's vocabulary
 
 
@@ -384,12 +475,12 @@ def compiled(written: str) -> CompiledGrammar:
 
 def random_text(written: str, rng: Random, max_tokens: int = 300) -> str:
     """Return a text of random tokens that the masks allow, which prefers to end strings and lists."""
-    start = compiled(written).start
-    matcher, outputs = start.copy(), token_ids()
+    executor = MatcherExecutor(demo_tokenizer().table)
+    matcher, outputs = compiled(written).start.copy(), token_ids()
     masks = np.zeros((1, demo_tokenizer().num_words), dtype=np.uint32)
     closing = [token for token, text in enumerate(demo_tokens()) if text in CLOSING]
     for _ in range(max_tokens):
-        fill_masks([matcher], masks)
+        executor.fill([matcher.matcher], masks)
         allowed = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))
         ends = [token for token in DEMO_EOS_TOKEN_IDS if token in allowed]
         if ends and (len(allowed) == len(ends) or rng.random() < 0.4):
@@ -397,7 +488,7 @@ def random_text(written: str, rng: Random, max_tokens: int = 300) -> str:
         texts = [int(token) for token in allowed if token not in ends]
         short = [token for token in closing if token in set(texts)] if rng.random() < 0.6 else []
         outputs = outputs + token_ids([rng.choice(short or texts)])
-        matcher.follow(outputs)
+        matcher.follow(outputs, executor)
     raise AssertionError(f"no end: {demo_text(list(outputs))!r}")
 
 

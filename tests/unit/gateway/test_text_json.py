@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from baton.gateway.http import text_json
-from baton.gateway.http.text_json import CHARS_PER_PIECE, format_long_text, format_text
+from baton.gateway.http.output import text_json
+from baton.gateway.http.output.text_json import CHARS_PER_PIECE, format_long_text, format_text
 from baton.runtime.process import loop_time
 from tests.longest_call import longest_call_s
 

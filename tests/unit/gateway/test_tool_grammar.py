@@ -1,185 +1,50 @@
 """Grammars of tool calls: what llguidance accepts, and that the parser reads it back."""
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cache
-from random import Random
-from typing import Any
 
-import jsonschema
 import pytest
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from baton.core.errors import Reason
-from baton.gateway.constraints.message_grammar import CallableTool, MessageGrammar
+from baton.gateway.constraints.message_grammar import CallableTool
 from baton.gateway.input.chat.chat_request import parse_chat
 from baton.gateway.input.chat.tool_grammar import tool_grammar
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.output import builtin_formats as formats
-from baton.gateway.output.formats import OutputFormat, ParserOptions, ReasoningFormat, ToolFormat
-from baton.gateway.output.special_text import split_special
+from baton.gateway.output.formats import OutputFormat, ToolFormat
 from baton.gateway.text.tokenizer import ByteTokenizer
-from tests.unit.gateway.output.output_cases import ParsedMessage, join_parts, parts_of
-
-SPECIAL = (
-    "<|im_end|>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-    "<|channel|>",
-    "<|message|>",
-    "<|start|>",
-    "<|end|>",
-    "<|constrain|>",
-    "<|tool_call>",
-    "<tool_call|>",
-    '<|"|>',
-)
-IDS = {text: 256 + number for number, text in enumerate(SPECIAL)}
-WEATHER = CallableTool(
-    name="get_weather",
-    parameters={
-        "properties": {
-            "city": {"type": "string"},
-            "days": {"type": "integer", "minimum": 1, "maximum": 9},
-            "unit": {"enum": ["C", "F"]},
-        },
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-)
-PING = CallableTool(name="ping")
-FREE = CallableTool(name="free", parameters={"type": "object"})
+from tests.unit.gateway.grammar_cases import FREE, PING, SPECIAL, WEATHER, accepts, grammar_of, parsed
+from tests.unit.gateway.output.output_cases import FORMATS, written, written_call
 
 
-class _Vocabulary:
-    bos_token_id = None
-    eos_token_id = 256
-    special_token_ids = (256,)
-    tokens = tuple(bytes((byte,)) for byte in range(256)) + tuple(text.encode() for text in SPECIAL)
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
+def call_of(family: str, days: int = 3) -> str:
+    tools = tools_of(family)
+    return written_call(tools, "get_weather", written(tools, {"city": "a <b>", "days": days}))
 
 
-@cache
-def vocabulary() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Vocabulary()), n_vocab=len(_Vocabulary.tokens), slices=[])
+def tools_of(family: str) -> ToolFormat:
+    tools = FORMATS[family].tools
+    assert tools is not None
+    return tools
 
 
-def ids_of(text: str) -> list[int]:
-    ids: list[int] = []
-    for piece in split_special(text, SPECIAL):
-        ids += list(piece.encode()) if isinstance(piece, str) else [IDS[piece.text]]
-    return ids
-
-
-def accepts(grammar: str, text: str) -> bool:
-    """True if a message may be this text and end there."""
-    assert LLMatcher.validate_grammar(grammar, None) == ""
-    matcher = LLMatcher(vocabulary(), grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    ids = ids_of(text)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
-def grammar_of(tools: ToolFormat, reasoning: ReasoningFormat | None = None, prompt: str = "") -> MessageGrammar:
-    return MessageGrammar(OutputFormat(tools=tools, reasoning=reasoning), tools, IDS, prompt)
-
-
-def parsed(tools: ToolFormat, text: str, schemas: Sequence[CallableTool]) -> ParsedMessage:
-    options = ParserOptions(
-        tools={tool.name: tool.schema for tool in schemas}, special_tokens=frozenset(SPECIAL), call_id_seed="x"
-    )
-    parts = parts_of(OutputFormat(tools=tools), split_special(text, SPECIAL), options)
-    return join_parts(part for some in parts for part in some)
-
-
-CALLS: Mapping[str, tuple[ToolFormat, str, str]] = {
-    "hermes": (
-        formats.HERMES,
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a <b>", "days": 3}}\n</tool_call>',
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a", "days": 10}}\n</tool_call>',
-    ),
-    "qwen3_coder": (
-        formats.QWEN3_CODER,
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\na <b>\n</parameter>\n"
-        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
-        "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
-    ),
-    "glm45": (
-        formats.GLM45,
-        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>a <b></arg_value>\n"
-        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
-        "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
-    ),
-    "mistral_list": (
-        formats.MISTRAL_LIST,
-        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "a <b>", "days": 3}}]',
-        '[TOOL_CALLS][{"name": "other", "arguments": {"city": "a"}}]',
-    ),
-    "mistral": (
-        formats.MISTRAL,
-        '[TOOL_CALLS]get_weather[ARGS]{"city": "a <b>", "days": 3}',
-        '[TOOL_CALLS]get_weather[ARGS]{"days": 3}',
-    ),
-    "llama3_json": (
-        formats.LLAMA3_JSON,
-        '{"name": "get_weather", "parameters": {"city": "a <b>", "days": 3}}',
-        '{"name": "get_weather", "parameters": {"city": 1}}',
-    ),
-    "deepseek_v31": (
-        formats.DEEPSEEK_V31,
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "a <b>", "days": 3}<｜tool▁call▁end｜>'
-        "<｜tool▁calls▁end｜>",
-        "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>",
-    ),
-    "gpt_oss": (
-        formats.GPT_OSS,
-        '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "a <b>", "days": 3}',
-        "<|channel|>final<|message|>x",
-    ),
-    "gemma4": (
-        formats.GEMMA4,
-        '<|tool_call>call:get_weather{city:<|"|>a <b><|"|>,days:3}<tool_call|>',
-        "<|tool_call>call:get_weather{days:3}<tool_call|>",
-    ),
-}
-
-
-@pytest.mark.parametrize("family", CALLS)
-def test_required_calls_are_those_that_the_parser_reads(family: str) -> None:
-    tools, right, wrong = CALLS[family]
-    grammar = grammar_of(tools).required([WEATHER, PING, FREE], parallel=True)
-    assert accepts(grammar, right)
-    assert not accepts(grammar, wrong)
-    assert not accepts(grammar, "just text")
-    assert not accepts(grammar, "")
-    (call,) = parsed(tools, right, [WEATHER]).tool_calls
+@pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
+@pytest.mark.parametrize("family", FORMATS)
+def test_required_calls_are_those_that_the_parser_reads(family: str, special: bool) -> None:
+    tools = tools_of(family)
+    grammar = grammar_of(tools, special=special).required([WEATHER, PING, FREE], parallel=True)
+    assert accepts(grammar, call_of(family), special=special)
+    for wrong in (call_of(family, days=10), call_of(family).replace("get_weather", "other"), "just text", ""):
+        assert not accepts(grammar, wrong, special=special)
+    (call,) = parsed(tools, call_of(family), [WEATHER]).tool_calls
     assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "a <b>", "days": 3})
 
 
-@pytest.mark.parametrize("family", CALLS)
-def test_required_call_cannot_be_written_with_ordinary_tokens(family: str) -> None:
-    tools, right, _ = CALLS[family]
-    grammar = grammar_of(tools).required([WEATHER], parallel=True)
-    matcher = LLMatcher(vocabulary(), grammar, log_level=0)
-    spelled = list(right.encode())
-    can_be_spelled = not any(text in right for text in SPECIAL)
-    assert (matcher.try_consume_tokens(spelled) == len(spelled)) is can_be_spelled
+@pytest.mark.parametrize("family", FORMATS)
+def test_delimiters_that_are_special_tokens_cannot_be_written_with_ordinary_ones(family: str) -> None:
+    grammar = grammar_of(tools_of(family)).required([WEATHER], parallel=True)
+    can_be_spelled = not any(text in call_of(family) for text in SPECIAL)
+    assert accepts(grammar, call_of(family), special=False) is can_be_spelled
 
 
 def test_one_call_only_without_parallel_calls() -> None:
@@ -214,26 +79,77 @@ def test_analysis_of_harmony_stands_before_the_call() -> None:
     assert accepts(grammar, f"<|channel|>analysis<|message|>so<|end|><|start|>assistant{call}")
 
 
-def test_strict_calls_follow_their_schema_in_free_text() -> None:
-    grammar = grammar_of(formats.HERMES).automatic([WEATHER], parallel=True)
-    assert grammar is not None
-    _, right, wrong = CALLS["hermes"]
+WITH_TRIGGER = [family for family in FORMATS if family not in ("llama3_json", "gpt_oss")]
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
+@pytest.mark.parametrize("family", WITH_TRIGGER)
+def test_strict_calls_follow_their_schema_in_free_text(family: str, special: bool) -> None:
+    tools = tools_of(family)
+    grammar = grammar_of(tools, special=special).automatic([WEATHER, PING], parallel=True)
+    once = grammar_of(tools, special=special).automatic([WEATHER, PING], parallel=False)
+    right, wrong = call_of(family), call_of(family, days=10)
+    ping = written_call(tools, "ping", written(tools, {}))
+    for text, is_accepted, is_accepted_once in (
+        ("", True, True),
+        ("only text with < and { and [", True, True),
+        (f"I look.\n{right}", True, True),
+        (f"{ping}\n{right} done", True, False),
+        (wrong, False, False),
+        (f"text {wrong}", False, False),
+        (f"{right}{wrong}", False, False),
+        (tools.triggers[0], False, False),
+        (f"a {tools.triggers[-1]} b", False, False),
+    ):
+        assert accepts(grammar, text, special=special) is is_accepted, text
+        assert accepts(once, text, special=special) is is_accepted_once, text
+    calls = parsed(tools, f"{ping}\n{right}", [WEATHER, PING]).tool_calls
+    assert [call.name for call in calls] == ["ping", "get_weather"]
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
+def test_message_that_begins_with_a_brace_is_a_strict_call(special: bool) -> None:
+    grammar = grammar_of(formats.LLAMA3_JSON, special=special).automatic([WEATHER], parallel=True)
+    once = grammar_of(formats.LLAMA3_JSON, special=special).automatic([WEATHER], parallel=False)
+    right, wrong = call_of("llama3_json"), call_of("llama3_json", days=10)
     for text, is_accepted in (
-        ("only text with < and {", True),
-        (f"I look.\n{right}", True),
-        (f"{right}\n{right} done", True),
+        ("", True),
+        (f"an object: {right}", True),
+        (right, True),
+        (f"{right}; {right}", True),
+        (f"I look. <|python_tag|>{right}", True),
+        (f"<|python_tag|>{right}", True),
         (wrong, False),
-        (f"text {wrong}", False),
+        (f" {wrong}", False),
+        (f"I look. <|python_tag|>{wrong}", False),
+        ('{"city": "a"}', False),
+        ("<|python_tag|>print(1)", False),
+    ):
+        assert accepts(grammar, text, special=special) is is_accepted, text
+    assert not accepts(once, f"{right}; {right}", special=special)
+
+
+def test_last_message_of_harmony_is_an_answer_or_a_strict_call() -> None:
+    grammar = grammar_of(formats.GPT_OSS, formats.HARMONY_ANALYSIS).automatic([WEATHER], parallel=True)
+    thought = "<|channel|>analysis<|message|>so {<|end|><|start|>assistant"
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>It is 3."
+    for text, is_accepted in (
+        (final, True),
+        (f"{thought}{final}", True),
+        (call_of("gpt_oss"), True),
+        (f"{thought}{preamble}{thought}{call_of('gpt_oss')}", True),
+        (call_of("gpt_oss", days=10), False),
+        (f"{thought}{call_of('gpt_oss', days=10)}", False),
+        (f"{final}<|end|>", False),
+        (thought, False),
+        ("text", False),
     ):
         assert accepts(grammar, text) is is_accepted, text
-    assert grammar_of(formats.LLAMA3_JSON).automatic([WEATHER], parallel=True) is None
-    once = grammar_of(formats.HERMES).automatic([WEATHER], parallel=False)
-    assert once is not None
-    assert not accepts(once, f"{right}{right}")
 
 
 @pytest.mark.parametrize("tools", [formats.HERMES, formats.QWEN3_CODER, formats.GLM45, formats.GEMMA4])
-def test_tools_without_a_schema(tools: ToolFormat) -> None:
+def test_tool_without_a_schema_takes_any_arguments(tools: ToolFormat) -> None:
     grammar = grammar_of(tools).required([PING, FREE], parallel=True)
     text = {
         "hermes": '<tool_call>\n{"name": "free", "arguments": {"a": [1, {"b": null}]}}\n</tool_call>',
@@ -251,24 +167,11 @@ def test_white_space_in_json_is_bounded() -> None:
     assert not accepts(grammar, f'{{"name": "ping", "parameters": {{{" " * 40}}}}}')
 
 
-def test_schemas_of_all_kinds_are_written() -> None:
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {
-            "a/b": {"type": "array", "items": {"type": "string"}},
-            'q"uote': {"type": "object", "properties": {"x": {"type": "number"}}},
-            "any": {},
-            "ref": {"$ref": "#/$defs/d"},
-            "const": {"const": "x\ny"},
-            "bad": True,
-        },
-        "required": ["any"],
-        "$defs": {"d": {"type": "object"}},
-    }
-    schema["properties"] |= {f"optional{number}": {"type": "string"} for number in range(40)}
-    for tools in (formats.HERMES, formats.QWEN3_CODER, formats.GEMMA4):
-        grammar = grammar_of(tools).required([CallableTool(name="f", parameters=schema)], parallel=True)
-        assert LLMatcher.validate_grammar(grammar, None) == ""
+def test_arguments_are_an_object_even_if_the_schema_allows_others() -> None:
+    tool = CallableTool(name="f", parameters={"type": ["null", "object"]})
+    grammar = grammar_of(formats.LLAMA3_JSON).required([tool], parallel=True)
+    assert accepts(grammar, '{"name": "f", "parameters": {"a": 1}}')
+    assert not accepts(grammar, '{"name": "f", "parameters": null}')
 
 
 async def test_grammar_above_its_size_is_refused() -> None:
@@ -283,74 +186,3 @@ async def test_grammar_above_its_size_is_refused() -> None:
     with pytest.raises(InvalidField, match="65,536 bytes") as refused:
         await tool_grammar(chat, "", OutputFormat(tools=formats.HERMES), ByteTokenizer())
     assert (refused.value.param, refused.value.failure.reason) == ("tools", Reason.INVALID_GRAMMAR)
-
-
-# Random messages that the grammar allows.
-
-WALK_TOOLS = [
-    WEATHER,
-    PING,
-    CallableTool(
-        name="nested",
-        parameters={
-            "type": "object",
-            "properties": {
-                "items": {"type": "array", "items": {"type": "integer"}},
-                "flag": {"type": "boolean"},
-                "note": {"type": "string", "maxLength": 20},
-                "kind": {"enum": ["a", "b"]},
-                "level": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-                "title": {"anyOf": [{"type": "string", "maxLength": 9}, {"type": "null"}]},
-                "many": {"type": ["integer", "string"]},
-            },
-            "required": ["flag", "kind"],
-            "additionalProperties": False,
-        },
-    ),
-]
-ENDINGS = frozenset(b'"{}[]<>/\n,:0123456789') | set(IDS.values())
-"""Tokens that bring a message to its end."""
-
-
-def random_message(grammar: str, rng: Random, closing: str, max_tokens: int = 2000) -> str:
-    """Return a message of random tokens that the grammar allows, mostly of those that end it.
-
-    closing: text that ends a long value, which random tokens would hardly hit.
-    """
-    matcher = LLMatcher(vocabulary(), grammar, log_level=0)
-    text = bytearray()
-    for _ in range(max_tokens):
-        if matcher.is_accepting() and rng.random() < 0.5:
-            return text.decode()
-        if (
-            closing
-            and rng.random() < 0.1
-            and matcher.deep_copy().try_consume_tokens(ids_of(closing)) == len(ids_of(closing))
-        ):
-            assert matcher.consume_tokens(ids_of(closing))
-            text += closing.encode()
-        mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        allowed = [id_ for id_ in range(257, len(_Vocabulary.tokens)) if mask >> id_ & 1]
-        allowed += [byte for byte in range(9, 127) if mask >> byte & 1]
-        if not allowed and matcher.is_accepting():
-            return text.decode()
-        endings = [id_ for id_ in allowed if id_ in ENDINGS]
-        id_ = rng.choice(endings if endings and rng.random() < 0.7 else allowed)
-        assert matcher.consume_token(id_)
-        text += _Vocabulary.tokens[id_]
-    raise AssertionError(f"the message does not end: {bytes(text[:200])!r}")
-
-
-@pytest.mark.parametrize("family", CALLS)
-def test_random_messages_of_the_grammar_are_valid_calls(family: str) -> None:
-    tools, _, _ = CALLS[family]
-    grammar = grammar_of(tools).required(WALK_TOOLS, parallel=True)
-    schemas = {tool.name: tool.schema for tool in WALK_TOOLS}
-    for seed in range(8):
-        closing = tools.syntax.parameters.after_value if tools.syntax.parameters else ""
-        text = random_message(grammar, Random(seed), closing)
-        message = parsed(tools, text, WALK_TOOLS)
-        assert message.tool_calls, text
-        assert message.content == "", text
-        for call in message.tool_calls:
-            jsonschema.validate(json.loads(call.arguments), schemas[call.name])

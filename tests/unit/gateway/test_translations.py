@@ -27,6 +27,7 @@ FLAT_TOOL = {"type": "function", **FUNCTION}
 TOOL = {"name": "f", "description": "d", "input_schema": SCHEMA, "strict": True}
 CHAT_TOOL = {"type": "function", "function": FUNCTION}
 NAMED = {"type": "function", "function": {"name": "f"}}
+ANSWER_FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
 NO_THINKING = {"enable_thinking": False, "thinking": False}
 THINKING = {"enable_thinking": True, "thinking": True}
 
@@ -90,10 +91,11 @@ def text(value: str, kind: str = "text") -> dict[str, Any]:
         ),
         ({"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning_effort": "low"}),
         ({"include": ["message.output_text.logprobs"]}, {"logprobs": True, "top_logprobs": 0}),
-        ({"include": ["reasoning.encrypted_content"]}, {}),
+        ({"include": ["reasoning.encrypted_content", "file_search_call.results"]}, {}),
         ({"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 3}),
         ({"truncation": "disabled", "background": False, "previous_response_id": None, "metadata": {"a": "b"}}, {}),
         ({"seed": 3, "top_k": 4, "slo": {"ttft_ms": 9}}, {"seed": 3, "top_k": 4, "slo": {"ttft_ms": 9}}),
+        ({"cache_salt": "s", "bad_words": ["x"], "n": 1}, {"cache_salt": "s", "bad_words": ["x"]}),
     ],
 )
 def test_fields_of_responses_become_fields_of_a_chat(fields: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -144,6 +146,14 @@ def test_instructions_and_a_system_message_after_them_are_one_message() -> None:
     [
         ({"store": True}, "store", "responses are not stored"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items in input"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params", "clients may not set it"),
+        ({"bootstrap_host": "h"}, "bootstrap_host", "clients may not set it"),
+        ({"n": 2}, "n", "send several requests"),
+        ({"max_tokens": 5}, "max_tokens", "send max_output_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "send text.format"),
+        ({"tools": [FLAT_TOOL] * 10_000}, "tools", "10000 items; at most 128"),
+        ({"tools": [{**FLAT_TOOL, "defer_loading": True}]}, "tools[0].defer_loading", "send the tools"),
+        ({"input": [{**USER, "status": 5}]}, "input[0].status", "must be a string"),
         ({"conversation": "c"}, "conversation", "send the earlier items"),
         ({"background": True}, "background", "use stream"),
         ({"prompt": {"id": "p"}}, "prompt", "send the text in input"),
@@ -155,7 +165,7 @@ def test_instructions_and_a_system_message_after_them_are_one_message() -> None:
             "tool_choice.tools[0].name",
             "'x'; must be one of the tools",
         ),
-        ({"include": ["file_search_call.results"]}, "include[0]", "'file_search_call.results'; must be one of"),
+        ({"include": ["everything"]}, "include[0]", "'everything'; must be one of"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "ask for it in instructions"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "'grammar'; must be"),
         ({"input": None}, "input", "is missing"),
@@ -216,14 +226,11 @@ def test_echo_is_the_json_of_its_fields(value: Any, size: int) -> None:
         ({"chat_template_kwargs": {"x": 1}}, {"chat_template_kwargs": {**NO_THINKING, "x": 1}}),
         ({"chat_template_kwargs": THINKING}, {"chat_template_kwargs": THINKING}),
         ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        ({"cache_salt": "s", "ignore_eos": True}, {"cache_salt": "s", "ignore_eos": True}),
+        ({"output_format": {"type": "json_schema", "schema": SCHEMA}}, {"response_format": ANSWER_FORMAT}),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
-                }
-            },
+            {"response_format": ANSWER_FORMAT},
         ),
     ],
 )
@@ -282,6 +289,7 @@ def test_tokens_are_counted_of_the_same_prompt() -> None:
         ({"max_tokens": None}, "max_tokens", "is missing"),
         ({"messages": []}, "messages", "is empty"),
         ({"messages": [], "system": "s"}, "messages", "is empty"),
+        ({"messages": [{"role": "user", "content": []}, USER]}, "messages[0].content", "is an empty list"),
         ({"messages": [blocks("user", {"type": "image"})]}, "messages[0].content[0].type", "'image'; a message of"),
         ({"messages": [blocks("user", {"type": "tool_use"})]}, "messages[0].content[0].type", "text, tool_result"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be one of user"),
@@ -292,6 +300,17 @@ def test_tokens_are_counted_of_the_same_prompt() -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens", "at least 1"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "the server runs no tools"),
         ({"container": "c"}, "container", "the server runs no tools"),
+        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params", "clients may not set it"),
+        ({"stop": ["x"]}, "stop", "send stop_sequences"),
+        ({"n": 2}, "n", "send several requests"),
+        ({"thread": {"type": "create"}}, "thread", "send all of them"),
+        ({"tools": [TOOL] * 10_000}, "tools", "10000 items; at most 128"),
+        ({"metadata": {"user_id": 5}}, "metadata.user_id", "must be a string"),
+        (
+            {"output_format": {"type": "json_schema"}, "output_config": {"format": {"type": "json_schema"}}},
+            "output_format",
+            "send only output_config.format",
+        ),
         ({"stop_sequences": "x"}, "stop_sequences", "must be a list"),
     ],
 )
@@ -313,8 +332,10 @@ def test_unknown_fields_are_ignored_at_every_level() -> None:
     names = ["u4", "messages[].u2", "messages[].content[].u1", "tools[].u3"]
     translated(translate_messages, body, *names)
     items = [{**blocks("user", {**text("a", "input_text"), "u1": 1}), "u2": 1}]
-    body = {"input": items, "tools": [{**FLAT_TOOL, "u3": 1}], "text": {"u5": 1}, "u4": 1}
-    translated(translate_responses, body, "u4", "input[].u2", "input[].content[].u1", "tools[].u3", "text.u5")
+    choice = {"type": "function", "name": "f", "u6": 1}
+    body = {"input": items, "tools": [{**FLAT_TOOL, "u3": 1}], "tool_choice": choice, "text": {"u5": 1}, "u4": 1}
+    names = ["u4", "input[].u2", "input[].content[].u1", "tools[].u3", "tool_choice.u6", "text.u5"]
+    translated(translate_responses, body, *names)
 
 
 @pytest.mark.parametrize(
@@ -332,14 +353,17 @@ def test_unknown_fields_are_ignored_at_every_level() -> None:
         (translate_messages, "tools[0].function.parameters.type", "tools[0].input_schema.type"),
         (translate_messages, "tools[0].function.name", "tools[0].name"),
         (translate_messages, "stop", "stop_sequences"),
+        (translate_responses, "messages[2].tool_call_id", "input[2].call_id"),
+        (translate_messages, "messages[1].tool_call_id", "messages[0].content[0].tool_use_id"),
     ],
 )
 def test_errors_about_the_chat_name_the_fields_of_the_client(translate: Translate, param: str, expected: str) -> None:
     result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "x"}
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
     body: dict[str, Any] = (
-        {"input": [USER, call], "tools": [{**FLAT_TOOL, "name": "g"}, FLAT_TOOL], "tool_choice": allowed}
+        {"input": [USER, call, output], "tools": [{**FLAT_TOOL, "name": "g"}, FLAT_TOOL], "tool_choice": allowed}
         if translate is translate_responses
         else {"max_tokens": 1, "system": "s", "messages": [blocks("user", result)], "tools": [TOOL]}
     )

@@ -52,6 +52,11 @@ async def test_large_body_takes_little_cpu_time_of_the_loop(body: dict[str, Any]
 
 USER = {"role": "user", "content": "x"}
 
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+
 
 def tool(number: int, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": f"f{number}", **fields}}
@@ -82,7 +87,10 @@ async def test_large_constraint_takes_little_cpu_time_of_the_loop(body: dict[str
     [
         ({"messages": [USER], "tools": [tool(number) for number in range(10_000)]}, "at most 128"),
         ({"messages": [USER], "tools": [tool(0, description="x" * 8_000_000)]}, "262,144 characters"),
-        ({"messages": [USER, {"role": "tool", "tool_call_id": "c", "content": "x" * 8_000_000}]}, "prompt has"),
+        (
+            {"messages": [USER, CALL, {"role": "tool", "tool_call_id": "c", "content": "x" * 8_000_000}]},
+            "the prompt has",
+        ),
         (
             {
                 "messages": [USER],
@@ -116,3 +124,24 @@ def chat_validator() -> Validator:
         request_timeout_s=60.0,
         output_format=OutputFormat(tools=HERMES),
     )
+
+
+async def test_ids_are_checked_once_for_all_prompts() -> None:
+    checked: list[str] = []
+
+    class CountingValidator(Validator):
+        def check_vocabulary(self, name: str, token_id: int) -> None:
+            checked.append(name)
+            super().check_vocabulary(name, token_id)
+
+    known = ModelLimits(max_model_len=100, max_num_seqs=64)
+    checker = CountingValidator(
+        tokenizer=chat_tokenizer("qwen3"),
+        model="demo",
+        model_limits=lambda: known,
+        rng=Random(3),
+        request_timeout_s=60.0,
+    )
+    body = {"prompt": ["x"] * 256, "max_tokens": 1, "allowed_token_ids": [*range(256)], "logit_bias": {"1": 1}}
+    assert await validate(checker, json.dumps(body).encode()) == ""
+    assert sorted(checked) == ["allowed_token_ids"] * 256 + ["logit_bias"]

@@ -113,7 +113,7 @@ def test_deferred_rows_have_neither_tokens_nor_a_failure(draw: object) -> None:
 
 
 @DRAWS
-def test_bans_that_leave_no_token_are_the_requests_fault(draw: object) -> None:
+def test_bans_that_leave_no_token_fail_only_their_request(draw: object) -> None:
     request = SampleRequest(
         sampling=Sampling(max_tokens=1, temperature=0.0),
         sample_indices=(0,),

@@ -16,6 +16,7 @@ class StubGenerateStream:
 
     def __init__(self, request_id: str = "req-1") -> None:
         self.request_id = request_id
+        self.ignored_fields: tuple[str, ...] = ()
         self.is_closed = False
         self._mailbox: Mailbox[GenerateChunk | Exception] = Mailbox(10_000)
 

@@ -126,8 +126,10 @@ async def gateway() -> AsyncIterator[GatewayServer]:
 
 async def test_generate_streams_each_chunk_as_it_is_produced(gateway: GatewayServer) -> None:
     gateway.api.answer = answer = StubGenerateStream("req-7")
+    answer.ignored_fields = ("wish", "messages[].mood")
     generation = await gateway.client().generate(BODY)
     assert generation.request_id == "req-7"
+    assert generation.ignored_fields == answer.ignored_fields
     for chunk in CHUNKS:
         answer.put(chunk)
         assert await generation.receive() == chunk

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Code, Reason, Refused
 from baton.core.kv.block_hash import token_ids
-from baton.core.messages.jobs import Ack, Cancel, GatewayMessage, SessionHelloReply, Step, WorkerMessage
+from baton.core.messages.jobs import Ack, Cancel, GatewayMessage, RefusedJob, SessionHelloReply, Step, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.request_limits import MAX_BAD_WORD_TOKENS, MAX_GRAMMAR_BYTES
 from baton.rpc.mappers import common_mapper, worker_mapper
+from baton.rpc.worker_rpc import WORKER_SIDE
 from baton.wire.v1 import common_pb2, peer_pb2, scheduler_pb2, worker_pb2
 from tests import builders
 from tests.unit.rpc.conversions import CLIENT, INTERNAL, Conversion
@@ -237,6 +238,15 @@ def test_rules_beyond_their_limits_are_refused(changes: dict[str, Any], problem:
     with pytest.raises(Refused, match=problem) as refused:
         INTERNAL["gateway"].round_trip(job)
     assert refused.value.failure.code is Code.INVALID_ARGUMENT
+
+
+def test_invalid_job_is_refused_without_its_stream() -> None:
+    job = builders.prefill_job(sampling=builders.Sampling(max_tokens=1, bad_words=((),)))
+    received = WORKER_SIDE.from_wire(worker_mapper.to_gateway_message(job))
+    assert isinstance(received, RefusedJob)
+    assert (received.job, received.failure.code) == (job.job, Code.INVALID_ARGUMENT)
+    with pytest.raises(Refused, match="request_id is missing"):
+        WORKER_SIDE.from_wire(gateway_message(decode=worker_pb2.DecodeJob()))
 
 
 def test_rules_at_their_limits_are_accepted() -> None:

@@ -22,7 +22,7 @@ from baton.rpc import grpc_network, inference_rpc, peer_rpc, scheduler_rpc, work
 from baton.rpc.channel import open_channel
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
-from baton.rpc.grpc_streams import ACCEPTED
+from baton.rpc.streams.grpc_streams import ACCEPTED
 from baton.runtime.observability.health import Health
 from baton.wire.v1 import scheduler_pb2_grpc
 from tests import builders, malformed_connections

@@ -12,7 +12,8 @@ from baton.core.kv.block_hash import token_ids
 from baton.core.messages.jobs import Ack
 from baton.rpc.grpc_network import GrpcNetwork
 from baton.rpc.grpc_server import GrpcServer
-from baton.rpc.grpc_streams import Codec, ServerDuplex, stream_limits
+from baton.rpc.streams.grpc_streams import Codec, ServerDuplex
+from baton.rpc.streams.stream_limits import stream_limits
 from baton.runtime.process.byte_budget import Account, ByteBudget
 from tests import builders
 from tests.contract.networks import Serve, StubWorker, eventually

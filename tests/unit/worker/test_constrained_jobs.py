@@ -11,8 +11,15 @@ from llguidance import LLMatcher
 from baton.core.errors import Code, Reason
 from baton.core.messages.jobs import DecodeJob, PrefillJob
 from baton.core.request import FinishReason, Sampling
+from baton.engine.constraints.compiled_grammar import GRAMMAR_BYTES
 from baton.engine.constraints.token_constraints import TokenConstraints
-from baton.worker.worker_budget import GRAMMAR_BYTES, MATCHER_BYTES, RULE_TOKEN_BYTES, job_bytes
+from baton.worker.worker_budget import (
+    MATCHER_BYTES,
+    PROMPT_LOGPROB_BYTES,
+    RULE_BYTES,
+    RULE_TOKEN_BYTES,
+    job_bytes,
+)
 from tests.unit.worker.harness import Node, pair
 from tests.unit.worker.job_builders import VOCAB_SIZE, decode_job, prefill_job
 from tests.unit.worker.virtual_loop import virtual
@@ -101,6 +108,7 @@ async def test_worker_without_a_tokenizer_refuses_grammars_and_serves_other_jobs
         assert "allowed_token_ids has token id 1000" in (await workers.to_d.failed(unknown.job)).message
 
 
+@pytest.mark.fault("F-56")
 @virtual
 async def test_no_token_left_on_the_prefill_worker_is_final_for_both_legs() -> None:
     async with pair() as workers:
@@ -113,6 +121,7 @@ async def test_no_token_left_on_the_prefill_worker_is_final_for_both_legs() -> N
         await workers.until_clean()
 
 
+@pytest.mark.fault("F-56")
 @virtual
 async def test_sequence_without_a_token_left_ends_alone() -> None:
     async with pair() as workers:
@@ -128,6 +137,7 @@ async def test_sequence_without_a_token_left_ends_alone() -> None:
         assert num_rules(workers.d) <= 2  # those of the last step
 
 
+@pytest.mark.fault("F-52")
 @virtual
 async def test_retry_continues_a_constrained_answer_after_any_token() -> None:
     async with pair() as workers:
@@ -156,4 +166,6 @@ def test_rules_count_as_memory_of_the_job(make: Callable[..., PrefillJob | Decod
     plain = Sampling(max_tokens=8)
     assert size(replace(plain, grammar="x" * 1000)) - size(plain) == 1000 * GRAMMAR_BYTES + 2 * MATCHER_BYTES
     rules = replace(plain, allowed_token_ids=(1, 2, 3), bad_words=((1, 2), (3,)))
-    assert size(rules) - size(plain) == 6 * RULE_TOKEN_BYTES
+    assert size(rules) - size(plain) == 6 * RULE_TOKEN_BYTES + 2 * RULE_BYTES
+    assert size(replace(plain, logit_bias=((1, 0.5),) * 1000)) - size(plain) == 1000 * RULE_BYTES
+    assert size(replace(plain, num_prompt_logprobs=20)) - size(plain) == 10 * 21 * PROMPT_LOGPROB_BYTES

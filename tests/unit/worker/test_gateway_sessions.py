@@ -14,8 +14,10 @@ from baton.core.messages.jobs import (
     Cancel,
     DecodeJob,
     Heartbeat,
+    JobFailure,
     Ping,
     PrefillJob,
+    RefusedJob,
     SessionHello,
     SessionHelloReply,
     Step,
@@ -130,6 +132,18 @@ async def test_messages_of_one_loop_iteration_are_sent_as_one() -> None:
     assert isinstance(second, Step)
     assert (first.seq, [d.token_ids for d in first.deltas], len(first.failures)) == (1, [(1,), (2,)], 1)
     assert (second.seq, [d.token_ids for d in second.deltas]) == (2, [(3,)])
+
+
+@virtual
+async def test_refused_job_fails_alone() -> None:
+    rig = Rig()
+    stream, _ = await rig.open()
+    stream.send(RefusedJob(job=JOB, failure=failure()))
+    stream.send(prefill_job(attempt=1))
+    step = await stream.receive()
+    assert isinstance(step, Step)
+    assert step.failures == (JobFailure(job=JOB, failure=failure()),)
+    assert [job.job.attempt for job in rig.jobs.started] == [1]
 
 
 @virtual

@@ -25,8 +25,9 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerat
 from baton.worker.device.real_device import default_threads
 from baton.worker.device.worker_device import Device
 from baton.worker.worker_lifecycle import WorkerLifecycle
-from baton.worker.worker_main import UNHEALTHY_EXIT_CODE, StartupGate, WorkerThread, run_worker, serve
+from baton.worker.worker_main import UNHEALTHY_EXIT_CODE, StartupGate, run_worker, serve
 from baton.worker.worker_service import Worker
+from baton.worker.worker_thread import WorkerThread
 from tests import builders
 from tests.unit.worker.harness import BLOCK, GatedExecutor, worker_times
 from tests.unit.worker.job_builders import VOCAB_SIZE, decode_job

@@ -75,7 +75,7 @@ class _ExplainCommand(click.Command):
 def explain(request_id: str, verbose: bool, choice: GatewayChoice, context: AdminContext) -> None:
     """Explain the placement of a request and compare predictions with the outcome.
 
-    REQUEST_ID is the x-request-id header of the response, or its id (chatcmpl-..., cmpl-...); `last` is the
+    REQUEST_ID is the x-request-id header of the response, or its id (such as chatcmpl-...); `last` is the
     request that was placed last. The first line says how it went. TTFT is counted from the question to the
     scheduler. What is neither the scheduler's queue, the worker's queue nor prefill is time between gateway
     and worker.

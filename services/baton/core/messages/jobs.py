@@ -120,7 +120,16 @@ class Ping:
     """Shows the worker that the gateway is alive."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedJob:
+    """A received job with invalid parameters, which the worker answers with `failure`. It is never sent."""
+
+    job: JobId
+    failure: Failure
+
+
 GatewayMessage = SessionHello | PrefillJob | DecodeJob | Cancel | Ack | Ping
+ReceivedGatewayMessage = GatewayMessage | RefusedJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

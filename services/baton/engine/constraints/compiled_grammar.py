@@ -5,16 +5,16 @@ the times that they stand for.
 """
 
 import json
-from collections.abc import Sequence
 from threading import Lock
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits
 
 from baton.core.errors import Code, Failure, Reason, Refused, invalid
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request_limits import MAX_GRAMMAR_BYTES
 from baton.engine.constraints.grammar_tokenizer import GrammarTokenizer
+from baton.engine.constraints.matcher_executor import MatcherExecutor
 from baton.engine.constraints.token_bits import Bits
 
 LIMITS = LLParserLimits(
@@ -22,101 +22,98 @@ LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
     max_items_in_row=600,
     step_max_items=15_000,
-    step_lexer_fuel=30_000,
+    step_lexer_fuel=200_000,
     max_lexer_states=20_000,
     verbose_errors=False,
 )
-"""Limits of a grammar as a whole (the first two), of one token (the next three), and of a matcher's
-memory."""
+"""Limits of a grammar as a whole (the first two), of one token (the next three), and of the lexer that all
+matchers of a compiled grammar share."""
+GRAMMAR_BYTES = 72
+"""Memory of a byte of a grammar: its text, and what llguidance compiles it to. Up to 70 were measured."""
+MAX_LEXER_BYTES = 24 << 20
+"""Memory of a lexer with as many states as `LIMITS` allow."""
+LEXER_BYTES_PER_S = 128 << 20
+"""Growth of a lexer for each second of CPU time that masks take. Up to 110 MB were measured."""
+SLOW_MASK_S = 0.002
+"""A mask that took more CPU time is slow."""
+NUM_FAST_MASKS = 8
+"""Masks in a row that must be fast until the masks of a new grammar are computed together."""
+NUM_FAST_AFTER_SLOW = 64
+"""The same after a slow mask."""
 _MAX_MESSAGE = 300
 _NO_FORCING = {"name": "baton_no_forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: "x"'}
 _EXCEEDED = ("too many", "current row has", "too large", "too complex", "limit")
 """Parts of llguidance's messages for an exceeded limit."""
 
 
-class GrammarMatcher:
-    """Follows one response through a grammar.
+class LexerFull(Refused):
+    """The lexer of a grammar has reached a limit. All matchers of the grammar share it and stay unusable."""
 
+
+class GrammarMatcher:
+    """Follows one response through a grammar. Used by the thread that holds `CompiledGrammar.lock`.
+
+    generation: of the lexer that it shares with other matchers of the grammar.
     consumed: the tokens that it has followed.
+    mask: the tokens that may come next, [num_words]; None if it was not computed.
+    is_accepting: the response may end here; valid with `mask`.
     """
 
-    __slots__ = ("_accepts", "_mask", "_matcher", "consumed")
+    __slots__ = ("consumed", "generation", "is_accepting", "mask", "matcher")
 
-    def __init__(
-        self, matcher: LLMatcher, consumed: TokenIds, mask: Bits | None = None, *, accepts: bool = False
-    ) -> None:
-        self._matcher = matcher
-        self._mask = mask  # of this state, if it was computed in advance
-        self._accepts = accepts  # valid with `_mask`
-        self.consumed = consumed
+    def __init__(self, matcher: LLMatcher, generation: int) -> None:
+        self.matcher = matcher
+        self.generation = generation
+        self.consumed = token_ids()
+        self.mask: Bits | None = None
+        self.is_accepting = False
 
     def copy(self) -> "GrammarMatcher":
-        """Return a matcher in the same state that is independent of this one."""
-        return GrammarMatcher(self._matcher.deep_copy(), self.consumed[:], self._mask, accepts=self._accepts)
+        """Return a matcher in the same state that goes on independently of this one."""
+        copied = GrammarMatcher(self.matcher.deep_copy(), self.generation)
+        copied.consumed, copied.mask, copied.is_accepting = self.consumed, self.mask, self.is_accepting
+        return copied
 
     def can_follow(self, outputs: TokenIds) -> bool:
         """Return True if `outputs` begin with the tokens that this matcher has consumed."""
         return outputs[: len(self.consumed)] == self.consumed
 
-    def follow(self, outputs: TokenIds) -> None:
+    def follow(self, outputs: TokenIds, executor: MatcherExecutor) -> None:
         """Consume the tokens of `outputs` that are new. Raises Refused if they do not match."""
-        new = outputs[len(self.consumed) :]
-        if not new:
-            return
-        self._mask = None
-        if not self._matcher.consume_tokens(new.tolist()):
-            raise Refused(_failure(self._matcher.get_error(), len(self.consumed)))
+        if new := outputs[len(self.consumed) :]:
+            before = len(self.consumed)
+            num_consumed = executor.replay(self.matcher, new)
+            self.consumed = outputs[: before + num_consumed]
+            self.followed(outputs)
+
+    def followed(self, outputs: TokenIds) -> None:
+        """Record that `outputs` were consumed. Raises Refused if they did not match."""
+        self.mask = None
+        self.check()
         self.consumed = outputs
 
-    @property
-    def is_accepting(self) -> bool:
-        """True if the response may end here."""
-        return self._matcher.is_accepting() if self._mask is None else self._accepts
-
     def check(self) -> None:
-        """Raise Refused if a limit was exceeded."""
-        if self._mask is None and self._matcher.is_error():
-            raise Refused(_failure(self._matcher.get_error(), len(self.consumed)))
+        """Raise Refused if a token did not match or a limit was exceeded, LexerFull if the lexer did."""
+        if self.matcher.is_error():
+            error = self.matcher.get_error()
+            raise (LexerFull if "lexer error" in error else Refused)(_failure(error, len(self.consumed)))
 
-    def keep_mask(self, tokenizer: GrammarTokenizer) -> None:
-        """Compute the mask of this state in advance. Raises Refused if a limit is exceeded."""
-        if self._mask is None:
-            mask = np.zeros((1, tokenizer.num_words), dtype=np.uint32)
-            fill_masks([self], mask)
-            self.check()
-            self._accepts = self._matcher.is_accepting()
-            self._mask = mask[0]
+    def keep_mask(self, mask: Bits, *, may_accept: bool) -> None:
+        """Store the mask that llguidance has computed. Raises Refused if it could not.
 
-
-def fill_masks(matchers: Sequence[GrammarMatcher], masks: Bits, executor: LLExecutor | None = None) -> None:
-    """Set row i of `masks` to the tokens that matcher i allows next.
-
-    masks: [len(matchers), GrammarTokenizer.num_words], C-contiguous. A row is arbitrary if `check` raises
-        afterwards.
-    executor: computes the rows in parallel; None: in the calling thread. The GIL is released in both cases.
-    """
-    row_bytes = masks.shape[1] * masks.itemsize
-    address: int = masks.ctypes.data
-    unknown: list[tuple[LLMatcher, int]] = []
-    for row, one in enumerate(matchers):
-        if one._mask is not None:
-            masks[row] = one._mask
-        else:
-            unknown.append((one._matcher, row))
-    if executor is not None and len(unknown) > 1:
-        executor.unsafe_compute_mask_ptr(unknown, address, row_bytes, len(masks))
-        return
-    for matcher, row in unknown:
-        matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+        may_accept: the mask has an end mark.
+        """
+        self.check()
+        self.is_accepting = may_accept and self.matcher.is_accepting()
+        self.mask = mask
 
 
 class CompiledGrammar:
-    """A grammar that llguidance has accepted.
+    """A grammar that llguidance has accepted, and its cost so far.
 
-    start: matcher of the empty response, with its mask. Copy it.
-    num_fast_masks: masks in a row that were fast, of any response.
-    lock: held by threads other than the one that samples while they use a matcher. Matchers of one grammar
-        share a lock in llguidance, and wait for it with the GIL.
+    text: the grammar. start: matcher of the empty response, with its mask. Copy it.
+    generation: number of times that the grammar was compiled again.
+    lock: held by the thread that uses the grammar's matchers. llguidance lets the others wait with the GIL.
     """
 
     def __init__(self, grammar: str, tokenizer: GrammarTokenizer) -> None:
@@ -125,14 +122,71 @@ class CompiledGrammar:
         if size > MAX_GRAMMAR_BYTES:
             message = f"the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed. Use a smaller schema"
             raise invalid(message, Reason.INVALID_GRAMMAR)
-        matcher = LLMatcher(tokenizer.table, _without_forcing(grammar), log_level=0, limits=LIMITS)
+        self.text = grammar
+        self.tokenizer = tokenizer
+        self.lock = Lock()
+        self.generation = 0
+        self._num_fast_masks = 0
+        self._num_fast_needed = NUM_FAST_MASKS
+        self._masks_s = 0.0
+        self._must_renew = False
+        self.start = self._compile()
+
+    def renew(self) -> None:
+        """Compile the grammar again, with an empty lexer. Matchers of earlier generations must be dropped."""
+        self.generation += 1
+        self.start = self._compile()
+        self._masks_s, self._must_renew = 0.0, False
+
+    def renew_if_asked(self) -> None:
+        """Compile the grammar again if `ask_to_renew` was called."""
+        if self._must_renew:
+            self.renew()
+
+    def ask_to_renew(self) -> None:
+        """Let the next thread that uses the grammar renew it, so that it takes less memory."""
+        self._must_renew = True
+
+    def count_mask(self, took_s: float, num_masks: int = 1) -> None:
+        """Count masks that have taken `took_s` of CPU time together."""
+        self._masks_s += took_s
+        if took_s > SLOW_MASK_S * num_masks:
+            self._num_fast_masks, self._num_fast_needed = 0, NUM_FAST_AFTER_SLOW
+        else:
+            self._num_fast_masks += num_masks
+            if self._num_fast_masks >= self._num_fast_needed:
+                self._num_fast_needed = NUM_FAST_MASKS
+
+    def doubt(self) -> None:
+        """Measure the next masks one by one, because several together were slow."""
+        self._num_fast_masks = 0
+
+    @property
+    def is_fast(self) -> bool:
+        """True if enough masks in a row were fast. A new grammar is not, and neither is one in doubt."""
+        return self._num_fast_masks >= self._num_fast_needed
+
+    @property
+    def is_slow(self) -> bool:
+        """True if a mask was slow, and too few after it were fast."""
+        return self._num_fast_needed > NUM_FAST_MASKS
+
+    @property
+    def num_bytes(self) -> int:
+        """Upper estimate of the memory: the lexer has grown by what its masks have cost in CPU time."""
+        lexer_bytes = 0 if self._must_renew else min(MAX_LEXER_BYTES, int(self._masks_s * LEXER_BYTES_PER_S))
+        return GRAMMAR_BYTES * len(self.text) + lexer_bytes
+
+    def _compile(self) -> GrammarMatcher:
+        matcher = LLMatcher(self.tokenizer.table, _without_forcing(self.text), log_level=0, limits=LIMITS)
         if matcher.is_error():
             message = f"the grammar cannot be used: {_summary(matcher.get_error())}"
             raise invalid(message, Reason.INVALID_GRAMMAR)
-        self.num_fast_masks = 0
-        self.lock = Lock()
-        self.start = GrammarMatcher(matcher, token_ids())
-        self.start.keep_mask(tokenizer)
+        start = GrammarMatcher(matcher, self.generation)
+        mask = np.zeros((1, self.tokenizer.num_words), dtype=np.uint32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        start.keep_mask(mask[0], may_accept=self.tokenizer.have_end_marks(mask)[0])
+        return start
 
 
 def no_token_left(message: str) -> Failure:

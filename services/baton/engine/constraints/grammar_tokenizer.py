@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import TOKENIZER_FILE
-from baton.engine.constraints.token_bits import Bits, bits_of, num_words
+from baton.engine.constraints.token_bits import Bits, bits_of, clear, num_words
 
 
 class GrammarTokenizer:
@@ -18,7 +19,6 @@ class GrammarTokenizer:
         model.
     num_words: uint32 words in a mask of `table`.
     known: bits of the ids that the tokenizer has, within the model's vocabulary. Padded ids are not in it.
-    end_marks: bits of the ids that llguidance allows where a grammar accepts.
     vocab_size: width of the model's logits.
     """
 
@@ -26,8 +26,26 @@ class GrammarTokenizer:
         self.table = table
         self.num_words = num_words(table.vocab_size)
         self.known = known
-        self.end_marks = bits_of([token_id for token_id in table.eos_tokens if token_id < vocab_size], vocab_size)
+        end_marks = bits_of(table.eos_tokens, table.vocab_size)
+        self._end_words = np.flatnonzero(end_marks)
+        self._end_marks = end_marks[self._end_words]
         self.vocab_size = vocab_size
+
+    def have_end_marks(self, masks: Bits) -> list[bool]:
+        """Return for each mask whether it has an id that llguidance allows where a grammar accepts."""
+        found: list[bool] = np.logical_or.reduce(masks[:, self._end_words] & self._end_marks, axis=1).tolist()
+        return found
+
+    def knows(self, token_id: int) -> bool:
+        """Return True for an id that both the tokenizer and the model have."""
+        return 0 <= token_id < self.vocab_size and bool(self.known[token_id >> 5] >> np.uint32(token_id & 31) & 1)
+
+    def inside(self, end_token_ids: Collection[int]) -> Bits:
+        """Return the bits of the ids that a grammar may contain: known ones that do not end a response."""
+        inside = self.known.copy()
+        ends = {*end_token_ids, *self.table.eos_tokens}
+        clear(inside, [token_id for token_id in ends if token_id < self.vocab_size])
+        return inside
 
     def is_special(self, token_id: int) -> bool:
         """Return True for a token that is not text, for example the end of a message."""

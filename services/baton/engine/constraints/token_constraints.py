@@ -7,39 +7,35 @@ therefore need nothing else.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Lock
-from weakref import WeakValueDictionary
+from threading import Lock, local
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
-from llguidance import LLExecutor
 
 from baton.core.errors import Failure, ModelError, Refused
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request import Sampling
-from baton.engine.constraints.compiled_grammar import (
-    CompiledGrammar,
-    GrammarMatcher,
-    fill_masks,
-    no_token_left,
-)
+from baton.engine.constraints.compiled_grammar import CompiledGrammar, no_token_left
 from baton.engine.constraints.grammar_tokenizer import GrammarTokenizer
+from baton.engine.constraints.mask_tasks import MaskTask, MaskThreads, by_grammar, compute_masks
+from baton.engine.constraints.matcher_executor import NO_CLOCKS, MaskClocks, MatcherExecutor
 from baton.engine.constraints.sampling_rules import SamplingRules, check_rules, no_grammar_support
-from baton.engine.constraints.slow_masks import NUM_FAST_MASKS, SLOW_MASK_S, SlowMasks
 from baton.engine.constraints.token_bits import Bits, bits_of, clear, num_words
 from baton.engine.state.step import SampleRequest
 
 MAX_CACHED_GRAMMARS = 256
-MAX_CACHED_GRAMMAR_BYTES = 2 << 20
-"""Compiled grammars that are kept after their requests have ended: their number, and the bytes of their text.
-A compiled grammar takes at most about 70 times its text."""
+MAX_CACHED_GRAMMAR_BYTES = 64 << 20
+"""Compiled grammars that are kept after their requests have ended: their number and memory."""
+MAX_GRAMMAR_MEMORY = 256 << 20
+"""Memory of all compiled grammars. Above it, the largest are compiled again, because their lexers grow."""
 MAX_UNOWNED_RULES = 16
 """Prepared rules that are kept without a job that holds them."""
 _GRAMMAR_THREADS = 2
-_FAST_MASK_S = 0.0005
-"""Time of a fast mask among others."""
+_CHECK_MEMORY_FROM = 4 << 20
+"""Memory of a grammar from which its growth is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +45,7 @@ class TokenMasks:
     rows: the constrained rows that can be drawn, ascending.
     bits: [len(rows), num_words] tokens that each of them may draw; at least one.
     failures: failures of constrained rows, by row.
-    deferred: the other constrained rows. Their masks are not ready; they are asked for again in a later step.
+    deferred: constrained rows whose masks are not ready. Their tokens are drawn in a later step.
     """
 
     rows: tuple[int, ...] = ()
@@ -63,6 +59,16 @@ class TokenMasks:
 
 
 NO_MASKS = TokenMasks()
+
+
+@dataclass(frozen=True, slots=True)
+class _ConstrainedRows:
+    """The constrained rows of a step: their rules, tasks of those with a grammar, and failures, by row."""
+
+    rows: Sequence[tuple[int, SampleRequest]]
+    rules: dict[int, SamplingRules] = field(default_factory=dict)
+    tasks: dict[int, MaskTask] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
 
 
 class TokenConstraints:
@@ -79,31 +85,33 @@ class TokenConstraints:
         tokenizer: Callable[[], GrammarTokenizer] | None = None,
         num_threads: int = 1,
         in_threads: bool = True,
-        clock: Callable[[], float] | None = None,
+        clocks: MaskClocks | None = None,
     ) -> None:
         """vocab_size: width of the logits. eos_token_ids: end tokens of the model.
 
         tokenizer: builds the table when it is first needed, or when `load` is called. It may raise
             ModelError. None: grammars are refused.
-        num_threads: threads that compute the masks of one step.
+        num_threads: threads that compute the masks of a step; used with `clocks`.
         in_threads: whether grammars are compiled in threads. False: in the event loop, for simulations.
-        clock: returns the time in seconds. With it, sequences with slow masks are deferred.
+        clocks: with them, masks are computed in threads, and sequences with slow masks are deferred.
         """
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._all = bits_of(range(vocab_size), vocab_size)
+        self._inside = self._all  # of a grammar
         self._build_tokenizer = tokenizer
         self._tokenizer: GrammarTokenizer | Refused | None = None
-        self._num_threads = num_threads
-        self._executor: LLExecutor | None = None
         self._in_threads = in_threads
-        self._slow = SlowMasks(clock) if clock is not None else None
+        self._local = local()
+        self._clocks = clocks or NO_CLOCKS
+        self._mask_threads = None if clocks is None else MaskThreads(num_threads, clocks, self._new_executor)
         self._threads: ThreadPoolExecutor | None = None
         self._lock = Lock()
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._cached_bytes = 0
+        self._in_use: WeakSet[CompiledGrammar] = WeakSet()
         self._rules: WeakValueDictionary[int, SamplingRules] = WeakValueDictionary()
         self._unowned: OrderedDict[int, SamplingRules] = OrderedDict()
+        self._begun: _ConstrainedRows | None = None
         self._in_last_step: list[SamplingRules] = []  # a step that was planned ahead may need them once more
 
     # -- before a request runs -----------------------------------------------------------------------------------------
@@ -140,101 +148,108 @@ class TokenConstraints:
 
     def close(self) -> None:
         """End all threads."""
-        if self._slow is not None:
-            self._slow.close()
+        if self._mask_threads is not None:
+            self._mask_threads.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     # -- at every token ------------------------------------------------------------------------------------------------
 
+    def begin(self, rows: Sequence[tuple[int, SampleRequest]]) -> None:
+        """Begin to compute the masks of a step, which `masks` returns later. Only threads begin anything."""
+        if self._mask_threads is not None:
+            self._begun = self._constrained(rows)
+            self._mask_threads.start(self._begun.tasks.values())
+
     def masks(self, rows: Sequence[tuple[int, SampleRequest]]) -> TokenMasks:
         """Return the masks of the constrained rows of a step.
 
-        rows: (seq_id, request) of each row. `history` of a request must be complete.
+        rows: (seq_id, request) of each row, as in `begin`. `history` of a request must be complete.
         """
-        rules_of, failures = self._rules_of_rows(rows)
-        self._in_last_step = list(rules_of.values())
-        deferred = self._defer_slow(rows, rules_of, failures)
-        began_s = self._slow.now_s() if self._slow is not None else 0.0
-        found: list[tuple[int, SampleRequest, SamplingRules, GrammarMatcher | None]] = []
-        for row, rules in rules_of.items():
-            if row not in deferred and row not in failures:
-                seq_id, request = rows[row]
-                try:
-                    found.append((row, request, rules, rules.matcher_after(seq_id, _outputs_of(request))))
-                except Refused as refused:
-                    failures[row] = refused.failure
-        if not found:
-            return TokenMasks(failures=failures, deferred=deferred) if failures or deferred else NO_MASKS
-        bits = self._grammar_masks([matcher for *_, matcher in found])
-        if self._slow is not None and self._slow.now_s() - began_s > SLOW_MASK_S + _FAST_MASK_S * len(found):
-            for _, _, rules, _ in found:  # one of them is slow: from now on they are computed apart
-                rules.count_fast_mask(False)
-        drawable: list[int] = []
-        for index, (row, request, rules, matcher) in enumerate(found):
-            try:
-                self._apply(bits[index], request, rules, matcher)
-                drawable.append(index)
-            except Refused as refused:
-                failures[row] = refused.failure
+        step, self._begun = self._begun, None
+        if step is None or step.rows is not rows:
+            step = self._constrained(rows)
+        rules, tasks, failures = step.rules, step.tasks, step.failures
+        self._in_last_step = list(rules.values())
+        if not rules:
+            return TokenMasks(failures=failures) if failures else NO_MASKS
+        self._run(tasks.values())
+        deferred = frozenset(row for row, task in tasks.items() if not task.is_done)
+        for row in tasks.keys() - deferred:
+            rules[row].pending.pop(rows[row][0], None)
+            if (failure := tasks[row].failure) is not None:
+                failures[row] = failure
+        found = [row for row in rules if row not in deferred and row not in failures]
+        bits = self._allowed_by_grammars([tasks.get(row) for row in found], [rules[row] for row in found])
+        for row, one in zip(found, bits, strict=True):
+            self._apply_other_rules(one, rows[row][1], rules[row])
+        drawable = bits.any(axis=1)
+        for index in np.flatnonzero(~drawable):
+            row = found[index]
+            failures[row] = no_token_left(_no_token_message(rows[row][1], tasks.get(row)))
         return TokenMasks(
-            rows=tuple(found[index][0] for index in drawable), bits=bits[drawable], failures=failures, deferred=deferred
+            rows=tuple(row for row in found if row not in failures),
+            bits=bits if drawable.all() else bits[drawable],
+            failures=failures,
+            deferred=deferred,
         )
 
     # -- internal ------------------------------------------------------------------------------------------------------
 
-    def _rules_of_rows(
-        self, rows: Sequence[tuple[int, SampleRequest]]
-    ) -> tuple[dict[int, SamplingRules], dict[int, Failure]]:
-        rules: dict[int, SamplingRules] = {}
-        failures: dict[int, Failure] = {}
-        for row, (_, request) in enumerate(rows):
+    def _constrained(self, rows: Sequence[tuple[int, SampleRequest]]) -> _ConstrainedRows:
+        step = _ConstrainedRows(rows)
+        for row, (seq_id, request) in enumerate(rows):
             if request.sampling.is_constrained:
                 try:
-                    rules[row] = self._rules_of(request.sampling)
+                    rules = step.rules[row] = self._rules_of(request.sampling)
                 except Refused as refused:
-                    failures[row] = refused.failure
-        return rules, failures
+                    step.failures[row] = refused.failure
+                    continue
+                if rules.matchers is not None:
+                    step.tasks[row] = rules.task(rules.matchers, seq_id, _outputs_of(request))
+        return step
 
-    def _defer_slow(
-        self,
-        rows: Sequence[tuple[int, SampleRequest]],
-        rules_of: Mapping[int, SamplingRules],
-        failures: dict[int, Failure],
-    ) -> frozenset[int]:
-        """Compute the masks of grammars that may be slow. Returns the rows for which that takes too long."""
-        if self._slow is None:
-            return frozenset()
-        pending = {
-            row: self._slow.start(rules, rows[row][0], _outputs_of(rows[row][1]))
-            for row, rules in rules_of.items()
-            if rules.tokenizer is not None and (rules.num_fast_masks < NUM_FAST_MASKS or rows[row][0] in rules.pending)
-        }
-        deferred, failed = self._slow.wait(pending)
-        failures.update(failed)
-        for row in pending.keys() - deferred:
-            rules_of[row].pending.pop(rows[row][0], None)
-        return deferred
+    def _run(self, tasks: Collection[MaskTask]) -> None:
+        """Compute masks. With threads, tasks that take too long are not done afterwards."""
+        if self._mask_threads is not None:
+            self._mask_threads.start(tasks)
+            self._mask_threads.wait(tasks)
+        else:
+            for compiled, own in by_grammar(tasks).items():
+                compute_masks(compiled, own, self._executor_of_thread())
+        if any(task.matchers.compiled.num_bytes > _CHECK_MEMORY_FROM for task in tasks):
+            with self._lock:
+                self._bound_memory()
 
     def _prepare(self, sampling: Sampling, outputs: TokenIds) -> SamplingRules:
         check_rules(sampling, self._vocab_size)
-        tokenizer = self._load_tokenizer() if sampling.grammar else None
         rules = SamplingRules(
             sampling,
             vocab_size=self._vocab_size,
             eos_token_ids=self._eos_token_ids,
-            tokenizer=tokenizer,
-            compiled=self._compiled(sampling.grammar, tokenizer) if tokenizer is not None else None,
+            compiled=self._compiled(sampling.grammar, self._load_tokenizer()) if sampling.grammar else None,
         )
-        rules.replay(outputs)
+        if rules.matchers is not None:
+            rules.matchers.replay(outputs, self._executor_of_thread())
         with self._lock:
             self._rules[id(sampling)] = rules
         return rules
+
+    def _executor_of_thread(self) -> MatcherExecutor:
+        executor: MatcherExecutor | None = getattr(self._local, "executor", None)
+        if executor is None:
+            executor = self._local.executor = self._new_executor()
+        return executor
+
+    def _new_executor(self) -> MatcherExecutor:
+        return MatcherExecutor(self._load_tokenizer().table, self._clocks)
 
     def _load_tokenizer(self) -> GrammarTokenizer:
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._new_tokenizer()
+                if isinstance(self._tokenizer, GrammarTokenizer):
+                    self._inside = self._tokenizer.inside(self._eos_token_ids)
             if isinstance(self._tokenizer, Refused):
                 raise self._tokenizer
             return self._tokenizer
@@ -254,12 +269,23 @@ class TokenConstraints:
                 return known
         compiled = CompiledGrammar(grammar, tokenizer)  # without the lock: it may take tens of milliseconds
         with self._lock:
-            if grammar not in self._grammars:
-                self._grammars[grammar] = compiled
-                self._cached_bytes += len(grammar)
-            while len(self._grammars) > MAX_CACHED_GRAMMARS or self._cached_bytes > MAX_CACHED_GRAMMAR_BYTES:
-                self._cached_bytes -= len(self._grammars.popitem(last=False)[0])
+            compiled = self._grammars.setdefault(grammar, compiled)
+            self._in_use.add(compiled)
+            self._bound_memory()
         return compiled
+
+    def _bound_memory(self) -> None:
+        """Drop cached grammars, then let the largest of those in use be compiled again. Needs the lock."""
+        while len(self._grammars) > MAX_CACHED_GRAMMARS or (
+            len(self._grammars) > 1 and _bytes_of(self._grammars.values()) > MAX_CACHED_GRAMMAR_BYTES
+        ):
+            self._grammars.popitem(last=False)
+        in_use = sorted(self._in_use, key=lambda compiled: compiled.num_bytes)
+        excess = _bytes_of(in_use) - MAX_GRAMMAR_MEMORY
+        while excess > 0 and in_use:
+            largest = in_use.pop()
+            excess -= largest.num_bytes
+            largest.ask_to_renew()
 
     def _rules_of(self, sampling: Sampling) -> SamplingRules:
         """Return the prepared rules of a request; prepare them if no job holds them."""
@@ -272,43 +298,42 @@ class TokenConstraints:
                 self._unowned.popitem(last=False)
         return rules
 
-    def _grammar_masks(self, matchers: Sequence[GrammarMatcher | None]) -> Bits:
-        """Return what each grammar allows next, [len(matchers), num_words]; all tokens without a grammar."""
+    def _allowed_by_grammars(self, tasks: Sequence[MaskTask | None], rules: Sequence[SamplingRules]) -> Bits:
+        """Return what each grammar allows next, [len(tasks), num_words]; all tokens without a grammar."""
         words = num_words(self._vocab_size)
-        masks = np.tile(self._all, (len(matchers), 1))
-        followed = [(index, matcher) for index, matcher in enumerate(matchers) if matcher is not None]
-        if followed:
-            tokenizer = self._load_tokenizer()
-            found = np.zeros((len(followed), tokenizer.num_words), dtype=np.uint32)
-            if self._executor is None and self._num_threads > 1:  # its threads exist only where grammars are used
-                self._executor = LLExecutor(self._num_threads)
-            fill_masks([matcher for _, matcher in followed], found, self._executor)
-            masks[[index for index, _ in followed]] = found[:, :words]
-        return masks
-
-    def _apply(self, bits: Bits, request: SampleRequest, rules: SamplingRules, matcher: GrammarMatcher | None) -> None:
-        """Apply the rules other than the grammar to one mask. Raises Refused if no token is left."""
-        if matcher is not None:
-            matcher.check()
-            bits &= rules.inside_bits
+        bits = np.empty((len(tasks), words), dtype=np.uint32)
+        for row, task, own in zip(bits, tasks, rules, strict=True):
+            matcher = None if task is None else task.matcher
+            if matcher is None or matcher.mask is None:
+                row[:] = self._all
+                continue
+            np.bitwise_and(matcher.mask[:words], self._inside, out=row)
             if matcher.is_accepting:
-                bits |= rules.end_bits
+                for token_id in own.end_token_ids:
+                    row[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        return bits
+
+    def _apply_other_rules(self, bits: Bits, request: SampleRequest, rules: SamplingRules) -> None:
+        """Apply the rules other than the grammar to one mask."""
         if rules.allowed is not None:
             bits &= rules.allowed
         if rules.bad_words is not None:
             clear(bits, rules.bad_words.banned_after(_outputs_of(request)))
-        clear(bits, [token_id for token_id in request.banned_token_ids if token_id < self._vocab_size])
-        if not bits.any():
-            raise Refused(no_token_left(_no_token_message(request, matcher)))
+        if request.banned_token_ids:
+            clear(bits, [token_id for token_id in request.banned_token_ids if token_id < self._vocab_size])
 
 
 def _outputs_of(request: SampleRequest) -> TokenIds:
     return request.history[request.num_prompt_tokens : request.position]
 
 
-def _no_token_message(request: SampleRequest, matcher: GrammarMatcher | None) -> str:
+def _bytes_of(grammars: Iterable[CompiledGrammar]) -> int:
+    return sum(compiled.num_bytes for compiled in grammars)
+
+
+def _no_token_message(request: SampleRequest, task: MaskTask | None) -> str:
     where = f"no token is left at position {request.position - request.num_prompt_tokens} of the response"
-    if matcher is not None and matcher.is_accepting:
+    if task is not None and task.matcher is not None and task.matcher.is_accepting:
         return (
             f"{where}: its grammar is complete, and ignore_eos, min_tokens, allowed_token_ids or bad_words forbid "
             "the end; relax them"

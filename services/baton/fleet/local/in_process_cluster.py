@@ -29,7 +29,9 @@ from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.step import Executor
-from baton.gateway.gateway_service import GatewayRules, GatewayService, gateway_budget
+from baton.gateway.gateway_budget import gateway_budget
+from baton.gateway.gateway_rules import GatewayRules
+from baton.gateway.gateway_service import GatewayService
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.config.config_base import derive
 from baton.runtime.config.settings import ClusterConfig, SchedulerConfig, WorkerConfig

@@ -168,7 +168,7 @@ def apply_node_settings(config: WorkerConfig, address: str, environ: Mapping[str
 
 def _create_worker(config: WorkerConfig, log_dir: str | None) -> Any:
     from baton.runtime import logging
-    from baton.worker.worker_main import WorkerThread
+    from baton.worker.worker_thread import WorkerThread
 
     logging.configure(f"worker-{config.worker_id}", level=config.log_level, log_dir=Path(log_dir) if log_dir else None)
     return WorkerThread(config)

@@ -209,7 +209,8 @@ class WorkerSession:
                     self._num_streams_without_progress += 1
                     if self._num_streams_without_progress > MAX_STREAMS_WITHOUT_PROGRESS:
                         problem = f"{self._num_streams_without_progress} streams in a row broke: {broken}"
-                        raise WorkerLost(self.worker, Reason.WORKER_LOST, problem, has_died=False) from broken
+                        reason = broken.failure.reason if broken.failure else Reason.WORKER_LOST
+                        raise WorkerLost(self.worker, reason, problem, has_died=False) from broken
                 if self._loop.time() - opened_s < self._times.heartbeat_s:
                     await asyncio.sleep(self._times.heartbeat_s / 4)  # do not spin on streams that break immediately
         except WorkerLost as loss:

@@ -26,14 +26,18 @@ class JsonRule:
 
     whitespace: regular expression for the space between tokens; None writes none.
     lenient: parts of the schema that are not supported are ignored.
+    place: its place in the request, if that has several rules.
     """
 
     schema: Mapping[str, Any]
     whitespace: str | None = WHITESPACE
     lenient: bool = False
+    place: str = ""
 
     def expression(self, writer: LarkWriter) -> str:
-        return writer.json(self.schema, lenient=self.lenient, whitespace=self.whitespace, coerce=self.lenient)
+        return writer.json(
+            self.schema, lenient=self.lenient, whitespace=self.whitespace, coerce=self.lenient, place=self.place
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,12 @@ class RegexRule:
     """Text that a regular expression matches as a whole."""
 
     pattern: str
+    place: str = ""
 
     def expression(self, writer: LarkWriter) -> str:
         if (len(self.pattern) - len(self.pattern.rstrip("\\"))) % 2:
             raise GrammarTextError("the regular expression ends with a single backslash; write two, or none")
-        return writer.regex(self.pattern)
+        return writer.regex(self.pattern, self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +68,12 @@ class GrammarRule:
     """Text of a grammar in Lark's syntax, or in GBNF."""
 
     grammar: str
+    place: str = ""
 
     def expression(self, writer: LarkWriter) -> str:
         is_gbnf = _GBNF.search(self.grammar) is not None and _LARK.search(self.grammar) is None
-        return writer.nested(gbnf_to_lark(self.grammar) if is_gbnf else self.grammar.strip() + "\n")
+        text = gbnf_to_lark(self.grammar) if is_gbnf else self.grammar.strip(" \t").rstrip() + "\n"
+        return writer.nested(text, self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +87,16 @@ class StructuredTag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagsRule:
-    """Free text in which each trigger begins a tag, whose content follows its rule."""
+    """Free text in which each trigger begins a tag, whose content follows its rule.
+
+    at_least_one: there is a tag.
+    stop_after_first: the text ends with the first tag.
+    """
 
     tags: Sequence[StructuredTag]
     triggers: Sequence[str]
+    at_least_one: bool = False
+    stop_after_first: bool = False
 
     def expression(self, writer: LarkWriter) -> str:
         rests: dict[str, list[str]] = {}
@@ -92,7 +105,10 @@ class TagsRule:
             rest = (writer.text(tag.begin[len(trigger) :]), tag.content.expression(writer), writer.text(tag.end))
             rests.setdefault(trigger, []).append(" ".join(filter(None, rest)))
         tags = [f"{writer.text_until(trigger)} ({' | '.join(rest)})" for trigger, rest in rests.items()]
-        return f"({' | '.join(tags)})* {writer.free_text(*self.triggers)}"
+        one, text = f"({' | '.join(tags)})", writer.free_text(*self.triggers)
+        if self.stop_after_first:
+            return one if self.at_least_one else f"({one} | {text})"
+        return f"{one}{'+' if self.at_least_one else '*'} {text}"
 
 
 AnswerRule: TypeAlias = "JsonRule | RegexRule | ChoiceRule | GrammarRule | TagsRule"

@@ -25,6 +25,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[^xuU])")
+_MEMBER = re.compile(rf"{_ESCAPE.pattern}|.", re.DOTALL)
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t"}
 _ROOT = "root"
 
@@ -50,7 +51,7 @@ def gbnf_to_lark(text: str) -> str:
     if _ROOT not in rules:
         raise GrammarTextError("there is no rule 'root'; add one, with which the output begins")
     for name, rule in rules.items():
-        if missing := sorted(rule.names - rules.keys()):
+        if missing := sorted(used for used in rule.names if used not in rules):
             raise GrammarTextError(f"the rule {name!r} refers to {missing[0]!r}, which is not defined; define it")
     terminals = _terminals(rules)
     lark = {_ROOT: "start"}
@@ -58,7 +59,7 @@ def gbnf_to_lark(text: str) -> str:
         if name != _ROOT:
             lark[name] = f"T{number}" if name in terminals else f"r{number}"
     lines = ["%llguidance {}"]
-    for name, rule in rules.items():
+    for name, rule in sorted(rules.items(), key=lambda item: item[0] != _ROOT):  # the first line is the start rule
         parts = [lark[part[0]] if isinstance(part, tuple) else part for part in rule.parts]
         lines.append(f"{lark[name]}: {' '.join(parts)}")
     return "\n".join([*lines, ""])
@@ -135,22 +136,18 @@ def _expression(found: str, text: str, at: int) -> str:
 
 def _character_class(found: str, text: str, at: int) -> str:
     """Return a class as a regular expression, in which each character but a range's hyphen is a number."""
-    inner = found[1:-1]
-    is_negated = inner.startswith("^")
-    inner = inner[is_negated:]
+    is_negated = found.startswith("[^")
+    inner = found[1 + is_negated : -1]
     if not inner:
         raise _error(text, at, "is a class without characters")
     parts: list[str] = []
-    position = 0
-    while position < len(inner):
-        if inner[position] == "-" and 0 < position < len(inner) - 1:
+    for member in _MEMBER.finditer(inner):
+        part = member.group()
+        if part == "-" and 0 < member.start() < len(inner) - 1:
             parts.append("-")
-            position += 1
-            continue
-        escape = _ESCAPE.match(inner, position) if inner[position] == "\\" else None
-        character = _unescaped(inner[position : escape.end()] if escape else inner[position], text, at)
-        parts.append(f"\\x{{{ord(character):x}}}")
-        position = escape.end() if escape else position + 1
+        else:
+            character = part if len(part) == 1 and part != "\\" else _unescaped(part, text, at)
+            parts.append(f"\\x{{{ord(character):x}}}")
     return f"/[{'^' if is_negated else ''}{''.join(parts)}]/"
 
 

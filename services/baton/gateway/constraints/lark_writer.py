@@ -7,8 +7,12 @@ excludes its characters, so that the token cannot be text either.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from baton.core.request_limits import MAX_GRAMMAR_BYTES
+from baton.gateway.constraints.gbnf import GrammarTextError
+from baton.gateway.constraints.text_pattern import whole_text_pattern
 from baton.gateway.output.formats import SpecialToken
 from baton.gateway.output.special_text import split_special
 
@@ -16,19 +20,43 @@ WHITESPACE = r"(?: {0,2}|\r?\n[ \t]{0,30})"
 """White space between two parts of JSON: at most two spaces, or a new line with an indent. It is bounded,
 because some models write it without end."""
 _HEADER = "%llguidance {}"
+_REFERENCE = re.compile(r'"\$ref":"#(?:/(\$defs|definitions)/([^"/\\~%]+))?')
+_MAX_CHARACTERS = 4 * MAX_GRAMMAR_BYTES
+"""Characters of expressions, some of which are counted in several rules."""
+_MAX_JSON_CHARACTERS = 64 * MAX_GRAMMAR_BYTES
+"""Characters of schemas, of which equal ones share a rule."""
+_TOO_LARGE = f"the grammar has more than {MAX_GRAMMAR_BYTES:,} bytes; send less"
 _SLASHED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 _META = re.compile(r"[\\.+*?()|\[\]{}^$&~#/-]")
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenGrammar:
+    """A grammar in canonical form; an empty text if there is none.
+
+    places: names of the parts of a request from which rules were made, by rule. Errors name them.
+    """
+
+    text: str = ""
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 class LarkWriter:
     """Collects the rules of one grammar. Methods return expressions for other rules."""
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:
-        """Create a writer. `token_ids` are the ids of the tokenizer's added tokens by their text."""
+        """Create a writer. `token_ids` are the ids of the tokenizer's added tokens by their text.
+
+        places: see `WrittenGrammar`.
+        """
         self._token_ids = token_ids
         self._names: dict[str, str] = {}
         self._rules: list[str] = []
         self._nested: list[str] = []
+        self._num_reserved = 0
+        self.places: dict[str, str] = {}
+        self._num_characters = self._num_json_characters = 0
+        self._with_definitions: dict[str, str] = {}
 
     def text(self, text: str) -> str:
         """Return an expression for a fixed text."""
@@ -43,49 +71,114 @@ class LarkWriter:
         pieces = split_special(text, self._token_ids)
         return bool(pieces) and isinstance(pieces[0], SpecialToken)
 
-    def free_text(self, *excluded: str) -> str:
-        """Return an expression for any text without these texts, which may be empty."""
-        contains = "".join(f" & ~/(?s:.*){_escaped(text)}(?s:.*)/" for text in excluded)
+    def free_text(self, *excluded: str, patterns: Sequence[str] = ()) -> str:
+        """Return an expression for any text without these texts, which may be empty.
+
+        patterns: regular expressions that the whole text must not match.
+        """
+        contains = f" & ~/(?s:.*)({'|'.join(map(escaped, excluded))})(?s:.*)/" if excluded else ""
+        contains += "".join(f" & ~/{_in_slashes(each)}/" for each in patterns)
         return self._terminal(f"/(?s:.*)/{contains}")
 
-    def text_until(self, end: str, min_length: int = 0, max_length: int | None = None) -> str:
-        """Return an expression for any text of a length in characters up to `end`, and for `end` itself."""
+    def text_until(
+        self,
+        end: str,
+        min_length: int = 0,
+        max_length: int | None = None,
+        pattern: str | None = None,
+        excluded: Sequence[str] = (),
+    ) -> str:
+        """Return an expression for any text of a length in characters up to `end`, and for `end` itself.
+
+        pattern: regular expression that the whole text must match.
+        excluded: regular expressions that the whole text must not match.
+        """
         is_free = not min_length and max_length is None
         bounds = "*" if is_free else f"{{{min_length},{'' if max_length is None else max_length}}}"
+        rules = ("" if pattern is None else f" & /{_in_slashes(pattern)}/") + "".join(
+            f" & ~/{_in_slashes(each)}/" for each in excluded
+        )
         pieces = split_special(end, self._token_ids)
         if isinstance(pieces[0], SpecialToken):
-            text = self._terminal(f"/(?s:.{bounds})/ & ~/(?s:.*){_escaped(pieces[0].text)}(?s:.*)/")
+            text = self._terminal(f"/(?s:.{bounds})/ & ~/(?s:.*){escaped(pieces[0].text)}(?s:.*)/{rules}")
             return f"{text} {self.text(end)}"
         first = pieces[0]
         rest = self.text(end[len(first) :])
-        return f"{self.rule(f'/(?s:.{bounds}){_escaped(first)}/', '[lazy]')} {rest}".rstrip()
+        whole = f"(/(?s:.{bounds})/{rules}) {json.dumps(first)}" if rules else f"/(?s:.{bounds}){escaped(first)}/"
+        if len(pieces) > 1:  # the special token that follows tells where the text ends
+            return f"{self._terminal(whole)} {rest}"
+        return f"{self.rule(whole, '[lazy]')} {rest}".rstrip()
+
+    def pattern(self, schema: Mapping[str, Any], *, lenient: bool) -> str | None:
+        """Return the regular expression for strings of a schema; None if it has none.
+
+        One that cannot be converted is ignored, or refused later unless `lenient`.
+        """
+        pattern = schema.get("pattern")
+        if not isinstance(pattern, str):
+            return None
+        return whole_text_pattern(pattern) or (None if lenient else pattern)
 
     def json(
-        self, schema: Mapping[str, Any], *, lenient: bool, whitespace: str | None = WHITESPACE, coerce: bool = True
+        self,
+        schema: Mapping[str, Any],
+        *,
+        lenient: bool,
+        whitespace: str | None = WHITESPACE,
+        coerce: bool = True,
+        definitions: Mapping[str, Any] | None = None,
+        place: str = "",
     ) -> str:
         """Return an expression for JSON of a schema. Raises nothing: llguidance checks the schema.
+
+        Raises GrammarTextError if the grammar will be too large.
 
         lenient: parts of the schema that are not supported are ignored.
         whitespace: regular expression for the space between tokens; None allows none.
         coerce: `oneOf` allows values of several of its schemas where llguidance cannot tell them apart.
+        definitions: schema of which the schema is a part, and whose definitions it may refer to.
         """
         spaces = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
         options = spaces | {"coerce_one_of": coerce, "lenient": lenient}
-        text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
-        return self.rule(f"%json {text}")
+        text = _dumps({**schema, "x-guidance": options})
+        if definitions is not None and '"$ref":' in text:
+            known = self._with_definitions.get(text)
+            if known is None:
+                used = _used_definitions(text, definitions)
+                known = self._with_definitions[text] = _dumps({**schema, **used, "x-guidance": options})
+            text = known
+        self._num_json_characters += len(text)
+        if self._num_json_characters > _MAX_JSON_CHARACTERS:
+            raise GrammarTextError(_TOO_LARGE)
+        return self._placed(self.rule(f"%json {text}"), place)
 
-    def regex(self, pattern: str) -> str:
+    def regex(self, pattern: str, place: str = "") -> str:
         """Return an expression for text that a regular expression matches."""
-        return self._terminal(f"/{_in_slashes(pattern)}/" if pattern else '""')
+        return self._placed(self._terminal(f"/{_in_slashes(pattern)}/" if pattern else '""'), place)
 
     def one_of(self, texts: Sequence[str]) -> str:
         """Return an expression for one of some fixed texts, which are never special tokens."""
         return self._terminal(" | ".join(map(json.dumps, texts)))
 
-    def nested(self, grammar: str) -> str:
+    def counted(self, expression: str) -> str:
+        """Return an expression that becomes part of a rule.
+
+        Raises GrammarTextError if all of them are so long that the grammar will be too large.
+        """
+        self._num_characters += len(expression)
+        if self._num_characters > _MAX_CHARACTERS:
+            raise GrammarTextError(_TOO_LARGE)
+        return expression
+
+    def nested(self, grammar: str, place: str = "") -> str:
         """Return an expression for the text of another grammar."""
         self._nested.append(grammar)
-        return f"@nested{len(self._nested) - 1}"
+        return "@" + self._placed(f"nested{len(self._nested) - 1}", place)
+
+    def reserve(self) -> str:
+        """Return the name for a rule that is added later as `fixed_rule`."""
+        self._num_reserved += 1
+        return f"reserved{self._num_reserved}"
 
     def rule(self, expression: str, attributes: str = "") -> str:
         """Return the name of a rule for an expression. Equal ones share it."""
@@ -103,11 +196,24 @@ class LarkWriter:
     def _named(self, name: str, attributes: str, expression: str) -> str:
         known = self._names.setdefault(f"{attributes}: {expression}", name)
         if known == name:
-            self._rules.append(f"{name}{attributes}: {expression}")
+            self._rules.append(self.counted(f"{name}{attributes}: {expression}"))
         return known
 
-    def grammar(self, start: str) -> str:
+    def _placed(self, name: str, place: str) -> str:
+        """Note the part of a request that a rule comes from, if that is not the whole constraint."""
+        if place:
+            self.places.setdefault(name, place)
+        return name
+
+    def forget_definitions(self) -> None:
+        """Forget the definitions of the last tool's schema."""
+        self._with_definitions.clear()
+
+    def grammar(self, start: str) -> WrittenGrammar:
         """Return the grammar whose start rule is this expression."""
+        return WrittenGrammar(self._text(start), self.places)
+
+    def _text(self, start: str) -> str:
         if start == "@nested0" and not self._rules:
             return self._nested[0]
         text = "\n".join((_HEADER, f"start: {start}", *self._rules, ""))
@@ -118,7 +224,29 @@ class LarkWriter:
         return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
 
 
-def _escaped(text: str) -> str:
+def _used_definitions(text: str, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the definitions of `root` that the JSON of a schema refers to, directly or not.
+
+    All of them, if a reference has another form than `#/$defs/NAME`.
+    """
+    found: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
+    waiting = [text]
+    while waiting:
+        for place, name in _REFERENCE.findall(waiting.pop()):
+            group = root.get(place)
+            if not isinstance(group, Mapping) or name not in group:
+                return {place: root[place] for place in found if place in root}
+            if name not in found[place]:
+                found[place][name] = group[name]
+                waiting.append(_dumps({"": group[name]}))
+    return {place: definitions for place, definitions in found.items() if definitions}
+
+
+def _dumps(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def escaped(text: str) -> str:
     """Return a text as part of a regular expression between slashes."""
     return _META.sub(r"\\\g<0>", text).replace("\n", "\\n")
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.gateway.constraints.answer_constraint import ContentRule
-from baton.gateway.constraints.argument_grammar import gemma_object, parameters
-from baton.gateway.constraints.lark_writer import LarkWriter
+from baton.gateway.constraints.answer_constraint import ContentRule, JsonRule
+from baton.gateway.constraints.gemma_grammar import GemmaGrammar
+from baton.gateway.constraints.lark_writer import LarkWriter, WrittenGrammar, escaped
+from baton.gateway.constraints.parameter_grammar import ParameterGrammar
 from baton.gateway.output.formats import CallLayout, OutputFormat, ToolFormat
 from baton.gateway.output.prompt_end import opens_reasoning
 
@@ -35,7 +36,7 @@ class CallableTool:
         """Schema of the arguments, which are always an object."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object", **self.parameters}
+        return {"type": "object", **self.parameters} | {"type": "object"}  # the schema may allow others, too
 
 
 class MessageGrammar:
@@ -54,65 +55,118 @@ class MessageGrammar:
         self._token_ids = token_ids
         self._prompt = prompt
 
-    def required(self, tools: Sequence[CallableTool], *, parallel: bool) -> str:
+    def required(self, tools: Sequence[CallableTool], *, parallel: bool) -> WrittenGrammar:
         """Return the grammar of a message with at least one call; of exactly one without `parallel`."""
         return self._writer.grammar(f"{self._reasoning_block()} {self._calls(tools, parallel=parallel)}".strip())
 
-    def automatic(self, tools: Sequence[CallableTool], *, parallel: bool) -> str | None:
-        """Return the grammar of a message that may have calls; None if the format has no certain beginning.
+    def automatic(self, tools: Sequence[CallableTool], *, parallel: bool) -> WrittenGrammar:
+        """Return the grammar of a message that may have calls.
 
-        Its calls must begin with an added token, which is then no text.
+        A trigger always begins a call. Text of a message cannot contain it.
         """
-        begin = self._tools.syntax.section_begin or self._tools.syntax.before_name
-        if self._tools.bare or self._tools.layout is CallLayout.HARMONY or not self._writer.begins_with_token(begin):
-            return None
-        text = self._writer.free_text(*self._tools.triggers)
-        calls = f"({self._calls(tools, parallel=parallel)} {text}){'*' if parallel else '?'}"
-        return self._writer.grammar(f"{self._reasoning_block()} {text} {calls}".strip())
+        if self._format.is_harmony:
+            return self._writer.grammar(self._automatic_harmony(tools))
+        if self._tools.bare:
+            message = self._automatic_bare(tools, parallel=parallel)
+        else:
+            text, repeats = self._writer.free_text(*self._tools.triggers), "*" if parallel else "?"
+            message = f"({self._text_and_calls(tools, parallel=parallel)}){repeats} {text}"
+        return self._writer.grammar(f"{self._reasoning_block()} {message}".strip())
 
-    def content(self, rule: ContentRule, tools: Sequence[CallableTool], *, parallel: bool) -> str | None:
+    def _text_and_calls(self, tools: Sequence[CallableTool], *, parallel: bool) -> str:
+        """Return an expression for text that ends with a call, or with a section of calls."""
+        writer, (trigger, *others) = self._writer, self._tools.triggers
+        excluded = [f"(?s:.*){escaped(other)}(?s:.*)" for other in others]
+        has_section = bool(self._tools.syntax.section_begin)
+        calls = self._calls(tools, parallel=parallel and has_section, after=trigger)
+        return f"{writer.text_until(trigger, excluded=excluded)} {calls}"
+
+    def _automatic_bare(self, tools: Sequence[CallableTool], *, parallel: bool) -> str:
+        """Return an expression for a message that is a call if it begins with a brace."""
+        brace = r"\s*\{(?s:.*)"
+        text = self._writer.free_text(*self._tools.triggers, patterns=(brace,))
+        calls = self._calls(tools, parallel=parallel)
+        tagged = self._writer.text_until(self._tools.triggers[0], excluded=(brace,))
+        return f"({calls} | {text} | {tagged} {calls})"
+
+    def _automatic_harmony(self, tools: Sequence[CallableTool]) -> str:
+        """Return an expression for messages of which the last one is a call or the answer."""
+        writer = self._writer
+        channel = (
+            f"({writer.text('<|channel|>analysis<|message|>')} | {writer.text('<|channel|>commentary<|message|>')})"
+        )
+        before = f"({channel} {writer.text_until('<|end|>')} {writer.text('<|start|>assistant')})*"
+        text = writer.free_text("<|end|>", "<|channel|>", "<|start|>")
+        final = f"{writer.text('<|channel|>final<|message|>')} {text}"
+        return f"{before} ({final} | {self._calls(tools, parallel=False)})"
+
+    def content(self, rule: ContentRule, tools: Sequence[CallableTool], *, parallel: bool) -> WrittenGrammar | None:
         """Return the grammar of a message that is either content or calls.
 
-        None if the format has no certain beginning of calls; then they could not be told from content.
+        None if the two could not be told apart: if the beginning of a call is text that the content may have.
+        A JSON object is the one call that a format with bare calls may have here.
         """
-        begin = self._tools.syntax.section_begin or self._tools.syntax.before_name
-        if self._tools.bare or not self._writer.begins_with_token(begin):
-            return None
         content = constrained_content(self._writer, self._format, rule)
-        if self._tools.layout is CallLayout.HARMONY:
-            content = f"({content})"
-        message = f"({content} | {self._calls(tools, parallel=parallel)})"
-        return self._writer.grammar(f"{self._reasoning_block()} {message}".strip())
+        begin = self._tools.syntax.section_begin or self._tools.syntax.before_name
+        if self._writer.begins_with_token(begin) and not self._tools.bare:
+            calls = self._calls(tools, parallel=parallel)
+        elif not isinstance(rule, JsonRule) or self._tools.layout is not CallLayout.JSON_OBJECT:
+            return None
+        elif self._tools.bare:
+            calls = " | ".join(self._json_call(tool) for tool in tools)
+        else:
+            calls = self._calls(tools, parallel=parallel)
+        return self._writer.grammar(f"{self._reasoning_block()} (({content}) | {calls})".strip())
+
+    def _json_call(self, tool: CallableTool) -> str:
+        """Return an expression for a bare call as JSON, which shares its beginning with other JSON."""
+        properties = {"name": {"const": tool.name}, "parameters": tool.schema}
+        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        self._writer.forget_definitions()
+        return self._writer.json(schema, lenient=not tool.strict, definitions=tool.schema, place=_place(tool))
 
     def _reasoning_block(self) -> str:
         return reasoning_block(self._writer, self._format, self._token_ids, self._prompt)
 
-    def _calls(self, tools: Sequence[CallableTool], *, parallel: bool) -> str:
+    def _calls(self, tools: Sequence[CallableTool], *, parallel: bool, after: str = "") -> str:
+        """Return an expression for calls. `after` is the beginning of the first one, which precedes it."""
         syntax, writer = self._tools.syntax, self._writer
-        call = writer.rule(" | ".join(self._call(tool) for tool in tools))
-        is_harmony = self._tools.layout is CallLayout.HARMONY  # its messages have one call
-        more = f" ({writer.text(syntax.separator)} {call})*" if parallel and not is_harmony else ""
-        return f"{writer.text(syntax.section_begin)} {call}{more} {writer.text(syntax.section_end)}".strip()
+        section = syntax.section_begin[len(after) :]
+        cut = "" if syntax.section_begin else after
+        call = writer.rule(" | ".join(self._call(tool, cut) for tool in tools))
+        is_repeated = parallel and not self._format.is_harmony  # its messages have one call
+        more = f" ({writer.text(syntax.separator)} {call})*" if is_repeated else ""
+        return f"{writer.text(section)} {call}{more} {writer.text(syntax.section_end)}".strip()
 
-    def _call(self, tool: CallableTool) -> str:
+    def _call(self, tool: CallableTool, after: str = "") -> str:
         """Return an expression for one call. The end of a harmony message is an end token of the model."""
         syntax, writer = self._tools.syntax, self._writer
-        head = writer.text(syntax.before_name + tool.name + syntax.after_name)
-        tail = "" if self._tools.layout is CallLayout.HARMONY else writer.text(syntax.after_arguments)
+        before = syntax.before_name[len(after) :]
+        if prefix := self._tools.id_prefix:
+            number = f"/[0-9]{{1,3}}/ {writer.text(syntax.after_name)}"
+            head = f"{writer.text(f'{before}{prefix}{tool.name}:')} {number}"
+        else:
+            head = writer.text(before + tool.name + syntax.after_name)
+        tail = "" if self._format.is_harmony else writer.text(syntax.after_arguments)
         return f"{head} {self._arguments(tool)} {tail}".strip()
 
     def _arguments(self, tool: CallableTool) -> str:
         lenient, syntax = not tool.strict, self._tools.syntax
+        self._writer.forget_definitions()
         if self._tools.layout is CallLayout.PARAMETERS and syntax.parameters is not None:
-            return parameters(self._writer, syntax.parameters, tool.schema, lenient=lenient)
+            return ParameterGrammar(self._writer, syntax.parameters, tool.schema, lenient=lenient).expression()
         if self._tools.layout is CallLayout.GEMMA:
-            return gemma_object(self._writer, syntax.string_delimiter, tool.schema, lenient=lenient)
-        return self._writer.json(tool.schema, lenient=lenient)
+            return GemmaGrammar(self._writer, syntax.string_delimiter, tool.schema, lenient=lenient).expression()
+        return self._writer.json(tool.schema, lenient=lenient, place=_place(tool))
+
+
+def _place(tool: CallableTool) -> str:
+    return f"the parameters of the tool {tool.name!r}"
 
 
 def content_grammar(
     output_format: OutputFormat, token_ids: Mapping[str, int], prompt: str | None, rule: ContentRule
-) -> str:
+) -> WrittenGrammar:
     """Return the grammar of an answer that is constrained content, after reasoning if the format has it.
 
     prompt: the end of the prompt of a chat; None for a completion, which has no reasoning of its own.
@@ -129,7 +183,7 @@ def content_grammar(
 def constrained_content(writer: LarkWriter, output_format: OutputFormat, rule: ContentRule) -> str:
     """Return an expression for the content of a message, with its header in the harmony format."""
     content = rule.expression(writer)
-    if not _is_harmony(output_format):
+    if not output_format.is_harmony:
         return content
     header = (
         f"{writer.text('<|channel|>final')} (/ ?/ {writer.text('<|constrain|>json')})? {writer.text('<|message|>')}"
@@ -138,11 +192,14 @@ def constrained_content(writer: LarkWriter, output_format: OutputFormat, rule: C
 
 
 def reasoning_block(writer: LarkWriter, output_format: OutputFormat, token_ids: Mapping[str, int], prompt: str) -> str:
-    """Return an expression for the reasoning before content or calls; empty if there is none."""
+    """Return an expression for the reasoning before content or calls; empty if there is none.
+
+    Space after it is no content. Without reasoning it would be, so there is none.
+    """
     reasoning = output_format.reasoning
     if reasoning is None:
         return ""
-    if _is_harmony(output_format):
+    if output_format.is_harmony:
         begin = writer.text("<|channel|>analysis<|message|>")
         return f"({begin} {writer.text_until('<|end|>')} {writer.text('<|start|>assistant')})?"
     if opens_reasoning(prompt, reasoning, token_ids):
@@ -150,8 +207,4 @@ def reasoning_block(writer: LarkWriter, output_format: OutputFormat, token_ids: 
         return f"{again} {writer.text_until(reasoning.close)} {_SPACE}".strip()
     if prompt.rstrip().endswith(reasoning.close.strip()):
         return ""
-    return f"({writer.text(reasoning.open)} {writer.text_until(reasoning.close)})? {_SPACE}"
-
-
-def _is_harmony(output_format: OutputFormat) -> bool:
-    return output_format.tools is not None and output_format.tools.layout is CallLayout.HARMONY
+    return f"({writer.text(reasoning.open)} {writer.text_until(reasoning.close)} {_SPACE})?"

@@ -4,7 +4,8 @@ The gRPC server uses both APIs. The HTTP application uses only the operator API.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,7 +23,8 @@ from baton.core.cluster.decision_record import DecisionRecord
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds
 from baton.core.request_limits import printable
-from baton.gateway.gateway_service import GatewayService
+from baton.gateway.gateway_service import CallOutcome, GatewayService
+from baton.gateway.input.answers.constraint_fields import is_read_in_thread
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity, InvalidField
 from baton.gateway.input.field_reader import check_text
 from baton.gateway.input.ignored_fields import UnknownFields
@@ -31,7 +33,6 @@ from baton.gateway.input.strict_json import parse_body
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import is_this_machine
-from baton.runtime.process import loop_time
 
 log = get_logger(__name__)
 
@@ -39,11 +40,19 @@ FIELDS_JSON = "fields_json"
 """Field of a body over gRPC with further fields as JSON."""
 _IMPLIED = frozenset(("stream", "return_token_ids", "stream_options"))
 """Fields that every call over gRPC has, or cannot have."""
-_CHOICE_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 128, 36, 112
-"""Memory of a choice, of a token id and of a (token id, logprob) pair as Python objects."""
+_NOT_IN_MESSAGES: Mapping[str, str] = {
+    "echo": "the client has the prompt",
+    "prompt_logprobs": "send the request over HTTP",
+    "return_tokens_as_token_ids": "logprobs have token ids",
+    "top_logprobs": "set logprobs in the message to this number",
+}
+"""Fields whose result no message has, and what to do instead."""
+_CHOICE_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES, _RAW_LOGPROB_BYTES = 128, 36, 112, 8
+"""Memory of a choice, of a token id and of a (token id, logprob) pair as Python objects, and of a pair in
+arrays."""
 
-RESPONSE_KINDS = ("chatcmpl", "cmpl")
-"""First words of the ids in responses of the OpenAI API; the request id follows after a dash."""
+_RESPONSE_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?([0-9a-fA-F]+)")
+"""The id of a response over HTTP, which ends with the id of its request."""
 
 
 class InferenceService:
@@ -58,23 +67,30 @@ class InferenceService:
             received_s = asyncio.get_running_loop().time()
             num_characters = sum(len(body.get(name) or "") for name in (FIELDS_JSON, "prompt") if _is_text(body, name))
             with self._service.hold_slot(identity):
+                fields = await _with_further_fields(body)
                 call = await self._service.validator.call(
                     Endpoint.GRPC,
-                    await _with_further_fields(body),
+                    fields,
                     caller,
                     received_s=received_s,
-                    in_thread=num_characters > loop_time.JSON_BYTES,
+                    in_thread=is_read_in_thread(num_characters, fields),
                     identity=identity,
                 )
         except Refused as refused:
             self._service.count_result(Endpoint.GRPC.value, refused.failure)
             raise
+        self._service.count_ignored(call.ignored_fields)
         return RunningCall(call, self._service, caller.cut_off)
 
     @asynccontextmanager
     async def tokenize(self, body: Mapping[str, Any], caller: Caller) -> AsyncIterator[TokenIds]:
         with self._service.hold_slot(self._service.admit_caller(caller.authorization)):
-            ids = await tokenize_body(self._service.validator, body, UnknownFields())
+            validator = self._service.validator
+            unknown = validator.unknown_fields()
+            fields = await _with_further_fields(body)
+            in_thread = is_read_in_thread(len(body.get(FIELDS_JSON) or ""), fields)
+            ids = await tokenize_body(validator, fields, unknown, in_thread=in_thread)
+            self._service.count_ignored(unknown.names)
             with self._service.unsent_answer(ids_bytes(ids), lambda _: caller.cut_off()):
                 yield ids
 
@@ -105,12 +121,16 @@ class RunningCall:
         self._end_connection = cut_off
         self._changed = asyncio.Event()
         self._is_over = False
-        self._run = asyncio.create_task(service.run(call, self))
+        self._run: asyncio.Future[CallOutcome] = asyncio.create_task(service.run(call, self))
         self._run.add_done_callback(self._ended)
 
     @property
     def request_id(self) -> str:
         return self._call.request_id.hex()
+
+    @property
+    def ignored_fields(self) -> Sequence[str]:
+        return self._call.ignored_fields
 
     async def begin(self) -> None:
         """Do nothing: chunks have no fixed parts."""
@@ -124,6 +144,7 @@ class RunningCall:
             + sum(len(part.text) for part in choice.parts)
             + _TOKEN_BYTES * len(choice.token_ids)
             + _LOGPROB_BYTES * num_logprobs
+            + _prompt_logprobs_bytes(choice)
         )
         self._unread.add(num_bytes)
         self._num_bytes += num_bytes
@@ -163,6 +184,8 @@ class RunningCall:
         self._run.cancel()
         try:
             await asyncio.wait((self._run,))
+            # Its error has a traceback with this object: without the cycle, both are freed at once.
+            self._run = asyncio.get_running_loop().create_future()
         finally:
             self._unread.close()  # also if grpc cancels the call now, because its client has left
 
@@ -173,7 +196,7 @@ class RunningCall:
         self._run.cancel()
         self._end_connection()
 
-    def _ended(self, run: asyncio.Task[Any]) -> None:
+    def _ended(self, run: asyncio.Future[CallOutcome]) -> None:
         error = None if run.cancelled() else run.exception()
         cancelled = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has disconnected")
         failure = error.failure if isinstance(error, Refused) else cancelled if run.cancelled() else None
@@ -182,6 +205,12 @@ class RunningCall:
             failure = Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=str(error))
         self._service.count_result(Endpoint.GRPC.value, failure)
         self._changed.set()
+
+
+def _prompt_logprobs_bytes(choice: ChoiceDelta) -> int:
+    """Return the memory of the logprobs of a prompt, which every choice has in its own message."""
+    logprobs = choice.prompt_logprobs
+    return 0 if logprobs is None else _RAW_LOGPROB_BYTES * len(logprobs) * (1 + logprobs.num_top)
 
 
 class AdminService:
@@ -239,15 +268,14 @@ class AdminService:
 
 def _request_id(text: str) -> bytes:
     """Parse a request id as in the header x-request-id, or the id of a response, which contains it."""
-    kind, dash, digits = text.partition("-")
-    try:
-        return bytes.fromhex(digits if dash and kind in RESPONSE_KINDS else text)
-    except ValueError as error:
+    match = _RESPONSE_ID.fullmatch(text)
+    if match is None or len(match[1]) % 2:
         raise InvalidField(
             "request_id",
             f"request_id is {printable(text)}; must be 32 hex digits, as in the header x-request-id, or the id of a "
-            "response (chatcmpl-..., cmpl-...)",
-        ) from error
+            "response (chatcmpl-..., cmpl-..., resp_..., msg_...)",
+        )
+    return bytes.fromhex(match[1])
 
 
 def _is_text(body: Mapping[str, Any], name: str) -> bool:
@@ -255,7 +283,10 @@ def _is_text(body: Mapping[str, Any], name: str) -> bool:
 
 
 async def _with_further_fields(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a body with the fields of its JSON. Raises Refused if that is invalid, or repeats a field."""
+    """Return a body with the fields of its JSON.
+
+    Raises Refused if that is invalid, repeats a field, or asks for something that no message can have.
+    """
     text = body.get(FIELDS_JSON)
     if text is None:
         return body
@@ -265,4 +296,7 @@ async def _with_further_fields(body: Mapping[str, Any]) -> Mapping[str, Any]:
         if name in body or name in _IMPLIED:
             what = "is implied by gRPC" if name in _IMPLIED else "is set in the message, too"
             raise InvalidField(FIELDS_JSON, f"fields_json has {printable(name)}, which {what}; leave it out")
+        if name in _NOT_IN_MESSAGES and further[name] is not None and further[name] is not False:
+            message = f"{name} has no effect over gRPC: {_NOT_IN_MESSAGES[name]}"
+            raise InvalidField(name, message, Reason.UNSUPPORTED_FIELD)
     return {name: value for name, value in body.items() if name != FIELDS_JSON} | further

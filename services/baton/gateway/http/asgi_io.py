@@ -33,7 +33,7 @@ class ClientDisconnected(BatonError):
     """The client has closed the connection, so a response cannot be delivered."""
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int, reservation: Reservation) -> bytes:
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, reservation: Reservation) -> bytearray:
     """Read the body of a JSON request. `reservation` grows with it, and then to what parsing it may take.
 
     Raises OverBudget if the memory budget is used up, Refused (415) for another media type and Refused (413)
@@ -62,7 +62,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, reservation:
             reservation.resize(len(body))
         if not message.get("more_body"):
             reservation.resize(_TEXT_COPIES * len(body) + _VALUE_BYTES * body.count(b","))
-            return bytes(body)
+            return body  # a copy of 8 MiB would take 3 ms
 
 
 def caller_of(scope: Scope) -> Caller:

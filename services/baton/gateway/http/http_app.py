@@ -1,6 +1,6 @@
 """The HTTP application (ASGI): finds the route of a request, and answers failures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.core.client_api import AdminApi
 from baton.core.errors import Code, Failure, Reason, Refused
@@ -24,6 +24,21 @@ from baton.gateway.http.slow_clients import ReadLimits, connection_of
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
+
+_ABSENT: Mapping[str, str] = {
+    "/v1/responses/": "responses are not stored; the response to POST /v1/responses has everything",
+    "/v1/conversations": "conversations are not stored; send all items in input of /v1/responses",
+    "/v1/messages/batches": "batches are not implemented; send many requests to /v1/messages at once",
+    "/v1/batches": "batches are not implemented; send many requests at once",
+    "/v1/files": "files are not stored; send their text in the request",
+    "/v1/assistants": "assistants are not implemented; send all messages to /v1/chat/completions",
+    "/v1/threads": "threads are not stored; send all messages to /v1/chat/completions",
+    **dict.fromkeys(
+        ("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/moderations", "/v1/rerank", "/v1/score"),
+        "only text generation is implemented",
+    ),
+}
+"""Reasons why paths of the OpenAI and Anthropic APIs do not exist, by their beginning."""
 
 
 class HttpApp:
@@ -106,7 +121,6 @@ class HttpApp:
         route = self._route(path)
         if route is None:
             raise _not_found(path, self.routes)
-        exchange.error_body = route.error_body
         if method not in route.methods and not (method == "HEAD" and "GET" in route.methods):
             await _refuse_method(exchange, route.methods)
             return
@@ -118,20 +132,21 @@ class HttpApp:
 
     async def _refuse(self, exchange: HttpExchange, refused: Refused) -> None:
         """Send an error response. No part of another response may have been sent."""
-        failure = refused.failure
+        failure, errors = refused.failure, exchange.errors
         self._inference.count(exchange, failure)
         await respond(
             exchange.send,
-            failure.code.http,
-            exchange.error_body(failure, param_of(refused)),
-            headers=[*exchange.headers, *error_headers(failure)],
+            errors.status(failure),
+            errors.body(failure, param_of(refused), exchange.request_id.hex()),
+            headers=error_headers(failure),
             close=failure.reason is Reason.DRAINING,
         )
 
 
 def _not_found(path: str, routes: Routes) -> Refused:
+    reason = next((reason for begin, reason in _ABSENT.items() if path.startswith(begin)), None)
     known = ", ".join(routes)
-    message = f"the path {printable(path)} does not exist; available are {known}"
+    message = f"the path {printable(path)} does not exist; {reason or f'available are {known}'}"
     return Refused(Failure(code=Code.NOT_FOUND, reason=Reason.INVALID_REQUEST, message=message))
 
 
@@ -143,4 +158,5 @@ async def _refuse_method(exchange: HttpExchange, methods: Sequence[str]) -> None
         reason=Reason.INVALID_REQUEST,
         message=f"the method is {printable(exchange.scope['method'])}; this path only supports {supported}",
     )
-    await respond(exchange.send, 405, exchange.error_body(failure, None), headers=[(b"allow", supported.encode())])
+    body = exchange.errors.body(failure, None, exchange.request_id.hex())
+    await respond(exchange.send, 405, body, headers=[(b"allow", supported.encode())])

@@ -6,43 +6,47 @@ from enum import Enum
 from typing import TypeAlias
 
 from baton.core.errors import Code, Failure, Reason
-from baton.gateway.http.asgi_io import Receive, Scope, Send
-from baton.gateway.http.openai_errors import Headers, error_body
+from baton.gateway.http.asgi_io import Message, Receive, Scope, Send
+from baton.gateway.http.error_forms import ErrorForm, error_form
+from baton.gateway.http.openai_errors import Headers
 from baton.gateway.input.client_call import Endpoint
 
 CLIENT_DISCONNECTED = Failure(code=Code.CANCELLED, reason=Reason.CANCELLED, message="the client has disconnected")
 IGNORED_FIELDS_HEADER = b"x-baton-ignored-fields"
 
 
-ErrorBody: TypeAlias = Callable[[Failure, str | None], bytes]
-
-
 @dataclass(slots=True)
 class HttpExchange:
     """One HTTP request and the channel for its response.
 
-    request_id: sent to the client as `x-request-id`.
+    send_message: sends a message of the response. Use `send`, which adds headers.
+    request_id: sent to the client in a header of every response.
     endpoint: label of the metric that counts the response; None if none is counted, or it was counted
         already.
     ignored_fields: unknown fields of the body, which the response names.
-    error_body: formats a failure in the form of the API, with the name of the invalid field.
     """
 
     scope: Scope
     receive: Receive
-    send: Send
+    send_message: Send
     request_id: bytes
     endpoint: Endpoint | None = None
     ignored_fields: Sequence[str] = ()
-    error_body: ErrorBody = error_body
 
     @property
-    def headers(self) -> Headers:
-        """Headers of every response to a call: its id, and the fields that were ignored."""
-        headers = [(b"x-request-id", self.request_id.hex().encode())]
-        if self.ignored_fields:
-            headers.append((IGNORED_FIELDS_HEADER, ", ".join(self.ignored_fields).encode()))
-        return headers
+    def errors(self) -> ErrorForm:
+        """Form of the errors of the API."""
+        return error_form(self.scope["path"])
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the response. Its headers get the request's id, and the fields that were
+        ignored."""
+        if message["type"] == "http.response.start":
+            headers: Headers = [(name, self.request_id.hex().encode()) for name in self.errors.id_headers]
+            if self.ignored_fields:
+                headers.append((IGNORED_FIELDS_HEADER, ", ".join(self.ignored_fields).encode()))
+            message = {**message, "headers": [*message["headers"], *headers]}
+        await self.send_message(message)
 
 
 class Access(Enum):
@@ -62,13 +66,12 @@ Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 class Route:
     """A path that the gateway serves. A GET route serves HEAD, too.
 
-    The first line of the handler's docstring describes the route. `error_body` formats its failures.
+    The first line of the handler's docstring describes the route.
     """
 
     methods: tuple[str, ...]
     access: Access
     handler: Handler
-    error_body: ErrorBody = error_body
 
     @property
     def summary(self) -> str:

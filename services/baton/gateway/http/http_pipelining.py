@@ -6,7 +6,6 @@ received, and continues to read with each response. A connection could then hold
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -23,13 +22,13 @@ REQUEST_BYTES = 2 * 1024
 class PipelineFlow(FlowControl):
     """uvicorn's flow control, which does not read while received bytes are not parsed yet."""
 
-    def __init__(self, transport: asyncio.Transport, may_read: Callable[[], bool]) -> None:
+    def __init__(self, transport: asyncio.Transport, unparsed: "UnparsedBytes") -> None:
         super().__init__(transport)
-        self._may_read = may_read
+        self._unparsed = unparsed
 
     def resume_reading(self) -> None:
         """Resume reading, unless bytes wait to be parsed."""
-        if self._may_read():
+        if not self._unparsed:
             super().resume_reading()
 
 

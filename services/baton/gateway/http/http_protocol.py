@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.core.errors import Code, Failure, Reason
 from baton.core.request_limits import MAX_HEAD_BYTES
+from baton.gateway.http.error_forms import error_form
 from baton.gateway.http.http_pipelining import (
     BODY_PIECE_BYTES,
     HEAD_PIECE_BYTES,
@@ -23,7 +24,6 @@ from baton.gateway.http.http_pipelining import (
     QueuedHeads,
     UnparsedBytes,
 )
-from baton.gateway.http.openai_errors import error_body
 from baton.runtime.logging import get_logger
 from baton.runtime.process.byte_budget import OverBudget
 from baton.runtime.process.shared_account import Buffer, SharedAccount
@@ -69,7 +69,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_buffer = self.heads.open(self._refuse_head)
-        self.flow = PipelineFlow(transport, lambda: not self._unparsed)
+        self.flow = PipelineFlow(transport, self._unparsed)
         self._arm()
         if len(self.connections) > self.max_connections:
             self._refuse(
@@ -85,6 +85,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._head_buffer.close()
         self._unparsed.clear()
         super().connection_lost(exc)
+        self.scope = self.cycle = None  # type: ignore[assignment]  # they hold `abort_connection`, a cycle
 
     def data_received(self, data: bytes) -> None:
         """Take received bytes. They are parsed when few enough requests wait for their response."""
@@ -246,16 +247,18 @@ class GatewayProtocol(HttpToolsProtocol):
         earlier request the connection only closes, because the client would take the error as a part of it.
         """
         failure = Failure(code=code, reason=reason, message=message)
-        if self._has_begun and not self._in_head:
+        has_path = self._has_begun and not self._in_head
+        errors = error_form(self.scope["path"] if has_path else "")
+        if has_path:
             self.scope["extensions"][CONNECTION_EXTENSION]["refusal"] = failure
         else:
             self.on_refused(failure)
         if self._is_answering:
             self.transport.close()
             return
-        body = error_body(failure)
+        body = errors.body(failure, None, "")
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[code.http] + head + body)
+        self.transport.write(STATUS_LINE[errors.status(failure)] + head + body)
         self.transport.close()
 
 

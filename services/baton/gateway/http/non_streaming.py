@@ -15,7 +15,6 @@ from baton.core.kv.block_hash import TokenIds
 from baton.core.request import FinishReason, PromptLogprobs
 from baton.gateway.gateway_service import CallOutcome
 from baton.gateway.http.asgi_io import in_pieces
-from baton.gateway.http.id_json import repeated_prompts
 from baton.gateway.http.openai_logprobs import (
     TokenNames,
     chat_logprobs,
@@ -24,8 +23,9 @@ from baton.gateway.http.openai_logprobs import (
     vllm_prompt_logprobs,
 )
 from baton.gateway.http.openai_objects import ObjectFields, timeline_object, usage_object
+from baton.gateway.http.output.id_json import repeated_prompts
 from baton.gateway.http.output.json_list import JsonList
-from baton.gateway.http.text_json import NO_ECHO, EchoedPrompt, echoed_prompts
+from baton.gateway.http.output.text_json import NO_ECHO, EchoedPrompt, echoed_prompts
 from baton.gateway.input.client_call import ClientCall
 from baton.gateway.input.response_size import response_bytes
 from baton.gateway.output.message_json import CollectedMessage, finish_json

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from baton.core.errors import Code, Failure, Refused
+from baton.core.errors import Code, Failure, Reason, Refused
 from baton.gateway.input.client_call import InvalidField
 
 Headers = list[tuple[bytes, bytes]]
@@ -19,6 +19,9 @@ _TYPES: Mapping[Code, str] = {
     Code.UNAVAILABLE: "server_error",
     Code.DEADLINE_EXCEEDED: "timeout_error",
 }
+
+_FINAL = frozenset((Reason.POISON, Reason.NUMERICAL_ERROR, Reason.MEMORY_BUDGET, Reason.NO_CAPACITY))
+"""Reasons for which the same request fails again, unless the failure says when to retry."""
 
 
 def error_body(failure: Failure, param: str | None = None) -> bytes:
@@ -43,11 +46,17 @@ def error_event(failure: Failure) -> bytes:
 
 
 def error_headers(failure: Failure) -> Headers:
-    """Return the headers of an error: `retry-after` in whole seconds, and `www-authenticate` (RFC 6750)."""
-    challenge: Headers = [(b"www-authenticate", b"Bearer")] if failure.code is Code.UNAUTHENTICATED else []
-    if failure.retry_after_s is None:
-        return challenge
-    return [*challenge, (b"retry-after", b"%d" % max(1, math.ceil(failure.retry_after_s)))]
+    """Return the headers of an error.
+
+    They are `www-authenticate` (RFC 6750), `retry-after` in whole seconds, and `x-should-retry`. Clients of
+    OpenAI and Anthropic send any request with status 429 or 5xx again without this last one.
+    """
+    headers: Headers = [(b"www-authenticate", b"Bearer")] if failure.code is Code.UNAUTHENTICATED else []
+    if failure.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(failure.retry_after_s))))
+    elif failure.reason in _FINAL:
+        headers.append((b"x-should-retry", b"false"))
+    return headers
 
 
 def param_of(refused: Refused) -> str | None:

@@ -12,12 +12,12 @@ from typing import Any, Self
 from baton.core.client_api import ChoiceDelta, MessagePart, PartKind
 from baton.core.errors import Failure
 from baton.gateway.gateway_service import CallOutcome
-from baton.gateway.http.id_json import repeated_prompts
 from baton.gateway.http.openai_errors import error_event
 from baton.gateway.http.openai_logprobs import TokenNames, chat_logprobs, completion_logprobs
 from baton.gateway.http.openai_objects import ObjectFields, timeline_object, usage_object
 from baton.gateway.http.output.event_queue import EventQueue
-from baton.gateway.http.text_json import EchoedPrompt, echoed_prompts
+from baton.gateway.http.output.id_json import repeated_prompts
+from baton.gateway.http.output.text_json import EchoedPrompt, echoed_prompts
 from baton.gateway.input.client_call import ClientCall
 from baton.gateway.output.message_json import delta_json, finish_json
 from baton.gateway.text.tokenizer import Tokenizer

@@ -67,6 +67,12 @@ class MessageOptions:
     legacy_calls: bool = False
     num_bytes: int = 0
 
+    @property
+    def may_hold_text(self) -> bool:
+        """True if the parser may hold back text until a call is complete."""
+        has_calls = self.output_format.tools is not None and self.parser.parse_tools
+        return has_calls or self.output_format.template is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
@@ -74,7 +80,7 @@ class OutputOptions:
 
     stop: stop strings. In messages they apply to the content.
     message: parsing of the text into messages; None leaves the text as it is.
-    includes_stop: end the text with the stop string that was found.
+    includes_stop: end the text with the stop string, or with the text of the token that ended it.
     include_usage: add usage to the last event of a stream, and with `continuous_usage` to every event.
     echo: begin each choice with the prompt.
     prompt_logprobs: add the logprobs of the prompt's tokens in the form of vLLM, and of so many alternatives.

@@ -7,21 +7,27 @@ A field that is in no table is unknown. It is ignored and named in the response,
 from collections.abc import Mapping
 from typing import Any
 
-from baton.gateway.input.field_table import FieldTable, LabelField, ReadField, RefusedField
+from baton.gateway.input.field_table import (
+    BOOLEAN,
+    OBJECT,
+    OBJECTS,
+    STRING,
+    STRINGS,
+    FieldTable,
+    LabelField,
+    ReadField,
+    RefusedField,
+)
 
+WITHOUT_EFFECT = "Accepted without effect."
 _NOTHING: tuple[object, ...] = ([], {}, "")
-_OWN = "omit it; Baton sets it"
+_OWN = "clients may not set it; omit it"
 _CONSTRAINED = "send response_format or structured_outputs"
 _CHATS = "send chats to /v1/chat/completions"
 _SEARCH = "beam search is not implemented; use temperature, top_p, top_k and n"
 _ONE_MODEL = "adapters are not implemented; the served model has a name of its own"
 
-_TEXT: Mapping[str, Any] = {"type": "string"}
-_TEXTS: Mapping[str, Any] = {"type": "array", "items": _TEXT}
-_FLAG: Mapping[str, Any] = {"type": "boolean"}
-_OBJECT: Mapping[str, Any] = {"type": "object"}
-_OBJECTS: Mapping[str, Any] = {"type": "array", "items": _OBJECT}
-_OBJECT_OR_TEXT: Mapping[str, Any] = {"anyOf": [_OBJECT, _TEXT]}
+_OBJECT_OR_TEXT: Mapping[str, Any] = {"anyOf": [OBJECT, STRING]}
 _TOKEN_IDS: Mapping[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 STREAM_OPTIONS: FieldTable = {
@@ -33,17 +39,20 @@ SLO: FieldTable = {
     "ttft_ms": ReadField("Objective for the time to the first token, in milliseconds."),
     "tpot_ms": ReadField("Objective for the mean time between tokens, in milliseconds."),
 }
+PROMPT_CACHE = ReadField("Accepted without effect; prefixes are cached without it.", OBJECT)
 MESSAGE_PARTS: FieldTable = {
     "type": ReadField("Kind of the part.", {"enum": ["text", "refusal"]}),
-    "text": ReadField("The text of a part of type text.", _TEXT),
-    "refusal": ReadField("The text of a part of type refusal, only in messages of the assistant.", _TEXT),
+    "text": ReadField("The text of a part of type text.", STRING),
+    "refusal": ReadField("The text of a part of type refusal, only in messages of the assistant.", STRING),
+    "prompt_cache_breakpoint": PROMPT_CACHE,
 }
 CALLED_FUNCTION: FieldTable = {
-    "name": ReadField("Name of the function.", _TEXT),
-    "arguments": ReadField("Arguments as a JSON object in a string.", _TEXT),
+    "name": ReadField("Name of the function.", STRING),
+    "arguments": ReadField("Arguments as a JSON object in a string.", STRING),
+    "parsed_arguments": ReadField(WITHOUT_EFFECT),
 }
 TOOL_CALLS: FieldTable = {
-    "id": ReadField("Id of the call, which its result repeats.", _TEXT),
+    "id": ReadField("Id of the call, which its result repeats.", STRING),
     "type": ReadField("Always function.", {"const": "function"}),
     "function": ReadField("The called function.", table=CALLED_FUNCTION),
     "index": ReadField("Number of the call; not needed.", {"type": "integer"}),
@@ -56,33 +65,34 @@ MESSAGES: FieldTable = {
     "content": ReadField(
         "Text, or a list of text parts, which are joined with newlines. Null if a message of the assistant has "
         "anything else.",
-        _TEXT,
+        STRING,
         table=MESSAGE_PARTS,
         is_list=True,
     ),
     "name": ReadField("Name of the author, if the chat template uses it; of the function for role function."),
     "tool_calls": ReadField("Tool calls of the assistant.", table=TOOL_CALLS, is_list=True),
     "tool_call_id": ReadField("Id of the call whose result a message of role tool has."),
-    "reasoning_content": ReadField("Reasoning of the assistant, if the chat template uses it.", _TEXT),
-    "reasoning": ReadField("Other name of reasoning_content.", _TEXT),
-    "refusal": ReadField("Refusal of the assistant, which is added to its content.", _TEXT),
+    "reasoning_content": ReadField("Reasoning of the assistant, if the chat template uses it.", STRING),
+    "reasoning": ReadField("Other name of reasoning_content.", STRING),
+    "refusal": ReadField("Refusal of the assistant, which is added to its content.", STRING),
     "function_call": ReadField("Older form of one tool call.", table=CALLED_FUNCTION),
-    "annotations": RefusedField("leave them out", ([],)),
+    "annotations": ReadField(WITHOUT_EFFECT, OBJECTS),
+    "parsed": ReadField(WITHOUT_EFFECT),
     "audio": RefusedField("only text is implemented"),
 }
 FUNCTIONS: FieldTable = {
     "name": ReadField(
         "1 to 64 letters, digits, '_', '-' and '.'.", {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
     ),
-    "description": ReadField("What the function does.", _TEXT),
-    "parameters": ReadField("JSON schema of the arguments.", {"type": "object"}),
-    "strict": ReadField("The arguments must match the schema.", {"type": "boolean"}),
+    "description": ReadField("What the function does.", STRING),
+    "parameters": ReadField("JSON schema of the arguments.", OBJECT),
+    "strict": ReadField("The arguments must match the schema.", BOOLEAN),
 }
 TOOLS: FieldTable = {
     "type": ReadField("Always function.", {"const": "function"}),
     "function": ReadField("The function.", table=FUNCTIONS),
 }
-FUNCTION_NAME: FieldTable = {"name": ReadField("Name of the function that must be called.", _TEXT)}
+FUNCTION_NAME: FieldTable = {"name": ReadField("Name of the function that must be called.", STRING)}
 TOOL_CHOICE: FieldTable = {
     "type": ReadField("Always function.", {"const": "function"}),
     "function": ReadField("The tool that must be called.", table=FUNCTION_NAME),
@@ -100,22 +110,23 @@ LABELS: FieldTable = {
 
 _SAMPLING: FieldTable = {
     "max_tokens": ReadField(
-        "Most tokens to generate. A completion gets 16 without it, a chat the rest of the context. "
+        "Maximum number of tokens to generate. A completion gets 16 without it, a chat the rest of the context. "
         "0 is allowed with echo."
     ),
     "max_completion_tokens": ReadField("Newer name of max_tokens."),
-    "min_tokens": ReadField("Fewest tokens to generate; until then no stop condition counts."),
+    "min_tokens": ReadField("Minimum number of tokens to generate. Until then no stop condition applies."),
     "temperature": ReadField("0 always takes the most likely token."),
-    "top_p": ReadField("Draw from the most likely tokens that together have this probability."),
+    "top_p": ReadField("Draw from the most likely tokens whose probabilities add up to this."),
     "top_k": ReadField("Draw from this many most likely tokens; 0 and -1 mean all."),
     "min_p": ReadField("Draw from tokens with at least this share of the highest probability."),
     "n": ReadField("Number of choices for each prompt."),
+    "best_of": ReadField("Must be equal to n: no choices are dropped."),
     "seed": ReadField("Seed of the random draws. Equal requests with equal seeds get equal answers."),
     "stop": ReadField(
-        "Text, or texts, that end a choice.",
-        {"anyOf": [_TEXT, {"type": "array", "maxItems": 16, "items": _TEXT}]},
+        "One text or several. A choice ends before the first one that it contains.",
+        {"anyOf": [STRING, {"type": "array", "maxItems": 16, "items": STRING}]},
     ),
-    "stop_token_ids": ReadField("Token ids that end a choice."),
+    "stop_token_ids": ReadField("Token ids that end a choice. The text of the last one is left out."),
     "ignore_eos": ReadField("Continue after the model's end token."),
     "presence_penalty": ReadField("Subtracted from the logits of tokens that were generated before."),
     "frequency_penalty": ReadField("Subtracted from the logits of a token for each time that it was generated."),
@@ -135,40 +146,41 @@ _SAMPLING: FieldTable = {
 """Fields that decide which tokens are generated."""
 
 JSON_SCHEMA: FieldTable = {
-    "name": ReadField("Name of the schema; not needed.", _TEXT),
-    "description": ReadField("What the schema is for; not needed.", _TEXT),
-    "schema": ReadField("JSON schema of the answer.", _OBJECT),
+    "name": ReadField("Name of the schema; not needed.", STRING),
+    "description": ReadField("What the schema is for; not needed.", STRING),
+    "schema": ReadField("JSON schema of the answer.", OBJECT),
     "strict": ReadField(
-        "False ignores parts of the schema that are not supported, which are otherwise refused.", _FLAG
+        "False ignores parts of the schema that are not supported, which are otherwise refused.", BOOLEAN
     ),
 }
 RESPONSE_FORMAT: FieldTable = {
     "type": ReadField("Kind of the format.", {"enum": ["text", "json_object", "json_schema", "structural_tag"]}),
     "json_schema": ReadField("Format of type json_schema.", table=JSON_SCHEMA),
-    "structures": ReadField("Older form of a structural_tag: tags with begin, schema and end.", _OBJECTS),
-    "triggers": ReadField("Texts that begin a tag, in the older form.", _TEXTS),
-    "format": ReadField("Newer form of a structural_tag, of type triggered_tags.", _OBJECT),
+    "schema": ReadField("JSON schema of the answer, for type json_object.", OBJECT),
+    "structures": ReadField("Older form of a structural_tag: tags with begin, schema and end.", OBJECTS),
+    "triggers": ReadField("Texts that begin a tag, in the older form.", STRINGS),
+    "format": ReadField("Newer form of a structural_tag, of type triggered_tags.", OBJECT),
 }
 STRUCTURED_OUTPUTS: FieldTable = {
     "json": ReadField("JSON schema of the answer, as an object or in a string.", _OBJECT_OR_TEXT),
-    "json_object": ReadField("True: the answer is any JSON object.", _FLAG),
-    "regex": ReadField("Regular expression that matches the whole answer.", _TEXT),
-    "choice": ReadField("Texts of which the answer is one.", _TEXTS),
-    "grammar": ReadField("Grammar of the answer in llguidance's form of Lark, or in GBNF.", _TEXT),
+    "json_object": ReadField("True: the answer is any JSON object.", BOOLEAN),
+    "regex": ReadField("Regular expression that matches the whole answer.", STRING),
+    "choice": ReadField("Texts of which the answer is one.", STRINGS),
+    "grammar": ReadField("Grammar of the answer in llguidance's form of Lark, or in GBNF.", STRING),
     "structural_tag": ReadField("Free text with tags, as in response_format; also in a string.", _OBJECT_OR_TEXT),
-    "whitespace_pattern": ReadField("Regular expression for white space in JSON.", _TEXT),
-    "disable_any_whitespace": ReadField("True: JSON has no white space.", _FLAG),
-    "disable_fallback": RefusedField("there is one implementation", (False, True)),
+    "whitespace_pattern": ReadField("Regular expression for white space in JSON.", STRING),
+    "disable_any_whitespace": ReadField("True: JSON has no white space.", BOOLEAN),
+    "disable_fallback": RefusedField("llguidance is the only backend", (False, True)),
     "disable_additional_properties": RefusedField("set additionalProperties in the schema", (False,)),
 }
 CONSTRAINTS: FieldTable = {
     "ebnf": RefusedField(_CONSTRAINED),
-    "guided_choice": ReadField("Older form of structured_outputs.choice.", _TEXTS),
-    "guided_decoding_backend": LabelField("There is one implementation."),
-    "guided_grammar": ReadField("Older form of structured_outputs.grammar.", _TEXT),
+    "guided_choice": ReadField("Older form of structured_outputs.choice.", STRINGS),
+    "guided_decoding_backend": LabelField("llguidance is the only backend."),
+    "guided_grammar": ReadField("Older form of structured_outputs.grammar.", STRING),
     "guided_json": ReadField("Older form of structured_outputs.json.", _OBJECT_OR_TEXT),
-    "guided_regex": ReadField("Older form of structured_outputs.regex.", _TEXT),
-    "guided_whitespace_pattern": ReadField("Older form of structured_outputs.whitespace_pattern.", _TEXT),
+    "guided_regex": ReadField("Older form of structured_outputs.regex.", STRING),
+    "guided_whitespace_pattern": ReadField("Older form of structured_outputs.whitespace_pattern.", STRING),
     "json_schema": RefusedField(_CONSTRAINED),
     "regex": RefusedField(_CONSTRAINED),
     "response_format": ReadField("Format of the answer. Default: text.", table=RESPONSE_FORMAT),
@@ -182,7 +194,9 @@ _OUTPUT: FieldTable = {
     "skip_special_tokens": ReadField("Leave special tokens out of the text."),
     "return_token_ids": ReadField("Add the token ids of the prompt and of each choice."),
     "timeline": ReadField("Add the object baton, which says where the time went."),
-    "include_stop_str_in_output": ReadField("End the text with the stop string that was found."),
+    "include_stop_str_in_output": ReadField(
+        "Keep the stop string, or the token that ended the choice, at the end of the text."
+    ),
     "prompt_logprobs": ReadField(
         "Report the logprob of each prompt token but the first, and of this many most likely tokens. Not with stream."
     ),
@@ -208,6 +222,7 @@ _SERVICE: FieldTable = {
     "priority": ReadField("Requests with lower numbers are served first."),
     "slo": ReadField("Service level objective of the request.", table=SLO),
     "cache_salt": ReadField("Reuse cached prefixes only of requests with the same salt, and of the same tenant."),
+    "prompt_cache_options": PROMPT_CACHE,
     "deadline_s": RefusedField("send the header x-baton-timeout-ms"),
     "lora_path": RefusedField(_ONE_MODEL),
     "request_id": RefusedField("omit it; the response header x-request-id contains the id"),
@@ -238,7 +253,7 @@ _SERVICE: FieldTable = {
         )
     },
 }
-"""Fields for the service: model, scheduling and routing. Nobody may steer another's KV."""
+"""Fields for the service: model, scheduling and routing. Clients cannot direct transfers of KV."""
 
 _BOTH: FieldTable = {**_SERVICE, **_PROMPT, **_SAMPLING, **CONSTRAINTS, **_OUTPUT, **LABELS}
 
@@ -248,15 +263,14 @@ COMPLETIONS: FieldTable = {
         "A text, a list of token ids, or up to 256 of either.",
         {
             "anyOf": [
-                _TEXT,
+                STRING,
                 _TOKEN_IDS,
-                {"type": "array", "maxItems": 256, "items": _TEXT},
+                {"type": "array", "maxItems": 256, "items": STRING},
                 {"type": "array", "maxItems": 256, "items": _TOKEN_IDS},
             ]
         },
     ),
     "logprobs": ReadField("Report the logprobs of this many most likely tokens at each position."),
-    "best_of": ReadField("Must be equal to n: no choices are dropped."),
     "echo": ReadField("Begin each choice with the prompt, and with logprobs its logprobs with those of the prompt."),
     **{
         name: RefusedField(_CHATS)
@@ -284,11 +298,13 @@ CHAT_TEMPLATE: FieldTable = {
         {"enum": ["none", "auto", "required"]},
         table=TOOL_CHOICE,
     ),
-    "parallel_tool_calls": ReadField("False: at most one call in an answer.", {"type": "boolean"}),
+    "parallel_tool_calls": ReadField("False: at most one call in an answer.", BOOLEAN),
     "functions": ReadField("Older form of tools. The answer then has function_call.", table=FUNCTIONS, is_list=True),
     "function_call": ReadField("Older form of tool_choice.", {"enum": ["none", "auto"]}, table=FUNCTION_NAME),
-    "include_reasoning": ReadField("False leaves the reasoning out of the answer.", {"type": "boolean"}),
-    "reasoning_effort": ReadField("Variable of the chat template. none also sets enable_thinking to false."),
+    "include_reasoning": ReadField("False leaves the reasoning out of the answer.", BOOLEAN),
+    "reasoning_effort": ReadField(
+        "Variable of the chat template. none also sets enable_thinking and thinking to false."
+    ),
     "documents": ReadField(
         "Documents for the chat template.", {"type": "array", "maxItems": 1024, "items": {"type": "object"}}
     ),
@@ -298,15 +314,15 @@ CHAT_TEMPLATE: FieldTable = {
     "chat_template_kwargs": ReadField(
         "Variables of the chat template, such as enable_thinking.", {"type": "object", "maxProperties": 64}
     ),
-    "add_generation_prompt": ReadField("End the prompt with the beginning of an answer.", {"type": "boolean"}),
-    "continue_final_message": ReadField("Continue the last message instead of a new answer.", {"type": "boolean"}),
+    "add_generation_prompt": ReadField("End the prompt with the beginning of an answer.", BOOLEAN),
+    "continue_final_message": ReadField("Continue the last message instead of a new answer.", BOOLEAN),
 }
 """Fields that make the prompt of a chat, and say how its answer is parsed."""
 
 CHAT: FieldTable = {
     **_BOTH,
     **CHAT_TEMPLATE,
-    "logprobs": ReadField("Report the logprob of each generated token.", {"type": "boolean"}),
+    "logprobs": ReadField("Report the logprob of each generated token.", BOOLEAN),
     "top_logprobs": ReadField("Report the logprobs of this many most likely tokens at each position."),
     "audio": RefusedField("only text is implemented"),
     "echo": RefusedField("prepend the prompt to the response yourself", (False,)),
@@ -321,9 +337,9 @@ CHAT: FieldTable = {
 
 TOKENIZE: FieldTable = {
     "model": _SERVICE["model"],
-    "prompt": ReadField("A text. Exactly one of prompt and messages is sent.", _TEXT),
+    "prompt": ReadField("A text. Exactly one of prompt and messages is sent.", STRING),
     **CHAT_TEMPLATE,
-    "add_special_tokens": ReadField("Add the tokenizer's special tokens to a text.", {"type": "boolean"}),
+    "add_special_tokens": ReadField("Add the tokenizer's special tokens to a text.", BOOLEAN),
     "return_token_strs": RefusedField("/detokenize returns the text of each id", (False,)),
 }
 DETOKENIZE: FieldTable = {

@@ -99,7 +99,7 @@ def check_fields(body: Mapping[str, Any], table: FieldTable, unknown: UnknownFie
         elif value is None:
             continue
         elif isinstance(rule, LabelField):
-            _check_label(name, value, rule)
+            _check_label(prefix + name, value, rule)
         elif not any(type(value) is type(default) and value == default for default in rule.defaults):
             full = prefix + name
             raise InvalidField(full, f"{full} is not implemented: {rule.advice}", Reason.UNSUPPORTED_FIELD)

@@ -7,6 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+STRING: Mapping[str, Any] = {"type": "string"}
+STRINGS: Mapping[str, Any] = {"type": "array", "items": STRING}
+BOOLEAN: Mapping[str, Any] = {"type": "boolean"}
+OBJECT: Mapping[str, Any] = {"type": "object"}
+OBJECTS: Mapping[str, Any] = {"type": "array", "items": OBJECT}
+"""JSON schemas of simple values."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReadField:

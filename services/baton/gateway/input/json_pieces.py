@@ -20,9 +20,8 @@ PIECE_CHARS = 32 * 1024
 """Characters per call of the C decoder, about a millisecond."""
 MIN_STRING_CHARS = 32
 """Smallest piece of a string."""
-INCOMPLETE_CHARS = 12
-"""A piece may end with this many characters that belong to the next one: half of an escaped surrogate pair,
-and a part of the other half."""
+FIRST_STRING_CHARS = 64
+"""First piece of a string with escapes. Each further one is twice as large, so short strings cost little."""
 JSON_LISTS: Final = (list, tuple, array)
 """Types of a list in a decoded body. gRPC messages have tuples."""
 _SPACE = re.compile(r"[ \t\n\r]*+")
@@ -30,10 +29,10 @@ _NUMBERS = re.compile(r"[-+0-9.eE, \t\n\r]*+")
 """Matches text that can only be numbers of a list."""
 _FLAT_OBJECT = re.compile(r'\{(?:[^"\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+\}', re.DOTALL)
 """Matches an object without lists and objects in it."""
-_STRING_PART = re.compile(r'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4}))*+')
-"""Matches characters and complete escapes of a string."""
 _ENDS_WITH_HALF_A_PAIR = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9A-Fa-f]{2}\Z")
-_HALF_CHARS = len("\\ud800")
+_NO_END = "Unterminated string starting at"
+_ESCAPE = "\\ud800"
+"""The longest escape in a string."""
 
 _Values: TypeAlias = "list[Any] | array[int]"
 
@@ -103,25 +102,40 @@ class _Pieces:
             raise TooManyValues("the text has too many values")
 
     def _string(self, at: int) -> tuple[str, int]:
-        """Decode a string. Errors are found by the C decoder, which stops at the first one."""
+        """Decode a string in pieces, each of which the C decoder gets in quotes."""
         self._count(1)
-        parts: list[str] = []
-        chars, end = max(self._piece_chars, MIN_STRING_CHARS), at + 1
+        begin, num_chars, parts = at + 1, FIRST_STRING_CHARS, []
+        most_chars = max(self._piece_chars, MIN_STRING_CHARS)
+        quote = self._text.find('"', begin, begin + most_chars)
+        if quote >= 0 and self._text.find("\\", begin, quote) < 0:
+            return self._decoder.raw_decode(self._text, at)
         while True:
-            match = _STRING_PART.match(self._text, end, end + chars)
-            assert match is not None
-            if self._text[match.end() : match.end() + 1] == '"' and not parts:
-                return self._decoder.raw_decode(self._text, at)
-            part = match[0]
-            if is_last := match.end() < end + chars - INCOMPLETE_CHARS or match.end() >= len(self._text):
-                if self._text[match.end() : match.end() + 1] != '"':
-                    self._decoder.raw_decode(self._text, at)  # raises the error
-            elif _ENDS_WITH_HALF_A_PAIR.search(part):
-                part = part[:-_HALF_CHARS]
-            parts.append(self._decoder.decode(f'"{part}"'))
-            end += len(part)
-            if is_last:
-                return "".join(parts), end + 1
+            end = self._piece_end(begin, begin + min(num_chars, most_chars))
+            try:
+                part, num_read = self._decoder.raw_decode(f'"{self._text[begin:end]}"')
+            except json.JSONDecodeError as error:
+                place = at if error.msg.startswith(_NO_END) else begin + error.pos - 1
+                raise json.JSONDecodeError(error.msg, self._text, place) from None
+            parts.append(part)
+            if num_read <= 1 + end - begin:  # the quote is in the text
+                return "".join(parts), begin + num_read - 1
+            if end >= len(self._text):
+                raise json.JSONDecodeError(_NO_END, self._text, at)
+            begin, num_chars = end, 2 * num_chars
+
+    def _piece_end(self, begin: int, end: int) -> int:
+        """Return `end`, or less, so that the piece of a string from `begin` on ends between two escapes, and
+        not within the two of a surrogate pair."""
+        if end >= len(self._text) or (last := self._text.rfind("\\", end - len(_ESCAPE), end)) < 0:
+            return min(end, len(self._text))
+        before = self._text[begin : last + 1]
+        if (len(before) - len(before.rstrip("\\"))) % 2 == 0:
+            return end  # a backslash that is itself escaped
+        if self._text[last + 1] != "u":
+            return end if last + 2 <= end else last
+        if last + len(_ESCAPE) < end:
+            return end  # another character follows the escape
+        return last - len(_ESCAPE) if _ENDS_WITH_HALF_A_PAIR.search(self._text, begin, last) else last
 
     def _list(self, at: int) -> tuple[_Values, int]:
         """Decode the elements of a list: as an array for as long as they are token ids."""

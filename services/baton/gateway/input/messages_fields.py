@@ -1,62 +1,75 @@
 """The known request fields of `/v1/messages` and `/v1/messages/count_tokens`, Anthropic's API."""
 
-from baton.gateway.input.field_policy import CHAT
-from baton.gateway.input.field_table import FieldTable, LabelField, ReadField, RefusedField
+from baton.gateway.input.chat_fields import passed_fields, with_chat_fields
+from baton.gateway.input.field_policy import CHAT, PROMPT_CACHE, WITHOUT_EFFECT
+from baton.gateway.input.field_table import (
+    BOOLEAN,
+    OBJECT,
+    OBJECTS,
+    STRING,
+    STRINGS,
+    FieldTable,
+    LabelField,
+    ReadField,
+    RefusedField,
+)
 
 _SERVER_TOOLS = "the server runs no tools; send tools with an input_schema, which the client calls"
-_UNCACHED = ReadField("Accepted without effect; prefixes are cached without it.", {"type": "object"})
-_STRING, _OBJECT, _BOOLEAN = {"type": "string"}, {"type": "object"}, {"type": "boolean"}
 
 TEXT_BLOCK: FieldTable = {
-    "type": ReadField("Kind of the block.", _STRING),
-    "text": ReadField("The text.", _STRING),
-    "cache_control": _UNCACHED,
-    "citations": ReadField("Accepted without effect.", {"type": "array", "items": {"type": "object"}}),
+    "type": ReadField("Kind of the block.", STRING),
+    "text": ReadField("The text.", STRING),
+    "cache_control": PROMPT_CACHE,
+    "citations": ReadField(WITHOUT_EFFECT, OBJECTS),
 }
 THINKING_BLOCK: FieldTable = {
     "type": TEXT_BLOCK["type"],
-    "thinking": ReadField("Reasoning of the model, of an earlier answer.", _STRING),
-    "signature": ReadField("Accepted without effect.", _STRING),
-    "cache_control": _UNCACHED,
+    "thinking": ReadField("Reasoning of an earlier answer of the model.", STRING),
+    "signature": ReadField(WITHOUT_EFFECT, STRING),
+    "cache_control": PROMPT_CACHE,
 }
 REDACTED_BLOCK: FieldTable = {
     "type": TEXT_BLOCK["type"],
-    "data": ReadField("Accepted without effect.", _STRING),
+    "data": ReadField(WITHOUT_EFFECT, STRING),
 }
 TOOL_USE_BLOCK: FieldTable = {
     "type": TEXT_BLOCK["type"],
-    "id": ReadField("Id of the call.", _STRING),
-    "name": ReadField("Name of the called tool.", _STRING),
-    "input": ReadField("Arguments of the call.", _OBJECT),
-    "cache_control": _UNCACHED,
-    "caller": ReadField("Accepted without effect.", _OBJECT),
+    "id": ReadField("Id of the call.", STRING),
+    "name": ReadField("Name of the called tool.", STRING),
+    "input": ReadField("Arguments of the call.", OBJECT),
+    "cache_control": PROMPT_CACHE,
+    "caller": ReadField(WITHOUT_EFFECT, OBJECT),
 }
 TOOL_RESULT_BLOCK: FieldTable = {
     "type": TEXT_BLOCK["type"],
-    "tool_use_id": ReadField("Id of the call.", _STRING),
-    "content": ReadField("Text, or a list of text blocks.", _STRING, table=TEXT_BLOCK, is_list=True),
-    "is_error": ReadField("The call failed; the model gets the text after 'Error: '.", _BOOLEAN),
-    "cache_control": _UNCACHED,
+    "tool_use_id": ReadField("Id of the call.", STRING),
+    "content": ReadField("Text, or a list of text blocks.", STRING, table=TEXT_BLOCK, is_list=True),
+    "is_error": ReadField("The call failed; the model gets the text after 'Error: '.", BOOLEAN),
+    "cache_control": PROMPT_CACHE,
 }
 BLOCKS: FieldTable = {**THINKING_BLOCK, **REDACTED_BLOCK, **TOOL_USE_BLOCK, **TOOL_RESULT_BLOCK, **TEXT_BLOCK}
 """All fields of content blocks. Each kind of block has its own table."""
 
 MESSAGE: FieldTable = {
     "role": ReadField("Author of the message.", {"type": "string", "enum": ["user", "assistant", "system"]}),
-    "content": ReadField("Text, or a list of blocks.", _STRING, table=BLOCKS, is_list=True),
+    "content": ReadField("Text, or a list of blocks.", STRING, table=BLOCKS, is_list=True),
 }
 TOOLS: FieldTable = {
     "type": ReadField("custom, or omitted.", {"const": "custom"}),
-    "name": ReadField("Name of the tool.", _STRING),
-    "description": ReadField("What the tool does.", _STRING),
-    "input_schema": ReadField("JSON schema of the arguments.", _OBJECT),
-    "strict": ReadField("The arguments must match the schema.", _BOOLEAN),
-    "cache_control": _UNCACHED,
+    "name": ReadField("Name of the tool.", STRING),
+    "description": ReadField("What the tool does.", STRING),
+    "input_schema": ReadField("JSON schema of the arguments.", OBJECT),
+    "strict": ReadField("The arguments must match the schema.", BOOLEAN),
+    "cache_control": PROMPT_CACHE,
+    "eager_input_streaming": ReadField("Accepted without effect; arguments are always streamed.", BOOLEAN),
+    "allowed_callers": RefusedField(_SERVER_TOOLS, (["direct"],)),
+    "defer_loading": RefusedField("tool search is not implemented; send the tools that the model may call", (False,)),
+    "input_examples": RefusedField("put the examples into description", ([],)),
 }
 TOOL_CHOICE: FieldTable = {
     "type": ReadField("Rule for calls.", {"type": "string", "enum": ["auto", "any", "tool", "none"]}),
-    "name": ReadField("Name of the tool, with type tool.", _STRING),
-    "disable_parallel_tool_use": ReadField("At most one call.", _BOOLEAN),
+    "name": ReadField("Name of the tool, with type tool.", STRING),
+    "disable_parallel_tool_use": ReadField("At most one call.", BOOLEAN),
 }
 THINKING: FieldTable = {
     "type": ReadField("disabled is the default.", {"type": "string", "enum": ["enabled", "disabled", "adaptive"]}),
@@ -65,10 +78,10 @@ THINKING: FieldTable = {
 }
 FORMAT: FieldTable = {
     "type": ReadField("Always json_schema.", {"const": "json_schema"}),
-    "schema": ReadField("JSON schema of the answer.", _OBJECT),
+    "schema": ReadField("JSON schema of the answer.", OBJECT),
 }
 OUTPUT_CONFIG: FieldTable = {
-    "effort": ReadField("Effort that the chat template asks of the model.", _STRING),
+    "effort": ReadField("Effort that the chat template asks of the model.", STRING),
     "format": ReadField("Format of the answer.", table=FORMAT),
     "task_budget": RefusedField("task budgets are not implemented"),
 }
@@ -79,46 +92,50 @@ COUNT_TOKENS: FieldTable = {
     "messages": ReadField(
         "The messages so far. A last one of the assistant is continued.", table=MESSAGE, is_list=True
     ),
-    "system": ReadField("System message.", _STRING, table=TEXT_BLOCK, is_list=True),
+    "system": ReadField("System message.", STRING, table=TEXT_BLOCK, is_list=True),
     "tools": ReadField("Tools that the model may call.", table=TOOLS, is_list=True),
     "tool_choice": ReadField("How the model may use the tools.", table=TOOL_CHOICE),
     "thinking": ReadField("Whether the model reasons.", table=THINKING),
     "output_config": ReadField("Effort and format of the answer.", table=OUTPUT_CONFIG),
+    "output_format": ReadField("Older form of output_config.format.", table=FORMAT),
+    "chat_template": CHAT["chat_template"],
     "chat_template_kwargs": CHAT["chat_template_kwargs"],
-    "cache_control": _UNCACHED,
-    "context_management": ReadField("Accepted without effect; all messages are the prompt.", {"type": "object"}),
+    "documents": CHAT["documents"],
+    "cache_control": PROMPT_CACHE,
+    "context_management": ReadField("Accepted without effect; all messages are the prompt.", OBJECT),
     "mcp_servers": RefusedField(_SERVER_TOOLS, ([],)),
+    "compaction": RefusedField("ask for a summary in a message"),
+    "speed": LabelField("There is one speed."),
+    "user_profile_id": LabelField("Name of the end user."),
 }
 
-PASSED = (
-    "model",
-    "priority",
-    "slo",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "chat_template_kwargs",
-)
-"""Fields that have the same name and meaning as in a chat."""
-
-MESSAGES: FieldTable = {
-    **{name: CHAT[name] for name in PASSED},
+_OWN: FieldTable = {
     **COUNT_TOKENS,
     "max_tokens": ReadField("Most tokens to generate. Required."),
-    "stop_sequences": ReadField(
-        "Texts that end the answer.", {"type": "array", "maxItems": 16, "items": {"type": "string"}}
-    ),
+    "stop_sequences": ReadField("Texts that end the answer.", {**STRINGS, "maxItems": 16}),
     "metadata": ReadField("Labels of the client.", table=METADATA),
-    "service_tier": LabelField("There is one tier."),
-    "inference_geo": LabelField("The cluster is where it is."),
-    "speed": LabelField("There is one speed."),
+    "inference_geo": LabelField("The cluster has one location."),
+    "billing_policy": ReadField(WITHOUT_EFFECT, OBJECT),
+    "diagnostics": ReadField(WITHOUT_EFFECT, OBJECT),
+    "fallback_credit_token": ReadField(WITHOUT_EFFECT),
     "container": RefusedField(_SERVER_TOOLS),
+    "fallbacks": RefusedField("there is one model", ([], "default")),
+    "thread": RefusedField("messages are not stored; send all of them"),
 }
+MESSAGES: FieldTable = with_chat_fields(
+    _OWN,
+    {
+        "stop": "send stop_sequences",
+        "max_completion_tokens": "send max_tokens",
+        "response_format": "send output_config.format",
+        "reasoning_effort": "send output_config.effort",
+        "parallel_tool_calls": "send tool_choice.disable_parallel_tool_use",
+        "logprobs": "only chats and responses have logprobs",
+        "top_logprobs": "only chats and responses have logprobs",
+        "stream_options": "the event message_delta always has the usage",
+        "add_generation_prompt": "end with a message of the assistant to continue it",
+        "continue_final_message": "end with a message of the assistant to continue it",
+    },
+)
+PASSED = passed_fields(MESSAGES)
+"""Fields of `/v1/messages` that become part of the chat as they are. Those of counting are among them."""

@@ -62,6 +62,11 @@ class ParsedRequest:
     constraint: AnswerConstraint | None = None
     bad_words: tuple[str, ...] = ()
 
+    @property
+    def prompt_field(self) -> str:
+        """Field that has the prompt, for errors about its length."""
+        return "prompt" if self.chat is None else "messages"
+
 
 def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownFields) -> ParsedRequest:
     """Parse a body with the fields of OpenAI's completions or chat API and Baton's additions.
@@ -82,7 +87,7 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownF
     if (best_of := read.value("best_of")) not in (None, n):
         raise InvalidField("best_of", f"best_of is {best_of}; must be equal to n ({n}), because no choice is dropped")
     echo = not is_chat and read.value("echo")
-    max_tokens = _max_tokens(read, echo=echo)
+    max_tokens = _max_tokens(read, is_chat=is_chat, echo=echo)
     min_tokens = read.value("min_tokens")
     if max_tokens is not None and min_tokens > max_tokens:
         raise InvalidField("min_tokens", f"min_tokens is {min_tokens}; must be at most max_tokens ({max_tokens})")
@@ -108,7 +113,7 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownF
             "num_logprobs": _num_logprobs(read, endpoint.is_chat),
             "num_prompt_logprobs": _num_prompt_logprobs(read, echo=echo),
             "logit_bias": _logit_bias(body.get("logit_bias")),
-            "allowed_token_ids": tuple(sorted(set(read.items("allowed_token_ids")))),
+            "allowed_token_ids": _allowed_token_ids(body, read),
         },
         bad_words=read.items("bad_words"),
         constraint=parse_constraint(body, unknown),
@@ -183,7 +188,7 @@ def _checked_text(name: str, value: object) -> bool:
     return False
 
 
-def _max_tokens(read: FieldReader, *, echo: bool) -> int | None:
+def _max_tokens(read: FieldReader, *, is_chat: bool, echo: bool) -> int | None:
     """Return `max_tokens`, or `max_completion_tokens`, which is OpenAI's newer name for it.
 
     Only with `echo` it may be 0.
@@ -195,7 +200,8 @@ def _max_tokens(read: FieldReader, *, echo: bool) -> int | None:
             f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so send only one",
         )
     if old == 0 and not echo:
-        raise InvalidField("max_tokens", "max_tokens is 0; must be at least 1 unless echo is true")
+        unless = "" if is_chat else " unless echo is true"
+        raise InvalidField("max_tokens", f"max_tokens is 0; must be at least 1{unless}")
     return old if new is None else new
 
 
@@ -226,6 +232,15 @@ def _num_prompt_logprobs(read: FieldReader, *, echo: bool) -> int | None:
         name = "prompt_logprobs" if numbers[0] is not None else "echo"
         raise InvalidField(name, f"{name} asks for logprobs of the prompt, and stream is true; set stream to false")
     return most
+
+
+def _allowed_token_ids(body: Mapping[str, Any], read: FieldReader) -> tuple[int, ...]:
+    """Return the allowed ids in ascending order; empty without the field. An empty list would allow none."""
+    allowed = tuple(sorted(set(read.items("allowed_token_ids"))))
+    if not allowed and body.get("allowed_token_ids") is not None:
+        message = "allowed_token_ids is an empty list; send at least one token id, or leave it out to allow all"
+        raise InvalidField("allowed_token_ids", message)
+    return allowed
 
 
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:

@@ -4,6 +4,7 @@ import sys
 
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.kv.block_hash import TokenIds
+from baton.core.request import Sampling
 from baton.gateway.input.client_call import ClientCall
 
 OBJECT_BYTES = 4096
@@ -14,6 +15,15 @@ GRAMMAR_COPIES = 2
 """A grammar, and its copy in a message to a worker."""
 OUTPUT_TOKEN_BYTES = 8
 """A delivered token: its id, in the delivery and in the prompt of a second attempt."""
+HELD_TOKEN_BYTES = 8
+"""Text of an output token that a parser of tool calls holds back, twice: for the call, and for the content if
+the call turns out to be malformed."""
+RULE_ID_BYTES = 40
+"""A token id of `allowed_token_ids`, `bad_words` or `stop_token_ids`: a number, and its place in a tuple."""
+RULE_BYTES = 128
+"""An entry of `bad_words` without its ids, or of `logit_bias`."""
+RAW_LOGPROB_BYTES = 8
+"""The logprob of a prompt token, or of one of its alternatives, with a rank or an id, in arrays."""
 TEXT_BYTES = 16
 """JSON text of one token. Natural language has about four characters per token."""
 JSON_CHARACTER_BYTES = 12
@@ -32,20 +42,41 @@ CHOICE_BYTES = 256
 
 def call_bytes(call: ClientCall) -> int:
     """Return the bytes of a call's prompts, of their JSON text if it is repeated, and of delivered tokens."""
-    message = call.output_options.message
-    message_bytes = 0 if message is None else message.num_bytes
-    prompt_token_bytes = PROMPT_TOKEN_BYTES + JSON_ID_BYTES * call.output_options.return_token_ids
+    options = call.output_options
+    message_bytes = 0 if options.message is None else options.message.num_bytes
+    prompt_token_bytes = PROMPT_TOKEN_BYTES + JSON_ID_BYTES * options.return_token_ids
+    if call.num_prompt_logprobs is not None:
+        prompt_token_bytes += RAW_LOGPROB_BYTES * (1 + call.num_prompt_logprobs)
+    output_token_bytes = OUTPUT_TOKEN_BYTES
+    if options.message is not None and options.message.may_hold_text:
+        output_token_bytes += HELD_TOKEN_BYTES
     return (
         message_bytes
-        + sum(map(sys.getsizeof, filter(None, call.prompt_texts)))
+        + sum(map(sys.getsizeof, (*filter(None, call.prompt_texts), *options.stop)))
+        + (sum(_echo_bytes(call, index) for index in range(len(call.requests))) if options.stream else 0)
+        + _rules_bytes(call.requests[0].sampling)
         + sum(
             OBJECT_BYTES
             + GRAMMAR_COPIES * len(request.sampling.grammar)
             + prompt_token_bytes * len(request.token_ids)
-            + OUTPUT_TOKEN_BYTES * len(request.sample_indices) * request.sampling.max_tokens
+            + output_token_bytes * len(request.sample_indices) * request.sampling.max_tokens
             for request in call.requests
         )
     )
+
+
+def _rules_bytes(sampling: Sampling) -> int:
+    """Return the bytes of the lists in sampling parameters, which all requests of a call share."""
+    num_ids = len(sampling.allowed_token_ids) + len(sampling.stop_token_ids) + sum(map(len, sampling.bad_words))
+    return RULE_ID_BYTES * num_ids + RULE_BYTES * (len(sampling.bad_words) + len(sampling.logit_bias))
+
+
+def _echo_bytes(call: ClientCall, index: int) -> int:
+    """Return the bytes of the JSON text of a prompt that the response repeats."""
+    if not call.output_options.echo:
+        return 0
+    text = call.prompt_texts[index]
+    return TEXT_BYTES * len(call.requests[index].token_ids) if text is None else JSON_TEXT_SHARE * sys.getsizeof(text)
 
 
 def response_bytes(call: ClientCall) -> int:
@@ -57,10 +88,7 @@ def response_bytes(call: ClientCall) -> int:
     total = 0
     for index, request in enumerate(call.requests):
         num_choices = len(request.sample_indices)
-        if call.output_options.echo:
-            text = call.prompt_texts[index]
-            echo_bytes = TEXT_BYTES * len(request.token_ids) if text is None else JSON_TEXT_SHARE * sys.getsizeof(text)
-            total += echo_bytes * num_choices
+        total += _echo_bytes(call, index) * num_choices
         if call.output_options.return_token_ids:
             echoes = 1 if call.endpoint.is_chat and not call.output_options.stream else num_choices
             total += JSON_ID_BYTES * len(request.token_ids) * echoes

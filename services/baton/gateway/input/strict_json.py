@@ -11,12 +11,13 @@ from baton.gateway.input import json_pieces
 from baton.gateway.input.json_pieces import PIECE_CHARS
 from baton.runtime.process import loop_time
 
-_QUOTE_OR_BRACKET = re.compile(r'["\[{\]}]')
+_NO_BRACKET = re.compile(r'(?:[^"\[{\]}]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
+"""Matches complete strings, and characters outside of strings, up to a bracket."""
 _IN_STRING = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 """Matches characters and complete escapes of a string, up to its closing quote."""
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """Parse a body that must be a JSON object. Raises Refused (400) with the problem.
 
     Strings may contain lone surrogates and NUL. They are rejected when a field is read, for gRPC as well.
@@ -43,7 +44,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-async def parse_body(body: bytes) -> dict[str, Any]:
+async def parse_body(body: bytes | bytearray) -> dict[str, Any]:
     """Parse a body as `parse_object` does. A large one is parsed in a thread."""
     return await loop_time.call(len(body), loop_time.JSON_BYTES, lambda: parse_object(body))
 
@@ -71,26 +72,31 @@ def _check_depth(text: str) -> None:
 
 
 def _brackets(text: str) -> Iterator[str]:
-    """Yield the brackets outside of strings. Each call of the expression gets a piece of the text."""
-    at, length, is_string = 0, len(text), False
+    """Yield the brackets outside of strings. Each call of an expression gets a piece of the text."""
+    at, length = 0, len(text)
     while at < length:
-        if is_string:
-            match = _IN_STRING.match(text, at, at + PIECE_CHARS)
-            assert match is not None
-            at = match.end()
-            if text[at : at + 1] == '"':
-                is_string = False
-                at += 1
-            elif at + 1 >= length:
-                return  # the string has no end, or only half of an escape
-        elif found := _QUOTE_OR_BRACKET.search(text, at, at + PIECE_CHARS):
-            at = found.end()
-            if found[0] == '"':
-                is_string = True
-            else:
-                yield found[0]
-        else:
-            at += PIECE_CHARS
+        match = _NO_BRACKET.match(text, at, at + PIECE_CHARS)
+        assert match is not None
+        at = match.end()
+        char = text[at : at + 1]
+        if char == '"':
+            at = _string_end(text, at + 1)
+        elif char and char in "[{]}":
+            yield char
+            at += 1
+
+
+def _string_end(text: str, at: int) -> int:
+    """Return the position after a string that is longer than the rest of a piece; the end of the text if it
+    has no quote."""
+    while True:
+        match = _IN_STRING.match(text, at, at + PIECE_CHARS)
+        assert match is not None
+        at = match.end()
+        if text[at : at + 1] == '"':
+            return at + 1
+        if at + 1 >= len(text):
+            return len(text)  # no quote, or only half of an escape
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -152,7 +152,13 @@ class Validator:
         trace_context = caller.trace_context if is_traceparent(caller.trace_context) else ""
         text = None if parsed.chat is None else await self.chat_text(parsed.chat)
         prompts = await self._tokenize(parsed, text, model_limits.max_model_len)
-        rules = {"grammar": await self._grammar(parsed, text), "bad_words": await self._bad_words(parsed.bad_words)}
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for item in parsed.sampling[name]:
+                self.check_vocabulary(name, item if isinstance(item, int) else item[0])
+        rules = {
+            "grammar": await self._grammar(parsed, text, identity),
+            "bad_words": await self._bad_words(parsed.bad_words),
+        }
         return ClientCall(
             endpoint=endpoint,
             model=self.model,
@@ -175,12 +181,12 @@ class Validator:
             system_fingerprint=model_limits.fingerprint,
         )
 
-    async def _grammar(self, parsed: ParsedRequest, text: str | None) -> str:
+    async def _grammar(self, parsed: ParsedRequest, text: str | None, identity: Identity) -> str:
         """Return the grammar of the answers; empty if there is none. `text` is the prompt of a chat."""
-        grammar, field = await answer_grammar(parsed.constraint, parsed.chat, text, self._output_format, self.tokenizer)
-        if grammar and self._grammar_check is not None:
-            await self._grammar_check.check(grammar, field)
-        return grammar
+        grammar = await answer_grammar(parsed.constraint, parsed.chat, text, self._output_format, self.tokenizer)
+        if grammar.written.text and self._grammar_check is not None:
+            await self._grammar_check.check(grammar, identity.tenant)
+        return grammar.written.text
 
     async def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each word, at the beginning of a text and after a space.
@@ -215,7 +221,7 @@ class Validator:
         kept = _num_kept(parsed, max_model_len)
         special = parsed.add_special_tokens
         if text is not None:
-            return [await self._kept_tokens(text, max_model_len, kept, add_special_tokens=bool(special))]
+            return [await self._kept_tokens(text, parsed, max_model_len, kept, add_special_tokens=bool(special))]
         prompts: list[TokenIds] = []
         num_items = 0
         for prompt in parsed.prompts:
@@ -223,13 +229,19 @@ class Validator:
                 await asyncio.sleep(0)
                 num_items = 0
             prompts.append(
-                await self._kept_tokens(prompt, max_model_len, kept, add_special_tokens=special is not False)
+                await self._kept_tokens(prompt, parsed, max_model_len, kept, add_special_tokens=special is not False)
             )
             num_items += len(prompt)
         return prompts
 
     async def _kept_tokens(
-        self, prompt: Prompt, max_model_len: int | None, kept: int | None, *, add_special_tokens: bool
+        self,
+        prompt: Prompt,
+        parsed: ParsedRequest,
+        max_model_len: int | None,
+        kept: int | None,
+        *,
+        add_special_tokens: bool,
     ) -> TokenIds:
         """Return the last `kept` tokens of a prompt, or all of them.
 
@@ -240,11 +252,12 @@ class Validator:
             return prompt if kept is None else prompt[-kept:]
         assert isinstance(prompt, str)  # a prompt is either ids or a text
         if kept is None:
-            return await self.encoded(prompt, max_model_len, add_special_tokens=add_special_tokens)
+            return await self._encoded(prompt, parsed, max_model_len, add_special_tokens=add_special_tokens)
         most = max(MAX_CHARACTERS, MAX_CHARACTERS_PER_TOKEN * (max_model_len or 0))
         if len(prompt) > most:
             raise InvalidField(
-                "prompt", f"prompt has {len(prompt)} characters; at most {most} can be truncated; send its last part"
+                parsed.prompt_field,
+                f"the prompt has {len(prompt)} characters; at most {most} can be truncated; send its last part",
             )
         return (await self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))[-kept:]
 
@@ -260,7 +273,9 @@ class Validator:
             message = f"model {printable(name)} is not served; the served model is {printable(self.model)}"
             raise InvalidField("model", message, Reason.MODEL_NOT_FOUND, Code.NOT_FOUND)
 
-    async def encoded(self, text: str, max_model_len: int | None, *, add_special_tokens: bool = True) -> TokenIds:
+    async def _encoded(
+        self, text: str, parsed: ParsedRequest, max_model_len: int | None, *, add_special_tokens: bool
+    ) -> TokenIds:
         """Return the token ids of a text. Raises Refused if a long one has more than `max_model_len`.
 
         A long text is rejected by its length, or by the tokens of its beginning, before it is tokenized
@@ -281,7 +296,7 @@ class Validator:
             if len(text) <= EXACT_CHARACTERS or len(ids) <= max_model_len:
                 return ids
             at_least = len(ids)
-        raise _too_long(f"at least {at_least}", 1, max_model_len)
+        raise _too_long(parsed, f"at least {at_least}", 1, max_model_len)
 
     def _request(
         self,
@@ -293,10 +308,7 @@ class Validator:
         deadline_s: float,
     ) -> GenerateRequest:
         if not tokens:
-            raise InvalidField("prompt", "the prompt has no tokens; send at least one")
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            for item in parsed.sampling[name]:
-                self.check_vocabulary(name, item if isinstance(item, int) else item[0])
+            raise InvalidField(parsed.prompt_field, "the prompt has no tokens; send at least one")
         max_tokens = self._max_tokens(parsed, len(tokens), model_limits.max_model_len)
         _check_prompt_logprobs(parsed.sampling["num_prompt_logprobs"], len(tokens))
         seed = self._rng.getrandbits(64) if parsed.seed is None else parsed.seed & U64_MAX
@@ -324,7 +336,7 @@ class Validator:
         remaining = max_model_len - num_prompt_tokens
         wanted = parsed.max_tokens or max(1, min_tokens)
         if wanted > remaining:
-            raise _too_long(str(num_prompt_tokens), wanted, max_model_len)
+            raise _too_long(parsed, str(num_prompt_tokens), wanted, max_model_len)
         if parsed.max_tokens is not None:
             return parsed.max_tokens
         return remaining if parsed.chat is not None else min(remaining, max(COMPLETION_MAX_TOKENS, min_tokens))
@@ -393,9 +405,9 @@ def _check_allowed(parsed: ParsedRequest, identity: Identity, model_limits: Mode
         )
 
 
-def _too_long(num_prompt_tokens: str, max_tokens: int, max_model_len: int) -> InvalidField:
+def _too_long(parsed: ParsedRequest, num_prompt_tokens: str, max_tokens: int, max_model_len: int) -> InvalidField:
     return InvalidField(
-        "prompt",
+        parsed.prompt_field,
         f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}; together they must be at most "
         f"{max_model_len}; shorten the prompt or reduce max_tokens",
         Reason.CONTEXT_LENGTH_EXCEEDED,

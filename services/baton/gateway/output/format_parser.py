@@ -1,7 +1,5 @@
 """Parses messages in the built-in formats, except harmony."""
 
-from baton.core.client_api import MessagePart
-from baton.core.request import FinishReason
 from baton.gateway.output.calls.call_context import CallContext, CallReader
 from baton.gateway.output.calls.gemma_calls import GemmaCallReader
 from baton.gateway.output.calls.json_calls import JsonCallReader
@@ -9,21 +7,20 @@ from baton.gateway.output.calls.named_calls import NamedCallReader
 from baton.gateway.output.calls.parameter_calls import ParameterCallReader
 from baton.gateway.output.formats import (
     CallLayout,
-    MessageParser,
     OutputFormat,
     ParserOptions,
-    Piece,
     ReasoningFormat,
     ToolFormat,
 )
 from baton.gateway.output.part_sink import PartSink
 from baton.gateway.output.prompt_end import opens_reasoning
+from baton.gateway.output.reading_parser import ReadingParser
 from baton.gateway.output.special_text import special_text
-from baton.gateway.output.stream import Cursor, DelimiterSearch, Reading
-from baton.gateway.output.typed_values import ToolTypes
+from baton.gateway.output.stream import DelimiterSearch, Reading
+from baton.gateway.output.values.typed_values import ToolTypes
 
 
-class FormatParser(MessageParser):
+class FormatParser(ReadingParser):
     """Parser for a reasoning format, a tool format, or both.
 
     Reasoning may stand anywhere between content and calls. A malformed call is content up to its closing
@@ -34,51 +31,28 @@ class FormatParser(MessageParser):
         """Create the parser of one sample."""
         tools = output_format.tools if options.parse_tools else None
         reasoning = output_format.reasoning
-        self._special = special_text(_delimiters(tools, reasoning), options.special_tokens)
-        self._cursor = Cursor()
-        self._sink = PartSink(options.call_id_seed, short_ids=tools is not None and tools.short_ids)
-        self._open = self._special.delimiter(reasoning.open) if reasoning else ""
-        self._reasoning_end = DelimiterSearch([self._special.delimiter(reasoning.close)] if reasoning else [])
-        triggers = tuple(map(self._special.delimiter, tools.triggers)) if tools else ()
-        self._close = self._special.delimiter(tools.close) if tools else ""
+        special = special_text(_delimiters(tools, reasoning), options.special_tokens)
+        super().__init__(special, PartSink(options.call_id_seed, short_ids=tools is not None and tools.short_ids))
+        self._open = special.delimiter(reasoning.open) if reasoning else ""
+        triggers = self._delimiters(tools.triggers if tools else ())
+        self._close = special.delimiter(tools.close) if tools else ""
         self._free_text = DelimiterSearch((self._open, *triggers))
         self._malformed = DelimiterSearch((self._close, *triggers))
+        self._reasoning_close = special.delimiter(reasoning.close) if reasoning else ""
+        call = triggers[:1] if tools is not None and tools.ends_reasoning else ()
+        self._reasoning_end_search = DelimiterSearch((self._reasoning_close, *call))
         self._bare = tools is not None and tools.bare
         self._reader: CallReader | None = None
         if tools is not None:
-            context = CallContext(self._cursor, self._sink, self._special, ToolTypes(options.tools), tools)
+            context = CallContext(self._cursor, self._sink, special, ToolTypes(options.tools), tools)
             self._reader = _reader(context)
-        self._in_reasoning = reasoning is not None and opens_reasoning(
+        self._begins_in_reasoning = reasoning is not None and opens_reasoning(
             options.prompt, reasoning, options.special_tokens
         )
-        self._reading = self._message()
-        next(self._reading)
+        self._start()
 
-    @property
-    def num_calls(self) -> int:
-        return self._sink.num_calls
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._in_reasoning
-
-    def put(self, piece: Piece) -> tuple[MessagePart, ...]:
-        text = self._special.encode(piece)
-        if not text:
-            return ()
-        self._cursor.put(text)
-        next(self._reading)
-        return self._sink.take()
-
-    def finish(self, reason: FinishReason) -> tuple[MessagePart, ...]:
-        self._cursor.final = True
-        self._cursor.truncated = reason is FinishReason.LENGTH
-        for _ in self._reading:  # does not yield any more
-            pass
-        return self._sink.finish()
-
-    def _message(self) -> Reading[None]:
-        if self._in_reasoning:
+    def _messages(self) -> Reading[None]:
+        if self._begins_in_reasoning:
             yield from self._cursor.space()
             yield from self._cursor.match(self._open)  # models may repeat the delimiter of the prompt
             yield from self._read_reasoning()
@@ -89,15 +63,23 @@ class FormatParser(MessageParser):
             if not found:
                 return
             if found == self._open:
-                self._in_reasoning = True
                 yield from self._read_reasoning()
             else:
                 yield from self._read_calls(found)
 
     def _read_reasoning(self) -> Reading[None]:
+        """Read reasoning up to its end, which may be a call; that is read, too."""
         self._sink.delimiter()
-        yield from self._cursor.until(self._reasoning_end, self._reasoning)
-        self._in_reasoning = False
+        while True:
+            found = yield from self._cursor.until(self._reasoning_end_search, self._reasoning)
+            if found in ("", self._reasoning_close) or self._reader is None:
+                return
+            self._cursor.capture(found)
+            if (yield from self._reader.read(found)):
+                self._sink.delimiter()
+                self._content(self._cursor.captured())
+                return
+            self._reasoning(self._cursor.captured())
 
     def _read_bare_calls(self) -> Reading[None]:
         """Read calls that begin the message without a trigger."""
@@ -122,12 +104,6 @@ class FormatParser(MessageParser):
                 self._content(trigger)
                 return
 
-    def _content(self, text: str) -> None:
-        self._sink.content(self._special.decode(text))
-
-    def _reasoning(self, text: str) -> None:
-        self._sink.reasoning(self._special.decode(text))
-
 
 def _delimiters(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> tuple[str, ...]:
     """Return all texts of a format in which special tokens may occur."""
@@ -136,8 +112,8 @@ def _delimiters(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> 
         syntax = tools.syntax
         texts += [*tools.triggers, tools.close, tools.id_delimiter, syntax.section_begin, syntax.section_end]
         texts += [syntax.before_name, syntax.after_name, syntax.after_arguments, syntax.string_delimiter]
-        if syntax.parameters is not None:
-            texts += [syntax.parameters.before_key, syntax.parameters.after_key, syntax.parameters.after_value]
+        if (parameters := syntax.parameters) is not None:
+            texts += [parameters.before_key, parameters.after_key, parameters.after_value, parameters.after_string_key]
     return tuple(texts)
 
 

@@ -7,7 +7,7 @@ plain strings here. The tokenizer decides which of them are special tokens: see 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from baton.core.client_api import MessagePart
 from baton.core.request import FinishReason
@@ -32,7 +32,7 @@ ToolSchemas = Mapping[str, Mapping[str, Any]]
 
 
 class CallLayout(Enum):
-    """Layout of a tool call, which says how the call is read."""
+    """Layout of a tool call, by which a reader is chosen."""
 
     JSON_OBJECT = "json_object"
     """One JSON object with the keys `name` and `arguments`, or a list of them."""
@@ -51,14 +51,17 @@ class ParameterSyntax:
     """Text of the arguments in the layout PARAMETERS.
 
     A parameter is `before_key` KEY `after_key` VALUE `after_value`. Nothing else stands between two of them.
-    A value whose schema allows only strings is written as it is. Others are written as JSON.
+    Strings are written as they are. Other values are written as JSON.
 
+    after_string_key: stands in place of `after_key` before a string. If it is empty, the schema tells whether
+        a value is a string.
     untyped_json: values without a schema are read as JSON if they are JSON, else as strings.
     """
 
     before_key: str
     after_key: str
     after_value: str
+    after_string_key: str = ""
     untyped_json: bool = False
 
 
@@ -88,10 +91,12 @@ class ToolFormat:
     """Format of tool calls.
 
     triggers: texts of which each begins the calls of a message, or one call. Free text cannot contain them.
-    close: ends a call, and text after a malformed call is read as content up to here; empty if there is none.
+    close: text that ends a call; empty if there is none. A malformed call is content up to it.
     bare: a call may begin a message without a trigger.
     id_delimiter: stands between the name and an id that the model gives; empty if it gives none.
     short_ids: call ids have 9 letters and digits, as Mistral's templates demand.
+    id_prefix: the model writes an id in place of the name: this prefix, the name, `:` and a number.
+    ends_reasoning: a call in the reasoning ends it. Models of the format leave out the delimiter there.
     """
 
     name: str
@@ -102,6 +107,8 @@ class ToolFormat:
     bare: bool = False
     id_delimiter: str = ""
     short_ids: bool = False
+    id_prefix: str = ""
+    ends_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +116,14 @@ class ReasoningFormat:
     """Format of reasoning: text between `open` and `close`, before the content.
 
     always_open: the model begins inside of the reasoning, whether or not the prompt shows it.
+    is_harmony: the reasoning is a message of the harmony format.
     """
 
     name: str
     open: str
     close: str
     always_open: bool = False
+    is_harmony: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +145,24 @@ class ParserOptions:
     parse_tools: bool = True
 
 
+class ReadProgress(NamedTuple):
+    """Position of a parser in its text. All numbers count characters from the beginning.
+
+    num_put: characters that were put. num_read: those of which the meaning is certain.
+    reasoning_begin, reasoning_end: place of the last reasoning that was read.
+    """
+
+    num_put: int
+    num_read: int
+    reasoning_begin: int
+    reasoning_end: int
+
+
 class MessageParser(Protocol):
     """Streaming parser of one sample's text.
 
-    The parts joined together do not depend on how the text was divided into pieces. Text that may begin a
-    delimiter is held back only as long as it may.
+    Joined parts do not depend on how the text was divided into pieces. Text that may begin a delimiter is
+    held back until this is decided.
     """
 
     @property
@@ -149,8 +171,8 @@ class MessageParser(Protocol):
         ...
 
     @property
-    def in_reasoning(self) -> bool:
-        """True while the text belongs to the reasoning; used to count reasoning tokens."""
+    def progress(self) -> "ReadProgress":
+        """Return which text was read so far; used to count reasoning tokens."""
         ...
 
     def put(self, piece: Piece) -> tuple[MessagePart, ...]:
@@ -159,6 +181,10 @@ class MessageParser(Protocol):
 
     def finish(self, reason: FinishReason) -> tuple[MessagePart, ...]:
         """End the text and return what was held back. Call it once; `put` is not allowed afterwards."""
+        ...
+
+    def close(self) -> None:
+        """Free what the parser holds, whether or not `finish` was called. Nothing is allowed afterwards."""
         ...
 
 
@@ -181,6 +207,12 @@ class OutputFormat:
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     template: MessageTemplate | None = None
+
+    @property
+    def is_harmony(self) -> bool:
+        """True for messages of the harmony format, whether or not their calls are read."""
+        has_harmony_calls = self.tools is not None and self.tools.layout is CallLayout.HARMONY
+        return has_harmony_calls or (self.reasoning is not None and self.reasoning.is_harmony)
 
     def __bool__(self) -> bool:
         """True if messages have anything but content."""

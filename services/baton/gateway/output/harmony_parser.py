@@ -7,14 +7,13 @@ others are content.
 
 import re
 
-from baton.core.client_api import MessagePart
-from baton.core.request import FinishReason
 from baton.gateway.output.calls.call_context import is_name
 from baton.gateway.output.calls.json_text import JsonReader
-from baton.gateway.output.formats import MessageParser, ParserOptions, Piece
+from baton.gateway.output.formats import ParserOptions
 from baton.gateway.output.part_sink import PartSink
+from baton.gateway.output.reading_parser import ReadingParser
 from baton.gateway.output.special_text import special_text, split_special
-from baton.gateway.output.stream import Cursor, DelimiterSearch, Emit, Reading
+from baton.gateway.output.stream import DelimiterSearch, Reading
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -22,61 +21,34 @@ TOKENS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 MAX_HEADER = 512
 MAX_PREFILL = 64 * 1024
 _FUNCTIONS = "functions."
-_ANALYSIS, _CONTENT = "analysis", "content"
+_ANALYSIS = "analysis"
 _ROLE = re.compile(r"\s*\w*\s*")
 _RECIPIENT = re.compile(r"\bto=([^\s<\ud800-\udfff]+)")
 
 
-class HarmonyParser(MessageParser):
+class HarmonyParser(ReadingParser):
     """Parser for harmony messages.
 
-    Text outside of messages is content. So is a message to `functions.` that is no JSON object, with its
-    header. Messages to the built-in tools `python` and `browser` are reasoning, as in the reference
-    implementation's servers.
+    Text outside of messages is content. A message to `functions.` that is no JSON object is content, too,
+    with its header. Messages to the built-in tools `python` and `browser` are reasoning, as in the servers of
+    the reference implementation.
     """
 
     def __init__(self, options: ParserOptions) -> None:
         """Create the parser of one sample."""
-        self._special = special_text(TOKENS, options.special_tokens)
-        self._sink = PartSink(options.call_id_seed)
+        super().__init__(special_text(TOKENS, options.special_tokens), PartSink(options.call_id_seed))
         self._parse_tools = options.parse_tools
         self._tools = options.tools
-        self._in_reasoning = False
-        self._cursor = Cursor()
-        start, channel, _, message, *ends = (self._special.delimiter(token) for token in TOKENS)
-        self._start, self._channel, self._message_token, self._ends = start, channel, message, tuple(ends)
+        start, channel, _, message, *ends = self._delimiters(TOKENS)
+        self._start_token, self._channel, self._message_token, self._ends = start, channel, message, tuple(ends)
         self._channel_name = re.compile(re.escape(channel) + r"\s*(\w+)")
         self._begin = DelimiterSearch((start, channel))
         self._header_end = DelimiterSearch((start, message, *ends))
         self._body_end = DelimiterSearch((start, channel, *ends))
         self._json = JsonReader(self._cursor, self._special)
         self._prompt = ""  # the beginning of the first message, which the model did not write
-        self._kinds: set[str] = set()
-        self._reading = self._messages()
+        self._has_reasoning = self._has_content = False
         self._read_prompt(options.prompt)
-
-    @property
-    def num_calls(self) -> int:
-        return self._sink.num_calls
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._in_reasoning
-
-    def put(self, piece: Piece) -> tuple[MessagePart, ...]:
-        text = self._special.encode(piece)
-        if not text:
-            return ()
-        self._cursor.put(text)
-        next(self._reading)
-        return self._sink.take()
-
-    def finish(self, reason: FinishReason) -> tuple[MessagePart, ...]:
-        self._cursor.final = True
-        self._cursor.truncated = reason is FinishReason.LENGTH
-        for _ in self._reading:  # does not yield any more
-            pass
-        return self._sink.finish()
 
     def _read_prompt(self, prompt: str) -> None:
         """Read the message that the prompt begins, without its text."""
@@ -85,13 +57,13 @@ class HarmonyParser(MessageParser):
         if found and len(header) <= MAX_PREFILL:
             self._prompt = "".join(map(self._special.encode, split_special(found + header, known)))
             self._cursor.put(self._prompt)
-        next(self._reading)
+        self._start()
         self._sink.drop_text()
 
     def _messages(self) -> Reading[None]:
         while True:
             begin = yield from self._cursor.until(self._begin, self._content)
-            while begin in (self._start, self._channel):
+            while begin in (self._start_token, self._channel):
                 begin = yield from self._message(begin)
             if self._cursor.at_end:
                 return
@@ -102,7 +74,7 @@ class HarmonyParser(MessageParser):
         header = yield from self._header()
         if header is None:
             header = self._raw()
-            if not self._cursor.at_end and not _ROLE.fullmatch(header.removeprefix(self._start)):
+            if not self._cursor.at_end and not _ROLE.fullmatch(header.removeprefix(self._start_token)):
                 self._content(header)
             return ""
         channel = self._channel_name.search(begin + header)
@@ -112,12 +84,14 @@ class HarmonyParser(MessageParser):
             if recipient.group(1) != name or name in self._tools:
                 return (yield from self._call(name))
         self._cursor.captured()
+        self._sink.delimiter()  # bodies of the same kind are separated by a newline
         if recipient is not None or (channel is not None and channel.group(1) == _ANALYSIS):
-            self._in_reasoning = True
-            end = yield from self._body(self._reasoning, _ANALYSIS)
-            self._in_reasoning = False
-            return end
-        return (yield from self._body(self._content, _CONTENT))
+            self._sink.reasoning("\n" * self._has_reasoning)
+            self._has_reasoning = True
+            return (yield from self._cursor.until(self._body_end, self._reasoning))
+        self._sink.content("\n" * self._has_content)
+        self._has_content = True
+        return (yield from self._cursor.until(self._body_end, self._content))
 
     def _header(self) -> Reading[str | None]:
         """Read the header and the delimiter after it. Return None if it is malformed."""
@@ -134,14 +108,6 @@ class HarmonyParser(MessageParser):
         if not (yield from cursor.match(self._message_token)):
             return None
         return header
-
-    def _body(self, emit: Emit, kind: str) -> Reading[str]:
-        """Read a body that is no call. Bodies of the same kind are separated by a newline."""
-        self._sink.delimiter()
-        if kind in self._kinds:
-            emit("\n")
-        self._kinds.add(kind)
-        return (yield from self._cursor.until(self._body_end, emit))
 
     def _call(self, name: str) -> Reading[str]:
         """Read the body of a call. The header was captured."""
@@ -169,12 +135,3 @@ class HarmonyParser(MessageParser):
         raw = self._cursor.captured().removeprefix(self._prompt)
         self._prompt = ""
         return raw
-
-    def _content(self, text: str) -> None:
-        self._sink.content(self._special.decode(text))
-
-    def _reasoning(self, text: str) -> None:
-        self._sink.reasoning(self._special.decode(text))
-
-    def _arguments(self, text: str) -> None:
-        self._sink.arguments(self._special.decode(text))

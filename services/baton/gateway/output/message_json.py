@@ -7,6 +7,8 @@ from json.encoder import encode_basestring
 from baton.core.client_api import MessagePart, PartKind
 from baton.core.request import FinishReason
 
+CALL_BYTES = 256
+"""Objects of a call in a collected message."""
 LEGACY_FINISH = "function_call"
 """Finish reason in place of `tool_calls` for clients of the older `functions`."""
 
@@ -62,34 +64,36 @@ def _function(begin: MessagePart | None, arguments: str) -> str:
 class CollectedMessage:
     """A message of a response that is not streamed, as JSON text."""
 
-    __slots__ = ("_calls", "_content", "_reasoning")
+    __slots__ = ("_calls", "_content", "_reasoning", "num_bytes")
 
     def __init__(self) -> None:
         self._content = bytearray()
         self._reasoning = bytearray()
         self._calls: list[tuple[bytes, bytearray]] = []
+        self.num_bytes = 0
+        """Bytes of the text so far, and of the objects of its calls."""
 
     def put_text(self, text: str) -> None:
         """Append content."""
-        self._content += _inner(text)
+        self._append(self._content, text)
 
     def put(self, part: MessagePart) -> None:
         """Append a part."""
         if part.kind is PartKind.TOOL_CALL:
             head = json.dumps({"id": part.call_id, "type": "function", "function": {"name": part.text}})
             self._calls.append((head.encode(), bytearray()))
+            self.num_bytes += CALL_BYTES + len(head)
         elif part.kind is PartKind.TOOL_ARGUMENTS:
-            self._calls[-1][1].extend(_inner(part.text))
+            self._append(self._calls[-1][1], part.text)
         elif part.kind is PartKind.REASONING:
-            self._reasoning += _inner(part.text)
+            self._append(self._reasoning, part.text)
         else:
             self.put_text(part.text)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the text so far."""
-        calls = sum(len(head) + len(arguments) for head, arguments in self._calls)
-        return len(self._content) + len(self._reasoning) + calls
+    def _append(self, to: bytearray, text: str) -> None:
+        new = _inner(text)
+        to += new
+        self.num_bytes += len(new)
 
     def parts(self, *, legacy: bool) -> Iterator[bytes | bytearray]:
         """Yield the text of the message object."""

@@ -1,10 +1,11 @@
-"""Collects the parts of one message: trims whitespace beside delimiters, numbers calls and gives them ids."""
+"""Collects the parts of one message, trims whitespace beside delimiters, and gives calls numbers and ids."""
 
 import hashlib
 import re
 import string
 
 from baton.core.client_api import MessagePart, PartKind
+from baton.gateway.output.text_buffer import TextBuffer
 
 _ID = re.compile(r"[A-Za-z0-9_.:\-]{1,64}")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -25,7 +26,7 @@ class Trimmer:
         self._after_delimiter = strip
         self._drop_end = strip
         self._started = False
-        self._pending: list[str] = []
+        self._pending = TextBuffer()
 
     def put(self, text: str) -> str:
         """Add text. Return what is certain to be kept."""
@@ -37,21 +38,21 @@ class Trimmer:
         if not kept:
             self._pending.append(text)
             return ""
-        result = "".join(self._pending) + kept
-        self._pending = [text[len(kept) :]] if len(kept) < len(text) else []
+        result = self._pending.joined() + kept
+        self._pending = TextBuffer(text[len(kept) :])
         self._started = True
         self._drop_end = self._strip
         return result
 
     def delimiter(self) -> None:
-        """Say that a delimiter stands here."""
+        """Record a delimiter at this place."""
         self._after_delimiter = self._drop_end = True
         if not self._started:
-            self._pending = []
+            self._pending = TextBuffer()
 
     def finish(self) -> str:
         """Return the whitespace at the end that is to be kept."""
-        return "" if self._drop_end else "".join(self._pending)
+        return "" if self._drop_end else self._pending.joined()
 
 
 class PartSink:
@@ -84,7 +85,7 @@ class PartSink:
         self._put(kind, text)
 
     def delimiter(self) -> None:
-        """Say that a delimiter stands here, so that whitespace beside it is dropped."""
+        """Record a delimiter at this place. Whitespace beside it is dropped."""
         self._content.delimiter()
 
     def call(self, name: str, call_id: str = "") -> None:
@@ -103,7 +104,7 @@ class PartSink:
         self._put(PartKind.TOOL_ARGUMENTS, text)
 
     def take(self) -> tuple[MessagePart, ...]:
-        """Return the new parts, of which neighbors of one kind are joined."""
+        """Return the new parts. Successive parts of one kind are joined."""
         if not self._parts:
             return ()
         self._join()
@@ -112,7 +113,7 @@ class PartSink:
         return parts
 
     def drop_text(self) -> None:
-        """Drop new content and reasoning, which are the prompt's. A call that the prompt begins stays."""
+        """Drop new content and reasoning, which the prompt has. A call that the prompt begins stays."""
         self._join()
         self._parts = [part for part in self._parts if part.kind in (PartKind.TOOL_CALL, PartKind.TOOL_ARGUMENTS)]
 

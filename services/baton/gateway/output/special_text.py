@@ -57,7 +57,7 @@ class SpecialText:
     __slots__ = ("_codes", "_texts")
 
     def __init__(self, delimiters: Iterable[str], special_tokens: Iterable[str]) -> None:
-        """Know the special tokens that occur in the delimiters of a format."""
+        """Collect the special tokens that occur in the delimiters of a format."""
         special_tokens = tuple(special_tokens)
         used = {
             piece.text: None

@@ -8,12 +8,14 @@ import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
+from baton.gateway.output.text_buffer import TextBuffer
+
 Result = TypeVar("Result")
 Reading = Generator[None, None, Result]
 """A parser that yields while it waits for more text, and returns a result."""
 
 Emit = Callable[[str], None]
-"""Takes text that was read."""
+"""Receives text that was read."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -35,8 +37,8 @@ class DelimiterSearch:
     def find(self, text: str, begin: int, final: bool) -> tuple[int, int]:
         """Return where the first delimiter at or after `begin` begins and ends.
 
-        Without one, both are the position up to which the text cannot belong to a delimiter. Only if `final`
-        is false may that be less than the end of the text.
+        Without one, both are the position up to which the text cannot belong to a delimiter: the end of the
+        text if `final`, else possibly less.
         """
         found = self._pattern.search(text, begin)
         if found is not None:
@@ -58,26 +60,34 @@ class DelimiterSearch:
 class Cursor:
     """Position in a text of which the rest may be still to come.
 
-    Text before the position is dropped. `capture` keeps a copy of what is read from then on, so that a call
-    that turns out to be malformed can be returned exactly as it was written.
+    Text before the position is dropped. `capture` keeps a copy of what is read from then on. So a call that
+    turns out to be malformed is returned exactly as it was written.
 
     final: no more text comes.
     truncated: the text ends because of a limit of tokens, and not because the model ended it.
+    num_put: characters of the whole text so far.
     """
 
-    __slots__ = ("_captured", "final", "pos", "text", "truncated")
+    __slots__ = ("_captured", "final", "num_put", "pos", "text", "truncated")
 
     def __init__(self) -> None:
         self.text = ""
         self.pos = 0
+        self.num_put = 0
         self.final = False
         self.truncated = False
-        self._captured: list[str] | None = None
+        self._captured: TextBuffer | None = None
 
     def put(self, text: str) -> None:
         """Append text."""
         self.text = self.text[self.pos :] + text
         self.pos = 0
+        self.num_put += len(text)
+
+    @property
+    def num_read(self) -> int:
+        """Characters of the whole text before the position."""
+        return self.num_put - len(self.text) + self.pos
 
     @property
     def at_end(self) -> bool:
@@ -94,13 +104,12 @@ class Cursor:
 
     def capture(self, before: str = "") -> None:
         """Keep a copy of what is read from now on, after the text `before`."""
-        self._captured = [before]
+        self._captured = TextBuffer(before)
 
     def captured(self) -> str:
         """End the capture and return the copy; empty if there is no capture."""
-        captured = "".join(self._captured or ())
-        self._captured = None
-        return captured
+        captured, self._captured = self._captured, None
+        return "" if captured is None else captured.joined()
 
     def more(self) -> Reading[bool]:
         """Wait until there is a character at the position. Return False if the text ends here."""
@@ -112,13 +121,13 @@ class Cursor:
 
     def space(self) -> Reading[str]:
         """Read whitespace and return it. The next character is then another one, or the text ends."""
-        spaces: list[str] = []
+        spaces = TextBuffer()
         while (yield from self.more()):
             end = _end_of_space(self.text, self.pos)
             if end == self.pos:
                 break
             spaces.append(self.take(end))
-        return "".join(spaces)
+        return spaces.joined()
 
     def sees(self, literals: Sequence[str]) -> Reading[str]:
         """Return which of the literals stands at the position, without reading it; empty if none does."""

@@ -40,10 +40,13 @@ class OpenRequest:
 
     async def run(self, services: RequestServices) -> None:
         """Run the request until every sample has ended. Raises Refused if it fails."""
-        if services.tracing.is_on:
-            await self._run_traced(services)
-        else:
-            await RequestRun(self.request, self.delivery, self.record, self.output, services).run()
+        try:
+            if services.tracing.is_on:
+                await self._run_traced(services)
+            else:
+                await RequestRun(self.request, self.delivery, self.record, self.output, services).run()
+        finally:
+            self.output.close()
 
     async def _run_traced(self, services: RequestServices) -> None:
         """Run the request inside a span. All other spans of the request are descendants of this span."""

@@ -29,7 +29,11 @@ class SampleOutput(Protocol):
     """Output of one sample that the client has not got yet."""
 
     num_tokens: int
-    num_reasoning_tokens: int
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of tokens of reasoning."""
+        ...
 
     @property
     def num_calls(self) -> int:
@@ -45,12 +49,20 @@ class SampleOutput(Protocol):
         """Add a token. Return True if a stop string ended the sample."""
         ...
 
+    def put_stop_token(self, token_id: int) -> bool:
+        """Add the token that ended the sample, without a text. Return the same as `put`."""
+        ...
+
     def finish(self, reason: FinishReason) -> bool:
         """End the sample, and add what was held back. Return the same as `put`."""
         ...
 
     def take(self) -> tuple[str, tuple[MessagePart, ...]]:
         """Return (new text, new parts of the message)."""
+        ...
+
+    def close(self) -> None:
+        """Free what the sample holds. No token is added afterwards."""
         ...
 
 
@@ -70,6 +82,7 @@ class OutputBuilder:
         share."""
         self._sink = sink
         self._drops_output = output_options.drops_output
+        self._includes_stop = output_options.includes_stop
         self._prompt_logprobs: PromptLogprobs | None = None
         self.finishes: list[FinishReason] = []
         """Finish reasons of the samples that have ended."""
@@ -102,8 +115,10 @@ class OutputBuilder:
         sample = self._samples[delta.sample_index]
         token_ids, logprobs, finish = delta.token_ids, delta.logprobs, delta.finish
         found = False
+        hides_last = finish is FinishReason.STOP and not self._includes_stop
         for used, token_id in enumerate(token_ids, 1):
-            found = sample.put(token_id)
+            is_hidden = hides_last and used == len(token_ids)
+            found = sample.put_stop_token(token_id) if is_hidden else sample.put(token_id)
             if found:
                 token_ids, logprobs = token_ids[:used], logprobs[:used]
                 break
@@ -129,6 +144,11 @@ class OutputBuilder:
             )
         )
         return found and delta.finish is None
+
+    def close(self) -> None:
+        """Free what the samples hold, once the request has ended."""
+        for sample in self._samples.values():
+            sample.close()
 
 
 def _samples(

@@ -179,6 +179,8 @@ class RequestRun:
         except BaseException:
             self._state.move(RequestState.FAILED)
             raise
+        finally:
+            del scope  # its task keeps the error, whose traceback keeps this frame: a cycle
         self._state.move(RequestState.FINISHED)
 
     async def place(self, attempt: Attempt) -> Placement:

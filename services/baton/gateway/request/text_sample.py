@@ -38,6 +38,10 @@ class TextSample:
         self._text += text
         return found
 
+    def put_stop_token(self, token_id: int) -> bool:
+        self.num_tokens += 1
+        return False
+
     def finish(self, reason: FinishReason) -> bool:
         text = self._detokenizer.flush()
         if self._stops is None:
@@ -46,6 +50,9 @@ class TextSample:
         text, found = self._stops.put(text)
         self._text += text if found else text + self._stops.flush()
         return found
+
+    def close(self) -> None:
+        """Do nothing; the text is held by this object alone."""
 
     def take(self) -> tuple[str, tuple[MessagePart, ...]]:
         text, self._text = self._text, ""

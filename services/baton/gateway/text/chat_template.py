@@ -65,7 +65,7 @@ class ChatTemplate:
     def find_style(self, clock: Clock, max_s: float) -> "ChatTemplate":
         """Find out in which form the template expects messages. Returns the template.
 
-        `max_s` bounds the processor time of each of at most ten renderings of small chats.
+        `max_s` bounds the processor time of each of at most twelve renderings of small chats.
         """
 
         def render(prompt: ChatPrompt) -> str:
@@ -97,15 +97,15 @@ class ChatTemplate:
             raise _too_expensive(error) from error
 
     def _render(self, prompt: ChatPrompt, clock: Clock, max_s: float) -> str:
-        messages = self.style.adapted(prompt.messages)
         if not prompt.continue_final_message:
-            return self._rendered(prompt, messages, clock, max_s)
-        content = messages[-1].get("content")
+            return self._rendered(prompt, self.style.adapted(prompt.messages), clock, max_s)
+        content = prompt.messages[-1].get("content")
         if not content:
             raise invalid(
                 "continue_final_message is true, but the last message has no content; send one that the model continues"
             )
-        messages[-1]["content"] = content + _CONTINUE
+        open_message = {**prompt.messages[-1], "content": content + _CONTINUE}
+        messages = self.style.adapted([*prompt.messages[:-1], open_message])
         return _cut_at_tag(self._rendered(prompt, messages, clock, max_s), content)
 
     def _rendered(self, prompt: ChatPrompt, messages: list[Any], clock: Clock, max_s: float) -> str:

@@ -1,4 +1,4 @@
-"""The chat templates of a model, and those of requests: finds the one that a chat needs."""
+"""Holds the chat templates of a model, compiles those of requests, and finds the one that a chat needs."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 
 class ChatTemplates:
-    """Templates by name. A model without templates has none, but a request may bring its own."""
+    """Chat templates by name. A model may have none; a request may bring its own."""
 
     def __init__(
         self,

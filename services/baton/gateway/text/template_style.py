@@ -1,13 +1,14 @@
-"""Adapts messages to what a model's chat template expects, found by rendering small chats with it.
+"""Adapts messages to the form that a model's chat template expects, found by rendering small chats.
 
 Templates differ: arguments of tool calls are objects for most, and JSON texts for some; the content of a
-message with only tool calls is null for some; ids must have nine characters for Mistral's older templates.
+message with only tool calls is null for some; ids must have nine characters for Mistral's older templates;
+the content of every message is a list of parts for templates of some models that also read images.
 """
 
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -17,6 +18,7 @@ from baton.gateway.text.chat_prompt import ChatPrompt, Message
 SHORT_ID_CHARACTERS = 9
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _TOOL, _KEY, _VALUE, _THOUGHT = "probe_tool", "probe_key", "probe-value", "probe-thought"
+_QUESTION = "probe-question"
 
 Render = Callable[[ChatPrompt], str]
 """Renders a chat. Raises Refused if the template rejects it."""
@@ -31,6 +33,7 @@ class TemplateStyle:
     null_content: the content beside tool calls is null if there is none; otherwise an empty text.
     short_ids: ids of tool calls have nine letters and digits.
     content_excludes_thinking: a message with tool calls has either a content or reasoning.
+    content_as_parts: the content is a list with one part of type text; otherwise a text.
     """
 
     knows_developer: bool = False
@@ -38,6 +41,7 @@ class TemplateStyle:
     null_content: bool = False
     short_ids: bool = False
     content_excludes_thinking: bool = False
+    content_as_parts: bool = False
 
     def adapted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return new messages in this form."""
@@ -57,6 +61,8 @@ class TemplateStyle:
             adapted.pop("reasoning_content", None)
         elif (reasoning := adapted.get("reasoning_content")) is not None:
             adapted["thinking"] = reasoning  # the name that gpt-oss reads; transformers gives both names, too
+        if self.content_as_parts and isinstance(content := adapted.get("content"), str):
+            adapted["content"] = [{"type": "text", "text": content}] if content else []
         return adapted
 
     def _call(self, call: Message) -> dict[str, Any]:
@@ -83,31 +89,33 @@ def style_of(source: str, render: Render) -> TemplateStyle:
     The first form counts in which a tool call appears in the prompt, from the usual to the unusual. A
     template that shows no tool call gets the usual one.
     """
-    knows_developer = "developer" in source
-    for style in _styles(knows_developer):
+    base = TemplateStyle(knows_developer="developer" in source, content_as_parts=_needs_parts(render))
+    for style in _styles(base):
         text = _rendered(render, style.adapted(_probe("")))
         if text is not None and _shows_call(text):
             thinking = _rendered(render, style.adapted(_probe("probe-content")))
             if thinking is not None:
                 return style
-            return TemplateStyle(
-                knows_developer=knows_developer,
-                arguments_as_text=style.arguments_as_text,
-                null_content=style.null_content,
-                short_ids=style.short_ids,
-                content_excludes_thinking=True,
-            )
-    return TemplateStyle(knows_developer=knows_developer)
+            return replace(style, content_excludes_thinking=True)
+    return base
 
 
-def _styles(knows_developer: bool) -> Iterator[TemplateStyle]:
+def _styles(base: TemplateStyle) -> Iterator[TemplateStyle]:
     for short_ids, arguments_as_text, null_content in product((False, True), repeat=3):
-        yield TemplateStyle(
-            knows_developer=knows_developer,
-            short_ids=short_ids,
-            arguments_as_text=arguments_as_text,
-            null_content=null_content,
-        )
+        yield replace(base, short_ids=short_ids, arguments_as_text=arguments_as_text, null_content=null_content)
+
+
+def _needs_parts(render: Render) -> bool:
+    """True if a question is only in the prompt when its content is a list of parts."""
+
+    def is_shown(style: TemplateStyle) -> bool:
+        question: Message = {"role": "user", "content": _QUESTION}
+        try:
+            return _QUESTION in render(ChatPrompt(messages=style.adapted([question])))
+        except Refused:
+            return False
+
+    return not is_shown(TemplateStyle()) and is_shown(TemplateStyle(content_as_parts=True))
 
 
 def _probe(content: str) -> list[Message]:
@@ -122,7 +130,7 @@ def _probe(content: str) -> list[Message]:
     if content:
         answer["reasoning_content"] = _THOUGHT
     result = {"role": "tool", "tool_call_id": call["id"], "name": _TOOL, "content": "probe-result"}
-    return [{"role": "user", "content": "probe-question"}, answer, result]
+    return [{"role": "user", "content": _QUESTION}, answer, result]
 
 
 def _rendered(render: Render, messages: list[dict[str, Any]]) -> str | None:

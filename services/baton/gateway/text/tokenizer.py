@@ -19,12 +19,13 @@ from baton.core.errors import ModelError
 from baton.core.kv.block_hash import TokenIds
 from baton.core.tokenizer_fingerprint import TOKENIZER_FILE, tokenizer_fingerprint
 from baton.gateway.output.formats import SpecialToken
-from baton.gateway.text.bpe_cache import CachedBpeEncoder, Description, byte_level_alphabet
 from baton.gateway.text.chat_prompt import ChatPrompt
 from baton.gateway.text.chat_template import read_json
 from baton.gateway.text.chat_templates import ChatTemplates
 from baton.gateway.text.detokenizer import REPLACEMENT, BytesDetokenizer, Detokenizer, WindowDetokenizer
+from baton.gateway.text.pre_tokens import Description, byte_level_alphabet, has_known_pre_tokens
 from baton.gateway.text.template_style import TemplateStyle
+from baton.gateway.text.text_encoder import text_encoder
 from baton.gateway.text.text_pieces import TextCutter
 from baton.gateway.text.tokenizer_info import tokenizer_info
 from baton.runtime.process import loop_time
@@ -94,7 +95,7 @@ class Tokenizer(Protocol):
 
 
 class HfTokenizer(Tokenizer):
-    """Tokenizer that uses the `tokenizers` library."""
+    """Tokenizer of a model's `tokenizer.json`, with the ids of the `tokenizers` library."""
 
     def __init__(self, model_dir: Path) -> None:
         """Load the tokenizer of a model directory. Raises ModelError if there is no usable fast tokenizer."""
@@ -118,26 +119,29 @@ class HfTokenizer(Tokenizer):
         }
         self.visible_tokens = _visible(self.added_tokens)
         self._special = {id_ for id_, token in self.added_tokens.items() if token.hidden}
-        self.info = tokenizer_info(model_dir, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
-        description: Description = json.loads(self._rust.to_str())
-        self._bpe_cache = CachedBpeEncoder.of(self._rust, description)
-        self._cutter = None if self._bpe_cache is None else TextCutter(_added_tokens(self._rust))
+        serialized = self._rust.to_str()
+        description: Description = json.loads(serialized)
+        self._encoder = text_encoder(self._rust, serialized)
+        self.info = tokenizer_info(
+            model_dir, vocab_size=self.vocab_size, max_model_len=self.max_model_len, text_encoder=self._encoder.library
+        )
+        self._cutter = self._around = None
+        if has_known_pre_tokens(description):
+            self._cutter = TextCutter(_added_tokens(self._rust))
+            self._around = _special_tokens_around(self._rust)
         self._table = _bytes_table(self._rust, description)
         self._plain_table = self._table and [
             b"" if id_ in self._special else token for id_, token in enumerate(self._table)
         ]
         self._max_token_bytes = _max_token_bytes(description, self._table)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._encode_threads = ThreadPoolExecutor(self._encoder.num_threads, thread_name_prefix="tokenizer")
+        self._render_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="chat-template")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
-        if self._bpe_cache is not None and len(text) <= loop_time.CACHED_CHARACTERS:
-            ids = self._bpe_cache.encode(text, add_special_tokens=add_special_tokens)
-            if ids is not None:
-                return ids
-        if len(text) <= loop_time.TOKENIZED_CHARACTERS:
-            return self._encode(text, add_special_tokens)
+        if len(text) <= self._encoder.loop_characters:
+            return self._encoder.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._encode_long, text, add_special_tokens, max_tokens
+            self._encode_threads, self._encode_long, text, add_special_tokens, max_tokens
         )
 
     @property
@@ -154,7 +158,7 @@ class HfTokenizer(Tokenizer):
             text = template.render_within(prompt, time.thread_time, loop_time.TEMPLATE_S)
             if text is not None:
                 return text
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._render, prompt)
+        return await asyncio.get_running_loop().run_in_executor(self._render_threads, self._render, prompt)
 
     def _render(self, prompt: ChatPrompt) -> str:
         return self._chat_templates.of(prompt).render(prompt, time.thread_time)
@@ -190,24 +194,20 @@ class HfTokenizer(Tokenizer):
         return num_bytes // self._max_token_bytes if self._max_token_bytes else 0
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> TokenIds:
-        # encode() holds the GIL all the time; encode_batch_fast() releases it.
-        return array("I", self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        for threads in (self._encode_threads, self._render_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode_long(self, text: str, add_special_tokens: bool, max_tokens: int | None) -> TokenIds:
         """Return the token ids of a long text, in pieces if the tokenizer is known to allow it."""
-        if self._bpe_cache is None or self._cutter is None:
-            return self._encode(text, add_special_tokens)
-        before, after = self._bpe_cache.special_tokens if add_special_tokens else (b"", b"")
-        ids = array("I", before)
+        if self._cutter is None or self._around is None:
+            return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+        before, after = self._around if add_special_tokens else (array("I"), array("I"))
+        ids = before[:]
         for piece in self._cutter.pieces(text):
-            ids += self._encode(piece, add_special_tokens=False)
+            ids += self._encoder.encode(piece, add_special_tokens=False)
             if max_tokens is not None and len(ids) > max_tokens:
                 return ids
-        ids.frombytes(after)
-        return ids
+        return ids + after
 
     def _has_text(self, token_id: int) -> bool:
         return self._rust.id_to_token(token_id) is not None
@@ -289,6 +289,13 @@ def _visible(tokens: Mapping[int, SpecialToken]) -> Mapping[int, SpecialToken]:
 
 def _added_tokens(rust: RustTokenizer) -> frozenset[str]:
     return frozenset(token.content for token in rust.get_added_tokens_decoder().values())
+
+
+def _special_tokens_around(rust: RustTokenizer) -> tuple[TokenIds, TokenIds]:
+    """Return the ids of the special tokens that the tokenizer adds before and after every text."""
+    plain, full = (rust.encode("a", add_special_tokens=wanted).ids for wanted in (False, True))
+    begin = next(at for at in range(len(full)) if full[at : at + len(plain)] == plain)
+    return array("I", full[:begin]), array("I", full[begin + len(plain) :])
 
 
 def _token_bytes(name: str, byte_of: dict[str, int]) -> bytes:

@@ -155,9 +155,10 @@ def draw(logits: np.ndarray, request: SampleRequest, allowed: Bits | None = None
     Of equal values the lowest id wins. Token ids that the request names must exist.
     """
     sampling = request.sampling
-    if allowed is not None and sampling.is_greedy and not (sampling.logit_bias or sampling.has_penalties):
-        few = ids_of(allowed)  # without the banned tokens
-        return (int(few[logits[few].argmax()]),) * len(request.sample_indices)
+    if allowed is not None and not (sampling.logit_bias or sampling.has_penalties):  # bans are in `allowed`
+        ids = ids_of(allowed)
+        if sampling.is_greedy or len(ids) <= _FEW_TOKENS:
+            return _draw_among(ids, logits[ids].astype(np.float64), request)
     processed = processed_logits(logits, request)
     if allowed is not None:
         processed[~flags_of(allowed, processed.shape[0])] = -np.inf
@@ -167,7 +168,22 @@ def draw(logits: np.ndarray, request: SampleRequest, allowed: Bits | None = None
         return (int(processed.argmax()),) * len(request.sample_indices)
     drawn = []
     for sample_index in request.sample_indices:
-        ids, values = _perturbed(processed, request, sample_index)
+        ids_or_all, values = _perturbed(processed, request, sample_index)
         best = int(values.argmax())
-        drawn.append(best if ids is None else int(ids[best]))
+        drawn.append(best if ids_or_all is None else int(ids_or_all[best]))
     return tuple(drawn)
+
+
+def _draw_among(ids: np.ndarray, processed: np.ndarray, request: SampleRequest) -> tuple[int, ...] | None:
+    """Draw from few tokens, as `draw` does. `processed` has their logits."""
+    if not processed.max() > -np.inf:
+        return None
+    if request.sampling.is_greedy:
+        return (int(ids[processed.argmax()]),) * len(request.sample_indices)
+    scaled = processed / request.sampling.temperature
+    kept = kept_token_ids(scaled, request)
+    if kept is not None:
+        ids, scaled = ids[kept], scaled[kept]
+    offsets = _offsets_of(ids.astype(np.uint64))
+    keys = [noise_key(request.sampling.seed, index, request.position) for index in request.sample_indices]
+    return tuple(int(ids[(scaled + _gumbel(_bits(key, offsets))).argmax()]) for key in keys)

@@ -19,7 +19,7 @@ import torch
 from baton.core.errors import Code, Failure, Reason
 from baton.core.request import TokenLogprobs
 from baton.engine.constraints.compiled_grammar import no_token_left
-from baton.engine.constraints.token_bits import Bits
+from baton.engine.constraints.token_bits import Bits, contain
 from baton.engine.constraints.token_constraints import NO_MASKS, TokenMasks
 from baton.engine.state.step import SampledToken, SampleRequest
 from baton.model.device.async_copy import download, upload
@@ -143,9 +143,13 @@ def sample(
         if (unknown := unknown_token_id(row_requests[row][1], logits.shape[-1])) is not None
     }
     refused.update(masks.failures)
-    if rows := [row for row in special if row not in refused and row not in masks.deferred]:
+    allowed = masks.by_row()
+    rows = [row for row in special if row not in refused and row not in masks.deferred]
+    if device.type == "cpu" and draw is None:
+        drawn_rows = _allowed_anyway(best.indices, row_requests, masks)
+        rows = [row for row in rows if row not in drawn_rows]
+    if rows:
         draw = draw or (_draw_on_host if device.type == "cpu" else device_sampler.draw)
-        allowed = masks.by_row()
         allowed = {place: allowed[row] for place, row in enumerate(rows) if row in allowed}
         drawn = draw(_rows(logits, rows), [row_requests[row][1] for row in rows], allowed)
         token_ids[_index(chain.from_iterable(draws_of_row[row] for row in rows), device)] = drawn.token_ids
@@ -161,6 +165,18 @@ def sample(
         found=download(found),
         logprobs=logprobs,
     )
+
+
+def _allowed_anyway(best: torch.Tensor, row_requests: RowRequests, masks: TokenMasks) -> set[int]:
+    """Return the constrained greedy rows whose most likely token is allowed."""
+    if not masks.rows:
+        return set()
+    are_allowed = contain(masks.bits, best.numpy()[list(masks.rows)])
+    return {
+        row
+        for row, is_allowed in zip(masks.rows, are_allowed, strict=True)
+        if is_allowed and _takes_best(row_requests[row][1])
+    }
 
 
 def _draw_on_host(
@@ -222,7 +238,10 @@ def _draws_of(row_requests: RowRequests) -> list[range]:
 
 
 def _is_plain_greedy(request: SampleRequest) -> bool:
+    return _takes_best(request) and not (request.sampling.is_constrained or request.banned_token_ids)
+
+
+def _takes_best(request: SampleRequest) -> bool:
+    """Return True if the most likely of the allowed tokens is drawn."""
     sampling = request.sampling
-    return sampling.is_greedy and not (
-        sampling.has_penalties or sampling.logit_bias or sampling.is_constrained or request.banned_token_ids
-    )
+    return sampling.is_greedy and not (sampling.has_penalties or sampling.logit_bias)

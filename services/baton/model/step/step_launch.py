@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from baton.core.errors import Code, Failure, Reason
+from baton.engine.constraints.matcher_executor import MaskClocks
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.state.step import StepPlan, StepResult, StepSequence
 from baton.model.attention.attention_inputs import CausalMasks
@@ -24,8 +25,8 @@ from baton.model.step.forward import Forward
 from baton.model.step.step_inputs import BlockTables, PreparedSequence, pack, prepare_sequence
 from baton.runtime.failpoints import PROCESS_FAILPOINTS, FailpointError, Failpoints
 
-step_clock = time.monotonic
-"""Clock by which slow masks are deferred."""
+MASK_CLOCKS = MaskClocks(wall_s=time.monotonic, cpu_s=time.thread_time)
+"""Clocks by which slow masks are found and deferred."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,14 +156,14 @@ class StepLauncher:
         )
         draws, prompt, finite = None, None, torch.ones(0, dtype=torch.bool)
         if sequences:
+            sampling = [sequence for sequence in sequences if sequence.sample is not None]
+            rows = [(one.seq_id, one.sample) for one in sampling if one.sample is not None]
+            self._constraints.begin(rows)  # masks are computed while the forward pass runs
             step = pack(sequences, self._cache, self._masks, self._kernel)
             output = self._forward(step if after is None else replace(step, token_ids=after.last_tokens_of(sequences)))
             finite = download(output.finite)
-            sampling = [sequence for sequence in sequences if sequence.sample is not None]
             logits, prompt = _prompt_apart(output.logits, sequences)
             logits = self._with_failpoints(logits, sampling) if self._failpoints.is_armed else logits
-            rows = [(one.seq_id, one.sample) for one in sampling if one.sample is not None]
-            # On a GPU the forward pass still runs while the masks are computed.
             draws = sample(logits, rows, masks=self._constraints.masks(rows))
         return LaunchedStep(
             step_id=plan.step_id,

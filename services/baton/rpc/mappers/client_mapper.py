@@ -106,7 +106,8 @@ def from_token_ids(values: Sequence[int]) -> "list[int] | TokenIds":
 
 def from_tokenize_request(message: inference_pb2.TokenizeRequest) -> dict[str, Any]:
     """Convert a request to the body of an equivalent `/tokenize` call."""
-    return {**_set_fields(message, ("model",)), "prompt": message.prompt}
+    body = _set_fields(message, ("model", FIELDS_JSON))
+    return body if FIELDS_JSON in body and not message.prompt else {**body, "prompt": message.prompt}
 
 
 def to_tokenize_response(ids: TokenIds) -> bytes:

@@ -3,7 +3,7 @@
 `Step` is on the token path: every token that a gateway streams is converted here twice.
 """
 
-from baton.core.errors import invalid
+from baton.core.errors import Refused, invalid
 from baton.core.ids import DecisionId, JobId
 from baton.core.messages.jobs import (
     Ack,
@@ -15,6 +15,8 @@ from baton.core.messages.jobs import (
     JobFailure,
     Ping,
     PrefillJob,
+    ReceivedGatewayMessage,
+    RefusedJob,
     SessionHello,
     SessionHelloReply,
     Step,
@@ -83,6 +85,24 @@ def from_gateway_message(message: pb.GatewayMessage) -> GatewayMessage:
             )
         case _:
             raise invalid("a gateway's message is of no known kind")
+
+
+def received_gateway_message(message: pb.GatewayMessage) -> ReceivedGatewayMessage:
+    """Convert a message for the worker. An invalid job becomes a `RefusedJob`, so that it fails alone.
+
+    Raises Refused for all other invalid messages, and for a job without a valid id.
+    """
+    try:
+        return from_gateway_message(message)
+    except Refused as refused:
+        match message.WhichOneof("kind"):
+            case "prefill":
+                job = message.prefill.job.job
+            case "decode":
+                job = message.decode.job.job
+            case _:
+                raise
+        return RefusedJob(job=c.from_job_id(job), failure=refused.failure)
 
 
 def to_worker_message(message: WorkerMessage) -> pb.WorkerMessage:

@@ -16,11 +16,11 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,@*]+", re.IGNORECASE)
 class FrontDoorSettings(Config):
     """Ports that clients use."""
 
-    http_port: int = setting(8000, help="port of the OpenAI API; 0 picks a free one", minimum=0, maximum=65535)
+    http_port: int = setting(8000, help="port of the HTTP API; 0 picks a free one", minimum=0, maximum=65535)
     grpc_port: int = setting(8001, help="port of the gRPC API; 0 picks a free one", minimum=0, maximum=65535)
     cors_allow_origins: tuple[str, ...] = setting(
         (),
-        help="origins whose pages may call the OpenAI API from a browser, separated by commas, such as "
+        help="origins whose pages may call the HTTP API from a browser, separated by commas, such as "
         "https://example.com; * allows all",
     )
 
@@ -29,7 +29,8 @@ class FrontDoorSettings(Config):
         for origin in self.cors_allow_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
-                    f"cors_allow_origins has {origin!r}; must be * or an origin such as https://example.com:8443"
+                    f"cors_allow_origins has {origin!r}; must be *, or an origin without a path, such as "
+                    "https://example.com:8443"
                 )
         if self.http_port and self.http_port == self.grpc_port:
             raise ConfigError(
@@ -86,10 +87,6 @@ class RequestSettings(Config):
         help="maximum number of client connections per gateway, for HTTP and for gRPC each; more are refused",
         minimum=1,
     )
-    vllm_metric_names: bool = setting(
-        False,
-        help="repeat the gateway's metrics under the names of vLLM, such as vllm:num_requests_waiting",
-    )
     strict_fields: bool = setting(
         False,
         help="refuse requests with unknown fields; else these are ignored and named in the response header "
@@ -130,7 +127,7 @@ class ChatSettings(Config):
     tool_parser: str | None = setting(
         None,
         help="format of the model's tool calls, such as hermes, qwen3_coder, mistral, llama3_json, glm45, "
-        "deepseek_v31, gpt_oss, gemma4 or none; unset chooses by the chat template",
+        "deepseek_v31, kimi_k2, gpt_oss, gemma4 or none; unset chooses by the chat template",
     )
     reasoning_parser: str | None = setting(
         None,

@@ -26,6 +26,7 @@ from baton.runtime.config.shared_settings import (
     HeartbeatSettings,
     ListenSettings,
     MemorySettings,
+    MetricSettings,
     ModelSettings,
     ProcessSettings,
     RpcSettings,
@@ -54,6 +55,7 @@ class GatewayConfig(
     ViewSettings,
     TracingSettings,
     ListenSettings,
+    MetricSettings,
     MemorySettings,
     ProcessSettings,
 ):
@@ -98,6 +100,7 @@ class WorkerConfig(
     RpcSettings,
     TracingSettings,
     ListenSettings,
+    MetricSettings,
     MemorySettings,
     ProcessSettings,
 ):
@@ -135,6 +138,7 @@ class FleetConfig(
     HeartbeatSettings,
     TracingSettings,
     AdminSettings,
+    MetricSettings,
     MemorySettings,
     ProcessSettings,
 ):
@@ -178,6 +182,7 @@ class ClusterConfig(
     FrontDoorSettings,
     ViewSettings,
     TracingSettings,
+    MetricSettings,
     MemorySettings,
     ProcessSettings,
 ):

@@ -37,6 +37,17 @@ class MemorySettings(Config):
 
 
 @config
+class MetricSettings(Config):
+    """Names of the metrics of gateways and workers."""
+
+    vllm_metric_names: bool = setting(
+        False,
+        help="repeat metrics under the names of vLLM, such as vllm:num_requests_waiting: a gateway its own and the "
+        "sums over all workers, a worker its own",
+    )
+
+
+@config
 class AdminSettings(Config):
     """Listening address and admin port of a service."""
 

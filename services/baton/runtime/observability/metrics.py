@@ -26,6 +26,8 @@ SHORT_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 STALL_BUCKETS_S = (0.05, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 PHASE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 REQUEST_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 M = TypeVar("M", bound=MetricWrapperBase)
@@ -160,11 +162,45 @@ class GatewayMetrics(_Family):
             "cached_tokens_total", "Prompt tokens whose KV was reused from a prefix cache."
         )
         self.output_tokens = self._counter("output_tokens_total", "Tokens delivered to clients.")
-        self.finished_samples = self._counter(
-            "finished_samples_total", "Samples of completed requests by finish reason: stop, length.", "reason"
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a completed request.", TOKEN_BUCKETS
         )
-        for reason in ("stop", "length"):
+        self.request_output_tokens = self._histogram(
+            "request_output_tokens", "Output tokens of a completed request, over its samples.", TOKEN_BUCKETS
+        )
+        self.request_max_tokens = self._histogram(
+            "request_max_tokens", "Limit of a completed request for the tokens of a sample.", TOKEN_BUCKETS
+        )
+        self.request_n = self._histogram("request_n", "Samples of a completed request.", CHOICE_BUCKETS)
+        self.finished_samples = self._counter(
+            "finished_samples_total",
+            "Samples of completed requests by finish reason: stop, length, tool_calls.",
+            "reason",
+        )
+        for reason in ("stop", "length", "tool_calls"):
             self.finished_samples.labels(reason)  # created now, so that the first event is an increase
+
+
+class GrammarMetrics(_Family):
+    """Metrics of a gateway's checks of grammars."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.checks = self._counter(
+            "grammar_checks_total",
+            "Checks by outcome: known (a result was kept), valid, invalid, too_expensive (of time or memory), "
+            "timeout (the request waited too long), queue_full, unavailable (no compiler could be started).",
+            "outcome",
+        )
+        for outcome in ("known", "valid", "invalid", "too_expensive", "timeout", "queue_full", "unavailable"):
+            self.checks.labels(outcome)
+        self.compile_s = self._histogram(
+            "grammar_compile_seconds", "Time to compile a grammar that was not known.", SHORT_BUCKETS_S
+        )
+        self.waiting = self._gauge("grammar_checks_waiting", "Grammars in the queue of the compiler.")
+        self.compiler_deaths = self._counter(
+            "grammar_compiler_deaths_total", "Ends of the process that compiles grammars; it is then started again."
+        )
 
 
 class SchedulerMetrics(_Family):

@@ -136,9 +136,13 @@ def audit_caches(cluster: SimCluster, requests: Iterable[SimRequest]) -> int:
     no request can have produced.
     """
     size = next(iter(cluster.memories.values())).block_size_tokens
-    root = root_hash(model_fingerprint=sim_layout(size).model_fingerprint, block_size_tokens=size)
     expected: dict[BlockHash, tuple[int, ...]] = {}
     for request in requests:
+        root = root_hash(
+            model_fingerprint=sim_layout(size).model_fingerprint,
+            cache_salt=request.cache_salt,
+            block_size_tokens=size,
+        )
         for index in range(request.num_samples):
             answer = expected_answer(request, index, cluster.model.vocab_size, beyond_stop=True)
             tokens = [*request.prompt, *answer]

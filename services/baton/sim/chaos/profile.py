@@ -24,6 +24,8 @@ class ChaosProfile:
         have a deadline of at most `hurried_s`.
     long: share of requests with several samples of `long_tokens`, one of which a stop string ends early. On
         slow devices the others take longer than `CancelAudit` lets an unwanted sample run.
+    ruled: share of the requests without a stop string that have rules which forbid tokens.
+    salted, scored: shares of requests with a salt of their cache, and with logprobs of the prompt.
     cuts_per_s, deaths_per_s, pauses_per_s, partitions_per_s, data_partitions_per_s, store_faults_per_s,
         clock_jumps_per_s: mean rates of the faults.
     down_s: longest time until a killed process is restarted.
@@ -41,6 +43,9 @@ class ChaosProfile:
     hurried_s: float = 1.5
     long: float = 0.04
     long_tokens: int = 120
+    ruled: float = 0.25
+    salted: float = 0.1
+    scored: float = 0.1
     cuts_per_s: float = 1.5
     deaths_per_s: float = 0.5
     pauses_per_s: float = 0.25

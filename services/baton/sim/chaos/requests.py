@@ -8,6 +8,7 @@ from baton.core.request import NO_SLO, Slo
 from baton.sim.chaos.profile import ChaosProfile
 from baton.sim.sim_clients import SimAnswer, SimRequest, expected_answer, run_client
 from baton.sim.sim_cluster import SimCluster
+from baton.sim.sim_rules import DIGITS, LETTERS, SimRules
 from baton.sim.virtual_time import running_loop
 
 VOCAB_SIZE = 251
@@ -18,7 +19,7 @@ TIMEOUT_S = 45.0
 def plan_requests(profile: ChaosProfile, rng: Random, start_s: float, slo: Slo = NO_SLO) -> list[SimRequest]:
     """Return random requests whose prompts share prefixes, so that caches are hit.
 
-    Some clients cancel, some have a stop string, and some are in a hurry.
+    Some clients cancel, some have a stop string, some are in a hurry, and some have rules for the tokens.
     """
     prefixes = [
         tuple(rng.randrange(1, 200) for _ in range(rng.randrange(8, profile.max_prompt_tokens)))
@@ -47,7 +48,22 @@ def plan_requests(profile: ChaosProfile, rng: Random, start_s: float, slo: Slo =
             requests.append(_with_early_stop(request))
         else:
             requests.append(_with_stop(request, rng) if rng.random() < profile.stopped else request)
-    return requests
+    return [_with_options(request, profile, rng) for request in requests]
+
+
+def _with_options(request: SimRequest, profile: ChaosProfile, rng: Random) -> SimRequest:
+    """Return the request with options that workers must follow from any token on, and on any worker."""
+    if rng.random() < profile.salted:
+        request = replace(request, cache_salt=rng.choice((b"a", b"b")))
+    if rng.random() < profile.scored:
+        request = replace(request, num_prompt_logprobs=rng.randrange(3))
+    if rng.random() >= profile.ruled or request.stop_token is not None:
+        return request
+    tokens = LETTERS + DIGITS
+    words = tuple(tuple(rng.choices(tokens, k=rng.randrange(1, 4))) for _ in range(rng.randrange(4)))
+    if rng.random() < 0.5:
+        return replace(request, rules=SimRules(alternates=True, bad_words=words))
+    return replace(request, rules=SimRules(allowed=tuple(sorted(rng.sample(tokens, k=8))), bad_words=words))
 
 
 def _with_stop(request: SimRequest, rng: Random) -> SimRequest:

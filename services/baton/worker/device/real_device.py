@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-MAX_MASK_THREADS = 8
+MIN_MASK_THREADS, MAX_MASK_THREADS = 2, 8
 """Threads that compute the masks of one step."""
 
 
@@ -114,14 +114,14 @@ def _device_text(loaded: "LoadedModel") -> str:
 
 def _open_constraints(loaded: "LoadedModel", num_threads: int) -> TokenConstraints:
     """Build the tokenizer table for grammars now, because building it blocks the whole process."""
-    from baton.model.step.step_launch import step_clock
+    from baton.model.step.step_launch import MASK_CLOCKS
 
     constraints = TokenConstraints(
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         tokenizer=read_grammar_tokenizer(loaded.path, vocab_size=loaded.vocab_size, eos_token_ids=loaded.eos_token_ids),
-        num_threads=min(num_threads, MAX_MASK_THREADS),
-        clock=step_clock,
+        num_threads=max(MIN_MASK_THREADS, min(num_threads, MAX_MASK_THREADS)),
+        clocks=MASK_CLOCKS,
     )
     if problem := constraints.load():
         log.warning("grammars_not_supported", problem=problem)

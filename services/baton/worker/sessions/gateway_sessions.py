@@ -19,11 +19,12 @@ from baton.core.messages.jobs import (
     Ack,
     Cancel,
     DecodeJob,
-    GatewayMessage,
     Heartbeat,
     JobFailure,
     Ping,
     PrefillJob,
+    ReceivedGatewayMessage,
+    RefusedJob,
     SessionHello,
     SessionHelloReply,
     Step,
@@ -38,7 +39,7 @@ from baton.worker.sessions.outbox import Outbox, OutboxFull
 
 log = get_logger(__name__)
 
-GatewayStream = Duplex[WorkerMessage, GatewayMessage]
+GatewayStream = Duplex[WorkerMessage, ReceivedGatewayMessage]
 
 MAX_SESSIONS = 256
 """Most sessions of one worker, including those that wait for their gateway to reconnect."""
@@ -270,7 +271,7 @@ class Sessions:
             session.flush()
             self._end(session)
 
-    def _open(self, hello: GatewayMessage, stream: GatewayStream) -> GatewaySession | None:
+    def _open(self, hello: ReceivedGatewayMessage, stream: GatewayStream) -> GatewaySession | None:
         """Resume or create the session of this stream.
 
         Returns None if the hello was refused, for example for another worker epoch or protocol version; the
@@ -337,6 +338,9 @@ class Sessions:
             match message:
                 case PrefillJob() | DecodeJob():
                     self._jobs.start(message, session)
+                case RefusedJob():
+                    log.warning("job_refused", job=str(message.job), problem=message.failure.message)
+                    session.put_failure(message.job, message.failure)
                 case Cancel():
                     self._jobs.cancel(message, session)
                 case Ack():

@@ -1,7 +1,10 @@
-"""`anthropic`: messages, streams, tools and the number of tokens."""
+"""`anthropic`: messages, streams, tools, the tool runner, structured output and the number of tokens."""
+
+from typing import Literal
 
 import anthropic
 from common import KEY, MAX_TOKENS, MODEL, QUESTION, URL, WEATHER_TOOL, error_of, get_weather
+from pydantic import BaseModel
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 FUNCTION = WEATHER_TOOL["function"]
@@ -9,6 +12,13 @@ TOOL = {"name": FUNCTION["name"], "description": FUNCTION["description"], "input
 GREEDY = {"extra_body": {"temperature": 0}}
 """The client has no argument for the temperature."""
 MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+class Place(BaseModel):
+    """A place. The client removes bounds of numbers from schemas, so there are none."""
+
+    city: Literal["Paris", "Oslo"]
+    is_sunny: bool
 
 
 def text_and_stream() -> None:
@@ -61,13 +71,51 @@ def count() -> None:
     assert counted.input_tokens == used.usage.input_tokens + used.usage.cache_read_input_tokens
 
 
+def runner() -> None:
+    """The tool runner goes on without a thread, which the server refuses, and calls the tools itself."""
+    called = []
+
+    @anthropic.beta_tool
+    def look_up(word: Literal["path", "join"]) -> str:
+        """Look up a word.
+
+        Args:
+            word: The word.
+        """
+        called.append(word)
+        return "found"
+
+    answers = list(
+        client.beta.messages.tool_runner(
+            model=MODEL,
+            max_tokens=MAX_TOKENS,
+            messages=MESSAGES,
+            tools=[look_up],
+            tool_choice={"type": "tool", "name": "look_up", "disable_parallel_tool_use": True},
+            max_iterations=2,
+        )
+    )
+    assert [answer.stop_reason for answer in answers] == ["tool_use", "tool_use"]
+    assert len(called) == 2
+
+
+def parse() -> None:
+    """`parse` constrains the answer, and reads it."""
+    answer = client.messages.parse(model=MODEL, max_tokens=MAX_TOKENS, messages=MESSAGES, output_format=Place)
+    assert isinstance(answer.parsed_output, Place)
+
+
 def errors() -> None:
-    """Refusals arrive as the client's own exceptions."""
+    """Refusals arrive as the client's own exceptions, with the id of the request."""
     error = error_of(anthropic.NotFoundError, client.messages.create, model="other", messages=MESSAGES, max_tokens=1)
     assert error.body["error"]["type"] == "not_found_error", error.body
+    assert error.request_id == error.body["request_id"]
+    assert [model.id for model in client.models.list()] == [MODEL]
 
 
 text_and_stream()
 tools()
+runner()
+parse()
 count()
 errors()

@@ -1,47 +1,45 @@
 """Helpers for the tests of output formats: parsing a text in several divisions into pieces."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from baton.core.client_api import MessagePart, PartKind
 from baton.core.request import FinishReason
-from baton.gateway.output.builtin_formats import (
-    DEEPSEEK_V3,
-    DEEPSEEK_V31,
-    FUNCTION_GEMMA,
-    GEMMA4,
-    GEMMA4_THOUGHT,
-    GLM45,
-    GPT_OSS,
-    HARMONY_ANALYSIS,
-    HERMES,
-    LLAMA3_JSON,
-    MAGISTRAL,
-    MINIMAX_M2,
-    MISTRAL,
-    MISTRAL_LIST,
-    QWEN3_CODER,
-    THINK,
-)
-from baton.gateway.output.formats import OutputFormat, ParserOptions, Piece, SpecialToken
+from baton.gateway.output import builtin_formats as builtin
+from baton.gateway.output.formats import CallLayout, OutputFormat, ParserOptions, Piece, SpecialToken, ToolFormat
 from baton.gateway.output.parsing import message_parser
 from baton.gateway.output.special_text import split_special
 
 FORMATS = {
-    "hermes": OutputFormat(tools=HERMES, reasoning=THINK),
-    "qwen3_coder": OutputFormat(tools=QWEN3_CODER, reasoning=THINK),
-    "glm45": OutputFormat(tools=GLM45, reasoning=THINK),
-    "minimax_m2": OutputFormat(tools=MINIMAX_M2, reasoning=THINK),
-    "mistral": OutputFormat(tools=MISTRAL, reasoning=MAGISTRAL),
-    "mistral_list": OutputFormat(tools=MISTRAL_LIST),
-    "llama3_json": OutputFormat(tools=LLAMA3_JSON),
-    "deepseek_v3": OutputFormat(tools=DEEPSEEK_V3, reasoning=THINK),
-    "deepseek_v31": OutputFormat(tools=DEEPSEEK_V31, reasoning=THINK),
-    "gpt_oss": OutputFormat(tools=GPT_OSS, reasoning=HARMONY_ANALYSIS),
-    "gemma4": OutputFormat(tools=GEMMA4, reasoning=GEMMA4_THOUGHT),
-    "functiongemma": OutputFormat(tools=FUNCTION_GEMMA),
+    name: OutputFormat(tools=builtin.TOOL_FORMATS[name], reasoning=reasoning)
+    for name, reasoning in (
+        ("hermes", builtin.THINK),
+        ("qwen3_coder", builtin.THINK),
+        ("glm45", builtin.THINK),
+        ("glm47", builtin.THINK),
+        ("minimax_m2", builtin.THINK),
+        ("seed_oss", builtin.SEED_THINK),
+        ("mistral", builtin.MAGISTRAL),
+        ("mistral_list", None),
+        ("llama3_json", None),
+        ("granite", None),
+        ("phi4_mini_json", None),
+        ("jamba", None),
+        ("nemotron_json", builtin.THINK),
+        ("deepseek_v3", builtin.THINK),
+        ("deepseek_v31", builtin.THINK),
+        ("deepseek_v32", builtin.THINK),
+        ("deepseek_v4", builtin.THINK),
+        ("kimi_k2", builtin.THINK),
+        ("gpt_oss", builtin.HARMONY_ANALYSIS),
+        ("gemma4", builtin.GEMMA4_THOUGHT),
+        ("functiongemma", None),
+    )
 }
+"""One format of each family that is built in."""
 
 TOOLS = {
     "get_weather": {
@@ -145,3 +143,37 @@ def _cut(piece: Piece, places: Sequence[int]) -> list[Piece]:
         return [piece]
     edges = sorted({0, len(piece), *(place for place in places if place < len(piece))})
     return [piece[begin:end] for begin, end in pairwise(edges)]
+
+
+def gemma_text(value: Any, quote: str) -> str:
+    """Return a value in Gemma's form."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma_text(item, quote)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(gemma_text(item, quote) for item in value) + "]"
+    return quote + value + quote if isinstance(value, str) else json.dumps(value)
+
+
+def written_call(tools: ToolFormat, name: str, arguments: str) -> str:
+    """Return a message with one call, whose arguments have the form of the family."""
+    syntax = tools.syntax
+    begin = syntax.section_begin + syntax.before_name + tools.id_prefix + name + (":0" if tools.id_prefix else "")
+    end = "" if tools.layout is CallLayout.HARMONY else syntax.after_arguments + syntax.section_end
+    return begin + syntax.after_name + arguments + end
+
+
+def written(tools: ToolFormat, arguments: Mapping[str, Any]) -> str:
+    """Return arguments in the form of the family."""
+    parameters = tools.syntax.parameters
+    if parameters is None:
+        delimiter = tools.syntax.string_delimiter
+        return gemma_text(arguments, delimiter) if delimiter else json.dumps(arguments)
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in arguments.values()]
+    keys = [
+        parameters.after_string_key if parameters.after_string_key and isinstance(value, str) else parameters.after_key
+        for value in arguments.values()
+    ]
+    return "".join(
+        f"{parameters.before_key}{name}{key}{text}{parameters.after_value}"
+        for name, key, text in zip(arguments, keys, texts, strict=True)
+    )

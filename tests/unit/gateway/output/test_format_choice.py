@@ -1,6 +1,7 @@
 """Choice of the output format, the end of the prompt, and types of arguments."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -12,42 +13,112 @@ from baton.gateway.output.format_choice import choose_format
 from baton.gateway.output.formats import ReasoningFormat
 from baton.gateway.output.prompt_end import opens_reasoning
 from baton.gateway.output.special_text import split_special
-from baton.gateway.output.typed_values import schema_types, to_json
+from baton.gateway.output.values.typed_values import schema_types, to_json
+from tests.scripted_chats import TEMPLATES as CHAT_TEMPLATES
 
+QWEN3 = "{% if tools %}<tool_call></tool_call>{% endif %}{{ content.split('</think>')[-1] }}<think>\n\n</think>\n\n"
 TEMPLATES = {
-    "hermes": ('{% for tool in tools %}<tool_call>\n{"name": ...}\n</tool_call>', ""),
-    "hermes qwen3": (
-        "{% if tools %}<tool_call>{% endif %}{{ content.split('</think>')[-1] }}<think>\n\n</think>",
+    "Qwen2.5, Hermes 2 Pro, Granite 4": ('{% if tools %}<tool_call>\n{"name": <name>}\n</tool_call>', "hermes", ""),
+    "Qwen3, Hermes 4": (QWEN3, "hermes", "qwen3"),
+    "QwQ": ("{% if tools %}<tool_call></tool_call>{% endif %}assistant\n<think>\n", "hermes", "qwen3"),
+    "Qwen3-Coder": ("{% if tools %}<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>", "qwen3_coder", ""),
+    "Qwen3.5, Nemotron 3": (QWEN3 + "<function=f>\n<parameter=a>\n1\n</parameter>", "qwen3_coder", "qwen3"),
+    "GLM-4.5": ("<tool_call>{f}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value><think></think>", "glm45", "qwen3"),
+    "GLM-4.7": ("<tool_call>{f}<arg_key>{k}</arg_key><arg_value>{v}</arg_value><think></think>", "glm47", "qwen3"),
+    "MiniMax-M2": ("{% set begin = '<minimax:tool_call>' %}{{ tools }}ai\n<think>\n", "minimax_m2", "qwen3"),
+    "Seed-OSS": (
+        "{% set begin, think = '<seed:tool_call>', '<seed:think>' %}{{ tools }}<function=f>\n<parameter=a>",
+        "seed_oss",
+        "seed_oss",
+    ),
+    "DeepSeek V3": (
+        "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + '\\n```json' }}",
+        "deepseek_v3",
+        "",
+    ),
+    "DeepSeek R1, its distilled Llama": (
+        "'<｜tool▁calls▁begin｜>' '```json' {{ content.split('</think>')[-1] }}<｜Assistant｜><think>\n",
+        "deepseek_v3",
         "qwen3",
     ),
-    "qwen3_coder": ("{% if tools %}<tool_call>\n<function=example>\n<parameter=a>{% endif %}", ""),
-    "glm45": ("{% if tools %}<tool_call>{f}\n<arg_key>{k}</arg_key>\n<arg_value>{% endif %}<think></think>", "qwen3"),
-    "minimax_m2": ("{% if tools %}'<minimax:tool_call>'{% endif %}<think></think>", "qwen3"),
-    "deepseek_v3": ("{{ tool['type'] }}'<｜tool▁calls▁begin｜>' '```json' '</think>'", "qwen3"),
-    "deepseek_v31": ("{{ tool['function'] }}'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' '</think>'", "qwen3"),
-    "mistral": ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS][THINK][/THINK]", "mistral"),
-    "mistral_list": ("{{ tools }}'[TOOL_CALLS] ['", ""),
-    "llama3_json": ('{% if tools %}<|start_header_id|>{"name": , "parameters": }', ""),
-    "llama3_json 3.1": ("{% if tools %}<|python_tag|>", ""),
-    "gpt_oss": ("{{ tools }}functions <|channel|>analysis<|message|>", "gpt_oss"),
-    "gemma4": ("{{ tools }}<|tool_call>call: <|\"|> '<|channel>thought\\n<channel|>'", "gemma4"),
-    "functiongemma": ("{{ tools }}<start_function_call>call:", ""),
-    "": ("{{ message.content }}<tool_call>", ""),
+    "DeepSeek V3.1": ("'<｜tool▁calls▁begin｜>' + name + '<｜tool▁sep｜>' '</think>'", "deepseek_v31", "qwen3"),
+    "DeepSeek V3.2": (
+        "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'function_calls>' }}{{ tools }}</think>",
+        "deepseek_v32",
+        "qwen3",
+    ),
+    "DeepSeek V4": ("{{ '<｜DSML｜tool_calls>' }}{{ tools }}</think>", "deepseek_v4", "qwen3"),
+    "Kimi K2": ("<|tool_calls_section_begin|><|tool_call_begin|>{{ call['id'] }}", "kimi_k2", ""),
+    "Kimi K2 Thinking": ("<think>{{ r }}</think><|tool_calls_section_begin|>{{ call['id'] }}", "kimi_k2", "qwen3"),
+    "Mistral 7B v0.3, Small 3.1": ("{{ '[TOOL_CALLS] [' }}[AVAILABLE_TOOLS]{{ tools }}", "mistral_list", ""),
+    "Mistral Small 3.2, Devstral": ("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]{{ arguments }}", "mistral", ""),
+    "Magistral, Ministral 3": ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}[THINK][/THINK]", "mistral", "mistral"),
+    "Llama 3.1": ("<|start_header_id|>{% if builtin_tools %}<|python_tag|>", "llama3_json", ""),
+    "Llama 3.2": ("<|start_header_id|>{{ '\"parameters\": ' }}{{ tool_call.arguments | tojson }}", "llama3_json", ""),
+    "Llama 4": ("<|header_start|><|python_start|>{{ '\"parameters\": ' }}{{ tools }}", "llama3_json", ""),
+    "gpt-oss": ("namespace functions{{ tools }}<|channel|>analysis<|message|>", "gpt_oss", "gpt_oss"),
+    "Gemma 4": ("{{ tools }}<|tool_call>call:<|\"|>{{ '<|channel>thought\\n<channel|>' }}", "gemma4", "gemma4"),
+    "FunctionGemma": ("{{ tools }}<start_function_call>call:<escape>", "functiongemma", ""),
+    "Granite 3": ("<|start_of_role|>respond only with <|tool_call|> and a JSON list of {{ tools }}", "granite", ""),
+    "Phi-4-mini": ("<|{{ role }}|>{% if tools %}<|tool|>{{ tools }}<|/tool|>", "phi4_mini_json", ""),
+    "Phi-4-mini, of vLLM": ("formatted as functools[{{ tools }}]", "phi4_mini_json", ""),
+    "Jamba, Hunyuan": ("<tool_calls>[{{ calls }}]</tool_calls>", "jamba", ""),
+    "Nemotron Nano 2": (
+        "<AVAILABLE_TOOLS>{{ tools }}<TOOLCALL>[{}]</TOOLCALL><think></think>",
+        "nemotron_json",
+        "qwen3",
+    ),
+    "OLMo 3 Think": ("{{ '<|im_start|>assistant\\n<think>' }}", "", "qwen3"),
+    "Gemma 3": ("<start_of_turn>{{ message.role }}\n{{ message.content | trim }}<end_of_turn>", "", ""),
+    "Llama 3.2 and 4, Python": ("<|start_header_id|>{{ tools }}[{{ name }}({{ key }}={{ value }})]", "", ""),
+    "LFM2": ("List of tools: <|tool_list_start|>{{ tools }}<|tool_list_end|>", "", ""),
 }
+"""What distinguishes the chat templates of these models, and the names of their formats."""
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_format_is_chosen_by_the_chat_template(name: str) -> None:
-    template, reasoning = TEMPLATES[name]
-    chosen = choose_format(template.replace("<tool_call>", "") if not name else template)
-    assert (chosen.tools.name if chosen.tools else "") == name.split(" ")[0]
+@pytest.mark.parametrize("models", TEMPLATES)
+def test_format_is_chosen_by_the_chat_template(models: str) -> None:
+    template, tools, reasoning = TEMPLATES[models]
+    chosen = choose_format(template)
+    assert (chosen.tools.name if chosen.tools else "") == tools
     assert (chosen.reasoning.name if chosen.reasoning else "") == reasoning
-    assert bool(chosen) == bool(name)
+    assert bool(chosen) == bool(tools or reasoning)
+
+
+@pytest.mark.parametrize(
+    ("file", "tools", "reasoning"),
+    [
+        ("deepseek", "deepseek_v31", "qwen3"),
+        ("gemma", "gemma4", "gemma4"),
+        ("glm", "glm45", "qwen3"),
+        ("gpt_oss", "gpt_oss", "gpt_oss"),
+        ("hermes", "hermes", ""),
+        ("llama31", "llama3_json", ""),
+        ("mistral", "mistral_list", ""),
+        ("qwen3", "hermes", "qwen3"),
+        ("training", "", ""),
+    ],
+)
+def test_format_of_whole_chat_templates(file: str, tools: str, reasoning: str) -> None:
+    chosen = choose_format((CHAT_TEMPLATES / f"{file}.jinja").read_text("utf-8"))
+    assert (chosen.tools.name if chosen.tools else "", chosen.reasoning.name if chosen.reasoning else "") == (
+        tools,
+        reasoning,
+    )
+
+
+def test_harmony_cannot_be_mixed_with_another_format() -> None:
+    harmony = TEMPLATES["gpt-oss"][0]
+    for names in ({"tool_parser": "hermes"}, {"reasoning_parser": "qwen3"}):
+        with pytest.raises(ModelError, match="both to gpt_oss, or one of them to none"):
+            choose_format(harmony, **names)
+    assert choose_format(harmony, tool_parser="none").is_harmony
+    assert choose_format(harmony, reasoning_parser="none").is_harmony
 
 
 def test_names_override_the_templates() -> None:
     response_template = {"start_anchor": "<", "fields": {"content": {}}}
-    qwen = TEMPLATES["hermes qwen3"][0]
+    qwen = QWEN3
     assert choose_format(qwen, response_template).template is not None
     chosen = choose_format(qwen, response_template, tool_parser="mistral")
     assert (chosen.tools, chosen.reasoning, chosen.template) == (
@@ -75,6 +146,9 @@ def test_names_override_the_templates() -> None:
         ("<|im_start|>user\n</think><|im_end|>\n<|im_start|>assistant\n<think>\n", "qwen3", True),
         ("<|im_start|>assistant\n", "deepseek_r1", True),
         ("<|im_start|>assistant\n</think>", "deepseek_r1", False),
+        ("<|im_start|>assistant\n<think>\nx</think>\n\nIt is", "deepseek_r1", False),
+        ("<|im_start|>assistant\n<think>\nx</think>\n\nIt is", "qwen3", False),
+        ("x</think>y<|im_end|>\n<|im_start|>assistant\n", "deepseek_r1", True),
         ("<|turn>model\n<|channel>thought\n<channel|>", "gemma4", False),
         ("<|turn>model\n<|channel>thought\n", "gemma4", True),
         ("", "qwen3", False),
@@ -144,6 +218,15 @@ def test_value_that_cannot_be_converted_cheaply_stays_text() -> None:
         (True, ()),
     ],
 )
-def test_types_of_a_schema(schema: Any, types: tuple[str, ...]) -> None:
+def test_types_are_read_from_every_keyword_of_a_schema(schema: Any, types: tuple[str, ...]) -> None:
     root = {"$defs": {"a/b": {"type": "object"}, "loop": {"$ref": "#/$defs/loop"}}}
     assert schema_types(schema, root) == types
+
+
+def test_schema_with_many_references_to_itself_is_cheap() -> None:
+    root = {"$defs": {name: {"anyOf": [{"$ref": f"#/$defs/{other}"} for other in "abcd" * 60]} for name in "abcd"}}
+    root["$defs"]["d"] = {"type": "integer"}
+    began_s = time.thread_time()
+    assert schema_types({"$ref": "#/$defs/a"}, root) == ("integer",)
+    assert schema_types({"anyOf": [{"type": "integer"}] * 100_000}) == ("integer",)
+    assert time.thread_time() - began_s < 0.02

@@ -1,11 +1,15 @@
 """Cost of hostile outputs: linear in the text, and bounded for each piece."""
 
+import gc
 import time
+import weakref
 
 import pytest
 
+from baton.core.client_api import MessagePart, PartKind
 from baton.core.request import FinishReason
 from baton.gateway.output.formats import OutputFormat, ParserOptions
+from baton.gateway.output.message_json import CollectedMessage
 from baton.gateway.output.parsing import message_parser
 from tests.unit.gateway.output.output_cases import FORMATS, TOOLS
 from tests.unit.gateway.output.test_response_templates import CASES, format_of
@@ -30,6 +34,16 @@ HOSTILE = {
     "header without an end": ("gpt_oss", ["<|channel|>", *["x"] * 50]),
     "bare objects": ("llama3_json", ['{"name": "now", "parameters": {}}; ']),
     "sections": ("deepseek_v3", ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function"]),
+    "calls in the reasoning": ("qwen3_coder", ["<think>", *["<tool_call>", "\n<function=", "x "] * 17]),
+    "marked values without an end": (
+        "deepseek_v32",
+        [
+            '<｜DSML｜function_calls><｜DSML｜invoke name="now"><｜DSML｜parameter name="a" string="true">',
+            *["</｜DSML｜parameter>", " "] * 25,
+        ],
+    ),
+    "ids without an end": ("kimi_k2", ["<|tool_calls_section_begin|><|tool_call_begin|>functions.", *["x:0"] * 50]),
+    "escapes that are none": ("hermes", ['<tool_call>{"name": "now", "arguments": {"a": "', *["\\u12"] * 50]),
     "strings": ("gemma4", ["<|tool_call>call:now{a:", *['<|"|>'] * 49]),
     "template, spaces": ("template json", [" "]),
     "template, delimiters": ("template json", ["<tool_call>", "</tool_call>", "<think>", "\n"]),
@@ -53,7 +67,34 @@ def test_prompt_is_read_once_for_all_samples() -> None:
         began_s = time.thread_time()
         parsers = [message_parser(output_format, options) for _ in range(128)]
         assert time.thread_time() - began_s < 0.5
-        assert all(parser.in_reasoning == parsers[0].in_reasoning for parser in parsers)
+        assert all(parser.progress == parsers[0].progress for parser in parsers)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *(f"template {name}" for name in CASES)])
+def test_closed_parser_is_freed_without_a_garbage_collection(name: str) -> None:
+    """A request may end inside of a call: it fails, finds a stop string, or its client leaves."""
+    gc.disable()
+    try:
+        parser = message_parser(format_named(name), ParserOptions(tools=TOOLS))
+        parser.put(next((texts[0] for kind, texts in HOSTILE.values() if kind == name and "call" in texts[0]), "x"))
+        parser.close()
+        freed = weakref.ref(parser)
+        del parser
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_calls_of_a_collected_message_cost_the_same_each() -> None:
+    message = CollectedMessage()
+    began_s, before_bytes = time.thread_time(), 0
+    for number in range(4000):
+        message.put(MessagePart(kind=PartKind.TOOL_CALL, text="f", call_index=number, call_id=f"call_{number}"))
+        message.put(MessagePart(kind=PartKind.TOOL_ARGUMENTS, text='{"a": 1}', call_index=number))
+        assert message.num_bytes > before_bytes + 8
+        before_bytes = message.num_bytes
+    assert time.thread_time() - began_s < 0.15
+    assert before_bytes > sum(map(len, message.parts(legacy=False))) * 0.9
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -1,15 +1,14 @@
 """Properties that the parsers of all formats have for any text."""
 
 import json
-from dataclasses import astuple
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.request import FinishReason
-from baton.gateway.output.formats import CallLayout, OutputFormat, ParserOptions, ToolFormat
-from tests.unit.gateway.output.output_cases import FORMATS, TOOLS, divisions, parsed
+from baton.gateway.output.formats import CallLayout, OutputFormat, ParserOptions
+from tests.unit.gateway.output.output_cases import FORMATS, TOOLS, divisions, parsed, written
 
 NOISE = (
     "\n",
@@ -94,26 +93,6 @@ def written_calls(draw: st.DrawFn) -> tuple[str, str, list[dict[str, Any]], list
     ]
     whole = syntax.section_begin + syntax.separator.join(calls) + syntax.section_end
     return name, whole, arguments, draw(st.lists(st.integers(1, 200), max_size=4))
-
-
-def written(tools: ToolFormat, arguments: dict[str, Any]) -> str:
-    if tools.syntax.parameters is not None:
-        before, middle, after = astuple(tools.syntax.parameters)[:3]
-        return "".join(
-            before + key + middle + (value if isinstance(value, str) else json.dumps(value)) + after
-            for key, value in arguments.items()
-        )
-    return (
-        gemma_text(arguments, tools.syntax.string_delimiter) if tools.syntax.string_delimiter else json.dumps(arguments)
-    )
-
-
-def gemma_text(value: Any, quote: str) -> str:
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{gemma_text(item, quote)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(gemma_text(item, quote) for item in value) + "]"
-    return quote + value + quote if isinstance(value, str) else json.dumps(value)
 
 
 @settings(derandomize=True, deadline=None)

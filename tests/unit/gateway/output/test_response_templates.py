@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from transformers.utils.chat_parsing import ResponseParser
 
 from baton.core.errors import ModelError
-from baton.core.request import FinishReason
 from baton.gateway.output.formats import OutputFormat, ParserOptions, SpecialToken
 from baton.gateway.output.special_text import SpecialText
 from baton.gateway.output.templates.pattern import Pattern
 from baton.gateway.output.templates.pattern_scan import MatchFinder, PatternScan
 from baton.gateway.output.templates.response_template import load_response_template
 from baton.gateway.output.templates.template_parser import TemplateFormat
-from tests.unit.gateway.output.output_cases import TOOLS, divisions, parsed
-from tests.unit.gateway.output.transcripts import TRANSCRIPTS, Transcript
+from tests.unit.gateway.output.output_cases import divisions, parsed
 
 CALL = '{"name": "now", "arguments": {"a": "x", "b": [1]}}'
 FUNCTION = {"type": "function", "function": "{content}"}
@@ -211,66 +209,6 @@ def assert_text(field: dict[str, Any] | None, values: list[str], got: str) -> No
         assert re.sub(r"\s", "", got) == re.sub(r"\s", "", "".join(values))
 
 
-HARMONY = template(
-    "<|start|>assistant",
-    thinking={"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
-    content={"open": "<|channel|>final<|message|>", "close": "<|return|>"},
-    tool_calls={
-        "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>\w+).*?<\|message\|>",
-        "close": "<|call|>",
-        "repeats": True,
-        "content": "json",
-        "transform": NAMED,
-    },
-)
-BUILT_IN = {
-    "hermes": CASES["json"].template,
-    "qwen3_coder": CASES["xml"].template,
-    "gemma4": CASES["dialect"].template,
-    "gpt_oss": HARMONY,
-}
-
-
-DIFFERENT = {
-    # The template has no call without its outer tag, strips values, and ends them at the first delimiter.
-    "qwen3_coder": (
-        "text before, without the outer tag",
-        "hard arguments",
-        "delimiters in arguments",
-        "malformed after the name",
-    ),
-    # The template has no preambles, no built-in tools and no text without a header. It counts the prompt's text.
-    "gpt_oss": (
-        "preamble",
-        "recipient before the channel",
-        "built-in tool",
-        "no channel",
-        "prompt begins the reasoning",
-    ),
-}
-
-
-@pytest.mark.parametrize("transcript", [each for each in TRANSCRIPTS if each.family in BUILT_IN], ids=str)
-def test_built_in_format_agrees_with_transformers(transcript: Transcript) -> None:
-    """Compare the golden messages with what a response template of the family says.
-
-    Left out are texts that the interpreter refuses, that have content in several places, or that end inside
-    of a call.
-    """
-    value = BUILT_IN[transcript.family]
-    tools = [{"function": {"name": name, "parameters": schema}} for name, schema in TOOLS.items()]
-    expected = reference(value, transcript.text, transcript.prompt, tools)
-    if expected is None or len(expected.get("content", [])) > 1 or transcript.reason is FinishReason.LENGTH:
-        return
-    if transcript.case in DIFFERENT.get(transcript.family, ()):
-        return
-    reasoning = expected.get("thinking", expected.get("reasoning_content", []))
-    assert transcript.content.strip() == "".join(expected.get("content", []))
-    assert transcript.reasoning.strip() == "".join(reasoning)
-    functions = [call["function"] for call in expected.get("tool_calls", [])]
-    assert list(transcript.calls) == [(each["name"], each["arguments"]) for each in functions]
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Case, str, list[int]]:
     case = CASES[draw(st.sampled_from(sorted(CASES)))]
@@ -302,7 +240,7 @@ def test_messages_equal_those_of_transformers(drawn: tuple[Case, str, list[int]]
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_prompt_that_begins_the_message(name: str) -> None:
+def test_reasoning_that_the_prompt_opens_is_continued(name: str) -> None:
     """The text of the prompt is not part of the output; the field that it opens is."""
     case = CASES[name]
     openings = {"json": "<think>\n", "xml": "<think>", "dialect": "<|channel>thought\n", "list": "<T>", "opened": ""}
@@ -331,6 +269,12 @@ def test_malformed_call_is_content_as_it_was_written() -> None:
     ):
         message = parsed(format_of(CASES[name].template), [text], ParserOptions())
         assert (message.content, message.tool_calls) == (text, ())
+
+
+def test_calls_are_content_if_they_are_not_to_be_parsed() -> None:
+    text = f"a<tool_call>{CALL}</tool_call>b"
+    message = parsed(format_of(CASES["json"].template), [text], ParserOptions(parse_tools=False))
+    assert (message.content, message.tool_calls) == (text, ())
 
 
 def test_arguments_are_streamed_and_converted() -> None:

@@ -21,7 +21,7 @@ class BodyReader:
         """Return the reservation for one body. Release it when the body and what was parsed are dropped."""
         return self._service.budget.reserve(Account.RECEIVING, 0, "the body")
 
-    async def body(self, exchange: HttpExchange, reservation: Reservation) -> bytes:
+    async def body(self, exchange: HttpExchange, reservation: Reservation) -> bytearray:
         """Read the request's body. Raises Refused."""
         return await read_body(exchange.scope, exchange.receive, self._max_body_bytes, reservation)
 
@@ -31,6 +31,6 @@ class BodyReader:
         self._service.count_ignored(names)
 
 
-def is_large(body: bytes) -> bool:
+def is_large(body: bytearray) -> bool:
     """True if a body is checked in a thread."""
     return len(body) > loop_time.JSON_BYTES

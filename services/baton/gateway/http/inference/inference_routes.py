@@ -10,11 +10,11 @@ from baton.gateway.gateway_service import CallOutcome, GatewayService
 from baton.gateway.http.asgi_io import WhileConnected, caller_of, respond_in_pieces
 from baton.gateway.http.http_exchange import CLIENT_DISCONNECTED, Access, HttpExchange, Route, Routes
 from baton.gateway.http.inference.api_forms import CHAT_FORM, COMPLETIONS_FORM, MESSAGES_FORM, RESPONSES_FORM
-from baton.gateway.http.inference.body_reader import BodyReader, is_large
-from baton.gateway.http.messages.message_errors import message_error
+from baton.gateway.http.inference.body_reader import BodyReader
 from baton.gateway.http.output.api_form import ApiForm, ResponseServices, StreamedResponse
 from baton.gateway.http.output.event_queue import EventQueue
 from baton.gateway.http.slow_clients import ReadLimits, cut_connection, cut_if_slow_reader
+from baton.gateway.input.answers.constraint_fields import is_read_in_thread
 from baton.gateway.input.client_call import ClientCall, InvalidField
 from baton.gateway.input.strict_json import parse_body
 from baton.gateway.input.translations.json_echo import encode_echo
@@ -40,7 +40,7 @@ class InferenceRoutes:
             "/v1/chat/completions": Route(("POST",), Access.CALL, self._chat),
             "/v1/completions": Route(("POST",), Access.CALL, self._completions),
             "/v1/responses": Route(("POST",), Access.CALL, self._create_response),
-            "/v1/messages": Route(("POST",), Access.CALL, self._create_message, message_error),
+            "/v1/messages": Route(("POST",), Access.CALL, self._create_message),
         }
 
     @property
@@ -92,7 +92,7 @@ class InferenceRoutes:
                     translated.chat,
                     caller,
                     received_s=received_s,
-                    in_thread=is_large(body),
+                    in_thread=is_read_in_thread(len(body), translated.chat),
                     request_id=exchange.request_id,
                     identity=identity,
                 )
@@ -111,7 +111,7 @@ class InferenceRoutes:
             self.count(exchange, None)
             with self._read_limits.limit(exchange.scope) as limit:
                 limit.start(num_bytes)
-                await respond_in_pieces(exchange.send, num_bytes, response.pieces(), headers=exchange.headers)
+                await respond_in_pieces(exchange.send, num_bytes, response.pieces())
 
     async def _stream(self, exchange: HttpExchange, form: ApiForm, call: ClientCall, echo: bytes) -> None:
         """Send events as they are produced.
@@ -191,6 +191,5 @@ async def _begin_stream(exchange: HttpExchange) -> None:
     headers = [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
-        *exchange.headers,
     ]
     await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})

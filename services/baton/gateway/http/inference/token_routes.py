@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from baton.gateway.gateway_service import GatewayService
 from baton.gateway.http.asgi_io import caller_of, in_pieces, respond_in_pieces, respond_json
 from baton.gateway.http.http_exchange import Access, HttpExchange, Route, Routes
-from baton.gateway.http.id_json import format_many_ids
 from baton.gateway.http.inference.body_reader import BodyReader, is_large
-from baton.gateway.http.messages.message_errors import message_error
+from baton.gateway.http.output.id_json import format_many_ids
+from baton.gateway.http.output.text_json import format_long_text
 from baton.gateway.http.slow_clients import ReadLimits, cut_connection
-from baton.gateway.http.text_json import format_long_text
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.response_size import ids_bytes, text_bytes
 from baton.gateway.input.strict_json import parse_body
@@ -34,13 +33,13 @@ class TokenRoutes:
     def routes(self) -> Routes:
         """All routes by path."""
         return {
-            "/v1/messages/count_tokens": Route(("POST",), Access.CALL, self._count_tokens, message_error),
+            "/v1/messages/count_tokens": Route(("POST",), Access.CALL, self._count_tokens),
             "/tokenize": Route(("POST",), Access.CALL, self._tokenize),
             "/detokenize": Route(("POST",), Access.CALL, self._detokenize),
         }
 
     async def _count_tokens(self, exchange: HttpExchange) -> None:
-        """Count the prompt's tokens of a message."""
+        """Count the tokens of the prompt that a message would have."""
         validator = self._service.validator
         unknown = validator.unknown_fields()
         with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
@@ -55,7 +54,7 @@ class TokenRoutes:
                 except InvalidField as error:
                     raise translated.renamed(error) from error
             self._reader.ignored(exchange, unknown.names)
-            await respond_json(exchange.send, 200, {"input_tokens": len(ids)}, headers=exchange.headers)
+            await respond_json(exchange.send, 200, {"input_tokens": len(ids)})
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
         """Convert text or messages to token ids."""
@@ -93,4 +92,4 @@ class TokenRoutes:
         answer.resize(num_bytes)
         with self._read_limits.limit(exchange.scope) as limit:
             limit.start(num_bytes)
-            await respond_in_pieces(exchange.send, num_bytes, in_pieces(parts), headers=exchange.headers)
+            await respond_in_pieces(exchange.send, num_bytes, in_pieces(parts))

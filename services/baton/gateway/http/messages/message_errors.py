@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from baton.core.errors import Code, Failure
 
+STATUSES: Mapping[Code, int] = {Code.UNAVAILABLE: 529}
+"""HTTP statuses that differ from those of other APIs: Anthropic's API answers 529 to an overload."""
 _TYPES: Mapping[Code, str] = {
     Code.UNAUTHENTICATED: "authentication_error",
     Code.PERMISSION_DENIED: "permission_error",
@@ -17,9 +20,16 @@ _TYPES: Mapping[Code, str] = {
     Code.INTERNAL: "api_error",
     Code.CANCELLED: "api_error",
 }
+_DETAILS: Mapping[str, Mapping[str, Any]] = {
+    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+}
+"""Details of errors about a field, by its name. Anthropic's tool runner then sends all messages, without a
+thread."""
 
 
-def message_error(failure: Failure, param: str | None = None) -> bytes:
-    """Return the JSON error object of a failure. The message names an invalid field, so `param` is unused."""
-    error = {"type": _TYPES.get(failure.code, "invalid_request_error"), "message": failure.message}
-    return json.dumps({"type": "error", "error": error}).encode()
+def message_error(failure: Failure, request_id: str, param: str | None = None) -> bytes:
+    """Return the JSON error object of a failure. The message names the invalid field `param`."""
+    error: dict[str, Any] = {"type": _TYPES.get(failure.code, "invalid_request_error"), "message": failure.message}
+    if details := _DETAILS.get(param or ""):
+        error["details"] = details
+    return json.dumps({"type": "error", "error": error, "request_id": request_id or None}).encode()

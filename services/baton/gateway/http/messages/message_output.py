@@ -103,8 +103,7 @@ class _Block:
         return BLOCK_BYTES + len(self.head) + len(self.text)
 
     def check(self) -> None:
-        """Replace arguments that are no JSON object by an empty one: the model made a mistake, or was cut
-        off."""
+        """Replace arguments by an empty object if they are no JSON object, as after `max_tokens`."""
         if self.kind is PartKind.TOOL_CALL and not _is_json_object(self.text):
             self.text = bytearray(b"{}")
 
@@ -191,6 +190,7 @@ class MessageEvents:
     def __init__(self, call: ClientCall, echo: bytes, services: ResponseServices, queue: EventQueue) -> None:
         """Create the events. Messages repeat nothing, so `echo` is empty."""
         self._fields = MessageFields(call)
+        self._request_id = call.request_id.hex()
         self._queue = queue
         self._has_begun = False
         self._open: MessagePart | None = None
@@ -229,7 +229,7 @@ class MessageEvents:
 
     def fail(self, failure: Failure) -> None:
         """Add the last event of a response that failed after its first event."""
-        self._queue.put_uncounted(b"event: error\ndata: ", message_error(failure), b"\n\n")
+        self._queue.put_uncounted(b"event: error\ndata: ", message_error(failure, self._request_id), b"\n\n")
 
     def _begin_stream(self) -> None:
         if not self._has_begun:

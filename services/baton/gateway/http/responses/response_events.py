@@ -66,7 +66,7 @@ class ResponseEvents(ResponseOutput):
         self._queue.put(self._event_head(name) + fields + b"}\n\n")
 
     def _share(self, name: bytes, fields: Sequence[Part]) -> None:
-        """Add an event that repeats what is held."""
+        """Add an event that repeats output which is held anyway."""
         self._queue.put_uncounted(self._event_head(name), *fields, b"}\n\n")
 
     def _event_head(self, name: bytes) -> bytes:

@@ -17,7 +17,7 @@ MAX_REQUESTED_BYTES = 4096
 """Longest list of request headers that a preflight request may ask for."""
 PREFLIGHT_AGE_S = 600
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]*\Z")
-_EXPOSED = b", ".join((b"x-request-id", IGNORED_FIELDS_HEADER, b"retry-after"))
+_EXPOSED = b", ".join((b"x-request-id", b"request-id", IGNORED_FIELDS_HEADER, b"retry-after"))
 
 
 class App(Protocol):
@@ -38,7 +38,8 @@ class App(Protocol):
 class Cors:
     """Wraps an application: answers preflight requests, and lets pages of allowed origins read responses.
 
-    A request of another origin is served as without this class; its browser hides the response from the page.
+    Requests of other origins are served, too, but without CORS headers: the browser hides the response from
+    the page.
     """
 
     def __init__(self, app: App, origins: Sequence[str]) -> None:
@@ -70,7 +71,7 @@ class Cors:
         return [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
 
     def _varied(self, send: Send) -> Send:
-        """Tell caches that the response depends on the origin, unless it does not."""
+        """Add `Vary: Origin`, for caches, unless the response is the same for all origins."""
         if not self._origins or ANY.encode() in self._origins:
             return send
         return _with_headers(send, [(b"vary", b"origin")])

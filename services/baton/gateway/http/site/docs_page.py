@@ -10,15 +10,25 @@ STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 0 auto; padding: 1rem 1.5rem 4rem; }
 code { font: 0.875em/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
-details { border: 1px solid #8886; border-radius: 6px; margin: 0.5rem 0; padding: 0.5rem 0.75rem; }
-summary { cursor: pointer; display: flex; gap: 0.75rem; align-items: baseline; flex-wrap: wrap; }
+.route { border: 1px solid #8886; border-radius: 6px; margin: 0.5rem 0; padding: 0.5rem 0.75rem; }
+.head { display: flex; gap: 0.75rem; align-items: baseline; flex-wrap: wrap; }
+.head::before { content: ""; width: 0.75rem; }
+summary { cursor: pointer; }
+summary.head::before { content: "\\25B8"; }
+[open] > summary.head::before { content: "\\25BE"; }
 .method { font-weight: 600; min-width: 3.5rem; }
 .key { color: #767676; margin-left: auto; font-size: 0.875em; }
 table { border-collapse: collapse; width: 100%; margin: 0.75rem 0; }
 th, td { text-align: left; vertical-align: top; padding: 0.3rem 0.75rem 0.3rem 0; border-top: 1px solid #8884; }
 td:first-child { white-space: nowrap; }
 .refused { color: #767676; }
-@media (max-width: 40rem) { td:first-child { white-space: normal; } }
+@media (max-width: 48rem) {
+  thead { display: none; }
+  table, tbody, tr, td { display: block; }
+  td { border: 0; padding: 0; }
+  td:first-child { white-space: normal; }
+  tr { border-top: 1px solid #8884; padding: 0.4rem 0; }
+}
 """
 CONTENT_SECURITY_POLICY = (
     f"default-src 'none'; style-src 'sha256-{b64encode(sha256(STYLE.encode()).digest()).decode()}'; "
@@ -40,19 +50,22 @@ def docs_page(document: Mapping[str, Any]) -> bytes:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(info['title'])} API</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(info['title'])} API</h1><p>{escape(info['summary'])} "
-        '<a href="/openapi.json">openapi.json</a> has all of this for programs.</p>'
+        '<a href="/openapi.json">openapi.json</a> has all of this for programs. On the right is the key that a '
+        "route needs if the gateway has API keys.</p>"
         f"{operations}</body></html>"
     ).encode()
 
 
 def _operation(path: str, method: str, operation: Mapping[str, Any]) -> str:
-    body = operation.get("requestBody")
-    fields = "" if body is None else _table(body["content"]["application/json"]["schema"])
-    return (
-        f'<details><summary><span class="method">{escape(method.upper())}</span><code>{escape(path)}</code>'
-        f"<span>{escape(operation['summary'])}</span>"
-        f'<span class="key">{"needs a key" if operation["security"] else ""}</span></summary>{fields}</details>'
+    head = (
+        f'<span class="method">{escape(method.upper())}</span><code>{escape(path)}</code>'
+        f'<span>{escape(operation["summary"])}</span><span class="key">{escape(operation["x-baton-key"])}</span>'
     )
+    body = operation.get("requestBody")
+    if body is None:
+        return f'<div class="route head">{head}</div>'
+    fields = _table(body["content"]["application/json"]["schema"])
+    return f'<details class="route"><summary class="head">{head}</summary>{fields}</details>'
 
 
 def _table(schema: Mapping[str, Any]) -> str:

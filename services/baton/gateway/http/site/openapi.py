@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.core.request_limits import LIMITS, Limit, ValueKind
+from baton.gateway.http.error_forms import MESSAGES, error_form
 from baton.gateway.http.http_exchange import Access, Route, Routes
 from baton.gateway.http.site.response_schemas import RESPONSES, SCHEMAS, STREAMS
 from baton.gateway.input.endpoint_fields import ENDPOINTS
@@ -23,6 +24,8 @@ _BOUNDS: Mapping[ValueKind, tuple[str, str]] = {
 }
 _REQUIRED = frozenset(("prompt", "messages", "tokens", "messages[].role", "input"))
 """Fields that a request must have, if the endpoint reads them."""
+_REQUIRED_BY: Mapping[str, frozenset[str]] = {MESSAGES: frozenset(("max_tokens",))}
+"""Further required fields, by path."""
 
 
 def openapi_document(routes: Routes) -> dict[str, Any]:
@@ -32,7 +35,7 @@ def openapi_document(routes: Routes) -> dict[str, Any]:
         "info": {
             "title": "Baton",
             "version": API_VERSION,
-            "summary": "OpenAI's API for completions and chat, served by prefill and decode workers.",
+            "summary": "The APIs of OpenAI and Anthropic, served by prefill and decode workers.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
@@ -41,10 +44,11 @@ def openapi_document(routes: Routes) -> dict[str, Any]:
             "schemas": SCHEMAS,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             "responses": {
-                "Error": {
+                name: {
                     "description": "The request failed.",
-                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+                    "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
                 }
+                for name in ("Error", "MessageError")
             },
         },
     }
@@ -57,17 +61,20 @@ def _path(path: str, route: Route) -> dict[str, Any]:
 def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
     words = path.strip("/").replace(".", "/").replace("-", "/").split("/")
     name = method.lower() + "".join(word.capitalize() for word in words) + ("Item" if path.endswith("/") else "")
+    error = "MessageError" if error_form(path) is error_form(MESSAGES) else "Error"
     operation: dict[str, Any] = {
         "operationId": name,
         "summary": route.summary,
         "security": [] if route.access is Access.OPEN else [{"key": []}],
-        "responses": {"200": _response(path), "default": {"$ref": "#/components/responses/Error"}},
+        "x-baton-key": route.access.value,
+        "responses": {"200": _response(path), "default": {"$ref": f"#/components/responses/{error}"}},
     }
     if path.endswith("/"):
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     if path in ENDPOINTS:
-        body = {"application/json": {"schema": object_schema(ENDPOINTS[path])}}
-        operation["requestBody"] = {"required": True, "content": body}
+        schema = object_schema(ENDPOINTS[path])
+        schema["required"] = sorted({*schema.get("required", ()), *_REQUIRED_BY.get(path, ())})
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation
 
 
@@ -110,14 +117,16 @@ def _field_schema(name: str, rule: ReadField | LabelField | RefusedField) -> dic
             value = {"type": "object", "maxProperties": of_label.max_items, "additionalProperties": value}
         return {"anyOf": [value, {"type": "null"}], "description": f"{rule.text} Accepted without effect."}
     limit = LIMITS.get(name.replace("[]", ""))
-    schema: dict[str, Any] = {"anyOf": [*_alternatives(name, rule, limit), {"type": "null"}], "description": rule.text}
+    schema: dict[str, Any] = {"description": rule.text}
+    if values := _alternatives(name, rule, limit):
+        schema["anyOf"] = [*values, {"type": "null"}]
     if limit is not None and limit.default is not None:
         schema["default"] = limit.default
     return schema
 
 
 def _alternatives(name: str, rule: ReadField, limit: Limit | None) -> list[dict[str, Any]]:
-    """Return the schemas of the values of a field, of which one applies."""
+    """Return the schemas of the values of a field, of which one applies; none if it may have any value."""
     found: list[dict[str, Any]] = [] if rule.schema is None else [dict(rule.schema)]
     if rule.table is not None and rule.is_list:
         items: dict[str, Any] = {"type": "array", "items": object_schema(rule.table, f"{name}[].")}

@@ -10,7 +10,7 @@ _COUNT: Schema = {"type": "integer", "minimum": 0}
 _NUMBER: Schema = {"type": "number"}
 _OPTIONAL_STRING: Schema = {"type": ["string", "null"]}
 _TOKEN_IDS: Schema = {"type": "array", "items": _COUNT}
-_FINISH: Schema = {"type": ["string", "null"], "enum": ["stop", "length", "tool_calls", None]}
+_FINISH: Schema = {"type": ["string", "null"], "enum": ["stop", "length", "tool_calls", "function_call", None]}
 _JSON = "application/json"
 
 
@@ -38,6 +38,7 @@ def _response(kind: str, choice: str) -> Schema:
         choices=_list(_ref(choice)),
         usage={"anyOf": [_ref("Usage"), {"type": "null"}]},
         prompt_token_ids=_TOKEN_IDS,
+        prompt_logprobs=_list({"type": ["object", "null"]}),
         baton={"type": "object", "description": "Where the time went, if timeline was true."},
     )
 
@@ -49,10 +50,13 @@ def _choice(required: str, **more: Schema) -> Schema:
         finish_reason=_FINISH,
         token_ids=_TOKEN_IDS,
         prompt_token_ids=_TOKEN_IDS,
+        prompt_logprobs=_list({"type": ["object", "null"]}),
         **more,
     )
 
 
+_CALL = {"id": _STRING, "type": {"const": "function"}}
+_FUNCTION = {"name": _STRING, "arguments": _STRING}
 _LOGPROB = {"token": _STRING, "logprob": _NUMBER, "bytes": _TOKEN_IDS}
 _CHAT_LOGPROBS: Schema = {"anyOf": [_ref("ChatLogprobs"), {"type": "null"}]}
 _COMPLETION_LOGPROBS: Schema = {"anyOf": [_ref("CompletionLogprobs"), {"type": "null"}]}
@@ -69,12 +73,19 @@ SCHEMAS: Mapping[str, Schema] = {
             status=_COUNT,
         ),
     ),
+    "MessageError": _object(
+        "type error request_id",
+        type={"const": "error"},
+        error=_object("type message", type=_STRING, message=_STRING),
+        request_id=_OPTIONAL_STRING,
+    ),
     "Usage": _object(
         "prompt_tokens completion_tokens total_tokens",
         prompt_tokens=_COUNT,
         completion_tokens=_COUNT,
         total_tokens=_COUNT,
         prompt_tokens_details=_object("cached_tokens", cached_tokens=_COUNT),
+        completion_tokens_details=_object("reasoning_tokens", reasoning_tokens=_COUNT),
     ),
     "ChatLogprobs": _object(
         "content",
@@ -92,10 +103,31 @@ SCHEMAS: Mapping[str, Schema] = {
     ),
     "ChatChoice": _choice(
         "message",
-        message=_object("role content", role=_STRING, content=_OPTIONAL_STRING, refusal=_OPTIONAL_STRING),
+        message=_object(
+            "role content",
+            role={"const": "assistant"},
+            content=_OPTIONAL_STRING,
+            refusal=_OPTIONAL_STRING,
+            reasoning_content=_STRING,
+            tool_calls=_list(_object("id type function", **_CALL, function=_object("name arguments", **_FUNCTION))),
+            function_call=_object("name arguments", **_FUNCTION),
+        ),
         logprobs=_CHAT_LOGPROBS,
     ),
-    "ChatDelta": _choice("delta", delta=_object("", role=_STRING, content=_OPTIONAL_STRING), logprobs=_CHAT_LOGPROBS),
+    "ChatDelta": _choice(
+        "delta",
+        delta=_object(
+            "",
+            role={"const": "assistant"},
+            content=_OPTIONAL_STRING,
+            reasoning_content=_STRING,
+            tool_calls=_list(
+                _object("index function", index=_COUNT, **_CALL, function=_object("arguments", **_FUNCTION))
+            ),
+            function_call=_object("arguments", **_FUNCTION),
+        ),
+        logprobs=_CHAT_LOGPROBS,
+    ),
     "CompletionChoice": _choice("text", text=_STRING, logprobs=_COMPLETION_LOGPROBS),
     "ChatCompletion": _response("chat.completion", "ChatChoice"),
     "ChatCompletionChunk": _response("chat.completion.chunk", "ChatDelta"),
@@ -127,9 +159,12 @@ SCHEMAS: Mapping[str, Schema] = {
     "MessageEvent": _object("type", type=_STRING),
     "TokenCount": _object("input_tokens", input_tokens=_COUNT),
     "Model": _object(
-        "id object created owned_by",
+        "id object type created created_at display_name owned_by",
         id=_STRING,
         object={"const": "model"},
+        type={"const": "model"},
+        created_at=_STRING,
+        display_name=_STRING,
         created=_COUNT,
         owned_by=_STRING,
         max_model_len={"type": ["integer", "null"]},
@@ -141,6 +176,7 @@ SCHEMAS: Mapping[str, Schema] = {
     "Text": _object("prompt", prompt=_STRING),
     "Status": _object("status", status=_STRING, reasons=_list(_STRING), links=_STRING, grpc_port=_COUNT),
     "Version": _object("version", version=_STRING),
+    "TokenizerInfo": _object("tokenizer_class", tokenizer_class=_STRING),
     "Load": _object("server_load", server_load=_COUNT),
     "Decisions": _object("decisions", decisions=_list({"type": "object"})),
 }
@@ -161,6 +197,8 @@ RESPONSES: Mapping[str, tuple[str, Schema]] = {
     "/ready": (_JSON, _ref("Status")),
     "/version": (_JSON, _ref("Version")),
     "/load": (_JSON, _ref("Load")),
+    "/tokenizer_info": (_JSON, _ref("TokenizerInfo")),
+    "/openapi.json": (_JSON, {"type": "object"}),
     "/debug/decisions/": (_JSON, _ref("Decisions")),
     "/metrics": ("text/plain", _STRING),
     "/docs": ("text/html", _STRING),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import baton
@@ -66,7 +67,9 @@ class SiteRoutes:
 
     async def _models(self, exchange: HttpExchange) -> None:
         """List the models of the cluster."""
-        await respond_json(exchange.send, 200, {"object": "list", "data": [self._model_object()]})
+        model = self._model_object()
+        ends = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
+        await respond_json(exchange.send, 200, {"object": "list", "data": [model], **ends})
 
     async def _model(self, exchange: HttpExchange) -> None:
         """Describe one model."""
@@ -74,11 +77,16 @@ class SiteRoutes:
         await respond_json(exchange.send, 200, self._model_object())
 
     def _model_object(self) -> dict[str, Any]:
+        """Return the model in OpenAI's form, with the fields of Anthropic's."""
         (model,) = self._service.models
         return {
             "id": model.model_id,
             "object": "model",
+            "type": "model",
             "created": self._created,
+            "created_at": datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "display_name": model.model_id,
+            "lifecycle": "active",
             "owned_by": "baton",
             "max_model_len": model.max_model_len,
         }
@@ -101,7 +109,7 @@ class SiteRoutes:
         await respond(exchange.send, 200, self._document)
 
     async def _docs(self, exchange: HttpExchange) -> None:
-        """Describe the API as a page for people."""
+        """Show the API's endpoints and fields as an HTML page."""
         await self._make_documentation()
         headers = [
             (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),

@@ -1,1 +1,1 @@
-"""Reads what constrains an answer: schemas, patterns, grammars and structural tags."""
+"""Reads the fields that constrain an answer: schemas, patterns, grammars and structural tags."""

@@ -1,11 +1,13 @@
 """Makes the grammar of a request's answers from its constraint, its tools and the model's format."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.core.errors import Reason
 from baton.core.request_limits import MAX_GRAMMAR_BYTES
 from baton.gateway.constraints.gbnf import GrammarTextError
+from baton.gateway.constraints.lark_writer import WrittenGrammar
 from baton.gateway.constraints.message_grammar import MessageGrammar, content_grammar
 from baton.gateway.input.answers.constraint_fields import AnswerConstraint
 from baton.gateway.input.chat.chat_request import ChatRequest
@@ -19,11 +21,28 @@ INLINE_CHARACTERS = 4096
 """The grammar of a smaller constraint is written on the event loop, in less than 2 ms."""
 
 
+NO_GRAMMAR = WrittenGrammar()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar:
+    """Grammar of the answers to a request, which is empty if they need none.
+
+    field: the field that asks for it, for errors.
+    """
+
+    written: WrittenGrammar
+    field: str = ""
+
+
 class GrammarCheck(Protocol):
     """Checks that grammars can be compiled within limits."""
 
-    async def check(self, grammar: str, field: str) -> None:
-        """Raise InvalidField, which names `field`, if the grammar is invalid or too expensive."""
+    async def check(self, grammar: AnswerGrammar, tenant: str) -> None:
+        """Raise InvalidField, which says where, if the grammar is invalid or too expensive.
+
+        Raises Refused if it cannot be checked at present. Tenants do not delay each other.
+        """
         ...
 
 
@@ -33,25 +52,28 @@ async def answer_grammar(
     prompt: str | None,
     output_format: OutputFormat,
     tokenizer: Tokenizer,
-) -> tuple[str, str]:
-    """Return the grammar of the answers, which is empty if they need none, and the field that asks for it.
+) -> AnswerGrammar:
+    """Return the grammar of the answers.
 
     prompt: the prompt of a chat as text; None for a completion.
 
-    Raises InvalidField if the grammar cannot be written, or if it is too large.
+    If a call is required, `response_format` has no effect, because the answer has no text. Raises
+    InvalidField if the grammar cannot be written, or if it is too large.
     """
-    if constraint is None:
+    is_required = chat is not None and chat.tools.mode is ToolMode.REQUIRED
+    if constraint is None or (is_required and constraint.field.startswith("response_format")):
         if chat is None or prompt is None:
-            return "", ""
-        return await tool_grammar(chat, prompt, output_format, tokenizer), "tools"
-    if chat is not None and chat.tools.mode is ToolMode.REQUIRED:
+            return AnswerGrammar(NO_GRAMMAR)
+        return AnswerGrammar(await tool_grammar(chat, prompt, output_format, tokenizer) or NO_GRAMMAR, "tools")
+    if is_required:
         message = f"{constraint.field} constrains the text, but tool_choice asks for a call; send only one of them"
         raise InvalidField(constraint.field, message)
     num_characters = constraint.num_characters + (len(chat.tools.tools) * INLINE_CHARACTERS if chat else 0)
     if num_characters <= INLINE_CHARACTERS:
-        return _written(constraint, chat, prompt, output_format, tokenizer), constraint.field
-    grammar = await asyncio.to_thread(_written, constraint, chat, prompt, output_format, tokenizer)
-    return grammar, constraint.field
+        written = _written(constraint, chat, prompt, output_format, tokenizer)
+    else:
+        written = await asyncio.to_thread(_written, constraint, chat, prompt, output_format, tokenizer)
+    return AnswerGrammar(written, constraint.field)
 
 
 def _written(
@@ -60,7 +82,7 @@ def _written(
     prompt: str | None,
     output_format: OutputFormat,
     tokenizer: Tokenizer,
-) -> str:
+) -> WrittenGrammar:
     token_ids = {token.text: id_ for id_, token in tokenizer.added_tokens.items()}
     rule, field = constraint.rule, constraint.field
     try:
@@ -68,17 +90,18 @@ def _written(
             grammar = content_grammar(output_format, token_ids, prompt, rule)
         else:
             writer = MessageGrammar(output_format, output_format.tools, token_ids, prompt)
-            mixed = writer.content(rule, callable_tools(chat), parallel=chat.tools.parallel)
+            tools = callable_tools(chat, has_free_arguments=False)
+            mixed = writer.content(rule, tools, parallel=chat.tools.parallel)
             if mixed is None:
                 message = (
-                    f"{field} cannot be combined with tools, because this model's calls begin with no special token; "
-                    "set tool_choice to none or required"
+                    f"{field} cannot be combined with tools, because this model's calls begin with no special token, "
+                    "so that only a JSON schema can be told from them; set tool_choice to none or required"
                 )
                 raise InvalidField(field, message, Reason.UNSUPPORTED_FIELD)
             grammar = mixed
     except GrammarTextError as error:
         raise InvalidField(field, f"{field}: {error}", Reason.INVALID_GRAMMAR) from error
-    if (size := len(grammar.encode())) > MAX_GRAMMAR_BYTES:
+    if (size := len(grammar.text.encode())) > MAX_GRAMMAR_BYTES:
         message = f"{field} makes a grammar of {size:,} bytes; at most {MAX_GRAMMAR_BYTES:,} are allowed; send less"
         raise InvalidField(field, message, Reason.INVALID_GRAMMAR)
     return grammar

@@ -2,6 +2,8 @@
 `guided_*`."""
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +13,24 @@ from baton.core.request_limits import MAX_GRAMMAR_BYTES, printable
 from baton.gateway.constraints.answer_constraint import AnswerRule, ChoiceRule, GrammarRule, JsonRule, RegexRule
 from baton.gateway.constraints.lark_writer import WHITESPACE
 from baton.gateway.input import field_policy
-from baton.gateway.input.answers.schema_check import check_schema
 from baton.gateway.input.answers.structural_tags import parse_tags
 from baton.gateway.input.chat.plain_values import ValueBudget
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_reader import FieldReader, as_object, check_fields, check_text
 from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.json_pieces import JSON_LISTS
+from baton.gateway.input.schemas.schema_reader import MAX_PATTERN_CHARACTERS, read_schema
+from baton.runtime.process import loop_time
 
-MAX_REGEX_CHARACTERS = 16 * 1024
-"""Longest regular expression."""
 MAX_WHITESPACE_CHARACTERS = 256
 """Longest regular expression for white space."""
 MAX_CHOICES = 1024
 """Most texts of a choice."""
+_CONSTRAINTS = ("response_format", "structured_outputs", "guided_json", "guided_choice")
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_SPACE = r"(?:[ \t\r\n]|\\[nrts])"
+_SPACES = re.compile(rf"(?:{_SPACE}|\[{_SPACE}+\]|\(\?:|[(|)*+?]|\{{\d{{1,4}}(?:,\d{{0,4}})?\}})*")
+_CLASS_OR_SPACE = re.compile(r"\[[^]]*\]|\\s")
 _FORMATS = "must be 'text', 'json_object', 'json_schema' or 'structural_tag'"
 
 
@@ -33,13 +38,20 @@ _FORMATS = "must be 'text', 'json_object', 'json_schema' or 'structural_tag'"
 class AnswerConstraint:
     """A rule for the answer.
 
-    field: the field that says so, for errors.
-    num_characters: size of its value.
+    field: the request field that has the rule, for errors.
+    num_characters: size of the field's value.
     """
 
     rule: AnswerRule
     field: str
     num_characters: int = 0
+
+
+def is_read_in_thread(num_bytes: int, body: Mapping[str, Any]) -> bool:
+    """True if a body of this size takes more than a few milliseconds to validate. Schemas take longest."""
+    return num_bytes > loop_time.JSON_BYTES or (
+        num_bytes > loop_time.SCHEMA_BYTES and any(body.get(name) is not None for name in _CONSTRAINTS)
+    )
 
 
 def parse_constraint(body: Mapping[str, Any], unknown: UnknownFields) -> AnswerConstraint | None:
@@ -61,7 +73,10 @@ def _response_format(body: Mapping[str, Any], unknown: UnknownFields) -> Iterato
     check_fields(value, field_policy.RESPONSE_FORMAT, unknown, "response_format.")
     kind = value.get("type")
     if kind == "json_object":
-        yield AnswerConstraint(rule=JsonRule(schema=_ANY_OBJECT), field="response_format")
+        if value.get("schema") is not None:  # as llama.cpp's server has it
+            yield _json("response_format.schema", value["schema"], WHITESPACE)
+        else:
+            yield AnswerConstraint(rule=JsonRule(schema=_ANY_OBJECT), field="response_format")
     elif kind == "json_schema":
         yield _json_schema(value.get("json_schema"), unknown)
     elif kind == "structural_tag":
@@ -77,6 +92,8 @@ def _json_schema(value: object, unknown: UnknownFields) -> AnswerConstraint:
     for name in ("name", "description"):
         if not isinstance(named.get(name), str | None):
             raise InvalidField(f"{place}.{name}", f"{place}.{name} is {printable(named[name])}; must be a string")
+    if named.get("schema") is None:
+        raise InvalidField(f"{place}.schema", f"{place}.schema is missing; send one, or the type json_object")
     strict = named.get("strict")
     if not isinstance(strict, bool | None):
         raise InvalidField(f"{place}.strict", f"{place}.strict is {printable(strict)}; must be true or false")
@@ -118,7 +135,7 @@ def _rules(prefix: str, fields: Mapping[str, Any], whitespace: str | None) -> It
     if (value := values["json"]) is not None:
         yield _json(f"{prefix}json", value, whitespace)
     if (value := values["regex"]) is not None:
-        pattern = _text(f"{prefix}regex", value, MAX_REGEX_CHARACTERS)
+        pattern = _text(f"{prefix}regex", value, MAX_PATTERN_CHARACTERS)
         yield AnswerConstraint(rule=RegexRule(pattern), field=f"{prefix}regex", num_characters=len(pattern))
     if (value := values["choice"]) is not None:
         yield _choice(f"{prefix}choice", value)
@@ -129,8 +146,7 @@ def _rules(prefix: str, fields: Mapping[str, Any], whitespace: str | None) -> It
 
 def _json(place: str, value: object, whitespace: str | None, *, lenient: bool = False) -> AnswerConstraint:
     budget = ValueBudget(place, MAX_GRAMMAR_BYTES)
-    schema = budget.plain_object(place, _decoded(place, value))
-    check_schema(place, schema)
+    schema = read_schema(place, budget.plain_object(place, _decoded(place, value)), lenient=lenient)
     rule = JsonRule(schema=schema, whitespace=whitespace, lenient=lenient)
     return AnswerConstraint(rule=rule, field=place, num_characters=budget.num_characters)
 
@@ -159,7 +175,24 @@ def _tags(place: str, value: object) -> AnswerConstraint:
 
 
 def _whitespace(place: str, value: object) -> str:
-    return WHITESPACE if value is None else _text(place, value, MAX_WHITESPACE_CHARACTERS)
+    """Return a regular expression for white space, which must not match anything else."""
+    if value is None:
+        return WHITESPACE
+    text = _text(place, value, MAX_WHITESPACE_CHARACTERS)
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        message = f"{place} is no regular expression: {error}"
+        raise InvalidField(place, message, Reason.INVALID_GRAMMAR) from error
+    if not _SPACES.fullmatch(text):
+        message = (
+            f"{place} is {printable(text)}; may have spaces, \\n, \\r, \\t, \\s, classes of these, groups, '|' and "
+            "repetitions only, so that answers are JSON"
+        )
+        raise InvalidField(place, message, Reason.INVALID_GRAMMAR)
+    return _CLASS_OR_SPACE.sub(
+        lambda found: found[0].replace(r"\s", r" \t\n\r") if found[0][0] == "[" else r"[ \t\n\r]", text
+    )
 
 
 def _text(place: str, value: object, max_characters: int) -> str:
@@ -178,11 +211,25 @@ def _decoded(place: str, value: object) -> object:
         return value
     text = _text(place, value, MAX_GRAMMAR_BYTES)
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         why = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
         raise InvalidField(place, f"{place} is not JSON: {why}", Reason.INVALID_GRAMMAR) from error
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("an object has a key twice; keys must be unique")
+    return value
+
+
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:20]} is too large")
+    return number

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.core.errors import Reason
-from baton.core.request_limits import printable
+from baton.core.request_limits import MAX_GRAMMAR_BYTES, printable
 from baton.gateway.constraints.answer_constraint import (
     ContentRule,
     GrammarRule,
@@ -13,9 +13,9 @@ from baton.gateway.constraints.answer_constraint import (
     StructuredTag,
     TagsRule,
 )
-from baton.gateway.input.answers.schema_check import check_schema
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_reader import as_object
+from baton.gateway.input.schemas.schema_reader import MAX_PATTERN_CHARACTERS, read_schema
 
 MAX_TAGS = 128
 """Most tags, and most triggers."""
@@ -45,7 +45,8 @@ def parse_tags(place: str, tag: Mapping[str, Any]) -> TagsRule:
         if not any(found.begin.startswith(trigger) for trigger in triggers):
             at = f"{place}.{name}[{number}].begin"
             raise InvalidField(at, f"{at} is {printable(found.begin)}; must begin with one of the triggers")
-    return TagsRule(tags=tags, triggers=triggers)
+    flags = [_flag(f"{place}.{name}", tag.get(name)) for name in ("at_least_one", "stop_after_first")]
+    return TagsRule(tags=tags, triggers=triggers, at_least_one=flags[0], stop_after_first=flags[1])
 
 
 def _check_format(place: str, found: Mapping[str, Any]) -> None:
@@ -53,10 +54,9 @@ def _check_format(place: str, found: Mapping[str, Any]) -> None:
         at = f"{place}.type"
         message = f"{at} is {printable(found.get('type'))}; only 'triggered_tags' is implemented"
         raise InvalidField(at, message, Reason.UNSUPPORTED_FIELD)
-    for name in ("at_least_one", "stop_after_first", "excludes"):
-        if found.get(name):
-            at = f"{place}.{name}"
-            raise InvalidField(at, f"{at} is not implemented; leave it out", Reason.UNSUPPORTED_FIELD)
+    if found.get("excludes"):
+        at = f"{place}.excludes"
+        raise InvalidField(at, f"{at} is not implemented; leave it out", Reason.UNSUPPORTED_FIELD)
 
 
 def _older(at: str, item: Mapping[str, Any]) -> StructuredTag:
@@ -74,17 +74,15 @@ def _content(at: str, item: Mapping[str, Any]) -> ContentRule:
     if kind == "json_schema":
         return _json(f"{at}.json_schema", item.get("json_schema"))
     if kind == "regex":
-        return RegexRule(_text(f"{at}.pattern", item.get("pattern"), most=None))
+        return RegexRule(_text(f"{at}.pattern", item.get("pattern"), most=MAX_PATTERN_CHARACTERS), f"{at}.pattern")
     if kind == "grammar":
-        return GrammarRule(_text(f"{at}.grammar", item.get("grammar"), most=None))
+        return GrammarRule(_text(f"{at}.grammar", item.get("grammar"), most=MAX_GRAMMAR_BYTES), f"{at}.grammar")
     message = f"{at}.type is {printable(kind)}; must be 'json_schema', 'regex' or 'grammar'"
     raise InvalidField(f"{at}.type", message, Reason.UNSUPPORTED_FIELD)
 
 
 def _json(at: str, value: object) -> JsonRule:
-    schema = as_object(at, value)
-    check_schema(at, schema)
-    return JsonRule(schema=schema)
+    return JsonRule(schema=read_schema(at, as_object(at, value)), place=at)
 
 
 def _items(place: str, value: object) -> list[tuple[str, Any]]:
@@ -95,8 +93,13 @@ def _items(place: str, value: object) -> list[tuple[str, Any]]:
     return [(f"{place}[{number}]", item) for number, item in enumerate(value)]
 
 
-def _text(at: str, value: object, least: int = 1, most: int | None = MAX_TAG_CHARACTERS) -> str:
-    if not isinstance(value, str) or len(value) < least or (most is not None and len(value) > most):
-        bounds = f"{least} to {most:,}" if most is not None else "one or more"
-        raise InvalidField(at, f"{at} is {printable(value)}; must be a string of {bounds} characters")
+def _flag(at: str, value: object) -> bool:
+    if not isinstance(value, bool | None):
+        raise InvalidField(at, f"{at} is {printable(value)}; must be true or false")
+    return bool(value)
+
+
+def _text(at: str, value: object, least: int = 1, most: int = MAX_TAG_CHARACTERS) -> str:
+    if not isinstance(value, str) or len(value) < least or len(value) > most:
+        raise InvalidField(at, f"{at} is {printable(value)}; must be a string of {least} to {most:,} characters")
     return value

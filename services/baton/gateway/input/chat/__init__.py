@@ -1,1 +1,1 @@
-"""Reads and validates what only chat requests have: messages, tools, and variables of the chat template."""
+"""Validates the fields that only chat requests have: messages, tools, and variables of the chat template."""

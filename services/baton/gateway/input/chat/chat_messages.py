@@ -104,9 +104,14 @@ def _add_call_id(place: str, message: Mapping[str, Any], result: dict[str, Any],
     if call_id is None:
         raise InvalidField(f"{place}.tool_call_id", f"{place}.tool_call_id is missing; send the id of the tool call")
     check("messages.tool_call_id", call_id, f"{place}.tool_call_id")
+    if call_id not in chat.names:
+        raise InvalidField(
+            f"{place}.tool_call_id",
+            f"{place}.tool_call_id is {printable(call_id)}; no message before has a tool call of this id; send the "
+            "assistant's message with the call, too",
+        )
     result["tool_call_id"] = call_id
-    if call_id in chat.names:
-        result.setdefault("name", chat.names[call_id])
+    result.setdefault("name", chat.names[call_id])
 
 
 def _answer(place: str, message: Mapping[str, Any], chat: _Chat) -> dict[str, Any]:

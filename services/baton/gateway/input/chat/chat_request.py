@@ -1,4 +1,4 @@
-"""Reads the part of a chat request that only chats have: the prompt of the template, and the use of tools."""
+"""Reads the fields that only chats have: those of the chat template, and those of tools."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,17 +1,17 @@
-"""Says how the answers of a chat are parsed."""
+"""Chooses how the answers of a chat are parsed."""
 
 import sys
 
 from baton.gateway.input.chat.chat_request import ChatRequest
 from baton.gateway.input.chat.tool_fields import ToolMode
 from baton.gateway.input.client_call import MessageOptions
-from baton.gateway.output.formats import CallLayout, OutputFormat, ParserOptions
+from baton.gateway.output.formats import OutputFormat, ParserOptions
 
 PROMPT_END_CHARACTERS = 64 * 1024
-"""Part of the prompt that is kept until the answer begins. It may begin the answer, and its reasoning."""
+"""Characters at the end of the prompt that are kept for the parser. They may begin answer and reasoning."""
 
 TOOL_CHARACTER_BYTES = 20
-"""Memory of a counted character of the tools, whose schemas are small Python objects."""
+"""Memory per counted character of the tools, in bytes. Their schemas are held as small Python objects."""
 
 
 def message_options(
@@ -24,8 +24,8 @@ def message_options(
     Calls are only parsed if the request allows them.
     """
     parses_calls = chat.tools.mode is not ToolMode.NONE
-    is_harmony = output_format.tools is not None and output_format.tools.layout is CallLayout.HARMONY
-    if not (output_format.reasoning or output_format.template or is_harmony or (output_format.tools and parses_calls)):
+    is_parsed = output_format.reasoning or output_format.template or output_format.is_harmony
+    if not (is_parsed or (output_format.tools and parses_calls)):
         return None
     parser = ParserOptions(
         prompt=prompt[-PROMPT_END_CHARACTERS:],

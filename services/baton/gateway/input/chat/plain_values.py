@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from baton.core.request_limits import MAX_JSON_VALUES, printable
+from baton.core.request_limits import MAX_JSON_DEPTH, MAX_JSON_VALUES, printable
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_reader import check_text
 
@@ -26,9 +26,11 @@ class ValueBudget:
         self.num_characters = 0
         self.num_values = 0
 
-    def plain(self, place: str, value: object) -> Any:
+    def plain(self, place: str, value: object, depth: int = 0) -> Any:
         """Return a copy of a JSON value made of plain dicts and lists. Raises InvalidField if it is too
-        large, or has invalid text."""
+        large or nested too deeply, or has invalid text."""
+        if depth > MAX_JSON_DEPTH:
+            raise InvalidField(place, f"{place} is nested more than {MAX_JSON_DEPTH} levels deep; flatten it")
         if isinstance(value, str):
             self.take(len(value))
             check_text(place, value)
@@ -39,14 +41,14 @@ class ValueBudget:
             for key, item in value.items():
                 self.take(len(key))
                 check_text(place, key)
-                plain[key] = self.plain(place, item)
+                plain[key] = self.plain(place, item, depth + 1)
             return plain
         if isinstance(value, array):
             self.take(OTHER_CHARACTERS * len(value), len(value))
             return value.tolist()
         if isinstance(value, list | tuple):
             self.take(OTHER_CHARACTERS)
-            return [self.plain(place, item) for item in value]
+            return [self.plain(place, item, depth + 1) for item in value]
         if value is None or isinstance(value, bool | int | float):
             self.take(OTHER_CHARACTERS)
             return value

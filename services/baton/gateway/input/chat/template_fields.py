@@ -16,6 +16,8 @@ MAX_DOCUMENTS_CHARACTERS = 4 * 2**20
 """Characters of `chat_template_kwargs` and of `documents`. A value that is not text counts as eight."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 """Variables of a template that have fields of their own."""
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Variables of chat templates that say whether the model reasons. Families differ in the name."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
@@ -34,8 +36,8 @@ class TemplateFields:
 def parse_template_fields(body: Mapping[str, Any]) -> TemplateFields:
     """Return the fields for the template. Raises InvalidField.
 
-    `reasoning_effort` becomes a variable of this name. The effort `none` also sets `enable_thinking` to
-    false, which more templates know.
+    `reasoning_effort` becomes a variable of this name. The effort `none` also sets
+    `THINKING_VARIABLES` to false, which more templates know.
     """
     read = FieldReader(body)
     continues = read.flag("continue_final_message")
@@ -43,7 +45,7 @@ def parse_template_fields(body: Mapping[str, Any]) -> TemplateFields:
     if continues and begins:
         raise InvalidField(
             "continue_final_message",
-            "continue_final_message and add_generation_prompt are both true; a message is either continued or begun",
+            "continue_final_message and add_generation_prompt are both true; set one of them to false",
         )
     template = body.get("chat_template")
     if template is not None:
@@ -52,7 +54,8 @@ def parse_template_fields(body: Mapping[str, Any]) -> TemplateFields:
     effort = body.get("reasoning_effort")
     if effort is not None:
         check("reasoning_effort", effort)
-        variables = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {}) | variables
+        off = dict.fromkeys(THINKING_VARIABLES, False) if effort == "none" else {}
+        variables = {"reasoning_effort": effort, **off, **variables}
     documents, document_characters = _documents(body.get("documents"))
     return TemplateFields(
         variables=variables,

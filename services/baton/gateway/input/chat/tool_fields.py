@@ -140,6 +140,7 @@ def _function(place: str, value: object, budget: ValueBudget, unknown: UnknownFi
     for key, item in function.items():
         if key == "parameters" and item is not None:
             schema[key] = parameters = budget.plain_object(f"{place}.parameters", item)
+            _check_is_object(f"{place}.parameters", parameters)
         elif key == "description" and item is not None:
             if not isinstance(item, str):
                 raise InvalidField(
@@ -149,6 +150,14 @@ def _function(place: str, value: object, budget: ValueBudget, unknown: UnknownFi
         elif key == "name":
             schema[key] = name
     return Tool(name=name, parameters=parameters, strict=strict), {"type": "function", "function": schema}
+
+
+def _check_is_object(place: str, schema: Mapping[str, Any]) -> None:
+    """Raise InvalidField if the arguments of a tool cannot be an object. A call cannot have others."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, JSON_LISTS) and "object" in kind):
+        message = f"{place}.type is {printable(kind)}; must be 'object', because the arguments of a call are an object"
+        raise InvalidField(f"{place}.type", message)
 
 
 def _choice(

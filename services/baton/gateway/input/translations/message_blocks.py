@@ -44,11 +44,6 @@ class BlockMessages(ListPlaces):
     def __init__(self, unknown: UnknownFields) -> None:
         super().__init__()
         self._unknown = unknown
-        self._add: Mapping[str, Callable[[str, list[str], str, Mapping[str, Any]], None]] = {
-            "thinking": self._thinking,
-            "tool_use": self._tool_use,
-            "tool_result": self._tool_result,
-        }
 
     def add_system(self, value: object) -> None:
         """Begin with the field `system`. Raises InvalidField."""
@@ -65,6 +60,9 @@ class BlockMessages(ListPlaces):
                 roles = ", ".join(_BLOCKS)
                 raise InvalidField(f"{place}.role", f"{place}.role is {printable(role)}; must be one of {roles}")
             if isinstance(content, JSON_LISTS):
+                if not content and role != "assistant":
+                    problem = f"{place}.content is an empty list; must be a string or a list of blocks"
+                    raise InvalidField(f"{place}.content", problem)
                 self._blocks(place, role, content)
             else:
                 self.add(place, {"role": role, "content": text_of(f"{place}.content", content)})
@@ -91,7 +89,7 @@ class BlockMessages(ListPlaces):
             if kind == "text":
                 texts.append(text_of(f"{at}.text", block.get("text")))
             elif kind != "redacted_thinking":
-                self._add[kind](place, texts, at, block)
+                _ADDERS[kind](self, place, texts, at, block)
         if role == "assistant":
             if texts or len(self.items[-1]) == 1:
                 self.items[-1]["content"] = "\n".join(texts)
@@ -138,3 +136,12 @@ class BlockMessages(ListPlaces):
             check_fields(block, TEXT_BLOCK, self._unknown, f"{at}.")
             texts.append(text_of(f"{at}.text", block.get("text")))
         return "\n".join(texts)
+
+
+_ADDERS: Mapping[str, Callable[[BlockMessages, str, list[str], str, Mapping[str, Any]], None]] = {
+    "thinking": BlockMessages._thinking,
+    "tool_use": BlockMessages._tool_use,
+    "tool_result": BlockMessages._tool_result,
+}
+"""Methods that add blocks other than texts. Kept in the object, they would be in a cycle with it, and the
+body would live until a garbage collection."""

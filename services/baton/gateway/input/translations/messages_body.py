@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.core.request_limits import printable
+from baton.gateway.input.chat.template_fields import THINKING_VARIABLES
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_policy import TOKENIZE
 from baton.gateway.input.field_reader import as_object, check_fields
@@ -28,14 +29,13 @@ _NAMES: Mapping[str, str] = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "messages[].tool_call_id": ".tool_use_id",
     "tools[].function.parameters": ".input_schema",
     "tools[].function": "",
     "tool_choice.function": "tool_choice",
 }
 _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 _FUNCTION = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""Variables of chat templates that say whether the model reasons. Families differ in the name."""
 
 
 def translate_messages(body: Mapping[str, Any], unknown: UnknownFields) -> TranslatedBody:
@@ -54,7 +54,7 @@ def translate_messages(body: Mapping[str, Any], unknown: UnknownFields) -> Trans
 def translate_count(body: Mapping[str, Any], unknown: UnknownFields) -> TranslatedBody:
     """Translate a body that counts tokens to one of `/tokenize`. Raises InvalidField."""
     check_fields(body, COUNT_TOKENS, unknown)
-    chat = {name: body[name] for name in ("model", "chat_template_kwargs") if body.get(name) is not None}
+    chat = {name: body[name] for name in PASSED if name in COUNT_TOKENS and body.get(name) is not None}
     translated = _translated(chat, body, unknown)
     fields = {name: value for name, value in chat.items() if name in TOKENIZE}
     return TranslatedBody(chat=fields, names=translated.names, places=translated.places)
@@ -73,7 +73,7 @@ def _translated(chat: dict[str, Any], body: Mapping[str, Any], unknown: UnknownF
     if tools.items:
         chat["tools"] = tools.items
     chat |= _choice(body.get("tool_choice"), unknown)
-    chat |= _output_config(body.get("output_config"), unknown)
+    chat |= _output_config(body, unknown)
     variables = chat.get("chat_template_kwargs") or {}
     thinks = _thinks(body.get("thinking"), unknown)
     chat["chat_template_kwargs"] = {
@@ -108,7 +108,7 @@ def _tools(value: object, unknown: UnknownFields) -> ListPlaces:
     tools = ListPlaces()
     if value is None:
         return tools
-    for place, tool in objects_of("tools", value, "messages"):
+    for place, tool in objects_of("tools", value, "tools"):
         if tool.get("type") not in (None, "custom"):
             raise unsupported(f"{place}.type", tool["type"], "only tools with an input_schema are implemented")
         check_fields(tool, TOOLS, unknown, f"{place}.")
@@ -136,16 +136,21 @@ def _choice(value: object, unknown: UnknownFields) -> dict[str, Any]:
     return {"tool_choice": _CHOICES[kind], **parallel}
 
 
-def _output_config(value: object, unknown: UnknownFields) -> dict[str, Any]:
-    """Return the fields of a chat for `output_config`."""
-    config = object_of("output_config", value, OUTPUT_CONFIG, unknown)
+def _output_config(body: Mapping[str, Any], unknown: UnknownFields) -> dict[str, Any]:
+    """Return the fields of a chat for `output_config`, and for its older form `output_format`."""
+    config = object_of("output_config", body.get("output_config"), OUTPUT_CONFIG, unknown)
     chat: dict[str, Any] = {}
     if config.get("effort") is not None:
         chat["reasoning_effort"] = config["effort"]
-    if config.get("format") is not None:
-        fields = object_of("output_config.format", config["format"], FORMAT, unknown)
+    place, value = "output_config.format", config.get("format")
+    if body.get("output_format") is not None:
+        if value is not None:
+            raise InvalidField("output_format", f"output_format and {place} are both set; send only {place}")
+        place, value = "output_format", body["output_format"]
+    if value is not None:
+        fields = object_of(place, value, FORMAT, unknown)
         if fields.get("type") != "json_schema":
-            raise unsupported("output_config.format.type", fields.get("type"), "must be 'json_schema'")
+            raise unsupported(f"{place}.type", fields.get("type"), "must be 'json_schema'")
         schema = {"name": "answer", "schema": fields.get("schema"), "strict": True}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     return chat

@@ -4,22 +4,43 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.gateway.input.client_call import InvalidField
-from baton.gateway.input.field_reader import as_object, check_fields
+from baton.gateway.input.field_policy import FUNCTIONS
+from baton.gateway.input.field_reader import check_fields
 from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.json_pieces import JSON_LISTS
-from baton.gateway.input.responses_fields import FORMAT, PASSED, REASONING, RESPONSES, STREAM_OPTIONS, TEXT, TOOLS
+from baton.gateway.input.responses_fields import (
+    FORMAT,
+    PASSED,
+    REASONING,
+    RESPONSES,
+    STREAM_OPTIONS,
+    TEXT,
+    TOOL_CHOICE,
+    TOOLS,
+)
 from baton.gateway.input.translations.checked_values import object_of, objects_of, text_of, unsupported
 from baton.gateway.input.translations.responses_items import InputMessages
 from baton.gateway.input.translations.translated_body import ListPlaces, TranslatedBody
 
 LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+_INCLUDED = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""Known additions. All but the first concern items that no response here has."""
 _NAMES: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
+    "messages[].tool_call_id": ".call_id",
     "tools[].function": "",
     "tool_choice.function": "tool_choice",
 }
@@ -67,7 +88,7 @@ def translate_responses(body: Mapping[str, Any], unknown: UnknownFields) -> Tran
         chat["max_tokens"] = body["max_output_tokens"]
     if tools.items:
         chat["tools"] = tools.items
-    chat |= _choice(body.get("tool_choice"), chat, tools)
+    chat |= _choice(body.get("tool_choice"), tools, unknown)
     chat |= _format(body.get("text"), unknown)
     reasoning = object_of("reasoning", body.get("reasoning"), REASONING, unknown)
     if reasoning.get("effort") is not None:
@@ -88,22 +109,22 @@ def _tools(value: object, unknown: UnknownFields) -> ListPlaces:
     tools = ListPlaces()
     if value is None:
         return tools
-    for place, tool in objects_of("tools", value, "messages"):
+    for place, tool in objects_of("tools", value, "tools"):
         if tool.get("type") != "function":
             raise unsupported(f"{place}.type", tool.get("type"), "only function tools are implemented")
         check_fields(tool, TOOLS, unknown, f"{place}.")
         tools.add(
             place,
-            {"type": "function", "function": {name: tool[name] for name in TOOLS if name != "type" and name in tool}},
+            {"type": "function", "function": {name: tool[name] for name in FUNCTIONS if name in tool}},
         )
     return tools
 
 
-def _choice(value: object, chat: Mapping[str, Any], tools: ListPlaces) -> dict[str, Any]:
+def _choice(value: object, tools: ListPlaces, unknown: UnknownFields) -> dict[str, Any]:
     """Return the fields of a chat for `tool_choice`."""
     if value is None or isinstance(value, str):
         return {} if value is None else {"tool_choice": value}
-    choice = as_object("tool_choice", value)
+    choice = object_of("tool_choice", value, TOOL_CHOICE, unknown)
     kind = choice.get("type")
     if kind == "function":
         name = text_of("tool_choice.name", choice.get("name"))
@@ -120,7 +141,7 @@ def _allow(value: object, tools: ListPlaces) -> None:
     """Keep only the allowed tools."""
     names = set()
     known = {tool["function"].get("name") for tool in tools.items if isinstance(tool["function"].get("name"), str)}
-    for place, tool in objects_of("tool_choice.tools", value, "messages"):
+    for place, tool in objects_of("tool_choice.tools", value, "tools"):
         if tool.get("type") != "function":
             raise unsupported(f"{place}.type", tool.get("type"), "only function tools are implemented")
         name = text_of(f"{place}.name", tool.get("name"))

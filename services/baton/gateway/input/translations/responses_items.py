@@ -27,12 +27,6 @@ class InputMessages(ListPlaces):
         super().__init__()
         self._unknown = unknown
         self._answer: dict[str, Any] | None = None
-        self._kinds: Mapping[str, tuple[FieldTable, Callable[[str, Mapping[str, Any]], None]]] = {
-            "message": (MESSAGE_ITEM, self._message),
-            "function_call": (CALL_ITEM, self._call),
-            "function_call_output": (OUTPUT_ITEM, self._output),
-            "reasoning": (REASONING_ITEM, self._reasoning),
-        }
 
     def add_instructions(self, instructions: str) -> None:
         """Begin with a system message."""
@@ -45,11 +39,11 @@ class InputMessages(ListPlaces):
             return
         for place, item in objects_of("input", value, "messages"):
             kind = item.get("type", "message" if "role" in item else None)
-            if not isinstance(kind, str) or kind not in self._kinds:
+            if not isinstance(kind, str) or kind not in _ITEMS:
                 raise unsupported(f"{place}.type", kind, f"only {_KINDS}")
-            table, add = self._kinds[kind]
+            table, add = _ITEMS[kind]
             check_fields(item, table, self._unknown, f"{place}.")
-            add(place, item)
+            add(self, place, item)
 
     def _message(self, place: str, item: Mapping[str, Any]) -> None:
         role = item.get("role")
@@ -105,3 +99,13 @@ class InputMessages(ListPlaces):
             name = "refusal" if kind == "refusal" else "text"
             texts.append(text_of(f"{at}.{name}", part.get(name)))
         return "\n".join(texts)
+
+
+_ITEMS: Mapping[str, tuple[FieldTable, Callable[[InputMessages, str, Mapping[str, Any]], None]]] = {
+    "message": (MESSAGE_ITEM, InputMessages._message),
+    "function_call": (CALL_ITEM, InputMessages._call),
+    "function_call_output": (OUTPUT_ITEM, InputMessages._output),
+    "reasoning": (REASONING_ITEM, InputMessages._reasoning),
+}
+"""Fields of each kind of item, and the method that adds it. Kept in the object, the methods would be in a
+cycle with it, and the body would live until a garbage collection."""

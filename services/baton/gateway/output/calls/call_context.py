@@ -10,7 +10,7 @@ from baton.gateway.output.formats import ToolFormat
 from baton.gateway.output.part_sink import PartSink
 from baton.gateway.output.special_text import SpecialText
 from baton.gateway.output.stream import Cursor, DelimiterSearch, Reading
-from baton.gateway.output.typed_values import ToolTypes
+from baton.gateway.output.values.typed_values import ToolTypes
 
 MAX_NAME = 256
 _NAME = re.compile(r"[^\s<>{}\[\]()\"'`;,=\\\x00-\x1f\x7f\ud800-\udfff]*")
@@ -31,7 +31,7 @@ class CallContext:
     tools: ToolFormat
 
     def announce(self, name: str, call_id: str = "") -> None:
-        """Begin the call in the output. Its text cannot become content any more."""
+        """Begin the call in the output. From then on its text cannot become content."""
         self.cursor.captured()
         self.sink.call(name, call_id)
 
@@ -79,11 +79,10 @@ class CallReader(Protocol):
     def read(self, trigger: str) -> Reading[bool]:
         """Read one call or several.
 
-        The cursor stands after the trigger and captures. Returns False if a call is malformed and was not
-        announced: the captured text is then content. After True, captured text is content as well.
+        The cursor is behind the trigger and captures. Returns False if a call is malformed and was not
+        announced. In both cases the text that is still captured becomes content.
 
-        trigger: as it appears in the stream; empty for a bare call, which is only taken for one if it can be
-            nothing else.
+        trigger: as it appears in the stream. Empty for a bare call, which must name a tool of the request.
         """
         ...
 

@@ -3,6 +3,7 @@
 from baton.gateway.output.calls.call_context import CallContext, is_name
 from baton.gateway.output.calls.json_text import JsonReader, read_short_string, read_string, to_text
 from baton.gateway.output.stream import DelimiterSearch, Emit, Reading
+from baton.gateway.output.text_buffer import TextBuffer
 
 _ARGUMENTS = ("arguments", "parameters")
 _BARE_KEYS = ("name", "type", "id", *_ARGUMENTS)
@@ -61,7 +62,7 @@ class JsonCallReader:
         if not (yield from cursor.match("{")):
             return False
         name = call_id = ""
-        early: list[str] = []  # arguments that came before the name
+        early = TextBuffer()  # arguments that came before the name
         has_arguments = is_announced = False
         while not (yield from cursor.match("}")):
             yield from cursor.space()
@@ -99,7 +100,7 @@ class JsonCallReader:
             return False
         if not is_announced:
             self._context.announce(name, call_id)
-            sink.arguments("".join(early) or "{}")
+            sink.arguments(early.joined() or "{}")
         return True
 
     def _starts_arguments(self) -> Reading[str]:
@@ -117,9 +118,10 @@ class JsonCallReader:
         return bool(start) and (yield from self._arguments_in_string(emit))
 
     def _arguments_in_string(self, emit: Emit) -> Reading[bool]:
-        text: list[str] = []
-        ended = yield from read_string(self._context.cursor, self._context.special, text.append)
-        emit((to_text("".join(text)) or "{}") if ended else "".join(text))
+        buffer = TextBuffer()
+        ended = yield from read_string(self._context.cursor, self._context.special, buffer.append)
+        text = buffer.joined()
+        emit((to_text(text) or "{}") if ended else text)
         return ended
 
 

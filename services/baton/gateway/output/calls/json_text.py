@@ -1,15 +1,15 @@
 """Reads JSON that arrives in pieces and passes it on while it is checked.
 
-Nothing is nested in Python's stack, so the depth of the JSON is bounded by its length only. Control
-characters in strings, which JSON forbids and models write, are escaped.
+Nothing is nested in Python's stack, so the depth of the JSON is bounded by its length only. In strings,
+models write control characters and escapes that JSON does not have, such as `\\d`. They are escaped.
 """
 
 import json
 import re
 
-from baton.gateway.output.json_escape import escape, quote
 from baton.gateway.output.special_text import SpecialText
 from baton.gateway.output.stream import Cursor, DelimiterSearch, Emit, Reading
+from baton.gateway.output.values.json_escape import escape, quote
 
 MAX_SHORT_STRING = 512
 """Longest string, with its escapes, that is read as a name, a key or an id."""
@@ -115,7 +115,7 @@ class JsonReader:
 def read_chars(
     cursor: Cursor, chars: re.Pattern[str], limit: int, accept: re.Pattern[str] | None = None
 ) -> Reading[str]:
-    """Read the longest text that matches `chars`, which matches any number of characters of a set.
+    """Read the longest text that matches `chars`, a pattern for any number of characters of one set.
 
     Reads nothing and returns an empty string if there are more than `limit`, or if `accept` does not match
     the whole text.
@@ -158,10 +158,13 @@ def read_string(cursor: Cursor, special: SpecialText, emit: Emit) -> Reading[boo
         escaped = _ESCAPE.match(cursor.text, cursor.pos)
         if escaped is not None:
             emit(cursor.take(escaped.end()))
-        elif cursor.final or not _ESCAPE_PREFIX.match(cursor.text, cursor.pos):
-            return False
-        else:
+        elif _ESCAPE_PREFIX.match(cursor.text, cursor.pos):
+            if cursor.final:
+                return False
             yield
+        else:  # an escape that JSON does not have
+            cursor.take(cursor.pos + 1)
+            emit("\\\\")
     return False
 
 

@@ -1,5 +1,7 @@
 """Reads calls that are a name, a delimiter and a JSON object."""
 
+import re
+
 from baton.gateway.output.calls.call_context import CallContext, is_name, read_name
 from baton.gateway.output.calls.json_calls import JsonCallReader
 from baton.gateway.output.calls.json_text import JsonReader
@@ -69,6 +71,10 @@ class NamedCallReader:
         if not is_name(name):
             return False
         call_id = ""
+        if context.tools.id_prefix:
+            call_id, name = name, _name_in(name, context.tools.id_prefix)
+            if not name:
+                return False
         yield from cursor.space()
         if self._id and (yield from cursor.match(self._id)):
             call_id = yield from read_name(cursor)
@@ -86,5 +92,12 @@ class NamedCallReader:
         return True
 
     def _end_of_call(self) -> Reading[None]:
-        """Read the delimiters after the arguments. Those that are missing do no harm."""
+        """Read the delimiters after the arguments. Missing ones are accepted."""
         yield from self._context.accept(self._after_arguments)
+
+
+def _name_in(call_id: str, prefix: str) -> str:
+    """Return the name of the tool in an id such as `functions.get_weather:0`; the id itself if it is only a
+    name."""
+    found = re.fullmatch(r"(.*):[0-9]+", call_id.removeprefix(prefix))
+    return found.group(1) if found else call_id

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from baton.gateway.output.calls.call_context import CallContext, is_name, read_name
 from baton.gateway.output.formats import ParameterSyntax
-from baton.gateway.output.json_escape import escape, quote
 from baton.gateway.output.stream import DelimiterSearch, Reading
-from baton.gateway.output.typed_values import is_text, to_json
+from baton.gateway.output.text_buffer import TextBuffer
+from baton.gateway.output.values.json_escape import escape, quote
+from baton.gateway.output.values.typed_values import is_text, to_json
 
 MAX_KEY = 256
 
@@ -14,19 +15,21 @@ MAX_KEY = 256
 class ParameterCallReader:
     """Implements `CallReader` for the layout PARAMETERS.
 
-    A value ends at the closing delimiter that is followed by another delimiter of the call, so that a value
-    may contain the text of the closing delimiter. Strings are streamed; other values are converted when they
+    A value ends at the closing delimiter that is followed by another delimiter of the call. So a value may
+    contain the text of the closing delimiter. Strings are streamed; other values are converted when they
     are complete.
     """
 
     __slots__ = (
         "_after_key",
         "_after_name",
+        "_after_string_key",
         "_after_value",
         "_before_key",
         "_closers",
         "_context",
         "_followers",
+        "_is_string",
         "_next_call",
         "_openings",
         "_syntax",
@@ -43,6 +46,8 @@ class ParameterCallReader:
         self._closers = context.delimiters(calls.after_arguments + calls.section_end)
         self._before_key = context.special.delimiter(syntax.before_key.strip())
         self._after_key = context.delimiters(syntax.after_key)
+        self._after_string_key = context.delimiters(syntax.after_string_key)[-1:]
+        self._is_string = False
         self._after_value = context.special.delimiter(syntax.after_value.strip())
         self._value_end = DelimiterSearch((self._after_value,))
         self._followers = (self._before_key, *self._closers)
@@ -86,12 +91,18 @@ class ParameterCallReader:
                 break
             cursor.captured()
             context.sink.arguments(f"{separator}{quote(key)}: ")
-            if not (yield from self._value(context.types.of(name, key))):
+            if not (yield from self._value(self._types_of(name, key))):
                 return True
             separator = ", "
         if not (cursor.at_end and cursor.truncated):
             context.sink.arguments("}")
         return True
+
+    def _types_of(self, tool: str, key: str) -> tuple[str, ...]:
+        """Return the types of the value after `_key`."""
+        if self._after_string_key:
+            return ("string",) if self._is_string else ()
+        return self._context.types.of(tool, key)
 
     def _key(self) -> Reading[str | None]:
         """Read a key and the delimiters after it. Return None if they are malformed."""
@@ -105,8 +116,14 @@ class ParameterCallReader:
                 break
             yield
         cursor.take(index)
-        if not (yield from self._context.expect(self._after_key)):
+        *before, last = self._after_key
+        if not (yield from self._context.expect(before)):
             return None
+        yield from cursor.space()
+        found = yield from cursor.match(last, *self._after_string_key)
+        if not found:
+            return None
+        self._is_string = found in self._after_string_key
         return self._context.special.decode(key).strip()
 
     def _value(self, types: tuple[str, ...]) -> Reading[bool]:
@@ -136,11 +153,11 @@ class _Value:
         self._syntax = syntax
         self._types = types
         self._newline = ""  # a newline at the end, which belongs to the delimiter if no text follows
-        self._parts: list[str] | None = None
+        self._parts: TextBuffer | None = None
         if is_text(types, untyped_json=syntax.untyped_json):
             context.sink.arguments('"')
         else:
-            self._parts = []
+            self._parts = TextBuffer()
 
     def put(self, text: str) -> None:
         text = self._newline + self._context.special.decode(text)
@@ -156,5 +173,5 @@ class _Value:
         if self._parts is None:
             self._context.sink.arguments('"')
         else:
-            value = to_json("".join(self._parts), self._types, untyped_json=self._syntax.untyped_json)
+            value = to_json(self._parts.joined(), self._types, untyped_json=self._syntax.untyped_json)
             self._context.sink.arguments(value)

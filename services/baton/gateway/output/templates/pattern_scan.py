@@ -1,7 +1,7 @@
 """Searches a pattern in text that arrives in pieces, in time linear in the text.
 
-The threads of a program are kept in the order in which a backtracking matcher would try them, so the first
-match is the one that `re` would find in the whole text.
+The threads of a program are kept in the order in which a backtracking matcher would try them. The first match
+is therefore the one that `re` finds in the whole text.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from baton.gateway.output.templates.pattern import Pattern, Target
 
 MAX_DELIMITER = 512
-"""Longest text of a delimiter in a stream. A longer one is given up, which bounds what is held back."""
+"""Longest delimiter in a stream. A longer match is dropped, which bounds the text that is held back."""
 _PORTION = 256
 
 
@@ -25,7 +25,7 @@ class Match:
 
 
 class _Thread(NamedTuple):
-    """A way to match: the next instruction, where it began, and the boundaries of named groups (-1: none)."""
+    """A possible match: its next instruction, its beginning, and boundaries of named groups (-1: none)."""
 
     step: int
     start: int

@@ -14,7 +14,8 @@ from baton.gateway.output.special_text import SpecialText
 from baton.gateway.output.stream import Cursor, Reading
 from baton.gateway.output.templates.content_parsers import TagParser, parse_content, transformed
 from baton.gateway.output.templates.response_template import FieldTemplate
-from baton.gateway.output.typed_values import ToolTypes, to_json
+from baton.gateway.output.text_buffer import TextBuffer
+from baton.gateway.output.values.typed_values import ToolTypes, to_json
 
 _KINDS = {
     "content": PartKind.CONTENT,
@@ -42,6 +43,10 @@ class Region(Protocol):
     def close(self, delimiter: str) -> None:
         """End the region. `delimiter` is empty at the end of the text."""
         ...
+
+    def drop(self) -> None:
+        """Drop the region and what it holds."""
+        return
 
 
 class _Ignored(Region):
@@ -72,6 +77,20 @@ class _Text(Region):
             self._trimmer.delimiter()
 
 
+class _Unparsed(Region):
+    """A region that is content, with its delimiters."""
+
+    def __init__(self, content: Region, opening: str) -> None:
+        self._content = content
+        self.put(opening)
+
+    def put(self, text: str) -> None:
+        self._content.put(text)
+
+    def close(self, delimiter: str) -> None:
+        self.put(delimiter)
+
+
 class _Buffered(Region):
     """A region that is parsed when it is complete. If that fails it is content, as it was written."""
 
@@ -80,7 +99,7 @@ class _Buffered(Region):
         self._field = field
         self._opening = opening
         self._captures = captures
-        self._texts: list[str] = []
+        self._texts = TextBuffer()
         self._tags = TagParser(field.content_args) if field.content == "xml-inline" else None
 
     def put(self, text: str) -> None:
@@ -89,7 +108,7 @@ class _Buffered(Region):
             self._tags.put(self._regions.special.decode(text))
 
     def close(self, delimiter: str) -> None:
-        body = "".join(self._texts)
+        body = self._texts.joined()
         try:
             self._regions.put_value(self._field, self._value(self._regions.special.decode(body)))
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -134,6 +153,9 @@ class _StreamedCall(Region):
             self._advance()
         if self._is_malformed:
             self._regions.content.put(delimiter)
+
+    def drop(self) -> None:
+        self._reading.close()  # its frame is in a cycle with this object
 
     def _advance(self) -> None:
         try:
@@ -181,8 +203,7 @@ class Regions:
         if field.name == _CALLS:
             name = _streamed_name(field, captures)
             if not self._parse_tools:
-                self.content.put(opening)
-                return self.content
+                return _Unparsed(self.content, opening)
             if name is not None:
                 return _StreamedCall(self, field, opening, name)
         elif kind is None:

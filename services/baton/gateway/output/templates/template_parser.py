@@ -6,13 +6,14 @@ from functools import lru_cache
 
 from baton.core.client_api import MessagePart
 from baton.core.request import FinishReason
-from baton.gateway.output.formats import MessageParser, MessageTemplate, ParserOptions, Piece
+from baton.gateway.output.formats import MessageParser, MessageTemplate, ParserOptions, Piece, ReadProgress
 from baton.gateway.output.part_sink import PartSink
 from baton.gateway.output.special_text import split_special
 from baton.gateway.output.templates.pattern_scan import MAX_DELIMITER, Match, PatternScan
 from baton.gateway.output.templates.regions import Region, Regions
 from baton.gateway.output.templates.response_template import CompiledTemplate, FieldTemplate, ResponseTemplate
-from baton.gateway.output.typed_values import ToolTypes
+from baton.gateway.output.text_buffer import TextBuffer
+from baton.gateway.output.values.typed_values import ToolTypes
 
 MAX_PREFIX = 4096
 """Longest beginning of the message in a prompt that is read. Of a longer one the middle is left out."""
@@ -45,12 +46,14 @@ class TemplateParser(MessageParser):
         self._sink = PartSink(options.call_id_seed)
         self._regions = Regions(self._sink, self._special, ToolTypes(options.tools), parse_tools=options.parse_tools)
         self._text = ""
+        self._num_read = 0
+        self._reasoning = (0, 0)  # place of the last reasoning that was read
         self._begins = True  # nothing was removed from the beginning of the text
         self._scans = _scans(self._template)
         self._field: FieldTemplate | None = self._template.implicit
         self._region: Region | None = None  # None: the implicit field has no text yet
         self._is_explicit = False
-        self._recorded: list[str] | None = None  # text of the region, while a prompt is read
+        self._recorded: TextBuffer | None = None  # text of the region, while a prompt is read
         self._opening: tuple[str, Mapping[str, str]] = ("", {})
         anchors = [found.end() for found in self._template.start_anchor.finditer(options.prompt[-_MAX_PROMPT:])]
         if anchors:
@@ -63,8 +66,8 @@ class TemplateParser(MessageParser):
         return self._sink.num_calls
 
     @property
-    def in_reasoning(self) -> bool:
-        return self._regions.is_reasoning(self._field)
+    def progress(self) -> ReadProgress:
+        return ReadProgress(self._num_read + len(self._text), self._num_read, *self._reasoning)
 
     def put(self, piece: Piece) -> tuple[MessagePart, ...]:
         text = self._special.encode(piece)
@@ -78,16 +81,21 @@ class TemplateParser(MessageParser):
         self._process(final=True)
         return self._sink.finish()
 
+    def close(self) -> None:
+        if self._region is not None:
+            self._region.drop()
+            self._region = None
+
     def read_prefix(self, prefix: str, special_tokens: frozenset[str]) -> "PromptState":
         """Read the beginning of a message in a prompt, and return where it ends."""
-        self._recorded = []
+        self._recorded = TextBuffer()
         self._text = "".join(map(self._special.encode, split_special(prefix, special_tokens)))
         self._process(final=False)
         return PromptState(
             field=self._field,
             is_explicit=self._is_explicit,
             opening=self._opening,
-            body="".join(self._recorded),
+            body=self._recorded.joined(),
             text=self._text,
             begins=self._begins,
             joined=frozenset(self._regions.joined),
@@ -101,6 +109,7 @@ class TemplateParser(MessageParser):
         if state.is_explicit and state.field is not None:
             self._region = self._regions.region(state.field, *state.opening)
         self._put(state.body)
+        self._reasoning = (0, 0)
         self._process(final=False)
         self._sink.drop_text()
 
@@ -157,6 +166,9 @@ class TemplateParser(MessageParser):
             self._region = self._regions.region(self._field, "", {})
         if self._recorded is not None:
             self._recorded.append(text)
+        if self._regions.is_reasoning(self._field):
+            begin = self._reasoning[0] if self._reasoning[1] == self._num_read else self._num_read
+            self._reasoning = (begin, self._num_read + len(text))
         self._region.put(text)
 
     def _close(self, delimiter: str) -> None:
@@ -171,6 +183,7 @@ class TemplateParser(MessageParser):
     def _remove(self, count: int) -> None:
         if count:
             self._text = self._text[count:]
+            self._num_read += count
             self._begins = False
 
 

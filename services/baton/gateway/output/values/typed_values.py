@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.gateway.output.formats import ToolSchemas
-from baton.gateway.output.json_escape import quote
+from baton.gateway.output.values.json_escape import quote
+from baton.gateway.output.values.schema_alternatives import alternatives, types_of
 
 MAX_JSON_DEPTH = 200
 """Objects and lists that are nested deeper stay strings."""
-_MAX_REFERENCES = 8
 _MAX_NUMBER_CHARS = 400
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
@@ -19,10 +19,11 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 class ToolTypes:
     """The JSON types that a request's tools allow for each parameter."""
 
-    __slots__ = ("_schemas", "_types")
+    __slots__ = ("_objects", "_schemas", "_types")
 
     def __init__(self, tools: ToolSchemas) -> None:
         self._schemas = tools
+        self._objects: dict[str, list[Mapping[str, Any]]] = {}
         self._types: dict[tuple[str, str], tuple[str, ...]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -34,56 +35,25 @@ class ToolTypes:
 
     def of(self, tool: str, parameter: str) -> tuple[str, ...]:
         """Return the types of a parameter in the order of the schema; empty if the schema does not tell."""
-        key = (tool, parameter)
-        if key not in self._types:
-            schema = self._schemas.get(tool)
-            properties = schema.get("properties") if isinstance(schema, Mapping) else None
-            if not isinstance(properties, Mapping) or parameter not in properties:
-                return ()
-            self._types[key] = tuple(dict.fromkeys(schema_types(properties[parameter], schema)))
-        return self._types[key]
+        schema = self._schemas.get(tool)
+        if schema is None:
+            return ()
+        if tool not in self._objects:
+            self._objects[tool] = alternatives(schema, schema)
+        types: list[str] = []
+        for each in self._objects[tool]:
+            properties, others = each.get("properties"), each.get("additionalProperties")
+            key = parameter if isinstance(properties, Mapping) and parameter in properties else ""
+            if (tool, key) not in self._types:
+                rules = properties[parameter] if key and isinstance(properties, Mapping) else others
+                self._types[tool, key] = schema_types(rules, schema)
+            types += self._types[tool, key]
+        return tuple(dict.fromkeys(types))
 
 
-def schema_types(schema: Any, root: Any = None, depth: int = 0) -> tuple[str, ...]:
+def schema_types(schema: Any, root: Any = None) -> tuple[str, ...]:
     """Return the types that a schema names, also in `anyOf`, `oneOf`, `allOf`, `enum`, `const` and `$ref`."""
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
-        return ()
-    declared = schema.get("type")
-    types = [declared] if isinstance(declared, str) else []
-    if isinstance(declared, list):
-        types.extend(name for name in declared if isinstance(name, str))
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        types.extend(schema_types(_resolve(reference, root), root, depth + 1))
-    for union in ("anyOf", "oneOf", "allOf"):
-        choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else ():
-            types.extend(schema_types(choice, root, depth + 1))
-    if not types:
-        values = schema.get("enum", [])
-        constants = [schema["const"]] if "const" in schema else []
-        types.extend(_type_of(value) for value in [*(values if isinstance(values, list) else ()), *constants])
-    if schema.get("nullable") and "null" not in types:
-        types.append("null")
-    return tuple(types)
-
-
-def _resolve(reference: str, root: Any) -> Any:
-    """Return the schema at a local reference such as `#/$defs/Place`; None if there is none."""
-    if not reference.startswith("#"):
-        return None
-    for key in reference[1:].split("/")[1:]:
-        if not isinstance(root, Mapping):
-            return None
-        root = root.get(key.replace("~1", "/").replace("~0", "~"))
-    return root
-
-
-def _type_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    names: dict[type, str] = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
-    return names.get(type(value), "null")
+    return tuple(dict.fromkeys(kind for each in alternatives(schema, root) for kind in types_of(each, root)))
 
 
 def is_text(types: tuple[str, ...], *, untyped_json: bool) -> bool:
@@ -149,7 +119,7 @@ def _container(text: str, kind: type) -> str | None:
 
 
 def _is_shallow(text: str) -> bool:
-    """Whether brackets are nested at most `MAX_JSON_DEPTH` deep. Those in strings count, too."""
+    """Return True if brackets are nested at most `MAX_JSON_DEPTH` deep. Those in strings count, too."""
     if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
         return True
     depth = deepest = 0

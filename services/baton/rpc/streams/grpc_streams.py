@@ -9,7 +9,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import grpc
@@ -19,11 +18,13 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.rpc import grpc_status
+from baton.rpc.streams.call_status import FirstStatus
+from baton.rpc.streams.stream_limits import StreamLimits
 from baton.runtime.logging import get_logger
 from baton.runtime.network.mailbox import Mailbox
 from baton.runtime.process.awake_timeout import TimeLimit
-from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget
-from baton.runtime.process.shared_account import Buffer, SharedAccount
+from baton.runtime.process.byte_budget import OverBudget
+from baton.runtime.process.shared_account import Buffer
 
 log = get_logger(__name__)
 
@@ -36,30 +37,6 @@ ACCEPTED = ((ACCEPTED_KEY, "1"),)
 CLOSED_HERE = "this end has closed the stream"
 CLOSED_THERE = "the other end has closed the stream"
 FULL = "the stream's buffer is full: the other end does not read fast enough"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamLimits:
-    """Buffer limits and the close timeout of a stream.
-
-    max_messages, max_bytes: limits of the send buffer; exceeding one breaks the stream.
-    max_received, max_received_bytes: received messages that may wait for the user; then reading pauses.
-    buffers: account of the buffers of all streams of the process. If it is full, the stream with the most
-        bytes breaks. None: there is no common limit.
-    close_s: time that a closing end waits until sent messages are flushed and the other end has closed.
-    """
-
-    max_messages: int = 4096
-    max_bytes: int = 64 * 2**20
-    max_received: int = 64
-    max_received_bytes: int = 2**20
-    close_s: float = 1.0
-    buffers: SharedAccount | None = None
-
-
-def stream_limits(budget: ByteBudget) -> StreamLimits:
-    """Return the limits of the streams of a process, whose buffers take the account `STREAMS`."""
-    return StreamLimits(buffers=SharedAccount(budget, Account.STREAMS, "the stream"))
 
 
 class Codec(NamedTuple, Generic[SendT, ReceiveT]):
@@ -145,6 +122,14 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
             self._outbox_changed.set()
             self._hang_up()
 
+    def _break_failed(self, error: Exception) -> None:
+        """Break the stream because reading or writing raised `error`."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            broken = grpc_status.stream_error(error, self._address)
+            self._break(str(broken), broken.failure)
+        else:
+            self._break(f"{self._address}: {error or type(error).__name__}")
+
     @abstractmethod
     def _hang_up(self) -> None:
         """End the call without waiting."""
@@ -163,8 +148,7 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
                 await self._inbox.wait_for_space()
             self._break(CLOSED_THERE)
         except grpc.aio.AioRpcError as error:
-            broken = grpc_status.stream_error(error, self._address)
-            self._break(str(broken), broken.failure)
+            self._break_failed(error)
         except OverBudget as error:
             self._cut(error)
         except (Refused, DecodeError) as invalid:
@@ -175,7 +159,7 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
             self._break("the call was cancelled")
             raise
         except Exception as error:  # grpc raises several types once a call has ended
-            self._break(f"{self._address}: {error or type(error).__name__}")
+            self._break_failed(error)
 
     async def _write(self) -> None:
         """Write queued messages until the stream has ended, or is closing and everything is sent."""
@@ -195,7 +179,7 @@ class _GrpcDuplex(ABC, Generic[SendT, ReceiveT]):
                 await self._outbox_changed.wait()
         except Exception as error:  # the call has ended, and the reader gets a better reason from grpc
             await asyncio.wait((self._reader,), timeout=self._limits.close_s)
-            self._break(f"{self._address}: {error or type(error).__name__}")
+            self._break_failed(error)
 
     def _begin_close(self) -> None:
         """Refuse further sends and receives.
@@ -231,6 +215,7 @@ class ClientDuplex(_GrpcDuplex[SendT, ReceiveT]):
         self, call: Any, channel: grpc.aio.Channel, codec: Codec[SendT, ReceiveT], limits: StreamLimits, address: str
     ) -> None:
         super().__init__(call, codec, limits, address)
+        self._status = FirstStatus(call)
         self._channel = channel
         self._closed: asyncio.Task[None] | None = None
         self._on_closed: Callable[[], None] = lambda: None
@@ -261,6 +246,9 @@ class ClientDuplex(_GrpcDuplex[SendT, ReceiveT]):
             await self._stop_tasks()
             await self._channel.close(None)
             self._on_closed()
+
+    def _break_failed(self, error: Exception) -> None:
+        super()._break_failed(self._status.error or error)
 
     def _hang_up(self) -> None:
         self._call.cancel()

@@ -11,7 +11,8 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 from baton.core.interfaces import Source
 from baton.rpc import grpc_status
-from baton.rpc.grpc_streams import ACCEPTED, CLOSED_HERE, CLOSED_THERE, StreamLimits, wait_until_accepted
+from baton.rpc.streams.grpc_streams import ACCEPTED, CLOSED_HERE, CLOSED_THERE, wait_until_accepted
+from baton.rpc.streams.stream_limits import StreamLimits
 from baton.runtime.network.mailbox import Mailbox
 from baton.runtime.process.awake_timeout import TimeLimit
 

@@ -1,0 +1,198 @@
+"""Computes masks of grammars in threads, so that an expensive grammar does not hold up a step.
+
+Each task is the mask of one sequence. Tasks of one grammar run one after the other, because its matchers
+share a lexer. A sequence whose mask is not ready in time is deferred: its token is drawn in a later step. So
+time decides when a token is drawn, and never which.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.core.errors import Failure, Refused
+from baton.core.kv.block_hash import TokenIds
+from baton.engine.constraints.compiled_grammar import SLOW_MASK_S, CompiledGrammar, GrammarMatcher, LexerFull
+from baton.engine.constraints.matcher_executor import MaskClocks, MatcherExecutor
+from baton.engine.constraints.sequence_matchers import SequenceMatchers
+
+MAX_WAIT_S = 0.004
+"""Time that a step waits for the masks that were begun in it, after its forward pass was launched."""
+MAX_WAIT_FOR_SLOW_S = 0.001
+"""The same if only grammars with slow masks are not ready."""
+_MASKS_TOGETHER = 16
+"""Masks that are computed in one call. The first ones of a batch are ready while the others are computed."""
+_OVERHEAD_S = 0.001
+"""Time that such a call may take beside its masks until its grammar is doubted."""
+
+
+@dataclass(eq=False, slots=True)
+class MaskTask:
+    """The mask of one sequence after its `outputs`.
+
+    matcher: has the mask, once it is computed.
+    failure: why there is no mask.
+    ended: done when a thread has computed this task and those that were started with it; None before.
+    was_awaited: a step has waited for the task before.
+    """
+
+    matchers: SequenceMatchers
+    seq_id: int
+    outputs: TokenIds
+    matcher: GrammarMatcher | None = None
+    failure: Failure | None = None
+    ended: Future[None] | None = None
+    was_awaited: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """True if there is a mask or a failure."""
+        return self.matcher is not None or self.failure is not None
+
+
+Batch = tuple[Sequence[MaskTask], Future[None]]
+
+
+class MaskThreads:
+    """Threads that compute masks. Grammars with slow masks share one of their own.
+
+    A grammar never has more than one thread, however many sequences wait for it.
+    """
+
+    def __init__(self, num_threads: int, clocks: MaskClocks, new_executor: Callable[[], MatcherExecutor]) -> None:
+        """new_executor: called once in each thread."""
+        self._clocks = clocks
+        self._local = threading.local()
+        self._new_executor = new_executor
+        self._fast = ThreadPoolExecutor(num_threads, thread_name_prefix="masks")
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-masks")
+        self._lock = threading.Lock()
+        self._batches: dict[CompiledGrammar, deque[Batch]] = {}  # of grammars that have a thread
+
+    def start(self, tasks: Iterable[MaskTask]) -> None:
+        """Begin the tasks that have not begun."""
+        for compiled, own in by_grammar(task for task in tasks if task.ended is None).items():
+            self._start(compiled, own)
+
+    def wait(self, tasks: Collection[MaskTask]) -> None:
+        """Wait for tasks for a limited time, and for no task twice. Raises the error of a thread."""
+        new = [task for task in tasks if not task.is_done and not task.was_awaited]
+        began_s = self._clocks.wall_s()
+        if fast := {task.ended for task in new if task.ended and not task.matchers.compiled.is_slow}:
+            wait(fast, timeout=MAX_WAIT_S)
+        if slow := {task.ended for task in new if task.ended and task.matchers.compiled.is_slow}:
+            wait(slow, timeout=max(0.0, began_s + MAX_WAIT_FOR_SLOW_S - self._clocks.wall_s()))
+        for task in tasks:
+            task.was_awaited = True
+            if not task.is_done and task.ended and task.ended.done() and (error := task.ended.exception()) is not None:
+                raise error
+
+    def close(self) -> None:
+        """End the threads."""
+        for threads in (self._fast, self._slow):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, compiled: CompiledGrammar, tasks: Sequence[MaskTask]) -> None:
+        ended: Future[None] = Future()
+        for task in tasks:
+            task.ended = ended
+        with self._lock:
+            batches = self._batches.get(compiled)
+            if batches is None:
+                self._batches[compiled] = batches = deque()
+                (self._slow if compiled.is_slow else self._fast).submit(self._compute, compiled, batches)
+            batches.append((tasks, ended))
+
+    def _compute(self, compiled: CompiledGrammar, batches: deque[Batch]) -> None:
+        while True:
+            with self._lock:
+                if not batches:
+                    del self._batches[compiled]
+                    return
+                tasks, ended = batches.popleft()
+            try:
+                compute_masks(compiled, tasks, self._executor())
+                ended.set_result(None)
+            except BaseException as error:  # passed to the step
+                ended.set_exception(error)
+
+    def _executor(self) -> MatcherExecutor:
+        executor: MatcherExecutor | None = getattr(self._local, "executor", None)
+        if executor is None:
+            executor = self._local.executor = self._new_executor()
+        return executor
+
+
+def by_grammar(tasks: Iterable[MaskTask]) -> Mapping[CompiledGrammar, Sequence[MaskTask]]:
+    """Return the tasks of each grammar."""
+    found: dict[CompiledGrammar, list[MaskTask]] = {}
+    for task in tasks:
+        found.setdefault(task.matchers.compiled, []).append(task)
+    return found
+
+
+def compute_masks(compiled: CompiledGrammar, tasks: Sequence[MaskTask], executor: MatcherExecutor) -> None:
+    """Compute the masks of one grammar, in the calling thread."""
+    with compiled.lock:
+        compiled.renew_if_asked()
+        while tasks:
+            together = tasks[:_MASKS_TOGETHER] if compiled.is_fast else tasks[:1]
+            tasks = tasks[len(together) :]
+            if len(together) > 1:
+                together = _compute_together(compiled, together, executor)
+            for task in together:
+                _compute_alone(compiled, task, executor)
+
+
+def _compute_alone(compiled: CompiledGrammar, task: MaskTask, executor: MatcherExecutor) -> None:
+    try:
+        try:
+            task.matcher = _with_mask(compiled, task, executor)
+        except LexerFull:  # perhaps only because of the responses of others
+            compiled.renew()
+            task.matcher = _with_mask(compiled, task, executor)
+    except Refused as refused:
+        task.failure = refused.failure
+
+
+def _with_mask(compiled: CompiledGrammar, task: MaskTask, executor: MatcherExecutor) -> GrammarMatcher:
+    matcher = task.matchers.after(task.seq_id, task.outputs, executor)
+    if matcher.mask is None:
+        mask = np.empty((1, compiled.tokenizer.num_words), dtype=np.uint32)
+        began_s = executor.clocks.cpu_s()
+        executor.fill([matcher.matcher], mask)
+        compiled.count_mask(executor.clocks.cpu_s() - began_s)
+        matcher.keep_mask(mask[0], may_accept=compiled.tokenizer.have_end_marks(mask)[0])
+    return matcher
+
+
+def _compute_together(
+    compiled: CompiledGrammar, tasks: Sequence[MaskTask], executor: MatcherExecutor
+) -> Sequence[MaskTask]:
+    """Compute the masks of sequences that have one new token. Returns the tasks that remain."""
+    began_s = executor.clocks.wall_s()
+    found = [(task, task.matchers.one_before(task.seq_id, task.outputs)) for task in tasks]
+    steps = [(task, matcher) for task, matcher in found if matcher is not None]
+    remaining = [task for task, matcher in found if matcher is None]
+    if not steps:
+        return remaining
+    executor.consume([(matcher.matcher, task.outputs[-1]) for task, matcher in steps])
+    masks = np.empty((len(steps), compiled.tokenizer.num_words), dtype=np.uint32)
+    executor.fill([matcher.matcher for _, matcher in steps], masks)
+    may_accept = compiled.tokenizer.have_end_marks(masks)
+    for (task, matcher), mask, may in zip(steps, masks, may_accept, strict=True):
+        try:
+            matcher.followed(task.outputs)
+            matcher.keep_mask(mask, may_accept=may)
+            task.matcher = matcher
+        except Refused:  # the cause is found when it is computed alone
+            task.matchers.drop(task.seq_id)
+            remaining.append(task)
+    took_s = executor.clocks.wall_s() - began_s
+    compiled.count_mask(took_s, len(steps))
+    if took_s > SLOW_MASK_S + _OVERHEAD_S:
+        compiled.doubt()
+    return remaining

@@ -1,0 +1,1 @@
+"""Values of arguments: their types by a JSON schema, and their JSON text."""

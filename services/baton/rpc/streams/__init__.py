@@ -1,0 +1,1 @@
+"""Streams of messages over gRPC, with bounded buffers."""

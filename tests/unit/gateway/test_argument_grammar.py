@@ -1,0 +1,257 @@
+"""Grammars of arguments: every message that they allow has valid arguments, for schemas of all kinds."""
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+
+from baton.gateway.constraints.gbnf import GrammarTextError
+from baton.gateway.constraints.message_grammar import CallableTool
+from baton.gateway.constraints.text_pattern import whole_text_pattern
+from baton.gateway.output import builtin_formats as formats
+from baton.gateway.output.formats import ToolFormat
+from tests.unit.gateway.grammar_cases import PING, WEATHER, accepts, grammar_of, parsed, random_message
+from tests.unit.gateway.output.output_cases import FORMATS, written, written_call
+
+TYPED = ("qwen3_coder", "glm45", "minimax_m2", "seed_oss", "deepseek_v32", "gemma4", "functiongemma")
+"""Families whose arguments are no JSON."""
+COLOR = {"enum": ["red", "blue"], "type": "string"}
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+def tool_with(schema: Any, **more: Any) -> CallableTool:
+    """Return a tool with the one parameter `a`."""
+    root = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    return CallableTool(name="f", parameters=root | {"$defs": {"Color": COLOR, "Point": POINT}} | more)
+
+
+def verdict(tools: ToolFormat, tool: CallableTool, value: Any, *, special: bool) -> tuple[bool, bool]:
+    """Return whether the grammar allows the value, and whether what the parser reads is valid."""
+    text = written_call(tools, "f", written(tools, {"a": value}))
+    is_allowed = accepts(grammar_of(tools, special=special).required([tool], parallel=True), text, special=special)
+    (call,) = parsed(tools, text, [tool]).tool_calls
+    return is_allowed, jsonschema.Draft202012Validator(tool.schema).is_valid(json.loads(call.arguments))
+
+
+@pytest.mark.parametrize(
+    ("family", "special"),
+    [
+        ("qwen3_coder", True),
+        ("glm45", False),
+        ("minimax_m2", False),
+        ("deepseek_v32", True),
+        ("deepseek_v32", False),
+        ("gemma4", True),
+    ],
+)
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (COLOR, ["red"], ["green", '"red"', 3]),
+        ({"$ref": "#/$defs/Color"}, ["red"], ["green", '"red"', 3]),
+        ({"allOf": [{"$ref": "#/$defs/Color"}], "description": "d"}, ["blue"], ["green", '"blue"']),
+        ({"anyOf": [COLOR, {"type": "null"}]}, ["red", None], ["green", 3]),
+        ({"type": ["string", "null"], "enum": ["red", None]}, ["red", None], ["green", 3]),
+        ({"enum": ["red", 1, True, 2.5]}, ["red", 1, True, 2.5], ["green", 2, False]),
+        ({"const": 3}, [3], [4, "x"]),
+        ({"type": "integer", "minimum": 2, "maximum": 5}, [3], [1, 6, "x", 2.5]),
+        ({"type": "boolean"}, [True, False], ["maybe", 2]),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["abc"], ["a", "abcd"]),
+        ({"type": "string", "pattern": "^[a-z]+/[0-9]$|^x"}, ["ab/3", "xyz"], ["ab/", "3", "ax"]),
+        ({"anyOf": [{"type": "integer", "maximum": 5}, {"type": "null"}]}, [3, None], [6, "x"]),
+        ({"type": "array", "items": {"type": "integer"}}, [[], [1, 2]], ["x", 3]),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, ["a b", ["a"]], []),
+        ({"$ref": "#/$defs/Point"}, [{"x": 1}], ["x", {}, {"x": "y"}]),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, [{"k": 1}, {}], [{"k": "v"}, 3]),
+        (True, ["text", "a </b"], []),
+        ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["c"]),
+    ],
+    ids=str,
+)
+def test_values_follow_their_schema(
+    family: str, special: bool, schema: Any, right: list[Any], wrong: list[Any]
+) -> None:
+    tools = FORMATS[family].tools
+    assert tools is not None
+    for value in right:
+        assert verdict(tools, tool_with(schema), value, special=special) == (True, True), value
+    for value in wrong:
+        assert not verdict(tools, tool_with(schema), value, special=special)[0], value
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "deepseek_v32", "gemma4"])
+def test_members_of_the_whole_schema(family: str) -> None:
+    tools = FORMATS[family].tools
+    assert tools is not None
+    root = {"$defs": {"Point": POINT}}
+    cases: list[tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = [
+        ({"$ref": "#/$defs/Point", **root}, {"x": 1}, [{"x": "y"}, {}, {"y": 1}]),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, {"k": 1}, [{"k": "v"}]),
+        (
+            {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]},
+            {"a": 1, "b": "x"},
+            [{"a": 1}],
+        ),
+    ]
+    for schema, right, wrong in cases:
+        tool = CallableTool(name="f", parameters=schema)
+        grammar = grammar_of(tools).required([tool], parallel=True)
+        text = written_call(tools, "f", written(tools, right))
+        assert accepts(grammar, text)
+        assert json.loads(parsed(tools, text, [tool]).tool_calls[0].arguments) == right
+        for arguments in wrong:
+            assert not accepts(grammar, written_call(tools, "f", written(tools, arguments)))
+
+
+def test_list_of_gemma_has_its_length_and_recursive_schemas_end() -> None:
+    tools = formats.GEMMA4
+    many = tool_with({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3})
+    for value, is_allowed in (([1], False), ([1, 2], True), ([1, 2, 3], True), ([1, 2, 3, 4], False)):
+        assert verdict(tools, many, value, special=True) == (is_allowed, is_allowed)
+    node = {
+        "type": "object",
+        "properties": {"next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}, "v": {"type": "integer"}},
+        "required": ["next", "v"],
+    }
+    tree = tool_with({"$ref": "#/$defs/Node"}, **{"$defs": {"Node": node}})
+    for family in TYPED:
+        tools_of = FORMATS[family].tools
+        assert tools_of is not None
+        for value, is_allowed in (
+            ({"next": {"next": None, "v": 1}, "v": 2}, True),
+            ({"next": {"next": None}, "v": 2}, False),
+        ):
+            assert verdict(tools_of, tree, value, special=True) == (is_allowed, is_allowed), family
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("^a$", "(?:(?:a))"),
+        ("a|^b", "(?:(?s:.*)(?:a)(?s:.*))|(?:(?:b)(?s:.*))"),
+        ("^(a|[$^|])\\$", "(?:(?:(a|[$^|])\\$)(?s:.*))"),
+        ("", "(?:(?s:.*)(?:)(?s:.*))"),
+        ("(?=a)b", None),
+        ("(a)\\1", None),
+        ("(^a)", None),
+        ("a$b", None),
+        ("(a", None),
+        ("\\bword", None),
+    ],
+)
+def test_pattern_becomes_one_for_a_whole_text(pattern: str, expected: str | None) -> None:
+    assert whole_text_pattern(pattern) == expected
+
+
+def test_pattern_that_cannot_be_converted_is_ignored_unless_the_tool_is_strict() -> None:
+    tool = tool_with({"type": "string", "pattern": "(?=a)b"})
+    lenient = grammar_of(formats.QWEN3_CODER).required([tool], parallel=True)
+    assert LLMatcher.validate_grammar(lenient.text, None) == ""
+    strict = CallableTool(name="f", parameters=tool.parameters, strict=True)
+    assert "look-around" in LLMatcher.validate_grammar(
+        grammar_of(formats.QWEN3_CODER).required([strict], parallel=True).text, None
+    )
+
+
+def test_schemas_of_all_kinds_are_written() -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "a/b": {"type": "array", "items": {"type": "string"}},
+            'q"uote': {"type": "object", "properties": {"x": {"type": "number"}}},
+            "any": {},
+            "ref": {"$ref": "#/$defs/d"},
+            "const": {"const": "x\ny"},
+            "bad": True,
+        },
+        "required": ["any"],
+        "$defs": {"d": {"type": "object"}},
+    }
+    schema["properties"] |= {f"optional{number}": {"type": "string"} for number in range(40)}
+    for tools in (formats.HERMES, formats.QWEN3_CODER, formats.DEEPSEEK_V32, formats.GEMMA4):
+        grammar = grammar_of(tools).required([CallableTool(name="f", parameters=schema)], parallel=True)
+        assert LLMatcher.validate_grammar(grammar.text, None) == ""
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "deepseek_v32", "gemma4"])
+def test_cost_of_hostile_schemas_is_bounded(family: str) -> None:
+    tools = FORMATS[family].tools
+    assert tools is not None
+    big = {f"k{number}": number for number in range(2500)}
+    many = {f"p{number}": {"$ref": "#/$defs/A", "description": "d"} for number in range(500)}
+    definitions: list[dict[str, Any]] = [
+        {"A": {"type": "object", **big}},
+        {"A": {"anyOf": [{"type": "integer"}] * 64, **big}},
+        {"A": {"anyOf": [{"$ref": "#/$defs/A"}] * 64}},
+        {"A": {"type": "object", "properties": {"x": {"enum": list(range(8000))}}}},
+    ]
+    began_s = time.thread_time()
+    for each in definitions:
+        tool = CallableTool(name="f", parameters={"type": "object", "properties": many, "$defs": each})
+        with suppress(GrammarTextError):
+            grammar_of(tools).required([tool], parallel=True)
+    assert time.thread_time() - began_s < 1.0  # without bounds it is minutes
+
+
+def test_only_definitions_that_are_used_are_written() -> None:
+    more = {f"Other{number}": {"type": "object", "properties": {"x": COLOR}} for number in range(500)}
+    tool = tool_with({"type": "array", "items": {"$ref": "#/$defs/Line"}})
+    assert tool.parameters is not None
+    line = {"type": "object", "properties": {"begin": {"$ref": "#/$defs/Point"}}, "required": ["begin"]}
+    tool = CallableTool(name="f", parameters={**tool.parameters, "$defs": {"Line": line, "Point": POINT, **more}})
+    assert len(grammar_of(formats.QWEN3_CODER).required([tool], parallel=True).text) < 1500
+    for value, is_allowed in (([{"begin": {"x": 1}}], True), ([{"begin": {"x": "y"}}], False)):
+        assert verdict(formats.QWEN3_CODER, tool, value, special=True)[0] is is_allowed
+
+
+# Random messages that the grammar allows.
+
+WALK_TOOLS = [
+    WEATHER,
+    PING,
+    CallableTool(
+        name="nested",
+        parameters={
+            "type": "object",
+            "properties": {
+                "items": {"type": "array", "items": {"type": "integer"}},
+                "flag": {"type": "boolean"},
+                "note": {"type": "string", "maxLength": 20},
+                "kind": {"enum": ["a", "b"]},
+                "level": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "title": {"anyOf": [{"type": "string", "maxLength": 9}, {"type": "null"}]},
+                "many": {"type": ["integer", "string"]},
+                "color": {"$ref": "#/$defs/Color"},
+                "shade": {"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "integer", "maximum": 3}]},
+                "code": {"type": "string", "pattern": "^[0-9]{2}$"},
+                "some": {"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 9}]},
+                "list": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "boolean"}}]},
+            },
+            "required": ["flag", "kind", "shade", "some", "list"],
+            "additionalProperties": False,
+            "$defs": {"Color": COLOR},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_random_messages_of_the_grammar_are_valid_calls(family: str) -> None:
+    tools = FORMATS[family].tools
+    assert tools is not None
+    grammar = grammar_of(tools).required(WALK_TOOLS, parallel=True)
+    schemas: Mapping[str, Any] = {tool.name: tool.schema for tool in WALK_TOOLS}
+    for seed in range(8 if family in TYPED else 3):
+        closing = tools.syntax.parameters.after_value if tools.syntax.parameters else ""
+        text = random_message(grammar, Random(seed), closing)
+        message = parsed(tools, text, WALK_TOOLS)
+        assert message.tool_calls, text
+        assert message.content == "", text
+        for call in message.tool_calls:
+            jsonschema.validate(json.loads(call.arguments), schemas[call.name])

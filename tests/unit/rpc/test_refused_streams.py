@@ -1,0 +1,51 @@
+"""A refusal of a stream arrives with its failure, also while the client writes."""
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from baton.core.errors import Reason, Refused, StreamBroken
+from baton.core.interfaces import Duplex
+from baton.core.messages.jobs import Ack
+from baton.rpc.grpc_network import GrpcNetwork
+from baton.rpc.grpc_server import GrpcServer
+from baton.rpc.streams.stream_limits import StreamLimits
+from tests import builders
+from tests.contract.networks import StubWorker
+from tests.times import LONG_LIMIT_S
+
+
+async def _write(session: Duplex[Any, Any]) -> None:
+    """Keep messages in the write of grpc until the stream breaks."""
+    with suppress(StreamBroken):
+        while True:
+            session.send(Ack(seq=1))
+            await asyncio.sleep(0)
+
+
+async def test_refusal_reaches_a_gateway_that_still_writes() -> None:
+    failure = builders.failure(Reason.QUEUE_FULL, message="no space", retry_after_s=2.5)
+
+    async def refuse(stream: Duplex[Any, Any]) -> None:
+        await stream.receive()
+        raise Refused(failure)
+
+    limits = StreamLimits(max_messages=1_000_000)
+    server = GrpcServer(heartbeat_s=LONG_LIMIT_S, limits=limits)
+    server.add_worker(StubWorker(session=refuse))
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    network = GrpcNetwork(heartbeat_s=LONG_LIMIT_S, dial_s=LONG_LIMIT_S, call_s=LONG_LIMIT_S, limits=limits)
+    try:
+        for _ in range(20):  # more than half of the refusals come during a write
+            session = await network.open_session(address)
+            writing = asyncio.create_task(_write(session))
+            with pytest.raises(StreamBroken) as broken:
+                await session.receive()
+            await writing
+            await session.aclose()
+            assert broken.value.failure == failure
+    finally:
+        await network.aclose()
+        await server.stop(0)
