@@ -126,6 +126,8 @@ async def send_all_requests(gateway: GatewayProcess, address: str) -> None:
         "safety_identifier": address,
         "prompt_cache_key": url,
     }
+    function = {"name": "f", "arguments": "{}"}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": url, "type": "function", "function": function}]}
     variables = {
         "chat_template_kwargs": {"x": "{{ cycler.__init__.__globals__.os.popen('id').read() }}", "y": url},
     }
@@ -133,7 +135,7 @@ async def send_all_requests(gateway: GatewayProcess, address: str) -> None:
         (COMPLETIONS, valid_body(**labels), {}),
         (COMPLETIONS, valid_body(), harmless_headers(address)),
         (CHAT, {"messages": [HELLO], "max_tokens": 4, **variables}, {}),
-        (CHAT, {"messages": [HELLO, HELLO | {"role": "tool", "tool_call_id": url}], "max_tokens": 4}, {}),
+        (CHAT, {"messages": [HELLO, call, HELLO | {"role": "tool", "tool_call_id": url}], "max_tokens": 4}, {}),
     ):
         answer = await gateway.http.post(path, json=body, headers=headers)
         assert answer.status_code == 200, answer.text

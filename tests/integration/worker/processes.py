@@ -114,11 +114,7 @@ class WorkerProcesses:
         times = {name: TIME_FACTOR * TEST_TIMES[name] for name in TEST_TIMES if hasattr(WorkerConfig, name)}
         defaults = {"worker_id": worker_id, "schedulers": (self.address,), "threads_per_worker": 1, "dtype": "float32"}
         config = WorkerConfig(**{**times, **defaults, "max_model_len": 2048, "kv_memory": 96 * 2**20, **settings})
-        flags = [
-            f"--{name.replace('_', '-')}={','.join(value) if isinstance(value, list) else value}"
-            for name, value in dump(config).items()
-            if value is not None
-        ]
+        flags = [_flag(name, value) for name, value in dump(config).items() if value is not None]
         log = self._directory / f"{worker_id}.log"
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
@@ -130,6 +126,13 @@ class WorkerProcesses:
         worker = WorkerProcess(worker_id, process, log)
         self._workers.append(worker)
         return worker
+
+
+def _flag(name: str, value: Any) -> str:
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    return f"--{option}={','.join(value) if isinstance(value, list) else value}"
 
 
 @asynccontextmanager

@@ -100,7 +100,9 @@ def _other_forms() -> dict[str, CostCase]:
             MESSAGES,
             {
                 "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}] * 4096}
+                    user,
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}] * 4094},
                 ],
                 "max_tokens": 1,
             },
