@@ -13,7 +13,7 @@ from baton.gateway.input.answers.answer_grammar import GrammarCheck
 from baton.gateway.input.validation import Validator
 from baton.gateway.output.format_choice import choose_format
 from baton.gateway.output.formats import OutputFormat
-from baton.gateway.request.request_run import RetryRules
+from baton.gateway.request.failures.retry_rules import RetryRules
 from baton.gateway.request.worker_sessions import WorkerSessions
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.logging import get_logger

@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.errors import Code, Reason, Refused
 from baton.core.ids import JobId
-from baton.gateway.request.poison_detector import PoisonDetector
+from baton.gateway.request.failures.poison_detector import PoisonDetector
 from tests import builders
 from tests.unit.gateway.fakes import Cluster, StubWorker, answer_to, cluster, placement
 from tests.unit.gateway.virtual import virtual

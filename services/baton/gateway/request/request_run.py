@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.core.cluster.placement import Placement, Rejection
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.core.ids import REQUEST_ID_BYTES, DecisionId, Incarnation, JobId, WorkerRef
+from baton.core.ids import REQUEST_ID_BYTES, DecisionId, JobId
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import GenerateRequest, RequestActuals, TokenDelta
 from baton.core.state_machines import REQUEST_TRANSITIONS, Lifecycle, RequestState
@@ -18,8 +18,11 @@ from baton.gateway.cluster.scheduler_pool import SchedulerPool
 from baton.gateway.request.attempt import Attempt, continued_request, make_attempt, single_sample_request
 from baton.gateway.request.attempt_observer import NO_ATTEMPT_OBSERVER, AttemptObserver
 from baton.gateway.request.delivery import Delivery
+from baton.gateway.request.failures.failure_history import FailureHistory
+from baton.gateway.request.failures.poison_detector import PoisonDetector
+from baton.gateway.request.failures.retry_rules import RetryRules
+from baton.gateway.request.failures.suspicion import Suspicion
 from baton.gateway.request.latency import TokenLatency
-from baton.gateway.request.poison_detector import PoisonDetector
 from baton.gateway.request.relay import TokenSink, relay
 from baton.gateway.request.worker_sessions import WorkerSessions
 from baton.runtime.logging import get_logger
@@ -28,33 +31,7 @@ from baton.runtime.observability.tracing import NO_SPAN, OFF, Span, Tracing
 
 log = get_logger(__name__)
 
-MAX_FULL_QUEUES = 2
-"""After this many workers with a full queue, a new request is rejected, so that its client can retry
-elsewhere in time."""
-SUSPICIOUS_DEATHS = 2
-"""After this many workers in a row died under a request without progress, it runs alone to find out whether
-it is the cause."""
-TOKENS_AFTER_ONE_STEP_EACH = 2
-"""New tokens of an attempt after which both of its workers have run a step. The prefill worker makes the
-first."""
 _OVERLOAD = {Reason.QUEUE_FULL, Reason.TENANT_QUOTA, Reason.NO_CAPACITY, Reason.TTFT_SLO, Reason.TPOT_SLO}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryRules:
-    """Limits and intervals of retries.
-
-    max_attempts: failed attempts after which the request fails.
-    pause_s: pause before the third attempt; doubles with each further one, up to `max_pause_s`.
-    retry_placement_s: interval at which a running request asks again for a placement while it gets none.
-    dead_worker_s: time during which a placement on an incarnation that died is not accepted.
-    """
-
-    max_attempts: int
-    pause_s: float
-    max_pause_s: float
-    retry_placement_s: float
-    dead_worker_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,31 +66,6 @@ class RequestRecord:
     placement: Placement | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class _FailureHistory:
-    """Failed attempts of a request so far.
-
-    original_request_id: id of the client's request; its samples share it after they continue separately.
-    num_failed: failed attempts.
-    num_killed: workers in a row that died while running the request, without progress in between.
-    needs_exclusive_run: the next attempt runs as the only one of the suspected requests.
-    is_poison: a worker died during such an attempt.
-    avoid: workers on which an attempt failed.
-    dead: event loop time at which each dead incarnation was noticed.
-    """
-
-    original_request_id: bytes
-    num_failed: int = 0
-    num_killed: int = 0
-    needs_exclusive_run: bool = False
-    is_poison: bool = False
-    avoid: dict[Incarnation, WorkerRef] = field(default_factory=dict)
-    dead: dict[Incarnation, float] = field(default_factory=dict)
-
-    def copy(self) -> "_FailureHistory":
-        return replace(self, avoid=dict(self.avoid), dead=dict(self.dead))
-
-
 class RequestRun:
     """One request from QUEUED to its end. Implements `Placer` and `TokenSink` for its attempts.
 
@@ -130,7 +82,7 @@ class RequestRun:
         services: RequestServices,
         *,
         attempt_number: int = 0,
-        history: _FailureHistory | None = None,
+        history: FailureHistory | None = None,
         stalled_since_s: float | None = None,
         delivered_layout: KvLayout | None = None,
     ) -> None:
@@ -146,7 +98,7 @@ class RequestRun:
         self._out = out
         self._services = services
         self._attempt_number = attempt_number
-        self._history = history or _FailureHistory(original_request_id=request.request_id)
+        self._history = history or FailureHistory(original_request_id=request.request_id)
         self._stalled_since_s = stalled_since_s
         self._delivered_layout = delivered_layout
         self._state = Lifecycle(REQUEST_TRANSITIONS, RequestState.QUEUED)
@@ -155,7 +107,7 @@ class RequestRun:
         self._attempt_latency = TokenLatency()
         self._attempt_layout: KvLayout | None = None  # of the current attempt's workers; None if unknown
         self._last_problem = ""
-        self._holds_exclusive_lock = False
+        self._suspicion = Suspicion(self._history, services.poison_detector)
 
     async def run(self) -> None:
         """Run attempts until every sample has ended. Raises Refused if the request fails or its deadline
@@ -191,12 +143,12 @@ class RequestRun:
         self._placement_started_s = asyncio.get_running_loop().time()
         while (placement := await self._ask_for_placement(attempt)) is None:
             await asyncio.sleep(self._services.rules.retry_placement_s * self._services.rng.uniform(0.5, 1.0))
-            await self._lock_exclusive_run()
+            await self._suspicion.lock_exclusive_run()
         return placement
 
     async def _ask_for_placement(self, attempt: Attempt) -> Placement | None:
         """Return a placement that may be used, or None if the attempt must ask again later."""
-        if self._waits_for_exclusive_run:
+        if self._suspicion.must_wait:
             return None
         is_first = attempt.number == 0
         try:
@@ -219,28 +171,25 @@ class RequestRun:
         if self._uses_dead_worker(answer):
             self._report_outcome(Reason.WORKER_LOST.value)  # the scheduler has not noticed the death yet
             return None
-        if self._disturbs_exclusive_run(answer):
+        if self._suspicion.forbids(answer):
             self._report_outcome(Reason.SUPERSEDED.value)
             return None
         self._accept_placement(answer)
-        if self._holds_exclusive_lock:
+        if self._suspicion.runs_alone:
             await self._services.workers.confirm_alive(answer)
         return answer
 
     def _continue_without_placement(self, problem: str) -> None:
         """Note why a later attempt got no placement. Other suspects may run alone meanwhile."""
         self._last_problem = f" ({problem})"
-        self._clear_suspicion()
+        self._suspicion.clear()
 
     def put(self, delta: TokenDelta) -> bool:
         """Pass new tokens to the client, and update state, latency and failure history."""
         num_new = (
             delta.output_index + len(delta.token_ids) - (len(self._request.token_ids) - self._request.num_prompt_tokens)
         )
-        if self._history.num_killed and num_new >= TOKENS_AFTER_ONE_STEP_EACH:
-            # Both workers survived a step with this request, so it did not cause the earlier deaths.
-            self._history.num_killed, self._history.needs_exclusive_run = 0, False
-            self._clear_suspicion()
+        self._suspicion.record_progress(num_new)
         if delta.token_ids and self._delivered_layout is None:
             self._delivered_layout = self._attempt_layout
         now_s = asyncio.get_running_loop().time()
@@ -263,7 +212,7 @@ class RequestRun:
             self._services.observer.started(self._history.original_request_id, attempt)
             self._attempt_latency = TokenLatency()
             try:
-                await self._lock_exclusive_run()
+                await self._suspicion.lock_exclusive_run()
                 await relay(attempt, self._delivery, self, self._services.workers, self)
                 self._report_outcome("finished")
                 return
@@ -279,7 +228,7 @@ class RequestRun:
                 self._report_outcome((Reason.DEADLINE if is_late else Reason.CANCELLED).value)
                 raise
             finally:
-                self._clear_suspicion()
+                self._suspicion.clear()
             if len(self._request.sample_indices) > 1 and self._num_output_tokens:
                 await self._split_samples()
                 return
@@ -319,13 +268,9 @@ class RequestRun:
         history = self._history
         now_s = asyncio.get_running_loop().time()
         self._last_problem = f" ({failed})"
-        history.num_failed += 1
         if failed.killed and failed.dead is not None:
-            self._record_death(failed.dead)
-        for worker in filter(None, (failed.blamed, failed.dead)):
-            history.avoid[worker.incarnation] = worker
-        if failed.dead is not None:
-            history.dead[failed.dead.incarnation] = now_s
+            self._suspicion.record_death(failed.dead)
+        history.record(failed, now_s)
         if self._stalled_since_s is None:
             self._stalled_since_s = self._delivery.latency.last_s
         self._report_failure(failed, now_s)
@@ -335,12 +280,7 @@ class RequestRun:
                 "another suspected request; it is not retried"
             )
             raise Refused(Failure(code=Code.INTERNAL, reason=Reason.POISON, message=message))
-        all_queues_full = (
-            failed.failure.reason in (Reason.QUEUE_FULL, Reason.MEMORY_BUDGET)
-            and history.num_failed >= MAX_FULL_QUEUES
-            and not self._num_output_tokens
-        )
-        if all_queues_full or history.num_failed >= self._services.rules.max_attempts:
+        if not history.allows_retry(failed.failure, self._services.rules, has_output=bool(self._num_output_tokens)):
             raise Refused(replace(failed.failure, retriable=False, blamed=None))
 
     def _report_failure(self, failed: AttemptFailed, now_s: float) -> None:
@@ -361,33 +301,6 @@ class RequestRun:
             num_output_tokens=self._num_output_tokens,
         )
 
-    def _record_death(self, worker: WorkerRef) -> None:
-        """Count a worker that died while this request was on it.
-
-        Another request, or another cause, may have killed it. After several deaths the request therefore runs
-        alone, on workers that are known to be alive. A death during that run shows that it is the cause.
-        """
-        history = self._history
-        was_only_suspect = self._services.poison_detector.was_only_suspect(history.original_request_id, worker)
-        if self._holds_exclusive_lock and was_only_suspect:
-            history.is_poison = True
-        else:
-            history.num_killed += 1
-            history.needs_exclusive_run = history.num_killed >= SUSPICIOUS_DEATHS
-
-    async def _lock_exclusive_run(self) -> None:
-        """Wait until no other suspected request runs alone, if this one must."""
-        if self._history.needs_exclusive_run and not self._holds_exclusive_lock:
-            await self._services.poison_detector.exclusive_lock.acquire()
-            self._holds_exclusive_lock = True
-
-    def _clear_suspicion(self) -> None:
-        """Stop tracking this request, and let the next exclusive run start."""
-        self._services.poison_detector.untrack(self._history.original_request_id)
-        if self._holds_exclusive_lock:
-            self._holds_exclusive_lock = False
-            self._services.poison_detector.exclusive_lock.release()
-
     async def _pause(self) -> None:
         """Wait before the third and later attempts, twice as long each time, so that a cluster that rejects
         quickly is not asked in a tight loop."""
@@ -399,9 +312,7 @@ class RequestRun:
     def _accept_placement(self, placement: Placement) -> None:
         self._state.move(RequestState.PREFILLING)
         self._attempt_layout = self._services.view.layout_of(placement.decode or placement.prefill)
-        if self._history.num_killed:
-            for worker in filter(None, (placement.prefill, placement.decode)):
-                self._services.poison_detector.track(self._history.original_request_id, worker)
+        self._suspicion.track(placement)
         self._record.placement = placement
         self._services.observer.placed(self._history.original_request_id, self._attempt_number, placement)
         if self._record.placed_s is None:
@@ -414,32 +325,8 @@ class RequestRun:
         A scheduler lists a dead worker until it notices the death. If it still lists the worker after
         `dead_worker_s`, the scheduler is right and the worker is alive.
         """
-        source = placement.prefix_source.worker if placement.prefix_source else None
         since_s = asyncio.get_running_loop().time() - self._services.rules.dead_worker_s
-        return any(
-            worker is not None and self._history.dead.get(worker.incarnation, since_s) > since_s
-            for worker in (placement.prefill, placement.decode, source)
-        )
-
-    def _disturbs_exclusive_run(self, placement: Placement) -> bool:
-        """True if a tracked request must not start now, because a death could be due to another one.
-
-        The exclusive run starts on workers without other tracked requests. Until it has made progress or its
-        worker has died, no other tracked request starts anywhere.
-        """
-        if self._waits_for_exclusive_run:  # it began while the scheduler was asked
-            return True
-        if not self._holds_exclusive_lock:
-            return False
-        detector = self._services.poison_detector
-        workers = [worker for worker in (placement.prefill, placement.decode) if worker is not None]
-        return detector.tracks_others(self._history.original_request_id, workers)
-
-    @property
-    def _waits_for_exclusive_run(self) -> bool:
-        """True if this request is tracked and another one runs alone now."""
-        is_running = self._services.poison_detector.exclusive_lock.locked() and not self._holds_exclusive_lock
-        return bool(self._history.num_killed) and is_running
+        return self._history.saw_die_since(placement, since_s)
 
     def _report_outcome(self, outcome: str) -> None:
         """Report the outcome of the latest placement to the scheduler that decided it."""
