@@ -15,7 +15,7 @@ from baton.core.errors import LayoutMismatch
 from baton.core.ids import ReadId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout, KvMemory
 from baton.sim.sim_memory import SimMemory
-from baton.sim.sim_network import NETWORK
+from baton.sim.sim_streams import NETWORK
 from baton.transfer.backend import GenerationEntry, KvDescriptor, ReadState
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 
