@@ -4,12 +4,10 @@ A decision never waits for I/O.
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import NamedTuple
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot, ClusterUpdate
 from baton.core.cluster.decision_record import DecisionRecord
@@ -31,18 +29,16 @@ from baton.scheduler.decisions.decide import DecisionRules, decide
 from baton.scheduler.decisions.decision_recorder import DecisionRecorder
 from baton.scheduler.decisions.decision_records import UnrecordedDecision
 from baton.scheduler.decisions.deferred_work import DeferredWork
+from baton.scheduler.decisions.prediction_accuracy import PredictionAccuracy
 from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.policy_loading.load_policy import load_policy
-from baton.scheduler.scheduler_budget import PLACEMENT_BYTES, query_bytes
+from baton.scheduler.scheduler_budget import query_bytes
 from baton.scheduler.state.cluster_state import ClusterState
+from baton.scheduler.state.open_placements import OpenPlacements
 from baton.scheduler.state.worker_streams import SchedulerTimes, WorkerStreams
 
 log = get_logger(__name__)
 
-MAX_OPEN_PLACEMENTS = 65_536
-"""Placements whose requests have not ended. Beyond that, the oldest is released."""
-FINISHED = "finished"
-"""Outcome that a gateway reports for an attempt that was completed."""
 EXPECTED_MARGIN_S = 1.0
 """Blocks of a placed prompt are expected for twice the predicted TTFT plus this time."""
 
@@ -75,20 +71,6 @@ class SchedulerRules:
         )
 
 
-class _OpenPlacement(NamedTuple):
-    """A placement whose request has not ended."""
-
-    placement: Placement
-    num_prompt_tokens: int
-
-    @property
-    def overlap_blocks(self) -> int:
-        """Predicted number of prompt blocks that need not be computed."""
-        placement = self.placement
-        overlap = placement.prefill_overlap_blocks if placement.prefill is not None else placement.decode_overlap_blocks
-        return max(overlap, placement.prefix_source.num_blocks if placement.prefix_source is not None else 0)
-
-
 class Scheduler(SchedulerService):
     """One scheduler. All schedulers are active at once, because each worker decides which jobs it accepts."""
 
@@ -117,9 +99,6 @@ class Scheduler(SchedulerService):
         self._metrics = metrics
         self.budget = budget
         self._placements_made = metrics.decisions.labels(rules.policy)
-        self._prompt_tokens, self._predicted_cached_tokens, self._cached_tokens = map(
-            metrics.prefix_tokens.labels, ("asked", "predicted", "actual")
-        )
         self._rng = rng
         self.index = PrefixIndex()
         self._state = ClusterState(
@@ -138,8 +117,8 @@ class Scheduler(SchedulerService):
             rng=Random(rng.getrandbits(64)),
             on_report=self._queue.wake,
         )
-        self._open: OrderedDict[DecisionId, _OpenPlacement] = OrderedDict()
-        self._open_bytes = self.budget.reserve(Account.PLACEMENTS, 0, "the open placements")
+        self._open_placements = OpenPlacements(self._state, self.budget, on_release=self._deferred.schedule)
+        self._accuracy = PredictionAccuracy(metrics, self._state)
         self._num_answers = 0
         self._is_closed = False
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -230,22 +209,9 @@ class Scheduler(SchedulerService):
         answer = decision.answer
         self._num_answers += 1
         if isinstance(answer, Placement):
-            self._reserve_placement()
-            self._open[decision.decision_id] = _OpenPlacement(answer, decision.query.num_prompt_tokens)
-            self._state.reserve(decision.decision_id, decision.query, answer, asyncio.get_running_loop().time())
+            self._open_placements.add(decision.query, answer, asyncio.get_running_loop().time())
         self._deferred.add(partial(self._follow_up, decision))
         return answer
-
-    def _reserve_placement(self) -> None:
-        """Reserve memory for one more open placement. The oldest are released until it fits."""
-        while True:
-            try:
-                if len(self._open) < MAX_OPEN_PLACEMENTS:
-                    return self._open_bytes.resize(PLACEMENT_BYTES * (len(self._open) + 1))
-            except OverBudget:
-                if not self._open:
-                    raise
-            self._release(next(iter(self._open)))
 
     def _follow_up(self, decision: UnrecordedDecision) -> None:
         """Do what the answer need not wait for. The next decision must find it done."""
@@ -325,48 +291,15 @@ class Scheduler(SchedulerService):
 
     def _finished(self, actuals: RequestActuals) -> None:
         self._recorder.finished(actuals)
-        ended = self._release(actuals.decision_id)
+        ended = self._open_placements.release(actuals.decision_id)
         if ended is not None:
-            self._compare_latency(ended.placement, actuals)
-            if actuals.outcome == FINISHED:
-                self._compare_prefix(ended, actuals)
+            self._accuracy.observe(ended, actuals)
             self._queue.wake()
 
     def _abandon(self, answer: Placement | Rejection) -> None:
         """Release a placement that was not fetched and will not be used."""
         if isinstance(answer, Placement):
-            self._release(answer.decision_id)
-
-    def _release(self, decision_id: DecisionId) -> "_OpenPlacement | None":
-        """End what a placement has reserved. Returns None if it has ended before."""
-        ended = self._open.pop(decision_id, None)
-        if ended is not None:
-            workers = (ended.placement.prefill, ended.placement.decode)
-            self._state.release(decision_id, tuple(w.worker_id for w in workers if w is not None))
-            self._open_bytes.resize(PLACEMENT_BYTES * len(self._open))
-            self._deferred.schedule()
-        return ended
-
-    def _compare_latency(self, predicted: Placement, actuals: RequestActuals) -> None:
-        """Observe predicted over actual TTFT and TPOT, on the worker that determines each."""
-        predicted_ttft_s = predicted.ttft_s and predicted.ttft_s + predicted.waiting_s
-        for term, worker, predicted_s, actual_s in (
-            ("ttft", predicted.prefill or predicted.decode, predicted_ttft_s, actuals.ttft_s),
-            ("tpot", predicted.decode or predicted.prefill, predicted.tpot_s, actuals.tpot_s),
-        ):
-            if predicted_s and actual_s and worker is not None and self._state.report_of(worker) is not None:
-                self._metrics.predicted_over_actual.labels(term, worker.worker_id).observe(predicted_s / actual_s)
-
-    def _compare_prefix(self, ended: "_OpenPlacement", actuals: RequestActuals) -> None:
-        """Count the prompt tokens: all, those predicted to be cached or pulled, and those that were."""
-        computing = ended.placement.prefill or ended.placement.decode
-        report = self._state.report_of(computing) if computing is not None else None
-        if report is None:
-            return
-        predicted_tokens = min(ended.num_prompt_tokens, ended.overlap_blocks * report.layout.block_size_tokens)
-        self._prompt_tokens.inc(ended.num_prompt_tokens)
-        self._predicted_cached_tokens.inc(predicted_tokens)
-        self._cached_tokens.inc(actuals.num_cached_tokens)
+            self._open_placements.release(answer.decision_id)
 
     def check_clean(self) -> None:
         """Raise AssertionError unless no request is queued and no worker's memory is reserved.

@@ -14,8 +14,8 @@ from baton.scheduler.decisions.decide import DecisionRules, decide
 from baton.scheduler.decisions.decision_records import RecentDecisions, UnrecordedDecision
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.scheduler_budget import PLACEMENT_BYTES, scheduler_budget
-from baton.scheduler.scheduler_service import _OpenPlacement
 from baton.scheduler.state.cluster_state import ClusterState
+from baton.scheduler.state.open_placements import OpenPlacement
 from tests.builders import query
 from tests.unit.scheduler.measured_workers import decoding, fast_link, measured, queued
 
@@ -90,14 +90,14 @@ def test_charge_of_unrecorded_decisions_covers_their_memory(num_workers: int, po
 @each_size
 def test_charge_of_placements_covers_their_memory(num_workers: int, policy: str) -> None:
     state = cluster_of(num_workers)
-    opened: OrderedDict[DecisionId, _OpenPlacement] = OrderedDict()
+    opened: OrderedDict[DecisionId, OpenPlacement] = OrderedDict()
     workers = tuple(report.worker.worker_id for report in state.reports())
     tracemalloc.start()
     try:
         for number in range(NUM_DECISIONS):
             decision = decided(state, policy, number)
             assert isinstance(decision.answer, Placement)
-            opened[decision.decision_id] = _OpenPlacement(decision.answer, decision.query.num_prompt_tokens)
+            opened[decision.decision_id] = OpenPlacement(decision.answer, decision.query.num_prompt_tokens)
         del decision
         state.snapshot(0.0)
         taken = traced_now()
