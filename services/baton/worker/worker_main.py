@@ -52,7 +52,8 @@ from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
 from baton.worker.worker_budget import worker_budget
 from baton.worker.worker_metrics import MeteredExecutor, WorkerMetrics
-from baton.worker.worker_service import Worker, WorkerParts, WorkerUnhealthy
+from baton.worker.worker_parts import WorkerParts
+from baton.worker.worker_service import Worker, WorkerUnhealthy
 from baton.worker.worker_vllm_metrics import WorkerVllmMetrics
 
 log = get_logger(__name__)

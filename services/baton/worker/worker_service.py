@@ -7,37 +7,22 @@ in.
 import asyncio
 import os
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
-from random import Random
 
 from baton.core.cluster.worker_command import CommandKind, WorkerCommand
 from baton.core.cluster.worker_report import WorkerReport, WorkerRole, WorkerState
 from baton.core.errors import Refused
 from baton.core.ids import DecisionId, WorkerRef
-from baton.core.interfaces import CostStore, Duplex, KvEventFeed, Member, MemberKind, Membership, Network
+from baton.core.interfaces import Duplex, Member, MemberKind
 from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
-from baton.core.step_cost import StepCostModel
-from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.engine import Engine
-from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.loop import EngineLoop
-from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.outcome import EngineOutcome
-from baton.engine.state.step import Executor, StepPlan
-from baton.runtime.config.settings import WorkerConfig
+from baton.engine.state.step import StepPlan
 from baton.runtime.logging import get_logger
 from baton.runtime.network.announcements import Announcements, process_details
-from baton.runtime.observability.health import Health
-from baton.runtime.observability.tracing import OFF, Tracing
-from baton.runtime.process.byte_budget import Account, ByteBudget
+from baton.runtime.process.byte_budget import Account
 from baton.runtime.process.shared_account import SharedAccount
-from baton.transfer.backend import TransferBackend
-from baton.transfer.owner.owner_service import OwnerService
-from baton.transfer.reader.kv_reader import KvReader
-from baton.transfer.reader.peer_reads import ReaderTimes
-from baton.transfer.reader.transfer_observer import NoObserver, TransferObserver
 from baton.worker.background_tasks import BackgroundTasks, FirstFailure
 from baton.worker.costs.prefill_share import RecentPrefillShare
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
@@ -45,51 +30,12 @@ from baton.worker.jobs.job_table import JobTable
 from baton.worker.jobs.leg import LegParts
 from baton.worker.jobs.prefix_puller import PrefixPuller
 from baton.worker.jobs.running_legs import RunningLegs
-from baton.worker.pull_end_observer import PullEndObserver
-from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
 from baton.worker.worker_lifecycle import WorkerLifecycle, WorkerNeedsReplacement, WorkerUnhealthy, draining
+from baton.worker.worker_parts import WorkerParts, build_owner, build_publisher, build_reader
 
 log = get_logger(__name__)
-
-KV_EVENTS_TTL_S = 30.0
-KV_EVENTS_TTL_HEARTBEATS = 10
-"""The KV events of a worker outlive it by the longer of these two. After that, no scheduler needs them any
-more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerParts:
-    """Everything that a worker is built from.
-
-    engine_config, pool, executor, backend, constraints: the opened device
-    feed: where KV events are published; None: nowhere
-    costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
-    `costs_key`.
-    budget: the memory budget of the process
-    admin_port: port of its metrics; None: there is none
-    """
-
-    worker: WorkerRef
-    config: WorkerConfig
-    engine_config: EngineConfig
-    pool: BlockPool
-    executor: Executor
-    backend: TransferBackend
-    constraints: TokenConstraints
-    network: Network
-    membership: Membership
-    health: Health
-    rng: Random
-    budget: ByteBudget
-    observer: TransferObserver | None = None
-    feed: KvEventFeed | None = None
-    costs: StepCostModel | None = None
-    cost_store: CostStore | None = None
-    costs_key: str = ""
-    tracing: Tracing = OFF
-    admin_port: int | None = None
 
 
 class Worker:
@@ -120,9 +66,9 @@ class Worker:
             step_costs=lambda: self._costs.costs,
             clock=lambda: asyncio.get_running_loop().time(),
         )
-        self.publisher = _build_publisher(parts)
-        self.owner = _build_owner(parts)
-        self.reader = _build_reader(parts, on_pull_end=self._publish_kv_events)
+        self.publisher = build_publisher(parts)
+        self.owner = build_owner(parts)
+        self.reader = build_reader(parts, on_pull_end=self._publish_kv_events)
         self.legs = RunningLegs(parts.pool)
         self.engine_loop = EngineLoop(self.engine, parts.executor, self._deliver, self._on_step)
         self.jobs = JobTable(
@@ -393,46 +339,3 @@ class Worker:
         await self.reader.aclose()
         await self.owner.aclose()
         await self.tasks.aclose()
-
-
-def _build_publisher(parts: WorkerParts) -> KvEventPublisher | None:
-    if parts.feed is None:
-        return None
-    ttl_s = max(KV_EVENTS_TTL_S, KV_EVENTS_TTL_HEARTBEATS * parts.config.heartbeat_s)
-    return KvEventPublisher(worker=parts.worker, pool=parts.pool, feed=parts.feed, ttl_s=ttl_s, rng=parts.rng)
-
-
-def _build_owner(parts: WorkerParts) -> OwnerService:
-    config = parts.config
-    return OwnerService(
-        worker=parts.worker,
-        layout=parts.executor.layout,
-        backend=parts.backend,
-        pins=parts.pool,
-        lookup=parts.pool.lookup,
-        lease_s=config.lease_s,
-        claim_timeout_s=config.kv_claim_timeout_s,
-        reorder_window_s=config.transfer_reorder_window_s,
-        tracing=parts.tracing,
-    )
-
-
-def _build_reader(parts: WorkerParts, *, on_pull_end: Callable[[], None]) -> KvReader:
-    config = parts.config
-    return KvReader(
-        worker=parts.worker,
-        layout=parts.executor.layout,
-        backend=parts.backend,
-        network=parts.network,
-        pool=parts.pool,
-        rng=parts.rng,
-        times=ReaderTimes(
-            lease_s=config.lease_s,
-            renew_s=min(config.heartbeat_s, config.lease_s / 3),
-            deadline_min_s=config.transfer_deadline_min_s,
-            deadline_max_s=config.transfer_deadline_max_s,
-        ),
-        min_link_gbps=config.min_link_gbps,
-        observer=PullEndObserver(parts.observer or NoObserver(), on_pull_end),
-        tracing=parts.tracing,
-    )

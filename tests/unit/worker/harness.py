@@ -35,7 +35,8 @@ from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBack
 from baton.store.memory.memory_stores import MemoryCostStore, MemoryKvEventFeed
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.worker_budget import worker_budget
-from baton.worker.worker_service import Worker, WorkerParts
+from baton.worker.worker_parts import WorkerParts
+from baton.worker.worker_service import Worker
 from tests import builders
 from tests.times import TEST_TIMES
 from tests.unit.worker.job_builders import VOCAB_SIZE, decode_job, prefill_job

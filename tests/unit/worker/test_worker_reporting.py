@@ -18,7 +18,7 @@ from baton.core.step_cost import attended_tokens
 from baton.sim.sim_transfer_backend import LinkModel
 from baton.store.memory.memory_stores import MemoryKvEventFeed
 from baton.worker.worker_metrics import WorkerMetrics
-from baton.worker.worker_service import KV_EVENTS_TTL_S
+from baton.worker.worker_parts import KV_EVENTS_TTL_S
 from tests.unit.worker.harness import SCHEDULER, STEP_COST, Cluster, Node, Pair, cluster, pair
 from tests.unit.worker.job_builders import decode_job
 from tests.unit.worker.virtual_loop import virtual

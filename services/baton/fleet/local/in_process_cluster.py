@@ -45,7 +45,8 @@ from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
 from baton.scheduler.state.worker_streams import SchedulerTimes
 from baton.transfer.backend import TransferBackend
 from baton.worker.worker_budget import worker_budget
-from baton.worker.worker_service import Worker, WorkerNeedsReplacement, WorkerParts
+from baton.worker.worker_parts import WorkerParts
+from baton.worker.worker_service import Worker, WorkerNeedsReplacement
 
 
 class Switchboard(Protocol):

@@ -1,0 +1,108 @@
+"""Everything that a worker is built from, and its objects for KV events and transfers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from baton.core.ids import WorkerRef
+from baton.core.interfaces import CostStore, KvEventFeed, Membership, Network
+from baton.core.step_cost import StepCostModel
+from baton.engine.constraints.token_constraints import TokenConstraints
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.state.engine_config import EngineConfig
+from baton.engine.state.step import Executor
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.observability.health import Health
+from baton.runtime.observability.tracing import OFF, Tracing
+from baton.runtime.process.byte_budget import ByteBudget
+from baton.transfer.backend import TransferBackend
+from baton.transfer.owner.owner_service import OwnerService
+from baton.transfer.reader.kv_reader import KvReader
+from baton.transfer.reader.peer_reads import ReaderTimes
+from baton.transfer.reader.transfer_observer import NoObserver, TransferObserver
+from baton.worker.pull_end_observer import PullEndObserver
+from baton.worker.reporting.kv_event_publisher import KvEventPublisher
+
+KV_EVENTS_TTL_S = 30.0
+KV_EVENTS_TTL_HEARTBEATS = 10
+"""The KV events of a worker outlive it by the longer of these two. After that, no scheduler needs them any
+more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """Everything that a worker is built from.
+
+    engine_config, pool, executor, backend, constraints: the opened device
+    feed: where KV events are published; None: nowhere
+    costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
+    `costs_key`.
+    budget: the memory budget of the process
+    admin_port: port of its metrics; None: there is none
+    """
+
+    worker: WorkerRef
+    config: WorkerConfig
+    engine_config: EngineConfig
+    pool: BlockPool
+    executor: Executor
+    backend: TransferBackend
+    constraints: TokenConstraints
+    network: Network
+    membership: Membership
+    health: Health
+    rng: Random
+    budget: ByteBudget
+    observer: TransferObserver | None = None
+    feed: KvEventFeed | None = None
+    costs: StepCostModel | None = None
+    cost_store: CostStore | None = None
+    costs_key: str = ""
+    tracing: Tracing = OFF
+    admin_port: int | None = None
+
+
+def build_publisher(parts: WorkerParts) -> KvEventPublisher | None:
+    """Build the publisher of KV events. Returns None without a feed."""
+    if parts.feed is None:
+        return None
+    ttl_s = max(KV_EVENTS_TTL_S, KV_EVENTS_TTL_HEARTBEATS * parts.config.heartbeat_s)
+    return KvEventPublisher(worker=parts.worker, pool=parts.pool, feed=parts.feed, ttl_s=ttl_s, rng=parts.rng)
+
+
+def build_owner(parts: WorkerParts) -> OwnerService:
+    """Build the service that lets peers read this worker's KV."""
+    config = parts.config
+    return OwnerService(
+        worker=parts.worker,
+        layout=parts.executor.layout,
+        backend=parts.backend,
+        pins=parts.pool,
+        lookup=parts.pool.lookup,
+        lease_s=config.lease_s,
+        claim_timeout_s=config.kv_claim_timeout_s,
+        reorder_window_s=config.transfer_reorder_window_s,
+        tracing=parts.tracing,
+    )
+
+
+def build_reader(parts: WorkerParts, *, on_pull_end: Callable[[], None]) -> KvReader:
+    """Build the reader of peers' KV. `on_pull_end` is called after each pull."""
+    config = parts.config
+    return KvReader(
+        worker=parts.worker,
+        layout=parts.executor.layout,
+        backend=parts.backend,
+        network=parts.network,
+        pool=parts.pool,
+        rng=parts.rng,
+        times=ReaderTimes(
+            lease_s=config.lease_s,
+            renew_s=min(config.heartbeat_s, config.lease_s / 3),
+            deadline_min_s=config.transfer_deadline_min_s,
+            deadline_max_s=config.transfer_deadline_max_s,
+        ),
+        min_link_gbps=config.min_link_gbps,
+        observer=PullEndObserver(parts.observer or NoObserver(), on_pull_end),
+        tracing=parts.tracing,
+    )
