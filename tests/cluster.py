@@ -278,17 +278,23 @@ class ProcessCluster:
             return await admin.status()
 
     @asynccontextmanager
-    async def _admin(self) -> AsyncIterator[AdminClient]:
+    async def _admin(self, gateway: str = "gateway") -> AsyncIterator[AdminClient]:
         tls, key = (None, "") if self.secured is None else (self.secured.front, self.secured.bearer(ADMIN))
         # A long keepalive and timeout, so that a busy machine breaks no connection.
-        async with open_channel(self.grpc_address, channel_options(10.0), tls) as channel:
-            yield AdminClient(channel, self.grpc_address, authorization=key, call_s=60.0)
+        address = self.gateways[gateway].grpc_address
+        async with open_channel(address, channel_options(10.0), tls) as channel:
+            yield AdminClient(channel, address, authorization=key, call_s=60.0)
 
-    async def until(self, condition: Callable[[ClusterStatus], bool], limit_s: float, what: str) -> ClusterStatus:
-        """Poll the cluster's status until `condition` holds. Raises AssertionError with the last status."""
+    async def until(
+        self, condition: Callable[[ClusterStatus], bool], limit_s: float, what: str, *, gateway: str = "gateway"
+    ) -> ClusterStatus:
+        """Poll the cluster's status, as `gateway` knows it, until `condition` holds.
+
+        Raises AssertionError with the last status.
+        """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
-        async with self._admin() as admin:  # one connection for all polls, so that few states are missed
+        async with self._admin(gateway) as admin:  # one connection for all polls, so that few states are missed
             while True:
                 status = await admin.status()
                 if condition(status):

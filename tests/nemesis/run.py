@@ -36,6 +36,7 @@ from tests.nemesis.plan import (
     Fault,
     make_plan,
 )
+from tests.nemesis.readiness import until_settled
 from tests.nemesis.stalls import StallMonitor
 from tests.nemesis.world import HostTools, World, host_unavailable_reason
 from tests.times import TEST_TIMES
@@ -165,8 +166,8 @@ async def run_nemesis(options: Options, directory: Path, say: Callable[[str], No
             cluster.start_limit_s = BACK_S
             say(f"starting {len(SERVICES)} services and Redis, network {options.network}")
             await cluster.start(prefill=2, decode=2, hybrid=1, schedulers=len(SCHEDULERS), gateways=len(GATEWAYS))
-            await cluster.until_workers(*WORKERS, limit_s=BACK_S)
-            say("all workers are ready; sending each case without faults")
+            await until_settled(cluster, WORKERS, limit_s=BACK_S)
+            say("all workers are ready and linked; sending each case without faults")
             await _Run(options, World(cluster, network, tools), result, say).run(options.plan())
         finally:
             await cluster.stop()
