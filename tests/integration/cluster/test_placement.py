@@ -18,6 +18,7 @@ import pytest_asyncio
 import redis as sync_redis
 
 from baton.core.client_api import WorkerStatus
+from baton.core.errors import StoreUnavailable
 from baton.core.kv.block_hash import BlockHash, chain, root_hash, token_ids
 from baton.core.kv.kv_events import KvEvent, KvEventKind
 from baton.core.request import Sampling
@@ -252,20 +253,25 @@ async def claim(cluster: ProcessCluster, worker: WorkerStatus, hashes: tuple[Blo
     try:
         feed = RedisKvEventFeed(connection, Keys())
 
-        async def is_known() -> bool:
-            """Return False if the store has just lost all data."""
-            return await feed.renew(worker.worker, 10.0) > 0
+        async def is_published() -> bool:
+            """Return False if the store has just lost all data, or if the worker took the next number."""
+            last = await feed.renew(worker.worker, 10.0)
+            if last <= 0:
+                return False
+            event = KvEvent(
+                worker=worker.worker,
+                event_seq=last + 1,
+                kind=KvEventKind.STORED,
+                hashes=hashes,
+                block_size_tokens=BLOCK_SIZE_TOKENS,
+            )
+            try:
+                await feed.publish(worker.worker, [event], 10.0)
+            except StoreUnavailable:
+                return False
+            return True
 
-        await until(is_known, BOUND_S)
-        last = await feed.renew(worker.worker, 10.0)
-        event = KvEvent(
-            worker=worker.worker,
-            event_seq=last + 1,
-            kind=KvEventKind.STORED,
-            hashes=hashes,
-            block_size_tokens=BLOCK_SIZE_TOKENS,
-        )
-        await feed.publish(worker.worker, [event], 10.0)
+        await until(is_published, BOUND_S)
     finally:
         await connection.aclose()
 
