@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from baton.gateway.constraints.gbnf import GrammarTextError
 from baton.gateway.constraints.message_grammar import CallableTool
 from baton.gateway.constraints.text_pattern import whole_text_pattern
+from baton.gateway.input.schemas.schema_reader import read_schema
 from baton.gateway.output import builtin_formats as formats
 from baton.gateway.output.formats import ToolFormat
 from tests.unit.gateway.grammar_cases import PING, WEATHER, accepts, grammar_of, parsed, random_message
@@ -179,6 +180,29 @@ def test_schemas_of_all_kinds_are_written() -> None:
         assert LLMatcher.validate_grammar(grammar.text, None) == ""
 
 
+@pytest.mark.parametrize("leaf", [{"type": "object"}, {"type": "string"}])
+@pytest.mark.parametrize("family", ["qwen3_coder", "gemma4"])
+def test_cost_of_unions_that_multiply_is_bounded(family: str, leaf: dict[str, Any]) -> None:
+    """It takes up to 0.1 s of CPU; without bounds it is minutes."""
+    tools = FORMATS[family].tools
+    assert tools is not None
+    fans = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 8} for n in range(20)}
+    schemas: list[dict[str, Any]] = [
+        {"$ref": "#/$defs/0", "$defs": {**fans, "20": leaf}},
+        {"$ref": "#/$defs/14", "$defs": {**fans, "20": leaf}},
+        {"allOf": [{"anyOf": [leaf, {"required": ["a"]}]}] * 500},
+        {"properties": {"a": {"$ref": "#", "minProperties": 1}, "b": {"$ref": "#", "maxProperties": 9}}},
+    ]
+    began_s = time.thread_time()
+    for schema in schemas:
+        tool = CallableTool(name="f", parameters={"type": "object", **schema}, strict=True)
+        with suppress(GrammarTextError):
+            grammar_of(tools).required([tool], parallel=True)
+    many = [CallableTool(name=f"f{n}", parameters={"type": "object", **schemas[0]}) for n in range(128)]
+    grammar_of(tools).required(many, parallel=True)
+    assert time.thread_time() - began_s < 0.3
+
+
 @pytest.mark.parametrize("family", ["qwen3_coder", "deepseek_v32", "gemma4"])
 def test_cost_of_hostile_schemas_is_bounded(family: str) -> None:
     tools = FORMATS[family].tools
@@ -208,6 +232,104 @@ def test_only_definitions_that_are_used_are_written() -> None:
     assert len(grammar_of(formats.QWEN3_CODER).required([tool], parallel=True).text) < 1500
     for value, is_allowed in (([{"begin": {"x": 1}}], True), ([{"begin": {"x": "y"}}], False)):
         assert verdict(formats.QWEN3_CODER, tool, value, special=True)[0] is is_allowed
+
+
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+LETTER = {"enum": ["x", "y"]}
+CAT = {"properties": {"kind": {"const": "cat"}, "lives": DIGIT}, "required": ["kind", "lives"]}
+DOG = {"properties": {"kind": {"const": "dog"}, "tricks": LETTER}, "required": ["kind", "tricks"]}
+CLOSED = {"additionalProperties": False}
+WHOLE_SCHEMAS: dict[str, dict[str, Any]] = {
+    "union": {"anyOf": [CAT | CLOSED, DOG | CLOSED]},
+    "exclusive union": {"oneOf": [CAT | CLOSED, DOG | CLOSED]},
+    "union of required members": {
+        "properties": {"a": DIGIT, "b": LETTER},
+        "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+    },
+    "several schemas": {"allOf": [{"properties": {"a": DIGIT}, "required": ["a"]}, DOG]},
+    "two rules for a member": {"allOf": [{"properties": {"a": {"minimum": 7}}}], "properties": {"a": DIGIT}},
+    "closed by one of several": {"allOf": [CAT | CLOSED, {"properties": {"other": DIGIT}}]},
+    "dependent members": {"properties": {"a": DIGIT, "b": LETTER}, "dependentRequired": {"a": ["b"]}},
+    "forbidden member": {"properties": {"a": False, "b": DIGIT}, "required": ["b"]},
+    "member that nothing matches": {"properties": {"a": {"not": {}}, "b": DIGIT}, "required": ["b"]},
+    "tuple": {"properties": {"a": {"prefixItems": [DIGIT, LETTER], "items": False, "minItems": 1, "type": "array"}}},
+    "number with two rules": {"properties": {"a": {"allOf": [DIGIT, {"minimum": 7}]}}, "required": ["a"]},
+    "string with two rules": {
+        "properties": {"a": {"allOf": [{"type": "string", "minLength": 2}, {"maxLength": 3}]}},
+        "required": ["a"],
+    },
+    "reference to all of it": {"$ref": "#/$defs/D", "$defs": {"D": DOG}},
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", WHOLE_SCHEMAS)
+def test_calls_match_the_whole_schema_that_a_client_sent(name: str, strict: bool) -> None:
+    """Schemas are read as those of requests, which writes some of their keywords with others."""
+    sent = {"type": "object", **WHOLE_SCHEMAS[name]}
+    validator = jsonschema.Draft202012Validator(sent)
+    tool = CallableTool(name="f", parameters=read_schema("p", sent, lenient=not strict), strict=strict)
+    for family in ("qwen3_coder", "glm45", "deepseek_v32", "gemma4"):
+        tools = FORMATS[family].tools
+        assert tools is not None
+        grammar = grammar_of(tools).required([tool], parallel=False)
+        closing = tools.syntax.parameters.after_value if tools.syntax.parameters else ""
+        for seed in range(4):
+            text = random_message(grammar, Random(seed), closing)
+            (call,) = parsed(tools, text, [CallableTool(name="f", parameters=sent)]).tool_calls
+            validator.validate(json.loads(call.arguments))
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "deepseek_v32", "gemma4"])
+def test_each_object_of_a_union_may_be_called(family: str) -> None:
+    tools = FORMATS[family].tools
+    assert tools is not None
+    sent = {"type": "object", "anyOf": [CAT | CLOSED, DOG | CLOSED]}
+    tool = CallableTool(name="f", parameters=read_schema("p", sent), strict=True)
+    grammar = grammar_of(tools).required([tool], parallel=False)
+    for value in ({"kind": "cat", "lives": 9}, {"kind": "dog", "tricks": "x"}):
+        assert accepts(grammar, written_call(tools, "f", written(tools, value)))
+    for value in ({"kind": "cat", "tricks": "x"}, {"kind": "dog"}, {}):
+        assert not accepts(grammar, written_call(tools, "f", written(tools, value)))
+
+
+def test_text_that_the_parser_would_strip_to_a_number_is_no_string() -> None:
+    tool = tool_with({"anyOf": [{"type": "integer", "maximum": 3}, {"type": "string", "maxLength": 3}]})
+    for space in " \n\x1c\x1f\x85\xa0":
+        assert not verdict(formats.GLM45, tool, f"7{space}", special=True)[0], repr(space)
+
+
+@pytest.mark.parametrize(("family", "is_marked"), [("qwen3_coder", False), ("glm45", False), ("deepseek_v32", True)])
+def test_string_that_is_a_number_in_another_object_of_a_union(family: str, is_marked: bool) -> None:
+    """Formats that do not mark strings have only strings that the parser does not take for the number."""
+    tools = FORMATS[family].tools
+    assert tools is not None
+    small, text = {"type": "integer", "maximum": 0}, {"type": "string"}
+    objects = [{"properties": {"a": schema}, "required": ["a"], **CLOSED} for schema in (small, text)]
+    sent = {"type": "object", "anyOf": objects}
+    tool = CallableTool(name="f", parameters=read_schema("p", sent), strict=True)
+    grammar = grammar_of(tools).required([tool], parallel=False)
+    for value, is_allowed in (("x", True), ("7", is_marked), (7, False)):
+        call = written_call(tools, "f", written(tools, {"a": value}))
+        assert accepts(grammar, call) is is_allowed, value
+        if is_allowed:
+            (found,) = parsed(tools, call, [CallableTool(name="f", parameters=sent)]).tool_calls
+            assert json.loads(found.arguments) == {"a": value}
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "gemma4"])
+def test_schema_that_the_format_cannot_enforce_is_refused_for_strict_tools(family: str) -> None:
+    tools = FORMATS[family].tools
+    assert tools is not None
+    many = {"anyOf": [{"properties": {"k": {"const": number}}, "required": ["k"]} for number in range(100)]}
+    nothing = {"properties": {"a": DIGIT}, "required": ["a", "b"], "additionalProperties": False}
+    for schema, words in ((many, "alternatives"), (nothing, "no object")):
+        strict = CallableTool(name="f", parameters={"type": "object", **schema}, strict=True)
+        with pytest.raises(GrammarTextError, match=f"the parameters of the tool 'f'.*{words}"):
+            grammar_of(tools).required([strict], parallel=True)
+    lenient = CallableTool(name="f", parameters={"type": "object", **many})
+    grammar = grammar_of(tools).required([lenient], parallel=True)
+    assert accepts(grammar, written_call(tools, "f", written(tools, {"k": 99})))
 
 
 # Random messages that the grammar allows.

@@ -5,32 +5,60 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.gateway.constraints.lark_writer import LarkWriter
-from baton.gateway.constraints.object_shape import KEY, object_shape, string_rules
-from baton.gateway.output.values.schema_alternatives import constants, merged, resolve_reference, rest_of
+from baton.gateway.constraints.object_shape import (
+    KEY,
+    ObjectShape,
+    ShapeReader,
+    UnsupportedSchema,
+    has_rules,
+    string_rules,
+)
+from baton.gateway.constraints.schema_conjunction import is_nothing, joined
+from baton.gateway.output.values.schema_alternatives import constants, merged, resolve_reference, rest_of, types_of
 
 _SCALARS = ("integer", "number", "boolean", "null")
 _COMMA = ' "," '
 _MAX_ITEMS = 1000
 """Largest bound of a list's length that is enforced."""
+_MAX_JOINED = 256
+_MAX_JOINED_DEPTH = 24
+"""Values to which several schemas apply: of one tool, and within each other. Recursive ones have no end."""
 
 
 class GemmaGrammar:
     """Grammar of the arguments of one tool. Members come in the order of their names."""
 
-    def __init__(self, writer: LarkWriter, delimiter: str, root: Mapping[str, Any], *, lenient: bool) -> None:
+    def __init__(
+        self,
+        writer: LarkWriter,
+        reader: ShapeReader,
+        delimiter: str,
+        root: Mapping[str, Any],
+        *,
+        lenient: bool,
+    ) -> None:
         self._writer = writer
         self._delimiter = delimiter
         self._quote = writer.text(delimiter)
         self._root = root
         self._lenient = lenient
+        self._reader = reader
         self._references: dict[str, str] = {}
+        self._num_joined = self._depth = 0
 
     def expression(self) -> str:
-        """Return an expression for the arguments."""
+        """Return an expression for the arguments.
+
+        Raises UnsupportedSchema if the schema cannot be enforced, and the tool is strict.
+        """
         return self._object(self._root)
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        shape = object_shape(schema, self._root)
+        shapes = self._reader.shapes(schema, self._root, lenient=self._lenient)
+        found = dict.fromkeys(map(self._shape, shapes))
+        return f"({' | '.join(found)})" if len(found) > 1 else next(iter(found))
+
+    def _shape(self, shape: ObjectShape) -> str:
         if shape.properties:
             return f'"{{" {self._members(shape.properties, shape.required)} "}}"'
         if shape.others is None:
@@ -53,16 +81,45 @@ class GemmaGrammar:
     def _value(self, schema: Any) -> str:
         if not isinstance(schema, Mapping):
             return self._anything("value")
-        if isinstance(reference := schema.get("$ref"), str):
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and not has_rules(rest_of(schema, "$ref")):
             return self._reference(reference)
         if (values := constants(schema)) is not None:
             return f"({' | '.join(map(self._literal, values))})"
-        every = schema.get("allOf")
-        if isinstance(every, list) and len(every) == 1:
-            return self._value(every[0])
+        if "allOf" in schema or reference is not None:
+            return self._several(schema)
         if choices := _choices(schema):
             return f"({' | '.join(map(self._value, choices))})"
         return self._typed(schema)
+
+    def _several(self, schema: Mapping[str, Any]) -> str:
+        """Return an expression for a value to which several schemas apply."""
+        self._num_joined += 1
+        if self._num_joined > _MAX_JOINED or self._depth == _MAX_JOINED_DEPTH:
+            return self._unsupported("so many allOf and rules beside $ref")
+        self._depth += 1
+        expression = self._joined(schema)
+        self._depth -= 1
+        return expression
+
+    def _joined(self, schema: Mapping[str, Any]) -> str:
+        every = schema.get("allOf")
+        if isinstance(every, list) and len(every) == 1 and not has_rules(rest_of(schema, "allOf")):
+            return self._value(every[0])
+        kinds = types_of(schema, self._root)
+        if kinds and set(kinds) <= set(_SCALARS):
+            return self._writer.json(schema, lenient=self._lenient, definitions=self._root)
+        if kinds == ["object"]:
+            return f"({self._object(schema)})"
+        found = joined(schema, self._root)
+        if found is None:
+            return self._unsupported("allOf and rules beside $ref")
+        return self._value(found)
+
+    def _unsupported(self, what: str) -> str:
+        if not self._lenient:
+            raise UnsupportedSchema(f"this model's calls cannot enforce {what}; write it as one schema")
+        return self._anything("value")
 
     def _typed(self, schema: Mapping[str, Any]) -> str:
         kind = schema.get("type")
@@ -73,17 +130,37 @@ class GemmaGrammar:
             return self._writer.json(schema, lenient=self._lenient, definitions=self._root)
         if kind == "object":
             return f"({self._object(schema)})"
-        if kind == "array" and "prefixItems" not in schema:
-            return self._list(schema)
+        if kind == "array":
+            return self._tuple(schema) if schema.get("prefixItems") else self._list(schema)
         return self._anything("value")
 
-    def _list(self, schema: Mapping[str, Any]) -> str:
-        item = self._value(schema.get("items", True))
+    def _tuple(self, schema: Mapping[str, Any]) -> str:
+        """Return an expression for a list with a schema for each of its first items."""
+        first, (least, most) = schema["prefixItems"], self._lengths(schema)
+        if most is not None and most < len(first):
+            first = first[:most]
+        rest = schema.get("items", True)
+        ends = is_nothing(rest) or most == len(first)
+        if not ends and (least > len(first) or most is not None):
+            return self._unsupported("minItems or maxItems beside prefixItems and items")
+        items = '""' if ends else f'("," {self._value(rest)})*'
+        for number in range(len(first) - 1, -1, -1):
+            comma = '"," ' if number else ""
+            items = f"{comma}{self._value(first[number])} {items}"
+            items = self._writer.rule(items if number < least else f'{items} | ""')
+        return f'("[" {items} "]")'
+
+    def _lengths(self, schema: Mapping[str, Any]) -> tuple[int, int | None]:
+        """Return the bounds for the number of items."""
         least, most = schema.get("minItems"), schema.get("maxItems")
         least = least if isinstance(least, int) and 0 < least <= _MAX_ITEMS else 0
-        most = most if isinstance(most, int) and least <= most <= _MAX_ITEMS else None
-        if most == 0:
+        return least, most if isinstance(most, int) and least <= most <= _MAX_ITEMS else None
+
+    def _list(self, schema: Mapping[str, Any]) -> str:
+        least, most = self._lengths(schema)
+        if most == 0 or is_nothing(schema.get("items", True)):
             return '"[]"'
+        item = self._value(schema.get("items", True))
         more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
         return f'("[" {item} {more} "]")' if least else f'("[" ({item} {more})? "]")'
 

@@ -11,6 +11,7 @@ from typing import Any
 from baton.gateway.constraints.answer_constraint import ContentRule, JsonRule
 from baton.gateway.constraints.gemma_grammar import GemmaGrammar
 from baton.gateway.constraints.lark_writer import LarkWriter, WrittenGrammar, escaped
+from baton.gateway.constraints.object_shape import ShapeReader, UnsupportedSchema
 from baton.gateway.constraints.parameter_grammar import ParameterGrammar
 from baton.gateway.output.formats import CallLayout, OutputFormat, ToolFormat
 from baton.gateway.output.prompt_end import opens_reasoning
@@ -50,6 +51,7 @@ class MessageGrammar:
         `prompt` is the end of the prompt, which may begin or end the reasoning.
         """
         self._writer = LarkWriter(token_ids)
+        self._reader = ShapeReader()
         self._tools = tools
         self._format = output_format
         self._token_ids = token_ids
@@ -151,12 +153,15 @@ class MessageGrammar:
         return f"{head} {self._arguments(tool)} {tail}".strip()
 
     def _arguments(self, tool: CallableTool) -> str:
-        lenient, syntax = not tool.strict, self._tools.syntax
-        self._writer.forget_definitions()
-        if self._tools.layout is CallLayout.PARAMETERS and syntax.parameters is not None:
-            return ParameterGrammar(self._writer, syntax.parameters, tool.schema, lenient=lenient).expression()
-        if self._tools.layout is CallLayout.GEMMA:
-            return GemmaGrammar(self._writer, syntax.string_delimiter, tool.schema, lenient=lenient).expression()
+        lenient, syntax, writer, reader = not tool.strict, self._tools.syntax, self._writer, self._reader
+        writer.forget_definitions()
+        try:
+            if self._tools.layout is CallLayout.PARAMETERS and syntax.parameters is not None:
+                return ParameterGrammar(writer, reader, syntax.parameters, tool.schema, lenient=lenient).expression()
+            if self._tools.layout is CallLayout.GEMMA:
+                return GemmaGrammar(writer, reader, syntax.string_delimiter, tool.schema, lenient=lenient).expression()
+        except UnsupportedSchema as error:
+            raise UnsupportedSchema(f"{_place(tool)}: {error}") from error
         return self._writer.json(tool.schema, lenient=lenient, place=_place(tool))
 
 

@@ -13,7 +13,7 @@ from baton.gateway.output.format_choice import choose_format
 from baton.gateway.output.formats import ReasoningFormat
 from baton.gateway.output.prompt_end import opens_reasoning
 from baton.gateway.output.special_text import split_special
-from baton.gateway.output.values.typed_values import schema_types, to_json
+from baton.gateway.output.values.typed_values import ToolTypes, schema_types, to_json
 from tests.scripted_chats import TEMPLATES as CHAT_TEMPLATES
 
 QWEN3 = "{% if tools %}<tool_call></tool_call>{% endif %}{{ content.split('</think>')[-1] }}<think>\n\n</think>\n\n"
@@ -223,10 +223,30 @@ def test_types_are_read_from_every_keyword_of_a_schema(schema: Any, types: tuple
     assert schema_types(schema, root) == types
 
 
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {}}}]}, ("integer",)),
+        ({"properties": {"a": {"type": "integer"}}, "anyOf": [{"properties": {"b": {}}}]}, ("integer",)),
+        ({"anyOf": [{"properties": {"a": {"type": kind}}} for kind in ("integer", "null")]}, ("integer", "null")),
+        ({"$ref": "#/$defs/o", "$defs": {"o": {"properties": {"a": {"type": "boolean"}}}}}, ("boolean",)),
+        ({"properties": {"b": {}}, "additionalProperties": {"type": "number"}}, ("number",)),
+        ({"properties": {"a": False}, "additionalProperties": False}, ()),
+        ({"properties": 3, "allOf": 3, "$ref": 3}, ()),
+        ({"$ref": "#"}, ()),
+    ],
+)
+def test_types_of_a_parameter_are_found_in_all_parts_of_the_schema(schema: Any, types: tuple[str, ...]) -> None:
+    found = ToolTypes({"f": schema})
+    assert found.of("f", "a") == types
+    assert found.of("f", "a") == types  # from the cache
+
+
 def test_schema_with_many_references_to_itself_is_cheap() -> None:
     root = {"$defs": {name: {"anyOf": [{"$ref": f"#/$defs/{other}"} for other in "abcd" * 60]} for name in "abcd"}}
     root["$defs"]["d"] = {"type": "integer"}
     began_s = time.thread_time()
     assert schema_types({"$ref": "#/$defs/a"}, root) == ("integer",)
     assert schema_types({"anyOf": [{"type": "integer"}] * 100_000}) == ("integer",)
+    assert ToolTypes({"f": {"anyOf": [{"$ref": "#/$defs/a"}] * 100_000, **root}}).of("f", "x") == ()
     assert time.thread_time() - began_s < 0.02

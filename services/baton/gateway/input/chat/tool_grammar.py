@@ -9,6 +9,7 @@ from baton.core.request_limits import MAX_GRAMMAR_BYTES
 from baton.gateway.constraints.gbnf import GrammarTextError
 from baton.gateway.constraints.lark_writer import WrittenGrammar
 from baton.gateway.constraints.message_grammar import CallableTool, MessageGrammar
+from baton.gateway.constraints.object_shape import UnsupportedSchema
 from baton.gateway.input.chat.chat_request import ChatRequest
 from baton.gateway.input.chat.tool_fields import Tool, ToolMode
 from baton.gateway.input.client_call import InvalidField
@@ -69,6 +70,8 @@ def _written(
             grammar = writer.required(tools, parallel=use.parallel and use.only is None)
         else:
             grammar = writer.automatic(tools, parallel=use.parallel)
+    except UnsupportedSchema as error:
+        raise InvalidField("tools", f"tools: {error}", Reason.INVALID_GRAMMAR) from error
     except GrammarTextError:
         grammar = None
     if grammar is None or len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:

@@ -10,6 +10,8 @@ _MAX_STEPS = 2 * MAX_ALTERNATIVES
 _MAX_KEYS = 64
 """Rules beside a union or a reference are taken into account up to this number."""
 
+_UNIONS = ("allOf", "anyOf", "oneOf")
+
 
 def alternatives(schema: Any, root: Any) -> list[Mapping[str, Any]]:
     """Return the schemas of which one applies to a value, in the order of the schema.
@@ -39,6 +41,31 @@ def alternatives(schema: Any, root: Any) -> list[Mapping[str, Any]]:
             found.append(current)
         else:
             waiting.extend(reversed(parts))
+    return found
+
+
+def parts_of_object(schema: Any) -> list[Mapping[str, Any]]:
+    """Return the schemas that may have members of an object: a schema, its unions, `allOf` and references."""
+    found: list[Mapping[str, Any]] = []
+    followed: set[str] = set()
+    waiting: list[Any] = [schema]
+    steps = 0
+    while waiting and len(found) < MAX_ALTERNATIVES and steps < _MAX_STEPS:
+        steps += 1
+        current = waiting.pop()
+        if not isinstance(current, Mapping):
+            continue
+        if not {"properties", "additionalProperties"}.isdisjoint(current):
+            found.append(current)
+        inner: list[Any] = []
+        for name in _UNIONS:
+            schemas = current.get(name)
+            inner += schemas[:MAX_ALTERNATIVES] if isinstance(schemas, list) else []
+        reference = current.get("$ref")
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            inner.insert(0, resolve_reference(reference, schema))
+        waiting.extend(reversed(inner))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.gateway.output.formats import ToolSchemas
 from baton.gateway.output.values.json_escape import quote
-from baton.gateway.output.values.schema_alternatives import alternatives, types_of
+from baton.gateway.output.values.schema_alternatives import alternatives, parts_of_object, types_of
 
 MAX_JSON_DEPTH = 200
 """Objects and lists that are nested deeper stay strings."""
@@ -39,16 +39,25 @@ class ToolTypes:
         if schema is None:
             return ()
         if tool not in self._objects:
-            self._objects[tool] = alternatives(schema, schema)
-        types: list[str] = []
-        for each in self._objects[tool]:
-            properties, others = each.get("properties"), each.get("additionalProperties")
-            key = parameter if isinstance(properties, Mapping) and parameter in properties else ""
-            if (tool, key) not in self._types:
-                rules = properties[parameter] if key and isinstance(properties, Mapping) else others
-                self._types[tool, key] = schema_types(rules, schema)
-            types += self._types[tool, key]
-        return tuple(dict.fromkeys(types))
+            self._objects[tool] = parts_of_object(schema)
+        parts = self._objects[tool]
+        is_named = any(parameter in _properties(each) for each in parts)
+        key = (tool, parameter if is_named else "")
+        if key not in self._types:
+            rules = (_member(each, key[1]) for each in parts)
+            self._types[key] = tuple(dict.fromkeys(kind for rule in rules for kind in schema_types(rule, schema)))
+        return self._types[key]
+
+
+def _member(schema: Mapping[str, Any], name: str) -> Any:
+    """Return the schema of a member of an object; that of further members if it has no property `name`."""
+    named = _properties(schema).get(name) if name else None
+    return schema.get("additionalProperties") if named is None else named
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def schema_types(schema: Any, root: Any = None) -> tuple[str, ...]:
