@@ -1,11 +1,14 @@
 """Grammars of tool calls: what llguidance accepts, and that the parser reads it back."""
 
 import json
+from typing import Any
 
 import pytest
 
 from baton.core.errors import Reason
 from baton.gateway.constraints.message_grammar import CallableTool
+from baton.gateway.input.answers.answer_grammar import answer_grammar
+from baton.gateway.input.answers.constraint_fields import parse_constraint
 from baton.gateway.input.chat.chat_request import parse_chat
 from baton.gateway.input.chat.tool_grammar import tool_grammar
 from baton.gateway.input.client_call import InvalidField
@@ -172,6 +175,43 @@ def test_arguments_are_an_object_even_if_the_schema_allows_others() -> None:
     grammar = grammar_of(formats.LLAMA3_JSON).required([tool], parallel=True)
     assert accepts(grammar, '{"name": "f", "parameters": {"a": 1}}')
     assert not accepts(grammar, '{"name": "f", "parameters": null}')
+
+
+async def test_strict_schema_that_the_format_cannot_enforce_names_the_tool() -> None:
+    kinds = [{"properties": {"k": {"const": number}}, "required": ["k"]} for number in range(100)]
+    function = {"name": "f", "parameters": {"type": "object", "anyOf": kinds}, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    chat = parse_chat({"messages": [{"role": "user", "content": "x"}], "tools": tools}, UnknownFields())
+    with pytest.raises(InvalidField, match=r"tools: the parameters of the tool 'f': .* too many") as refused:
+        await tool_grammar(chat, "", OutputFormat(tools=formats.GEMMA4), ByteTokenizer())
+    assert (refused.value.param, refused.value.failure.reason) == ("tools", Reason.INVALID_GRAMMAR)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "remedy"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "triggers": ["<f"],
+                    "structures": [{"begin": "<f>", "schema": {}, "end": ""}],
+                }
+            },
+            "none or required",
+        ),
+        ({"structured_outputs": {"regex": "a"}}, "set tool_choice to none$"),
+    ],
+)
+async def test_constraint_that_excludes_calls_names_only_remedies_that_work(
+    constraint: dict[str, Any], remedy: str
+) -> None:
+    """A required call and `structured_outputs` are refused together."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = parse_chat({"messages": [{"role": "user", "content": "x"}], "tools": tools}, UnknownFields())
+    found = parse_constraint(constraint, UnknownFields())
+    with pytest.raises(InvalidField, match=remedy):
+        await answer_grammar(found, chat, "", OutputFormat(tools=formats.HERMES), ByteTokenizer())
 
 
 async def test_grammar_above_its_size_is_refused() -> None:

@@ -129,7 +129,7 @@ class LarkWriter:
         definitions: Mapping[str, Any] | None = None,
         place: str = "",
     ) -> str:
-        """Return an expression for JSON of a schema. Raises nothing: llguidance checks the schema.
+        """Return an expression for JSON of a schema, which llguidance checks when the grammar is compiled.
 
         Raises GrammarTextError if the grammar will be too large.
 

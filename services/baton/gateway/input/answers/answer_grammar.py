@@ -61,7 +61,7 @@ async def answer_grammar(
     InvalidField if the grammar cannot be written, or if it is too large.
     """
     is_required = chat is not None and chat.tools.mode is ToolMode.REQUIRED
-    if constraint is None or (is_required and constraint.field.startswith("response_format")):
+    if constraint is None or (is_required and _is_of_text(constraint)):
         if chat is None or prompt is None:
             return AnswerGrammar(NO_GRAMMAR)
         return AnswerGrammar(await tool_grammar(chat, prompt, output_format, tokenizer) or NO_GRAMMAR, "tools")
@@ -74,6 +74,11 @@ async def answer_grammar(
     else:
         written = await asyncio.to_thread(_written, constraint, chat, prompt, output_format, tokenizer)
     return AnswerGrammar(written, constraint.field)
+
+
+def _is_of_text(constraint: AnswerConstraint) -> bool:
+    """True if a constraint has no effect on an answer without text."""
+    return constraint.field.startswith("response_format")
 
 
 def _written(
@@ -93,9 +98,10 @@ def _written(
             tools = callable_tools(chat, has_free_arguments=False)
             mixed = writer.content(rule, tools, parallel=chat.tools.parallel)
             if mixed is None:
+                remedy = "set tool_choice to none or required" if _is_of_text(constraint) else "set tool_choice to none"
                 message = (
                     f"{field} cannot be combined with tools, because this model's calls begin with no special token, "
-                    "so that only a JSON schema can be told from them; set tool_choice to none or required"
+                    f"so that only a JSON schema can be told from them; {remedy}"
                 )
                 raise InvalidField(field, message, Reason.UNSUPPORTED_FIELD)
             grammar = mixed
