@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -319,6 +320,11 @@ def test_schemas_that_are_read_on_the_event_loop_are_cheap(item: dict[str, Any])
     assert not is_read_in_thread(loop_time.SCHEMA_BYTES, body)
     assert is_read_in_thread(loop_time.SCHEMA_BYTES + 1, body)
     assert not is_read_in_thread(loop_time.SCHEMA_BYTES + 1, {"prompt": "x", "guided_json": None})
+    assert min(_cost_s(lambda: parse_constraint(body, UnknownFields())) for _ in range(3)) < 0.012
+
+
+def _cost_s(call: Callable[[], object]) -> float:
+    """Return the CPU time of a call. A collection of the whole tests' garbage may fall into it."""
     began_s = time.thread_time()
-    parse_constraint(body, UnknownFields())
-    assert time.thread_time() - began_s < 0.012
+    call()
+    return time.thread_time() - began_s
