@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from loadgen import text_forms
+from loadgen.commands import plan_arguments
 from loadgen.commands.option_types import Above, Seconds
 from loadgen.commands.plan_options import (
     LENGTHS,
@@ -19,21 +20,17 @@ from loadgen.commands.plan_options import (
     plan_options,
     prefix_options,
 )
-from loadgen.loadgen_errors import BadPlan, EmptyPlan
-from loadgen.plan import draws
-from loadgen.plan.arrivals import arrivals, parse_gaps, parse_rate, read_times, trace_times
-from loadgen.plan.draws import Floats
+from loadgen.loadgen_errors import BadPlan
 from loadgen.plan.lengths import parse_lengths, parse_times
-from loadgen.plan.mixes import Mixes, apply_mixes, parse_classes, parse_priorities, parse_tenants
-from loadgen.plan.plan import Plan, PlannedRequest, Vocabulary
+from loadgen.plan.mixes import apply_mixes
+from loadgen.plan.plan import Plan, PlannedRequest
 from loadgen.plan.plan_file import plan_hash, read_plan, write_plan
 from loadgen.plan.plan_summary import summarize, summary_lines
 from loadgen.plan.sources.servegen import choose_windows, read_servegen, replay_servegen
 from loadgen.plan.sources.sharegpt import read_conversations, replay_conversations
-from loadgen.plan.sources.trace import Cut, read_azure, read_mooncake, replay_azure, replay_mooncake
-from loadgen.plan.sources.workloads import DEFAULT_VOCABULARY, SessionShape, SharedPrompts, random_prompts, sessions
-from loadgen.plan.vocabulary import encoder_of, vocabulary_of, vocabulary_of_size
-from loadgen.slo_target import SloTarget
+from loadgen.plan.sources.trace import read_azure, read_mooncake, replay_azure, replay_mooncake
+from loadgen.plan.sources.workloads import SessionShape, random_prompts, sessions
+from loadgen.plan.vocabulary import encoder_of
 from loadgen.user_files import sha256_of
 
 FILES = ("file", "tokenizer")
@@ -68,7 +65,7 @@ def command() -> None:
 def random_command(**given: Any) -> None:
     """Prompts without shared prefixes."""
     requests = random_prompts(
-        _times(given),
+        plan_arguments.times(given),
         inputs=parse_lengths(given["input_tokens"]),
         outputs=parse_lengths(given["output_tokens"]),
         seed=given["seed"],
@@ -84,11 +81,11 @@ def random_command(**given: Any) -> None:
 def shared_prefix_command(**given: Any) -> None:
     """Prompts that start with one of a few system prompts."""
     requests = random_prompts(
-        _times(given),
+        plan_arguments.times(given),
         inputs=parse_lengths(given["input_tokens"]),
         outputs=parse_lengths(given["output_tokens"]),
         seed=given["seed"],
-        shared=_shared(given),
+        shared=plan_arguments.shared_prompts(given),
     )
     _finish("shared-prefix", given, requests)
 
@@ -128,7 +125,11 @@ def sessions_command(**given: Any) -> None:
         outputs=parse_lengths(given["output_tokens"]),
         max_context=given["max_context"],
     )
-    _finish("sessions", given, sessions(_times(given), turns, seed=given["seed"], shared=_shared(given)))
+    _finish(
+        "sessions",
+        given,
+        sessions(plan_arguments.times(given), turns, seed=given["seed"], shared=plan_arguments.shared_prompts(given)),
+    )
 
 
 @command.command("mooncake")
@@ -152,7 +153,11 @@ def mooncake_command(**given: Any) -> None:
     """Replay a Mooncake trace: its times, lengths and shared prefixes."""
     rows = read_mooncake(given["file"])
     replay = replay_mooncake(
-        rows, _cut(given), seed=given["seed"], tick_s=text_forms.seconds(given["tick"]), shrink=given["shrink"]
+        rows,
+        plan_arguments.cut(given),
+        seed=given["seed"],
+        tick_s=text_forms.seconds(given["tick"]),
+        shrink=given["shrink"],
     )
     _finish("mooncake", given, replay.requests, _left_out(replay.num_too_long, replay.num_empty))
 
@@ -162,7 +167,7 @@ def mooncake_command(**given: Any) -> None:
 @plan_options
 def azure_command(**given: Any) -> None:
     """Replay an Azure trace: its times and lengths. The trace has no information on shared prefixes."""
-    replay = replay_azure(read_azure(given["file"]), _cut(given))
+    replay = replay_azure(read_azure(given["file"]), plan_arguments.cut(given))
     _finish("azure", given, replay.requests, _left_out(replay.num_too_long, replay.num_empty))
 
 
@@ -238,7 +243,7 @@ def sharegpt_command(**given: Any) -> None:
     encode = None if given["tokenizer"] is None else encoder_of(given["tokenizer"])
     found = read_conversations(given["file"])
     requests = replay_conversations(
-        _times(given),
+        plan_arguments.times(given),
         found.usable,
         seed=given["seed"],
         think=parse_times(given["think"]),
@@ -270,87 +275,6 @@ def show_command(file: Path, cache_tokens: int | None, is_json: bool) -> None:
     _show(file, plan_hash(file), plan, cache_tokens, is_json=is_json)
 
 
-# Parsing of arguments into parts of a plan.
-
-
-def _times(given: Mapping[str, Any]) -> Floats:
-    """Return the arrival times in seconds. Raises BadPlan."""
-    rate, gaps, until_s, count = given["rate"], given["gaps"], given["seconds"], given["count"]
-    if gaps.startswith("file:"):
-        if rate is not None:
-            raise BadPlan("--rate cannot be combined with --arrivals file:…, which contains the arrival times")
-        times_s = trace_times(read_times(gaps.removeprefix("file:")).tolist(), until_s=until_s)[:count]
-    else:
-        if rate is None:
-            raise BadPlan("the rate is missing; give --rate, such as 5 or ramp:1-10@60s")
-        process, rates = parse_gaps(gaps), parse_rate(rate)
-        is_endless = text_forms.split_kind(rate)[0] not in ("ramp", "steps")
-        if is_endless and until_s is None and count is None:
-            raise BadPlan("the plan has no end; give --seconds, --requests or --sessions")
-        times_s = arrivals(draws.stream(given["seed"], "arrivals"), process, rates, until_s=until_s, count=count)
-        if count is not None and until_s is None and len(times_s) < count:
-            raise BadPlan(
-                f"only {len(times_s)} of {count} arrive before the rate `{rate}` ends; give fewer, or a longer rate"
-            )
-    if not len(times_s):
-        raise EmptyPlan("no request arrives in this time; give a longer time or a higher rate")
-    return times_s
-
-
-def _shared(given: Mapping[str, Any]) -> SharedPrompts | None:
-    if not given["prefixes"]:
-        return None
-    return SharedPrompts(count=given["prefixes"], lengths=parse_lengths(given["prefix_tokens"]), zipf=given["zipf"])
-
-
-def _cut(given: Mapping[str, Any]) -> Cut:
-    return Cut(
-        start_s=given["start"] or 0.0,
-        duration_s=given["seconds"],
-        limit=given["limit"],
-        time_scale=given["time_scale"],
-        max_tokens=given["max_tokens"],
-    )
-
-
-def _mixes(given: Mapping[str, Any]) -> Mixes:
-    """Return the request attributes that are drawn at random. Raises BadPlan or BadSlo."""
-    if given["slo"] is not None and given["slo_classes"]:
-        raise BadPlan(
-            "--slo applies to all requests and cannot be combined with --slo-class, which sets it for each class"
-        )
-    classes, slos = (
-        parse_classes(given["slo_classes"])
-        if given["slo_classes"]
-        else (None, {"default": SloTarget.parse(given["slo"] or "")})
-    )
-    return Mixes(
-        tenants=None if given["tenants"] is None else parse_tenants(given["tenants"]),
-        priorities=None if given["priorities"] is None else parse_priorities(given["priorities"]),
-        classes=classes,
-        cancel=given["cancel"],
-        slos=slos,
-    )
-
-
-def _vocabulary(given: Mapping[str, Any]) -> Vocabulary:
-    """Return the tokens that prompts are drawn from. Raises BadPlan."""
-    if given["tokenizer"] is not None:
-        if given["vocab_size"] is not None or given["first_token_id"] is not None:
-            raise BadPlan("--vocab-size and --first-token-id cannot be combined with --tokenizer, which defines both")
-        return vocabulary_of(given["tokenizer"])
-    if given["vocab_size"] is not None:
-        first_id = given["first_token_id"]
-        return (
-            vocabulary_of_size(given["vocab_size"])
-            if first_id is None
-            else vocabulary_of_size(given["vocab_size"], first_id)
-        )
-    if given["first_token_id"] is not None:
-        raise BadPlan("--first-token-id needs --vocab-size")
-    return DEFAULT_VOCABULARY
-
-
 def _integer(text: str, option: str) -> int:
     if not text.strip().isdigit():
         raise BadPlan(f"{option}: `{text}` is not an integer")
@@ -366,17 +290,14 @@ def _left_out(num_too_long: int, num_empty: int) -> list[str]:
     return notes
 
 
-# Assembling and writing the plan.
-
-
 def _finish(
     source: str, given: Mapping[str, Any], requests: Sequence[PlannedRequest], notes: Sequence[str] = ()
 ) -> None:
-    mixes = _mixes(given)
+    mixes = plan_arguments.mixes(given)
     plan = Plan(
         name=given["name"] or source,
         seed=given["seed"],
-        vocabulary=_vocabulary(given),
+        vocabulary=plan_arguments.vocabulary(given),
         requests=tuple(apply_mixes(requests, mixes, given["seed"])),
         slos=mixes.slos,
         ignore_eos=not given["stop_at_eos"],
