@@ -14,8 +14,9 @@ from baton.fleet.first_prompt import authorization, local_client, warm_up
 from baton.fleet.local.local_plan import plan_local_workers
 from baton.fleet.model_files import model_directory
 from baton.fleet.preflight import check_model
+from baton.fleet.processes.restart_policy import SERVICE_LIMIT
 from baton.fleet.processes.run_dir import RunDir
-from baton.fleet.processes.supervisor import SERVICE_LIMIT, Child, ChildSpec, baton_command
+from baton.fleet.processes.supervisor import Child, ChildSpec, baton_command
 from baton.fleet.ray.ray_connection import JoinedCluster
 from baton.fleet.ray.ray_fleet import RayFleet
 from baton.fleet.ray.worker_actor import WorkerFacts

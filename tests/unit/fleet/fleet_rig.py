@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.cluster.worker_report import WorkerRole
-from baton.fleet.processes.supervisor import RestartLimit
+from baton.fleet.processes.restart_policy import RestartLimit
 from baton.fleet.ray.actor_placement import PlacementTimes
 from baton.fleet.ray.ray_connection import JoinedCluster
 from baton.fleet.ray.ray_fleet import RayFleet

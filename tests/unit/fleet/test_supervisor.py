@@ -16,16 +16,9 @@ import pytest
 
 from baton.fleet.model_files import DOWNLOAD_COMMAND
 from baton.fleet.processes import supervisor
+from baton.fleet.processes.restart_policy import CrashLoop, RestartBudget, RestartLimit
 from baton.fleet.processes.run_dir import RunDir
-from baton.fleet.processes.supervisor import (
-    Child,
-    ChildSpec,
-    CrashLoop,
-    RestartBudget,
-    RestartLimit,
-    ServiceFailed,
-    baton_command,
-)
+from baton.fleet.processes.supervisor import Child, ChildSpec, ServiceFailed, baton_command
 
 QUICK = RestartLimit(deaths=2, window_s=60.0, first_wait_s=0.01, max_wait_s=0.02)
 SERVES = "print('hello'); print('ready 127.0.0.1:5', flush=True); import time; time.sleep(60)"

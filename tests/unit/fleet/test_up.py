@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from baton.fleet.cluster import GIVE_UP_S, Cluster
-from baton.fleet.processes.supervisor import RestartLimit, ServiceFailed
+from baton.fleet.processes.restart_policy import RestartLimit
+from baton.fleet.processes.supervisor import ServiceFailed
 from baton.fleet.up import describe_end, run_until_stopped
 from baton.runtime.config.settings import ClusterConfig
 from baton.runtime.process.process import Stop

@@ -7,7 +7,6 @@ again, with delays up to a limit. The owner decides how long this may last.
 import asyncio
 import os
 import signal
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import BatonError
+from baton.fleet.processes.restart_policy import SERVICE_LIMIT, CrashLoop, RestartLimit
 from baton.runtime.logging import get_logger
 from baton.runtime.process.process import python_module, with_parent_death_signal
 from baton.runtime.process.process_end import describe_exit
@@ -28,8 +28,6 @@ LAST_OUTPUT_S = 1.0
 """Longest wait for the rest of the output of a process that has ended."""
 MAX_OUTPUT_BYTES = 32 * 2**20
 """Size at which the output file of a process begins anew, as of a log file."""
-MAX_DOUBLINGS = 30
-"""Largest exponent of the restart delay. It keeps the number small; the delay reaches its limit before."""
 
 
 class ServiceFailed(BatonError):
@@ -42,33 +40,6 @@ class StartFailed(ServiceFailed):
     def __init__(self, name: str, reason: str, output: str) -> None:
         super().__init__(f"{name} {reason}: {output}")
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartLimit:
-    """Limits how often a process may die, with exponential backoff.
-
-    deaths: largest number of deaths within `window_s` seconds. A child process may fail as often in a row.
-    first_wait_s: delay of the first restart. It doubles with each death, up to `max_wait_s`.
-    """
-
-    deaths: int = 5
-    window_s: float = 60.0
-    first_wait_s: float = 0.2
-    max_wait_s: float = 5.0
-
-    @property
-    def stable_s(self) -> float:
-        """Time after a start from which the process counts as stable: the mean interval of allowed deaths."""
-        return self.window_s / self.deaths
-
-    def delay_s(self, num_failures: int) -> float:
-        """Return the seconds until the restart after this many failures in a row."""
-        return min(self.max_wait_s, self.first_wait_s * 2 ** min(num_failures - 1, MAX_DOUBLINGS))
-
-
-SERVICE_LIMIT = RestartLimit(max_wait_s=30.0)
-"""Limit for child processes. One that keeps dying is tried again `max_wait_s` after each failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,56 +61,6 @@ class ChildSpec:
     environ: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 60.0
     wait_until_ready: Callable[[], Coroutine[Any, Any, str]] | None = None
-
-
-class RestartBudget:
-    """Counts the deaths of one worker actor against a `RestartLimit`."""
-
-    def __init__(self, limit: RestartLimit) -> None:
-        self._limit = limit
-        self._deaths: deque[float] = deque()
-
-    def wait_s(self, now_s: float) -> float | None:
-        """Record a death at `now_s`. Return the seconds until the restart, or None after too many deaths."""
-        while self._deaths and now_s - self._deaths[0] > self._limit.window_s:
-            self._deaths.popleft()
-        self._deaths.append(now_s)
-        if len(self._deaths) > self._limit.deaths:
-            return None
-        return self._limit.delay_s(len(self._deaths))
-
-
-class CrashLoop:
-    """Counts the failures of one process since it last served for `RestartLimit.stable_s`.
-
-    A failure is a death or a start without success.
-    """
-
-    def __init__(self, limit: RestartLimit) -> None:
-        self._limit = limit
-        self._num_failures = 0
-        self._since_s = 0.0
-
-    @property
-    def keeps_dying(self) -> bool:
-        """True after more failures than the limit allows."""
-        return self._num_failures > self._limit.deaths
-
-    def fail(self, now_s: float) -> float:
-        """Record a failure at `now_s`. Return the seconds until the restart."""
-        if not self._num_failures:
-            self._since_s = now_s
-        self._num_failures += 1
-        return self._limit.delay_s(self._num_failures)
-
-    def duration_s(self, now_s: float) -> float:
-        """Return the seconds since the first failure."""
-        return now_s - self._since_s
-
-    def end(self) -> bool:
-        """Forget the failures, because the process serves. Return True if it kept dying before."""
-        kept_dying, self._num_failures = self.keeps_dying, 0
-        return kept_dying
 
 
 class Child:

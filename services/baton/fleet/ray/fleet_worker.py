@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from baton.fleet.processes.supervisor import RestartBudget, RestartLimit
+from baton.fleet.processes.restart_policy import RestartBudget, RestartLimit
 from baton.fleet.ray.actor_placement import ActorPlacement, PlacementTimes, WorkerFailed
 from baton.fleet.ray.node_resources import Demand, max_workers_on
 from baton.fleet.ray.ray_calls import CALL_TIMEOUT_S, wait_for_object

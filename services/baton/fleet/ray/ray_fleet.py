@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.cluster.worker_report import WorkerRole
-from baton.fleet.processes.supervisor import RestartLimit
+from baton.fleet.processes.restart_policy import RestartLimit
 from baton.fleet.ray.actor_placement import PlacementTimes
 from baton.fleet.ray.fleet_worker import FleetContext, FleetWorker, WorkerStage
 from baton.fleet.ray.node_resources import places_by_role
