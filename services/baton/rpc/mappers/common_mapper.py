@@ -15,10 +15,8 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar
 from baton.core.errors import Code, Failure, Reason, invalid
 from baton.core.ids import JobId, WorkerRef
 from baton.core.kv.block_hash import HASH_BYTES, BlockHash, TokenIds
-from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, KvMemory, LayerGroup
 from baton.core.messages.jobs import PrefixSource
-from baton.core.request import FinishReason, LegTimeline, PromptLogprobs, Sampling, TokenLogprobs, Usage
-from baton.core.request_limits import LIMITS, MAX_BAD_WORD_TOKENS, MAX_GRAMMAR_BYTES, OutOfLimits, printable
+from baton.core.request import FinishReason, LegTimeline, PromptLogprobs, TokenLogprobs, Usage
 from baton.rpc.mappers.message_mapping import MessageMapping, checked, nested
 from baton.wire.v1 import common_pb2 as pb
 
@@ -31,8 +29,6 @@ MAX_NAME = 256
 MAX_SECONDS = 1e9
 """Maximum duration: 30 years, which every clock and timer can add to the present time."""
 MAX_AMOUNT = 1e12
-MAX_GROUPS, MAX_COMPONENTS = 4096, 64
-MAX_AGENT_BYTES = 2**20
 
 _HASHES = Struct(f"{HASH_BYTES}s")
 
@@ -182,80 +178,6 @@ _FAILURE = MessageMapping(
 to_failure, from_failure = _FAILURE.to_wire, _FAILURE.from_wire
 
 
-def to_sampling(sampling: Sampling) -> pb.Sampling:
-    return pb.Sampling(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=sampling.stop_token_ids,
-        num_logprobs=sampling.num_logprobs,
-        logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
-        grammar=sampling.grammar,
-        allowed_token_ids=sampling.allowed_token_ids,
-        bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
-        num_prompt_logprobs=sampling.num_prompt_logprobs,
-        sampler_version=sampling.sampler_version,
-    )
-
-
-def from_sampling(message: pb.Sampling) -> Sampling:
-    """Convert sampling parameters. Raises Refused for a number outside its limits."""
-    sampling = Sampling(
-        max_tokens=message.max_tokens,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        seed=message.seed,
-        min_tokens=message.min_tokens,
-        ignore_eos=message.ignore_eos,
-        stop_token_ids=tuple(message.stop_token_ids),
-        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-        logit_bias=tuple((bias.token_id, bias.bias) for bias in message.logit_bias),
-        grammar=message.grammar,
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
-        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        sampler_version=message.sampler_version,
-    )
-    try:
-        for field in _SAMPLING_NUMBERS:
-            LIMITS[field].check(field, getattr(sampling, field))
-        for _, bias in sampling.logit_bias:
-            LIMITS["logit_bias"].check("logit_bias", bias)
-        _check_rules(sampling)
-    except OutOfLimits as error:
-        raise invalid(f"sampling: {error}") from error
-    return sampling
-
-
-_SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-
-
-def _check_rules(sampling: Sampling) -> None:
-    """Check the sizes of the rules that forbid tokens. Raises OutOfLimits."""
-    size = len(sampling.grammar.encode())
-    if size > MAX_GRAMMAR_BYTES:
-        raise OutOfLimits("grammar", f"grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
-    LIMITS["allowed_token_ids"].check_count("allowed_token_ids", len(sampling.allowed_token_ids))
-    LIMITS["bad_words"].check_count("bad_words", len(sampling.bad_words))
-    for word in sampling.bad_words:
-        if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
-            message = f"bad_words has an entry of {len(word)} tokens; each must have 1 to {MAX_BAD_WORD_TOKENS}"
-            raise OutOfLimits("bad_words", message)
-
-
 def to_token_logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(
         logprob=logprobs.logprob,
@@ -319,89 +241,3 @@ to_usage, from_usage = _USAGE.to_wire, _USAGE.from_wire
 _LEG = MessageMapping(LegTimeline, pb.LegTimeline, {"worker_id": checked(name), "transport": checked(name)})
 
 to_leg_timeline, from_leg_timeline = _LEG.to_wire, _LEG.from_wire
-
-
-def to_kv_layout(layout: KvLayout) -> pb.KvLayout:
-    return pb.KvLayout(
-        layout_version=layout.layout_version,
-        model_fingerprint=layout.model_fingerprint,
-        tokenizer_fingerprint=layout.tokenizer_fingerprint,
-        block_size_tokens=layout.block_size_tokens,
-        block_bytes=layout.block_bytes,
-        groups=[
-            pb.LayerGroup(
-                layer_begin=group.layer_begin,
-                num_layers=group.num_layers,
-                components=[
-                    pb.KvComponent(name=c.name, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=c.dtype)
-                    for c in group.components
-                ],
-            )
-            for group in layout.groups
-        ],
-        hash_scheme=layout.hash_scheme,
-        sampler_version=layout.sampler_version,
-    )
-
-
-def from_kv_layout(message: pb.KvLayout) -> KvLayout:
-    """Convert a layout. Raises Refused for an unknown dtype, or if `block_bytes` does not match the sizes."""
-    if not message.block_size_tokens:
-        raise invalid("layout: block_size_tokens is missing")
-    if len(message.groups) > MAX_GROUPS:
-        raise invalid(f"layout: {len(message.groups)} groups of layers; at most {MAX_GROUPS} are allowed")
-    for group in message.groups:
-        if len(group.components) > MAX_COMPONENTS:
-            raise invalid(
-                f"layout: {len(group.components)} components in one layer; at most {MAX_COMPONENTS} are allowed"
-            )
-        for component in group.components:
-            if component.dtype not in DTYPE_BYTES:
-                raise invalid(
-                    f"layout: dtype {printable(component.dtype)} is unknown; known are {', '.join(DTYPE_BYTES)}"
-                )
-    layout = KvLayout(
-        model_fingerprint=name(message.model_fingerprint, "model_fingerprint"),
-        tokenizer_fingerprint=name(message.tokenizer_fingerprint, "tokenizer_fingerprint"),
-        block_size_tokens=message.block_size_tokens,
-        groups=tuple(
-            LayerGroup(
-                layer_begin=group.layer_begin,
-                num_layers=group.num_layers,
-                components=tuple(
-                    KvComponent(
-                        name=name(c.name, "component"), num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=c.dtype
-                    )
-                    for c in group.components
-                ),
-            )
-            for group in message.groups
-        ),
-        layout_version=message.layout_version,
-        hash_scheme=name(message.hash_scheme, "hash_scheme"),
-        sampler_version=message.sampler_version,
-    )
-    if layout.block_bytes != message.block_bytes:
-        raise invalid(f"layout: block_bytes is {message.block_bytes}, but its layers give {layout.block_bytes}")
-    return layout
-
-
-_MEMORY = MessageMapping(
-    KvMemory,
-    pb.KvMemory,
-    {
-        "owner": nested(to_worker_ref, from_worker_ref),
-        "agent_name": checked(name),
-        "memory_kind": checked(name),
-        "ucx_environment": checked(name),
-    },
-)
-
-to_kv_memory = _MEMORY.to_wire
-
-
-def from_kv_memory(message: pb.KvMemory) -> KvMemory:
-    """Convert the description of a worker's KV memory. Raises Refused if the agent's metadata is too long."""
-    if len(message.agent_metadata) > MAX_AGENT_BYTES:
-        raise invalid(f"agent_metadata has {len(message.agent_metadata)} bytes; at most {MAX_AGENT_BYTES} are allowed")
-    return _MEMORY.from_wire(message)

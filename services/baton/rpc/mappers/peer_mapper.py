@@ -19,6 +19,7 @@ from baton.core.messages.peer_messages import (
     WillRead,
 )
 from baton.rpc.mappers import common_mapper as c
+from baton.rpc.mappers.kv_mapper import from_kv_layout, from_kv_memory, to_kv_layout, to_kv_memory
 from baton.wire.v1 import peer_pb2 as pb
 
 
@@ -53,7 +54,7 @@ def to_reader_message(message: ReaderMessage) -> pb.ReaderMessage:
                     protocol_version=message.protocol_version,
                     reader=c.to_worker_ref(message.reader),
                     owner=c.to_worker_ref(message.owner),
-                    layout=c.to_kv_layout(message.layout),
+                    layout=to_kv_layout(message.layout),
                 )
             )
 
@@ -87,7 +88,7 @@ def from_reader_message(message: pb.ReaderMessage) -> ReaderMessage:
                 protocol_version=hello.protocol_version,
                 reader=c.from_worker_ref(hello.reader),
                 owner=c.from_worker_ref(hello.owner),
-                layout=c.from_kv_layout(hello.layout),
+                layout=from_kv_layout(hello.layout),
             )
         case _:
             raise invalid("a reader's message is of no known kind")
@@ -108,8 +109,8 @@ def to_owner_message(message: OwnerMessage) -> pb.OwnerMessage:
                 hello_reply=pb.PeerHelloReply(
                     protocol_version=message.protocol_version,
                     owner=c.to_worker_ref(message.owner),
-                    layout=c.to_kv_layout(message.layout),
-                    memory=[c.to_kv_memory(memory) for memory in message.memory],
+                    layout=to_kv_layout(message.layout),
+                    memory=[to_kv_memory(memory) for memory in message.memory],
                     lease_s=message.lease_s,
                     refusal=message.refusal,
                 )
@@ -132,8 +133,8 @@ def from_owner_message(message: pb.OwnerMessage) -> OwnerMessage:
             return PeerHelloReply(
                 protocol_version=reply.protocol_version,
                 owner=c.from_worker_ref(reply.owner),
-                layout=c.from_kv_layout(reply.layout),
-                memory=tuple(c.from_kv_memory(memory) for memory in reply.memory),
+                layout=from_kv_layout(reply.layout),
+                memory=tuple(from_kv_memory(memory) for memory in reply.memory),
                 lease_s=c.seconds(reply.lease_s, "lease_s"),
                 refusal=reply.refusal,
             )

@@ -12,6 +12,7 @@ from baton.core.ids import DecisionId
 from baton.core.request import RequestActuals, Slo
 from baton.core.step_cost import StepCostModel
 from baton.rpc.mappers import common_mapper as c
+from baton.rpc.mappers.kv_mapper import from_kv_layout, to_kv_layout
 from baton.rpc.mappers.message_mapping import MessageMapping, checked, nested, repeated
 from baton.wire.v1 import scheduler_pb2 as pb
 
@@ -117,7 +118,7 @@ _REPORT = MessageMapping(
         "role": nested(ROLES.to_wire, ROLES.from_wire),
         "state": nested(STATES.to_wire, STATES.from_wire),
         "model": _NAME,
-        "layout": nested(c.to_kv_layout, c.from_kv_layout),
+        "layout": nested(to_kv_layout, from_kv_layout),
         "blocks": nested(_BLOCKS.to_wire, _BLOCKS.from_wire),
         "host": _NAME,
         "links": repeated(_LINK.to_wire, _LINK.from_wire),

@@ -24,6 +24,8 @@ from baton.core.messages.jobs import (
 )
 from baton.core.request import TokenDelta
 from baton.rpc.mappers import common_mapper as c
+from baton.rpc.mappers.kv_mapper import from_kv_layout, to_kv_layout
+from baton.rpc.mappers.sampling_mapper import from_sampling, to_sampling
 from baton.wire.v1 import worker_pb2 as pb
 
 
@@ -123,7 +125,7 @@ def to_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
                 hello_reply=pb.SessionHelloReply(
                     protocol_version=message.protocol_version,
                     worker=c.to_worker_ref(message.worker),
-                    layout=c.to_kv_layout(message.layout),
+                    layout=to_kv_layout(message.layout),
                     resumed=message.resumed,
                     oldest_seq=message.oldest_seq,
                 )
@@ -155,7 +157,7 @@ def from_worker_message(message: pb.WorkerMessage) -> WorkerMessage:
             return SessionHelloReply(
                 protocol_version=reply.protocol_version,
                 worker=c.from_worker_ref(reply.worker),
-                layout=c.from_kv_layout(reply.layout),
+                layout=from_kv_layout(reply.layout),
                 resumed=reply.resumed,
                 oldest_seq=reply.oldest_seq,
             )
@@ -168,7 +170,7 @@ def _to_job(job: Job) -> pb.Job:
         job=c.to_job_id(job.job),
         token_ids=c.to_token_bytes(job.token_ids),
         num_prompt_tokens=job.num_prompt_tokens,
-        sampling=c.to_sampling(job.sampling),
+        sampling=to_sampling(job.sampling),
         sample_indices=job.sample_indices,
         deadline_s=job.deadline_s,
         priority=job.priority,
@@ -202,7 +204,7 @@ def _from_prefill_job(message: pb.PrefillJob) -> PrefillJob:
         job=c.from_job_id(job.job),
         token_ids=c.from_token_bytes(job.token_ids),
         num_prompt_tokens=_num_prompt_tokens(job),
-        sampling=c.from_sampling(job.sampling),
+        sampling=from_sampling(job.sampling),
         sample_indices=tuple(job.sample_indices),
         deadline_s=c.seconds(job.deadline_s, "deadline_s"),
         priority=job.priority,
@@ -224,7 +226,7 @@ def _from_decode_job(message: pb.DecodeJob) -> DecodeJob:
         job=c.from_job_id(job.job),
         token_ids=c.from_token_bytes(job.token_ids),
         num_prompt_tokens=_num_prompt_tokens(job),
-        sampling=c.from_sampling(job.sampling),
+        sampling=from_sampling(job.sampling),
         sample_indices=tuple(job.sample_indices),
         deadline_s=c.seconds(job.deadline_s, "deadline_s"),
         priority=job.priority,
