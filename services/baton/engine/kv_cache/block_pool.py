@@ -13,32 +13,17 @@ replicas are evicted before other cached content (`engine.kv_cache.eviction`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from itertools import islice
 
 from baton.core.cluster.worker_report import BlockCounts
 from baton.core.interfaces import GenerationTable
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_events import KvEventKind
+from baton.engine.kv_cache.block_fills import BlockFill, BlockFills
 from baton.engine.kv_cache.content_index import ContentIndex
 from baton.engine.kv_cache.eviction import EvictionQueue
 from baton.engine.kv_cache.step_fence import StepFence
 from baton.engine.state.require import require
-
-
-class BlockFill(Enum):
-    """State of the read from another worker that fills a block.
-
-    NONE: no read; the block is readable.
-    RECEIVING: a read is in progress.
-    QUARANTINED: the read was abandoned, but may still write to the block.
-    VOID: the read has failed or ended, and the sequence that was to use the block still refers to it.
-    """
-
-    NONE = "none"
-    RECEIVING = "receiving"
-    QUARANTINED = "quarantined"
-    VOID = "void"
 
 
 class BlockPool:
@@ -54,12 +39,10 @@ class BlockPool:
         self._generation_table = generation_table
         self._refs = [0] * num_blocks
         self._pins = [0] * num_blocks
-        self._fill = [BlockFill.NONE] * num_blocks
+        self._fills = BlockFills(num_blocks)
         self._eviction_queue = EvictionQueue(num_blocks)
         self._contents = ContentIndex(num_blocks)
         self._fence = StepFence()
-        self._num_receiving = 0
-        self._num_quarantined = 0
         self._held_for_others = 0
         self._on_freed: list[Callable[[], None]] = []
 
@@ -91,9 +74,9 @@ class BlockPool:
             total=self.num_blocks,
             free=self._eviction_queue.num_free,
             cached=self._eviction_queue.num_cached,
-            used=self.num_blocks - self.num_allocatable - self._num_receiving - self._num_quarantined,
-            receiving=self._num_receiving,
-            quarantined=self._num_quarantined,
+            used=self.num_blocks - self.num_allocatable - self._fills.num_receiving - self._fills.num_quarantined,
+            receiving=self._fills.num_receiving,
+            quarantined=self._fills.num_quarantined,
             held_for_others=self._held_for_others,
         )
 
@@ -107,7 +90,7 @@ class BlockPool:
 
     def is_readable(self, block_id: int) -> bool:
         """Return True if no read from another worker is to fill the block or may still write to it."""
-        return self._fill[block_id] is BlockFill.NONE
+        return self._fills.is_readable(block_id)
 
     def on_freed(self, callback: Callable[[], None]) -> None:
         """Call `callback` whenever a sequence or a transfer may have made blocks allocatable."""
@@ -137,8 +120,7 @@ class BlockPool:
         """Allocate blocks to receive KV into. Otherwise as `allocate`."""
         chosen = self.allocate(num_blocks)
         for block_id in chosen or ():
-            self._fill[block_id] = BlockFill.RECEIVING
-        self._num_receiving += len(chosen or ())
+            self._fills.receive(block_id)
         return chosen
 
     def ref(self, block_ids: Iterable[int]) -> None:
@@ -167,7 +149,7 @@ class BlockPool:
         """
         for block_id in block_ids:
             if not self.is_readable(block_id):
-                raise ValueError(f"block {block_id} is {self._fill[block_id].value}; it cannot be pinned")
+                raise ValueError(f"block {block_id} is {self._fills.of(block_id).value}; it cannot be pinned")
             self._take(block_id)
             self._count(block_id, pins=1)
 
@@ -243,7 +225,7 @@ class BlockPool:
         Raises ValueError for a block that is not receiving.
         """
         for block_id in block_ids:
-            if self._fill[block_id] is not BlockFill.RECEIVING:
+            if self._fills.of(block_id) is not BlockFill.RECEIVING:
                 raise ValueError(f"block {block_id} is not receiving; it cannot become a replica")
             self._eviction_queue.mark_replica(block_id)
 
@@ -273,7 +255,7 @@ class BlockPool:
         block_hash: published for the block; NO_HASH for a partial last block, which is not shared.
         If its sequence has ended, the block is cached, or free without a hash.
         """
-        self._end_receiving(block_id, BlockFill.NONE)
+        self._fills.received(block_id)
         if block_hash != NO_HASH:
             self._publish(block_id, block_hash)
         else:
@@ -287,7 +269,7 @@ class BlockPool:
         A block to which a sequence still refers stays in use.
         """
         for block_id in reversed(block_ids):
-            self._end_receiving(block_id, BlockFill.VOID)
+            self._fills.drop(block_id)
             self._eviction_queue.unmark_replica(block_id)
             self._release(block_id)
         self._notify_freed()
@@ -295,17 +277,13 @@ class BlockPool:
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """Take blocks out of use until `end_quarantine`, because a read may still write to them."""
         for block_id in block_ids:
-            self._end_receiving(block_id, BlockFill.QUARANTINED)
-            self._num_quarantined += 1
+            self._fills.quarantine(block_id)
 
     def end_quarantine(self, block_ids: Sequence[int]) -> None:
         """Return quarantined blocks to use. Raises ValueError for a block that is not quarantined."""
         for block_id in reversed(block_ids):
-            if self._fill[block_id] is not BlockFill.QUARANTINED:
-                raise ValueError(f"block {block_id} is not quarantined")
-            self._fill[block_id] = BlockFill.VOID
+            self._fills.end_quarantine(block_id)
             self._eviction_queue.unmark_replica(block_id)
-            self._num_quarantined -= 1
             self._release(block_id)
         self._notify_freed()
 
@@ -335,7 +313,7 @@ class BlockPool:
         """
         idle = {b for b in range(self.num_blocks) if self._is_idle(b)}
         require(self.counts().is_balanced, f"counts do not add up: {self.counts()}")
-        incoming = {b for b in range(self.num_blocks) if self._fill[b] in (BlockFill.RECEIVING, BlockFill.QUARANTINED)}
+        incoming = {b for b in range(self.num_blocks) if self._fills.may_be_written(b)}
         self._eviction_queue.check(
             idle=idle,
             contents={b for b in range(self.num_blocks) if self._contents.has_content(b)},
@@ -346,20 +324,21 @@ class BlockPool:
         require(
             self._held_for_others == sum(self._is_held(b) for b in range(self.num_blocks)), "held_for_others is wrong"
         )
-        require(self._num_receiving == self._fill.count(BlockFill.RECEIVING), "receiving count is wrong")
-        require(self._num_quarantined == self._fill.count(BlockFill.QUARANTINED), "quarantined count is wrong")
+        self._fills.check()
         for b in range(self.num_blocks):
             require(self._refs[b] >= 0 and self._pins[b] >= 0, f"block {b} has negative counts")
             require(
                 self.is_readable(b) or (not self._contents.has_content(b) and not self._pins[b]),
                 f"block {b} is published or pinned before it was received",
             )
-            require(self._fill[b] is not BlockFill.VOID or self._refs[b] > 0, f"block {b} is void and has no reference")
+            require(
+                self._fills.of(b) is not BlockFill.VOID or self._refs[b] > 0, f"block {b} is void and has no reference"
+            )
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _is_idle(self, block_id: int) -> bool:
-        return not self._refs[block_id] and not self._pins[block_id] and self.is_readable(block_id)
+        return not self._refs[block_id] and not self._pins[block_id] and self._fills.is_readable(block_id)
 
     def _is_held(self, block_id: int) -> bool:
         return self._pins[block_id] > 0 and not self._refs[block_id]
@@ -374,13 +353,9 @@ class BlockPool:
 
     def _release(self, block_id: int) -> None:
         """Put the block into the eviction queue if no reference, pin or read is left."""
-        if (
-            self._refs[block_id]
-            or self._pins[block_id]
-            or self._fill[block_id] in (BlockFill.RECEIVING, BlockFill.QUARANTINED)
-        ):
+        if self._refs[block_id] or self._pins[block_id] or self._fills.may_be_written(block_id):
             return
-        self._fill[block_id] = BlockFill.NONE
+        self._fills.reset(block_id)
         if self._contents.is_duplicated(block_id):
             self._forget_content(block_id)  # another block in use has the same content
         self._eviction_queue.put(block_id, has_content=self._contents.has_content(block_id))
@@ -394,12 +369,6 @@ class BlockPool:
         """Remove the block's hash. The content is evicted if no other block has it."""
         self._eviction_queue.unmark_replica(block_id)
         self._contents.remove(block_id)
-
-    def _end_receiving(self, block_id: int, to: BlockFill) -> None:
-        if self._fill[block_id] is not BlockFill.RECEIVING:
-            raise ValueError(f"block {block_id} is not receiving")
-        self._fill[block_id] = to
-        self._num_receiving -= 1
 
     def _count(self, block_id: int, *, refs: int = 0, pins: int = 0) -> None:
         was_held = self._is_held(block_id)
