@@ -366,7 +366,7 @@ def test_ended_transfers_leave_nothing_behind() -> None:
         owner._ended,
         owner._early,
         owner._transfer_until,
-        owner._early_until,
+        owner._early._until,
         owner._ended._until,
     )
     assert [len(kept) for kept in left] == [0] * 6

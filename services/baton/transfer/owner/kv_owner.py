@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from baton.core.errors import Reason
 from baton.core.ids import Incarnation, JobId, TransferId, WorkerRef
 from baton.core.interfaces import PinPool
-from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.messages.peer_messages import (
     Abandon,
     FirstToken,
     Follow,
     HashRange,
-    KvReady,
     Lost,
     OwnerMessage,
     Release,
@@ -31,9 +30,11 @@ from baton.core.messages.peer_messages import (
 from baton.core.request import LegTimeline
 from baton.core.state_machines import OWNED_TRANSFER_TRANSITIONS, Lifecycle
 from baton.core.state_machines import OwnedTransferState as State
-from baton.runtime.observability.tracing import NO_SPAN, OFF, Span, Tracing
+from baton.runtime.observability.tracing import OFF, Tracing
+from baton.transfer.owner.early_follows import EarlyFollow, EarlyFollows
 from baton.transfer.owner.ended_transfers import EndedTransfers, Key, PullKey
 from baton.transfer.owner.lease_deadlines import Deadlines
+from baton.transfer.owner.owned_transfer import OwnedTransfer
 
 PrefixLookup = Callable[[Sequence[BlockHash]], Sequence[int]]
 """Returns the block ids of the longest leading run of hashes that this worker's cache holds."""
@@ -51,39 +52,6 @@ class OwnerCounts:
     early_follows: int = 0
     dropped_notices: int = 0
     refused_follows: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class OwnedTransfer:
-    """One transfer at its owner.
-
-    block_table: all blocks of the prompt, [num_blocks]; empty until allocated
-    pinned: the part of `block_table` that is pinned
-    num_ready: number of computed blocks
-    next_block: index of the first block that was not announced to the reader
-    lost: why the sequence ended early; None otherwise
-    stream_number: the stream on which the last Follow arrived
-    span: trace span from the Follow to the end
-    """
-
-    key: Key
-    lifecycle: Lifecycle[State]
-    reader: WorkerRef | None = None
-    job: JobId | None = None
-    transfer_id: TransferId | None = None
-    block_table: tuple[int, ...] = ()
-    hashes: tuple[BlockHash, ...] = ()
-    pinned: tuple[int, ...] = ()
-    num_ready: int = 0
-    next_block: int = 0
-    num_computed_tokens: int = 0
-    is_final: bool = False
-    final_sent: bool = False
-    first_tokens: tuple[FirstToken, ...] = ()
-    timeline: LegTimeline | None = None
-    lost: Reason | None = None
-    stream_number: int = 0
-    span: Span = NO_SPAN
 
 
 class KvOwner:
@@ -112,10 +80,9 @@ class KvOwner:
         self._pins = pins
         self._send = send
         self._lookup = lookup
-        self._lease_s, self._claim_timeout_s, self._reorder_window_s = lease_s, claim_timeout_s, reorder_window_s
+        self._lease_s, self._claim_timeout_s = lease_s, claim_timeout_s
         self._transfers: dict[Key, OwnedTransfer] = {}
-        self._early: dict[JobId, tuple[WorkerRef, Follow, int]] = {}
-        self._early_until: Deadlines[JobId] = Deadlines()
+        self._early = EarlyFollows(reorder_window_s)
         self._transfer_until: Deadlines[Key] = Deadlines()
         self._by_reader: dict[Incarnation, dict[TransferId, OwnedTransfer]] = {}  # followed and not ended
         self._ended = EndedTransfers(remember_s=reorder_window_s)
@@ -130,7 +97,7 @@ class KvOwner:
     @property
     def next_deadline_s(self) -> float | None:
         """The time at which `expire` must be called next; None if there is no deadline."""
-        times = [self._transfer_until.next_s, self._early_until.next_s, self._ended.next_deadline_s]
+        times = [self._transfer_until.next_s, self._early.next_deadline_s, self._ended.next_deadline_s]
         return min((t for t in times if t is not None), default=None)
 
     # -- called by the worker for its jobs ---------------------------------------------------------
@@ -147,10 +114,9 @@ class KvOwner:
         )
         self._transfers[job] = transfer
         self._ended.forget(job)
-        early = self._early.pop(job, None)
-        self._early_until.drop(job)
+        early = self._early.pop(job)
         if early is not None:
-            self._follow_job(early[0], early[1], job, early[2], now_s)
+            self._follow_job(early.reader, early.message, job, early.stream_number, now_s)
 
     def allocated(self, job: JobId, block_table: Sequence[int], hashes: Sequence[BlockHash], now_s: float) -> None:
         """Pin the blocks of a job's prompt. Does nothing if the transfer has ended.
@@ -198,8 +164,7 @@ class KvOwner:
         Announced blocks stay pinned until the reader releases them or its lease ends. The others are unpinned
         now.
         """
-        self._early.pop(job, None)
-        self._early_until.drop(job)
+        self._early.pop(job)
         transfer = self._transfers.get(job)
         if transfer is None or transfer.is_final or transfer.lost is not None:
             return
@@ -255,7 +220,7 @@ class KvOwner:
         """
         transfer = self._by_reader.get(reader.incarnation, {}).get(message.transfer_id)
         if transfer is None:
-            dropped = self._drop_early(reader, message.transfer_id)
+            dropped = self._early.drop(reader, message.transfer_id)
             self.counts.dropped_notices += not dropped
             return
         if isinstance(message, Release):
@@ -286,9 +251,8 @@ class KvOwner:
             else:
                 self.counts.unclaimed += 1
             self._end(transfer, Reason.LEASE_LOST, now_s)
-        for job in self._early_until.pop_passed(now_s):
-            reader, message, _stream_number = self._early.pop(job)
-            self._refuse(reader, message.transfer_id, Reason.LEASE_LOST)
+        for early in self._early.pop_passed(now_s):
+            self._refuse(early.reader, early.message.transfer_id, Reason.LEASE_LOST)
         self._ended.expire(now_s)
 
     def close(self, reason: Reason, now_s: float) -> None:
@@ -305,9 +269,7 @@ class KvOwner:
                 self._refuse(reader, message.transfer_id, reason)
                 return
             self.counts.early_follows += 1
-            self._early[job] = (reader, message, stream_number)
-            self._early_until.drop(job)
-            self._early_until.set(job, now_s + self._reorder_window_s)
+            self._early.keep(job, EarlyFollow(reader, message, stream_number), now_s)
             return
         if transfer.reader is None or not transfer.reader.is_same_incarnation(reader):
             self._refuse(reader, message.transfer_id, Reason.WRONG_EPOCH)
@@ -358,39 +320,13 @@ class KvOwner:
         self._announce_new(transfer)
 
     def _announce_new(self, transfer: OwnedTransfer) -> None:
-        if transfer.lifecycle.state is not State.FOLLOWED or transfer.reader is None or transfer.transfer_id is None:
-            return
-        begin = min(transfer.next_block, transfer.num_ready)
-        block_ids = transfer.block_table[begin : transfer.num_ready]
-        if transfer.final_sent or not (block_ids or transfer.is_final):
-            return
-        hashes = transfer.hashes[begin : transfer.num_ready]
-        transfer.next_block = max(transfer.next_block, transfer.num_ready)
-        transfer.final_sent = transfer.is_final
-        ready = KvReady(
-            transfer_id=transfer.transfer_id,
-            first_block_index=begin,
-            block_ids=block_ids,
-            generations=tuple(self._pins.generation(block_id) for block_id in block_ids),
-            hashes=hashes + (NO_HASH,) * (len(block_ids) - len(hashes)),
-            num_computed_tokens=transfer.num_computed_tokens,
-            final=transfer.is_final,
-            first_tokens=transfer.first_tokens if transfer.is_final else (),
-            timeline=transfer.timeline if transfer.is_final else None,
-        )
-        self._send(transfer.reader, ready)
+        ready = transfer.take_announcement(self._pins.generation)
+        if ready is not None and transfer.reader is not None:
+            self._send(transfer.reader, ready)
 
     def _refuse(self, reader: WorkerRef, transfer_id: TransferId, reason: Reason) -> None:
         self.counts.refused_follows += 1
         self._send(reader, Lost(transfer_id=transfer_id, reason=reason))
-
-    def _drop_early(self, reader: WorkerRef, transfer_id: TransferId) -> bool:
-        for job, (waiting, message, _stream_number) in self._early.items():
-            if message.transfer_id == transfer_id and waiting.is_same_incarnation(reader):
-                del self._early[job]
-                self._early_until.drop(job)
-                return True
-        return False
 
     def _end(self, transfer: OwnedTransfer, reason: Reason, now_s: float, *, by_reader: bool = False) -> None:
         transfer.lifecycle.move(State.ENDED)

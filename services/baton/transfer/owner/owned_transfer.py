@@ -1,0 +1,74 @@
+"""The state of one transfer at its owner, from which its next announcement follows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.core.errors import Reason
+from baton.core.ids import JobId, TransferId, WorkerRef
+from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.messages.peer_messages import FirstToken, KvReady
+from baton.core.request import LegTimeline
+from baton.core.state_machines import Lifecycle
+from baton.core.state_machines import OwnedTransferState as State
+from baton.runtime.observability.tracing import NO_SPAN, Span
+from baton.transfer.owner.ended_transfers import Key
+
+
+@dataclass(slots=True, kw_only=True)
+class OwnedTransfer:
+    """One transfer at its owner.
+
+    block_table: all blocks of the prompt, [num_blocks]; empty until allocated
+    pinned: the part of `block_table` that is pinned
+    num_ready: number of computed blocks
+    next_block: index of the first block that was not announced to the reader
+    lost: why the sequence ended early; None otherwise
+    stream_number: the stream on which the last Follow arrived
+    span: trace span from the Follow to the end
+    """
+
+    key: Key
+    lifecycle: Lifecycle[State]
+    reader: WorkerRef | None = None
+    job: JobId | None = None
+    transfer_id: TransferId | None = None
+    block_table: tuple[int, ...] = ()
+    hashes: tuple[BlockHash, ...] = ()
+    pinned: tuple[int, ...] = ()
+    num_ready: int = 0
+    next_block: int = 0
+    num_computed_tokens: int = 0
+    is_final: bool = False
+    final_sent: bool = False
+    first_tokens: tuple[FirstToken, ...] = ()
+    timeline: LegTimeline | None = None
+    lost: Reason | None = None
+    stream_number: int = 0
+    span: Span = NO_SPAN
+
+    def take_announcement(self, generation: Callable[[int], int]) -> KvReady | None:
+        """Return the message that announces what the reader does not know yet, and record it as announced.
+
+        generation: returns the current generation of a block's content
+        None if the transfer is not followed, or if nothing is new.
+        """
+        if self.lifecycle.state is not State.FOLLOWED or self.reader is None or self.transfer_id is None:
+            return None
+        begin = min(self.next_block, self.num_ready)
+        block_ids = self.block_table[begin : self.num_ready]
+        if self.final_sent or not (block_ids or self.is_final):
+            return None
+        hashes = self.hashes[begin : self.num_ready]
+        self.next_block = max(self.next_block, self.num_ready)
+        self.final_sent = self.is_final
+        return KvReady(
+            transfer_id=self.transfer_id,
+            first_block_index=begin,
+            block_ids=block_ids,
+            generations=tuple(generation(block_id) for block_id in block_ids),
+            hashes=hashes + (NO_HASH,) * (len(block_ids) - len(hashes)),
+            num_computed_tokens=self.num_computed_tokens,
+            final=self.is_final,
+            first_tokens=self.first_tokens if self.is_final else (),
+            timeline=self.timeline if self.is_final else None,
+        )
