@@ -6,7 +6,6 @@ still write are quarantined.
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.core.errors import Code, Failure, Reason, Refused
@@ -22,6 +21,7 @@ from baton.runtime.observability.tracing import NO_SPAN, Span
 from baton.transfer.reader import slice_reader
 from baton.transfer.reader.peer_reads import PeerReads
 from baton.transfer.reader.pull_blocks import PullBlocks, Slice
+from baton.transfer.reader.pull_record import PullRecord, PullResult
 from baton.transfer.reader.slice_reader import SliceEnd, SliceReader
 from baton.transfer.reader.transfer_observer import TransferObserver
 
@@ -29,32 +29,6 @@ log = get_logger(__name__)
 
 LEASE_MARGIN = 0.95
 """Share of the owner's lease that the reader uses, because two clocks may run at different speeds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullResult:
-    """The result of a successful pull.
-
-    first_tokens: tokens that the owner sampled at the end of the prompt
-    num_computed_tokens: tokens whose KV the owner has computed
-    num_blocks: blocks that were received
-    transfer_bytes: bytes read; early_bytes: those that were read before the final KvReady
-    kv_wait_s: from the start to the first KvReady
-    kv_transfer_s: total time in which at least one read was running
-    kv_exposed_s: from the final KvReady to the last received block
-    kv_exposed_wait_s: the part of kv_exposed_s before the last read began
-    """
-
-    first_tokens: tuple[FirstToken, ...]
-    num_computed_tokens: int
-    num_blocks: int
-    transfer_bytes: int
-    early_bytes: int
-    kv_wait_s: float
-    kv_transfer_s: float
-    kv_exposed_s: float
-    kv_exposed_wait_s: float
-    transport: str
 
 
 class PullLink(Protocol):
@@ -129,12 +103,10 @@ class Pull:
         self._changed = asyncio.Event()
         self.final: KvReady | None = None
         self._has_retried = False
-        self._bytes = self._early_bytes = 0
         loop = asyncio.get_running_loop()
         self._clock = loop.time
-        self._started_s = self._clock()
-        self._first_ready_s = self._final_s = self._ended_s = self._started_s
-        self.lease_start_s = self._started_s
+        self._record = PullRecord(self._clock())
+        self.lease_start_s = self._record.started_s
         self.renewal_floor = 0
         self._follow_sent_s: float | None = None
         self._deadline = None if deadline_s is None else loop.call_later(deadline_s, self._on_deadline)
@@ -187,17 +159,11 @@ class Pull:
         """Wait until all blocks are announced and received. Raises Refused if the pull has failed."""
         while self._lifecycle.state is not State.RECEIVED:
             await self._wait_for_change()
-        final = self.final
-        return PullResult(
-            first_tokens=final.first_tokens if final else (),
-            num_computed_tokens=final.num_computed_tokens if final else 0,
+        return self._record.result(
+            self.final,
             num_blocks=self._blocks.num_received,
-            transfer_bytes=self._bytes,
-            early_bytes=self._early_bytes,
-            kv_wait_s=self._first_ready_s - self._started_s,
-            kv_transfer_s=self._slices.transfer_s,
-            kv_exposed_s=self._ended_s - self._final_s,
-            kv_exposed_wait_s=max(0.0, self._slices.reading_since_s - self._final_s),
+            read_s=self._slices.transfer_s,
+            reading_since_s=self._slices.reading_since_s,
             transport=self._link.reads.transport if self._link.reads else "",
         )
 
@@ -232,12 +198,13 @@ class Pull:
             self._follow_sent_s = None
         now_s = self._clock()
         if not self._blocks.any_announced and self.final is None:
-            self._first_ready_s = now_s
+            self._record.first_ready_s = now_s
             if not self._blocks.has_memory:
                 self._lifecycle.move(State.WAITING_FOR_MEMORY)
         self._blocks.announce(message)
         if message.final and self.final is None:
-            self.final, self._final_s, self._early_bytes = message, now_s, self._bytes
+            self.final = message
+            self._record.on_final_ready(now_s)
         self._wake()
         self._proceed()
 
@@ -302,7 +269,7 @@ class Pull:
             for block, block_id in zip(part.blocks, part.own, strict=True):
                 self._blocks.received(block)
                 self._pool.mark_received(block_id, block.block_hash)
-            self._bytes += len(part.own) * end.reads.block_bytes
+            self._record.transfer_bytes += len(part.own) * end.reads.block_bytes
             self._wake()
             self._proceed()
         elif problem == slice_reader.FAILED:
@@ -365,7 +332,7 @@ class Pull:
         self._end(State.RECEIVED, None)
 
     def _end(self, state: State, reason: Reason | None) -> None:
-        self._ended_s = self._clock()
+        self._record.ended_s = self._clock()
         self._lifecycle.move(state)
         if self._deadline is not None:
             self._deadline.cancel()
@@ -373,41 +340,29 @@ class Pull:
         self._link.observer.pull_ended(
             self._link.owner,
             reason=reason,
-            transfer_bytes=self._bytes,
-            duration_s=self._ended_s - self._started_s,
+            transfer_bytes=self._record.transfer_bytes,
+            duration_s=self._record.ended_s - self._record.started_s,
             read_s=self._slices.transfer_s,
         )
         if self._span.is_recorded:
-            self._end_span(reason)
+            self._record.end_span(
+                self._span,
+                reason,
+                owner=self._link.owner,
+                transport=self._link.reads.transport if self._link.reads else None,
+                subject=self.subject,
+                blocks=self._blocks,
+                is_final=self.final is not None,
+                read_s=self._slices.transfer_s,
+            )
         self._wake()
-
-    def _end_span(self, reason: Reason | None) -> None:
-        if self._blocks.any_announced:
-            self._span.event("first ready", self._first_ready_s)
-        if self.final is not None:
-            self._span.event("final ready", self._final_s)
-        self._span.end(
-            {
-                "baton.outcome": "received" if reason is None else reason.value,
-                "baton.source": self._link.owner.worker_id,
-                "baton.transport": self._link.reads.transport if self._link.reads else None,
-                "baton.pulls": "prefix" if isinstance(self.subject, HashRange) else "prompt",
-                "baton.blocks": self._blocks.num_received,
-                "baton.blocks_here_before": self._blocks.have_blocks,
-                "baton.bytes": self._bytes,
-                "baton.early_bytes": self._early_bytes,
-                "baton.read_s": self._slices.transfer_s,
-            },
-            problem="" if reason is None or reason is Reason.CANCELLED else reason.value,
-            at_s=self._ended_s,
-        )
 
     def _release_message(self, outcome: str) -> Release:
         return Release(
             transfer_id=self.transfer_id,
             outcome=outcome,
-            transfer_bytes=self._bytes,
-            duration_s=self._clock() - self._started_s,
+            transfer_bytes=self._record.transfer_bytes,
+            duration_s=self._clock() - self._record.started_s,
         )
 
     def _send_follow(self, resume_from_block: int) -> None:

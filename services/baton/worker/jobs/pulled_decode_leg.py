@@ -21,7 +21,8 @@ from baton.engine.state.outcome import AdmittedSequence, SequenceOutput
 from baton.engine.state.sequence import max_cached_blocks
 from baton.engine.state.step import SampledToken
 from baton.runtime.logging import get_logger
-from baton.transfer.reader.pull import Pull, PullResult
+from baton.transfer.reader.pull import Pull
+from baton.transfer.reader.pull_record import PullResult
 from baton.worker.jobs.decode_leg import DecodeLeg
 from baton.worker.jobs.leg import LegOutput, LegParts
 
