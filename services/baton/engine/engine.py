@@ -17,13 +17,14 @@ from baton.engine.scheduling.allocator import BlockAllocator
 from baton.engine.scheduling.batcher import prompt_rows_left, split_budget
 from baton.engine.scheduling.queued_prefix import QueuedPrefixEstimate
 from baton.engine.scheduling.step_budget import PrefillPart, StepBudget
+from baton.engine.scheduling.step_parts import step_part, step_part_ahead
 from baton.engine.state.engine_config import EngineConfig as EngineConfig
 from baton.engine.state.engine_config import check_possible, no_capacity
 from baton.engine.state.outcome import EngineCounters, EngineOutcome, PrefillProgress, SequenceOutput
 from baton.engine.state.require import require
-from baton.engine.state.sequence import EngineSequence, SequenceRequest, end_token_ids, finish_reason
+from baton.engine.state.sequence import EngineSequence, SequenceRequest, finish_reason
 from baton.engine.state.sequence_table import SequenceTable
-from baton.engine.state.step import PromptRequest, SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
+from baton.engine.state.step import SampledToken, StepPlan, StepResult
 
 
 def unknown_costs() -> StepCostModel | None:
@@ -100,12 +101,7 @@ class Engine:
         return sum(attended_tokens(num_tokens, before) for num_tokens, before in self._prefills())
 
     def _prefills(self) -> Iterable[PrefillPart]:
-        """Yield (tokens to compute, tokens before them) of each prompt that is not complete."""
-        for seq in self._sequences.prefills():
-            before = seq.num_computed_tokens
-            if seq.state is SequenceState.WAITING:
-                before = self.queued_prefix.shared_tokens(seq.seq_id)
-            yield len(seq.token_ids) - before, before
+        return self.queued_prefix.remaining(self._sequences.prefills())
 
     @property
     def running_context_tokens(self) -> int:
@@ -219,7 +215,7 @@ class Engine:
         scheduled += self._allocator.admit(budget - sum(n for _, n in scheduled), prompt_rows_left(scheduled))
         plan = StepPlan(
             step_id=self._next_step_id,
-            sequences=tuple(self._step_sequence(seq, num_scheduled_tokens) for seq, num_scheduled_tokens in scheduled),
+            sequences=tuple(step_part(seq, num_tokens, self.config.eos_token_ids) for seq, num_tokens in scheduled),
             block_copies=tuple(self._allocator.copies),
         )
         if not plan.is_empty:
@@ -236,7 +232,7 @@ class Engine:
         following = StepPlan(
             step_id=self._next_step_id,
             sequences=tuple(
-                self._step_sequence_ahead(seq)
+                step_part_ahead(seq, self.config.eos_token_ids)
                 for seq in async_scheduling.plan_next_decode(
                     plan, self._sequences, self.pool, self.config, self._deferred
                 )
@@ -261,7 +257,9 @@ class Engine:
         if plan.follows is None:
             return plan
         seqs = [seq for part in plan.sequences if (seq := self._sequences.running.get(part.seq_id)) is not None]
-        return StepPlan(step_id=plan.step_id, sequences=tuple(self._step_sequence(seq, 1) for seq in seqs))
+        return StepPlan(
+            step_id=plan.step_id, sequences=tuple(step_part(seq, 1, self.config.eos_token_ids) for seq in seqs)
+        )
 
     def seq_id_of(self, key: int) -> int:
         """Return the `seq_id` of the request to which the running sequence `key` belongs.
@@ -318,45 +316,6 @@ class Engine:
         self._progress.clear()
         self._outputs.clear()
         return outcome
-
-    # -- planning ------------------------------------------------------------------------------------------------------
-
-    def _step_sequence(self, seq: EngineSequence, num_scheduled_tokens: int) -> StepSequence:
-        begin = seq.num_computed_tokens
-        return StepSequence(
-            seq_id=seq.key,
-            token_ids=seq.token_ids[begin : begin + num_scheduled_tokens],
-            position_begin=begin,
-            kv_begin=begin,
-            block_table=seq.block_ids,
-            sample=self._sample_request(seq) if num_scheduled_tokens == seq.num_uncomputed_tokens else None,
-            prompt=_prompt_request(seq, num_scheduled_tokens),
-        )
-
-    def _step_sequence_ahead(self, seq: EngineSequence) -> StepSequence:
-        """Return the part of `seq` in the step after the one that is about to append a token to it."""
-        begin = len(seq.token_ids)
-        return StepSequence(
-            seq_id=seq.key,
-            token_ids=async_scheduling.PLACEHOLDER,
-            position_begin=begin,
-            kv_begin=begin,
-            block_table=seq.block_ids,
-            sample=self._sample_request(seq, num_pending_tokens=1),
-        )
-
-    def _sample_request(self, seq: EngineSequence, num_pending_tokens: int = 0) -> SampleRequest:
-        """Return the sample request of `seq` after `num_pending_tokens` more tokens were appended."""
-        sampling = seq.request.sampling
-        is_below_minimum = seq.num_output_tokens + num_pending_tokens < sampling.min_tokens
-        return SampleRequest(
-            sampling=sampling,
-            sample_indices=seq.sample_indices,
-            position=len(seq.token_ids) + num_pending_tokens,
-            history=seq.token_ids,
-            num_prompt_tokens=seq.request.num_prompt_tokens,
-            banned_token_ids=end_token_ids(sampling, self.config.eos_token_ids) if is_below_minimum else (),
-        )
 
     # -- applying ------------------------------------------------------------------------------------------------------
 
@@ -435,16 +394,6 @@ class Engine:
         slots = sum(seq.num_slots for seq in self._sequences.admitted())
         require(slots <= self.config.max_num_seqs, f"{slots} sequences run, the limit is {self.config.max_num_seqs}")
         check_sequences(self._sequences, self.pool)
-
-
-def _prompt_request(seq: EngineSequence, num_scheduled_tokens: int) -> PromptRequest | None:
-    """Return the request for the logprobs of the prompt tokens that follow the scheduled ones."""
-    num_logprobs = seq.request.sampling.num_prompt_logprobs
-    if num_logprobs is None or not seq.reports_prompt:
-        return None
-    end = min(seq.num_computed_tokens + num_scheduled_tokens + 1, seq.request.num_prompt_tokens)
-    targets = seq.token_ids[seq.num_computed_tokens + 1 : end]
-    return PromptRequest(targets=targets, num_logprobs=num_logprobs) if targets else None
 
 
 def _internal(message: str) -> Failure:

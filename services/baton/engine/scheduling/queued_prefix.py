@@ -4,10 +4,13 @@ Queued prompts often share prefixes, so the work in the queue is less than the s
 """
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from baton.core.kv.block_hash import BlockHash
+from baton.core.state_machines import SequenceState
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.state.sequence import SequenceRequest, max_cached_blocks
+from baton.engine.scheduling.step_budget import PrefillPart
+from baton.engine.state.sequence import EngineSequence, SequenceRequest, max_cached_blocks
 
 
 class QueuedPrefixEstimate:
@@ -49,6 +52,14 @@ class QueuedPrefixEstimate:
     def shared_tokens(self, seq_id: int) -> int:
         """Return how many leading tokens were cached at `add` or will be computed by an earlier prompt."""
         return self._shared_tokens.get(seq_id, 0)
+
+    def remaining(self, prompts: Iterable[EngineSequence]) -> Iterator[PrefillPart]:
+        """Yield (tokens to compute, tokens before them) of each of these prompts, which are not complete."""
+        for seq in prompts:
+            before = seq.num_computed_tokens
+            if seq.state is SequenceState.WAITING:
+                before = self.shared_tokens(seq.seq_id)
+            yield len(seq.token_ids) - before, before
 
     def __len__(self) -> int:
         return len(self._hashes)
