@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.transfer.backend import ReadState
-from baton.transfer.backends import nixl_errors, nixl_thread
+from baton.transfer.backends import nixl_errors
 from tests.contract.failing_nixl_agent import FailingAgent, failing_agents, nixl_error
 from tests.contract.transfer_backends import BACKENDS, Pair
 
@@ -95,7 +95,7 @@ async def test_failed_poll_of_unknown_end_leaves_the_read_in_doubt(
 async def test_few_failed_notification_calls_are_retried() -> None:
     async with failing_pair() as (pair, agent):
         for _round in range(2):  # the count starts again after a success
-            agent.remaining["get_new_notifs"] = nixl_thread.MAX_NOTIFICATION_ERRORS - 1
+            agent.remaining["get_new_notifs"] = nixl_errors.MAX_NOTIFICATION_ERRORS - 1
             agent.errors["get_new_notifs"] = "nixlBackendError"
             async with asyncio.timeout(60):
                 while agent.remaining["get_new_notifs"]:
@@ -118,7 +118,7 @@ async def test_notification_calls_that_keep_failing_end_the_backend(backend: str
                 break
             await asyncio.sleep(0.01)
         assert "injected" in str(pair.reader.backend.failure)
-        assert agent.counts["get_new_notifs"] == nixl_thread.MAX_NOTIFICATION_ERRORS
+        assert agent.counts["get_new_notifs"] == nixl_errors.MAX_NOTIFICATION_ERRORS
         assert pair.owner.backend.failure is None
 
 

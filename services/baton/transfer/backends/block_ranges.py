@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+CopyRange = tuple[int, int, int]
+"""(remote address, local address, size in bytes)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRun:

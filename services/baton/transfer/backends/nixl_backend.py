@@ -22,7 +22,8 @@ from baton.transfer.backend import KvDescriptor
 from baton.transfer.backends import ucx
 from baton.transfer.backends.block_ranges import runs
 from baton.transfer.backends.host_memory import HOST, HostMemory, KvRegion, anonymous_region
-from baton.transfer.backends.nixl_thread import SEGMENTS, NixlPeer, NixlThread
+from baton.transfer.backends.nixl_memory import SEGMENTS, register
+from baton.transfer.backends.nixl_thread import NixlPeer, NixlThread
 from baton.transfer.backends.one_sided_backend import OneSidedBackend, probe_blocks
 from baton.transfer.backends.pair_transport import ucx_environment
 from baton.transfer.integrity.generation_table import ENTRY_BYTES
@@ -72,9 +73,7 @@ class NixlBackend(OneSidedBackend[KvRegion, NixlPeer]):
         agent = _new_agent(name)
         events = ucx.new_event_fds(events_before)
         for region in (kv, generation, scratch):
-            agent.register_memory(
-                [(region.address, region.num_bytes, region.device_id, "")], SEGMENTS[region.memory_kind]
-            )
+            register(agent, region)
         memory = KvMemory(
             owner=worker,
             agent_name=name,

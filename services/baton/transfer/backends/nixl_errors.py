@@ -7,11 +7,19 @@ What each means was read from NIXL 1.5.1 with its UCX plugin:
 - When an endpoint fails, UCX completes all of its requests, and NIXL reports `nixlRemoteDisconnectError`.
 - A post that fails after some ranges were posted cancels these. UCX documents a cancel as best effort.
 - The status of a failed read is kept, so that asking again gives the same error.
+
+An error of the notification call says nothing about reads. The call is retried a limited number of times.
 """
 
 REMOTE_DISCONNECT = "nixlRemoteDisconnectError"
 NOT_POSTED = "nixlNotPostedError"
 NOT_FOUND = "nixlNotFoundError"
+
+MAX_NOTIFICATION_ERRORS = 8
+"""Errors of the notification call in a row after which it is not tried again."""
+_RETRY_S = 0.002
+"""Pause after the first error of the notification call. It doubles with each further one: seven pauses of
+0.25 s in all."""
 
 _ENDS_READ = frozenset({REMOTE_DISCONNECT, NOT_POSTED})
 _ENDS_POST = _ENDS_READ | {NOT_FOUND}
@@ -44,6 +52,27 @@ def deletes_handle(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """Return the error with its type, for logs."""
     return f"{type(error).__name__}: {error}"
+
+
+class NotificationErrors:
+    """The errors of the notification call in a row, and when it may be tried again.
+
+    retry_s: time of the next try, by the caller's clock
+    """
+
+    def __init__(self) -> None:
+        self.num_in_a_row = 0
+        self.retry_s = 0.0
+
+    def add(self, now_s: float) -> bool:
+        """Count an error. Returns False if the call may not be tried again."""
+        self.num_in_a_row += 1
+        self.retry_s = now_s + _RETRY_S * 2 ** (self.num_in_a_row - 1)
+        return self.num_in_a_row < MAX_NOTIFICATION_ERRORS
+
+    def clear(self) -> None:
+        """Forget the errors, because a call has succeeded."""
+        self.num_in_a_row = 0
 
 
 def _name(error: BaseException) -> str:

@@ -10,35 +10,29 @@ call is retried a few times and then ends the thread, because peers can no longe
 """
 
 import ctypes
-import os
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from baton.core.ids import ReadId
 from baton.core.kv.kv_layout import KvMemory
 from baton.runtime.failpoints import hit
 from baton.runtime.logging import get_logger
+from baton.runtime.thread_commands import ThreadCommands
 from baton.transfer.backend import GenerationEntry, ReadState
 from baton.transfer.backends import nixl_errors
-from baton.transfer.backends.block_ranges import runs
+from baton.transfer.backends.block_ranges import CopyRange
 from baton.transfer.backends.first_reads import FirstReads
-from baton.transfer.backends.host_memory import HOST, KvRegion, anonymous
+from baton.transfer.backends.generation_cells import GenerationCells
+from baton.transfer.backends.nixl_memory import HOST_SEGMENT, Segment, memory_kind_of, prepare_read, register
 from baton.transfer.backends.pair_transport import UNKNOWN_TRANSPORT, PairTransports, PeerKind
 from baton.transfer.backends.ucx import UcxLog
-from baton.transfer.integrity.generation_table import ENTRY_BYTES, decode_entries
 
 log = get_logger(__name__)
 
-SEGMENTS = {HOST: "DRAM", "cuda": "VRAM"}
-_GENERATION_CELLS = 32_768
-"""Generation-table entries that can be in flight at a time, 1 MiB in all."""
 _SPINS = 200
 """Number of times that the thread polls running reads before it sleeps between polls."""
 _BUSY_MS, _IDLE_MS, _BLIND_IDLE_MS = 1, 1000, 2
@@ -46,15 +40,6 @@ _BUSY_MS, _IDLE_MS, _BLIND_IDLE_MS = 1, 1000, 2
 found."""
 _DOUBT_POLL_S = 1.0
 """Time between two polls of the reads that are in doubt."""
-MAX_NOTIFICATION_ERRORS = 8
-"""Errors of the notification call in a row after which the thread ends."""
-_RETRY_S = 0.002
-"""Pause after the first error of the notification call. It doubles with each further one: seven pauses of
-0.25 s in all."""
-CopyRange = tuple[int, int, int]
-"""(remote address, local address, size in bytes)."""
-Segment = tuple[str, int]
-"""(NIXL memory segment, device id)."""
 _ReadKind = tuple[str, Segment, Segment]
 """(name of the peer's agent, local segment, remote segment): what UCX has one configuration for."""
 
@@ -106,20 +91,15 @@ class NixlThread:
         self._ucx_log = UcxLog()
         self._transports = PairTransports(self._ucx_log)
         self._first_reads: FirstReads[_ReadKind] = FirstReads()
-        self._cells = np.frombuffer(anonymous(_GENERATION_CELLS * ENTRY_BYTES), dtype=np.uint8).reshape(
-            _GENERATION_CELLS, ENTRY_BYTES
-        )
-        self._free_cells = deque(range(_GENERATION_CELLS))
-        self._register(KvRegion(address=int(self._cells.ctypes.data), num_bytes=self._cells.nbytes))
+        self._cells = GenerationCells()
+        register(agent, self._cells.region)
         self.failure: BaseException | None = None
         self._running: dict[ReadId, _Running] = {}
         self._in_doubt: dict[ReadId, _Running] = {}
         self._next_doubt_poll_s = 0.0
-        self._notification_errors = 0
-        self._next_notifications_s = 0.0
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._is_closing = self._has_ended = False
+        self._notification_errors = nixl_errors.NotificationErrors()
+        self._commands = ThreadCommands()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
         self._thread.start()
 
@@ -127,21 +107,21 @@ class NixlThread:
 
     def load(self, peer: NixlPeer) -> None:
         """Load the peer's metadata and start to connect."""
-        self._command(lambda: self._load(peer))
+        self._commands.add(lambda: self._load(peer))
 
     def forget(self, peer: NixlPeer) -> None:
         """Unload the peer once no read from it runs."""
-        self._command(lambda: self._forget(peer))
+        self._commands.add(lambda: self._forget(peer))
 
     def read(
         self, read_id: ReadId, peer: NixlPeer, copies: Sequence[CopyRange], local: Segment, remote: Segment
     ) -> None:
         """Post a read of several address ranges."""
-        self._command(lambda: self._post(read_id, peer, copies, local, remote, [], time.monotonic()))
+        self._commands.add(lambda: self._post(read_id, peer, copies, local, remote, [], time.monotonic()))
 
     def read_generations(self, read_id: ReadId, peer: NixlPeer, block_ids: Sequence[int]) -> None:
         """Post a read of generation-table entries. They are passed to `report` at its end."""
-        self._command(lambda: self._post_generations(read_id, peer, block_ids))
+        self._commands.add(lambda: self._post_generations(read_id, peer, block_ids))
 
     def close(self) -> None:
         """Ask the thread to end. If reads still run, the agent and its handles are kept until the process
@@ -150,24 +130,11 @@ class NixlThread:
         Destroying them would abort a paused owner process when it resumes.
         """
         self._is_closing = True
-        self._wake()
+        self._commands.wake()
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the thread has ended."""
         self._thread.join(timeout_s)
-
-    def _command(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        self._wake()
-
-    def _wake(self) -> None:
-        try:
-            os.write(self._wake_write, b"!")
-        except BlockingIOError:
-            pass  # the pipe is full, so the thread wakes anyway
-        except OSError:
-            if not self._has_ended:
-                raise
 
     # -- in the thread -----------------------------------------------------------------------------
 
@@ -184,14 +151,12 @@ class NixlThread:
 
     def _serve(self) -> None:
         poller = select.poll()
-        for fd in (self._wake_read, *self._ucx_events):
+        for fd in (self._commands.wake_fd, *self._ucx_events):
             poller.register(fd, select.POLLIN)
         idle_ms = _IDLE_MS if self._ucx_events else _BLIND_IDLE_MS
         spins = 0
         while not self._is_closing:
-            had_work = bool(self._commands)
-            while self._commands:
-                self._commands.popleft()()
+            had_work = self._commands.run()
             self._serve_peers()
             had_work |= self._check_running()
             for post in self._first_reads.due(time.monotonic()):
@@ -200,30 +165,30 @@ class NixlThread:
                 self._check_in_doubt()
             spins = 0 if had_work else spins + 1
             sleep_ms = idle_ms if not self._running else 0 if spins < _SPINS else _BUSY_MS
-            if self._notification_errors:
+            if self._notification_errors.num_in_a_row:
                 sleep_ms = min(sleep_ms, _BUSY_MS)
             for fd, _event in poller.poll(sleep_ms):
-                if fd == self._wake_read:
-                    os.read(self._wake_read, 4096)
+                if fd == self._commands.wake_fd:
+                    self._commands.drain()
 
     def _serve_peers(self) -> None:
         """Make progress for peers that read from here.
 
-        Raises NIXL's error after `MAX_NOTIFICATION_ERRORS` in a row.
+        Raises NIXL's error after too many in a row.
         """
-        if self._notification_errors and time.monotonic() < self._next_notifications_s:
+        errors = self._notification_errors
+        if errors.num_in_a_row and time.monotonic() < errors.retry_s:
             return
         try:
             hit("transfer.notifications")
             self._agent.get_new_notifs()
         except Exception as error:
-            self._notification_errors += 1
-            log.warning("kv_notifications_failed", attempt=self._notification_errors, error=nixl_errors.describe(error))
-            if self._notification_errors >= MAX_NOTIFICATION_ERRORS:
+            may_retry = errors.add(time.monotonic())
+            log.warning("kv_notifications_failed", attempt=errors.num_in_a_row, error=nixl_errors.describe(error))
+            if not may_retry:
                 raise
-            self._next_notifications_s = time.monotonic() + _RETRY_S * 2 ** (self._notification_errors - 1)
         else:
-            self._notification_errors = 0
+            errors.clear()
 
     def _end(self) -> None:
         if self._running or self._in_doubt:
@@ -231,9 +196,7 @@ class NixlThread:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
         else:
             del self._agent
-        self._has_ended = True
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._commands.close()
 
     def _load(self, peer: NixlPeer) -> None:
         try:
@@ -254,21 +217,13 @@ class NixlThread:
             self._try("remove_remote_agent", lambda: self._agent.remove_remote_agent(peer.memory.agent_name))
 
     def _post_generations(self, read_id: ReadId, peer: NixlPeer, block_ids: Sequence[int]) -> None:
-        if len(self._free_cells) < len(block_ids):
+        cells = self._cells.take(len(block_ids))
+        if cells is None:
             log.warning("kv_generation_cells_exhausted", running=len(self._running))
             self._report(read_id, ReadState.FAILED, ())
             return
-        cells = sorted(self._free_cells.popleft() for _ in block_ids)
-        remote_address, local_address = peer.memory.generation_table_address, int(self._cells.ctypes.data)
-        copies = [
-            (
-                remote_address + run.source * ENTRY_BYTES,
-                local_address + run.own * ENTRY_BYTES,
-                run.num_blocks * ENTRY_BYTES,
-            )
-            for run in runs(block_ids, cells)
-        ]
-        self._post(read_id, peer, copies, (SEGMENTS[HOST], 0), (SEGMENTS[HOST], 0), cells, time.monotonic())
+        copies = self._cells.copies(peer.memory.generation_table_address, block_ids, cells)
+        self._post(read_id, peer, copies, HOST_SEGMENT, HOST_SEGMENT, cells, time.monotonic())
 
     def _post(
         self,
@@ -288,21 +243,14 @@ class NixlThread:
             self._transports.begin_first_read()
         if not peer.is_loaded and not peer.is_forgotten:
             self._load(peer)  # reconnect after a failure
-        agent = self._agent
         try:
-            local_descs = agent.get_xfer_descs(
-                np.array([(address, size, local[1]) for _, address, size in copies], dtype=np.uint64), local[0]
-            )
-            remote_descs = agent.get_xfer_descs(
-                np.array([(address, size, remote[1]) for address, _, size in copies], dtype=np.uint64), remote[0]
-            )
-            handle = agent.initialize_xfer("READ", local_descs, remote_descs, peer.memory.agent_name)
+            handle = prepare_read(self._agent, peer.memory.agent_name, copies, local, remote)
         except Exception as error:
             self._not_posted(read_id, peer, cells, error)
             return
         read = _Running(handle, peer, cells)
         try:
-            state = agent.transfer(handle)
+            state = self._agent.transfer(handle)
         except Exception as error:
             if nixl_errors.ends_post(error):
                 self._release(read, error)
@@ -379,7 +327,7 @@ class NixlThread:
         """Release what a read that has ended holds."""
         read.peer.num_running -= 1
         self._release(read, error)
-        self._free_cells.extend(read.cells)
+        self._cells.free(read.cells)
         if read.peer.is_forgotten:
             self._unload(read.peer)
 
@@ -389,14 +337,14 @@ class NixlThread:
         if state != "DONE":
             self._doubt(read_id, read, RuntimeError(f"NIXL returned the state {state}"))
             return
-        entries = decode_entries(self._cells[read.cells].tobytes()) if read.cells else ()
+        entries = self._cells.entries(read.cells)
         self._find_transport(read_id, read.peer)
         self._close(read, None)
         self._report(read_id, ReadState.DONE, entries)
 
     def _not_posted(self, read_id: ReadId, peer: NixlPeer, cells: Iterable[int], error: Exception) -> None:
         log.info("kv_read_failed", owner=str(peer.memory.owner), error=nixl_errors.describe(error))
-        self._free_cells.extend(cells)
+        self._cells.free(cells)
         self._first_reads.end(read_id, is_done=False)
         self._connection_failed(peer, error)
         self._report(read_id, ReadState.FAILED, ())
@@ -420,8 +368,7 @@ class NixlThread:
         if first is None:
             return
         key, was_alone = first
-        _, _, (segment, _) = key
-        memory_kind = next(kind for kind, name in SEGMENTS.items() if name == segment)
+        memory_kind = memory_kind_of(key[2])
         kind = PeerKind(environment=peer.memory.ucx_environment, memory_kind=memory_kind)
         transport = self._transports.end_first_read(kind, was_alone=was_alone)
         if transport != UNKNOWN_TRANSPORT:
@@ -442,8 +389,3 @@ class NixlThread:
             action()
         except Exception as error:
             log.info("nixl_call_failed", what=what, error=nixl_errors.describe(error))
-
-    def _register(self, region: KvRegion) -> None:
-        self._agent.register_memory(
-            [(region.address, region.num_bytes, region.device_id, "")], SEGMENTS[region.memory_kind]
-        )
