@@ -16,7 +16,6 @@ import json
 import os
 import socket
 import ssl
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -24,6 +23,7 @@ from typing import Any, Self
 import httptools
 
 from loadgen.send.selftest.script import Script, ScriptedEnd, ServedRequest
+from loadgen.send.selftest.scripted_events import ScriptedEvents
 from loadgen.send.timers import Alarm, new_alarm, now_s
 
 Scripts = Callable[[ServedRequest], Script]
@@ -247,20 +247,10 @@ class _Answer:
         self._server = server
         self.served = served
         self._script = script
-        self._is_chat = is_chat
-        body = served.body
-        self._prompt = body.get("prompt") or [
-            ord(c) for message in body.get("messages", ()) for c in message["content"]
-        ]
-        self._num_tokens = int(body.get("max_tokens", 16)) if script.num_tokens is None else script.num_tokens
-        self._num_sent = 0
+        self._events = ScriptedEvents(served, script, is_chat=is_chat)
         self._due_s = 0.0
         self.is_started = False
         self.is_over = False
-        self._first_id = (
-            sum(map(ord, self._prompt)) if isinstance(self._prompt, str) else sum(self._prompt)
-        ) + script.salt
-        self._deflate = zlib.compressobj(wbits=31) if script.is_compressed else None
 
     def start(self, at_s: float) -> None:
         self.is_started = True
@@ -279,15 +269,11 @@ class _Answer:
             self._connection.respond(script.status, script.body, script.headers)
             self._connection.ended()
             return
-        encoding = "Content-Encoding: gzip\r\n" if script.is_compressed else ""
-        more = "".join(f"{name}: {value}\r\n" for name, value in script.headers.items())
-        head = (
-            f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{encoding}{more}Transfer-Encoding: chunked\r\n\r\n"
-        )
-        if self._num_tokens:
-            self._tokens(head.encode())
+        head = self._events.head()
+        if self._events.num_tokens:
+            self._tokens(head)
         else:
-            self._connection.write(head.encode())
+            self._connection.write(head)
             self._end()
 
     def _next(self) -> None:
@@ -295,31 +281,21 @@ class _Answer:
             self._tokens(b"")
 
     def _tokens(self, head: bytes) -> None:
-        script = self._script
-        index = self._num_sent
-        num = min(script.tokens_per_event, self._num_tokens - index)
-        self._num_sent += num
-        ids = [1000 + (self._first_id + i) % 1000 for i in range(index, index + num)]
-        is_last = self._num_sent >= self._num_tokens and script.ending in (ScriptedEnd.DONE, ScriptedEnd.NO_DONE)
-        finish = f'"{script.finish_reason}"' if is_last else "null"
-        text = json.dumps("".join(f" t{token}" for token in ids))
-        text = f'"delta":{{"content":{text}}}' if self._is_chat else f'"text":{text}'
-        given = f',"token_ids":{ids}' if script.token_ids and self.served.body.get("return_token_ids") else ""
-        choice = f'{{"index":0,{text},"finish_reason":{finish}{given}}}'
-        event = f'data: {{"id":"s-{self.served.number}","choices":[{choice}]}}\n\n'
-        if self._num_sent < self._num_tokens:
-            self.served.sent_s.append(self._connection.write(head + self._chunk(event.encode())))
-            gaps = script.gaps_s
+        events = self._events
+        event = events.tokens()
+        if events.has_more:
+            self.served.sent_s.append(self._connection.write(head + events.chunk(event)))
+            gaps = self._script.gaps_s
             self._due_s += gaps[min(len(self.served.sent_s), len(gaps)) - 1]
             self._server.at(self._due_s, self._next)
             return
         self.served.sent_s.append(now_s())
-        self._connection.write(head + self._chunk(event.encode()))
+        self._connection.write(head + events.chunk(event))
         self._end()
 
     def _end(self) -> None:
         ending = self._script.ending
-        connection = self._connection
+        connection, events = self._connection, self._events
         if ending is ScriptedEnd.SILENCE:
             return
         connection.ended()
@@ -328,35 +304,15 @@ class _Answer:
         elif ending is ScriptedEnd.ERROR:
             error = {"message": "scripted", "code": "worker_lost", "status": 503}
             connection.write(
-                self._chunk(b"event: error\ndata: " + json.dumps({"error": error}).encode() + b"\n\n", is_last=True)
+                events.chunk(b"event: error\ndata: " + json.dumps({"error": error}).encode() + b"\n\n", is_last=True)
             )
         elif ending is ScriptedEnd.GARBAGE:
-            connection.write(self._chunk(b"data: {]\n\n", is_last=True))
+            connection.write(events.chunk(b"data: {]\n\n", is_last=True))
         elif ending is ScriptedEnd.LONG_LINE:
-            connection.write(self._chunk(b"data: " + b"x" * (40 << 20)))
+            connection.write(events.chunk(b"data: " + b"x" * (40 << 20)))
         else:
             done = b"data: [DONE]\n\n" if ending is ScriptedEnd.DONE else b""
-            connection.write(self._chunk(self._last_event() + done, is_last=True))
-
-    def _last_event(self) -> bytes:
-        if not self._script.usage:
-            return b""
-        num_prompt_tokens = len(self._prompt)
-        usage = {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": self._num_sent,
-            "total_tokens": num_prompt_tokens + self._num_sent,
-        }
-        event: dict[str, Any] = {"id": f"s-{self.served.number}", "choices": [], "usage": usage}
-        if self.served.body.get("timeline"):
-            event["baton"] = {"received_s": self.served.received_s, "sent_s": self.served.sent_s}
-        return b"data: " + json.dumps(event).encode() + b"\n\n"
-
-    def _chunk(self, data: bytes, *, is_last: bool = False) -> bytes:
-        """Return the data in HTTP's chunked encoding."""
-        if self._deflate is not None:
-            data = self._deflate.compress(data) + self._deflate.flush(zlib.Z_FINISH if is_last else zlib.Z_SYNC_FLUSH)
-        return b"%x\r\n%b\r\n" % (len(data), data) + (b"0\r\n\r\n" if is_last else b"")
+            connection.write(events.chunk(events.usage() + done, is_last=True))
 
 
 def main() -> None:
