@@ -3,9 +3,9 @@
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
@@ -20,6 +20,7 @@ from baton.fleet.processes.supervisor import Child, ChildSpec, baton_command
 from baton.fleet.ray.ray_connection import JoinedCluster
 from baton.fleet.ray.ray_fleet import RayFleet
 from baton.fleet.ray.worker_actor import WorkerFacts
+from baton.fleet.startup_progress import Notify, StartupProgress
 from baton.fleet.worker_plan import WorkerSpec, max_workers_per_gpu, plan_workers
 from baton.model.loading.model_source import DEMO
 from baton.runtime import logging
@@ -31,10 +32,6 @@ from baton.store.redis.private_redis import START_S, redis_command
 
 log = logging.get_logger(__name__)
 
-T = TypeVar("T")
-Notify = Callable[[str], None]
-"""Prints one line for the user."""
-
 LOOPBACK = "127.0.0.1"
 VIEW_PORT = 8002
 """Port of the live view, if the HTTP port is the default one."""
@@ -43,27 +40,6 @@ STOP_GRACE_S = 5.0
 GIVE_UP_S = 300.0
 """Time for which the scheduler or the gateway may keep dying before the cluster ends. Without both, nothing
 can serve."""
-_PHASE_WIDTH = 13
-_TEXT_WIDTH = 60
-
-
-class StartupProgress:
-    """Prints one line per startup phase, with its result and its duration. Phases run concurrently."""
-
-    def __init__(self, notify: Notify) -> None:
-        self._notify = notify
-
-    async def phase(self, name: str, work: Awaitable[T], describe: Callable[[T], str]) -> T:
-        """Await one phase and print its line. `describe` turns the result into text."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        result = await work
-        self.line(name, describe(result), loop.time() - began_s)
-        return result
-
-    def line(self, name: str, text: str, seconds: float) -> None:
-        """Print one line."""
-        self._notify(f"{name:<{_PHASE_WIDTH}}{text:<{_TEXT_WIDTH}} {seconds:5.1f} s")
 
 
 class Cluster:

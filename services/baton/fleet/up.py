@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.core.errors import ConfigError
-from baton.fleet.cluster import Cluster, Notify, StartupProgress
+from baton.fleet.cluster import Cluster
 from baton.fleet.first_prompt import ask
 from baton.fleet.hints import CA_PLACEHOLDER, curl_hint, explain_hint, key_hint
 from baton.fleet.log_directories import new_log_directory
 from baton.fleet.preflight import check_before_start
 from baton.fleet.processes.run_dir import RunDir
+from baton.fleet.startup_progress import Notify, StartupProgress
 from baton.runtime import logging
 from baton.runtime.config.settings import ClusterConfig
 from baton.runtime.network.addresses import local_host
