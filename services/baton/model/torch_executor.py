@@ -98,7 +98,12 @@ class TorchExecutor:
         self._cache = cache
         vocab_size = int(model.config.vocab_size)
         self._launcher = new_launcher(
-            self._backend.forward, self._backend.kernel, cache, vocab_size, constraints=constraints
+            self._backend.forward,
+            self._backend.kernel,
+            cache,
+            vocab_size,
+            constraints=constraints,
+            find_best=self._backend.find_best,
         )
         self._thread = thread
         self._newest: _StepJob | None = None  # last job that was submitted

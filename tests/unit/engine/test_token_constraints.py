@@ -23,8 +23,13 @@ from baton.core.request_limits import MAX_GRAMMAR_BYTES
 from baton.engine.constraints import mask_tasks, token_constraints
 from baton.engine.constraints.compiled_grammar import (
     MAX_LEXER_BYTES,
+    MAX_TOGETHER,
+    MIN_TOGETHER,
     NUM_FAST_AFTER_SLOW,
     NUM_FAST_MASKS,
+    OVERHEAD_S,
+    QUICK_S,
+    SLOW_MASK_S,
     CompiledGrammar,
 )
 from baton.engine.constraints.grammar_tokenizer import GrammarTokenizer, read_grammar_tokenizer
@@ -554,9 +559,9 @@ def test_grammar_keeps_one_thread_however_many_sequences_wait(monkeypatch: pytes
 def test_masks_of_a_fast_grammar_are_computed_together_until_one_is_slow() -> None:
     own, rules = new_constraints(), sampling(of_regex("[xy]+z"))
     grammar = compiled_of(own, rules)
-    assert (grammar.is_fast, grammar.is_slow) == (False, False)
+    assert (grammar.num_together, grammar.is_slow) == (1, False)
     grammar.count_mask(0.0, NUM_FAST_MASKS)
-    assert grammar.is_fast
+    assert grammar.num_together == MIN_TOGETHER
     outputs = [[X, *text_ids(text)] for text in ("", "x", "y", "xyxy")]
     for position in range(3):
         histories = [[*one, *[X] * position] for one in outputs]
@@ -564,11 +569,26 @@ def test_masks_of_a_fast_grammar_are_computed_together_until_one_is_slow() -> No
         for bits, one in zip(masks.bits, histories, strict=True):
             assert set(ids_of(bits).tolist()) == allowed(rules, one)
     grammar.count_mask(1.0)
-    assert (grammar.is_fast, grammar.is_slow) == (False, True)
+    assert (grammar.num_together, grammar.is_slow) == (1, True)
     grammar.count_mask(0.0, NUM_FAST_AFTER_SLOW - 1)
-    assert (grammar.is_fast, grammar.is_slow) == (False, True)
+    assert (grammar.num_together, grammar.is_slow) == (1, True)
     grammar.count_mask(0.0)
-    assert (grammar.is_fast, grammar.is_slow) == (True, False)
+    assert (grammar.num_together, grammar.is_slow) == (MIN_TOGETHER, False)
+
+
+def test_more_masks_are_computed_together_while_calls_are_quick() -> None:
+    grammar = compiled_of(new_constraints(), OPEN)
+    grammar.count_mask(0.0, NUM_FAST_MASKS)
+    found = []
+    for took_s in (0.0, 0.0, 0.0, 0.0, 2 * QUICK_S):
+        found.append(grammar.num_together)
+        grammar.count_call(took_s, grammar.num_together)
+    assert found == [MIN_TOGETHER, 2 * MIN_TOGETHER, MAX_TOGETHER, MAX_TOGETHER, MAX_TOGETHER]
+    assert grammar.num_together == MIN_TOGETHER
+    grammar.count_call(0.0, MIN_TOGETHER - 1)  # a smaller batch proves nothing about a larger one
+    assert grammar.num_together == MIN_TOGETHER
+    grammar.count_call(SLOW_MASK_S + 1.5 * OVERHEAD_S, 2)  # perhaps because of other threads: measured one by one
+    assert (grammar.num_together, grammar.is_slow) == (1, False)
 
 
 def test_row_that_fails_among_others_fails_alone() -> None:

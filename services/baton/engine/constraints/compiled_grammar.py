@@ -36,10 +36,16 @@ LEXER_BYTES_PER_S = 128 << 20
 """Growth of a lexer for each second of CPU time that masks take. Up to 110 MB were measured."""
 SLOW_MASK_S = 0.002
 """A mask that took more CPU time is slow."""
+OVERHEAD_S = 0.001
+"""Time that a call for several masks may take beside its masks until its grammar is doubted."""
 NUM_FAST_MASKS = 8
 """Masks in a row that must be fast until the masks of a new grammar are computed together."""
 NUM_FAST_AFTER_SLOW = 64
 """The same after a slow mask."""
+MIN_TOGETHER, MAX_TOGETHER = 8, 32
+"""Masks of a fast grammar that are computed in one call. The number doubles with each call that was quick."""
+QUICK_S = 0.001
+"""Time of a quick call: it saves more to make fewer calls than to have the first masks earlier."""
 _MAX_MESSAGE = 300
 _NO_FORCING = {"name": "baton_no_forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: "x"'}
 _EXCEEDED = ("too many", "current row has", "too large", "too complex", "limit")
@@ -92,6 +98,11 @@ class GrammarMatcher:
         self.check()
         self.consumed = outputs
 
+    def step(self, outputs: TokenIds, mask: Bits, *, may_accept: bool) -> None:
+        """Do what `followed` and then `keep_mask` do."""
+        self.consumed = outputs
+        self.keep_mask(mask, may_accept=may_accept)
+
     def check(self) -> None:
         """Raise Refused if a token did not match or a limit was exceeded, LexerFull if the lexer did."""
         if self.matcher.is_error():
@@ -128,6 +139,7 @@ class CompiledGrammar:
         self.generation = 0
         self._num_fast_masks = 0
         self._num_fast_needed = NUM_FAST_MASKS
+        self._num_together = MIN_TOGETHER
         self._masks_s = 0.0
         self._must_renew = False
         self.start = self._compile()
@@ -157,14 +169,20 @@ class CompiledGrammar:
             if self._num_fast_masks >= self._num_fast_needed:
                 self._num_fast_needed = NUM_FAST_MASKS
 
-    def doubt(self) -> None:
-        """Measure the next masks one by one, because several together were slow."""
-        self._num_fast_masks = 0
+    def count_call(self, took_s: float, num_masks: int) -> None:
+        """Count masks that were computed in one call, which has taken `took_s`, other threads included."""
+        self.count_mask(took_s, num_masks)
+        if took_s > SLOW_MASK_S + OVERHEAD_S:
+            self._num_fast_masks = 0  # several together were slow, so the next ones are measured one by one
+        if took_s > QUICK_S:
+            self._num_together = MIN_TOGETHER
+        elif num_masks == self._num_together:
+            self._num_together = min(MAX_TOGETHER, 2 * num_masks)
 
     @property
-    def is_fast(self) -> bool:
-        """True if enough masks in a row were fast. A new grammar is not, and neither is one in doubt."""
-        return self._num_fast_masks >= self._num_fast_needed
+    def num_together(self) -> int:
+        """Number of masks to compute in one call. 1 until enough masks in a row were fast."""
+        return self._num_together if self._num_fast_masks >= self._num_fast_needed else 1
 
     @property
     def is_slow(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from baton.core.errors import Failure, Refused
 from baton.core.kv.block_hash import TokenIds
-from baton.engine.constraints.compiled_grammar import SLOW_MASK_S, CompiledGrammar, GrammarMatcher, LexerFull
+from baton.engine.constraints.compiled_grammar import CompiledGrammar, GrammarMatcher, LexerFull
 from baton.engine.constraints.matcher_executor import MaskClocks, MatcherExecutor
 from baton.engine.constraints.sequence_matchers import SequenceMatchers
 
@@ -23,10 +23,6 @@ MAX_WAIT_S = 0.004
 """Time that a step waits for the masks that were begun in it, after its forward pass was launched."""
 MAX_WAIT_FOR_SLOW_S = 0.001
 """The same if only grammars with slow masks are not ready."""
-_MASKS_TOGETHER = 16
-"""Masks that are computed in one call. The first ones of a batch are ready while the others are computed."""
-_OVERHEAD_S = 0.001
-"""Time that such a call may take beside its masks until its grammar is doubted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -79,13 +75,16 @@ class MaskThreads:
 
     def wait(self, tasks: Collection[MaskTask]) -> None:
         """Wait for tasks for a limited time, and for no task twice. Raises the error of a thread."""
-        new = [task for task in tasks if not task.is_done and not task.was_awaited]
+        open_tasks = [task for task in tasks if not task.is_done]
+        if not open_tasks:
+            return
+        new = [task for task in open_tasks if not task.was_awaited]
         began_s = self._clocks.wall_s()
         if fast := {task.ended for task in new if task.ended and not task.matchers.compiled.is_slow}:
             wait(fast, timeout=MAX_WAIT_S)
         if slow := {task.ended for task in new if task.ended and task.matchers.compiled.is_slow}:
             wait(slow, timeout=max(0.0, began_s + MAX_WAIT_FOR_SLOW_S - self._clocks.wall_s()))
-        for task in tasks:
+        for task in open_tasks:
             task.was_awaited = True
             if not task.is_done and task.ended and task.ended.done() and (error := task.ended.exception()) is not None:
                 raise error
@@ -139,7 +138,7 @@ def compute_masks(compiled: CompiledGrammar, tasks: Sequence[MaskTask], executor
     with compiled.lock:
         compiled.renew_if_asked()
         while tasks:
-            together = tasks[:_MASKS_TOGETHER] if compiled.is_fast else tasks[:1]
+            together = tasks[: compiled.num_together]
             tasks = tasks[len(together) :]
             if len(together) > 1:
                 together = _compute_together(compiled, together, executor)
@@ -185,14 +184,10 @@ def _compute_together(
     may_accept = compiled.tokenizer.have_end_marks(masks)
     for (task, matcher), mask, may in zip(steps, masks, may_accept, strict=True):
         try:
-            matcher.followed(task.outputs)
-            matcher.keep_mask(mask, may_accept=may)
+            matcher.step(task.outputs, mask, may_accept=may)
             task.matcher = matcher
         except Refused:  # the cause is found when it is computed alone
             task.matchers.drop(task.seq_id)
             remaining.append(task)
-    took_s = executor.clocks.wall_s() - began_s
-    compiled.count_mask(took_s, len(steps))
-    if took_s > SLOW_MASK_S + _OVERHEAD_S:
-        compiled.doubt()
+    compiled.count_call(executor.clocks.wall_s() - began_s, len(steps))
     return remaining

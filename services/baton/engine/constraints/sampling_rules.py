@@ -46,6 +46,11 @@ class SamplingRules:
             self.matchers = SequenceMatchers(compiled)
         self.pending: dict[int, MaskTask] = {}
 
+    @property
+    def has_others(self) -> bool:
+        """True if there are rules beside the grammar."""
+        return self.allowed is not None or self.bad_words is not None
+
     def task(self, matchers: SequenceMatchers, seq_id: int, outputs: TokenIds) -> MaskTask:
         """Return the task of a sequence after its outputs. It is new if nothing has begun it."""
         task = self.pending.get(seq_id)

@@ -112,7 +112,7 @@ class TokenConstraints:
         self._rules: WeakValueDictionary[int, SamplingRules] = WeakValueDictionary()
         self._unowned: OrderedDict[int, SamplingRules] = OrderedDict()
         self._begun: _ConstrainedRows | None = None
-        self._in_last_step: list[SamplingRules] = []  # a step that was planned ahead may need them once more
+        self._in_last_step: dict[int, SamplingRules] = {}  # a step that was planned ahead may need them once more
 
     # -- before a request runs -----------------------------------------------------------------------------------------
 
@@ -170,19 +170,23 @@ class TokenConstraints:
         if step is None or step.rows is not rows:
             step = self._constrained(rows)
         rules, tasks, failures = step.rules, step.tasks, step.failures
-        self._in_last_step = list(rules.values())
+        self._in_last_step = {id(own.sampling): own for own in rules.values()}
         if not rules:
             return TokenMasks(failures=failures) if failures else NO_MASKS
         self._run(tasks.values())
-        deferred = frozenset(row for row, task in tasks.items() if not task.is_done)
-        for row in tasks.keys() - deferred:
-            rules[row].pending.pop(rows[row][0], None)
-            if (failure := tasks[row].failure) is not None:
-                failures[row] = failure
-        found = [row for row in rules if row not in deferred and row not in failures]
+        deferred = set()
+        for row, task in tasks.items():
+            if not task.is_done:
+                deferred.add(row)
+                continue
+            rules[row].pending.pop(task.seq_id, None)
+            if task.failure is not None:
+                failures[row] = task.failure
+        found = [row for row in rules if row not in failures and row not in deferred]
         bits = self._allowed_by_grammars([tasks.get(row) for row in found], [rules[row] for row in found])
-        for row, one in zip(found, bits, strict=True):
-            self._apply_other_rules(one, rows[row][1], rules[row])
+        for place, row in enumerate(found):
+            if rules[row].has_others or rows[row][1].banned_token_ids:
+                self._apply_other_rules(bits[place], rows[row][1], rules[row])
         drawable = bits.any(axis=1)
         for index in np.flatnonzero(~drawable):
             row = found[index]
@@ -191,7 +195,7 @@ class TokenConstraints:
             rows=tuple(row for row in found if row not in failures),
             bits=bits if drawable.all() else bits[drawable],
             failures=failures,
-            deferred=deferred,
+            deferred=frozenset(deferred),
         )
 
     # -- internal ------------------------------------------------------------------------------------------------------
@@ -217,7 +221,7 @@ class TokenConstraints:
         else:
             for compiled, own in by_grammar(tasks).items():
                 compute_masks(compiled, own, self._executor_of_thread())
-        if any(task.matchers.compiled.num_bytes > _CHECK_MEMORY_FROM for task in tasks):
+        if any(compiled.num_bytes > _CHECK_MEMORY_FROM for compiled in {task.matchers.compiled for task in tasks}):
             with self._lock:
                 self._bound_memory()
 
@@ -289,6 +293,8 @@ class TokenConstraints:
 
     def _rules_of(self, sampling: Sampling) -> SamplingRules:
         """Return the prepared rules of a request; prepare them if no job holds them."""
+        if (rules := self._in_last_step.get(id(sampling))) is not None:
+            return rules
         with self._lock:
             rules = self._rules.get(id(sampling))
         if rules is None:
@@ -302,15 +308,17 @@ class TokenConstraints:
         """Return what each grammar allows next, [len(tasks), num_words]; all tokens without a grammar."""
         words = num_words(self._vocab_size)
         bits = np.empty((len(tasks), words), dtype=np.uint32)
-        for row, task, own in zip(bits, tasks, rules, strict=True):
-            matcher = None if task is None else task.matcher
-            if matcher is None or matcher.mask is None:
-                row[:] = self._all
-                continue
-            np.bitwise_and(matcher.mask[:words], self._inside, out=row)
-            if matcher.is_accepting:
-                for token_id in own.end_token_ids:
-                    row[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        matchers = [None if task is None else task.matcher for task in tasks]
+        for row, matcher in zip(bits, matchers, strict=True):
+            if matcher is not None and matcher.mask is not None:
+                row[:] = matcher.mask[:words]
+        bits &= self._inside
+        for index, matcher in enumerate(matchers):
+            if matcher is None:
+                bits[index] = self._all
+            elif matcher.is_accepting:
+                for token_id in rules[index].end_token_ids:
+                    bits[index, token_id >> 5] |= np.uint32(1 << (token_id & 31))
         return bits
 
     def _apply_other_rules(self, bits: Bits, request: SampleRequest, rules: SamplingRules) -> None:

@@ -17,6 +17,7 @@ from baton.model.backends.native_layers import DecoderForward, prefers_native_ge
 from baton.model.device import device_info
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels, paged_kernel
 from baton.model.loading.model_loader import LoadedModel, require_free_memory
+from baton.model.sampling.best_tokens import FindBest, find_best
 from baton.model.step.forward import Forward, ModelForward
 from baton.model.verification.verify_backend import verify_logits, verify_masks
 from baton.runtime.logging import get_logger
@@ -35,6 +36,7 @@ class Backend:
     name: for logs and the startup summary.
     forward: runs a step.
     kernel: the paged attention, if `forward` runs the model's own code.
+    find_best: finds the most likely tokens.
     warm_batches: sizes of decode steps that are slow the first time.
     warm_tokens: sizes of prompt chunks that are slow the first time.
     warm_contexts: context lengths before a prompt chunk that are slow the first time.
@@ -46,6 +48,7 @@ class Backend:
     name: str
     forward: Forward
     kernel: PagedKernel = paged_attention
+    find_best: FindBest = find_best
     warm_batches: tuple[int, ...] = ()
     warm_tokens: tuple[int, ...] = ()
     warm_contexts: tuple[int, ...] = ()
@@ -166,7 +169,8 @@ def _cpu_backend(
             if candidate.serves(loaded.model, kernels):
                 if candidate.packs_weights:
                     _require_memory_for_packed_weights(loaded, backends.free_bytes)
-                return _verified(candidate.build(loaded, attention_params, kernels), loaded, block_size_tokens)
+                backend = candidate.build(loaded, attention_params, kernels)
+                return replace(_verified(backend, loaded, block_size_tokens), find_best=kernels.find_best)
         except Exception as error:  # such as a oneDNN operation that this build of torch lacks
             hint = "a slower backend is tried next"
             log.warning("backend_not_verified", backend=candidate.name, problem=_describe(error), hint=hint)

@@ -28,8 +28,11 @@ def process_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> t
 
 def unknown_token_id(request: SampleRequest, vocab_size: int) -> int | None:
     """Return a token id outside the vocabulary that the request bans, biases or penalises, or None."""
-    named = [*request.banned_token_ids, *(token_id for token_id, _ in request.sampling.logit_bias)]
-    if request.sampling.has_penalties and len(request.history):
+    sampling = request.sampling
+    if not (request.banned_token_ids or sampling.logit_bias or sampling.has_penalties):
+        return None
+    named = [*request.banned_token_ids, *(token_id for token_id, _ in sampling.logit_bias)]
+    if sampling.has_penalties and len(request.history):
         named.append(int(np.array(request.history).max()))
     return next((token_id for token_id in named if not 0 <= token_id < vocab_size), None)
 

@@ -14,20 +14,23 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.core.errors import Code, Failure, Reason
 from baton.core.request import TokenLogprobs
 from baton.engine.constraints.compiled_grammar import no_token_left
-from baton.engine.constraints.token_bits import Bits, contain
+from baton.engine.constraints.token_bits import Bits
 from baton.engine.constraints.token_constraints import NO_MASKS, TokenMasks
 from baton.engine.state.step import SampledToken, SampleRequest
 from baton.model.device.async_copy import download, upload
 from baton.model.sampling import device_sampler, host_sampler
+from baton.model.sampling.best_tokens import FindBest, find_best
 from baton.model.sampling.logits_processors import unknown_token_id
 
 RowRequests = Sequence[tuple[int, SampleRequest]]
 """(seq_id, request) of each row of the logits."""
+_NO_ROWS = np.empty(0, dtype=np.intp)
 Draw = Callable[[torch.Tensor, Sequence[SampleRequest], Mapping[int, Bits]], device_sampler.DrawnTokens]
 """Draws the tokens of requests from their float32 logits, [len(requests), vocab_size], and from the tokens
 that constrained requests may draw, by row."""
@@ -121,40 +124,48 @@ class PendingSamples:
 
 
 def sample(
-    logits: torch.Tensor, row_requests: RowRequests, draw: Draw | None = None, *, masks: TokenMasks = NO_MASKS
+    logits: torch.Tensor,
+    row_requests: RowRequests,
+    draw: Draw | None = None,
+    *,
+    masks: TokenMasks = NO_MASKS,
+    find_best: FindBest = find_best,
 ) -> PendingSamples:
     """Start drawing the tokens of every row.
 
     logits: [len(row_requests), vocab_size], any float dtype.
-    draw: draws the rows that are not plainly greedy; None: the sampler for the device of `logits`.
+    draw: draws the rows that are not greedy; None: the sampler for the device of `logits`.
     masks: of the constrained rows.
+    find_best: finds the tokens of greedy rows. With `draw`, or on a GPU, those without a mask.
     """
     logits, device = logits.float(), logits.device
-    best = logits.max(dim=-1)  # the maximum is NaN if any logit is
     draws_of_row = _draws_of(row_requests)
-    token_ids = best.indices
+    is_here = device.type == "cpu" and draw is None
+    masked, bits = _greedy_rows(row_requests, masks) if is_here else (_NO_ROWS, NO_MASKS.bits)
+    best = find_best(logits, masked, bits)
+    token_ids = best.token_ids
     if any(len(own) != 1 for own in draws_of_row):
         token_ids = token_ids[_owners(draws_of_row, device)]
-    have_choice = torch.ones(len(row_requests), dtype=torch.bool, device=device)
-    special = [row for row, (_, request) in enumerate(row_requests) if not _is_plain_greedy(request)]
+    are_drawn = set(masked.tolist())
+    special = [
+        row
+        for row, (_, request) in enumerate(row_requests)
+        if not (_takes_best(request) and (row in are_drawn or not _is_restricted(request)))
+    ]
     refused = {
         row: _cannot_sample(f"token id {unknown} is outside the vocabulary of {logits.shape[-1]} tokens")
         for row in special
         if (unknown := unknown_token_id(row_requests[row][1], logits.shape[-1])) is not None
     }
     refused.update(masks.failures)
-    allowed = masks.by_row()
-    rows = [row for row in special if row not in refused and row not in masks.deferred]
-    if device.type == "cpu" and draw is None:
-        drawn_rows = _allowed_anyway(best.indices, row_requests, masks)
-        rows = [row for row in rows if row not in drawn_rows]
-    if rows:
+    if rows := [row for row in special if row not in refused and row not in masks.deferred]:
         draw = draw or (_draw_on_host if device.type == "cpu" else device_sampler.draw)
-        allowed = {place: allowed[row] for place, row in enumerate(rows) if row in allowed}
+        by_row = masks.by_row()
+        allowed = {place: by_row[row] for place, row in enumerate(rows) if row in by_row}
         drawn = draw(_rows(logits, rows), [row_requests[row][1] for row in rows], allowed)
         token_ids[_index(chain.from_iterable(draws_of_row[row] for row in rows), device)] = drawn.token_ids
-        have_choice[_index(rows, device)] = drawn.have_choice
-    found = torch.cat((token_ids, torch.isfinite(best.values).long(), have_choice.long()))
+        best.have_choice[_index(rows, device)] = drawn.have_choice
+    found = torch.cat((token_ids, best.are_finite.long(), best.have_choice.long()))
     logprobs = _logprobs(logits, row_requests, draws_of_row, token_ids)
     return PendingSamples(
         row_requests=row_requests,
@@ -167,16 +178,11 @@ def sample(
     )
 
 
-def _allowed_anyway(best: torch.Tensor, row_requests: RowRequests, masks: TokenMasks) -> set[int]:
-    """Return the constrained greedy rows whose most likely token is allowed."""
-    if not masks.rows:
-        return set()
-    are_allowed = contain(masks.bits, best.numpy()[list(masks.rows)])
-    return {
-        row
-        for row, is_allowed in zip(masks.rows, are_allowed, strict=True)
-        if is_allowed and _takes_best(row_requests[row][1])
-    }
+def _greedy_rows(row_requests: RowRequests, masks: TokenMasks) -> tuple[npt.NDArray[np.intp], Bits]:
+    """Return the rows with a mask that draw the most likely token, and their masks."""
+    are_greedy = [_takes_best(row_requests[row][1]) for row in masks.rows]
+    rows = np.array(masks.rows, dtype=np.intp)
+    return (rows, masks.bits) if all(are_greedy) else (rows[are_greedy], masks.bits[are_greedy])
 
 
 def _draw_on_host(
@@ -237,8 +243,9 @@ def _draws_of(row_requests: RowRequests) -> list[range]:
     return [range(end - len(request.sample_indices), end) for end, (_, request) in zip(ends, row_requests, strict=True)]
 
 
-def _is_plain_greedy(request: SampleRequest) -> bool:
-    return _takes_best(request) and not (request.sampling.is_constrained or request.banned_token_ids)
+def _is_restricted(request: SampleRequest) -> bool:
+    """Return True if tokens are forbidden."""
+    return bool(request.banned_token_ids) or request.sampling.is_constrained
 
 
 def _takes_best(request: SampleRequest) -> bool:

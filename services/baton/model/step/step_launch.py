@@ -19,6 +19,7 @@ from baton.model.attention.attention_inputs import CausalMasks
 from baton.model.attention.paged_attention import PagedKernel
 from baton.model.device.async_copy import DeviceEvent, download, record_event, upload
 from baton.model.device.kv_tensors import KvCache
+from baton.model.sampling.best_tokens import FindBest, find_best
 from baton.model.sampling.prompt_logprobs import PendingPromptLogprobs, prompt_logprobs
 from baton.model.sampling.sampler import PendingSamples, numerical_error, sample
 from baton.model.step.forward import Forward
@@ -113,14 +114,17 @@ class StepLauncher:
         vocab_size: int,
         *,
         constraints: TokenConstraints | None = None,
+        find_best: FindBest = find_best,
         record_event: Callable[[torch.device], DeviceEvent] = record_event,
         failpoints: Failpoints = PROCESS_FAILPOINTS,
     ) -> None:
         """`constraints`: prepares grammars and computes masks; None: grammars are refused.
+        `find_best`: finds the most likely tokens.
         `record_event`: marks the current end of the device's queue; tests replace it to imitate a slow
         device. `failpoints`: faults to inject into steps."""
         self._forward, self._kernel, self._cache, self._vocab_size = forward, kernel, cache, vocab_size
         self._constraints = constraints or TokenConstraints(vocab_size=vocab_size)
+        self._find_best = find_best
         self._record_event = record_event
         self._masks = CausalMasks(cache.dtype, cache.device)
         self._tables = BlockTables(cache.num_blocks)
@@ -164,7 +168,7 @@ class StepLauncher:
             finite = download(output.finite)
             logits, prompt = _prompt_apart(output.logits, sequences)
             logits = self._with_failpoints(logits, sampling) if self._failpoints.is_armed else logits
-            draws = sample(logits, rows, masks=self._constraints.masks(rows))
+            draws = sample(logits, rows, masks=self._constraints.masks(rows), find_best=self._find_best)
         return LaunchedStep(
             step_id=plan.step_id,
             sequences=sequences,

@@ -18,7 +18,7 @@ from pathlib import Path
 from baton.core.errors import BatonError
 
 HERE = Path(__file__).parent
-SOURCES = ("attention.cpp", "decoder.cpp", "layers.cpp")
+SOURCES = ("attention.cpp", "decoder.cpp", "layers.cpp", "sampling.cpp")
 HEADERS = tuple(sorted(path.name for path in HERE.glob("*.h")))
 NATIVE = "-march=native" if platform.machine() in {"x86_64", "AMD64", "i686"} else "-mcpu=native"
 """Option to use every instruction of this processor. clang for ARM did not support `-march=native` for

@@ -6,13 +6,17 @@ A call releases the GIL. The caller keeps all tensors alive during the call.
 import ctypes
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.core.errors import LayoutMismatch
+from baton.engine.constraints.token_bits import Bits
 from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, SequenceTables
 from baton.model.attention.paged_attention import PagedKernel
 from baton.model.device.kv_tensors import KvCache
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable, build
+from baton.model.sampling.best_tokens import BestTokens
 from baton.runtime.process.anonymous_memory import allocate_anonymous
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -155,6 +159,12 @@ class Kernels:
         self._norm.argtypes = [pointer, pointer, pointer, pointer, int64, int32, ctypes.c_float, int32, int32]
         self._gate = library.baton_silu_gate
         self._gate.argtypes = [pointer, pointer, int64, int32, int32, int32]
+        self._best_tokens = library.baton_best_tokens
+        self._best_tokens.argtypes = [
+            *(pointer, int64, int64),
+            *(pointer, pointer, int64),
+            *(pointer, pointer, pointer, int32),
+        ]
         # Called by native_decoder.py, with addresses in place of tensors.
         self.pack_weights, self.gemm, self.decoder_forward = (
             library.baton_pack_weights,
@@ -169,6 +179,7 @@ class Kernels:
             self._rope,
             self._norm,
             self._gate,
+            self._best_tokens,
             self.pack_weights,
             self.gemm,
             self.decoder_forward,
@@ -255,6 +266,26 @@ class Kernels:
         out = x.new_empty(rows, size)
         self._gate(x.data_ptr(), out.data_ptr(), rows, size, self.num_threads, DTYPES[x.dtype])
         return out
+
+    def find_best(self, logits: torch.Tensor, masked: npt.NDArray[np.intp], bits: Bits) -> BestTokens:
+        """Find the most likely tokens, see `FindBest`."""
+        rows, vocab_size = logits.shape
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        mask_of_row = np.full(rows, -1, dtype=np.int64)
+        mask_of_row[masked] = np.arange(len(masked))
+        bits = np.ascontiguousarray(bits)
+        best = BestTokens(
+            torch.empty(rows, dtype=torch.int64),
+            torch.empty(rows, dtype=torch.bool),
+            torch.empty(rows, dtype=torch.bool),
+        )
+        self._best_tokens(
+            *(logits.data_ptr(), logits.stride(0), vocab_size),
+            *(bits.ctypes.data, mask_of_row.ctypes.data, rows),
+            *(best.token_ids.data_ptr(), best.are_finite.data_ptr(), best.have_choice.data_ptr(), self.num_threads),
+        )
+        return best
 
 
 def paged_kernel(kernels: Kernels) -> PagedKernel:
