@@ -23,10 +23,13 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "stop"}}\n</tool_call>'
 TOKENIZER = chat_tokenizer("qwen3")
 
 
-def sample_of(*stops: str, min_tokens: int = 0, hides: bool = True, **options: Any) -> MessageSample:
+def sample_of(
+    *stops: str, min_tokens: int = 0, hides: bool = True, single_call: bool = False, **options: Any
+) -> MessageSample:
+    special = frozenset(token.text for token in ADDED.values())
     message = MessageOptions(
         output_format=OutputFormat(tools=HERMES, reasoning=THINK),
-        parser=ParserOptions(special_tokens=frozenset(token.text for token in ADDED.values())),
+        parser=ParserOptions(special_tokens=special, single_call=single_call),
         **options,
     )
     tokens = TOKENIZER.added_tokens if hides else TOKENIZER.visible_tokens
@@ -98,12 +101,21 @@ def test_half_a_character_before_a_special_token_is_replaced() -> None:
     assert sample.num_calls == 1
 
 
-def test_unwanted_parts_are_left_out_and_still_counted() -> None:
-    sample = sample_of(include_reasoning=False, parallel_calls=False)
+def test_unwanted_reasoning_is_left_out_and_still_counted() -> None:
+    sample = sample_of(include_reasoning=False)
     got, _ = run(sample, f"<think>so</think>{CALL}{CALL}")
     assert got[PartKind.REASONING] == ""
-    assert got[PartKind.TOOL_CALL] == "f"
+    assert got[PartKind.TOOL_CALL] == "ff"
     assert (sample.num_calls, sample.num_reasoning_tokens) == (2, 2)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 100])
+def test_only_call_ends_the_sample_after_min_tokens(min_tokens: int) -> None:
+    text = f"<think>so</think>a{CALL}b{CALL}" + "c" * 100
+    got, num_used = run(sample_of(single_call=True, min_tokens=min_tokens), text)
+    assert num_used == max(len(ids_of(text.partition("\n</tool_call>")[0])), min_tokens)
+    assert got[PartKind.CONTENT] == "a"
+    assert (got[PartKind.TOOL_CALL], got[PartKind.TOOL_ARGUMENTS]) == ("f", '{"a": "stop"}')
 
 
 def sample_of_transcript(transcript: Transcript) -> tuple[MessageSample, list[int]]:

@@ -35,6 +35,7 @@ class JsonCallReader:
             yield from cursor.space()
             if not (yield from self._call(bare=not trigger)):
                 return False
+            self._context.sink.end_call()
             if cursor.at_end:
                 return True
             cursor.capture()

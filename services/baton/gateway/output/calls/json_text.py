@@ -88,7 +88,7 @@ class JsonReader:
         if not self._delimiter:
             return False
         key = yield from read_chars(self._cursor, _BARE_KEY, MAX_SHORT_STRING)
-        if key:
+        if key and not self._cursor.is_cut:
             emit(quote(key))
         return bool(key)
 
@@ -100,7 +100,9 @@ class JsonReader:
         if not self._delimiter or not (yield from cursor.match(self._delimiter)):
             return False
         emit('"')
-        ended = yield from cursor.until(self._string_end, lambda text: emit(escape(self._special.decode(text))))
+        ended = yield from cursor.until(
+            self._string_end, lambda text: emit(escape(self._special.decode(text))), in_call=True
+        )
         if ended:
             emit('"')
         return bool(ended)

@@ -94,8 +94,9 @@ class ParameterCallReader:
             if not (yield from self._value(self._types_of(name, key))):
                 return True
             separator = ", "
-        if not (cursor.at_end and cursor.truncated):
+        if not cursor.is_cut:
             context.sink.arguments("}")
+            context.sink.end_call()
         return True
 
     def _types_of(self, tool: str, key: str) -> tuple[str, ...]:
@@ -110,7 +111,10 @@ class ParameterCallReader:
         while True:
             index = cursor.text.find(end, cursor.pos)
             key = cursor.text[cursor.pos : index if index >= 0 else len(cursor.text)]
-            if len(key) > MAX_KEY or "\n" in key or (index < 0 and cursor.final):
+            if len(key) > MAX_KEY or "\n" in key:
+                return None
+            if index < 0 and cursor.final:
+                cursor.take(len(cursor.text) if cursor.truncated else cursor.pos)
                 return None
             if index >= 0:
                 break
@@ -132,10 +136,10 @@ class ParameterCallReader:
         if syntax.after_key.endswith("\n"):
             yield from cursor.match("\n")
         value = _Value(context, types, syntax)
-        while (yield from cursor.until(self._value_end, value.put)):
+        while (yield from cursor.until(self._value_end, value.put, in_call=True)):
             cursor.capture(self._after_value)
             yield from cursor.space()
-            if cursor.at_end or (yield from cursor.sees(self._followers)):
+            if (yield from cursor.sees(self._followers)) or cursor.at_end:
                 cursor.captured()
                 value.finish()
                 return True
