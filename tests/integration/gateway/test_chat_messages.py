@@ -9,6 +9,7 @@ import pytest
 from tests.grammar_checks import InProcessGrammarCheck
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, stream_events
 from tests.scripted_chats import chat_tokenizer, ids_of, write
+from tests.unit.gateway.fakes import until
 
 PD = (("p0", "prefill"), ("d0", "decode"))
 CHAT = "/v1/chat/completions"
@@ -258,3 +259,98 @@ async def test_tokenize_counts_the_tokens_of_tools_and_variables() -> None:
         assert response.json()["count"] == used
         response = await gateway.post("/tokenize", {"messages": HELLO["messages"], "chat_template": "{{ 1 }}"})
         assert response.status_code == 400
+
+
+REQUIRED = {"tools": [TOOL], "tool_choice": "required", "chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_required_call_that_is_cut_has_no_delimiters_as_content(family: str) -> None:
+    _, call, end = FAMILIES[family]
+    num_calls = set()
+    async with gateway_of(family) as gateway:
+        write(gateway.cluster, call + end)
+        for num_missing in (1, 2, 8, 20, 30, len(ids_of(call)) - 1):
+            fields = REQUIRED | {"max_tokens": len(ids_of(call)) - num_missing}
+            choice = (await answer(gateway, **fields))["choices"][0]
+            assert choice["finish_reason"] == "length"
+            assert not choice["message"]["content"]
+            calls = [each["function"] for each in choice["message"].get("tool_calls", ())]
+            assert all(ARGUMENTS.startswith(each["arguments"]) for each in calls)
+            streamed, finish = joined(await stream_events(gateway, CHAT, HELLO | fields))
+            assert (streamed["content"], streamed["tool_calls"], finish) == ("", calls, "length")
+            num_calls.add(len(calls))
+    assert num_calls == {0, 1}
+
+
+async def test_constrained_content_after_reasoning_arrives_as_it_was_written() -> None:
+    text = "\n\n x <tool_call> \n"
+    async with gateway_of("qwen3") as gateway:
+        write(gateway.cluster, f"<think>so</think>{text}<|im_end|>")
+        for fields in (
+            {"structured_outputs": {"regex": r"\s+x .*\s+"}},
+            {"structured_outputs": {"choice": [text, "y"]}},
+        ):
+            message = (await answer(gateway, **fields))["choices"][0]["message"]
+            assert (message["content"], message["reasoning_content"]) == (text, "so")
+            streamed, _ = joined(await stream_events(gateway, CHAT, HELLO | fields))
+            assert (streamed["content"], streamed["reasoning_content"]) == (text, "so")
+        write(gateway.cluster, '<think>so</think>\n\n{"a": " "}<|im_end|>')
+        message = (await answer(gateway, response_format={"type": "json_object"}))["choices"][0]["message"]
+        assert message["content"] == '{"a": " "}'
+
+
+async def test_generation_ends_with_the_only_call() -> None:
+    begin, call, end = FAMILIES["qwen3"]
+    arguments_end = begin + call.removesuffix("\n</tool_call>")
+    async with gateway_of("qwen3") as gateway:
+        write(gateway.cluster, f"{begin}{call}\n{call}{end}", "x" * 150 + end)
+        for fields in ({"parallel_tool_calls": False}, {"functions": [TOOL["function"]], "function_call": "auto"}):
+            fields = {"tools": [TOOL], **fields} if "functions" not in fields else fields
+            got = await answer(gateway, n=2, **fields)
+            legacy = "functions" in fields
+            first, second = got["choices"]
+            assert first["finish_reason"] == ("function_call" if legacy else "tool_calls")
+            calls = [first["message"]["function_call"]] if legacy else first["message"]["tool_calls"]
+            assert len(calls) == 1
+            assert (second["finish_reason"], second["message"]["content"]) == ("stop", "x" * 150)
+            assert got["usage"]["completion_tokens"] == len(ids_of(arguments_end)) + 151
+            worker = gateway.cluster.scheduler.workers[1]
+            job = worker.jobs[-1].job
+            await until(lambda: (job, (0,)) in [(each.job, each.sample_indices) for each in worker.cancels])  # noqa: B023
+        usage = {"stream_options": {"include_usage": True}}
+        *events, last = await stream_events(
+            gateway, CHAT, HELLO | THINKING | usage | {"tools": [TOOL], "parallel_tool_calls": False}
+        )
+        message, finish = joined(events)
+        assert (len(message["tool_calls"]), finish) == (1, "tool_calls")
+        assert json.loads(message["tool_calls"][0]["arguments"]) == json.loads(ARGUMENTS)
+        assert last["usage"]["completion_tokens"] == len(ids_of(arguments_end))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_visible_special_tokens_and_calls(stream: bool) -> None:
+    """The token that ends an answer is not shown, like a stop string; other special tokens are."""
+    _, call, end = FAMILIES["qwen3"]
+
+    async def message_of(text: str, **fields: Any) -> tuple[str, int, str]:
+        write(gateway.cluster, text)
+        fields = {"tools": [TOOL], "skip_special_tokens": False, **fields}
+        if stream:
+            message, finish = joined(await stream_events(gateway, CHAT, HELLO | fields))
+        else:
+            choice = (await answer(gateway, **fields))["choices"][0]
+            message, finish = choice["message"], choice["finish_reason"]
+        return message["content"] or "", len(message.get("tool_calls", ())), finish
+
+    async with gateway_of("qwen3") as gateway:
+        assert await message_of(call + end) == ("", 1, "tool_calls")
+        assert await message_of(f"a{end}") == ("a", 0, "stop")
+        included = {"include_stop_str_in_output": True}
+        assert await message_of(f"a{end}", **included) == (f"a{end}", 0, "stop")
+        assert await message_of(call + end, **included) == (end, 1, "tool_calls")
+        text = f"a{end}b{call}{end}c"
+        unending = {"ignore_eos": True, "max_tokens": len(ids_of(text))}
+        assert await message_of(f"{text}more", **unending) == (f"a{end}b{end}c", 1, "length")
+        hidden = {"skip_special_tokens": True}
+        assert await message_of(f"{text}more", **unending, **hidden) == ("abc", 1, "length")

@@ -4,15 +4,20 @@ from typing import Any
 
 import pytest
 
-from baton.core.client_api import MessagePart, PartKind
-from baton.core.request import FinishReason
-from baton.gateway.input.client_call import MessageOptions
+from baton.core.client_api import ChoiceDelta, MessagePart, PartKind
+from baton.core.ids import JobId
+from baton.core.kv.block_hash import token_ids
+from baton.core.request import FinishReason, GenerateRequest, Sampling, TokenDelta
+from baton.gateway.input.client_call import MessageOptions, OutputOptions
 from baton.gateway.output.builtin_formats import HERMES, THINK
-from baton.gateway.output.formats import OutputFormat, ParserOptions, SpecialToken
+from baton.gateway.output.formats import MessageParser, OutputFormat, ParserOptions, SpecialToken
+from baton.gateway.output.parsing import message_parser
 from baton.gateway.output.special_text import split_special
 from baton.gateway.output.templates.response_template import load_response_template
 from baton.gateway.output.templates.template_parser import TemplateFormat
+from baton.gateway.request import message_sample
 from baton.gateway.request.message_sample import MessageSample
+from baton.gateway.request.output_builder import OutputBuilder
 from baton.gateway.text.stop_strings import StopPatterns
 from baton.gateway.text.tokenizer import ByteTokenizer
 from tests.scripted_chats import ADDED, chat_tokenizer, ids_of
@@ -23,10 +28,13 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "stop"}}\n</tool_call>'
 TOKENIZER = chat_tokenizer("qwen3")
 
 
-def sample_of(*stops: str, min_tokens: int = 0, hides: bool = True, **options: Any) -> MessageSample:
+def sample_of(
+    *stops: str, min_tokens: int = 0, hides: bool = True, single_call: bool = False, **options: Any
+) -> MessageSample:
+    special = frozenset(token.text for token in ADDED.values())
     message = MessageOptions(
         output_format=OutputFormat(tools=HERMES, reasoning=THINK),
-        parser=ParserOptions(special_tokens=frozenset(token.text for token in ADDED.values())),
+        parser=ParserOptions(special_tokens=special, single_call=single_call),
         **options,
     )
     tokens = TOKENIZER.added_tokens if hides else TOKENIZER.visible_tokens
@@ -98,12 +106,21 @@ def test_half_a_character_before_a_special_token_is_replaced() -> None:
     assert sample.num_calls == 1
 
 
-def test_unwanted_parts_are_left_out_and_still_counted() -> None:
-    sample = sample_of(include_reasoning=False, parallel_calls=False)
+def test_unwanted_reasoning_is_left_out_and_still_counted() -> None:
+    sample = sample_of(include_reasoning=False)
     got, _ = run(sample, f"<think>so</think>{CALL}{CALL}")
     assert got[PartKind.REASONING] == ""
-    assert got[PartKind.TOOL_CALL] == "f"
+    assert got[PartKind.TOOL_CALL] == "ff"
     assert (sample.num_calls, sample.num_reasoning_tokens) == (2, 2)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 100])
+def test_only_call_ends_the_sample_after_min_tokens(min_tokens: int) -> None:
+    text = f"<think>so</think>a{CALL}b{CALL}" + "c" * 100
+    got, num_used = run(sample_of(single_call=True, min_tokens=min_tokens), text)
+    assert num_used == max(len(ids_of(text.partition("\n</tool_call>")[0])), min_tokens)
+    assert got[PartKind.CONTENT] == "a"
+    assert (got[PartKind.TOOL_CALL], got[PartKind.TOOL_ARGUMENTS]) == ("f", '{"a": "stop"}')
 
 
 def sample_of_transcript(transcript: Transcript) -> tuple[MessageSample, list[int]]:
@@ -175,3 +192,45 @@ def test_reasoning_tokens_of_harmony_and_of_a_response_template() -> None:
     for id_ in b"ab<</think>c":
         sample.put(id_)
     assert sample.num_reasoning_tokens == 3
+
+
+class _Choices:
+    """Collects choices."""
+
+    def __init__(self) -> None:
+        self.all: list[ChoiceDelta] = []
+
+    async def begin(self) -> None: ...
+
+    def put(self, choice: ChoiceDelta) -> None:
+        self.all.append(choice)
+
+
+def test_sample_is_created_with_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parsers of 128 samples take milliseconds, which must not be one turn of the event loop."""
+    created: list[str] = []
+
+    def parser(output_format: OutputFormat, options: ParserOptions) -> MessageParser:
+        created.append(options.call_id_seed)
+        return message_parser(output_format, options)
+
+    monkeypatch.setattr(message_sample, "message_parser", parser)
+    request = GenerateRequest(
+        request_id=b"r",
+        model="m",
+        token_ids=token_ids((1,)),
+        num_prompt_tokens=1,
+        sampling=Sampling(max_tokens=8),
+        sample_indices=tuple(range(128)),
+        received_s=0.0,
+        deadline_s=60.0,
+    )
+    message = MessageOptions(output_format=OutputFormat(tools=HERMES), parser=ParserOptions())
+    choices = _Choices()
+    output = OutputBuilder(request, OutputOptions(message=message), StopPatterns(()), TOKENIZER, choices, 0)
+    assert created == []
+    job = JobId(request_id=request.request_id, attempt=0)
+    output.put(TokenDelta(job=job, sample_index=5, output_index=0, token_ids=(ord("a"),)))
+    assert created == [f"{request.request_id.hex()}-5"]
+    assert (choices.all[0].index, choices.all[0].parts[0].text, output.num_tokens) == (5, "a", 1)
+    output.close()

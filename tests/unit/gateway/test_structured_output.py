@@ -325,8 +325,11 @@ def test_structural_tags_constrain_only_what_their_triggers_begin(form: str) -> 
 def test_reasoning_stands_before_constrained_content(
     rule: Any, prompt: str, right: list[str], wrong: list[str]
 ) -> None:
+    """White space stands between them only if it cannot be content."""
     written = content(rule, OutputFormat(reasoning=formats.THINK), prompt)
-    assert [accepts(written, text) for text in right] == [True] * len(right)
+    is_spaced = isinstance(rule, ChoiceRule)
+    assert [accepts(written, text) for text in right] == [is_spaced or "\n" not in text for text in right]
+    assert accepts(written, right[-1].replace("\n", ""))
     assert [accepts(written, text) for text in wrong] == [False] * len(wrong)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 from baton.gateway.constraints.gbnf import GrammarTextError, gbnf_to_lark
 from baton.gateway.constraints.lark_writer import WHITESPACE, LarkWriter
+from baton.gateway.output.formats import ContentForm
 
 _GBNF = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:[^:])", re.MULTILINE)
@@ -14,6 +15,11 @@ _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:[^:])", re.MULTILINE)
 
 class ContentRule(Protocol):
     """A rule for content."""
+
+    @property
+    def form(self) -> ContentForm:
+        """Form of the content."""
+        return ContentForm.EXACT
 
     def expression(self, writer: LarkWriter) -> str:
         """Return an expression for the content. Raises GrammarTextError if the rule has an invalid text."""
@@ -34,6 +40,10 @@ class JsonRule:
     lenient: bool = False
     place: str = ""
 
+    @property
+    def form(self) -> ContentForm:
+        return ContentForm.SPACED  # the first character of JSON is no white space
+
     def expression(self, writer: LarkWriter) -> str:
         return writer.json(
             self.schema, lenient=self.lenient, whitespace=self.whitespace, coerce=self.lenient, place=self.place
@@ -41,7 +51,7 @@ class JsonRule:
 
 
 @dataclass(frozen=True, slots=True)
-class RegexRule:
+class RegexRule(ContentRule):
     """Text that a regular expression matches as a whole."""
 
     pattern: str
@@ -59,12 +69,17 @@ class ChoiceRule:
 
     choices: tuple[str, ...]
 
+    @property
+    def form(self) -> ContentForm:
+        begins_with_space = any(choice[:1].isspace() for choice in self.choices)
+        return ContentForm.EXACT if begins_with_space else ContentForm.SPACED
+
     def expression(self, writer: LarkWriter) -> str:
         return writer.one_of(self.choices)
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarRule:
+class GrammarRule(ContentRule):
     """Text of a grammar in Lark's syntax, or in GBNF."""
 
     grammar: str
@@ -97,6 +112,10 @@ class TagsRule:
     triggers: Sequence[str]
     at_least_one: bool = False
     stop_after_first: bool = False
+
+    @property
+    def form(self) -> ContentForm:
+        return ContentForm.TAGGED
 
     def expression(self, writer: LarkWriter) -> str:
         rests: dict[str, list[str]] = {}

@@ -13,7 +13,7 @@ from baton.gateway.constraints.gemma_grammar import GemmaGrammar
 from baton.gateway.constraints.lark_writer import LarkWriter, WrittenGrammar, escaped
 from baton.gateway.constraints.object_shape import ShapeReader, UnsupportedSchema
 from baton.gateway.constraints.parameter_grammar import ParameterGrammar
-from baton.gateway.output.formats import CallLayout, OutputFormat, ToolFormat
+from baton.gateway.output.formats import CallLayout, ContentForm, OutputFormat, ToolFormat
 from baton.gateway.output.prompt_end import opens_reasoning
 
 _SPACE = r"/[ \n]{0,4}/"
@@ -110,15 +110,18 @@ class MessageGrammar:
         """
         content = constrained_content(self._writer, self._format, rule)
         begin = self._tools.syntax.section_begin or self._tools.syntax.before_name
+        is_spaced = rule.form is ContentForm.SPACED
         if self._writer.begins_with_token(begin) and not self._tools.bare:
-            calls = self._calls(tools, parallel=parallel)
+            space = "" if is_spaced else f"{_SPACE} "
+            calls = space + self._calls(tools, parallel=parallel)
         elif not isinstance(rule, JsonRule) or self._tools.layout is not CallLayout.JSON_OBJECT:
             return None
         elif self._tools.bare:
             calls = " | ".join(self._json_call(tool) for tool in tools)
         else:
             calls = self._calls(tools, parallel=parallel)
-        return self._writer.grammar(f"{self._reasoning_block()} (({content}) | {calls})".strip())
+        reasoning = self._reasoning_block(is_spaced=is_spaced)
+        return self._writer.grammar(f"{reasoning} (({content}) | {calls})".strip())
 
     def _json_call(self, tool: CallableTool) -> str:
         """Return an expression for a bare call as JSON, which shares its beginning with other JSON."""
@@ -127,8 +130,8 @@ class MessageGrammar:
         self._writer.forget_definitions()
         return self._writer.json(schema, lenient=not tool.strict, definitions=tool.schema, place=_place(tool))
 
-    def _reasoning_block(self) -> str:
-        return reasoning_block(self._writer, self._format, self._token_ids, self._prompt)
+    def _reasoning_block(self, *, is_spaced: bool = True) -> str:
+        return reasoning_block(self._writer, self._format, self._token_ids, self._prompt, is_spaced=is_spaced)
 
     def _calls(self, tools: Sequence[CallableTool], *, parallel: bool, after: str = "") -> str:
         """Return an expression for calls. `after` is the beginning of the first one, which precedes it."""
@@ -182,7 +185,9 @@ def content_grammar(
     if prompt is None:
         return writer.grammar(rule.expression(writer))
     content = constrained_content(writer, output_format, rule)
-    return writer.grammar(f"{reasoning_block(writer, output_format, token_ids, prompt)} {content}".strip())
+    is_spaced = rule.form is ContentForm.SPACED
+    reasoning = reasoning_block(writer, output_format, token_ids, prompt, is_spaced=is_spaced)
+    return writer.grammar(f"{reasoning} {content}".strip())
 
 
 def constrained_content(writer: LarkWriter, output_format: OutputFormat, rule: ContentRule) -> str:
@@ -196,11 +201,15 @@ def constrained_content(writer: LarkWriter, output_format: OutputFormat, rule: C
     return f"{header} {content}"
 
 
-def reasoning_block(writer: LarkWriter, output_format: OutputFormat, token_ids: Mapping[str, int], prompt: str) -> str:
+def reasoning_block(
+    writer: LarkWriter, output_format: OutputFormat, token_ids: Mapping[str, int], prompt: str, *, is_spaced: bool
+) -> str:
     """Return an expression for the reasoning before content or calls; empty if there is none.
 
-    Space after it is no content. Without reasoning it would be, so there is none.
+    is_spaced: white space may follow the reasoning, because it can be told from the content. Without
+        reasoning it would be content, so there is none.
     """
+    space = _SPACE if is_spaced else ""
     reasoning = output_format.reasoning
     if reasoning is None:
         return ""
@@ -209,7 +218,7 @@ def reasoning_block(writer: LarkWriter, output_format: OutputFormat, token_ids: 
         return f"({begin} {writer.text_until('<|end|>')} {writer.text('<|start|>assistant')})?"
     if opens_reasoning(prompt, reasoning, token_ids):
         again = f"({writer.text(reasoning.open)})?" if reasoning.always_open else ""
-        return f"{again} {writer.text_until(reasoning.close)} {_SPACE}".strip()
+        return f"{again} {writer.text_until(reasoning.close)} {space}".strip()
     if prompt.rstrip().endswith(reasoning.close.strip()):
         return ""
-    return f"({writer.text(reasoning.open)} {writer.text_until(reasoning.close)} {_SPACE})?"
+    return f"({writer.text(reasoning.open)} {writer.text_until(reasoning.close)} {space})?"

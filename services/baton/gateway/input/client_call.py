@@ -55,7 +55,6 @@ class MessageOptions:
 
     parser: options of each sample's parser, without its seed of call ids.
     include_reasoning: the response has the reasoning.
-    parallel_calls: a message may have several calls; otherwise the first one counts.
     legacy_calls: calls are sent as OpenAI's older `function_call`.
     num_bytes: memory of these options.
     """
@@ -63,7 +62,6 @@ class MessageOptions:
     output_format: OutputFormat
     parser: ParserOptions
     include_reasoning: bool = True
-    parallel_calls: bool = True
     legacy_calls: bool = False
     num_bytes: int = 0
 

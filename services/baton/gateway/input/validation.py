@@ -213,7 +213,8 @@ class Validator:
         """Return the format of the response. `text` is the prompt of a chat."""
         if parsed.chat is None or text is None:
             return parsed.output_options
-        message = message_options(parsed.chat, text, self._output_format, self._special_tokens)
+        rule = None if parsed.constraint is None else parsed.constraint.rule
+        message = message_options(parsed.chat, text, self._output_format, self._special_tokens, rule)
         return replace(parsed.output_options, message=message)
 
     async def _tokenize(self, parsed: ParsedRequest, text: str | None, max_model_len: int | None) -> list[TokenIds]:

@@ -7,6 +7,7 @@ from baton.gateway.output.calls.named_calls import NamedCallReader
 from baton.gateway.output.calls.parameter_calls import ParameterCallReader
 from baton.gateway.output.formats import (
     CallLayout,
+    ContentForm,
     OutputFormat,
     ParserOptions,
     ReasoningFormat,
@@ -18,6 +19,8 @@ from baton.gateway.output.reading_parser import ReadingParser
 from baton.gateway.output.special_text import special_text
 from baton.gateway.output.stream import DelimiterSearch, Reading
 from baton.gateway.output.values.typed_values import ToolTypes
+
+_NO_DELIMITER = DelimiterSearch(())
 
 
 class FormatParser(ReadingParser):
@@ -32,9 +35,10 @@ class FormatParser(ReadingParser):
         tools = output_format.tools if options.parse_tools else None
         reasoning = output_format.reasoning
         special = special_text(_delimiters(tools, reasoning), options.special_tokens)
-        super().__init__(special, PartSink(options.call_id_seed, short_ids=tools is not None and tools.short_ids))
+        super().__init__(special, PartSink(options, short_ids=tools is not None and tools.short_ids))
         self._open = special.delimiter(reasoning.open) if reasoning else ""
-        triggers = self._delimiters(tools.triggers if tools else ())
+        self._form = options.content
+        self._triggers = triggers = self._delimiters(tools.triggers if tools else ())
         self._close = special.delimiter(tools.close) if tools else ""
         self._free_text = DelimiterSearch((self._open, *triggers))
         self._malformed = DelimiterSearch((self._close, *triggers))
@@ -56,6 +60,11 @@ class FormatParser(ReadingParser):
             yield from self._cursor.space()
             yield from self._cursor.match(self._open)  # models may repeat the delimiter of the prompt
             yield from self._read_reasoning()
+        elif self._form.is_whole:
+            yield from self._read_first_reasoning()
+        if self._form.is_whole and not (yield from self._begins_with_call()):
+            yield from self._cursor.until(_NO_DELIMITER, self._content)
+            return
         if self._bare:
             yield from self._read_bare_calls()
         while True:
@@ -67,6 +76,28 @@ class FormatParser(ReadingParser):
             else:
                 yield from self._read_calls(found)
 
+    def _read_first_reasoning(self) -> Reading[None]:
+        """Read reasoning if the message begins with it."""
+        self._cursor.capture()
+        found = yield from self._cursor.match(self._open)
+        captured = self._cursor.captured()
+        if found:
+            yield from self._read_reasoning()
+        else:
+            self._content(captured)
+
+    def _begins_with_call(self) -> Reading[bool]:
+        """Return True if calls follow, and not content. White space before them is read."""
+        self._cursor.capture()
+        yield from self._cursor.space()
+        is_call = bool((yield from self._cursor.sees(self._triggers)))
+        before = self._cursor.captured()
+        if is_call:
+            self._sink.form = ContentForm.NONE
+        else:
+            self._content(before if self._form is ContentForm.EXACT else before.lstrip())
+        return is_call or self._bare
+
     def _read_reasoning(self) -> Reading[None]:
         """Read reasoning up to its end, which may be a call; that is read, too."""
         self._sink.delimiter()
@@ -76,8 +107,7 @@ class FormatParser(ReadingParser):
                 return
             self._cursor.capture(found)
             if (yield from self._reader.read(found)):
-                self._sink.delimiter()
-                self._content(self._cursor.captured())
+                self._end_calls()
                 return
             self._reasoning(self._cursor.captured())
 
@@ -85,20 +115,28 @@ class FormatParser(ReadingParser):
         """Read calls that begin the message without a trigger."""
         self._cursor.capture()
         yield from self._cursor.space()
-        if (yield from self._cursor.sees(("{",))) and self._reader is not None:
-            yield from self._reader.read("")
-        self._content(self._cursor.captured())
+        is_object = yield from self._cursor.sees(("{",))
+        if is_object and self._reader is not None and (yield from self._reader.read("")):
+            self._end_calls()
+        else:
+            self._content(self._cursor.captured())
+
+    def _end_calls(self) -> None:
+        """End calls that were read. Further text is content, unless it is the beginning of a delimiter that
+        was cut."""
+        self._sink.delimiter()
+        rest = self._cursor.captured()
+        if not self._cursor.is_cut:
+            self._content(rest)
 
     def _read_calls(self, trigger: str) -> Reading[None]:
         """Read calls after a trigger. Malformed ones become content."""
         while trigger and self._reader is not None:
             self._cursor.capture(trigger)
-            is_call = yield from self._reader.read(trigger)
-            if is_call:
-                self._sink.delimiter()
-            self._content(self._cursor.captured())
-            if is_call:
+            if (yield from self._reader.read(trigger)):
+                self._end_calls()
                 return
+            self._content(self._cursor.captured())
             trigger = yield from self._cursor.until(self._malformed, self._content)
             if trigger == self._close:
                 self._content(trigger)

@@ -24,6 +24,27 @@ class SpecialToken:
     hidden: bool = True
 
 
+class ContentForm(Enum):
+    """Form of the content of a message, which decides what of its text is passed on."""
+
+    FREE = "free"
+    """Text with reasoning and calls. White space beside these is dropped."""
+    TAGGED = "tagged"
+    """Text with reasoning and calls, as the model wrote it."""
+    SPACED = "spaced"
+    """Text as the model wrote it, which does not begin with white space. That before it is dropped."""
+    EXACT = "exact"
+    """Text as the model wrote it."""
+    NONE = "none"
+    """No text, because a call is required. Other text than reasoning and calls belongs to a call that was
+    cut."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if a message is either content or calls, so that content is not searched for delimiters."""
+        return self in (ContentForm.SPACED, ContentForm.EXACT)
+
+
 Piece = str | SpecialToken
 """A piece of a model's output: plain text, or one special token."""
 
@@ -136,6 +157,8 @@ class ParserOptions:
         `SpecialToken`.
     call_id_seed: seed of the ids of calls, unique for each request and sample.
     parse_tools: False reads no tool calls, so that their text stays content.
+    single_call: the message ends with its first call. What follows is dropped.
+    content: form of the content.
     """
 
     prompt: str = ""
@@ -143,6 +166,8 @@ class ParserOptions:
     special_tokens: frozenset[str] = frozenset()
     call_id_seed: str = ""
     parse_tools: bool = True
+    single_call: bool = False
+    content: ContentForm = ContentForm.FREE
 
 
 class ReadProgress(NamedTuple):
@@ -168,6 +193,11 @@ class MessageParser(Protocol):
     @property
     def num_calls(self) -> int:
         """Number of tool calls that began so far."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the message has its only call, so that further text is dropped."""
         ...
 
     @property

@@ -36,7 +36,7 @@ class HarmonyParser(ReadingParser):
 
     def __init__(self, options: ParserOptions) -> None:
         """Create the parser of one sample."""
-        super().__init__(special_text(TOKENS, options.special_tokens), PartSink(options.call_id_seed))
+        super().__init__(special_text(TOKENS, options.special_tokens), PartSink(options))
         self._parse_tools = options.parse_tools
         self._tools = options.tools
         start, channel, _, message, *ends = self._delimiters(TOKENS)
@@ -114,7 +114,7 @@ class HarmonyParser(ReadingParser):
         cursor, sink = self._cursor, self._sink
         yield from cursor.space()
         is_object = yield from cursor.sees(("{",))
-        is_empty = bool((yield from cursor.sees(self._ends))) or (cursor.at_end and not cursor.truncated)
+        is_empty = bool((yield from cursor.sees(self._ends))) or (cursor.at_end and not cursor.is_cut)
         if not self._parse_tools or not is_name(name) or not (is_object or is_empty):
             self._content(self._raw())
             end = yield from cursor.until(self._body_end, self._content)
@@ -126,7 +126,10 @@ class HarmonyParser(ReadingParser):
         if is_empty:
             sink.arguments("{}")
         elif not (yield from self._json.value(sink.arguments)):
-            return (yield from cursor.until(self._body_end, self._arguments))
+            end = yield from cursor.until(self._body_end, self._arguments, in_call=True)
+            sink.end_call()
+            return end
+        sink.end_call()
         sink.delimiter()
         return (yield from cursor.until(self._body_end, self._content))
 

@@ -5,6 +5,7 @@ import re
 import string
 
 from baton.core.client_api import MessagePart, PartKind
+from baton.gateway.output.formats import ContentForm, ParserOptions
 from baton.gateway.output.text_buffer import TextBuffer
 
 _ID = re.compile(r"[A-Za-z0-9_.:\-]{1,64}")
@@ -58,12 +59,27 @@ class Trimmer:
 class PartSink:
     """Parts of one message that were parsed and not taken yet."""
 
-    __slots__ = ("_content", "_ids", "_parts", "_reasoning", "_seed", "_short_ids", "_text", "num_calls")
+    __slots__ = (
+        "_content",
+        "_ids",
+        "_parts",
+        "_reasoning",
+        "_seed",
+        "_short_ids",
+        "_single_call",
+        "_text",
+        "form",
+        "is_complete",
+        "num_calls",
+    )
 
-    def __init__(self, call_id_seed: str, *, short_ids: bool = False) -> None:
-        """Create a sink. The text around the reasoning is stripped, that around the content only beside
+    def __init__(self, options: ParserOptions, *, short_ids: bool = False) -> None:
+        """Create a sink. The text around the reasoning is stripped, that around free content only beside
         delimiters."""
-        self._seed = call_id_seed
+        self._seed = options.call_id_seed
+        self.form = options.content
+        """Form of the content that is still to come."""
+        self._single_call = options.single_call
         self._short_ids = short_ids
         self._content = Trimmer(strip=False)
         self._reasoning = Trimmer(strip=True)
@@ -71,10 +87,12 @@ class PartSink:
         self._parts: list[MessagePart] = []
         self._text: list[str] = []
         self.num_calls = 0
+        self.is_complete = False
+        """True if the only call is complete. Further parts are dropped."""
 
     def content(self, text: str) -> None:
         """Add content."""
-        self._put(PartKind.CONTENT, self._content.put(text))
+        self._put(PartKind.CONTENT, self._content.put(text) if self.form is ContentForm.FREE else text)
 
     def reasoning(self, text: str) -> None:
         """Add reasoning."""
@@ -90,6 +108,9 @@ class PartSink:
 
     def call(self, name: str, call_id: str = "") -> None:
         """Begin a call. `call_id` is the model's own id, which is used if it is valid and new."""
+        if self._single_call and self.num_calls:
+            self.is_complete = True
+            return
         self.delimiter()
         valid = _SHORT_ID if self._short_ids else _ID
         if not valid.fullmatch(call_id) or call_id in self._ids:
@@ -102,6 +123,10 @@ class PartSink:
     def arguments(self, text: str) -> None:
         """Add to the arguments of the call that began last."""
         self._put(PartKind.TOOL_ARGUMENTS, text)
+
+    def end_call(self) -> None:
+        """End the call that began last."""
+        self.is_complete = self._single_call
 
     def take(self) -> tuple[MessagePart, ...]:
         """Return the new parts. Successive parts of one kind are joined."""
@@ -123,7 +148,7 @@ class PartSink:
         return self.take()
 
     def _put(self, kind: PartKind, text: str) -> None:
-        if not text:
+        if not text or self.is_complete or (kind is PartKind.CONTENT and self.form is ContentForm.NONE):
             return
         if self._parts and self._parts[-1].kind is kind:
             self._text.append(text)

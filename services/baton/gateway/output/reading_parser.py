@@ -25,6 +25,10 @@ class ReadingParser(MessageParser):
         return self._sink.num_calls
 
     @property
+    def is_complete(self) -> bool:
+        return self._sink.is_complete
+
+    @property
     def progress(self) -> ReadProgress:
         cursor = self._cursor
         return ReadProgress(cursor.num_put, cursor.num_read, self._reasoning_begin, self._reasoning_end)

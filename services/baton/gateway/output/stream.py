@@ -94,6 +94,11 @@ class Cursor:
         """True if all text was read and no more comes."""
         return self.final and self.pos == len(self.text)
 
+    @property
+    def is_cut(self) -> bool:
+        """True if all text was read and a limit of tokens cut it here."""
+        return self.truncated and self.at_end
+
     def take(self, end: int) -> str:
         """Read up to `end`, and return the text."""
         taken = self.text[self.pos : end]
@@ -130,13 +135,18 @@ class Cursor:
         return spaces.joined()
 
     def sees(self, literals: Sequence[str]) -> Reading[str]:
-        """Return which of the literals stands at the position, without reading it; empty if none does."""
+        """Return which of the literals stands at the position, without reading it; empty if none does.
+
+        If the text was cut inside of a literal, its beginning is read.
+        """
         while True:
             may_follow = False
             for literal in literals:
                 if self.text.startswith(literal, self.pos):
                     return literal
                 may_follow = may_follow or literal.startswith(self.text[self.pos : self.pos + len(literal)])
+            if self.final and self.truncated and may_follow:
+                self.take(len(self.text))  # the beginning of a literal
             if self.final or not may_follow:
                 return ""
             yield
@@ -148,18 +158,21 @@ class Cursor:
             self.take(self.pos + len(literal))
         return literal
 
-    def until(self, search: DelimiterSearch, emit: Emit) -> Reading[str]:
+    def until(self, search: DelimiterSearch, emit: Emit, *, in_call: bool = False) -> Reading[str]:
         """Pass the text before the next delimiter to `emit` as it comes. Read and return the delimiter.
 
-        Returns an empty string if the text ends without one.
+        Returns an empty string if the text ends without one. If it was cut `in_call`, an end that may begin
+        the delimiter is left out: the arguments are a beginning of those that the model would have written.
         """
         while True:
-            begin, end = search.find(self.text, self.pos, self.final)
+            is_cut = self.final and self.truncated and in_call
+            begin, end = search.find(self.text, self.pos, self.final and not is_cut)
             if begin > self.pos:
                 emit(self.take(begin))
             if end > begin:
                 return self.take(end)
             if self.final:
+                self.take(len(self.text))
                 return ""
             yield
 

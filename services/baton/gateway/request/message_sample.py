@@ -16,7 +16,8 @@ from baton.gateway.text.stop_strings import StopMatcher, StopPatterns
 class MessageSample:
     """One sample of a chat. Implements `SampleOutput`.
 
-    Stop strings apply to the content. The text of reasoning and calls is not searched for them.
+    Stop strings apply to the content. The text of reasoning and calls is not searched for them. If the client
+    wants one call at most, the first one ends the sample as a stop string does.
     """
 
     __slots__ = (
@@ -74,7 +75,7 @@ class MessageSample:
         text = self._detokenizer.put(token_id)
         found = bool(text) and self._add(self._parser.put(text))
         self._count(begin)
-        return found
+        return found or self._is_complete
 
     def put_stop_token(self, token_id: int) -> bool:
         self.num_tokens += 1
@@ -99,13 +100,18 @@ class MessageSample:
         parts, self._parts = tuple(self._parts), []
         return "", parts
 
+    @property
+    def _is_complete(self) -> bool:
+        """True if the message has the only call that the client wants, and `min_tokens` tokens."""
+        return self._parser.is_complete and self.num_tokens >= self._min_tokens
+
     def _put_special(self, special: SpecialToken) -> bool:
         text = self._detokenizer.flush()
         found = bool(text) and self._add(self._parser.put(text))
         begin = self._parser.progress.num_put if text else self._num_put
         found = found or self._add(self._parser.put(special))
         self._count(begin)
-        return found
+        return found or self._is_complete
 
     def _count(self, begin: int) -> None:
         """Count a token whose text begins at `begin`, and which the parser has."""
@@ -137,8 +143,6 @@ class MessageSample:
     def _append(self, part: MessagePart) -> None:
         """Append a part that the client wants, to the last part if both are text of the same kind."""
         if part.kind is PartKind.REASONING and not self._options.include_reasoning:
-            return
-        if part.call_index and not self._options.parallel_calls:
             return
         if not part.text and part.kind is not PartKind.TOOL_CALL:
             return

@@ -1,6 +1,6 @@
 """Turns a request's tokens into choices: detokenizes them, parses messages and applies stop strings."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from baton.core.client_api import ChoiceDelta, MessagePart
@@ -46,7 +46,8 @@ class SampleOutput(Protocol):
         ...
 
     def put(self, token_id: int) -> bool:
-        """Add a token. Return True if a stop string ended the sample."""
+        """Add a token. Return True if a stop string, or the only call that the client wants, ended the
+        sample."""
         ...
 
     def put_stop_token(self, token_id: int) -> bool:
@@ -87,7 +88,8 @@ class OutputBuilder:
         self.finishes: list[FinishReason] = []
         """Finish reasons of the samples that have ended."""
         self._first_index = first_index
-        self._samples = _samples(request, output_options, stops, tokenizer)
+        self._new_sample = _sample_maker(request, output_options, stops, tokenizer)
+        self._samples: dict[int, SampleOutput] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +102,7 @@ class OutputBuilder:
         return sum(sample.num_reasoning_tokens for sample in self._samples.values())
 
     def put(self, delta: TokenDelta) -> bool:
-        """Pass the new tokens and their text on. Return True if a stop string ended the sample."""
+        """Pass the new tokens and their text on. Return True if the sample ended before its last token."""
         self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         if self._drops_output:
             self.finishes.append(FinishReason.LENGTH)
@@ -112,7 +114,7 @@ class OutputBuilder:
                 )
             )
             return delta.finish is None
-        sample = self._samples[delta.sample_index]
+        sample = self._sample(delta.sample_index)
         token_ids, logprobs, finish = delta.token_ids, delta.logprobs, delta.finish
         found = False
         hides_last = finish is FinishReason.STOP and not self._includes_stop
@@ -145,34 +147,35 @@ class OutputBuilder:
         )
         return found and delta.finish is None
 
+    def _sample(self, index: int) -> SampleOutput:
+        """Return a sample. It is created with its first token, because all of them take milliseconds."""
+        sample = self._samples.get(index)
+        if sample is None:
+            sample = self._samples[index] = self._new_sample(index)
+        return sample
+
     def close(self) -> None:
         """Free what the samples hold, once the request has ended."""
         for sample in self._samples.values():
             sample.close()
 
 
-def _samples(
+def _sample_maker(
     request: GenerateRequest, output_options: OutputOptions, stops: StopPatterns, tokenizer: Tokenizer
-) -> Mapping[int, SampleOutput]:
-    """Return a new sample for each index of a request."""
+) -> Callable[[int], SampleOutput]:
+    """Return a function that creates the sample of an index."""
     message, min_tokens = output_options.message, request.sampling.min_tokens
     skips = output_options.skip_special_tokens
     if message is None:
-        return {
-            index: TextSample(
-                tokenizer.detokenizer(skip_special_tokens=skips, prompt=request.token_ids), stops, min_tokens
-            )
-            for index in request.sample_indices
-        }
-    special = tokenizer.added_tokens if skips else tokenizer.visible_tokens
-    return {
-        index: MessageSample(
-            tokenizer.detokenizer(skip_special_tokens=False, prompt=request.token_ids),
-            special,
-            message,
-            f"{request.request_id.hex()}-{index}",
-            stops,
-            min_tokens,
+        return lambda _: TextSample(
+            tokenizer.detokenizer(skip_special_tokens=skips, prompt=request.token_ids), stops, min_tokens
         )
-        for index in request.sample_indices
-    }
+    special = tokenizer.added_tokens if skips else tokenizer.visible_tokens
+    return lambda index: MessageSample(
+        tokenizer.detokenizer(skip_special_tokens=False, prompt=request.token_ids),
+        special,
+        message,
+        f"{request.request_id.hex()}-{index}",
+        stops,
+        min_tokens,
+    )

@@ -1,6 +1,7 @@
 """Cost of hostile outputs: linear in the text, and bounded for each piece."""
 
 import gc
+import json
 import time
 import weakref
 
@@ -11,7 +12,7 @@ from baton.core.request import FinishReason
 from baton.gateway.output.formats import OutputFormat, ParserOptions
 from baton.gateway.output.message_json import CollectedMessage
 from baton.gateway.output.parsing import message_parser
-from tests.unit.gateway.output.output_cases import FORMATS, TOOLS
+from tests.unit.gateway.output.output_cases import FORMATS, TOOLS, join_parts
 from tests.unit.gateway.output.test_response_templates import CASES, format_of
 
 SIZE = 6_000
@@ -111,3 +112,23 @@ def test_hostile_text_costs_linear_time(name: str) -> None:
         parser.put(piece)
     parser.finish(FinishReason.LENGTH)
     assert time.thread_time() - began_s < len(text) * SECONDS_PER_PIECE
+
+
+def test_long_value_costs_little_with_each_piece() -> None:
+    """All of it at once would take ten milliseconds."""
+    value = json.dumps([[number, {"a": "x"}] for number in range(6_000)])
+    text = f"<function=get_weather>\n<parameter=tags>\n{value}\n</parameter>\n</function>"
+    parser = message_parser(FORMATS["qwen3_coder"], ParserOptions(tools=TOOLS))
+    parts: list[MessagePart] = []
+    longest_s = 0.0
+    gc.disable()
+    try:
+        for begin in range(0, len(text), 16):
+            began_s = time.thread_time()
+            parts += parser.put(text[begin : begin + 16])
+            longest_s = max(longest_s, time.thread_time() - began_s)
+    finally:
+        gc.enable()
+    parts += parser.finish(FinishReason.STOP)
+    assert join_parts(parts).tool_calls[0].arguments == f'{{"tags": {value}}}'
+    assert longest_s < 3e-3

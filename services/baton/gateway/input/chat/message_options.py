@@ -2,10 +2,11 @@
 
 import sys
 
+from baton.gateway.constraints.answer_constraint import ContentRule
 from baton.gateway.input.chat.chat_request import ChatRequest
 from baton.gateway.input.chat.tool_fields import ToolMode
 from baton.gateway.input.client_call import MessageOptions
-from baton.gateway.output.formats import OutputFormat, ParserOptions
+from baton.gateway.output.formats import ContentForm, OutputFormat, ParserOptions
 
 PROMPT_END_CHARACTERS = 64 * 1024
 """Characters at the end of the prompt that are kept for the parser. They may begin answer and reasoning."""
@@ -15,11 +16,16 @@ TOOL_CHARACTER_BYTES = 20
 
 
 def message_options(
-    chat: ChatRequest, prompt: str, output_format: OutputFormat, special_tokens: frozenset[str]
+    chat: ChatRequest,
+    prompt: str,
+    output_format: OutputFormat,
+    special_tokens: frozenset[str],
+    rule: ContentRule | None = None,
 ) -> MessageOptions | None:
     """Return how the answers to `prompt` are parsed; None if their text is the content.
 
     special_tokens: texts of the tokenizer's added tokens.
+    rule: the rule for the content, if there is one.
 
     Calls are only parsed if the request allows them.
     """
@@ -32,12 +38,19 @@ def message_options(
         tools={tool.name: tool.parameters or {} for tool in chat.tools.tools},
         special_tokens=special_tokens,
         parse_tools=parses_calls,
+        single_call=parses_calls and not chat.tools.parallel,
+        content=_content_form(chat, rule),
     )
     return MessageOptions(
         output_format=output_format,
         parser=parser,
         include_reasoning=chat.include_reasoning,
-        parallel_calls=chat.tools.parallel,
         legacy_calls=chat.tools.is_legacy,
         num_bytes=sys.getsizeof(parser.prompt) + TOOL_CHARACTER_BYTES * chat.tools.num_characters,
     )
+
+
+def _content_form(chat: ChatRequest, rule: ContentRule | None) -> ContentForm:
+    if chat.tools.mode is ToolMode.REQUIRED:
+        return ContentForm.NONE
+    return ContentForm.FREE if rule is None else rule.form

@@ -70,7 +70,7 @@ class CallContext:
 
     def rest_of_arguments(self, search: DelimiterSearch) -> Reading[str]:
         """Pass malformed arguments on as they are, up to a delimiter, which is read and returned."""
-        return (yield from self.cursor.until(search, self.arguments))
+        return (yield from self.cursor.until(search, self.arguments, in_call=True))
 
 
 class CallReader(Protocol):

@@ -32,7 +32,9 @@ class GemmaCallReader:
         context.announce(name)
         if not (yield from self._object.value(context.sink.arguments)):
             yield from context.rest_of_arguments(self._end)
+            context.sink.end_call()
             return True
+        context.sink.end_call()
         cursor.capture()
         yield from cursor.space()
         if (yield from cursor.match(self._close)):

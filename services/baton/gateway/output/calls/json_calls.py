@@ -1,9 +1,10 @@
 """Reads calls that are JSON objects with a name and arguments, alone or in a list."""
 
 from baton.gateway.output.calls.call_context import CallContext, is_name
-from baton.gateway.output.calls.json_text import JsonReader, read_short_string, read_string, to_text
+from baton.gateway.output.calls.json_text import JsonReader, read_short_string, read_string
 from baton.gateway.output.stream import DelimiterSearch, Emit, Reading
 from baton.gateway.output.text_buffer import TextBuffer
+from baton.gateway.output.values.json_escape import to_text
 
 _ARGUMENTS = ("arguments", "parameters")
 _BARE_KEYS = ("name", "type", "id", *_ARGUMENTS)
@@ -35,6 +36,7 @@ class JsonCallReader:
             yield from cursor.space()
             if not (yield from self._call(bare=not trigger)):
                 return False
+            self._context.sink.end_call()
             if cursor.at_end:
                 return True
             cursor.capture()

@@ -4,12 +4,11 @@ Nothing is nested in Python's stack, so the depth of the JSON is bounded by its 
 models write control characters and escapes that JSON does not have, such as `\\d`. They are escaped.
 """
 
-import json
 import re
 
 from baton.gateway.output.special_text import SpecialText
 from baton.gateway.output.stream import Cursor, DelimiterSearch, Emit, Reading
-from baton.gateway.output.values.json_escape import escape, quote
+from baton.gateway.output.values.json_escape import escape, quote, to_text
 
 MAX_SHORT_STRING = 512
 """Longest string, with its escapes, that is read as a name, a key or an id."""
@@ -88,7 +87,7 @@ class JsonReader:
         if not self._delimiter:
             return False
         key = yield from read_chars(self._cursor, _BARE_KEY, MAX_SHORT_STRING)
-        if key:
+        if key and not self._cursor.is_cut:
             emit(quote(key))
         return bool(key)
 
@@ -100,7 +99,9 @@ class JsonReader:
         if not self._delimiter or not (yield from cursor.match(self._delimiter)):
             return False
         emit('"')
-        ended = yield from cursor.until(self._string_end, lambda text: emit(escape(self._special.decode(text))))
+        ended = yield from cursor.until(
+            self._string_end, lambda text: emit(escape(self._special.decode(text))), in_call=True
+        )
         if ended:
             emit('"')
         return bool(ended)
@@ -129,15 +130,6 @@ def read_chars(
     if end - cursor.pos > limit or (accept is not None and not accept.fullmatch(cursor.text, cursor.pos, end)):
         return ""
     return cursor.take(end)
-
-
-def to_text(string: str) -> str | None:
-    """Return the value of a JSON string, in which lone surrogates become U+FFFD; None if it is malformed."""
-    try:
-        value: str = json.loads(string)
-    except ValueError:
-        return None
-    return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def read_string(cursor: Cursor, special: SpecialText, emit: Emit) -> Reading[bool]:

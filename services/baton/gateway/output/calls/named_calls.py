@@ -85,10 +85,12 @@ class NamedCallReader:
         if not (yield from cursor.sees(("{",))):
             return False
         context.announce(name, call_id)
-        if (yield from self._json.value(context.sink.arguments)):
-            yield from self._end_of_call()
-        else:
+        is_json = yield from self._json.value(context.sink.arguments)
+        if not is_json:
             yield from context.rest_of_arguments(self._end)
+        context.sink.end_call()
+        if is_json:
+            yield from self._end_of_call()
         return True
 
     def _end_of_call(self) -> Reading[None]:

@@ -6,6 +6,7 @@ from baton.gateway.output.calls.call_context import CallContext, is_name, read_n
 from baton.gateway.output.formats import ParameterSyntax
 from baton.gateway.output.stream import DelimiterSearch, Reading
 from baton.gateway.output.text_buffer import TextBuffer
+from baton.gateway.output.values.json_container import JsonContainerReader
 from baton.gateway.output.values.json_escape import escape, quote
 from baton.gateway.output.values.typed_values import is_text, to_json
 
@@ -94,8 +95,9 @@ class ParameterCallReader:
             if not (yield from self._value(self._types_of(name, key))):
                 return True
             separator = ", "
-        if not (cursor.at_end and cursor.truncated):
+        if not cursor.is_cut:
             context.sink.arguments("}")
+            context.sink.end_call()
         return True
 
     def _types_of(self, tool: str, key: str) -> tuple[str, ...]:
@@ -110,7 +112,10 @@ class ParameterCallReader:
         while True:
             index = cursor.text.find(end, cursor.pos)
             key = cursor.text[cursor.pos : index if index >= 0 else len(cursor.text)]
-            if len(key) > MAX_KEY or "\n" in key or (index < 0 and cursor.final):
+            if len(key) > MAX_KEY or "\n" in key:
+                return None
+            if index < 0 and cursor.final:
+                cursor.take(len(cursor.text) if cursor.truncated else cursor.pos)
                 return None
             if index >= 0:
                 break
@@ -132,10 +137,10 @@ class ParameterCallReader:
         if syntax.after_key.endswith("\n"):
             yield from cursor.match("\n")
         value = _Value(context, types, syntax)
-        while (yield from cursor.until(self._value_end, value.put)):
+        while (yield from cursor.until(self._value_end, value.put, in_call=True)):
             cursor.capture(self._after_value)
             yield from cursor.space()
-            if cursor.at_end or (yield from cursor.sees(self._followers)):
+            if (yield from cursor.sees(self._followers)) or cursor.at_end:
                 cursor.captured()
                 value.finish()
                 return True
@@ -144,9 +149,12 @@ class ParameterCallReader:
 
 
 class _Value:
-    """Writes a value as JSON: a string as it comes, another value when it is complete."""
+    """Writes a value as JSON: a string as it comes, another value when it is complete.
 
-    __slots__ = ("_context", "_newline", "_parts", "_syntax", "_types")
+    Objects and lists are converted as they come, because a long one takes milliseconds.
+    """
+
+    __slots__ = ("_container", "_context", "_newline", "_parts", "_syntax", "_types")
 
     def __init__(self, context: CallContext, types: tuple[str, ...], syntax: ParameterSyntax) -> None:
         self._context = context
@@ -154,6 +162,7 @@ class _Value:
         self._types = types
         self._newline = ""  # a newline at the end, which belongs to the delimiter if no text follows
         self._parts: TextBuffer | None = None
+        self._container = JsonContainerReader()
         if is_text(types, untyped_json=syntax.untyped_json):
             context.sink.arguments('"')
         else:
@@ -168,10 +177,16 @@ class _Value:
             self._context.sink.arguments(escape(text))
         else:
             self._parts.append(text)
+            self._container.put(text)
 
     def finish(self) -> None:
         if self._parts is None:
             self._context.sink.arguments('"')
         else:
-            value = to_json(self._parts.joined(), self._types, untyped_json=self._syntax.untyped_json)
+            value = to_json(
+                self._parts.joined(),
+                self._types,
+                untyped_json=self._syntax.untyped_json,
+                as_container=lambda _: self._container.finish(),
+            )
             self._context.sink.arguments(value)

@@ -8,7 +8,7 @@ from baton.core.client_api import PartKind
 from baton.gateway.output.calls.call_context import CallContext, is_name
 from baton.gateway.output.calls.json_calls import JsonCallReader
 from baton.gateway.output.calls.json_text import JsonReader
-from baton.gateway.output.formats import CallLayout, CallSyntax, ToolFormat
+from baton.gateway.output.formats import CallLayout, CallSyntax, ContentForm, ParserOptions, ToolFormat
 from baton.gateway.output.part_sink import PartSink, Trimmer
 from baton.gateway.output.special_text import SpecialText
 from baton.gateway.output.stream import Cursor, Reading
@@ -110,6 +110,8 @@ class _Buffered(Region):
     def close(self, delimiter: str) -> None:
         body = self._texts.joined()
         try:
+            if self._regions.is_cut:
+                raise ValueError("the region is not complete")
             self._regions.put_value(self._field, self._value(self._regions.special.decode(body)))
         except (ValueError, KeyError, TypeError, RecursionError):
             self._regions.content.put(self._opening + body + delimiter)
@@ -145,10 +147,11 @@ class _StreamedCall(Region):
             self._cursor.put(text)
             self._advance()
         else:
-            self._regions.content.put(text)
+            self._put_rest(text)
 
     def close(self, delimiter: str) -> None:
         self._cursor.final = True
+        self._cursor.truncated = self._regions.is_cut
         if self._is_reading:
             self._advance()
         if self._is_malformed:
@@ -163,8 +166,14 @@ class _StreamedCall(Region):
         except StopIteration as stop:
             self._is_reading = False
             self._is_malformed = not stop.value
-            self._regions.content.put(self._cursor.captured())
-            self._regions.content.put(self._cursor.take(len(self._cursor.text)))
+            self._put_rest(self._cursor.captured())
+            self._put_rest(self._cursor.take(len(self._cursor.text)))
+
+    def _put_rest(self, text: str) -> None:
+        """Pass on text that does not belong to the call, unless it is the beginning of a delimiter that was
+        cut."""
+        if self._is_malformed or not self._regions.is_cut:
+            self._regions.content.put(text)
 
     def _object(self) -> Reading[bool]:
         """Read calls that are JSON objects with a name and arguments."""
@@ -179,6 +188,7 @@ class _StreamedCall(Region):
         if not (yield from self._arguments.value(self._regions.sink.arguments)):
             while (yield from self._cursor.more()):
                 self._context.arguments(self._cursor.take(len(self._cursor.text)))
+        self._regions.sink.end_call()
         yield from self._cursor.space()
         return True
 
@@ -186,12 +196,16 @@ class _StreamedCall(Region):
 class Regions:
     """Creates the regions of one message."""
 
-    def __init__(self, sink: PartSink, special: SpecialText, types: ToolTypes, *, parse_tools: bool) -> None:
+    def __init__(self, sink: PartSink, special: SpecialText, options: ParserOptions) -> None:
         self.sink = sink
         self.special = special
-        self.types = types
-        self._parse_tools = parse_tools
-        self._trimmers: dict[PartKind, Trimmer] = {kind: Trimmer(strip=True) for kind in _KINDS.values()}
+        self.types = ToolTypes(options.tools)
+        self.is_cut = False
+        """True if a limit of tokens cut the text in the region that is open."""
+        self._parse_tools = options.parse_tools
+        self._trimmers: dict[PartKind, Trimmer | None] = {kind: Trimmer(strip=True) for kind in _KINDS.values()}
+        if options.content in (ContentForm.TAGGED, ContentForm.EXACT):
+            self._trimmers[PartKind.CONTENT] = None
         self.joined: set[str] = set()
         self.content: Region = _Text(sink, special, PartKind.CONTENT, self._trimmers[PartKind.CONTENT])
 
@@ -224,9 +238,10 @@ class Regions:
         for name, call_id, arguments in calls:
             self.sink.call(name, call_id)
             self.sink.arguments(arguments)
+            self.sink.end_call()
 
     def _text(self, field: FieldTemplate, kind: PartKind) -> Region:
-        strip = bool(field.content_args.get("strip", True))
+        strip = self._trimmers[kind] is not None and bool(field.content_args.get("strip", True))
         if field.join is None:
             return _Text(self.sink, self.special, kind, self._trimmers[kind] if strip else None)
         if field.name in self.joined:

@@ -13,7 +13,6 @@ from baton.gateway.output.templates.pattern_scan import MAX_DELIMITER, Match, Pa
 from baton.gateway.output.templates.regions import Region, Regions
 from baton.gateway.output.templates.response_template import CompiledTemplate, FieldTemplate, ResponseTemplate
 from baton.gateway.output.text_buffer import TextBuffer
-from baton.gateway.output.values.typed_values import ToolTypes
 
 MAX_PREFIX = 4096
 """Longest beginning of the message in a prompt that is read. Of a longer one the middle is left out."""
@@ -43,8 +42,8 @@ class TemplateParser(MessageParser):
         self._format = template
         self._template = template.compiled(options.special_tokens)
         self._special = self._template.special
-        self._sink = PartSink(options.call_id_seed)
-        self._regions = Regions(self._sink, self._special, ToolTypes(options.tools), parse_tools=options.parse_tools)
+        self._sink = PartSink(options)
+        self._regions = Regions(self._sink, self._special, options)
         self._text = ""
         self._num_read = 0
         self._reasoning = (0, 0)  # place of the last reasoning that was read
@@ -66,6 +65,10 @@ class TemplateParser(MessageParser):
         return self._sink.num_calls
 
     @property
+    def is_complete(self) -> bool:
+        return self._sink.is_complete
+
+    @property
     def progress(self) -> ReadProgress:
         return ReadProgress(self._num_read + len(self._text), self._num_read, *self._reasoning)
 
@@ -78,7 +81,7 @@ class TemplateParser(MessageParser):
         return self._sink.take()
 
     def finish(self, reason: FinishReason) -> tuple[MessagePart, ...]:
-        self._process(final=True)
+        self._process(final=True, truncated=reason is FinishReason.LENGTH)
         return self._sink.finish()
 
     def close(self) -> None:
@@ -113,7 +116,7 @@ class TemplateParser(MessageParser):
         self._process(final=False)
         self._sink.drop_text()
 
-    def _process(self, *, final: bool) -> None:
+    def _process(self, *, final: bool, truncated: bool = False) -> None:
         while True:
             found, hold = self._next(final=final)
             if found is None:
@@ -131,6 +134,7 @@ class TemplateParser(MessageParser):
             self._remove(match.end)
             for _, _, scan in self._watched():
                 scan.restart(0)
+        self._regions.is_cut = truncated
         self._put(self._text[:hold])
         if final:
             self._close("")

@@ -3,16 +3,16 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.gateway.output.formats import ToolSchemas
-from baton.gateway.output.values.json_escape import quote
+from baton.gateway.output.values.json_container import MAX_JSON_DEPTH, JsonContainer
+from baton.gateway.output.values.json_escape import quote, without_lone_surrogates
 from baton.gateway.output.values.schema_alternatives import alternatives, parts_of_object, types_of
 
-MAX_JSON_DEPTH = 200
-"""Objects and lists that are nested deeper stay strings."""
 _MAX_NUMBER_CHARS = 400
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{\]}]')
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
@@ -70,24 +70,61 @@ def is_text(types: tuple[str, ...], *, untyped_json: bool) -> bool:
     return all(name == "string" for name in types) if types else not untyped_json
 
 
-def to_json(raw: str, types: tuple[str, ...], *, untyped_json: bool = False) -> str:
+def read_container(text: str) -> JsonContainer | None:
+    """Return a text as a JSON object or list; None if it is none, or if it is nested too deeply.
+
+    `JsonContainerReader` does the same for text that arrives in pieces.
+    """
+    if text[:1] not in ("{", "[") or not _is_shallow(text):
+        return None
+    try:
+        value = json.loads(text)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return None
+    return JsonContainer(without_lone_surrogates(written), isinstance(value, dict))
+
+
+def _is_shallow(text: str) -> bool:
+    """Return True if objects and lists are nested at most `MAX_JSON_DEPTH` deep."""
+    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
+        return True
+    depth = deepest = 0
+    for mark in _STRING_OR_BRACKET.findall(text):
+        if mark in ("[", "{"):
+            depth += 1
+            deepest = max(deepest, depth)
+        elif mark in ("]", "}"):
+            depth -= 1
+    return deepest <= MAX_JSON_DEPTH
+
+
+def to_json(
+    raw: str,
+    types: tuple[str, ...],
+    *,
+    untyped_json: bool = False,
+    as_container: Callable[[str], JsonContainer | None] = read_container,
+) -> str:
     """Return the JSON of a value that was written as `raw`.
 
     The types are tried in order, except strings. Text that is none of them is a string. With `untyped_json`,
     text without a type is JSON if it is valid JSON.
+
+    as_container: returns the value as a JSON object or list, if it is one.
     """
     if not types and untyped_json:
         types = ("array", "object", "boolean", "null", "integer", "number")
         if raw.strip() in {"0", "1"} or raw.strip().lower() in {"true", "false", "none"}:
             return {"none": quote(raw)}.get(raw.strip().lower(), raw.strip().lower())
     for name in types:
-        converted = _convert(raw.strip(), name)
+        converted = _convert(raw.strip(), name, as_container)
         if converted is not None:
             return converted
     return quote(raw)
 
 
-def _convert(text: str, type_name: str) -> str | None:
+def _convert(text: str, type_name: str, as_container: Callable[[str], JsonContainer | None]) -> str | None:
     """Return the JSON of `text` as a value of a type; None if it is not one."""
     if type_name == "boolean":
         return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text.lower())
@@ -96,7 +133,8 @@ def _convert(text: str, type_name: str) -> str | None:
     if type_name in ("integer", "number"):
         return _number(text, integer=type_name == "integer")
     if type_name in ("object", "array"):
-        return _container(text, dict if type_name == "object" else list)
+        found = as_container(text)
+        return found.text if found is not None and found.is_object == (type_name == "object") else None
     return None
 
 
@@ -112,27 +150,3 @@ def _number(text: str, *, integer: bool) -> str | None:
     if not math.isfinite(number) or (integer and not number.is_integer()):
         return None
     return json.dumps(int(number) if integer or (number.is_integer() and "." not in text) else number)
-
-
-def _container(text: str, kind: type) -> str | None:
-    """Return the text itself if it is a JSON object or list that is not nested too deeply."""
-    if not text or text[0] not in "{[":
-        return None
-    if not _is_shallow(text):
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, kind) else None
-
-
-def _is_shallow(text: str) -> bool:
-    """Return True if brackets are nested at most `MAX_JSON_DEPTH` deep. Those in strings count, too."""
-    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
-        return True
-    depth = deepest = 0
-    for bracket in re.findall(r"[\[{\]}]", text):
-        depth += 1 if bracket in "[{" else -1
-        deepest = max(deepest, depth)
-    return deepest <= MAX_JSON_DEPTH
