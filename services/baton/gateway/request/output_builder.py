@@ -95,6 +95,11 @@ class OutputBuilder:
         return sum(sample.num_tokens for sample in self._samples.values())
 
     @property
+    def num_longest_sample_tokens(self) -> int:
+        """Number of these tokens that belong to the sample with the most."""
+        return max(sample.num_tokens for sample in self._samples.values())
+
+    @property
     def num_reasoning_tokens(self) -> int:
         """Number of these tokens that belong to reasoning."""
         return sum(sample.num_reasoning_tokens for sample in self._samples.values())
