@@ -160,6 +160,8 @@ async def test_paths_that_do_not_exist_say_why_in_the_form_of_their_api(gateway:
     error = (await gateway.client.get("/v1/responses/resp_1")).json()["error"]
     assert (error["status"], error["code"]) == (404, "invalid_request")
     assert "responses are not stored" in error["message"]
+    error = (await gateway.post("/v1/responses/input_tokens", {"input": "hi"})).json()["error"]
+    assert (error["status"], "/tokenize" in error["message"]) == (404, True)
 
 
 async def test_thread_is_refused_so_that_the_tool_runner_goes_on_without_one(gateway: HttpGateway) -> None:
