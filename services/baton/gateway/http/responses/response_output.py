@@ -13,10 +13,11 @@ from baton.gateway.http.asgi_io import in_pieces
 from baton.gateway.http.openai_logprobs import TokenNames, chat_logprobs
 from baton.gateway.http.output.api_form import ResponseServices
 from baton.gateway.http.output.json_list import JsonList
-from baton.gateway.http.output.message_parts import continues, escaped, parts_of
+from baton.gateway.http.output.message_parts import continues, parts_of
 from baton.gateway.http.responses.response_items import ItemStatus, OutputItem, Part
 from baton.gateway.input.client_call import ClientCall
 from baton.gateway.input.response_size import response_bytes
+from baton.gateway.output.values.json_escape import escaped_bytes
 from baton.runtime.process.byte_budget import Account
 
 NO_PROBLEM: dict[str, Any] = {"error": None, "incomplete_details": None}
@@ -99,7 +100,7 @@ class ResponseOutput:
         self._num_bytes -= logprobs.num_bytes
         if item is None or not (text or (logprobs.num_bytes and item.kind is PartKind.CONTENT)):
             return
-        new, before = escaped(text), item.num_bytes
+        new, before = escaped_bytes(text), item.num_bytes
         item.text += new
         if item.kind is PartKind.CONTENT:
             item.logprobs.join(logprobs)

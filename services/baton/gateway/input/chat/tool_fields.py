@@ -17,12 +17,10 @@ from baton.gateway.input.json_pieces import JSON_LISTS
 
 MAX_TOOLS_CHARACTERS = 256 * 1024
 """Characters of all tools of a request. A value that is not text counts as eight."""
+_LEGACY_CHOICES = "must be 'none', 'auto' or {\"name\": ...}"
 MAX_NAME_CHARACTERS = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_CHOICES: Mapping[str, str] = {
-    "tool_choice": 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}',
-    "function_call": "must be 'none', 'auto' or {\"name\": ...}",
-}
+_CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
 
 
 class ToolMode(Enum):
@@ -172,7 +170,8 @@ def _choice(
         return (ToolMode.AUTO if known else ToolMode.NONE), None
     if isinstance(value, str):
         if value not in ("none", "auto", "required") or (value == "required" and field == "function_call"):
-            raise InvalidField(field, f"{field} is {printable(value)}; {_CHOICES[field]}")
+            rule = _CHOICES if field == "tool_choice" else _LEGACY_CHOICES
+            raise InvalidField(field, f"{field} is {printable(value)}; {rule}")
         mode = ToolMode(value)
         if mode is ToolMode.REQUIRED and not known:
             raise InvalidField(field, f"{field} is 'required', but there are no tools; send tools")
@@ -180,7 +179,7 @@ def _choice(
     choice = as_object(field, value)
     if field == "tool_choice":
         if choice.get("type") != "function":
-            message = f"{field}.type is {printable(choice.get('type'))}; {_CHOICES[field]}"
+            message = f"{field}.type is {printable(choice.get('type'))}; {_CHOICES}"
             raise InvalidField(f"{field}.type", message, Reason.UNSUPPORTED_FIELD)
         check_fields(choice, field_policy.TOOL_CHOICE, unknown, f"{field}.")
         choice = as_object(f"{field}.function", choice.get("function"))
