@@ -45,7 +45,8 @@ class ResponseOutput:
         )[:-1].encode()
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
-        self._logprobs = JsonList()
+        self._pending: list[tuple[bytes, JsonList]] = []
+        """Bytes and logprobs of the tokens whose text has not come, or has none."""
         self._finish: FinishReason | None = None
         self._num_bytes = len(echo)
         num_bytes = len(echo) + response_bytes(call)
@@ -64,10 +65,8 @@ class ResponseOutput:
 
     def put(self, choice: ChoiceDelta) -> None:
         """Take new output. Raises OverBudget if it outgrows the estimate and does not fit."""
-        if self._call.num_logprobs is not None and choice.token_ids:
-            before = self._logprobs.num_bytes
-            self._logprobs.extend(chat_logprobs(self._names, choice.token_ids, choice.logprobs)["content"])
-            self._grow(self._logprobs.num_bytes - before)
+        if self._call.num_logprobs is not None:
+            self._add_logprobs(choice)
         for part in parts_of(choice):
             if self._open is None or not continues(part, self._open.kind, self._open.call_index):
                 if not part.text and part.kind is not PartKind.TOOL_CALL:
@@ -93,11 +92,35 @@ class ResponseOutput:
         self._grow(item.num_bytes)
         self._item_began(item)
 
+    def _add_logprobs(self, choice: ChoiceDelta) -> None:
+        entries = chat_logprobs(self._names, choice.token_ids, choice.logprobs)["content"]
+        for token_id, entry in zip(choice.token_ids, entries, strict=True):
+            logprobs = JsonList()
+            logprobs.extend([entry])
+            self._pending.append((self._names.bytes_of(token_id), logprobs))
+            self._grow(logprobs.num_bytes)
+
+    def _take_logprobs(self, text: str) -> JsonList:
+        """Return the logprobs of the waiting tokens, without those before `text`, new text of the open item.
+
+        Tokens of delimiters, and of reasoning that is left out, stand before it.
+        """
+        pending, self._pending = self._pending, []
+        self._num_bytes -= sum(logprobs.num_bytes for _, logprobs in pending)
+        written = b"".join(token for token, _ in pending)
+        has_text = self._open is not None and self._open.text
+        is_next = not text or (has_text and written.startswith(text.encode()))
+        begin, end = -1 if is_next else written.rfind(text.encode()), 0
+        taken = JsonList()
+        for token, logprobs in pending:
+            end += len(token)
+            if end > begin:
+                taken.join(logprobs)
+        return taken
+
     def _append(self, text: str) -> None:
         """Append text to the open item, and to a message the logprobs of its tokens."""
-        item, logprobs = self._open, self._logprobs
-        self._logprobs = JsonList()
-        self._num_bytes -= logprobs.num_bytes
+        item, logprobs = self._open, self._take_logprobs(text)
         if item is None or not (text or (logprobs.num_bytes and item.kind is PartKind.CONTENT)):
             return
         new, before = escaped_bytes(text), item.num_bytes
