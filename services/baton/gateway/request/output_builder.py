@@ -99,7 +99,7 @@ class OutputBuilder:
     @property
     def num_longest_sample_tokens(self) -> int:
         """Number of these tokens that belong to the sample with the most."""
-        return max(sample.num_tokens for sample in self._samples.values())
+        return max((sample.num_tokens for sample in self._samples.values()), default=0)
 
     @property
     def num_reasoning_tokens(self) -> int:
