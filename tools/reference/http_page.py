@@ -1,14 +1,16 @@
 """The HTTP page: routes, and every request field with its limits."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from baton.core.request_limits import LIMITS, MAX_HEAD_BYTES, MAX_JSON_DEPTH
 from baton.gateway.http.http_app import HttpApp
 from baton.gateway.input.endpoint_fields import ENDPOINTS
 from baton.gateway.input.field_table import FieldRule, FieldTable, LabelField, ReadField, RefusedField
 from tools.reference.markdown import code, page, paragraph, table
+
+RuleT = TypeVar("RuleT", ReadField, LabelField, RefusedField)
 
 INTRODUCTION = f"""
 The gateway serves OpenAI's API for completions, chats and responses, and Anthropic's for messages. A known field is
@@ -82,14 +84,14 @@ def http_page() -> str:
         *map(paragraph, MESSAGES),
         "## Request fields",
         paragraph(
-            "**reads**: the field is implemented. **label**: it is accepted and checked, and does not change "
-            "the answer. **refuses**: it would change the answer and is not implemented, or clients may not set "
-            "it. An empty cell: "
-            "the field is unknown there, so it is ignored and named. A name with a dot is a field of an object; "
-            "brackets stand for each item of a list."
+            "**reads**: the field is implemented, or accepted without effect if the next table says so. **label**: "
+            "it is accepted and checked, and does not change the answer. **refuses**: it would change the answer "
+            "and is not implemented, or clients may not set it. An empty cell: the field is unknown there, so it is "
+            "ignored and named. A name with a dot is a field of an object; brackets stand for each item of a list."
         ),
         table(("field", *(code(path) for path in ENDPOINTS)), _uses()),
         "## Fields that are read",
+        paragraph("A field that differs between endpoints has one row for each form, with the endpoints."),
         table(("field", "type", "limits", "default", "what it does"), _read()),
         "## Labels",
         table(("field", "type", "what it does"), _labels()),
@@ -138,13 +140,23 @@ def _uses() -> list[tuple[str, ...]]:
 
 
 def _read() -> list[tuple[str, str, str, str, str]]:
-    """Fields that are read. A field that differs between endpoints has one row for each form."""
-    rows = {}
+    """Fields that are read."""
+    return [(label, *_limits(name, rule), rule.text) for name, label, rule in _forms(ReadField)]
+
+
+def _forms(kind: type[RuleT]) -> Iterator[tuple[str, str, RuleT]]:
+    """Yield the name, the label and the rule of each form of the fields with rules of this kind.
+
+    A field with several forms has the endpoints of each in its label.
+    """
     for name, by_path in _rules().items():
-        for rule in by_path.values():
-            if isinstance(rule, ReadField):
-                rows[name, rule.text] = (code(name), *_limits(name, rule), rule.text)
-    return list(rows.values())
+        forms: dict[str, list[tuple[str, RuleT]]] = {}
+        for path, rule in by_path.items():
+            if isinstance(rule, kind):
+                forms.setdefault(repr(rule), []).append((path, rule))
+        for form in forms.values():
+            places = ", ".join(code(path) for path, _ in form)
+            yield name, code(name) + (f" of {places}" if len(forms) > 1 else ""), form[0][1]
 
 
 def _limits(name: str, rule: ReadField) -> tuple[str, str, str]:
@@ -180,21 +192,16 @@ def _json(value: object) -> str:
 
 
 def _labels() -> list[tuple[str, str, str]]:
-    rows = {}
-    for name, by_path in _rules().items():
-        for rule in by_path.values():
-            if isinstance(rule, LabelField):
-                limit = LIMITS[rule.limit]
-                many = "object; each value is " if limit.max_items is not None else ""
-                rows[name] = (code(name), many + limit.kind.value, rule.text)
-    return list(rows.values())
+    rows = []
+    for _, label, rule in _forms(LabelField):
+        limit = LIMITS[rule.limit]
+        many = "object; each value is " if limit.max_items is not None else ""
+        rows.append((label, many + limit.kind.value, rule.text))
+    return rows
 
 
 def _refused() -> list[tuple[str, str, str]]:
-    rows = {}
-    for name, by_path in _rules().items():
-        for rule in by_path.values():
-            if isinstance(rule, RefusedField):
-                accepted = ", ".join(code(json.dumps(value)) for value in rule.defaults)
-                rows[name, rule.advice] = (code(name), accepted, rule.advice)
-    return list(rows.values())
+    return [
+        (label, ", ".join(code(json.dumps(value)) for value in rule.defaults), rule.advice)
+        for _, label, rule in _forms(RefusedField)
+    ]

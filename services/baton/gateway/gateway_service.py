@@ -295,6 +295,7 @@ class GatewayService:
         metrics.output_tokens.inc(request.output.num_tokens)
         metrics.request_prompt_tokens.observe(request.request.num_prompt_tokens)
         metrics.request_output_tokens.observe(request.output.num_tokens)
+        metrics.longest_sample_tokens.observe(request.output.num_longest_sample_tokens)
         metrics.request_max_tokens.observe(request.request.sampling.max_tokens)
         metrics.request_n.observe(len(request.request.sample_indices))
         for finish in request.output.finishes:

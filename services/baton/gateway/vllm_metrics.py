@@ -23,7 +23,7 @@ ALIASES: Mapping[str, str] = {
     "vllm:request_prompt_tokens": "request_prompt_tokens",
     "vllm:request_generation_tokens": "request_output_tokens",
     "vllm:request_params_max_tokens": "request_max_tokens",
-    "vllm:request_max_num_generation_tokens": "request_max_tokens",
+    "vllm:request_max_num_generation_tokens": "longest_sample_tokens",
     "vllm:request_params_n": "request_n",
     "vllm:prompt_tokens": "prompt_tokens",
     "vllm:generation_tokens": "output_tokens",

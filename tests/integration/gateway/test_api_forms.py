@@ -100,6 +100,24 @@ async def test_logprobs_of_a_response_are_those_of_its_tokens(gateway: HttpGatew
     assert [len(entry["top_logprobs"]) for entry in content["logprobs"]] == [2] * 10
 
 
+@pytest.mark.parametrize("tokens_a_step", [1, 3, 64])
+async def test_logprobs_of_a_message_are_without_those_of_reasoning_and_delimiters(tokens_a_step: int) -> None:
+    """However many tokens arrive together, and if the reasoning is left out, too."""
+    body = {"input": "hi", "top_logprobs": 1, "chat_template_kwargs": {"enable_thinking": True}}
+    text = "I hide it: Zürich."
+    async with gateway_of("qwen3") as gateway:
+        write(gateway.cluster, f"<think>\nI hide it: Zürich.\n</think>\n\n{text}<|im_end|>")
+        for worker in gateway.cluster.scheduler.workers:
+            worker.tokens_a_step = tokens_a_step
+        for fields in ({}, {"include_reasoning": False}):
+            whole = (await gateway.post(RESPONSES, body | fields)).json()["output"][-1]["content"][0]
+            events = await events_of(gateway, RESPONSES, body | fields)
+            streamed = [entry for event in events if "delta" in event for entry in event.get("logprobs", ())]
+            for logprobs in (whole["logprobs"], streamed):
+                written = [byte for entry in logprobs for byte in entry["bytes"]]
+                assert bytes(written).decode().removesuffix("<|im_end|>") == whole["text"] == text
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -160,6 +178,8 @@ async def test_paths_that_do_not_exist_say_why_in_the_form_of_their_api(gateway:
     error = (await gateway.client.get("/v1/responses/resp_1")).json()["error"]
     assert (error["status"], error["code"]) == (404, "invalid_request")
     assert "responses are not stored" in error["message"]
+    error = (await gateway.post("/v1/responses/input_tokens", {"input": "hi"})).json()["error"]
+    assert (error["status"], "/tokenize" in error["message"]) == (404, True)
 
 
 async def test_thread_is_refused_so_that_the_tool_runner_goes_on_without_one(gateway: HttpGateway) -> None:

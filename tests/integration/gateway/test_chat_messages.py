@@ -208,6 +208,19 @@ async def test_own_template_is_used_if_allowed() -> None:
         write(gateway.cluster, "x<|im_end|>")
         await answer(gateway, chat_template="<{{ messages[0].content }}>{{ who }}", chat_template_kwargs={"who": "me"})
         assert bytes(list(gateway.cluster.scheduler.workers[0].jobs[-1].token_ids)) == b"<hi>me"
+        for template in ("{% for %}", "{{ raise_exception('no') }}"):
+            response = await gateway.post(CHAT, HELLO | {"chat_template": template})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")
+
+
+async def test_chat_that_the_template_refuses_names_the_field_of_the_client() -> None:
+    async with gateway_of("mistral") as gateway:
+        twice = [{"role": "assistant", "content": "a"}] * 2
+        for path, field in ((CHAT, "messages"), ("/v1/responses", "input")):
+            response = await gateway.post(path, {field: [*HELLO["messages"], *twice]})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, field)
+            assert "does not accept this chat" in error["message"]
 
 
 async def test_workers_get_the_grammar_of_required_calls() -> None:

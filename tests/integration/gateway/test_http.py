@@ -220,7 +220,7 @@ async def test_health_readiness_metrics_and_unknown_routes(gateway: HttpGateway)
     missing = await gateway.client.get("/nowhere")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
     wrong = await gateway.client.get(CHAT)
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert (wrong.status_code, wrong.json()["error"]["status"], wrong.headers["allow"]) == (405, 405, "POST")
     assert (await gateway.client.head("/health")).status_code == 200
 
 

@@ -167,7 +167,7 @@ def test_arguments_that_are_no_json_object_stay_text() -> None:
     chat = [USER, {"role": "assistant", "content": None, "tool_calls": [broken]}, RESULT]
     for family, shown in (("qwen3", '"arguments": {"city": }'), ("deepseek", '<｜tool▁sep｜>{"city": <')):
         assert shown in template_of(family).render(parse_chat({"messages": chat}, UnknownFields()).prompt, still_clock)
-    with pytest.raises(Refused, match="does not accept these messages"):
+    with pytest.raises(Refused, match="does not accept this chat"):
         template_of("glm").render(parse_chat({"messages": chat}, UnknownFields()).prompt, still_clock)
 
 

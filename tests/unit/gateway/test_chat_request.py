@@ -199,6 +199,12 @@ def test_arguments_are_an_object_if_they_can_be(given: Any, arguments: Any) -> N
     assert type(message["tool_calls"][0]["function"]["arguments"]) is type(arguments)
 
 
+def test_error_about_a_function_call_names_only_what_it_may_be() -> None:
+    with pytest.raises(InvalidField) as refused:
+        chat(functions=[function()], function_call="required")
+    assert str(refused.value).endswith("must be 'none', 'auto' or {\"name\": ...}")
+
+
 def test_legacy_function_call_becomes_a_tool_call() -> None:
     answer = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     _, called, result = messages_of(USER, answer, {"role": "function", "name": "f", "content": "4"})

@@ -139,11 +139,9 @@ def test_schemas_mean_what_they_say(name: str) -> None:
     assert [accepts(written, json.dumps(value, ensure_ascii=False)) for value in wrong] == [False] * len(wrong)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"draft 4", "draft 7", "long name"}))
 def test_random_answers_match_schemas_that_were_rewritten(name: str) -> None:
     schema = CASES[name][0]
-    if name in ("draft 4", "draft 7", "long name"):
-        return
     written = content(parsed(guided_json=schema).rule)
     for seed in range(2):
         jsonschema.Draft202012Validator(schema).validate(json.loads(random_text(written, Random(seed))))

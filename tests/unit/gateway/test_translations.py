@@ -26,6 +26,8 @@ FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": Tru
 FLAT_TOOL = {"type": "function", **FUNCTION}
 TOOL = {"name": "f", "description": "d", "input_schema": SCHEMA, "strict": True}
 CHAT_TOOL = {"type": "function", "function": FUNCTION}
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+TOOL_USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
 NAMED = {"type": "function", "function": {"name": "f"}}
 ANSWER_FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
 NO_THINKING = {"enable_thinking": False, "thinking": False}
@@ -168,7 +170,10 @@ def test_instructions_and_a_system_message_after_them_are_one_message() -> None:
         ({"include": ["everything"]}, "include[0]", "'everything'; must be one of"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "ask for it in instructions"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "'grammar'; must be"),
-        ({"input": None}, "input", "is missing"),
+        ({"input": None}, "input", "is missing; must be a string or a list of items"),
+        ({"input": [{**USER, "content": 5}]}, "input[0].content", "must be a string or a list of text parts"),
+        ({"input": [USER, CALL_ITEM, {**CALL_ITEM, "name": ""}]}, "input[2].name", "between 1 and 256 characters"),
+        ({"input": [USER, CALL_ITEM, {**CALL_ITEM, "call_id": "c" * 257}]}, "input[2].call_id", "257 characters"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'item_reference'; only message"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool'; must be one of user"),
         ({"input": [blocks("user", {"type": "input_image"})]}, "input[0].content[0].type", "only text"),
@@ -190,6 +195,8 @@ def test_response_repeats_the_fields_of_its_request() -> None:
     echo = json.loads(b"{" + encode_echo(translate_responses(body, UnknownFields()).echo) + b"}")
     assert {name: echo[name] for name in body if name != "input"} == {k: v for k, v in body.items() if k != "input"}
     assert (echo["store"], echo["text"], echo["tool_choice"]) == (False, {"format": {"type": "text"}}, "auto")
+    echo = translate_responses({"input": "hi", "tools": [{"type": "function", "name": "f"}]}, UnknownFields()).echo
+    assert echo["tools"] == [{"type": "function", "name": "f", "parameters": None, "strict": False}]
 
 
 JSON_VALUES = st.recursive(
@@ -293,6 +300,18 @@ def test_tokens_are_counted_of_the_same_prompt() -> None:
         ({"messages": [blocks("user", {"type": "image"})]}, "messages[0].content[0].type", "'image'; a message of"),
         ({"messages": [blocks("user", {"type": "tool_use"})]}, "messages[0].content[0].type", "text, tool_result"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be one of user"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a string or a list of blocks"),
+        (
+            {"messages": [USER, blocks("assistant", text("a"), TOOL_USE, {**TOOL_USE, "name": ""})]},
+            "messages[1].content[2].name",
+            "between 1 and 256 characters",
+        ),
+        (
+            {"messages": [USER, blocks("assistant", {**TOOL_USE, "id": ""})]},
+            "messages[1].content[0].id",
+            "between 1 and 256 characters",
+        ),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "'any', but there are no tools"),
         ({"system": [{"type": "image"}]}, "system[0].type", "must be 'text'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "'web_search_20250305'"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "is missing"),

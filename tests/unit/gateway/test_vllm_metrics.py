@@ -42,6 +42,7 @@ async def test_gateway_counts_under_the_names_of_vllm() -> None:
         assert found["vllm:request_prompt_tokens_sum"] == 10
         assert found["vllm:request_generation_tokens_sum"] == found["vllm:generation_tokens_total"]
         assert found["vllm:request_params_max_tokens_sum"] == 8 + 3
+        assert found["vllm:request_max_num_generation_tokens_sum"] == 5 + 3
         assert found["vllm:request_params_n_sum"] == 2 + 1
         for name in ("vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds"):
             assert found[f"{name}_count"] == 2

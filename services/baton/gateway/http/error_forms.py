@@ -15,12 +15,12 @@ MESSAGES = "/v1/messages"
 class ErrorForm:
     """Form of an API's errors.
 
-    body: formats a failure, with the name of the invalid field and the request's id.
+    body: formats a failure, with the name of the invalid field, the request's id and the HTTP status.
     id_headers: headers that have the request's id.
     statuses: HTTP statuses of codes that differ from `Code.http`.
     """
 
-    body: Callable[[Failure, str | None, str], bytes]
+    body: Callable[[Failure, str | None, str, int], bytes]
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
     statuses: Mapping[Code, int] = field(default_factory=dict)
 
@@ -29,9 +29,9 @@ class ErrorForm:
         return self.statuses.get(failure.code, failure.code.http)
 
 
-_OPENAI = ErrorForm(body=lambda failure, param, _: error_body(failure, param))
+_OPENAI = ErrorForm(body=lambda failure, param, _, status: error_body(failure, param, status))
 _ANTHROPIC = ErrorForm(
-    body=lambda failure, param, request_id: message_error(failure, request_id, param),
+    body=lambda failure, param, request_id, _: message_error(failure, request_id, param),
     id_headers=(b"x-request-id", b"request-id"),
     statuses=STATUSES,
 )

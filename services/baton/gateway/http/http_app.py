@@ -25,7 +25,9 @@ from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
+METHOD_NOT_ALLOWED = 405
 _ABSENT: Mapping[str, str] = {
+    "/v1/responses/input_tokens": "counting is not implemented for items; send messages to /tokenize",
     "/v1/responses/": "responses are not stored; the response to POST /v1/responses has everything",
     "/v1/conversations": "conversations are not stored; send all items in input of /v1/responses",
     "/v1/messages/batches": "batches are not implemented; send many requests to /v1/messages at once",
@@ -133,11 +135,12 @@ class HttpApp:
     async def _refuse(self, exchange: HttpExchange, refused: Refused) -> None:
         """Send an error response. No part of another response may have been sent."""
         failure, errors = refused.failure, exchange.errors
+        status = errors.status(failure)
         self._inference.count(exchange, failure)
         await respond(
             exchange.send,
-            errors.status(failure),
-            errors.body(failure, param_of(refused), exchange.request_id.hex()),
+            status,
+            errors.body(failure, param_of(refused), exchange.request_id.hex(), status),
             headers=error_headers(failure),
             close=failure.reason is Reason.DRAINING,
         )
@@ -158,5 +161,5 @@ async def _refuse_method(exchange: HttpExchange, methods: Sequence[str]) -> None
         reason=Reason.INVALID_REQUEST,
         message=f"the method is {printable(exchange.scope['method'])}; this path only supports {supported}",
     )
-    body = exchange.errors.body(failure, None, exchange.request_id.hex())
-    await respond(exchange.send, 405, body, headers=[(b"allow", supported.encode())])
+    body = exchange.errors.body(failure, None, exchange.request_id.hex(), METHOD_NOT_ALLOWED)
+    await respond(exchange.send, METHOD_NOT_ALLOWED, body, headers=[(b"allow", supported.encode())])

@@ -256,9 +256,10 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._is_answering:
             self.transport.close()
             return
-        body = errors.body(failure, None, "")
+        status = errors.status(failure)
+        body = errors.body(failure, None, "", status)
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[errors.status(failure)] + head + body)
+        self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
 
 

@@ -6,7 +6,6 @@ end would delay all other requests. The text is held as bytes until the response
 
 import json
 from collections.abc import Iterator, Sequence
-from json.encoder import encode_basestring
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +28,7 @@ from baton.gateway.http.output.text_json import NO_ECHO, EchoedPrompt, echoed_pr
 from baton.gateway.input.client_call import ClientCall
 from baton.gateway.input.response_size import response_bytes
 from baton.gateway.output.message_json import CollectedMessage, finish_json
+from baton.gateway.output.values.json_escape import escaped_bytes
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.process import loop_time
 from baton.runtime.process.byte_budget import Account, ByteBudget
@@ -81,7 +81,7 @@ class _CollectedChoice:
             for part in choice.parts:
                 self._message.put(part)
         else:
-            self._text += encode_basestring(choice.text)[1:-1].encode()
+            self._text += escaped_bytes(choice.text)
         self.finish = choice.finish or self.finish
         self.prompt_logprobs = choice.prompt_logprobs or self.prompt_logprobs
         if self._call.output_options.return_token_ids:

@@ -24,18 +24,18 @@ _FINAL = frozenset((Reason.POISON, Reason.NUMERICAL_ERROR, Reason.MEMORY_BUDGET,
 """Reasons for which the same request fails again, unless the failure says when to retry."""
 
 
-def error_body(failure: Failure, param: str | None = None) -> bytes:
+def error_body(failure: Failure, param: str | None = None, status: int | None = None) -> bytes:
     """Return the JSON error object of a failure. `param` names the invalid request field.
 
-    In the object, `code` is the reason code. `status` is the HTTP status, because an error within a stream
-    cannot set the status of its response.
+    In the object, `code` is the reason code. `status` is the HTTP status, by default that of the failure,
+    because an error within a stream cannot set the status of its response.
     """
     error = {
         "message": failure.message,
         "type": _TYPES.get(failure.code, "invalid_request_error"),
         "param": param,
         "code": failure.reason.value,
-        "status": failure.code.http,
+        "status": status or failure.code.http,
     }
     return json.dumps({"error": error}).encode()
 

@@ -45,7 +45,6 @@ class ParsedRequest:
     bad_words: texts that the answers must not have.
     """
 
-    endpoint: Endpoint
     model: str | None
     prompts: tuple[Prompt, ...]
     chat: ChatRequest | None
@@ -92,7 +91,6 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownF
     if max_tokens is not None and min_tokens > max_tokens:
         raise InvalidField("min_tokens", f"min_tokens is {min_tokens}; must be at most max_tokens ({max_tokens})")
     return ParsedRequest(
-        endpoint=endpoint,
         model=read.value("model"),
         prompts=prompts,
         chat=parse_chat(body, unknown) if is_chat else None,

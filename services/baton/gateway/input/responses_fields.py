@@ -63,7 +63,7 @@ _TYPE = ReadField("Kind of the item.", STRING)
 CONTENT_PARTS: FieldTable = {
     "type": ReadField(
         "Kind of the part.",
-        {"type": "string", "enum": ["input_text", "output_text", "refusal", "summary_text", "reasoning_text"]},
+        {"type": "string", "enum": ["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]},
     ),
     "text": ReadField("The text.", STRING),
     "refusal": ReadField("The text of a refusal.", STRING),
@@ -103,7 +103,7 @@ REASONING_ITEM: FieldTable = {
     "summary": ReadField(WITHOUT_EFFECT, table=CONTENT_PARTS, is_list=True),
     "encrypted_content": ReadField(WITHOUT_EFFECT, STRING),
 }
-ITEMS: FieldTable = {**MESSAGE_ITEM, **CALL_ITEM, **OUTPUT_ITEM, **REASONING_ITEM, **MESSAGE_ITEM}
+ITEMS: FieldTable = {**CALL_ITEM, **OUTPUT_ITEM, **REASONING_ITEM, **MESSAGE_ITEM}
 """All fields of input items. Each kind of item has its own table."""
 
 _OWN: FieldTable = {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from baton.core.client_api import Caller
-from baton.core.errors import Code, Reason
+from baton.core.errors import Code, Reason, Refused
 from baton.core.ids import REQUEST_ID_BYTES
 from baton.core.kv.block_hash import TokenIds
 from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
@@ -263,10 +263,14 @@ class Validator:
         return (await self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))[-kept:]
 
     async def chat_text(self, chat: ChatRequest) -> str:
-        """Return the text that the chat template makes of a chat. Raises Refused if it cannot use the
+        """Return the text that the chat template makes of a chat. Raises InvalidField if it cannot use the
         chat."""
         check_template(chat, self.tokenizer.chat_templates, allow_own=self._allow_request_chat_template)
-        return await self.tokenizer.chat_text(chat.prompt)
+        try:
+            return await self.tokenizer.chat_text(chat.prompt)
+        except Refused as error:
+            field = "messages" if chat.prompt.template is None else "chat_template"
+            raise InvalidField(field, error.failure.message) from error
 
     def check_model(self, name: str | None) -> None:
         """Raise Refused (404) if `name` is not the served model. None stands for the served model."""

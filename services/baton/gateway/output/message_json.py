@@ -6,6 +6,7 @@ from json.encoder import encode_basestring
 
 from baton.core.client_api import MessagePart, PartKind
 from baton.core.request import FinishReason
+from baton.gateway.output.values.json_escape import escaped_bytes
 
 CALL_BYTES = 256
 """Objects of a call in a collected message."""
@@ -91,7 +92,7 @@ class CollectedMessage:
             self.put_text(part.text)
 
     def _append(self, to: bytearray, text: str) -> None:
-        new = _inner(text)
+        new = escaped_bytes(text)
         to += new
         self.num_bytes += len(new)
 
@@ -116,8 +117,3 @@ class CollectedMessage:
                 yield from (head[:-2], b', "arguments": "', arguments, b'"}}')
             yield b"]"
         yield b"}"
-
-
-def _inner(text: str) -> bytes:
-    """Return a text as the inside of a JSON string."""
-    return encode_basestring(text)[1:-1].encode()

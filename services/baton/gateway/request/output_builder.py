@@ -1,6 +1,7 @@
 """Turns a request's tokens into choices: detokenizes them, parses messages and applies stop strings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from baton.core.client_api import ChoiceDelta, MessagePart
@@ -84,6 +85,7 @@ class OutputBuilder:
         self._sink = sink
         self._drops_output = output_options.drops_output
         self._includes_stop = output_options.includes_stop
+        self._divides = output_options.message is not None and request.sampling.num_logprobs is not None
         self._prompt_logprobs: PromptLogprobs | None = None
         self.finishes: list[FinishReason] = []
         """Finish reasons of the samples that have ended."""
@@ -97,12 +99,37 @@ class OutputBuilder:
         return sum(sample.num_tokens for sample in self._samples.values())
 
     @property
+    def num_longest_sample_tokens(self) -> int:
+        """Number of these tokens that belong to the sample with the most."""
+        return max((sample.num_tokens for sample in self._samples.values()), default=0)
+
+    @property
     def num_reasoning_tokens(self) -> int:
         """Number of these tokens that belong to reasoning."""
         return sum(sample.num_reasoning_tokens for sample in self._samples.values())
 
     def put(self, delta: TokenDelta) -> bool:
         """Pass the new tokens and their text on. Return True if the sample ended before its last token."""
+        return any(self._put(each) for each in self._pieces(delta)) and delta.finish is None
+
+    def _pieces(self, delta: TokenDelta) -> Sequence[TokenDelta]:
+        """Divide new output into single tokens if their logprobs belong to parts of a message."""
+        if not self._divides or len(delta.token_ids) < 2:
+            return (delta,)
+        last = len(delta.token_ids) - 1
+        return [
+            replace(
+                delta,
+                output_index=delta.output_index + at,
+                token_ids=(token_id,),
+                logprobs=delta.logprobs[at : at + 1],
+                finish=delta.finish if at == last else None,
+            )
+            for at, token_id in enumerate(delta.token_ids)
+        ]
+
+    def _put(self, delta: TokenDelta) -> bool:
+        """Pass new output on. Return True if it ended the sample, other than by its finish reason."""
         self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         if self._drops_output:
             self.finishes.append(FinishReason.LENGTH)
@@ -113,7 +140,7 @@ class OutputBuilder:
                     finish=FinishReason.LENGTH,
                 )
             )
-            return delta.finish is None
+            return True
         sample = self._sample(delta.sample_index)
         token_ids, logprobs, finish = delta.token_ids, delta.logprobs, delta.finish
         found = False
@@ -145,7 +172,7 @@ class OutputBuilder:
                 stop_string=sample.stop_string if found else "",
             )
         )
-        return found and delta.finish is None
+        return found
 
     def _sample(self, index: int) -> SampleOutput:
         """Return a sample. It is created with its first token, because all of them take milliseconds."""

@@ -128,9 +128,7 @@ class ChatTemplate:
         except TemplateTooExpensive:
             raise
         except Exception as error:  # a template is a program and can raise any error
-            raise invalid(
-                f"the model's chat template does not accept these messages: {printable(str(error))}"
-            ) from error
+            raise invalid(f"the chat template does not accept this chat: {printable(str(error))}") from error
         return "".join(texts)
 
 
@@ -167,4 +165,4 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _too_expensive(error: TemplateTooExpensive) -> Refused:
-    return invalid(f"{error} for these messages; send fewer or shorter ones")
+    return invalid(f"{error} for this chat; make the chat shorter")

@@ -146,12 +146,8 @@ class GatewayMetrics(_Family):
             PHASE_BUCKETS_S,
             "phase",
         )
-        self.slo_attainment = self._counter(
-            "slo_attainment_total",
-            "SLO terms (ttft, tpot) of completed requests by outcome: met or missed.",
-            "term",
-            "outcome",
-        )
+        slo_text = "SLO terms (ttft, tpot) of completed requests by outcome: met or missed."
+        self.slo_attainment = self._counter("slo_attainment_total", slo_text, "term", "outcome")
         self.pause_s = self._histogram(
             "resume_pause_seconds",
             "Time between two tokens of a request that lost its worker in between.",
@@ -167,6 +163,9 @@ class GatewayMetrics(_Family):
         )
         self.request_output_tokens = self._histogram(
             "request_output_tokens", "Output tokens of a completed request, over its samples.", TOKEN_BUCKETS
+        )
+        self.longest_sample_tokens = self._histogram(
+            "longest_sample_tokens", "Output tokens of the longest sample of a completed request.", TOKEN_BUCKETS
         )
         self.request_max_tokens = self._histogram(
             "request_max_tokens", "Limit of a completed request for the tokens of a sample.", TOKEN_BUCKETS

@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 
 class InferenceRoutes:
-    """Serves chats and completions."""
+    """Serves the routes that generate text, in the forms of their APIs."""
 
     def __init__(self, service: GatewayService, reader: BodyReader, read_limits: ReadLimits) -> None:
         """Create the routes. `read_limits` is the time that clients have to read the end of a response."""

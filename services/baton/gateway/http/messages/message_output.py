@@ -14,9 +14,10 @@ from baton.gateway.http.asgi_io import in_pieces
 from baton.gateway.http.messages.message_errors import message_error
 from baton.gateway.http.output.api_form import ResponseServices
 from baton.gateway.http.output.event_queue import EventQueue
-from baton.gateway.http.output.message_parts import continues, escaped, parts_of
+from baton.gateway.http.output.message_parts import continues, parts_of
 from baton.gateway.input.client_call import ClientCall
 from baton.gateway.input.response_size import response_bytes
+from baton.gateway.output.values.json_escape import escaped_bytes
 from baton.runtime.process import loop_time
 from baton.runtime.process.byte_budget import Account
 
@@ -95,7 +96,7 @@ class _Block:
 
     def put(self, text: str) -> None:
         """Append text."""
-        self.text += text.encode() if self.kind is PartKind.TOOL_CALL else escaped(text)
+        self.text += text.encode() if self.kind is PartKind.TOOL_CALL else escaped_bytes(text)
 
     @property
     def num_bytes(self) -> int:

@@ -1,7 +1,6 @@
 """The parts of a message as JSON text, in the order in which a model writes them."""
 
 from collections.abc import Sequence
-from json.encoder import encode_basestring
 
 from baton.core.client_api import ChoiceDelta, MessagePart, PartKind
 
@@ -18,8 +17,3 @@ def continues(part: MessagePart, kind: PartKind, call_index: int) -> bool:
     if part.kind is PartKind.TOOL_ARGUMENTS:
         return kind is PartKind.TOOL_CALL and part.call_index == call_index
     return part.kind is kind and kind is not PartKind.TOOL_CALL
-
-
-def escaped(text: str) -> bytes:
-    """Return the inside of a text's JSON string."""
-    return encode_basestring(text)[1:-1].encode()

@@ -13,10 +13,11 @@ from baton.gateway.http.asgi_io import in_pieces
 from baton.gateway.http.openai_logprobs import TokenNames, chat_logprobs
 from baton.gateway.http.output.api_form import ResponseServices
 from baton.gateway.http.output.json_list import JsonList
-from baton.gateway.http.output.message_parts import continues, escaped, parts_of
+from baton.gateway.http.output.message_parts import continues, parts_of
 from baton.gateway.http.responses.response_items import ItemStatus, OutputItem, Part
 from baton.gateway.input.client_call import ClientCall
 from baton.gateway.input.response_size import response_bytes
+from baton.gateway.output.values.json_escape import escaped_bytes
 from baton.runtime.process.byte_budget import Account
 
 NO_PROBLEM: dict[str, Any] = {"error": None, "incomplete_details": None}
@@ -44,7 +45,8 @@ class ResponseOutput:
         )[:-1].encode()
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
-        self._logprobs = JsonList()
+        self._pending: list[tuple[bytes, JsonList]] = []
+        """Bytes and logprobs of the tokens whose text has not come, or has none."""
         self._finish: FinishReason | None = None
         self._num_bytes = len(echo)
         num_bytes = len(echo) + response_bytes(call)
@@ -63,10 +65,8 @@ class ResponseOutput:
 
     def put(self, choice: ChoiceDelta) -> None:
         """Take new output. Raises OverBudget if it outgrows the estimate and does not fit."""
-        if self._call.num_logprobs is not None and choice.token_ids:
-            before = self._logprobs.num_bytes
-            self._logprobs.extend(chat_logprobs(self._names, choice.token_ids, choice.logprobs)["content"])
-            self._grow(self._logprobs.num_bytes - before)
+        if self._call.num_logprobs is not None:
+            self._add_logprobs(choice)
         for part in parts_of(choice):
             if self._open is None or not continues(part, self._open.kind, self._open.call_index):
                 if not part.text and part.kind is not PartKind.TOOL_CALL:
@@ -92,14 +92,38 @@ class ResponseOutput:
         self._grow(item.num_bytes)
         self._item_began(item)
 
+    def _add_logprobs(self, choice: ChoiceDelta) -> None:
+        entries = chat_logprobs(self._names, choice.token_ids, choice.logprobs)["content"]
+        for token_id, entry in zip(choice.token_ids, entries, strict=True):
+            logprobs = JsonList()
+            logprobs.extend([entry])
+            self._pending.append((self._names.bytes_of(token_id), logprobs))
+            self._grow(logprobs.num_bytes)
+
+    def _take_logprobs(self, text: str) -> JsonList:
+        """Return the logprobs of the waiting tokens, without those before `text`, new text of the open item.
+
+        Tokens of delimiters, and of reasoning that is left out, stand before it.
+        """
+        pending, self._pending = self._pending, []
+        self._num_bytes -= sum(logprobs.num_bytes for _, logprobs in pending)
+        written = b"".join(token for token, _ in pending)
+        has_text = self._open is not None and self._open.text
+        is_next = not text or (has_text and written.startswith(text.encode()))
+        begin, end = -1 if is_next else written.rfind(text.encode()), 0
+        taken = JsonList()
+        for token, logprobs in pending:
+            end += len(token)
+            if end > begin:
+                taken.join(logprobs)
+        return taken
+
     def _append(self, text: str) -> None:
         """Append text to the open item, and to a message the logprobs of its tokens."""
-        item, logprobs = self._open, self._logprobs
-        self._logprobs = JsonList()
-        self._num_bytes -= logprobs.num_bytes
+        item, logprobs = self._open, self._take_logprobs(text)
         if item is None or not (text or (logprobs.num_bytes and item.kind is PartKind.CONTENT)):
             return
-        new, before = escaped(text), item.num_bytes
+        new, before = escaped_bytes(text), item.num_bytes
         item.text += new
         if item.kind is PartKind.CONTENT:
             item.logprobs.join(logprobs)

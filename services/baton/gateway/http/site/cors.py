@@ -17,7 +17,7 @@ MAX_REQUESTED_BYTES = 4096
 """Longest list of request headers that a preflight request may ask for."""
 PREFLIGHT_AGE_S = 600
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]*\Z")
-_EXPOSED = b", ".join((b"x-request-id", b"request-id", IGNORED_FIELDS_HEADER, b"retry-after"))
+_EXPOSED = b", ".join((b"x-request-id", b"request-id", IGNORED_FIELDS_HEADER, b"retry-after", b"x-should-retry"))
 
 
 class App(Protocol):

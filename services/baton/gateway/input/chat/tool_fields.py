@@ -17,6 +17,7 @@ from baton.gateway.input.json_pieces import JSON_LISTS
 
 MAX_TOOLS_CHARACTERS = 256 * 1024
 """Characters of all tools of a request. A value that is not text counts as eight."""
+_LEGACY_CHOICES = "must be 'none', 'auto' or {\"name\": ...}"
 MAX_NAME_CHARACTERS = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
@@ -169,7 +170,8 @@ def _choice(
         return (ToolMode.AUTO if known else ToolMode.NONE), None
     if isinstance(value, str):
         if value not in ("none", "auto", "required") or (value == "required" and field == "function_call"):
-            raise InvalidField(field, f"{field} is {printable(value)}; {_CHOICES}")
+            rule = _CHOICES if field == "tool_choice" else _LEGACY_CHOICES
+            raise InvalidField(field, f"{field} is {printable(value)}; {rule}")
         mode = ToolMode(value)
         if mode is ToolMode.REQUIRED and not known:
             raise InvalidField(field, f"{field} is 'required', but there are no tools; send tools")

@@ -6,18 +6,28 @@ from typing import Any
 from baton.core.errors import Reason
 from baton.core.request_limits import printable
 from baton.gateway.input.client_call import InvalidField
-from baton.gateway.input.field_reader import as_object, check_count, check_fields, check_text
+from baton.gateway.input.field_reader import as_object, check, check_count, check_fields, check_text
 from baton.gateway.input.field_table import FieldTable
 from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.json_pieces import JSON_LISTS
 
 
-def text_of(place: str, value: object) -> str:
-    """Return a string. Raises InvalidField."""
+def text_of(place: str, value: object, rule: str = "must be a string") -> str:
+    """Return a string. Raises InvalidField with `rule` for other values."""
     if not isinstance(value, str):
-        raise InvalidField(place, f"{place} {_given(value)}; must be a string")
+        raise InvalidField(place, f"{place} {_given(value)}; {rule}")
     check_text(place, value)
     return value
+
+
+def call_text_of(place: str, value: object, limit: str) -> str:
+    """Return the id or the name of a call. `limit` is the entry of `LIMITS` for it. Raises InvalidField.
+
+    Calls get other places in the chat, so they are checked while the client's place is known.
+    """
+    text = text_of(place, value)
+    check(limit, text, place)
+    return text
 
 
 def flag_of(place: str, value: object) -> bool:

@@ -20,7 +20,7 @@ from baton.gateway.input.messages_fields import (
     TOOL_RESULT_BLOCK,
     TOOL_USE_BLOCK,
 )
-from baton.gateway.input.translations.checked_values import flag_of, objects_of, text_of, unsupported
+from baton.gateway.input.translations.checked_values import call_text_of, flag_of, objects_of, text_of, unsupported
 from baton.gateway.input.translations.translated_body import ListPlaces
 
 ERROR = "Error: "
@@ -65,7 +65,8 @@ class BlockMessages(ListPlaces):
                     raise InvalidField(f"{place}.content", problem)
                 self._blocks(place, role, content)
             else:
-                self.add(place, {"role": role, "content": text_of(f"{place}.content", content)})
+                text = text_of(f"{place}.content", content, "must be a string or a list of blocks")
+                self.add(place, {"role": role, "content": text})
         if not self.places or self.places[-1] == "system":
             raise InvalidField("messages", "messages is empty; send at least one message")
 
@@ -109,11 +110,9 @@ class BlockMessages(ListPlaces):
 
     def _tool_use(self, place: str, texts: list[str], at: str, block: Mapping[str, Any]) -> None:
         arguments = as_object(f"{at}.input", block.get("input"))
-        call = {
-            "id": text_of(f"{at}.id", block.get("id")),
-            "type": "function",
-            "function": {"name": text_of(f"{at}.name", block.get("name")), "arguments": arguments},
-        }
+        call_id = call_text_of(f"{at}.id", block.get("id"), "messages.tool_call_id")
+        name = call_text_of(f"{at}.name", block.get("name"), "messages.function_name")
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self.items[-1].setdefault("tool_calls", []).append(call)
 
     def _tool_result(self, place: str, texts: list[str], at: str, block: Mapping[str, Any]) -> None:
@@ -128,7 +127,7 @@ class BlockMessages(ListPlaces):
     def _texts(self, place: str, value: object) -> str:
         """Return a text, or joined text blocks."""
         if not isinstance(value, JSON_LISTS):
-            return text_of(place, value)
+            return text_of(place, value, "must be a string or a list of text blocks")
         texts = []
         for at, block in objects_of(place, value, "messages"):
             if block.get("type") != "text":

@@ -72,7 +72,10 @@ def _translated(chat: dict[str, Any], body: Mapping[str, Any], unknown: UnknownF
     tools = _tools(body.get("tools"), unknown)
     if tools.items:
         chat["tools"] = tools.items
-    chat |= _choice(body.get("tool_choice"), unknown)
+    choice = _choice(body.get("tool_choice"), unknown)
+    if choice.get("tool_choice") == "required" and not tools.items:
+        raise InvalidField("tool_choice", "tool_choice.type is 'any', but there are no tools; send tools")
+    chat |= choice
     chat |= _output_config(body, unknown)
     variables = chat.get("chat_template_kwargs") or {}
     thinks = _thinks(body.get("thinking"), unknown)

@@ -97,6 +97,7 @@ def translate_responses(body: Mapping[str, Any], unknown: UnknownFields) -> Tran
     object_of("stream_options", body.get("stream_options"), STREAM_OPTIONS, unknown)
     echo = {name: default if body.get(name) is None else body[name] for name, default in _ECHOED.items()}
     echo["text"] = {"format": {"type": "text"}, **echo["text"]}
+    echo["tools"] = [{"parameters": None, "strict": False, **tool} for tool in echo["tools"]]
     return TranslatedBody(
         chat=chat,
         echo={**echo, **_FIXED},

@@ -13,7 +13,7 @@ from baton.gateway.input.field_table import FieldTable
 from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.json_pieces import JSON_LISTS
 from baton.gateway.input.responses_fields import CALL_ITEM, CONTENT_PARTS, MESSAGE_ITEM, OUTPUT_ITEM, REASONING_ITEM
-from baton.gateway.input.translations.checked_values import objects_of, text_of, unsupported
+from baton.gateway.input.translations.checked_values import call_text_of, objects_of, text_of, unsupported
 from baton.gateway.input.translations.translated_body import ListPlaces
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -34,8 +34,9 @@ class InputMessages(ListPlaces):
 
     def add_input(self, value: object) -> None:
         """Add the field `input`. Raises InvalidField."""
-        if isinstance(value, str):
-            self.add("input", {"role": "user", "content": text_of("input", value)})
+        if not isinstance(value, JSON_LISTS):
+            text = text_of("input", value, "must be a string or a list of items")
+            self.add("input", {"role": "user", "content": text})
             return
         for place, item in objects_of("input", value, "messages"):
             kind = item.get("type", "message" if "role" in item else None)
@@ -60,8 +61,12 @@ class InputMessages(ListPlaces):
             self.add(place, {"role": role, "content": content})
 
     def _call(self, place: str, item: Mapping[str, Any]) -> None:
-        function = {"name": item.get("name"), "arguments": text_of(f"{place}.arguments", item.get("arguments"))}
-        call = {"id": text_of(f"{place}.call_id", item.get("call_id")), "type": "function", "function": function}
+        function = {
+            "name": call_text_of(f"{place}.name", item.get("name"), "messages.function_name"),
+            "arguments": text_of(f"{place}.arguments", item.get("arguments")),
+        }
+        call_id = call_text_of(f"{place}.call_id", item.get("call_id"), "messages.tool_call_id")
+        call = {"id": call_id, "type": "function", "function": function}
         self._answer_with(place, None).setdefault("tool_calls", []).append(call)
 
     def _output(self, place: str, item: Mapping[str, Any]) -> None:
@@ -89,7 +94,7 @@ class InputMessages(ListPlaces):
     def _text(self, place: str, value: object) -> str:
         """Return the text of a content, whose parts are joined."""
         if not isinstance(value, JSON_LISTS):
-            return text_of(place, value)
+            return text_of(place, value, "must be a string or a list of text parts")
         texts = []
         for at, part in objects_of(place, value, "messages"):
             kind = part.get("type")

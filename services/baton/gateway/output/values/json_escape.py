@@ -11,6 +11,11 @@ def escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1] if _NEEDS_ESCAPE.search(text) else text
 
 
+def escaped_bytes(text: str) -> bytes:
+    """Return the same in UTF-8."""
+    return escape(text).encode()
+
+
 def quote(text: str) -> str:
     """Return text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
