@@ -1,5 +1,6 @@
 """Writes keywords of JSON schemas that llguidance does not have with others that mean the same, or less."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -106,9 +107,12 @@ def negation(context: SchemaContext, path: Path, schema: object, result: dict[st
         context.unsupported(path)
 
 
-def one_of(context: SchemaContext, alternatives: list[Any], read: list[Any]) -> tuple[str, list[Any]]:
+def one_of(
+    context: SchemaContext, source: Mapping[str, Any], alternatives: list[Any], read: list[Any]
+) -> tuple[str, list[Any]]:
     """Return keyword and schemas for `oneOf`: `anyOf` if no value matches two of them.
 
+    source: the schema with the `oneOf`, whose type they all have.
     alternatives: the schemas of the client. read: the same in the form of the result.
 
     Objects that differ in the value of a property are distinguished by it. They must then have the property,
@@ -119,7 +123,9 @@ def one_of(context: SchemaContext, alternatives: list[Any], read: list[Any]) -> 
     if len(read) > MAX_ALTERNATIVES:
         return "oneOf", read
     found = [context.followed(alternative) for alternative in alternatives]
-    kinds = [_kinds(schema) for schema in found]
+    if _list_distinct_values(found):
+        return "anyOf", read
+    kinds = [_kinds(schema) or _kinds(source) for schema in found]
     objects = [index for index, kind in enumerate(kinds) if "object" in kind]
     seen: set[str] = set()
     for index, kind in enumerate(kinds):
@@ -137,6 +143,20 @@ def one_of(context: SchemaContext, alternatives: list[Any], read: list[Any]) -> 
     for index in objects:
         distinct[index] = _requiring(read[index], name)
     return "anyOf", distinct
+
+
+def _list_distinct_values(schemas: list[Any]) -> bool:
+    """True if all schemas list their values, and no value is in two lists."""
+    seen: set[str] = set()
+    for schema in schemas:
+        values = None
+        if isinstance(schema, dict):
+            values = [schema["const"]] if "const" in schema else schema.get("enum")
+        texts = {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else set()
+        if not texts or not seen.isdisjoint(texts):
+            return False
+        seen |= texts
+    return True
 
 
 def _discriminators(context: SchemaContext, objects: list[Any]) -> Iterator[str]:
