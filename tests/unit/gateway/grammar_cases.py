@@ -150,6 +150,7 @@ def random_message(grammar: WrittenGrammar | str, rng: Random, closing: str, max
         allowed += [byte for byte in range(9, 127) if mask >> byte & 1]
         if not allowed and matcher.is_accepting():
             return text.decode()
+        allowed = allowed or [byte for byte in range(127, 256) if mask >> byte & 1]
         endings = [id_ for id_ in allowed if id_ in ENDINGS]
         id_ = rng.choice(endings if endings and rng.random() < 0.7 else allowed)
         assert matcher.consume_token(id_)

@@ -19,6 +19,7 @@ from baton.gateway.output.values.schema_alternatives import (
     resolve_reference,
     type_of,
     types_of,
+    value_key,
 )
 
 _NOT_STRINGS = ("object", "array", "boolean", "null", "number")
@@ -183,7 +184,7 @@ def _are_distinct(schemas: list[Any]) -> bool:
     seen: set[str] = set()
     for schema in schemas:
         values = constants(schema) if isinstance(schema, Mapping) else None
-        texts = {json.dumps(value, sort_keys=True) for value in values or ()}
+        texts = set(map(value_key, values or ()))
         if values is None or texts & seen:
             return False
         seen |= texts

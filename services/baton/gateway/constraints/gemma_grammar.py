@@ -15,8 +15,8 @@ from baton.gateway.constraints.argument_values import (
 )
 from baton.gateway.constraints.lark_writer import LarkWriter
 from baton.gateway.constraints.number_pattern import number_pattern
-from baton.gateway.constraints.object_members import further_key, has_others, members, named_key
-from baton.gateway.constraints.object_shape import ONE_OF, ObjectShape, ShapeReader, possible_cases
+from baton.gateway.constraints.object_members import further_key, further_members, has_others, members
+from baton.gateway.constraints.object_shape import ONE_OF, ObjectShape, ShapeReader
 from baton.gateway.constraints.schema_trivia import has_rules, is_nothing
 from baton.gateway.constraints.string_rules import string_rules
 from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
@@ -81,9 +81,9 @@ class GemmaGrammar:
         further = ""
         if has_others(shape, len(names)):
             cases = []
-            for case, schema in possible_cases(shape, None):
+            for pattern, schema in further_members(shape):
                 if value := self._value(schema):
-                    cases.append(f'{further_key(self._writer, shape, case)} ":" {value}')
+                    cases.append(f'{further_key(self._writer, shape, pattern)} ":" {value}')
             further = _one_of(cases)
         written = members(self._writer, shape, names, lambda name: self._member(shape, name), further, _COMMA)
         return f'"{{" {written} "}}"'
@@ -91,13 +91,9 @@ class GemmaGrammar:
     def _member(self, shape: ObjectShape, name: str) -> str:
         is_argument = not self._parameter
         self._parameter = self._parameter or name
-        key = json.dumps(_key(name))
-        cases = []
-        for case, schema in possible_cases(shape, name):
-            if value := self._value(schema):
-                cases.append(f'{named_key(self._writer, shape, case, key)} ":" {value}')
+        value = self._value(shape.properties[name])
         self._parameter = "" if is_argument else self._parameter
-        return self._writer.counted(_one_of(cases))
+        return self._writer.counted(f"{json.dumps(_key(name) + ':')} {value}" if value else "")
 
     def _value(self, schema: Any) -> str:
         if not isinstance(schema, Mapping):
@@ -194,7 +190,9 @@ class GemmaGrammar:
     def _equal_items(self, item: str, least: int, most: int | None) -> str:
         if not item:
             return '"[]"'
-        more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+        if most == 0:
+            return '"[]"'
+        more = "" if most == 1 else f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
         return f'("[" {item} {more} "]")' if least else f'("[" ({item} {more})? "]")'
 
     def _lengths(self, schema: Mapping[str, Any]) -> tuple[int, int | None]:
@@ -248,7 +246,7 @@ class GemmaGrammar:
         scalar = f'{number} | "true" | "false" | "null"'
         items = '"[" (gemma_value ("," gemma_value)*)? "]"'
         writer.fixed_rule("gemma_value", f"{string} | {scalar} | gemma_object | {items}")
-        member = f'{further_key(writer, ObjectShape(), 0)} ":" gemma_value'
+        member = f'{further_key(writer, ObjectShape(), None)} ":" gemma_value'
         writer.fixed_rule("gemma_object", f'"{{" ({member} ("," {member})*)? "}}"')
         return f"gemma_{rule}"
 

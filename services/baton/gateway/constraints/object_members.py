@@ -1,14 +1,16 @@
 """Writes the members of an object in an order, with bounds for their number."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from baton.gateway.constraints.lark_writer import LarkWriter, escaped
 from baton.gateway.constraints.object_shape import NO_OBJECT, ObjectShape
+from baton.gateway.constraints.text_pattern import whole_text_pattern
 from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
 
 _KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 """A key that the schema does not name, as a terminal."""
-_PATTERN_KEY = r"""/[^\s<>\[\]{}"':,|\\]{1,64}/"""
+_PATTERN_KEY = r"/[\w.$@\/+*()!?&%#=~;^-]{1,64}/"
 """A key that has to match a pattern. All formats can write it."""
 _MAX_STATES = 4096
 """Members, times the numbers of members before them that matter."""
@@ -16,23 +18,26 @@ _MAX_OTHERS = 256
 """Largest bound for the number of members that are not named."""
 
 
-def further_key(writer: LarkWriter, shape: ObjectShape, case: int) -> str:
-    """Return an expression for the key of a member that is not named, in one of the cases of its rule."""
+def further_members(shape: ObjectShape) -> Iterator[tuple[str | None, Any]]:
+    """Yield the patterns of the names of further members with their schemas; None for those without pattern."""
+    if shape.others is not None:
+        yield None, shape.others
+    yield from ((pattern, schema) for pattern, schema in shape.patterns.items() if schema is not None)
+
+
+def further_key(writer: LarkWriter, shape: ObjectShape, pattern: str | None) -> str:
+    """Return an expression for the name of a further member, which matches this pattern and no other one."""
     known = {*shape.properties, *shape.excluded}
     names = [f"(?:{'|'.join(map(escaped, sorted(known)))})"] if known else []
-    matching, others = _patterns(shape, case)
-    return writer.key(_PATTERN_KEY if case else _KEY, matching, [*others, *names])
+    matching = [] if pattern is None else [_whole(pattern)]
+    others = [_whole(other) for other in shape.patterns if other != pattern]
+    return writer.key(_KEY if pattern is None else _PATTERN_KEY, matching, [*others, *names])
 
 
-def named_key(writer: LarkWriter, shape: ObjectShape, case: int, literal: str) -> str:
-    """Return an expression for a key that is named, which is empty if the case does not apply to it."""
-    return writer.key(literal, *_patterns(shape, case))
-
-
-def _patterns(shape: ObjectShape, case: int) -> tuple[list[str], list[str]]:
-    """Return the patterns that keys of a case match, and those that they do not match."""
-    matching = [shape.patterns[case - 1]] if case else []
-    return matching, [pattern for pattern in shape.patterns if pattern not in matching]
+def _whole(pattern: str) -> str:
+    whole = whole_text_pattern(pattern)
+    assert whole is not None  # `ShapeReader` refuses others
+    return whole
 
 
 def has_others(shape: ObjectShape, num_names: int) -> bool:
@@ -94,6 +99,6 @@ def _further(further: str, first_comma: str, comma: str, least: int, most: int |
         return '""' if least <= 0 else ""
     if least > 1:
         return ""
-    more = "" if most is None else most - 1
-    repeated = f"({first_comma} {further} ({comma} {further}){{0,{more}}})"
+    more = "" if most == 1 else f" ({comma} {further}){{0,{'' if most is None else most - 1}}}"
+    repeated = f"({first_comma} {further}{more})"
     return repeated if least == 1 else f"{repeated}?"

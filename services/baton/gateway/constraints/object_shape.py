@@ -1,15 +1,15 @@
 """Reads the rules for the members of an object from a JSON schema."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
-from typing import Any, TypeAlias
+from typing import Any
 
+from baton.gateway.constraints.name_pattern import name_matches
 from baton.gateway.constraints.schema_trivia import is_nothing
 from baton.gateway.constraints.text_pattern import whole_text_pattern
 from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
-from baton.gateway.output.values.schema_alternatives import constants, resolve_reference
+from baton.gateway.output.values.schema_alternatives import constants, resolve_reference, value_key
 
 MAX_SHAPES = 64
 """Largest number of kinds of objects that one schema allows."""
@@ -17,9 +17,14 @@ _MAX_STEPS = 20_000
 """Schemas and members that are looked at, some of them several times."""
 _MAX_DEPTH = 32
 _MAX_PATTERNS = 8
+_MATCH_STEPS = 8
 ONE_OF = (
     "this model's calls cannot enforce oneOf, unless its schemas differ in their type, or in the constant value of a "
     "property; use anyOf instead"
+)
+_BESIDE = (
+    "this model's calls cannot enforce patternProperties beside properties, unless the patterns have at most one "
+    "repetition, of a character; use simpler ones"
 )
 _PATTERN = (
     f"this model's calls can enforce at most {_MAX_PATTERNS} patterns, without look-around, references, flags, or ^ "
@@ -29,27 +34,23 @@ NO_OBJECT = "no object matches the schema; allow all properties that it requires
 _TOO_MANY = f"the schema has too many alternatives; at most {MAX_SHAPES} are supported"
 
 
-Rule: TypeAlias = tuple[Any, ...]
-"""Schemas for one member: if its name matches none of the shape's patterns, and if it matches only the first,
-the second and so on. None stands for no member. A name that matches two patterns is not written."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectShape:
     """Members of an object.
 
-    patterns: regular expressions for names, of which `Rule` tells the meaning.
-    properties: rules of the members that are named; also of those that are only required.
+    patterns: schemas of further members whose names match one of these patterns. A name that matches two of
+        them is not written. None stands for no member.
+    properties: schemas of the members that are named; also of those that are only required.
     required: names of members that must be there.
-    others: rule of further members.
+    others: schema of further members; None if there are none.
     least, most: bounds for the number of members.
     excluded: names that further members do not have, besides those of `properties`.
     """
 
-    patterns: tuple[str, ...] = ()
-    properties: Mapping[str, Rule] = field(default_factory=dict)
+    patterns: Mapping[str, Any] = field(default_factory=dict)
+    properties: Mapping[str, Any] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
-    others: Rule = ({},)
+    others: Any = field(default_factory=dict)
     least: int = 0
     most: int | None = None
     excluded: frozenset[str] = frozenset()
@@ -79,7 +80,7 @@ class ShapeReader:
             if not lenient:
                 raise
             return [_ANY]
-        shapes = [possible for each in found if (possible := _possible(each)) is not None]
+        shapes = [possible for each in found if (possible := self._possible(each)) is not None]
         if not shapes:
             raise UnsupportedSchema(NO_OBJECT)
         return shapes
@@ -134,7 +135,7 @@ class ShapeReader:
                 self._spend((len(one.properties) + len(other.properties) + 1) * patterns)
                 if len(found) == MAX_SHAPES:
                     raise UnsupportedSchema(_TOO_MANY)
-                found.append(_joined_shape(one, other))
+                found.append(self._joined_shape(one, other))
         return found
 
     @property
@@ -160,86 +161,103 @@ class ShapeReader:
         patterns: dict[str, Any] = {}
         named = schema.get("patternProperties")
         for pattern, rule in named.items() if isinstance(named, Mapping) else ():
-            whole = whole_text_pattern(pattern)
-            if whole is None or len(patterns) == _MAX_PATTERNS:
-                if not self._lenient:
-                    raise UnsupportedSchema(_PATTERN, "patternProperties", named)
-                continue
-            patterns[whole] = _both_rules(patterns[whole], rule) if whole in patterns else rule
+            if whole_text_pattern(pattern) is not None and len(patterns) < _MAX_PATTERNS:
+                patterns[pattern] = rule
+            elif not self._lenient:
+                raise UnsupportedSchema(_PATTERN, "patternProperties", named)
         properties = properties if isinstance(properties, Mapping) else {}
-        self._spend(len(properties) * len(patterns))
         least, most = schema.get("minProperties"), schema.get("maxProperties")
-        return ObjectShape(
-            patterns=tuple(patterns),
-            properties={
-                name: (rule, *(_both_rules(rule, other) for other in patterns.values()))
-                for name, rule in properties.items()
-            },
+        shape = ObjectShape(
+            patterns={pattern: None if is_nothing(rule) else rule for pattern, rule in patterns.items()},
             required=frozenset(name for name in required if isinstance(name, str))
             if isinstance(required, list)
             else frozenset(),
-            others=(
-                None if is_nothing(extra) else extra if isinstance(extra, Mapping) else {},
-                *(None if is_nothing(rule) else {} if rule is True else rule for rule in patterns.values()),
-            ),
+            others=None if is_nothing(extra) else extra if isinstance(extra, Mapping) else {},
             least=least if isinstance(least, int) else 0,
             most=most if isinstance(most, int) else None,
         )
+        if not patterns:
+            return replace(shape, properties=properties)
+        known = {name: _joined_rules(rule, self._rule(shape, name, True)) for name, rule in properties.items()}
+        return replace(shape, properties=known)
+
+    def _rule(self, shape: ObjectShape, name: str, others: Any) -> Any:
+        """Return the schema of a member of the name that is not in `properties`.
+
+        others: its schema if no pattern matches.
+        """
+        if name in shape.properties:
+            return shape.properties[name]
+        rule: Any = None
+        for pattern, schema in shape.patterns.items():
+            self._spend(_MATCH_STEPS)
+            matches = name_matches(pattern, name)
+            if matches is None and not self._lenient:
+                raise UnsupportedSchema(_BESIDE)
+            if matches:
+                rule = _joined_rules(True if rule is None else rule, schema)
+        return others if rule is None else rule
+
+    def _joined_shape(self, one: ObjectShape, other: ObjectShape) -> ObjectShape:
+        if one == _ANY or other == _ANY:
+            return other if one == _ANY else one
+        names = dict.fromkeys((*one.properties, *other.properties))
+        patterns = dict.fromkeys((*one.patterns, *other.patterns))
+        if len(patterns) > _MAX_PATTERNS:
+            raise UnsupportedSchema(f"the schema has more than {_MAX_PATTERNS} patterns of names; use fewer")
+        bounds = [most for most in (one.most, other.most) if most is not None]
+        return ObjectShape(
+            patterns={
+                pattern: _or_none(
+                    _joined_rules(one.patterns.get(pattern, one.others), other.patterns.get(pattern, other.others))
+                )
+                for pattern in patterns
+            },
+            properties={
+                name: _joined_rules(self._rule(one, name, one.others), self._rule(other, name, other.others))
+                for name in names
+            },
+            required=one.required | other.required,
+            others=_or_none(_joined_rules(one.others, other.others)),
+            least=max(one.least, other.least),
+            most=min(bounds, default=None),
+        )
+
+    def _possible(self, shape: ObjectShape) -> ObjectShape | None:
+        """Return a shape without members that nothing matches; None if they are required."""
+        known = dict(shape.properties)
+        for name in sorted(shape.required - known.keys()):
+            known[name] = self._rule(shape, name, shape.others)
+        allowed = {name: rule for name, rule in known.items() if _or_none(rule) is not None}
+        if not shape.required <= allowed.keys() or (shape.most is not None and shape.most < len(shape.required)):
+            return None
+        return replace(shape, properties=allowed, excluded=frozenset(known.keys() - allowed.keys()))
 
 
 def _excludes(one: ObjectShape, other: ObjectShape) -> bool:
     """True if a shape requires a member whose value another does not allow."""
     for name in one.required:
-        allowed = other.properties.get(name, other.others)
-        if all(map(_is_no_member, allowed)):
+        if not other.patterns and _or_none(other.properties.get(name, other.others)) is None:
             return True
-        values, others = (_constants_of(shape.properties.get(name, ())) for shape in (one, other))
+        values, others = (_constants_of(shape.properties.get(name)) for shape in (one, other))
         if values is not None and others is not None and values.isdisjoint(others):
             return True
     return False
 
 
-def _constants_of(rule: Rule) -> set[str] | None:
-    """Return the only values of a member as JSON; None if they are not listed, or if the rule has patterns."""
-    values = constants(rule[0]) if len(rule) == 1 and isinstance(rule[0], Mapping) else None
-    return None if values is None else {json.dumps(value, sort_keys=True) for value in values}
+def _constants_of(schema: Any) -> set[str] | None:
+    """Return the only values of a schema as JSON; None if they are not listed."""
+    values = constants(schema) if isinstance(schema, Mapping) else None
+    return None if values is None else set(map(value_key, values))
 
 
 def _constant(value: Mapping[str, Any]) -> ObjectShape:
     """Return the shape of one object."""
-    properties = {name: ({"const": item},) for name, item in value.items()}
-    return ObjectShape(properties=properties, required=frozenset(value), others=(None,))
+    properties = {name: {"const": item} for name, item in value.items()}
+    return ObjectShape(properties=properties, required=frozenset(value), others=None)
 
 
-def _joined_shape(one: ObjectShape, other: ObjectShape) -> ObjectShape:
-    if one == _ANY or other == _ANY:
-        return other if one == _ANY else one
-    names = dict.fromkeys((*one.properties, *other.properties))
-    patterns = tuple(dict.fromkeys((*one.patterns, *other.patterns)))
-    if len(patterns) > _MAX_PATTERNS:
-        raise UnsupportedSchema(f"the schema has more than {_MAX_PATTERNS} patterns of names; use fewer")
-
-    def rule(shape: ObjectShape, name: str | None) -> Rule:
-        known = shape.others if name is None else shape.properties.get(name, shape.others)
-        cases = dict(zip(shape.patterns, known[1:], strict=True))
-        return (known[0], *(cases.get(pattern, known[0]) for pattern in patterns))
-
-    def both(name: str | None) -> Rule:
-        found = map(_both_rules, rule(one, name), rule(other, name))
-        return tuple(found) if name is not None else tuple(None if is_nothing(each) else each for each in found)
-
-    bounds = [most for most in (one.most, other.most) if most is not None]
-    return ObjectShape(
-        patterns=patterns,
-        properties={name: both(name) for name in names},
-        required=one.required | other.required,
-        others=both(None),
-        least=max(one.least, other.least),
-        most=min(bounds, default=None),
-    )
-
-
-def _both_rules(one: Any, other: Any) -> Any:
+def _joined_rules(one: Any, other: Any) -> Any:
     """Return a schema for what both allow. None stands for no member."""
     if one is None or other is None or is_nothing(one) or is_nothing(other):
         return False
@@ -248,25 +266,5 @@ def _both_rules(one: Any, other: Any) -> Any:
     return one if other is True or not other else {"allOf": [one, other]}
 
 
-def _possible(shape: ObjectShape) -> ObjectShape | None:
-    """Return a shape without members that nothing matches; None if they are required."""
-    known = dict(shape.properties)
-    for name in sorted(shape.required - known.keys()):
-        known[name] = shape.others
-    allowed = {name: rule for name, rule in known.items() if not all(map(_is_no_member, rule))}
-    if not shape.required <= allowed.keys() or (shape.most is not None and shape.most < len(shape.required)):
-        return None
-    return replace(shape, properties=allowed, excluded=frozenset(known.keys() - allowed.keys()))
-
-
-def _is_no_member(schema: Any) -> bool:
-    return schema is None or is_nothing(schema)
-
-
-def possible_cases(shape: ObjectShape, name: str | None) -> list[tuple[int, Any]]:
-    """Return the cases of a member's rule that are possible, by their index, with their schemas.
-
-    name: None for a member that is not named.
-    """
-    rule = shape.others if name is None else shape.properties[name]
-    return [(number, schema) for number, schema in enumerate(rule) if not _is_no_member(schema)]
+def _or_none(schema: Any) -> Any:
+    return None if schema is None or is_nothing(schema) else schema

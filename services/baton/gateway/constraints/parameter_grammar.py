@@ -7,8 +7,8 @@ from typing import Any
 
 from baton.gateway.constraints.argument_values import NUMBERS, ArgumentValues, argument_values, written_number
 from baton.gateway.constraints.lark_writer import LarkWriter, escaped
-from baton.gateway.constraints.object_members import further_key, has_others, members, named_key
-from baton.gateway.constraints.object_shape import ObjectShape, ShapeReader, possible_cases
+from baton.gateway.constraints.object_members import further_key, further_members, has_others, members
+from baton.gateway.constraints.object_shape import ObjectShape, ShapeReader
 from baton.gateway.constraints.string_rules import NO_RULES, StringRules
 from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
 from baton.gateway.output.calls.parameter_calls import MAX_KEY
@@ -84,20 +84,15 @@ class ParameterGrammar:
         further = ""
         if has_others(shape, len(names)):
             cases = [
-                self._parameter(further_key(self._writer, shape, case), schema, None)
-                for case, schema in possible_cases(shape, None)
+                self._parameter(further_key(self._writer, shape, pattern), schema, None)
+                for pattern, schema in further_members(shape)
             ]
             further = _one_of(cases)
         return members(self._writer, shape, names, lambda name: self._member(shape, name), further)
 
     def _member(self, shape: ObjectShape, name: str) -> str:
         """Return an expression for a parameter that is named; empty if no value matches."""
-        literal = json.dumps(name)
-        cases = [
-            self._parameter(named_key(self._writer, shape, case, literal), schema, name)
-            for case, schema in possible_cases(shape, name)
-        ]
-        return self._writer.counted(_one_of(cases))
+        return self._writer.counted(self._parameter(json.dumps(name), shape.properties[name], name))
 
     def _parameter(self, key: str, schema: Any, name: str | None) -> str:
         """Return an expression for a parameter; empty if no value matches."""

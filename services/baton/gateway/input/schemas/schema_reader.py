@@ -103,7 +103,7 @@ class _SchemaReader:
         for name, rewrite in _WRITTEN_WITH_OTHERS.items():
             if name in value:
                 rewrite(self, result, (path, name), value[name], value)
-        rewrites.property_counts(result)
+        rewrites.property_counts(self._context, path, result)
         self._numbers(path, result, value)
         return result
 

@@ -1,12 +1,12 @@
 """Writes keywords of JSON schemas that llguidance does not have with others that mean the same, or less."""
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from baton.core.request_limits import printable
 from baton.gateway.input.schemas.schema_context import SchemaContext
 from baton.gateway.input.schemas.schema_references import Path
+from baton.gateway.output.values.schema_alternatives import value_key
 
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef")
 """Keywords that apply other schemas to the same value."""
@@ -82,14 +82,18 @@ def unevaluated(context: SchemaContext, path: Path, source: Mapping[str, Any], n
     return plain
 
 
-def property_counts(result: dict[str, Any]) -> None:
+def property_counts(context: SchemaContext, path: Path, result: dict[str, Any]) -> None:
     """Drop `minProperties` and `maxProperties` where other keywords imply them, and write at least one
-    property as alternatives. llguidance counts only properties that are not named."""
+    property as alternatives. llguidance counts only properties that are not named, and equal ones as two."""
     names = result.get("properties", {})
     required = [name for name in result.get("required", ()) if name in names]
     if result.get("minProperties", 0) <= len(result.get("required", ())):
         result.pop("minProperties", None)
     if result.get("additionalProperties") is not False or "patternProperties" in result:
+        if result.get("minProperties", 0) > len(result.get("required", ())) + 1:
+            why = "is larger than the number of required properties plus one, and further properties could be equal"
+            context.unsupported((path, "minProperties"), why)
+            del result["minProperties"]
         return
     if result.get("maxProperties", len(names)) >= len(names):
         result.pop("maxProperties", None)
@@ -152,7 +156,7 @@ def _list_distinct_values(schemas: list[Any]) -> bool:
         values = None
         if isinstance(schema, dict):
             values = [schema["const"]] if "const" in schema else schema.get("enum")
-        texts = {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else set()
+        texts = set(map(value_key, values)) if isinstance(values, list) else set()
         if not texts or not seen.isdisjoint(texts):
             return False
         seen |= texts

@@ -255,8 +255,17 @@ def constants(schema: Mapping[str, Any]) -> list[Any] | None:
 def _common(known: list[Any] | None, values: list[Any]) -> list[Any]:
     if known is None:
         return values
-    texts = {json.dumps(value, sort_keys=True) for value in values}
-    return [value for value in known if json.dumps(value, sort_keys=True) in texts]
+    texts = set(map(value_key, values))
+    return [value for value in known if value_key(value) in texts]
+
+
+def value_key(value: Any) -> str:
+    """Return a text that is equal for values that JSON schemas take for equal, such as 1 and 1.0."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else _scalar_key(value)
+
+
+def _scalar_key(value: Any) -> str:
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _has_type(value: Any, kinds: frozenset[str]) -> bool:
