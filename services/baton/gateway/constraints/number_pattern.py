@@ -53,8 +53,10 @@ def _bounds(schema: Mapping[str, Any], *, integer: bool) -> tuple[int, int, int]
     upper = [(part[name], name) for part in parts for name in ("maximum", "exclusiveMaximum") if _is_number(part, name)]
     values = [Decimal(repr(value)) for value, _ in (*lower, *upper)]
     exponents = [exponent for value in values if isinstance(exponent := value.as_tuple().exponent, int)]
-    places = 0 if integer else min(_MAX_PLACES, max((-exponent for exponent in exponents), default=0))
-    places = max(places, 0)
+    places = max((0, *(-exponent for exponent in exponents))) + any(
+        name.startswith("excl") for _, name in lower + upper
+    )
+    places = 0 if integer else min(_MAX_PLACES, places)
     least, most = -_LARGEST * 10**places, _LARGEST * 10**places
     for value, name in lower:
         scaled = Decimal(repr(value)).scaleb(places)
@@ -64,7 +66,7 @@ def _bounds(schema: Mapping[str, Any], *, integer: bool) -> tuple[int, int, int]
         scaled = Decimal(repr(value)).scaleb(places)
         bound = int(scaled.to_integral_value(ROUND_FLOOR))
         most = min(most, bound - (name == "exclusiveMaximum" and bound == scaled))
-    return least, most, max(places, 0)
+    return least, most, places
 
 
 def _is_number(schema: Mapping[str, Any], name: str) -> bool:

@@ -19,11 +19,12 @@ from baton.gateway.output.values.typed_values import is_text, to_json
 
 _SPACE = r"[\s\x1c-\x1f]*"
 """White space that the parser strips. Rust's \\s lacks four of its characters."""
+_NUMBER = r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9_]+)?"
 _CONVERTED = {
     "null": rf"{_SPACE}(?:null|None){_SPACE}",
     "boolean": rf"{_SPACE}(?i:true|false|1|0){_SPACE}",
-    "integer": rf"{_SPACE}[-+.0-9_eE]*[0-9][-+.0-9_eE]*{_SPACE}",
-    "number": rf"{_SPACE}[-+.0-9_eE]*[0-9][-+.0-9_eE]*{_SPACE}",
+    "integer": f"{_SPACE}{_NUMBER}{_SPACE}",
+    "number": f"{_SPACE}{_NUMBER}{_SPACE}",
     "object": rf"{_SPACE}\{{(?s:.*)",
     "array": rf"{_SPACE}\[(?s:.*)",
 }

@@ -195,6 +195,9 @@ def parts_of_object(schema: Any) -> list[Mapping[str, Any]]:
             continue
         if not _MEMBERS.isdisjoint(current):
             found.append(current)
+        for value in (constants(current) or ())[:MAX_ALTERNATIVES]:
+            if isinstance(value, Mapping):
+                found.append({"properties": {name: {"const": item} for name, item in value.items()}})
         inner: list[Any] = [current.get(name) for name in ("then", "else")]
         for name in _UNIONS:
             schemas = current.get(name)
