@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema in strict tools: each is enforced in each format of calls, or refused with its place.
+"""Keywords of JSON Schema in strict tools: each is enforced in each format of calls, or refused by name.
 
 The judge is jsonschema: what the parser reads from a message that the grammar allows is valid.
 """
@@ -90,10 +90,10 @@ PARAMETERS: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("$dynamicRef", {"$dynamicRef": "#x"}, [], []),
     ("pattern", {**S, "pattern": "(?=a)b"}, [], []),
     ("minProperties", {**O, "minProperties": 2}, [], []),
-    ("description", {**S, "description": "d", "title": "t", "default": 1, "examples": [2], "readOnly": True}, ["x"], []),
+    ("description", {**S, "description": "d", "default": 1, "examples": [2], "readOnly": True}, ["x"], []),
     ("contentEncoding", {**S, "contentEncoding": "base64", "contentMediaType": "text/plain"}, ["x"], []),
 ]  # fmt: skip
-"""A keyword, the schema of a parameter, values that it allows, and values that it forbids. Neither: refused."""
+"""A keyword, the schema of a parameter, values that it allows, and that it forbids. Neither: refused."""
 
 WHOLE: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("patternProperties", {**CLOSED, "patternProperties": {"^p[0-9]$": DIGIT}}, [{"p1": 1, "p2": 2}, {}],
@@ -124,7 +124,7 @@ WHOLE: list[tuple[str, Any, list[Any], list[Any]]] = [
 
 
 def grammar_for(family: str, sent: dict[str, Any]) -> WrittenGrammar:
-    """Return the grammar of a strict tool. Raises GrammarTextError or InvalidField if the schema is refused."""
+    """Return the grammar of a strict tool. Raises GrammarTextError or InvalidField if it is refused."""
     tools = FORMATS[family].tools
     assert tools is not None
     tool = CallableTool(name="f", parameters=read_schema("tools[0]", sent), strict=True, sent=sent)

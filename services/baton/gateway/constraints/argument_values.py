@@ -140,9 +140,9 @@ def add_constants(found: ArgumentValues, schema: Mapping[str, Any], values: list
         if not isinstance(value, str) and all(_is_within(value, part) for part in parts):
             others.setdefault(type_of(value), []).append(value)
     for kind, listed in others.items():
-        rules_beside = [part for part in parts if not part.keys() <= _PLAIN | {"enum", "const"}]
-        beside = {"allOf": rules_beside} if rules_beside and kind in ("object", "array") else {}
-        found.others.append({"type": kind, "enum": listed, **beside})
+        more_rules = [part for part in parts if not part.keys() <= _PLAIN | {"enum", "const"}]
+        joined = {"allOf": more_rules} if more_rules and kind in ("object", "array") else {}
+        found.others.append({"type": kind, "enum": listed, **joined})
 
 
 def _is_within(value: Any, schema: Mapping[str, Any]) -> bool:

@@ -17,10 +17,17 @@ from baton.gateway.constraints.lark_writer import LarkWriter
 from baton.gateway.constraints.number_pattern import number_pattern
 from baton.gateway.constraints.object_members import further_key, further_members, has_others, members
 from baton.gateway.constraints.object_shape import ONE_OF, ObjectShape, ShapeReader
-from baton.gateway.constraints.schema_trivia import has_rules, is_nothing
 from baton.gateway.constraints.string_rules import string_rules
 from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
-from baton.gateway.output.values.schema_alternatives import constants, parts_of, resolve_reference, rest_of, types_of
+from baton.gateway.output.values.schema_alternatives import (
+    constants,
+    has_rules,
+    is_nothing,
+    parts_of,
+    resolve_reference,
+    rest_of,
+    types_of,
+)
 
 _KINDS = ("number", "boolean", "null", "string", "array", "object")
 _COMMA = '","'

@@ -32,7 +32,7 @@ def number_pattern(schema: Mapping[str, Any], *, integer: bool) -> str:
 
 @lru_cache(maxsize=64)
 def _pattern(least: int, most: int, places: int, *, integer: bool) -> str:
-    """Return the regular expression for the numbers between two, which are scaled; empty if there are none."""
+    """Return the regular expression for the scaled numbers between two; empty if there are none."""
     found = list(_between(least, most, places, more=False))
     if not integer:
         found += _between(least, most, places, more=True)

@@ -19,7 +19,7 @@ _MAX_OTHERS = 256
 
 
 def further_members(shape: ObjectShape) -> Iterator[tuple[str | None, Any]]:
-    """Yield the patterns of the names of further members with their schemas; None for those without pattern."""
+    """Yield the patterns of the names of further members, and their schemas; None for no pattern."""
     if shape.others is not None:
         yield None, shape.others
     yield from ((pattern, schema) for pattern, schema in shape.patterns.items() if schema is not None)
@@ -41,7 +41,7 @@ def _whole(pattern: str) -> str:
 
 
 def has_others(shape: ObjectShape, num_names: int) -> bool:
-    """True if members that are not named are written: if no other members can be, or if patterns name them."""
+    """True if members without a name are written: if no others can be, or if patterns name them."""
     return not num_names or bool(shape.patterns) or shape.least > num_names
 
 

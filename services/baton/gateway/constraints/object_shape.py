@@ -6,10 +6,9 @@ from itertools import combinations, product
 from typing import Any
 
 from baton.gateway.constraints.name_pattern import name_matches
-from baton.gateway.constraints.schema_trivia import is_nothing
 from baton.gateway.constraints.text_pattern import whole_text_pattern
 from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
-from baton.gateway.output.values.schema_alternatives import constants, resolve_reference, value_key
+from baton.gateway.output.values.schema_alternatives import constants, is_nothing, resolve_reference, value_key
 
 MAX_SHAPES = 64
 """Largest number of kinds of objects that one schema allows."""
@@ -22,7 +21,7 @@ ONE_OF = (
     "this model's calls cannot enforce oneOf, unless its schemas differ in their type, or in the constant value of a "
     "property; use anyOf instead"
 )
-_BESIDE = (
+_WITH_NAMES = (
     "this model's calls cannot enforce patternProperties beside properties, unless the patterns have at most one "
     "repetition, of a character; use simpler ones"
 )
@@ -69,7 +68,7 @@ class ShapeReader:
     def shapes(self, schema: Any, root: Any, *, lenient: bool) -> list[ObjectShape]:
         """Return the kinds of objects that a schema allows. References within `root` are followed.
 
-        lenient: a schema with too many kinds allows any object, and rules that cannot be enforced are ignored.
+        lenient: a schema with too many kinds allows any object, and unsupported rules are ignored.
 
         Raises UnsupportedSchema if there are too many, or none.
         """
@@ -193,7 +192,7 @@ class ShapeReader:
             self._spend(_MATCH_STEPS)
             matches = name_matches(pattern, name)
             if matches is None and not self._lenient:
-                raise UnsupportedSchema(_BESIDE)
+                raise UnsupportedSchema(_WITH_NAMES)
             if matches:
                 rule = _joined_rules(True if rule is None else rule, schema)
         return others if rule is None else rule

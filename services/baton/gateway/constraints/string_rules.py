@@ -30,7 +30,7 @@ NO_RULES = StringRules()
 
 
 def string_rules(schema: Mapping[str, Any], *, lenient: bool) -> StringRules:
-    """Return the rules of a schema without unions. Raises UnsupportedSchema for a rule that cannot be enforced.
+    """Return the rules of a schema without unions. Raises UnsupportedSchema if one cannot be enforced.
 
     lenient: such rules are left out.
     """

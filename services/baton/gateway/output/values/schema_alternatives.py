@@ -183,7 +183,7 @@ def _depend(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def parts_of_object(schema: Any) -> list[Mapping[str, Any]]:
-    """Return the schemas that may have members of an object: a schema, and those that apply to the same value."""
+    """Return the schemas that may have members of an object: a schema, and those of the same value."""
     found: list[Mapping[str, Any]] = []
     followed: set[str] = set()
     waiting: list[Any] = [schema]
@@ -195,9 +195,11 @@ def parts_of_object(schema: Any) -> list[Mapping[str, Any]]:
             continue
         if not _MEMBERS.isdisjoint(current):
             found.append(current)
-        for value in (constants(current) or ())[:MAX_ALTERNATIVES]:
-            if isinstance(value, Mapping):
-                found.append({"properties": {name: {"const": item} for name, item in value.items()}})
+        found += [
+            {"properties": {name: {"const": item} for name, item in value.items()}}
+            for value in (constants(current) or ())[:MAX_ALTERNATIVES]
+            if isinstance(value, Mapping)
+        ]
         inner: list[Any] = [current.get(name) for name in ("then", "else")]
         for name in _UNIONS:
             schemas = current.get(name)
@@ -239,7 +241,7 @@ def parts_of(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def constants(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the only values that one of the alternatives allows, of its types; None if it does not list them."""
+    """Return the only values, of its types, that an alternative allows; None if they are not listed."""
     found: list[Any] | None = None
     parts = parts_of(schema)
     for part in parts:
@@ -318,3 +320,13 @@ def type_of(value: Any) -> str:
         return "boolean"
     names: dict[type, str] = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
     return names.get(type(value), "null")
+
+
+def is_nothing(schema: Any) -> bool:
+    """True if a schema obviously matches no value."""
+    return schema is False or (isinstance(schema, Mapping) and schema.get("allOf") == [False])
+
+
+def has_rules(schema: Mapping[str, Any]) -> bool:
+    """True if a schema has more than annotations."""
+    return not schema.keys() <= ANNOTATIONS

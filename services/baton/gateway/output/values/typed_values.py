@@ -103,8 +103,8 @@ def to_json(raw: str, types: tuple[str, ...], *, untyped_json: bool = False) -> 
     """Return the JSON of a value that was written as `raw`.
 
     The types are tried in order, except strings. Text that is none of them is a string: `6` is the number
-    where both are allowed. `0` and `1` are booleans only where no number is allowed. With `untyped_json`, text
-    without a type is JSON if it is valid JSON.
+    where both are allowed. `0` and `1` are booleans only where no number is allowed. With `untyped_json`,
+    text without a type is JSON if it is valid JSON.
     """
     if not types and untyped_json:
         types = ("array", "object", "boolean", "null", "integer", "number")
