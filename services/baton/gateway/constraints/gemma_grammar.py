@@ -64,6 +64,7 @@ class GemmaGrammar:
         self._references: dict[str, str] = {}
         self._num_joined = self._depth = 0
         self._tool = f"the tool {tool!r}"
+        self._has_anything = False
         self._parameter = ""  # the argument that is being written
 
     def expression(self) -> str:
@@ -113,7 +114,8 @@ class GemmaGrammar:
             if isinstance(choices, list) and choices and not has_rules(rest_of(schema, union)):
                 if union == "oneOf" and not self._lenient and ambiguous_one_of(schema, self._root) is not None:
                     raise UnsupportedSchema(ONE_OF, "oneOf", choices)
-                return _one_of(map(self._value, choices))
+                self._reader.spend_alternatives(len(choices))
+                return self._anything("value") if self._reader.is_exhausted else _one_of(map(self._value, choices))
         if not {"$ref", "allOf", "anyOf", "oneOf", "nullable"}.isdisjoint(schema):
             return self._several(schema)
         kinds = schema.get("type")
@@ -247,6 +249,9 @@ class GemmaGrammar:
 
     def _anything(self, rule: str) -> str:
         """Return an expression for any object or value."""
+        if self._has_anything:
+            return f"gemma_{rule}"
+        self._has_anything = True
         writer = self._writer
         string = f"{self._quote} {writer.text_until(self._delimiter)}"
         number = writer.regex(number_pattern({}, integer=False))

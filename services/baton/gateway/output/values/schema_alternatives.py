@@ -13,7 +13,7 @@ _MAX_STEPS = 4 * MAX_ALTERNATIVES
 _MAX_KEYS = 64
 """Rules beside a union or a reference are taken into account up to this number."""
 _MAX_HOPS = 8
-_MAX_ANCHOR_STEPS = 10_000
+_MAX_ANCHOR_STEPS = 2000
 """Values of a document among which an anchor is searched."""
 
 _UNIONS = ("allOf", "anyOf", "oneOf")
