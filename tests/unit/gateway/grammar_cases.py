@@ -1,5 +1,6 @@
 """Helpers for the tests of grammars: a vocabulary of bytes and special tokens, and what a grammar accepts."""
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from random import Random
@@ -134,6 +135,7 @@ def random_message(grammar: WrittenGrammar | str, rng: Random, closing: str, max
     closing: text that ends a long value, which random tokens would hardly hit.
     """
     matcher = LLMatcher(vocabulary(), text_of(grammar), log_level=0)
+    delimiters = [int(found) for found in re.findall(r"<\[([0-9]+)\]>", text_of(grammar))]  # others are no text
     text = bytearray()
     for _ in range(max_tokens):
         if matcher.is_accepting() and rng.random() < 0.5:
@@ -146,10 +148,13 @@ def random_message(grammar: WrittenGrammar | str, rng: Random, closing: str, max
             assert matcher.consume_tokens(ids_of(closing))
             text += closing.encode()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        allowed = [id_ for id_ in range(257, len(_Vocabulary.tokens)) if mask >> id_ & 1]
+        allowed = [id_ for id_ in sorted({*delimiters}) if mask >> id_ & 1]
+        if closing and 2 < len(allowed) == len({*delimiters}):  # text, which has no delimiters but the one that ends it
+            allowed = []
         allowed += [byte for byte in range(9, 127) if mask >> byte & 1]
         if not allowed and matcher.is_accepting():
             return text.decode()
+        allowed = allowed or [byte for byte in range(127, 256) if mask >> byte & 1]
         endings = [id_ for id_ in allowed if id_ in ENDINGS]
         id_ = rng.choice(endings if endings and rng.random() < 0.7 else allowed)
         assert matcher.consume_token(id_)

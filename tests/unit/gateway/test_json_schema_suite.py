@@ -25,7 +25,7 @@ NARROWER = {
     "vocabulary.json": "keywords are known whatever the meta schema says",
 }
 """Files with allowed values that the grammars refuse, and why."""
-MIN_COMPILED = 239
+MIN_COMPILED = 238
 """Of 362 schemas. The others have keywords that are refused, or no value."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from baton.core.request_limits import MAX_GRAMMAR_BYTES
 from baton.gateway.constraints.gbnf import GrammarTextError
-from baton.gateway.constraints.text_pattern import whole_text_pattern
+from baton.gateway.constraints.string_rules import NO_RULES, StringRules
 from baton.gateway.output.formats import SpecialToken
 from baton.gateway.output.special_text import split_special
 
@@ -71,6 +71,10 @@ class LarkWriter:
         pieces = split_special(text, self._token_ids)
         return bool(pieces) and isinstance(pieces[0], SpecialToken)
 
+    def has_token(self, text: str) -> bool:
+        """True if a text has an added token."""
+        return any(isinstance(piece, SpecialToken) for piece in split_special(text, self._token_ids))
+
     def free_text(self, *excluded: str, patterns: Sequence[str] = ()) -> str:
         """Return an expression for any text without these texts, which may be empty.
 
@@ -83,41 +87,38 @@ class LarkWriter:
     def text_until(
         self,
         end: str,
-        min_length: int = 0,
-        max_length: int | None = None,
-        pattern: str | None = None,
+        rules: StringRules = NO_RULES,
         excluded: Sequence[str] = (),
+        place: str = "",
     ) -> str:
-        """Return an expression for any text of a length in characters up to `end`, and for `end` itself.
+        """Return an expression for any text of these rules up to `end`, and for `end` itself.
 
-        pattern: regular expression that the whole text must match.
         excluded: regular expressions that the whole text must not match.
+        place: place of the rules in the request.
         """
+        min_length, max_length = rules.least, rules.most
         is_free = not min_length and max_length is None
         bounds = "*" if is_free else f"{{{min_length},{'' if max_length is None else max_length}}}"
-        rules = ("" if pattern is None else f" & /{_in_slashes(pattern)}/") + "".join(
-            f" & ~/{_in_slashes(each)}/" for each in excluded
-        )
+        more = "".join(f" & /{_in_slashes(each)}/" for each in rules.patterns)
+        more += "".join(f" & ~/{_in_slashes(each)}/" for each in excluded)
         pieces = split_special(end, self._token_ids)
         if isinstance(pieces[0], SpecialToken):
-            text = self._terminal(f"/(?s:.{bounds})/ & ~/(?s:.*){escaped(pieces[0].text)}(?s:.*)/{rules}")
-            return f"{text} {self.text(end)}"
+            text = self._terminal(f"/(?s:.{bounds})/ & ~/(?s:.*){escaped(pieces[0].text)}(?s:.*)/{more}")
+            return f"{self._placed(text, place)} {self.text(end)}"
         first = pieces[0]
         rest = self.text(end[len(first) :])
-        whole = f"(/(?s:.{bounds})/{rules}) {json.dumps(first)}" if rules else f"/(?s:.{bounds}){escaped(first)}/"
+        whole = f"(/(?s:.{bounds})/{more}) {json.dumps(first)}" if more else f"/(?s:.{bounds}){escaped(first)}/"
         if len(pieces) > 1:  # the special token that follows tells where the text ends
-            return f"{self._terminal(whole)} {rest}"
-        return f"{self.rule(whole, '[lazy]')} {rest}".rstrip()
+            return f"{self._placed(self._terminal(whole), place)} {rest}"
+        return f"{self._placed(self.rule(whole, '[lazy]'), place)} {rest}".rstrip()
 
-    def pattern(self, schema: Mapping[str, Any], *, lenient: bool) -> str | None:
-        """Return the regular expression for strings of a schema; None if it has none.
+    def key(self, key: str, matching: Sequence[str] = (), excluded: Sequence[str] = ()) -> str:
+        """Return an expression for a key: a literal or a regular expression between slashes.
 
-        One that cannot be converted is ignored, or refused later unless `lenient`.
+        matching, excluded: regular expressions that the whole key must match, or must not match.
         """
-        pattern = schema.get("pattern")
-        if not isinstance(pattern, str):
-            return None
-        return whole_text_pattern(pattern) or (None if lenient else pattern)
+        rules = [f"/{_in_slashes(each)}/" for each in matching] + [f"~/{_in_slashes(each)}/" for each in excluded]
+        return self._terminal(" & ".join((key, *rules))) if rules else key
 
     def json(
         self,
@@ -125,7 +126,7 @@ class LarkWriter:
         *,
         lenient: bool,
         whitespace: str | None = WHITESPACE,
-        coerce: bool = True,
+        coerce: bool,
         definitions: Mapping[str, Any] | None = None,
         place: str = "",
     ) -> str:

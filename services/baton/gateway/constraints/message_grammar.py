@@ -6,15 +6,18 @@ calls. A message that may have strict calls is: reasoning, then text in which ea
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from baton.gateway.constraints.answer_constraint import ContentRule, JsonRule
 from baton.gateway.constraints.gemma_grammar import GemmaGrammar
 from baton.gateway.constraints.lark_writer import LarkWriter, WrittenGrammar, escaped
-from baton.gateway.constraints.object_shape import ShapeReader, UnsupportedSchema
+from baton.gateway.constraints.object_shape import ShapeReader
 from baton.gateway.constraints.parameter_grammar import ParameterGrammar
+from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
 from baton.gateway.output.formats import CallLayout, ContentForm, OutputFormat, ToolFormat
 from baton.gateway.output.prompt_end import opens_reasoning
+from baton.gateway.output.values.typed_values import ToolTypes
 
 _SPACE = r"/[ \n]{0,4}/"
 """White space between reasoning and calls."""
@@ -24,13 +27,15 @@ _SPACE = r"/[ \n]{0,4}/"
 class CallableTool:
     """A tool that a message may call.
 
-    parameters: JSON schema of the arguments; None if there are none.
+    parameters: JSON schema of the arguments, as `read_schema` returns it; None if there are none.
     strict: a part of the schema that is not supported is an error.
+    sent: the schema as the client sent it, by which arguments are parsed; None if it is `parameters`.
     """
 
     name: str
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    sent: Mapping[str, Any] | None = None
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -128,7 +133,8 @@ class MessageGrammar:
         properties = {"name": {"const": tool.name}, "parameters": tool.schema}
         schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         self._writer.forget_definitions()
-        return self._writer.json(schema, lenient=not tool.strict, definitions=tool.schema, place=_place(tool))
+        lenient = not tool.strict
+        return self._writer.json(schema, lenient=lenient, coerce=lenient, definitions=tool.schema, place=_place(tool))
 
     def _reasoning_block(self, *, is_spaced: bool = True) -> str:
         return reasoning_block(self._writer, self._format, self._token_ids, self._prompt, is_spaced=is_spaced)
@@ -158,14 +164,26 @@ class MessageGrammar:
     def _arguments(self, tool: CallableTool) -> str:
         lenient, syntax, writer, reader = not tool.strict, self._tools.syntax, self._writer, self._reader
         writer.forget_definitions()
+        schema, place = tool.schema, _place(tool)
         try:
             if self._tools.layout is CallLayout.PARAMETERS and syntax.parameters is not None:
-                return ParameterGrammar(writer, reader, syntax.parameters, tool.schema, lenient=lenient).expression()
+                parsed_by = ToolTypes({tool.name: schema if tool.sent is None else tool.sent})
+                return ParameterGrammar(
+                    writer,
+                    reader,
+                    syntax.parameters,
+                    schema,
+                    types=partial(parsed_by.of, tool.name),
+                    tool=tool.name,
+                    lenient=lenient,
+                ).expression()
             if self._tools.layout is CallLayout.GEMMA:
-                return GemmaGrammar(writer, reader, syntax.string_delimiter, tool.schema, lenient=lenient).expression()
+                delimiter = syntax.string_delimiter
+                return GemmaGrammar(writer, reader, delimiter, schema, tool=tool.name, lenient=lenient).expression()
         except UnsupportedSchema as error:
-            raise UnsupportedSchema(f"{_place(tool)}: {error}") from error
-        return self._writer.json(tool.schema, lenient=lenient, place=_place(tool))
+            pointer = error.pointer(schema)
+            raise UnsupportedSchema(f"{place}{f' at {pointer}' if pointer else ''}: {error}") from error
+        return writer.json(schema, lenient=lenient, coerce=lenient, place=place)
 
 
 def _place(tool: CallableTool) -> str:

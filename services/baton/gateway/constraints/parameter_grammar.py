@@ -1,43 +1,43 @@
 """Writes grammars of arguments between delimiters, in which strings have no quotes."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from baton.gateway.constraints.lark_writer import LarkWriter
-from baton.gateway.constraints.object_shape import (
-    KEY,
-    ObjectShape,
-    ShapeReader,
-    UnsupportedSchema,
-    string_rules,
-)
-from baton.gateway.constraints.schema_conjunction import joined
+from baton.gateway.constraints.argument_values import NUMBERS, ArgumentValues, argument_values, written_number
+from baton.gateway.constraints.lark_writer import LarkWriter, escaped
+from baton.gateway.constraints.object_members import further_key, further_members, has_others, members
+from baton.gateway.constraints.object_shape import ObjectShape, ShapeReader
+from baton.gateway.constraints.string_rules import NO_RULES, StringRules
+from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
+from baton.gateway.output.calls.parameter_calls import MAX_KEY
 from baton.gateway.output.formats import ParameterSyntax
 from baton.gateway.output.values.json_escape import quote
-from baton.gateway.output.values.schema_alternatives import alternatives, constants, types_of
-from baton.gateway.output.values.typed_values import schema_types, to_json
+from baton.gateway.output.values.schema_alternatives import constants, followed
+from baton.gateway.output.values.typed_values import is_text, to_json
 
-_ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "deprecated", "$comment"))
 _SPACE = r"[\s\x1c-\x1f]*"
 """White space that the parser strips. Rust's \\s lacks four of its characters."""
+_NUMBER = r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9_]+)?"
 _CONVERTED = {
     "null": rf"{_SPACE}(?:null|None){_SPACE}",
     "boolean": rf"{_SPACE}(?i:true|false|1|0){_SPACE}",
-    "integer": rf"{_SPACE}[-+.0-9_eE]*[0-9][-+.0-9_eE]*{_SPACE}",
-    "number": rf"{_SPACE}[-+.0-9_eE]*[0-9][-+.0-9_eE]*{_SPACE}",
-    "object": rf"{_SPACE}[{{\[](?s:.*)",
-    "array": rf"{_SPACE}[{{\[](?s:.*)",
+    "integer": f"{_SPACE}{_NUMBER}{_SPACE}",
+    "number": f"{_SPACE}{_NUMBER}{_SPACE}",
+    "object": rf"{_SPACE}\{{(?s:.*)",
+    "array": rf"{_SPACE}\[(?s:.*)",
 }
 """Texts that the parser may convert to a value of a type, and some more."""
-_CONTAINERS = frozenset(("object", "array"))
+_CONTAINERS = ("object", "array")
+_UNWRITABLE_KEY = frozenset('<>"\n')
 
 
 class ParameterGrammar:
     """Grammar of the parameters of one tool, in the order of its schema.
 
-    The parser tells the type of a value from its text, so a string that it would convert is not allowed where
-    the converted value would be invalid.
+    The parser tells the type of a value from its text. A text that it converts is therefore not allowed as a
+    string where the converted value could be invalid.
     """
 
     def __init__(
@@ -47,15 +47,25 @@ class ParameterGrammar:
         syntax: ParameterSyntax,
         root: Mapping[str, Any],
         *,
+        types: Callable[[str | None], tuple[str, ...]],
+        tool: str,
         lenient: bool,
     ) -> None:
+        """Create the grammar.
+
+        types: returns the types that the parser tries for a parameter, and for those that are not named.
+        tool: its name.
+        """
         self._writer = writer
         self._syntax = syntax
         self._root = root
         self._lenient = lenient
         self._reader = reader
+        self._types = types
+        self._known: dict[tuple[int, tuple[str, ...]], tuple[Any, ArgumentValues]] = {}
+        self._place = f"the tool {tool!r}"
         self._end = writer.text(syntax.after_value)
-        self._kinds: dict[str, set[str]] = {}
+        self._closing = [] if writer.has_token(syntax.after_value) else [closing_text(syntax)]
 
     def expression(self) -> str:
         """Return an expression for all parameters. A schema without properties allows any.
@@ -63,94 +73,118 @@ class ParameterGrammar:
         Raises UnsupportedSchema if the schema cannot be enforced, and the tool is strict.
         """
         shapes = self._reader.shapes(self._root, self._root, lenient=self._lenient)
-        if len(shapes) > 1:
-            for shape in shapes:
-                for name, schema in shape.properties.items():
-                    self._kinds.setdefault(name, set()).update(schema_types(schema, self._root))
-        found = dict.fromkeys(self._members(shape) for shape in shapes)
+        names = frozenset(name for shape in shapes for name in shape.properties) if len(shapes) > 1 else frozenset()
+        found = dict.fromkeys(self._members(replace(shape, excluded=shape.excluded | names)) for shape in shapes)
         return f"({' | '.join(found)})" if len(found) > 1 else next(iter(found))
 
     def _members(self, shape: ObjectShape) -> str:
-        if not shape.properties:
-            return '""' if shape.others is None else f"({self._parameter(KEY, shape.others)})*"
-        parts: list[str] = []
-        for name, schema in shape.properties.items():
-            kinds = self._kinds.get(name, set()).difference(schema_types(schema, self._root))
-            one = self._writer.counted(f"({self._parameter(json.dumps(name), schema, kinds)})")
-            parts.append(one if name in shape.required else f"{one}?")
-        return " ".join(parts)
+        names = [name for name in shape.properties if _is_writable(name)]
+        if not self._lenient and (missing := sorted(shape.required.difference(names))):
+            message = f"this model's calls cannot write the property {missing[0][:40]!a}, which is required; rename it"
+            raise UnsupportedSchema(message)
+        further = ""
+        if has_others(shape, len(names)):
+            cases = [
+                self._parameter(further_key(self._writer, shape, pattern), schema, None)
+                for pattern, schema in further_members(shape)
+            ]
+            further = _one_of(cases)
+        return members(self._writer, shape, names, lambda name: self._member(shape, name), further)
 
-    def _parameter(self, key: str, schema: Any, other_kinds: Collection[str] = ()) -> str:
-        """Return an expression for a parameter.
+    def _member(self, shape: ObjectShape, name: str) -> str:
+        """Return an expression for a parameter that is named; empty if no value matches."""
+        return self._writer.counted(self._parameter(json.dumps(name), shape.properties[name], name))
 
-        other_kinds: types that the parser tries, because a parameter of the name has them in other objects.
-        """
+    def _parameter(self, key: str, schema: Any, name: str | None) -> str:
+        """Return an expression for a parameter; empty if no value matches."""
         writer, syntax = self._writer, self._syntax
         begin = f"{writer.text(syntax.before_key)} {key}"
-        strings, literals, others = self._sorted(schema)
+        place = f"the parameters of {self._place}" if name is None else f"the parameter {name[:40]!a} of {self._place}"
+        tried = () if syntax.after_string_key or self._reader.is_exhausted else self._types(name)
+        values = self._values(schema, tried)
         if not syntax.after_string_key:
-            value = self._untyped(schema, strings, literals, others, other_kinds)
-            return f"{begin} {writer.text(syntax.after_key)} {value}"
-        texts = [*map(self._text, strings), *(f"{json.dumps(literal)} {self._end}" for literal in literals)]
-        values = [f"{self._json(other)} {self._end}" for other in others]
-        branches = [f"{writer.text(syntax.after_string_key)} ({' | '.join(texts)})"] if texts else []
-        branches += [f"{writer.text(syntax.after_key)} ({' | '.join(values)})"] if values else []
-        return f"{begin} ({' | '.join(branches)})"
+            value = self._untyped(values, tried, place)
+            return f"{begin} {writer.text(syntax.after_key)} {value}" if value else ""
+        texts = [self._text(rules, place) for rules in values.strings]
+        texts += [f"{json.dumps(literal)} {self._end}" for literal in self._literals(values)]
+        others = [f"{self._json(other, place)} {self._end}" for other in values.others]
+        branches = [f"{writer.text(syntax.after_string_key)} {_one_of(texts)}"] if texts else []
+        branches += [f"{writer.text(syntax.after_key)} {_one_of(others)}"] if others else []
+        return f"{begin} {_one_of(branches)}" if branches else ""
 
-    def _sorted(self, schema: Any) -> tuple[list[Mapping[str, Any]], list[str], list[Mapping[str, Any]]]:
-        """Return the schemas of free strings, the strings that are listed, and the other schemas."""
-        strings: list[Mapping[str, Any]] = []
-        others: list[Mapping[str, Any]] = []
-        listed: list[Any] = []
-        for each in alternatives(schema, self._root):
-            kinds = types_of(each, self._root)
-            values = constants(each)
-            if values is not None:
-                listed += values
-            elif not kinds or "string" in kinds:
-                strings.append(self._joined(each))
-            else:
-                others.append(each)
-        literals = [value for value in listed if isinstance(value, str)]
-        if rest := [value for value in listed if not isinstance(value, str)]:
-            others.append({"enum": rest})
-        return strings if strings or literals or others else [{}], literals, others
+    def _values(self, schema: Any, tried: tuple[str, ...]) -> ArgumentValues:
+        schema = followed(schema, self._root)
+        known = self._known.get((id(schema), tried))
+        if known is None:
+            untyped_json = bool(self._syntax.after_string_key) or self._syntax.untyped_json
+            values = argument_values(
+                schema, self._root, self._reader, tried, untyped_json=untyped_json, lenient=self._lenient
+            )
+            known = self._known[id(schema), tried] = (schema, values)
+        return known[1]
 
-    def _untyped(
-        self,
-        schema: Any,
-        strings: list[Mapping[str, Any]],
-        literals: list[str],
-        others: list[Mapping[str, Any]],
-        other_kinds: Collection[str],
-    ) -> str:
+    def _literals(self, values: ArgumentValues) -> list[str]:
+        closing = self._syntax.after_value.strip()
+        return [literal for literal in values.literals if closing not in literal]
+
+    def _untyped(self, values: ArgumentValues, tried: tuple[str, ...], place: str) -> str:
         """Return an expression for a value whose text tells its type, and for the delimiter after it."""
-        if strings:
-            ruled = [each for each in others if not each.keys() <= _ANNOTATIONS]
-            kinds = {kind for each in ruled for kind in types_of(each, self._root)}.union(other_kinds)
-            excluded = sorted({_CONVERTED[kind] for kind in kinds if kind in _CONVERTED})
-            values = [each for each in ruled if _CONTAINERS.issuperset(types_of(each, self._root))]
-            texts = [self._text(each, *excluded) for each in strings]
-            return f"({' | '.join([*texts, *(f'{self._json(each)} {self._end}' for each in values)])})"
-        types = schema_types(schema, self._root)
-        written = [json.dumps(literal) for literal in literals if to_json(literal, types) == quote(literal)]
-        branches = written + [self._json(each) for each in others]
-        return f"({' | '.join(branches)}) {self._end}" if branches else self._text({})
+        untyped_json = self._syntax.untyped_json
+        if is_text(tried, untyped_json=untyped_json):
+            literals, others = self._literals(values), []
+        else:
+            literals = [
+                literal
+                for literal in self._literals(values)
+                if to_json(literal, tried, untyped_json=untyped_json) == quote(literal)
+            ]
+            covered = values.free_kinds if NO_RULES in values.strings else ()
+            others = [each for each in values.others if _is_converted(each["type"], tried)]
+            others = [each for each in others if each["type"] not in covered]
+        if not values.strings:
+            branches = [json.dumps(literal) for literal in literals] + [self._json(each, place) for each in others]
+            return f"{_one_of(branches)} {self._end}" if branches else ""
+        excluded = () if is_text(tried, untyped_json=untyped_json) else self._excluded(values, tried)
+        texts = [self._text(rules, place, *excluded) for rules in values.strings]
+        fixed = [escaped(literal) for literal in literals]
+        fixed += [pattern for each in others if (pattern := values.pattern_of(each, lenient=self._lenient))]
+        if fixed:
+            texts.append(self._text(StringRules(patterns=("|".join(fixed),)), place))
+        texts += [f"{self._json(each, place)} {self._end}" for each in others if each["type"] in _CONTAINERS]
+        return _one_of(texts)
 
-    def _joined(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        found = joined(schema, self._root) if "allOf" in schema else schema
-        if found is None and not self._lenient:
-            raise UnsupportedSchema("this model's calls cannot enforce an allOf of a string; write it as one schema")
-        return schema if found is None else found
+    def _excluded(self, values: ArgumentValues, tried: tuple[str, ...]) -> list[str]:
+        """Return patterns of the texts that the parser converts to values that may be invalid."""
+        free = values.free_kinds | ({"integer"} if "number" in values.free_kinds else set())
+        kinds = [kind for kind in tried or _CONVERTED if kind in _CONVERTED and kind not in free]
+        return sorted({_CONVERTED[kind] for kind in kinds})
 
-    def _text(self, schema: Mapping[str, Any], *excluded: str) -> str:
+    def _text(self, rules: StringRules, place: str = "", *excluded: str) -> str:
         """Return an expression for a string without quotes, and for the delimiter after it."""
-        return self._writer.text_until(
-            self._syntax.after_value,
-            *string_rules(schema),
-            self._writer.pattern(schema, lenient=self._lenient),
-            excluded,
+        ruled = place if rules != NO_RULES else ""
+        return self._writer.text_until(self._syntax.after_value, rules, (*self._closing, *excluded), ruled)
+
+    def _json(self, schema: Mapping[str, Any], place: str) -> str:
+        if schema["type"] in NUMBERS and constants(schema) is None:
+            return written_number(self._writer, schema, schema["type"], lenient=self._lenient, place=place)
+        return self._writer.json(
+            schema, lenient=self._lenient, coerce=self._lenient, definitions=self._root, place=place
         )
 
-    def _json(self, schema: Mapping[str, Any]) -> str:
-        return self._writer.json(schema, lenient=self._lenient, definitions=self._root)
+
+def closing_text(syntax: ParameterSyntax) -> str:
+    """Return a pattern of the texts in which the parser could find the end of a value."""
+    return rf"(?s:.*){escaped(syntax.after_value.strip())}[ \t\r\n]*<(?s:.*)"
+
+
+def _is_converted(kind: str, tried: tuple[str, ...]) -> bool:
+    return not tried or kind in tried or (kind == "integer" and "number" in tried)
+
+
+def _is_writable(name: str) -> bool:
+    return name == name.strip() and 0 < len(name) <= MAX_KEY and _UNWRITABLE_KEY.isdisjoint(name)
+
+
+def _one_of(expressions: list[str]) -> str:
+    found = [each for each in dict.fromkeys(expressions) if each]
+    return f"({' | '.join(found)})" if found else ""

@@ -9,7 +9,7 @@ from baton.core.request_limits import MAX_GRAMMAR_BYTES
 from baton.gateway.constraints.gbnf import GrammarTextError
 from baton.gateway.constraints.lark_writer import WrittenGrammar
 from baton.gateway.constraints.message_grammar import CallableTool, MessageGrammar
-from baton.gateway.constraints.object_shape import UnsupportedSchema
+from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
 from baton.gateway.input.chat.chat_request import ChatRequest
 from baton.gateway.input.chat.tool_fields import Tool, ToolMode
 from baton.gateway.input.client_call import InvalidField
@@ -42,6 +42,7 @@ def callable_tools(chat: ChatRequest, *, has_free_arguments: bool) -> list[Calla
             name=tool.name,
             parameters={} if has_free_arguments and not tool.strict else _schema(index, tool),
             strict=tool.strict,
+            sent=tool.parameters,
         )
         for index, tool in enumerate(chat.tools.tools)
         if chat.tools.only in (None, tool.name)

@@ -103,7 +103,7 @@ class _SchemaReader:
         for name, rewrite in _WRITTEN_WITH_OTHERS.items():
             if name in value:
                 rewrite(self, result, (path, name), value[name], value)
-        rewrites.property_counts(result)
+        rewrites.property_counts(self._context, path, result)
         self._numbers(path, result, value)
         return result
 
@@ -177,10 +177,10 @@ class _SchemaReader:
             raise self._context.error(path, f"is {_what(value)}; must be a list of at least one schema")
         return [self.schema((path, str(number)), item) for number, item in enumerate(value)]
 
-    def _one_of(self, result: dict[str, Any], path: Path, value: object, _: Mapping[str, Any]) -> None:
+    def _one_of(self, result: dict[str, Any], path: Path, value: object, source: Mapping[str, Any]) -> None:
         read = self._schemas(path, value)
         assert isinstance(value, list)
-        keyword, alternatives = rewrites.one_of(self._context, value, read)
+        keyword, alternatives = rewrites.one_of(self._context, source, value, read)
         if keyword in result:
             rewrites.add(result, {keyword: alternatives})
         else:

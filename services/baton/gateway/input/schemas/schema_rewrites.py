@@ -6,6 +6,7 @@ from typing import Any
 from baton.core.request_limits import printable
 from baton.gateway.input.schemas.schema_context import SchemaContext
 from baton.gateway.input.schemas.schema_references import Path
+from baton.gateway.output.values.schema_alternatives import value_key
 
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef")
 """Keywords that apply other schemas to the same value."""
@@ -81,14 +82,18 @@ def unevaluated(context: SchemaContext, path: Path, source: Mapping[str, Any], n
     return plain
 
 
-def property_counts(result: dict[str, Any]) -> None:
+def property_counts(context: SchemaContext, path: Path, result: dict[str, Any]) -> None:
     """Drop `minProperties` and `maxProperties` where other keywords imply them, and write at least one
-    property as alternatives. llguidance counts only properties that are not named."""
+    property as alternatives. llguidance counts only properties that are not named, and equal ones as two."""
     names = result.get("properties", {})
     required = [name for name in result.get("required", ()) if name in names]
     if result.get("minProperties", 0) <= len(result.get("required", ())):
         result.pop("minProperties", None)
     if result.get("additionalProperties") is not False or "patternProperties" in result:
+        if result.get("minProperties", 0) > len(result.get("required", ())) + 1:
+            why = "is larger than the number of required properties plus one, and further properties could be equal"
+            context.unsupported((path, "minProperties"), why)
+            del result["minProperties"]
         return
     if result.get("maxProperties", len(names)) >= len(names):
         result.pop("maxProperties", None)
@@ -106,9 +111,12 @@ def negation(context: SchemaContext, path: Path, schema: object, result: dict[st
         context.unsupported(path)
 
 
-def one_of(context: SchemaContext, alternatives: list[Any], read: list[Any]) -> tuple[str, list[Any]]:
+def one_of(
+    context: SchemaContext, source: Mapping[str, Any], alternatives: list[Any], read: list[Any]
+) -> tuple[str, list[Any]]:
     """Return keyword and schemas for `oneOf`: `anyOf` if no value matches two of them.
 
+    source: the schema with the `oneOf`, whose type they all have.
     alternatives: the schemas of the client. read: the same in the form of the result.
 
     Objects that differ in the value of a property are distinguished by it. They must then have the property,
@@ -119,7 +127,9 @@ def one_of(context: SchemaContext, alternatives: list[Any], read: list[Any]) -> 
     if len(read) > MAX_ALTERNATIVES:
         return "oneOf", read
     found = [context.followed(alternative) for alternative in alternatives]
-    kinds = [_kinds(schema) for schema in found]
+    if _list_distinct_values(found):
+        return "anyOf", read
+    kinds = [_kinds(schema) or _kinds(source) for schema in found]
     objects = [index for index, kind in enumerate(kinds) if "object" in kind]
     seen: set[str] = set()
     for index, kind in enumerate(kinds):
@@ -137,6 +147,20 @@ def one_of(context: SchemaContext, alternatives: list[Any], read: list[Any]) -> 
     for index in objects:
         distinct[index] = _requiring(read[index], name)
     return "anyOf", distinct
+
+
+def _list_distinct_values(schemas: list[Any]) -> bool:
+    """True if all schemas list their values, and no value is in two lists."""
+    seen: set[str] = set()
+    for schema in schemas:
+        values = None
+        if isinstance(schema, dict):
+            values = [schema["const"]] if "const" in schema else schema.get("enum")
+        texts = set(map(value_key, values)) if isinstance(values, list) else set()
+        if not texts or not seen.isdisjoint(texts):
+            return False
+        seen |= texts
+    return True
 
 
 def _discriminators(context: SchemaContext, objects: list[Any]) -> Iterator[str]:

@@ -1,51 +1,189 @@
-"""Resolves the unions and references at the top of a JSON schema, at a bounded cost."""
+"""Resolves the unions, conjunctions and references at the top of a JSON schema, at a bounded cost."""
 
-from collections.abc import Mapping
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 MAX_ALTERNATIVES = 64
 """Largest number of schemas in which a schema is resolved."""
-_MAX_STEPS = 2 * MAX_ALTERNATIVES
+_MAX_STEPS = 4 * MAX_ALTERNATIVES
 """Number of schemas that are looked at."""
 _MAX_KEYS = 64
 """Rules beside a union or a reference are taken into account up to this number."""
+_MAX_HOPS = 8
+_MAX_ANCHOR_STEPS = 2000
+"""Values of a document among which an anchor is searched."""
 
 _UNIONS = ("allOf", "anyOf", "oneOf")
+_RESOLVED = frozenset((*_UNIONS, "$ref", "nullable"))
+_MEMBERS = frozenset(("properties", "patternProperties", "additionalProperties", "unevaluatedProperties"))
+ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "$comment", "$defs", "definitions")
+)
+"""Keywords that allow every value."""
+_DEPENDENT = (
+    _MEMBERS,
+    frozenset(("items", "prefixItems", "additionalItems", "unevaluatedItems")),
+    frozenset(("contains", "minContains", "maxContains")),
+    frozenset(("if", "then", "else")),
+)
+"""Keywords whose meaning depends on others that stand in the same schema."""
 
 
-def alternatives(schema: Any, root: Any) -> list[Mapping[str, Any]]:
+class Alternatives(NamedTuple):
+    """The schemas of which one applies to a value.
+
+    is_complete: these are all.
+    num_steps: schemas that were looked at.
+    """
+
+    schemas: list[Mapping[str, Any]]
+    is_complete: bool
+    num_steps: int
+
+
+def alternatives(schema: Any, root: Any) -> Alternatives:
     """Return the schemas of which one applies to a value, in the order of the schema.
 
-    Unions (`anyOf`, `oneOf`, lists of types, `nullable`), references within `root` and an `allOf` of one
-    schema are resolved. Each reference is followed once, so recursive schemas end. What remains is returned
-    as it is; a schema without any rule allows everything.
+    Unions (`anyOf`, `oneOf`, lists of types, `nullable`) are resolved, also those in an `allOf`, and
+    references within `root`. A reference to a schema from itself is not followed again. Where several schemas
+    apply, they are joined; rules that cannot be joined remain as an `allOf` of schemas without unions. A
+    schema without any rule allows everything.
     """
     found: list[Mapping[str, Any]] = []
-    followed: set[str] = set()
-    waiting: list[Any] = [schema]
+    states = [_State((schema,), (), frozenset())]
     steps = 0
-    while waiting and len(found) < MAX_ALTERNATIVES and steps < _MAX_STEPS:
+    is_complete = True
+    while states:
         steps += 1
-        current = waiting.pop()
-        if not isinstance(current, Mapping):
-            if current is True:
-                found.append({})
-            continue
-        if isinstance(reference := current.get("$ref"), str):
-            if reference not in followed:
-                followed.add(reference)
-                waiting.append(merged(rest_of(current, "$ref"), resolve_reference(reference, root)))
-            continue
-        parts = _parts(current)
-        if parts is None:
-            found.append(current)
-        else:
-            waiting.extend(reversed(parts))
-    return found
+        if len(found) == MAX_ALTERNATIVES or steps > _MAX_STEPS:
+            is_complete = False
+            break
+        state = states.pop()
+        if state.open:
+            is_complete = is_complete and not _is_cut(state.open[0])
+            states += reversed(_next_states(state, root))
+        elif (joined := _joined(state.parts)) is not None:
+            found.append(joined)
+    return Alternatives(found, is_complete, steps)
+
+
+def followed(schema: Any, root: Any) -> Any:
+    """Return the schema that a chain of references without rules beside them ends with."""
+    for _ in range(_MAX_HOPS):
+        if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
+            break
+        if len(schema) > _MAX_KEYS or not rest_of(schema, "$ref").keys() <= ANNOTATIONS:
+            break
+        schema = resolve_reference(reference, root)
+    return schema
+
+
+def _is_cut(schema: Any) -> bool:
+    """True if a schema has so many rules that those beside a union or a reference are not looked at."""
+    if not isinstance(schema, Mapping) or len(schema) <= _MAX_KEYS:
+        return False
+    return not _RESOLVED.isdisjoint(schema) or isinstance(schema.get("type"), list)
+
+
+class _State(NamedTuple):
+    """Schemas that all apply to a value: those that are still to be resolved, and those without unions.
+
+    followed: references on the way.
+    """
+
+    open: tuple[Any, ...]
+    parts: tuple[Mapping[str, Any], ...]
+    followed: frozenset[str]
+
+
+def _next_states(state: _State, root: Any) -> list[_State]:
+    """Return what becomes of a state when its first open schema is resolved by one level."""
+    (current, *others), parts, followed = state
+    if not isinstance(current, Mapping):
+        return [] if current is False or current is None else [_State(tuple(others), parts, followed)]
+    if current.get("nullable"):
+        return [
+            _State((rest_of(current, "nullable"), *others), parts, followed),
+            _State(({"type": "null"}, *others), parts, followed),
+        ]
+    if isinstance(reference := current.get("$ref"), str):
+        inner = [rest_of(current, "$ref")]
+        if reference not in followed:
+            inner.append(resolve_reference(reference, root))
+        elif not inner[0]:
+            return []
+        return [_State((*inner, *others), parts, followed | {reference})]
+    every = current.get("allOf")
+    if isinstance(every, list) and len(every) <= MAX_ALTERNATIVES:
+        return [_State((rest_of(current, "allOf"), *every, *others), parts, followed)]
+    choices = _choices(current)
+    if choices is None:
+        return [_State(tuple(others), (*parts, current) if current else parts, followed)]
+    return [_State((*choice, *others), parts, followed) for choice in choices]
+
+
+def _choices(schema: Mapping[str, Any]) -> list[tuple[Any, ...]] | None:
+    """Return the schemas of a union, each with the rules beside it; None if it is none."""
+    for union in ("anyOf", "oneOf"):
+        choices = schema.get(union)
+        if isinstance(choices, list) and choices:
+            rest = rest_of(schema, union)
+            return [(rest, choice) for choice in choices[: MAX_ALTERNATIVES + 1]]
+    kinds = schema.get("type")
+    if isinstance(kinds, list) and "enum" not in schema and "const" not in schema:
+        rest = rest_of(schema, "type")
+        return [({**rest, "type": kind},) for kind in kinds[:MAX_ALTERNATIVES] if isinstance(kind, str)]
+    return None
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return one schema for schemas without unions that all apply; None if their types exclude each other."""
+    ruled = [part for part in parts if not part.keys() <= ANNOTATIONS]
+    if len(ruled) < 2:
+        return ruled[0] if ruled else {}
+    kinds: frozenset[str] | None = None
+    for part in ruled:
+        if (own := _kinds_of(part)) is not None:
+            kinds = own if kinds is None else _common_kinds(kinds, own)
+    if kinds is not None and not kinds:
+        return None
+    joined: dict[str, Any] = {}
+    for part in ruled:
+        rules = {name: rule for name, rule in part.items() if name != "type" and name not in ANNOTATIONS}
+        if rules.keys() & joined.keys() or _depend(joined, rules):
+            joined = {"allOf": [dict(part) for part in ruled]}
+            break
+        joined |= rules
+    if kinds is not None:
+        joined["type"] = next(iter(kinds)) if len(kinds) == 1 else sorted(kinds)
+    return joined
+
+
+def _kinds_of(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return frozenset((kinds,))
+    return frozenset(kind for kind in kinds if isinstance(kind, str)) if isinstance(kinds, list) else None
+
+
+def _common_kinds(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
+    """Return the types that are among both. An integer is a number, too."""
+    common = one & other
+    if ("integer" in one and "number" in other) or ("integer" in other and "number" in one):
+        common |= {"integer"}
+    return common - {"integer"} if "number" in common else common
+
+
+def _depend(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if a keyword of one schema would change the meaning of the other, were they one schema."""
+    return any(not group.isdisjoint(one) and not group.isdisjoint(other) for group in _DEPENDENT)
 
 
 def parts_of_object(schema: Any) -> list[Mapping[str, Any]]:
-    """Return the schemas that may have members of an object: a schema, its unions, `allOf` and references."""
+    """Return the schemas that may have members of an object: a schema, and those of the same value."""
     found: list[Mapping[str, Any]] = []
     followed: set[str] = set()
     waiting: list[Any] = [schema]
@@ -55,44 +193,26 @@ def parts_of_object(schema: Any) -> list[Mapping[str, Any]]:
         current = waiting.pop()
         if not isinstance(current, Mapping):
             continue
-        if not {"properties", "additionalProperties"}.isdisjoint(current):
+        if not _MEMBERS.isdisjoint(current):
             found.append(current)
-        inner: list[Any] = []
+        found += [
+            {"properties": {name: {"const": item} for name, item in value.items()}}
+            for value in (constants(current) or ())[:MAX_ALTERNATIVES]
+            if isinstance(value, Mapping)
+        ]
+        inner: list[Any] = [current.get(name) for name in ("then", "else")]
         for name in _UNIONS:
             schemas = current.get(name)
             inner += schemas[:MAX_ALTERNATIVES] if isinstance(schemas, list) else []
+        for name in ("dependentSchemas", "dependencies"):
+            named = current.get(name)
+            inner += islice(named.values(), MAX_ALTERNATIVES) if isinstance(named, Mapping) else []
         reference = current.get("$ref")
         if isinstance(reference, str) and reference not in followed:
             followed.add(reference)
             inner.insert(0, resolve_reference(reference, schema))
         waiting.extend(reversed(inner))
     return found
-
-
-def _parts(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the schemas of a union; None if it is none."""
-    every = schema.get("allOf")
-    if isinstance(every, list) and len(every) == 1 and isinstance(every[0], Mapping):
-        return [merged(rest_of(schema, "allOf"), every[0])]
-    for union in ("anyOf", "oneOf"):
-        choices = schema.get(union)
-        if isinstance(choices, list) and choices:
-            rest = rest_of(schema, union)
-            return [merged(rest, choice) for choice in choices[:MAX_ALTERNATIVES]]
-    if schema.get("nullable"):
-        return [rest_of(schema, "nullable"), {"type": "null"}]
-    kinds = schema.get("type")
-    if isinstance(kinds, list) and "enum" not in schema and "const" not in schema:
-        rest = rest_of(schema, "type")
-        return [{**rest, "type": kind} for kind in kinds[:MAX_ALTERNATIVES] if isinstance(kind, str)]
-    return None
-
-
-def merged(rest: Mapping[str, Any], schema: Any) -> Any:
-    """Return a schema with the rules that stand beside it."""
-    if not rest or not isinstance(schema, Mapping) or len(schema) > _MAX_KEYS:
-        return schema
-    return {**rest, **schema}
 
 
 def rest_of(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -104,44 +224,109 @@ def rest_of(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def types_of(schema: Mapping[str, Any], root: Any) -> list[str]:
     """Return the types of one of the alternatives; none if it does not tell."""
-    if isinstance(kind := schema.get("type"), str):
-        return [kind]
     if (values := constants(schema)) is not None:
-        return [_type_of(value) for value in values[:MAX_ALTERNATIVES]]
+        return list(dict.fromkeys(type_of(value) for value in values[:MAX_ALTERNATIVES]))
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return [kinds]
+    return [kind for kind in kinds if isinstance(kind, str)] if isinstance(kinds, list) else []
+
+
+def parts_of(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the schemas without unions that one of the alternatives consists of."""
     every = schema.get("allOf")
-    for part in every[:MAX_ALTERNATIVES] if isinstance(every, list) else ():
-        kinds = [
-            kind
-            for each in alternatives(part, root)
-            if isinstance(each.get("type"), str) or constants(each) is not None
-            for kind in types_of(each, root)
-        ]
-        if kinds:
-            return kinds
-    return []
+    if not isinstance(every, list):
+        return [schema]
+    return [rest_of(schema, "allOf"), *(part for part in every if isinstance(part, Mapping))]
 
 
 def constants(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the only values that a schema allows; None if it does not list them."""
-    if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) and values else None
+    """Return the only values, of its types, that an alternative allows; None if they are not listed."""
+    found: list[Any] | None = None
+    parts = parts_of(schema)
+    for part in parts:
+        if "const" in part:
+            found = _common(found, [part["const"]])
+        if isinstance(values := part.get("enum"), list) and values:
+            found = _common(found, values)
+    if found is None:
+        return None
+    for part in parts:
+        if (kinds := _kinds_of(part)) is not None:
+            found = [value for value in found if _has_type(value, kinds)]
+    return found
+
+
+def _common(known: list[Any] | None, values: list[Any]) -> list[Any]:
+    if known is None:
+        return values
+    texts = set(map(value_key, values))
+    return [value for value in known if value_key(value) in texts]
+
+
+def value_key(value: Any) -> str:
+    """Return a text that is equal for values that JSON schemas take for equal, such as 1 and 1.0."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else _scalar_key(value)
+
+
+def _scalar_key(value: Any) -> str:
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _has_type(value: Any, kinds: frozenset[str]) -> bool:
+    kind = type_of(value)
+    if kind == "integer":
+        return not kinds.isdisjoint(("integer", "number"))
+    return kind in kinds or (kind == "number" and "integer" in kinds and value.is_integer())
 
 
 def resolve_reference(reference: str, root: Any) -> Any:
-    """Return the schema at a local reference such as `#/$defs/Place`; None if there is none."""
+    """Return the schema at a local reference, such as `#/$defs/Place` or `#anchor`; None if there is none."""
     if not reference.startswith("#"):
         return None
-    for key in reference[1:].split("/")[1:]:
-        if not isinstance(root, Mapping):
+    fragment = unquote(reference[1:])
+    if fragment and not fragment.startswith("/"):
+        return _anchored(fragment, root)
+    for step in fragment.split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, Mapping):
+            root = root.get(key)
+        elif isinstance(root, list) and key.isascii() and key.isdecimal() and int(key[:9]) < len(root):
+            root = root[int(key[:9])]
+        else:
             return None
-        root = root.get(key.replace("~1", "/").replace("~0", "~"))
     return root
 
 
-def _type_of(value: Any) -> str:
+def _anchored(name: str, root: Any) -> Any:
+    """Return the schema with an anchor, which is searched in a bounded number of places."""
+    waiting = [root]
+    for _ in range(_MAX_ANCHOR_STEPS):
+        if not waiting:
+            break
+        current = waiting.pop()
+        if isinstance(current, Mapping):
+            if name in (current.get("$anchor"), current.get("$dynamicAnchor")):
+                return current
+            waiting += [value for value in current.values() if isinstance(value, Mapping | list)]
+        elif isinstance(current, list):
+            waiting += [value for value in current if isinstance(value, Mapping | list)]
+    return None
+
+
+def type_of(value: Any) -> str:
+    """Return the JSON type of a value; `number` only if it has a fraction or an exponent."""
     if isinstance(value, bool):
         return "boolean"
     names: dict[type, str] = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
     return names.get(type(value), "null")
+
+
+def is_nothing(schema: Any) -> bool:
+    """True if a schema obviously matches no value."""
+    return schema is False or (isinstance(schema, Mapping) and schema.get("allOf") == [False])
+
+
+def has_rules(schema: Mapping[str, Any]) -> bool:
+    """True if a schema has more than annotations."""
+    return not schema.keys() <= ANNOTATIONS

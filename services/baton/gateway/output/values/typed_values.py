@@ -3,13 +3,20 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from baton.gateway.output.formats import ToolSchemas
 from baton.gateway.output.values.json_container import MAX_JSON_DEPTH, JsonContainer
 from baton.gateway.output.values.json_escape import quote, without_lone_surrogates
-from baton.gateway.output.values.schema_alternatives import alternatives, parts_of_object, types_of
+from baton.gateway.output.values.schema_alternatives import (
+    MAX_ALTERNATIVES,
+    alternatives,
+    followed,
+    parts_of_object,
+    types_of,
+)
 
 _MAX_NUMBER_CHARS = 400
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{\]}]')
@@ -19,12 +26,13 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 class ToolTypes:
     """The JSON types that a request's tools allow for each parameter."""
 
-    __slots__ = ("_objects", "_schemas", "_types")
+    __slots__ = ("_objects", "_of_rules", "_schemas", "_types")
 
     def __init__(self, tools: ToolSchemas) -> None:
         self._schemas = tools
         self._objects: dict[str, list[Mapping[str, Any]]] = {}
-        self._types: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._of_rules: dict[int, tuple[str, ...]] = {}  # by the identity of a schema, which the tools keep alive
+        self._types: dict[tuple[str, str | None], tuple[str, ...]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._schemas
@@ -33,26 +41,47 @@ class ToolTypes:
         """True if the request has tools."""
         return bool(self._schemas)
 
-    def of(self, tool: str, parameter: str) -> tuple[str, ...]:
-        """Return the types of a parameter in the order of the schema; empty if the schema does not tell."""
+    def of(self, tool: str, parameter: str | None) -> tuple[str, ...]:
+        """Return the types of a parameter in the order of the schema; empty if the schema does not tell.
+
+        parameter: None for one that the schema does not name.
+        """
+        is_named = any(parameter in _properties(each) for each in self._parts(tool))
+        return self._known(tool, parameter if is_named else None)
+
+    def _known(self, tool: str, parameter: str | None) -> tuple[str, ...]:
         schema = self._schemas.get(tool)
-        if schema is None:
-            return ()
-        if tool not in self._objects:
-            self._objects[tool] = parts_of_object(schema)
-        parts = self._objects[tool]
-        is_named = any(parameter in _properties(each) for each in parts)
-        key = (tool, parameter if is_named else "")
+        key = (tool, parameter)
         if key not in self._types:
-            rules = (_member(each, key[1]) for each in parts)
-            self._types[key] = tuple(dict.fromkeys(kind for rule in rules for kind in schema_types(rule, schema)))
+            parts = self._parts(tool)
+            named = [] if parameter is None else [_properties(each).get(parameter) for each in parts]
+            kinds = self._all_types((rule for rule in named if rule is not None), schema)
+            others = (rule for each in parts for rule in _others(each))
+            self._types[key] = kinds or self._all_types(others, schema)
         return self._types[key]
 
+    def _all_types(self, rules: Iterable[Any], root: Any) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(kind for rule in rules for kind in self._types_of(followed(rule, root), root)))
 
-def _member(schema: Mapping[str, Any], name: str) -> Any:
-    """Return the schema of a member of an object; that of further members if it has no property `name`."""
-    named = _properties(schema).get(name) if name else None
-    return schema.get("additionalProperties") if named is None else named
+    def _types_of(self, rule: Any, root: Any) -> tuple[str, ...]:
+        known = self._of_rules.get(id(rule))
+        if known is None:
+            known = self._of_rules[id(rule)] = schema_types(rule, root)
+        return known
+
+    def _parts(self, tool: str) -> list[Mapping[str, Any]]:
+        if tool not in self._objects:
+            self._objects[tool] = parts_of_object(self._schemas.get(tool))
+        return self._objects[tool]
+
+
+def _others(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the schemas of members that are not named."""
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, Mapping):
+        yield from islice(patterns.values(), MAX_ALTERNATIVES)
+    yield schema.get("additionalProperties")
+    yield schema.get("unevaluatedProperties")
 
 
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -62,7 +91,7 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def schema_types(schema: Any, root: Any = None) -> tuple[str, ...]:
     """Return the types that a schema names, also in `anyOf`, `oneOf`, `allOf`, `enum`, `const` and `$ref`."""
-    return tuple(dict.fromkeys(kind for each in alternatives(schema, root) for kind in types_of(each, root)))
+    return tuple(dict.fromkeys(kind for each in alternatives(schema, root).schemas for kind in types_of(each, root)))
 
 
 def is_text(types: tuple[str, ...], *, untyped_json: bool) -> bool:
@@ -108,7 +137,8 @@ def to_json(
 ) -> str:
     """Return the JSON of a value that was written as `raw`.
 
-    The types are tried in order, except strings. Text that is none of them is a string. With `untyped_json`,
+    The types are tried in order, except strings. Text that is none of them is a string: `6` is the number
+    where both are allowed. `0` and `1` are booleans only where no number is allowed. With `untyped_json`,
     text without a type is JSON if it is valid JSON.
 
     as_container: returns the value as a JSON object or list, if it is one.
@@ -117,8 +147,12 @@ def to_json(
         types = ("array", "object", "boolean", "null", "integer", "number")
         if raw.strip() in {"0", "1"} or raw.strip().lower() in {"true", "false", "none"}:
             return {"none": quote(raw)}.get(raw.strip().lower(), raw.strip().lower())
+    text = raw.strip()
+    has_numbers = "integer" in types or "number" in types
     for name in types:
-        converted = _convert(raw.strip(), name, as_container)
+        if name == "boolean" and has_numbers and text in ("0", "1"):
+            continue
+        converted = _convert(text, name, as_container)
         if converted is not None:
             return converted
     return quote(raw)
