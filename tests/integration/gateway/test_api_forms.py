@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -139,6 +140,14 @@ async def test_prompt_that_is_too_long_names_the_field_that_has_it(gateway: Http
     ):
         error = (await gateway.post(path, body)).json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert error["message"].endswith(f"shorten {param}")
+        assert "max" not in error["message"].replace("maximum", "")
+    for path, body, name in (
+        (RESPONSES, {**RESPONSE, "max_output_tokens": 2000}, "max_output_tokens"),
+        (MESSAGES, {**MESSAGE, "max_tokens": 2000}, "max_tokens"),
+    ):
+        message = (await gateway.post(path, body)).json()["error"]["message"]
+        assert re.match(rf"input length and `{name}` exceed context limit: \d+ \+ 2000 > \d+;", message)
 
 
 async def test_other_errors_of_messages_have_their_types(gateway: HttpGateway) -> None:

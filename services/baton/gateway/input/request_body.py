@@ -28,6 +28,7 @@ from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.json_pieces import JSON_LISTS
 
 Prompt: TypeAlias = "str | TokenIds"
+_MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class ParsedRequest:
     prompts: empty for a chat.
     chat: None for completions.
     max_tokens: None means the endpoint's default.
+    max_tokens_field: the name under which the client sent `max_tokens`; empty if it did not.
     sampling: arguments of `Sampling` other than `max_tokens` and `seed`.
     add_special_tokens: None means the endpoint's default.
     truncate_prompt_tokens: number of last tokens of the prompt to keep; -1 keeps as many as fit, None all.
@@ -51,6 +53,7 @@ class ParsedRequest:
     chat: ChatRequest | None
     n: int
     max_tokens: int | None
+    max_tokens_field: str
     seed: int | None
     sampling: Mapping[str, Any]
     priority: int
@@ -98,6 +101,7 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownF
         chat=parse_chat(body, unknown) if is_chat else None,
         n=n,
         max_tokens=1 if max_tokens == 0 else max_tokens,
+        max_tokens_field=next((name for name in _MAX_TOKENS if body.get(name) is not None), ""),
         seed=read.value("seed"),
         sampling={
             "temperature": float(read.value("temperature")),
