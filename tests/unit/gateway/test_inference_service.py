@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import json
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -26,6 +28,7 @@ from baton.gateway.request.unread_output import UnreadOutput
 from baton.gateway.text.chat_templates import ChatTemplates
 from baton.gateway.text.tokenizer import ByteTokenizer
 from baton.rpc.mappers.client_mapper import from_generate_request, from_tokenize_request, to_generate_request
+from baton.runtime.process import loop_time
 from baton.runtime.process.byte_budget import Account
 from baton.v1.inference_pb2 import TokenizeRequest
 from tests import builders
@@ -331,6 +334,26 @@ async def test_prompt_of_a_chat_is_tokenized() -> None:
         with pytest.raises(Refused, match="exactly one of prompt and messages"):
             async with inference(c).tokenize(from_tokenize_request(both), ANONYMOUS):
                 pass
+
+
+@virtual
+async def test_only_a_large_chat_is_tokenized_with_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both APIs have one rule. A schema has no part in it, because it is not read."""
+    in_thread: list[int] = []
+
+    async def at_once(function: Callable[[], Any]) -> Any:
+        in_thread.append(1)
+        return function()
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "response_format": {"type": "json_object"}, "wish": ""}
+    room = loop_time.JSON_BYTES - len(json.dumps(chat))
+    async with cluster(*PD) as c:
+        for size, times in ((room, 0), (room + 1, 2)):  # the JSON is parsed, and then read
+            body = {"fields_json": json.dumps(chat | {"wish": "x" * size})}
+            async with inference(c).tokenize(body, ANONYMOUS) as ids:
+                assert bytes(ids.tolist()) == b"user: hi\nassistant: "
+            assert sum(in_thread) == times
 
 
 @virtual

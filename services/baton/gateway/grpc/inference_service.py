@@ -88,8 +88,7 @@ class InferenceService:
             validator = self._service.validator
             unknown = validator.unknown_fields()
             fields = await _with_further_fields(body)
-            in_thread = is_read_in_thread(len(body.get(FIELDS_JSON) or ""), fields)
-            ids = await tokenize_body(validator, fields, unknown, in_thread=in_thread)
+            ids = await tokenize_body(validator, fields, unknown, size=len(body.get(FIELDS_JSON) or ""))
             self._service.count_ignored(unknown.names)
             with self._service.unsent_answer(ids_bytes(ids), lambda _: caller.cut_off()):
                 yield ids
