@@ -153,13 +153,47 @@ JSON_SCHEMA: FieldTable = {
         "False ignores parts of the schema that are not supported, which are otherwise refused.", BOOLEAN
     ),
 }
+TAG_CONTENT: FieldTable = {
+    "type": ReadField("Kind of the content.", {"enum": ["json_schema", "regex", "grammar"]}),
+    "json_schema": ReadField("JSON schema, for type json_schema.", OBJECT),
+    "pattern": ReadField("Regular expression, for type regex.", STRING),
+    "grammar": ReadField("Grammar, for type grammar.", STRING),
+    "style": RefusedField("content of type json_schema is written as JSON", ("json",)),
+    "excludes": RefusedField("use another pattern", _NOTHING),
+}
+TAGS: FieldTable = {
+    "type": ReadField("Always tag; not needed.", {"const": "tag"}),
+    "begin": ReadField("Text that begins the tag. It begins with one of the triggers.", STRING),
+    "content": ReadField("The constraint of what follows.", table=TAG_CONTENT),
+    "end": ReadField("Text after the content.", STRING),
+}
+TAG_FORMAT: FieldTable = {
+    "type": ReadField("Always triggered_tags.", {"const": "triggered_tags"}),
+    "triggers": ReadField("Texts that begin a tag.", STRINGS),
+    "tags": ReadField("The tags.", table=TAGS, is_list=True),
+    "at_least_one": ReadField("True: the answer has at least one tag.", BOOLEAN),
+    "stop_after_first": ReadField("True: the answer ends with its first tag.", BOOLEAN),
+    "excludes": RefusedField("leave it out", _NOTHING),
+}
+STRUCTURES: FieldTable = {
+    "begin": TAGS["begin"],
+    "schema": ReadField("JSON schema of what follows.", OBJECT),
+    "end": TAGS["end"],
+}
+_TAG_FORMS: FieldTable = {
+    "structures": ReadField("Older form of a structural_tag.", table=STRUCTURES, is_list=True),
+    "triggers": ReadField("Texts that begin a tag, in the older form.", STRINGS),
+    "format": ReadField("Newer form of a structural_tag.", table=TAG_FORMAT),
+}
+STRUCTURAL_TAG: FieldTable = {
+    "type": ReadField("Always structural_tag; not needed.", {"const": "structural_tag"}),
+    **_TAG_FORMS,
+}
 RESPONSE_FORMAT: FieldTable = {
     "type": ReadField("Kind of the format.", {"enum": ["text", "json_object", "json_schema", "structural_tag"]}),
     "json_schema": ReadField("Format of type json_schema.", table=JSON_SCHEMA),
     "schema": ReadField("JSON schema of the answer, for type json_object.", OBJECT),
-    "structures": ReadField("Older form of a structural_tag: tags with begin, schema and end.", OBJECTS),
-    "triggers": ReadField("Texts that begin a tag, in the older form.", STRINGS),
-    "format": ReadField("Newer form of a structural_tag, of type triggered_tags.", OBJECT),
+    **_TAG_FORMS,
 }
 STRUCTURED_OUTPUTS: FieldTable = {
     "json": ReadField("JSON schema of the answer, as an object or in a string.", _OBJECT_OR_TEXT),
@@ -167,7 +201,7 @@ STRUCTURED_OUTPUTS: FieldTable = {
     "regex": ReadField("Regular expression that matches the whole answer.", STRING),
     "choice": ReadField("Texts of which the answer is one.", STRINGS),
     "grammar": ReadField("Grammar of the answer in llguidance's form of Lark, or in GBNF.", STRING),
-    "structural_tag": ReadField("Free text with tags, as in response_format; also in a string.", _OBJECT_OR_TEXT),
+    "structural_tag": ReadField("Free text with tags; also in a string.", STRING, table=STRUCTURAL_TAG),
     "whitespace_pattern": ReadField("Regular expression for white space in JSON.", STRING),
     "disable_any_whitespace": ReadField("True: JSON has no white space.", BOOLEAN),
     "disable_fallback": RefusedField("llguidance is the only backend", (False, True)),
