@@ -101,6 +101,9 @@ async def test_logprobs_of_a_response_are_those_of_its_tokens(gateway: HttpGatew
     assert [len(entry["top_logprobs"]) for entry in content["logprobs"]] == [2] * 10
 
 
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -113,6 +116,8 @@ async def test_logprobs_of_a_response_are_those_of_its_tokens(gateway: HttpGatew
         (MESSAGES, {**MESSAGE, "tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
         (COUNT, {"messages": []}, "messages"),
         (RESPONSES, {**RESPONSE, "kv_transfer_params": {}}, "kv_transfer_params"),
+        (RESPONSES, {**RESPONSE, "tool_choice": {**ALLOWED, "mode": "any"}}, "tool_choice.mode"),
+        (RESPONSES, {**RESPONSE, "tool_choice": ALLOWED}, "tool_choice.tools[0]"),
         (MESSAGES, {**MESSAGE, "kv_transfer_params": {}}, "kv_transfer_params"),
     ],
 )

@@ -347,9 +347,9 @@ async def test_only_a_large_chat_is_tokenized_with_a_thread(monkeypatch: pytest.
 
     monkeypatch.setattr(asyncio, "to_thread", at_once)
     chat = {"messages": [{"role": "user", "content": "hi"}], "response_format": {"type": "json_object"}, "wish": ""}
-    room = loop_time.JSON_BYTES - len(json.dumps(chat))
+    most = loop_time.JSON_BYTES - len(json.dumps(chat))
     async with cluster(*PD) as c:
-        for size, times in ((room, 0), (room + 1, 2)):  # the JSON is parsed, and then read
+        for size, times in ((most, 0), (most + 1, 2)):  # the JSON is parsed, and then read
             body = {"fields_json": json.dumps(chat | {"wish": "x" * size})}
             async with inference(c).tokenize(body, ANONYMOUS) as ids:
                 assert bytes(ids.tolist()) == b"user: hi\nassistant: "

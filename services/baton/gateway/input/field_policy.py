@@ -92,10 +92,19 @@ TOOLS: FieldTable = {
     "type": ReadField("Always function.", {"const": "function"}),
     "function": ReadField("The function.", table=FUNCTIONS),
 }
-FUNCTION_NAME: FieldTable = {"name": ReadField("Name of the function that must be called.", STRING)}
-TOOL_CHOICE: FieldTable = {
+FUNCTION_NAME: FieldTable = {"name": ReadField("Name of the function.", STRING)}
+ALLOWED_TOOL: FieldTable = {
     "type": ReadField("Always function.", {"const": "function"}),
+    "function": ReadField("One of the tools.", table=FUNCTION_NAME),
+}
+ALLOWED_TOOLS: FieldTable = {
+    "mode": ReadField("Whether one of the allowed tools must be called.", {"enum": ["auto", "required"]}),
+    "tools": ReadField("The tools that the model may see and call.", table=ALLOWED_TOOL, is_list=True),
+}
+TOOL_CHOICE: FieldTable = {
+    "type": ReadField("Kind of the choice.", {"enum": ["function", "allowed_tools"]}),
     "function": ReadField("The tool that must be called.", table=FUNCTION_NAME),
+    "allowed_tools": ReadField("Some of the tools, for type allowed_tools.", table=ALLOWED_TOOLS),
 }
 
 LABELS: FieldTable = {
@@ -328,7 +337,8 @@ CHAT_TEMPLATE: FieldTable = {
     "messages": ReadField("The chat so far.", table=MESSAGES, is_list=True),
     "tools": ReadField("Tools that the model may call, at most 128.", table=TOOLS, is_list=True),
     "tool_choice": ReadField(
-        "none, auto, required, or the tool that must be called. Default: auto if there are tools.",
+        "none, auto, required, the tool that must be called, or the tools that are allowed. Default: auto if there "
+        "are tools.",
         {"enum": ["none", "auto", "required"]},
         table=TOOL_CHOICE,
     ),
