@@ -300,6 +300,17 @@ _SERVICE: FieldTable = {
 
 _BOTH: FieldTable = {**_SERVICE, **_PROMPT, **_SAMPLING, **CONSTRAINTS, **_OUTPUT, **LABELS}
 
+CHAT_ONLY = (
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "messages",
+    "tool_choice",
+    "tools",
+    "web_search_options",
+)
+"""Fields that are refused without a chat."""
+
 COMPLETIONS: FieldTable = {
     **_BOTH,
     "prompt": ReadField(
@@ -315,18 +326,7 @@ COMPLETIONS: FieldTable = {
     ),
     "logprobs": ReadField("Report the logprobs of this many most likely tokens at each position."),
     "echo": ReadField("Begin each choice with the prompt, and with logprobs its logprobs with those of the prompt."),
-    **{
-        name: RefusedField(_CHATS)
-        for name in (
-            "chat_template",
-            "chat_template_kwargs",
-            "documents",
-            "messages",
-            "tool_choice",
-            "tools",
-            "web_search_options",
-        )
-    },
+    **{name: RefusedField(_CHATS) for name in CHAT_ONLY},
     "suffix": RefusedField(
         "a model needs tokens of its own for text insertion; write the model's fill-in-the-middle format into prompt",
         ("",),

@@ -67,8 +67,11 @@ class ParsedRequest:
 
     @property
     def prompt_field(self) -> str:
-        """Field that has the prompt, for errors about its length."""
-        return "prompt" if self.chat is None else "messages"
+        """Field that has the prompt, for errors about its tokens."""
+        if self.chat is not None:
+            return "messages"
+        has_ids = self.endpoint is Endpoint.GRPC and isinstance(self.prompts[0], array)
+        return "token_ids" if has_ids else "prompt"
 
 
 def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownFields) -> ParsedRequest:
@@ -80,7 +83,7 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownF
     check_fields(body, field_policy.CHAT if is_chat else field_policy.COMPLETIONS, unknown)
     read = FieldReader(body)
     n = read.value("n")
-    prompts = () if is_chat else _prompts(body)
+    prompts = () if is_chat else _prompts(body, endpoint)
     if max(1, len(prompts)) * n > (most := LIMITS["choices"].maximum or 0):
         raise InvalidField(
             "n",
@@ -148,9 +151,12 @@ def _output_options(
     )
 
 
-def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
+def _prompts(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[Prompt, ...]:
     """Return the prompts of a body: a string, a list of token ids, or a list of either."""
     prompt = body.get("prompt")
+    if prompt is None and endpoint is Endpoint.GRPC:
+        message = "the prompt is missing; set prompt, token_ids or fields_json.messages"
+        raise InvalidField("prompt", message)
     if isinstance(prompt, str):
         return (_prompt(prompt),)
     if not isinstance(prompt, JSON_LISTS):

@@ -57,21 +57,25 @@ def _parsed(body: Mapping[str, Any], unknown: UnknownFields) -> str | ChatReques
     return prompt
 
 
-async def detokenize_body(validator: Validator, body: Mapping[str, Any], unknown: UnknownFields) -> str:
-    """Return the text of `tokens`. An id without text becomes U+FFFD. Raises Refused if the body is
-    invalid."""
+async def detokenize_body(
+    validator: Validator, body: Mapping[str, Any], unknown: UnknownFields, name: str = "tokens"
+) -> str:
+    """Return the text of `tokens`. An id without text becomes U+FFFD.
+
+    Raises Refused if the body is invalid. `name` is the field's name in errors.
+    """
     check_fields(body, field_policy.DETOKENIZE, unknown)
     validator.check_model(FieldReader(body).value("model"))
     tokens = body.get("tokens")
     if not isinstance(tokens, JSON_LISTS):
-        raise InvalidField("tokens", f"tokens is {printable(tokens)}; must be a list of token ids")
+        raise InvalidField(name, f"{name} is {printable(tokens)}; must be a list of token ids")
     most = max(MAX_TOKENS, validator.max_model_len or 0)
     if len(tokens) > most:
         raise InvalidField(
-            "tokens", f"tokens has {len(tokens)} ids; at most {most} are allowed in one call; send several calls"
+            name, f"{name} has {len(tokens)} ids; at most {most} are allowed in one call; send several calls"
         )
-    ids = tokens if isinstance(tokens, array) else _checked_ids(tokens)
-    validator.check_vocabulary("tokens", largest_id(ids))
+    ids = tokens if isinstance(tokens, array) else _checked_ids(name, tokens)
+    validator.check_vocabulary(name, largest_id(ids))
     return await decoded(validator.tokenizer, ids)
 
 
@@ -85,11 +89,11 @@ async def decoded(tokenizer: Tokenizer, ids: TokenIds) -> str:
     return "".join(texts) + detokenizer.flush()
 
 
-def _checked_ids(tokens: Sequence[Any]) -> TokenIds:
+def _checked_ids(name: str, tokens: Sequence[Any]) -> TokenIds:
     """Convert token ids. Raises InvalidField for the first value that is none."""
     if not set(map(type, tokens)) <= {int} or not 0 <= min(tokens, default=0) <= max(tokens, default=0) <= U32_MAX:
         for token in tokens:
-            check("token_ids", token, "tokens")
+            check("token_ids", token, name)
     return token_ids(tokens)
 
 

@@ -247,7 +247,7 @@ class Validator:
         Raises Refused if a prompt is invalid, or if one that is not truncated is too long.
         """
         if isinstance(prompt, array):
-            self.check_vocabulary("prompt", largest_id(prompt))
+            self.check_vocabulary(parsed.prompt_field, largest_id(prompt))
             return prompt if kept is None else prompt[-kept:]
         assert isinstance(prompt, str)  # a prompt is either ids or a text
         if kept is None:
