@@ -27,7 +27,7 @@ _ADVICE: Mapping[str, str] = {
 """Fields that no message can have, and what to do instead."""
 
 
-class MessageFields:
+class GrpcMessageFields:
     """The fields of one message and of its JSON.
 
     body: all of them, as in the body of an equivalent call over HTTP.
@@ -53,14 +53,14 @@ class MessageFields:
         return InvalidField(place, message, failure.reason, failure.code)
 
 
-async def read_message(body: Mapping[str, Any]) -> MessageFields:
+async def read_message(body: Mapping[str, Any]) -> GrpcMessageFields:
     """Return the fields of a message, which `body` has without those of its JSON.
 
     Raises Refused if the JSON is invalid, repeats a field, or asks for something that no message can have.
     """
     text = body.get(FIELDS_JSON)
     if text is None:
-        return MessageFields(body, {}, 0)
+        return GrpcMessageFields(body, {}, 0)
     check_text(FIELDS_JSON, text)
     further = await parse_body(text.encode(), FIELDS_JSON)
     for name, value in further.items():
@@ -74,4 +74,4 @@ async def read_message(body: Mapping[str, Any]) -> MessageFields:
         place = f"{FIELDS_JSON}.messages"
         raise InvalidField(place, f"both {place} and a prompt are set; send only one of them")
     fields = {name: value for name, value in body.items() if name != FIELDS_JSON} | further
-    return MessageFields(fields, further, len(text))
+    return GrpcMessageFields(fields, further, len(text))
