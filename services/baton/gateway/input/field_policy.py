@@ -325,7 +325,10 @@ COMPLETIONS: FieldTable = {
         },
     ),
     "logprobs": ReadField("Report the logprobs of this many most likely tokens at each position."),
-    "echo": ReadField("Begin each choice with the prompt, and with logprobs its logprobs with those of the prompt."),
+    "echo": ReadField(
+        "Begin each choice with the prompt, and with logprobs its logprobs with those of the prompt. In a stream the "
+        "first event of a choice has them."
+    ),
     **{name: RefusedField(_CHATS) for name in CHAT_ONLY},
     "suffix": RefusedField(
         "a model needs tokens of its own for text insertion; write the model's fill-in-the-middle format into prompt",

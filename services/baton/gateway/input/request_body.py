@@ -236,12 +236,12 @@ def _num_logprobs(read: FieldReader, is_chat: bool) -> int | None:
 def _num_prompt_logprobs(read: FieldReader, *, echo: bool) -> int | None:
     """Return the number of logprobs to report for prompt tokens: those of `prompt_logprobs`, and of `echo`
     with `logprobs`."""
-    numbers = [read.value("prompt_logprobs"), read.value("logprobs") if echo else None]
-    most = max((number for number in numbers if number is not None), default=None)
-    if most is not None and read.value("stream"):
-        name = "prompt_logprobs" if numbers[0] is not None else "echo"
-        raise InvalidField(name, f"{name} asks for logprobs of the prompt, and stream is true; set stream to false")
-    return most
+    wanted = read.value("prompt_logprobs")
+    if wanted is not None and read.value("stream"):
+        remedy = "set stream to false, or ask a completion for echo and logprobs"
+        raise InvalidField("prompt_logprobs", f"prompt_logprobs is not available with stream; {remedy}")
+    numbers = [wanted, read.value("logprobs") if echo else None]
+    return max((number for number in numbers if number is not None), default=None)
 
 
 def _allowed_token_ids(body: Mapping[str, Any], read: FieldReader) -> tuple[int, ...]:
