@@ -122,6 +122,14 @@ def completions() -> None:
     prompts = ["import os", "def f("]
     answer = client.completions.create(model=MODEL, prompt=prompts, max_tokens=4, temperature=0, echo=True, logprobs=1)
     assert all(choice.text.startswith(prompt) for choice, prompt in zip(answer.choices, prompts, strict=True))
+    streamed = {0: [], 1: []}
+    for chunk in client.completions.create(
+        model=MODEL, prompt=prompts, max_tokens=4, temperature=0, echo=True, logprobs=1, stream=True
+    ):
+        for choice in chunk.choices:
+            streamed[choice.index] += zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
+    for choice in answer.choices:
+        assert streamed[choice.index] == list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
 
 
 def errors() -> None:
