@@ -41,7 +41,8 @@ CHOICE_BYTES = 256
 
 
 def call_bytes(call: ClientCall) -> int:
-    """Return the bytes of a call's prompts, of their JSON text if a stream repeats it, and of delivered tokens."""
+    """Return the bytes of a call's prompts, of their JSON text if a stream repeats it, and of the tokens that
+    were delivered."""
     options = call.output_options
     message_bytes = 0 if options.message is None else options.message.num_bytes
     prompt_token_bytes = PROMPT_TOKEN_BYTES + JSON_ID_BYTES * options.return_token_ids
