@@ -67,7 +67,7 @@ class InferenceService:
                         identity=identity,
                     )
                 except InvalidField as error:
-                    raise fields.renamed(error) from error
+                    raise fields.renamed(error) from None  # the same error would be its own cause
         except Refused as refused:
             self._service.count_result(Endpoint.GRPC.value, refused.failure)
             raise
@@ -83,7 +83,7 @@ class InferenceService:
             try:
                 ids = await tokenize_body(validator, fields.body, unknown, size=fields.size)
             except InvalidField as error:
-                raise fields.renamed(error) from error
+                raise fields.renamed(error) from None  # the same error would be its own cause
             self._service.count_ignored(unknown.names)
             with self._service.unsent_answer(ids_bytes(ids), lambda _: caller.cut_off()):
                 yield ids
