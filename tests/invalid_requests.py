@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -368,6 +369,14 @@ def cases(*, max_model_len: int, max_num_seqs: int, vocab_size: int) -> list[Cas
         ),
     ]
     return found
+
+
+def error_over_grpc(message: str, *, has_ids: bool) -> str:
+    """Return the error of a completion as it is over gRPC, where token ids have a field of their own."""
+    if has_ids:
+        return re.sub(r"^prompt(?= contains)|(?<=shorten )prompt", "token_ids", message)
+    is_missing = message.startswith("prompt is missing")
+    return "the prompt is missing; set prompt, token_ids or fields_json.messages" if is_missing else message
 
 
 def grpc_only() -> Iterator[tuple[str, bytes, str]]:

@@ -55,13 +55,17 @@ def _read(route: int, body: dict[str, Any]) -> None:
         json.loads(b"{" + encode_echo(translated.echo) + b"}")
         try:
             if route == 6:
-                _run(tokenize_body(_VALIDATOR, translated.chat, unknown))
+                _run(tokenize_body(_VALIDATOR, translated.chat, unknown, size=0))
             else:
                 parse_request((Endpoint.RESPONSES, Endpoint.MESSAGES)[route - 4], translated.chat, unknown)
         except InvalidField as error:
             raise translated.renamed(error) from error
     else:
-        _run(tokenize_body(_VALIDATOR, body, unknown) if route == 2 else detokenize_body(_VALIDATOR, body, unknown))
+        _run(
+            tokenize_body(_VALIDATOR, body, unknown, size=0)
+            if route == 2
+            else detokenize_body(_VALIDATOR, body, unknown)
+        )
     assert len(unknown.names) <= MAX_NAMES
     assert all(name.isascii() and name.isprintable() and len(name) <= MAX_NAME_CHARS for name in unknown.names)
 

@@ -8,16 +8,18 @@ from baton.core.request_limits import LIMITS, MAX_HEAD_BYTES, MAX_JSON_DEPTH
 from baton.gateway.http.http_app import HttpApp
 from baton.gateway.input.endpoint_fields import ENDPOINTS
 from baton.gateway.input.field_table import FieldRule, FieldTable, LabelField, ReadField, RefusedField
+from baton.gateway.input.ignored_fields import MAX_FIELDS, MAX_NAMES
 from tools.reference.markdown import code, page, paragraph, table
 
 RuleT = TypeVar("RuleT", ReadField, LabelField, RefusedField)
 
 INTRODUCTION = f"""
 The gateway serves OpenAI's API for completions, chats and responses, and Anthropic's for messages. A known field is
-read, accepted as a label without effect, or refused by name. Unknown fields are ignored, and named in the response
-header `x-baton-ignored-fields`; with `--strict-fields` they are refused. Errors have OpenAI's shape, those of
-`/v1/messages` Anthropic's; [Errors](errors.md) lists each status and reason, and what a client does about it. A request
-head may have {MAX_HEAD_BYTES // 1024} KiB, a JSON body {MAX_JSON_DEPTH} levels.
+read, accepted as a label without effect, or refused by name. Unknown fields are ignored, and the first {MAX_NAMES} are
+named in the response header `x-baton-ignored-fields`; more than {MAX_FIELDS:,}, or any with `--strict-fields`, are
+refused. Errors have OpenAI's shape, those of `/v1/messages` Anthropic's; [Errors](errors.md) lists each status and
+reason, and what a client does about it. A request head may have {MAX_HEAD_BYTES // 1024} KiB, a JSON body
+{MAX_JSON_DEPTH} levels.
 
 Every response has the request's id in `x-request-id`. An error says in `retry-after` when a retry can succeed. With
 `x-should-retry: false` the same request fails again; the clients of OpenAI and Anthropic then do not repeat it.

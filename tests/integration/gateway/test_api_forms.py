@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -118,6 +119,9 @@ async def test_logprobs_of_a_message_are_without_those_of_reasoning_and_delimite
                 assert bytes(written).decode().removesuffix("<|im_end|>") == whole["text"] == text
 
 
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -130,6 +134,8 @@ async def test_logprobs_of_a_message_are_without_those_of_reasoning_and_delimite
         (MESSAGES, {**MESSAGE, "tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
         (COUNT, {"messages": []}, "messages"),
         (RESPONSES, {**RESPONSE, "kv_transfer_params": {}}, "kv_transfer_params"),
+        (RESPONSES, {**RESPONSE, "tool_choice": {**ALLOWED, "mode": "any"}}, "tool_choice.mode"),
+        (RESPONSES, {**RESPONSE, "tool_choice": ALLOWED}, "tool_choice.tools[0]"),
         (MESSAGES, {**MESSAGE, "kv_transfer_params": {}}, "kv_transfer_params"),
     ],
 )
@@ -157,6 +163,14 @@ async def test_prompt_that_is_too_long_names_the_field_that_has_it(gateway: Http
     ):
         error = (await gateway.post(path, body)).json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert error["message"].endswith(f"shorten {param}")
+        assert "max" not in error["message"].replace("maximum", "")
+    for path, body, name in (
+        (RESPONSES, {**RESPONSE, "max_output_tokens": 2000}, "max_output_tokens"),
+        (MESSAGES, {**MESSAGE, "max_tokens": 2000}, "max_tokens"),
+    ):
+        message = (await gateway.post(path, body)).json()["error"]["message"]
+        assert re.match(rf"input length and `{name}` exceed context limit: \d+ \+ 2000 > \d+;", message)
 
 
 async def test_other_errors_of_messages_have_their_types(gateway: HttpGateway) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.gateway.http_gateway import HttpGateway, http_gateway, stream_events
 from tests.integration.gateway.test_api_keys import ALICE, EVE, bearer, key_ring
-from tests.unit.gateway.fakes import answer_to
+from tests.unit.gateway.fakes import answer_to, kill_at
 
 PD = (("p0", "prefill"), ("d0", "decode"))
 CHAT = "/v1/chat/completions"
@@ -162,6 +162,49 @@ async def test_echo_with_logprobs_covers_the_prompt(gateway: HttpGateway) -> Non
         assert found["text_offset"] == list(range(2 + max_tokens))
         assert found["top_logprobs"][:2] == [None, {"i": -0.5}]
     assert "prompt_logprobs" not in answer["choices"][0]
+
+
+ECHOED: dict[str, Any] = {"prompt": ["hi", "x", "n\u00e9 " * 40], "echo": True, "logprobs": 1, "n": 2}
+"""Prompts of two tokens, of one, and of so many that they are formatted in a thread."""
+
+
+def joined(choices: Any, name: str) -> dict[int, list[Any]]:
+    """Return a list of the logprobs of each choice, over all events."""
+    lists: dict[int, list[Any]] = {}
+    for choice in choices:
+        lists.setdefault(choice["index"], []).extend((choice["logprobs"] or {}).get(name, ()))
+    return lists
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+async def test_first_event_of_each_choice_has_the_logprobs_of_the_prompt(gateway: HttpGateway, max_tokens: int) -> None:
+    body = ECHOED | {"max_tokens": max_tokens, "stream_options": {"continuous_usage_stats": True}}
+    answer = (await gateway.post(COMPLETIONS, ECHOED | {"max_tokens": max_tokens})).json()
+    events = await stream_events(gateway, COMPLETIONS, body)
+    choices = [choice for event in events for choice in event["choices"]]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert joined(choices, name) == joined(answer["choices"], name)
+    num_tokens = [len(prompt.encode()) for prompt in ECHOED["prompt"] for _ in range(2)]
+    for index, number in enumerate(num_tokens):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert mine[0]["text"].startswith(ECHOED["prompt"][index // 2])
+        assert mine[0]["logprobs"]["token_logprobs"][0] is None
+        assert sum(len((choice["logprobs"] or {}).get("tokens", ())) for choice in mine) == number + max_tokens
+        assert len(mine[0]["logprobs"]["tokens"]) >= number
+    assert events[-1]["usage"] == answer["usage"]
+    assert all(event["usage"]["prompt_tokens"] == answer["usage"]["prompt_tokens"] for event in events)
+
+
+@pytest.mark.parametrize("index", [0, 1, 3])
+async def test_streamed_logprobs_of_the_prompt_come_once_when_a_worker_dies(index: int) -> None:
+    body = {"prompt": "hello " * 20, "echo": True, "logprobs": 0, "n": 2, "max_tokens": 5}
+    async with http_gateway(*PD, ("p1", "prefill"), ("d1", "decode")) as gateway:
+        undisturbed = (await gateway.post(COMPLETIONS, body)).json()["choices"]
+        gateway.cluster.scheduler.workers[1].before_token = kill_at(index)
+        choices = [choice for event in await stream_events(gateway, COMPLETIONS, body) for choice in event["choices"]]
+        assert gateway.cluster.scheduler.workers[1].is_dead
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert joined(choices, name) == joined(undisturbed, name)
 
 
 async def test_the_canonical_grammar_and_token_rules_reach_every_job(gateway: HttpGateway) -> None:

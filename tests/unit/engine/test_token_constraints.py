@@ -321,17 +321,24 @@ async def test_grammar_beyond_the_limits_is_refused_before_it_runs(name: str) ->
     assert not refused.value.failure.retriable
 
 
-def test_grammar_that_becomes_expensive_fails_with_the_cause() -> None:
-    rules, rng = sampling(of_regex("((a{0,100}){0,100}){0,100}")), Random(0)
-    outputs: list[int] = []
+@pytest.mark.parametrize("name", ["mask", "token"])
+def test_grammar_that_becomes_expensive_says_after_how_many_tokens(name: str) -> None:
+    """A mask exceeds a limit in the first grammar, a token that its mask had allowed in the second."""
+    grammar = of_regex("((a{0,100}){0,100}){0,100}") if name == "mask" else AMBIGUOUS
+    rules, rng, outputs = sampling(grammar), Random(0), list[int]()
     for _ in range(500):
         found = allowed(rules, outputs)
         if isinstance(found, Failure):
-            assert found.reason is Reason.NO_TOKEN_LEFT
-            assert "too expensive" in found.message
-            return
-        outputs.append(rng.choice(sorted(found.difference(DEMO_EOS_TOKEN_IDS))))
-    raise AssertionError("no limit")
+            break
+        outputs.append(A if name == "token" else rng.choice(sorted(found.difference(DEMO_EOS_TOKEN_IDS))))
+    assert isinstance(found, Failure), "no limit"
+    assert found.reason is Reason.NO_TOKEN_LEFT
+    assert f"too expensive after {len(outputs)} tokens" in found.message
+    if name == "token":  # also if more tokens are replayed at once
+        executor = MatcherExecutor(demo_table().table)
+        matcher = CompiledGrammar(grammar, demo_table()).start.copy()
+        with pytest.raises(Refused, match=f"too expensive after {len(outputs)} tokens"):
+            matcher.follow(token_ids([*outputs, A, A]), executor)
 
 
 def test_schema_with_many_patterns_is_within_the_limits() -> None:

@@ -137,7 +137,7 @@ def stream(kind: Any, endpoint: Endpoint, choices: Sequence[ChoiceDelta], **fiel
     with kind(a_call(endpoint, stream=True, **fields), ECHO, rig.services, rig.queue) as response:
         for choice in choices:
             response.put(choice)
-        response.finish(OUTCOME)
+        asyncio.run(response.finish(OUTCOME))
         events = rig.events()
     assert rig.budget.used(Account.REQUESTS) == 0
     return events
@@ -347,7 +347,7 @@ def test_stream_of_a_response_counts_what_it_repeats_once() -> None:
     text = "x" * 100_000
     with ResponseEvents(a_call(Endpoint.RESPONSES, stream=True), ECHO, rig.services, rig.queue) as response:
         response.put(ChoiceDelta(index=0, text=text, finish=FinishReason.STOP))
-        response.finish(OUTCOME)
+        asyncio.run(response.finish(OUTCOME))
         assert rig.budget.used(Account.REQUESTS) == pytest.approx(len(text) + len(ECHO), rel=0.05)
         assert rig.unread.num_bytes == pytest.approx(len(text), rel=0.02)
         assert rig.queue.num_bytes == pytest.approx(5 * len(text), rel=0.1)

@@ -31,6 +31,15 @@ def chat(**body: Any) -> ChatRequest:
     return parse_chat({"messages": [USER]} | body, UnknownFields(is_strict=True))
 
 
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    """Return a body with two tools, `g` and `f`, of which some are allowed."""
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+    return {"tools": [tool("g"), tool()], "tool_choice": choice}
+
+
 def messages_of(*messages: Any) -> list[dict[str, Any]]:
     return list(parse_chat({"messages": [*messages]}, UnknownFields(is_strict=True)).prompt.messages)
 
@@ -63,6 +72,16 @@ def test_tools_are_kept_for_the_template_and_for_the_output() -> None:
 def test_tool_choice_says_how_tools_are_used(fields: dict[str, Any], expected: tuple[Any, ...]) -> None:
     use = chat(tools=[tool()], **fields).tools
     assert (use.mode, use.only, use.parallel, use.is_legacy) == expected
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_seen_and_called(mode: str) -> None:
+    parsed = chat(**allowed(mode, NAMED))
+    assert parsed.tools == ToolUse(tools=(Tool(name="f", parameters=SCHEMA),), mode=ToolMode(mode))
+    assert parsed.tools.tools[0].place == "tools[1].function"
+    assert parsed.prompt.tools == (tool(),)
+    both = allowed(mode, {"type": "function", "function": {"name": "g"}}, NAMED)
+    assert [each.name for each in chat(**both).tools.tools] == ["g", "f"]
 
 
 def test_legacy_functions_are_tools_with_one_call() -> None:
@@ -107,7 +126,16 @@ def test_empty_tools_are_no_tools(fields: dict[str, Any]) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": 1}, "tool_choice"),
-        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": [tool()], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        (allowed("none", NAMED), "tool_choice.allowed_tools.mode"),
+        (allowed("auto"), "tool_choice.allowed_tools.tools"),
+        (allowed("auto", NAMED, {"type": "function", "function": {"name": "x"}}), "tool_choice.allowed_tools.tools[1]"),
+        (allowed("auto", NAMED, NAMED), "tool_choice.allowed_tools.tools[1]"),
+        (allowed("auto", {"type": "mcp"}), "tool_choice.allowed_tools.tools[0].type"),
+        (allowed("auto", {"type": "function"}), "tool_choice.allowed_tools.tools[0].function"),
+        (allowed("auto", *[NAMED] * 129), "tool_choice.allowed_tools.tools"),
+        (allowed("auto", NAMED | {"x": 1}), "tool_choice.allowed_tools.tools[0].x"),
         ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         (
             {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}},

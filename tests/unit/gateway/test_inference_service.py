@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import json
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -26,6 +28,7 @@ from baton.gateway.request.unread_output import UnreadOutput
 from baton.gateway.text.chat_templates import ChatTemplates
 from baton.gateway.text.tokenizer import ByteTokenizer
 from baton.rpc.mappers.client_mapper import from_generate_request, from_tokenize_request, to_generate_request
+from baton.runtime.process import loop_time
 from baton.runtime.process.byte_budget import Account
 from baton.v1.inference_pb2 import TokenizeRequest
 from tests import builders
@@ -328,31 +331,69 @@ async def test_prompt_of_a_chat_is_tokenized() -> None:
             assert bytes(ids.tolist()) == b"user: hi\nassistant: "
         assert c.registry.get_sample_value("baton_ignored_fields_total", {"field": "wish"}) == 1
         both = TokenizeRequest(prompt="x", fields_json=chat.fields_json)
-        with pytest.raises(Refused, match="exactly one of prompt and messages"):
+        with pytest.raises(Refused, match=r"both fields_json.messages and a prompt"):
             async with inference(c).tokenize(from_tokenize_request(both), ANONYMOUS):
                 pass
+
+
+@virtual
+async def test_only_a_large_chat_is_tokenized_with_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both APIs have one rule. A schema has no part in it, because it is not read."""
+    in_thread: list[int] = []
+
+    async def at_once(function: Callable[[], Any]) -> Any:
+        in_thread.append(1)
+        return function()
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "response_format": {"type": "json_object"}, "wish": ""}
+    most = loop_time.JSON_BYTES - len(json.dumps(chat))
+    async with cluster(*PD) as c:
+        for size, times in ((most, 0), (most + 1, 2)):  # the JSON is parsed, and then read
+            body = {"fields_json": json.dumps(chat | {"wish": "x" * size})}
+            async with inference(c).tokenize(body, ANONYMOUS) as ids:
+                assert bytes(ids.tolist()) == b"user: hi\nassistant: "
+            assert sum(in_thread) == times
 
 
 @virtual
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"fields_json": "{"}, "not valid JSON"),
-        ({"fields_json": "[]"}, "must be a JSON object"),
-        ({"fields_json": "\ud800"}, "lone surrogate"),
-        ({"fields_json": '{"stream": false}'}, "implied"),
-        ({"fields_json": '{"prompt": "y"}'}, "set in the message, too"),
-        ({"fields_json": '{"echo": true}'}, "echo has no effect over gRPC"),
-        ({"fields_json": '{"prompt_logprobs": 0}'}, "over HTTP"),
+        ({"fields_json": "{"}, "fields_json is not valid JSON: "),
+        ({"fields_json": "[]"}, "fields_json is a list; must be a JSON object"),
+        ({"fields_json": '{"a": 1, "a": 2}'}, "fields_json has the key 'a' twice"),
+        ({"fields_json": '{"a": NaN}'}, "fields_json contains NaN"),
+        ({"fields_json": '{"a":' * 40 + "1" + "}" * 40}, "fields_json is nested too deeply"),
+        ({"fields_json": "\ud800"}, "fields_json contains a lone surrogate"),
+        ({"fields_json": '{"stream": false}'}, "fields_json.stream is implied"),
+        ({"fields_json": '{"prompt": "y"}'}, "fields_json.prompt is set in the message, too"),
+        ({"fields_json": '{"echo": true}'}, "fields_json.echo has no effect over gRPC"),
+        ({"fields_json": '{"prompt_logprobs": 0}'}, "send the request over HTTP"),
         ({"fields_json": '{"top_logprobs": 2}'}, "set logprobs in the message"),
-        ({"fields_json": '{"best_of": 2}'}, "must be equal to n"),
-        ({"fields_json": '{"messages": [{"role": "user", "content": "x"}]}'}, "prompt"),
+        ({"fields_json": '{"deadline_s": 2}'}, "fields_json.deadline_s has no effect over gRPC: set the deadline of"),
+        ({"fields_json": '{"best_of": 2}'}, r"fields_json.best_of is 2; must be equal to n \(1\)"),
+        ({"n": 0}, "n is 0; must be"),
+        ({"fields_json": '{"suffix": "y"}'}, "fields_json.suffix is not implemented: a model needs"),
+        ({"fields_json": '{"tools": []}'}, "fields_json.tools is for chats; set fields_json.messages, too"),
+        ({"fields_json": '{"messages": [{"role": "user", "content": "x"}]}'}, "both fields_json.messages and a prompt"),
+        ({"prompt": None, "fields_json": '{"messages": [{"role": "x"}]}'}, r"fields_json.messages\[0\].role is 'x'; "),
+        ({"prompt": None}, "the prompt is missing; set prompt, token_ids or fields_json.messages"),
+        ({"prompt": [999], "max_tokens": 1}, "token_ids contains the token id 999"),
     ],
 )
-async def test_error_in_the_further_fields_is_named(fields: dict[str, str], error: str) -> None:
+async def test_error_names_the_field_of_the_message(fields: dict[str, Any], error: str) -> None:
     async with cluster(*PD) as c:
-        with pytest.raises(Refused, match=error):
+        with pytest.raises(Refused, match=f"^{error}|^[^;]*: {error}"):
             await inference(c).generate({"prompt": "x"} | fields, ANONYMOUS)
+
+
+@virtual
+async def test_detokenization_names_the_field_of_the_message() -> None:
+    async with cluster(*PD) as c:
+        with pytest.raises(Refused, match=r"^token_ids contains the token id 99999"):
+            async with inference(c).detokenize({"tokens": [99999]}, ANONYMOUS):
+                pass
 
 
 @virtual

@@ -115,9 +115,11 @@ class RecordingDecoder(json.JSONDecoder):
 
     longest = 0
     num_copied = 0
+    num_calls = 0
 
     def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
         value, end = super().raw_decode(s, idx)
+        RecordingDecoder.num_calls += 1
         RecordingDecoder.num_copied += 0 if idx else len(s)
         RecordingDecoder.longest = max(RecordingDecoder.longest, end - idx)
         return value, end
@@ -142,11 +144,53 @@ def test_short_strings_with_escapes_are_not_copied_with_what_follows(monkeypatch
     assert RecordingDecoder.num_copied < 100 * 5000
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"type": "text", "text": "x, [1]"}] * 2000,
+        {f"k{n}": n for n in range(5000)},
+        ["a\n", 1] * 3000,
+        ["a", *range(10_000)],
+        [{"role": "user", "content": [{"text": "}"}]}] * 2000,
+        {"x": {f"k{n}": {"a": [n]} for n in range(3000)}},
+    ],
+    ids=["parts", "members", "mixed", "numbers after a string", "messages", "nested"],
+)
+def test_many_small_values_take_few_calls_of_the_decoder(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call costs as much as 30 values that are decoded together."""
+    monkeypatch.setattr(json, "JSONDecoder", RecordingDecoder)
+    RecordingDecoder.num_calls = 0
+    text = json.dumps(value)
+    assert in_pieces(text, 1000) == value
+    assert RecordingDecoder.num_calls < 5 + 4 * len(text) / 1000
+
+
 def test_long_list_of_token_ids_is_an_array() -> None:
     ids = list(range(MIN_ARRAY_IDS))
     assert in_pieces(json.dumps([ids, ids[1:], [*ids, 0.5]]), 100) == [array("I", ids), ids[1:], [*ids, 0.5]]
     assert in_pieces(json.dumps([*ids, 2**32]), 100) == [*ids, 2**32]
     assert in_pieces(json.dumps([*ids, -1]), 100) == [*ids, -1]
+    for num_chars in (100, 10_000):  # decoded by itself, or together with what is around it
+        value = in_pieces(json.dumps({"a": [[ids], 0, {"b": ids}], "c": 0}), num_chars)
+        assert value == {"a": [[array("I", ids)], 0, {"b": array("I", ids)}], "c": 0}
+
+
+def num_scalars(value: object) -> int:
+    """Return the number of keys and other strings, numbers and constants."""
+    if isinstance(value, dict):
+        return sum(1 + num_scalars(item) for item in value.values())
+    return sum(map(num_scalars, value)) if isinstance(value, list) else 1
+
+
+@settings(max_examples=sized(100, 5000), deadline=None)
+@given(VALUES.filter(lambda value: num_scalars(value) > 0), PIECES)
+def test_values_are_counted_exactly(value: Any, num_chars: int) -> None:
+    text = json.dumps(["x", value])
+    number = 1 + num_scalars(value)
+    options: dict[str, Any] = {"object_pairs_hook": dict, "parse_constant": refuse, "piece_chars": num_chars}
+    assert json_pieces.loads(text, max_values=number, **options) == ["x", value]
+    with pytest.raises(json_pieces.TooManyValues):
+        json_pieces.loads(text, max_values=number - 1, **options)
 
 
 @pytest.mark.parametrize(

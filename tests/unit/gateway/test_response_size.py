@@ -87,6 +87,8 @@ def test_lists_of_ids_logprobs_of_prompts_and_echoes_count() -> None:
     assert call_bytes(completion(stop=["x" * 1000] * 16)) >= plain + 16_000
     assert call_bytes(completion(prompt_logprobs=20)) == plain + num_prompt_tokens * 21 * 8
     long = {"prompt": "x" * 80, "max_tokens": 1, "stream": True}
+    echoed, streamed = (completion(prompt=[65] * 50, echo=True, logprobs=3, stream=flag) for flag in (False, True))
+    assert call_bytes(streamed) >= call_bytes(echoed) + 50 * 4 * 60
     assert call_bytes(call(long | {"echo": True})) >= call_bytes(call(long)) + 3 * 80
 
 

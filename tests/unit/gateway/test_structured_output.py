@@ -354,6 +354,56 @@ def test_tags_can_be_required_and_can_end_the_text() -> None:
     }
 
 
+NEW_TAG = {
+    "type": "tag",
+    "begin": "<f>",
+    "content": {"type": "regex", "pattern": "a", "flags": "i"},
+    "end": "",
+    "id": 1,
+}
+TAG_FORMS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "older": (
+        {
+            "triggers": ["<f"],
+            "structures": [{"begin": "<f>", "schema": {}, "end": "", "name": "n"}],
+            "at_least_one": True,
+        },
+        ["at_least_one", "structures[].name"],
+    ),
+    "newer": (
+        {"format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [NEW_TAG], "stop": True}, "version": 2},
+        ["version", "format.stop", "format.tags[].id", "format.tags[].content.flags"],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", TAG_FORMS)
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs.structural_tag"])
+def test_unknown_fields_of_structural_tags_are_named(form: str, field: str) -> None:
+    tag, names = TAG_FORMS[form]
+    is_format = field == "response_format"
+    body = {field: {"type": "structural_tag", **tag}} if is_format else {"structured_outputs": {"structural_tag": tag}}
+    unknown = UnknownFields()
+    assert parse_constraint(body, unknown) is not None
+    assert unknown.names == [f"{field}.{name}" for name in names]
+    error = refusal({"prompt": "x"} | body, strict_fields=True)
+    assert (error.param, error.failure.reason) == (f"{field}.{names[0]}", Reason.UNSUPPORTED_FIELD)
+
+
+def test_fields_of_structural_tags_that_would_change_the_answer_are_refused() -> None:
+    place = "structured_outputs.structural_tag.format"
+
+    def param(content: dict[str, Any], **more: Any) -> str:
+        tags = [{"begin": "<f>", "content": content, "end": ""}]
+        tag_format = {"type": "triggered_tags", "triggers": ["<f"], "tags": tags, **more}
+        return refusal({"prompt": "x", "structured_outputs": {"structural_tag": {"format": tag_format}}}).param
+
+    schema = {"type": "json_schema", "json_schema": {}}
+    assert param(schema | {"style": "qwen_xml"}) == f"{place}.tags[0].content.style"
+    assert param(schema, excludes=["x"]) == f"{place}.excludes"
+    assert param({"type": "regex", "pattern": "a", "excludes": ["x"]}) == f"{place}.tags[0].content.excludes"
+
+
 def test_many_tags_without_an_end_compile() -> None:
     names = [f"<f{chr(97 + number // 26)}{chr(97 + number % 26)}" for number in range(128)]
     tags = [{"begin": name, "schema": {}, "end": ""} for name in names]

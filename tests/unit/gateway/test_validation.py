@@ -1,6 +1,7 @@
 """Validation: every limit of the table, every field, and the same result for HTTP and gRPC."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,15 @@ from baton.gateway.input.field_table import FieldTable, ReadField
 from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.request_body import ParsedRequest, parse_request
 from baton.rpc.mappers.client_mapper import from_generate_request, to_generate_request
-from tests.invalid_requests import FIELDS, LISTS, bodies, body_with, fields_refused, invalid_json_values
+from tests.invalid_requests import (
+    FIELDS,
+    LISTS,
+    bodies,
+    body_with,
+    error_over_grpc,
+    fields_refused,
+    invalid_json_values,
+)
 from tests.scale import sized
 from tests.unit.gateway.validator_calls import MAX_LEN, call, refusal
 
@@ -175,6 +184,9 @@ def test_http_and_grpc_give_the_same_validation_result(body: dict[str, Any]) -> 
     over_grpc = answer_over_grpc(body)
     if isinstance(over_grpc, Failure) and " items; at most " in over_grpc.message:
         assert (over_grpc.code, said.code) == (Code.INVALID_ARGUMENT, Code.INVALID_ARGUMENT)
+    elif isinstance(said, Failure):
+        has_ids = isinstance(body.get("prompt"), list)
+        assert over_grpc == replace(said, message=error_over_grpc(said.message, has_ids=has_ids))
     else:
         assert over_grpc == said
     if isinstance(said, list):

@@ -89,7 +89,7 @@ async def test_large_constraint_takes_little_cpu_time_of_the_loop(body: dict[str
         ({"messages": [USER], "tools": [tool(0, description="x" * 8_000_000)]}, "262,144 characters"),
         (
             {"messages": [USER, CALL, {"role": "tool", "tool_call_id": "c", "content": "x" * 8_000_000}]},
-            "the prompt has",
+            "prompt is too long",
         ),
         (
             {

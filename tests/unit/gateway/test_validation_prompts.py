@@ -136,14 +136,31 @@ def test_messages_become_a_prompt() -> None:
 
 def test_prompt_and_max_tokens_must_fit_the_context() -> None:
     assert completion(prompt="x" * 90, max_tokens=10).requests[0].sampling.max_tokens == 10
-    error = refusal({"prompt": "x" * 90, "max_tokens": 11})
+    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        error = refusal({"prompt": "x" * 90, name: 11})
+        assert error.failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+        assert str(error).startswith(f"input length and `{name}` exceed context limit: 90 + 11 > 100; this model's ")
+        assert str(error).endswith(f"shorten prompt, or reduce {name} to 10 or less")
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_tokens": 5}, {"min_tokens": 5}, {"echo": True, "max_tokens": 0}])
+@pytest.mark.parametrize("prompt", ["x" * 100, [1] * 100])
+def test_prompt_that_leaves_no_token_is_too_long_by_itself(prompt: Any, limits: dict[str, Any]) -> None:
+    """Whatever the answer's length is, no value of it would help."""
+    error = refusal({"prompt": prompt} | limits)
     assert error.failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
-    assert "90" in str(error)
-    assert "11" in str(error)
-    assert "100" in str(error)
-    assert refusal({"prompt": "x" * 100}).failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
-    assert refusal({"prompt": [1] * 101}).failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
-    assert refusal({"prompt": "x" * 90, "min_tokens": 11}).failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    assert str(error) == (
+        "prompt is too long: 100 tokens > 99 maximum; this model's maximum context length is 100 tokens, with at "
+        "least one for the answer; shorten prompt"
+    )
+    completion(prompt=prompt[:99])
+
+
+def test_prompt_that_is_truncated_to_too_many_tokens_names_the_field_to_change() -> None:
+    error = refusal({"prompt": "x" * 200, "truncate_prompt_tokens": 100})
+    assert str(error).endswith("reduce truncate_prompt_tokens to 99 or less")
+    error = refusal({"prompt": "x" * 200, "truncate_prompt_tokens": -1, "max_tokens": 100})
+    assert str(error).endswith("reduce max_tokens to 99 or less")
 
 
 def test_default_max_tokens_is_the_remaining_context() -> None:
@@ -195,9 +212,7 @@ def test_text_with_a_too_long_beginning_is_not_tokenized_completely(body: dict[s
         rng=Random(),
         request_timeout_s=1,
     )
-    with pytest.raises(
-        InvalidField, match="at least 736 tokens and max_tokens is 1; together they must be at most 100"
-    ):
+    with pytest.raises(InvalidField, match="prompt is too long: at least 736 tokens > 99 maximum;"):
         at_once(
             checked.call(Endpoint.CHAT if "messages" in body else Endpoint.COMPLETIONS, body, Caller(), received_s=0)
         )

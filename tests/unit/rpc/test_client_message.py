@@ -60,7 +60,7 @@ async def test_message_with_too_many_fields_is_refused_before_it_is_decoded() ->
         (GenerateRequest(stop=[""] * 17), "stop has 17 items; at most 16 are allowed"),
         (GenerateRequest(stop_token_ids=[1] * 129), "stop_token_ids has 129 items; at most 128"),
         (GenerateRequest(logit_bias=dict.fromkeys(range(1025), 1.0)), "logit_bias has 1025 items; at most 1024"),
-        (GenerateRequest(token_ids=[1] * (2**20 + 1)), "prompt has 1048577 items; at most 1048576"),
+        (GenerateRequest(token_ids=[1] * (2**20 + 1)), "token_ids has 1048577 items; at most 1048576"),
     ],
 )
 def test_too_long_list_is_refused_before_it_is_converted(message: GenerateRequest, words: str) -> None:

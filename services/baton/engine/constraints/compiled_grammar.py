@@ -95,7 +95,7 @@ class GrammarMatcher:
     def followed(self, outputs: TokenIds) -> None:
         """Record that `outputs` were consumed. Raises Refused if they did not match."""
         self.mask = None
-        self.check()
+        self.check(num_given=1)
         self.consumed = outputs
 
     def step(self, outputs: TokenIds, mask: Bits, *, may_accept: bool) -> None:
@@ -103,11 +103,15 @@ class GrammarMatcher:
         self.consumed = outputs
         self.keep_mask(mask, may_accept=may_accept)
 
-    def check(self) -> None:
-        """Raise Refused if a token did not match or a limit was exceeded, LexerFull if the lexer did."""
+    def check(self, *, num_given: int = 0) -> None:
+        """Raise Refused if a token did not match or a limit was exceeded, LexerFull if the lexer did.
+
+        num_given: tokens after `consumed` that the matcher was given up to its error.
+        """
         if self.matcher.is_error():
             error = self.matcher.get_error()
-            raise (LexerFull if "lexer error" in error else Refused)(_failure(error, len(self.consumed)))
+            failure = _failure(error, len(self.consumed), num_given)
+            raise (LexerFull if "lexer error" in error else Refused)(failure)
 
     def keep_mask(self, mask: Bits, *, may_accept: bool) -> None:
         """Store the mask that llguidance has computed. Raises Refused if it could not.
@@ -212,11 +216,12 @@ def no_token_left(message: str) -> Failure:
     return Failure(code=Code.UNPROCESSABLE, reason=Reason.NO_TOKEN_LEFT, message=message)
 
 
-def _failure(error: str, position: int) -> Failure:
+def _failure(error: str, num_consumed: int, num_given: int) -> Failure:
     summary = _summary(error)
     if any(part in summary.lower() for part in _EXCEEDED):
-        return no_token_left(f"the grammar is too expensive after {position} tokens ({summary}); simplify it")
-    return no_token_left(f"the response does not match its grammar after {position} tokens: {summary}")
+        num_tokens = num_consumed + num_given  # the grammar allows the last one, which is expensive to follow
+        return no_token_left(f"the grammar is too expensive after {num_tokens} tokens ({summary}); simplify it")
+    return no_token_left(f"the response does not match its grammar after {num_consumed} tokens: {summary}")
 
 
 def _summary(error: str) -> str:

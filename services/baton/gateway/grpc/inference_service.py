@@ -24,29 +24,17 @@ from baton.core.errors import Code, Failure, Reason, Refused, StreamBroken
 from baton.core.kv.block_hash import TokenIds
 from baton.core.request_limits import printable
 from baton.gateway.gateway_service import CallOutcome, GatewayService
+from baton.gateway.grpc.message_fields import FIELDS_JSON, read_message
 from baton.gateway.input.answers.constraint_fields import is_read_in_thread
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity, InvalidField
-from baton.gateway.input.field_reader import check_text
 from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.response_size import ids_bytes, text_bytes
-from baton.gateway.input.strict_json import parse_body
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
 from baton.runtime.logging import get_logger
 from baton.runtime.network.addresses import is_this_machine
 
 log = get_logger(__name__)
 
-FIELDS_JSON = "fields_json"
-"""Field of a body over gRPC with further fields as JSON."""
-_IMPLIED = frozenset(("stream", "return_token_ids", "stream_options"))
-"""Fields that every call over gRPC has, or cannot have."""
-_NOT_IN_MESSAGES: Mapping[str, str] = {
-    "echo": "the client has the prompt",
-    "prompt_logprobs": "send the request over HTTP",
-    "return_tokens_as_token_ids": "logprobs have token ids",
-    "top_logprobs": "set logprobs in the message to this number",
-}
-"""Fields whose result no message has, and what to do instead."""
 _CHOICE_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES, _RAW_LOGPROB_BYTES = 128, 36, 112, 8
 """Memory of a choice, of a token id and of a (token id, logprob) pair as Python objects, and of a pair in
 arrays."""
@@ -65,17 +53,21 @@ class InferenceService:
         try:
             identity = self._service.admit_caller(caller.authorization)
             received_s = asyncio.get_running_loop().time()
-            num_characters = sum(len(body.get(name) or "") for name in (FIELDS_JSON, "prompt") if _is_text(body, name))
+            texts = (body.get(name) for name in (FIELDS_JSON, "prompt"))
+            num_characters = sum(len(text) for text in texts if isinstance(text, str))
             with self._service.hold_slot(identity):
-                fields = await _with_further_fields(body)
-                call = await self._service.validator.call(
-                    Endpoint.GRPC,
-                    fields,
-                    caller,
-                    received_s=received_s,
-                    in_thread=is_read_in_thread(num_characters, fields),
-                    identity=identity,
-                )
+                fields = await read_message(body)
+                try:
+                    call = await self._service.validator.call(
+                        Endpoint.GRPC,
+                        fields.body,
+                        caller,
+                        received_s=received_s,
+                        in_thread=is_read_in_thread(num_characters, fields.body),
+                        identity=identity,
+                    )
+                except InvalidField as error:
+                    raise fields.renamed(error) from None  # the same error would be its own cause
         except Refused as refused:
             self._service.count_result(Endpoint.GRPC.value, refused.failure)
             raise
@@ -87,9 +79,11 @@ class InferenceService:
         with self._service.hold_slot(self._service.admit_caller(caller.authorization)):
             validator = self._service.validator
             unknown = validator.unknown_fields()
-            fields = await _with_further_fields(body)
-            in_thread = is_read_in_thread(len(body.get(FIELDS_JSON) or ""), fields)
-            ids = await tokenize_body(validator, fields, unknown, in_thread=in_thread)
+            fields = await read_message(body)
+            try:
+                ids = await tokenize_body(validator, fields.body, unknown, size=fields.size)
+            except InvalidField as error:
+                raise fields.renamed(error) from None  # the same error would be its own cause
             self._service.count_ignored(unknown.names)
             with self._service.unsent_answer(ids_bytes(ids), lambda _: caller.cut_off()):
                 yield ids
@@ -97,7 +91,7 @@ class InferenceService:
     @asynccontextmanager
     async def detokenize(self, body: Mapping[str, Any], caller: Caller) -> AsyncIterator[str]:
         with self._service.hold_slot(self._service.admit_caller(caller.authorization)):
-            text = await detokenize_body(self._service.validator, body, UnknownFields())
+            text = await detokenize_body(self._service.validator, body, UnknownFields(), "token_ids")
             with self._service.unsent_answer(text_bytes(text), lambda _: caller.cut_off()):
                 yield text
 
@@ -276,27 +270,3 @@ def _request_id(text: str) -> bytes:
             "response (chatcmpl-..., cmpl-..., resp_..., msg_...)",
         )
     return bytes.fromhex(match[1])
-
-
-def _is_text(body: Mapping[str, Any], name: str) -> bool:
-    return isinstance(body.get(name), str)
-
-
-async def _with_further_fields(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a body with the fields of its JSON.
-
-    Raises Refused if that is invalid, repeats a field, or asks for something that no message can have.
-    """
-    text = body.get(FIELDS_JSON)
-    if text is None:
-        return body
-    check_text(FIELDS_JSON, text)
-    further = await parse_body(text.encode())
-    for name in further:
-        if name in body or name in _IMPLIED:
-            what = "is implied by gRPC" if name in _IMPLIED else "is set in the message, too"
-            raise InvalidField(FIELDS_JSON, f"fields_json has {printable(name)}, which {what}; leave it out")
-        if name in _NOT_IN_MESSAGES and further[name] is not None and further[name] is not False:
-            message = f"{name} has no effect over gRPC: {_NOT_IN_MESSAGES[name]}"
-            raise InvalidField(name, message, Reason.UNSUPPORTED_FIELD)
-    return {name: value for name, value in body.items() if name != FIELDS_JSON} | further

@@ -10,20 +10,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.core.client_api import ChoiceDelta
-from baton.core.kv.block_hash import TokenIds
 from baton.core.request import FinishReason, PromptLogprobs
 from baton.gateway.gateway_service import CallOutcome
 from baton.gateway.http.asgi_io import in_pieces
-from baton.gateway.http.openai_logprobs import (
-    TokenNames,
-    chat_logprobs,
-    completion_logprobs,
-    completion_prompt_logprobs,
-    vllm_prompt_logprobs,
-)
+from baton.gateway.http.openai_logprobs import TokenNames, chat_logprobs, completion_logprobs
 from baton.gateway.http.openai_objects import ObjectFields, timeline_object, usage_object
 from baton.gateway.http.output.id_json import repeated_prompts
 from baton.gateway.http.output.json_list import JsonList
+from baton.gateway.http.output.prompt_lists import COMPLETION_LISTS, PROMPT_TOKENS_PER_PIECE, PromptLists
 from baton.gateway.http.output.text_json import NO_ECHO, EchoedPrompt, echoed_prompts
 from baton.gateway.input.client_call import ClientCall
 from baton.gateway.input.response_size import response_bytes
@@ -32,12 +26,6 @@ from baton.gateway.output.values.json_escape import escaped_bytes
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.process import loop_time
 from baton.runtime.process.byte_budget import Account, ByteBudget
-
-PROMPT_TOKENS_PER_PIECE = 32
-"""Prompt tokens whose logprobs are formatted at a time, in about 2 ms if each has 20."""
-NO_PROMPT_LOGPROBS = PromptLogprobs(num_top=0)
-COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-"""Lists of the `logprobs` object of a completion, with one item per token."""
 
 
 class _CollectedChoice:
@@ -103,7 +91,7 @@ class _CollectedChoice:
         lists = self.token_ids.num_bytes + sum(each.num_bytes for each in self.logprobs.values())
         return len(self._text) + self._message.num_bytes + lists
 
-    def parts(self, index: int, prompt_ids: bytes | None, prompt: "_PromptLists") -> Iterator[bytes | bytearray]:
+    def parts(self, index: int, prompt_ids: bytes | None, prompt: PromptLists) -> Iterator[bytes | bytearray]:
         """Yield the text of the choice object. `prompt_ids`, a JSON list, is repeated in it unless None.
 
         prompt: logprobs of the prompt, which all choices of it share.
@@ -139,37 +127,6 @@ class _CollectedChoice:
         yield b"}"
 
 
-class _PromptLists:
-    """Logprobs of one prompt as JSON text.
-
-    entries: in vLLM's form.
-    echoed: in the form of completions, by the name of the list; empty without `echo`.
-    """
-
-    def __init__(self) -> None:
-        self.entries = JsonList()
-        self.echoed: dict[str, JsonList] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all text."""
-        return self.entries.num_bytes + sum(each.num_bytes for each in self.echoed.values())
-
-    def fill(self, call: ClientCall, names: TokenNames, ids: TokenIds, logprobs: PromptLogprobs) -> None:
-        """Format the logprobs of a prompt, a few tokens at a time, so that other threads may run."""
-        has_echo = call.output_options.echo and call.num_logprobs is not None
-        self.echoed = {name: JsonList() for name in COMPLETION_LISTS} if has_echo else {}
-        offset = 0
-        for begin in range(0, len(ids), PROMPT_TOKENS_PER_PIECE):
-            some = ids[begin : begin + PROMPT_TOKENS_PER_PIECE]
-            if (num_top := call.output_options.prompt_logprobs) is not None:
-                self.entries.extend(vllm_prompt_logprobs(names, some, logprobs, begin, num_top))
-            if has_echo:
-                named, offset = completion_prompt_logprobs(names, some, logprobs, begin, offset, call.num_logprobs)
-                for name, items in self.echoed.items():
-                    items.extend(named[name])
-
-
 class NonStreamingResponse:
     """Collects a call's choices for one JSON object. Implements `ChoiceSink`.
 
@@ -185,7 +142,7 @@ class NonStreamingResponse:
         names = TokenNames(tokenizer, are_ids=call.output_options.token_ids_as_names)
         self._tokenizer = tokenizer
         self._names = names
-        self._prompt_lists = [_PromptLists() for _ in call.requests]
+        self._prompt_lists = [PromptLists() for _ in call.requests]
         self._choices = [_CollectedChoice(call, names) for _ in range(len(call.requests) * call.n)]
         self._num_bytes = 0
         self._parts: list[bytes | bytearray] = []
@@ -230,7 +187,7 @@ class NonStreamingResponse:
 
     def _fill_prompts(self) -> None:
         for index, request in enumerate(self._call.requests):
-            logprobs = self._choices[index * self._call.n].prompt_logprobs or NO_PROMPT_LOGPROBS
+            logprobs = self._choices[index * self._call.n].prompt_logprobs
             self._prompt_lists[index].fill(self._call, self._names, request.token_ids, logprobs)
 
     async def finish(self, outcome: CallOutcome) -> int:

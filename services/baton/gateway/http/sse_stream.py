@@ -4,7 +4,7 @@ The fixed parts of an event are built once per response, so one event takes abou
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +16,7 @@ from baton.gateway.http.openai_errors import error_event
 from baton.gateway.http.openai_logprobs import TokenNames, chat_logprobs, completion_logprobs
 from baton.gateway.http.openai_objects import ObjectFields, timeline_object, usage_object
 from baton.gateway.http.output.event_queue import EventQueue
+from baton.gateway.http.output.formatted_prompts import FormattedPrompts
 from baton.gateway.http.output.id_json import repeated_prompts
 from baton.gateway.http.output.text_json import EchoedPrompt, echoed_prompts
 from baton.gateway.input.client_call import ClientCall
@@ -24,6 +25,8 @@ from baton.gateway.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 EVENT_END = "}\n\n"
+_LOGPROBS = "\0"
+"""Place of the logprobs in an event whose logprobs are in pieces. JSON text has no such character."""
 
 
 class EventStream:
@@ -50,6 +53,8 @@ class EventStream:
         self._end = "}]" + (', "usage":null' if has_usage else "") + "}\n\n"
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
+        repeats_logprobs = self._has_logprobs and self._options.echo
+        self._formatted = FormattedPrompts(call, self._names, self._put) if repeats_logprobs else None
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +63,12 @@ class EventStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Drop the formatted prompts."""
+        self._drop_prompts()
+
+    def _drop_prompts(self) -> None:
         self._prompts = self._echoes = ()
+        if self._formatted is not None:
+            self._formatted.close()
 
     async def begin(self) -> None:
         """Format the prompts and their token ids, if events repeat them."""
@@ -66,7 +76,16 @@ class EventStream:
         self._echoes = await echoed_prompts(self._call, self._tokenizer)
 
     def put(self, choice: ChoiceDelta) -> None:
-        """Add an event for new output. Raises Refused (slow_reader) if too many bytes are unread."""
+        """Add an event for new output. Raises Refused (slow_reader) if too many bytes are unread.
+
+        If the first event repeats the logprobs of the prompt, it is added when these are formatted.
+        """
+        if self._formatted is None:
+            self._put(choice)
+        else:
+            self._formatted.put(choice)
+
+    def _put(self, choice: ChoiceDelta) -> None:
         is_first = choice.index not in self._begun
         self._num_output_tokens += len(choice.token_ids)
         carries_ids = bool(choice.token_ids) and (self._options.return_token_ids or self._has_logprobs)
@@ -75,9 +94,11 @@ class EventStream:
             return  # the text is held back: an incomplete character or a possible stop string
         self._queue.put(*self._event_pieces(choice, is_first))
 
-    def finish(self, outcome: CallOutcome) -> None:
+    async def finish(self, outcome: CallOutcome) -> None:
         """Add the last events of a response that succeeded. Its prompts are no longer needed."""
-        self._prompts = self._echoes = ()
+        if self._formatted is not None:
+            await self._formatted.wait()
+        self._drop_prompts()
         if self._options.include_usage or outcome.timeline:
             chunk = {**self._fields.chunk(), "choices": [], "usage": usage_object(outcome.usage)}
             if outcome.timeline:
@@ -96,7 +117,21 @@ class EventStream:
         echo = self._echoes[choice.index // self._n]
         self._offsets[choice.index] = echo.num_chars
         before, text, after = self._event(choice, is_first).partition(',"text":"')
-        return [(before + text).encode(), *echo.pieces, after.encode()]
+        pieces = [(before + text).encode(), *echo.pieces]
+        if self._formatted is None:
+            return [*pieces, after.encode()]
+        middle, _, after = after.partition(_LOGPROBS)
+        return [*pieces, middle.encode(), *self._prompt_logprobs(choice, self._formatted), after.encode()]
+
+    def _prompt_logprobs(self, choice: ChoiceDelta, formatted: FormattedPrompts) -> Iterator[bytes]:
+        """Yield the logprobs of a prompt, in pieces that other events share, and of the first tokens."""
+        new = self._completion_logprobs(choice) if choice.token_ids else {}
+        for number, (name, pieces) in enumerate(formatted.lists(choice).items()):
+            more = json.dumps(new.get(name, []))[1:-1]
+            yield f'{"," if number else "{"}"{name}":['.encode()
+            yield from pieces
+            yield f"{',' if more else ''}{more}]".encode()
+        yield b"}"
 
     def _event(self, choice: ChoiceDelta, is_first: bool) -> str:
         finish = finish_json(choice.finish, legacy=self._has_legacy_calls)
@@ -114,7 +149,10 @@ class EventStream:
                     more += prompt
         if self._options.continuous_usage:
             end = f'{end[: -len(EVENT_END)]}, "usage":{json.dumps(self._usage())}{EVENT_END}'
-        logprobs = self._logprobs(choice) if self._has_logprobs else "null"
+        if is_first and self._formatted is not None:
+            logprobs = _LOGPROBS
+        else:
+            logprobs = self._logprobs(choice) if self._has_logprobs else "null"
         if self._is_chat:
             parts = choice.parts or _content_parts(choice.text)
             text = f'"delta":{delta_json(parts, is_first=is_first, legacy=self._has_legacy_calls)}'
@@ -135,9 +173,12 @@ class EventStream:
             return "null"
         if self._is_chat:
             return json.dumps(chat_logprobs(self._names, choice.token_ids, choice.logprobs))
+        return json.dumps(self._completion_logprobs(choice))
+
+    def _completion_logprobs(self, choice: ChoiceDelta) -> dict[str, Any]:
         offset = self._offsets.get(choice.index, 0)
         named, self._offsets[choice.index] = completion_logprobs(self._names, choice.token_ids, choice.logprobs, offset)
-        return json.dumps(named)
+        return named
 
 
 def _content_parts(text: str) -> tuple[MessagePart, ...]:

@@ -92,10 +92,19 @@ TOOLS: FieldTable = {
     "type": ReadField("Always function.", {"const": "function"}),
     "function": ReadField("The function.", table=FUNCTIONS),
 }
-FUNCTION_NAME: FieldTable = {"name": ReadField("Name of the function that must be called.", STRING)}
-TOOL_CHOICE: FieldTable = {
+FUNCTION_NAME: FieldTable = {"name": ReadField("Name of the function.", STRING)}
+ALLOWED_TOOL: FieldTable = {
     "type": ReadField("Always function.", {"const": "function"}),
+    "function": ReadField("One of the tools.", table=FUNCTION_NAME),
+}
+ALLOWED_TOOLS: FieldTable = {
+    "mode": ReadField("Whether one of the allowed tools must be called.", {"enum": ["auto", "required"]}),
+    "tools": ReadField("The tools that the model may see and call.", table=ALLOWED_TOOL, is_list=True),
+}
+TOOL_CHOICE: FieldTable = {
+    "type": ReadField("Kind of the choice.", {"enum": ["function", "allowed_tools"]}),
     "function": ReadField("The tool that must be called.", table=FUNCTION_NAME),
+    "allowed_tools": ReadField("Some of the tools, for type allowed_tools.", table=ALLOWED_TOOLS),
 }
 
 LABELS: FieldTable = {
@@ -153,13 +162,47 @@ JSON_SCHEMA: FieldTable = {
         "False ignores parts of the schema that are not supported, which are otherwise refused.", BOOLEAN
     ),
 }
+TAG_CONTENT: FieldTable = {
+    "type": ReadField("Kind of the content.", {"enum": ["json_schema", "regex", "grammar"]}),
+    "json_schema": ReadField("JSON schema, for type json_schema.", OBJECT),
+    "pattern": ReadField("Regular expression, for type regex.", STRING),
+    "grammar": ReadField("Grammar, for type grammar.", STRING),
+    "style": RefusedField("content of type json_schema is written as JSON", ("json",)),
+    "excludes": RefusedField("use another pattern", _NOTHING),
+}
+TAGS: FieldTable = {
+    "type": ReadField("Always tag; not needed.", {"const": "tag"}),
+    "begin": ReadField("Text that begins the tag. It begins with one of the triggers.", STRING),
+    "content": ReadField("The constraint of what follows.", table=TAG_CONTENT),
+    "end": ReadField("Text after the content.", STRING),
+}
+TAG_FORMAT: FieldTable = {
+    "type": ReadField("Always triggered_tags.", {"const": "triggered_tags"}),
+    "triggers": ReadField("Texts that begin a tag.", STRINGS),
+    "tags": ReadField("The tags.", table=TAGS, is_list=True),
+    "at_least_one": ReadField("True: the answer has at least one tag.", BOOLEAN),
+    "stop_after_first": ReadField("True: the answer ends with its first tag.", BOOLEAN),
+    "excludes": RefusedField("leave it out", _NOTHING),
+}
+STRUCTURES: FieldTable = {
+    "begin": TAGS["begin"],
+    "schema": ReadField("JSON schema of what follows.", OBJECT),
+    "end": TAGS["end"],
+}
+_TAG_FORMS: FieldTable = {
+    "structures": ReadField("Older form of a structural_tag.", table=STRUCTURES, is_list=True),
+    "triggers": ReadField("Texts that begin a tag, in the older form.", STRINGS),
+    "format": ReadField("Newer form of a structural_tag.", table=TAG_FORMAT),
+}
+STRUCTURAL_TAG: FieldTable = {
+    "type": ReadField("Always structural_tag; not needed.", {"const": "structural_tag"}),
+    **_TAG_FORMS,
+}
 RESPONSE_FORMAT: FieldTable = {
     "type": ReadField("Kind of the format.", {"enum": ["text", "json_object", "json_schema", "structural_tag"]}),
     "json_schema": ReadField("Format of type json_schema.", table=JSON_SCHEMA),
     "schema": ReadField("JSON schema of the answer, for type json_object.", OBJECT),
-    "structures": ReadField("Older form of a structural_tag: tags with begin, schema and end.", OBJECTS),
-    "triggers": ReadField("Texts that begin a tag, in the older form.", STRINGS),
-    "format": ReadField("Newer form of a structural_tag, of type triggered_tags.", OBJECT),
+    **_TAG_FORMS,
 }
 STRUCTURED_OUTPUTS: FieldTable = {
     "json": ReadField("JSON schema of the answer, as an object or in a string.", _OBJECT_OR_TEXT),
@@ -167,7 +210,7 @@ STRUCTURED_OUTPUTS: FieldTable = {
     "regex": ReadField("Regular expression that matches the whole answer.", STRING),
     "choice": ReadField("Texts of which the answer is one.", STRINGS),
     "grammar": ReadField("Grammar of the answer in llguidance's form of Lark, or in GBNF.", STRING),
-    "structural_tag": ReadField("Free text with tags, as in response_format; also in a string.", _OBJECT_OR_TEXT),
+    "structural_tag": ReadField("Free text with tags; also in a string.", STRING, table=STRUCTURAL_TAG),
     "whitespace_pattern": ReadField("Regular expression for white space in JSON.", STRING),
     "disable_any_whitespace": ReadField("True: JSON has no white space.", BOOLEAN),
     "disable_fallback": RefusedField("llguidance is the only backend", (False, True)),
@@ -257,6 +300,17 @@ _SERVICE: FieldTable = {
 
 _BOTH: FieldTable = {**_SERVICE, **_PROMPT, **_SAMPLING, **CONSTRAINTS, **_OUTPUT, **LABELS}
 
+CHAT_ONLY = (
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "messages",
+    "tool_choice",
+    "tools",
+    "web_search_options",
+)
+"""Fields that are refused without a chat."""
+
 COMPLETIONS: FieldTable = {
     **_BOTH,
     "prompt": ReadField(
@@ -271,19 +325,11 @@ COMPLETIONS: FieldTable = {
         },
     ),
     "logprobs": ReadField("Report the logprobs of this many most likely tokens at each position."),
-    "echo": ReadField("Begin each choice with the prompt, and with logprobs its logprobs with those of the prompt."),
-    **{
-        name: RefusedField(_CHATS)
-        for name in (
-            "chat_template",
-            "chat_template_kwargs",
-            "documents",
-            "messages",
-            "tool_choice",
-            "tools",
-            "web_search_options",
-        )
-    },
+    "echo": ReadField(
+        "Begin each choice with the prompt, and with logprobs its logprobs with those of the prompt. In a stream the "
+        "first event of a choice has them."
+    ),
+    **{name: RefusedField(_CHATS) for name in CHAT_ONLY},
     "suffix": RefusedField(
         "a model needs tokens of its own for text insertion; write the model's fill-in-the-middle format into prompt",
         ("",),
@@ -294,7 +340,8 @@ CHAT_TEMPLATE: FieldTable = {
     "messages": ReadField("The chat so far.", table=MESSAGES, is_list=True),
     "tools": ReadField("Tools that the model may call, at most 128.", table=TOOLS, is_list=True),
     "tool_choice": ReadField(
-        "none, auto, required, or the tool that must be called. Default: auto if there are tools.",
+        "none, auto, required, the tool that must be called, or the tools that are allowed. Default: auto if there "
+        "are tools.",
         {"enum": ["none", "auto", "required"]},
         table=TOOL_CHOICE,
     ),

@@ -10,6 +10,8 @@ from baton.core.request_limits import printable
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_table import FieldTable
 
+MAX_FIELDS = 1024
+"""Different unknown fields of one request. A field of several items in a list counts once."""
 MAX_NAMES = 16
 """Ignored fields of one request that are named in its response."""
 MAX_NAME_CHARS = 64
@@ -35,7 +37,10 @@ class UnknownFields:
         self.names: list[str] = []
 
     def add(self, name: str, table: FieldTable, prefix: str) -> None:
-        """Report a field that is not in `table`. Raises InvalidField if unknown fields are refused."""
+        """Report a field that is not in `table`.
+
+        Raises InvalidField if unknown fields are refused, or if there are too many.
+        """
         if self._is_strict:
             full = prefix + name
             near = difflib.get_close_matches(name, table, n=1) if len(name) <= MAX_NAME_CHARS else []
@@ -43,8 +48,14 @@ class UnknownFields:
             message = f"unknown field {printable(full)}{hint}"
             raise InvalidField(printable(full)[1:-1], message, Reason.UNSUPPORTED_FIELD)
         key = (name, id(table))  # the same field of other items of a list costs no more than this
-        if len(self.names) < MAX_NAMES and key not in self._seen:
-            self._seen.add(key)
+        if key in self._seen:
+            return
+        if len(self._seen) >= MAX_FIELDS:
+            full = printable(prefix + name)
+            message = f"the request has more than {MAX_FIELDS:,} unknown fields, such as {full}; remove them"
+            raise InvalidField(full[1:-1], message, Reason.UNSUPPORTED_FIELD)
+        self._seen.add(key)
+        if len(self.names) < MAX_NAMES:
             self.names.append(_header_text(_INDEX.sub("[]", prefix), name))
 
 

@@ -1,7 +1,8 @@
 """Decodes a large JSON text in small pieces, so that other threads run in between.
 
 `json.loads` holds the interpreter's lock while it decodes a list of numbers, or a long string, for 0.3 s if
-the text has 12 MiB. Here each call of the C decoder gets at most `PIECE_CHARS` characters.
+the text has 12 MiB. Here each call of the C decoder gets at most `PIECE_CHARS` characters. It gets as many
+elements of a list, or members of an object, as fit in a piece.
 
 A long list of token ids becomes an `array`, because a list takes up to nine times its memory. All other
 values are counted, and their number is bounded.
@@ -27,12 +28,26 @@ JSON_LISTS: Final = (list, tuple, array)
 _SPACE = re.compile(r"[ \t\n\r]*+")
 _NUMBERS = re.compile(r"[-+0-9.eE, \t\n\r]*+")
 """Matches text that can only be numbers of a list."""
-_FLAT_OBJECT = re.compile(r'\{(?:[^"\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+\}', re.DOTALL)
-"""Matches an object without lists and objects in it."""
+_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_CONTAINER_LEVELS = 6
+"""Levels of nesting that the C decoder gets at once. A text is searched for brackets at most once for each
+level, so that the time does not depend on the nesting."""
+
+
+def _container(levels: int) -> str:
+    """Return the expression for an object or a list with at most so many levels. Its brackets may differ."""
+    inner = f"|{_container(levels - 1)}" if levels > 1 else ""
+    return rf'[\[{{](?:[^"\[\]{{}}]++|{_STRING}{inner})*+[\]}}]'
+
+
+_CONTAINER = re.compile(_container(_CONTAINER_LEVELS), re.DOTALL)
+_ITEMS = re.compile(rf'(?:(?:[^",\[\]{{}}]++|{_STRING}|{_container(_CONTAINER_LEVELS)})++,)*+', re.DOTALL)
+"""Matches elements of a list, or members of an object, each with a comma behind it."""
 _ENDS_WITH_HALF_A_PAIR = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9A-Fa-f]{2}\Z")
 _NO_END = "Unterminated string starting at"
 _ESCAPE = "\\ud800"
 """The longest escape in a string."""
+_SCALARS = frozenset((str, int, float, bool, type(None)))
 
 _Values: TypeAlias = "list[Any] | array[int]"
 
@@ -55,8 +70,7 @@ def loads(
 
     Raises ValueError for the same texts, and TooManyValues.
     """
-    decoder = json.JSONDecoder(object_pairs_hook=object_pairs_hook, parse_constant=parse_constant)
-    pieces = _Pieces(text, decoder, max_values, piece_chars)
+    pieces = _Pieces(text, object_pairs_hook, parse_constant, max_values, piece_chars)
     value, end = pieces.value(pieces.skip_space(0))
     if (end := pieces.skip_space(end)) != len(text):
         raise json.JSONDecodeError("Extra data", text, end)
@@ -64,13 +78,27 @@ def loads(
 
 
 class _Pieces:
-    """Decodes containers in Python, and their elements in C. Methods return values and the position after."""
+    """Decodes containers in Python, and their elements in C. Methods return values and the position after.
 
-    def __init__(self, text: str, decoder: json.JSONDecoder, max_values: int, piece_chars: int) -> None:
+    If the C decoder refuses several elements together, the elements after them are decoded one by one, so
+    that errors have the positions in the whole text.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        object_pairs_hook: Callable[..., Any],
+        parse_constant: Callable[[str], Any],
+        max_values: int,
+        piece_chars: int,
+    ) -> None:
         self._text = text
-        self._decoder = decoder
+        self._object_of = object_pairs_hook
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._counted_object, parse_constant=parse_constant)
+        self._last_pairs: list[tuple[str, Any]] = []
         self._values_left = max_values
         self._piece_chars = piece_chars
+        self._is_malformed = False
 
     def skip_space(self, at: int) -> int:
         while True:
@@ -81,18 +109,16 @@ class _Pieces:
             at = match.end()
 
     def value(self, at: int) -> tuple[Any, int]:
-        """Decode the value that begins at `at`. A token id is counted by its list, if at all."""
+        """Decode the value that begins at `at`. A token id is not counted."""
         begin = self._text[at : at + 1]
-        if begin == "[":
-            return self._list(at + 1)
         if begin == '"':
             return self._string(at)
-        if begin == "{" and _FLAT_OBJECT.match(self._text, at, at + self._piece_chars) is None:
-            return self._object(at + 1)
+        if begin in ("[", "{") and _CONTAINER.match(self._text, at, at + self._piece_chars) is None:
+            return (self._list if begin == "[" else self._object)(at + 1)
         value, end = self._decoder.raw_decode(self._text, at)
-        if begin == "{":
-            self._count(2 * len(value))
-        elif not _are_token_ids([value]):
+        if begin == "[":
+            value = self._counted_list(value)
+        elif begin != "{" and not _is_id(value):
             self._count(1)
         return value, end
 
@@ -100,6 +126,55 @@ class _Pieces:
         self._values_left -= num_values
         if self._values_left < 0:
             raise TooManyValues("the text has too many values")
+
+    def _counted_object(self, pairs: list[tuple[str, Any]]) -> Any:
+        """Return the object of these pairs, whose values the C decoder has made."""
+        num_values = 2 * len(pairs)
+        for index, (key, value) in enumerate(pairs):
+            kind = type(value)
+            if kind is list:
+                pairs[index] = (key, self._counted_list(value))
+                num_values -= 1
+            elif kind is dict:
+                num_values -= 1
+        self._count(num_values)
+        self._last_pairs = pairs
+        return self._object_of(pairs)
+
+    def _counted_list(self, values: list[Any]) -> _Values:
+        """Return a list that the C decoder has made: as an array if it is a long list of token ids."""
+        ids = _as_ids(values) if len(values) >= MIN_ARRAY_IDS else None
+        return self._with_counted_items(values) if ids is None else ids
+
+    def _with_counted_items(self, values: list[Any]) -> list[Any]:
+        """Count the values of a list, and replace those lists in it that become arrays."""
+        num_values = len(values)
+        if not _SCALARS.issuperset(map(type, values)):
+            for index, value in enumerate(values):
+                kind = type(value)
+                if kind is list:
+                    values[index] = self._counted_list(value)
+                    num_values -= 1
+                elif kind is dict:
+                    num_values -= 1
+        self._count(num_values)
+        return values
+
+    def _items(self, at: int, brackets: str) -> tuple[Any, int]:
+        """Decode as many elements or members as have a comma behind them in the next piece; None for none.
+
+        Members are in `_last_pairs`, too, because the C decoder makes the outer object last.
+        """
+        if self._is_malformed:
+            return None, at
+        match = _ITEMS.match(self._text, at, at + self._piece_chars)
+        if match is None or (end := match.end()) == at:
+            return None, at
+        try:
+            return self._decoder.decode(f"{brackets[0]}{self._text[at : end - 1]}{brackets[1]}"), end
+        except json.JSONDecodeError:
+            self._is_malformed = True
+            return None, at
 
     def _string(self, at: int) -> tuple[str, int]:
         """Decode a string in pieces, each of which the C decoder gets in quotes."""
@@ -144,8 +219,12 @@ class _Pieces:
         if self._text[at : at + 1] == "]":
             return [], at + 1
         while True:
-            numbers, at = self._numbers(at)
-            values = self._extended(values, numbers)
+            if isinstance(values, array):
+                numbers, at = self._numbers(at)
+                values = self._extended(values, numbers) if numbers else values
+            else:
+                items, at = self._items(at, "[]")
+                values += self._with_counted_items(items or [])
             begin = self.skip_space(at)
             value, at = self.value(begin)
             values = self._extended(values, [value])
@@ -166,11 +245,13 @@ class _Pieces:
     def _extended(self, values: _Values, more: list[Any]) -> _Values:
         """Append elements, to a new list if not all are token ids. Elements of an array do not count."""
         if isinstance(values, array):
-            if _are_token_ids(more):
-                values.extend(array("I", more))
+            if (ids := _as_ids(more)) is not None:
+                values.extend(ids)
                 return values
             self._count(len(values))
             values = values.tolist()
+        else:
+            self._count(_is_id(more[0]))
         values += more
         return values
 
@@ -187,7 +268,7 @@ class _Pieces:
             raise json.JSONDecodeError(error.msg, self._text, at + error.pos - 1) from None
         if not numbers:  # only a comma
             raise json.JSONDecodeError("Expecting value", self._text, end)
-        if not _are_token_ids(numbers):
+        if _as_ids(numbers) is None:
             self._count(len(numbers))
         return numbers, end + 1
 
@@ -195,8 +276,12 @@ class _Pieces:
         pairs: list[tuple[str, Any]] = []
         at = self.skip_space(at)
         if self._text[at : at + 1] == "}":
-            return self._made(pairs), at + 1
+            return self._object_of(pairs), at + 1
         while True:
+            members, at = self._items(at, "{}")
+            if members is not None:
+                pairs += self._last_pairs
+                at = self.skip_space(at)
             if self._text[at : at + 1] != '"':
                 raise json.JSONDecodeError("Expecting property name enclosed in double quotes", self._text, at)
             key, at = self._string(at)
@@ -204,19 +289,25 @@ class _Pieces:
             if self._text[at : at + 1] != ":":
                 raise json.JSONDecodeError("Expecting ':' delimiter", self._text, at)
             value, at = self.value(self.skip_space(at + 1))
+            self._count(_is_id(value))
             pairs.append((key, value))
             at = self.skip_space(at)
             if (after := self._text[at : at + 1]) == "}":
-                return self._made(pairs), at + 1
+                return self._object_of(pairs), at + 1
             if after != ",":
                 raise json.JSONDecodeError("Expecting ',' delimiter", self._text, at)
             at = self.skip_space(at + 1)
 
-    def _made(self, pairs: list[tuple[str, Any]]) -> Any:
-        assert self._decoder.object_pairs_hook is not None
-        return self._decoder.object_pairs_hook(pairs)
+
+def _as_ids(values: list[Any]) -> "array[int] | None":
+    """Return integers of 32 bits without a sign as an array; None if a value is none."""
+    if set(map(type, values)) != {int}:
+        return None
+    try:
+        return array("I", values)
+    except OverflowError:
+        return None
 
 
-def _are_token_ids(values: list[Any]) -> bool:
-    """True if all values are integers of 32 bits without a sign."""
-    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= U32_MAX
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value <= U32_MAX

@@ -28,6 +28,7 @@ from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.json_pieces import JSON_LISTS
 
 Prompt: TypeAlias = "str | TokenIds"
+_MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class ParsedRequest:
     prompts: empty for a chat.
     chat: None for completions.
     max_tokens: None means the endpoint's default.
+    max_tokens_field: the name under which the client sent `max_tokens`; empty if it did not.
     sampling: arguments of `Sampling` other than `max_tokens` and `seed`.
     add_special_tokens: None means the endpoint's default.
     truncate_prompt_tokens: number of last tokens of the prompt to keep; -1 keeps as many as fit, None all.
@@ -45,11 +47,13 @@ class ParsedRequest:
     bad_words: texts that the answers must not have.
     """
 
+    endpoint: Endpoint
     model: str | None
     prompts: tuple[Prompt, ...]
     chat: ChatRequest | None
     n: int
     max_tokens: int | None
+    max_tokens_field: str
     seed: int | None
     sampling: Mapping[str, Any]
     priority: int
@@ -63,8 +67,11 @@ class ParsedRequest:
 
     @property
     def prompt_field(self) -> str:
-        """Field that has the prompt, for errors about its length."""
-        return "prompt" if self.chat is None else "messages"
+        """Field that has the prompt, for errors about its tokens."""
+        if self.chat is not None:
+            return "messages"
+        has_ids = self.endpoint is Endpoint.GRPC and isinstance(self.prompts[0], array)
+        return "token_ids" if has_ids else "prompt"
 
 
 def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownFields) -> ParsedRequest:
@@ -76,7 +83,7 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownF
     check_fields(body, field_policy.CHAT if is_chat else field_policy.COMPLETIONS, unknown)
     read = FieldReader(body)
     n = read.value("n")
-    prompts = () if is_chat else _prompts(body)
+    prompts = () if is_chat else _prompts(body, endpoint)
     if max(1, len(prompts)) * n > (most := LIMITS["choices"].maximum or 0):
         raise InvalidField(
             "n",
@@ -91,11 +98,13 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownF
     if max_tokens is not None and min_tokens > max_tokens:
         raise InvalidField("min_tokens", f"min_tokens is {min_tokens}; must be at most max_tokens ({max_tokens})")
     return ParsedRequest(
+        endpoint=endpoint,
         model=read.value("model"),
         prompts=prompts,
         chat=parse_chat(body, unknown) if is_chat else None,
         n=n,
         max_tokens=1 if max_tokens == 0 else max_tokens,
+        max_tokens_field=next((name for name in _MAX_TOKENS if body.get(name) is not None), ""),
         seed=read.value("seed"),
         sampling={
             "temperature": float(read.value("temperature")),
@@ -142,9 +151,12 @@ def _output_options(
     )
 
 
-def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
+def _prompts(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[Prompt, ...]:
     """Return the prompts of a body: a string, a list of token ids, or a list of either."""
     prompt = body.get("prompt")
+    if prompt is None and endpoint is Endpoint.GRPC:
+        message = "the prompt is missing; set prompt, token_ids or fields_json.messages"
+        raise InvalidField("prompt", message)
     if isinstance(prompt, str):
         return (_prompt(prompt),)
     if not isinstance(prompt, JSON_LISTS):
@@ -224,12 +236,12 @@ def _num_logprobs(read: FieldReader, is_chat: bool) -> int | None:
 def _num_prompt_logprobs(read: FieldReader, *, echo: bool) -> int | None:
     """Return the number of logprobs to report for prompt tokens: those of `prompt_logprobs`, and of `echo`
     with `logprobs`."""
-    numbers = [read.value("prompt_logprobs"), read.value("logprobs") if echo else None]
-    most = max((number for number in numbers if number is not None), default=None)
-    if most is not None and read.value("stream"):
-        name = "prompt_logprobs" if numbers[0] is not None else "echo"
-        raise InvalidField(name, f"{name} asks for logprobs of the prompt, and stream is true; set stream to false")
-    return most
+    wanted = read.value("prompt_logprobs")
+    if wanted is not None and read.value("stream"):
+        remedy = "set stream to false, or ask a completion for echo and logprobs"
+        raise InvalidField("prompt_logprobs", f"prompt_logprobs is not available with stream; {remedy}")
+    numbers = [wanted, read.value("logprobs") if echo else None]
+    return max((number for number in numbers if number is not None), default=None)
 
 
 def _allowed_token_ids(body: Mapping[str, Any], read: FieldReader) -> tuple[int, ...]:

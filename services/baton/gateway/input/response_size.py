@@ -41,12 +41,14 @@ CHOICE_BYTES = 256
 
 
 def call_bytes(call: ClientCall) -> int:
-    """Return the bytes of a call's prompts, of their JSON text if it is repeated, and of delivered tokens."""
+    """Return the bytes of a call's prompts, of their JSON text if a stream repeats it, and of the tokens that
+    were delivered."""
     options = call.output_options
     message_bytes = 0 if options.message is None else options.message.num_bytes
     prompt_token_bytes = PROMPT_TOKEN_BYTES + JSON_ID_BYTES * options.return_token_ids
     if call.num_prompt_logprobs is not None:
-        prompt_token_bytes += RAW_LOGPROB_BYTES * (1 + call.num_prompt_logprobs)
+        each = RAW_LOGPROB_BYTES + (PROMPT_LOGPROB_BYTES if options.stream else 0)
+        prompt_token_bytes += each * (1 + call.num_prompt_logprobs)
     output_token_bytes = OUTPUT_TOKEN_BYTES
     if options.message is not None and options.message.may_hold_text:
         output_token_bytes += HELD_TOKEN_BYTES

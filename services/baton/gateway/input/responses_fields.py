@@ -45,11 +45,15 @@ TOOLS: FieldTable = {
     "defer_loading": RefusedField("tool search is not implemented; send the tools that the model may call", (False,)),
     "output_schema": RefusedField("describe the output in description"),
 }
+ALLOWED_TOOL: FieldTable = {
+    "type": ReadField("Always function.", {"const": "function"}),
+    "name": ReadField("Name of one of the tools.", STRING),
+}
 TOOL_CHOICE: FieldTable = {
     "type": ReadField("Kind of the choice.", {"enum": ["function", "allowed_tools"]}),
     "name": ReadField("Name of the function that must be called.", STRING),
     "mode": ReadField("Whether one of the allowed tools must be called.", {"enum": ["auto", "required"]}),
-    "tools": ReadField("The allowed tools, each with its type and name.", OBJECTS),
+    "tools": ReadField("The tools that the model may see and call.", table=ALLOWED_TOOL, is_list=True),
 }
 STREAM_OPTIONS: FieldTable = {
     "include_obfuscation": RefusedField("obfuscation is not implemented", (False,)),

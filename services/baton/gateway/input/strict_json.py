@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 from baton.core.errors import invalid
@@ -17,39 +18,43 @@ _IN_STRING = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 """Matches characters and complete escapes of a string, up to its closing quote."""
 
 
-def parse_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Parse a body that must be a JSON object. Raises Refused (400) with the problem.
+THE_BODY = "the body"
+
+
+def parse_object(body: bytes | bytearray, what: str = THE_BODY) -> dict[str, Any]:
+    """Parse a body that must be a JSON object. Raises Refused (400) with the problem of `what`.
 
     Strings may contain lone surrogates and NUL. They are rejected when a field is read, for gRPC as well.
     """
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise invalid(f"the body is not valid UTF-8 at byte {error.start}; send UTF-8") from error
-    _check_depth(text)
+        raise invalid(f"{what} is not valid UTF-8 at byte {error.start}; send UTF-8") from error
+    _check_depth(text, what)
     try:
         value = json_pieces.loads(
-            text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant, max_values=MAX_JSON_VALUES
+            text,
+            object_pairs_hook=partial(_without_duplicates, what),
+            parse_constant=partial(_no_constant, what),
+            max_values=MAX_JSON_VALUES,
         )
     except json_pieces.TooManyValues as error:
-        raise invalid(f"the body has more than {MAX_JSON_VALUES} strings and numbers; send several requests") from error
+        raise invalid(f"{what} has more than {MAX_JSON_VALUES} strings and numbers; send several requests") from error
     except json.JSONDecodeError as error:
-        raise invalid(
-            f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from error
+        raise invalid(f"{what} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from error
     except ValueError as error:  # Python rejects integers of thousands of digits
-        raise invalid("the body contains a number with too many digits") from error
+        raise invalid(f"{what} contains a number with too many digits") from error
     if not isinstance(value, dict):
-        raise invalid(f"the body is {printable(value)}; must be a JSON object")
+        raise invalid(f"{what} is {printable(value)}; must be a JSON object")
     return value
 
 
-async def parse_body(body: bytes | bytearray) -> dict[str, Any]:
+async def parse_body(body: bytes | bytearray, what: str = THE_BODY) -> dict[str, Any]:
     """Parse a body as `parse_object` does. A large one is parsed in a thread."""
-    return await loop_time.call(len(body), loop_time.JSON_BYTES, lambda: parse_object(body))
+    return await loop_time.call(len(body), loop_time.JSON_BYTES, lambda: parse_object(body, what))
 
 
-def _check_depth(text: str) -> None:
+def _check_depth(text: str, what: str) -> None:
     """Raise Refused if the body is nested too deeply. Called before parsing, so that depth cannot exhaust the
     stack.
 
@@ -64,9 +69,9 @@ def _check_depth(text: str) -> None:
             depth += 1
             num_containers += 1
             if depth > MAX_JSON_DEPTH:
-                raise invalid(f"the body is nested too deeply; at most {MAX_JSON_DEPTH} levels are allowed")
+                raise invalid(f"{what} is nested too deeply; at most {MAX_JSON_DEPTH} levels are allowed")
             if num_containers > MAX_JSON_CONTAINERS:
-                raise invalid(f"the body has more than {MAX_JSON_CONTAINERS} objects and lists; send several requests")
+                raise invalid(f"{what} has more than {MAX_JSON_CONTAINERS} objects and lists; send several requests")
         else:
             depth -= 1
 
@@ -99,16 +104,16 @@ def _string_end(text: str, at: int) -> int:
             return len(text)  # no quote, or only half of an escape
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(what: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise invalid(f"the body has the key {printable(key)} twice; keys must be unique")
+                raise invalid(f"{what} has the key {printable(key)} twice; keys must be unique")
             seen.add(key)
     return value
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise invalid(f"the body contains {name}, which is not valid JSON; numbers must be finite")
+def _no_constant(what: str, name: str) -> NoReturn:
+    raise invalid(f"{what} contains {name}, which is not valid JSON; numbers must be finite")

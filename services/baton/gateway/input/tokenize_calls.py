@@ -8,7 +8,7 @@ from typing import Any
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request_limits import U32_MAX, printable
 from baton.gateway.input import field_policy
-from baton.gateway.input.chat.chat_request import parse_chat
+from baton.gateway.input.chat.chat_request import ChatRequest, parse_chat
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_reader import FieldReader, check, check_fields, check_text
 from baton.gateway.input.ignored_fields import UnknownFields
@@ -22,50 +22,60 @@ MAX_TOKENS = 2**16
 
 
 async def tokenize_body(
-    validator: Validator, body: Mapping[str, Any], unknown: UnknownFields, *, in_thread: bool = False
+    validator: Validator, body: Mapping[str, Any], unknown: UnknownFields, *, size: int
 ) -> TokenIds:
     """Return the token ids of `prompt`, or of the prompt that the chat template makes of a chat.
 
-    in_thread: check the messages in a thread, because the body is large.
+    size: characters of the JSON that has the messages and further fields. A large one is checked in a thread.
 
     The prompt may be longer than the model's context. Raises Refused if the body is invalid.
     """
-    check_fields(body, field_policy.TOKENIZE, unknown)
-    read = FieldReader(body)
-    validator.check_model(read.value("model"))
-    prompt = body.get("prompt")
-    if (prompt is None) == (body.get("messages") is None):
-        raise InvalidField("prompt", "exactly one of prompt and messages must be sent")
-    if prompt is None:
-        chat = await asyncio.to_thread(parse_chat, body, unknown) if in_thread else parse_chat(body, unknown)
-        text = await validator.chat_text(chat)
+    prompt = await loop_time.call(size, loop_time.JSON_BYTES, lambda: _parsed(body, unknown))
+    validator.check_model(FieldReader(body).value("model"))
+    if not isinstance(prompt, str):
+        text = await validator.chat_text(prompt)
         _check_length(validator, "messages", text)
         return await validator.tokenizer.encode(text, add_special_tokens=False)
-    if not isinstance(prompt, str):
-        raise InvalidField("prompt", f"prompt is {printable(prompt)}; must be a string")
     _check_length(validator, "prompt", prompt)
     check_text("prompt", prompt)
     wanted = body.get("add_special_tokens")
     return await validator.tokenizer.encode(
-        prompt, add_special_tokens=wanted is None or read.flag("add_special_tokens")
+        prompt, add_special_tokens=wanted is None or FieldReader(body).flag("add_special_tokens")
     )
 
 
-async def detokenize_body(validator: Validator, body: Mapping[str, Any], unknown: UnknownFields) -> str:
-    """Return the text of `tokens`. An id without text becomes U+FFFD. Raises Refused if the body is
-    invalid."""
+def _parsed(body: Mapping[str, Any], unknown: UnknownFields) -> str | ChatRequest:
+    """Return the prompt or the chat of a body. Raises InvalidField."""
+    check_fields(body, field_policy.TOKENIZE, unknown)
+    prompt = body.get("prompt")
+    if (prompt is None) == (body.get("messages") is None):
+        raise InvalidField("prompt", "exactly one of prompt and messages must be sent")
+    if prompt is None:
+        return parse_chat(body, unknown)
+    if not isinstance(prompt, str):
+        raise InvalidField("prompt", f"prompt is {printable(prompt)}; must be a string")
+    return prompt
+
+
+async def detokenize_body(
+    validator: Validator, body: Mapping[str, Any], unknown: UnknownFields, name: str = "tokens"
+) -> str:
+    """Return the text of `tokens`. An id without text becomes U+FFFD.
+
+    Raises Refused if the body is invalid. `name` is the field's name in errors.
+    """
     check_fields(body, field_policy.DETOKENIZE, unknown)
     validator.check_model(FieldReader(body).value("model"))
     tokens = body.get("tokens")
     if not isinstance(tokens, JSON_LISTS):
-        raise InvalidField("tokens", f"tokens is {printable(tokens)}; must be a list of token ids")
+        raise InvalidField(name, f"{name} is {printable(tokens)}; must be a list of token ids")
     most = max(MAX_TOKENS, validator.max_model_len or 0)
     if len(tokens) > most:
         raise InvalidField(
-            "tokens", f"tokens has {len(tokens)} ids; at most {most} are allowed in one call; send several calls"
+            name, f"{name} has {len(tokens)} ids; at most {most} are allowed in one call; send several calls"
         )
-    ids = tokens if isinstance(tokens, array) else _checked_ids(tokens)
-    validator.check_vocabulary("tokens", largest_id(ids))
+    ids = tokens if isinstance(tokens, array) else _checked_ids(name, tokens)
+    validator.check_vocabulary(name, largest_id(ids))
     return await decoded(validator.tokenizer, ids)
 
 
@@ -79,11 +89,11 @@ async def decoded(tokenizer: Tokenizer, ids: TokenIds) -> str:
     return "".join(texts) + detokenizer.flush()
 
 
-def _checked_ids(tokens: Sequence[Any]) -> TokenIds:
+def _checked_ids(name: str, tokens: Sequence[Any]) -> TokenIds:
     """Convert token ids. Raises InvalidField for the first value that is none."""
     if not set(map(type, tokens)) <= {int} or not 0 <= min(tokens, default=0) <= max(tokens, default=0) <= U32_MAX:
         for token in tokens:
-            check("token_ids", token, "tokens")
+            check("token_ids", token, name)
     return token_ids(tokens)
 
 

@@ -24,13 +24,12 @@ from baton.gateway.input.chat.template_check import check_template
 from baton.gateway.input.client_call import ANONYMOUS, ClientCall, Endpoint, Identity, InvalidField, OutputOptions
 from baton.gateway.input.field_reader import check_count
 from baton.gateway.input.ignored_fields import UnknownFields
+from baton.gateway.input.prompts.context_length import output_length, prompt_too_long
 from baton.gateway.input.request_body import ParsedRequest, Prompt, parse_request
 from baton.gateway.output.formats import OutputFormat
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.observability.tracing import is_traceparent
 
-COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions. The default for chats is the rest of the context."""
 MAX_CHARACTERS = 2**20
 """Characters of a text that is tokenized even if it is longer than the model's context."""
 MAX_CHARACTERS_PER_TOKEN = 8
@@ -249,7 +248,7 @@ class Validator:
         Raises Refused if a prompt is invalid, or if one that is not truncated is too long.
         """
         if isinstance(prompt, array):
-            self.check_vocabulary("prompt", largest_id(prompt))
+            self.check_vocabulary(parsed.prompt_field, largest_id(prompt))
             return prompt if kept is None else prompt[-kept:]
         assert isinstance(prompt, str)  # a prompt is either ids or a text
         if kept is None:
@@ -301,7 +300,7 @@ class Validator:
             if len(text) <= EXACT_CHARACTERS or len(ids) <= max_model_len:
                 return ids
             at_least = len(ids)
-        raise _too_long(parsed, f"at least {at_least}", 1, max_model_len)
+        raise prompt_too_long(parsed, at_least, max_model_len, is_exact=False)
 
     def _request(
         self,
@@ -314,7 +313,7 @@ class Validator:
     ) -> GenerateRequest:
         if not tokens:
             raise InvalidField(parsed.prompt_field, "the prompt has no tokens; send at least one")
-        max_tokens = self._max_tokens(parsed, len(tokens), model_limits.max_model_len)
+        max_tokens = output_length(parsed, len(tokens), model_limits.max_model_len)
         _check_prompt_logprobs(parsed.sampling["num_prompt_logprobs"], len(tokens))
         seed = self._rng.getrandbits(64) if parsed.seed is None else parsed.seed & U64_MAX
         return GenerateRequest(
@@ -329,22 +328,6 @@ class Validator:
             priority=parsed.priority,
             slo=parsed.slo.with_defaults(self._default_slo),
         )
-
-    def _max_tokens(self, parsed: ParsedRequest, num_prompt_tokens: int, max_model_len: int | None) -> int:
-        """Return the requested `max_tokens`, or the endpoint's default.
-
-        Raises InvalidField if prompt and `max_tokens` together exceed the context.
-        """
-        min_tokens: int = parsed.sampling["min_tokens"]
-        if max_model_len is None:
-            return parsed.max_tokens or max(COMPLETION_MAX_TOKENS, min_tokens)
-        remaining = max_model_len - num_prompt_tokens
-        wanted = parsed.max_tokens or max(1, min_tokens)
-        if wanted > remaining:
-            raise _too_long(parsed, str(num_prompt_tokens), wanted, max_model_len)
-        if parsed.max_tokens is not None:
-            return parsed.max_tokens
-        return remaining if parsed.chat is not None else min(remaining, max(COMPLETION_MAX_TOKENS, min_tokens))
 
     def check_vocabulary(self, name: str, token_id: int) -> None:
         """Raise InvalidField for the field `name` if the token id is outside the vocabulary."""
@@ -408,12 +391,3 @@ def _check_allowed(parsed: ParsedRequest, identity: Identity, model_limits: Mode
             f"n is {parsed.n}; must be at most {model_limits.max_num_seqs}, "
             "the number of sequences that one worker runs at a time",
         )
-
-
-def _too_long(parsed: ParsedRequest, num_prompt_tokens: str, max_tokens: int, max_model_len: int) -> InvalidField:
-    return InvalidField(
-        parsed.prompt_field,
-        f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}; together they must be at most "
-        f"{max_model_len}; shorten the prompt or reduce max_tokens",
-        Reason.CONTEXT_LENGTH_EXCEEDED,
-    )

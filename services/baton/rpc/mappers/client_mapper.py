@@ -85,7 +85,7 @@ def from_generate_request(message: inference_pb2.GenerateRequest) -> dict[str, A
     if message.token_ids:
         if "prompt" in body:
             raise invalid("both prompt and token_ids are set; send one of them")
-        _check_count("token_ids", len(message.token_ids), "prompt")
+        _check_count("token_ids", len(message.token_ids))
         body["prompt"] = from_token_ids(message.token_ids)
     if message.logit_bias:
         body["logit_bias"] = {str(token_id): bias for token_id, bias in message.logit_bias.items()}
@@ -126,11 +126,10 @@ def from_detokenize_request(message: inference_pb2.DetokenizeRequest) -> dict[st
     return {**_set_fields(message, ("model",)), "tokens": from_token_ids(message.token_ids)}
 
 
-def _check_count(name: str, count: int, shown: str = "") -> None:
-    """Raise Refused if a list has too many items, with the gateway's message. `shown` replaces `name` in
-    it."""
+def _check_count(name: str, count: int) -> None:
+    """Raise Refused if a list has too many items, with the gateway's message."""
     try:
-        LIMITS[name].check_count(shown or name, count)
+        LIMITS[name].check_count(name, count)
     except OutOfLimits as error:
         raise invalid(str(error)) from error
 

@@ -1,6 +1,7 @@
 """`langchain-openai`: structured output by both methods, and bound tools."""
 
-from common import KEY, MAX_TOKENS, MODEL, QUESTION, URL, Weather, get_weather
+from common import KEY, MAX_TOKENS, MODEL, QUESTION, URL, Weather, error_of, get_weather
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -38,3 +39,6 @@ for chunk in bound.stream(QUESTION):
     streamed = chunk if streamed is None else streamed + chunk
 assert streamed is not None
 assert streamed.tool_calls == [{**call, "id": streamed.tool_calls[i]["id"]} for i, call in enumerate(called.tool_calls)]
+
+for each in (model, responses):
+    error_of(ContextOverflowError, each.invoke, input="word " * 20_000)

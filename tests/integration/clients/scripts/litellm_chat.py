@@ -3,7 +3,7 @@
 import json
 
 import litellm
-from common import KEY, MAX_TOKENS, MODEL, QUESTION, URL, WEATHER_TOOL, Weather, get_weather
+from common import KEY, MAX_TOKENS, MODEL, QUESTION, URL, WEATHER_TOOL, Weather, error_of, get_weather
 
 litellm.telemetry = False
 COMMON = {
@@ -31,3 +31,9 @@ assert message.choices[0].message.content == whole.choices[0].message.content
 
 answer = litellm.completion(**COMMON, response_format=Weather)
 Weather.model_validate_json(answer.choices[0].message.content)
+
+LONG = [{"role": "user", "content": "word " * 20_000}]
+for asked in ({"messages": LONG}, {"max_tokens": 100_000}):
+    error_of(litellm.ContextWindowExceededError, litellm.completion, **{**COMMON, **asked})
+    for_anthropic = {**COMMON, "model": f"anthropic/{MODEL}", "api_base": URL, "seed": None, **asked}
+    error_of(litellm.ContextWindowExceededError, litellm.completion, **for_anthropic)

@@ -5,6 +5,7 @@ import json
 
 import openai
 from common import KEY, MAX_TOKENS, MODEL, QUESTION, URL, WEATHER_TOOL, Weather, error_of, get_weather
+from openai.types.chat import ChatCompletionAllowedToolChoiceParam
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -81,6 +82,23 @@ def tools() -> None:
     assert not last.choices[0].message.tool_calls
 
 
+def allowed_tools() -> None:
+    """Only the allowed tool is called, though another one is sent, too."""
+    other = {"type": "function", "function": {"name": "other"}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            tools=[other, WEATHER_TOOL],
+            tool_choice=ChatCompletionAllowedToolChoiceParam(type="allowed_tools", allowed_tools=allowed),
+            parallel_tool_calls=False,
+            seed=seed,
+            max_completion_tokens=MAX_TOKENS,
+        )
+        assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["get_weather"]
+
+
 def streamed_tools() -> None:
     """The deltas of a named call join to a call with valid arguments."""
     named = {"type": "function", "function": {"name": "get_weather"}}
@@ -104,6 +122,14 @@ def completions() -> None:
     prompts = ["import os", "def f("]
     answer = client.completions.create(model=MODEL, prompt=prompts, max_tokens=4, temperature=0, echo=True, logprobs=1)
     assert all(choice.text.startswith(prompt) for choice, prompt in zip(answer.choices, prompts, strict=True))
+    streamed = {0: [], 1: []}
+    for chunk in client.completions.create(
+        model=MODEL, prompt=prompts, max_tokens=4, temperature=0, echo=True, logprobs=1, stream=True
+    ):
+        for choice in chunk.choices:
+            streamed[choice.index] += zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
+    for choice in answer.choices:
+        assert streamed[choice.index] == list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
 
 
 def errors() -> None:
@@ -135,6 +161,7 @@ async def concurrent() -> None:
 chat_and_stream()
 parse()
 tools()
+allowed_tools()
 streamed_tools()
 completions()
 errors()

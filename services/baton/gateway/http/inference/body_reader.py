@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from baton.gateway.gateway_service import GatewayService
 from baton.gateway.http.asgi_io import read_body
 from baton.gateway.http.http_exchange import HttpExchange
-from baton.runtime.process import loop_time
 from baton.runtime.process.byte_budget import Account, Reservation
 
 
@@ -29,8 +28,3 @@ class BodyReader:
         """Name ignored fields in the response, and count them."""
         exchange.ignored_fields = names
         self._service.count_ignored(names)
-
-
-def is_large(body: bytearray) -> bool:
-    """True if a body is checked in a thread."""
-    return len(body) > loop_time.JSON_BYTES

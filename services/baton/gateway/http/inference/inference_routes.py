@@ -143,7 +143,7 @@ class InferenceRoutes:
 
     async def _run(self, call: ClientCall, response: StreamedResponse) -> CallOutcome:
         outcome = await self._service.run(call, response)
-        response.finish(outcome)
+        await response.finish(outcome)
         return outcome
 
     async def _write_events(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from baton.gateway.gateway_service import GatewayService
 from baton.gateway.http.asgi_io import caller_of, in_pieces, respond_in_pieces, respond_json
 from baton.gateway.http.http_exchange import Access, HttpExchange, Route, Routes
-from baton.gateway.http.inference.body_reader import BodyReader, is_large
+from baton.gateway.http.inference.body_reader import BodyReader
 from baton.gateway.http.output.id_json import format_many_ids
 from baton.gateway.http.output.text_json import format_long_text
 from baton.gateway.http.slow_clients import ReadLimits, cut_connection
@@ -50,7 +50,7 @@ class TokenRoutes:
                     len(body), loop_time.JSON_BYTES, lambda: translate_count(parsed, unknown)
                 )
                 try:
-                    ids = await tokenize_body(validator, translated.chat, unknown, in_thread=is_large(body))
+                    ids = await tokenize_body(validator, translated.chat, unknown, size=len(body))
                 except InvalidField as error:
                     raise translated.renamed(error) from error
             self._reader.ignored(exchange, unknown.names)
@@ -62,9 +62,7 @@ class TokenRoutes:
         with self._service.hold_slot(self._service.admit_caller(caller_of(exchange.scope).authorization)):
             with self._reader.receiving() as reservation:
                 body = await self._reader.body(exchange, reservation)
-                ids = await tokenize_body(
-                    self._service.validator, await parse_body(body), unknown, in_thread=is_large(body)
-                )
+                ids = await tokenize_body(self._service.validator, await parse_body(body), unknown, size=len(body))
             self._reader.ignored(exchange, unknown.names)
             with self._service.unsent_answer(ids_bytes(ids), self._cut(exchange)) as answer:
                 (tokens,) = await format_many_ids(ids)

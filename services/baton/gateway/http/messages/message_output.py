@@ -221,7 +221,7 @@ class MessageEvents:
             if part.kind is not PartKind.TOOL_CALL and part.text:
                 self._put("content_block_delta", {"index": self._index, "delta": _delta(part)})
 
-    def finish(self, outcome: CallOutcome) -> None:
+    async def finish(self, outcome: CallOutcome) -> None:
         """Add the last events of a response that succeeded."""
         self._begin_stream()
         self._end_block()

@@ -43,7 +43,7 @@ class StreamedResponse(ChoiceSink, Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def finish(self, outcome: CallOutcome) -> None:
+    async def finish(self, outcome: CallOutcome) -> None:
         """Add the last events of a response that succeeded."""
         ...
 

@@ -30,6 +30,11 @@ class JsonList:
         """Length of the items' text."""
         return len(self._items)
 
+    @property
+    def text(self) -> bytearray:
+        """Text of the items, without the brackets."""
+        return self._items
+
     def parts(self) -> Iterator[bytes | bytearray]:
         """Yield the text of the list."""
         yield b"["

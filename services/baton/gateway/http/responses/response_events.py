@@ -31,7 +31,7 @@ class ResponseEvents(ResponseOutput):
         self._begin_stream()
         super().put(choice)
 
-    def finish(self, outcome: CallOutcome) -> None:
+    async def finish(self, outcome: CallOutcome) -> None:
         """Add the last event of a response that succeeded."""
         self._begin_stream()
         status, response = self._ended_object(outcome.usage)

@@ -80,7 +80,7 @@ def _response_format(body: Mapping[str, Any], unknown: UnknownFields) -> Iterato
     elif kind == "json_schema":
         yield _json_schema(value.get("json_schema"), unknown)
     elif kind == "structural_tag":
-        yield _tags("response_format", value)
+        yield _tags("response_format", value, unknown)
     elif kind != "text":
         raise InvalidField("response_format.type", f"response_format.type is {printable(kind)}; {_FORMATS}")
 
@@ -114,7 +114,10 @@ def _structured_outputs(body: Mapping[str, Any], unknown: UnknownFields) -> Iter
         field = "structured_outputs.json_object"
         found.append(AnswerConstraint(rule=JsonRule(schema=_ANY_OBJECT, whitespace=whitespace), field=field))
     if value.get("structural_tag") is not None:
-        found.append(_tags("structured_outputs.structural_tag", value["structural_tag"]))
+        place = "structured_outputs.structural_tag"
+        tag = as_object(place, _decoded(place, value["structural_tag"]))
+        check_fields(tag, field_policy.STRUCTURAL_TAG, unknown, f"{place}.")
+        found.append(_tags(place, tag, unknown))
     if not found:
         raise InvalidField(
             "structured_outputs",
@@ -168,10 +171,10 @@ def _choice(place: str, value: object) -> AnswerConstraint:
     return AnswerConstraint(rule=rule, field=place, num_characters=budget.num_characters)
 
 
-def _tags(place: str, value: object) -> AnswerConstraint:
+def _tags(place: str, value: Mapping[str, Any], unknown: UnknownFields) -> AnswerConstraint:
     budget = ValueBudget(place, MAX_GRAMMAR_BYTES)
-    tag = budget.plain_object(place, _decoded(place, value))
-    return AnswerConstraint(rule=parse_tags(place, tag), field=place, num_characters=budget.num_characters)
+    rule = parse_tags(place, budget.plain_object(place, value), unknown)
+    return AnswerConstraint(rule=rule, field=place, num_characters=budget.num_characters)
 
 
 def _whitespace(place: str, value: object) -> str:

@@ -1,7 +1,7 @@
 """Validates the tools of a chat request, and how the model may use them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -21,6 +21,7 @@ _LEGACY_CHOICES = "must be 'none', 'auto' or {\"name\": ...}"
 MAX_NAME_CHARACTERS = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
+_KINDS = "must be 'function' or 'allowed_tools'"
 
 
 class ToolMode(Enum):
@@ -40,16 +41,18 @@ class Tool:
 
     parameters: JSON schema of the arguments; None if it takes none.
     strict: the arguments must match the schema even if the model chooses to call it.
+    place: the field that has it, for errors.
     """
 
     name: str
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+    place: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools of a request, and how the model may use them.
+    """The tools of a request that the model may see, and how it may use them.
 
     only: name of the one tool that must be called.
     parallel: one answer may have several calls.
@@ -99,16 +102,17 @@ def parse_tools(body: Mapping[str, Any], unknown: UnknownFields) -> ToolFields:
         if tool.name in known:
             raise InvalidField(f"{name}[{index}]", f"{name} has {tool.name!r} twice; names must be unique")
         known.add(tool.name)
-    mode, only = _choice(body, "function_call" if is_legacy else "tool_choice", known, unknown)
+    choice = _choice(body, "function_call" if is_legacy else "tool_choice", known, unknown)
+    allowed = known if choice.allowed is None else choice.allowed
     use = ToolUse(
-        tools=tools,
-        mode=mode,
-        only=only,
+        tools=tuple(tool for tool in tools if tool.name in allowed),
+        mode=choice.mode,
+        only=choice.only,
         parallel=parallel and not is_legacy,
         is_legacy=is_legacy,
         num_characters=budget.num_characters,
     )
-    return ToolFields(use=use, schemas=tuple(schema for _, schema in parsed) or None)
+    return ToolFields(use=use, schemas=tuple(schema for tool, schema in parsed if tool.name in allowed) or None)
 
 
 def _tool(place: str, value: object, budget: ValueBudget, unknown: UnknownFields) -> tuple[Tool, dict[str, Any]]:
@@ -150,7 +154,8 @@ def _function(place: str, value: object, budget: ValueBudget, unknown: UnknownFi
             schema[key] = budget.plain(f"{place}.description", item)
         elif key == "name":
             schema[key] = name
-    return Tool(name=name, parameters=parameters, strict=strict), {"type": "function", "function": schema}
+    tool = Tool(name=name, parameters=parameters, strict=strict, place=place)
+    return tool, {"type": "function", "function": schema}
 
 
 def _check_is_object(place: str, schema: Mapping[str, Any]) -> None:
@@ -161,13 +166,20 @@ def _check_is_object(place: str, schema: Mapping[str, Any]) -> None:
         raise InvalidField(f"{place}.type", message)
 
 
-def _choice(
-    body: Mapping[str, Any], field: str, known: set[str], unknown: UnknownFields
-) -> tuple[ToolMode, str | None]:
-    """Return the mode, and the name of the only tool. Raises InvalidField."""
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The meaning of `tool_choice`. only: name of the one tool. allowed: names of the tools; None for all."""
+
+    mode: ToolMode
+    only: str | None = None
+    allowed: Collection[str] | None = None
+
+
+def _choice(body: Mapping[str, Any], field: str, known: set[str], unknown: UnknownFields) -> _Choice:
+    """Return how the tools may be used. Raises InvalidField."""
     value = body.get(field)
     if value is None:
-        return (ToolMode.AUTO if known else ToolMode.NONE), None
+        return _Choice(ToolMode.AUTO if known else ToolMode.NONE)
     if isinstance(value, str):
         if value not in ("none", "auto", "required") or (value == "required" and field == "function_call"):
             rule = _CHOICES if field == "tool_choice" else _LEGACY_CHOICES
@@ -175,18 +187,54 @@ def _choice(
         mode = ToolMode(value)
         if mode is ToolMode.REQUIRED and not known:
             raise InvalidField(field, f"{field} is 'required', but there are no tools; send tools")
-        return (mode if known else ToolMode.NONE), None
+        return _Choice(mode if known else ToolMode.NONE)
     choice = as_object(field, value)
     if field == "tool_choice":
-        if choice.get("type") != "function":
-            message = f"{field}.type is {printable(choice.get('type'))}; {_CHOICES}"
+        if choice.get("type") not in ("function", "allowed_tools"):
+            message = f"{field}.type is {printable(choice.get('type'))}; {_KINDS}"
             raise InvalidField(f"{field}.type", message, Reason.UNSUPPORTED_FIELD)
         check_fields(choice, field_policy.TOOL_CHOICE, unknown, f"{field}.")
+        if choice["type"] == "allowed_tools":
+            return _allowed(f"{field}.allowed_tools", choice.get("allowed_tools"), known, unknown)
         choice = as_object(f"{field}.function", choice.get("function"))
         field = f"{field}.function"
     check_fields(choice, field_policy.FUNCTION_NAME, unknown, f"{field}.")
     name = choice.get("name")
     if not isinstance(name, str) or name not in known:
-        names = ", ".join(sorted(known)[:8]) or "none"
-        raise InvalidField(f"{field}.name", f"{field}.name is {printable(name)}; must be one of the tools: {names}")
-    return ToolMode.REQUIRED, name
+        raise InvalidField(f"{field}.name", f"{field}.name is {printable(name)}; {_must_be_one_of(known)}")
+    return _Choice(ToolMode.REQUIRED, only=name)
+
+
+def _allowed(place: str, value: object, known: set[str], unknown: UnknownFields) -> _Choice:
+    """Return the choice that keeps only some tools. Errors name a tool's place in the list."""
+    choice = as_object(place, value)
+    check_fields(choice, field_policy.ALLOWED_TOOLS, unknown, f"{place}.")
+    mode, tools = choice.get("mode"), choice.get("tools")
+    if mode not in ("auto", "required"):
+        raise InvalidField(f"{place}.mode", f"{place}.mode is {printable(mode)}; must be 'auto' or 'required'")
+    place = f"{place}.tools"
+    if not isinstance(tools, JSON_LISTS) or not tools:
+        what = "an empty list" if isinstance(tools, JSON_LISTS) else printable(tools)
+        raise InvalidField(place, f"{place} is {what}; must be a list of one or more of the tools")
+    check_count("tools", len(tools), place)
+    names: dict[str, None] = {}
+    for index, item in enumerate(tools):
+        at = f"{place}[{index}]"
+        tool = as_object(at, item)
+        if tool.get("type") != "function":
+            message = f"{at}.type is {printable(tool.get('type'))}; must be 'function'"
+            raise InvalidField(f"{at}.type", message, Reason.UNSUPPORTED_FIELD)
+        check_fields(tool, field_policy.ALLOWED_TOOL, unknown, f"{at}.")
+        function = as_object(f"{at}.function", tool.get("function"))
+        check_fields(function, field_policy.FUNCTION_NAME, unknown, f"{at}.function.")
+        name = function.get("name")
+        if not isinstance(name, str) or name not in known:
+            raise InvalidField(at, f"{at} has the name {printable(name)}; {_must_be_one_of(known)}")
+        if name in names:
+            raise InvalidField(at, f"{at} has the name {printable(name)} a second time; send each tool once")
+        names[name] = None
+    return _Choice(ToolMode(mode), allowed=names)
+
+
+def _must_be_one_of(known: set[str]) -> str:
+    return f"must be one of the tools: {', '.join(sorted(known)[:8]) or 'none'}"

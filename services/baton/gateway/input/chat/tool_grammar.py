@@ -40,11 +40,11 @@ def callable_tools(chat: ChatRequest, *, has_free_arguments: bool) -> list[Calla
     return [
         CallableTool(
             name=tool.name,
-            parameters={} if has_free_arguments and not tool.strict else _schema(index, tool),
+            parameters={} if has_free_arguments and not tool.strict else _schema(tool),
             strict=tool.strict,
             sent=tool.parameters,
         )
-        for index, tool in enumerate(chat.tools.tools)
+        for tool in chat.tools.tools
         if chat.tools.only in (None, tool.name)
     ]
 
@@ -81,7 +81,7 @@ def _written(
     return grammar
 
 
-def _schema(index: int, tool: Tool) -> Mapping[str, Any] | None:
+def _schema(tool: Tool) -> Mapping[str, Any] | None:
     if tool.parameters is None:
         return None
-    return read_schema(f"tools[{index}].function.parameters", tool.parameters, lenient=not tool.strict)
+    return read_schema(f"{tool.place}.parameters", tool.parameters, lenient=not tool.strict)

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_policy import FUNCTIONS
 from baton.gateway.input.field_reader import check_fields
 from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.json_pieces import JSON_LISTS
 from baton.gateway.input.responses_fields import (
+    ALLOWED_TOOL,
     FORMAT,
     PASSED,
     REASONING,
@@ -43,6 +43,7 @@ _NAMES: Mapping[str, str] = {
     "messages[].tool_call_id": ".call_id",
     "tools[].function": "",
     "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 _ECHOED: Mapping[str, Any] = {
     "instructions": None,
@@ -88,7 +89,7 @@ def translate_responses(body: Mapping[str, Any], unknown: UnknownFields) -> Tran
         chat["max_tokens"] = body["max_output_tokens"]
     if tools.items:
         chat["tools"] = tools.items
-    chat |= _choice(body.get("tool_choice"), tools, unknown)
+    chat |= _choice(body.get("tool_choice"), unknown)
     chat |= _format(body.get("text"), unknown)
     reasoning = object_of("reasoning", body.get("reasoning"), REASONING, unknown)
     if reasoning.get("effort") is not None:
@@ -121,38 +122,28 @@ def _tools(value: object, unknown: UnknownFields) -> ListPlaces:
     return tools
 
 
-def _choice(value: object, tools: ListPlaces, unknown: UnknownFields) -> dict[str, Any]:
+def _choice(value: object, unknown: UnknownFields) -> dict[str, Any]:
     """Return the fields of a chat for `tool_choice`."""
     if value is None or isinstance(value, str):
         return {} if value is None else {"tool_choice": value}
     choice = object_of("tool_choice", value, TOOL_CHOICE, unknown)
     kind = choice.get("type")
-    if kind == "function":
-        name = text_of("tool_choice.name", choice.get("name"))
-        return {"tool_choice": {"type": "function", "function": {"name": name}}}
-    if kind != "allowed_tools":
+    if kind == "allowed_tools":
+        allowed = {"mode": choice.get("mode"), "tools": _allowed(choice.get("tools"), unknown)}
+        return {"tool_choice": {"type": kind, kind: allowed}}
+    if kind != "function":
         raise unsupported("tool_choice.type", kind, "must be 'function' or 'allowed_tools'")
-    if choice.get("mode") not in ("auto", "required"):
-        raise unsupported("tool_choice.mode", choice.get("mode"), "must be 'auto' or 'required'")
-    _allow(choice.get("tools"), tools)
-    return {"tools": tools.items, "tool_choice": choice["mode"]}
+    name = text_of("tool_choice.name", choice.get("name"))
+    return {"tool_choice": {"type": "function", "function": {"name": name}}}
 
 
-def _allow(value: object, tools: ListPlaces) -> None:
-    """Keep only the allowed tools."""
-    names = set()
-    known = {tool["function"].get("name") for tool in tools.items if isinstance(tool["function"].get("name"), str)}
+def _allowed(value: object, unknown: UnknownFields) -> list[dict[str, Any]]:
+    """Return the allowed tools, each in the form of a chat."""
+    tools = []
     for place, tool in objects_of("tool_choice.tools", value, "tools"):
-        if tool.get("type") != "function":
-            raise unsupported(f"{place}.type", tool.get("type"), "only function tools are implemented")
-        name = text_of(f"{place}.name", tool.get("name"))
-        if name not in known:
-            raise InvalidField(f"{place}.name", f"{place}.name is {name[:64]!a}; must be one of the tools")
-        names.add(name)
-    if not names:
-        raise InvalidField("tool_choice.tools", "tool_choice.tools is empty; allow at least one tool")
-    kept = [index for index, tool in enumerate(tools.items) if tool["function"].get("name") in names]
-    tools.items, tools.places = [tools.items[at] for at in kept], [tools.places[at] for at in kept]
+        check_fields(tool, ALLOWED_TOOL, unknown, f"{place}.")
+        tools.append({"type": tool.get("type"), "function": {"name": tool.get("name")}})
+    return tools
 
 
 def _format(value: object, unknown: UnknownFields) -> dict[str, Any]:
