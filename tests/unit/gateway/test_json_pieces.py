@@ -1,5 +1,6 @@
 """Decoding in pieces gives what `json.loads` gives."""
 
+import gc
 import json
 from array import array
 from collections.abc import Callable
@@ -206,3 +207,14 @@ def test_values_are_counted(unit: str, number: int) -> None:
     assert decode(50 * number + 1)
     with pytest.raises(json_pieces.TooManyValues):
         decode(50 * number)
+
+
+@pytest.mark.parametrize("text", ['{"a": [1, 2, {"b": "c"}]}', '{"a": [1, 2'])
+def test_text_is_freed_without_a_garbage_collection(text: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        outcome(lambda text: in_pieces(text, 1000), text)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

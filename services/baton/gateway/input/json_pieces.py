@@ -77,6 +77,58 @@ def loads(
     return value
 
 
+class _ValueCounter:
+    """Counts the values of a text, and turns its long lists of token ids into arrays.
+
+    It knows nothing of the text: the C decoder calls it, so a reference to the text would be a cycle.
+
+    last_pairs: members of the object that was made last.
+    """
+
+    def __init__(self, object_of: Callable[..., Any], max_values: int) -> None:
+        self.last_pairs: list[tuple[str, Any]] = []
+        self._object_of = object_of
+        self._values_left = max_values
+
+    def count(self, num_values: int) -> None:
+        self._values_left -= num_values
+        if self._values_left < 0:
+            raise TooManyValues("the text has too many values")
+
+    def counted_object(self, pairs: list[tuple[str, Any]]) -> Any:
+        """Return the object of these pairs, whose values the C decoder has made."""
+        num_values = 2 * len(pairs)
+        for index, (key, value) in enumerate(pairs):
+            kind = type(value)
+            if kind is list:
+                pairs[index] = (key, self.counted_list(value))
+                num_values -= 1
+            elif kind is dict:
+                num_values -= 1
+        self.count(num_values)
+        self.last_pairs = pairs
+        return self._object_of(pairs)
+
+    def counted_list(self, values: list[Any]) -> _Values:
+        """Return a list that the C decoder has made: as an array if it is a long list of token ids."""
+        ids = _as_ids(values) if len(values) >= MIN_ARRAY_IDS else None
+        return self.with_counted_items(values) if ids is None else ids
+
+    def with_counted_items(self, values: list[Any]) -> list[Any]:
+        """Count the values of a list, and replace those lists in it that become arrays."""
+        num_values = len(values)
+        if not _SCALARS.issuperset(map(type, values)):
+            for index, value in enumerate(values):
+                kind = type(value)
+                if kind is list:
+                    values[index] = self.counted_list(value)
+                    num_values -= 1
+                elif kind is dict:
+                    num_values -= 1
+        self.count(num_values)
+        return values
+
+
 class _Pieces:
     """Decodes containers in Python, and their elements in C. Methods return values and the position after.
 
@@ -94,9 +146,8 @@ class _Pieces:
     ) -> None:
         self._text = text
         self._object_of = object_pairs_hook
-        self._decoder = json.JSONDecoder(object_pairs_hook=self._counted_object, parse_constant=parse_constant)
-        self._last_pairs: list[tuple[str, Any]] = []
-        self._values_left = max_values
+        self._values = _ValueCounter(object_pairs_hook, max_values)
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._values.counted_object, parse_constant=parse_constant)
         self._piece_chars = piece_chars
         self._is_malformed = False
 
@@ -117,53 +168,15 @@ class _Pieces:
             return (self._list if begin == "[" else self._object)(at + 1)
         value, end = self._decoder.raw_decode(self._text, at)
         if begin == "[":
-            value = self._counted_list(value)
+            value = self._values.counted_list(value)
         elif begin != "{" and not _is_id(value):
-            self._count(1)
+            self._values.count(1)
         return value, end
-
-    def _count(self, num_values: int) -> None:
-        self._values_left -= num_values
-        if self._values_left < 0:
-            raise TooManyValues("the text has too many values")
-
-    def _counted_object(self, pairs: list[tuple[str, Any]]) -> Any:
-        """Return the object of these pairs, whose values the C decoder has made."""
-        num_values = 2 * len(pairs)
-        for index, (key, value) in enumerate(pairs):
-            kind = type(value)
-            if kind is list:
-                pairs[index] = (key, self._counted_list(value))
-                num_values -= 1
-            elif kind is dict:
-                num_values -= 1
-        self._count(num_values)
-        self._last_pairs = pairs
-        return self._object_of(pairs)
-
-    def _counted_list(self, values: list[Any]) -> _Values:
-        """Return a list that the C decoder has made: as an array if it is a long list of token ids."""
-        ids = _as_ids(values) if len(values) >= MIN_ARRAY_IDS else None
-        return self._with_counted_items(values) if ids is None else ids
-
-    def _with_counted_items(self, values: list[Any]) -> list[Any]:
-        """Count the values of a list, and replace those lists in it that become arrays."""
-        num_values = len(values)
-        if not _SCALARS.issuperset(map(type, values)):
-            for index, value in enumerate(values):
-                kind = type(value)
-                if kind is list:
-                    values[index] = self._counted_list(value)
-                    num_values -= 1
-                elif kind is dict:
-                    num_values -= 1
-        self._count(num_values)
-        return values
 
     def _items(self, at: int, brackets: str) -> tuple[Any, int]:
         """Decode as many elements or members as have a comma behind them in the next piece; None for none.
 
-        Members are in `_last_pairs`, too, because the C decoder makes the outer object last.
+        Members are in `last_pairs`, too, because the C decoder makes the outer object last.
         """
         if self._is_malformed:
             return None, at
@@ -178,7 +191,7 @@ class _Pieces:
 
     def _string(self, at: int) -> tuple[str, int]:
         """Decode a string in pieces, each of which the C decoder gets in quotes."""
-        self._count(1)
+        self._values.count(1)
         begin, num_chars, parts = at + 1, FIRST_STRING_CHARS, []
         most_chars = max(self._piece_chars, MIN_STRING_CHARS)
         quote = self._text.find('"', begin, begin + most_chars)
@@ -224,7 +237,7 @@ class _Pieces:
                 values = self._extended(values, numbers) if numbers else values
             else:
                 items, at = self._items(at, "[]")
-                values += self._with_counted_items(items or [])
+                values += self._values.with_counted_items(items or [])
             begin = self.skip_space(at)
             value, at = self.value(begin)
             values = self._extended(values, [value])
@@ -239,7 +252,7 @@ class _Pieces:
         """Return a complete list: as an array only if it is a long list of token ids."""
         if len(values) >= MIN_ARRAY_IDS or isinstance(values, list):
             return values
-        self._count(len(values))
+        self._values.count(len(values))
         return values.tolist()
 
     def _extended(self, values: _Values, more: list[Any]) -> _Values:
@@ -248,10 +261,10 @@ class _Pieces:
             if (ids := _as_ids(more)) is not None:
                 values.extend(ids)
                 return values
-            self._count(len(values))
+            self._values.count(len(values))
             values = values.tolist()
         else:
-            self._count(_is_id(more[0]))
+            self._values.count(_is_id(more[0]))
         values += more
         return values
 
@@ -269,7 +282,7 @@ class _Pieces:
         if not numbers:  # only a comma
             raise json.JSONDecodeError("Expecting value", self._text, end)
         if _as_ids(numbers) is None:
-            self._count(len(numbers))
+            self._values.count(len(numbers))
         return numbers, end + 1
 
     def _object(self, at: int) -> tuple[Any, int]:
@@ -280,7 +293,7 @@ class _Pieces:
         while True:
             members, at = self._items(at, "{}")
             if members is not None:
-                pairs += self._last_pairs
+                pairs += self._values.last_pairs
                 at = self.skip_space(at)
             if self._text[at : at + 1] != '"':
                 raise json.JSONDecodeError("Expecting property name enclosed in double quotes", self._text, at)
@@ -289,7 +302,7 @@ class _Pieces:
             if self._text[at : at + 1] != ":":
                 raise json.JSONDecodeError("Expecting ':' delimiter", self._text, at)
             value, at = self.value(self.skip_space(at + 1))
-            self._count(_is_id(value))
+            self._values.count(_is_id(value))
             pairs.append((key, value))
             at = self.skip_space(at)
             if (after := self._text[at : at + 1]) == "}":
