@@ -64,7 +64,7 @@ def test_document_accepts_what_validation_accepts(path: str, endpoint: Endpoint)
     for where, body in accepted_bodies():
         if where == path:
             call(body, endpoint)
-            jsonschema.validate(body, checker.schema)
+            checker.validate(body)
 
 
 def test_document_accepts_values_of_any_type_where_validation_does() -> None:
