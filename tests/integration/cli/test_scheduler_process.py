@@ -32,6 +32,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 LIMIT_S = 60.0
 LONG_LIMITS = ("--heartbeat-s", "5", "--detection-s", "60")
 """For tests whose worker reports once: on a busy machine neither it nor a connection is taken for lost."""
+SHORT_LIMITS = ("--heartbeat-s", "0.5", "--detection-s", "5")
+"""For tests without a worker: a new scheduler waits for reports for this long before it rejects."""
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -211,7 +213,7 @@ async def test_placement_continues_without_redis_and_the_entry_returns_with_it(t
 
 
 async def test_process_starts_without_redis_and_logs_it(tmp_path: Path) -> None:
-    with scheduler(tmp_path, f"redis://127.0.0.1:{free_port('127.0.0.1')}/0", *LONG_LIMITS) as process:
+    with scheduler(tmp_path, f"redis://127.0.0.1:{free_port('127.0.0.1')}/0", *SHORT_LIMITS) as process:
         assert process.first_line.startswith("ready 127.0.0.1:")
         async with network() as grpc_network, asyncio.timeout(LIMIT_S):
             rejection = await grpc_network.scheduler(process.address).place(query())
@@ -230,7 +232,7 @@ async def test_entry_of_a_killed_process_expires(tmp_path: Path, redis: RunningR
 
 
 async def test_admin_port_serves_metrics_and_readiness(tmp_path: Path, redis: RunningRedis) -> None:
-    with scheduler(tmp_path, redis.url, "--admin-port", "0", *LONG_LIMITS) as process:
+    with scheduler(tmp_path, redis.url, "--admin-port", "0", *SHORT_LIMITS) as process:
         admin = next(
             json.loads(line)["address"] for line in process.log.read_text().splitlines() if '"admin_started"' in line
         )
