@@ -129,3 +129,16 @@ def test_part_of_a_failed_answer_needs_no_finish_reason_and_one_that_it_has_ends
     answered(request, finish=None, num_tokens=2, failure="worker_lost").check(VOCAB_SIZE)
     with pytest.raises(AssertionError, match="got"):
         answered(request, finish=FinishReason.LENGTH, num_tokens=2, failure="worker_lost").check(VOCAB_SIZE)
+
+
+def test_outages_with_too_short_a_time_between_them_count_as_one() -> None:
+    report = ChaosReport(seed=1)
+    report.deaths.append(Downtime(process="gateway", start_s=1.0, end_s=2.0))
+    report.store_outages += [
+        Downtime(process="stores", start_s=6.0, end_s=8.0),
+        Downtime(process="stores", start_s=1.5, end_s=5.5),
+    ]
+    assert report.knew_no_scheduler("gateway", 7.0, margin_s=0.6)
+    assert not report.knew_no_scheduler("gateway", 7.0, margin_s=0.4)
+    assert not report.knew_no_scheduler("gateway", 9.0, margin_s=0.6)
+    assert not report.knew_no_scheduler("gateway-1", 7.0, margin_s=0.6)

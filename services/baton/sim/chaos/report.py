@@ -1,6 +1,7 @@
 """The report of a storm: its transcript, and counts of outcomes and faults."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from baton.sim.virtual_time import running_loop
 
@@ -67,14 +68,15 @@ class ChaosReport:
     def knew_no_scheduler(self, gateway: str, start_s: float, *, margin_s: float) -> bool:
         """True if a gateway that was started again could not find a scheduler until a request began.
 
-        That is the case if the stores did not work at its start, and until `start_s`.
+        That is the case if the stores did not work at its start, and until `start_s`, but for times that were
+        too short.
 
         margin_s: time in which schedulers are announced and found.
         """
         restarts = [death.end_s for death in self.deaths if death.process == gateway and death.end_s < float("inf")]
         return any(
             outage.start_s - margin_s <= restart_s <= start_s <= outage.end_s + margin_s
-            for outage in self.store_outages
+            for outage in _joined(self.store_outages, margin_s)
             for restart_s in restarts
         )
 
@@ -83,3 +85,15 @@ class ChaosReport:
         """The command that runs this seed again."""
         policy = f" --policy {self.policy}" if self.policy is not None else ""
         return f"python -m baton.sim.chaos --seed {self.seed}{policy}"
+
+
+def _joined(downtimes: Sequence[Downtime], margin_s: float) -> list[Downtime]:
+    """Return downtimes of one process in order, as one where less than `margin_s` lies between two."""
+    joined: list[Downtime] = []
+    for downtime in sorted(downtimes, key=lambda each: each.start_s):
+        last = joined[-1] if joined else None
+        if last is not None and downtime.start_s <= last.end_s + margin_s:
+            joined[-1] = replace(last, end_s=max(last.end_s, downtime.end_s))
+        else:
+            joined.append(downtime)
+    return joined
