@@ -89,7 +89,7 @@ test-triton: setup
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest tests/gpu/test_triton_attention.py $(ARGS)
 
 # The C++ kernels with sanitizers: an access outside of a tensor ends the process with a report.
-ASAN_TESTS := $(addprefix tests/unit/model/test_,native_attention.py decoder_backends.py torch_executor.py)
+ASAN_TESTS := $(addprefix tests/unit/model/test_,native_attention.py decoder_backends.py torch_executor.py best_tokens.py)
 SANITIZERS = $(foreach name,libasan libubsan,$(shell c++ -print-file-name=$(name).so))
 test-asan: export XDG_CACHE_HOME := $(CURDIR)/build/asan
 test-asan: setup

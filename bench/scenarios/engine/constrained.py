@@ -203,7 +203,7 @@ def _gap_rows(by_kind: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory that keeps all figures and logs")
-    parser.add_argument("--models", default="demo,tiny-42m", help="comma-separated (demo,tiny-42m); qwen3-0.6b, too")
+    parser.add_argument("--models", default="demo,tiny-42m", help="comma-separated, demo or shapes (demo,tiny-42m)")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each cell (5)")
     parser.add_argument("--requests", type=int, default=16, help="requests beside a hostile grammar (16)")
     parser.add_argument("--schemas", type=int, default=1000, help="schemas to compile (1000)")

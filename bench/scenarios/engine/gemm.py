@@ -1,11 +1,12 @@
-"""Measures Baton's CPU matrix products against torch's, and its host sampler against the torch sampler.
+"""Measures Baton's CPU matrix products, host sampler and greedy tokens against torch's.
 
 python -m bench gemm [--threads 2] [--repeats 15]
 
 All implementations run in alternation; figures are medians. In bfloat16, torch uses oneDNN with packed
 weights if the processor supports it (`baton.model.backends.fused_layers`). The float32 column matters on
 processors that emulate bfloat16. The host sampler draws row by row in numpy; the torch sampler draws all rows
-in one call.
+in one call. Greedy tokens are the most likely ones of each row, without masks, and with masks that allow few
+tokens or every other one.
 """
 
 import argparse
@@ -15,24 +16,27 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
 from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling
+from baton.engine.constraints.token_bits import Bits, bits_of, num_words
 from baton.engine.state.step import SampleRequest
 from baton.model.backends.fused_layers import PackedLinear
 from baton.model.backends.native_decoder import PackedGemm
 from baton.model.device.compute_thread import compute_thread
 from baton.model.kernels.cpu.kernel_library import load_kernels
 from baton.model.sampling import device_sampler, host_sampler
+from baton.model.sampling.best_tokens import find_best
 from bench.systems.baton_cluster import machine, table
 
 SHAPES = ((256, 512), (512, 3072), (1024, 6144), (3072, 1024))
 ROWS = (1, 8, 32, 512)
 CALLS_S = 0.02
 """Seconds per timed batch of calls. A batch has at least one call."""
-VOCABULARIES = (4096, 151_936)
+VOCABULARIES = (4096, 32_000, 151_936)
 NUM_SEQS = 32
 KINDS = {"temperature 1": {}, "top-k 20, top-p 0.95": {"top_k": 20, "top_p": 0.95}, "top-p 0.9": {"top_p": 0.9}}
 
@@ -119,9 +123,33 @@ def sampler_rows(repeats: int) -> list[list[str]]:
     return rows
 
 
+def masks_of(vocab_size: int) -> dict[str, Bits]:
+    """Return masks for `NUM_SEQS` rows, or for none, by name."""
+    few, half = bits_of(range(160, 163), vocab_size), bits_of(range(0, vocab_size, 2), vocab_size)
+    none = np.zeros((0, num_words(vocab_size)), dtype=np.uint32)
+    return {"no masks": none, "3 tokens allowed": np.tile(few, (NUM_SEQS, 1)), "half": np.tile(half, (NUM_SEQS, 1))}
+
+
+def greedy_rows(num_threads: int, repeats: int) -> list[list[str]]:
+    """Return the table rows for greedy tokens, one per vocabulary size and kind of masks."""
+    kernels = load_kernels(num_threads)
+    rows = []
+    for vocab_size in VOCABULARIES:
+        logits = torch.randn(NUM_SEQS, vocab_size)
+        for name, bits in masks_of(vocab_size).items():
+            arguments = (logits, np.arange(len(bits)), bits)
+            own_s, torch_s = alternating_medians_s(
+                (partial(kernels.find_best, *arguments), partial(find_best, *arguments)), repeats
+            )
+            rows.append(
+                [f"{vocab_size}", name, f"{own_s * 1e6:.0f} us", f"{torch_s * 1e6:.0f} us", f"{torch_s / own_s:.1f}"]
+            )
+    return rows
+
+
 @torch.inference_mode()
 def bench(arguments: argparse.Namespace) -> None:
-    """Print both tables."""
+    """Print all tables."""
     print(machine("torch"))
     products = [
         "inputs x outputs",
@@ -134,7 +162,9 @@ def bench(arguments: argparse.Namespace) -> None:
     ]
     samplers = ["vocabulary", f"{NUM_SEQS} rows", "numpy, row by row", "torch, all rows", "torch over numpy"]
     print("\n" + table(products, product_rows(arguments.threads, arguments.repeats)))
+    greedy = ["vocabulary", f"greedy, {NUM_SEQS} rows", "C++ kernel", "torch and numpy", "torch over kernel"]
     print("\n" + table(samplers, sampler_rows(arguments.repeats)))
+    print("\n" + table(greedy, greedy_rows(arguments.threads, arguments.repeats)))
 
 
 def main() -> None:

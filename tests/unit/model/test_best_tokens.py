@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.core.errors import LayoutMismatch
 from baton.engine.constraints.token_bits import bits_of, num_words
 from baton.model.kernels.cpu.kernel_library import load_kernels
 from baton.model.sampling.best_tokens import FindBest, find_best
@@ -62,3 +63,8 @@ def test_logits_may_have_any_stride(num_threads: int | None) -> None:
     wide[torch.arange(4), torch.tensor([5, 250, 260, 599])] = 1.0
     wide[:, 600:] = 2.0
     assert finder(num_threads)(wide[:, :600], NO_ROWS, no_bits).token_ids.tolist() == [5, 250, 260, 599]
+
+
+def test_masks_of_another_vocabulary_are_refused() -> None:
+    with pytest.raises(LayoutMismatch, match="300 logits"):
+        load_kernels(1).find_best(torch.zeros(1, 300), np.array([0]), bits_of([1], 256)[None])

@@ -37,15 +37,17 @@ LEXER_BYTES_PER_S = 128 << 20
 SLOW_MASK_S = 0.002
 """A mask that took more CPU time is slow."""
 OVERHEAD_S = 0.001
-"""Time that a call for several masks may take beside its masks until its grammar is doubted."""
+"""Time that a call for several masks may take beyond that of one slow mask. If it takes more, the next masks
+are measured one by one."""
 NUM_FAST_MASKS = 8
 """Masks in a row that must be fast until the masks of a new grammar are computed together."""
 NUM_FAST_AFTER_SLOW = 64
 """The same after a slow mask."""
 MIN_TOGETHER, MAX_TOGETHER = 8, 32
-"""Masks of a fast grammar that are computed in one call. The number doubles with each call that was quick."""
+"""Masks of a fast grammar that are computed in one call. The number doubles with each call that was quick.
+The largest one bounds the work of a call in which a grammar turns slow. Not tuned."""
 QUICK_S = 0.001
-"""Time of a quick call: it saves more to make fewer calls than to have the first masks earlier."""
+"""Longest time of a quick call. Not tuned."""
 _MAX_MESSAGE = 300
 _NO_FORCING = {"name": "baton_no_forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: "x"'}
 _EXCEEDED = ("too many", "current row has", "too large", "too complex", "limit")
@@ -98,8 +100,11 @@ class GrammarMatcher:
         self.check(num_given=1)
         self.consumed = outputs
 
-    def step(self, outputs: TokenIds, mask: Bits, *, may_accept: bool) -> None:
-        """Do what `followed` and then `keep_mask` do."""
+    def advance(self, outputs: TokenIds, mask: Bits, *, may_accept: bool) -> None:
+        """Record that `outputs` were consumed, and store the mask after them.
+
+        Raises Refused if either failed.
+        """
         self.consumed = outputs
         self.keep_mask(mask, may_accept=may_accept)
 
@@ -174,7 +179,10 @@ class CompiledGrammar:
                 self._num_fast_needed = NUM_FAST_MASKS
 
     def count_call(self, took_s: float, num_masks: int) -> None:
-        """Count masks that were computed in one call, which has taken `took_s`, other threads included."""
+        """Count masks that were computed in one call.
+
+        took_s: duration of the call, with the time that other threads took.
+        """
         self.count_mask(took_s, num_masks)
         if took_s > SLOW_MASK_S + OVERHEAD_S:
             self._num_fast_masks = 0  # several together were slow, so the next ones are measured one by one

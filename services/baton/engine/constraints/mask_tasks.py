@@ -184,7 +184,7 @@ def _compute_together(
     may_accept = compiled.tokenizer.have_end_marks(masks)
     for (task, matcher), mask, may in zip(steps, masks, may_accept, strict=True):
         try:
-            matcher.step(task.outputs, mask, may_accept=may)
+            matcher.advance(task.outputs, mask, may_accept=may)
             task.matcher = matcher
         except Refused:  # the cause is found when it is computed alone
             task.matchers.drop(task.seq_id)

@@ -47,8 +47,8 @@ class SamplingRules:
         self.pending: dict[int, MaskTask] = {}
 
     @property
-    def has_others(self) -> bool:
-        """True if there are rules beside the grammar."""
+    def have_token_lists(self) -> bool:
+        """True if `allowed_token_ids` or `bad_words` forbid tokens, with or without a grammar."""
         return self.allowed is not None or self.bad_words is not None
 
     def task(self, matchers: SequenceMatchers, seq_id: int, outputs: TokenIds) -> MaskTask:

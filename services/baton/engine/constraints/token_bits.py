@@ -38,13 +38,6 @@ def ids_of(bits: Bits) -> npt.NDArray[np.intp]:
     return found
 
 
-def contain(bits: Bits, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return for each set, [rows, num_words], whether it has the id of its row."""
-    words = bits[np.arange(len(bits)), token_ids >> 5]
-    found: npt.NDArray[np.bool_] = (words >> (token_ids & 31).astype(np.uint32) & np.uint32(1)).astype(np.bool_)
-    return found
-
-
 def clear(bits: Bits, token_ids: Collection[int]) -> None:
     """Remove ids from one set."""
     for token_id in token_ids:

@@ -185,7 +185,7 @@ class TokenConstraints:
         found = [row for row in rules if row not in failures and row not in deferred]
         bits = self._allowed_by_grammars([tasks.get(row) for row in found], [rules[row] for row in found])
         for place, row in enumerate(found):
-            if rules[row].has_others or rows[row][1].banned_token_ids:
+            if rules[row].have_token_lists or rows[row][1].banned_token_ids:
                 self._apply_other_rules(bits[place], rows[row][1], rules[row])
         drawable = bits.any(axis=1)
         for index in np.flatnonzero(~drawable):

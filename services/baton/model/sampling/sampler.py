@@ -136,12 +136,13 @@ def sample(
     logits: [len(row_requests), vocab_size], any float dtype.
     draw: draws the rows that are not greedy; None: the sampler for the device of `logits`.
     masks: of the constrained rows.
-    find_best: finds the tokens of greedy rows. With `draw`, or on a GPU, those without a mask.
+    find_best: finds the tokens of greedy rows. With `draw`, or on a GPU, it gets no masks, and the rows that
+        have one are drawn like the others.
     """
     logits, device = logits.float(), logits.device
     draws_of_row = _draws_of(row_requests)
-    is_here = device.type == "cpu" and draw is None
-    masked, bits = _greedy_rows(row_requests, masks) if is_here else (_NO_ROWS, NO_MASKS.bits)
+    is_on_host = device.type == "cpu" and draw is None
+    masked, bits = _greedy_rows(row_requests, masks) if is_on_host else (_NO_ROWS, NO_MASKS.bits)
     best = find_best(logits, masked, bits)
     token_ids = best.token_ids
     if any(len(own) != 1 for own in draws_of_row):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from baton.core.errors import LayoutMismatch
-from baton.engine.constraints.token_bits import Bits
+from baton.engine.constraints.token_bits import Bits, num_words
 from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, SequenceTables
 from baton.model.attention.paged_attention import PagedKernel
 from baton.model.device.kv_tensors import KvCache
@@ -160,11 +160,7 @@ class Kernels:
         self._gate = library.baton_silu_gate
         self._gate.argtypes = [pointer, pointer, int64, int32, int32, int32]
         self._best_tokens = library.baton_best_tokens
-        self._best_tokens.argtypes = [
-            *(pointer, int64, int64),
-            *(pointer, pointer, int64),
-            *(pointer, pointer, pointer, int32),
-        ]
+        self._best_tokens.argtypes = [*(pointer, int64, int64), *(pointer, pointer, int64), *[pointer] * 3, int32]
         # Called by native_decoder.py, with addresses in place of tensors.
         self.pack_weights, self.gemm, self.decoder_forward = (
             library.baton_pack_weights,
@@ -268,8 +264,13 @@ class Kernels:
         return out
 
     def find_best(self, logits: torch.Tensor, masked: npt.NDArray[np.intp], bits: Bits) -> BestTokens:
-        """Find the most likely tokens, see `FindBest`."""
+        """Find the most likely tokens, see `FindBest`.
+
+        Raises LayoutMismatch for masks of another vocabulary.
+        """
         rows, vocab_size = logits.shape
+        if bits.shape != (len(masked), num_words(vocab_size)) and len(masked):
+            raise LayoutMismatch(f"masks of shape {bits.shape} for {len(masked)} rows of {vocab_size} logits")
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         mask_of_row = np.full(rows, -1, dtype=np.int64)
