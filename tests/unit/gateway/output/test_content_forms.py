@@ -158,6 +158,20 @@ def test_constrained_content_of_a_response_template_arrives_as_it_was_written() 
             assert message.content == content
 
 
+@pytest.mark.parametrize("form", [ContentForm.SPACED, ContentForm.EXACT])
+@pytest.mark.parametrize("name", ["json", "xml"])
+def test_constrained_content_of_a_response_template_is_not_searched_for_regions(name: str, form: ContentForm) -> None:
+    content = '{"a": "<think>b</think>\\n<tool_call>{}</tool_call>"}'
+    options = ParserOptions(tools=TOOLS, content=form)
+    for begin in ("", "<think>so</think>"):
+        for pieces in ([begin + content], list(begin + content)):
+            for end in ("", "<|im_end|>"):
+                message = parsed(format_of(CASES[name].template), [*pieces, end], options)
+                assert (message.content, message.reasoning) == (content, "so" if begin else "")
+        message = parsed(format_of(CASES[name].template), list(begin + TEMPLATE_CALLS[name]), options)
+        assert (message.content.strip(), [call.name for call in message.tool_calls]) == ("", ["now"])
+
+
 def test_answer_that_may_be_constrained_content_or_calls() -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     text = '{"a": "<tool_call>"}'

@@ -223,6 +223,10 @@ class Regions:
             return _Ignored()
         return _Buffered(self, field, opening, captures)
 
+    def is_content(self, field: FieldTemplate | None) -> bool:
+        """Return True if the text of a field is content."""
+        return field is not None and _KINDS.get(field.name) is PartKind.CONTENT
+
     def is_reasoning(self, field: FieldTemplate | None) -> bool:
         """Return True if the text of a field is reasoning."""
         return field is not None and _KINDS.get(field.name) is PartKind.REASONING
