@@ -1,8 +1,10 @@
 """Commands for a thread that sleeps in `poll`: other threads add them, and a pipe wakes the thread."""
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class ThreadCommands:
@@ -15,6 +17,8 @@ class ThreadCommands:
         self._commands: deque[Callable[[], None]] = deque()
         self.wake_fd, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._is_closed = False
+        self._lock = threading.Lock()
+        """Held while the pipe is written or closed: a closed descriptor may belong to another file."""
 
     def add(self, command: Callable[[], None]) -> None:
         """Add a command and wake the thread. A command that is added after `close` never runs."""
@@ -22,14 +26,12 @@ class ThreadCommands:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the thread."""
-        try:
-            os.write(self._wake_write, b"!")
-        except BlockingIOError:
-            pass  # the pipe is full, so the thread wakes anyway
-        except OSError:
-            if not self._is_closed:
-                raise
+        """Wake the thread. Does nothing after `close`."""
+        with self._lock:
+            if self._is_closed:
+                return
+            with suppress(BlockingIOError):  # the pipe is full, so the thread wakes anyway
+                os.write(self._wake_write, b"!")
 
     # -- in the thread -----------------------------------------------------------------------------
 
@@ -46,6 +48,7 @@ class ThreadCommands:
 
     def close(self) -> None:
         """Close the pipe. Nothing wakes the thread any more."""
-        self._is_closed = True
-        os.close(self.wake_fd)
-        os.close(self._wake_write)
+        with self._lock:
+            self._is_closed = True
+            os.close(self.wake_fd)
+            os.close(self._wake_write)

@@ -1,5 +1,6 @@
 """Tests of the owner's state machine: pins, leases and announcements under any order of messages."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from baton.core.messages.peer_messages import (
     Renew,
     Renewed,
 )
+from baton.transfer.owner import early_follows
 from baton.transfer.owner.kv_owner import KvOwner
 from tests import builders
 from tests.unit.transfer.transfer_rig import CLAIM_TIMEOUT_S, LEASE_S, READER, REORDER_WINDOW_S
@@ -162,6 +164,31 @@ def test_early_follow_waits_for_the_reorder_window() -> None:
     r.owner.expire(1.0 + REORDER_WINDOW_S)
     assert r.take() == [Lost(transfer_id=TransferId(2), reason=Reason.LEASE_LOST)]
     assert r.owner.next_deadline_s is not None  # transfer 1's lease
+
+
+def test_early_follows_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_follows, "MAX_EARLY_FOLLOWS", 2)
+    r = Rig()
+    for number in (1, 2, 2, 3):
+        r.follow(transfer=number, request=number)
+    assert r.take() == [Lost(transfer_id=TransferId(3), reason=Reason.LEASE_LOST)]
+    r.owner.release(READER, Abandon(transfer_id=TransferId(1), blocks_in_doubt=0), 0.0)
+    r.follow(transfer=4, request=4)
+    assert r.take() == []
+    r.owner.expire(REORDER_WINDOW_S)
+    assert [message.transfer_id for message in r.take()] == [2, 4]
+
+
+def test_abandoning_many_early_follows_takes_linear_time() -> None:
+    """A search through all of them would take more than a second."""
+    r = Rig()
+    for number in range(12_000):
+        r.follow(transfer=number + 1, request=number)
+    began_s = time.thread_time()
+    for number in reversed(range(12_000)):
+        r.owner.release(READER, Abandon(transfer_id=TransferId(number + 1), blocks_in_doubt=0), 0.0)
+    assert time.thread_time() - began_s < 0.25
+    assert r.owner.counts.dropped_notices == 0
 
 
 def test_follow_of_a_cancelled_job_gets_the_cancel_reason() -> None:

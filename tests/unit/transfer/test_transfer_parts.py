@@ -58,6 +58,19 @@ def test_renewing_for_ever_does_not_grow_the_heap() -> None:
     assert len(deadlines._heap) == 3
 
 
+def test_dropped_deadlines_do_not_grow_the_heap() -> None:
+    deadlines: Deadlines[int] = Deadlines()
+    for key in range(10):
+        deadlines.set(key, 50.0 + key)
+        deadlines.set(key, 100.0 + key)  # moved later
+    for key in range(10, 20_000):
+        deadlines.set(key, 90.0)
+        deadlines.drop(key)
+    assert len(deadlines._heap) < 2_000
+    assert (deadlines.next_s, deadlines.pop_passed(99.0)) == (100.0, [])
+    assert deadlines.pop_passed(104.0) == [0, 1, 2, 3, 4]
+
+
 def test_bandwidth_is_dominated_by_large_recent_reads() -> None:
     bandwidth = Bandwidth(deadline_min_s=0.5, deadline_max_s=3.0)
     assert bandwidth.deadline_s(10**12) == 3.0  # nothing is known yet

@@ -6,7 +6,7 @@ Pure: the caller passes the time.
 from collections import deque
 from dataclasses import dataclass
 
-MAX_DOUBLINGS = 30
+_MAX_DOUBLINGS = 30
 """Largest exponent of the restart delay. It keeps the number small; the delay reaches its limit before."""
 
 
@@ -30,7 +30,7 @@ class RestartLimit:
 
     def delay_s(self, num_failures: int) -> float:
         """Return the seconds until the restart after this many failures in a row."""
-        return min(self.max_wait_s, self.first_wait_s * 2 ** min(num_failures - 1, MAX_DOUBLINGS))
+        return min(self.max_wait_s, self.first_wait_s * 2 ** min(num_failures - 1, _MAX_DOUBLINGS))
 
 
 SERVICE_LIMIT = RestartLimit(max_wait_s=30.0)

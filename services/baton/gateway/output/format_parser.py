@@ -62,10 +62,10 @@ class FormatParser(ReadingParser):
             yield from self._read_reasoning()
         elif self._form.is_whole:
             yield from self._read_first_reasoning()
-        if self._form.is_whole and not (yield from self._begins_with_call()):
+        if self._form.is_whole and (yield from self._is_content()):
             yield from self._cursor.until(_NO_DELIMITER, self._content)
             return
-        if self._bare:
+        if self._bare and not self._form.is_whole:
             yield from self._read_bare_calls()
         while True:
             found = yield from self._cursor.until(self._free_text, self._content)
@@ -86,17 +86,17 @@ class FormatParser(ReadingParser):
         else:
             self._content(captured)
 
-    def _begins_with_call(self) -> Reading[bool]:
-        """Return True if calls follow, and not content. White space before them is read."""
+    def _is_content(self) -> Reading[bool]:
+        """Return False if calls follow. White space before them is read, and calls without a trigger, too."""
         self._cursor.capture()
         yield from self._cursor.space()
         is_call = bool((yield from self._cursor.sees(self._triggers)))
         before = self._cursor.captured()
         if is_call:
-            self._sink.form = ContentForm.NONE
-        else:
-            self._content(before if self._form is ContentForm.EXACT else before.lstrip())
-        return is_call or self._bare
+            self._sink.end_content()
+            return False
+        self._content(before if self._form is ContentForm.EXACT else before.lstrip())
+        return not (self._bare and (yield from self._read_bare_calls()))
 
     def _read_reasoning(self) -> Reading[None]:
         """Read reasoning up to its end, which may be a call; that is read, too."""
@@ -111,15 +111,16 @@ class FormatParser(ReadingParser):
                 return
             self._reasoning(self._cursor.captured())
 
-    def _read_bare_calls(self) -> Reading[None]:
-        """Read calls that begin the message without a trigger."""
+    def _read_bare_calls(self) -> Reading[bool]:
+        """Read calls that begin the message without a trigger. Return False if there are none."""
         self._cursor.capture()
         yield from self._cursor.space()
         is_object = yield from self._cursor.sees(("{",))
         if is_object and self._reader is not None and (yield from self._reader.read("")):
             self._end_calls()
-        else:
-            self._content(self._cursor.captured())
+            return True
+        self._content(self._cursor.captured())
+        return False
 
     def _end_calls(self) -> None:
         """End calls that were read. Further text is content, unless it is the beginning of a delimiter that

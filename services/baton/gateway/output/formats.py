@@ -32,7 +32,7 @@ class ContentForm(Enum):
     TAGGED = "tagged"
     """Text with reasoning and calls, as the model wrote it."""
     SPACED = "spaced"
-    """Text as the model wrote it, which does not begin with white space. That before it is dropped."""
+    """Text as the model wrote it, which does not begin with white space. White space before it is dropped."""
     EXACT = "exact"
     """Text as the model wrote it."""
     NONE = "none"

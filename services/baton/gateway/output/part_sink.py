@@ -19,11 +19,16 @@ class Trimmer:
     Whitespace between two pieces of kept text is kept, even if a delimiter stood between them.
     """
 
-    __slots__ = ("_after_delimiter", "_drop_end", "_pending", "_started", "_strip")
+    __slots__ = ("_after_delimiter", "_drop_end", "_keeps_end", "_pending", "_started", "_strip")
 
-    def __init__(self, *, strip: bool) -> None:
-        """Create a trimmer. `strip` drops whitespace also at the beginning and the end of the message."""
+    def __init__(self, *, strip: bool, keeps_end: bool = False) -> None:
+        """Create a trimmer.
+
+        strip: drops whitespace also at the beginning and the end of the message.
+        keeps_end: drops whitespace only before the first other character.
+        """
         self._strip = strip
+        self._keeps_end = keeps_end
         self._after_delimiter = strip
         self._drop_end = strip
         self._started = False
@@ -35,7 +40,7 @@ class Trimmer:
             text = text.lstrip()
         if not text:
             return ""
-        kept = text.rstrip()
+        kept = text if self._keeps_end else text.rstrip()
         if not kept:
             self._pending.append(text)
             return ""
@@ -61,6 +66,7 @@ class PartSink:
 
     __slots__ = (
         "_content",
+        "_form",
         "_ids",
         "_parts",
         "_reasoning",
@@ -68,7 +74,6 @@ class PartSink:
         "_short_ids",
         "_single_call",
         "_text",
-        "form",
         "is_complete",
         "num_calls",
     )
@@ -77,8 +82,7 @@ class PartSink:
         """Create a sink. The text around the reasoning is stripped, that around free content only beside
         delimiters."""
         self._seed = options.call_id_seed
-        self.form = options.content
-        """Form of the content that is still to come."""
+        self._form = options.content
         self._single_call = options.single_call
         self._short_ids = short_ids
         self._content = Trimmer(strip=False)
@@ -92,7 +96,11 @@ class PartSink:
 
     def content(self, text: str) -> None:
         """Add content."""
-        self._put(PartKind.CONTENT, self._content.put(text) if self.form is ContentForm.FREE else text)
+        self._put(PartKind.CONTENT, self._content.put(text) if self._form is ContentForm.FREE else text)
+
+    def end_content(self) -> None:
+        """Drop further content, because the rest of the message is calls."""
+        self._form = ContentForm.NONE
 
     def reasoning(self, text: str) -> None:
         """Add reasoning."""
@@ -148,7 +156,7 @@ class PartSink:
         return self.take()
 
     def _put(self, kind: PartKind, text: str) -> None:
-        if not text or self.is_complete or (kind is PartKind.CONTENT and self.form is ContentForm.NONE):
+        if not text or self.is_complete or (kind is PartKind.CONTENT and self._form is ContentForm.NONE):
             return
         if self._parts and self._parts[-1].kind is kind:
             self._text.append(text)

@@ -7,11 +7,15 @@ from baton.core.errors import invalid
 from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, KvMemory, LayerGroup
 from baton.core.request_limits import printable
 from baton.rpc.mappers.common_mapper import from_worker_ref, name, to_worker_ref
-from baton.rpc.mappers.message_mapping import MessageMapping, checked, nested
+from baton.rpc.mappers.message_mapping import MessageMapping, checked, nested, repeated
 from baton.wire.v1 import common_pb2 as pb
 
 MAX_GROUPS, MAX_COMPONENTS = 4096, 64
 MAX_AGENT_BYTES = 2**20
+
+
+_COMPONENT = MessageMapping(KvComponent, pb.KvComponent, {"name": nested(str, lambda value: name(value, "component"))})
+_GROUP = MessageMapping(LayerGroup, pb.LayerGroup, {"components": repeated(_COMPONENT.to_wire, _COMPONENT.from_wire)})
 
 
 def to_kv_layout(layout: KvLayout) -> pb.KvLayout:
@@ -21,17 +25,7 @@ def to_kv_layout(layout: KvLayout) -> pb.KvLayout:
         tokenizer_fingerprint=layout.tokenizer_fingerprint,
         block_size_tokens=layout.block_size_tokens,
         block_bytes=layout.block_bytes,
-        groups=[
-            pb.LayerGroup(
-                layer_begin=group.layer_begin,
-                num_layers=group.num_layers,
-                components=[
-                    pb.KvComponent(name=c.name, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=c.dtype)
-                    for c in group.components
-                ],
-            )
-            for group in layout.groups
-        ],
+        groups=[_GROUP.to_wire(group) for group in layout.groups],
         hash_scheme=layout.hash_scheme,
         sampler_version=layout.sampler_version,
     )
@@ -57,19 +51,7 @@ def from_kv_layout(message: pb.KvLayout) -> KvLayout:
         model_fingerprint=name(message.model_fingerprint, "model_fingerprint"),
         tokenizer_fingerprint=name(message.tokenizer_fingerprint, "tokenizer_fingerprint"),
         block_size_tokens=message.block_size_tokens,
-        groups=tuple(
-            LayerGroup(
-                layer_begin=group.layer_begin,
-                num_layers=group.num_layers,
-                components=tuple(
-                    KvComponent(
-                        name=name(c.name, "component"), num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=c.dtype
-                    )
-                    for c in group.components
-                ),
-            )
-            for group in message.groups
-        ),
+        groups=tuple(_GROUP.from_wire(group) for group in message.groups),
         layout_version=message.layout_version,
         hash_scheme=name(message.hash_scheme, "hash_scheme"),
         sampler_version=message.sampler_version,

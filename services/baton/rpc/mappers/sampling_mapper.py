@@ -6,58 +6,30 @@ As in `common_mapper`, `from_x` raises Refused and nothing else.
 from baton.core.errors import invalid
 from baton.core.request import Sampling
 from baton.core.request_limits import LIMITS, MAX_BAD_WORD_TOKENS, MAX_GRAMMAR_BYTES, OutOfLimits
+from baton.rpc.mappers.message_mapping import MessageMapping, nested, repeated
 from baton.wire.v1 import common_pb2 as pb
 
 _SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
+_SAMPLING = MessageMapping(
+    Sampling,
+    pb.Sampling,
+    {
+        "stop_token_ids": nested(tuple, tuple),
+        "logit_bias": repeated(
+            lambda pair: pb.LogitBias(token_id=pair[0], bias=pair[1]), lambda message: (message.token_id, message.bias)
+        ),
+        "allowed_token_ids": nested(tuple, tuple),
+        "bad_words": repeated(lambda word: pb.TokenSequence(token_ids=word), lambda message: tuple(message.token_ids)),
+    },
+)
 
-def to_sampling(sampling: Sampling) -> pb.Sampling:
-    return pb.Sampling(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=sampling.stop_token_ids,
-        num_logprobs=sampling.num_logprobs,
-        logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
-        grammar=sampling.grammar,
-        allowed_token_ids=sampling.allowed_token_ids,
-        bad_words=[pb.TokenSequence(token_ids=word) for word in sampling.bad_words],
-        num_prompt_logprobs=sampling.num_prompt_logprobs,
-        sampler_version=sampling.sampler_version,
-    )
+to_sampling = _SAMPLING.to_wire
 
 
 def from_sampling(message: pb.Sampling) -> Sampling:
     """Convert sampling parameters. Raises Refused for a number outside its limits."""
-    sampling = Sampling(
-        max_tokens=message.max_tokens,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        seed=message.seed,
-        min_tokens=message.min_tokens,
-        ignore_eos=message.ignore_eos,
-        stop_token_ids=tuple(message.stop_token_ids),
-        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-        logit_bias=tuple((bias.token_id, bias.bias) for bias in message.logit_bias),
-        grammar=message.grammar,
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
-        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        sampler_version=message.sampler_version,
-    )
+    sampling = _SAMPLING.from_wire(message)
     try:
         for field in _SAMPLING_NUMBERS:
             LIMITS[field].check(field, getattr(sampling, field))

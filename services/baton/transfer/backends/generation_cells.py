@@ -10,7 +10,7 @@ from baton.transfer.backends.block_ranges import CopyRange, runs
 from baton.transfer.backends.host_memory import KvRegion, anonymous
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, decode_entries
 
-NUM_CELLS = 32_768
+_NUM_CELLS = 32_768
 """Generation-table entries that can be in flight at a time, 1 MiB in all."""
 
 
@@ -21,8 +21,10 @@ class GenerationCells:
     """
 
     def __init__(self) -> None:
-        self._cells = np.frombuffer(anonymous(NUM_CELLS * ENTRY_BYTES), dtype=np.uint8).reshape(NUM_CELLS, ENTRY_BYTES)
-        self._free = deque(range(NUM_CELLS))
+        self._cells = np.frombuffer(anonymous(_NUM_CELLS * ENTRY_BYTES), dtype=np.uint8).reshape(
+            _NUM_CELLS, ENTRY_BYTES
+        )
+        self._free = deque(range(_NUM_CELLS))
 
     @property
     def region(self) -> KvRegion:

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
-from baton.core.ids import JobId, TransferId, WorkerRef
+from baton.core.ids import Incarnation, JobId, TransferId, WorkerRef
 from baton.core.messages.peer_messages import Follow
 from baton.transfer.owner.lease_deadlines import Deadlines
+
+MAX_EARLY_FOLLOWS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +19,15 @@ class EarlyFollow:
 
 
 class EarlyFollows:
-    """The last early Follow of each job, for `reorder_window_s` after it has arrived."""
+    """The last early Follow of each job, for `reorder_window_s` after it has arrived.
+
+    At most `MAX_EARLY_FOLLOWS` are kept.
+    """
 
     def __init__(self, reorder_window_s: float) -> None:
         self._reorder_window_s = reorder_window_s
         self._follows: dict[JobId, EarlyFollow] = {}
+        self._jobs: dict[tuple[Incarnation, TransferId], JobId] = {}  # by the reader's transfer
         self._until: Deadlines[JobId] = Deadlines()
 
     def __len__(self) -> int:
@@ -32,25 +38,40 @@ class EarlyFollows:
         """The time at which `pop_passed` must be called next; None if no Follow is kept."""
         return self._until.next_s
 
-    def keep(self, job: JobId, follow: EarlyFollow, now_s: float) -> None:
-        """Keep a Follow of a job that is unknown. Replaces an earlier one."""
+    def keep(self, job: JobId, follow: EarlyFollow, now_s: float) -> bool:
+        """Keep a Follow of a job that is unknown, in place of an earlier one.
+
+        Returns False if too many are kept.
+        """
+        self.pop(job)
+        if len(self._follows) >= MAX_EARLY_FOLLOWS:
+            return False
         self._follows[job] = follow
-        self._until.drop(job)
+        self._jobs[_transfer_of(follow)] = job
         self._until.set(job, now_s + self._reorder_window_s)
+        return True
 
     def pop(self, job: JobId) -> EarlyFollow | None:
         """Remove and return the Follow of a job; None if there is none."""
         self._until.drop(job)
-        return self._follows.pop(job, None)
+        return self._remove(job)
 
     def drop(self, reader: WorkerRef, transfer_id: TransferId) -> bool:
         """Remove the Follow that this reader has sent for a transfer. Returns False if there is none."""
-        for job, follow in self._follows.items():
-            if follow.message.transfer_id == transfer_id and follow.reader.is_same_incarnation(reader):
-                self.pop(job)
-                return True
-        return False
+        job = self._jobs.get((reader.incarnation, transfer_id))
+        return job is not None and self.pop(job) is not None
 
     def pop_passed(self, now_s: float) -> list[EarlyFollow]:
         """Remove and return the Follows whose job did not come in time, earliest first."""
-        return [self._follows.pop(job) for job in self._until.pop_passed(now_s)]
+        removed = [self._remove(job) for job in self._until.pop_passed(now_s)]
+        return [follow for follow in removed if follow is not None]
+
+    def _remove(self, job: JobId) -> EarlyFollow | None:
+        follow = self._follows.pop(job, None)
+        if follow is not None and self._jobs.get(_transfer_of(follow)) == job:
+            del self._jobs[_transfer_of(follow)]
+        return follow
+
+
+def _transfer_of(follow: EarlyFollow) -> tuple[Incarnation, TransferId]:
+    return follow.reader.incarnation, follow.message.transfer_id

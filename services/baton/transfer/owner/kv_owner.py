@@ -269,7 +269,8 @@ class KvOwner:
                 self._refuse(reader, message.transfer_id, reason)
                 return
             self.counts.early_follows += 1
-            self._early.keep(job, EarlyFollow(reader, message, stream_number), now_s)
+            if not self._early.keep(job, EarlyFollow(reader, message, stream_number), now_s):
+                self._refuse(reader, message.transfer_id, Reason.LEASE_LOST)
             return
         if transfer.reader is None or not transfer.reader.is_same_incarnation(reader):
             self._refuse(reader, message.transfer_id, Reason.WRONG_EPOCH)

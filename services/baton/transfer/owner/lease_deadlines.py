@@ -5,13 +5,15 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
+_MAX_OUTDATED = 1024
+"""Outdated heap entries from which they are removed, if they are more than the valid ones."""
 
 
 class Deadlines(Generic[K]):
     """One deadline per key. A lease that is renewed for ever never hides another one that has passed.
 
     Moving a deadline later costs one dictionary write. Its heap entry is corrected when the old time comes,
-    so each key has at most one valid heap entry.
+    so each key has at most one valid heap entry. Entries of dropped keys are removed once they are the most.
     """
 
     __slots__ = ("_due", "_heap", "_serial")
@@ -36,6 +38,9 @@ class Deadlines(Generic[K]):
         self._serial += 1
         self._due[key] = (deadline_s, self._serial)
         heapq.heappush(self._heap, (deadline_s, self._serial, key))
+        if len(self._heap) > 2 * len(self._due) + _MAX_OUTDATED:
+            self._heap = [(at_s, serial, key) for key, (at_s, serial) in self._due.items()]
+            heapq.heapify(self._heap)
 
     def drop(self, key: K) -> None:
         """Remove a key. Does nothing if it is unknown."""

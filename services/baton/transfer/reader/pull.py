@@ -198,7 +198,7 @@ class Pull:
             self._follow_sent_s = None
         now_s = self._clock()
         if not self._blocks.any_announced and self.final is None:
-            self._record.first_ready_s = now_s
+            self._record.on_first_ready(now_s)
             if not self._blocks.has_memory:
                 self._lifecycle.move(State.WAITING_FOR_MEMORY)
         self._blocks.announce(message)
@@ -269,7 +269,7 @@ class Pull:
             for block, block_id in zip(part.blocks, part.own, strict=True):
                 self._blocks.received(block)
                 self._pool.mark_received(block_id, block.block_hash)
-            self._record.transfer_bytes += len(part.own) * end.reads.block_bytes
+            self._record.on_received(len(part.own) * end.reads.block_bytes)
             self._wake()
             self._proceed()
         elif problem == slice_reader.FAILED:
@@ -332,7 +332,7 @@ class Pull:
         self._end(State.RECEIVED, None)
 
     def _end(self, state: State, reason: Reason | None) -> None:
-        self._record.ended_s = self._clock()
+        self._record.on_end(self._clock())
         self._lifecycle.move(state)
         if self._deadline is not None:
             self._deadline.cancel()
@@ -341,7 +341,7 @@ class Pull:
             self._link.owner,
             reason=reason,
             transfer_bytes=self._record.transfer_bytes,
-            duration_s=self._record.ended_s - self._record.started_s,
+            duration_s=self._record.duration_s,
             read_s=self._slices.transfer_s,
         )
         if self._span.is_recorded:

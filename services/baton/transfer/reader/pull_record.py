@@ -49,6 +49,23 @@ class PullRecord:
         self.first_ready_s = self.final_s = self.ended_s = started_s
         self.transfer_bytes = self.early_bytes = 0
 
+    @property
+    def duration_s(self) -> float:
+        """Time from the start to the end; 0 before the end."""
+        return self.ended_s - self.started_s
+
+    def on_first_ready(self, now_s: float) -> None:
+        """Record the arrival of the first KvReady."""
+        self.first_ready_s = now_s
+
+    def on_received(self, num_bytes: int) -> None:
+        """Add bytes that were read and validated."""
+        self.transfer_bytes += num_bytes
+
+    def on_end(self, now_s: float) -> None:
+        """Record the end of the pull."""
+        self.ended_s = now_s
+
     def on_final_ready(self, now_s: float) -> None:
         """Record the arrival of the final KvReady."""
         self.final_s, self.early_bytes = now_s, self.transfer_bytes

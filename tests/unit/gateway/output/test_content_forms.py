@@ -142,11 +142,34 @@ def test_space_before_content_that_has_none_is_dropped(rule: Any) -> None:
             assert parsed(output_format, pieces, ParserOptions(content=rule.form)).content == '"x "'
 
 
+@pytest.mark.parametrize("name", ["hermes", "template json"])
+def test_choice_that_ends_with_space_keeps_it(name: str) -> None:
+    output_format = format_of(CASES["json"].template) if name.startswith("template") else FORMATS[name]
+    options = ParserOptions(content=ChoiceRule(("x ", "y")).form)
+    for text in ("x ", "<think>so</think>\n\nx "):
+        for pieces in ([text], list(text)):
+            assert parsed(output_format, pieces, options).content == "x "
+
+
 def test_constrained_content_of_a_response_template_arrives_as_it_was_written() -> None:
     for content in ("\n\n x \n", " "):
         for text in (content, f"<think>so</think>{content}"):
             message = parsed(format_of(CASES["json"].template), list(text), ParserOptions(content=ContentForm.EXACT))
             assert message.content == content
+
+
+@pytest.mark.parametrize("form", [ContentForm.SPACED, ContentForm.EXACT])
+@pytest.mark.parametrize("name", ["json", "xml"])
+def test_constrained_content_of_a_response_template_is_not_searched_for_regions(name: str, form: ContentForm) -> None:
+    content = '{"a": "<think>b</think>\\n<tool_call>{}</tool_call>"}'
+    options = ParserOptions(tools=TOOLS, content=form)
+    for begin in ("", "<think>so</think>"):
+        for pieces in ([begin + content], list(begin + content)):
+            for end in ("", "<|im_end|>"):
+                message = parsed(format_of(CASES[name].template), [*pieces, end], options)
+                assert (message.content, message.reasoning) == (content, "so" if begin else "")
+        message = parsed(format_of(CASES[name].template), list(begin + TEMPLATE_CALLS[name]), options)
+        assert (message.content.strip(), [call.name for call in message.tool_calls]) == ("", ["now"])
 
 
 def test_answer_that_may_be_constrained_content_or_calls() -> None:
@@ -162,6 +185,20 @@ def test_answer_that_may_be_constrained_content_or_calls() -> None:
     tagged = replace(options, content=ContentForm.TAGGED)
     message = parsed(FORMATS["hermes"], list(f"<think>so</think>\n\n{text}{call}"), tagged)
     assert (message.content, len(message.tool_calls)) == (f"\n\n{text}", 1)
+
+
+def test_constrained_json_next_to_bare_calls_has_delimiters_in_its_strings() -> None:
+    output_format = replace(FORMATS["llama3_json"], reasoning=FORMATS["hermes"].reasoning)
+    text = '{"a": "<think>b</think> <|python_tag|>"}'
+    call = '{"name": "now", "parameters": {}}'
+    options = ParserOptions(tools=TOOLS, content=ContentForm.SPACED)
+    for begin in ("", "<think>so</think>\n\n"):
+        for pieces in ([begin + text], list(begin + text)):
+            message = parsed(output_format, pieces, options)
+            assert (message.content, message.reasoning) == (text, "so" if begin else "")
+        for calls in (call, f"<|python_tag|>{call}"):
+            message = parsed(output_format, list(begin + calls), options)
+            assert (message.content, [each.name for each in message.tool_calls]) == ("", ["now"])
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -203,9 +203,8 @@ class Regions:
         self.is_cut = False
         """True if a limit of tokens cut the text in the region that is open."""
         self._parse_tools = options.parse_tools
-        self._trimmers: dict[PartKind, Trimmer | None] = {kind: Trimmer(strip=True) for kind in _KINDS.values()}
-        if options.content in (ContentForm.TAGGED, ContentForm.EXACT):
-            self._trimmers[PartKind.CONTENT] = None
+        self._form = options.content
+        self._trimmers = {kind: self._trimmer(kind) for kind in _KINDS.values()}
         self.joined: set[str] = set()
         self.content: Region = _Text(sink, special, PartKind.CONTENT, self._trimmers[PartKind.CONTENT])
 
@@ -224,6 +223,10 @@ class Regions:
             return _Ignored()
         return _Buffered(self, field, opening, captures)
 
+    def is_content(self, field: FieldTemplate | None) -> bool:
+        """Return True if the text of a field is content."""
+        return field is not None and _KINDS.get(field.name) is PartKind.CONTENT
+
     def is_reasoning(self, field: FieldTemplate | None) -> bool:
         """Return True if the text of a field is reasoning."""
         return field is not None and _KINDS.get(field.name) is PartKind.REASONING
@@ -241,13 +244,19 @@ class Regions:
             self.sink.end_call()
 
     def _text(self, field: FieldTemplate, kind: PartKind) -> Region:
-        strip = self._trimmers[kind] is not None and bool(field.content_args.get("strip", True))
+        strip = bool(field.content_args.get("strip", True))
         if field.join is None:
             return _Text(self.sink, self.special, kind, self._trimmers[kind] if strip else None)
         if field.name in self.joined:
             self.sink.text(kind, field.join)
         self.joined.add(field.name)
-        return _Text(self.sink, self.special, kind, Trimmer(strip=True) if strip else None)
+        return _Text(self.sink, self.special, kind, self._trimmer(kind) if strip else None)
+
+    def _trimmer(self, kind: PartKind) -> Trimmer | None:
+        """Return a new trimmer for text of this kind; None if the text is passed on as it is."""
+        if kind is PartKind.CONTENT and self._form in (ContentForm.TAGGED, ContentForm.EXACT):
+            return None
+        return Trimmer(strip=True, keeps_end=kind is PartKind.CONTENT and self._form is ContentForm.SPACED)
 
     def _call(self, value: Any) -> tuple[str, str, str]:
         """Return the name, the id and the arguments of a call."""

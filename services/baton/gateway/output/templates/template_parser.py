@@ -17,6 +17,8 @@ from baton.gateway.output.text_buffer import TextBuffer
 MAX_PREFIX = 4096
 """Longest beginning of the message in a prompt that is read. Of a longer one the middle is left out."""
 _MAX_PROMPT = 64 * 1024
+_OUTSIDE, _IN_CONTENT = "", " "
+"""Keys of the delimiters that count outside of explicit regions, and in constrained content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class TemplateParser(MessageParser):
 
     Between explicit regions the text belongs to the implicit field, and without one it is dropped. The texts
     of several regions of a field are joined, because parts cannot be retracted. `transformers` keeps the
-    last.
+    last. Constrained content goes on to the end of the message: no other region begins in it.
     """
 
     def __init__(self, template: ResponseTemplate, options: ParserOptions) -> None:
@@ -46,6 +48,8 @@ class TemplateParser(MessageParser):
         self._regions = Regions(self._sink, self._special, options)
         self._text = ""
         self._num_read = 0
+        self._is_whole = options.content.is_whole
+        self._in_content = False  # constrained content has begun
         self._reasoning = (0, 0)  # place of the last reasoning that was read
         self._begins = True  # nothing was removed from the beginning of the text
         self._scans = _scans(self._template)
@@ -119,6 +123,9 @@ class TemplateParser(MessageParser):
     def _process(self, *, final: bool, truncated: bool = False) -> None:
         while True:
             found, hold = self._next(final=final)
+            if self._begins_content(hold if found is None else found[2].start):
+                self._restart_scans()
+                continue
             if found is None:
                 break
             field, opens, match = found
@@ -132,8 +139,7 @@ class TemplateParser(MessageParser):
             else:
                 self._close(delimiter)
             self._remove(match.end)
-            for _, _, scan in self._watched():
-                scan.restart(0)
+            self._restart_scans()
         self._regions.is_cut = truncated
         self._put(self._text[:hold])
         if final:
@@ -144,7 +150,19 @@ class TemplateParser(MessageParser):
 
     def _watched(self) -> Sequence[tuple[FieldTemplate, bool, PatternScan]]:
         """Return the delimiters that count now: field, True if it opens the field's region, and search."""
-        return self._scans[self._field.name if self._field is not None and self._is_explicit else ""]
+        if self._field is not None and self._is_explicit:
+            return self._scans[self._field.name]
+        return self._scans[_IN_CONTENT if self._in_content else _OUTSIDE]
+
+    def _begins_content(self, end: int) -> bool:
+        """Return True if constrained content begins before this position. It is not searched for regions."""
+        may_begin = self._is_whole and not self._in_content and not self._is_explicit
+        self._in_content |= may_begin and self._regions.is_content(self._field) and bool(self._text[:end].strip())
+        return may_begin and self._in_content
+
+    def _restart_scans(self) -> None:
+        for _, _, scan in self._watched():
+            scan.restart(0)
 
     def _next(self, *, final: bool) -> tuple[tuple[FieldTemplate, bool, Match] | None, int]:
         """Return the next delimiter if it is certain, and the position up to which the text is."""
@@ -219,7 +237,7 @@ def _order(field: FieldTemplate, opens: bool, match: Match) -> tuple[int, int, b
 
 
 def _scans(template: CompiledTemplate) -> Mapping[str, Sequence[tuple[FieldTemplate, bool, PatternScan]]]:
-    """Return the delimiters that count in each explicit region, and in the implicit one under ``."""
+    """Return the delimiters that count in each explicit region, and outside of these."""
     fields = {field.name: field for field in template.fields}
     scans = {
         name: [(field, False, PatternScan(template.closes[name], MAX_DELIMITER))] if name in template.closes else []
@@ -230,4 +248,4 @@ def _scans(template: CompiledTemplate) -> Mapping[str, Sequence[tuple[FieldTempl
     implicit = template.implicit
     if implicit is not None and implicit.close:
         outside.append((implicit, False, PatternScan(template.closes[implicit.name], MAX_DELIMITER)))
-    return {**scans, "": outside}
+    return {**scans, _OUTSIDE: outside, _IN_CONTENT: [scan for scan in outside if not scan[1]]}
