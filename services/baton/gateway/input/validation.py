@@ -30,6 +30,7 @@ from baton.gateway.input.request_body import ParsedRequest, Prompt, parse_reques
 from baton.gateway.output.formats import OutputFormat
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.observability.tracing import is_traceparent
+from baton.runtime.process import loop_time
 
 MAX_CHARACTERS = 2**20
 """Characters of a text that is tokenized even if it is longer than the model's context."""
@@ -289,7 +290,10 @@ class Validator:
         """
         if max_model_len is None:
             return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        at_least = self.tokenizer.min_tokens_of(len(text) if text.isascii() else len(text.encode()))
+        num_bytes = len(text)
+        if not text.isascii():
+            num_bytes = await loop_time.call(num_bytes, loop_time.JSON_CHARACTERS, lambda: len(text.encode()))
+        at_least = self.tokenizer.min_tokens_of(num_bytes)
         beginning = text[: max_model_len * MAX_CHARACTERS_PER_TOKEN]
         if at_least <= max_model_len and len(beginning) < len(text):
             ids = await self.tokenizer.encode(
