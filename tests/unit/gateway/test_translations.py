@@ -164,11 +164,6 @@ def test_instructions_and_a_system_message_after_them_are_one_message() -> None:
         ({"prompt": {"id": "p"}}, "prompt", "send the text in input"),
         ({"truncation": "auto"}, "truncation", "shorten the input"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'; only function tools"),
-        (
-            {"tools": [FLAT_TOOL], "tool_choice": "f"},
-            "tool_choice",
-            "'f'; must be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": ...}",
-        ),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type", "'file_search'; must be 'function'"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools", "is missing"),
         ({"include": ["everything"]}, "include[0]", "'everything'; must be one of"),

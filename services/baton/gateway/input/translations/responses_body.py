@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.core.request_limits import printable
-from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_policy import FUNCTIONS
 from baton.gateway.input.field_reader import check_fields
 from baton.gateway.input.ignored_fields import UnknownFields
@@ -47,7 +45,6 @@ _NAMES: Mapping[str, str] = {
     "tool_choice.function": "tool_choice",
     "tool_choice.allowed_tools": "tool_choice",
 }
-_CHOICES = ("none", "auto", "required")
 _ECHOED: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -127,13 +124,8 @@ def _tools(value: object, unknown: UnknownFields) -> ListPlaces:
 
 def _choice(value: object, unknown: UnknownFields) -> dict[str, Any]:
     """Return the fields of a chat for `tool_choice`."""
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        if value not in _CHOICES:
-            rule = "must be 'none', 'auto', 'required' or {\"type\": \"function\", \"name\": ...}"
-            raise InvalidField("tool_choice", f"tool_choice is {printable(value)}; {rule}")
-        return {"tool_choice": value}
+    if value is None or isinstance(value, str):
+        return {} if value is None else {"tool_choice": value}
     choice = object_of("tool_choice", value, TOOL_CHOICE, unknown)
     kind = choice.get("type")
     if kind == "allowed_tools":
