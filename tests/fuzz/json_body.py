@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from baton.core.errors import Refused
-from baton.gateway.input.client_call import Endpoint, InvalidField
+from baton.gateway.input.client_call import Endpoint
 from baton.gateway.input.ignored_fields import MAX_NAME_CHARS, MAX_NAMES, UnknownFields
 from baton.gateway.input.request_body import parse_request
 from baton.gateway.input.strict_json import parse_object
@@ -53,13 +53,11 @@ def _read(route: int, body: dict[str, Any]) -> None:
     elif route >= 4:
         translated = (translate_responses, translate_messages, translate_count)[route - 4](body, unknown)
         json.loads(b"{" + encode_echo(translated.echo) + b"}")
-        try:
+        with translated.in_errors():
             if route == 6:
                 _run(tokenize_body(_VALIDATOR, translated.chat, unknown, size=0))
             else:
                 parse_request((Endpoint.RESPONSES, Endpoint.MESSAGES)[route - 4], translated.chat, unknown)
-        except InvalidField as error:
-            raise translated.renamed(error) from error
     else:
         _run(
             tokenize_body(_VALIDATOR, body, unknown, size=0)

@@ -84,6 +84,18 @@ async def test_message_and_its_events_have_the_same_content(gateway: HttpGateway
     assert counted.json() == {"input_tokens": len(PROMPT)}
 
 
+async def test_message_of_no_tokens_only_fills_the_prefix_cache(gateway: HttpGateway) -> None:
+    message = (await gateway.post(MESSAGES, {**MESSAGE, "max_tokens": 0})).json()
+    assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(PROMPT)
+    assert usage["output_tokens"] == 0
+    events = await events_of(gateway, MESSAGES, {**MESSAGE, "max_tokens": 0})
+    assert [event["type"] for event in events] == ["message_start", "message_delta", "message_stop"]
+    refused = await gateway.post("/v1/chat/completions", {"messages": MESSAGE["messages"], "max_tokens": 0})
+    assert refused.json()["error"]["message"] == "max_tokens is 0; must be at least 1"
+
+
 async def test_stop_sequence_is_named(gateway: HttpGateway) -> None:
     text = answer_to(PROMPT, 10).decode()
     stop = text[4:6]

@@ -233,6 +233,14 @@ def test_error_about_a_function_call_names_only_what_it_may_be() -> None:
     assert str(refused.value).endswith("must be 'none', 'auto' or {\"name\": ...}")
 
 
+def test_error_about_a_tool_choice_holds_for_all_apis() -> None:
+    """The objects of the APIs differ, so only their types are named."""
+    with pytest.raises(InvalidField) as refused:
+        chat(tools=[{"type": "function", "function": function()}], tool_choice="f")
+    rule = "must be 'none', 'auto', 'required', or an object whose type is 'function' or 'allowed_tools'"
+    assert str(refused.value) == f"tool_choice is 'f'; {rule}"
+
+
 def test_legacy_function_call_becomes_a_tool_call() -> None:
     answer = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     _, called, result = messages_of(USER, answer, {"role": "function", "name": "f", "content": "4"})

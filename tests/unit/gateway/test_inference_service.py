@@ -374,6 +374,7 @@ async def test_only_a_large_chat_is_tokenized_with_a_thread(monkeypatch: pytest.
         ({"fields_json": '{"deadline_s": 2}'}, "fields_json.deadline_s has no effect over gRPC: set the deadline of"),
         ({"fields_json": '{"best_of": 2}'}, r"fields_json.best_of is 2; must be equal to n \(1\)"),
         ({"n": 0}, "n is 0; must be"),
+        ({"fields_json": '{"model": "x"}'}, "fields_json.model 'x' is not served; the served model is 'demo'"),
         ({"fields_json": '{"suffix": "y"}'}, "fields_json.suffix is not implemented: a model needs"),
         ({"fields_json": '{"tools": []}'}, "fields_json.tools is for chats; set fields_json.messages, too"),
         ({"fields_json": '{"messages": [{"role": "user", "content": "x"}]}'}, "both fields_json.messages and a prompt"),

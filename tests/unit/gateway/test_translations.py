@@ -394,6 +394,26 @@ def test_errors_about_the_chat_name_the_fields_of_the_client(translate: Translat
     assert renamed.failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
 
 
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("stop is 'a stop'; stop has at most 4", "stop_sequences is 'a stop'; stop_sequences has at most 4"),
+        (
+            "stop is \"don't stop\", 'a \\'stop\\'', 'stop me…; send stop",
+            "stop_sequences is \"don't stop\", 'a \\'stop\\'', 'stop me…; send stop_sequences",
+        ),
+        (
+            "stop needs stop_token_ids, not a.stop or nonstop",
+            "stop_sequences needs stop_token_ids, not a.stop or nonstop",
+        ),
+        ("the model's stop is not the client's stop", "the model's stop_sequences is not the client's stop_sequences"),
+    ],
+)
+def test_only_the_name_itself_is_replaced_in_an_error(message: str, expected: str) -> None:
+    body = {"max_tokens": 1, "messages": [USER]}
+    assert str(translate_messages(body, UnknownFields()).renamed(InvalidField("stop", message))) == expected
+
+
 EVERYTHING: Mapping[Translate, dict[str, Any]] = {
     translate_responses: {
         "input": [

@@ -25,7 +25,7 @@ LIMIT_S = 0.05
 async def validate(validator: Validator, raw: bytes, endpoint: Endpoint = Endpoint.COMPLETIONS) -> str:
     """Parse and validate a body as the HTTP application does. Return the refusal, or an empty string."""
     try:
-        await validator.call(endpoint, await parse_body(raw), Caller(), received_s=0.0, in_thread=True)
+        await validator.call(endpoint, await parse_body(raw), Caller(), received_s=0.0, size=len(raw))
     except Refused as refused:
         return refused.failure.message
     return ""

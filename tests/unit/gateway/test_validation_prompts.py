@@ -1,6 +1,8 @@
 """All forms of prompts and messages, and the check that they fit the context."""
 
+import asyncio
 from array import array
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -11,6 +13,7 @@ from baton.core.errors import Reason
 from baton.gateway.input.client_call import Endpoint, InvalidField
 from baton.gateway.input.validation import ModelLimits, Validator
 from baton.gateway.text.tokenizer import ByteTokenizer
+from baton.runtime.process import loop_time
 from tests.unit.gateway.validator_calls import MAX_LEN, at_once, call, chat, completion, refusal, validator
 
 
@@ -55,6 +58,21 @@ def test_all_forms_of_prompts_are_accepted() -> None:
 )
 def test_invalid_prompts_are_rejected(prompt: Any) -> None:
     assert refusal({"prompt": prompt}).param == "prompt"
+
+
+def test_bytes_of_a_long_text_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text in ASCII has one byte a character, so nothing is counted."""
+    sizes: list[int] = []
+
+    async def at_once_here(count: Callable[[], int]) -> int:
+        sizes.append(count())
+        return sizes[-1]
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once_here)
+    most = loop_time.JSON_CHARACTERS
+    for prompt in ("x" * (most + 1), "\u00e9" * most, "\u00e9" * (most + 1)):
+        assert refusal({"prompt": prompt}).failure.reason is Reason.CONTEXT_LENGTH_EXCEEDED
+    assert sizes == [2 * (most + 1)]
 
 
 def test_missing_prompt_is_rejected() -> None:

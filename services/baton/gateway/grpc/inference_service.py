@@ -25,7 +25,6 @@ from baton.core.kv.block_hash import TokenIds
 from baton.core.request_limits import printable
 from baton.gateway.gateway_service import CallOutcome, GatewayService
 from baton.gateway.grpc.message_fields import FIELDS_JSON, read_message
-from baton.gateway.input.answers.constraint_fields import is_read_in_thread
 from baton.gateway.input.client_call import ClientCall, Endpoint, Identity, InvalidField
 from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.response_size import ids_bytes, text_bytes
@@ -57,17 +56,15 @@ class InferenceService:
             num_characters = sum(len(text) for text in texts if isinstance(text, str))
             with self._service.hold_slot(identity):
                 fields = await read_message(body)
-                try:
+                with fields.in_errors():
                     call = await self._service.validator.call(
                         Endpoint.GRPC,
                         fields.body,
                         caller,
                         received_s=received_s,
-                        in_thread=is_read_in_thread(num_characters, fields.body),
+                        size=num_characters,
                         identity=identity,
                     )
-                except InvalidField as error:
-                    raise fields.renamed(error) from None  # the same error would be its own cause
         except Refused as refused:
             self._service.count_result(Endpoint.GRPC.value, refused.failure)
             raise
@@ -80,10 +77,8 @@ class InferenceService:
             validator = self._service.validator
             unknown = validator.unknown_fields()
             fields = await read_message(body)
-            try:
+            with fields.in_errors():
                 ids = await tokenize_body(validator, fields.body, unknown, size=fields.size)
-            except InvalidField as error:
-                raise fields.renamed(error) from None  # the same error would be its own cause
             self._service.count_ignored(unknown.names)
             with self._service.unsent_answer(ids_bytes(ids), lambda _: caller.cut_off()):
                 yield ids

@@ -10,6 +10,7 @@ from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.field_policy import CHAT_ONLY
 from baton.gateway.input.field_reader import check_text
 from baton.gateway.input.strict_json import parse_body
+from baton.gateway.input.translations.client_names import ClientNames, replace_name
 
 FIELDS_JSON = "fields_json"
 """Field of a body over gRPC with further fields as JSON."""
@@ -27,7 +28,7 @@ _ADVICE: Mapping[str, str] = {
 """Fields that no message can have, and what to do instead."""
 
 
-class GrpcMessageFields:
+class GrpcMessageFields(ClientNames):
     """The fields of one message and of its JSON.
 
     body: all of them, as in the body of an equivalent call over HTTP.
@@ -42,14 +43,13 @@ class GrpcMessageFields:
         self.size = size
 
     def renamed(self, error: InvalidField) -> InvalidField:
-        """Return an error about a field of the body as an error about the field that the client sent."""
         name = re.split(r"[.\[]", error.param, maxsplit=1)[0]
         if name not in self._further:
             return error
         failure, place = error.failure, f"{FIELDS_JSON}.{error.param}"
         if name in CHAT_ONLY and self.body.get("messages") is None:
             return InvalidField(place, f"{place} is for chats; set {FIELDS_JSON}.messages, too", failure.reason)
-        message = re.sub(rf"(?<!\w){re.escape(error.param)}(?!\w)", lambda _: place, failure.message, count=1)
+        message = replace_name(failure.message, error.param, place, is_word=error.param.isalpha())
         return InvalidField(place, message, failure.reason, failure.code)
 
 

@@ -111,7 +111,9 @@ COUNT_TOKENS: FieldTable = {
 
 _OWN: FieldTable = {
     **COUNT_TOKENS,
-    "max_tokens": ReadField("Most tokens to generate. Required."),
+    "max_tokens": ReadField(
+        "Most tokens to generate. With 0 the request only puts its prompt into the prefix cache. Required."
+    ),
     "stop_sequences": ReadField("Texts that end the answer.", {**STRINGS, "maxItems": 16}),
     "metadata": ReadField("Labels of the client.", table=METADATA),
     "inference_geo": LabelField("The cluster has one location."),

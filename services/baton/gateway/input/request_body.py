@@ -93,7 +93,7 @@ def parse_request(endpoint: Endpoint, body: Mapping[str, Any], unknown: UnknownF
     if (best_of := read.value("best_of")) not in (None, n):
         raise InvalidField("best_of", f"best_of is {best_of}; must be equal to n ({n}), because no choice is dropped")
     echo = not is_chat and read.value("echo")
-    max_tokens = _max_tokens(read, is_chat=is_chat, echo=echo)
+    max_tokens = _max_tokens(read, endpoint, echo=echo)
     min_tokens = read.value("min_tokens")
     if max_tokens is not None and min_tokens > max_tokens:
         raise InvalidField("min_tokens", f"min_tokens is {min_tokens}; must be at most max_tokens ({max_tokens})")
@@ -198,10 +198,10 @@ def _checked_text(name: str, value: object) -> bool:
     return False
 
 
-def _max_tokens(read: FieldReader, *, is_chat: bool, echo: bool) -> int | None:
+def _max_tokens(read: FieldReader, endpoint: Endpoint, *, echo: bool) -> int | None:
     """Return `max_tokens`, or `max_completion_tokens`, which is OpenAI's newer name for it.
 
-    Only with `echo` it may be 0.
+    It may be 0 with `echo`, and in messages, as in Anthropic's API: the request then only fills the cache.
     """
     old, new = read.value("max_tokens"), read.value("max_completion_tokens")
     if old is not None and new is not None and old != new:
@@ -209,8 +209,8 @@ def _max_tokens(read: FieldReader, *, is_chat: bool, echo: bool) -> int | None:
             "max_tokens",
             f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so send only one",
         )
-    if old == 0 and not echo:
-        unless = "" if is_chat else " unless echo is true"
+    if old == 0 and not echo and endpoint is not Endpoint.MESSAGES:
+        unless = " unless echo is true" if endpoint is Endpoint.COMPLETIONS else ""
         raise InvalidField("max_tokens", f"max_tokens is 0; must be at least 1{unless}")
     return old if new is None else new
 

@@ -18,6 +18,7 @@ from baton.core.kv.block_hash import TokenIds
 from baton.core.request import NO_SLO, GenerateRequest, Sampling, Slo
 from baton.core.request_limits import MAX_BAD_WORD_TOKENS, U64_MAX, printable
 from baton.gateway.input.answers.answer_grammar import GrammarCheck, answer_grammar
+from baton.gateway.input.answers.constraint_fields import is_read_in_thread
 from baton.gateway.input.chat.chat_request import ChatRequest
 from baton.gateway.input.chat.message_options import message_options
 from baton.gateway.input.chat.template_check import check_template
@@ -29,6 +30,7 @@ from baton.gateway.input.request_body import ParsedRequest, Prompt, parse_reques
 from baton.gateway.output.formats import OutputFormat
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.runtime.observability.tracing import is_traceparent
+from baton.runtime.process import loop_time
 
 MAX_CHARACTERS = 2**20
 """Characters of a text that is tokenized even if it is longer than the model's context."""
@@ -126,21 +128,21 @@ class Validator:
         caller: Caller,
         *,
         received_s: float,
-        in_thread: bool = False,
+        size: int = 0,
         request_id: bytes | None = None,
         identity: Identity = ANONYMOUS,
     ) -> ClientCall:
         """Validate a request body and tokenize its prompts.
 
-        in_thread: check the fields in a thread, because the body is large.
         received_s: event loop time from which the deadline counts.
+        size: characters of the body's text. A large body is checked in a thread.
         request_id: id for the first prompt's request. The other ids are generated, and this one too if it is
             None.
 
         Raises Refused (400) if the request is invalid, and Refused (404) if it names another model.
         """
         unknown = self.unknown_fields()
-        if in_thread:
+        if is_read_in_thread(size, body):
             parsed = await asyncio.to_thread(parse_request, endpoint, body, unknown)
         else:
             parsed = parse_request(endpoint, body, unknown)
@@ -288,7 +290,10 @@ class Validator:
         """
         if max_model_len is None:
             return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        at_least = self.tokenizer.min_tokens_of(len(text) if text.isascii() else len(text.encode()))
+        num_bytes = len(text)
+        if not text.isascii():
+            num_bytes = await loop_time.call(num_bytes, loop_time.JSON_CHARACTERS, lambda: len(text.encode()))
+        at_least = self.tokenizer.min_tokens_of(num_bytes)
         beginning = text[: max_model_len * MAX_CHARACTERS_PER_TOKEN]
         if at_least <= max_model_len and len(beginning) < len(text):
             ids = await self.tokenizer.encode(

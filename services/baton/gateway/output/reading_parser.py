@@ -1,5 +1,6 @@
 """Common part of the parsers that read their text with a cursor."""
 
+from abc import abstractmethod
 from collections.abc import Iterable
 
 from baton.core.client_api import MessagePart
@@ -51,9 +52,9 @@ class ReadingParser(MessageParser):
     def close(self) -> None:
         self._reading.close()  # its frame is in a cycle with this object
 
+    @abstractmethod
     def _messages(self) -> Reading[None]:
         """Read all of the text. Parts go to the sink."""
-        raise NotImplementedError
 
     def _start(self) -> None:
         """Begin to read."""

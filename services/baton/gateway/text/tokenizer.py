@@ -249,7 +249,12 @@ class ByteTokenizer(Tokenizer):
 
     async def chat_text(self, prompt: ChatPrompt) -> str:
         if self._chat_templates is not None:
-            return self._chat_templates.of(prompt).render(prompt, time.thread_time)
+            template = self._chat_templates.of(prompt)
+            return await loop_time.call(
+                prompt.num_characters,
+                loop_time.TEMPLATE_CHARACTERS,
+                lambda: template.render(prompt, time.thread_time),
+            )
         messages = TemplateStyle().adapted(prompt.messages)
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
 

@@ -24,16 +24,15 @@ assert called.choices[0].finish_reason == "tool_calls"
 for call in called.choices[0].message.tool_calls:
     get_weather(**json.loads(call.function.arguments))
 
-message = litellm.completion(
-    **{**COMMON, "model": f"anthropic/{MODEL}", "api_base": URL, "max_tokens": 16, "temperature": 0, "seed": None}
-)
+FOR_ANTHROPIC = {**COMMON, "model": f"anthropic/{MODEL}", "api_base": URL, "seed": None}
+message = litellm.completion(**{**FOR_ANTHROPIC, "max_tokens": 16, "temperature": 0})
 assert message.choices[0].message.content == whole.choices[0].message.content
 
-answer = litellm.completion(**COMMON, response_format=Weather)
-Weather.model_validate_json(answer.choices[0].message.content)
+for arguments in (COMMON, FOR_ANTHROPIC):
+    answer = litellm.completion(**arguments, response_format=Weather)
+    Weather.model_validate_json(answer.choices[0].message.content)
 
 LONG = [{"role": "user", "content": "word " * 20_000}]
 for asked in ({"messages": LONG}, {"max_tokens": 100_000}):
     error_of(litellm.ContextWindowExceededError, litellm.completion, **{**COMMON, **asked})
-    for_anthropic = {**COMMON, "model": f"anthropic/{MODEL}", "api_base": URL, "seed": None, **asked}
-    error_of(litellm.ContextWindowExceededError, litellm.completion, **for_anthropic)
+    error_of(litellm.ContextWindowExceededError, litellm.completion, **{**FOR_ANTHROPIC, **asked})

@@ -14,8 +14,7 @@ from baton.gateway.http.inference.body_reader import BodyReader
 from baton.gateway.http.output.api_form import ApiForm, ResponseServices, StreamedResponse
 from baton.gateway.http.output.event_queue import EventQueue
 from baton.gateway.http.slow_clients import ReadLimits, cut_connection, cut_if_slow_reader
-from baton.gateway.input.answers.constraint_fields import is_read_in_thread
-from baton.gateway.input.client_call import ClientCall, InvalidField
+from baton.gateway.input.client_call import ClientCall
 from baton.gateway.input.strict_json import parse_body
 from baton.gateway.input.translations.json_echo import encode_echo
 from baton.runtime.logging import get_logger
@@ -86,18 +85,16 @@ class InferenceRoutes:
             body = await self._reader.body(exchange, reservation)
             parsed, unknown = await parse_body(body), self._service.validator.unknown_fields()
             translated = await loop_time.call(len(body), loop_time.JSON_BYTES, lambda: form.translate(parsed, unknown))
-            try:
+            with translated.in_errors():
                 call = await self._service.validator.call(
                     form.endpoint,
                     translated.chat,
                     caller,
                     received_s=received_s,
-                    in_thread=is_read_in_thread(len(body), translated.chat),
+                    size=len(body),
                     request_id=exchange.request_id,
                     identity=identity,
                 )
-            except InvalidField as error:
-                raise translated.renamed(error) from error
             self._reader.ignored(exchange, (*unknown.names, *call.ignored_fields))
             echo = await loop_time.call(len(body), loop_time.JSON_BYTES, lambda: encode_echo(translated.echo))
             return call, echo

@@ -10,7 +10,6 @@ from baton.gateway.http.inference.body_reader import BodyReader
 from baton.gateway.http.output.id_json import format_many_ids
 from baton.gateway.http.output.text_json import format_long_text
 from baton.gateway.http.slow_clients import ReadLimits, cut_connection
-from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.response_size import ids_bytes, text_bytes
 from baton.gateway.input.strict_json import parse_body
 from baton.gateway.input.tokenize_calls import detokenize_body, tokenize_body
@@ -49,10 +48,8 @@ class TokenRoutes:
                 translated = await loop_time.call(
                     len(body), loop_time.JSON_BYTES, lambda: translate_count(parsed, unknown)
                 )
-                try:
+                with translated.in_errors():
                     ids = await tokenize_body(validator, translated.chat, unknown, size=len(body))
-                except InvalidField as error:
-                    raise translated.renamed(error) from error
             self._reader.ignored(exchange, unknown.names)
             await respond_json(exchange.send, 200, {"input_tokens": len(ids)})
 

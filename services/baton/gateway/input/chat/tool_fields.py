@@ -17,11 +17,11 @@ from baton.gateway.input.json_pieces import JSON_LISTS
 
 MAX_TOOLS_CHARACTERS = 256 * 1024
 """Characters of all tools of a request. A value that is not text counts as eight."""
-_LEGACY_CHOICES = "must be 'none', 'auto' or {\"name\": ...}"
 MAX_NAME_CHARACTERS = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_CHOICES = 'must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
+_LEGACY_CHOICES = "must be 'none', 'auto' or {\"name\": ...}"
 _KINDS = "must be 'function' or 'allowed_tools'"
+_CHOICES = "must be 'none', 'auto', 'required', or an object whose type is 'function' or 'allowed_tools'"
 
 
 class ToolMode(Enum):

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.gateway.input.client_call import InvalidField
+from baton.gateway.input.translations.client_names import ClientNames, replace_name
 
 _ITEM = re.compile(r"(\w+)\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TranslatedBody:
+class TranslatedBody(ClientNames):
     """A request body with the fields of `/v1/chat/completions`.
 
     echo: fields that the response repeats.
@@ -25,14 +26,11 @@ class TranslatedBody:
     places: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def renamed(self, error: InvalidField) -> InvalidField:
-        """Return an error about a field of the chat as an error about the field that the client sent."""
-        if not error.param:
-            return error
         failure, param = error.failure, self._name(error.param)
-        message = failure.message.replace(error.param, param)
+        message = replace_name(failure.message, error.param, param)
         for name, theirs in self.names.items():
-            if "_" in name and name != param:  # a word of prose has none
-                message = re.sub(rf"(?<![\w.]){re.escape(name)}(?![\w.])", theirs, message)
+            if "_" in name and name != param:  # a word of the text has none
+                message = replace_name(message, name, theirs)
         return InvalidField(param, message, failure.reason, failure.code)
 
     def _name(self, param: str) -> str:
