@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from baton.gateway.constraints.gbnf import GrammarTextError
 from baton.gateway.constraints.message_grammar import CallableTool
 from baton.gateway.constraints.text_pattern import whole_text_pattern
+from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.schemas.schema_reader import read_schema
 from baton.gateway.output import builtin_formats as formats
 from baton.gateway.output.formats import ToolFormat
@@ -220,6 +221,34 @@ def test_cost_of_hostile_schemas_is_bounded(family: str) -> None:
         with suppress(GrammarTextError):
             grammar_of(tools).required([tool], parallel=True)
     assert time.thread_time() - began_s < 1.0  # without bounds it is minutes
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("family", ["glm45", "deepseek_v32", "gemma4"])
+def test_cost_of_long_lists_of_values_is_bounded(family: str, strict: bool) -> None:
+    """It takes less than 0.1 s of CPU; without bounds it is minutes."""
+    tools = FORMATS[family].tools
+    assert tools is not None
+    many = {f"p{number}": {"$ref": "#/$defs/A", "minimum": number} for number in range(500)}
+    numbers = {"anyOf": [{"enum": list(range(5000)), "const": 3}] * 64}
+    anchors = {"properties": {f"p{number}": {"$ref": f"#unknown{number}"} for number in range(500)}}
+    began_s = time.thread_time()
+    for sent in ({"properties": many, "$defs": {"A": numbers}}, {"properties": many, "then": anchors, "if": {}}):
+        with suppress(GrammarTextError, InvalidField):
+            parameters = read_schema("p", {"type": "object", "$defs": {"A": {}}, **sent}, lenient=not strict)
+            tool = CallableTool(name="f", parameters=parameters, strict=strict, sent=sent)
+            grammar_of(tools).required([tool], parallel=True)
+    assert time.thread_time() - began_s < 2.0
+
+
+def test_one_of_with_other_rules_is_refused_if_a_value_may_match_several_schemas() -> None:
+    for family in TYPED:
+        tools = FORMATS[family].tools
+        assert tools is not None
+        one_of = {"type": "number", "minimum": 1, "oneOf": [{"maximum": 5}, {"maximum": 9}]}
+        parameters = read_schema("p", {"type": "object", "properties": {"a": one_of}, "required": ["a"]})
+        with pytest.raises(GrammarTextError, match=r"at /properties/a/oneOf: .*cannot enforce oneOf"):
+            grammar_of(tools).required([CallableTool(name="f", parameters=parameters, strict=True)], parallel=True)
 
 
 def test_only_definitions_that_are_used_are_written() -> None:

@@ -23,11 +23,11 @@ from baton.gateway.output.values.schema_alternatives import (
     constants,
     has_rules,
     is_nothing,
+    kinds_of,
     parts_of,
-    resolve_reference,
     rest_of,
-    types_of,
 )
+from baton.gateway.output.values.schema_document import SchemaDocument
 
 _KINDS = ("number", "boolean", "null", "string", "array", "object")
 _COMMA = '","'
@@ -59,6 +59,7 @@ class GemmaGrammar:
         self._delimiter = delimiter
         self._quote = writer.text(delimiter)
         self._root = root
+        self._document = SchemaDocument(root)
         self._lenient = lenient
         self._reader = reader
         self._references: dict[str, str] = {}
@@ -79,7 +80,7 @@ class GemmaGrammar:
         return f"the parameter {self._parameter[:40]!a} of {self._tool}" if self._parameter else self._tool
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        shapes = self._reader.shapes(schema, self._root, lenient=self._lenient)
+        shapes = self._reader.shapes(schema, self._document, lenient=self._lenient)
         return _one_of(map(self._shape, shapes))
 
     def _shape(self, shape: ObjectShape) -> str:
@@ -112,7 +113,7 @@ class GemmaGrammar:
         for union in ("anyOf", "oneOf"):  # references in it may be recursive, so they are not resolved
             choices = schema.get(union)
             if isinstance(choices, list) and choices and not has_rules(rest_of(schema, union)):
-                if union == "oneOf" and not self._lenient and ambiguous_one_of(schema, self._root) is not None:
+                if union == "oneOf" and not self._lenient and ambiguous_one_of(schema, self._document) is not None:
                     raise UnsupportedSchema(ONE_OF, "oneOf", choices)
                 self._reader.spend_alternatives(len(choices))
                 return self._anything("value") if self._reader.is_exhausted else _one_of(map(self._value, choices))
@@ -129,7 +130,7 @@ class GemmaGrammar:
         if self._num_joined > _MAX_JOINED or self._depth == _MAX_JOINED_DEPTH:
             return self._unsupported("so many allOf, and rules beside $ref and anyOf")
         self._depth += 1
-        found = kinds_of_value(schema, self._root, self._reader, lenient=self._lenient)
+        found = kinds_of_value(schema, self._document, self._reader, lenient=self._lenient)
         expression = _one_of(map(self._typed, found))
         self._depth -= 1
         return expression
@@ -143,7 +144,7 @@ class GemmaGrammar:
         """Return an expression for a value of a schema without unions."""
         if (values := constants(schema)) is not None:
             return self._constants(schema, values)
-        kinds = types_of(schema, self._root)
+        kinds = kinds_of(schema)
         if not kinds:
             if not any(has_rules(part) for part in parts_of(schema)):
                 return self._anything("value")
@@ -228,7 +229,7 @@ class GemmaGrammar:
         known = self._references.get(reference)
         if known is None:
             known = self._references[reference] = self._writer.reserve()
-            expression = self._value(resolve_reference(reference, self._root))
+            expression = self._value(self._document.resolve(reference))
             if not expression:
                 raise UnsupportedSchema("no value matches; leave out what refers to this schema", "$ref", reference)
             self._writer.fixed_rule(known, expression)

@@ -1,7 +1,7 @@
 """Writes grammars of arguments between delimiters, in which strings have no quotes."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from baton.gateway.output.calls.parameter_calls import MAX_KEY
 from baton.gateway.output.formats import ParameterSyntax
 from baton.gateway.output.values.json_escape import quote
 from baton.gateway.output.values.schema_alternatives import constants, followed
-from baton.gateway.output.values.typed_values import is_text, to_json
+from baton.gateway.output.values.schema_document import SchemaDocument
+from baton.gateway.output.values.typed_values import ToolTypes, is_text, to_json
 
 _SPACE = r"[\s\x1c-\x1f]*"
 """White space that the parser strips. Rust's \\s lacks four of its characters."""
@@ -47,22 +48,24 @@ class ParameterGrammar:
         syntax: ParameterSyntax,
         root: Mapping[str, Any],
         *,
-        types: Callable[[str | None], tuple[str, ...]],
+        types: ToolTypes,
         tool: str,
         lenient: bool,
     ) -> None:
         """Create the grammar.
 
-        types: returns the types that the parser tries for a parameter, and for those that are not named.
+        types: the types that the parser tries for each parameter.
         tool: its name.
         """
         self._writer = writer
         self._syntax = syntax
         self._root = root
+        self._document = SchemaDocument(root)
         self._lenient = lenient
         self._reader = reader
         self._types = types
         self._known: dict[tuple[int, tuple[str, ...]], tuple[Any, ArgumentValues]] = {}
+        self._tool = tool
         self._place = f"the tool {tool!r}"
         self._end = writer.text(syntax.after_value)
         self._closing = [] if writer.has_token(syntax.after_value) else [closing_text(syntax)]
@@ -72,7 +75,7 @@ class ParameterGrammar:
 
         Raises UnsupportedSchema if the schema cannot be enforced, and the tool is strict.
         """
-        shapes = self._reader.shapes(self._root, self._root, lenient=self._lenient)
+        shapes = self._reader.shapes(self._root, self._document, lenient=self._lenient)
         names = frozenset(name for shape in shapes for name in shape.properties) if len(shapes) > 1 else frozenset()
         found = dict.fromkeys(self._members(replace(shape, excluded=shape.excluded | names)) for shape in shapes)
         return f"({' | '.join(found)})" if len(found) > 1 else next(iter(found))
@@ -100,7 +103,7 @@ class ParameterGrammar:
         writer, syntax = self._writer, self._syntax
         begin = f"{writer.text(syntax.before_key)} {key}"
         place = f"the parameters of {self._place}" if name is None else f"the parameter {name[:40]!a} of {self._place}"
-        tried = () if syntax.after_string_key or self._reader.is_exhausted else self._types(name)
+        tried = () if syntax.after_string_key else self._tried(name)
         values = self._values(schema, tried)
         if not syntax.after_string_key:
             value = self._untyped(values, tried, place)
@@ -112,13 +115,22 @@ class ParameterGrammar:
         branches += [f"{writer.text(syntax.after_key)} {_one_of(others)}"] if others else []
         return f"{begin} {_one_of(branches)}" if branches else ""
 
+    def _tried(self, name: str | None) -> tuple[str, ...]:
+        """Return the types that the parser tries for a parameter; None for those that are not named."""
+        if self._reader.is_exhausted:
+            return ()
+        before = self._types.num_steps
+        tried = self._types.of(self._tool, name)
+        self._reader.spend_alternatives(self._types.num_steps - before)
+        return tried
+
     def _values(self, schema: Any, tried: tuple[str, ...]) -> ArgumentValues:
-        schema = followed(schema, self._root)
+        schema = followed(schema, self._document)
         known = self._known.get((id(schema), tried))
         if known is None:
             untyped_json = bool(self._syntax.after_string_key) or self._syntax.untyped_json
             values = argument_values(
-                schema, self._root, self._reader, tried, untyped_json=untyped_json, lenient=self._lenient
+                schema, self._document, self._reader, tried, untyped_json=untyped_json, lenient=self._lenient
             )
             known = self._known[id(schema), tried] = (schema, values)
         return known[1]
