@@ -17,9 +17,9 @@ from baton.gateway.constraints.text_pattern import whole_text_pattern
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.schemas.schema_reader import read_schema
 from baton.gateway.output import builtin_formats as formats
-from baton.gateway.output.formats import ToolFormat
+from baton.gateway.output.formats import OutputFormat, ParserOptions, ToolFormat
 from tests.unit.gateway.grammar_cases import PING, WEATHER, accepts, grammar_of, parsed, random_message
-from tests.unit.gateway.output.output_cases import FORMATS, written, written_call
+from tests.unit.gateway.output.output_cases import FORMATS, join_parts, parts_of, written, written_call
 
 TYPED = ("qwen3_coder", "glm45", "minimax_m2", "seed_oss", "deepseek_v32", "gemma4", "functiongemma")
 """Families whose arguments are no JSON."""
@@ -249,6 +249,43 @@ def test_one_of_with_other_rules_is_refused_if_a_value_may_match_several_schemas
         parameters = read_schema("p", {"type": "object", "properties": {"a": one_of}, "required": ["a"]})
         with pytest.raises(GrammarTextError, match=r"at /properties/a/oneOf: .*cannot enforce oneOf"):
             grammar_of(tools).required([CallableTool(name="f", parameters=parameters, strict=True)], parallel=True)
+
+
+UNQUOTED = ("qwen3_coder", "seed_oss", "glm47", "minimax_m2")
+
+
+@pytest.mark.parametrize("kinds", [["object"], ["string", "object"]])
+@pytest.mark.parametrize("family", [*UNQUOTED, "deepseek_v32"])
+def test_json_string_may_contain_the_delimiters_after_a_value(family: str, kinds: list[str]) -> None:
+    """Delimiters are no special tokens here."""
+    tools = FORMATS[family].tools
+    assert tools is not None
+    syntax = tools.syntax.parameters
+    assert syntax is not None
+    tool = tool_with({"type": kinds})
+    text = f"x{syntax.after_value.strip()}{syntax.before_key}b{syntax.after_key.splitlines()[0]}"
+    for value in ({"k": text}, {"k": [f'\\"{text}', 1]}):
+        call = written_call(tools, "f", written(tools, {"a": value})).replace("\\uff5c", "｜")
+        assert accepts(grammar_of(tools, special=False).required([tool], parallel=True), call, special=False)
+        options = ParserOptions(tools={"f": tool.schema})
+        for pieces in ([call], list(call)):
+            message = join_parts(part for some in parts_of(OutputFormat(tools=tools), pieces, options) for part in some)
+            assert [json.loads(each.arguments) for each in message.tool_calls] == [{"a": value}]
+
+
+@pytest.mark.parametrize("family", UNQUOTED)
+def test_string_does_not_begin_like_an_object_where_one_is_allowed(family: str) -> None:
+    """The parser would look for the end of the JSON string in the parameters that follow."""
+    tools = FORMATS[family].tools
+    assert tools is not None
+    for schema in ({"type": ["string", "object"]}, {"anyOf": [{"type": "array"}, {"enum": ["x", '{"k": "']}]}):
+        for value, is_allowed in (("x", True), ('{"k": "', False)):
+            assert verdict(tools, tool_with(schema), value, special=False) == (is_allowed, True)
+    open_string = '{"k": "\n'  # a line end is in no JSON string, so the value ends where its delimiter is
+    root = {"properties": {"a": {"type": ["string", "object"]}, "b": {"type": "string"}}}
+    text = written_call(tools, "f", written(tools, {"a": open_string, "b": '"}'}))
+    (call,) = parsed(tools, text, [CallableTool(name="f", parameters=root)], special=False).tool_calls
+    assert json.loads(call.arguments) == {"a": open_string, "b": '"}'}
 
 
 def test_only_definitions_that_are_used_are_written() -> None:

@@ -1,7 +1,7 @@
 """Writes grammars of arguments between delimiters, in which strings have no quotes."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ _CONVERTED = {
     "array": rf"{_SPACE}\[(?s:.*)",
 }
 """Texts that the parser may convert to a value of a type, and some more."""
-_CONTAINERS = ("object", "array")
+_CONTAINERS = frozenset(("object", "array"))
 _UNWRITABLE_KEY = frozenset('<>"\n')
 
 
@@ -142,6 +142,7 @@ class ParameterGrammar:
     def _untyped(self, values: ArgumentValues, tried: tuple[str, ...], place: str) -> str:
         """Return an expression for a value whose text tells its type, and for the delimiter after it."""
         untyped_json = self._syntax.untyped_json
+        free = values.free_kinds - _CONTAINERS if self._closing else values.free_kinds  # see `_excluded`
         if is_text(tried, untyped_json=untyped_json):
             literals, others = self._literals(values), []
         else:
@@ -149,14 +150,15 @@ class ParameterGrammar:
                 literal
                 for literal in self._literals(values)
                 if to_json(literal, tried, untyped_json=untyped_json) == quote(literal)
+                and not (self._closing and literal.strip()[:1] in ("{", "[") and _has_containers(tried))
             ]
-            covered = values.free_kinds if NO_RULES in values.strings else ()
+            covered = free if NO_RULES in values.strings else ()
             others = [each for each in values.others if _is_converted(each["type"], tried)]
             others = [each for each in others if each["type"] not in covered]
         if not values.strings:
             branches = [json.dumps(literal) for literal in literals] + [self._json(each, place) for each in others]
             return f"{_one_of(branches)} {self._end}" if branches else ""
-        excluded = () if is_text(tried, untyped_json=untyped_json) else self._excluded(values, tried)
+        excluded = () if is_text(tried, untyped_json=untyped_json) else self._excluded(free, tried)
         texts = [self._text(rules, place, *excluded) for rules in values.strings]
         fixed = [escaped(literal) for literal in literals]
         fixed += [pattern for each in others if (pattern := values.pattern_of(each, lenient=self._lenient))]
@@ -165,10 +167,16 @@ class ParameterGrammar:
         texts += [f"{self._json(each, place)} {self._end}" for each in others if each["type"] in _CONTAINERS]
         return _one_of(texts)
 
-    def _excluded(self, values: ArgumentValues, tried: tuple[str, ...]) -> list[str]:
-        """Return patterns of the texts that the parser converts to values that may be invalid."""
-        free = values.free_kinds | ({"integer"} if "number" in values.free_kinds else set())
-        kinds = [kind for kind in tried or _CONVERTED if kind in _CONVERTED and kind not in free]
+    def _excluded(self, free: Set[str], tried: tuple[str, ...]) -> list[str]:
+        """Return patterns of the texts that the parser converts to values that may be invalid.
+
+        The parser follows the strings of an object or list, if the closing delimiter is no special token. So
+        no other text begins like them.
+        """
+        kinds = {kind for kind in tried or _CONVERTED if kind in _CONVERTED}
+        kinds -= free | ({"integer"} if "number" in free else set())
+        if self._closing and _has_containers(tried):
+            kinds |= _CONTAINERS
         return sorted({_CONVERTED[kind] for kind in kinds})
 
     def _text(self, rules: StringRules, place: str = "", *excluded: str) -> str:
@@ -187,6 +195,10 @@ class ParameterGrammar:
 def closing_text(syntax: ParameterSyntax) -> str:
     """Return a pattern of the texts in which the parser could find the end of a value."""
     return rf"(?s:.*){escaped(syntax.after_value.strip())}[ \t\r\n]*<(?s:.*)"
+
+
+def _has_containers(tried: tuple[str, ...]) -> bool:
+    return not tried or not _CONTAINERS.isdisjoint(tried)
 
 
 def _is_converted(kind: str, tried: tuple[str, ...]) -> bool:
