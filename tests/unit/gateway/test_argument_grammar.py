@@ -1,6 +1,7 @@
 """Grammars of arguments: every message that they allow has valid arguments, for schemas of all kinds."""
 
 import json
+import re._parser as re_parser  # type: ignore[import-not-found]
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +14,7 @@ from llguidance import LLMatcher
 
 from baton.gateway.constraints.gbnf import GrammarTextError
 from baton.gateway.constraints.message_grammar import CallableTool
+from baton.gateway.constraints.string_formats import FORMAT_LENGTHS, FORMAT_PATTERNS
 from baton.gateway.constraints.text_pattern import whole_text_pattern
 from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.schemas.schema_reader import read_schema
@@ -130,6 +132,12 @@ def test_list_of_gemma_has_its_length_and_recursive_schemas_end() -> None:
             ({"next": {"next": None}, "v": 2}, False),
         ):
             assert verdict(tools_of, tree, value, special=True) == (is_allowed, is_allowed), family
+
+
+def test_lengths_of_formats_are_those_of_their_patterns() -> None:
+    for name, pattern in FORMAT_PATTERNS.items():
+        least, most = re_parser.parse(pattern).getwidth()
+        assert FORMAT_LENGTHS[name] == (least, most if most < 1000 else None), name
 
 
 @pytest.mark.parametrize(
