@@ -20,7 +20,17 @@ from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.schemas.schema_reader import read_schema
 from baton.gateway.output import builtin_formats as formats
 from baton.gateway.output.formats import OutputFormat, ParserOptions, ToolFormat
-from tests.unit.gateway.grammar_cases import PING, WEATHER, accepts, grammar_of, parsed, random_message
+from tests.unit.gateway.grammar_cases import (
+    IDS,
+    PING,
+    WEATHER,
+    accepts,
+    grammar_of,
+    ids_of,
+    parsed,
+    random_message,
+    vocabulary,
+)
 from tests.unit.gateway.output.output_cases import FORMATS, join_parts, parts_of, written, written_call
 
 TYPED = ("qwen3_coder", "glm45", "minimax_m2", "seed_oss", "deepseek_v32", "gemma4", "functiongemma")
@@ -132,6 +142,18 @@ def test_list_of_gemma_has_its_length_and_recursive_schemas_end() -> None:
             ({"next": {"next": None}, "v": 2}, False),
         ):
             assert verdict(tools_of, tree, value, special=True) == (is_allowed, is_allowed), family
+
+
+def test_special_token_may_follow_a_zero_that_is_a_multiple() -> None:
+    """Computing the mask after such a 0 failed in llguidance."""
+    tool = tool_with({"type": "number", "multipleOf": 60, "minimum": 0, "maximum": 10_000})
+    grammar = grammar_of(formats.GLM45).required([tool], parallel=True)
+    matcher = LLMatcher(vocabulary(), grammar.text, log_level=0)
+    assert matcher.consume_tokens(
+        ids_of(written_call(formats.GLM45, "f", written(formats.GLM45, {"a": 0})).split("</arg_value>")[0])
+    )
+    assert int.from_bytes(matcher.compute_bitmask(), "little") >> IDS["</arg_value>"] & 1
+    assert not matcher.is_error()
 
 
 def test_lengths_of_formats_are_those_of_their_patterns() -> None:

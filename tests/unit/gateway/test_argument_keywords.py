@@ -33,6 +33,8 @@ PARAMETERS: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("enum", {"enum": ["red", 2], **S}, ["red"], [2, "blue"]),
     ("enum", {"enum": ["a", "bbb"], "maxLength": 2}, ["a"], ["bbb"]),
     ("enum", {"enum": [1, 5], "minimum": 3}, [5], [1]),
+    ("enum", {"anyOf": [{"enum": [""]}, {**S, "minLength": 3}]}, ["", "abc"], ["y"]),
+    ("enum", {"anyOf": [{"enum": ["", "x"]}, {**S, "minLength": 3}]}, ["", "x", "abc"], ["y"]),
     ("const", {"const": "x"}, ["x"], ["y", 1]),
     ("minLength", {**S, "minLength": 2}, ["ab"], ["a"]),
     ("maxLength", {**S, "maxLength": 1500}, ["a" * 1500], ["a" * 1501]),

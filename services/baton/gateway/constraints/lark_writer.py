@@ -253,5 +253,6 @@ def escaped(text: str) -> str:
 
 
 def _in_slashes(pattern: str) -> str:
-    """Return a regular expression that may stand between slashes."""
-    return re.sub(r"\\.|/|\n", lambda found: _SLASHED.get(found.group(), found.group()), pattern, flags=re.DOTALL)
+    """Return a regular expression that may stand between slashes. Two slashes begin a comment."""
+    slashed = re.sub(r"\\.|/|\n", lambda found: _SLASHED.get(found.group(), found.group()), pattern, flags=re.DOTALL)
+    return slashed or "(?:)"

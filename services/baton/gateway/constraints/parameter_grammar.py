@@ -1,7 +1,7 @@
 """Writes grammars of arguments between delimiters, in which strings have no quotes."""
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
 from baton.gateway.output.calls.parameter_calls import MAX_KEY
 from baton.gateway.output.formats import ParameterSyntax
 from baton.gateway.output.values.json_escape import quote
-from baton.gateway.output.values.schema_alternatives import constants, followed
+from baton.gateway.output.values.schema_alternatives import constants, followed, parts_of
 from baton.gateway.output.values.schema_document import SchemaDocument
 from baton.gateway.output.values.typed_values import ToolTypes, is_text, to_json
 
@@ -109,7 +109,11 @@ class ParameterGrammar:
             value = self._untyped(values, tried, place)
             return f"{begin} {writer.text(syntax.after_key)} {value}" if value else ""
         texts = [self._text(rules, place) for rules in values.strings]
-        texts += [f"{json.dumps(literal)} {self._end}" for literal in self._literals(values)]
+        literals = self._literals(values)
+        if texts and literals:  # as a pattern, because a string might go on with the delimiter
+            texts.append(self._patterns(map(escaped, literals), place))
+        else:
+            texts += [f"{json.dumps(literal)} {self._end}" for literal in literals]
         others = [f"{self._json(other, place)} {self._end}" for other in values.others]
         branches = [f"{writer.text(syntax.after_string_key)} {_one_of(texts)}"] if texts else []
         branches += [f"{writer.text(syntax.after_key)} {_one_of(others)}"] if others else []
@@ -163,7 +167,7 @@ class ParameterGrammar:
         fixed = [escaped(literal) for literal in literals]
         fixed += [pattern for each in others if (pattern := values.pattern_of(each, lenient=self._lenient))]
         if fixed:
-            texts.append(self._text(StringRules(patterns=("|".join(fixed),)), place))
+            texts.append(self._patterns(fixed, place))
         texts += [f"{self._json(each, place)} {self._end}" for each in others if each["type"] in _CONTAINERS]
         return _one_of(texts)
 
@@ -184,9 +188,16 @@ class ParameterGrammar:
         ruled = place if rules != NO_RULES else ""
         return self._writer.text_until(self._syntax.after_value, rules, (*self._closing, *excluded), ruled)
 
+    def _patterns(self, patterns: Iterable[str], place: str) -> str:
+        """Return an expression for a text that matches one of some patterns, and for its delimiter."""
+        return self._text(StringRules(patterns=("|".join(patterns),)), place)
+
     def _json(self, schema: Mapping[str, Any], place: str) -> str:
         if schema["type"] in NUMBERS and constants(schema) is None:
-            return written_number(self._writer, schema, schema["type"], lenient=self._lenient, place=place)
+            number = written_number(self._writer, schema, schema["type"], lenient=self._lenient, place=place)
+            is_multiple = any("multipleOf" in part for part in parts_of(schema))
+            # llguidance fails where a special token follows the 0 of a multipleOf; the parser strips the space
+            return f"({number} / ?/)" if is_multiple and not self._closing else number
         return self._writer.json(
             schema, lenient=self._lenient, coerce=self._lenient, definitions=self._root, place=place
         )
