@@ -6,7 +6,7 @@ excludes its characters, so that the token cannot be text either.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -245,6 +245,12 @@ def _used_definitions(text: str, root: Mapping[str, Any]) -> dict[str, Any]:
 
 def _dumps(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def any_of(expressions: Iterable[str]) -> str:
+    """Return an expression for one of several, of which empty ones are left out; empty if there is none."""
+    found = [each for each in dict.fromkeys(expressions) if each]
+    return f"({' | '.join(found)})" if found else ""
 
 
 def escaped(text: str) -> str:

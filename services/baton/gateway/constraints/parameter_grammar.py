@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.gateway.constraints.argument_values import NUMBERS, ArgumentValues, argument_values, written_number
-from baton.gateway.constraints.lark_writer import LarkWriter, escaped
+from baton.gateway.constraints.lark_writer import LarkWriter, any_of, escaped
 from baton.gateway.constraints.object_members import further_key, further_members, has_others, members
 from baton.gateway.constraints.object_shape import ObjectShape, ShapeReader
 from baton.gateway.constraints.string_rules import NO_RULES, StringRules
@@ -91,7 +91,7 @@ class ParameterGrammar:
                 self._parameter(further_key(self._writer, shape, pattern), schema, None)
                 for pattern, schema in further_members(shape)
             ]
-            further = _one_of(cases)
+            further = any_of(cases)
         return members(self._writer, shape, names, lambda name: self._member(shape, name), further)
 
     def _member(self, shape: ObjectShape, name: str) -> str:
@@ -115,9 +115,9 @@ class ParameterGrammar:
         else:
             texts += [f"{json.dumps(literal)} {self._end}" for literal in literals]
         others = [f"{self._json(other, place)} {self._end}" for other in values.others]
-        branches = [f"{writer.text(syntax.after_string_key)} {_one_of(texts)}"] if texts else []
-        branches += [f"{writer.text(syntax.after_key)} {_one_of(others)}"] if others else []
-        return f"{begin} {_one_of(branches)}" if branches else ""
+        branches = [f"{writer.text(syntax.after_string_key)} {any_of(texts)}"] if texts else []
+        branches += [f"{writer.text(syntax.after_key)} {any_of(others)}"] if others else []
+        return f"{begin} {any_of(branches)}" if branches else ""
 
     def _tried(self, name: str | None) -> tuple[str, ...]:
         """Return the types that the parser tries for a parameter; None for those that are not named."""
@@ -161,7 +161,7 @@ class ParameterGrammar:
             others = [each for each in others if each["type"] not in covered]
         if not values.strings:
             branches = [json.dumps(literal) for literal in literals] + [self._json(each, place) for each in others]
-            return f"{_one_of(branches)} {self._end}" if branches else ""
+            return f"{any_of(branches)} {self._end}" if branches else ""
         excluded = () if is_text(tried, untyped_json=untyped_json) else self._excluded(free, tried)
         texts = [self._text(rules, place, *excluded) for rules in values.strings]
         fixed = [escaped(literal) for literal in literals]
@@ -169,7 +169,7 @@ class ParameterGrammar:
         if fixed:
             texts.append(self._patterns(fixed, place))
         texts += [f"{self._json(each, place)} {self._end}" for each in others if each["type"] in _CONTAINERS]
-        return _one_of(texts)
+        return any_of(texts)
 
     def _excluded(self, free: Set[str], tried: tuple[str, ...]) -> list[str]:
         """Return patterns of the texts that the parser converts to values that may be invalid.
@@ -218,8 +218,3 @@ def _is_converted(kind: str, tried: tuple[str, ...]) -> bool:
 
 def _is_writable(name: str) -> bool:
     return name == name.strip() and 0 < len(name) <= MAX_KEY and _UNWRITABLE_KEY.isdisjoint(name)
-
-
-def _one_of(expressions: list[str]) -> str:
-    found = [each for each in dict.fromkeys(expressions) if each]
-    return f"({' | '.join(found)})" if found else ""
