@@ -1,6 +1,7 @@
 """Grammars of arguments: every message that they allow has valid arguments, for schemas of all kinds."""
 
 import json
+import re._parser as re_parser  # type: ignore[import-not-found]
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,12 +14,24 @@ from llguidance import LLMatcher
 
 from baton.gateway.constraints.gbnf import GrammarTextError
 from baton.gateway.constraints.message_grammar import CallableTool
+from baton.gateway.constraints.string_formats import FORMAT_LENGTHS, FORMAT_PATTERNS
 from baton.gateway.constraints.text_pattern import whole_text_pattern
+from baton.gateway.input.client_call import InvalidField
 from baton.gateway.input.schemas.schema_reader import read_schema
 from baton.gateway.output import builtin_formats as formats
-from baton.gateway.output.formats import ToolFormat
-from tests.unit.gateway.grammar_cases import PING, WEATHER, accepts, grammar_of, parsed, random_message
-from tests.unit.gateway.output.output_cases import FORMATS, written, written_call
+from baton.gateway.output.formats import OutputFormat, ParserOptions, ToolFormat
+from tests.unit.gateway.grammar_cases import (
+    IDS,
+    PING,
+    WEATHER,
+    accepts,
+    grammar_of,
+    ids_of,
+    parsed,
+    random_message,
+    vocabulary,
+)
+from tests.unit.gateway.output.output_cases import FORMATS, join_parts, parts_of, written, written_call
 
 TYPED = ("qwen3_coder", "glm45", "minimax_m2", "seed_oss", "deepseek_v32", "gemma4", "functiongemma")
 """Families whose arguments are no JSON."""
@@ -131,6 +144,24 @@ def test_list_of_gemma_has_its_length_and_recursive_schemas_end() -> None:
             assert verdict(tools_of, tree, value, special=True) == (is_allowed, is_allowed), family
 
 
+def test_special_token_may_follow_a_zero_that_is_a_multiple() -> None:
+    """Computing the mask after such a 0 failed in llguidance."""
+    tool = tool_with({"type": "number", "multipleOf": 60, "minimum": 0, "maximum": 10_000})
+    grammar = grammar_of(formats.GLM45).required([tool], parallel=True)
+    matcher = LLMatcher(vocabulary(), grammar.text, log_level=0)
+    assert matcher.consume_tokens(
+        ids_of(written_call(formats.GLM45, "f", written(formats.GLM45, {"a": 0})).split("</arg_value>")[0])
+    )
+    assert int.from_bytes(matcher.compute_bitmask(), "little") >> IDS["</arg_value>"] & 1
+    assert not matcher.is_error()
+
+
+def test_lengths_of_formats_are_those_of_their_patterns() -> None:
+    for name, pattern in FORMAT_PATTERNS.items():
+        least, most = re_parser.parse(pattern).getwidth()
+        assert FORMAT_LENGTHS[name] == (least, most if most < 1000 else None), name
+
+
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
@@ -220,6 +251,71 @@ def test_cost_of_hostile_schemas_is_bounded(family: str) -> None:
         with suppress(GrammarTextError):
             grammar_of(tools).required([tool], parallel=True)
     assert time.thread_time() - began_s < 1.0  # without bounds it is minutes
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("family", ["glm45", "deepseek_v32", "gemma4"])
+def test_cost_of_long_lists_of_values_is_bounded(family: str, strict: bool) -> None:
+    """It takes less than 0.1 s of CPU; without bounds it is minutes."""
+    tools = FORMATS[family].tools
+    assert tools is not None
+    many = {f"p{number}": {"$ref": "#/$defs/A", "minimum": number} for number in range(500)}
+    numbers = {"anyOf": [{"enum": list(range(5000)), "const": 3}] * 64}
+    anchors = {"properties": {f"p{number}": {"$ref": f"#unknown{number}"} for number in range(500)}}
+    began_s = time.thread_time()
+    for sent in ({"properties": many, "$defs": {"A": numbers}}, {"properties": many, "then": anchors, "if": {}}):
+        with suppress(GrammarTextError, InvalidField):
+            parameters = read_schema("p", {"type": "object", "$defs": {"A": {}}, **sent}, lenient=not strict)
+            tool = CallableTool(name="f", parameters=parameters, strict=strict, sent=sent)
+            grammar_of(tools).required([tool], parallel=True)
+    assert time.thread_time() - began_s < 2.0
+
+
+def test_one_of_with_other_rules_is_refused_if_a_value_may_match_several_schemas() -> None:
+    for family in TYPED:
+        tools = FORMATS[family].tools
+        assert tools is not None
+        one_of = {"type": "number", "minimum": 1, "oneOf": [{"maximum": 5}, {"maximum": 9}]}
+        parameters = read_schema("p", {"type": "object", "properties": {"a": one_of}, "required": ["a"]})
+        with pytest.raises(GrammarTextError, match=r"at /properties/a/oneOf: .*cannot enforce oneOf"):
+            grammar_of(tools).required([CallableTool(name="f", parameters=parameters, strict=True)], parallel=True)
+
+
+UNQUOTED = ("qwen3_coder", "seed_oss", "glm47", "minimax_m2")
+
+
+@pytest.mark.parametrize("kinds", [["object"], ["string", "object"]])
+@pytest.mark.parametrize("family", [*UNQUOTED, "deepseek_v32"])
+def test_json_string_may_contain_the_delimiters_after_a_value(family: str, kinds: list[str]) -> None:
+    """Delimiters are no special tokens here."""
+    tools = FORMATS[family].tools
+    assert tools is not None
+    syntax = tools.syntax.parameters
+    assert syntax is not None
+    tool = tool_with({"type": kinds})
+    text = f"x{syntax.after_value.strip()}{syntax.before_key}b{syntax.after_key.splitlines()[0]}"
+    for value in ({"k": text}, {"k": [f'\\"{text}', 1]}):
+        call = written_call(tools, "f", written(tools, {"a": value})).replace("\\uff5c", "｜")
+        assert accepts(grammar_of(tools, special=False).required([tool], parallel=True), call, special=False)
+        options = ParserOptions(tools={"f": tool.schema})
+        for pieces in ([call], list(call)):
+            message = join_parts(part for some in parts_of(OutputFormat(tools=tools), pieces, options) for part in some)
+            assert [json.loads(each.arguments) for each in message.tool_calls] == [{"a": value}]
+
+
+@pytest.mark.parametrize("family", UNQUOTED)
+def test_string_does_not_begin_like_an_object_where_one_is_allowed(family: str) -> None:
+    """The parser would look for the end of the JSON string in the parameters that follow."""
+    tools = FORMATS[family].tools
+    assert tools is not None
+    for schema in ({"type": ["string", "object"]}, {"anyOf": [{"type": "array"}, {"enum": ["x", '{"k": "']}]}):
+        for value, is_allowed in (("x", True), ('{"k": "', False)):
+            assert verdict(tools, tool_with(schema), value, special=False) == (is_allowed, True)
+    open_string = '{"k": "\n'  # a line end is in no JSON string, so the value ends where its delimiter is
+    root = {"properties": {"a": {"type": ["string", "object"]}, "b": {"type": "string"}}}
+    text = written_call(tools, "f", written(tools, {"a": open_string, "b": '"}'}))
+    (call,) = parsed(tools, text, [CallableTool(name="f", parameters=root)], special=False).tool_calls
+    assert json.loads(call.arguments) == {"a": open_string, "b": '"}'}
 
 
 def test_only_definitions_that_are_used_are_written() -> None:

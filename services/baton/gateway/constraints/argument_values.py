@@ -15,12 +15,12 @@ from baton.gateway.output.values.schema_alternatives import (
     MAX_ALTERNATIVES,
     alternatives,
     constants,
+    kinds_of,
     parts_of,
-    resolve_reference,
     type_of,
-    types_of,
     value_key,
 )
+from baton.gateway.output.values.schema_document import SchemaDocument
 
 _NOT_STRINGS = ("object", "array", "boolean", "null", "number")
 _PLAIN = ANNOTATIONS | {"type"}
@@ -61,7 +61,13 @@ class ArgumentValues:
 
 
 def argument_values(
-    schema: Any, root: Any, reader: ShapeReader, tried: tuple[str, ...], *, untyped_json: bool, lenient: bool
+    schema: Any,
+    document: SchemaDocument,
+    reader: ShapeReader,
+    tried: tuple[str, ...],
+    *,
+    untyped_json: bool,
+    lenient: bool,
 ) -> ArgumentValues:
     """Return the values that a schema allows.
 
@@ -70,15 +76,13 @@ def argument_values(
     Raises UnsupportedSchema if the schema cannot be enforced, unless `lenient`.
     """
     found = ArgumentValues()
-    if not lenient and (one_of := ambiguous_one_of(schema, root)) is not None:
-        raise UnsupportedSchema(ONE_OF, "oneOf", one_of)
     kinds = tuple(kind for kind in tried if kind != "string") if tried else _NOT_STRINGS if untyped_json else ()
-    for each in kinds_of_value(schema, root, reader, lenient=lenient):
+    for each in kinds_of_value(schema, document, reader, lenient=lenient):
         values = constants(each)
         if values is not None:
             add_constants(found, each, values, lenient=lenient)
             continue
-        own = types_of(each, root)
+        own = kinds_of(each)
         for kind in own or ("string", *kinds):
             if kind == "string":
                 found.strings.append(string_rules(each, lenient=lenient))
@@ -107,7 +111,9 @@ def _number_pattern(schema: Mapping[str, Any], kind: str, *, lenient: bool) -> s
         return number_pattern({}, integer=kind == "integer")
 
 
-def kinds_of_value(schema: Any, root: Any, reader: ShapeReader, *, lenient: bool) -> list[Mapping[str, Any]]:
+def kinds_of_value(
+    schema: Any, document: SchemaDocument, reader: ShapeReader, *, lenient: bool
+) -> list[Mapping[str, Any]]:
     """Return the alternatives of a schema.
 
     lenient: some of them if there are too many, and anything if `reader` has looked at too many schemas.
@@ -115,8 +121,12 @@ def kinds_of_value(schema: Any, root: Any, reader: ShapeReader, *, lenient: bool
     """
     if lenient and reader.is_exhausted:
         return [{}]
-    found = alternatives(schema, root)
-    reader.spend_alternatives(found.num_steps)
+    if not lenient and (one_of := ambiguous_one_of(schema, document)) is not None:
+        raise UnsupportedSchema(ONE_OF, "oneOf", one_of)
+    found = alternatives(schema, document)
+    reader.spend_alternatives(found.num_steps, found.schemas)
+    if lenient and reader.is_exhausted:
+        return [{}]
     if not found.is_complete and not lenient:
         message = f"the schema has too many alternatives; at most {MAX_ALTERNATIVES} are supported"
         raise UnsupportedSchema(message)
@@ -158,7 +168,7 @@ def _is_within(value: Any, schema: Mapping[str, Any]) -> bool:
     )
 
 
-def ambiguous_one_of(schema: Any, root: Any) -> Any:
+def ambiguous_one_of(schema: Any, document: SchemaDocument) -> Any:
     """Return a `oneOf` of which a value may match several schemas; None if there is none."""
     waiting, followed = [schema], set()
     for _ in range(_MAX_STEPS):
@@ -175,7 +185,7 @@ def ambiguous_one_of(schema: Any, root: Any) -> Any:
         reference = current.get("$ref")
         if isinstance(reference, str) and reference not in followed:
             followed.add(reference)
-            waiting.append(resolve_reference(reference, root))
+            waiting.append(document.resolve(reference))
     return None
 
 

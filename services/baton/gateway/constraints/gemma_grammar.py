@@ -13,7 +13,7 @@ from baton.gateway.constraints.argument_values import (
     kinds_of_value,
     written_number,
 )
-from baton.gateway.constraints.lark_writer import LarkWriter
+from baton.gateway.constraints.lark_writer import LarkWriter, any_of
 from baton.gateway.constraints.number_pattern import number_pattern
 from baton.gateway.constraints.object_members import further_key, further_members, has_others, members
 from baton.gateway.constraints.object_shape import ONE_OF, ObjectShape, ShapeReader
@@ -23,11 +23,11 @@ from baton.gateway.output.values.schema_alternatives import (
     constants,
     has_rules,
     is_nothing,
+    kinds_of,
     parts_of,
-    resolve_reference,
     rest_of,
-    types_of,
 )
+from baton.gateway.output.values.schema_document import SchemaDocument
 
 _KINDS = ("number", "boolean", "null", "string", "array", "object")
 _COMMA = '","'
@@ -59,6 +59,7 @@ class GemmaGrammar:
         self._delimiter = delimiter
         self._quote = writer.text(delimiter)
         self._root = root
+        self._document = SchemaDocument(root)
         self._lenient = lenient
         self._reader = reader
         self._references: dict[str, str] = {}
@@ -79,8 +80,8 @@ class GemmaGrammar:
         return f"the parameter {self._parameter[:40]!a} of {self._tool}" if self._parameter else self._tool
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        shapes = self._reader.shapes(schema, self._root, lenient=self._lenient)
-        return _one_of(map(self._shape, shapes))
+        shapes = self._reader.shapes(schema, self._document, lenient=self._lenient)
+        return any_of(map(self._shape, shapes))
 
     def _shape(self, shape: ObjectShape) -> str:
         names = sorted(shape.properties)
@@ -92,7 +93,7 @@ class GemmaGrammar:
             for pattern, schema in further_members(shape):
                 if value := self._value(schema):
                     cases.append(f'{further_key(self._writer, shape, pattern)} ":" {value}')
-            further = _one_of(cases)
+            further = any_of(cases)
         written = members(self._writer, shape, names, lambda name: self._member(shape, name), further, _COMMA)
         return f'"{{" {written} "}}"'
 
@@ -112,15 +113,15 @@ class GemmaGrammar:
         for union in ("anyOf", "oneOf"):  # references in it may be recursive, so they are not resolved
             choices = schema.get(union)
             if isinstance(choices, list) and choices and not has_rules(rest_of(schema, union)):
-                if union == "oneOf" and not self._lenient and ambiguous_one_of(schema, self._root) is not None:
+                if union == "oneOf" and not self._lenient and ambiguous_one_of(schema, self._document) is not None:
                     raise UnsupportedSchema(ONE_OF, "oneOf", choices)
                 self._reader.spend_alternatives(len(choices))
-                return self._anything("value") if self._reader.is_exhausted else _one_of(map(self._value, choices))
+                return self._anything("value") if self._reader.is_exhausted else any_of(map(self._value, choices))
         if not {"$ref", "allOf", "anyOf", "oneOf", "nullable"}.isdisjoint(schema):
             return self._several(schema)
         kinds = schema.get("type")
         if isinstance(kinds, list) and "enum" not in schema and "const" not in schema:
-            return _one_of(self._typed({**schema, "type": kind}) for kind in kinds)
+            return any_of(self._typed({**schema, "type": kind}) for kind in kinds)
         return self._typed(schema)
 
     def _several(self, schema: Mapping[str, Any]) -> str:
@@ -129,8 +130,8 @@ class GemmaGrammar:
         if self._num_joined > _MAX_JOINED or self._depth == _MAX_JOINED_DEPTH:
             return self._unsupported("so many allOf, and rules beside $ref and anyOf")
         self._depth += 1
-        found = kinds_of_value(schema, self._root, self._reader, lenient=self._lenient)
-        expression = _one_of(map(self._typed, found))
+        found = kinds_of_value(schema, self._document, self._reader, lenient=self._lenient)
+        expression = any_of(map(self._typed, found))
         self._depth -= 1
         return expression
 
@@ -143,11 +144,11 @@ class GemmaGrammar:
         """Return an expression for a value of a schema without unions."""
         if (values := constants(schema)) is not None:
             return self._constants(schema, values)
-        kinds = types_of(schema, self._root)
+        kinds = kinds_of(schema)
         if not kinds:
             if not any(has_rules(part) for part in parts_of(schema)):
                 return self._anything("value")
-            return _one_of(self._typed({**schema, "type": kind}) for kind in _KINDS)
+            return any_of(self._typed({**schema, "type": kind}) for kind in _KINDS)
         kind = kinds[0]
         if kind == "string":
             rules = string_rules(schema, lenient=self._lenient)
@@ -169,7 +170,7 @@ class GemmaGrammar:
             return self._unsupported("rules beside the enum or const of objects and lists")
         listed = [*found.literals, *(value for other in found.others for value in other["enum"])]
         texts = [self._writer.text_until(self._delimiter, rules, place=self._place) for rules in found.strings]
-        return _one_of([*map(self._literal, listed), *(f"{self._quote} {text}" for text in texts)])
+        return any_of([*map(self._literal, listed), *(f"{self._quote} {text}" for text in texts)])
 
     def _list(self, schema: Mapping[str, Any]) -> str:
         """Return an expression for a list, which may have a schema for each of its first items."""
@@ -228,7 +229,7 @@ class GemmaGrammar:
         known = self._references.get(reference)
         if known is None:
             known = self._references[reference] = self._writer.reserve()
-            expression = self._value(resolve_reference(reference, self._root))
+            expression = self._value(self._document.resolve(reference))
             if not expression:
                 raise UnsupportedSchema("no value matches; leave out what refers to this schema", "$ref", reference)
             self._writer.fixed_rule(known, expression)
@@ -270,8 +271,3 @@ def _key(name: str) -> str:
 
 def _grouped(expression: str) -> str:
     return f"({expression})" if expression else ""
-
-
-def _one_of(expressions: Any) -> str:
-    found = [each for each in dict.fromkeys(expressions) if each]
-    return _grouped(" | ".join(found))

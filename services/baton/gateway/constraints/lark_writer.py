@@ -6,7 +6,7 @@ excludes its characters, so that the token cannot be text either.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,11 +247,18 @@ def _dumps(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
+def any_of(expressions: Iterable[str]) -> str:
+    """Return an expression for one of several, of which empty ones are left out; empty if there is none."""
+    found = [each for each in dict.fromkeys(expressions) if each]
+    return f"({' | '.join(found)})" if found else ""
+
+
 def escaped(text: str) -> str:
     """Return a text as part of a regular expression between slashes."""
     return _META.sub(r"\\\g<0>", text).replace("\n", "\\n")
 
 
 def _in_slashes(pattern: str) -> str:
-    """Return a regular expression that may stand between slashes."""
-    return re.sub(r"\\.|/|\n", lambda found: _SLASHED.get(found.group(), found.group()), pattern, flags=re.DOTALL)
+    """Return a regular expression that may stand between slashes. Two slashes begin a comment."""
+    slashed = re.sub(r"\\.|/|\n", lambda found: _SLASHED.get(found.group(), found.group()), pattern, flags=re.DOTALL)
+    return slashed or "(?:)"

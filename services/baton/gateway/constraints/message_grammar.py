@@ -6,7 +6,6 @@ calls. A message that may have strict calls is: reasoning, then text in which ea
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from baton.gateway.constraints.answer_constraint import ContentRule, JsonRule
@@ -173,7 +172,7 @@ class MessageGrammar:
                     reader,
                     syntax.parameters,
                     schema,
-                    types=partial(parsed_by.of, tool.name),
+                    types=parsed_by,
                     tool=tool.name,
                     lenient=lenient,
                 ).expression()

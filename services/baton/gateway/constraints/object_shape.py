@@ -8,7 +8,8 @@ from typing import Any
 from baton.gateway.constraints.name_pattern import name_matches
 from baton.gateway.constraints.text_pattern import whole_text_pattern
 from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
-from baton.gateway.output.values.schema_alternatives import constants, is_nothing, resolve_reference, value_key
+from baton.gateway.output.values.schema_alternatives import constants, is_nothing, parts_of, value_key
+from baton.gateway.output.values.schema_document import SchemaDocument
 
 MAX_SHAPES = 64
 """Largest number of kinds of objects that one schema allows."""
@@ -17,6 +18,7 @@ _MAX_STEPS = 20_000
 _MAX_DEPTH = 32
 _MAX_PATTERNS = 8
 _MATCH_STEPS = 8
+_VALUES_PER_STEP = 8
 ONE_OF = (
     "this model's calls cannot enforce oneOf, unless its schemas differ in their type, or in the constant value of a "
     "property; use anyOf instead"
@@ -31,6 +33,7 @@ _PATTERN = (
 )
 NO_OBJECT = "no object matches the schema; allow all properties that it requires, and as many as it requires"
 _TOO_MANY = f"the schema has too many alternatives; at most {MAX_SHAPES} are supported"
+_TOO_LARGE = "the schemas of the tools have too many alternatives, properties or values of enum; use fewer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +68,8 @@ class ShapeReader:
         self._num_steps = self._num_alternatives = 0
         self._lenient = False
 
-    def shapes(self, schema: Any, root: Any, *, lenient: bool) -> list[ObjectShape]:
-        """Return the kinds of objects that a schema allows. References within `root` are followed.
+    def shapes(self, schema: Any, document: SchemaDocument, *, lenient: bool) -> list[ObjectShape]:
+        """Return the kinds of objects that a schema allows. References within `document` are followed.
 
         lenient: a schema with too many kinds allows any object, and unsupported rules are ignored.
 
@@ -74,7 +77,7 @@ class ShapeReader:
         """
         self._lenient = lenient
         try:
-            found = self._kinds(schema, root, frozenset())
+            found = self._kinds(schema, document, frozenset())
         except UnsupportedSchema:
             if not lenient:
                 raise
@@ -84,7 +87,9 @@ class ShapeReader:
             raise UnsupportedSchema(NO_OBJECT)
         return shapes
 
-    def _kinds(self, schema: Any, root: Any, followed: frozenset[str], depth: int = 0) -> list[ObjectShape]:
+    def _kinds(
+        self, schema: Any, document: SchemaDocument, followed: frozenset[str], depth: int = 0
+    ) -> list[ObjectShape]:
         """Return the kinds of objects of a schema. `followed` are references on the way to it."""
         self._spend(1)
         if is_nothing(schema):
@@ -97,19 +102,20 @@ class ShapeReader:
         if "object" not in (types if isinstance(types, list) else [types]):
             return []
         found = [self._own(schema)]
+        self._spend(_num_value_steps(schema))
         if (values := constants(schema)) is not None:
             found = self._both(found, [_constant(value) for value in values if isinstance(value, Mapping)])
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in followed:
-            target = resolve_reference(reference, root)
-            found = self._both(found, self._kinds(target, root, followed | {reference}, depth + 1))
+            target = document.resolve(reference)
+            found = self._both(found, self._kinds(target, document, followed | {reference}, depth + 1))
         every = schema.get("allOf")
         for each in every if isinstance(every, list) else ():
-            found = self._both(found, self._kinds(each, root, followed, depth + 1))
+            found = self._both(found, self._kinds(each, document, followed, depth + 1))
         for name in ("anyOf", "oneOf"):
             choices = schema.get(name)
             if isinstance(choices, list) and choices:
-                several = [self._kinds(each, root, followed, depth + 1) for each in choices]
+                several = [self._kinds(each, document, followed, depth + 1) for each in choices]
                 if name == "oneOf" and not self._lenient and not self._are_exclusive(several):
                     raise UnsupportedSchema(ONE_OF, "oneOf", choices)
                 found = self._both(found, [kind for kinds in several for kind in kinds])
@@ -142,16 +148,19 @@ class ShapeReader:
         """True if so many alternatives were looked at that there may be no more."""
         return self._num_alternatives > _MAX_STEPS
 
-    def spend_alternatives(self, num_steps: int) -> None:
-        """Count schemas that were looked at for the alternatives of values. Raises UnsupportedSchema."""
-        self._num_alternatives += num_steps
+    def spend_alternatives(self, num_steps: int, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Count schemas that were looked at, and the values that some alternatives list.
+
+        Raises UnsupportedSchema if they are too many, unless `lenient`.
+        """
+        self._num_alternatives += num_steps + sum(map(_num_value_steps, schemas))
         if self.is_exhausted and not self._lenient:
-            raise UnsupportedSchema(_TOO_MANY)
+            raise UnsupportedSchema(_TOO_LARGE)
 
     def _spend(self, num_steps: int) -> None:
         self._num_steps += num_steps
         if self._num_steps > _MAX_STEPS:
-            raise UnsupportedSchema(_TOO_MANY)
+            raise UnsupportedSchema(_TOO_LARGE)
 
     def _own(self, schema: Mapping[str, Any]) -> ObjectShape:
         """Return the rules that stand in a schema itself."""
@@ -231,6 +240,12 @@ class ShapeReader:
         if not shape.required <= allowed.keys() or (shape.most is not None and shape.most < len(shape.required)):
             return None
         return replace(shape, properties=allowed, excluded=frozenset(known.keys() - allowed.keys()))
+
+
+def _num_value_steps(schema: Mapping[str, Any]) -> int:
+    """Return the number of steps that comparing the values of an alternative takes."""
+    lists = (part.get("enum") for part in parts_of(schema))
+    return sum(len(values) for values in lists if isinstance(values, list)) // _VALUES_PER_STEP
 
 
 def _excludes(one: ObjectShape, other: ObjectShape) -> bool:

@@ -12,8 +12,8 @@ _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?
 _N = r"[0-9]{1,9}"
 _DURATION_TIME = rf"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
 _DURATION_DATE = rf"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_HOSTNAME = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"  # at most 253 characters
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,60}[A-Za-z0-9])?"
+_HOSTNAME = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"  # at most 251 characters; RFC 1123 allows 253
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
@@ -47,3 +47,16 @@ FORMAT_PATTERNS = {
     "uuid": r"[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}",
 }
 """Regular expressions of a whole text, by the format as `read_schema` writes it."""
+FORMAT_LENGTHS: dict[str, tuple[int, int | None]] = {
+    "date": (10, 10),
+    "time": (9, 24),
+    "date-time": (20, 35),
+    "duration": (3, 62),
+    "email": (3, 314),
+    "hostname": (1, 251),
+    "ipv4": (7, 15),
+    "ipv6": (2, 45),
+    "uri": (3, None),
+    "uuid": (36, 36),
+}
+"""Shortest and longest text that each of them matches."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from baton.gateway.constraints.string_formats import FORMAT_PATTERNS
+from baton.gateway.constraints.string_formats import FORMAT_LENGTHS, FORMAT_PATTERNS
 from baton.gateway.constraints.text_pattern import whole_text_pattern
 from baton.gateway.constraints.unsupported_schema import UnsupportedSchema
 from baton.gateway.output.values.schema_alternatives import parts_of
@@ -57,8 +57,21 @@ def string_rules(schema: Mapping[str, Any], *, lenient: bool) -> StringRules:
             patterns[whole] = None
         if (named := FORMAT_PATTERNS.get(str(part.get("format")))) is not None:
             patterns[named] = None
-    if most is not None and most < least:
+    shortest, longest = _lengths_of_formats(schema)
+    if most is not None and most < max(least, shortest):
         if not lenient:
-            raise UnsupportedSchema("no string matches; maxLength must be at least minLength", "maxLength", most)
+            message = f"no string matches; minLength or the format needs a maxLength of at least {max(least, shortest)}"
+            raise UnsupportedSchema(message, "maxLength", most)
         most = None
+    if longest is not None and longest < least:
+        if not lenient:
+            message = f"no string matches; the format has at most {longest} characters"
+            raise UnsupportedSchema(message, "minLength", least)
+        least = 0
     return StringRules(least=least, most=most, patterns=tuple(patterns))
+
+
+def _lengths_of_formats(schema: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return the bounds for the lengths of strings that have the formats of a schema."""
+    found = [FORMAT_LENGTHS[name] for part in parts_of(schema) if (name := str(part.get("format"))) in FORMAT_LENGTHS]
+    return max((least for least, _ in found), default=0), min((most for _, most in found if most), default=None)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from baton.gateway.output.format_choice import choose_format
 from baton.gateway.output.formats import ReasoningFormat
 from baton.gateway.output.prompt_end import opens_reasoning
 from baton.gateway.output.special_text import split_special
-from baton.gateway.output.values.typed_values import ToolTypes, schema_types, to_json
+from baton.gateway.output.values.typed_values import ToolTypes, to_json
 from tests.scripted_chats import TEMPLATES as CHAT_TEMPLATES
 
 QWEN3 = "{% if tools %}<tool_call></tool_call>{% endif %}{{ content.split('</think>')[-1] }}<think>\n\n</think>\n\n"
@@ -204,6 +205,10 @@ def test_value_that_cannot_be_converted_cheaply_stays_text() -> None:
         assert json.loads(to_json(raw, (), untyped_json=True)) == raw
 
 
+def schema_types(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
+    return ToolTypes({"f": {**root, "properties": {"a": schema}}}).of("f", "a")
+
+
 @pytest.mark.parametrize(
     ("schema", "types"),
     [
@@ -247,6 +252,35 @@ def test_schema_with_many_references_to_itself_is_cheap() -> None:
     root["$defs"]["d"] = {"type": "integer"}
     began_s = time.thread_time()
     assert schema_types({"$ref": "#/$defs/a"}, root) == ("integer",)
-    assert schema_types({"anyOf": [{"type": "integer"}] * 100_000}) == ("integer",)
+    assert schema_types({"anyOf": [{"type": "integer"}] * 100_000}, {}) == ("integer",)
     assert ToolTypes({"f": {"anyOf": [{"$ref": "#/$defs/a"}] * 100_000, **root}}).of("f", "x") == ()
     assert time.thread_time() - began_s < 0.02
+
+
+def test_cost_of_hostile_schemas_is_bounded() -> None:
+    """It takes 0.05 s of CPU; without bounds it is minutes."""
+    anchors = {f"p{n}": {"$ref": f"#unknown{n}"} for n in range(1000)}
+    numbers = {"anyOf": [{"enum": list(range(5000)), "const": 3}] * 64}
+    unions = {"anyOf": [{"type": ["string", "null"]}] * 64}
+    patterns = [{"patternProperties": {f"{k}{n}": {"$ref": "#/$defs/a", "title": ""} for n in range(60)}} for k in "ab"]
+    schemas: list[dict[str, Any]] = [
+        {"properties": anchors, "$defs": {f"{n}": {} for n in range(3000)}},
+        {"properties": {"p0": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": [{"$ref": "#/" + "%41" * 9000}] * 64}}},
+        {"properties": {f"p{n}": {"$ref": "#/$defs/a", "minimum": n} for n in range(9)}, "$defs": {"a": numbers}},
+        {"allOf": [{"properties": {"p0": {"allOf": [{"enum": list(range(3000))}] * 64}}}]},
+        {"allOf": patterns * 30, "$defs": {"a": unions}},
+    ]
+    began_s = time.thread_time()
+    for schema in schemas:
+        types = ToolTypes({"f": schema})
+        for number in range(1000):
+            types.of("f", f"p{number}")
+    assert time.thread_time() - began_s < 0.25
+
+
+def test_anchor_is_resolved_to_the_schema_that_has_it() -> None:
+    root = {"$defs": {"b": {"$anchor": "Day", "enum": [1, 2]}, "c": {"$dynamicAnchor": "Name", "type": "string"}}}
+    assert schema_types({"anyOf": [{"$ref": "#Day"}, {"$ref": "#Name"}, {"$ref": "#Other"}]}, root) == (
+        "integer",
+        "string",
+    )

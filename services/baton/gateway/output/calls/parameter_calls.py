@@ -11,14 +11,16 @@ from baton.gateway.output.values.json_escape import escape, quote
 from baton.gateway.output.values.typed_values import is_text, to_json
 
 MAX_KEY = 256
+_CONTAINERS = frozenset(("object", "array"))
+_CONTROLS = frozenset("\t\r\n")  # no JSON string has them
 
 
 class ParameterCallReader:
     """Implements `CallReader` for the layout PARAMETERS.
 
-    A value ends at the closing delimiter that is followed by another delimiter of the call. So a value may
-    contain the text of the closing delimiter. Strings are streamed; other values are converted when they
-    are complete.
+    A value ends at the closing delimiter that is followed by another delimiter of the call, and that is not
+    inside of a JSON string. So a value may contain the text of the closing delimiter. Strings are streamed;
+    other values are converted when they are complete.
     """
 
     __slots__ = (
@@ -140,12 +142,22 @@ class ParameterCallReader:
         while (yield from cursor.until(self._value_end, value.put, in_call=True)):
             cursor.capture(self._after_value)
             yield from cursor.space()
-            if (yield from cursor.sees(self._followers)) or cursor.at_end:
-                cursor.captured()
+            is_followed = (yield from cursor.sees(self._followers)) or cursor.at_end
+            closing = cursor.captured()
+            if is_followed and not self._is_content(closing, value):
                 value.finish()
                 return True
-            value.put(cursor.captured())
+            value.put(closing)
         return False
+
+    def _is_content(self, closing: str, value: "_Value") -> bool:
+        """True if a closing delimiter and the space after it are part of a JSON string.
+
+        A special token is none, nor is a delimiter with which the model has ended the message.
+        """
+        if self._context.cursor.at_end and not self._context.cursor.truncated:
+            return False
+        return self._after_value == self._syntax.after_value.strip() and value.may_contain(closing)
 
 
 class _Value:
@@ -178,6 +190,11 @@ class _Value:
         else:
             self._parts.append(text)
             self._container.put(text)
+
+    def may_contain(self, text: str) -> bool:
+        """True if the value is a JSON object or list so far, in which text may stand inside of a string."""
+        is_json = self._parts is not None and (not self._types or not _CONTAINERS.isdisjoint(self._types))
+        return is_json and not self._newline and self._container.is_in_string and _CONTROLS.isdisjoint(text)
 
     def finish(self) -> None:
         if self._parts is None:

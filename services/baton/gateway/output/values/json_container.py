@@ -83,6 +83,11 @@ class JsonContainerReader:
             self._open.clear()
             self._string = self._result = None
 
+    @property
+    def is_in_string(self) -> bool:
+        """True if the text so far ends inside of a string, and is the beginning of an object or list."""
+        return self._string is not None
+
     def finish(self) -> JsonContainer | None:
         """Return the whole value; None if the text is something else."""
         return None if self._rest else self._result

@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+
+from baton.gateway.output.values.schema_document import SchemaDocument
 
 MAX_ALTERNATIVES = 64
 """Largest number of schemas in which a schema is resolved."""
@@ -13,10 +14,9 @@ _MAX_STEPS = 4 * MAX_ALTERNATIVES
 _MAX_KEYS = 64
 """Rules beside a union or a reference are taken into account up to this number."""
 _MAX_HOPS = 8
-_MAX_ANCHOR_STEPS = 2000
-"""Values of a document among which an anchor is searched."""
 
 _UNIONS = ("allOf", "anyOf", "oneOf")
+_NUMBERS = frozenset(("integer", "number"))
 _RESOLVED = frozenset((*_UNIONS, "$ref", "nullable"))
 _MEMBERS = frozenset(("properties", "patternProperties", "additionalProperties", "unevaluatedProperties"))
 ANNOTATIONS = frozenset(
@@ -44,13 +44,13 @@ class Alternatives(NamedTuple):
     num_steps: int
 
 
-def alternatives(schema: Any, root: Any) -> Alternatives:
+def alternatives(schema: Any, document: SchemaDocument) -> Alternatives:
     """Return the schemas of which one applies to a value, in the order of the schema.
 
     Unions (`anyOf`, `oneOf`, lists of types, `nullable`) are resolved, also those in an `allOf`, and
-    references within `root`. A reference to a schema from itself is not followed again. Where several schemas
-    apply, they are joined; rules that cannot be joined remain as an `allOf` of schemas without unions. A
-    schema without any rule allows everything.
+    references within `document`. A reference to a schema from itself is not followed again. Where several
+    schemas apply, they are joined; rules that cannot be joined remain as an `allOf` of schemas without
+    unions. A schema without any rule allows everything.
     """
     found: list[Mapping[str, Any]] = []
     states = [_State((schema,), (), frozenset())]
@@ -64,20 +64,20 @@ def alternatives(schema: Any, root: Any) -> Alternatives:
         state = states.pop()
         if state.open:
             is_complete = is_complete and not _is_cut(state.open[0])
-            states += reversed(_next_states(state, root))
+            states += reversed(_next_states(state, document))
         elif (joined := _joined(state.parts)) is not None:
             found.append(joined)
     return Alternatives(found, is_complete, steps)
 
 
-def followed(schema: Any, root: Any) -> Any:
+def followed(schema: Any, document: SchemaDocument) -> Any:
     """Return the schema that a chain of references without rules beside them ends with."""
     for _ in range(_MAX_HOPS):
         if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
             break
         if len(schema) > _MAX_KEYS or not rest_of(schema, "$ref").keys() <= ANNOTATIONS:
             break
-        schema = resolve_reference(reference, root)
+        schema = document.resolve(reference)
     return schema
 
 
@@ -99,7 +99,7 @@ class _State(NamedTuple):
     followed: frozenset[str]
 
 
-def _next_states(state: _State, root: Any) -> list[_State]:
+def _next_states(state: _State, document: SchemaDocument) -> list[_State]:
     """Return what becomes of a state when its first open schema is resolved by one level."""
     (current, *others), parts, followed = state
     if not isinstance(current, Mapping):
@@ -112,7 +112,7 @@ def _next_states(state: _State, root: Any) -> list[_State]:
     if isinstance(reference := current.get("$ref"), str):
         inner = [rest_of(current, "$ref")]
         if reference not in followed:
-            inner.append(resolve_reference(reference, root))
+            inner.append(document.resolve(reference))
         elif not inner[0]:
             return []
         return [_State((*inner, *others), parts, followed | {reference})]
@@ -163,10 +163,7 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 
 def _kinds_of(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    kinds = schema.get("type")
-    if isinstance(kinds, str):
-        return frozenset((kinds,))
-    return frozenset(kind for kind in kinds if isinstance(kind, str)) if isinstance(kinds, list) else None
+    return frozenset(kinds_of(schema)) if isinstance(schema.get("type"), str | list) else None
 
 
 def _common_kinds(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
@@ -182,11 +179,11 @@ def _depend(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return any(not group.isdisjoint(one) and not group.isdisjoint(other) for group in _DEPENDENT)
 
 
-def parts_of_object(schema: Any) -> list[Mapping[str, Any]]:
+def parts_of_object(document: SchemaDocument) -> list[Mapping[str, Any]]:
     """Return the schemas that may have members of an object: a schema, and those of the same value."""
     found: list[Mapping[str, Any]] = []
     followed: set[str] = set()
-    waiting: list[Any] = [schema]
+    waiting: list[Any] = [document.schema]
     steps = 0
     while waiting and len(found) < MAX_ALTERNATIVES and steps < _MAX_STEPS:
         steps += 1
@@ -195,9 +192,10 @@ def parts_of_object(schema: Any) -> list[Mapping[str, Any]]:
             continue
         if not _MEMBERS.isdisjoint(current):
             found.append(current)
+        values = current.get("enum")
         found += [
             {"properties": {name: {"const": item} for name, item in value.items()}}
-            for value in (constants(current) or ())[:MAX_ALTERNATIVES]
+            for value in (current.get("const"), *(values[:MAX_ALTERNATIVES] if isinstance(values, list) else ()))
             if isinstance(value, Mapping)
         ]
         inner: list[Any] = [current.get(name) for name in ("then", "else")]
@@ -210,7 +208,7 @@ def parts_of_object(schema: Any) -> list[Mapping[str, Any]]:
         reference = current.get("$ref")
         if isinstance(reference, str) and reference not in followed:
             followed.add(reference)
-            inner.insert(0, resolve_reference(reference, schema))
+            inner.insert(0, document.resolve(reference))
         waiting.extend(reversed(inner))
     return found
 
@@ -222,10 +220,32 @@ def rest_of(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return {key: value for key, value in schema.items() if key != name}
 
 
-def types_of(schema: Mapping[str, Any], root: Any) -> list[str]:
-    """Return the types of one of the alternatives; none if it does not tell."""
-    if (values := constants(schema)) is not None:
-        return list(dict.fromkeys(type_of(value) for value in values[:MAX_ALTERNATIVES]))
+def types_of(schema: Mapping[str, Any], known: dict[int, list[str]]) -> list[str]:
+    """Return the types of one of the alternatives; none if it does not tell.
+
+    known: types of each `enum` by the identity of its list, to which new ones are added.
+    """
+    found: list[str] | None = None
+    for part in parts_of(schema):
+        if "const" in part:
+            found = _common_types(found, [type_of(part["const"])])
+        if isinstance(values := part.get("enum"), list) and values:
+            if id(values) not in known:
+                known[id(values)] = list(dict.fromkeys(map(type_of, values)))
+            found = _common_types(found, known[id(values)])
+    kinds = kinds_of(schema)
+    if found is None:
+        return kinds
+    numbers = not _NUMBERS.isdisjoint(kinds)
+    return [kind for kind in found if not kinds or kind in kinds or (kind in _NUMBERS and numbers)]
+
+
+def _common_types(known: list[str] | None, kinds: list[str]) -> list[str]:
+    return kinds if known is None else [kind for kind in known if kind in kinds]
+
+
+def kinds_of(schema: Mapping[str, Any]) -> list[str]:
+    """Return the types that the keyword `type` names; none if there is none."""
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return [kinds]
@@ -278,40 +298,6 @@ def _has_type(value: Any, kinds: frozenset[str]) -> bool:
     if kind == "integer":
         return not kinds.isdisjoint(("integer", "number"))
     return kind in kinds or (kind == "number" and "integer" in kinds and value.is_integer())
-
-
-def resolve_reference(reference: str, root: Any) -> Any:
-    """Return the schema at a local reference, such as `#/$defs/Place` or `#anchor`; None if there is none."""
-    if not reference.startswith("#"):
-        return None
-    fragment = unquote(reference[1:])
-    if fragment and not fragment.startswith("/"):
-        return _anchored(fragment, root)
-    for step in fragment.split("/")[1:]:
-        key = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(root, Mapping):
-            root = root.get(key)
-        elif isinstance(root, list) and key.isascii() and key.isdecimal() and int(key[:9]) < len(root):
-            root = root[int(key[:9])]
-        else:
-            return None
-    return root
-
-
-def _anchored(name: str, root: Any) -> Any:
-    """Return the schema with an anchor, which is searched in a bounded number of places."""
-    waiting = [root]
-    for _ in range(_MAX_ANCHOR_STEPS):
-        if not waiting:
-            break
-        current = waiting.pop()
-        if isinstance(current, Mapping):
-            if name in (current.get("$anchor"), current.get("$dynamicAnchor")):
-                return current
-            waiting += [value for value in current.values() if isinstance(value, Mapping | list)]
-        elif isinstance(current, list):
-            waiting += [value for value in current if isinstance(value, Mapping | list)]
-    return None
 
 
 def type_of(value: Any) -> str:

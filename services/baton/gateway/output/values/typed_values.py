@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton.gateway.output.formats import ToolSchemas
 from baton.gateway.output.values.json_container import MAX_JSON_DEPTH, JsonContainer
@@ -17,8 +17,11 @@ from baton.gateway.output.values.schema_alternatives import (
     parts_of_object,
     types_of,
 )
+from baton.gateway.output.values.schema_document import SchemaDocument
 
 _MAX_NUMBER_CHARS = 400
+_MAX_STEPS = 1024
+"""Schemas that are looked at for the types of one parameter."""
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{\]}]')
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
@@ -26,13 +29,17 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 class ToolTypes:
     """The JSON types that a request's tools allow for each parameter."""
 
-    __slots__ = ("_objects", "_of_rules", "_schemas", "_types")
+    __slots__ = ("_documents", "_of_enums", "_of_rules", "_parts", "_schemas", "_types", "num_steps")
 
     def __init__(self, tools: ToolSchemas) -> None:
+        """Create the types. `num_steps` counts schemas that were looked at."""
         self._schemas = tools
-        self._objects: dict[str, list[Mapping[str, Any]]] = {}
-        self._of_rules: dict[int, tuple[str, ...]] = {}  # by the identity of a schema, which the tools keep alive
+        self._documents: dict[str, SchemaDocument] = {}
+        self._parts: dict[str, list[Mapping[str, Any]]] = {}
+        self._of_rules: dict[int, _RuleTypes] = {}  # by the identity of a schema, which the tools keep alive
+        self._of_enums: dict[int, list[str]] = {}
         self._types: dict[tuple[str, str | None], tuple[str, ...]] = {}
+        self.num_steps = 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._schemas
@@ -46,33 +53,49 @@ class ToolTypes:
 
         parameter: None for one that the schema does not name.
         """
-        is_named = any(parameter in _properties(each) for each in self._parts(tool))
-        return self._known(tool, parameter if is_named else None)
-
-    def _known(self, tool: str, parameter: str | None) -> tuple[str, ...]:
-        schema = self._schemas.get(tool)
-        key = (tool, parameter)
+        document, parts = self._document(tool)
+        key = (tool, parameter if any(parameter in _properties(each) for each in parts) else None)
         if key not in self._types:
-            parts = self._parts(tool)
-            named = [] if parameter is None else [_properties(each).get(parameter) for each in parts]
-            kinds = self._all_types((rule for rule in named if rule is not None), schema)
+            named = [] if key[1] is None else [_properties(each).get(key[1]) for each in parts]
+            kinds = self._all_types((rule for rule in named if rule is not None), document)
             others = (rule for each in parts for rule in _others(each))
-            self._types[key] = kinds or self._all_types(others, schema)
+            self._types[key] = kinds or self._all_types(others, document)
         return self._types[key]
 
-    def _all_types(self, rules: Iterable[Any], root: Any) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(kind for rule in rules for kind in self._types_of(followed(rule, root), root)))
+    def _document(self, tool: str) -> tuple[SchemaDocument, list[Mapping[str, Any]]]:
+        """Return a tool's schema, and those parts of it that have members."""
+        if tool not in self._documents:
+            document = self._documents[tool] = SchemaDocument(self._schemas.get(tool))
+            self._parts[tool] = parts_of_object(document)
+        return self._documents[tool], self._parts[tool]
 
-    def _types_of(self, rule: Any, root: Any) -> tuple[str, ...]:
+    def _all_types(self, rules: Iterable[Any], document: SchemaDocument) -> tuple[str, ...]:
+        """Return the types that some schemas name: the first ones, if there are too many to look at."""
+        kinds: dict[str, None] = {}
+        steps = 0
+        for rule in rules:
+            found = self._types_of(followed(rule, document), document)
+            kinds.update(dict.fromkeys(found.types))
+            steps += found.num_steps + 1
+            if steps > _MAX_STEPS:
+                break
+        self.num_steps += steps
+        return tuple(kinds)
+
+    def _types_of(self, rule: Any, document: SchemaDocument) -> "_RuleTypes":
         known = self._of_rules.get(id(rule))
         if known is None:
-            known = self._of_rules[id(rule)] = schema_types(rule, root)
+            found = alternatives(rule, document)
+            kinds = dict.fromkeys(kind for each in found.schemas for kind in types_of(each, self._of_enums))
+            known = self._of_rules[id(rule)] = _RuleTypes(tuple(kinds), found.num_steps)
         return known
 
-    def _parts(self, tool: str) -> list[Mapping[str, Any]]:
-        if tool not in self._objects:
-            self._objects[tool] = parts_of_object(self._schemas.get(tool))
-        return self._objects[tool]
+
+class _RuleTypes(NamedTuple):
+    """The types that one schema names."""
+
+    types: tuple[str, ...]
+    num_steps: int
 
 
 def _others(schema: Mapping[str, Any]) -> Iterator[Any]:
@@ -87,11 +110,6 @@ def _others(schema: Mapping[str, Any]) -> Iterator[Any]:
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     properties = schema.get("properties")
     return properties if isinstance(properties, Mapping) else {}
-
-
-def schema_types(schema: Any, root: Any = None) -> tuple[str, ...]:
-    """Return the types that a schema names, also in `anyOf`, `oneOf`, `allOf`, `enum`, `const` and `$ref`."""
-    return tuple(dict.fromkeys(kind for each in alternatives(schema, root).schemas for kind in types_of(each, root)))
 
 
 def is_text(types: tuple[str, ...], *, untyped_json: bool) -> bool:
