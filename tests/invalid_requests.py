@@ -372,7 +372,8 @@ def cases(*, max_model_len: int, max_num_seqs: int, vocab_size: int) -> list[Cas
 
 
 def error_over_grpc(message: str, *, has_ids: bool) -> str:
-    """Return the error of a completion as it is over gRPC, where token ids have a field of their own."""
+    """Return the error of a completion as it is over gRPC: token ids have a field of their own, `echo` none."""
+    message = message.removesuffix(" unless echo is true")
     if has_ids:
         return re.sub(r"^prompt(?= contains)|(?<=shorten )prompt", "token_ids", message)
     is_missing = message.startswith("prompt is missing")
