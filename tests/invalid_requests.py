@@ -372,7 +372,7 @@ def cases(*, max_model_len: int, max_num_seqs: int, vocab_size: int) -> list[Cas
 
 
 def error_over_grpc(message: str, *, has_ids: bool) -> str:
-    """Return the error of a completion as it is over gRPC: token ids have a field of their own, `echo` none."""
+    """Return the error of a completion as it is over gRPC, with a field for token ids and none for `echo`."""
     message = message.removesuffix(" unless echo is true")
     if has_ids:
         return re.sub(r"^prompt(?= contains)|(?<=shorten )prompt", "token_ids", message)

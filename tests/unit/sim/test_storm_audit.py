@@ -65,6 +65,30 @@ def test_too_few_finished_requests_are_a_failure_whatever_excuses_the_others() -
 
 
 @pytest.mark.parametrize(
+    ("process", "start_s", "end_s", "is_wanted"),
+    [
+        ("gateway", 10.5, 11.0, False),
+        ("scheduler-1", 11.5, 13.0, False),
+        ("gateway-1", 10.5, 11.0, True),
+        ("decode-0", 10.5, 11.0, True),
+        ("gateway", 8.0, 9.0, True),
+    ],
+    ids=["its gateway", "a scheduler", "another gateway", "a worker", "earlier"],
+)
+def test_refusals_after_a_pause_that_delayed_them_do_not_count(
+    process: str, start_s: float, end_s: float, is_wanted: bool
+) -> None:
+    pause = Downtime(process=process, start_s=start_s, end_s=end_s)
+    report = ChaosReport(seed=0, pauses=[pause])
+    answers = [*[answer("ttft_slo")] * 20, *[answer()] * 5]
+    if is_wanted:
+        with pytest.raises(AssertionError, match="only 5 of 25 wanted requests finished"):
+            check_outcomes(answers, settings("predictive"), report)
+    else:
+        check_outcomes(answers, settings("predictive"), report)
+
+
+@pytest.mark.parametrize(
     ("process", "start_s", "end_s", "is_excused"),
     [
         ("gateway", 11.5, 13.0, True),

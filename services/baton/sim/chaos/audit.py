@@ -47,15 +47,16 @@ def check_outcomes(answers: Sequence[SimAnswer], settings: StormSettings, report
     One process of each role always works, so all requests finish, except those that their clients cancelled
     or gave too little time, whose gateway was killed meanwhile or cannot have found a scheduler since it was
     started, or that were refused by admission control or because all queues were full. Of the requests that
-    their clients wanted, and whose gateway could serve them, `MIN_FINISHED` must finish, whatever excuses the
-    others.
+    their clients wanted, and whose gateway could serve them in time, `MIN_FINISHED` must finish, whatever
+    excuses the others.
     """
     failed, num_finished, num_wanted = [], 0, 0
     for answer in answers:
         if answer.outcome == "cancelled" or answer.request.timeout_s < TIMEOUT_S:
             is_excused = answer.outcome in ("cancelled", "deadline")
         else:
-            num_wanted += answer.outcome == "finished" or not _gateway_was_down(answer, settings, report)
+            could_not_be_served = _gateway_was_down(answer, settings, report) or _was_refused_late(answer, report)
+            num_wanted += answer.outcome == "finished" or not could_not_be_served
             num_finished += answer.outcome == "finished"
             is_excused = False
         if answer.outcome != "finished" and not is_excused and not _is_excused(answer, answers, settings, report):
@@ -97,6 +98,15 @@ def _gateway_was_down(answer: SimAnswer, settings: StormSettings, report: ChaosR
         return report.was_killed(answer.gateway, answer.request.start_s, answer.ended_s)
     margin_s = FOUND_HEARTBEATS * settings.config.heartbeat_s
     return report.knew_no_scheduler(answer.gateway, answer.request.start_s, margin_s=margin_s)
+
+
+def _was_refused_late(answer: SimAnswer, report: ChaosReport) -> bool:
+    """True if admission refused a request after a pause of its gateway or of a scheduler."""
+    return answer.outcome in REFUSALS and any(
+        pause.overlap_s(answer.request.start_s, answer.ended_s) > 0.0
+        for pause in report.pauses
+        if pause.process == answer.gateway or pause.process.startswith("scheduler")
+    )
 
 
 def check_processes(cluster: SimCluster, report: ChaosReport) -> None:
