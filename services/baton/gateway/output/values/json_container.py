@@ -58,8 +58,8 @@ class _Object:
 class JsonContainerReader:
     """Reads one JSON object or list, and white space around it.
 
-    The result equals `json.dumps(json.loads(text), ensure_ascii=False)`. Infinite numbers and NaN are no
-    JSON, and lone surrogates become U+FFFD.
+    The result equals `json.dumps(json.loads(text), ensure_ascii=False)`. A number that no double can hold
+    keeps its digits. `Infinity` and `NaN` are no JSON, and lone surrogates become U+FFFD.
     """
 
     __slots__ = ("_expected", "_is_malformed", "_open", "_rest", "_result", "_string")
@@ -182,6 +182,4 @@ def _scalar(text: str) -> str:
     if number.lastindex is None:
         return str(int(text))
     value = float(text)
-    if not math.isfinite(value):
-        raise ValueError("an infinite number")
-    return repr(value)
+    return repr(value) if math.isfinite(value) else text

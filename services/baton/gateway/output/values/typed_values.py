@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from baton.gateway.output.formats import ToolSchemas
-from baton.gateway.output.values.json_container import MAX_JSON_DEPTH, JsonContainer
+from baton.gateway.output.values.json_container import MAX_JSON_DEPTH, JsonContainer, JsonContainerReader
 from baton.gateway.output.values.json_escape import quote, without_lone_surrogates
 from baton.gateway.output.values.schema_alternatives import (
     MAX_ALTERNATIVES,
@@ -126,9 +126,14 @@ def read_container(text: str) -> JsonContainer | None:
         return None
     try:
         value = json.loads(text)
-        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
         return None
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # a number beyond doubles, or NaN
+        reader = JsonContainerReader()
+        reader.put(text)
+        return reader.finish()
     return JsonContainer(without_lone_surrogates(written), isinstance(value, dict))
 
 
