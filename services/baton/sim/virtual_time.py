@@ -167,6 +167,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
                 timer._scheduled = True  # type: ignore[attr-defined]
                 heapq.heappush(self._scheduled, timer)
 
+    def resume_all(self) -> None:
+        """Let all paused processes run again."""
+        for process in list(self._paused):
+            self.resume(process)
+
     def is_paused(self, process: str) -> bool:
         """True while a process is paused."""
         return process in self._paused
@@ -189,6 +194,16 @@ def running_loop() -> VirtualTimeLoop:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine under virtual time, as `asyncio.run` does. Raises Deadlock if no task can continue."""
+    """Run a coroutine under virtual time, as `asyncio.run` does. Raises Deadlock if no task can continue.
+
+    At its end, paused processes run again: else their tasks could not be cancelled.
+    """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(main)
+        return runner.run(_then_resume_all(main))
+
+
+async def _then_resume_all(main: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await main
+    finally:
+        running_loop().resume_all()

@@ -124,6 +124,17 @@ def test_pause_affects_no_other_process_and_no_cancelled_timer() -> None:
     virtual_time.run(main())
 
 
+def test_failure_is_not_hidden_by_a_process_that_is_paused() -> None:
+    async def main() -> None:
+        sleeper = start("a", asyncio.sleep(1.0))
+        await asyncio.sleep(0.5)
+        running_loop().pause("a")
+        assert sleeper.done()
+
+    with pytest.raises(AssertionError, match="done"):
+        virtual_time.run(main())
+
+
 def test_process_has_its_own_clock() -> None:
     async def main() -> None:
         running_loop().set_clock("a", ProcessClock(base_s=1_000.0, rate=2.0))
