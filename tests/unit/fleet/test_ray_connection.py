@@ -1,7 +1,9 @@
-"""What `baton up` asks of Ray: the memory monitor, and no messages on the terminal."""
+"""What `baton up` asks of Ray: the memory monitor, no signal handler, and no messages on the terminal."""
 
 import logging
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,20 @@ from baton.fleet.ray.ray_connection import PRINT_FUNCTION, send_messages_to_log,
 from baton.runtime.config.settings import ClusterConfig
 
 REFRESH, THRESHOLD = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
+START_WITHOUT_RAY = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from baton.fleet.ray.ray_connection import RayConnection
+
+class Connection(RayConnection):
+    api = SimpleNamespace(init=lambda **options: None, cluster_resources=dict)
+
+Connection().start(Path(sys.argv[1]), None)
+from ray._private.ray_constants import RAY_DISABLE_FAILURE_SIGNAL_HANDLER
+print(RAY_DISABLE_FAILURE_SIGNAL_HANDLER)
+"""
 
 
 @pytest.mark.parametrize(
@@ -34,6 +50,13 @@ def test_memory_monitor_is_off_unless_a_limit_is_given(
 def test_memory_limit_does_not_apply_to_an_existing_cluster() -> None:
     with pytest.raises(ConfigError, match="RAY_memory_usage_threshold"):
         ClusterConfig(ray_memory_limit=0.9, ray_address="h:1")
+
+
+def test_signal_handler_of_ray_is_off(tmp_path: Path) -> None:
+    """It would abort a process whose shutdown takes longer than three seconds."""
+    command = [sys.executable, "-c", START_WITHOUT_RAY, str(tmp_path / "ray")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stdout == "True\n", run.stderr
 
 
 def test_messages_of_ray_go_to_the_log(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,13 +82,12 @@ class RayConnection:
         return str(self.api.util.get_node_ip_address())
 
     def _init(self, **options: Any) -> None:
+        disable_usage_reports()
+        # Ray reads these variables when it is imported. Its signal handler would abort this process three seconds after
+        # SIGTERM, also while a slow shutdown is under way.
+        os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
         from ray.job_config import JobConfig
 
-        disable_usage_reports()
-        os.environ |= {
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # Ray's handler would abort this process on SIGTERM
-        }
         ray = self.api
         send_messages_to_log(ray)
         logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that its signal handlers are not installed
