@@ -58,9 +58,16 @@ class SequenceUpdates:
         num_final = part.num_scheduled_tokens - part.num_drafts
         if failure is None and part.seq_id in result.deferred:
             self.advance(seq, num_final - 1)
+            if part.num_drafts:
+                self._allocator.release_unused(seq)
             return
         if failure is None and part.sample is not None:
             failure = _wrong_tokens(seq, part, tokens, result.step_id)
+        if failure is not None and part.num_drafts and self._speculation is not None:
+            # A wrong draft may be the cause. The next step has none, and fails if the sequence itself does.
+            self._speculation.drop_drafts(seq.key)
+            self._allocator.release_unused(seq)
+            return
         if failure is not None:
             num_refs = self._pool.num_refs
             self._pool.unpublish([b for b in seq.block_table[seq.num_cached_blocks :] if num_refs(b) == 1])

@@ -14,9 +14,12 @@ from baton.engine.speculation.token_hash import hash_of, hashes_of
 
 NGRAM_TOKENS = 3
 """Length of the n-grams. Shorter ones occur by chance, longer ones find little in short texts."""
-MAX_INDEX_SLOTS = 1 << 16
-"""Slots of the largest index, of 4 bytes each. In longer texts newer n-grams take the slots of older ones."""
-_MIN_INDEX_SLOTS = 1 << 8
+MAX_INDEX_SLOTS = 1 << 17
+"""Slots of the largest index, of 4 bytes each."""
+_MIN_INDEX_SLOTS = 1 << 10
+_SLOTS_PER_TOKEN = 4
+"""Least number of slots for a token, until the index has its largest size. Of n-grams with one slot only the
+newest is found: with 4, at most a fifth of the oldest are lost."""
 STRENGTHS = (4, 8, 16)
 """Lengths of the match from which a draft is stronger by one."""
 
@@ -33,7 +36,7 @@ class NgramIndex:
 
     def _build(self, token_ids: TokenIds) -> None:
         self._num_slots = _MIN_INDEX_SLOTS
-        while self._num_slots < min(2 * len(token_ids), MAX_INDEX_SLOTS):
+        while self._num_slots < min(_SLOTS_PER_TOKEN * len(token_ids), MAX_INDEX_SLOTS):
             self._num_slots *= 2
         self._slots = array("I", bytes(4 * self._num_slots))
         self._num_indexed = NGRAM_TOKENS  # positions below are in the index
@@ -52,7 +55,7 @@ class NgramIndex:
 
     def extend(self, token_ids: TokenIds) -> None:
         """Index the tokens of the text that are new."""
-        if 2 * len(token_ids) > self._num_slots < MAX_INDEX_SLOTS:
+        if _SLOTS_PER_TOKEN * len(token_ids) > self._num_slots < MAX_INDEX_SLOTS:
             self._build(token_ids)
             return
         for position in range(self._num_indexed, len(token_ids)):
@@ -79,7 +82,8 @@ class NgramIndex:
 class NgramDrafter:
     """Guesses that a response goes on as its prompt or itself did after the same tokens.
 
-    Memory: at most 4 * `MAX_INDEX_SLOTS` bytes for each decoding sequence, 16 bytes a token in shorter ones.
+    Memory: at most 4 * `MAX_INDEX_SLOTS` bytes for each decoding sequence, and 4 KiB or 32 bytes a token in
+    shorter ones.
     """
 
     name = "ngram"

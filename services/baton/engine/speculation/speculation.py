@@ -13,7 +13,7 @@ from itertools import islice
 from baton.core.kv.block_hash import TokenIds
 from baton.core.step_cost import StepCostModel, StepWork
 from baton.engine.speculation.acceptance import SEQUENCE_MEMORY, WORKER_MEMORY, AcceptanceRates, Kind
-from baton.engine.speculation.draft_lengths import NO_DRAFTS, DraftCandidate, StepTimes, choose_lengths
+from baton.engine.speculation.draft_lengths import MIN_GAIN, NO_DRAFTS, DraftCandidate, StepTimes, choose_lengths
 from baton.engine.speculation.drafter import Draft, Drafter
 from baton.engine.speculation.forced_drafter import ForcedDrafter
 from baton.engine.state.require import require
@@ -52,6 +52,7 @@ class Speculation:
         self._sequences: dict[int, _SequenceDrafts] = {}
         self._saved_s = 0.0
         self._gap_s = 0.0
+        self._least_s = 0.0  # gains below it are noise
 
     def offer_forced(self, key: int, tokens: tuple[int, ...]) -> None:
         """Take the tokens that a grammar forces after those that are observed next."""
@@ -74,6 +75,11 @@ class Speculation:
             draft = drafter.draft(seq.key, seq.token_ids, tenant)
             if draft is not None and (tokens := _before_end(draft.tokens, ends)):
                 own.drafts.append(((drafter.name, draft.strength), Draft(tokens, draft.strength)))
+
+    def drop_drafts(self, key: int) -> None:
+        """Let the next step of a sequence have no drafts."""
+        if (own := self._sequences.get(key)) is not None:
+            own.drafts = []
 
     def forget(self, key: int) -> None:
         """Drop what belongs to a sequence that has ended."""
@@ -107,7 +113,9 @@ class Speculation:
                     found.append((seq.key, draft.tokens))
         choice = NO_DRAFTS
         if candidates:
-            choice = choose_lengths(candidates, len(decoding), StepTimes.of(work, costs), max_drafts)
+            times = StepTimes.of(work, costs)
+            choice = choose_lengths(candidates, len(decoding), times, max_drafts)
+            self._least_s = (MIN_GAIN - 1) * times.plain_s
         self._saved_s += _NEWEST_WEIGHT * (choice.saved_s - self._saved_s)
         return {key: tokens[:length] for (key, tokens), length in zip(found, choice.lengths, strict=True) if length}
 
@@ -118,7 +126,7 @@ class Speculation:
     @property
     def saves_more_than_gap(self) -> bool:
         """True if recent drafts saved, or would have saved, more time a step than planning ahead does."""
-        return self._saved_s > self._gap_s
+        return self._saved_s > max(self._gap_s, self._least_s)
 
     def check(self, keys: Iterable[int]) -> None:
         """Check that nothing is kept of sequences other than `keys`. Raises AssertionError. For tests."""
