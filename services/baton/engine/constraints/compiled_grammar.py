@@ -113,7 +113,7 @@ class GrammarMatcher:
         """
         if self.forced or self._forced_work > FORCED_BYTES * (1 + len(self.consumed)):
             return
-        probe = self.matcher.deep_copy()  # to force a text would change the next masks
+        probe = self.matcher.deep_copy()  # forcing a text may change the next masks
         forced = probe.compute_ff_bytes()
         self._forced_work += 1 + len(forced)
         self.forced = tuple(probe.compute_ff_tokens()) if forced else ()

@@ -16,6 +16,9 @@ NGRAM_TOKENS = 3
 """Length of the n-grams. Shorter ones occur by chance, longer ones find little in short texts."""
 MAX_INDEX_SLOTS = 1 << 17
 """Slots of the largest index, of 4 bytes each."""
+MAX_BYTES = 32 << 20
+"""Memory of the indexes of all sequences."""
+_SLOT_BYTES = 4
 _MIN_INDEX_SLOTS = 1 << 10
 _SLOTS_PER_TOKEN = 4
 """Least number of slots for a token, until the index has its largest size. Of n-grams with one slot only the
@@ -34,11 +37,17 @@ class NgramIndex:
         """Index a text. It may have any length, also none."""
         self._build(token_ids)
 
+    @staticmethod
+    def bytes_for(num_tokens: int) -> int:
+        """Return the memory of the table for a text of this length."""
+        num_slots = _MIN_INDEX_SLOTS
+        while num_slots < min(_SLOTS_PER_TOKEN * num_tokens, MAX_INDEX_SLOTS):
+            num_slots *= 2
+        return _SLOT_BYTES * num_slots
+
     def _build(self, token_ids: TokenIds) -> None:
-        self._num_slots = _MIN_INDEX_SLOTS
-        while self._num_slots < min(_SLOTS_PER_TOKEN * len(token_ids), MAX_INDEX_SLOTS):
-            self._num_slots *= 2
-        self._slots = array("I", bytes(4 * self._num_slots))
+        self._num_slots = self.bytes_for(len(token_ids)) // _SLOT_BYTES
+        self._slots = array("I", bytes(_SLOT_BYTES * self._num_slots))
         self._num_indexed = NGRAM_TOKENS  # positions below are in the index
         if len(token_ids) > NGRAM_TOKENS:
             # The last n-gram is not in the index yet: what follows it is what the index is asked for.
@@ -51,11 +60,11 @@ class NgramIndex:
     @property
     def num_bytes(self) -> int:
         """Memory of the table."""
-        return 4 * self._num_slots
+        return _SLOT_BYTES * self._num_slots
 
-    def extend(self, token_ids: TokenIds) -> None:
+    def extend(self, token_ids: TokenIds, *, may_grow: bool = True) -> None:
         """Index the tokens of the text that are new."""
-        if _SLOTS_PER_TOKEN * len(token_ids) > self._num_slots < MAX_INDEX_SLOTS:
+        if may_grow and self.bytes_for(len(token_ids)) > self.num_bytes:
             self._build(token_ids)
             return
         for position in range(self._num_indexed, len(token_ids)):
@@ -82,21 +91,25 @@ class NgramIndex:
 class NgramDrafter:
     """Guesses that a response goes on as its prompt or itself did after the same tokens.
 
-    Memory: at most 4 * `MAX_INDEX_SLOTS` bytes for each decoding sequence, and 4 KiB or 32 bytes a token in
-    shorter ones.
+    Memory: 4 KiB or at most 32 bytes a token for each decoding sequence, up to `MAX_INDEX_SLOTS` slots, and
+    `MAX_BYTES` for all. A sequence that would exceed it has no drafts until others have ended.
     """
 
     name = "ngram"
 
     def __init__(self) -> None:
         self._indexes: dict[int, NgramIndex] = {}
+        self.num_bytes = 0
 
     def observe(self, key: int, token_ids: TokenIds, num_new: int, tenant: BlockHash) -> None:
         index = self._indexes.get(key)
-        if index is None:
-            self._indexes[key] = NgramIndex(token_ids)
-        else:
-            index.extend(token_ids)
+        before = 0 if index is None else index.num_bytes
+        fits = self.num_bytes - before + NgramIndex.bytes_for(len(token_ids)) <= MAX_BYTES
+        if index is not None:
+            index.extend(token_ids, may_grow=fits)
+        elif fits:
+            index = self._indexes[key] = NgramIndex(token_ids)
+        self.num_bytes += (0 if index is None else index.num_bytes) - before
 
     def draft(self, key: int, token_ids: TokenIds, tenant: BlockHash) -> Draft | None:
         index = self._indexes.get(key)
@@ -107,7 +120,8 @@ class NgramDrafter:
         return Draft(_copied(token_ids, position), sum(length >= least for least in STRENGTHS))
 
     def forget(self, key: int) -> None:
-        self._indexes.pop(key, None)
+        if (index := self._indexes.pop(key, None)) is not None:
+            self.num_bytes -= index.num_bytes
 
     def __len__(self) -> int:
         return len(self._indexes)

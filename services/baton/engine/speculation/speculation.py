@@ -72,9 +72,10 @@ class Speculation:
         own.drafts = []
         for drafter in self._drafters:
             drafter.observe(seq.key, seq.token_ids, num_new, tenant)
-            draft = drafter.draft(seq.key, seq.token_ids, tenant)
-            if draft is not None and (tokens := _before_end(draft.tokens, ends)):
-                own.drafts.append(((drafter.name, draft.strength), Draft(tokens, draft.strength)))
+            new_draft = drafter.draft(seq.key, seq.token_ids, tenant)
+            if new_draft is not None and (tokens := _before_end(new_draft.tokens, ends)):
+                kind = drafter.name, new_draft.strength
+                own.drafts.append((kind, Draft(tokens, new_draft.strength)))
 
     def drop_drafts(self, key: int) -> None:
         """Let the next step of a sequence have no drafts."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from baton.core.kv.block_hash import token_ids
-from baton.engine.speculation import suffix_drafter
+from baton.engine.speculation import ngram_drafter, suffix_drafter
 from baton.engine.speculation.drafter import MAX_DRAFT_TOKENS, Draft
 from baton.engine.speculation.forced_drafter import ForcedDrafter
 from baton.engine.speculation.ngram_drafter import MAX_INDEX_SLOTS, NGRAM_TOKENS, NgramDrafter, NgramIndex
@@ -78,6 +78,28 @@ def test_index_of_a_long_text_is_bounded() -> None:
     assert index.num_bytes == 4 * MAX_INDEX_SLOTS
     index.extend(text + token_ids(range(10)))
     assert index.find(text + token_ids(range(10))) is None or index.num_bytes == 4 * MAX_INDEX_SLOTS
+
+
+def test_indexes_of_all_sequences_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_drafter, "MAX_BYTES", 3 * 4096 + 100)
+    drafter, text = NgramDrafter(), token_ids([1, 2, 3, 4, 1, 2, 3] * 60)
+    for key in range(5):
+        drafter.observe(key, text[:14], 14, TENANT)
+    assert len(drafter) == 3
+    drafter.observe(0, text, 406, TENANT)  # too long for its index, which may not grow
+    assert drafter.num_bytes == 3 * 4096
+    assert drafter.draft(0, text, TENANT) is not None
+    assert drafter.draft(4, text[:14], TENANT) is None
+    drafter.forget(1)
+    drafter.forget(2)
+    for key in (3, 4):
+        drafter.observe(key, text[:14], 1, TENANT)
+    assert drafter.draft(4, text[:14], TENANT) is not None
+    drafter.observe(0, text, 1, TENANT)
+    assert drafter.num_bytes == sum(drafter._indexes[key].num_bytes for key in (0, 3, 4)) == 3 * 4096
+    drafter.forget(3)
+    drafter.observe(0, text, 1, TENANT)
+    assert drafter.num_bytes == 3 * 4096, "it has grown"
 
 
 def test_drafters_forget_ended_sequences() -> None:
