@@ -142,7 +142,7 @@ async def test_nan_in_a_wrong_draft_fails_nothing(executor: TorchExecutor, loade
     requests = [sequence_request(i, [i, 8, 7], max_tokens=9, sampling={"temperature": 0.0}) for i in (1, 2)]
     expected = await reference(run_step, requests)
     seen = {token.token_id for one in expected.values() for token in one.tokens}
-    embedding = loaded.model.get_input_embeddings().weight
+    embedding: Any = loaded.model.get_input_embeddings().weight
     PoisonDrafter.poison = next(t for t in range(10, 256) if t not in seen)
     kept = embedding[PoisonDrafter.poison].clone()
     try:

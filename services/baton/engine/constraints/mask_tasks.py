@@ -227,12 +227,15 @@ def _compute_together(
     masks = np.empty((len(steps), compiled.tokenizer.num_words), dtype=np.uint32)
     executor.fill([matcher.matcher for _, matcher in steps], masks)
     may_accept = compiled.tokenizer.have_end_marks(masks)
+    computed: list[tuple[MaskTask, GrammarMatcher, PositionMask]] = []
     for (task, matcher), mask, may in zip(steps, masks, may_accept, strict=True):
         try:
             matcher.advance(task.outputs, mask, may_accept=may)
-            task.end([PositionMask(mask, matcher.is_accepting)], matcher)
+            computed.append((task, matcher, PositionMask(mask, matcher.is_accepting)))
         except Refused:  # the cause is found when it is computed alone
             task.matchers.drop(task.seq_id)
             remaining.append(task)
     compiled.count_call(executor.clocks.wall_s() - began_s, len(steps))
+    for task, matcher, position in computed:
+        task.end([position], matcher)
     return remaining

@@ -123,7 +123,7 @@ def test_drafts_keep_to_all_limits(limits: dict[str, int], seq: EngineSequence, 
     """At most as many as steps, and as the tokens that are left but one: the last is never computed."""
     speculation = Speculation([Scripted(1, 2, 3)])
     speculation.observe(seq, 1, ())
-    assert len(chosen(speculation, seq, **limits)) == count
+    assert len(chosen(speculation, seq, COSTS, **limits)) == count
 
 
 def test_drafts_stop_before_tokens_that_end_the_response() -> None:

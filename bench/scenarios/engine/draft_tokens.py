@@ -1,6 +1,6 @@
 """Measures TPOT with and without drafts, on answers that copy from their prompts and on random ones.
 
-python -m bench speculation --out DIR [--models qwen3-0.6b,tiny-42m] [--repeats 5] [--outputs 200]
+python -m bench draft_tokens --out DIR [--models qwen3-0.6b,tiny-42m] [--repeats 5] [--outputs 200]
 [--batches 1,8] [--model DIR] [--json]
 
 The engine runs in this process, without gateway. Weights are random, so answers are scripted: a step computes
@@ -168,7 +168,7 @@ class SpeculationBench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
-        self.saved = SavedFigures(arguments.out / "speculation.json")
+        self.saved = SavedFigures(arguments.out / "draft_tokens.json")
 
     @property
     def models(self) -> Mapping[str, Path | None]:
