@@ -69,7 +69,7 @@ class Scripts:
 
 
 class ScriptedLauncher(StepLauncher):
-    """Replaces the tokens that steps have drawn by those of `scripts`. For a CPU, where they are drawn by then."""
+    """Replaces the tokens that steps have drawn by those of `scripts`. For a CPU: a GPU draws them later."""
 
     scripts = Scripts()
 
