@@ -8,6 +8,7 @@ from baton.core.request import FinishReason
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine, EngineConfig, unknown_costs
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.speculation.speculation import Speculation
 from baton.engine.state.outcome import AdmittedSequence, EngineOutcome, PrefillProgress, SequenceOutput
 from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import SampledToken, StepPlan
@@ -31,6 +32,7 @@ class EngineRig:
         executor_type: type[FakeExecutor] = FakeExecutor,
         step_costs: Callable[[], StepCostModel | None] = unknown_costs,
         clock: Callable[[], float] = lambda: 0.0,
+        speculation: Speculation | None = None,
         **config: Any,
     ) -> None:
         limits = {
@@ -43,7 +45,7 @@ class EngineRig:
         self.generation_table = FakeGenerationTable(num_blocks)
         self.pool = BlockPool(num_blocks, self.config.block_size_tokens, self.generation_table)
         self.executor = executor_type(num_blocks, self.config.block_size_tokens, self.generation_table)
-        self.engine = engine_type(self.config, self.pool, step_costs=step_costs, clock=clock)
+        self.engine = engine_type(self.config, self.pool, step_costs=step_costs, clock=clock, speculation=speculation)
         self.outputs: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[tuple[int, int], object] = {}
         self.admissions: dict[int, AdmittedSequence] = {}

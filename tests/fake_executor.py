@@ -11,6 +11,7 @@ from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import FinishReason, Sampling
 from baton.engine.scheduling.async_scheduling import LastResult
 from baton.engine.scheduling.step_queue import StepQueue
+from baton.engine.state.draft_rows import rows_of, verified
 from baton.engine.state.step import SampledToken, SampleRequest, StepPlan, StepResult, StepSequence
 from tests import builders
 
@@ -193,10 +194,17 @@ class FakeExecutor:
             self.memory[block_id][index % self._block_size_tokens] = content
 
     def _sample(self, part: StepSequence, sample: SampleRequest) -> tuple[SampledToken, ...]:
-        assert sample.position == len(sample.history) == part.context_len
-        expected = contents(sample.history)
+        rows = rows_of(sample)
+        assert sample.position == len(sample.history) == part.context_len - len(sample.drafts)
+        tokens = rows[-1].tokens_before
+        expected = contents(tokens)
         assert self.read(part.block_table, part.context_len) == expected, f"sequence {part.seq_id} attends to wrong KV"
-        return tuple(
-            SampledToken(sample_index=i, token_id=draw(expected[-1], sample.sampling, i, sample.banned_token_ids))
-            for i in sample.sample_indices
-        )
+        drawn = [
+            SampledToken(
+                sample_index=i,
+                token_id=draw(expected[row.position - 1], row.sampling, i, row.banned_token_ids),
+            )
+            for row in rows
+            for i in row.sample_indices
+        ]
+        return verified(sample.drafts, drawn) if sample.drafts else tuple(drawn)

@@ -165,8 +165,10 @@ def sequence(
     blocks: Sequence[int] = (),
     sampling: Sampling = GREEDY,
     samples: tuple[int, ...] = (0,),
+    drafts: tuple[int, ...] = (),
 ) -> StepSequence:
-    """Return a sequence that computes `tokens` from index `begin` on and draws `samples`, if there are any.
+    """Return a sequence that computes `tokens` from index `begin` on, then `drafts`, and draws `samples`, if
+    there are any.
 
     Without `blocks` the sequence uses the three blocks from `3 * seq_id` on.
     """
@@ -176,10 +178,11 @@ def sequence(
         position=len(tokens),
         history=token_ids(tokens),
         num_prompt_tokens=len(tokens),
+        drafts=drafts,
     )
     return StepSequence(
         seq_id=seq_id,
-        token_ids=token_ids(tokens[begin:]),
+        token_ids=token_ids([*tokens[begin:], *drafts]),
         position_begin=begin,
         kv_begin=begin,
         block_table=tuple(blocks) or tuple(range(3 * seq_id, 3 * seq_id + 3)),
@@ -297,6 +300,26 @@ async def test_failing_sequence_is_identified_and_others_keep_their_results(devi
     assert await run_step(device, *good) == expected
     # KV that it left in its blocks does not affect their next user.
     assert await run_step(device, sequence(4, PROMPTS[1], blocks=bad.block_table)) == {4: expected[1]}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
+async def test_drafts_change_only_the_number_of_tokens(device: Device, sampling: Sampling) -> None:
+    """Right drafts give all tokens in one step. The KV of a wrong one is overwritten."""
+    tokens = list(PROMPTS[0])
+    for _ in range(5):
+        tokens += (await run_step(device, sequence(0, tokens, sampling=sampling)))[0]
+    other = sequence(2, PROMPTS[1])
+    begin, answer = len(PROMPTS[0]), tuple(tokens[len(PROMPTS[0]) :])
+    found = await run_step(device, sequence(1, PROMPTS[0], sampling=sampling, drafts=answer[:4]), other)
+    assert found[1] == answer
+    for num_right in range(3):
+        wrong = (answer[num_right] + 1) % VOCAB_SIZE
+        drafts = (*answer[:num_right], wrong, *answer[num_right + 1 : 4])
+        found = await run_step(device, sequence(1, PROMPTS[0], sampling=sampling, drafts=drafts), other)
+        assert found[1] == answer[: num_right + 1]
+        known = tokens[: begin + num_right + 1]
+        following = await run_step(device, sequence(1, known, begin=len(known) - 1, sampling=sampling))
+        assert following[1] == (answer[num_right + 1],)
 
 
 def after(step_id: int, *sequences: StepSequence) -> StepPlan:

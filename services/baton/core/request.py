@@ -211,6 +211,7 @@ class LegTimeline:
     transport: name of the transfer backend.
     first_decode_s: duration of the step that produced the first token after the prefill's own.
     decode_s: from the first token to the last.
+    num_draft_tokens, num_accepted_tokens: draft tokens that were verified, and those that became output.
     """
 
     worker_id: str
@@ -229,6 +230,8 @@ class LegTimeline:
     transport: str = ""
     first_decode_s: float | None = None
     decode_s: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

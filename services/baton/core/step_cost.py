@@ -12,7 +12,7 @@ from itertools import combinations
 
 from baton.core.plain_json import from_plain, to_plain
 
-COSTS_VERSION = 1
+COSTS_VERSION = 2
 """Version of the features. The coefficients of another version have another meaning."""
 STALL_FACTOR = 1.8
 """A mixed step may always take this many times the duration of the same step without prefill. The goal is a
@@ -25,7 +25,7 @@ QUEUE_TARGET_S = 3.0
 seconds."""
 MAX_PREFILL_SHARE = 0.95
 """Upper limit of that share."""
-NUM_FEATURES = 5
+NUM_FEATURES = 6
 
 _MIN_PIVOT = 1e-9
 """A smaller pivot means that a feature is a linear combination of others."""
@@ -42,10 +42,14 @@ value, within about 200 steps."""
 
 
 class StepKind(Enum):
-    """The kind of a step by its sequences. Each kind has its own correction factor (`CostCorrection`)."""
+    """The kind of a step by its sequences. Each kind has its own correction factor (`CostCorrection`).
+
+    VERIFY: only decodes, of which at least one has draft tokens.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
+    VERIFY = "verify"
     MIXED = "mixed"
 
 
@@ -58,19 +62,24 @@ class StepWork:
         tokens has `n * c + n * (n + 1) / 2`.
     num_decode_seqs: sequences that decode, one token each.
     decode_context_tokens: sum of their context lengths.
+    num_draft_tokens: draft tokens of these sequences, which the step verifies.
     """
 
     num_prefill_tokens: int = 0
     prefill_attended_tokens: int = 0
     num_decode_seqs: int = 0
     decode_context_tokens: int = 0
+    num_draft_tokens: int = 0
 
     @staticmethod
-    def of(chunks: Iterable[tuple[int, int]], decode_contexts: Iterable[int] = ()) -> "StepWork":
+    def of(
+        chunks: Iterable[tuple[int, int]], decode_contexts: Iterable[int] = (), num_draft_tokens: int = 0
+    ) -> "StepWork":
         """Return the work of a step.
 
         chunks: (tokens, existing tokens before them) of each prefill chunk.
         decode_contexts: context length of each decoding sequence.
+        num_draft_tokens: draft tokens of all decoding sequences.
         """
         parts = list(chunks)
         contexts = list(decode_contexts)
@@ -79,13 +88,14 @@ class StepWork:
             prefill_attended_tokens=sum(attended_tokens(num_tokens, before) for num_tokens, before in parts),
             num_decode_seqs=len(contexts),
             decode_context_tokens=sum(contexts),
+            num_draft_tokens=num_draft_tokens,
         )
 
     @property
     def kind(self) -> StepKind:
         """Kind of a step with this work."""
         if not self.num_prefill_tokens:
-            return StepKind.DECODE
+            return StepKind.VERIFY if self.num_draft_tokens else StepKind.DECODE
         return StepKind.MIXED if self.num_decode_seqs else StepKind.PREFILL
 
     @property
@@ -97,6 +107,7 @@ class StepWork:
             self.prefill_attended_tokens,
             self.num_decode_seqs,
             self.decode_context_tokens,
+            self.num_draft_tokens,
         )
 
 
@@ -116,7 +127,9 @@ class StepCostModel:
     step_s: cost of any step, in seconds.
     prefill_token_s, prefill_attended_s, decode_seq_s, decode_context_s: cost per unit of each feature of
         `StepWork`.
-    prefill_factor, decode_factor, mixed_factor: correction by live steps, one per `StepKind`.
+    draft_token_s: cost of verifying a draft token, in seconds. 0 if it was not measured: then a draft token
+        costs as much as a decoding sequence, which is at least its cost.
+    prefill_factor, decode_factor, verify_factor, mixed_factor: correction by live steps, one per `StepKind`.
     num_measured: number of measured steps that the model was fitted to.
     version: `COSTS_VERSION` of the release that made it.
     """
@@ -126,8 +139,10 @@ class StepCostModel:
     prefill_attended_s: float
     decode_seq_s: float
     decode_context_s: float
+    draft_token_s: float = 0.0
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
+    verify_factor: float = 1.0
     mixed_factor: float = 1.0
     num_measured: int = 0
     version: int = COSTS_VERSION
@@ -135,25 +150,33 @@ class StepCostModel:
     @staticmethod
     def of(coefficients: Sequence[float], num_measured: int = 0) -> "StepCostModel":
         """Return a model with these coefficients, in the order of the property `coefficients`."""
-        step_s, prefill_token_s, prefill_attended_s, decode_seq_s, decode_context_s = coefficients
+        step_s, prefill_token_s, prefill_attended_s, decode_seq_s, decode_context_s, draft_token_s = coefficients
         return StepCostModel(
             step_s=step_s,
             prefill_token_s=prefill_token_s,
             prefill_attended_s=prefill_attended_s,
             decode_seq_s=decode_seq_s,
             decode_context_s=decode_context_s,
+            draft_token_s=draft_token_s,
             num_measured=num_measured,
         )
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """Costs in the order of `StepWork.features`, without correction factors."""
-        return (self.step_s, self.prefill_token_s, self.prefill_attended_s, self.decode_seq_s, self.decode_context_s)
+        return (
+            self.step_s,
+            self.prefill_token_s,
+            self.prefill_attended_s,
+            self.decode_seq_s,
+            self.decode_context_s,
+            self.draft_token_s or self.decode_seq_s,
+        )
 
     @property
     def is_usable(self) -> bool:
         """True if version and numbers are valid. A model may come from another process or another release."""
-        factors = (self.prefill_factor, self.decode_factor, self.mixed_factor)
+        factors = (self.prefill_factor, self.decode_factor, self.verify_factor, self.mixed_factor)
         numbers_are_sane = all(0 <= cost < math.inf for cost in self.coefficients) and all(
             0 < factor < math.inf for factor in factors
         )
@@ -164,6 +187,7 @@ class StepCostModel:
         return {
             StepKind.PREFILL: self.prefill_factor,
             StepKind.DECODE: self.decode_factor,
+            StepKind.VERIFY: self.verify_factor,
             StepKind.MIXED: self.mixed_factor,
         }[kind]
 
@@ -187,7 +211,7 @@ class StepCostModel:
         return (self.step_s * num_steps + compute_s) * self.prefill_factor
 
     def decode_step_s(self, num_seqs: float, context_tokens: float) -> float:
-        """Return the duration of a decode-only step, in seconds.
+        """Return the duration of a decode-only step without draft tokens, in seconds.
 
         num_seqs: sequences that decode. context_tokens: sum of their context lengths.
         """
@@ -290,6 +314,7 @@ class CostCorrection:
             self._costs,
             prefill_factor=factors[StepKind.PREFILL],
             decode_factor=factors[StepKind.DECODE],
+            verify_factor=factors[StepKind.VERIFY],
             mixed_factor=factors[StepKind.MIXED],
         )
 
@@ -297,8 +322,8 @@ class CostCorrection:
 def _non_negative_least_squares(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """Return x >= 0 that minimizes the sum of squares of `row · x - 1`.
 
-    The optimum is the unconstrained solution on some subset of the features. Five features have 31 subsets,
-    so all of them are tried.
+    The optimum is the unconstrained solution on some subset of the features. Six features have 63 subsets, so
+    all of them are tried.
     """
     scale = [math.sqrt(sum(row[i] ** 2 for row in rows)) or 1.0 for i in range(NUM_FEATURES)]
     scaled = [[value / each for value, each in zip(row, scale, strict=True)] for row in rows]

@@ -4,12 +4,11 @@ It handles integers only. The device is behind the `Executor` Protocol, and the 
 steps.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from baton.core.errors import QUEUE_FULL_RETRY_S, Code, ConfigError, Failure, Reason
-from baton.core.request import PromptLogprobs
+from baton.core.errors import QUEUE_FULL_RETRY_S, ConfigError, Failure, Reason
 from baton.core.state_machines import SequenceState
-from baton.core.step_cost import StepCostModel, attended_tokens
+from baton.core.step_cost import StepCostModel, StepWork, attended_tokens
 from baton.engine.invariants import check_sequences
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.scheduling import async_scheduling, step_budget
@@ -18,11 +17,13 @@ from baton.engine.scheduling.batcher import prompt_rows_left, split_budget
 from baton.engine.scheduling.queued_prefix import QueuedPrefixEstimate
 from baton.engine.scheduling.step_budget import PrefillPart, StepBudget
 from baton.engine.scheduling.step_parts import step_part, step_part_ahead
+from baton.engine.sequence_updates import SequenceUpdates, internal_failure
+from baton.engine.speculation.speculation import Speculation
 from baton.engine.state.engine_config import EngineConfig as EngineConfig
 from baton.engine.state.engine_config import check_possible, no_capacity
-from baton.engine.state.outcome import EngineCounters, EngineOutcome, PrefillProgress, SequenceOutput
+from baton.engine.state.outcome import EngineCounters, EngineOutcome
 from baton.engine.state.require import require
-from baton.engine.state.sequence import EngineSequence, SequenceRequest, finish_reason
+from baton.engine.state.sequence import EngineSequence, SequenceRequest
 from baton.engine.state.sequence_table import SequenceTable
 from baton.engine.state.step import SampledToken, StepPlan, StepResult
 
@@ -47,12 +48,14 @@ class Engine:
         *,
         clock: Callable[[], float],
         step_costs: Callable[[], StepCostModel | None] = unknown_costs,
+        speculation: Speculation | None = None,
     ) -> None:
         """Create an engine without sequences. Raises ConfigError if block sizes of pool and config differ.
 
         clock: returns the time in seconds by which TPOT SLOs are kept.
         step_costs: returns what a step costs now, or None. Without costs a step takes as many tokens as
             `max_num_batched_tokens` allows.
+        speculation: drafts for decoding sequences, which steps verify. None drafts nothing.
         """
         if pool.block_size_tokens != config.block_size_tokens:
             raise ConfigError(
@@ -69,8 +72,10 @@ class Engine:
         self._allocator = BlockAllocator(config, pool, self._sequences, self.counters)
         self._next_step_id = 1
         self._deferred: frozenset[int] = frozenset()  # by the last step whose result was applied
-        self._progress: list[PrefillProgress] = []
-        self._outputs: list[SequenceOutput] = []
+        self._speculation = speculation
+        self._updates = SequenceUpdates(
+            config, pool, self._sequences, self._allocator, self.counters, self.queued_prefix, speculation, clock
+        )
 
     # -- counts --------------------------------------------------------------------------------------------------------
 
@@ -145,25 +150,14 @@ class Engine:
             if remaining:
                 seq.sample_indices = remaining
             else:
-                self._end(seq, SequenceState.CANCELLED)
+                self._updates.end(seq, SequenceState.CANCELLED)
 
     def fail(self, seq_id: int, failure: Failure) -> None:
         """End all remaining samples of a request with `failure` as their last output.
 
         Unknown ids are ignored.
         """
-        for seq in self._sequences.of_request(seq_id):
-            for sample_index in seq.sample_indices:
-                self._outputs.append(
-                    SequenceOutput(
-                        seq_id=seq_id,
-                        sample_index=sample_index,
-                        output_index=seq.num_output_tokens,
-                        failure=failure,
-                        num_cached_tokens=seq.num_cached_tokens or 0,
-                    )
-                )
-            self._end(seq, SequenceState.FAILED)
+        self._updates.fail(seq_id, failure)
 
     def received(self, seq_id: int, first_tokens: Sequence[SampledToken]) -> None:
         """Start a sequence whose pulled KV has arrived completely and was validated.
@@ -182,11 +176,11 @@ class Engine:
         )
         if num_wrong or not set(seq.sample_indices) <= {token.sample_index for token in first_tokens}:
             message = f"the pull ended with {num_wrong} missing or wrong blocks and {len(first_tokens)} first tokens"
-            self.fail(seq_id, _internal(message))
+            self.fail(seq_id, internal_failure(message))
             return
         seq.num_computed_tokens = len(seq.token_ids)
         seq.num_hashed_blocks = seq.num_computed_tokens // self.config.block_size_tokens
-        self._append_tokens(seq, first_tokens)
+        self._updates.append_samples(seq, first_tokens)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -213,9 +207,11 @@ class Engine:
             budget = self.next_step_budget().num_tokens
         scheduled = split_budget(self._sequences.running.values(), budget, self.config.max_num_batched_tokens)
         scheduled += self._allocator.admit(budget - sum(n for _, n in scheduled), prompt_rows_left(scheduled))
+        drafts = self._drafts(scheduled)
+        eos = self.config.eos_token_ids
         plan = StepPlan(
             step_id=self._next_step_id,
-            sequences=tuple(step_part(seq, num_tokens, self.config.eos_token_ids) for seq, num_tokens in scheduled),
+            sequences=tuple(step_part(seq, n, eos, drafts.get(seq.key, ())) for seq, n in scheduled),
             block_copies=tuple(self._allocator.copies),
         )
         if not plan.is_empty:
@@ -229,6 +225,8 @@ class Engine:
         The new step is launched like any other. Afterwards call `apply` for `plan` and then for the new step,
         or `step_withdrawn` if the new step was withdrawn or cannot run because `plan` has failed.
         """
+        if self._waits_for_drafts(plan):
+            return StepPlan(step_id=self._next_step_id, sequences=(), follows=plan.step_id)
         following = StepPlan(
             step_id=self._next_step_id,
             sequences=tuple(
@@ -281,107 +279,66 @@ class Engine:
         self.counters.steps += 1
         self._deferred = result.deferred
         for part in plan.sequences:
-            seq = self._sequences.running.get(part.seq_id)
-            if seq is None:
-                continue
-            tokens = result.samples.get(part.seq_id, ())
-            failure = result.failures.get(part.seq_id)
-            if (prompt_logprobs := result.prompt_logprobs.get(part.seq_id)) is not None:
-                seq.prompt_logprobs.append(prompt_logprobs)
-            if failure is None and part.seq_id in result.deferred:
-                self._advance(seq, part.num_scheduled_tokens - 1)
-                continue
-            if (
-                failure is None
-                and part.sample is not None
-                and not set(seq.sample_indices) <= {token.sample_index for token in tokens}
-            ):
-                message = f"step {plan.step_id} returned {len(tokens)} tokens for samples {seq.sample_indices}"
-                failure = _internal(message)
-            if failure is not None:
-                self.pool.unpublish([b for b in seq.block_table[seq.num_cached_blocks :] if self.pool.num_refs(b) == 1])
-                self.fail(seq.seq_id, failure)
-                continue
-            self._advance(seq, part.num_scheduled_tokens)
-            if part.sample is not None:
-                self._append_tokens(seq, tokens)
+            self._updates.apply(part, result)
         return self.take_outcome()
 
     def take_outcome(self) -> EngineOutcome:
         """Return everything that has happened since the last call."""
         outcome = EngineOutcome(
-            admissions=tuple(self._allocator.admissions), progress=tuple(self._progress), outputs=tuple(self._outputs)
+            admissions=tuple(self._allocator.admissions),
+            progress=tuple(self._updates.progress),
+            outputs=tuple(self._updates.outputs),
         )
         self._allocator.admissions.clear()
-        self._progress.clear()
-        self._outputs.clear()
+        self._updates.progress.clear()
+        self._updates.outputs.clear()
         return outcome
 
-    # -- applying ------------------------------------------------------------------------------------------------------
+    # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def _advance(self, seq: EngineSequence, num_scheduled_tokens: int) -> None:
-        """Count the computed tokens, and publish the hashes of blocks that became full."""
-        if not num_scheduled_tokens:
-            return
-        seq.num_computed_tokens += num_scheduled_tokens
-        block_size_tokens = self.config.block_size_tokens
-        for index in range(seq.num_hashed_blocks, seq.num_computed_tokens // block_size_tokens):
-            self.pool.set_hash(seq.block_table[index], seq.hash_of_block(index, block_size_tokens))
-            seq.num_hashed_blocks = index + 1
-        if seq.request.prefill_only:
-            self._progress.append(PrefillProgress(seq_id=seq.seq_id, num_computed_tokens=seq.num_computed_tokens))
+    def observe_gap(self, gap_s: float) -> None:
+        """Record that the device waited `gap_s` seconds for a step that was not planned ahead."""
+        if self._speculation is not None:
+            self._speculation.observe_gap(gap_s)
 
-    def _append_tokens(self, seq: EngineSequence, tokens: Sequence[SampledToken]) -> None:
-        """Append one new token per sample.
+    def _drafts(self, scheduled: Sequence[tuple[EngineSequence, int]]) -> Mapping[int, tuple[int, ...]]:
+        """Return the draft tokens of each sequence in a step, by key, after allocating their blocks."""
+        if self._speculation is None:
+            return {}
+        chosen = self._choose_drafts(self._speculation, scheduled)
+        seqs = {seq.key: seq for seq, _ in scheduled}
+        return {
+            key: drafts[: self._allocator.allocate_for_drafts(seqs[key], len(drafts))] for key, drafts in chosen.items()
+        }
 
-        Each unfinished sample but the first forks off as a new sequence.
+    def _choose_drafts(
+        self, speculation: Speculation, scheduled: Sequence[tuple[EngineSequence, int]]
+    ) -> Mapping[int, tuple[int, ...]]:
+        """Return the draft tokens that a step with these (sequence, num_tokens) should verify, by key."""
+        decoding = [seq for seq, _ in scheduled if seq.num_uncomputed_tokens == 1 and not seq.request.prefill_only]
+        if not decoding:
+            return {}
+        chunks = ((n, seq.num_computed_tokens) for seq, n in scheduled if seq.num_uncomputed_tokens > 1)
+        num_left = self.config.max_num_batched_tokens - sum(n for _, n in scheduled)
+        return speculation.choose(
+            decoding,
+            StepWork.of(chunks, [seq.num_computed_tokens for seq in decoding]),
+            self._step_costs(),
+            max_drafts=min(num_left, prompt_rows_left(scheduled)),
+            max_model_len=self.config.max_model_len,
+        )
+
+    def _waits_for_drafts(self, plan: StepPlan) -> bool:
+        """Return True if the step after `plan` should not be planned ahead, because drafts gain more.
+
+        A step that is planned ahead has no drafts, because its tokens are not known yet.
         """
-        by_sample = {token.sample_index: token for token in tokens}
-        unfinished: list[SampledToken] = []
-        for sample_index in seq.sample_indices:
-            token = by_sample[sample_index]
-            finish = finish_reason(
-                token.token_id,
-                seq.request,
-                num_tokens=len(seq.token_ids),
-                eos_token_ids=self.config.eos_token_ids,
-                max_model_len=self.config.max_model_len,
-            )
-            self._outputs.append(
-                SequenceOutput(
-                    seq_id=seq.seq_id,
-                    sample_index=sample_index,
-                    output_index=seq.num_output_tokens,
-                    tokens=(token,),
-                    finish=finish,
-                    num_cached_tokens=seq.num_cached_tokens or 0,
-                    prompt_logprobs=PromptLogprobs.joined(seq.prompt_logprobs),
-                )
-            )
-            seq.prompt_logprobs, seq.has_sent_prompt = [], True
-            if finish is not None and not seq.request.prefill_only:
-                self.counters.sample_ended(seq.num_output_tokens + 1)
-            if finish is None and not seq.request.prefill_only:
-                unfinished.append(token)
-        if not unfinished:
-            self._end(seq, SequenceState.FINISHED)
-            return
-        step_budget.record_token(seq, self._clock())
-        if seq.state is SequenceState.RECEIVING:
-            self._sequences.received(seq)
-        for token in unfinished[1:]:
-            child = self._sequences.fork(seq, token.sample_index)
-            self.pool.ref(child.block_table)
-            child.append(token.token_id)
-        seq.sample_indices = (unfinished[0].sample_index,)
-        seq.append(unfinished[0].token_id)
-
-    def _end(self, seq: EngineSequence, state: SequenceState) -> None:
-        """Remove `seq` and release its block references."""
-        self._sequences.end(seq, state)
-        if not self._sequences.of_request(seq.seq_id):
-            self.queued_prefix.remove(seq.seq_id)
-        self.pool.unref(seq.drop_blocks())
+        if self._speculation is None:
+            return False
+        if plan.follows is not None:  # nothing was chosen for `plan` itself: find out what it could have saved
+            running = (self._sequences.running.get(part.seq_id) for part in plan.sequences)
+            self._choose_drafts(self._speculation, [(seq, 1) for seq in running if seq is not None])
+        return self._speculation.saves_more_than_gap
 
     # -- invariants ----------------------------------------------------------------------------------------------------
 
@@ -394,7 +351,5 @@ class Engine:
         slots = sum(seq.num_slots for seq in self._sequences.admitted())
         require(slots <= self.config.max_num_seqs, f"{slots} sequences run, the limit is {self.config.max_num_seqs}")
         check_sequences(self._sequences, self.pool)
-
-
-def _internal(message: str) -> Failure:
-    return Failure(code=Code.INTERNAL, reason=Reason.INTERNAL, message=message)
+        if self._speculation is not None:
+            self._speculation.check(seq.key for seq in self._sequences.all_by_request())

@@ -174,6 +174,7 @@ class EngineLoop:
                         self._busy_since_s = asyncio.get_running_loop().time()
                         continue
                     step = self._launch(plan)
+                    self.engine.observe_gap(step.launched_s - self._busy_since_s)
                     self._set_current(step)
                     await asyncio.sleep(0)  # lets the executor start
                 else:
@@ -303,6 +304,7 @@ class EngineLoop:
         failures: dict[int, Failure] = {}
         deferred: frozenset[int] = frozenset()
         prompt_logprobs: dict[int, PromptLogprobs] = {}
+        forced: dict[int, tuple[int, ...]] = {}
         num_raised = 0
         block_copies = plan.block_copies
         for part in plan.sequences:
@@ -322,6 +324,7 @@ class EngineLoop:
                 block_copies = ()
                 samples.update(result.samples)
                 prompt_logprobs.update(result.prompt_logprobs)
+                forced.update(result.forced)
                 failures.update(result.failures)
                 deferred |= result.deferred
         if num_raised < len(plan.sequences):
@@ -340,6 +343,7 @@ class EngineLoop:
             failures=failures,
             deferred=deferred,
             prompt_logprobs=prompt_logprobs,
+            forced=forced,
         )
 
 

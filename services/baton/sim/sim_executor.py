@@ -8,6 +8,7 @@ from baton.core.request import TokenLogprobs
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.token_bits import Bits, ids_of
 from baton.engine.constraints.token_constraints import TokenConstraints
+from baton.engine.executors.row_drawing import SampledRows, draw_rows, mask_rows, sampled_rows
 from baton.engine.kv_cache.checksum import KvCorrupted, extend, token_after
 from baton.engine.scheduling.async_scheduling import LastResult
 from baton.engine.scheduling.step_queue import StepQueue
@@ -38,6 +39,7 @@ class SimStepCost:
             prefill_attended_s=0.0,
             decode_seq_s=self.per_token_s,
             decode_context_s=0.0,
+            draft_token_s=self.per_token_s,
         )
 
     def step_s(self, plan: StepPlan) -> float:
@@ -98,18 +100,16 @@ class SimExecutor:
         return self._sampled(plan)
 
     def _sampled(self, plan: StepPlan) -> StepResult:
-        sampling = [(sequence, sequence.sample) for sequence in plan.sequences if sequence.sample is not None]
-        masks = self._constraints.masks([(sequence.seq_id, sample) for sequence, sample in sampling])
-        allowed = masks.by_row()
+        rows = sampled_rows(plan)
+        for one in rows:
+            self._verify(one)
+        drawn = draw_rows(rows, self._constraints.masks(mask_rows(rows)), self._draw)
         return StepResult(
             step_id=plan.step_id,
-            samples={
-                sequence.seq_id: self._sample(sequence, sample, allowed.get(row))
-                for row, (sequence, sample) in enumerate(sampling)
-                if row not in masks.failures
-            },
-            failures={sampling[row][0].seq_id: failure for row, failure in masks.failures.items()},
+            samples=drawn.samples,
+            failures=drawn.failures,
             prompt_logprobs={s.seq_id: certain_prompt(s.prompt) for s in plan.sequences if s.prompt is not None},
+            forced=drawn.forced,
         )
 
     def _write(self, sequence: StepSequence) -> None:
@@ -118,17 +118,21 @@ class SimExecutor:
             content = extend(content, token_id)
             self.memory.write_slot(sequence.block_table, index, content)
 
-    def _sample(self, sequence: StepSequence, sample: SampleRequest, allowed: Bits | None) -> tuple[SampledToken, ...]:
-        expected = contents(sample.history)
-        for index, content in enumerate(expected):
+    def _verify(self, rows: SampledRows) -> None:
+        """Compare all slots of a sequence with its tokens, drafts included."""
+        sequence, history = rows.sequence, rows.requests[-1].tokens_before
+        for index, content in enumerate(contents(history)):
             if self.memory.slot(sequence.block_table, index) != content:
-                raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(expected)}")
+                raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(history)}")
+
+    def _draw(self, sequence: StepSequence, sample: SampleRequest, allowed: Bits | None) -> tuple[SampledToken, ...]:
+        last = self.memory.slot(sequence.block_table, sample.position - 1)
         choices = range(self._vocab_size) if allowed is None else ids_of(allowed).tolist()
         seed = sample.sampling.seed
         return tuple(
             SampledToken(
                 sample_index=index,
-                token_id=choices[token_after(expected[-1], seed, index, sample.position, len(choices))],
+                token_id=choices[token_after(last, seed, index, sample.position, len(choices))],
                 logprobs=None if sample.sampling.num_logprobs is None else TokenLogprobs(logprob=0.0),
             )
             for index in sample.sample_indices

@@ -17,6 +17,7 @@ from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
+from baton.engine.speculation.modes import open_speculation
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.step import StepPlan
 from baton.runtime.logging import get_logger
@@ -65,6 +66,7 @@ class Worker:
             parts.pool,
             step_costs=lambda: self._costs.costs,
             clock=lambda: asyncio.get_running_loop().time(),
+            speculation=open_speculation(parts.config.speculate),
         )
         self.publisher = build_publisher(parts)
         self.owner = build_owner(parts)

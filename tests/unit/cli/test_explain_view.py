@@ -143,6 +143,12 @@ def test_predictions_and_actual_values_are_both_shown() -> None:
     assert f"w1 (pid 4718): {pulled}" in screen
 
 
+def test_accepted_draft_tokens_are_shown_with_the_decode_time() -> None:
+    leg = {"worker_id": "w1", "pid": 1, "decode_s": 0.035, "num_draft_tokens": 40, "num_accepted_tokens": 31}
+    screen = shown(decision_record(actuals={**ACTUALS, "legs": [leg]}))
+    assert "w1 (pid 1): decoded for 35 ms (31 of 40 draft tokens accepted)" in screen
+
+
 def test_unknown_values_are_omitted() -> None:
     assert "  actual     unknown" in shown(decision_record())
     assert "predicted" not in shown(decision_record())

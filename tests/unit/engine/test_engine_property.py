@@ -3,6 +3,7 @@ pools."""
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,8 @@ NUM_WORLDS = sized(100, 1000)
 class World:
     """One engine with random requests, and workers that read its KV, send KV to it, and fail."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **rig: Any) -> None:
+        """rig: further arguments of `EngineRig`."""
         self.rng = rng = random.Random(seed)
         max_num_seqs = rng.randint(1, 6)
         self.rig = EngineRig(
@@ -38,6 +40,7 @@ class World:
             max_waiting_seqs=16,
             step_costs=lambda: self.costs,
             clock=lambda: self.now_s,
+            **rig,
         )
         self.requests: dict[int, SequenceRequest] = {}
         self.cancelled: set[tuple[int, int]] = set()  # samples

@@ -22,7 +22,12 @@ from tests.fake_executor import FakeGenerationTable
 from tests.unit.worker.virtual_loop import virtual
 
 COSTS = StepCostModel(
-    step_s=0.003, prefill_token_s=4e-5, prefill_attended_s=3e-8, decode_seq_s=1e-4, decode_context_s=4e-7
+    step_s=0.003,
+    prefill_token_s=4e-5,
+    prefill_attended_s=3e-8,
+    decode_seq_s=1e-4,
+    decode_context_s=4e-7,
+    draft_token_s=6e-5,
 )
 
 

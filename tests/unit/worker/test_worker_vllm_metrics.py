@@ -21,6 +21,8 @@ def test_autoscaler_finds_the_queue_and_the_cache_of_one_worker() -> None:
     engine.running_seqs.set(3)
     engine.waiting_seqs.set(2)
     engine.preemptions.inc(5)
+    engine.draft_tokens.inc(8)
+    engine.accepted_draft_tokens.inc(6)
     for state, number in (("free", 40), ("used", 30), ("cached", 20), ("receiving", 10)):
         engine.blocks.labels("device", state).set(number)
     names = {"model_name": "demo", "engine": "0"}
@@ -28,6 +30,8 @@ def test_autoscaler_finds_the_queue_and_the_cache_of_one_worker() -> None:
         "vllm:num_requests_running": (3, names),
         "vllm:num_requests_waiting": (2, names),
         "vllm:num_preemptions_total": (5, names),
+        "vllm:spec_decode_num_draft_tokens_total": (8, names),
+        "vllm:spec_decode_num_accepted_tokens_total": (6, names),
         "vllm:kv_cache_usage_perc": (0.4, names),
         "vllm:gpu_cache_usage_perc": (0.4, names),
         "vllm:cache_config_info": (1, names | {"block_size": "16", "num_gpu_blocks": "100"}),

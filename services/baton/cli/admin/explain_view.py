@@ -179,5 +179,7 @@ def _leg(leg: Mapping[str, Any]) -> str:
             f"for it"
         )
     if number("decode_s"):
-        parts.append(f"decoded for {seconds(number('decode_s'))}")
+        drafts = number("num_draft_tokens")
+        accepted = f" ({number('num_accepted_tokens'):,.0f} of {drafts:,.0f} draft tokens accepted)" if drafts else ""
+        parts.append(f"decoded for {seconds(number('decode_s'))}{accepted}")
     return f"{leg.get('worker_id', '?')} (pid {number('pid'):.0f}): {', '.join(parts) or 'nothing'}"

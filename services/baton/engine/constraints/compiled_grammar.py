@@ -48,6 +48,10 @@ MIN_TOGETHER, MAX_TOGETHER = 8, 32
 The largest one bounds the work of a call in which a grammar turns slow. Not tuned."""
 QUICK_S = 0.001
 """Longest time of a quick call. Not tuned."""
+MAX_ROLL_BACK = 16
+"""Tokens of rejected drafts that a matcher gives back. If there are more, it is built again."""
+FORCED_BYTES = 64
+"""Forced text, in bytes, that is searched for each token of a response, on average. Not tuned."""
 _MAX_MESSAGE = 300
 _NO_FORCING = {"name": "baton_no_forcing", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: "x"'}
 _EXCEEDED = ("too many", "current row has", "too large", "too complex", "limit")
@@ -65,9 +69,10 @@ class GrammarMatcher:
     consumed: the tokens that it has followed.
     mask: the tokens that may come next, [num_words]; None if it was not computed.
     is_accepting: the response may end here; valid with `mask`.
+    forced: tokens that come next as far as `find_forced` knows.
     """
 
-    __slots__ = ("consumed", "generation", "is_accepting", "mask", "matcher")
+    __slots__ = ("_forced_work", "consumed", "forced", "generation", "is_accepting", "mask", "matcher")
 
     def __init__(self, matcher: LLMatcher, generation: int) -> None:
         self.matcher = matcher
@@ -75,6 +80,8 @@ class GrammarMatcher:
         self.consumed = token_ids()
         self.mask: Bits | None = None
         self.is_accepting = False
+        self.forced: tuple[int, ...] = ()
+        self._forced_work = 0
 
     def copy(self) -> "GrammarMatcher":
         """Return a matcher in the same state that goes on independently of this one."""
@@ -86,27 +93,53 @@ class GrammarMatcher:
         """Return True if `outputs` begin with the tokens that this matcher has consumed."""
         return outputs[: len(self.consumed)] == self.consumed
 
+    def roll_back(self, outputs: TokenIds) -> bool:
+        """Give back the last tokens, so that `outputs` begin with those that are left. False if it cannot.
+
+        At most `MAX_ROLL_BACK` tokens are given back: those of drafts that were rejected.
+        """
+        end = len(self.consumed)
+        possible = range(end - 1, max(-1, end - 1 - MAX_ROLL_BACK), -1)
+        kept = next((n for n in possible if outputs[:n] == self.consumed[:n]), None)
+        if kept is None or not self.matcher.rollback(end - kept):
+            return False
+        self.consumed, self.mask, self.forced = self.consumed[:kept], None, ()
+        return not self.matcher.is_error()
+
+    def find_forced(self) -> None:
+        """Find the tokens with which the tokenizer would write the text that the grammar forces next.
+
+        The work is bounded for each token of the response: texts of any length may be forced again and again.
+        """
+        if self.forced or self._forced_work > FORCED_BYTES * (1 + len(self.consumed)):
+            return
+        probe = self.matcher.deep_copy()  # forcing a text may change the next masks
+        forced = probe.compute_ff_bytes()
+        self._forced_work += 1 + len(forced)
+        self.forced = tuple(probe.compute_ff_tokens()) if forced else ()
+
     def follow(self, outputs: TokenIds, executor: MatcherExecutor) -> None:
         """Consume the tokens of `outputs` that are new. Raises Refused if they do not match."""
         if new := outputs[len(self.consumed) :]:
             before = len(self.consumed)
             num_consumed = executor.replay(self.matcher, new)
-            self.consumed = outputs[: before + num_consumed]
-            self.followed(outputs)
-
-    def followed(self, outputs: TokenIds) -> None:
-        """Record that `outputs` were consumed. Raises Refused if they did not match."""
-        self.mask = None
-        self.check(num_given=1)
-        self.consumed = outputs
+            self._consumed(outputs[: before + num_consumed])
+            self.mask = None
+            self.check(num_given=1)
+            self._consumed(outputs)
 
     def advance(self, outputs: TokenIds, mask: Bits, *, may_accept: bool) -> None:
         """Record that `outputs` were consumed, and store the mask after them.
 
         Raises Refused if either failed.
         """
-        self.consumed = outputs
+        self._consumed(outputs)
         self.keep_mask(mask, may_accept=may_accept)
+
+    def _consumed(self, outputs: TokenIds) -> None:
+        new = tuple(outputs[len(self.consumed) :])
+        self.forced = self.forced[len(new) :] if self.forced[: len(new)] == new else ()
+        self.consumed = outputs
 
     def check(self, *, num_given: int = 0) -> None:
         """Raise Refused if a token did not match or a limit was exceeded, LexerFull if the lexer did.

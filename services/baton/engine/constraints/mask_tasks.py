@@ -1,8 +1,8 @@
 """Computes masks of grammars in threads, so that an expensive grammar does not hold up a step.
 
-Each task is the mask of one sequence. Tasks of one grammar run one after the other, because its matchers
-share a lexer. A sequence whose mask is not ready in time is deferred: its token is drawn in a later step. So
-time decides when a token is drawn, and never which.
+Each task has the mask of one sequence, and those after each of its drafts. Tasks of one grammar run one after
+the other, because its matchers share a lexer. A sequence whose mask is not ready in time is deferred: its
+token is drawn in a later step. So time decides when a token is drawn, and never which.
 """
 
 import threading
@@ -18,6 +18,7 @@ from baton.core.kv.block_hash import TokenIds
 from baton.engine.constraints.compiled_grammar import CompiledGrammar, GrammarMatcher, LexerFull
 from baton.engine.constraints.matcher_executor import MaskClocks, MatcherExecutor
 from baton.engine.constraints.sequence_matchers import SequenceMatchers
+from baton.engine.constraints.token_bits import Bits, has
 
 MAX_WAIT_S = 0.004
 """Time that a step waits for the masks that were begun in it, after its forward pass was launched."""
@@ -25,11 +26,24 @@ MAX_WAIT_FOR_SLOW_S = 0.001
 """The same if only grammars with slow masks are not ready."""
 
 
+@dataclass(frozen=True, slots=True)
+class PositionMask:
+    """The tokens that a grammar allows at one position [num_words], and whether a response may end there."""
+
+    mask: Bits
+    is_accepting: bool
+
+
 @dataclass(eq=False, slots=True)
 class MaskTask:
-    """The mask of one sequence after its `outputs`.
+    """The mask of one sequence after its `outputs`, and the masks after each of its drafts.
 
-    matcher: has the mask, once it is computed.
+    drafts: guesses of the tokens after `outputs`.
+    finds_forced: whether to find the tokens that are forced after the drafts.
+    positions: the masks, once they are computed: at least that after `outputs`, then those after drafts, up
+        to
+        one that the grammar does not allow.
+    forced: tokens that the grammar forces after `outputs` and `drafts`.
     failure: why there is no mask.
     ended: done when a thread has computed this task and those that were started with it; None before.
     was_awaited: a step has waited for the task before.
@@ -38,7 +52,10 @@ class MaskTask:
     matchers: SequenceMatchers
     seq_id: int
     outputs: TokenIds
-    matcher: GrammarMatcher | None = None
+    drafts: TokenIds
+    finds_forced: bool = False
+    positions: tuple[PositionMask, ...] = ()
+    forced: tuple[int, ...] = ()
     failure: Failure | None = None
     ended: Future[None] | None = None
     was_awaited: bool = False
@@ -46,7 +63,19 @@ class MaskTask:
     @property
     def is_done(self) -> bool:
         """True if there is a mask or a failure."""
-        return self.matcher is not None or self.failure is not None
+        return bool(self.positions) or self.failure is not None
+
+    def num_positions(self, drafts: TokenIds) -> int:
+        """Return how many of the masks are those of these drafts, of which the task may have others."""
+        same = next((n for n, pair in enumerate(zip(drafts, self.drafts, strict=False)) if pair[0] != pair[1]), None)
+        return min(len(self.positions), 1 + (min(len(drafts), len(self.drafts)) if same is None else same))
+
+    def end(self, positions: Sequence[PositionMask], matcher: GrammarMatcher) -> None:
+        """Record the result. matcher: it has consumed the outputs and the drafts before the last position."""
+        if self.finds_forced and len(positions) == 1 + len(self.drafts):
+            matcher.find_forced()
+            self.forced = matcher.forced
+        self.positions = tuple(positions)  # last: a step that does not wait sees all or nothing
 
 
 Batch = tuple[Sequence[MaskTask], Future[None]]
@@ -149,31 +178,47 @@ def compute_masks(compiled: CompiledGrammar, tasks: Sequence[MaskTask], executor
 def _compute_alone(compiled: CompiledGrammar, task: MaskTask, executor: MatcherExecutor) -> None:
     try:
         try:
-            task.matcher = _with_mask(compiled, task, executor)
+            matcher, first = _mask_after(compiled, task, task.outputs, executor)
         except LexerFull:  # perhaps only because of the responses of others
             compiled.renew()
-            task.matcher = _with_mask(compiled, task, executor)
+            matcher, first = _mask_after(compiled, task, task.outputs, executor)
     except Refused as refused:
         task.failure = refused.failure
+        return
+    positions = [first]
+    for number, draft in enumerate(task.drafts, 1):
+        if not has(positions[-1].mask, draft):
+            break
+        try:
+            matcher, position = _mask_after(compiled, task, task.outputs + task.drafts[:number], executor)
+        except Refused:  # if the draft is right, the next step finds the cause
+            break
+        positions.append(position)
+    task.end(positions, matcher)
 
 
-def _with_mask(compiled: CompiledGrammar, task: MaskTask, executor: MatcherExecutor) -> GrammarMatcher:
-    matcher = task.matchers.after(task.seq_id, task.outputs, executor)
-    if matcher.mask is None:
-        mask = np.empty((1, compiled.tokenizer.num_words), dtype=np.uint32)
+def _mask_after(
+    compiled: CompiledGrammar, task: MaskTask, outputs: TokenIds, executor: MatcherExecutor
+) -> tuple[GrammarMatcher, PositionMask]:
+    """Return the matcher of a task's sequence after `outputs`, and the mask there. Raises Refused."""
+    matcher = task.matchers.after(task.seq_id, outputs, executor)
+    mask = matcher.mask
+    if mask is None:
+        masks = np.empty((1, compiled.tokenizer.num_words), dtype=np.uint32)
         began_s = executor.clocks.cpu_s()
-        executor.fill([matcher.matcher], mask)
+        executor.fill([matcher.matcher], masks)
         compiled.count_mask(executor.clocks.cpu_s() - began_s)
-        matcher.keep_mask(mask[0], may_accept=compiled.tokenizer.have_end_marks(mask)[0])
-    return matcher
+        mask = masks[0]
+        matcher.keep_mask(mask, may_accept=compiled.tokenizer.have_end_marks(masks)[0])
+    return matcher, PositionMask(mask, matcher.is_accepting)
 
 
 def _compute_together(
     compiled: CompiledGrammar, tasks: Sequence[MaskTask], executor: MatcherExecutor
 ) -> Sequence[MaskTask]:
-    """Compute the masks of sequences that have one new token. Returns the tasks that remain."""
+    """Compute the masks of sequences with one new token and no drafts. Returns the tasks that remain."""
     began_s = executor.clocks.wall_s()
-    found = [(task, task.matchers.one_before(task.seq_id, task.outputs)) for task in tasks]
+    found = [(task, None if task.drafts else task.matchers.one_before(task.seq_id, task.outputs)) for task in tasks]
     steps = [(task, matcher) for task, matcher in found if matcher is not None]
     remaining = [task for task, matcher in found if matcher is None]
     if not steps:
@@ -182,12 +227,15 @@ def _compute_together(
     masks = np.empty((len(steps), compiled.tokenizer.num_words), dtype=np.uint32)
     executor.fill([matcher.matcher for _, matcher in steps], masks)
     may_accept = compiled.tokenizer.have_end_marks(masks)
+    computed: list[tuple[MaskTask, GrammarMatcher, PositionMask]] = []
     for (task, matcher), mask, may in zip(steps, masks, may_accept, strict=True):
         try:
             matcher.advance(task.outputs, mask, may_accept=may)
-            task.matcher = matcher
+            computed.append((task, matcher, PositionMask(mask, matcher.is_accepting)))
         except Refused:  # the cause is found when it is computed alone
             task.matchers.drop(task.seq_id)
             remaining.append(task)
     compiled.count_call(executor.clocks.wall_s() - began_s, len(steps))
+    for task, matcher, position in computed:
+        task.end([position], matcher)
     return remaining

@@ -39,8 +39,8 @@ class SequenceMatchers:
     def after(self, seq_id: int, outputs: TokenIds, executor: MatcherExecutor) -> GrammarMatcher:
         """Return the matcher of a sequence, which has consumed `outputs`.
 
-        Only new tokens are consumed if the sequence has a matcher already. Raises Refused if they do not
-        match the grammar.
+        If the sequence has a matcher already, it gives back the drafts that were rejected, and consumes only
+        new tokens. Raises Refused if they do not match the grammar.
         """
         matcher = self._usable(seq_id, outputs)
         if matcher is None:
@@ -65,9 +65,9 @@ class SequenceMatchers:
 
     def _usable(self, seq_id: int, outputs: TokenIds) -> GrammarMatcher | None:
         matcher = self._matchers.get(seq_id)
-        if matcher is None or matcher.generation != self.compiled.generation or not matcher.can_follow(outputs):
+        if matcher is None or matcher.generation != self.compiled.generation:
             return None
-        return matcher
+        return matcher if matcher.can_follow(outputs) or matcher.roll_back(outputs) else None
 
     def _start_of(self, outputs: TokenIds) -> GrammarMatcher:
         base = self._base

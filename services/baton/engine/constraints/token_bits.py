@@ -38,6 +38,12 @@ def ids_of(bits: Bits) -> npt.NDArray[np.intp]:
     return found
 
 
+def has(bits: Bits, token_id: int) -> bool:
+    """Return True if an id is in one set; False for one that does not exist."""
+    word = token_id >> 5
+    return word < len(bits) and bool(bits[word] >> np.uint32(token_id & 31) & 1)
+
+
 def clear(bits: Bits, token_ids: Collection[int]) -> None:
     """Remove ids from one set."""
     for token_id in token_ids:

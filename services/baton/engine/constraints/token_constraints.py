@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from threading import Lock, local
 from weakref import WeakSet, WeakValueDictionary
 
@@ -20,10 +21,12 @@ from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request import Sampling
 from baton.engine.constraints.compiled_grammar import CompiledGrammar, no_token_left
 from baton.engine.constraints.grammar_tokenizer import GrammarTokenizer
-from baton.engine.constraints.mask_tasks import MaskTask, MaskThreads, by_grammar, compute_masks
+from baton.engine.constraints.mask_tasks import MaskTask, MaskThreads, PositionMask, by_grammar, compute_masks
 from baton.engine.constraints.matcher_executor import NO_CLOCKS, MaskClocks, MatcherExecutor
 from baton.engine.constraints.sampling_rules import SamplingRules, check_rules, no_grammar_support
+from baton.engine.constraints.sequence_matchers import SequenceMatchers
 from baton.engine.constraints.token_bits import Bits, bits_of, clear, num_words
+from baton.engine.state.draft_rows import RowRequests
 from baton.engine.state.step import SampleRequest
 
 MAX_CACHED_GRAMMARS = 256
@@ -33,6 +36,8 @@ MAX_GRAMMAR_MEMORY = 256 << 20
 """Memory of all compiled grammars. Above it, the largest are compiled again, because their lexers grow."""
 MAX_UNOWNED_RULES = 16
 """Prepared rules that are kept without a job that holds them."""
+MAX_FORCED_TOKENS = 64
+"""Forced tokens that a step returns for a sequence. A draft is shorter."""
 _GRAMMAR_THREADS = 2
 _CHECK_MEMORY_FROM = 4 << 20
 """Memory of a grammar from which its growth is checked."""
@@ -45,13 +50,16 @@ class TokenMasks:
     rows: the constrained rows that can be drawn, ascending.
     bits: [len(rows), num_words] tokens that each of them may draw; at least one.
     failures: failures of constrained rows, by row.
-    deferred: constrained rows whose masks are not ready. Their tokens are drawn in a later step.
+    deferred: constrained rows whose masks are not ready, or that follow a draft which the grammar forbids.
+        Their tokens are drawn in a later step.
+    forced: tokens that a grammar forces at the last row of a sequence and after it, by row.
     """
 
     rows: tuple[int, ...] = ()
     bits: Bits = field(default_factory=lambda: np.zeros((0, 0), dtype=np.uint32))
     failures: Mapping[int, Failure] = field(default_factory=dict)
     deferred: frozenset[int] = frozenset()
+    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def by_row(self) -> dict[int, Bits]:
         """Return the bits of each row that has them."""
@@ -63,12 +71,21 @@ NO_MASKS = TokenMasks()
 
 @dataclass(frozen=True, slots=True)
 class _ConstrainedRows:
-    """The constrained rows of a step: their rules, tasks of those with a grammar, and failures, by row."""
+    """The constrained rows of a step: their rules, tasks of those with a grammar, and failures, by row.
 
-    rows: Sequence[tuple[int, SampleRequest]]
+    All rows of a sequence with drafts share one task. positions: place of a row among them, by row.
+    """
+
+    rows: RowRequests
     rules: dict[int, SamplingRules] = field(default_factory=dict)
     tasks: dict[int, MaskTask] = field(default_factory=dict)
+    positions: dict[int, int] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
+
+    def mask_of(self, row: int) -> PositionMask | None:
+        """Return what the grammar of a row allows; None without a grammar. Its mask must be computed."""
+        task = self.tasks.get(row)
+        return None if task is None else task.positions[self.positions[row]]
 
 
 class TokenConstraints:
@@ -86,6 +103,7 @@ class TokenConstraints:
         num_threads: int = 1,
         in_threads: bool = True,
         clocks: MaskClocks | None = None,
+        finds_forced: bool = False,
     ) -> None:
         """vocab_size: width of the logits. eos_token_ids: end tokens of the model.
 
@@ -94,6 +112,7 @@ class TokenConstraints:
         num_threads: threads that compute the masks of a step; used with `clocks`.
         in_threads: whether grammars are compiled in threads. False: in the event loop, for simulations.
         clocks: with them, masks are computed in threads, and sequences with slow masks are deferred.
+        finds_forced: whether `masks` returns the tokens that grammars force, as drafts.
         """
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
@@ -102,6 +121,7 @@ class TokenConstraints:
         self._build_tokenizer = tokenizer
         self._tokenizer: GrammarTokenizer | Refused | None = None
         self._in_threads = in_threads
+        self._finds_forced = finds_forced
         self._local = local()
         self._clocks = clocks or NO_CLOCKS
         self._mask_threads = None if clocks is None else MaskThreads(num_threads, clocks, self._new_executor)
@@ -155,16 +175,16 @@ class TokenConstraints:
 
     # -- at every token ------------------------------------------------------------------------------------------------
 
-    def begin(self, rows: Sequence[tuple[int, SampleRequest]]) -> None:
+    def begin(self, rows: RowRequests) -> None:
         """Begin to compute the masks of a step, which `masks` returns later. Only threads begin anything."""
         if self._mask_threads is not None:
             self._begun = self._constrained(rows)
-            self._mask_threads.start(self._begun.tasks.values())
+            self._mask_threads.start(dict.fromkeys(self._begun.tasks.values()))
 
-    def masks(self, rows: Sequence[tuple[int, SampleRequest]]) -> TokenMasks:
+    def masks(self, rows: RowRequests) -> TokenMasks:
         """Return the masks of the constrained rows of a step.
 
-        rows: (seq_id, request) of each row, as in `begin`. `history` of a request must be complete.
+        rows: as in `begin`. `history` of a request must be complete.
         """
         step, self._begun = self._begun, None
         if step is None or step.rows is not rows:
@@ -173,36 +193,41 @@ class TokenConstraints:
         self._in_last_step = {id(own.sampling): own for own in rules.values()}
         if not rules:
             return TokenMasks(failures=failures) if failures else NO_MASKS
-        self._run(tasks.values())
+        self._run(dict.fromkeys(tasks.values()))
         deferred = set()
         for row, task in tasks.items():
-            if not task.is_done:
-                deferred.add(row)
-                continue
-            rules[row].pending.pop(task.seq_id, None)
-            if task.failure is not None:
+            position = step.positions[row]
+            if task.is_done:
+                rules[row].pending.pop(task.seq_id, None)
+            if task.failure is not None and not position:
                 failures[row] = task.failure
+            elif not task.is_done or position >= task.num_positions(_drafts_before(rows, row, position)):
+                deferred.add(row)
         found = [row for row in rules if row not in failures and row not in deferred]
-        bits = self._allowed_by_grammars([tasks.get(row) for row in found], [rules[row] for row in found])
+        bits = self._allowed_by_grammars([step.mask_of(row) for row in found], [rules[row] for row in found])
         for place, row in enumerate(found):
             if rules[row].have_token_lists or rows[row][1].banned_token_ids:
                 self._apply_other_rules(bits[place], rows[row][1], rules[row])
         drawable = bits.any(axis=1)
         for index in np.flatnonzero(~drawable):
             row = found[index]
-            failures[row] = no_token_left(_no_token_message(rows[row][1], tasks.get(row)))
+            failures[row] = no_token_left(_no_token_message(rows[row][1], step.mask_of(row)))
         return TokenMasks(
             rows=tuple(row for row in found if row not in failures),
             bits=bits if drawable.all() else bits[drawable],
             failures=failures,
             deferred=frozenset(deferred),
+            forced={row: forced for row, task in tasks.items() if (forced := self._forced(rows[row][1], task))},
         )
 
     # -- internal ------------------------------------------------------------------------------------------------------
 
-    def _constrained(self, rows: Sequence[tuple[int, SampleRequest]]) -> _ConstrainedRows:
+    def _constrained(self, rows: RowRequests) -> _ConstrainedRows:
         step = _ConstrainedRows(rows)
+        position, continues = 0, False
         for row, (seq_id, request) in enumerate(rows):
+            position = position + 1 if continues else 0
+            continues = bool(request.drafts)
             if request.sampling.is_constrained:
                 try:
                     rules = step.rules[row] = self._rules_of(request.sampling)
@@ -210,8 +235,23 @@ class TokenConstraints:
                     step.failures[row] = refused.failure
                     continue
                 if rules.matchers is not None:
-                    step.tasks[row] = rules.task(rules.matchers, seq_id, _outputs_of(request))
+                    step.positions[row] = position
+                    step.tasks[row] = (
+                        step.tasks[row - 1] if position else self._task(rules, rules.matchers, seq_id, request)
+                    )
         return step
+
+    def _task(self, rules: SamplingRules, matchers: SequenceMatchers, seq_id: int, request: SampleRequest) -> MaskTask:
+        drafts = token_ids(request.drafts)
+        return rules.task(matchers, seq_id, _outputs_of(request), drafts, finds_forced=self._finds_forced)
+
+    def _forced(self, request: SampleRequest, task: MaskTask) -> tuple[int, ...]:
+        """Return the forced tokens at the row of `request`, if they were found there."""
+        num_outputs = request.position - request.num_prompt_tokens
+        if num_outputs != len(task.outputs) + len(task.drafts):
+            return ()
+        known = takewhile(lambda token_id: token_id < self._vocab_size, task.forced)
+        return tuple(islice(known, MAX_FORCED_TOKENS))
 
     def _run(self, tasks: Collection[MaskTask]) -> None:
         """Compute masks. With threads, tasks that take too long are not done afterwards."""
@@ -304,19 +344,18 @@ class TokenConstraints:
                 self._unowned.popitem(last=False)
         return rules
 
-    def _allowed_by_grammars(self, tasks: Sequence[MaskTask | None], rules: Sequence[SamplingRules]) -> Bits:
-        """Return what each grammar allows next, [len(tasks), num_words]; all tokens without a grammar."""
+    def _allowed_by_grammars(self, masks: Sequence[PositionMask | None], rules: Sequence[SamplingRules]) -> Bits:
+        """Return what each grammar allows next, [len(masks), num_words]; all tokens without a grammar."""
         words = num_words(self._vocab_size)
-        bits = np.empty((len(tasks), words), dtype=np.uint32)
-        matchers = [None if task is None else task.matcher for task in tasks]
-        for row, matcher in zip(bits, matchers, strict=True):
-            if matcher is not None and matcher.mask is not None:
-                row[:] = matcher.mask[:words]
+        bits = np.empty((len(masks), words), dtype=np.uint32)
+        for row, position in zip(bits, masks, strict=True):
+            if position is not None:
+                row[:] = position.mask[:words]
         bits &= self._inside
-        for index, matcher in enumerate(matchers):
-            if matcher is None:
+        for index, position in enumerate(masks):
+            if position is None:
                 bits[index] = self._all
-            elif matcher.is_accepting:
+            elif position.is_accepting:
                 for token_id in rules[index].end_token_ids:
                     bits[index, token_id >> 5] |= np.uint32(1 << (token_id & 31))
         return bits
@@ -339,9 +378,14 @@ def _bytes_of(grammars: Iterable[CompiledGrammar]) -> int:
     return sum(compiled.num_bytes for compiled in grammars)
 
 
-def _no_token_message(request: SampleRequest, task: MaskTask | None) -> str:
+def _drafts_before(rows: RowRequests, row: int, position: int) -> TokenIds:
+    """Return the drafts before a row that is at this place among those of its sequence."""
+    return token_ids(rows[row - position][1].drafts[:position])
+
+
+def _no_token_message(request: SampleRequest, mask: PositionMask | None) -> str:
     where = f"no token is left at position {request.position - request.num_prompt_tokens} of the response"
-    if task is not None and task.matcher is not None and task.matcher.is_accepting:
+    if mask is not None and mask.is_accepting:
         return (
             f"{where}: its grammar is complete, and ignore_eos, min_tokens, allowed_token_ids or bad_words forbid "
             "the end; relax them"

@@ -16,6 +16,7 @@ from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import TokenLogprobs
 from baton.engine.constraints.token_bits import Bits, ids_of
 from baton.engine.constraints.token_constraints import TokenConstraints
+from baton.engine.executors.row_drawing import draw_rows, mask_rows, sampled_rows
 from baton.engine.kv_cache.checksum import START, KvCorrupted, extend, slots_of, token_after, wrong_slot
 from baton.engine.scheduling.async_scheduling import LastResult
 from baton.engine.scheduling.step_queue import StepQueue
@@ -73,8 +74,8 @@ class EmulatedExecutor:
         self._last = LastResult()
         self._late_s = 0.0
         self._sampled: dict[int, tuple[int, int]] = {}
-        """(KV entries, checksum of the last one) of each sequence that sampled in the preceding step, by
-        seq_id."""
+        """(final KV entries, checksum of the last one) of each sequence that sampled in the preceding step,
+        by seq_id."""
 
     @property
     def layout(self) -> KvLayout:
@@ -113,27 +114,24 @@ class EmulatedExecutor:
             self._kv[destination] = self._kv[source]
         for sequence in plan.sequences:
             self._write(sequence)
-        sampling = [(sequence, sequence.sample) for sequence in plan.sequences if sequence.sample is not None]
+        rows = sampled_rows(plan)
         continued: list[tuple[StepSequence, TokenIds]] = []
-        for sequence, sample in sampling:
-            if self._continues(sequence):
-                continued.append((sequence, sample.history))
+        for one in rows:
+            history = one.requests[-1].tokens_before
+            if self._continues(one.sequence):
+                continued.append((one.sequence, history))
             else:
-                self._verify_all(sequence, sample.history)
+                self._verify_all(one.sequence, history)
         self._verify_one_block_each(continued, plan.step_id)
-        last = {sequence.seq_id: self._slot(sequence, sequence.context_len - 1) for sequence, _ in sampling}
-        self._sampled = {sequence.seq_id: (sequence.context_len, last[sequence.seq_id]) for sequence, _ in sampling}
-        masks = self._constraints.masks([(sequence.seq_id, sample) for sequence, sample in sampling])
-        allowed = masks.by_row()
+        drawn = draw_rows(rows, self._constraints.masks(mask_rows(rows)), self._draw)
+        ends = [(one.sequence, one.final_context_len(drawn.samples.get(one.sequence.seq_id, ()))) for one in rows]
+        self._sampled = {one.seq_id: (end, self._slot(one, end - 1)) for one, end in ends if end}
         return StepResult(
             step_id=plan.step_id,
-            samples={
-                s.seq_id: self._draw(last[s.seq_id], sample, allowed.get(row))
-                for row, (s, sample) in enumerate(sampling)
-                if row not in masks.failures
-            },
-            failures={sampling[row][0].seq_id: failure for row, failure in masks.failures.items()},
+            samples=drawn.samples,
+            failures=drawn.failures,
             prompt_logprobs={s.seq_id: certain_prompt(s.prompt) for s in plan.sequences if s.prompt is not None},
+            forced=drawn.forced,
         )
 
     def _write(self, sequence: StepSequence) -> None:
@@ -178,7 +176,8 @@ class EmulatedExecutor:
             sequence, _, begin = chosen[wrong[0]]
             raise _corrupted(sequence, begin + wrong[1])
 
-    def _draw(self, last: int, sample: SampleRequest, allowed: Bits | None) -> tuple[SampledToken, ...]:
+    def _draw(self, sequence: StepSequence, sample: SampleRequest, allowed: Bits | None) -> tuple[SampledToken, ...]:
+        last = self._slot(sequence, sample.position - sequence.position_begin + sequence.kv_begin - 1)
         logprobs = None if sample.sampling.num_logprobs is None else TokenLogprobs(logprob=0.0)
         choices = None if allowed is None else ids_of(allowed)
         return tuple(

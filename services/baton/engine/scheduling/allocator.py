@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+from baton.core.kv.block_hash import num_blocks_for
 from baton.core.state_machines import SequenceState
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.scheduling.batcher import admission_order, decode_order, preemption_victim
@@ -78,6 +79,25 @@ class BlockAllocator:
                 budget -= num_scheduled_tokens
                 prompt_rows -= num_scheduled_tokens if seq.reports_prompt else 0
         return scheduled
+
+    def allocate_for_drafts(self, seq: EngineSequence, num_drafts: int) -> int:
+        """Allocate the blocks of `num_drafts` draft tokens after the next token of a decoding sequence.
+
+        Drafts preempt nothing, and leave one block for each running sequence that may need one soon. Returns
+        how many of them have a slot now.
+        """
+        size = self._config.block_size_tokens
+        num_slots = len(seq.block_table) * size - seq.num_computed_tokens - 1
+        missing = num_blocks_for(max(0, num_drafts - num_slots), size)
+        if missing and missing + sum(s.num_slots for s in self._sequences.admitted()) <= self._pool.num_allocatable:
+            new = self._pool.allocate(missing) or []
+            seq.block_table += new
+            num_slots += len(new) * size
+        return min(num_drafts, num_slots)
+
+    def release_unused(self, seq: EngineSequence) -> None:
+        """Release the blocks of rejected drafts. No step that uses them may be in flight."""
+        self._pool.unref(seq.drop_last_blocks(num_blocks_needed(seq, self._config.block_size_tokens)))
 
     def release_copies(self) -> None:
         """Release the sources of block copies after the step that made them."""

@@ -2,9 +2,9 @@
 host.
 
 Only decodes are planned ahead, one token per sequence. Everything else (prefill, forks of samples,
-preemption) waits for the result of the current step. A sequence that turns out to have ended was scheduled
-for one step too many. The result of that step is ignored for it, and the pool's fence keeps its blocks from
-being reallocated until the step has ended.
+preemption, drafts) waits for the result of the current step. A sequence that turns out to have ended was
+scheduled for one step too many. The result of that step is ignored for it, and the pool's fence keeps its
+blocks from being reallocated until the step has ended.
 """
 
 from collections.abc import Iterable
@@ -44,8 +44,8 @@ def plan_next_decode(
         seq = sequences.running.get(part.seq_id)
         if seq is None:  # it has ended in the meantime
             continue
-        if part.sample is None or len(seq.sample_indices) > 1:
-            return []
+        if part.sample is None or len(seq.sample_indices) > 1 or part.num_drafts:
+            return []  # with drafts, the number of its new tokens is unknown
         if not seq.request.prefill_only and not reaches_max_length(
             seq.request, len(seq.token_ids) + 1, config.max_model_len
         ):

@@ -49,6 +49,7 @@ class SequenceOutput:
         only if that token ends the response.
     num_cached_tokens: prompt tokens that were found in the cache at the first admission.
     prompt_logprobs: see `TokenDelta`.
+    num_draft_tokens: draft tokens that the step has verified. Then all of `tokens` but the last were drafts.
     """
 
     seq_id: int
@@ -59,6 +60,7 @@ class SequenceOutput:
     failure: Failure | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
+    num_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,7 @@ class EngineCounters:
         counted.
     mean_output_tokens: moving average of the response length, over all attempts of a request; 0 before the
         first sample has ended. `prefill_only` sequences are not counted.
+    draft_tokens: draft tokens that steps have verified. accepted_draft_tokens: those that became output.
     """
 
     steps: int = 0
@@ -102,6 +105,8 @@ class EngineCounters:
     block_copies: int = 0
     ended_samples: int = 0
     mean_output_tokens: float = 0.0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     def sample_ended(self, num_output_tokens: int) -> None:
         """Count an ended sample: the plain mean of the first samples, then an exponential moving average."""

@@ -196,6 +196,14 @@ class EngineSequence:
         self.num_cached_blocks = self.num_hashed_blocks = self.num_computed_tokens = 0
         return blocks
 
+    def drop_last_blocks(self, num_kept: int) -> list[int]:
+        """Drop all blocks but the first `num_kept`. Returns them; the caller must release them."""
+        dropped = self.block_table[num_kept:]
+        if dropped:
+            del self.block_table[num_kept:]
+            self._table = ()  # it may grow again to the same length
+        return dropped
+
     def hash_of_block(self, index: int, block_size_tokens: int) -> BlockHash:
         """Return the chained hash of full block `index`.
 
@@ -257,6 +265,11 @@ def finish_reason(
 def reaches_max_length(request: SequenceRequest, num_tokens: int, max_model_len: int) -> bool:
     """Return True if a sample with `num_tokens` prompt and output tokens ends, whatever its last token is."""
     return num_tokens - request.num_prompt_tokens >= request.sampling.max_tokens or num_tokens >= max_model_len
+
+
+def max_new_tokens(seq: EngineSequence, max_model_len: int) -> int:
+    """Return how many more tokens a sequence can get before it `reaches_max_length`, at least one."""
+    return min(seq.request.sampling.max_tokens - seq.num_output_tokens, max_model_len - len(seq.token_ids))
 
 
 def num_blocks_needed(seq: EngineSequence, block_size_tokens: int) -> int:

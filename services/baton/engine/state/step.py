@@ -15,11 +15,16 @@ from baton.core.request import PromptLogprobs, Sampling, TokenLogprobs
 class SampleRequest:
     """Draws one token for each of `sample_indices` from the logits of the sequence's last scheduled token.
 
+    With `drafts` it draws tokens of one sample at several positions (`engine.state.draft_rows`).
+
     position: position of the token to draw, counted from the first prompt token. Together with the seed and
         the sample index it selects the random noise.
-    history: prompt and output tokens so far, for penalties. Shared with the engine: read-only.
+    history: at least the `position` tokens before it, prompt and output. Shared with the engine, which may
+        have appended to it: read `tokens_before`.
     num_prompt_tokens: how many of `history` are the prompt.
     banned_token_ids: end tokens that are not allowed because `min_tokens` is not reached.
+    drafts: guesses of the tokens at `position` and after it. They are the last of the scheduled tokens, and
+        none of them ends the response.
     """
 
     sampling: Sampling
@@ -28,6 +33,12 @@ class SampleRequest:
     history: TokenIds
     num_prompt_tokens: int
     banned_token_ids: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def tokens_before(self) -> TokenIds:
+        """The tokens before `position`, read-only."""
+        return self.history if len(self.history) == self.position else self.history[: self.position]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +71,7 @@ class StepSequence:
     """The part of a step that belongs to one sequence.
 
     seq_id: `EngineSequence.key`.
-    token_ids: [num_scheduled_tokens] tokens to compute.
+    token_ids: [num_scheduled_tokens] tokens to compute; the last ones are the drafts of `sample`.
     position_begin: position of the first token.
     kv_begin: index in the sequence's KV at which the first token is written. Index i is in block
         `block_table[i // block_size_tokens]`. A token attends to all indices up to its own, within the window
@@ -79,12 +90,17 @@ class StepSequence:
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Number of tokens to compute."""
+        """Number of tokens to compute, drafts included."""
         return len(self.token_ids)
 
     @property
+    def num_drafts(self) -> int:
+        """Number of draft tokens among them."""
+        return 0 if self.sample is None else len(self.sample.drafts)
+
+    @property
     def context_len(self) -> int:
-        """KV entries that exist after this step."""
+        """KV entries that exist after this step, those of drafts included."""
         return self.kv_begin + len(self.token_ids)
 
 
@@ -129,12 +145,16 @@ class SampledToken:
 class StepResult:
     """The result of one step.
 
-    samples: `StepSequence.seq_id` -> one new token per sample index, for each sequence with a `sample`.
+    samples: `StepSequence.seq_id` -> new tokens, for each sequence with a `sample`: one per sample index, or,
+        with drafts, one to `num_drafts + 1` successive tokens of its one sample. All but the last of these
+        equal its drafts, and the KV of drafts that are not among them is meaningless.
     failures: `StepSequence.seq_id` -> failure of a sequence whose logits or request were invalid. It has no
         samples. The results of the other sequences are valid.
     deferred: sequences that draw their tokens in a later step, because their masks are not ready. Their KV is
         written, except in a step that was planned ahead. Their last token must be scheduled again.
     prompt_logprobs: `StepSequence.seq_id` -> logprobs of the targets of its `prompt`.
+    forced: `StepSequence.seq_id` -> tokens with which a grammar makes its response continue after `samples`,
+        as the tokenizer would write them. The model may write the same text with other tokens.
     """
 
     step_id: int
@@ -142,6 +162,7 @@ class StepResult:
     failures: Mapping[int, Failure] = field(default_factory=dict)
     deferred: frozenset[int] = frozenset()
     prompt_logprobs: Mapping[int, PromptLogprobs] = field(default_factory=dict)
+    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class DeviceFault(BatonError):

@@ -71,7 +71,7 @@ def processed_logits(logits: np.ndarray, request: SampleRequest) -> np.ndarray:
         ids, biases = zip(*sampling.logit_bias, strict=True)
         np.add.at(processed, np.array(ids, dtype=np.int64), np.array(biases, dtype=np.float64))
     if sampling.has_penalties:
-        history = np.array(request.history, dtype=np.int64)
+        history = np.array(request.tokens_before, dtype=np.int64)
         if sampling.repetition_penalty != 1.0:
             seen = np.unique(history)
             values = processed[seen]

@@ -32,8 +32,8 @@ def unknown_token_id(request: SampleRequest, vocab_size: int) -> int | None:
     if not (request.banned_token_ids or sampling.logit_bias or sampling.has_penalties):
         return None
     named = [*request.banned_token_ids, *(token_id for token_id, _ in sampling.logit_bias)]
-    if sampling.has_penalties and len(request.history):
-        named.append(int(np.array(request.history).max()))
+    if sampling.has_penalties and len(request.tokens_before):
+        named.append(int(np.array(request.tokens_before).max()))
     return next((token_id for token_id in named if not 0 <= token_id < vocab_size), None)
 
 
@@ -66,7 +66,7 @@ def _repeated(request: SampleRequest) -> _Column | None:
     penalty = request.sampling.repetition_penalty
     if penalty == 1.0:
         return None
-    seen = np.unique(np.array(request.history, dtype=np.int64))
+    seen = np.unique(np.array(request.tokens_before, dtype=np.int64))
     return seen, np.full(len(seen), penalty)
 
 
@@ -75,7 +75,7 @@ def _outputs(request: SampleRequest) -> _Column | None:
     if sampling.presence_penalty == 0.0 and sampling.frequency_penalty == 0.0:
         return None
     outputs, counts = np.unique(
-        np.array(request.history, dtype=np.int64)[request.num_prompt_tokens :], return_counts=True
+        np.array(request.tokens_before, dtype=np.int64)[request.num_prompt_tokens :], return_counts=True
     )
     return outputs, sampling.presence_penalty + sampling.frequency_penalty * counts
 

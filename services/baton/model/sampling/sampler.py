@@ -22,14 +22,13 @@ from baton.core.request import TokenLogprobs
 from baton.engine.constraints.compiled_grammar import no_token_left
 from baton.engine.constraints.token_bits import Bits
 from baton.engine.constraints.token_constraints import NO_MASKS, TokenMasks
+from baton.engine.state.draft_rows import RowRequests
 from baton.engine.state.step import SampledToken, SampleRequest
 from baton.model.device.async_copy import download, upload
 from baton.model.sampling import device_sampler, host_sampler
 from baton.model.sampling.best_tokens import FindBest, find_best
 from baton.model.sampling.logits_processors import unknown_token_id
 
-RowRequests = Sequence[tuple[int, SampleRequest]]
-"""(seq_id, request) of each row of the logits."""
 _NO_ROWS = np.empty(0, dtype=np.intp)
 Draw = Callable[[torch.Tensor, Sequence[SampleRequest], Mapping[int, Bits]], device_sampler.DrawnTokens]
 """Draws the tokens of requests from their float32 logits, [len(requests), vocab_size], and from the tokens
@@ -38,7 +37,7 @@ that constrained requests may draw, by row."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledStep:
-    """Sampled tokens by sequence.
+    """Sampled tokens by sequence: of one with drafts, those up to the first that is not its draft.
 
     A sequence with faulty logits or an invalid request is in `failures` instead, and one whose mask was not
     ready in `deferred`.
@@ -92,22 +91,36 @@ class PendingSamples:
         logprobs = self._logprobs_of_draws()
         failures: dict[int, Failure] = {}
         samples: dict[int, tuple[SampledToken, ...]] = {}
+        deferred: set[int] = set()
+        continues, counts = False, True
         for row, (seq_id, request) in enumerate(self.row_requests):
-            if not are_finite[row]:
-                failures[seq_id] = numerical_error("NaN or infinite logits")
-            elif row in self.refused:
-                failures[seq_id] = self.refused[row]
-            elif row in self.deferred:
-                continue
-            elif not have_choice[row]:
-                failures[seq_id] = no_token_left("logit_bias and min_tokens leave no token; relax one of them")
-            else:
-                samples[seq_id] = tuple(
+            is_first, continues = not continues, bool(request.drafts)
+            if not (is_first or counts):
+                continue  # a draft before it is wrong, or its token could not be drawn
+            failure = self._failure(row, is_finite=are_finite[row], has_choice=have_choice[row])
+            counts = failure is None and row not in self.deferred
+            if counts:
+                tokens = tuple(
                     SampledToken(sample_index=index, token_id=found[draw], logprobs=logprobs.get(draw))
                     for index, draw in zip(request.sample_indices, self.draws_of_row[row], strict=True)
                 )
-        deferred = {self.row_requests[row][0] for row in self.deferred} - failures.keys()
+                samples[seq_id] = tokens if is_first else samples[seq_id] + tokens
+                counts = continues and tokens[0].token_id == request.drafts[0]
+            elif is_first and failure is not None:  # after a draft, the next step finds the failure
+                failures[seq_id] = failure
+            elif is_first:
+                deferred.add(seq_id)
         return SampledStep(samples=samples, failures=failures, deferred=frozenset(deferred))
+
+    def _failure(self, row: int, *, is_finite: bool, has_choice: bool) -> Failure | None:
+        """Return why no token can be drawn for a row. None if it can, or if its mask is not ready."""
+        if not is_finite:
+            return numerical_error("NaN or infinite logits")
+        if row in self.refused:
+            return self.refused[row]
+        if row not in self.deferred and not has_choice:
+            return no_token_left("logit_bias and min_tokens leave no token; relax one of them")
+        return None
 
     def _logprobs_of_draws(self) -> dict[int, TokenLogprobs]:
         if self.logprobs is None:
@@ -189,14 +202,22 @@ def _greedy_rows(row_requests: RowRequests, masks: TokenMasks) -> tuple[npt.NDAr
 def _draw_on_host(
     logits: torch.Tensor, requests: Sequence[SampleRequest], allowed: Mapping[int, Bits]
 ) -> device_sampler.DrawnTokens:
-    drawn = [
-        host_sampler.draw(logits_row, request, allowed.get(row))
-        for row, (logits_row, request) in enumerate(zip(logits.numpy(), requests, strict=True))
-    ]
+    drawn: list[tuple[int, ...] | None] = []
+    for row, (logits_row, request) in enumerate(zip(logits.numpy(), requests, strict=True)):
+        if row and _follows_wrong_draft(requests[row - 1], drawn[-1], request):
+            drawn.append((0,))  # not drawn: it will not count
+        else:
+            drawn.append(host_sampler.draw(logits_row, request, allowed.get(row)))
     found = [ids or (0,) * len(request.sample_indices) for ids, request in zip(drawn, requests, strict=True)]
     return device_sampler.DrawnTokens(
         torch.tensor(list(chain.from_iterable(found))), torch.tensor([ids is not None for ids in drawn])
     )
+
+
+def _follows_wrong_draft(before: SampleRequest, drawn: tuple[int, ...] | None, request: SampleRequest) -> bool:
+    """Return True if `request` is of the row after `before`, whose token is not the draft."""
+    continues = bool(before.drafts) and before.history is request.history and before.position + 1 == request.position
+    return continues and drawn != before.drafts[:1]
 
 
 def numerical_error(what: str) -> Failure:

@@ -30,12 +30,17 @@ class PreparedSequence:
     sample: SampleRequest | None
     prompt: PromptRequest | None = None
 
+    @property
+    def num_sample_rows(self) -> int:
+        """Number of rows that sample: that of its last token and those of drafts."""
+        return 0 if self.sample is None else 1 + len(self.sample.drafts)
+
     def logit_rows(self, begin: int) -> np.ndarray:
         """Return the rows of its logits, if its tokens begin at row `begin`: those of prompt targets, then
-        the one that samples."""
+        those that sample."""
         num_targets = 0 if self.prompt is None else len(self.prompt.targets)
-        last = [] if self.sample is None else [begin + self.token_ids.size - 1]
-        return np.array([*range(begin, begin + num_targets), *last], dtype=np.int64)
+        end = begin + self.token_ids.size
+        return np.array([*range(begin, begin + num_targets), *range(end - self.num_sample_rows, end)], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +110,8 @@ def prepare_sequence(
             f"{len(sequence.prompt.targets)} prompt targets for {token_ids.size} tokens, at most id "
             f"{max(sequence.prompt.targets)}; there must be no more than tokens, with ids below {vocab_size}"
         )
+    if sequence.num_drafts >= token_ids.size:
+        raise ValueError(f"{sequence.num_drafts} drafts among {token_ids.size} tokens; there must be another token")
     if token_ids.max() >= vocab_size:
         raise ValueError(f"token id {token_ids.max()} is outside the vocabulary of {vocab_size} tokens")
     num_blocks = -(-sequence.context_len // block_size_tokens)
@@ -144,7 +151,7 @@ def pack(parts: Sequence[PreparedSequence], cache: KvCache, masks: CausalMasks, 
 
 
 def _logit_rows(parts: Sequence[PreparedSequence], begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    if all(part.prompt is None for part in parts):
+    if all(part.prompt is None and part.num_sample_rows <= 1 for part in parts):
         rows: np.ndarray = ends[[part.sample is not None for part in parts]] - 1
         return rows
     return np.concatenate([part.logit_rows(begin) for part, begin in zip(parts, begins.tolist(), strict=True)])

@@ -5,7 +5,7 @@ The two halves are separate so that the device can be given the next step before
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,8 @@ import torch
 from baton.core.errors import Code, Failure, Reason
 from baton.engine.constraints.matcher_executor import MaskClocks
 from baton.engine.constraints.token_constraints import TokenConstraints
-from baton.engine.state.step import StepPlan, StepResult, StepSequence
+from baton.engine.state.draft_rows import forced_after, row_requests
+from baton.engine.state.step import SampledToken, StepPlan, StepResult, StepSequence
 from baton.model.attention.attention_inputs import CausalMasks
 from baton.model.attention.paged_attention import PagedKernel
 from baton.model.device.async_copy import DeviceEvent, download, record_event, upload
@@ -38,6 +39,7 @@ class LaunchedStep:
     failures: the sequences that could not be put into the batch, by `seq_id`.
     draws: the tokens being sampled; None if the batch is empty.
     prompt: the logprobs of prompt tokens; None if no sequence reports them.
+    forced: forced tokens at the last row of sequences, by `seq_id`, see `TokenMasks`.
     finite: bool [num_tokens], see `ForwardOutput`; on the host, valid once `done` is complete.
     done: complete when the device has computed the step.
     """
@@ -49,6 +51,7 @@ class LaunchedStep:
     finite: torch.Tensor
     done: DeviceEvent
     prompt: PendingPromptLogprobs | None = None
+    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def result(self) -> StepResult:
         """Wait for the device and return the step's result. Raises torch.AcceleratorError if the device
@@ -59,14 +62,25 @@ class LaunchedStep:
             return StepResult(step_id=self.step_id, samples={}, failures=failures)
         sampled = self.draws.result()
         failures.update(sampled.failures)
+        num_valid = self._num_valid_tokens()
         failures.update(
-            (seq_id, numerical_error("NaN or infinite KV or hidden states")) for seq_id in self._non_finite_seq_ids()
+            (seq_id, numerical_error("NaN or infinite KV or hidden states"))
+            for seq_id, number in num_valid.items()
+            if not number
         )
-        samples = {seq_id: tokens for seq_id, tokens in sampled.samples.items() if seq_id not in failures}
+        samples = {
+            seq_id: tokens[: num_valid.get(seq_id)]
+            for seq_id, tokens in sampled.samples.items()
+            if seq_id not in failures
+        }
         deferred = frozenset(seq_id for seq_id in sampled.deferred if seq_id not in failures)
-        prompt = {} if self.prompt is None else self.prompt.result()
         return StepResult(
-            step_id=self.step_id, samples=samples, failures=failures, deferred=deferred, prompt_logprobs=prompt
+            step_id=self.step_id,
+            samples=samples,
+            failures=failures,
+            deferred=deferred,
+            prompt_logprobs={} if self.prompt is None else self.prompt.result(),
+            forced=self._forced_after(samples),
         )
 
     @cached_property
@@ -89,17 +103,34 @@ class LaunchedStep:
         index = np.array([self.first_draw[sequence.seq_id] for sequence in sequences], dtype=np.int64)
         return token_ids[upload(index, token_ids.device)]
 
-    def _non_finite_seq_ids(self) -> list[int]:
-        """Return the sequences of which at least one token is not finite."""
+    def _num_valid_tokens(self) -> dict[int, int]:
+        """Return how many drawn tokens are valid, of each sequence of which a token is not finite, by
+        `seq_id`.
+
+        0 unless only drafts are not finite: then the tokens that were drawn before the first of these.
+        """
         finite = self.finite.numpy()
         if finite.all():
-            return []
-        ends = np.cumsum([sequence.token_ids.size for sequence in self.sequences])
-        return [
-            sequence.seq_id
-            for sequence, end in zip(self.sequences, ends, strict=True)
-            if not finite[end - sequence.token_ids.size : end].all()
-        ]
+            return {}
+        found: dict[int, int] = {}
+        end = 0
+        for sequence in self.sequences:
+            begin, end = end, end + sequence.token_ids.size
+            if not finite[begin:end].all():
+                num_tokens = int(np.argmin(finite[begin:end]))
+                found[sequence.seq_id] = max(0, num_tokens - (end - begin - sequence.num_sample_rows))
+        return found
+
+    def _forced_after(self, samples: Mapping[int, tuple[SampledToken, ...]]) -> dict[int, tuple[int, ...]]:
+        """Return the tokens that grammars force after these, by `seq_id`."""
+        if not self.forced:
+            return {}
+        drafts = {one.seq_id: one.sample.drafts for one in self.sequences if one.sample is not None}
+        return {
+            seq_id: forced_after(drafts[seq_id], samples[seq_id], forced)
+            for seq_id, forced in self.forced.items()
+            if seq_id in samples
+        }
 
 
 class StepLauncher:
@@ -159,16 +190,19 @@ class StepLauncher:
             part for part in plan.sequences if after is None or part.seq_id in after.first_draw
         )
         draws, prompt, finite = None, None, torch.ones(0, dtype=torch.bool)
+        forced: dict[int, tuple[int, ...]] = {}
         if sequences:
             sampling = [sequence for sequence in sequences if sequence.sample is not None]
-            rows = [(one.seq_id, one.sample) for one in sampling if one.sample is not None]
+            rows = row_requests((one.seq_id, one.sample) for one in sampling if one.sample is not None)
             self._constraints.begin(rows)  # masks are computed while the forward pass runs
             step = pack(sequences, self._cache, self._masks, self._kernel)
             output = self._forward(step if after is None else replace(step, token_ids=after.last_tokens_of(sequences)))
             finite = download(output.finite)
             logits, prompt = _prompt_apart(output.logits, sequences)
             logits = self._with_failpoints(logits, sampling) if self._failpoints.is_armed else logits
-            draws = sample(logits, rows, masks=self._constraints.masks(rows), find_best=self._find_best)
+            masks = self._constraints.masks(rows)
+            draws = sample(logits, rows, masks=masks, find_best=self._find_best)
+            forced = {rows[row][0]: tokens for row, tokens in masks.forced.items()}
         return LaunchedStep(
             step_id=plan.step_id,
             sequences=sequences,
@@ -177,6 +211,7 @@ class StepLauncher:
             prompt=prompt,
             finite=finite,
             done=self._record_event(self._cache.device),
+            forced=forced,
         )
 
     def _prepared(self, parts: Iterable[StepSequence]) -> tuple[list[PreparedSequence], dict[int, Failure]]:
@@ -186,7 +221,7 @@ class StepLauncher:
         for part in parts:
             try:
                 if self._failpoints.is_armed:
-                    for token in dict.fromkeys(part.token_ids):
+                    for token in dict.fromkeys(part.token_ids[: part.num_scheduled_tokens - part.num_drafts]):
                         self._failpoints.hit("sequence_step", seq=part.seq_id, token=token)
                 sequences.append(prepare_sequence(part, self._tables, self._cache.block_size_tokens, self._vocab_size))
             except Exception as error:
@@ -198,9 +233,10 @@ class StepLauncher:
     def _with_failpoints(self, logits: torch.Tensor, sampling: Sequence[PreparedSequence]) -> torch.Tensor:
         """Set a sequence's logits to NaN if failpoint `logits` raises for it, so that the real check finds
         them."""
-        for row, sequence in enumerate(sampling):
+        tokens = ((one.seq_id, token) for one in sampling for token in one.token_ids[-one.num_sample_rows :].tolist())
+        for row, (seq_id, token) in enumerate(tokens):
             try:
-                self._failpoints.hit("logits", seq=sequence.seq_id, token=int(sequence.token_ids[-1]))
+                self._failpoints.hit("logits", seq=seq_id, token=token)
             except FailpointError:
                 logits[row] = float("nan")
         return logits
@@ -215,7 +251,7 @@ def _prompt_apart(
         return logits, None
     is_target = np.concatenate(
         [
-            [True] * (0 if one.prompt is None else len(one.prompt.targets)) + [False] * (one.sample is not None)
+            [True] * (0 if one.prompt is None else len(one.prompt.targets)) + [False] * one.num_sample_rows
             for one in sequences
         ]
     ).astype(bool)

@@ -8,7 +8,7 @@ from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.config_base import Config, config, setting
 from baton.runtime.config.durations import parse_durations
 
-_COST_TERMS = ("step", "prefill_token", "prefill_attended", "decode_seq", "decode_context")
+_COST_TERMS = ("step", "prefill_token", "prefill_attended", "decode_seq", "decode_context", "draft_token")
 
 
 @config
@@ -27,8 +27,8 @@ class ComputeSettings(Config):
         "step=8ms, prefill_token=60us, prefill_attended=2ns, decode_seq=50us, decode_context=60ns",
         help="step duration of --device emulated, as a sum of costs: per step, per prefill token, per (query, "
         "context) pair that prefill "
-        "attends, per decoding sequence and per token of its context; the default is about an 8B model on a GPU with "
-        "2 TB/s and 250 TFLOP/s",
+        "attends, per decoding sequence, per token of its context and per draft token (draft_token; if it is not "
+        "given, as much as a decoding sequence); the default is about an 8B model on a GPU with 2 TB/s and 250 TFLOP/s",
         aliases=("paced_costs",),
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
@@ -38,6 +38,12 @@ class ComputeSettings(Config):
         "auto",
         help="CPU kernels; auto uses Baton's own, compiled at the first start, if there is a C++ compiler; torch uses "
         "PyTorch only",
+    )
+    speculate: Literal["auto", "ngram", "off"] = setting(
+        "auto",
+        help="draft tokens that a decode step verifies together, which never changes an answer; auto drafts from the "
+        "prompt and answer, from recent answers of the same tenant and from grammars, where measured step costs say "
+        "that it pays; ngram drafts only from the prompt and answer, even if no costs are known; off drafts nothing",
     )
     kv_memory: int | None = setting(
         None,
@@ -183,7 +189,8 @@ def port_range(text: str) -> tuple[int, int]:
 def parse_step_costs(text: str) -> StepCostModel:
     """Parse the text form of a step cost model, such as `step=8ms,prefill_token=60us`.
 
-    Terms may be in any order; a missing term costs nothing. Raises ValueError naming the wrong term.
+    Terms may be in any order. A missing term costs nothing, except that a draft token then costs as much as a
+    decoding sequence. Raises ValueError naming the wrong term.
     """
     seconds = parse_durations(text, _COST_TERMS)
     if not sum(seconds.values()):

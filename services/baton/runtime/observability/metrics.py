@@ -276,6 +276,11 @@ class EngineMetrics(_Family):
         )
         self.step_tokens = self._counter("step_tokens_total", "Tokens computed in steps.")
         self.preemptions = self._counter("preemptions_total", "Sequences preempted because no blocks were free.")
+        self.draft_tokens = self._counter("draft_tokens_total", "Draft tokens that decode steps have verified.")
+        self.accepted_draft_tokens = self._counter(
+            "accepted_draft_tokens_total",
+            "Draft tokens that became output; divided by draft_tokens_total it is their acceptance.",
+        )
         self.evictions = self._counter("evictions_total", "Cached blocks evicted for reuse.")
         self.kv_publisher_behind = self._gauge(
             "kv_publisher_behind", "1 while Redis lacks some of this worker's block events, else 0."

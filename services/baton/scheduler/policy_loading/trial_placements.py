@@ -33,7 +33,7 @@ LAYOUT = KvLayout(
         ),
     ),
 )
-COSTS = StepCostModel.of((2e-3, 1e-4, 2e-9, 5e-4, 1e-7))
+COSTS = StepCostModel.of((2e-3, 1e-4, 2e-9, 5e-4, 1e-7, 1e-4))
 QUERY = PlacementQuery(
     request_id=bytes(16), attempt=0, model=MODEL, num_prompt_tokens=100, max_tokens=20, slo=Slo(ttft_s=1.0, tpot_s=0.1)
 )

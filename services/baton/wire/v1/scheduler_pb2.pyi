@@ -298,7 +298,7 @@ class WorkerReport(_message.Message):
     def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., needs_replacement: _Optional[bool] = ..., costs: _Optional[_Union[StepCostModel, _Mapping]] = ..., max_num_batched_tokens: _Optional[int] = ..., waiting_prefill_attended_tokens: _Optional[int] = ..., mean_output_tokens: _Optional[float] = ..., slo_step_s: _Optional[float] = ..., recent_prefill_share: _Optional[float] = ...) -> None: ...
 
 class StepCostModel(_message.Message):
-    __slots__ = ("version", "step_s", "prefill_token_s", "prefill_attended_s", "decode_seq_s", "decode_context_s", "prefill_factor", "decode_factor", "mixed_factor", "num_measured")
+    __slots__ = ("version", "step_s", "prefill_token_s", "prefill_attended_s", "decode_seq_s", "decode_context_s", "prefill_factor", "decode_factor", "mixed_factor", "num_measured", "draft_token_s", "verify_factor")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +309,8 @@ class StepCostModel(_message.Message):
     DECODE_FACTOR_FIELD_NUMBER: _ClassVar[int]
     MIXED_FACTOR_FIELD_NUMBER: _ClassVar[int]
     NUM_MEASURED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FACTOR_FIELD_NUMBER: _ClassVar[int]
     version: int
     step_s: float
     prefill_token_s: float
@@ -319,7 +321,9 @@ class StepCostModel(_message.Message):
     decode_factor: float
     mixed_factor: float
     num_measured: int
-    def __init__(self, version: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_attended_s: _Optional[float] = ..., decode_seq_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ..., prefill_factor: _Optional[float] = ..., decode_factor: _Optional[float] = ..., mixed_factor: _Optional[float] = ..., num_measured: _Optional[int] = ...) -> None: ...
+    draft_token_s: float
+    verify_factor: float
+    def __init__(self, version: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_attended_s: _Optional[float] = ..., decode_seq_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ..., prefill_factor: _Optional[float] = ..., decode_factor: _Optional[float] = ..., mixed_factor: _Optional[float] = ..., num_measured: _Optional[int] = ..., draft_token_s: _Optional[float] = ..., verify_factor: _Optional[float] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("kind", "peer", "node_shutting_down")

@@ -8,7 +8,7 @@ import tempfile
 from array import array
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -47,11 +47,15 @@ class CannotMeasure(BatonError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
     """A step of `num_seqs` sequences that schedules `num_tokens` each, after `context_tokens` computed
-    tokens."""
+    tokens.
+
+    num_drafts: how many of the tokens are drafts.
+    """
 
     num_seqs: int = 1
     num_tokens: int = 1
     context_tokens: int = 0
+    num_drafts: int = 0
 
     def blocks_each(self, block_size_tokens: int) -> int:
         """Return the KV blocks that each sequence needs."""
@@ -106,11 +110,14 @@ def step_sizes(config: EngineConfig, num_blocks: int) -> list[StepSize]:
         _decode(1, 256, most),
         _prefill(min(256, chunk), 0, most),
         _decode(8, 256, most),
+        _verify(1, 3, 256, most),
         _prefill(min(1_024, chunk), 0, most),
         _prefill(min(64, chunk), LONG_CONTEXT_TOKENS, most),
         _decode(8, 1_024, most),
         _prefill(chunk, 0, most),
         _decode(32, 256, most),
+        _verify(1, 7, 256, most),
+        _verify(8, 3, 256, most),
         _prefill(chunk, LONG_CONTEXT_TOKENS, most),
         _decode(1, 1_024, most),
         _decode(32, 1_024, most),
@@ -120,6 +127,7 @@ def step_sizes(config: EngineConfig, num_blocks: int) -> list[StepSize]:
         fits_pool = size.num_blocks(config.block_size_tokens) <= num_blocks
         return (
             fits_pool
+            and size.context_tokens + size.num_tokens <= config.max_model_len
             and size.num_seqs <= config.max_num_seqs
             and size.num_seqs * size.num_tokens <= config.max_num_batched_tokens
         )
@@ -172,6 +180,11 @@ def _decode(num_seqs: int, context_tokens: int, most: int) -> StepSize:
     return StepSize(num_seqs=num_seqs, context_tokens=max(0, min(context_tokens, most - 1)))
 
 
+def _verify(num_seqs: int, num_drafts: int, context_tokens: int, most: int) -> StepSize:
+    size = StepSize(num_seqs=num_seqs, num_tokens=1 + num_drafts, num_drafts=num_drafts)
+    return replace(size, context_tokens=max(0, min(context_tokens, most - size.num_tokens)))
+
+
 async def _measure(
     executor: Executor, sizes: Sequence[StepSize], block_size_tokens: int, block_ids: Sequence[int], until_s: float
 ) -> list[tuple[StepWork, float]]:
@@ -195,14 +208,20 @@ def _guess_s(work: StepWork, measured: Mapping[StepWork, float]) -> float | None
     """Predict a step's time from measured steps of the same kind; None if there are none.
 
     Scales each measured time by the geometric mean of the smallest and the largest growth of its features,
-    and returns the smallest result.
+    and returns the smallest result. A draft token counts as a decoding sequence.
     """
     guesses = []
-    for known, step_s in measured.items():
+    work = _without_drafts(work)
+    for with_drafts, step_s in measured.items():
+        known = _without_drafts(with_drafts)
         if known.kind is work.kind:
             growths = [new / old for new, old in zip(work.features[1:], known.features[1:], strict=True) if new and old]
             guesses.append(step_s * math.sqrt(min(growths) * max(growths)))
     return min(guesses, default=None)
+
+
+def _without_drafts(work: StepWork) -> StepWork:
+    return replace(work, num_decode_seqs=work.num_decode_seqs + work.num_draft_tokens, num_draft_tokens=0)
 
 
 async def _timed(executor: Executor, plan: StepPlan) -> float:
@@ -222,8 +241,13 @@ def _plan(step_id: int, size: StepSize, block_size_tokens: int, block_ids: Seque
 
 
 def _sequences(size: StepSize, tables: Iterator[tuple[int, ...]]) -> Iterator[StepSequence]:
-    """Yield sequences that sample a token, as a prompt's last chunk and each decoding sequence do."""
+    """Yield sequences that sample a token, as a prompt's last chunk and each decoding sequence do.
+
+    The drafts are wrong. So a CPU draws one token for each sequence, and the cost of drawing those after
+    right drafts is left to live correction.
+    """
     token_ids = array("I", (i % NUM_TOKEN_IDS for i in range(size.context_tokens + size.num_tokens)))
+    position = len(token_ids) - size.num_drafts
     for seq_id, table in enumerate(tables, 1):
         yield StepSequence(
             seq_id=seq_id,
@@ -234,8 +258,9 @@ def _sequences(size: StepSize, tables: Iterator[tuple[int, ...]]) -> Iterator[St
             sample=SampleRequest(
                 sampling=Sampling(seed=0, max_tokens=1),
                 sample_indices=(0,),
-                position=len(token_ids),
+                position=position,
                 history=token_ids,
-                num_prompt_tokens=len(token_ids),
+                num_prompt_tokens=position,
+                drafts=tuple(token_ids[position:]),
             ),
         )

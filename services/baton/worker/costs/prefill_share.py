@@ -1,6 +1,7 @@
 """Measures the share of recent step time that prompts took from the decoding sequences of a worker."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import exp, inf
 
 from baton.core.step_cost import StepCostModel, StepWork
@@ -45,7 +46,8 @@ class RecentPrefillShare:
         self._decoding_s += step_s
         costs = self._costs() if work.num_prefill_tokens else None
         if costs is not None:
-            decode_s = costs.decode_step_s(work.num_decode_seqs, work.decode_context_tokens)
+            decodes = replace(work, num_prefill_tokens=0, prefill_attended_tokens=0)
+            decode_s = costs.step_seconds(decodes)
             self._prefill_s += max(0.0, step_s - decode_s)
 
     def _lower_weights(self) -> None:

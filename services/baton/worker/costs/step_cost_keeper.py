@@ -22,9 +22,11 @@ COSTS_TTL_S = 30 * 86_400.0
 
 def work_of(plan: StepPlan) -> StepWork:
     """Return the work of a step. A prompt chunk of one token counts as decode work, which costs the same."""
+    final = [(s.num_scheduled_tokens - s.num_drafts, s) for s in plan.sequences]
     return StepWork.of(
-        ((s.num_scheduled_tokens, s.kv_begin) for s in plan.sequences if s.num_scheduled_tokens > 1),
-        (s.kv_begin for s in plan.sequences if s.num_scheduled_tokens == 1),
+        ((num_tokens, s.kv_begin) for num_tokens, s in final if num_tokens > 1),
+        (s.kv_begin for num_tokens, s in final if num_tokens == 1),
+        sum(s.num_drafts for s in plan.sequences),
     )
 
 

@@ -8,6 +8,7 @@ from baton.engine.executors.emulated import EmulatedExecutor
 from baton.engine.executors.emulated_model import read_emulated_model
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.sizing import free_host_bytes
+from baton.engine.speculation.modes import finds_forced_tokens
 from baton.runtime.config.durations import format_duration
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.config.worker_settings import parse_step_costs
@@ -34,6 +35,7 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         tokenizer=read_grammar_tokenizer(path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids),
+        finds_forced=finds_forced_tokens(config.speculate),
     )
     pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations)
     return Device(

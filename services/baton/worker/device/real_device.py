@@ -12,6 +12,7 @@ from baton.core.ids import WorkerRef
 from baton.engine.constraints.grammar_tokenizer import read_grammar_tokenizer
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.speculation.modes import finds_forced_tokens
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.process.cores import core_quota, num_usable_cores
@@ -65,7 +66,7 @@ def _open_in_compute_thread(
         loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
     )
     layout = loaded.layout(config.block_size_tokens)
-    constraints = _open_constraints(loaded, num_threads)
+    constraints = _open_constraints(loaded, num_threads, finds_forced=finds_forced_tokens(config.speculate))
     step_bytes = measure_step_bytes(
         loaded,
         backend,
@@ -112,7 +113,7 @@ def _device_text(loaded: "LoadedModel") -> str:
     return f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}"
 
 
-def _open_constraints(loaded: "LoadedModel", num_threads: int) -> TokenConstraints:
+def _open_constraints(loaded: "LoadedModel", num_threads: int, *, finds_forced: bool) -> TokenConstraints:
     """Build the tokenizer table for grammars now, because building it blocks the whole process."""
     from baton.model.step.step_launch import MASK_CLOCKS
 
@@ -122,6 +123,7 @@ def _open_constraints(loaded: "LoadedModel", num_threads: int) -> TokenConstrain
         tokenizer=read_grammar_tokenizer(loaded.path, vocab_size=loaded.vocab_size, eos_token_ids=loaded.eos_token_ids),
         num_threads=max(MIN_MASK_THREADS, min(num_threads, MAX_MASK_THREADS)),
         clocks=MASK_CLOCKS,
+        finds_forced=finds_forced,
     )
     if problem := constraints.load():
         log.warning("grammars_not_supported", problem=problem)

@@ -18,6 +18,8 @@ class DecodeLeg(Leg):
 
     def __init__(self, job: DecodeJob, seq_id: int, parts: LegParts, output: LegOutput) -> None:
         super().__init__(job, seq_id, parts, output)
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
         self._generating_since_s: float | None = None
         self._first_decode_s: float | None = None
 
@@ -38,6 +40,9 @@ class DecodeLeg(Leg):
 
     def _send_output(self, output: SequenceOutput, *, is_last: bool) -> None:
         now_s = self._loop.time()
+        if output.num_draft_tokens:
+            self._num_draft_tokens += output.num_draft_tokens
+            self._num_accepted_tokens += len(output.tokens) - 1
         if self._first_decode_s is None and self._is_from_decode_step(output):
             engine = self._parts.engine
             self._first_decode_s = engine.last_step_ended_s - engine.last_step_started_s
@@ -83,4 +88,6 @@ class LocalDecodeLeg(ComputingLeg, DecodeLeg):
             num_cached_tokens=self._num_cached_tokens,
             first_decode_s=self._first_decode_s,
             decode_s=decode_s,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )

@@ -179,6 +179,8 @@ class PulledDecodeLeg(DecodeLeg):
             transport=result.transport if result else "",
             first_decode_s=self._first_decode_s,
             decode_s=decode_s,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )
 
     def _release(self, failure: Failure) -> None:

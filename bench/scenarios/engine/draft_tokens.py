@@ -1,0 +1,243 @@
+"""Measures TPOT with and without drafts, on answers that copy from their prompts and on random ones.
+
+python -m bench draft_tokens --out DIR [--models qwen3-0.6b,tiny-42m] [--repeats 5] [--outputs 200]
+[--batches 1,8] [--model DIR] [--json]
+
+The engine runs in this process, without gateway. Weights are random, so answers are scripted: a step computes
+everything as usual, and then the drawn tokens are replaced by those of the script. Each answer is
+
+edit: the document of the prompt with every 20th token changed, on average.
+extract: passages of 10 to 60 tokens of the document.
+random: random tokens. Drafts can only be wrong.
+
+TPOT is the mean time per token after the first. Each repeat goes through all cells in random order, with
+`--speculate` off, ngram and auto, on one executor whose costs are measured first. Each answer is new, so that
+recent answers do not help. DIR keeps every figure. An interrupted run continues where it stopped.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.core.kv.block_hash import TokenIds
+from baton.engine.engine import Engine, EngineConfig
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.loop import EngineLoop
+from baton.engine.speculation.modes import SpeculationMode, open_speculation
+from baton.engine.state.outcome import EngineOutcome
+from baton.engine.state.step import StepPlan
+from baton.model.backends.backend_selection import choose_backend
+from baton.model.device.compute_thread import compute_thread
+from baton.model.device.kv_tensors import KvCache
+from baton.model.loading.model_loader import load_model
+from baton.model.step.step_launch import LaunchedStep, StepLauncher
+from baton.model.torch_executor import TorchExecutor
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.worker.costs.measure_costs import measure_costs
+from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
+from bench.scenarios.cluster.goodput import model_directory
+from bench.support.saved_figures import SavedFigures
+from bench.systems.baton_cluster import machine, table
+from bench.systems.engines import THREADS, sequence_requests
+
+MODES: tuple[SpeculationMode, ...] = ("off", "ngram", "auto")
+TEXTS = ("edit", "extract", "random")
+DOCUMENT_TOKENS = 400
+BLOCK_SIZE_TOKENS = 16
+NUM_BLOCKS = 1024
+FIRST_ID = 100
+"""Lower ids may be special tokens."""
+
+
+class Scripts:
+    """The answer of each prompt, found by the prompt's first token, which is unique."""
+
+    def __init__(self) -> None:
+        self.answer_of: dict[int, Sequence[int]] = {}
+
+    def token(self, history: TokenIds, num_prompt_tokens: int, position: int) -> int | None:
+        """Return the token at a position; None for steps that are not of a scripted request."""
+        answer = self.answer_of.get(history[0])
+        index = position - num_prompt_tokens
+        return None if answer is None or index >= len(answer) else answer[index]
+
+
+class ScriptedLauncher(StepLauncher):
+    """Replaces the tokens that steps have drawn by those of `scripts`. For a CPU: a GPU draws them later."""
+
+    scripts = Scripts()
+
+    def launch(self, plan: StepPlan, after: LaunchedStep | None = None) -> LaunchedStep:
+        launched = super().launch(plan, after)
+        if launched.draws is not None:
+            for (_, request), own in zip(launched.draws.row_requests, launched.draws.draws_of_row, strict=True):
+                token = self.scripts.token(request.history, request.num_prompt_tokens, request.position)
+                if token is not None:
+                    launched.draws.found[own.start] = token
+        return launched
+
+
+class ScriptedEngine:
+    """An executor over one model, and a new engine for each measurement."""
+
+    def __init__(self, directory: Path) -> None:
+        self._thread = compute_thread(THREADS)
+        self._executor, self.vocab_size = self._thread.submit(self._open, directory).result()
+        self._config = EngineConfig(
+            max_num_batched_tokens=512, max_num_seqs=64, max_model_len=4096, block_size_tokens=BLOCK_SIZE_TOKENS
+        )
+        self._keeper = CostKeeper(asyncio.run(measure_costs(self._executor, self._config, self._new_pool())))
+
+    def _open(self, directory: Path) -> tuple[TorchExecutor, int]:
+        loaded = load_model(directory, device="cpu")
+        backend = choose_backend(loaded, kernels="auto", num_threads=THREADS, block_size_tokens=BLOCK_SIZE_TOKENS)
+        cache = KvCache.zeros(loaded.layout(BLOCK_SIZE_TOKENS), NUM_BLOCKS)
+        executor = TorchExecutor(
+            loaded.model, cache, thread=self._thread, backend=backend, new_launcher=ScriptedLauncher
+        )
+        executor.warm(8)
+        return executor, loaded.vocab_size
+
+    def _new_pool(self) -> BlockPool:
+        return BlockPool(
+            NUM_BLOCKS, BLOCK_SIZE_TOKENS, MemoryGenerationTable(bytearray(ENTRY_BYTES * NUM_BLOCKS), worker_epoch=1)
+        )
+
+    async def tpot_s(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], mode: SpeculationMode
+    ) -> tuple[float, float]:
+        """Run all prompts together. Returns (seconds per token after the first, acceptance of drafts)."""
+        scripts = ScriptedLauncher.scripts = Scripts()
+        scripts.answer_of = {prompt[0]: answer for prompt, answer in zip(prompts, answers, strict=True)}
+        keeper = self._keeper
+        engine = Engine(
+            self._config, self._new_pool(), clock=time.monotonic, step_costs=lambda: keeper.costs,
+            speculation=open_speculation(mode),
+        )  # fmt: skip
+        times: dict[int, list[float]] = {}
+        found: dict[int, list[int]] = {}
+
+        def deliver(outcome: EngineOutcome) -> None:
+            for output in outcome.outputs:
+                times.setdefault(output.seq_id, []).append(time.perf_counter())
+                found.setdefault(output.seq_id, []).extend(token.token_id for token in output.tokens)
+
+        loop = EngineLoop(engine, self._executor, deliver, lambda plan, step_s: keeper.observe(work_of(plan), step_s))
+        for request in sequence_requests(prompts, len(answers[0]), 1, BLOCK_SIZE_TOKENS):
+            loop.add(request)
+        loop.drain()
+        await loop.run()
+        if [found[i + 1] for i in range(len(answers))] != [list(answer) for answer in answers]:
+            raise SystemExit(f"mode {mode}: an answer is not its script")
+        gaps = [(own[-1] - own[0]) / (len(answers[0]) - 1) for own in times.values()]
+        counters = engine.counters
+        return statistics.fmean(gaps), counters.accepted_draft_tokens / max(1, counters.draft_tokens)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def scripted(text: str, num: int, num_outputs: int, vocab_size: int, rng: random.Random) -> tuple[list[list[int]], ...]:
+    """Return prompts and their answers."""
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(FIRST_ID, vocab_size) for _ in range(count)]
+
+    prompts, answers = [], []
+    for first_id in rng.sample(range(FIRST_ID, vocab_size), num):
+        document = tokens(DOCUMENT_TOKENS)
+        answer: list[int] = []
+        if text == "edit":
+            answer = [token if rng.random() < 0.95 else rng.randrange(FIRST_ID, vocab_size) for token in document]
+        while text == "extract" and len(answer) < num_outputs:
+            begin = rng.randrange(DOCUMENT_TOKENS - 60)
+            answer += [*document[begin : begin + rng.randint(10, 60)], *tokens(2)]
+        prompts.append([first_id, *document])
+        answers.append((answer + tokens(num_outputs))[:num_outputs])
+    return prompts, answers
+
+
+class SpeculationBench:
+    """Measures all cells. `saved` has a list of figures for each model, cell and mode."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self.saved = SavedFigures(arguments.out / "draft_tokens.json")
+
+    @property
+    def models(self) -> Mapping[str, Path | None]:
+        """Directory of each model; None for those that are created from their names."""
+        own = self._arguments.model
+        shapes = dict.fromkeys(name for name in self._arguments.models.split(",") if name)
+        return shapes if own is None else {**shapes, own.name: own}
+
+    def run(self) -> None:
+        """Measure the missing figures."""
+        self.saved.setdefault("machine", machine("torch"))
+        for name, directory in self.models.items():
+            found: dict[str, Any] = self.saved.get(name, {"repeats": 0, "cells": {}})
+            if found["repeats"] >= self._arguments.repeats:
+                continue
+            engine = ScriptedEngine(directory or model_directory(name, self._arguments.out))
+            while found["repeats"] < self._arguments.repeats:
+                self._repeat(engine, found)
+                found["repeats"] += 1
+                self.saved[name] = found
+            engine.close()
+
+    def _repeat(self, engine: ScriptedEngine, found: dict[str, Any]) -> None:
+        rng = random.Random(found["repeats"])
+        batches = [int(number) for number in self._arguments.batches.split(",")]
+        cells = [(text, num, mode) for text in TEXTS for num in batches for mode in MODES]
+        rng.shuffle(cells)
+        for text, num, mode in cells:
+            prompts, answers = scripted(text, num, self._arguments.outputs, engine.vocab_size, rng)
+            tpot_s, acceptance = asyncio.run(engine.tpot_s(prompts, answers, mode))
+            cell = found["cells"].setdefault(f"{text}, batch {num}", {})
+            cell.setdefault(mode, []).append({"tpot_s": tpot_s, "acceptance": acceptance})
+
+    def show(self) -> None:
+        """Print a table for each model: TPOT of each mode, and how many times faster than without drafts."""
+        print(self.saved["machine"])
+        for name in self.models:
+            found = self.saved[name]
+            print(f"\n{name}, medians of {found['repeats']} repeats\n")
+            rows = [[cell, *(_shown(by_mode, mode) for mode in MODES)] for cell, by_mode in found["cells"].items()]
+            print(table(["answer", *MODES], rows))
+
+
+def _shown(by_mode: Mapping[str, Sequence[Mapping[str, float]]], mode: str) -> str:
+    tpot_s = [one["tpot_s"] for one in by_mode[mode]]
+    text = f"{1e3 * statistics.median(tpot_s):.2f} ms"
+    if mode == "off":
+        return text
+    faster = statistics.median(plain["tpot_s"] / own for plain, own in zip(by_mode["off"], tpot_s, strict=True))
+    return f"{text}, {faster:.2f}x, {statistics.median(one['acceptance'] for one in by_mode[mode]):.0%} accepted"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory that keeps all figures")
+    parser.add_argument("--models", default="qwen3-0.6b,tiny-42m", help="comma-separated shapes (qwen3-0.6b,tiny-42m)")
+    parser.add_argument("--model", type=Path, help="directory of one more model")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each cell (5)")
+    parser.add_argument("--outputs", type=int, default=200, help="tokens of an answer (200)")
+    parser.add_argument("--batches", default="1,8", help="answers at a time, comma-separated (1,8)")
+    parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    measuring = SpeculationBench(arguments)
+    measuring.run()
+    measuring.show()
+    if arguments.json:
+        print(json.dumps(measuring.saved.data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Decides how many draft tokens a step verifies, from what they cost and how likely they are right.
+
+Pure functions. A draft token makes the step longer for all sequences in it, and gives one of them a token
+with some probability. The numbers are chosen that give most tokens per second.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+
+from baton.core.step_cost import StepCostModel, StepKind, StepWork
+
+MIN_GAIN = 1.01
+"""Least ratio of the rates with and without drafts for which there are any. Below, errors of the cost model
+could make them a loss."""
+ASSUMED_DRAFT_SHARE = 1 / 16
+"""Share of a step that a draft token costs while costs are unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCandidate:
+    """A draft that a step may verify in part.
+
+    rate: probability that a token is right if all before it are.
+    max_tokens: most tokens of it that may be verified.
+    """
+
+    rate: float
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Predicted durations of a step, in seconds.
+
+    plain_s: without drafts. verifying_s: with drafts, but without the cost of each. draft_s: of each draft.
+    """
+
+    plain_s: float
+    verifying_s: float
+    draft_s: float
+
+    @classmethod
+    def of(cls, work: StepWork, costs: StepCostModel | None) -> "StepTimes":
+        """Predict a step with this work, which has no drafts yet. `costs`: None if unknown."""
+        if costs is None:
+            return cls(1.0, 1.0, ASSUMED_DRAFT_SHARE)
+        kind = StepKind.MIXED if work.num_prefill_tokens else StepKind.VERIFY
+        step_s, factor = costs.uncorrected_step_s(work), costs.factor(kind)
+        draft_s = costs.uncorrected_step_s(StepWork(num_draft_tokens=1)) - costs.step_s
+        return cls(step_s * costs.factor(work.kind), step_s * factor, draft_s * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """Numbers of draft tokens to verify, of each candidate.
+
+    saved_s: expected gain, in seconds of steps without drafts.
+    """
+
+    lengths: tuple[int, ...]
+    saved_s: float = 0.0
+
+
+NO_DRAFTS = DraftChoice(())
+
+
+def choose_lengths(
+    candidates: Sequence[DraftCandidate], num_decoding: int, times: StepTimes, max_drafts: int
+) -> DraftChoice:
+    """Return the numbers of draft tokens with the most expected tokens per second; all 0 if none pay.
+
+    num_decoding: sequences that get a token in the step, at least one. max_drafts: most drafts of the step.
+
+    The next token of a candidate of which n tokens are taken gives rate ** (n + 1) tokens. Each costs the
+    same and the gains of a candidate fall, so it is best to take the largest gains first, as long as each
+    gives more tokens per second than the step has so far.
+    """
+    lengths = [0] * len(candidates)
+    heap = [(-one.rate, index) for index, one in enumerate(candidates) if one.max_tokens and one.rate > 0]
+    heapify(heap)
+    num_tokens, step_s = float(num_decoding), times.verifying_s
+    while heap and max_drafts:
+        gain, index = -heap[0][0], heap[0][1]
+        if gain * step_s <= num_tokens * times.draft_s:
+            break
+        num_tokens += gain
+        step_s += times.draft_s
+        max_drafts -= 1
+        lengths[index] += 1
+        if lengths[index] < candidates[index].max_tokens:
+            heapreplace(heap, (-gain * candidates[index].rate, index))
+        else:
+            heappop(heap)
+    if not any(lengths) or num_tokens * times.plain_s < MIN_GAIN * num_decoding * step_s:
+        return DraftChoice((0,) * len(candidates))
+    return DraftChoice(tuple(lengths), times.plain_s * num_tokens / num_decoding - step_s)

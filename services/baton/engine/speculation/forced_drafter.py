@@ -1,0 +1,34 @@
+"""Drafts from grammars: the tokens that a constrained response is forced to continue with.
+
+A step that draws a token of a constrained sequence returns what its grammar forces after it
+(`StepResult.forced`). The grammar forces a text; that the model writes it with these tokens is a guess.
+"""
+
+from baton.core.kv.block_hash import BlockHash, TokenIds
+from baton.engine.speculation.drafter import MAX_DRAFT_TOKENS, Draft
+
+
+class ForcedDrafter:
+    """Guesses the tokens that the last step has returned as forced."""
+
+    name = "grammar"
+
+    def __init__(self) -> None:
+        self._forced: dict[int, tuple[int, ...]] = {}
+
+    def offer(self, key: int, token_ids: tuple[int, ...]) -> None:
+        """Take the tokens that are forced after those that are observed next."""
+        self._forced[key] = token_ids[:MAX_DRAFT_TOKENS]
+
+    def observe(self, key: int, token_ids: TokenIds, num_new: int, tenant: BlockHash) -> None:
+        """Learn nothing: each step offers the tokens after its own."""
+
+    def draft(self, key: int, token_ids: TokenIds, tenant: BlockHash) -> Draft | None:
+        forced = self._forced.pop(key, ())
+        return Draft(forced) if forced else None
+
+    def forget(self, key: int) -> None:
+        self._forced.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._forced)

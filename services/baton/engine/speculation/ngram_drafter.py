@@ -1,0 +1,145 @@
+"""Drafts from the prompt and the response itself: what followed the last tokens when they occurred before.
+
+Source: prompt lookup decoding (Saxena, 2023). There the prompt is searched at each step; here an index of all
+n-grams makes the search independent of the length.
+"""
+
+from array import array
+
+import numpy as np
+
+from baton.core.kv.block_hash import BlockHash, TokenIds
+from baton.engine.speculation.drafter import MAX_DRAFT_TOKENS, Draft
+from baton.engine.speculation.token_hash import hash_of, hashes_of
+
+NGRAM_TOKENS = 3
+"""Length of the n-grams. Shorter ones occur by chance, longer ones find little in short texts."""
+MAX_INDEX_SLOTS = 1 << 17
+"""Slots of the largest index, of 4 bytes each."""
+MAX_BYTES = 32 << 20
+"""Memory of the indexes of all sequences."""
+_SLOT_BYTES = 4
+_MIN_INDEX_SLOTS = 1 << 10
+_SLOTS_PER_TOKEN = 4
+"""Least number of slots for a token, until the index has its largest size. Of n-grams with one slot only the
+newest is found: with 4, at most a fifth of the oldest are lost."""
+STRENGTHS = (4, 8, 16)
+"""Lengths of the match from which a draft is stronger by one."""
+
+
+class NgramIndex:
+    """Finds where the last n-gram of a growing text occurred before.
+
+    A hash table without chains: each slot has the position after one n-gram, and the newest n-gram wins.
+    """
+
+    def __init__(self, token_ids: TokenIds) -> None:
+        """Index a text. It may have any length, also none."""
+        self._build(token_ids)
+
+    @staticmethod
+    def bytes_for(num_tokens: int) -> int:
+        """Return the memory of the table for a text of this length."""
+        num_slots = _MIN_INDEX_SLOTS
+        while num_slots < min(_SLOTS_PER_TOKEN * num_tokens, MAX_INDEX_SLOTS):
+            num_slots *= 2
+        return _SLOT_BYTES * num_slots
+
+    def _build(self, token_ids: TokenIds) -> None:
+        self._num_slots = self.bytes_for(len(token_ids)) // _SLOT_BYTES
+        self._slots = array("I", bytes(_SLOT_BYTES * self._num_slots))
+        self._num_indexed = NGRAM_TOKENS  # positions below are in the index
+        if len(token_ids) > NGRAM_TOKENS:
+            # The last n-gram is not in the index yet: what follows it is what the index is asked for.
+            tokens = np.array(token_ids, dtype=np.uint64)
+            found = hashes_of(tokens[:-1], NGRAM_TOKENS) >> np.uint64(self._shift)
+            slots = np.frombuffer(self._slots, dtype=np.uint32)
+            slots[found] = np.arange(NGRAM_TOKENS, len(tokens), dtype=np.uint32)  # of equal ones, the last stays
+            self._num_indexed = len(tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the table."""
+        return _SLOT_BYTES * self._num_slots
+
+    def extend(self, token_ids: TokenIds, *, may_grow: bool = True) -> None:
+        """Index the tokens of the text that are new."""
+        if may_grow and self.bytes_for(len(token_ids)) > self.num_bytes:
+            self._build(token_ids)
+            return
+        for position in range(self._num_indexed, len(token_ids)):
+            self._slots[self._slot_of(token_ids, position)] = position
+        self._num_indexed = max(self._num_indexed, len(token_ids))
+
+    def find(self, token_ids: TokenIds) -> int | None:
+        """Return the position after an earlier occurrence of the last n-gram of the text, or None."""
+        end = len(token_ids)
+        if end < NGRAM_TOKENS:
+            return None
+        position = self._slots[self._slot_of(token_ids, end)]
+        is_found = position and token_ids[position - NGRAM_TOKENS : position] == token_ids[end - NGRAM_TOKENS :]
+        return position if is_found else None
+
+    @property
+    def _shift(self) -> int:
+        return 65 - self._num_slots.bit_length()
+
+    def _slot_of(self, token_ids: TokenIds, end: int) -> int:
+        return hash_of(token_ids[end - NGRAM_TOKENS : end]) >> self._shift
+
+
+class NgramDrafter:
+    """Guesses that a response goes on as its prompt or itself did after the same tokens.
+
+    Memory: 4 KiB or at most 32 bytes a token for each decoding sequence, up to `MAX_INDEX_SLOTS` slots, and
+    `MAX_BYTES` for all. A sequence that would exceed it has no drafts until others have ended.
+    """
+
+    name = "ngram"
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, NgramIndex] = {}
+        self.num_bytes = 0
+
+    def observe(self, key: int, token_ids: TokenIds, num_new: int, tenant: BlockHash) -> None:
+        index = self._indexes.get(key)
+        before = 0 if index is None else index.num_bytes
+        fits = self.num_bytes - before + NgramIndex.bytes_for(len(token_ids)) <= MAX_BYTES
+        if index is not None:
+            index.extend(token_ids, may_grow=fits)
+        elif fits:
+            index = self._indexes[key] = NgramIndex(token_ids)
+        self.num_bytes += (0 if index is None else index.num_bytes) - before
+
+    def draft(self, key: int, token_ids: TokenIds, tenant: BlockHash) -> Draft | None:
+        index = self._indexes.get(key)
+        position = None if index is None else index.find(token_ids)
+        if position is None:
+            return None
+        length = _match_length(token_ids, position)
+        return Draft(_copied(token_ids, position), sum(length >= least for least in STRENGTHS))
+
+    def forget(self, key: int) -> None:
+        if (index := self._indexes.pop(key, None)) is not None:
+            self.num_bytes -= index.num_bytes
+
+    def __len__(self) -> int:
+        return len(self._indexes)
+
+
+def _match_length(token_ids: TokenIds, position: int) -> int:
+    """Return how many tokens before `position` equal the last ones, at most the longest of `STRENGTHS`."""
+    end, length = len(token_ids), NGRAM_TOKENS
+    most = min(position, STRENGTHS[-1])
+    while length < most and token_ids[position - length - 1] == token_ids[end - length - 1]:
+        length += 1
+    return length
+
+
+def _copied(token_ids: TokenIds, position: int) -> tuple[int, ...]:
+    """Return the tokens from `position` on. At the end of the text they repeat, so a period continues."""
+    found = list(token_ids[position : position + MAX_DRAFT_TOKENS])
+    period = len(found)
+    while len(found) < MAX_DRAFT_TOKENS:
+        found.append(found[-period])
+    return tuple(found)

@@ -1,0 +1,160 @@
+"""What each drafter guesses, and that its memory is bounded."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from baton.core.kv.block_hash import token_ids
+from baton.engine.speculation import ngram_drafter, suffix_drafter
+from baton.engine.speculation.drafter import MAX_DRAFT_TOKENS, Draft
+from baton.engine.speculation.forced_drafter import ForcedDrafter
+from baton.engine.speculation.ngram_drafter import MAX_INDEX_SLOTS, NGRAM_TOKENS, NgramDrafter, NgramIndex
+from baton.engine.speculation.suffix_drafter import MAX_TENANTS, SuffixDrafter
+from baton.engine.speculation.token_hash import hash_of, hashes_of
+
+TENANT, OTHER = b"a" * 16, b"b" * 16
+
+
+def drafted(drafter: NgramDrafter | SuffixDrafter, tokens: list[int], tenant: bytes = TENANT) -> tuple[int, ...]:
+    """Return the draft after tokens that are observed at once."""
+    drafter.observe(1, token_ids(tokens), len(tokens), tenant)
+    draft = drafter.draft(1, token_ids(tokens), tenant)
+    return () if draft is None else draft.tokens
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_hashes_of_many_equal_those_of_each(length: int) -> None:
+    tokens = [Random(1).randrange(2**32) for _ in range(50)]
+    found = hashes_of(np.array(tokens, dtype=np.uint64), length).tolist()
+    assert found == [hash_of(tokens[i : i + length]) for i in range(50 - length + 1)]
+
+
+def test_ngrams_continue_as_after_the_last_occurrence() -> None:
+    tokens = [1, 2, 3, 40, 41, 9, 1, 2, 3, 50, 51, 52, 9, 1, 2, 3]
+    assert drafted(NgramDrafter(), tokens)[:4] == (50, 51, 52, 9)
+
+
+def test_repeated_text_continues_its_period() -> None:
+    assert drafted(NgramDrafter(), [9, 5, 6, 7, 8, 5, 6, 7, 8]) == tuple([5, 6, 7, 8] * 4)[:MAX_DRAFT_TOKENS]
+    assert drafted(NgramDrafter(), [4, 4, 4, 4]) == (4,) * MAX_DRAFT_TOKENS
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3], [1, 2, 3, 4, 5, 6, 7]])
+def test_new_text_has_no_ngram_draft(tokens: list[int]) -> None:
+    assert drafted(NgramDrafter(), tokens) == ()
+
+
+def test_longer_matches_are_stronger() -> None:
+    def strength(length: int) -> int:
+        text = list(range(100, 100 + length))
+        drafter, tokens = NgramDrafter(), token_ids([1, *text, 7, 7, 2, *text])
+        drafter.observe(1, tokens, len(tokens), TENANT)
+        draft = drafter.draft(1, tokens, TENANT)
+        assert draft is not None
+        return draft.strength
+
+    assert [strength(length) for length in (3, 4, 8, 16, 40)] == [0, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_index_finds_the_last_occurrence_however_it_grows(seed: int) -> None:
+    rng = Random(seed)
+    text = token_ids(rng.randrange(12) for _ in range(800))
+    index, end = NgramIndex(text[: rng.randrange(10)]), 0
+    while end < len(text):
+        end = min(len(text), end + rng.choice((1, 1, 2, 7)))
+        index.extend(text[:end])
+        last = text[max(0, end - NGRAM_TOKENS) : end]
+        places = [p for p in range(NGRAM_TOKENS, end) if text[p - NGRAM_TOKENS : p] == last]
+        found = index.find(text[:end])
+        assert found in ((None, places[-1]) if places else (None,))  # another n-gram may have its slot
+    assert sum(NgramIndex(text[:n]).find(text[:n]) is not None for n in range(600, 700)) > 15
+
+
+def test_index_of_a_long_text_is_bounded() -> None:
+    text = token_ids(range(200_000))
+    index = NgramIndex(text)
+    assert index.num_bytes == 4 * MAX_INDEX_SLOTS
+    index.extend(text + token_ids(range(10)))
+    assert index.find(text + token_ids(range(10))) is None or index.num_bytes == 4 * MAX_INDEX_SLOTS
+
+
+def test_indexes_of_all_sequences_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_drafter, "MAX_BYTES", 3 * 4096 + 100)
+    drafter, text = NgramDrafter(), token_ids([1, 2, 3, 4, 1, 2, 3] * 60)
+    for key in range(5):
+        drafter.observe(key, text[:14], 14, TENANT)
+    assert len(drafter) == 3
+    drafter.observe(0, text, 406, TENANT)  # too long for its index, which may not grow
+    assert drafter.num_bytes == 3 * 4096
+    assert drafter.draft(0, text, TENANT) is not None
+    assert drafter.draft(4, text[:14], TENANT) is None
+    drafter.forget(1)
+    drafter.forget(2)
+    for key in (3, 4):
+        drafter.observe(key, text[:14], 1, TENANT)
+    assert drafter.draft(4, text[:14], TENANT) is not None
+    drafter.observe(0, text, 1, TENANT)
+    assert drafter.num_bytes == sum(drafter._indexes[key].num_bytes for key in (0, 3, 4)) == 3 * 4096
+    drafter.forget(3)
+    drafter.observe(0, text, 1, TENANT)
+    assert drafter.num_bytes == 3 * 4096, "it has grown"
+
+
+def test_drafters_forget_ended_sequences() -> None:
+    ngrams, forced = NgramDrafter(), ForcedDrafter()
+    drafted(ngrams, [1, 2, 3, 4])
+    forced.offer(1, (5, 6))
+    for drafter in (ngrams, forced):
+        drafter.forget(1)
+        drafter.forget(99)
+        assert len(drafter) == 0
+
+
+def test_suffixes_of_other_responses_of_the_tenant_are_used() -> None:
+    drafter = SuffixDrafter()
+    drafter.observe(7, token_ids([1, 2, 3, 4, 5, 6, 7, 8]), 5, TENANT)
+    assert drafted(drafter, [20, 1, 2, 3, 4]) == (5, 6, 7, 8)
+    assert drafted(drafter, [20, 1, 2, 3, 4], OTHER) == (), "of another tenant"
+    assert drafted(drafter, [3, 4, 9, 9, 9]) == ()
+
+
+def test_prompts_are_not_learned() -> None:
+    drafter = SuffixDrafter()
+    drafter.observe(7, token_ids([1, 2, 3, 4, 5, 6, 7, 8]), 1, TENANT)
+    assert drafted(drafter, [20, 1, 2, 3, 4]) == ()
+
+
+def test_most_frequent_continuation_wins() -> None:
+    drafter = SuffixDrafter()
+    for number, token in enumerate((5, 6, 6, 5, 6, 6)):
+        drafter.observe(10 + number, token_ids([1, 2, 3, 4, token]), 1, TENANT)
+    drafter.observe(1, token_ids([1, 2, 3, 4]), 0, TENANT)
+    assert drafter.draft(1, token_ids([1, 2, 3, 4]), TENANT) == Draft((6,), 1)
+
+
+def test_tables_of_tenants_are_bounded() -> None:
+    drafter = SuffixDrafter()
+    for number in range(MAX_TENANTS + 3):
+        drafter.observe(1, token_ids([1, 2, 3, 4, number]), 1, b"%16d" % number)
+    assert len(drafter) == MAX_TENANTS
+    assert drafter.draft(1, token_ids([1, 2, 3, 4]), b"%16d" % 0) is None
+    assert drafter.draft(1, token_ids([1, 2, 3, 4]), b"%16d" % 5) == Draft((5,), 0)
+
+
+def test_rare_contexts_make_place_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_drafter, "SLOT_BITS", 1)
+    table, rng = suffix_drafter.SuffixTable(), Random(1)
+    for _ in range(200):
+        table.learn(token_ids([rng.randrange(1000) for _ in range(4)]), 1)
+    for _ in range(3):
+        table.learn(token_ids([1, 2, 3, 4]), 9)
+    assert table.next_of(token_ids([1, 2, 3, 4]))[0] == 9
+
+
+def test_forced_tokens_are_drafted_once() -> None:
+    drafter = ForcedDrafter()
+    drafter.offer(1, tuple(range(40)))
+    assert drafter.draft(1, token_ids(), TENANT) == Draft(tuple(range(MAX_DRAFT_TOKENS)))
+    assert drafter.draft(1, token_ids(), TENANT) is None
