@@ -39,6 +39,13 @@ def test_decodes_and_chunks_together(kernel, device: str, window: int | None) ->
     check_step(spans, window, device=device, kernel=kernel)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 9])
+def test_kv_in_int8(kernel, device: str, window: int | None, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    spans = [(0, 1), (3, 1), (4, 1), (7, 3), (0, 5), (19, 1), (40, 1), (5, 8), (700, 1)]
+    check_step(spans, window, device=device, kernel=kernel, dtype=dtype, kv_dtype="int8")
+
+
 @pytest.mark.parametrize("window", [None, 7, 700])
 def test_long_decodes_are_split(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
     check_step([(1500, 1), (3, 1), (700, 1)], window, device=device, kernel=kernel)

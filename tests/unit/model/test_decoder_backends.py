@@ -127,8 +127,8 @@ class Prompts:
         rng = np.random.default_rng(0)
         num_blocks = -(-length // SIZE)
         self._token_ids = rng.integers(0, loaded.vocab_size, (2, length))
-        self.cache = KvCache.zeros(loaded.layout(SIZE), 3 * num_blocks)
-        self.cache.blocks.fill_(float("nan"))
+        self.cache = KvCache.zeros(loaded.layout(SIZE), 3 * num_blocks, dtype=loaded.dtype)
+        self.cache.fill_with_nan()
         self.tables = rng.permutation(3 * num_blocks)[: 2 * num_blocks].reshape(2, num_blocks)
         self._masks = CausalMasks(self.cache.dtype, self.cache.device)
         self.chunks = ((0, 37), (37, 100), (100, length - 6), *((n, n + 1) for n in range(length - 6, length)))
@@ -188,18 +188,18 @@ def test_unsampled_rows_do_not_change_sampled_ones(
     forward, prompts = fused(loaded, two_thread_kernels), Prompts(loaded, 700)
     for begin, end in prompts.chunks[:4]:
         step, count = prompts.step(begin, end), end - begin
-        before = prompts.cache.blocks.clone()
+        before = prompts.cache.memory.clone()
         every = forward_rows(step, torch.arange(2 * count), forward)
-        after = prompts.cache.blocks.clone()
+        after = prompts.cache.memory.clone()
         is_exact = dtype == "bfloat16" and two_thread_kernels.has_bf16_dot and end < 500
         for chosen in ({count - 1, 2 * count - 1}, {2 * count - 1}, {0, count // 2, count - 1, count}, set[int]()):
             rows = torch.tensor(sorted(chosen), dtype=torch.int64)
-            prompts.cache.blocks.copy_(before)
+            prompts.cache.memory.copy_(before)
             some = forward_rows(step, rows, forward)
             assert some.finite.all()
             near = 0.0 if is_exact else 1e-5 if dtype == "float32" else 0.06
             torch.testing.assert_close(some.logits, every.logits[rows], atol=near, rtol=0)
-            assert torch.equal(prompts.cache.blocks.nan_to_num(7.0), after.nan_to_num(7.0))
+            assert torch.equal(prompts.cache.memory, after)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -211,7 +211,7 @@ def test_nan_kv_is_reported_for_any_sample_rows(
         loaded = load_model(save(Qwen3Config(**TINY, head_dim=32)), dtype=dtype, device="cpu")
         forward, prompts = fused(loaded, kernels), Prompts(loaded, 150)
         forward_rows(prompts.step(0, 37), torch.tensor([36, 73]), forward)
-        prompts.cache.blocks[int(prompts.tables[1, 0]), layer, 0, 0, 3, 0] = float("nan")
+        prompts.cache.layers[layer].keys[int(prompts.tables[1, 0]), 0, 3, 0] = float("nan")
         is_last = layer + 1 == TINY["num_hidden_layers"]
         for rows in (torch.tensor([62, 125]), torch.empty(0, dtype=torch.int64)):
             finite = forward_rows(prompts.step(37, 100), rows, forward).finite

@@ -14,9 +14,10 @@ from baton.core.errors import LayoutMismatch
 from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import paged_attention
 from baton.model.backends.native_decoder import PackedGemm
-from baton.model.device.kv_tensors import KvCache, uniform_layout
+from baton.model.device.kv_tensors import KvCache
 from baton.model.kernels.cpu.kernel_build import HERE, NATIVE, OPTIONS, SOURCES, build, find_compiler
 from baton.model.kernels.cpu.kernel_library import Kernels, WeightArena, load_kernels, paged_kernel
+from tests.random_kv import fill_with_random_numbers, numbers_of, poison, set_numbers, small_layout
 from tests.scale import sized
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -69,18 +70,10 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return path
 
 
-def cache_of(heads: int, dim: int, size: int, dtype: torch.dtype, num_blocks: int) -> KvCache:
-    layout = uniform_layout(
-        model_fingerprint="m",
-        tokenizer_fingerprint="t",
-        block_size_tokens=size,
-        num_layers=2,
-        num_kv_heads=heads,
-        head_dim=dim,
-        dtype=dtype,
-    )
-    cache = KvCache.zeros(layout, num_blocks)
-    cache.blocks.copy_(torch.randn(cache.blocks.shape, generator=torch.Generator().manual_seed(1)))
+def cache_of(heads: int, dim: int, size: int, dtype: torch.dtype, num_blocks: int, kv_dtype: str = "auto") -> KvCache:
+    layout = small_layout(size=size, heads=heads, dim=dim, dtype=dtype, kv_dtype=kv_dtype)
+    cache = KvCache.zeros(layout, num_blocks, dtype=dtype)
+    fill_with_random_numbers(cache)
     return cache
 
 
@@ -92,7 +85,7 @@ def step_of(cache: KvCache) -> AttentionStep:
     for count, context in SEQUENCES:
         blocks = np.array([free.pop() for _ in range(-(-context // size))], dtype=np.int64)
         if context % size:
-            cache.blocks[int(blocks[-1]), :, :, :, context % size :] = float("nan")
+            poison(cache, int(blocks[-1]), slice(context % size, None))
         segments.append(Segment(token_begin=row, num_tokens=count, kv_begin=context - count, block_ids=blocks))
         row += count
     return AttentionStep(cache, segments, CausalMasks(cache.dtype, cache.device), paged_attention)
@@ -116,6 +109,22 @@ def test_native_attention_equals_the_reference(
                 window,
                 num_threads,
             )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), SHAPES[:1] + SHAPES[3:6])
+def test_native_attention_to_int8_equals_the_reference(
+    library: Path, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
+) -> None:
+    """The reference attends to the numbers that the integers stand for, in float32."""
+    cache = cache_of(kv_heads, dim, size, dtype, 2200 // size, kv_dtype="int8")
+    step = step_of(cache)
+    num_tokens = step.segments[-1].token_begin + SEQUENCES[-1][0]
+    query = torch.randn(heads, num_tokens, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for window in (None, 100):
+        right = paged_attention(query.float(), 1, float_step(step), dim**-0.5, window)
+        got = paged_kernel(Kernels(library, 2))(query, 1, step, dim**-0.5, window)
+        assert (got.float() - right).abs().max().item() < TOLERANCE[dtype], window
 
 
 @pytest.mark.parametrize("window", [None, 5, 100])
@@ -152,8 +161,9 @@ def test_bf16_attention_of_a_row_is_independent_of_other_rows(
 def float_step(step: AttentionStep) -> AttentionStep:
     """Return the same step over the same values in float32."""
     cache = step.cache
-    wide = cache_of(cache.num_kv_heads, cache.head_dim, cache.block_size_tokens, torch.float32, cache.num_blocks)
-    wide.blocks.copy_(cache.blocks)
+    wide = cache_of(*cache.uniform_shape, cache.block_size_tokens, torch.float32, cache.num_blocks)
+    for to, kv in zip(wide.layers, cache.layers, strict=True):
+        set_numbers(to, numbers_of(kv))
     return AttentionStep(wide, step.segments, CausalMasks(torch.float32, cache.device), paged_attention)
 
 
@@ -164,7 +174,8 @@ def test_nan_stays_in_its_sequence(library: Path, part: int) -> None:
     step = step_of(cache)
     query = torch.randn(4, step.segments[-1].token_begin + SEQUENCES[-1][0], 64).bfloat16()
     poisoned = step.segments[2]
-    cache.blocks[int(poisoned.block_ids[3]), 1, part, 0, 5, 7] = float("nan")
+    kv = cache.layers[1]
+    (kv.keys, kv.values)[part][int(poisoned.block_ids[3]), 0, 5, 7] = float("nan")
     got = paged_kernel(Kernels(library, 1))(query, 1, step, 0.125, None).isnan().flatten(1).any(dim=1)
     ends = [segment.token_begin for segment in step.segments] + [len(got)]
     assert [bool(got[begin:end].any()) for begin, end in pairwise(ends)] == [

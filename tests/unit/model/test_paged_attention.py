@@ -8,29 +8,25 @@ import pytest
 import torch
 
 from baton.core.errors import LayoutMismatch, ModelError
-from baton.core.kv.kv_layout import KvLayout
+from baton.core.kv.kv_layout import INT8, KvLayout
 from baton.model.attention.attention_inputs import TILE_TOKENS, AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import PagedKernel, attend, paged_attention
-from baton.model.device.kv_tensors import KvCache, uniform_layout
+from baton.model.device.kv_quantization import dequantize, quantize
+from baton.model.device.kv_tensors import KvCache, TokenSlots
+from tests.random_kv import all_nan, small_layout
 
 LAYERS, KV_HEADS, HEADS, HEAD_DIM, SIZE = 3, 2, 6, 8, 4
 
 
-def layout(dtype: torch.dtype = torch.float32) -> KvLayout:
-    return uniform_layout(
-        model_fingerprint="m",
-        tokenizer_fingerprint="t",
-        block_size_tokens=SIZE,
-        num_layers=LAYERS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-    )
+def layout(dtype: torch.dtype = torch.float32, kv_dtype: str = "auto") -> KvLayout:
+    return small_layout(size=SIZE, layers=LAYERS, heads=KV_HEADS, dim=HEAD_DIM, dtype=dtype, kv_dtype=kv_dtype)
 
 
-def nan_cache(num_blocks: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> KvCache:
-    cache = KvCache.zeros(layout(dtype), num_blocks, device)
-    cache.blocks.fill_(float("nan"))
+def nan_cache(
+    num_blocks: int, dtype: torch.dtype = torch.float32, device: str = "cpu", kv_dtype: str = "auto"
+) -> KvCache:
+    cache = KvCache.zeros(layout(dtype, kv_dtype), num_blocks, device, dtype)
+    cache.fill_with_nan()
     return cache
 
 
@@ -60,17 +56,18 @@ def check_step(
     seed: int = 0,
     device: str = "cpu",
     kernel: PagedKernel = paged_attention,
+    kv_dtype: str = "auto",
 ) -> torch.Tensor:
     """Run one step and compare it with the plain implementation; return the result on the CPU.
 
     `spans`: (existing KV, tokens of this step) of each sequence. The context is written first, to scattered
-    blocks.
+    blocks. With KV in int8, the plain implementation attends to what the integers stand for.
     """
     torch.manual_seed(seed)
     rng = Random(seed)
     layer, scaling = 1, 0.4
     tables = [np.zeros(-(-(before + count) // SIZE), dtype=np.int64) for before, count in spans]
-    cache = nan_cache(sum(len(t) for t in tables) + 2, dtype, device)
+    cache = nan_cache(sum(len(t) for t in tables) + 2, dtype, device, kv_dtype)
     free = list(range(cache.num_blocks))
     rng.shuffle(free)
     for table in tables:
@@ -93,7 +90,7 @@ def check_step(
         step = AttentionStep(cache, segments, masks, kernel)
         cache.write(
             layer,
-            step.token_rows,
+            step.slots,
             torch.cat([keys[i][:, begin : begin + count] for i, begin, count in begins_and_counts], dim=1).to(device),
             torch.cat([values[i][:, begin : begin + count] for i, begin, count in begins_and_counts], dim=1).to(device),
         )
@@ -105,15 +102,16 @@ def check_step(
     step = step_of([(i, *span) for i, span in enumerate(spans)])
     queries = [torch.randn(HEADS, count, HEAD_DIM).to(dtype) for _, count in spans]
     found = kernel(torch.cat(queries, dim=1).to(device), layer, step, scaling, window).cpu()
+    if kv_dtype == INT8:
+        keys, values = ([dequantize(*quantize(x), torch.float32) for x in each] for each in (keys, values))
     expected = torch.cat(
         [written_out(q.float(), k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)]
     )
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
     untouched = set(range(cache.num_blocks)) - {int(b) for t in tables for b in t}
-    assert all(cache.blocks[b].isnan().all() for b in untouched)
-    assert cache.blocks[:, 0].isnan().all()
-    assert cache.blocks[:, 2].isnan().all()
+    assert all(all_nan(cache, b) for b in untouched)
+    assert all(all_nan(cache, b, layer) for b in range(cache.num_blocks) for layer in (0, 2))
     return found
 
 
@@ -172,7 +170,7 @@ def test_cache_views_match_layout_range_of() -> None:
     memory = bytearray(layout().block_bytes * 5)
     cache = KvCache.over(memoryview(memory), layout())
     key, value = torch.randn(2, KV_HEADS, 2, HEAD_DIM).unbind()
-    cache.write(2, cache.token_rows(torch.tensor([3, 1]), torch.tensor([0, 2])), key, value)
+    cache.write(2, TokenSlots(torch.tensor([3, 1]), torch.tensor([0, 2])), key, value)
     for component, tensor in (("k", key), ("v", value)):
         for head in range(KV_HEADS):
             for row, (block, offset) in enumerate(((3, 0), (1, 2))):
@@ -180,15 +178,15 @@ def test_cache_views_match_layout_range_of() -> None:
                 tokens = torch.frombuffer(memory[begin : begin + size], dtype=torch.float32).view(SIZE, HEAD_DIM)
                 assert torch.equal(tokens[offset], tensor[head, row])
     assert cache.num_blocks == 5
-    assert torch.equal(cache.layer(2)[3, 0, :, 0], key[:, 0])
+    assert torch.equal(cache.layers[2].keys[3, :, 0], key[:, 0])
 
 
 def test_block_copies_happen_in_order() -> None:
     cache = KvCache.zeros(layout(), 4)
-    cache.blocks[0] = 1.0
+    cache.memory[0] = 1
     cache.copy_blocks([(0, 1), (1, 2)])
-    assert (cache.blocks[2] == 1.0).all()
-    assert (cache.blocks[3] == 0.0).all()
+    assert (cache.memory[2] == 1).all()
+    assert (cache.memory[3] == 0).all()
 
 
 def test_memory_that_does_not_fit_the_layout_is_refused() -> None:

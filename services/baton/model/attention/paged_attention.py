@@ -46,8 +46,7 @@ def paged_attention(
     """Attend each query token to its own sequence's KV, up to and including its own index.
 
     query: [num_heads, num_tokens, head_dim].
-    step.cache: the KV of these tokens is already written. `cache.layer(layer)` is a strided view [num_blocks,
-    2, num_kv_heads, block_size_tokens, head_dim].
+    step.cache: the KV of these tokens is already written. `cache.layers[layer]` has its strided views.
     window: number of visible tokens, the current one included; None for all.
 
     Returns [num_tokens, num_heads, head_dim]. Slots beyond a sequence's end may hold anything, also NaN. This
@@ -58,19 +57,20 @@ def paged_attention(
     out = query.new_empty(num_tokens, num_heads, head_dim)
     for group in plan.decodes:
         num_seqs = group.tokens.numel()
-        kv = cache.gather(layer, group.head_rows, num_seqs)
+        keys, values = cache.gather(layer, group.blocks)
         if group.stale_seqs is not None:
-            kv[group.stale_seqs, :, :, group.stale_slots] = 0
-        q = query[:, group.tokens].transpose(0, 1).reshape(num_seqs, cache.num_kv_heads, -1, head_dim)
-        attended = scaled_dot_product_attention(q, kv[:, 0], kv[:, 1], attn_mask=group.mask, scale=scaling)
+            keys[group.stale_seqs, :, group.stale_slots] = 0
+            values[group.stale_seqs, :, group.stale_slots] = 0
+        q = query[:, group.tokens].transpose(0, 1).reshape(num_seqs, keys.shape[1], -1, head_dim)
+        attended = scaled_dot_product_attention(q, keys, values, attn_mask=group.mask, scale=scaling)
         out[group.tokens] = attended.reshape(num_seqs, num_heads, head_dim)
     for chunk in plan.chunks:
-        kv = cache.gather(layer, chunk.head_rows, 1)
+        keys, values = cache.gather(layer, chunk.blocks)
         for tile in chunk.tiles:
             attended = scaled_dot_product_attention(
                 query[None, :, tile.token_begin : tile.token_end],
-                kv[:, 0, :, tile.kv_begin : tile.kv_end],
-                kv[:, 1, :, tile.kv_begin : tile.kv_end],
+                keys[:, :, tile.kv_begin : tile.kv_end],
+                values[:, :, tile.kv_begin : tile.kv_end],
                 attn_mask=tile.mask,
                 scale=scaling,
                 enable_gqa=True,
@@ -116,7 +116,8 @@ def attend(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or not 0 <= layer < baton_step.cache.num_layers:
         raise ModelError(f"{name} has layer_idx {layer!r}; must be between 0 and {baton_step.cache.num_layers - 1}")
-    expected = (1, baton_step.cache.num_kv_heads, query.shape[2], baton_step.cache.head_dim)
+    kv = baton_step.cache.layers[layer]
+    expected = (1, kv.num_kv_heads, query.shape[2], kv.head_dim)
     if tuple(key.shape) != expected or tuple(value.shape) != expected:
         raise ModelError(
             f"layer {layer} ({name}) caches keys {tuple(key.shape)} and values {tuple(value.shape)}, not {expected}: "
@@ -124,7 +125,7 @@ def attend(
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     baton_step.observe(layer, attention_mask, AttentionParams(scaling, sliding_window))
-    baton_step.cache.write(layer, baton_step.token_rows, key[0], value[0])
+    baton_step.cache.write(layer, baton_step.slots, key[0], value[0])
     return baton_step.kernel(query[0], layer, baton_step, scaling, sliding_window)[None], None
 
 

@@ -67,7 +67,8 @@ class FusedForward:
 
     def __call__(self, step: PackedStep) -> ForwardOutput:
         kernels, cache, rows = self._kernels, step.attention.cache, step.sample_rows
-        tables, slots = step.attention.tables, step.attention.slots
+        tables, slots = step.attention.tables, step.attention.slot_mapping
+        num_kv_heads, head_dim = cache.uniform_shape
         cosine, sine = rope_cos_sin(self._rotary, step.position_ids)
         hidden = self._embedding[step.token_ids]
         normed = kernels.rms_norm(hidden, None, self._layers[0].input_norm, self._eps)
@@ -82,7 +83,7 @@ class FusedForward:
                     return ForwardOutput(logits=torch.empty(0, self._vocab_size), finite=finite)
                 if rows.numel() < len(hidden):
                     qkv, hidden, tables = qkv[rows], hidden[rows], step.attention.tables_for_rows(rows.numpy())
-            heads = qkv.view(len(hidden), -1, cache.head_dim)[:, : -2 * cache.num_kv_heads]
+            heads = qkv.view(len(hidden), -1, head_dim)[:, : -2 * num_kv_heads]
             attended = heads.new_empty(heads.shape)
             kernels.attend(heads, attended, cache, index, tables, layer.attention_params)
             normed = kernels.rms_norm(hidden, layer.o(attended.view(len(hidden), -1)), layer.post_norm, self._eps)

@@ -15,10 +15,11 @@ from baton.model.kernels.cpu.kernel_library import (
     DTYPES,
     AttentionArgs,
     Kernels,
+    LayerKvArgs,
     RopeArgs,
     attention_args,
     data_address,
-    layer_kv_address,
+    layer_kv_args,
     rope_args,
 )
 
@@ -37,7 +38,8 @@ class _LayerArgs(ctypes.Structure):
 
     _fields_ = [
         *((name, _GemmArgs) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "kv")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        ("kv", LayerKvArgs),
         ("window", ctypes.c_int32),
         ("scale", ctypes.c_float),
     ]
@@ -123,18 +125,17 @@ class NativeDecoder:
         `finite` is as in `ForwardOutput`. Raises LayoutMismatch if the cache belongs to a model of another
         shape.
         """
-        cache, slots = step.cache, step.slots
+        cache, slots = step.cache, step.slot_mapping
         (num_tokens, size), num_rows = hidden.shape, rows.numel()
         first = self._layers[0]
-        num_heads = first.o.k // cache.head_dim
-        if first.qkv.n != (num_heads + 2 * cache.num_kv_heads) * cache.head_dim or cache.num_layers != len(
-            self._layers
-        ):
+        num_kv_heads, head_dim = cache.uniform_shape
+        num_heads = first.o.k // head_dim
+        if first.qkv.n != (num_heads + 2 * num_kv_heads) * head_dim or cache.num_layers != len(self._layers):
             raise LayoutMismatch(
                 f"{len(self._layers)} layers with {first.qkv.n} outputs for queries and KV do not fit {cache.layout}"
             )
-        for index, layer in enumerate(self._args):
-            layer.kv = layer_kv_address(cache, index)
+        for layer, kv in zip(self._args, cache.layers, strict=True):
+            layer.kv = layer_kv_args(kv)
         # reused: page faults cost more than some products
         if self._scratch.numel() < num_tokens * self._scratch_columns:
             self._scratch = hidden.new_empty(num_tokens * self._scratch_columns)
@@ -157,7 +158,9 @@ class NativeDecoder:
             eps=self._eps,
             attention=self._attention_args(cache, tables, num_heads),
             rows_attention=self._attention_args(cache, rows_tables, num_heads),
-            rope=rope_args(cache, slots, cosine, sine, num_heads, self._eps, self._kernels.num_threads),
+            rope=rope_args(
+                cache, cache.layers[0], slots, cosine, sine, num_heads, self._eps, self._kernels.num_threads
+            ),
         )
         self._kernels.decoder_forward(ctypes.byref(args))
         return out[:num_rows], finite
@@ -165,10 +168,10 @@ class NativeDecoder:
     def _attention_args(self, cache: KvCache, tables: SequenceTables, num_heads: int) -> AttentionArgs:
         """Return attention arguments with the strides of queries and outputs in decoder.cpp's scratch
         memory."""
-        first = self._layers[0]
-        args = attention_args(cache, tables, num_heads, self._kernels.num_threads)
-        args.q_token_stride, args.q_head_stride = first.qkv.n, cache.head_dim
-        args.out_token_stride, args.out_head_stride = first.o.k, cache.head_dim
+        first, kv = self._layers[0], cache.layers[0]
+        args = attention_args(cache, kv, tables, num_heads, self._kernels.num_threads)
+        args.q_token_stride, args.q_head_stride = first.qkv.n, kv.head_dim
+        args.out_token_stride, args.out_head_stride = first.o.k, kv.head_dim
         return args
 
     def _layer_args(self, layer: DecoderLayer[PackedGemm]) -> _LayerArgs:

@@ -22,7 +22,10 @@ from baton.model.loading.model_support import causal_lm_class, kv_heads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A loaded model and the facts about it that a worker needs. `eos_token_ids` may be empty."""
+    """A loaded model and the facts about it that a worker needs. `eos_token_ids` may be empty.
+
+    kv_dtype: how KV is stored, see `kv_components`.
+    """
 
     path: Path
     model: PreTrainedModel
@@ -31,6 +34,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    kv_dtype: str = "auto"
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -44,8 +48,12 @@ class LoadedModel:
     def device(self) -> torch.device:
         return self.model.device
 
-    def layout(self, block_size_tokens: int) -> KvLayout:
-        """Return how this model's KV is laid out in memory, for blocks of `block_size_tokens` tokens."""
+    def layout(self, block_size_tokens: int, windows: tuple[int | None, ...] = ()) -> KvLayout:
+        """Return how this model's KV is laid out in memory, for blocks of `block_size_tokens` tokens.
+
+        `windows`: of each layer, as `verify_masks` has found them; empty if no KV is to be freed while a
+        sequence runs.
+        """
         num_kv_heads, head_dim = kv_heads(self.config)
         return uniform_layout(
             model_fingerprint=self.model_fingerprint,
@@ -55,6 +63,8 @@ class LoadedModel:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            windows=windows,
         )
 
 
@@ -62,6 +72,7 @@ def load_model(
     path: Path,
     *,
     dtype: str = "auto",
+    kv_dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
     free_bytes: Callable[[torch.device], int] = free_bytes,
@@ -69,9 +80,9 @@ def load_model(
     """Load the model in directory `path` (see `model_source.resolve_model`), without network access.
 
     dtype: `auto` uses the checkpoint's own.
+    kv_dtype: see `kv_components`.
     device: `auto` uses CUDA if there is a GPU.
-    max_model_len: at most the model's own; None uses that.
-    free_bytes: bytes that can still be allocated on a device.
+    max_model_len: at most the model's own; None uses that. free_bytes: what a device can still allocate.
     Raises ModelError if the model cannot be served or loaded, or if there is too little memory.
     """
     config = _read_config(path)
@@ -115,6 +126,7 @@ def load_model(
         max_model_len=_max_model_len(config, max_model_len),
         vocab_size=config.vocab_size,
         eos_token_ids=eos_token_ids(path),
+        kv_dtype=kv_dtype,
     )
 
 

@@ -15,14 +15,14 @@ struct GemmArgs {
     int64_t k;
 };
 
-// q_norm, k_norm: [head_dim] or null; kv: this layer's KV, see attention.h; window, scale: as there.
+// q_norm, k_norm: [head_dim] or null; kv: this layer's KV, see layer_kv.h; window, scale: see attention.h.
 struct LayerArgs {
     GemmArgs qkv, o, gate_up, down;
     const void* input_norm;
     const void* post_norm;
     const void* q_norm;
     const void* k_norm;
-    void* kv;
+    LayerKv kv;
     int32_t window;
     float scale;
 };
@@ -136,7 +136,7 @@ void run_layers(const DecoderArgs& args) {
                     rows = args.num_rows;
                 }
             }
-            attend<Bf16, Kernel>(team, plan->of(layer), static_cast<const Bf16*>(layer.kv), splits);
+            attend<Bf16, Kernel>(team, plan->of(layer), layer.kv, splits);
             gemm(team, attended, packed_weights(layer.o), update, rows, threads);
             rms_norm<Bf16>(team, hidden, update, static_cast<const Bf16*>(layer.post_norm), normed, rows, int(size),
                 args.eps);

@@ -14,7 +14,7 @@ from baton.core.errors import LayoutMismatch
 from baton.engine.constraints.token_bits import Bits, num_words
 from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, SequenceTables
 from baton.model.attention.paged_attention import PagedKernel
-from baton.model.device.kv_tensors import KvCache
+from baton.model.device.kv_tensors import KvCache, LayerKv
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable, build
 from baton.model.sampling.best_tokens import BestTokens
 from baton.runtime.process.anonymous_memory import allocate_anonymous
@@ -23,19 +23,30 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtype codes of the C++ kernels, see numbers.h."""
 
 
+class LayerKvArgs(ctypes.Structure):
+    """ctypes mirror of `LayerKv` in layer_kv.h."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")]
+
+
+class KvStridesArgs(ctypes.Structure):
+    """ctypes mirror of `KvStrides` in layer_kv.h."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("block", "head", "scale_head")]
+
+
 class AttentionArgs(ctypes.Structure):
     """ctypes mirror of `AttentionArgs` in attention.h."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("q", "out", "kv", "token_begin", "context_len", "table_begin", "tables")
-        ),
+        *((name, ctypes.c_void_p) for name in ("q", "out")),
+        ("kv", LayerKvArgs),
+        *((name, ctypes.c_void_p) for name in ("token_begin", "context_len", "table_begin", "tables")),
         *(
             (name, ctypes.c_int64)
             for name in ("q_token_stride", "q_head_stride", "out_token_stride", "out_head_stride")
         ),
-        *((name, ctypes.c_int64) for name in ("block_stride", "v_offset")),
+        ("kv_strides", KvStridesArgs),
         *(
             (name, ctypes.c_int32)
             for name in ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_size", "window")
@@ -49,9 +60,15 @@ class RopeArgs(ctypes.Structure):
     """ctypes mirror of `RopeArgs` in layers.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("qkv", "kv", "slots", "cosine", "sine", "q_weight", "k_weight")),
-        *((name, ctypes.c_int64) for name in ("head_stride", "v_offset", "num_tokens")),
-        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "num_threads", "dtype")),
+        ("qkv", ctypes.c_void_p),
+        ("kv", LayerKvArgs),
+        *((name, ctypes.c_void_p) for name in ("slots", "cosine", "sine", "q_weight", "k_weight")),
+        ("kv_strides", KvStridesArgs),
+        ("num_tokens", ctypes.c_int64),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "num_threads", "dtype")
+        ),
         ("eps", ctypes.c_float),
     ]
 
@@ -61,28 +78,35 @@ def data_address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def layer_kv_address(cache: KvCache, layer: int) -> int:
-    """Return the address where a layer's first block begins."""
-    return cache.blocks.data_ptr() + layer * cache.blocks.stride(1) * cache.blocks.element_size()
+def layer_kv_args(kv: LayerKv) -> LayerKvArgs:
+    """Return the addresses of a layer's KV."""
+    return LayerKvArgs(*map(data_address, (kv.keys, kv.values, kv.key_scales, kv.value_scales)))
 
 
-def attention_args(cache: KvCache, tables: SequenceTables, num_heads: int, num_threads: int) -> AttentionArgs:
-    """Return the attention arguments that all layers of a step share.
+def kv_strides_args(kv: LayerKv) -> KvStridesArgs:
+    """Return the strides of a layer's KV in bytes. Layers of one shape have the same."""
+    block, head = (stride * kv.keys.itemsize for stride in kv.keys.stride()[:2])
+    scale_head = 0 if kv.key_scales is None else kv.key_scales.stride(1) * kv.key_scales.itemsize
+    return KvStridesArgs(block, head, scale_head)
+
+
+def attention_args(
+    cache: KvCache, kv: LayerKv, tables: SequenceTables, num_heads: int, num_threads: int
+) -> AttentionArgs:
+    """Return the attention arguments that all layers with the shape of `kv` share in a step.
 
     Queries, outputs, the layer's KV, window and scale are left empty.
     """
-    blocks = cache.blocks
     return AttentionArgs(
         token_begin=tables.token_begin.ctypes.data,
         context_len=tables.context_len.ctypes.data,
         table_begin=tables.table_begin.ctypes.data,
         tables=tables.block_ids.ctypes.data,
-        block_stride=blocks.stride(0),
-        v_offset=blocks.stride(2),
+        kv_strides=kv_strides_args(kv),
         num_seqs=tables.context_len.size,
         num_heads=num_heads,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim,
+        num_kv_heads=kv.num_kv_heads,
+        head_dim=kv.head_dim,
         block_size=cache.block_size_tokens,
         num_threads=num_threads,
         dtype=DTYPES[cache.dtype],
@@ -91,27 +115,28 @@ def attention_args(cache: KvCache, tables: SequenceTables, num_heads: int, num_t
 
 def rope_args(
     cache: KvCache,
-    slots: torch.Tensor,
+    kv: LayerKv,
+    slots: npt.NDArray[np.int64],
     cosine: torch.Tensor,
     sine: torch.Tensor,
     num_heads: int,
     eps: float,
     num_threads: int,
 ) -> RopeArgs:
-    """Return the RoPE arguments that all layers of a step share.
+    """Return the RoPE arguments that all layers with the shape of `kv` share in a step.
 
-    The layer's projection, KV and norm weights are left empty.
+    `slots`: see `AttentionStep.slot_mapping`. The layer's projection, KV and norm weights are left empty.
     """
     return RopeArgs(
-        slots=slots.data_ptr(),
+        slots=slots.ctypes.data,
         cosine=cosine.data_ptr(),
         sine=sine.data_ptr(),
-        head_stride=cache.blocks.stride(3),
-        v_offset=cache.blocks.stride(2),
-        num_tokens=slots.numel(),
+        kv_strides=kv_strides_args(kv),
+        num_tokens=slots.size,
         num_heads=num_heads,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim,
+        num_kv_heads=kv.num_kv_heads,
+        head_dim=kv.head_dim,
+        block_size=cache.block_size_tokens,
         num_threads=num_threads,
         dtype=DTYPES[cache.dtype],
         eps=eps,
@@ -201,14 +226,13 @@ class Kernels:
         query, out: [num_tokens, num_heads, head_dim], contiguous in the last dimension.
         Raises LayoutMismatch if the heads do not fit the cache.
         """
-        if query.shape[2] != cache.head_dim or query.shape[1] % cache.num_kv_heads:
-            raise LayoutMismatch(
-                f"queries {tuple(query.shape)} do not fit {cache.num_kv_heads} KV heads of {cache.head_dim}"
-            )
-        args = attention_args(cache, tables, query.shape[1], self.num_threads)
+        kv = cache.layers[layer]
+        if query.shape[2] != kv.head_dim or query.shape[1] % kv.num_kv_heads:
+            raise LayoutMismatch(f"queries {tuple(query.shape)} do not fit {kv.num_kv_heads} KV heads of {kv.head_dim}")
+        args = attention_args(cache, kv, tables, query.shape[1], self.num_threads)
         args.q, args.q_token_stride, args.q_head_stride = query.data_ptr(), query.stride(0), query.stride(1)
         args.out, args.out_token_stride, args.out_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
-        args.kv = layer_kv_address(cache, layer)
+        args.kv = layer_kv_args(kv)
         args.window, args.scale = params.window or 0, params.scaling
         self._attention(args)
 
@@ -217,7 +241,7 @@ class Kernels:
         qkv: torch.Tensor,
         cache: KvCache,
         layer: int,
-        slots: torch.Tensor,
+        slots: npt.NDArray[np.int64],
         cosine: torch.Tensor,
         sine: torch.Tensor,
         q_weight: torch.Tensor | None,
@@ -228,13 +252,14 @@ class Kernels:
 
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; its queries are changed in
         place.
-        slots: [num_tokens], see `AttentionStep.slots`.
+        slots: [num_tokens], see `AttentionStep.slot_mapping`.
         cosine, sine: float32 [num_tokens, head_dim / 2].
         q_weight, k_weight: norm weights [head_dim], or None if heads are not normalised.
         """
-        num_heads = qkv.shape[1] // cache.head_dim - 2 * cache.num_kv_heads
-        args = rope_args(cache, slots, cosine, sine, num_heads, eps, self.num_threads)
-        args.qkv, args.kv = qkv.data_ptr(), layer_kv_address(cache, layer)
+        kv = cache.layers[layer]
+        num_heads = qkv.shape[1] // kv.head_dim - 2 * kv.num_kv_heads
+        args = rope_args(cache, kv, slots, cosine, sine, num_heads, eps, self.num_threads)
+        args.qkv, args.kv = qkv.data_ptr(), layer_kv_args(kv)
         args.q_weight, args.k_weight = data_address(q_weight), data_address(k_weight)
         self._rope(args)
 

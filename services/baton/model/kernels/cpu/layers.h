@@ -4,7 +4,9 @@
 #pragma once
 
 #include <cmath>
+#include <vector>
 
+#include "layer_kv.h"
 #include "numbers.h"
 #include "parallel_for.h"
 
@@ -55,24 +57,41 @@ void apply_rope(const T* head, const T* weight, float eps, const float* cosine, 
 
 struct RopeArgs {
     void* qkv;  // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; queries change in place
-    void* kv;  // this layer's KV, see attention.h
-    const int64_t* slots;  // [num_tokens]: offset of each token's key of KV head 0
+    LayerKv kv;  // of this layer
+    const int64_t* slots;  // [num_tokens]: each token's block times block_size, plus its place in the block
     const float* cosine;    // [num_tokens, head_dim / 2]
     const float* sine;
     const void* q_weight;   // [head_dim] or null
     const void* k_weight;
-    int64_t head_stride;    // from one KV head to the next
-    int64_t v_offset;
+    KvStrides kv_strides;
     int64_t num_tokens;
     int32_t num_heads;
     int32_t num_kv_heads;
     int32_t head_dim;
+    int32_t block_size;
     int32_t num_threads;
     int32_t dtype;
     float eps;
 };
 
-// Applies RoPE to queries in place and to keys on their way into the cache; copies values into the cache.
+// Stores one head's key and value, which RoPE has been applied to, in a slot.
+template <typename T>
+void store_kv(const RopeArgs& args, int64_t slot, int head, const T* key, const T* value) {
+    const int64_t block = slot / args.block_size, place = slot % args.block_size, dim = args.head_dim;
+    const int64_t begin = block * args.kv_strides.block + head * args.kv_strides.head;
+    if (!args.kv.is_quantized()) {
+        std::memcpy(add_bytes(static_cast<T*>(args.kv.keys), begin) + place * dim, key, size_t(dim) * sizeof(T));
+        std::memcpy(add_bytes(static_cast<T*>(args.kv.values), begin) + place * dim, value, size_t(dim) * sizeof(T));
+        return;
+    }
+    const int64_t scales = block * args.kv_strides.block + head * args.kv_strides.scale_head;
+    auto *keys = add_bytes(static_cast<int8_t*>(args.kv.keys), begin) + place * dim,
+         *values = add_bytes(static_cast<int8_t*>(args.kv.values), begin) + place * dim;
+    add_bytes(args.kv.key_scales, scales)[place] = quantize_row(key, int(dim), keys);
+    add_bytes(args.kv.value_scales, scales)[place] = quantize_row(value, int(dim), values);
+}
+
+// Applies RoPE to queries in place and to keys on their way into the cache; stores values in the cache.
 template <typename T>
 void rope_and_store_kv(TeamThread& team, const RopeArgs& args) {
     const int dim = args.head_dim, row_size = (args.num_heads + 2 * args.num_kv_heads) * dim;
@@ -86,10 +105,11 @@ void rope_and_store_kv(TeamThread& team, const RopeArgs& args) {
             row + h * dim);
         const T* keys = row + args.num_heads * dim;
         const T* values = keys + args.num_kv_heads * dim;
+        thread_local std::vector<T> rotated;
+        rotated.resize(dim);
         for (int h = 0; h < args.num_kv_heads; h++) {
-            T* to = static_cast<T*>(args.kv) + args.slots[t] + h * args.head_stride;
-            apply_rope(keys + h * dim, k_weight, args.eps, cosine, sine, dim, to);
-            std::memcpy(to + args.v_offset, values + h * dim, size_t(dim) * sizeof(T));
+            apply_rope(keys + h * dim, k_weight, args.eps, cosine, sine, dim, rotated.data());
+            store_kv(args, args.slots[t], h, rotated.data(), values + h * dim);
         }
     });
 }

@@ -31,6 +31,8 @@ inline uint32_t bits_from_float(float value) {
 
 inline float to_float(float value) { return value; }
 
+inline float to_float(int8_t value) { return float(value); }
+
 inline float to_float(Bf16 value) { return float_from_bits(uint32_t(value.bits) << 16); }
 
 // One step of a float's exponent. A float16's exponents are 112 lower and its mantissa is 13 bits shorter.

@@ -9,7 +9,7 @@
 #include <cmath>
 #include <vector>
 
-#include "numbers.h"
+#include "layer_kv.h"
 
 namespace baton {
 
@@ -25,14 +25,36 @@ constexpr float MASKED_SCORE = -1e30f;  // below every score; finite, so that di
 
 inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
 
-// Locates the KV of one sequence and head in its blocks.
+// Locates the KV of one sequence and head in its blocks. T: as it is stored; int8_t has scales.
 template <typename T>
 struct KvRows {
+    static constexpr bool HAS_SCALES = std::is_same_v<T, int8_t>;
+
     const T* base;
     const int32_t* table;
-    int64_t block_stride, v_offset;
+    int64_t block_stride, v_offset;  // in elements
     int block_size, head_dim;
+    int first;  // no token before it is read
+    const Bf16* scales = nullptr;  // of the head's keys in block 0
+    int64_t scale_block_stride = 0, v_scale_offset = 0;
 
+    KvRows(const LayerKv& kv, const KvStrides& strides, int kv_head, const int32_t* table, int block_size,
+        int head_dim, int first)
+        : base(add_bytes(static_cast<const T*>(kv.keys), kv_head * strides.head)), table(table),
+          block_stride(strides.block / int64_t(sizeof(T))),
+          v_offset(static_cast<const T*>(kv.values) - static_cast<const T*>(kv.keys)), block_size(block_size),
+          head_dim(head_dim), first(first) {
+        if constexpr (HAS_SCALES) {
+            scales = add_bytes(static_cast<const Bf16*>(kv.key_scales), kv_head * strides.scale_head);
+            scale_block_stride = strides.block / int64_t(sizeof(Bf16));
+            v_scale_offset = kv.value_scales - kv.key_scales;
+        }
+    }
+
+    // Scale of a token's key; that of its value is v_scale_offset further on.
+    const Bf16* key_scale(int index) const {
+        return scales + int64_t(table[index / block_size]) * scale_block_stride + index % block_size;
+    }
     const T* key(int index) const {
         return base + int64_t(table[index / block_size]) * block_stride + int64_t(index % block_size) * head_dim;
     }
