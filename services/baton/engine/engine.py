@@ -7,6 +7,7 @@ steps.
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.core.errors import QUEUE_FULL_RETRY_S, Code, ConfigError, Failure, Reason
+from baton.core.kv.block_hash import first_visible_block
 from baton.core.request import PromptLogprobs
 from baton.core.state_machines import SequenceState
 from baton.core.step_cost import StepCostModel, attended_tokens
@@ -175,10 +176,12 @@ class Engine:
         seq = next((s for s in self._sequences.of_request(seq_id) if s.state is SequenceState.RECEIVING), None)
         if seq is None:
             return
-        num_wrong = sum(not self.pool.is_readable(b) for b in seq.block_table)
+        num_wrong = sum(not self.pool.is_readable(b) for b in seq.held_blocks)
         num_wrong += sum(
             self.pool.hash_of(block_id) != block_hash
-            for block_id, block_hash in zip(seq.block_table, seq.request.block_hashes, strict=False)
+            for block_id, block_hash in zip(
+                seq.held_blocks, seq.request.block_hashes[seq.num_freed_blocks :], strict=False
+            )
         )
         if num_wrong or not set(seq.sample_indices) <= {token.sample_index for token in first_tokens}:
             message = f"the pull ended with {num_wrong} missing or wrong blocks and {len(first_tokens)} first tokens"
@@ -299,7 +302,8 @@ class Engine:
                 message = f"step {plan.step_id} returned {len(tokens)} tokens for samples {seq.sample_indices}"
                 failure = _internal(message)
             if failure is not None:
-                self.pool.unpublish([b for b in seq.block_table[seq.num_cached_blocks :] if self.pool.num_refs(b) == 1])
+                own = seq.block_table[max(seq.num_cached_blocks, seq.num_freed_blocks) :]
+                self.pool.unpublish([b for b in own if self.pool.num_refs(b) == 1])
                 self.fail(seq.seq_id, failure)
                 continue
             self._advance(seq, part.num_scheduled_tokens)
@@ -320,7 +324,8 @@ class Engine:
     # -- applying ------------------------------------------------------------------------------------------------------
 
     def _advance(self, seq: EngineSequence, num_scheduled_tokens: int) -> None:
-        """Count the computed tokens, and publish the hashes of blocks that became full."""
+        """Count the computed tokens, publish the hashes of blocks that became full, and release those that no
+        later token sees."""
         if not num_scheduled_tokens:
             return
         seq.num_computed_tokens += num_scheduled_tokens
@@ -328,6 +333,8 @@ class Engine:
         for index in range(seq.num_hashed_blocks, seq.num_computed_tokens // block_size_tokens):
             self.pool.set_hash(seq.block_table[index], seq.hash_of_block(index, block_size_tokens))
             seq.num_hashed_blocks = index + 1
+        unseen = first_visible_block(seq.num_computed_tokens, self.config.kv_window, block_size_tokens)
+        self.pool.unref(seq.drop_blocks_before(unseen))
         if seq.request.prefill_only:
             self._progress.append(PrefillProgress(seq_id=seq.seq_id, num_computed_tokens=seq.num_computed_tokens))
 
@@ -371,7 +378,7 @@ class Engine:
             self._sequences.received(seq)
         for token in unfinished[1:]:
             child = self._sequences.fork(seq, token.sample_index)
-            self.pool.ref(child.block_table)
+            self.pool.ref(child.held_blocks)
             child.append(token.token_id)
         seq.sample_indices = (unfinished[0].sample_index,)
         seq.append(unfinished[0].token_id)

@@ -49,8 +49,8 @@ class SimExecutor:
     """Implements `Executor` over simulated memory.
 
     The next token is a function of the content of the sequence's blocks, so a stale, wrong or partly written
-    block changes the answer. A step that samples also compares every slot with the sequence's history and
-    raises KvCorrupted on a difference.
+    block changes the answer. A step that samples also compares every slot that it sees with the sequence's
+    history and raises KvCorrupted on a difference. The layout's window, if it has one, is at least 2.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class SimExecutor:
             self.memory.write_slot(sequence.block_table, index, content)
 
     def _sample(self, sequence: StepSequence, sample: SampleRequest, allowed: Bits | None) -> tuple[SampledToken, ...]:
-        expected = contents(sample.history)
-        for index, content in enumerate(expected):
-            if self.memory.slot(sequence.block_table, index) != content:
+        expected, window = contents(sample.history), self._layout.window
+        for index in range(max(0, len(expected) - window) if window else 0, len(expected)):
+            if self.memory.slot(sequence.block_table, index) != expected[index]:
                 raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(expected)}")
         choices = range(self._vocab_size) if allowed is None else ids_of(allowed).tolist()
         seed = sample.sampling.seed

@@ -35,6 +35,7 @@ class Backend:
 
     name: for logs and the startup summary.
     forward: runs a step.
+    attention_params: of each layer, as verified; empty if they were not.
     kernel: the paged attention, if `forward` runs the model's own code.
     find_best: finds the most likely tokens.
     warm_batches: sizes of decode steps that are slow the first time.
@@ -47,6 +48,7 @@ class Backend:
 
     name: str
     forward: Forward
+    attention_params: tuple[AttentionParams, ...] = ()
     kernel: PagedKernel = paged_attention
     find_best: FindBest = find_best
     warm_batches: tuple[int, ...] = ()
@@ -147,7 +149,7 @@ def choose_backend(
         verify_logits(loaded, block_size_tokens)
         backend = Backend(name="torch", forward=ModelForward(loaded.model))
     device_info.release_freed_memory()  # verification frees a lot, and KV memory is sized next by what is free
-    return backend
+    return replace(backend, attention_params=attention_params)
 
 
 def _cpu_backend(
