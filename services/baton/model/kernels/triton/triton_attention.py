@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.model.attention.attention_inputs import AttentionStep
+from baton.model.attention.attention_inputs import AttentionParams, AttentionStep
 from baton.model.attention.graph_step import GraphStep
 from baton.model.device.async_copy import upload
 from baton.model.device.kv_tensors import KvCache
@@ -38,7 +38,7 @@ LONG_TOKENS = 2 * MIN_SPLIT_TOKENS + 1
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the call
-    query, blocks, out, maxima, sums,
+    query, blocks, out, maxima, sums, sinks,
     tile_token, tile_count, tile_position, tile_table, block_ids,
     query_head_stride, query_token_stride,
     block_stride, value_offset, kv_head_stride,
@@ -47,7 +47,7 @@ def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the ca
     num_heads,
     block_size: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, group: tl.constexpr,
     num_rows: tl.constexpr, num_keys: tl.constexpr, num_splits: tl.constexpr, has_window: tl.constexpr,
-    widen: tl.constexpr,
+    has_sinks: tl.constexpr, widen: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token, count = tl.load(tile_token + tile), tl.load(tile_count + tile)
@@ -64,19 +64,23 @@ def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the ca
         q = q.to(tl.float32)
 
     end = position + count
-    begin = 0
+    begin, first_seen = 0, 0
     if has_window:
-        begin = tl.maximum(position - window + 1, 0) // num_keys * num_keys
+        first_seen = tl.maximum(position - window + 1, 0)  # blocks before it may be missing
+        begin = first_seen // num_keys * num_keys
     length = tl.cdiv(tl.cdiv(end - begin, num_keys), num_splits) * num_keys
     begin = begin + split * length
     stop = tl.minimum(begin + length, end)
 
     best = tl.full([num_rows], float("-inf"), tl.float32)
     total = tl.zeros([num_rows], tl.float32)
+    if has_sinks:  # the softmax begins with the sink, in the first split
+        best = tl.where(split == 0, tl.load(sinks + head).to(tl.float32), best)
+        total += tl.where(split == 0, 1.0, 0.0)
     mixed = tl.zeros([num_rows, padded_dim], tl.float32)
     for start in range(begin, stop, num_keys):
         slots = start + tl.arange(0, num_keys)
-        is_slot = slots < stop
+        is_slot = (slots < stop) & (slots >= first_seen)
         block = tl.load(block_ids + table + slots // block_size, mask=is_slot, other=0).to(tl.int64)
         at = block * block_stride + kv_head * kv_head_stride + (slots % block_size) * head_dim
         key = tl.load(blocks + at[None, :] + dims[:, None], mask=is_slot[None, :] & is_dim[:, None], other=0.0)
@@ -169,7 +173,12 @@ def split_contexts(max_model_len: int) -> tuple[int, ...]:
 
 
 def triton_attention(
-    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+    query: torch.Tensor,
+    layer: int,
+    step: AttentionStep,
+    scaling: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute paged attention; same shapes and results as `paged_attention.paged_attention`."""
     num_heads, num_tokens, _ = query.shape
@@ -177,10 +186,17 @@ def triton_attention(
     is_decode = num_tokens == len(step.segments)
     rows = max(triton.next_power_of_2(group), DECODE_ROWS if is_decode else CHUNK_ROWS)
     tiles = step.get_or_make(("tiles", rows // group), lambda: tiles_of(step, rows // group))
-    return attend_tiles(query, layer, step.cache, tiles, rows, scaling, window)
+    return attend_tiles(query, layer, step.cache, tiles, rows, AttentionParams(scaling, window, sinks))
 
 
-def triton_decode(query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None) -> torch.Tensor:
+def triton_decode(
+    query: torch.Tensor,
+    layer: int,
+    step: GraphStep,
+    scaling: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Compute paged attention for one token per sequence inside a CUDA graph.
 
     All inputs are read from tensors, so contexts may have any length at replay.
@@ -201,11 +217,12 @@ def triton_decode(query: torch.Tensor, layer: int, step: GraphStep, scaling: flo
         )
 
     rows = max(triton.next_power_of_2(num_heads // cache.num_kv_heads), DECODE_ROWS)
-    return attend_tiles(query, layer, cache, step.get_or_make("tiles", tiles), rows, scaling, window)
+    params = AttentionParams(scaling, window, sinks)
+    return attend_tiles(query, layer, cache, step.get_or_make("tiles", tiles), rows, params)
 
 
 def attend_tiles(
-    query: torch.Tensor, layer: int, cache: KvCache, tiles: Tiles, rows: int, scaling: float, window: int | None
+    query: torch.Tensor, layer: int, cache: KvCache, tiles: Tiles, rows: int, params: AttentionParams
 ) -> torch.Tensor:
     """Compute paged attention for given tiles, see `triton_attention`.
 
@@ -220,16 +237,17 @@ def attend_tiles(
     blocks = cache.layer(layer)
     query = query if query.stride(2) == 1 else query.contiguous()
     _attend[(tiles.token.numel(), cache.num_kv_heads, splits)](
-        query, blocks, parts, maxima, sums,
+        query, blocks, parts, maxima, sums, query if params.sinks is None else params.sinks,
         tiles.token, tiles.count, tiles.position, tiles.table, tiles.block_ids,
         query.stride(0), query.stride(1),
         blocks.stride(0), blocks.stride(1), blocks.stride(2),
-        scaling,
-        window or 0,
+        params.scaling,
+        params.window or 0,
         num_heads,
         block_size=cache.block_size_tokens, head_dim=head_dim, padded_dim=max(16, triton.next_power_of_2(head_dim)),
         group=num_heads // cache.num_kv_heads, num_rows=rows, num_keys=KEYS, num_splits=splits,
-        has_window=window is not None,
+        has_window=params.window is not None,
+        has_sinks=params.sinks is not None,
         widen=query.device.type == "cpu",
     )  # fmt: skip
     if splits == 1:
