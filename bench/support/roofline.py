@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from baton.model.backends.fused_layers import PackedLinear
-from baton.model.backends.native_decoder import PackedGemm
+from baton.model.backends.packed_gemm import PackedGemm
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable
 from baton.model.kernels.cpu.kernel_library import load_kernels
 

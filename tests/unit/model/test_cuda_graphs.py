@@ -229,7 +229,7 @@ def test_warmup_runs_chunks_after_each_warm_context(loaded: LoadedModel) -> None
     seen = set()
 
     def kernel(
-        query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+        query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
     ) -> torch.Tensor:
         seen.add((query.shape[1], int(step.tables.context_len.max())))
         return paged_attention(query, layer, step, scaling, window)

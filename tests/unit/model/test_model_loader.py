@@ -28,7 +28,7 @@ from baton.model.loading.model_loader import eos_token_ids, load_model
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
 from baton.model.loading.random_init import init_model
-from tests.unit.model.conftest import TINY
+from tests.model_families import TINY
 
 LONG = {
     "short_factor": [1.0] * 8,

@@ -77,13 +77,15 @@ struct KvPointers {
 
     const Bf16 *keys[COUNT], *values[COUNT];
 
-    // Fills in the tokens from `begin` on. Entries beyond `end` point to zeros.
+    // Fills in the tokens from `begin` on. Entries beyond `end` and before `kv.first` point to zeros.
     void find(const KvRows<Bf16>& kv, int begin, int end) {
-        const int here = std::min(COUNT, end - begin);
-        kv.keys(begin, begin + here, keys);
-        std::fill(keys + here, keys + COUNT, ZERO_ROW);
-        std::fill(values + here, values + COUNT, ZERO_ROW);
-        for (int i = 0; i < here; i++) values[i] = keys[i] + kv.v_offset;
+        const int here = std::min(COUNT, end - begin), skipped = std::clamp(kv.first - begin, 0, here);
+        kv.keys(begin + skipped, begin + here, keys + skipped);
+        for (const Bf16** pointers : {keys, values}) {
+            std::fill(pointers, pointers + skipped, ZERO_ROW);
+            std::fill(pointers + here, pointers + COUNT, ZERO_ROW);
+        }
+        for (int i = skipped; i < here; i++) values[i] = keys[i] + kv.v_offset;
     }
 };
 

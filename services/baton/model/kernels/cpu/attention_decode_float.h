@@ -96,13 +96,17 @@ class AttentionTileFloat {
             for (int d = 0; d < dim; d++) sums[d] += weights[i] * values_[size_t(i) * width_ + d];
     }
 
-    // Converts the tokens' keys and values to floats, [end - begin, width_], padded with zeros. Meanwhile it
-    // prefetches tokens that are PREFETCH_TOKENS further, up to `last`.
+    // Converts the tokens' keys and values to floats, [end - begin, width_], padded with zeros. Those before
+    // `kv.first` are zero. Meanwhile it prefetches tokens that are PREFETCH_TOKENS further, up to `last`.
     void convert(const KvRows<T>& kv, int begin, int end, int last) {
         const int dim = kv.head_dim;
         keys_.resize(size_t(KV_TILE) * width_);
         values_.resize(keys_.size());
-        for (int i = begin; i < end; i++) {
+        const int first = std::clamp(kv.first, begin, end);
+        const size_t skipped = size_t(first - begin) * width_;
+        std::fill(keys_.begin(), keys_.begin() + skipped, 0.0f);
+        std::fill(values_.begin(), values_.begin() + skipped, 0.0f);
+        for (int i = first; i < end; i++) {
             const T *key = kv.key(i), *value = key + kv.v_offset, *ahead = kv.key(std::min(i + PREFETCH_TOKENS, last));
             for (int d = 0; d < dim; d += CACHE_LINE_BYTES / int(sizeof(T))) {
                 __builtin_prefetch(ahead + d);

@@ -117,27 +117,32 @@ inline WeightPrefetch prefetch_after(const PackedWeights& weights, int64_t panel
     return {at, at + bytes, int((bytes / CACHE_LINE_BYTES + times - 1) / times)};
 }
 
-// out [rows, n] = x [rows, k] times the packed weights. All threads of the team call it.
+// Multiplies `count` rows of x, at most ROWS_PER_BLOCK, by one panel. x, out: of the first row.
 template <typename Out>
-void gemm(TeamThread& team, const Bf16* x, const PackedWeights& weights, Out* out, int64_t rows, int threads) {
-    const int64_t pairs = weights.k / 2, panels = weights.panels(),
-        blocks = (rows + ROWS_PER_BLOCK - 1) / ROWS_PER_BLOCK;
+inline void multiply_panel(const Bf16* x, const PackedWeights& weights, Out* out, int count, int64_t panel,
+    bool is_last_block, int threads) {
+    alignas(64) float sums[ROWS_PER_BLOCK * PANEL];
+    const int64_t pairs = weights.k / 2, first = panel * PANEL;
+    const int columns = int(std::min<int64_t>(PANEL, weights.n - first));
+    const PanelOutput<Out> output{out + first, weights.n, weights.bias ? weights.bias + first : nullptr, columns};
+    for (int64_t pair = 0; pair < pairs; pair += SLICE_PAIRS) {
+        const int length = int(std::min<int64_t>(SLICE_PAIRS, pairs - pair));
+        const PanelSlice slice{weights.packed + (panel * pairs + pair) * PANEL, length, pair == 0,
+            pair + length == pairs};
+        const WeightPrefetch prefetch = prefetch_after(weights, panel, pair, count, is_last_block, threads);
+        multiply_block(count, x + 2 * pair, weights.k, slice, sums, output, prefetch);
+    }
+}
+
+// out [rows, n] = x [rows, k] times the packed weights. All threads of the team call it.
+template <typename In, typename Weights, typename Out>
+void gemm(TeamThread& team, const In* x, const Weights& weights, Out* out, int64_t rows, int threads) {
+    const int64_t panels = weights.panels(), blocks = (rows + ROWS_PER_BLOCK - 1) / ROWS_PER_BLOCK;
     team.parallel_for(blocks * panels, [&](int64_t item) {
-        alignas(64) float sums[ROWS_PER_BLOCK * PANEL];
-        const int64_t block = item / panels, panel = item % panels, begin = block * ROWS_PER_BLOCK,
-            first = panel * PANEL;
+        const int64_t block = item / panels, begin = block * ROWS_PER_BLOCK;
         const int count = int(std::min<int64_t>(ROWS_PER_BLOCK, rows - begin));
-        const Bf16* input = x + begin * weights.k;
-        const int columns = int(std::min<int64_t>(PANEL, weights.n - first));
-        const PanelOutput<Out> output{out + begin * weights.n + first, weights.n,
-            weights.bias ? weights.bias + first : nullptr, columns};
-        for (int64_t pair = 0; pair < pairs; pair += SLICE_PAIRS) {
-            const int length = int(std::min<int64_t>(SLICE_PAIRS, pairs - pair));
-            const PanelSlice slice{weights.packed + (panel * pairs + pair) * PANEL, length, pair == 0,
-                pair + length == pairs};
-            const WeightPrefetch prefetch = prefetch_after(weights, panel, pair, count, block + 1 == blocks, threads);
-            multiply_block(count, input + 2 * pair, weights.k, slice, sums, output, prefetch);
-        }
+        multiply_panel(x + begin * weights.k, weights, out + begin * weights.n, count, item % panels,
+            block + 1 == blocks, threads);
     });
 }
 

@@ -25,20 +25,21 @@ constexpr float MASKED_SCORE = -1e30f;  // below every score; finite, so that di
 
 inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
 
-// Locates the KV of one sequence and head in its blocks.
+// Locates the KV of one sequence and head in its blocks. `first`: the first token that may be read.
 template <typename T>
 struct KvRows {
     const T* base;
     const int32_t* table;
     int64_t block_stride, v_offset;
-    int block_size, head_dim;
+    int block_size, head_dim, first;
 
     const T* key(int index) const {
         return base + int64_t(table[index / block_size]) * block_stride + int64_t(index % block_size) * head_dim;
     }
     const T* value(int index) const { return key(index) + v_offset; }
 
-    // Writes the addresses of the keys of [begin, end) to `out`, without a division per key.
+    // Writes the addresses of the keys of [begin, end) to `out`, without a division per key. begin: not before
+    // `first`.
     void keys(int begin, int end, const T** out) const {
         for (int block = begin / block_size, slot = begin % block_size; begin < end; block++, slot = 0) {
             const T* first = base + int64_t(table[block]) * block_stride;
