@@ -71,16 +71,6 @@ def _layer(
     )
 
 
-def free_weights(modules: Sequence[nn.Linear]) -> None:
-    """Replace the weights of modules by empty ones, because a backend holds them packed.
-
-    The model's own code raises afterwards. The empty weights are not on the meta device: oneDNN would compute
-    NaN with those, without an error.
-    """
-    for module in modules:
-        module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
-
-
 def rope_cos_sin(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return RoPE's cosine and sine, each float32 [num_tokens, head_dim / 2].
 

@@ -14,8 +14,9 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from baton.model.attention.attention_inputs import AttentionParams
-from baton.model.backends.decoder_layers import decoder_layers, free_weights, rope_cos_sin
+from baton.model.backends.decoder_layers import decoder_layers, rope_cos_sin
 from baton.model.kernels.cpu.kernel_library import Kernels
+from baton.model.linear.packed_linear import free_weights
 from baton.model.step.forward import ForwardOutput, are_finite
 from baton.model.step.step_inputs import PackedStep
 

@@ -5,14 +5,13 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from baton.core.errors import LayoutMismatch
 from baton.model.attention.attention_inputs import AttentionStep, SequenceTables
-from baton.model.backends.decoder_layers import DecoderLayer, free_weights
+from baton.model.backends.decoder_layers import DecoderLayer
 from baton.model.device.kv_tensors import KvCache
+from baton.model.kernels.cpu.gemm_args import GemmArgs
 from baton.model.kernels.cpu.kernel_library import (
-    DTYPES,
     AttentionArgs,
     Kernels,
     RopeArgs,
@@ -21,22 +20,14 @@ from baton.model.kernels.cpu.kernel_library import (
     layer_kv_address,
     rope_args,
 )
-
-PANEL_OUTPUTS = 64
-"""Outputs of one packed weight panel; `PANEL` of gemm.h."""
-
-
-class _GemmArgs(ctypes.Structure):
-    """ctypes mirror of `GemmArgs` in decoder.cpp."""
-
-    _fields_ = [("packed", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("n", ctypes.c_int64), ("k", ctypes.c_int64)]
+from baton.model.linear.packed_linear import PackedGemm
 
 
 class _LayerArgs(ctypes.Structure):
     """ctypes mirror of `LayerArgs` in decoder.cpp."""
 
     _fields_ = [
-        *((name, _GemmArgs) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, GemmArgs) for name in ("qkv", "o", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "kv")),
         ("window", ctypes.c_int32),
         ("scale", ctypes.c_float),
@@ -49,7 +40,7 @@ class _DecoderArgs(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("layers", "final_norm", "hidden", "out", "scratch", "is_finite", "rows")
+            for name in ("layers", "final_norm", "hidden", "out", "scratch", "gemm_scratch", "is_finite", "rows")
         ),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens")),
         ("num_layers", ctypes.c_int32),
@@ -58,42 +49,6 @@ class _DecoderArgs(ctypes.Structure):
         *((name, AttentionArgs) for name in ("attention", "rows_attention")),
         ("rope", RopeArgs),
     ]
-
-
-class PackedGemm:
-    """Product x [rows, k] -> [rows, n] with packed bfloat16 weights; joins the outputs of several modules."""
-
-    def __init__(self, kernels: Kernels, *modules: nn.Linear, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype`: of the result, bfloat16 or float32 (not rounded). Raises LayoutMismatch if the number of
-        inputs is odd."""
-        self._dtype = dtype
-        self._modules = modules
-        weight = torch.cat([module.weight.data for module in modules])
-        self._bias = None if modules[0].bias is None else torch.cat([module.bias.data for module in modules])
-        self.n, self.k = weight.shape
-        if self.k % 2:
-            raise LayoutMismatch(f"a product with {self.k} inputs: the number of inputs must be even")
-        self._packed = kernels.weight_arena.take(-(-self.n // PANEL_OUTPUTS) * PANEL_OUTPUTS * self.k // 2)
-        self._kernels = kernels
-        kernels.pack_weights(weight.data_ptr(), self._packed.data_ptr(), self.n, self.k, kernels.num_threads)
-        self.args = _GemmArgs(self._packed.data_ptr(), data_address(self._bias), self.n, self.k)
-
-    def release_model_weights(self) -> None:
-        """Free the modules' own weights; the packed copy stays."""
-        free_weights(self._modules)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `x`, bfloat16 and contiguous."""
-        out = x.new_empty(x.shape[0], self.n, dtype=self._dtype)
-        self._kernels.gemm(
-            x.data_ptr(),
-            ctypes.byref(self.args),
-            out.data_ptr(),
-            x.shape[0],
-            self._kernels.num_threads,
-            DTYPES[self._dtype],
-        )
-        return out
 
 
 class NativeDecoder:
@@ -109,7 +64,10 @@ class NativeDecoder:
         self._eps = eps
         first = layers[0]
         self._scratch_columns = first.o.n + first.qkv.n + first.o.k + first.gate_up.n + first.down.k
+        products = [product for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        self._gemm_row_bytes = max(product.row_bytes(torch.bfloat16) for product in products)
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
+        self._gemm_scratch = torch.empty(0, dtype=torch.uint8)
         self._args = (_LayerArgs * len(layers))(*(self._layer_args(layer) for layer in layers))
 
     def __call__(
@@ -138,6 +96,7 @@ class NativeDecoder:
         # reused: page faults cost more than some products
         if self._scratch.numel() < num_tokens * self._scratch_columns:
             self._scratch = hidden.new_empty(num_tokens * self._scratch_columns)
+            self._gemm_scratch = torch.empty(num_tokens * self._gemm_row_bytes, dtype=torch.uint8)
         out = torch.empty_like(hidden)
         finite = torch.empty(num_tokens, dtype=torch.bool)
         tables = step.tables
@@ -148,6 +107,7 @@ class NativeDecoder:
             hidden=hidden.data_ptr(),
             out=out.data_ptr(),
             scratch=self._scratch.data_ptr(),
+            gemm_scratch=self._gemm_scratch.data_ptr(),
             is_finite=finite.data_ptr(),
             rows=rows.data_ptr(),
             num_rows=num_rows,

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from baton.model.attention.attention_inputs import AttentionParams
 from baton.model.backends.decoder_layers import decoder_layers, rope_cos_sin
 from baton.model.backends.fused_layers import has_onednn_bf16_gemm
-from baton.model.backends.native_decoder import NativeDecoder, PackedGemm
+from baton.model.backends.native_decoder import NativeDecoder
 from baton.model.kernels.cpu.kernel_library import Kernels
+from baton.model.linear.packed_linear import PackedGemm
 from baton.model.step.forward import ForwardOutput
 from baton.model.step.step_inputs import PackedStep
 
@@ -53,7 +54,7 @@ class DecoderForward:
     def __init__(self, model: PreTrainedModel, attention_params: Sequence[AttentionParams], kernels: Kernels) -> None:
         """`model`: one for which `is_plain_decoder` and `prefers_native_gemm` are true; its own code still
         works. `attention_params`: one per layer, from `verify_masks`. `kernels`: with the number of threads
-        of a step. Raises LayoutMismatch if a product has an odd number of inputs."""
+        of a step."""
         base: Any = model.base_model
         self._embedding: torch.Tensor = base.embed_tokens.weight
         self._layers = decoder_layers(model, attention_params, lambda *modules: PackedGemm(kernels, *modules))

@@ -4,16 +4,9 @@
 
 #include "attention_work.h"
 #include "layers.h"
-#include "gemm.h"
+#include "linear.h"
 
 namespace baton {
-
-struct GemmArgs {
-    const void* packed;
-    const void* bias;
-    int64_t n;
-    int64_t k;
-};
 
 // q_norm, k_norm: [head_dim] or null; kv: this layer's KV, see attention.h; window, scale: as there.
 struct LayerArgs {
@@ -34,6 +27,7 @@ struct LayerArgs {
 // is_finite [num_tokens]: true if a token's last keys and values, and its output if it is in `rows`, are
 // finite.
 // scratch: num_tokens times (size + qkv.n + heads * head_dim + gate_up.n + gate_up.n / 2) elements.
+// gemm_scratch: num_tokens times the largest gemm_row_bytes of all products.
 // rows_attention: attention of `rows` only, each as a sequence of one token; unused if `rows` has all tokens.
 struct DecoderArgs {
     const LayerArgs* layers;
@@ -41,6 +35,7 @@ struct DecoderArgs {
     void* hidden;
     void* out;
     void* scratch;
+    void* gemm_scratch;
     uint8_t* is_finite;
     const int64_t* rows;
     int64_t num_rows;
@@ -55,12 +50,7 @@ struct DecoderArgs {
 
 namespace {
 
-PackedWeights packed_weights(const GemmArgs& args) {
-    return PackedWeights{static_cast<const uint32_t*>(args.packed), static_cast<const Bf16*>(args.bias), args.n,
-        args.k};
-}
-
-constexpr int64_t LOOPS_PER_LAYER = 8 + NUM_ATTENTION_LOOPS, FINAL_LOOPS = 5;
+constexpr int64_t LOOPS_PER_LAYER = 4 + 4 * GEMM_LOOPS + NUM_ATTENTION_LOOPS, FINAL_LOOPS = 5;
 
 // Attention plans by (window, scale). Most layers share one plan.
 template <typename Kernel>
@@ -113,13 +103,16 @@ void run_layers(const DecoderArgs& args) {
     for (int l = 0; l < args.num_layers; l++) layer_plans.add(args.layers[l]);
     if (!all_sampled) last_layer_plans.add(last);
     std::vector<SoftmaxState> splits(std::max(layer_plans.max_num_splits(), last_layer_plans.max_num_splits()));
+    const auto multiply = [&](TeamThread& team, const Bf16* x, const GemmArgs& weights, Bf16* out, int64_t rows) {
+        gemm(team, weights, x, BFLOAT16, out, BFLOAT16, rows, args.gemm_scratch, threads);
+    };
     run_team(threads, args.num_layers * LOOPS_PER_LAYER + FINAL_LOOPS, [&](TeamThread& team) {
         int64_t rows = tokens;
         for (int l = 0; l < args.num_layers; l++) {
             const LayerArgs& layer = args.layers[l];
             rms_norm<Bf16>(team, hidden, l ? update : nullptr, static_cast<const Bf16*>(layer.input_norm), normed,
                 tokens, int(size), args.eps);
-            gemm(team, normed, packed_weights(layer.qkv), qkv, tokens, threads);
+            multiply(team, normed, layer.qkv, qkv, tokens);
             RopeArgs rope = args.rope;
             rope.qkv = qkv;
             rope.kv = layer.kv;
@@ -137,12 +130,12 @@ void run_layers(const DecoderArgs& args) {
                 }
             }
             attend<Bf16, Kernel>(team, plan->of(layer), static_cast<const Bf16*>(layer.kv), splits);
-            gemm(team, attended, packed_weights(layer.o), update, rows, threads);
+            multiply(team, attended, layer.o, update, rows);
             rms_norm<Bf16>(team, hidden, update, static_cast<const Bf16*>(layer.post_norm), normed, rows, int(size),
                 args.eps);
-            gemm(team, normed, packed_weights(layer.gate_up), gates, rows, threads);
+            multiply(team, normed, layer.gate_up, gates, rows);
             silu_gate<Bf16>(team, gates, gated, rows, int(layer.down.k));
-            gemm(team, gated, packed_weights(layer.down), update, rows, threads);
+            multiply(team, gated, layer.down, update, rows);
         }
         rms_norm<Bf16>(team, hidden, update, static_cast<const Bf16*>(args.final_norm), normed, rows, int(size),
             args.eps);
@@ -155,35 +148,6 @@ void run_layers(const DecoderArgs& args) {
 }  // namespace baton
 
 extern "C" {
-
-// Returns 1 if products use the bfloat16 dot product.
-int32_t baton_has_bf16_dot() {
-#ifdef BATON_HAS_BF16_DOT
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-// weights [n, k] bfloat16 -> packed [n / 64 rounded up, k / 2, 64] words.
-void baton_pack_weights(const void* weights, void* packed, int64_t n, int64_t k, int32_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t panel = 0; panel < (n + baton::PANEL - 1) / baton::PANEL; panel++) {
-        baton::pack_panel(static_cast<const baton::Bf16*>(weights), n, k, panel, static_cast<uint32_t*>(packed));
-    }
-}
-
-// x [rows, k] bfloat16 -> out [rows, n] of `dtype`, bfloat16 or float32.
-void baton_gemm(const void* x, const baton::GemmArgs* weights, void* out, int64_t rows, int32_t threads,
-    int32_t dtype) {
-    using namespace baton;
-    run_team(threads, 1, [&](TeamThread& team) {
-        const auto* input = static_cast<const Bf16*>(x);
-        if (dtype == FLOAT32) return gemm(team, input, packed_weights(*weights), static_cast<float*>(out), rows,
-            threads);
-        gemm(team, input, packed_weights(*weights), static_cast<Bf16*>(out), rows, threads);
-    });
-}
 
 void baton_decoder_forward(const baton::DecoderArgs* args) {
     using namespace baton;
