@@ -1,7 +1,5 @@
 """Our kernels against torch."""
 
-import platform
-import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,13 +11,14 @@ from torch import nn
 from baton.core.errors import LayoutMismatch
 from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import paged_attention
-from baton.model.backends.packed_gemm import PackedGemm
 from baton.model.device.kv_tensors import KvCache, uniform_layout
-from baton.model.forms.decoder_form import ACTIVATIONS, HeadNorms, RmsNorm, Rotary
+from baton.model.forms.decoder_form import ACTIVATIONS
 from baton.model.forms.recognise import apply_norm, rotate
-from baton.model.kernels.cpu.kernel_build import HERE, NATIVE, OPTIONS, SOURCES, build, find_compiler
 from baton.model.kernels.cpu.kernel_library import Kernels, WeightArena, load_kernels, paged_kernel
+from baton.model.kernels.layer_values import HeadNorms, RmsNorm, Rotary
+from baton.model.linear.packed_linear import PackedGemm
 from tests.scale import sized
+from tests.unit.model.native_libraries import library_for, processors
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SEQUENCES = ((1, 1), (1, 17), (1, 700), (5, 5), (40, 300), (200, 200), (1, 33), (130, 513))
@@ -42,33 +41,12 @@ SHAPES = (
 THREADS_BY_WINDOW: dict[int | None, tuple[int, ...]] = sized(
     {None: (2,), 5: (1,), 100: (5,)}, {None: (1, 2, 5), 5: (1, 2, 5), 100: (1, 2, 5)}
 )
-BASELINE, AVX2 = "-march=x86-64", "-march=x86-64-v3"
 
 
-def processors() -> list[str]:
-    """Return compiler options for this processor, the baseline x86-64 (vectors as short as ARM's), and
-    AVX2."""
-    if platform.machine() != "x86_64":
-        return [NATIVE]
-    return [NATIVE, BASELINE, *([AVX2] if "avx512f" in Path("/proc/cpuinfo").read_text() else [])]
-
-
-@pytest.fixture(scope="module", params=processors())
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the kernels for one processor.
-
-    Libraries for other processors use another namespace, because inline functions are shared within a
-    process.
-    """
-    if request.param == NATIVE:
-        return build()
-    path = tmp_path_factory.mktemp("library") / "kernels.so"
-    options = [{NATIVE: request.param, "-O3": "-O2"}.get(option, option) for option in OPTIONS]
-    own_name = f"-Dbaton=for_{request.param.rpartition('=')[2].replace('-', '_')}"
-    subprocess.run(
-        [find_compiler(), *options, own_name, *(str(HERE / name) for name in SOURCES), "-o", str(path)], check=True
-    )
-    return path
+@pytest.fixture(scope="module", params=processors(), ids=" ".join)
+def library(request: pytest.FixtureRequest) -> Path:
+    """Compile the kernels for one processor."""
+    return library_for(request.param)
 
 
 def cache_of(heads: int, dim: int, size: int, dtype: torch.dtype, num_blocks: int) -> KvCache:
@@ -334,21 +312,6 @@ def test_gemm_equals_float64(library: Path, rows: int, k: int, n: int, with_bias
     assert torch.equal(found[:7], separate), "a row must not depend on the other rows"
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize(("rows", "k", "n"), [(1, 64, 64), (5, 7, 7), (9, 66, 70), (97, 1030, 200), (200, 512, 65)])
-def test_float_gemm_equals_float64(library: Path, rows: int, k: int, n: int, num_threads: int) -> None:
-    kernels = Kernels(library, num_threads)
-    torch.manual_seed(0)
-    modules = [nn.Linear(k, n - n // 3), nn.Linear(k, n // 3, bias=False)]
-    x = torch.randn(rows, k)
-    found = PackedGemm(kernels, *modules)(x)
-    expected = torch.cat([nn.functional.linear(x.double(), m.weight.double(), None) for m in modules], dim=1)
-    expected[:, : n - n // 3] += modules[0].bias.double()
-    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
-    separate = torch.cat([PackedGemm(kernels, *modules)(row[None]) for row in x[:7]])
-    assert torch.equal(found[:7], separate), "a row must not depend on the other rows"
-
-
 def test_weight_arena_slices_are_aligned_and_outlive_the_arena() -> None:
     words = WeightArena(chunk_words=1024)
     taken = [words.take(count) for count in (100, 1, 900, 5, 3000, 16)]
@@ -360,6 +323,10 @@ def test_weight_arena_slices_are_aligned_and_outlive_the_arena() -> None:
     assert all((part == number).all() for number, part in enumerate(taken)), "no slice may overlap another"
 
 
-def test_gemm_refuses_an_odd_number_of_inputs() -> None:
-    with pytest.raises(LayoutMismatch, match="must be even"):
-        PackedGemm(load_kernels(1), nn.Linear(7, 8).bfloat16())
+def test_gemm_of_an_odd_number_of_bfloat16_inputs(library: Path) -> None:
+    """Pairs of inputs need an even number, so the weights are packed as float32."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(7, 8).bfloat16().requires_grad_(False), torch.randn(3, 7).bfloat16()
+    found = PackedGemm(Kernels(library, 1), module, dtype=torch.float32)(x)
+    expected = nn.functional.linear(x.double(), module.weight.double(), module.bias.double())
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)

@@ -12,6 +12,7 @@ from baton.model.backends.compiled_layers import CompiledForward
 from baton.model.backends.cuda_graphs import BATCHES, CudaGraphForward
 from baton.model.backends.fused_layers import FusedForward
 from baton.model.backends.native_layers import DecoderForward, prefers_native_gemm
+from baton.model.backends.native_products import ProductsForward
 from baton.model.device import device_info
 from baton.model.forms.decoder_form import DecoderForm
 from baton.model.forms.describe import describe_decoder
@@ -85,6 +86,16 @@ def _build_fused_layers(loaded: LoadedModel, form: DecoderForm | None, kernels: 
     return Backend(name=FUSED_LAYERS.name, forward=forward, after_verification=forward.release_model_weights)
 
 
+def _build_native_products(loaded: LoadedModel, form: DecoderForm | None, kernels: Kernels) -> Backend:
+    forward = ProductsForward(loaded.model, kernels)
+    return Backend(
+        name=NATIVE_PRODUCTS.name,
+        forward=forward,
+        kernel=paged_kernel(kernels),
+        after_verification=forward.release_model_weights,
+    )
+
+
 def _build_native_attention(loaded: LoadedModel, form: DecoderForm | None, kernels: Kernels) -> Backend:
     return Backend(name=NATIVE_ATTENTION.name, forward=ModelForward(loaded.model), kernel=paged_kernel(kernels))
 
@@ -101,6 +112,12 @@ FUSED_LAYERS = CpuBackend(
     build=_build_fused_layers,
     packs_weights=True,
 )
+NATIVE_PRODUCTS = CpuBackend(
+    name="native products",
+    serves=lambda form, dtype, kernels: prefers_native_gemm(dtype, kernels),
+    build=_build_native_products,
+    packs_weights=True,
+)
 NATIVE_ATTENTION = CpuBackend(
     name="native attention", serves=lambda form, dtype, kernels: True, build=_build_native_attention
 )
@@ -114,7 +131,7 @@ class CpuBackends:
     free_bytes: bytes that can still be allocated on a device.
     """
 
-    fastest_first: tuple[CpuBackend, ...] = (NATIVE_DECODER, FUSED_LAYERS, NATIVE_ATTENTION)
+    fastest_first: tuple[CpuBackend, ...] = (NATIVE_DECODER, FUSED_LAYERS, NATIVE_PRODUCTS, NATIVE_ATTENTION)
     load: Callable[[int], Kernels] = load_kernels
     free_bytes: Callable[[torch.device], int] = device_info.free_bytes
 
@@ -182,7 +199,7 @@ def _form_of(loaded: LoadedModel, attention_params: Sequence[AttentionParams]) -
     try:
         return describe_decoder(loaded, attention_params)
     except Exception as error:  # the model's own code is run in a way that it may not support
-        hint = "the model's own code runs, with native attention; it is slower than a decoder of a known form"
+        hint = "the model's own code runs, with native products and attention"
         log.info("decoder_form_unknown", problem=_describe(error), hint=hint)
         return None
 

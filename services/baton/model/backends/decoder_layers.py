@@ -1,11 +1,8 @@
-"""Joins the matrix products of a decoder's layers for a backend, and frees the model's own weights afterwards."""
+"""Joins the matrix products of a decoder's layers for a backend."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
-
-import torch
-from torch import nn
 
 from baton.model.forms.decoder_form import DecoderForm, LayerForm, MlpForm
 
@@ -45,28 +42,4 @@ def _layer(form: LayerForm, make_projection: Callable[..., Projection]) -> Decod
         o=make_projection(form.o),
         gate_up=None if mlp is None else make_projection(*mlp.gate_up),
         down=None if mlp is None else make_projection(mlp.down),
-    )
-
-
-def free_weights(modules: Sequence[nn.Module], names: Sequence[str] = ("weight",)) -> None:
-    """Replace parameters of modules by empty ones, because a backend holds them packed.
-
-    The model's own code raises afterwards. The empty weights are not on the meta device: oneDNN would compute
-    NaN with those, without an error.
-    """
-    for module in modules:
-        for name in names:
-            parameter: torch.Tensor = getattr(module, name)
-            setattr(module, name, nn.Parameter(parameter.new_empty(0), requires_grad=False))
-
-
-def joined_bias(modules: Sequence[nn.Module]) -> torch.Tensor | None:
-    """Return the biases of modules with one input, concatenated; zeros for those without, None without any."""
-    if all(getattr(module, "bias", None) is None for module in modules):
-        return None
-    return torch.cat(
-        [
-            module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias.data  # type: ignore[union-attr,operator,arg-type,misc]
-            for module in modules
-        ]
     )

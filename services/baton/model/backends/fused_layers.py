@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.functional import linear
 
 from baton.core.errors import LayoutMismatch
-from baton.model.backends.decoder_layers import DecoderLayer, decoder_layers, free_weights, joined_bias
+from baton.model.backends.decoder_layers import DecoderLayer, decoder_layers
 from baton.model.device.kv_tensors import KvCache
 from baton.model.forms.decoder_form import DecoderForm, ExpertsForm
 from baton.model.kernels.cpu.kernel_args import MAX_HEAD_DIM
 from baton.model.kernels.cpu.kernel_library import Kernels
+from baton.model.linear.packed_linear import free_weights
 from baton.model.step.forward import ForwardOutput, are_finite
 from baton.model.step.step_inputs import PackedStep
 
@@ -30,7 +31,7 @@ class PackedLinear:
         """`modules`: linear modules with the same input. Without oneDNN their weights become views of the
         joined weight."""
         self._modules = modules
-        self._bias = joined_bias(modules)
+        self._bias = _joined_bias(modules)
         self._is_packed = has_onednn_bf16_gemm(modules[0].weight.dtype)
         if self._is_packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(
@@ -81,7 +82,7 @@ class FusedForward:
             kernels.rope_and_store_kv(qkv, cache, index, slots, rotary, own.head_norms, query_scale)
             if index + 1 == len(self._layers):
                 if not rows.numel():
-                    return ForwardOutput(logits=torch.empty(0, len(form.embedding)), finite=finite)
+                    return ForwardOutput(logits=torch.empty(0, form.vocab_size), finite=finite)
                 if rows.numel() < len(hidden):
                     qkv, hidden, tables = qkv[rows], hidden[rows], step.attention.tables_for_rows(rows.numpy())
             heads = qkv.view(len(hidden), -1, cache.head_dim)[:, : -2 * cache.num_kv_heads]
@@ -144,3 +145,12 @@ def _concatenate_in_place(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     for parameter, rows in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = rows
     return joined
+
+
+def _joined_bias(modules: Sequence[nn.Linear]) -> torch.Tensor | None:
+    """Return the biases of modules with one input, concatenated; zeros for those without, None without any."""
+    if all(module.bias is None for module in modules):
+        return None
+    return torch.cat(
+        [module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias.data for module in modules]
+    )

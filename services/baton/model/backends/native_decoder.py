@@ -8,9 +8,10 @@ import torch
 from baton.core.errors import LayoutMismatch
 from baton.model.attention.attention_inputs import AttentionStep, SequenceTables
 from baton.model.backends.decoder_layers import DecoderLayer
-from baton.model.backends.packed_gemm import GemmArgs, PackedExperts, PackedGemm
+from baton.model.backends.packed_experts import PackedExperts
 from baton.model.device.kv_tensors import KvCache
-from baton.model.forms.decoder_form import DecoderForm, ExpertsForm, Rotary
+from baton.model.forms.decoder_form import DecoderForm, ExpertsForm
+from baton.model.kernels.cpu.gemm_args import GemmArgs
 from baton.model.kernels.cpu.kernel_args import (
     ACTIVATIONS,
     MAX_HEAD_DIM,
@@ -24,6 +25,8 @@ from baton.model.kernels.cpu.kernel_args import (
     rope_args,
 )
 from baton.model.kernels.cpu.kernel_library import Kernels, norm_args, rotary_table
+from baton.model.kernels.layer_values import Rotary
+from baton.model.linear.packed_linear import PackedGemm
 
 _ALIGNMENT = 64
 """Elements by which a place in scratch memory may be moved to a cache line."""
@@ -49,7 +52,10 @@ class _DecoderArgs(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("layers", "rotary_tables", "hidden", "out", "scratch", "is_finite", "rows")
+            for name in (
+                *("layers", "rotary_tables", "hidden", "out", "scratch"),
+                *("gemm_scratch", "is_finite", "rows"),
+            )
         ),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens")),
         ("num_layers", ctypes.c_int32),
@@ -80,7 +86,9 @@ class NativeDecoder:
         first = layers[0]
         self._size = first.o.n
         self._scratch_columns = first.o.n + first.qkv.n + first.o.k + max(map(self._mlp_columns, range(len(layers))))
+        self._gemm_row_bytes = max(self._row_bytes(index, form.dtype) for index in range(len(layers)))
         self._scratch = torch.empty(0)
+        self._gemm_scratch = torch.empty(0, dtype=torch.uint8)
         self._args = (_LayerArgs * len(layers))(*map(self._layer_args, range(len(layers))))
 
     def __call__(
@@ -108,6 +116,7 @@ class NativeDecoder:
         needed = num_tokens * self._scratch_columns + _ALIGNMENT
         if self._scratch.numel() < needed:
             self._scratch = hidden.new_empty(needed)
+            self._gemm_scratch = torch.empty(num_tokens * self._gemm_row_bytes, dtype=torch.uint8)
         out = torch.empty_like(hidden)
         finite = torch.empty(num_tokens, dtype=torch.bool)
         tables = step.tables
@@ -119,6 +128,7 @@ class NativeDecoder:
             hidden=hidden.data_ptr(),
             out=out.data_ptr(),
             scratch=self._scratch.data_ptr(),
+            gemm_scratch=self._gemm_scratch.data_ptr(),
             is_finite=finite.data_ptr(),
             rows=rows.data_ptr(),
             num_rows=num_rows,
@@ -170,6 +180,12 @@ class NativeDecoder:
         assert layer.gate_up is not None
         assert layer.down is not None
         return layer.gate_up.n + layer.down.k
+
+    def _row_bytes(self, index: int, dtype: torch.dtype) -> int:
+        """Return the bytes of scratch a token that the largest product of a layer needs."""
+        experts = self._experts[index]
+        own = [product.row_bytes(dtype) for product in self._layers[index].projections()]
+        return max(own) if experts is None else max(*own, experts.row_bytes(dtype))
 
     def _layer_args(self, index: int) -> _LayerArgs:
         layer, experts = self._layers[index], self._experts[index]

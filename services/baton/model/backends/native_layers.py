@@ -7,13 +7,12 @@ are not sampled.
 
 import torch
 
-from baton.core.errors import LayoutMismatch
 from baton.model.backends.decoder_layers import decoder_layers
 from baton.model.backends.fused_layers import has_onednn_bf16_gemm
 from baton.model.backends.native_decoder import NativeDecoder
-from baton.model.backends.packed_gemm import PackedGemm
 from baton.model.forms.decoder_form import DecoderForm
 from baton.model.kernels.cpu.kernel_library import Kernels
+from baton.model.linear.packed_linear import PackedGemm
 from baton.model.step.forward import ForwardOutput
 from baton.model.step.step_inputs import PackedStep
 
@@ -45,17 +44,11 @@ def native_gemm_is_faster(dtype: torch.dtype, *, has_bf16_dot: bool, has_amx: bo
 
 
 class DecoderForward:
-    """Implements `Forward` for a decoder of a known form, in bfloat16 or float32, with the native GEMM and
-    kernels."""
+    """Implements `Forward` for a decoder of a known form with the native GEMM and kernels."""
 
     def __init__(self, form: DecoderForm, kernels: Kernels) -> None:
         """`form`: of a model whose own code still works afterwards. `kernels`: with the number of threads of a
-        step. Raises LayoutMismatch if a product cannot be packed, or in float16."""
-        dtype = form.embedding.dtype
-        others = {str(weight.dtype) for weight in form.product_weights() if weight.dtype != dtype}
-        if others or dtype not in (torch.bfloat16, torch.float32):
-            named = ", ".join(sorted({str(dtype), *others}))
-            raise LayoutMismatch(f"a decoder in {named}: all products must be bfloat16, or all float32")
+        step. Raises LayoutMismatch if a product cannot be packed."""
         self._form = form
         self._layers = decoder_layers(form, lambda *modules: PackedGemm(kernels, *modules))
         self._decoder = NativeDecoder(kernels, form, self._layers)

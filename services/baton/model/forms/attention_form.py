@@ -8,14 +8,12 @@ from torch import nn
 
 from baton.model.forms.decoder_form import (
     FormUnknown,
-    HeadNorms,
     QueryScaleForm,
-    RmsNorm,
-    Rotary,
     RotaryForm,
 )
 from baton.model.forms.model_trace import AttentionCall, ModelTrace, ModuleCall
 from baton.model.forms.recognise import apply_norm, as_rms_norm, is_linear, is_table_of, near, rotate, table_of
+from baton.model.kernels.layer_values import HeadNorms, RmsNorm, Rotary
 
 _JOINED, _SEPARATE = ("qkv_proj",), ("q_proj", "k_proj", "v_proj")
 _OUTPUTS = ("o_proj", "dense")

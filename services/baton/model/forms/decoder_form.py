@@ -12,49 +12,11 @@ from torch import nn
 
 from baton.core.errors import BatonError
 from baton.model.attention.attention_inputs import AttentionParams
+from baton.model.kernels.layer_values import HeadNorms, RmsNorm, Rotary
 
 
 class FormUnknown(BatonError):
     """The model is not a decoder of a known form. The message names the part that differs."""
-
-
-@dataclass(frozen=True, slots=True)
-class RmsNorm:
-    """An RMS norm: x / sqrt(mean(x * x) + eps) * factor.
-
-    factor: float32 [size]. It is `1 + weight` for models that store it so.
-    """
-
-    factor: torch.Tensor
-    eps: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadNorms:
-    """Norms of queries and keys; None if they are not normalised.
-
-    over_all_heads: a norm is over all heads of a token, with a factor for each of their elements, instead of
-    over each head.
-    """
-
-    q: RmsNorm | None = None
-    k: RmsNorm | None = None
-    over_all_heads: bool = False
-
-
-NO_HEAD_NORMS = HeadNorms()
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """RoPE of a step: cosine and sine, each float32 [num_tokens, half].
-
-    Of each head, element i of the first `half` elements is rotated with element i of the second `half`. The rest
-    of a head stays.
-    """
-
-    cosine: torch.Tensor
-    sine: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +104,15 @@ class LayerForm:
 class DecoderForm:
     """A whole model.
 
-    embedding: [vocab_size, size]; its rows are multiplied by `embedding_multiplier`.
+    dtype: of activations and KV.
+    embedding: the model's own module for token ids; its result is multiplied by `embedding_multiplier`.
     head: gives the logits, which are multiplied by `logits_multiplier`, then limited by `softcap` if there is
     one: softcap * tanh(logits / softcap).
     """
 
-    embedding: torch.Tensor
+    dtype: torch.dtype
+    vocab_size: int
+    embedding: nn.Module
     embedding_multiplier: float
     layers: tuple[LayerForm, ...]
     rotaries: tuple[RotaryForm, ...]
@@ -159,7 +124,7 @@ class DecoderForm:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the first hidden states of tokens, [num_tokens, size]."""
-        rows = self.embedding[token_ids]
+        rows: torch.Tensor = self.embedding(token_ids)
         return rows if self.embedding_multiplier == 1.0 else rows * self.embedding_multiplier
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
@@ -179,15 +144,6 @@ class DecoderForm:
                 yield from layer.mlp.gate_up
                 yield layer.mlp.down
         yield self.head
-
-    def product_weights(self) -> Iterator[torch.Tensor]:
-        """Yield the weights of all matrix products."""
-        for module in self.linear_modules():
-            yield module.weight  # type: ignore[misc]
-        for layer in self.layers:
-            if isinstance(layer.mlp, ExpertsForm):
-                yield layer.mlp.router
-                yield from layer.mlp.experts.parameters()
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

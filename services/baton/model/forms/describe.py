@@ -19,11 +19,11 @@ from baton.model.forms.decoder_form import (
     FormUnknown,
     LayerForm,
     QueryScaleForm,
-    RmsNorm,
 )
 from baton.model.forms.mlp_form import describe_mlp
 from baton.model.forms.model_trace import ModelTrace, ModuleCall, trace_model
 from baton.model.forms.recognise import as_rms_norm, is_linear, near, rotary_candidates
+from baton.model.kernels.layer_values import RmsNorm
 from baton.model.loading.model_loader import LoadedModel
 
 
@@ -50,6 +50,8 @@ def describe_decoder(loaded: LoadedModel, attention_params: Sequence[AttentionPa
     embedding, multiplier = _embedding(trace, model, layers[0])
     head, logits_multiplier, softcap = _head(trace, model)
     form = DecoderForm(
+        dtype=loaded.dtype,
+        vocab_size=loaded.vocab_size,
         embedding=embedding,
         embedding_multiplier=multiplier,
         layers=tuple(found),
@@ -134,20 +136,13 @@ def _query_scale(config: Any) -> QueryScaleForm | None:
     return None if beta is None or period is None else QueryScaleForm(float(beta), int(period))
 
 
-def _embedding(trace: ModelTrace, model: Any, first_layer: nn.Module) -> tuple[torch.Tensor, float]:
-    embedding = model.get_input_embeddings()
-    if not isinstance(embedding, nn.Embedding):
-        raise FormUnknown(f"its embedding is a {type(embedding).__name__}")
-    hidden, weight = trace.of(first_layer).hidden, embedding.weight
-    scale = getattr(embedding, "embed_scale", 1.0)
-    multipliers = {
-        1.0,
-        float(torch.as_tensor(scale).to(weight.dtype)),  # some models round it to their dtype
-        float(getattr(model.config, "embedding_multiplier", 1.0) or 1.0),
-    }
-    for multiplier in sorted(multipliers):
-        if torch.equal(hidden, weight[trace.token_ids] * multiplier):
-            return weight, multiplier
+def _embedding(trace: ModelTrace, model: Any, first_layer: nn.Module) -> tuple[nn.Module, float]:
+    """Return (module that embeds token ids, multiplier of its result)."""
+    embedding: nn.Module = model.get_input_embeddings()
+    hidden, rows = trace.of(first_layer).hidden, trace.of(embedding).first_output
+    for multiplier in (1.0, float(getattr(model.config, "embedding_multiplier", 1.0) or 1.0)):
+        if torch.equal(hidden, rows * multiplier):
+            return embedding, multiplier
     raise FormUnknown("its first layer does not read the embedding, or a multiple of it")
 
 
@@ -180,9 +175,8 @@ def _head(trace: ModelTrace, model: Any) -> tuple[nn.Module, float, float | None
 def _require_all_parameters(model: nn.Module, form: DecoderForm, trace: ModelTrace) -> None:
     """Raise FormUnknown if the model has a parameter that the form does not contain."""
     modules: list[nn.Module] = [call.module for call in trace.calls if as_rms_norm(call.module) is not None]
-    modules += form.linear_modules()
+    modules += [form.embedding, *form.linear_modules()]
     known = {id(parameter) for module in modules for parameter in module.parameters()}
-    known.add(id(form.embedding))
     for layer in form.layers:
         known.add(id(layer.attention_params.sinks))
         if isinstance(layer.mlp, ExpertsForm):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.model.forms.decoder_form import ACTIVATIONS, FormUnknown, RmsNorm, Rotary, RotaryForm
+from baton.model.forms.decoder_form import ACTIVATIONS, FormUnknown, RotaryForm
+from baton.model.kernels.layer_values import RmsNorm, Rotary
 
 _FLOAT32_ERROR = 1e-5
 """Relative difference that rounding in float32 may cause."""

@@ -1,22 +1,14 @@
 // Runs all layers of a decoder over one step, in one team of threads from the first product to the last norm.
 #include <map>
 #include <memory>
-#include <tuple>
 
 #include "attention_work.h"
 #include "experts.h"
 
 namespace baton {
 
-struct GemmArgs {
-    const void* packed;
-    const void* bias;  // of the type of the activations
-    int64_t n;
-    int64_t k;
-};
-
 // A mixture of experts. router: its outputs are one logit an expert. gate_up, down: [num_experts], each of one
-// shape.
+// shape and format.
 struct ExpertsArgs {
     GemmArgs router;
     const GemmArgs* gate_up;
@@ -52,7 +44,8 @@ struct LayerArgs {
 // values.
 // is_finite [num_tokens]: true if a token's last keys and values, and its output if it is in `rows`, are
 // finite.
-// scratch: room for the intermediate results, see Scratch.
+// scratch: room for the intermediate results, see Scratch. gemm_scratch: for the largest product of the step, see
+// gemm_row_bytes.
 // rotary_tables: of this step, see LayerArgs.
 // rows_attention: attention of `rows` only, each as a sequence of one token; unused if `rows` has all tokens.
 // rope: what all layers share.
@@ -62,6 +55,7 @@ struct DecoderArgs {
     void* hidden;
     void* out;
     void* scratch;
+    void* gemm_scratch;
     uint8_t* is_finite;
     const int64_t* rows;
     int64_t num_rows;
@@ -76,24 +70,10 @@ struct DecoderArgs {
 
 namespace {
 
-// Weights in the format that activations of type T are multiplied with.
 template <typename T>
-auto packed_weights(const GemmArgs& args) {
-    if constexpr (std::is_same_v<T, Bf16>) {
-        return PackedWeights{static_cast<const uint32_t*>(args.packed), static_cast<const Bf16*>(args.bias), args.n,
-            args.k};
-    } else {
-        return PackedFloats{static_cast<const float*>(args.packed), static_cast<const float*>(args.bias), args.n,
-            args.k};
-    }
-}
+constexpr int32_t dtype_of = std::is_same_v<T, float> ? FLOAT32 : std::is_same_v<T, Bf16> ? BFLOAT16 : FLOAT16;
 
-template <typename T, typename Out>
-void product(TeamThread& team, const T* x, const GemmArgs& weights, Out* out, int64_t rows, int threads) {
-    gemm(team, x, packed_weights<T>(weights), out, rows, threads);
-}
-
-constexpr int64_t LOOPS_PER_LAYER = 8 + NUM_ATTENTION_LOOPS + EXPERT_LOOPS, FINAL_LOOPS = 2;
+constexpr int64_t LOOPS_PER_LAYER = 6 + 2 * GEMM_LOOPS + NUM_ATTENTION_LOOPS + EXPERT_LOOPS, FINAL_LOOPS = 2;
 
 // Attention plans by (window, scale). Most layers share one plan.
 template <typename T, typename Kernel>
@@ -142,18 +122,35 @@ struct Scratch {
     }
 };
 
+// The parts of a layer's work that are products.
 template <typename T>
-void run_mlp(TeamThread& team, const LayerArgs& layer, const T* x, const Scratch<T>& scratch, int64_t rows,
-    int threads) {
+struct Products {
+    void* scratch;
+    int threads;
+
+    template <typename Out>
+    void operator()(TeamThread& team, const T* x, const GemmArgs& weights, Out* out, int64_t rows) const {
+        gemm(team, weights, x, dtype_of<T>, out, dtype_of<Out>, rows, scratch, threads);
+    }
+
+    void experts(TeamThread& team, const T* x, const GemmArgs* weights, T* out, const Routing& routing,
+        int64_t places, int num_experts) const {
+        multiply_experts(team, weights, x, out, dtype_of<T>, routing, places, num_experts, scratch, threads);
+    }
+};
+
+template <typename T>
+void run_mlp(TeamThread& team, const LayerArgs& layer, const T* x, const Scratch<T>& scratch,
+    const Products<T>& product, int64_t rows) {
     T *gates = scratch.mlp, *gated = gates + rows * layer.gate_up.n;
-    product(team, x, layer.gate_up, gates, rows, threads);
+    product(team, x, layer.gate_up, gates, rows);
     gate(team, gates, gated, rows, int(layer.down.k), layer.activation);
-    product(team, gated, layer.down, scratch.update, rows, threads);
+    product(team, gated, layer.down, scratch.update, rows);
 }
 
 template <typename T>
-void run_experts(TeamThread& team, const LayerArgs& layer, const T* x, const Scratch<T>& scratch, Routing& routing,
-    int64_t rows, int threads) {
+void run_experts(TeamThread& team, const LayerArgs& layer, const T* x, const Scratch<T>& scratch,
+    const Products<T>& product, Routing& routing, int64_t rows) {
     const ExpertsArgs& experts = *layer.experts;
     const int top_k = experts.top_k, num_experts = experts.num_experts;
     const int64_t places = rows * top_k, size = experts.router.k, inner = experts.down[0].k;
@@ -161,18 +158,16 @@ void run_experts(TeamThread& team, const LayerArgs& layer, const T* x, const Scr
       *outputs = gated + places * inner;
     // Logits are floats and need alignment; the outputs are not written until they have been read.
     float* logits = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(outputs) + 63) / 64 * 64);
-    product(team, x, experts.router, logits, rows, threads);
+    product(team, x, experts.router, logits, rows);
     team.parallel_for_batched(rows, [&](int64_t r) {
         choose_experts(logits + r * num_experts, num_experts, top_k, experts.router_weights,
             &routing.experts[r * top_k], &routing.weights[r * top_k]);
     });
     team.parallel_for(1, [&](int64_t) { group_rows(routing, rows, top_k, num_experts); });
     scatter_rows(team, x, grouped, routing, places, size);
-    multiply_experts(team, grouped, [&](int e) { return packed_weights<T>(experts.gate_up[e]); }, gates, routing,
-        places, num_experts, threads);
+    product.experts(team, grouped, experts.gate_up, gates, routing, places, num_experts);
     gate(team, gates, gated, places, int(inner), layer.activation);
-    multiply_experts(team, gated, [&](int e) { return packed_weights<T>(experts.down[e]); }, outputs, routing,
-        places, num_experts, threads);
+    product.experts(team, gated, experts.down, outputs, routing, places, num_experts);
     gather_rows(team, outputs, scratch.update, routing, rows, top_k, size);
 }
 
@@ -185,6 +180,7 @@ void run_layers(const DecoderArgs& args) {
     auto* hidden = static_cast<T*>(args.hidden);
     auto* normed = static_cast<T*>(args.out);
     const Scratch<T> scratch(args);
+    const Products<T> product{args.gemm_scratch, threads};
     const auto make_plans = [&](AttentionArgs attention) {
         attention.q = scratch.qkv;
         attention.out = scratch.attended;
@@ -209,7 +205,7 @@ void run_layers(const DecoderArgs& args) {
             const auto input = [&](const NormArgs& norm) { return norm.factor ? normed : hidden; };
             add_and_norm(team, hidden, added, after_mlp, multiplier, layer.before_attention, normed, tokens,
                 int(size));
-            product(team, input(layer.before_attention), layer.qkv, scratch.qkv, tokens, threads);
+            product(team, input(layer.before_attention), layer.qkv, scratch.qkv, tokens);
             RopeArgs rope = args.rope;
             rope.qkv = scratch.qkv;
             rope.kv = layer.kv;
@@ -228,14 +224,14 @@ void run_layers(const DecoderArgs& args) {
                 rows = args.num_rows;
             }
             attend<T, Kernel>(team, plan->of(layer), static_cast<const T*>(layer.kv), layer.sinks, splits);
-            product(team, scratch.attended, layer.o, scratch.update, rows, threads);
+            product(team, static_cast<const T*>(scratch.attended), layer.o, scratch.update, rows);
             multiplier = layer.multiplier;
             add_and_norm(team, hidden, scratch.update, layer.after_attention, multiplier, layer.before_mlp, normed,
                 rows, int(size));
             if (layer.experts) {
-                run_experts(team, layer, input(layer.before_mlp), scratch, routing, rows, threads);
+                run_experts<T>(team, layer, input(layer.before_mlp), scratch, product, routing, rows);
             } else {
-                run_mlp(team, layer, input(layer.before_mlp), scratch, rows, threads);
+                run_mlp<T>(team, layer, input(layer.before_mlp), scratch, product, rows);
             }
             added = scratch.update;
             after_mlp = layer.after_mlp;
@@ -245,51 +241,16 @@ void run_layers(const DecoderArgs& args) {
     });
 }
 
-template <typename Weights, typename Word>
-void pack(const Weights* weights, Word* packed, int64_t n, int64_t k, int32_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t panel = 0; panel < (n + PANEL - 1) / PANEL; panel++) pack_panel(weights, n, k, panel, packed);
-}
-
 }  // namespace
 
 }  // namespace baton
 
 extern "C" {
 
-// Returns 1 if products use the bfloat16 dot product.
-int32_t baton_has_bf16_dot() {
-#ifdef BATON_HAS_BF16_DOT
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-// weights [n, k] bfloat16 -> packed [n / 64 rounded up, k / 2, 64] words; or float32 -> [n / 64 rounded up, k, 64].
-void baton_pack_weights(const void* weights, void* packed, int64_t n, int64_t k, int32_t threads, int32_t dtype) {
-    using namespace baton;
-    if (dtype == FLOAT32)
-        return pack(static_cast<const float*>(weights), static_cast<float*>(packed), n, k, threads);
-    pack(static_cast<const Bf16*>(weights), static_cast<uint32_t*>(packed), n, k, threads);
-}
-
-// x [rows, k] of `dtype` -> out [rows, n] of `out_dtype`: bfloat16 gives bfloat16 or float32, float32 float32.
-void baton_gemm(const void* x, const baton::GemmArgs* weights, void* out, int64_t rows, int32_t threads,
-    int32_t dtype, int32_t out_dtype) {
-    using namespace baton;
-    run_team(threads, 1, [&](TeamThread& team) {
-        if (dtype == FLOAT32)
-            return product(team, static_cast<const float*>(x), *weights, static_cast<float*>(out), rows, threads);
-        const auto* input = static_cast<const Bf16*>(x);
-        if (out_dtype == FLOAT32) return product(team, input, *weights, static_cast<float*>(out), rows, threads);
-        product(team, input, *weights, static_cast<Bf16*>(out), rows, threads);
-    });
-}
-
 void baton_decoder_forward(const baton::DecoderArgs* args) {
     using namespace baton;
     if (args->rope.dtype == FLOAT32) return run_layers<float, AttentionTileFloat<float>>(*args);
+    if (args->rope.dtype == FLOAT16) return run_layers<Fp16, AttentionTileFloat<Fp16>>(*args);
 #ifdef BATON_HAS_BF16_DOT
     const int dim = args->attention.head_dim;
     if (dim % 32 == 0 && dim <= AttentionTileBf16::MAX_DIM) return run_layers<Bf16, AttentionTileBf16>(*args);

@@ -4,13 +4,14 @@
 
 #include <vector>
 
-#include "gemm_float.h"
 #include "layers.h"
+#include "linear.h"
 
 namespace baton {
 
 constexpr int MAX_EXPERTS = 1024;
-constexpr int64_t EXPERT_LOOPS = 8;
+constexpr int EXPERT_BLOCK_ROWS = 96;  // rows of one expert that are multiplied by a panel at a time
+constexpr int64_t EXPERT_LOOPS = 5 + 3 * GEMM_LOOPS;
 
 // How a router turns its logits into the weights of the chosen experts.
 //   SOFTMAX_ALL: softmax over all experts, then the largest.
@@ -68,7 +69,7 @@ inline void group_rows(Routing& routing, int64_t rows, int top_k, int num_expert
     routing.begins[0] = routing.blocks[0] = 0;
     for (int e = 0; e < num_experts; e++) {
         routing.begins[e + 1] = routing.begins[e] + next[e];
-        routing.blocks[e + 1] = routing.blocks[e] + (next[e] + ROWS_PER_BLOCK - 1) / ROWS_PER_BLOCK;
+        routing.blocks[e + 1] = routing.blocks[e] + (next[e] + EXPERT_BLOCK_ROWS - 1) / EXPERT_BLOCK_ROWS;
         next[e] = routing.begins[e];
     }
     for (int64_t i = 0; i < rows * top_k; i++) {
@@ -77,22 +78,22 @@ inline void group_rows(Routing& routing, int64_t rows, int top_k, int num_expert
     }
 }
 
-// out [rows, n] = x [rows, k], both grouped by expert, each row times the weights of its expert. All experts
-// have products of one shape. weights_of(expert): its packed weights.
-template <typename T, typename WeightsOf>
-void multiply_experts(TeamThread& team, const T* x, const WeightsOf& weights_of, T* out, const Routing& routing,
-    int64_t places, int num_experts, int threads) {
-    const int64_t panels = weights_of(0).panels();
-    const int64_t max_blocks = places / ROWS_PER_BLOCK + std::min<int64_t>(num_experts, places);
+// out [places, n] = x [places, k], both grouped by expert, each row times the weights of its expert. All experts
+// have weights of one shape and format. scratch: places * gemm_row_bytes.
+inline void multiply_experts(TeamThread& team, const GemmArgs* experts, const void* x, void* out, int32_t dtype,
+    const Routing& routing, int64_t places, int num_experts, void* scratch, int threads) {
+    prepare_gemm(team, experts[0], x, dtype, places, scratch);
+    const int64_t panels = total_panels(experts[0]);
+    const int64_t max_blocks = places / EXPERT_BLOCK_ROWS + std::min<int64_t>(num_experts, places);
     team.parallel_for(max_blocks * panels, [&](int64_t item) {
         const auto& blocks = routing.blocks;
-        const int64_t block = item / panels, panel = item % panels;
+        const int64_t block = item / panels, panel = item % panels, next = panel + threads;
         const int e = int(std::upper_bound(blocks.begin(), blocks.end(), block) - blocks.begin()) - 1;
         if (e == num_experts) return;  // there are fewer blocks
-        const auto weights = weights_of(e);
-        const int64_t begin = routing.begins[e] + (block - blocks[e]) * ROWS_PER_BLOCK;
-        const int count = int(std::min<int64_t>(ROWS_PER_BLOCK, routing.begins[e + 1] - begin));
-        multiply_panel(x + begin * weights.k, weights, out + begin * weights.n, count, panel, true, threads);
+        const int64_t begin = routing.begins[e] + (block - blocks[e]) * EXPERT_BLOCK_ROWS;
+        const int count = int(std::min<int64_t>(EXPERT_BLOCK_ROWS, routing.begins[e + 1] - begin));
+        const GemmItem part{begin, count, panel, next < panels ? next : -1};
+        multiply_item(experts[e], part, x, dtype, out, dtype, places, scratch);
     });
 }
 

@@ -15,7 +15,6 @@ from baton.engine.constraints.token_bits import Bits, num_words
 from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, SequenceTables
 from baton.model.attention.paged_attention import PagedKernel
 from baton.model.device.kv_tensors import KvCache
-from baton.model.forms.decoder_form import NO_HEAD_NORMS, HeadNorms, RmsNorm, Rotary
 from baton.model.kernels.cpu.kernel_args import (
     ACTIVATIONS,
     DTYPES,
@@ -30,6 +29,7 @@ from baton.model.kernels.cpu.kernel_args import (
     rope_args,
 )
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable, build
+from baton.model.kernels.layer_values import NO_HEAD_NORMS, HeadNorms, RmsNorm, Rotary
 from baton.model.sampling.best_tokens import BestTokens
 from baton.runtime.process.anonymous_memory import allocate_anonymous
 
@@ -77,14 +77,17 @@ class Kernels:
         self._gate.argtypes = [pointer, pointer, int64, int32, int32, int32, int32]
         self._best_tokens = library.baton_best_tokens
         self._best_tokens.argtypes = [*(pointer, int64, int64), *(pointer, pointer, int64), *[pointer] * 3, int32]
-        # Called by native_decoder.py, with addresses in place of tensors.
+        # Called by packed_linear.py and native_decoder.py, with addresses in place of tensors.
+        self.packed_bytes, self.gemm_row_bytes = library.baton_packed_bytes, library.baton_gemm_row_bytes
         self.pack_weights, self.gemm, self.decoder_forward = (
             library.baton_pack_weights,
             library.baton_gemm,
             library.baton_decoder_forward,
         )
-        self.pack_weights.argtypes = [pointer, pointer, int64, int64, int32, int32]
-        self.gemm.argtypes = [pointer, pointer, pointer, int64, int32, int32, int32]
+        self.packed_bytes.argtypes, self.packed_bytes.restype = [pointer], int64
+        self.gemm_row_bytes.argtypes, self.gemm_row_bytes.restype = [pointer, int32], int64
+        self.pack_weights.argtypes = [pointer, pointer, pointer, int32]
+        self.gemm.argtypes = [pointer, *(pointer, int32) * 2, int64, pointer, int32]
         self.decoder_forward.argtypes = [pointer]
         for function in (
             self._attention,

@@ -6,15 +6,6 @@ namespace {
 
 constexpr int64_t MIN_PARALLEL_ELEMENTS = 32768;  // fewer are not worth waking the other threads
 
-template <typename Body>
-void dispatch_dtype(int32_t dtype, Body body) {
-    switch (dtype) {
-        case FLOAT32: return body(float{});
-        case BFLOAT16: return body(Bf16{});
-        default: return body(Fp16{});
-    }
-}
-
 }  // namespace
 }  // namespace baton
 
