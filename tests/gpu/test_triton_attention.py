@@ -51,6 +51,14 @@ def test_long_decodes_are_split(kernel, device: str, window: int | None) -> None
     check_step([(1500, 1), (3, 1), (700, 1)], window, device=device, kernel=kernel)
 
 
+@pytest.mark.parametrize("window", [None, 9, 700])
+def test_sinks(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
+    """Also with splits, of which only the first begins with the sink."""
+    spans = [(0, 1), (7, 3), (19, 1), (0, 30)]
+    check_step(spans, window, device=device, kernel=kernel, has_sinks=True)
+    check_step([(1500, 1), (3, 1), (700, 1)], window, device=device, kernel=kernel, has_sinks=True)
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
 def test_warmup_compiles_every_split(num_kv_heads: int) -> None:
     """The contexts run at start must cover each split that a step could use."""

@@ -63,7 +63,9 @@ def test_memory_pool_is_shared_until_the_last_graph_is_gone() -> None:
     assert captures.pool() is not None
 
 
-def decode_kernel(query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None) -> torch.Tensor:
+def decode_kernel(
+    query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None, *_sinks: object
+) -> torch.Tensor:
     """Compute decode attention with plain operations, one sequence after the other."""
     kv = step.cache.layers[layer]
     group = query.shape[0] // kv.num_kv_heads
@@ -230,7 +232,7 @@ def test_warmup_runs_chunks_after_each_warm_context(loaded: LoadedModel) -> None
     seen = set()
 
     def kernel(
-        query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+        query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
     ) -> torch.Tensor:
         seen.add((query.shape[1], int(step.tables.context_len.max())))
         return paged_attention(query, layer, step, scaling, window)

@@ -13,7 +13,7 @@ from baton.model.attention.attention_inputs import TILE_TOKENS, AttentionStep, C
 from baton.model.attention.paged_attention import PagedKernel, attend, paged_attention
 from baton.model.device.kv_quantization import dequantize, quantize
 from baton.model.device.kv_tensors import KvCache, TokenSlots
-from tests.random_kv import all_nan, small_layout
+from tests.random_kv import all_nan, poison, small_layout
 
 LAYERS, KV_HEADS, HEADS, HEAD_DIM, SIZE = 3, 2, 6, 8, 4
 
@@ -31,11 +31,16 @@ def nan_cache(
 
 
 def written_out(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention for the last len(query) tokens of a context.
 
-    query [heads, n, dim], key and value [kv_heads, context, dim] -> [n, heads, dim].
+    query [heads, n, dim], key and value [kv_heads, context, dim], sinks [heads] -> [n, heads, dim].
     """
     context, count = key.shape[1], query.shape[1]
     key, value = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (key, value))
@@ -45,6 +50,9 @@ def written_out(
         for other in range(context):
             if other > own or (window is not None and own - other >= window):
                 scores[:, row, other] = -torch.inf
+    if sinks is not None:  # one more key, with that score and a value of zero
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, count, 1)], dim=2)
+        value = torch.cat([value, torch.zeros_like(value[:, :1])], dim=1)
     return (scores.softmax(dim=-1) @ value).transpose(0, 1).float()
 
 
@@ -57,11 +65,13 @@ def check_step(
     device: str = "cpu",
     kernel: PagedKernel = paged_attention,
     kv_dtype: str = "auto",
+    has_sinks: bool = False,
 ) -> torch.Tensor:
     """Run one step and compare it with the plain implementation; return the result on the CPU.
 
     `spans`: (existing KV, tokens of this step) of each sequence. The context is written first, to scattered
-    blocks. With KV in int8, the plain implementation attends to what the integers stand for.
+    blocks. Blocks wholly before a window are then NaN, because they may belong to other sequences by now.
+    With KV in int8, the plain implementation attends to what the integers stand for.
     """
     torch.manual_seed(seed)
     rng = Random(seed)
@@ -100,12 +110,18 @@ def check_step(
     if before:
         step_of(before)
     step = step_of([(i, *span) for i, span in enumerate(spans)])
+    for table, (existing, _) in zip(tables, spans, strict=True):
+        if window is not None:
+            for block_id in table[: max(0, existing + 1 - window) // SIZE]:
+                poison(cache, int(block_id))
     queries = [torch.randn(HEADS, count, HEAD_DIM).to(dtype) for _, count in spans]
-    found = kernel(torch.cat(queries, dim=1).to(device), layer, step, scaling, window).cpu()
+    sinks = torch.randn(HEADS) * 3 if has_sinks else None
+    own_sinks = () if sinks is None else (sinks.to(device),)
+    found = kernel(torch.cat(queries, dim=1).to(device), layer, step, scaling, window, *own_sinks).cpu()
     if kv_dtype == INT8:
         keys, values = ([dequantize(*quantize(x), torch.float32) for x in each] for each in (keys, values))
     expected = torch.cat(
-        [written_out(q.float(), k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)]
+        [written_out(q.float(), k, v, scaling, window, sinks) for q, k, v in zip(queries, keys, values, strict=True)]
     )
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
@@ -140,6 +156,11 @@ def test_random_steps(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     check_step([(0, 1), (7, 3), (19, 1), (3, 1), (0, 30)], 8, dtype=dtype)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_sinks(window: int | None) -> None:
+    check_step([(0, 1), (7, 3), (19, 1), (3, 1), (0, 30), (140, 130)], window, has_sinks=True)
 
 
 @pytest.mark.parametrize("num_queries", [1, 3])
@@ -202,7 +223,8 @@ class Attention(torch.nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"s_aux": torch.zeros(1)}, "sinks"),
+        ({"s_aux": torch.zeros(1)}, "one per head"),
+        ({"sinks": torch.zeros(1, HEADS, 1, 1)}, "one per head"),
         ({"softcap": 30.0}, "soft cap"),
         ({"something_new": 0}, "something_new"),
         ({"dropout": 0.1}, "dropout"),
@@ -217,6 +239,7 @@ def test_unsupported_attention_arguments_are_refused(arguments: dict[str, object
     query, key = torch.zeros(1, HEADS, 1, HEAD_DIM), torch.zeros(1, KV_HEADS, 1, HEAD_DIM)
     harmless = {"baton_step": step, "position_ids": torch.zeros(1, 1), "use_cache": False, "softcap": None}
     attend(Attention(), query, key, key, None, **harmless)  # type: ignore[arg-type]
+    attend(Attention(), query, key, key, None, **(harmless | {"s_aux": torch.zeros(HEADS)}))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=named):
         attend(Attention(), query, key, key, None, **(harmless | arguments))  # type: ignore[arg-type]
 

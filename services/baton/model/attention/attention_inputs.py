@@ -4,7 +4,7 @@ They are made once per step and used by every layer.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -129,10 +129,12 @@ class AttentionParams:
 
     scaling: factor for the scores.
     window: number of visible tokens, the current one included; None for all.
+    sinks: [num_heads], a score per head that takes part in each softmax and has no value; None: no sinks.
     """
 
     scaling: float
     window: int | None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ class DecodeTables:
     block_ids: torch.Tensor
 
 
-DecodeKernel = Callable[[torch.Tensor, int, "GraphStep", float, int | None], torch.Tensor]
+DecodeKernel = Callable[[torch.Tensor, int, "GraphStep", float, int | None, torch.Tensor | None], torch.Tensor]
 """Paged attention for one token per sequence, inside a CUDA graph.
 
 Like `PagedKernel`, but it reads only `cache` and `decodes` of its step.

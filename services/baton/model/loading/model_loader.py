@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from baton.core.errors import ModelError
 from baton.core.kv.kv_layout import KvLayout
@@ -16,8 +16,9 @@ from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.attention.paged_attention import PAGED
 from baton.model.device.device_info import free_bytes
 from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
-from baton.model.loading.model_fingerprint import model_fingerprint, num_weights
+from baton.model.loading.model_fingerprint import model_fingerprint, num_weights, tensor_sizes
 from baton.model.loading.model_support import causal_lm_class, kv_heads
+from baton.model.loading.text_part import KEY_MAPPING, has_own_head, own_name, text_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +86,17 @@ def load_model(
     max_model_len: at most the model's own; None uses that. free_bytes: what a device can still allocate.
     Raises ModelError if the model cannot be served or loaded, or if there is too little memory.
     """
-    config = _read_config(path)
-    model_class = causal_lm_class(config)
+    whole = _read_config(path)
+    config = text_config(whole)
+    is_text_part = config is not whole
+    model_class = causal_lm_class(config, is_text_part=is_text_part, max_model_len=max_model_len)
     tokenizer = tokenizer_fingerprint(path)
-    load_dtype = _load_dtype(config, dtype)
+    load_dtype = _load_dtype(whole, dtype)
     target = _device(device)
-    size, what = num_weights(path) * load_dtype.itemsize, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
+    if is_text_part:
+        config.tie_word_embeddings = not has_own_head(tensor_sizes(path))
+    size = num_weights(path, own_name if is_text_part else bool) * load_dtype.itemsize
+    what = f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
     require_free_memory(size, free_bytes(target), what, str(target))
     if target.type != "cpu":
         require_free_memory(
@@ -98,7 +104,9 @@ def load_model(
         )
     config._attn_implementation = PAGED
     disable_progress_bar()  # a worker's standard error is its log
-    fingerprint = model_fingerprint(path, config.to_dict(), DTYPE_NAMES[load_dtype])
+    if is_text_part:
+        set_verbosity_error()  # else each weight of the other parts is reported as unexpected
+    fingerprint = model_fingerprint(path, whole.to_dict(), DTYPE_NAMES[load_dtype])
     try:
         model, info = cast(Any, model_class).from_pretrained(
             path,
@@ -108,6 +116,7 @@ def load_model(
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            key_mapping=KEY_MAPPING if is_text_part else None,
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelError(f"{path} cannot be loaded as {model_class.__name__}: {error}") from error
@@ -143,7 +152,8 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
     """Return the token ids that end a text, from generation_config.json, else from config.json."""
     for name in ("generation_config.json", "config.json"):
         try:
-            value = json.loads((path / name).read_text()).get("eos_token_id")
+            content = json.loads((path / name).read_text())
+            value = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:

@@ -16,6 +16,7 @@ namespace baton {
 // Sequence s has the tokens [token_begin[s], token_begin[s + 1]), the last ones of its context_len[s]. Its
 // block table begins at tables[table_begin[s]].
 // window: number of visible tokens, the current one included; 0 for all.
+// sinks: [num_heads] or null. Each row's softmax has this score as one more term, which has no value.
 // Slots beyond a sequence's end may hold anything, and blocks wholly before the window of a sequence's first
 // token of this step may hold anything or be missing: neither is read.
 struct AttentionArgs {
@@ -26,6 +27,7 @@ struct AttentionArgs {
     const int32_t* context_len;
     const int32_t* table_begin;
     const int32_t* tables;
+    const float* sinks;
     int64_t q_token_stride;
     int64_t q_head_stride;
     int64_t out_token_stride;

@@ -49,6 +49,20 @@ inline float to_float(Fp16 value) {
     return float_from_bits(sign | (size < EXPONENT_ONE ? subnormal : other));
 }
 
+// A float8 of 4 exponent and 3 mantissa bits (e4m3fn): no infinity, and one NaN of each sign.
+struct Float8Bits {
+    uint8_t bits;
+};
+
+// As for float16. The exponents are 120 lower and the mantissa is 20 bits shorter.
+inline float to_float(Float8Bits value) {
+    const uint32_t sign = uint32_t(value.bits & 0x80) << 24, size = uint32_t(value.bits & 0x7f) << 20;
+    const uint32_t subnormal
+        = bits_from_float(float_from_bits(size + 121 * EXPONENT_ONE) - float_from_bits(121 * EXPONENT_ONE));
+    const uint32_t normal = size == 0x7f00000u ? 0x7fc00000u : size + 120 * EXPONENT_ONE;
+    return float_from_bits(sign | (size < EXPONENT_ONE ? subnormal : normal));
+}
+
 template <typename T>
 T from_float(float value);
 
@@ -101,5 +115,15 @@ constexpr float LOG2_E = 1.44269504f;
 
 // Dtype code passed from Python, see kernel_library.py.
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+// Calls body with a number of that dtype, which serves as its type.
+template <typename Body>
+void dispatch_dtype(int32_t dtype, const Body& body) {
+    switch (dtype) {
+        case FLOAT32: return body(float{});
+        case BFLOAT16: return body(Bf16{});
+        default: return body(Fp16{});
+    }
+}
 
 }  // namespace baton

@@ -25,7 +25,8 @@ constexpr float MASKED_SCORE = -1e30f;  // below every score; finite, so that di
 
 inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
 
-// Locates the KV of one sequence and head in its blocks. T: as it is stored; int8_t has scales.
+// Locates the KV of one sequence and head in its blocks. T: as it is stored; int8_t has scales. `first`: the
+// first token that may be read.
 template <typename T>
 struct KvRows {
     static constexpr bool HAS_SCALES = std::is_same_v<T, int8_t>;
@@ -33,8 +34,7 @@ struct KvRows {
     const T* base;
     const int32_t* table;
     int64_t block_stride, v_offset;  // in elements
-    int block_size, head_dim;
-    int first;  // no token before it is read
+    int block_size, head_dim, first;
     const Bf16* scales = nullptr;  // of the head's keys in block 0
     int64_t scale_block_stride = 0, v_scale_offset = 0;
 
@@ -60,7 +60,8 @@ struct KvRows {
     }
     const T* value(int index) const { return key(index) + v_offset; }
 
-    // Writes the addresses of the keys of [begin, end) to `out`, without a division per key.
+    // Writes the addresses of the keys of [begin, end) to `out`, without a division per key. begin: not before
+    // `first`.
     void keys(int begin, int end, const T** out) const {
         for (int block = begin / block_size, slot = begin % block_size; begin < end; block++, slot = 0) {
             const T* first = base + int64_t(table[block]) * block_stride;

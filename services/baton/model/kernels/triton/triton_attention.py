@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.model.attention.attention_inputs import AttentionStep
+from baton.model.attention.attention_inputs import AttentionParams, AttentionStep
 from baton.model.attention.graph_step import GraphStep
 from baton.model.device.async_copy import upload
 from baton.model.device.kv_tensors import LayerKv
@@ -38,7 +38,7 @@ LONG_TOKENS = 2 * MIN_SPLIT_TOKENS + 1
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the call
-    query, keys, values, key_scales, value_scales, out, maxima, sums,
+    query, keys, values, key_scales, value_scales, out, maxima, sums, sinks,
     tile_token, tile_count, tile_position, tile_table, block_ids,
     query_head_stride, query_token_stride,
     block_stride, kv_head_stride, scale_block_stride, scale_head_stride,
@@ -47,7 +47,7 @@ def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the ca
     num_heads,
     block_size: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, group: tl.constexpr,
     num_rows: tl.constexpr, num_keys: tl.constexpr, num_splits: tl.constexpr, has_window: tl.constexpr,
-    has_scales: tl.constexpr, widen: tl.constexpr,
+    has_scales: tl.constexpr, has_sinks: tl.constexpr, widen: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token, count = tl.load(tile_token + tile), tl.load(tile_count + tile)
@@ -74,6 +74,9 @@ def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the ca
 
     best = tl.full([num_rows], float("-inf"), tl.float32)
     total = tl.zeros([num_rows], tl.float32)
+    if has_sinks:  # the softmax begins with the sink, in the first split
+        best = tl.where(split == 0, tl.load(sinks + head).to(tl.float32), best)
+        total += tl.where(split == 0, 1.0, 0.0)
     mixed = tl.zeros([num_rows, padded_dim], tl.float32)
     for start in range(begin, stop, num_keys):
         slots = start + tl.arange(0, num_keys)
@@ -169,7 +172,12 @@ def split_contexts(max_model_len: int) -> tuple[int, ...]:
 
 
 def triton_attention(
-    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+    query: torch.Tensor,
+    layer: int,
+    step: AttentionStep,
+    scaling: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute paged attention; same shapes and results as `paged_attention.paged_attention`."""
     num_heads, num_tokens, _ = query.shape
@@ -177,10 +185,17 @@ def triton_attention(
     is_decode = num_tokens == len(step.segments)
     rows = max(triton.next_power_of_2(group), DECODE_ROWS if is_decode else CHUNK_ROWS)
     tiles = step.get_or_make(("tiles", rows // group), lambda: tiles_of(step, rows // group))
-    return attend_tiles(query, step.cache.layers[layer], tiles, rows, scaling, window)
+    return attend_tiles(query, step.cache.layers[layer], tiles, rows, AttentionParams(scaling, window, sinks))
 
 
-def triton_decode(query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None) -> torch.Tensor:
+def triton_decode(
+    query: torch.Tensor,
+    layer: int,
+    step: GraphStep,
+    scaling: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Compute paged attention for one token per sequence inside a CUDA graph.
 
     All inputs are read from tensors, so contexts may have any length at replay.
@@ -202,12 +217,11 @@ def triton_decode(query: torch.Tensor, layer: int, step: GraphStep, scaling: flo
 
     kv = cache.layers[layer]
     rows = max(triton.next_power_of_2(num_heads // kv.num_kv_heads), DECODE_ROWS)
-    return attend_tiles(query, kv, step.get_or_make("tiles", tiles), rows, scaling, window)
+    params = AttentionParams(scaling, window, sinks)
+    return attend_tiles(query, kv, step.get_or_make("tiles", tiles), rows, params)
 
 
-def attend_tiles(
-    query: torch.Tensor, kv: LayerKv, tiles: Tiles, rows: int, scaling: float, window: int | None
-) -> torch.Tensor:
+def attend_tiles(query: torch.Tensor, kv: LayerKv, tiles: Tiles, rows: int, params: AttentionParams) -> torch.Tensor:
     """Compute paged attention for given tiles, see `triton_attention`.
 
     `rows`: query rows per program.
@@ -222,16 +236,17 @@ def attend_tiles(
     scales = (maxima, maxima) if kv.key_scales is None else (kv.key_scales, kv.value_scales)  # unused if there are none
     scale_strides = (0, 0) if kv.key_scales is None else kv.key_scales.stride()[:2]
     _attend[(tiles.token.numel(), kv.num_kv_heads, splits)](
-        query, kv.keys, kv.values, *scales, parts, maxima, sums,
+        query, kv.keys, kv.values, *scales, parts, maxima, sums, query if params.sinks is None else params.sinks,
         tiles.token, tiles.count, tiles.position, tiles.table, tiles.block_ids,
         query.stride(0), query.stride(1),
         kv.keys.stride(0), kv.keys.stride(1), *scale_strides,
-        scaling,
-        window or 0,
+        params.scaling,
+        params.window or 0,
         num_heads,
         block_size=kv.keys.shape[2], head_dim=head_dim, padded_dim=max(16, triton.next_power_of_2(head_dim)),
         group=num_heads // kv.num_kv_heads, num_rows=rows, num_keys=KEYS, num_splits=splits,
-        has_window=window is not None, has_scales=kv.key_scales is not None,
+        has_window=params.window is not None, has_scales=kv.key_scales is not None,
+        has_sinks=params.sinks is not None,
         widen=query.device.type == "cpu",
     )  # fmt: skip
     if splits == 1:
