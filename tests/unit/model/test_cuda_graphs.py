@@ -62,7 +62,9 @@ def test_memory_pool_is_shared_until_the_last_graph_is_gone() -> None:
     assert captures.pool() is not None
 
 
-def decode_kernel(query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None) -> torch.Tensor:
+def decode_kernel(
+    query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None, *_sinks: object
+) -> torch.Tensor:
     """Compute decode attention with plain operations, one sequence after the other."""
     group = query.shape[0] // step.cache.num_kv_heads
     blocks = step.cache.layer(layer)
