@@ -36,8 +36,8 @@ class NativeExperts:
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts.
 
-        x: [tokens, size]; chosen, weights: [tokens, k]. The sum is in float32, in the order of the experts, so it
-        does not depend on other tokens.
+        x: [tokens, size]; chosen, weights: [tokens, k]. The sum is in float32, in the order of the experts,
+        so it does not depend on other tokens.
         """
         total = torch.zeros(x.shape, dtype=torch.float32)
         for expert in chosen.unique().tolist():

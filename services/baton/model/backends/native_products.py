@@ -14,11 +14,12 @@ from baton.model.step.forward import ModelForward
 
 
 class ProductsForward(ModelForward):
-    """Implements `Forward`. The native products are active only during `compute`, so that verification can run
-    the original."""
+    """Implements `Forward`. The native products are active only during `compute`, so that verification can
+    run the original."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
-        """Pack the weights of every linear layer and expert. `kernels`: with the number of threads of a step."""
+        """Pack the weights of every linear layer and expert. `kernels`: with the number of threads of a
+        step."""
         modules: list[Any] = list(model.modules())
         self._products: list[tuple[dict[str, Any], PackedGemm | NativeExperts]] = [
             *((vars(module), PackedGemm(kernels, module)) for module in modules if is_linear(module)),
