@@ -1,7 +1,7 @@
 """Tiny configurations of the model families that Baton serves, each through its own configuration class.
 
-`save_random` writes one with random weights. Norms, biases and sinks are random, too, so that a norm in the wrong
-place or a missing bias changes the logits.
+`save_random` writes one with random weights. Norms, biases and sinks are random, too, so that a norm in the
+wrong place or a missing bias changes the logits.
 """
 
 from collections.abc import Callable, Mapping

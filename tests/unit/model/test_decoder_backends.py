@@ -299,6 +299,21 @@ def test_half_precision_is_no_further_from_float32_than_the_model_itself(
     assert_no_further_from_float32_than_the_model(path, dtype, lambda form: FusedForward(form, kernels))
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-moe"])
+def test_native_products_free_the_models_weights(name: str, tmp_path: Path, kernels: Kernels) -> None:
+    """Afterwards the model computes the same in steps, and its own code raises."""
+    loaded = load_family(name, tmp_path, "float32")
+    with closing(ProductsForward(loaded.model, kernels)) as forward:
+        before = answers(loaded, forward, LENGTH)
+        forward.release_model_weights()
+        assert torch.equal(answers(loaded, forward, LENGTH), before)
+        left = {key for key, parameter in loaded.model.named_parameters() if parameter.numel() and parameter.dim() > 1}
+        assert {key.rpartition(".")[2] for key in left} <= {"weight", "gate_up_proj_bias", "down_proj_bias"}
+        assert not any("proj.weight" in key for key in left)
+    with pytest.raises(ModelError, match="cannot run"):
+        verify_logits(loaded, SIZE)
+
+
 HALF_PRECISION_FAMILIES = [name for name, family in FAMILIES.items() if not family.unknown and "mo" not in name]
 """Routing of experts may differ by rounding, which moves single tokens far."""
 

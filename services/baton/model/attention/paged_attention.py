@@ -65,9 +65,9 @@ def paged_attention(
     window: number of visible tokens, the current one included; None for all.
     sinks: [num_heads], a score per head that takes part in each softmax and has no value; None: no sinks.
 
-    Returns [num_tokens, num_heads, head_dim]. Slots beyond a sequence's end may hold anything, also NaN; so may
-    blocks wholly before the window of a sequence's first token of the step. This is the CPU reference for all
-    other kernels. Source: PagedAttention, Kwon et al. 2023, section 4; sinks: Xiao et al. 2024.
+    Returns [num_tokens, num_heads, head_dim]. Slots beyond a sequence's end may hold anything, also NaN; so
+    may blocks wholly before the window of a sequence's first token of the step. This is the CPU reference for
+    all other kernels. Source: PagedAttention, Kwon et al. 2023, section 4; sinks: Xiao et al. 2024.
     """
     cache, (num_heads, num_tokens, head_dim) = step.cache, query.shape
     plan = step.plan(window)

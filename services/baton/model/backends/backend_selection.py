@@ -63,8 +63,8 @@ class Backend:
 class CpuBackend:
     """A backend over the C++ kernels: which models it serves, and how it is built.
 
-    serves: true if the backend runs a model of this form and dtype, and no slower than the next one. The form is
-    None if it is unknown.
+    serves: true if the backend runs a model of this form and dtype, and no slower than the next one. The form
+    is None if it is unknown.
     build: returns the backend, not yet verified. The model's own code still works.
     packs_weights: the backend holds a second copy of the weights, at least until it is verified.
     """

@@ -29,8 +29,8 @@ class DecoderLayer(Generic[Projection]):
 
 
 def decoder_layers(form: DecoderForm, make_projection: Callable[..., Projection]) -> list[DecoderLayer[Projection]]:
-    """Return the layers of a model. `make_projection`: joins the given linear modules into one projection, with
-    their outputs concatenated."""
+    """Return the layers of a model. `make_projection`: joins the given linear modules into one projection,
+    with their outputs concatenated."""
     return [_layer(layer, make_projection) for layer in form.layers]
 
 

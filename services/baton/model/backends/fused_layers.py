@@ -1,4 +1,5 @@
-"""Runs a decoder of a known form with torch's matrix products (oneDNN) and C++ kernels for everything between.
+"""Runs a decoder of a known form with torch's matrix products (oneDNN) and C++ kernels for everything
+between.
 
 The last layer computes only keys and values for tokens that are not sampled. Concatenated weights replace the
 model's own, as views. Weights that oneDNN packs are held twice until verification ends, see
@@ -55,8 +56,8 @@ class FusedForward:
     """Implements `Forward` for a decoder of a known form with torch's products and the C++ kernels."""
 
     def __init__(self, form: DecoderForm, kernels: Kernels) -> None:
-        """`form`: of a model whose own code still works afterwards. `kernels`: with the number of threads of a
-        step."""
+        """`form`: of a model whose own code still works afterwards. `kernels`: with the number of threads of
+        a step."""
         self._kernels = kernels
         self._form = form
         self._layers = decoder_layers(form, PackedLinear)
@@ -148,7 +149,8 @@ def _concatenate_in_place(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _joined_bias(modules: Sequence[nn.Linear]) -> torch.Tensor | None:
-    """Return the biases of modules with one input, concatenated; zeros for those without, None without any."""
+    """Return the biases of modules with one input, concatenated; zeros for those without, None without
+    any."""
     if all(module.bias is None for module in modules):
         return None
     return torch.cat(

@@ -72,8 +72,8 @@ class NativeDecoder:
     """All layers and the final norm as one C++ call."""
 
     def __init__(self, kernels: Kernels, form: DecoderForm, layers: Sequence[DecoderLayer[PackedGemm]]) -> None:
-        """`layers`: of `form`, with queries, keys and values of one shape. Raises LayoutMismatch if the kernels
-        do not take a mixture of experts."""
+        """`layers`: of `form`, with queries, keys and values of one shape. Raises LayoutMismatch if the
+        kernels do not take a mixture of experts."""
         self._kernels = kernels
         self._layers = layers
         self._final_norm = form.final_norm

@@ -47,8 +47,8 @@ class DecoderForward:
     """Implements `Forward` for a decoder of a known form with the native GEMM and kernels."""
 
     def __init__(self, form: DecoderForm, kernels: Kernels) -> None:
-        """`form`: of a model whose own code still works afterwards. `kernels`: with the number of threads of a
-        step. Raises LayoutMismatch if a product cannot be packed."""
+        """`form`: of a model whose own code still works afterwards. `kernels`: with the number of threads of
+        a step. Raises LayoutMismatch if a product cannot be packed."""
         self._form = form
         self._layers = decoder_layers(form, lambda *modules: PackedGemm(kernels, *modules))
         self._decoder = NativeDecoder(kernels, form, self._layers)

@@ -1,11 +1,12 @@
-"""Runs the model's own code, of any architecture, with the native GEMM in the place of its linear layers."""
+"""Runs the model's own code, of any architecture, with the native GEMM in the place of its linear layers and
+experts."""
 
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
+from baton.model.backends.native_experts import NativeExperts, is_experts
 from baton.model.forms.recognise import is_linear
 from baton.model.kernels.cpu.kernel_library import Kernels
 from baton.model.linear.packed_linear import PackedGemm
@@ -13,13 +14,17 @@ from baton.model.step.forward import ModelForward
 
 
 class ProductsForward(ModelForward):
-    """Implements `Forward`. The native products are active only during `compute`, so that verification can run
-    the original."""
+    """Implements `Forward`. The native products are active only during `compute`, so that verification can
+    run the original."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
-        """Pack the weights of every linear layer. `kernels`: with the number of threads of a step."""
-        modules: list[nn.Module] = [module for module in model.modules() if is_linear(module)]
-        self._products = [(vars(module), PackedGemm(kernels, module)) for module in modules]  # type: ignore[arg-type]
+        """Pack the weights of every linear layer and expert. `kernels`: with the number of threads of a
+        step."""
+        modules: list[Any] = list(model.modules())
+        self._products: list[tuple[dict[str, Any], PackedGemm | NativeExperts]] = [
+            *((vars(module), PackedGemm(kernels, module)) for module in modules if is_linear(module)),
+            *((vars(module), NativeExperts(module, kernels)) for module in modules if is_experts(module)),
+        ]
         super().__init__(model)
 
     def compute(

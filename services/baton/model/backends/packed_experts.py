@@ -60,7 +60,8 @@ class PackedExperts:
         """Elements a token of intermediate results; a logit takes two of them in half precision."""
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of scratch that the largest product needs per token, for activations of `dtype`."""
+        """Return the bytes of scratch that the largest product needs per token, for activations of
+        `dtype`."""
         of_experts = max(self._gate_up[0].row_bytes(dtype), self._down[0].row_bytes(dtype))
         return max(self._router.row_bytes(dtype), self._top_k * of_experts)
 

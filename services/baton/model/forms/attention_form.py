@@ -38,7 +38,8 @@ def describe_attention(
 ) -> AttentionForm:
     """Return the form of the attention of layer number `layer`.
 
-    `rotaries`: those of the model. Raises FormUnknown if queries, keys, values or output are computed otherwise.
+    `rotaries`: those of the model. Raises FormUnknown if queries, keys, values or output are computed
+    otherwise.
     """
     module = attention.module
     attended = trace.attention.get(layer)

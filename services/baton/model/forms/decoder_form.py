@@ -1,7 +1,8 @@
-"""Defines the form of a decoder: norms, projections, rotary embedding, activation and multipliers of each layer.
+"""Defines the form of a decoder: norms, projections, rotary embedding, activation and multipliers of each
+layer.
 
-A layer computes `x += multiplier * norm(attention(norm(x)))`, then the same with its MLP. Any of the four norms
-may be absent. `describe_decoder` finds the form of a model; backends build their layers from it.
+A layer computes `x += multiplier * norm(attention(norm(x)))`, then the same with its MLP. Any of the four
+norms may be absent. `describe_decoder` finds the form of a model; backends build their layers from it.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,8 @@ class RotaryForm:
     scaling: float
 
     def at(self, positions: torch.Tensor) -> Rotary:
-        """Return cosine and sine of positions [num_tokens], as the model does, but not rounded to its dtype."""
+        """Return cosine and sine of positions [num_tokens], as the model does, but not rounded to its
+        dtype."""
         angles = positions[:, None].float() * self.frequencies[None, :]
         cosine, sine = angles.cos(), angles.sin()
         return Rotary(cosine, sine) if self.scaling == 1.0 else Rotary(cosine * self.scaling, sine * self.scaling)

@@ -12,6 +12,8 @@ from baton.model.forms.recognise import activation_of, is_linear, near
 _JOINED, _SEPARATE = ("gate_up_proj",), ("gate_proj", "up_proj")
 _DOWN = "down_proj"
 _EXPERTS = "experts"
+_COMPARED_ROWS = 2
+"""Tokens whose experts are computed once more. Each has experts of its own, and large ones take long."""
 
 
 def describe_mlp(trace: ModelTrace, mlp: ModuleCall, config: Any) -> MlpForm | ExpertsForm:
@@ -68,20 +70,23 @@ def _describe_experts(trace: ModelTrace, mlp: ModuleCall, config: Any) -> Expert
             normalised=normalised,
             activation=activation,
         )
-        if near(mlp.first_output, _run_experts(form, mlp.hidden)):
+        if near(mlp.first_output[:_COMPARED_ROWS], _run_experts(form, mlp.hidden)):
             return form
     raise FormUnknown(f"{name} routes tokens in another way than a softmax of its {top_k} largest logits")
 
 
 def _run_experts(form: ExpertsForm, x: torch.Tensor) -> torch.Tensor:
-    """Return the mixture of x [num_tokens, size], in float32 but for the router's logits."""
+    """Return the mixture of the first rows of x [num_tokens, size], in float32 but for the router's logits.
+
+    The logits are computed from all rows, as the model does, so that rounding chooses the same experts.
+    """
     experts: Any = form.experts
     logits = nn.functional.linear(x, form.router).float()
     weights, chosen = logits.softmax(dim=-1).topk(form.top_k, dim=-1)
     if form.normalised:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    out = torch.zeros_like(x, dtype=torch.float32)
-    for row in range(len(x)):
+    out = torch.zeros_like(x[:_COMPARED_ROWS], dtype=torch.float32)
+    for row in range(len(out)):
         for weight, expert in zip(weights[row], chosen[row].tolist(), strict=True):
             gate, up = (experts.gate_up_proj[expert].float() @ x[row].float()).chunk(2)
             out[row] += weight * (experts.down_proj[expert].float() @ (ACTIVATIONS[form.activation](gate) * up))

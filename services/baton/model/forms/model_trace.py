@@ -56,7 +56,7 @@ class AttentionCall:
 
 
 class ModelTrace:
-    """What happened in one forward pass, see `trace_model`."""
+    """Records one forward pass, see `trace_model`."""
 
     def __init__(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         self.token_ids = token_ids

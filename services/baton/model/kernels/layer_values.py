@@ -36,8 +36,8 @@ NO_HEAD_NORMS = HeadNorms()
 class Rotary:
     """RoPE of a step: cosine and sine, each float32 [num_tokens, half].
 
-    Of each head, element i of the first `half` elements is rotated with element i of the second `half`. The rest
-    of a head stays.
+    Of each head, element i of the first `half` elements is rotated with element i of the second `half`. The
+    rest of a head stays.
     """
 
     cosine: torch.Tensor

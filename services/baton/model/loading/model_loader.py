@@ -97,35 +97,13 @@ def load_model(
         config.tie_word_embeddings = not has_own_head(tensor_sizes(path))
     size = num_weights(path, own_name if is_text_part else bool) * load_dtype.itemsize
     what = f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
-    require_free_memory(size, free_bytes(target), what, str(target))
-    if target.type != "cpu":
-        require_free_memory(
-            size, free_bytes(torch.device("cpu")), what, f"this host, through which they go to {target}"
-        )
+    _require_memory(size, what, target, free_bytes)
     config._attn_implementation = PAGED
     disable_progress_bar()  # a worker's standard error is its log
     if is_text_part:
         set_verbosity_error()  # else each weight of the other parts is reported as unexpected
     fingerprint = model_fingerprint(path, whole.to_dict(), DTYPE_NAMES[load_dtype])
-    try:
-        model, info = cast(Any, model_class).from_pretrained(
-            path,
-            config=config,
-            dtype=load_dtype,
-            attn_implementation=PAGED,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            key_mapping=KEY_MAPPING if is_text_part else None,
-        )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise ModelError(f"{path} cannot be loaded as {model_class.__name__}: {error}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:  # transformers would initialise them randomly
-        raise ModelError(
-            f"{path} is incomplete: it lacks {len(missing)} weights of {model_class.__name__}, "
-            f"the first is {missing[0]}"
-        )
+    model = _load_plain(path, model_class, config, load_dtype, KEY_MAPPING if is_text_part else None)
     model = model.to(target).eval().requires_grad_(False)
     return LoadedModel(
         path=path,
@@ -137,6 +115,46 @@ def load_model(
         eos_token_ids=eos_token_ids(path),
         kv_dtype=kv_dtype,
     )
+
+
+def _load_plain(
+    path: Path,
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    key_mapping: dict[str, str] | None,
+) -> PreTrainedModel:
+    """Load plain weights in the way of transformers. Raises ModelError if any is missing.
+
+    `key_mapping`: replacements by pattern for the names of weights.
+    """
+    try:
+        model, info = cast(Any, model_class).from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=PAGED,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            key_mapping=key_mapping,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ModelError(f"{path} cannot be loaded as {model_class.__name__}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers would initialise them randomly
+        raise ModelError(
+            f"{path} is incomplete: it lacks {len(missing)} weights of {model_class.__name__}, "
+            f"the first is {missing[0]}"
+        )
+    return cast(PreTrainedModel, model)
+
+
+def _require_memory(size: int, what: str, target: torch.device, free_bytes: Callable[[torch.device], int]) -> None:
+    require_free_memory(size, free_bytes(target), what, str(target))
+    if target.type != "cpu":
+        host = torch.device("cpu")
+        require_free_memory(size, free_bytes(host), what, f"this host, through which they go to {target}")
 
 
 def require_free_memory(needed: int, free: int, what: str, where: str) -> None:

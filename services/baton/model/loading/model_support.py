@@ -111,7 +111,8 @@ def _rope_types(config: PreTrainedConfig) -> set[str]:
 
 
 def _short_rope_len(config: PreTrainedConfig) -> int | None:
-    """Return the number of positions for which `longrope` has its short frequencies; None if it is not given."""
+    """Return the number of positions for which `longrope` has its short frequencies; None if it is not
+    given."""
     parameters = getattr(config, "rope_parameters", None)
     length = parameters.get("original_max_position_embeddings") if isinstance(parameters, dict) else None
     return length if isinstance(length, int) else None

@@ -1,7 +1,8 @@
-"""Finds the text part of a composite checkpoint, such as a model for images and text, and how to load it alone.
+"""Finds the text part of a composite checkpoint, such as a model for images and text, and how to load it
+alone.
 
-Its weights are those under `language_model`, in any of the layouts that transformers has written, and the output
-layer. All others, such as those for images, are neither loaded nor counted.
+Its weights are those under `language_model`, in any of the layouts that transformers has written, and the
+output layer. All others, such as those for images, are neither loaded nor counted.
 """
 
 import re
@@ -39,7 +40,8 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def own_name(name: str) -> str | None:
-    """Return the name of a checkpoint's weight in the language model alone, or None if it is of another part."""
+    """Return the name of a checkpoint's weight in the language model alone, or None if it is of another
+    part."""
     for pattern, replacement in KEY_MAPPING.items():
         name = re.sub(pattern, replacement, name)
     return name if _TEXT.match(name) else None

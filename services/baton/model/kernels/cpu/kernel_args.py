@@ -1,4 +1,5 @@
-"""Mirrors the argument structures of the C++ kernels with ctypes, and fills in what all layers of a step share."""
+"""Mirrors the argument structures of the C++ kernels with ctypes, and fills in what all layers of a step
+share."""
 
 import ctypes
 
