@@ -144,8 +144,8 @@ def rope_args(
 ) -> RopeArgs:
     """Return the RoPE arguments that all layers with the shape of `kv` share in a step.
 
-    slots: see `AttentionStep.slot_mapping`. query_scale: float32 [num_tokens], or None. The layer's projection,
-    KV, norms and table are left empty.
+    slots: see `AttentionStep.slot_mapping`. query_scale: float32 [num_tokens], or None. The layer's
+    projection, KV, norms and table are left empty.
     """
     return RopeArgs(
         slots=slots.ctypes.data,
