@@ -107,15 +107,12 @@ struct KvPointers {
 struct TokenScales {
     alignas(64) float keys[BF16_BATCH_TOKENS], values[BF16_BATCH_TOKENS];
 
-    // Fills in the tokens [begin, end). Scales beyond them and before `kv.first` are 0.
-    void find(const KvRows<int8_t>& kv, int begin, int end, float factor) {
-        std::fill(keys, keys + BF16_BATCH_TOKENS, 0.0f);
-        std::fill(values, values + BF16_BATCH_TOKENS, 0.0f);
-        for (int i = std::max(begin, kv.first); i < end; i++) {
-            const Bf16* scale = kv.key_scale(i);
-            keys[i - begin] = to_float(scale[0]) * factor;
-            values[i - begin] = to_float(scale[kv.v_scale_offset]);
-        }
+    // Fills in the tokens [begin, end) of a range that ends at `kv_end`. Scales beyond them are 0.
+    void find(const KvRows<int8_t>& kv, int begin, int end, int kv_end, float factor) {
+        kv.token_scales(begin, end, kv_end, keys, values);
+        std::fill(keys + (end - begin), keys + BF16_BATCH_TOKENS, 0.0f);
+        std::fill(values + (end - begin), values + BF16_BATCH_TOKENS, 0.0f);
+        for (int i = 0; i < BF16_BATCH_TOKENS; i++) keys[i] *= factor;
     }
 };
 

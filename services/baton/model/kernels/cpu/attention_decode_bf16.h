@@ -31,7 +31,7 @@ class AttentionTileBf16 {
         for (int begin = range.begin; begin < range.end; begin += BF16_BATCH_TOKENS) {
             const int count = std::min(BF16_BATCH_TOKENS, range.end - begin), width = round_up(count, BF16_LANES);
             pointers.find(kv, begin, range.end);
-            if constexpr (KvRows<S>::HAS_SCALES) scales_.find(kv, begin, begin + count, factor);
+            if constexpr (KvRows<S>::HAS_SCALES) scales_.find(kv, begin, begin + count, range.end, factor);
             for (int i = 0; i < width; i += BF16_LANES) pack(pointers, i, std::min(BF16_LANES, count - i), dim);
             multiply_all<Accumulate::ZERO>(scores_.data(), BF16_BATCH_TOKENS, {rows, 2}, num_rows,
                 {keys_.data(), BF16_BATCH_TOKENS}, dim / 2, width);

@@ -105,6 +105,8 @@ class AttentionTileFloat {
         const int dim = kv.head_dim;
         keys_.resize(size_t(KV_TILE) * width_);
         values_.resize(keys_.size());
+        [[maybe_unused]] float key_scales[KV_TILE], value_scales[KV_TILE];
+        if constexpr (KvRows<S>::HAS_SCALES) kv.token_scales(begin, end, last + 1, key_scales, value_scales);
         const int first = std::clamp(kv.first, begin, end);
         const size_t skipped = size_t(first - begin) * width_;
         std::fill(keys_.begin(), keys_.begin() + skipped, 0.0f);
@@ -117,10 +119,7 @@ class AttentionTileFloat {
             }
             float *to_key = &keys_[size_t(i - begin) * width_], *to_value = &values_[size_t(i - begin) * width_];
             if constexpr (KvRows<S>::HAS_SCALES) {
-                const Bf16 *scale = kv.key_scale(i), *scale_ahead = kv.key_scale(std::min(i + PREFETCH_TOKENS, last));
-                __builtin_prefetch(scale_ahead);
-                __builtin_prefetch(scale_ahead + kv.v_scale_offset);
-                const float key_scale = to_float(scale[0]), value_scale = to_float(scale[kv.v_scale_offset]);
+                const float key_scale = key_scales[i - begin], value_scale = value_scales[i - begin];
                 for (int d = 0; d < dim; d++) to_key[d] = to_float(key[d]) * key_scale;
                 for (int d = 0; d < dim; d++) to_value[d] = to_float(value[d]) * value_scale;
             } else {

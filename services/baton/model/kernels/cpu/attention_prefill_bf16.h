@@ -23,7 +23,7 @@ class PrefillAttentionBf16 {
         for (int begin = range.begin; begin < range.end; begin += BF16_BATCH_TOKENS) {
             const int end = std::min(begin + BF16_BATCH_TOKENS, range.end);
             copy(kv, begin, end, range.end);
-            if constexpr (KvRows<S>::HAS_SCALES) scales_.find(kv, begin, end, factor);
+            if constexpr (KvRows<S>::HAS_SCALES) scales_.find(kv, begin, end, range.end, factor);
             for_each_vector_group(width_, [&](auto vectors, int lane) {
                 add<decltype(vectors)::value, KvRows<S>::HAS_SCALES>(lane, begin, end, factor);
             });

@@ -51,10 +51,27 @@ struct KvRows {
         }
     }
 
-    // Scale of a token's key; that of its value is v_scale_offset further on.
-    const Bf16* key_scale(int index) const {
-        return scales + int64_t(table[index / block_size]) * scale_block_stride + index % block_size;
+    // Writes the scales of the keys and values of [begin, end), without a division per token. Tokens before
+    // `first` get 0. Meanwhile it prefetches the scales of as many tokens after them, up to `last`.
+    void token_scales(int begin, int end, int last, float* key_scales, float* value_scales) const {
+        const int from = std::clamp(first, begin, end);
+        std::fill(key_scales, key_scales + (from - begin), 0.0f);
+        std::fill(value_scales, value_scales + (from - begin), 0.0f);
+        for (int block = from / block_size, slot = from % block_size, i = from; i < end; block++, slot = 0) {
+            const Bf16* keys = scales + int64_t(table[block]) * scale_block_stride;
+            for (; slot < block_size && i < end; slot++, i++) {
+                key_scales[i - begin] = to_float(keys[slot]);
+                value_scales[i - begin] = to_float(keys[v_scale_offset + slot]);
+            }
+        }
+        const int ahead = std::min(end + (end - begin), last);
+        for (int block = std::max(end, first) / block_size; block * block_size < ahead; block++) {
+            const Bf16* keys = scales + int64_t(table[block]) * scale_block_stride;
+            __builtin_prefetch(keys);
+            __builtin_prefetch(keys + v_scale_offset);
+        }
     }
+
     const T* key(int index) const {
         return base + int64_t(table[index / block_size]) * block_stride + int64_t(index % block_size) * head_dim;
     }
