@@ -31,7 +31,10 @@ VLLM_OF_WORKERS = (
     ("`vllm:num_requests_waiting`", "`baton_waiting_seqs`"),
     ("`vllm:num_preemptions_total`", "`baton_preemptions_total`"),
     *((code(name), "share of `baton_kv_blocks` that is neither free nor cached") for name in KV_USAGE_NAMES),
-    ("`vllm:cache_config_info`", "always 1; the labels `block_size`, `cache_dtype` and `num_gpu_blocks` describe the cache"),
+    (
+        "`vllm:cache_config_info`",
+        "always 1; the labels `block_size`, `cache_dtype` and `num_gpu_blocks` describe the cache",
+    ),
 )
 COLUMNS = ("metric", "type", "labels", "meaning")
 
