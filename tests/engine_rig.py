@@ -44,7 +44,9 @@ class EngineRig:
         self.config = EngineConfig(**(limits | config))
         self.generation_table = FakeGenerationTable(num_blocks)
         self.pool = BlockPool(num_blocks, self.config.block_size_tokens, self.generation_table)
-        self.executor = executor_type(num_blocks, self.config.block_size_tokens, self.generation_table)
+        self.executor = executor_type(
+            num_blocks, self.config.block_size_tokens, self.generation_table, window=self.config.kv_window
+        )
         self.engine = engine_type(self.config, self.pool, step_costs=step_costs, clock=clock, speculation=speculation)
         self.outputs: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[tuple[int, int], object] = {}
@@ -91,7 +93,7 @@ class EngineRig:
         for admission in outcome.admissions:
             assert admission.seq_id not in self.admissions, "admitted twice"
             self.admissions[admission.seq_id] = admission
-            self.pool.count_use(admission.block_table[: admission.num_cached_blocks])
+            self.pool.count_use(admission.block_table[admission.num_freed_blocks : admission.num_cached_blocks])
         for output in outcome.outputs:
             self.all_outputs.append(output)
             sample = output.seq_id, output.sample_index

@@ -89,7 +89,8 @@ class FakeExecutor:
     """Implements `Executor`. `memory[block][slot]` holds contents.
 
     A step raises AssertionError if it attends to a wrong slot, writes to a block that has a hash, or if two
-    sequences write to one block.
+    sequences write to one block. With a `window` of at least 2, a token attends to so many slots, its own
+    included; all others may hold anything.
 
     raises_for: if true for a sequence, the step raises.
     failing: failure that the result contains for a sequence, or None.
@@ -106,6 +107,7 @@ class FakeExecutor:
         generation_table: FakeGenerationTable,
         *,
         spoil_new_blocks: bool = True,
+        window: int = 0,
     ) -> None:
         self.memory = [[NOTHING] * block_size_tokens for _ in range(num_blocks)]
         self.plans: list[StepPlan] = []
@@ -115,6 +117,7 @@ class FakeExecutor:
         self.deferring: Callable[[StepSequence], bool] = lambda _: False
         self.gate: asyncio.Event | None = None
         self.num_turns = 1
+        self._window = window
         self._block_size_tokens = block_size_tokens
         self._generation_table = generation_table
         self._queue = StepQueue()
@@ -154,8 +157,17 @@ class FakeExecutor:
             if index >= begin:
                 self.memory[block_table[index // self._block_size_tokens]][index % self._block_size_tokens] = content
 
-    def read(self, block_table: Sequence[int], num_tokens: int) -> list[int]:
-        return list(chain.from_iterable(self.memory[b] for b in block_table))[:num_tokens]
+    def read(self, block_table: Sequence[int], num_tokens: int, begin: int = 0) -> list[int]:
+        """Return the contents of slots [begin, num_tokens) of a sequence."""
+        size = self._block_size_tokens
+        first = begin // size
+        return list(chain.from_iterable(self.memory[b] for b in block_table[first:]))[
+            begin - first * size : num_tokens - first * size
+        ]
+
+    def first_seen(self, index: int) -> int:
+        """Return the first slot that the token at `index` attends to."""
+        return max(0, index - self._window + 1) if self._window else 0
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_ahead += plan.follows is not None
@@ -181,7 +193,7 @@ class FakeExecutor:
 
     def _write(self, part: StepSequence, written: dict[int, int]) -> None:
         assert part.position_begin == part.kv_begin
-        before = self.read(part.block_table, part.kv_begin)
+        before = self.read(part.block_table, part.kv_begin, self.first_seen(part.kv_begin))
         assert NOTHING not in before, f"sequence {part.seq_id} attends to slots that were not written"
         content = before[-1] if before else EMPTY_CONTENT
         for index, token_id in enumerate(part.token_ids, part.kv_begin):
@@ -197,8 +209,9 @@ class FakeExecutor:
         rows = rows_of(sample)
         assert sample.position == len(sample.history) == part.context_len - len(sample.drafts)
         tokens = rows[-1].tokens_before
-        expected = contents(tokens)
-        assert self.read(part.block_table, part.context_len) == expected, f"sequence {part.seq_id} attends to wrong KV"
+        expected, begin = contents(tokens), self.first_seen(sample.position - 1)
+        seen = self.read(part.block_table, part.context_len, begin)
+        assert seen == expected[begin:], f"sequence {part.seq_id} attends to wrong KV"
         drawn = [
             SampledToken(
                 sample_index=i,

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from torch import nn
 
 from baton.model.backends.fused_layers import PackedLinear
-from baton.model.backends.native_decoder import PackedGemm
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable
 from baton.model.kernels.cpu.kernel_library import load_kernels
+from baton.model.linear.packed_linear import PackedGemm
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**30}
 """Bytes to read, by device: far more than its caches hold."""

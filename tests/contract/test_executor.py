@@ -85,8 +85,8 @@ def torch_device(name: str, kernels: str = "torch", dtype: str = "float32", *, i
     loaded, backend = thread.submit(open_in_thread, name, kernels, dtype).result()
     if kernels == "torch":
         backend = replace(backend, forward=ModelForward(loaded.model))
-    kv = KvCache.zeros(loaded.layout(BLOCK_SIZE), NUM_BLOCKS, loaded.device)
-    kv.blocks.fill_(float("nan"))  # so that a read of unwritten KV changes a token
+    kv = KvCache.zeros(loaded.layout(BLOCK_SIZE), NUM_BLOCKS, loaded.device, loaded.dtype)
+    kv.fill_with_nan()  # so that a read of unwritten KV changes a token
     unknown = token_ids([loaded.vocab_size])
     event = record_delayed_event if is_late else record_event
     new_launcher = partial(StepLauncher, record_event=event)

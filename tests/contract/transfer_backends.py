@@ -9,7 +9,6 @@ from itertools import count
 from random import Random
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from baton.core.ids import ReadId, WorkerRef
@@ -163,7 +162,7 @@ async def _staged(make: Make, allocate: Allocate) -> tuple[Pair, list[HostMemory
     endpoints = [
         replace(endpoint, fill=fill, holds=holds)
         for endpoint, cache in zip((pair.owner, pair.reader), caches, strict=True)
-        for fill, holds in [_filling(cache.blocks.view(NUM_BLOCKS, -1).view(torch.uint8).numpy())]
+        for fill, holds in [_filling(cache.memory.numpy())]
     ]
     return Pair(owner=endpoints[0], reader=endpoints[1]), memories
 

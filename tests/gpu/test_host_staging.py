@@ -15,7 +15,7 @@ NUM_BLOCKS = 12
 def test_copies_to_and_from_the_host_through_pinned_memory() -> None:
     layout = builders.layout()
     cache = KvCache.zeros(layout, NUM_BLOCKS, "cuda")
-    device_blocks = cache.blocks.view(NUM_BLOCKS, -1).view(torch.uint8)
+    device_blocks = cache.memory
     device_blocks.random_(0, 256)
     memory = allocate_shared(NUM_BLOCKS, layout.block_bytes)
     host = torch.from_numpy(memory.kv)

@@ -31,10 +31,10 @@ def registered(worker: str) -> tuple[KvCache, RegisteredMemory]:
 def own_blocks(pipe: Connection) -> None:
     """Fill blocks, offer them and keep them until the other end of the pipe is closed."""
     cache, memory = registered("p0")
-    cache.blocks.copy_(torch.arange(cache.blocks.numel(), device="cuda").view(cache.blocks.shape) % 251)
+    cache.memory.copy_(torch.arange(cache.memory.numel(), device="cuda").view(cache.memory.shape) % 251)
     torch.cuda.synchronize()
     memory.backend.offer(OFFERED)
-    pipe.send((memory.backend.memory[0], memory.backend.describe(OFFERED), cache.blocks.cpu()))
+    pipe.send((memory.backend.memory[0], memory.backend.describe(OFFERED), cache.memory.cpu()))
     pipe.poll(None)
     asyncio.run(memory.backend.aclose())
     memory.close()
@@ -58,9 +58,9 @@ async def test_blocks_are_read_between_gpu_processes() -> None:
             assert await reader.wait(read_id) is ReadState.DONE
             reader.release(read_id)
         torch.cuda.synchronize()
-        assert torch.equal(cache.blocks[5:10].cpu(), expected[list(OFFERED)])
-        assert not cache.blocks[:5].any()
-        assert not cache.blocks[10:].any()
+        assert torch.equal(cache.memory[5:10].cpu(), expected[list(OFFERED)])
+        assert not cache.memory[:5].any()
+        assert not cache.memory[10:].any()
         assert reader.transport_to(owned) == "cuda_ipc"
         await reader.aclose()
         memory.close()

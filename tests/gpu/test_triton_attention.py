@@ -39,9 +39,24 @@ def test_decodes_and_chunks_together(kernel, device: str, window: int | None) ->
     check_step(spans, window, device=device, kernel=kernel)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 9])
+def test_kv_in_int8(kernel, device: str, window: int | None, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    spans = [(0, 1), (3, 1), (4, 1), (7, 3), (0, 5), (19, 1), (40, 1), (5, 8), (700, 1)]
+    check_step(spans, window, device=device, kernel=kernel, dtype=dtype, kv_dtype="int8")
+
+
 @pytest.mark.parametrize("window", [None, 7, 700])
 def test_long_decodes_are_split(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
     check_step([(1500, 1), (3, 1), (700, 1)], window, device=device, kernel=kernel)
+
+
+@pytest.mark.parametrize("window", [None, 9, 700])
+def test_sinks(kernel, device: str, window: int | None) -> None:  # type: ignore[no-untyped-def]
+    """Also with splits, of which only the first begins with the sink."""
+    spans = [(0, 1), (7, 3), (19, 1), (0, 30)]
+    check_step(spans, window, device=device, kernel=kernel, has_sinks=True)
+    check_step([(1500, 1), (3, 1), (700, 1)], window, device=device, kernel=kernel, has_sinks=True)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])

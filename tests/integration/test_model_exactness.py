@@ -131,7 +131,7 @@ class Worker:
 
     def __init__(self, loaded: LoadedModel, *, num_blocks: int, max_num_seqs: int = 32, chunk: int = CHUNK) -> None:
         self.layout = loaded.layout(BLOCK)
-        self.cache = KvCache.zeros(self.layout, num_blocks, loaded.device)
+        self.cache = KvCache.zeros(self.layout, num_blocks, loaded.device, loaded.dtype)
         pool = BlockPool(num_blocks, BLOCK, MemoryGenerationTable(bytearray(ENTRY_BYTES * num_blocks), worker_epoch=1))
         config = EngineConfig(
             max_num_batched_tokens=chunk,
@@ -143,7 +143,7 @@ class Worker:
         self.engine = Engine(config, pool, clock=lambda: 0.0)
         self.executor = TorchExecutor(loaded.model, self.cache, thread=compute_thread(1), backend=BACKENDS.get(loaded))
         self.executor.warm(max_num_seqs)
-        self.cache.blocks.fill_(float("nan"))  # reading a slot that was never written spoils the answer
+        self.cache.fill_with_nan()  # reading a slot that was never written spoils the answer
         self._root = root_hash(model_fingerprint=self.layout.model_fingerprint, block_size_tokens=BLOCK)
         self._next_id = 0
 
@@ -423,11 +423,11 @@ def test_checker_finds_a_wrong_kv_block(tiny: tuple[LoadedModel, ExactnessChecke
             if not corrupted and plan.sequences[0].kv_begin >= len(prompt):
                 first, second = plan.sequences[0].block_table[:2]
                 corrupted.append(second)
-                kv = worker.cache.blocks
                 if corruption == "another_block":
-                    kv[second] = kv[first]
+                    worker.cache.copy_blocks([(first, second)])
                 else:
-                    kv[second, 1, 1, 0] = kv[first, 1, 1, 0]
+                    values = worker.cache.layers[1].values
+                    values[second, 0] = values[first, 0]
 
         answers = worker.answer([question], before_step)
         assert corrupted

@@ -33,7 +33,10 @@ VLLM_OF_WORKERS = (
     ("`vllm:spec_decode_num_draft_tokens_total`", "`baton_draft_tokens_total`"),
     ("`vllm:spec_decode_num_accepted_tokens_total`", "`baton_accepted_draft_tokens_total`"),
     *((code(name), "share of `baton_kv_blocks` that is neither free nor cached") for name in KV_USAGE_NAMES),
-    ("`vllm:cache_config_info`", "always 1; the labels `block_size` and `num_gpu_blocks` are the sizes"),
+    (
+        "`vllm:cache_config_info`",
+        "always 1; the labels `block_size`, `cache_dtype` and `num_gpu_blocks` describe the cache",
+    ),
 )
 COLUMNS = ("metric", "type", "labels", "meaning")
 

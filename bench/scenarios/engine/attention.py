@@ -140,8 +140,9 @@ def random_cache(kv_heads: int, dim: int) -> KvCache:
         dtype=torch.bfloat16,
     )
     cache = KvCache.over(memoryview(allocate_anonymous(NUM_BLOCKS * layout.block_bytes)), layout)
-    for block in cache.blocks:
-        block.normal_()
+    for kv in cache.layers:
+        for stored in (kv.keys, kv.values):
+            stored.normal_()
     return cache
 
 
@@ -160,14 +161,15 @@ def alternating_medians_s(
         for number in range(case.num)
     ]
     step = AttentionStep(cache, segments, CausalMasks(cache.dtype, cache.device), paged_attention)
-    query = torch.randn(heads, case.num * case.num_tokens, cache.head_dim).bfloat16()
+    _, head_dim = cache.uniform_shape
+    query = torch.randn(heads, case.num * case.num_tokens, head_dim).bfloat16()
     took_s: list[list[float]] = [[] for _ in kernels]
     layers = cycle(range(LAYERS))  # a layer that was just read would still be in the CPU cache
     for _ in range(2 + repeats):
         for own, each in zip(took_s, kernels, strict=True):
             layer = next(layers)
             began_s = time.perf_counter()
-            paged_kernel(each)(query, layer, step, cache.head_dim**-0.5, None)
+            paged_kernel(each)(query, layer, step, head_dim**-0.5, None)
             own.append(time.perf_counter() - began_s)
     return [statistics.median(own[2:]) for own in took_s]
 

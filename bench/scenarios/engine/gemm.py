@@ -25,9 +25,9 @@ from baton.core.request import Sampling
 from baton.engine.constraints.token_bits import Bits, bits_of, num_words
 from baton.engine.state.step import SampleRequest
 from baton.model.backends.fused_layers import PackedLinear
-from baton.model.backends.native_decoder import PackedGemm
 from baton.model.device.compute_thread import compute_thread
 from baton.model.kernels.cpu.kernel_library import load_kernels
+from baton.model.linear.packed_linear import PackedGemm
 from baton.model.sampling import device_sampler, host_sampler
 from baton.model.sampling.best_tokens import find_best
 from bench.systems.baton_cluster import machine, table

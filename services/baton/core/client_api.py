@@ -227,6 +227,7 @@ class WorkerStatus:
     running_context_tokens: int = 0
     open_leases: int = 0
     links: tuple[LinkReport, ...] = ()
+    kv_dtype: str = ""
 
     @classmethod
     def of(cls, report: WorkerReport) -> "WorkerStatus":
@@ -249,6 +250,7 @@ class WorkerStatus:
             running_context_tokens=report.running_context_tokens,
             open_leases=report.open_leases,
             links=report.links,
+            kv_dtype=report.layout.kv_dtype,
         )
 
 

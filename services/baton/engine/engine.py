@@ -169,10 +169,12 @@ class Engine:
         seq = next((s for s in self._sequences.of_request(seq_id) if s.state is SequenceState.RECEIVING), None)
         if seq is None:
             return
-        num_wrong = sum(not self.pool.is_readable(b) for b in seq.block_table)
+        num_wrong = sum(not self.pool.is_readable(b) for b in seq.held_blocks)
         num_wrong += sum(
             self.pool.hash_of(block_id) != block_hash
-            for block_id, block_hash in zip(seq.block_table, seq.request.block_hashes, strict=False)
+            for block_id, block_hash in zip(
+                seq.held_blocks, seq.request.block_hashes[seq.num_freed_blocks :], strict=False
+            )
         )
         if num_wrong or not set(seq.sample_indices) <= {token.sample_index for token in first_tokens}:
             message = f"the pull ended with {num_wrong} missing or wrong blocks and {len(first_tokens)} first tokens"

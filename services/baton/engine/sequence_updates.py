@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from baton.core.errors import Code, Failure, Reason
+from baton.core.kv.block_hash import first_visible_block
 from baton.core.request import FinishReason, PromptLogprobs
 from baton.core.state_machines import SequenceState
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -70,7 +71,8 @@ class SequenceUpdates:
             return
         if failure is not None:
             num_refs = self._pool.num_refs
-            self._pool.unpublish([b for b in seq.block_table[seq.num_cached_blocks :] if num_refs(b) == 1])
+            own = seq.block_table[max(seq.num_cached_blocks, seq.num_freed_blocks) :]
+            self._pool.unpublish([b for b in own if num_refs(b) == 1])
             self.fail(seq.seq_id, failure)
             return
         self.advance(seq, num_final)
@@ -84,7 +86,8 @@ class SequenceUpdates:
             self.append_samples(seq, tokens)
 
     def advance(self, seq: EngineSequence, num_tokens: int) -> None:
-        """Count computed tokens, which must be final, and publish the hashes of blocks that became full."""
+        """Count computed tokens, which must be final. Publish the hashes of blocks that became full, and release
+        the blocks that no later token sees."""
         if not num_tokens:
             return
         seq.num_computed_tokens += num_tokens
@@ -92,6 +95,8 @@ class SequenceUpdates:
         for index in range(seq.num_hashed_blocks, seq.num_computed_tokens // block_size_tokens):
             self._pool.set_hash(seq.block_table[index], seq.hash_of_block(index, block_size_tokens))
             seq.num_hashed_blocks = index + 1
+        unseen = first_visible_block(seq.num_computed_tokens, self._config.kv_window, block_size_tokens)
+        self._pool.unref(seq.drop_blocks_before(unseen))
         if seq.request.prefill_only:
             self.progress.append(PrefillProgress(seq_id=seq.seq_id, num_computed_tokens=seq.num_computed_tokens))
 
@@ -118,7 +123,7 @@ class SequenceUpdates:
             self._sequences.received(seq)
         children = [(self._sequences.fork(seq, token.sample_index), token) for token in unfinished[1:]]
         for child, token in children:
-            self._pool.ref(child.block_table)
+            self._pool.ref(child.held_blocks)
             child.append(token.token_id)
             self._observe(child, 1)
         seq.sample_indices = (unfinished[0].sample_index,)

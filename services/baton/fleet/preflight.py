@@ -4,6 +4,7 @@ The services check the same again. They start some seconds later, and their erro
 processes.
 """
 
+from functools import partial
 from pathlib import Path
 
 from baton.core.errors import ConfigError, ModelError
@@ -47,12 +48,13 @@ def check_model(config: ClusterConfig, directory: Path) -> None:
 
     The model's config.json is read without transformers. What its defaults would add is left to the workers.
     """
+    read = partial(read_emulated_model, dtype=config.dtype, kv_dtype=config.kv_dtype)
     try:
-        model = read_emulated_model(directory, dtype=config.dtype)
+        model = read(directory)
     except ModelError:
         return
     if config.max_model_len is not None:
-        model = read_emulated_model(directory, dtype=config.dtype, max_model_len=config.max_model_len)
+        model = read(directory, max_model_len=config.max_model_len)
     if config.kv_memory is not None:
         num_kv_blocks(
             model.layout(config.block_size_tokens),

@@ -43,8 +43,9 @@ def measure_step_bytes(
     """
     longest = min(max(2, max_num_batched_tokens - max_num_seqs + 1), loaded.max_model_len)
     plan = _largest_step(longest, max_num_seqs, block_size_tokens)
-    cache = KvCache.zeros(loaded.layout(block_size_tokens), num_blocks_for(longest, block_size_tokens), loaded.device)
-    cache.blocks.zero_()  # allocate the pages before the measurement
+    layout = loaded.layout(block_size_tokens)
+    cache = KvCache.zeros(layout, num_blocks_for(longest, block_size_tokens), loaded.device, loaded.dtype)
+    cache.memory.zero_()  # allocate the pages before the measurement
     launcher = StepLauncher(backend.forward, backend.kernel, cache, loaded.vocab_size)
     gc.collect()  # else garbage that is collected during the step would be subtracted from its memory
     release_freed_memory()  # else the step would reuse it, and the peak would be too low

@@ -51,8 +51,8 @@ class SimExecutor:
     """Implements `Executor` over simulated memory.
 
     The next token is a function of the content of the sequence's blocks, so a stale, wrong or partly written
-    block changes the answer. A step that samples also compares every slot with the sequence's history and
-    raises KvCorrupted on a difference.
+    block changes the answer. A step that samples also compares every slot that it sees with the sequence's
+    history and raises KvCorrupted on a difference. The layout's window, if it has one, is at least 2.
     """
 
     def __init__(
@@ -119,11 +119,12 @@ class SimExecutor:
             self.memory.write_slot(sequence.block_table, index, content)
 
     def _verify(self, rows: SampledRows) -> None:
-        """Compare all slots of a sequence with its tokens, drafts included."""
-        sequence, history = rows.sequence, rows.requests[-1].tokens_before
-        for index, content in enumerate(contents(history)):
-            if self.memory.slot(sequence.block_table, index) != content:
-                raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(history)}")
+        """Compare all visible slots of a sequence with its tokens, drafts included."""
+        sequence, history, window = rows.sequence, rows.requests[-1].tokens_before, self._layout.window
+        expected = contents(history)
+        for index in range(max(0, rows.requests[0].position - window) if window else 0, len(expected)):
+            if self.memory.slot(sequence.block_table, index) != expected[index]:
+                raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(expected)}")
 
     def _draw(self, sequence: StepSequence, sample: SampleRequest, allowed: Bits | None) -> tuple[SampledToken, ...]:
         last = self.memory.slot(sequence.block_table, sample.position - 1)

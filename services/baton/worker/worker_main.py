@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from baton.core.errors import ConfigError
 from baton.core.ids import WorkerRef
 from baton.core.interfaces import CostStore, Duplex, KvEventFeed, Membership
+from baton.core.kv.kv_layout import KvLayout
 from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
 from baton.core.step_cost import StepCostModel
@@ -261,11 +262,11 @@ def _start_admin_server(
         if gate.worker is not None:
             observed.metrics.refresh(gate.worker)
 
-    def block_size_tokens() -> int | None:
-        return None if gate.worker is None else gate.worker.pool.block_size_tokens
+    def layout() -> KvLayout | None:
+        return None if gate.worker is None else gate.worker.layout
 
     if config.vllm_metric_names:
-        names = WorkerVllmMetrics(config.model_name, observed.metrics.engine, block_size_tokens)
+        names = WorkerVllmMetrics(config.model_name, observed.metrics.engine, layout)
         names.follow(observed.registry)
     server = AdminServer(observed.health, observed.registry, refresh)
     port = server.start(config.host, config.admin_port)

@@ -53,7 +53,7 @@ class Worker:
         self.pool = parts.pool
         self._parts = parts
         self._config = parts.config
-        self._layout = parts.executor.layout
+        self.layout = parts.executor.layout
         self._host = socket.gethostname()
         self.budget = parts.budget
         self._failure = FirstFailure()
@@ -82,7 +82,7 @@ class Worker:
         )
         self.sessions = Sessions(
             parts.worker,
-            self._layout,
+            self.layout,
             self.jobs,
             self.tasks,
             grace_s=parts.config.session_grace_s,
@@ -104,9 +104,9 @@ class Worker:
             prefixes=PrefixPuller(engine=self.engine, reader=self.reader, costs=lambda: self._costs.costs),
             tasks=self.tasks,
             constraints=parts.constraints,
-            model_fingerprint=self._layout.model_fingerprint,
-            sampler_version=self._layout.sampler_version,
-            block_size_tokens=self._layout.block_size_tokens,
+            model_fingerprint=self.layout.model_fingerprint,
+            sampler_version=self.layout.sampler_version,
+            block_size_tokens=self.layout.block_size_tokens,
             pull_wait_s=parts.config.pull_wait_s,
             tracing=parts.tracing,
         )
@@ -215,7 +215,7 @@ class Worker:
             role=self.role,
             state=self.state,
             model=self._config.model_name,
-            layout=self._layout,
+            layout=self.layout,
             blocks=self.pool.counts(),
             max_model_len=engine.config.max_model_len,
             max_num_seqs=engine.config.max_num_seqs,

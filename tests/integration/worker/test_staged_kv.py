@@ -32,7 +32,7 @@ async def test_gpu_kv_is_staged_through_host_memory(transfer: str) -> None:
     assert isinstance(owner, StagedBackend)
     assert all("staged through host memory" in memory.note for memory in memories)
     reader.connect(owner.memory[0], builders.layout())
-    caches[0].blocks.copy_(torch.randn(caches[0].blocks.shape))
+    caches[0].memory.random_(0, 256)
     read_ids = map(ReadId, count(1))
 
     async def read(blocks: dict[int, int]) -> None:
@@ -44,8 +44,8 @@ async def test_gpu_kv_is_staged_through_host_memory(transfer: str) -> None:
 
     await asyncio.gather(read({1: 6, 2: 7}), read({5: 0}))
     for owner_block, reader_block in {1: 6, 2: 7, 5: 0}.items():
-        assert torch.equal(caches[1].blocks[reader_block], caches[0].blocks[owner_block])
-    assert not caches[1].blocks[1:6].any()
+        assert torch.equal(caches[1].memory[reader_block], caches[0].memory[owner_block])
+    assert not caches[1].memory[1:6].any()
     for memory in memories:
         await memory.backend.aclose()
         memory.close()

@@ -93,7 +93,7 @@ def test_blocks_are_shown_by_state() -> None:
     counts = blocks(total=1_000, cached=20, used=30, receiving=4, quarantined=5, held_for_others=6)
     screen = printed(render_status(cluster_status(worker_report("w0", blocks=counts))))
     below = screen[screen.index("KV blocks") :]
-    assert below.startswith("KV blocks of 4 tokens, 1,000 KiB per worker")
+    assert below.startswith("KV blocks of 4 tokens in float32, 1,000 KiB per worker")
     assert row(below, "w0") == ["w0", "30", "6", "20", "941", "4", "5", "1,000"]
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.core.kv.block_hash import NO_HASH
+from baton.core.kv.block_hash import NO_HASH, first_visible_block
 from baton.core.kv.kv_events import KvEventKind
 from baton.core.step_cost import StepCostModel
 from baton.engine.state.sequence import SequenceRequest
-from baton.engine.state.step import StepPlan, StepSequence
-from tests.builders import hashes_of, sequence_request
+from baton.engine.state.step import NO_BLOCK, StepPlan, StepSequence
+from tests.builders import BLOCK_SIZE_TOKENS, hashes_of, sequence_request
 from tests.engine_rig import EngineRig
 from tests.fake_executor import contents
 from tests.scale import sized
@@ -22,6 +22,7 @@ INJECTED = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="i
 PULL_FAILED = Failure(code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, message="injected", retriable=True)
 EOS = (3, 4)
 NUM_WORLDS = sized(100, 1000)
+WINDOWS = (0, 0, 9, 0, 2, 0, 17, 0, 0, 5)
 
 
 class World:
@@ -38,6 +39,7 @@ class World:
             max_num_batched_tokens=rng.randint(max_num_seqs, 24),
             max_model_len=rng.randint(30, 60),
             max_waiting_seqs=16,
+            kv_window=WINDOWS[seed % len(WINDOWS)],
             step_costs=lambda: self.costs,
             clock=lambda: self.now_s,
             **rig,
@@ -151,8 +153,10 @@ class World:
                 self.happened["pulls"] += 1
             elif request.for_reader and not request.pulled and seq_id not in self.received and self.live(seq_id):
                 self.received.add(seq_id)
-                self.rig.pool.pin(admission.block_table)
-                self.pins.append(list(admission.block_table))
+                unseen = first_visible_block(len(request.token_ids), self.rig.config.kv_window, BLOCK_SIZE_TOKENS)
+                needed = list(admission.block_table[unseen:])
+                self.rig.pool.pin(needed)
+                self.pins.append(needed)
                 self.happened["pins"] += 1
 
     def pull(self) -> None:
@@ -233,6 +237,7 @@ class World:
         while not plan.is_empty:
             has_run = True
             self.happened["steps"] += 1
+            self.happened["steps after freed blocks"] += any(NO_BLOCK in part.block_table for part in plan.sequences)
             self.happened["steps with a limited chunk"] += (
                 self.rig.engine.next_step_budget().num_tokens < self.rig.config.max_num_batched_tokens
             )
@@ -372,6 +377,6 @@ def test_random_worlds_cover_all_events() -> None:
     seen |= {"steps ahead", "steps ahead of an end", "withdrawn", "replicas pulled"} | {
         f"cancel {state}" for state in ("WAITING", "RUNNING", "RECEIVING")
     }
-    seen |= {"steps with a limited chunk", "steps with SLO slack"}
+    seen |= {"steps with a limited chunk", "steps with SLO slack", "steps after freed blocks"}
     assert all(happened[what] >= 3 for what in seen), happened
     assert happened["steps"] / 15 * NUM_WORLDS >= 10_000

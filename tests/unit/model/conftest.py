@@ -8,17 +8,7 @@ import torch
 from transformers import PreTrainedConfig, Qwen3Config
 
 from baton.model.loading.random_init import init_model
-
-TINY = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.15,
-}
+from tests.model_families import TINY
 
 
 @pytest.fixture(autouse=True)

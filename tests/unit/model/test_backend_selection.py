@@ -1,6 +1,6 @@
 """Tests which backend is chosen, and which one replaces it if it fails: each failure is one warning."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from transformers import Olmo2Config, PreTrainedConfig
+from transformers import PreTrainedConfig, Starcoder2Config
 
 from baton.core.errors import ModelError
 from baton.core.kv.block_hash import token_ids
 from baton.engine.state.step import StepPlan, StepSequence
-from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, CausalMasks
+from baton.model.attention.attention_inputs import AttentionStep, CausalMasks
 from baton.model.attention.paged_attention import paged_attention
 from baton.model.backends import backend_selection, fused_layers
 from baton.model.backends.backend_selection import (
@@ -31,6 +31,7 @@ from baton.model.backends.backend_selection import (
 from baton.model.backends.native_layers import prefers_native_gemm
 from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
+from baton.model.forms.decoder_form import DecoderForm
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
 from baton.model.loading.model_loader import LoadedModel, load_model
@@ -38,7 +39,7 @@ from baton.model.step.forward import Forward, ForwardOutput, ModelForward
 from baton.model.step.step_inputs import PackedStep, PreparedSequence, pack
 from baton.model.torch_executor import TorchExecutor
 from baton.model.verification.verify_backend import verify_logits
-from tests.unit.model.conftest import TINY
+from tests.model_families import TINY
 
 SIZE = 16
 
@@ -57,7 +58,11 @@ class Warnings:
         self._caplog = caplog
 
     def __call__(self) -> list[Warned]:
-        lines: list[Any] = [record.msg for record in self._caplog.records if record.name == backend_selection.__name__]
+        lines: list[Any] = [
+            record.msg
+            for record in self._caplog.records
+            if record.name == backend_selection.__name__ and record.levelname == "WARNING"
+        ]
         assert all(line["level"] == "warning" and line["hint"] for line in lines)
         return [Warned(line["event"], line.get("backend", ""), line["problem"]) for line in lines]
 
@@ -110,7 +115,7 @@ def test_the_fastest_backend_is_chosen_if_nothing_fails(
     loaded: LoadedModel, save: Callable[[PreTrainedConfig], Path], warned: Warnings
 ) -> None:
     assert chosen(loaded).name == "fused layers"
-    assert chosen(load_model(save(Olmo2Config(**TINY)), device="cpu")).name == "native attention"
+    assert chosen(load_model(save(Starcoder2Config(**TINY)), device="cpu")).name == "native attention"
     assert chosen(loaded, "torch").name == "torch"
     assert not warned()
 
@@ -126,7 +131,7 @@ def test_native_attention_is_chosen_if_fused_layers_cannot_be_built(
 
 
 def test_fused_layers_are_chosen_if_the_native_decoder_cannot_be_built(tiny_dir: Path, warned: Warnings) -> None:
-    broken = replace(NATIVE_DECODER, serves=lambda model, kernels: True, build=fail)
+    broken = replace(NATIVE_DECODER, serves=lambda form, dtype, kernels: True, build=fail)
     half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
     backend = choose_backend(
         half, kernels="auto", num_threads=1, block_size_tokens=SIZE, cpu_backends=backends_with(broken)
@@ -140,9 +145,10 @@ def test_a_backend_that_fails_during_construction_leaves_the_model_usable(
 ) -> None:
     """Some weights are already joined when it fails."""
 
-    def build(loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels) -> Backend:
-        """Fail at the second layer, whose parameters are missing."""
-        return FUSED_LAYERS.build(loaded, attention_params[:1], kernels)
+    def build(loaded: LoadedModel, form: DecoderForm | None, kernels: Kernels) -> Backend:
+        """Fail at the output layer, which is missing."""
+        assert form is not None
+        return FUSED_LAYERS.build(loaded, replace(form, head=None), kernels)
 
     before = loaded.model.base_model.layers[0].self_attn.q_proj.weight.data_ptr()
     assert chosen(loaded, cpu_backends=backends_with(replace(FUSED_LAYERS, build=build))).name == "native attention"
@@ -163,8 +169,8 @@ def test_fused_layers_with_wrong_logits_are_skipped(loaded: LoadedModel, warned:
         def close(self) -> None:
             self.own.close()
 
-    def build(loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels) -> Backend:
-        backend = FUSED_LAYERS.build(loaded, attention_params, kernels)
+    def build(loaded: LoadedModel, form: DecoderForm | None, kernels: Kernels) -> Backend:
+        backend = FUSED_LAYERS.build(loaded, form, kernels)
         return replace(backend, forward=WrongPositions(backend.forward))
 
     assert chosen(loaded, cpu_backends=backends_with(replace(FUSED_LAYERS, build=build))).name == "native attention"
@@ -174,12 +180,12 @@ def test_fused_layers_with_wrong_logits_are_skipped(loaded: LoadedModel, warned:
 
 def test_native_attention_with_wrong_logits_is_skipped(loaded: LoadedModel, warned: Warnings) -> None:
     def no_attention(
-        query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+        query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
     ) -> torch.Tensor:
         return query.transpose(0, 1).contiguous()
 
-    def build(loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels) -> Backend:
-        return replace(NATIVE_ATTENTION.build(loaded, attention_params, kernels), kernel=no_attention)
+    def build(loaded: LoadedModel, form: DecoderForm | None, kernels: Kernels) -> Backend:
+        return replace(NATIVE_ATTENTION.build(loaded, form, kernels), kernel=no_attention)
 
     backends = backends_with(replace(FUSED_LAYERS, build=fail), replace(NATIVE_ATTENTION, build=build))
     assert chosen(loaded, cpu_backends=backends).name == "torch"
@@ -213,8 +219,8 @@ def test_a_model_that_no_backend_serves_is_refused(loaded: LoadedModel, warned: 
 def test_packed_weights_are_freed_in_the_model(tiny_dir: Path, native_allowed: bool) -> None:
     """The model keeps the weights that were not packed, and everything that callers of `LoadedModel` use."""
     loaded = load_model(tiny_dir, dtype="bfloat16", device="cpu")
-    is_native = prefers_native_gemm(loaded.model, load_kernels(1)) and native_allowed
-    backends = backends_with(replace(NATIVE_DECODER, serves=lambda model, kernels: is_native))
+    is_native = prefers_native_gemm(loaded.dtype, load_kernels(1)) and native_allowed
+    backends = backends_with(replace(NATIVE_DECODER, serves=lambda form, dtype, kernels: is_native))
     packs = is_native or fused_layers.has_onednn_bf16_gemm(loaded.dtype)  # this build of torch, on this processor
     layout = loaded.layout(SIZE)
     backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE, cpu_backends=backends)

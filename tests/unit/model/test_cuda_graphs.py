@@ -27,6 +27,7 @@ from baton.model.step.step_inputs import PreparedSequence, pack
 from baton.model.torch_executor import TorchExecutor
 from baton.model.verification.verify_backend import verify_logits
 from tests.integration.test_model_exactness import TINY_MODELS
+from tests.random_kv import all_nan, numbers_of
 
 SIZE = 16
 PROMPT_TOKENS = 45
@@ -62,14 +63,16 @@ def test_memory_pool_is_shared_until_the_last_graph_is_gone() -> None:
     assert captures.pool() is not None
 
 
-def decode_kernel(query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None) -> torch.Tensor:
+def decode_kernel(
+    query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None, *_sinks: object
+) -> torch.Tensor:
     """Compute decode attention with plain operations, one sequence after the other."""
-    group = query.shape[0] // step.cache.num_kv_heads
-    blocks = step.cache.layer(layer)
+    kv = step.cache.layers[layer]
+    group = query.shape[0] // kv.num_kv_heads
     logits = []
     for row, position in enumerate(step.decodes.position.tolist()):
-        kv = blocks[step.decodes.block_ids[row, : position // SIZE + 1].long()]  # [blocks, 2, heads, tokens, dim]
-        keys, values = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[
+        own = numbers_of(kv)[:, step.decodes.block_ids[row, : position // SIZE + 1].long()]
+        keys, values = own.transpose(1, 2).flatten(2, 3)[
             :, :, max(0, position + 1 - (window or position + 1)) : position + 1
         ]
         scores = torch.einsum("hd,htd->ht", query[:, row].float(), keys.float().repeat_interleave(group, 0)) * scaling
@@ -97,8 +100,8 @@ def answers(loaded: LoadedModel, forward: Forward, counts: list[int]) -> list[to
     tokens = rng.integers(0, loaded.vocab_size, (num_seqs, PROMPT_TOKENS + steps_each))
     num_blocks = -(-(PROMPT_TOKENS + steps_each) // SIZE)
     tables = rng.permutation(num_seqs * num_blocks + 3)[: num_seqs * num_blocks].reshape(num_seqs, num_blocks)
-    cache = KvCache.zeros(loaded.layout(SIZE), num_seqs * num_blocks + 3, loaded.device)
-    cache.blocks.fill_(float("nan"))
+    cache = KvCache.zeros(loaded.layout(SIZE), num_seqs * num_blocks + 3, loaded.device, loaded.dtype)
+    cache.fill_with_nan()
     masks = CausalMasks(cache.dtype, cache.device)
     done = [0] * num_seqs
 
@@ -124,7 +127,7 @@ def answers(loaded: LoadedModel, forward: Forward, counts: list[int]) -> list[to
     step(range(num_seqs), PROMPT_TOKENS)
     logits = [step(range(count), 1) for count in counts]
     untouched = set(range(cache.num_blocks)) - set(tables.flatten().tolist())
-    assert all(cache.blocks[block].isnan().all() for block in untouched)
+    assert all(all_nan(cache, block) for block in untouched)
     return logits
 
 
@@ -229,7 +232,7 @@ def test_warmup_runs_chunks_after_each_warm_context(loaded: LoadedModel) -> None
     seen = set()
 
     def kernel(
-        query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+        query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
     ) -> torch.Tensor:
         seen.add((query.shape[1], int(step.tables.context_len.max())))
         return paged_attention(query, layer, step, scaling, window)

@@ -28,7 +28,7 @@ from baton.model.loading.model_loader import eos_token_ids, load_model
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
 from baton.model.loading.random_init import init_model
-from tests.unit.model.conftest import TINY
+from tests.model_families import TINY
 
 LONG = {
     "short_factor": [1.0] * 8,
@@ -36,6 +36,7 @@ LONG = {
     "original_max_position_embeddings": 1024,
     "rope_theta": 1e4,
 }
+SHORT = {"pad_token_id": 0, "original_max_position_embeddings": 1024}
 
 
 @pytest.fixture
@@ -83,12 +84,15 @@ def test_max_model_len_above_the_models_own_is_refused(tiny_dir: Path) -> None:
     ("config", "named"),
     [
         (T5Config(), "encoder-decoder"),
-        (Qwen2VLConfig(), "composite"),
+        (Qwen2VLConfig(), "composite model with a text part; give the configuration of that part"),
         (MambaConfig(num_hidden_layers=2), "recurrent state"),
         (Gemma2Config(), "soft cap"),
         (Llama4TextConfig(), "chunked"),
         (LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
-        (Phi3Config(**TINY, pad_token_id=0, rope_parameters={"rope_type": "longrope", **LONG}), "longrope"),
+        (
+            Phi3Config(**TINY, **SHORT, rope_parameters={"rope_type": "longrope", **LONG}),
+            "longrope.*beyond 1024 positions; give --max-model-len 1024 or less",
+        ),
         (Qwen3Config(**TINY, layer_types=["full_attention", "linear_attention"]), "linear_attention"),
         (LlamaConfig(**TINY, quantization_config={"quant_method": "gptq", "bits": 4}), "gptq"),
     ],
@@ -97,6 +101,13 @@ def test_max_model_len_above_the_models_own_is_refused(tiny_dir: Path) -> None:
 def test_unsupported_configurations_are_refused(config: PreTrainedConfig, named: str) -> None:
     with pytest.raises(ModelError, match=named):
         causal_lm_class(config)
+
+
+def test_longrope_is_served_up_to_the_length_where_it_changes() -> None:
+    config = Phi3Config(**TINY, **SHORT, rope_parameters={"rope_type": "longrope", **LONG})
+    assert causal_lm_class(config, max_model_len=1024).__name__ == "Phi3ForCausalLM"
+    with pytest.raises(ModelError, match="beyond 1024 positions"):
+        causal_lm_class(config, max_model_len=1025)
 
 
 @pytest.mark.parametrize(

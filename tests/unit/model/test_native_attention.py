@@ -1,7 +1,5 @@
 """Our kernels against torch."""
 
-import platform
-import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,11 +11,15 @@ from torch import nn
 from baton.core.errors import LayoutMismatch
 from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import paged_attention
-from baton.model.backends.native_decoder import PackedGemm
-from baton.model.device.kv_tensors import KvCache, uniform_layout
-from baton.model.kernels.cpu.kernel_build import HERE, NATIVE, OPTIONS, SOURCES, build, find_compiler
+from baton.model.device.kv_tensors import KvCache
+from baton.model.forms.decoder_form import ACTIVATIONS
+from baton.model.forms.recognise import apply_norm, rotate
 from baton.model.kernels.cpu.kernel_library import Kernels, WeightArena, load_kernels, paged_kernel
+from baton.model.kernels.layer_values import HeadNorms, RmsNorm, Rotary
+from baton.model.linear.packed_linear import PackedGemm
+from tests.random_kv import fill_with_random_numbers, numbers_of, poison, set_numbers, small_layout
 from tests.scale import sized
+from tests.unit.model.native_libraries import library_for, processors
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SEQUENCES = ((1, 1), (1, 17), (1, 700), (5, 5), (40, 300), (200, 200), (1, 33), (130, 513))
@@ -40,47 +42,18 @@ SHAPES = (
 THREADS_BY_WINDOW: dict[int | None, tuple[int, ...]] = sized(
     {None: (2,), 5: (1,), 100: (5,)}, {None: (1, 2, 5), 5: (1, 2, 5), 100: (1, 2, 5)}
 )
-BASELINE, AVX2 = "-march=x86-64", "-march=x86-64-v3"
 
 
-def processors() -> list[str]:
-    """Return compiler options for this processor, the baseline x86-64 (vectors as short as ARM's), and
-    AVX2."""
-    if platform.machine() != "x86_64":
-        return [NATIVE]
-    return [NATIVE, BASELINE, *([AVX2] if "avx512f" in Path("/proc/cpuinfo").read_text() else [])]
+@pytest.fixture(scope="module", params=processors(), ids=" ".join)
+def library(request: pytest.FixtureRequest) -> Path:
+    """Compile the kernels for one processor."""
+    return library_for(request.param)
 
 
-@pytest.fixture(scope="module", params=processors())
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the kernels for one processor.
-
-    Libraries for other processors use another namespace, because inline functions are shared within a
-    process.
-    """
-    if request.param == NATIVE:
-        return build()
-    path = tmp_path_factory.mktemp("library") / "kernels.so"
-    options = [{NATIVE: request.param, "-O3": "-O2"}.get(option, option) for option in OPTIONS]
-    own_name = f"-Dbaton=for_{request.param.rpartition('=')[2].replace('-', '_')}"
-    subprocess.run(
-        [find_compiler(), *options, own_name, *(str(HERE / name) for name in SOURCES), "-o", str(path)], check=True
-    )
-    return path
-
-
-def cache_of(heads: int, dim: int, size: int, dtype: torch.dtype, num_blocks: int) -> KvCache:
-    layout = uniform_layout(
-        model_fingerprint="m",
-        tokenizer_fingerprint="t",
-        block_size_tokens=size,
-        num_layers=2,
-        num_kv_heads=heads,
-        head_dim=dim,
-        dtype=dtype,
-    )
-    cache = KvCache.zeros(layout, num_blocks)
-    cache.blocks.copy_(torch.randn(cache.blocks.shape, generator=torch.Generator().manual_seed(1)))
+def cache_of(heads: int, dim: int, size: int, dtype: torch.dtype, num_blocks: int, kv_dtype: str = "auto") -> KvCache:
+    layout = small_layout(size=size, heads=heads, dim=dim, dtype=dtype, kv_dtype=kv_dtype)
+    cache = KvCache.zeros(layout, num_blocks, dtype=dtype)
+    fill_with_random_numbers(cache)
     return cache
 
 
@@ -92,7 +65,7 @@ def step_of(cache: KvCache) -> AttentionStep:
     for count, context in SEQUENCES:
         blocks = np.array([free.pop() for _ in range(-(-context // size))], dtype=np.int64)
         if context % size:
-            cache.blocks[int(blocks[-1]), :, :, :, context % size :] = float("nan")
+            poison(cache, int(blocks[-1]), slice(context % size, None))
         segments.append(Segment(token_begin=row, num_tokens=count, kv_begin=context - count, block_ids=blocks))
         row += count
     return AttentionStep(cache, segments, CausalMasks(cache.dtype, cache.device), paged_attention)
@@ -116,6 +89,22 @@ def test_native_attention_equals_the_reference(
                 window,
                 num_threads,
             )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), SHAPES[:1] + SHAPES[3:6])
+def test_native_attention_to_int8_equals_the_reference(
+    library: Path, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
+) -> None:
+    """The reference attends to the numbers that the integers stand for, in float32."""
+    cache = cache_of(kv_heads, dim, size, dtype, 2200 // size, kv_dtype="int8")
+    step = step_of(cache)
+    num_tokens = step.segments[-1].token_begin + SEQUENCES[-1][0]
+    query = torch.randn(heads, num_tokens, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for window in (None, 100):
+        right = paged_attention(query.float(), 1, float_step(step), dim**-0.5, window)
+        got = paged_kernel(Kernels(library, 2))(query, 1, step, dim**-0.5, window)
+        assert (got.float() - right).abs().max().item() < TOLERANCE[dtype], window
 
 
 @pytest.mark.parametrize("window", [None, 5, 100])
@@ -152,9 +141,61 @@ def test_bf16_attention_of_a_row_is_independent_of_other_rows(
 def float_step(step: AttentionStep) -> AttentionStep:
     """Return the same step over the same values in float32."""
     cache = step.cache
-    wide = cache_of(cache.num_kv_heads, cache.head_dim, cache.block_size_tokens, torch.float32, cache.num_blocks)
-    wide.blocks.copy_(cache.blocks)
+    wide = cache_of(*cache.uniform_shape, cache.block_size_tokens, torch.float32, cache.num_blocks)
+    for to, kv in zip(wide.layers, cache.layers, strict=True):
+        set_numbers(to, numbers_of(kv))
     return AttentionStep(wide, step.segments, CausalMasks(torch.float32, cache.device), paged_attention)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), [(8, 2, 64, 16), (160, 1, 8, 16), (4, 4, 7, 1)])
+def test_attention_with_sinks_equals_the_reference(
+    library: Path, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
+) -> None:
+    """Some sinks are far above and some far below all scores. With two threads long contexts are split."""
+    cache = cache_of(kv_heads, dim, size, dtype, 2200 // size)
+    step = step_of(cache)
+    torch.manual_seed(3)
+    query = torch.randn(heads, step.segments[-1].token_begin + SEQUENCES[-1][0], dim).to(dtype)
+    sinks = torch.randn(heads) * 4
+    sinks[:2] = torch.tensor([60.0, -60.0])
+    for window in (None, 100):
+        right = paged_attention(query.float(), 1, float_step(step), dim**-0.5, window, sinks)
+        assert (right - paged_attention(query.float(), 1, float_step(step), dim**-0.5, window)).abs().max() > 0.1
+        got = paged_kernel(Kernels(library, 2))(query, 1, step, dim**-0.5, window, sinks)
+        assert (got.float() - right).abs().max() < TOLERANCE[dtype], window
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "size"), [(64, 16), (80, 16), (64, 4)])
+def test_blocks_before_the_window_are_not_read(library: Path, dtype: torch.dtype, dim: int, size: int) -> None:
+    """They belong to other sequences by now: NaN in them must change nothing, bit for bit."""
+    window = 100
+    cache = cache_of(2, dim, size, dtype, 2200 // size)
+    step = step_of(cache)
+    query = torch.randn(4, step.segments[-1].token_begin + SEQUENCES[-1][0], dim).to(dtype)
+    for num_threads in (1, 2):
+        attention = paged_kernel(Kernels(library, num_threads))
+        before, reference = (kernel(query, 1, step, 0.125, window) for kernel in (attention, paged_attention))
+        kept = cache.memory.clone()
+        num_freed = free_blocks_before_window(step, window)
+        after = attention(query, 1, step, 0.125, window)
+        assert num_freed > 20
+        assert before.isfinite().all()
+        assert torch.equal(before, after)
+        assert torch.equal(paged_attention(query, 1, step, 0.125, window), reference)
+        cache.memory.copy_(kept)
+
+
+def free_blocks_before_window(step: AttentionStep, window: int) -> int:
+    """Fill all blocks wholly before the window of a sequence's first token with NaN; return how many."""
+    freed = 0
+    for segment in step.segments:
+        first = max(0, segment.kv_begin + 1 - window) // step.cache.block_size_tokens
+        for block_id in segment.block_ids[:first]:
+            poison(step.cache, int(block_id))
+        freed += first
+    return freed
 
 
 @pytest.mark.fault("F-13")
@@ -164,7 +205,8 @@ def test_nan_stays_in_its_sequence(library: Path, part: int) -> None:
     step = step_of(cache)
     query = torch.randn(4, step.segments[-1].token_begin + SEQUENCES[-1][0], 64).bfloat16()
     poisoned = step.segments[2]
-    cache.blocks[int(poisoned.block_ids[3]), 1, part, 0, 5, 7] = float("nan")
+    kv = cache.layers[1]
+    (kv.keys, kv.values)[part][int(poisoned.block_ids[3]), 0, 5, 7] = float("nan")
     got = paged_kernel(Kernels(library, 1))(query, 1, step, 0.125, None).isnan().flatten(1).any(dim=1)
     ends = [segment.token_begin for segment in step.segments] + [len(got)]
     assert [bool(got[begin:end].any()) for begin, end in pairwise(ends)] == [
@@ -175,17 +217,67 @@ def test_nan_stays_in_its_sequence(library: Path, part: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_norm_and_gate_equal_torch(library: Path, dtype: torch.dtype) -> None:
     kernels = Kernels(library, 2)
-    x, added, weight = torch.randn(70, 520).to(dtype), torch.randn(70, 520).to(dtype), torch.randn(520).to(dtype)
+    x, added = torch.randn(70, 520).to(dtype), torch.randn(70, 520).to(dtype)
     both = (x.float() + added.float()).to(dtype)
     hidden = x.clone()
-    got = kernels.rms_norm(hidden, added, weight, 1e-6)
-    right = both.float() * torch.rsqrt(both.float().pow(2).mean(-1, keepdim=True) + 1e-6) * weight.float()
+    norm = RmsNorm(torch.randn(520), 1e-6)
+    got = kernels.add_and_norm(hidden, added, norm)
     assert torch.equal(hidden, both)
     near = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(got.float(), right, rtol=near, atol=near)
+    torch.testing.assert_close(got.float(), apply_norm(both, norm), rtol=near, atol=near)
     pair = (torch.randn(70, 520) * 20).to(dtype)
-    gated = torch.nn.functional.silu(pair[:, :260].float()) * pair[:, 260:].float()
-    torch.testing.assert_close(kernels.silu_gate(pair).float(), gated, rtol=near, atol=1e-3)
+    for name, activation in ACTIVATIONS.items():
+        gated = activation(pair[:, :260].float()) * pair[:, 260:].float()
+        torch.testing.assert_close(kernels.gate(pair, name).float(), gated, rtol=near, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_next", [False, True], ids=["no next norm", "a next norm"])
+def test_added_values_are_normalised_and_multiplied(library: Path, dtype: torch.dtype, has_next: bool) -> None:
+    kernels = Kernels(library, 2)
+    x, added = torch.randn(70, 520).to(dtype), (torch.randn(70, 520) * 9).to(dtype)
+    after, norm = RmsNorm(torch.randn(520), 1e-5), RmsNorm(torch.randn(520), 1e-6) if has_next else None
+    right = x.float() + 0.22 * apply_norm(added, after)
+    got = kernels.add_and_norm(x, added, norm, after=after, multiplier=0.22)
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(x.float(), right, rtol=near, atol=near)
+    expected = x.float() if norm is None else apply_norm(x, norm)
+    torch.testing.assert_close(got.float(), expected, rtol=near, atol=near)
+    assert (got.data_ptr() == x.data_ptr()) is not has_next
+
+
+HEAD_NORMS = {
+    "no norm": HeadNorms(),
+    "each head": HeadNorms(q=RmsNorm(torch.rand(80) + 0.5, 1e-6), k=RmsNorm(torch.rand(80) + 0.5, 1e-3)),
+    "all heads": HeadNorms(
+        q=RmsNorm(torch.rand(320) + 0.5, 1e-6), k=RmsNorm(torch.rand(160) + 0.5, 1e-3), over_all_heads=True
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("half", [None, 30, 40], ids=["no rotary", "partial rotary", "whole heads"])
+@pytest.mark.parametrize("norm", list(HEAD_NORMS))
+def test_head_norms_and_rotary_equal_torch(library: Path, dtype: torch.dtype, half: int | None, norm: str) -> None:
+    kernels, norms, cache = Kernels(library, 2), HEAD_NORMS[norm], cache_of(2, 80, 16, dtype, 3)
+    qkv = torch.randn(37, 8 * 80).to(dtype)
+    slots = torch.randperm(3 * 16)[:37]
+    rotary = None if half is None else Rotary(torch.randn(37, half), torch.randn(37, half))
+    scale = torch.rand(37) + 0.5
+    expected = []
+    for part, own in ((qkv[:, :320], norms.q), (qkv[:, 320:480], norms.k)):
+        part = part.float() if own is None or not norms.over_all_heads else apply_norm(part, own)
+        heads = part.view(37, -1, 80)
+        heads = heads if own is None or norms.over_all_heads else apply_norm(heads, own)
+        expected.append(rotate(heads, rotary).clone())
+    value = qkv[:, 480:].view(37, 2, 80).clone()
+    kernels.rope_and_store_kv(qkv, cache, 1, slots.numpy(), rotary, norms, scale)
+    near = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    query = qkv[:, :320].view(37, 4, 80).float()
+    torch.testing.assert_close(query, expected[0] * scale[:, None, None], rtol=near, atol=near)
+    kv = cache.layers[1]
+    torch.testing.assert_close(kv.keys[slots // 16, :, slots % 16].float(), expected[1], rtol=near, atol=near)
+    assert torch.equal(kv.values[slots // 16, :, slots % 16], value)
 
 
 def test_heads_that_do_not_fit_the_cache_are_refused(library: Path) -> None:
@@ -242,6 +334,10 @@ def test_weight_arena_slices_are_aligned_and_outlive_the_arena() -> None:
     assert all((part == number).all() for number, part in enumerate(taken)), "no slice may overlap another"
 
 
-def test_gemm_refuses_an_odd_number_of_inputs() -> None:
-    with pytest.raises(LayoutMismatch, match="must be even"):
-        PackedGemm(load_kernels(1), nn.Linear(7, 8).bfloat16())
+def test_gemm_of_an_odd_number_of_bfloat16_inputs(library: Path) -> None:
+    """Pairs of inputs need an even number, so the weights are packed as float32."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(7, 8).bfloat16().requires_grad_(False), torch.randn(3, 7).bfloat16()
+    found = PackedGemm(Kernels(library, 1), module, dtype=torch.float32)(x)
+    expected = nn.functional.linear(x.double(), module.weight.double(), module.bias.double())
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)

@@ -8,38 +8,39 @@ import pytest
 import torch
 
 from baton.core.errors import LayoutMismatch, ModelError
-from baton.core.kv.kv_layout import KvLayout
+from baton.core.kv.kv_layout import INT8, KvLayout
 from baton.model.attention.attention_inputs import TILE_TOKENS, AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import PagedKernel, attend, paged_attention
-from baton.model.device.kv_tensors import KvCache, uniform_layout
+from baton.model.device.kv_quantization import dequantize, quantize
+from baton.model.device.kv_tensors import KvCache, TokenSlots
+from tests.random_kv import all_nan, poison, small_layout
 
 LAYERS, KV_HEADS, HEADS, HEAD_DIM, SIZE = 3, 2, 6, 8, 4
 
 
-def layout(dtype: torch.dtype = torch.float32) -> KvLayout:
-    return uniform_layout(
-        model_fingerprint="m",
-        tokenizer_fingerprint="t",
-        block_size_tokens=SIZE,
-        num_layers=LAYERS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype=dtype,
-    )
+def layout(dtype: torch.dtype = torch.float32, kv_dtype: str = "auto") -> KvLayout:
+    return small_layout(size=SIZE, layers=LAYERS, heads=KV_HEADS, dim=HEAD_DIM, dtype=dtype, kv_dtype=kv_dtype)
 
 
-def nan_cache(num_blocks: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> KvCache:
-    cache = KvCache.zeros(layout(dtype), num_blocks, device)
-    cache.blocks.fill_(float("nan"))
+def nan_cache(
+    num_blocks: int, dtype: torch.dtype = torch.float32, device: str = "cpu", kv_dtype: str = "auto"
+) -> KvCache:
+    cache = KvCache.zeros(layout(dtype, kv_dtype), num_blocks, device, dtype)
+    cache.fill_with_nan()
     return cache
 
 
 def written_out(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention for the last len(query) tokens of a context.
 
-    query [heads, n, dim], key and value [kv_heads, context, dim] -> [n, heads, dim].
+    query [heads, n, dim], key and value [kv_heads, context, dim], sinks [heads] -> [n, heads, dim].
     """
     context, count = key.shape[1], query.shape[1]
     key, value = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (key, value))
@@ -49,6 +50,9 @@ def written_out(
         for other in range(context):
             if other > own or (window is not None and own - other >= window):
                 scores[:, row, other] = -torch.inf
+    if sinks is not None:  # one more key, with that score and a value of zero
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, count, 1)], dim=2)
+        value = torch.cat([value, torch.zeros_like(value[:, :1])], dim=1)
     return (scores.softmax(dim=-1) @ value).transpose(0, 1).float()
 
 
@@ -60,17 +64,20 @@ def check_step(
     seed: int = 0,
     device: str = "cpu",
     kernel: PagedKernel = paged_attention,
+    kv_dtype: str = "auto",
+    has_sinks: bool = False,
 ) -> torch.Tensor:
     """Run one step and compare it with the plain implementation; return the result on the CPU.
 
     `spans`: (existing KV, tokens of this step) of each sequence. The context is written first, to scattered
-    blocks.
+    blocks. Blocks wholly before a window are then NaN, because they may belong to other sequences by now.
+    With KV in int8, the plain implementation attends to what the integers stand for.
     """
     torch.manual_seed(seed)
     rng = Random(seed)
     layer, scaling = 1, 0.4
     tables = [np.zeros(-(-(before + count) // SIZE), dtype=np.int64) for before, count in spans]
-    cache = nan_cache(sum(len(t) for t in tables) + 2, dtype, device)
+    cache = nan_cache(sum(len(t) for t in tables) + 2, dtype, device, kv_dtype)
     free = list(range(cache.num_blocks))
     rng.shuffle(free)
     for table in tables:
@@ -93,7 +100,7 @@ def check_step(
         step = AttentionStep(cache, segments, masks, kernel)
         cache.write(
             layer,
-            step.token_rows,
+            step.slots,
             torch.cat([keys[i][:, begin : begin + count] for i, begin, count in begins_and_counts], dim=1).to(device),
             torch.cat([values[i][:, begin : begin + count] for i, begin, count in begins_and_counts], dim=1).to(device),
         )
@@ -103,17 +110,24 @@ def check_step(
     if before:
         step_of(before)
     step = step_of([(i, *span) for i, span in enumerate(spans)])
+    for table, (existing, _) in zip(tables, spans, strict=True):
+        if window is not None:
+            for block_id in table[: max(0, existing + 1 - window) // SIZE]:
+                poison(cache, int(block_id))
     queries = [torch.randn(HEADS, count, HEAD_DIM).to(dtype) for _, count in spans]
-    found = kernel(torch.cat(queries, dim=1).to(device), layer, step, scaling, window).cpu()
+    sinks = torch.randn(HEADS) * 3 if has_sinks else None
+    own_sinks = () if sinks is None else (sinks.to(device),)
+    found = kernel(torch.cat(queries, dim=1).to(device), layer, step, scaling, window, *own_sinks).cpu()
+    if kv_dtype == INT8:
+        keys, values = ([dequantize(*quantize(x), torch.float32) for x in each] for each in (keys, values))
     expected = torch.cat(
-        [written_out(q.float(), k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)]
+        [written_out(q.float(), k, v, scaling, window, sinks) for q, k, v in zip(queries, keys, values, strict=True)]
     )
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
     untouched = set(range(cache.num_blocks)) - {int(b) for t in tables for b in t}
-    assert all(cache.blocks[b].isnan().all() for b in untouched)
-    assert cache.blocks[:, 0].isnan().all()
-    assert cache.blocks[:, 2].isnan().all()
+    assert all(all_nan(cache, b) for b in untouched)
+    assert all(all_nan(cache, b, layer) for b in range(cache.num_blocks) for layer in (0, 2))
     return found
 
 
@@ -144,6 +158,11 @@ def test_half_precision(dtype: torch.dtype) -> None:
     check_step([(0, 1), (7, 3), (19, 1), (3, 1), (0, 30)], 8, dtype=dtype)
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_sinks(window: int | None) -> None:
+    check_step([(0, 1), (7, 3), (19, 1), (3, 1), (0, 30), (140, 130)], window, has_sinks=True)
+
+
 @pytest.mark.parametrize("num_queries", [1, 3])
 def test_masks_for_devices_begin_where_their_memory_does(num_queries: int) -> None:
     """CUDA kernels fail with a misaligned address otherwise."""
@@ -172,7 +191,7 @@ def test_cache_views_match_layout_range_of() -> None:
     memory = bytearray(layout().block_bytes * 5)
     cache = KvCache.over(memoryview(memory), layout())
     key, value = torch.randn(2, KV_HEADS, 2, HEAD_DIM).unbind()
-    cache.write(2, cache.token_rows(torch.tensor([3, 1]), torch.tensor([0, 2])), key, value)
+    cache.write(2, TokenSlots(torch.tensor([3, 1]), torch.tensor([0, 2])), key, value)
     for component, tensor in (("k", key), ("v", value)):
         for head in range(KV_HEADS):
             for row, (block, offset) in enumerate(((3, 0), (1, 2))):
@@ -180,15 +199,15 @@ def test_cache_views_match_layout_range_of() -> None:
                 tokens = torch.frombuffer(memory[begin : begin + size], dtype=torch.float32).view(SIZE, HEAD_DIM)
                 assert torch.equal(tokens[offset], tensor[head, row])
     assert cache.num_blocks == 5
-    assert torch.equal(cache.layer(2)[3, 0, :, 0], key[:, 0])
+    assert torch.equal(cache.layers[2].keys[3, :, 0], key[:, 0])
 
 
 def test_block_copies_happen_in_order() -> None:
     cache = KvCache.zeros(layout(), 4)
-    cache.blocks[0] = 1.0
+    cache.memory[0] = 1
     cache.copy_blocks([(0, 1), (1, 2)])
-    assert (cache.blocks[2] == 1.0).all()
-    assert (cache.blocks[3] == 0.0).all()
+    assert (cache.memory[2] == 1).all()
+    assert (cache.memory[3] == 0).all()
 
 
 def test_memory_that_does_not_fit_the_layout_is_refused() -> None:
@@ -204,7 +223,8 @@ class Attention(torch.nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"s_aux": torch.zeros(1)}, "sinks"),
+        ({"s_aux": torch.zeros(1)}, "one per head"),
+        ({"sinks": torch.zeros(1, HEADS, 1, 1)}, "one per head"),
         ({"softcap": 30.0}, "soft cap"),
         ({"something_new": 0}, "something_new"),
         ({"dropout": 0.1}, "dropout"),
@@ -219,6 +239,7 @@ def test_unsupported_attention_arguments_are_refused(arguments: dict[str, object
     query, key = torch.zeros(1, HEADS, 1, HEAD_DIM), torch.zeros(1, KV_HEADS, 1, HEAD_DIM)
     harmless = {"baton_step": step, "position_ids": torch.zeros(1, 1), "use_cache": False, "softcap": None}
     attend(Attention(), query, key, key, None, **harmless)  # type: ignore[arg-type]
+    attend(Attention(), query, key, key, None, **(harmless | {"s_aux": torch.zeros(HEADS)}))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=named):
         attend(Attention(), query, key, key, None, **(harmless | arguments))  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ from baton.model.loading.model_fingerprint import num_weights
 from baton.model.loading.model_loader import load_model
 from baton.model.peak_memory import measure_step_bytes
 from baton.model.step.forward import Forward, ForwardOutput
-from tests.unit.model.conftest import TINY
+from tests.model_families import TINY
 
 SIZE = 16
 WIDE = TINY | {"vocab_size": 60_000}

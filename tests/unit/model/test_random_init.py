@@ -13,7 +13,7 @@ from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_shapes import SHAPES, shape_config
 from baton.model.loading.model_support import causal_lm_class
 from baton.model.loading.random_init import init_like, init_model
-from tests.unit.model.conftest import TINY
+from tests.model_families import TINY
 
 
 def digests(path: Path) -> dict[str, str]:

@@ -34,7 +34,7 @@ from baton.model.step.step_launch import LaunchedStep, StepLauncher
 from baton.model.torch_executor import TorchExecutor
 from baton.runtime.failpoints import FailpointError, Failpoints
 from tests.delayed_device import DelayedEvent, record_delayed_event
-from tests.unit.model.conftest import TINY
+from tests.model_families import TINY
 
 SIZE = 4
 

@@ -30,7 +30,7 @@ from baton.model.attention.attention_inputs import AttentionStep
 from baton.model.attention.paged_attention import PAGED, paged_attention
 from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.verification.verify_backend import verify_logits, verify_masks
-from tests.unit.model.conftest import TINY
+from tests.model_families import TINY
 
 ENDS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 SERVED: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -44,10 +44,10 @@ SERVED: dict[str, Callable[[], PreTrainedConfig]] = {
     "starcoder2": lambda: Starcoder2Config(**TINY, sliding_window=24),
     "cohere2": lambda: Cohere2Config(**TINY, **ENDS, sliding_window=24),
     "gemma3": lambda: Gemma3TextConfig(**TINY, **ENDS, head_dim=16, sliding_window=24),
+    "gpt_oss": lambda: GptOssConfig(**TINY, head_dim=16, num_local_experts=4, sliding_window=24),
 }
 BERT = {k: v for k, v in TINY.items() if k != "num_key_value_heads"}
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "gpt_oss": (lambda: GptOssConfig(**TINY, head_dim=16, num_local_experts=4), "attention sinks"),
     "bert": (lambda: BertConfig(**BERT), "not causal"),
     "deepseek_v3": (
         lambda: DeepseekV3Config(
@@ -97,24 +97,36 @@ def test_half_precision_with_any_block_size_does_not_raise(tiny_dir: Path, dtype
 
 
 def sees_one_token_less(
-    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
 ) -> torch.Tensor:
     return paged_attention(query, layer, step, scaling, 20 if window is None else window - 1)
 
 
 def wrong_scaling(
-    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
 ) -> torch.Tensor:
     return paged_attention(query, layer, step, scaling * 1.05, window)
 
 
 def reads_unwritten_slots(
-    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
 ) -> torch.Tensor:
     plan = step.plan(window)
     decodes = tuple(replace(group, stale_seqs=None, stale_slots=None) for group in plan.decodes)
     step._plans[window] = replace(plan, decodes=decodes)
     return paged_attention(query, layer, step, scaling, window)
+
+
+def without_sinks(
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
+) -> torch.Tensor:
+    return paged_attention(query, layer, step, scaling, window)
+
+
+def test_kernel_that_ignores_sinks_is_refused(save: Callable[[PreTrainedConfig], Path]) -> None:
+    loaded = load_model(save(SERVED["gpt_oss"]()), device="cpu")
+    with pytest.raises(ModelError, match="computes different logits"):
+        verify_logits(loaded, 16, kernel=without_sinks)
 
 
 @pytest.mark.parametrize("kernel", [sees_one_token_less, wrong_scaling, reads_unwritten_slots])
@@ -124,7 +136,7 @@ def test_wrong_kernel_is_refused(tiny_dir: Path, kernel: Any) -> None:
 
 
 def wrong_for_long_contexts(
-    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
 ) -> torch.Tensor:
     return paged_attention(query, layer, step, scaling * (1.0 if step.tables.context_len.max() <= 100 else 1.5), window)
 

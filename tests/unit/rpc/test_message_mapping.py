@@ -63,6 +63,7 @@ class Group:
     layer_begin: int
     num_layers: int
     components: tuple[str, ...]
+    window: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class Source:
 def test_repeated_and_optional_nested_messages_are_converted() -> None:
     component = repeated(lambda name: common_pb2.KvComponent(name=name), lambda message: message.name)
     groups = MessageMapping(Group, common_pb2.LayerGroup, {"components": component})
-    group = Group(layer_begin=1, num_layers=2, components=("k", "v"))
+    group = Group(layer_begin=1, num_layers=2, components=("k", "v"), window=3)
     assert groups.from_wire(groups.to_wire(group)) == group
 
     worker = nested(lambda name: common_pb2.WorkerRef(worker_id=name), lambda ref: ref.worker_id, optional=True)

@@ -24,6 +24,7 @@ from baton.core.messages.peer_messages import (
     Renew,
     Renewed,
 )
+from baton.engine.state.step import NO_BLOCK
 from baton.transfer.owner import early_follows
 from baton.transfer.owner.kv_owner import KvOwner
 from tests import builders
@@ -140,6 +141,25 @@ def test_each_chunk_is_announced_once_and_the_tail_only_at_the_end() -> None:
     r.owner.announce(builders.job_id(), 18, 0.4, final=True)
     (ready,) = r.take()
     assert (ready.first_block_index, ready.block_ids, ready.hashes[-1], ready.final) == (3, (13, 14), NO_HASH, True)
+
+
+def test_blocks_that_no_layer_needs_are_neither_pinned_nor_announced() -> None:
+    """The blocks before a window may have been freed already."""
+    r, job = Rig(), builders.job_id()
+    r.owner.create(job, READER, 0.0)
+    r.owner.allocated(job, [NO_BLOCK, 11, *TABLE[2:]], HASHES, 0.0, first_block=2)
+    assert r.pins.held == TABLE[2:]
+    r.follow(have=0)  # a reader that did not leave them out
+    r.owner.announce(job, 9, 0.1)
+    assert r.take() == []
+    r.owner.announce(job, 14, 0.2)
+    (ready,) = r.take()
+    assert (ready.first_block_index, ready.block_ids, ready.hashes) == (2, (12,), HASHES[2:3])
+    assert [r.owner.may_read(READER, TransferId(1), [block_id]) for block_id in (11, 12, 13)] == [False, True, False]
+    r.owner.lost(job, Reason.CANCELLED, 0.3)
+    assert r.pins.held == [12]
+    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="received"), 0.4)
+    assert r.pins.held == []
 
 
 def test_unclaimed_blocks_are_pinned_until_the_claim_timeout() -> None:

@@ -8,6 +8,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -125,10 +126,13 @@ class Node:
         num_blocks: int,
         epoch: int = 1,
         memory_limits: Mapping[Account, int] | None = None,
+        kv_window: int = 0,
         **changes: Any,
     ) -> None:
         self.ref = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{worker_id}:1")
-        self.layout = builders.layout(block_size_tokens=BLOCK)
+        layout = builders.layout(block_size_tokens=BLOCK)
+        groups = tuple(replace(group, window=kv_window) for group in layout.groups)
+        self.layout = replace(layout, groups=groups)
         self.config = WorkerConfig(
             **{**worker_times(), "role": role, "worker_id": worker_id, "schedulers": (SCHEDULER,), **changes}
         )
@@ -152,6 +156,7 @@ class Node:
             block_size_tokens=BLOCK,
             eos_token_ids=(0,),
             max_waiting_seqs=self.config.max_queued_jobs,
+            kv_window=self.layout.window,
         )
         self.backend = SimTransferBackend(
             fabric=cluster.fabric, worker=self.ref, layout=self.layout, memory=memory, generations=generations

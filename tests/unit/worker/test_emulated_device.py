@@ -44,8 +44,20 @@ def test_emulated_device_uses_the_configured_costs_and_stores_none(opened: Open)
     assert isinstance(device.executor, EmulatedExecutor)
     assert (device.costs, device.costs_key) == (parse_step_costs(text), "")
     assert device.summary == (
-        "emulated, 4ms a step, 50us a prompt token, 500us a decoding sequence, KV 85 blocks of 16 tokens (8 MiB), local"
+        "emulated, 4ms a step, 50us a prompt token, 500us a decoding sequence, "
+        "KV 85 blocks of 16 tokens in float32 (8 MiB), local"
     )
+
+
+@pytest.mark.parametrize("device", [{}, {"device": "cpu", "kernels": "torch", "threads_per_worker": 1}])
+def test_workers_with_kv_in_int8_hold_more_and_exchange_none_with_others(device: dict[str, Any], opened: Open) -> None:
+    plain, int8 = opened("a", **device, dtype="bfloat16"), opened("b", **device, dtype="bfloat16", kv_dtype="int8")
+    assert int8.executor.num_blocks == pytest.approx(plain.executor.num_blocks * 64 / 33, abs=2)
+    assert "in int8" in int8.summary
+    assert int8.executor.layout.model_fingerprint != plain.executor.layout.model_fingerprint
+    for ours, theirs in ((plain, int8), (int8, plain)):
+        with pytest.raises(LayoutMismatch, match="model_fingerprint"):
+            ours.backend.connect(theirs.backend.memory[0], theirs.executor.layout)
 
 
 def test_emulated_device_ends_grammars_with_the_models_end_tokens(opened: Open) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import Code, Reason
+from baton.core.kv.block_hash import first_visible_block
 from baton.core.messages.jobs import Cancel
 from baton.core.request import FinishReason, Sampling
 from tests.unit.worker.harness import BLOCK, Pair, expected_tokens, pair
@@ -25,6 +26,22 @@ async def test_prefill_and_decode_workers_answer_one_request() -> None:
         assert [d.output_index for d in deltas] == list(range(8))
         assert workers.to_d.finishes(decode.job) == [(0, FinishReason.LENGTH)]
         await workers.until_clean()
+
+
+@virtual
+@pytest.mark.parametrize("kv_window", [2, 9, 14, 200])
+async def test_only_blocks_within_the_window_are_pulled(kv_window: int) -> None:
+    """The answer is the same, also if the prompt is in both caches, or too long for one step."""
+    async with pair(kv_window=kv_window, max_num_batched_tokens=32) as workers:
+        for request, attempt, num_tokens in ((b"one", 0, 30), (b"one", 1, 30), (b"two", 0, 90)):
+            _, decode = workers.send(num_tokens=num_tokens, request=request, attempt=attempt)
+            last = (await workers.to_d.ended(decode.job))[-1]
+            assert workers.to_d.tokens(decode.job) == expected_tokens(decode)
+            assert last.timeline is not None
+            unseen = first_visible_block(num_tokens, kv_window, BLOCK)
+            if not attempt:
+                assert last.timeline.kv_bytes == (-(-num_tokens // BLOCK) - unseen) * workers.d.layout.block_bytes
+            await workers.until_clean()
 
 
 @virtual

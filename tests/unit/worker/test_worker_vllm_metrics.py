@@ -5,6 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.runtime.observability.metrics import EngineMetrics, expose
 from baton.worker.worker_vllm_metrics import WorkerVllmMetrics
+from tests import builders
 
 
 def vllm_samples(registry: CollectorRegistry) -> dict[str, tuple[float, dict[str, str]]]:
@@ -16,8 +17,8 @@ def vllm_samples(registry: CollectorRegistry) -> dict[str, tuple[float, dict[str
 
 def test_autoscaler_finds_the_queue_and_the_cache_of_one_worker() -> None:
     registry = CollectorRegistry()
-    engine, block_size = EngineMetrics(registry), [None, 16]
-    WorkerVllmMetrics("demo", engine, lambda: block_size[-1]).follow(registry)
+    engine, layouts = EngineMetrics(registry), [None, builders.layout(block_size_tokens=16)]
+    WorkerVllmMetrics("demo", engine, lambda: layouts[-1]).follow(registry)
     engine.running_seqs.set(3)
     engine.waiting_seqs.set(2)
     engine.preemptions.inc(5)
@@ -34,7 +35,7 @@ def test_autoscaler_finds_the_queue_and_the_cache_of_one_worker() -> None:
         "vllm:spec_decode_num_accepted_tokens_total": (6, names),
         "vllm:kv_cache_usage_perc": (0.4, names),
         "vllm:gpu_cache_usage_perc": (0.4, names),
-        "vllm:cache_config_info": (1, names | {"block_size": "16", "num_gpu_blocks": "100"}),
+        "vllm:cache_config_info": (1, names | {"block_size": "16", "cache_dtype": "float32", "num_gpu_blocks": "100"}),
     }
-    block_size.append(None)
+    layouts.append(None)
     assert "vllm:cache_config_info" not in vllm_samples(registry)

@@ -136,10 +136,12 @@ def _blocks(workers: Sequence[WorkerStatus]) -> Table:
     tokens = {worker.block_size_tokens for worker in workers}
     memory = {worker.blocks.total * worker.block_bytes for worker in workers}
     of = f" of {min(tokens)} tokens" if len(tokens) == 1 else ""
+    dtypes = {worker.kv_dtype for worker in workers} - {""}  # workers of earlier releases do not name theirs
+    dtype = f" in {' and '.join(sorted(dtypes))}" if dtypes else ""
     each = f", {size(min(memory))} per worker" if len(memory) == 1 else ""
     more = [*(["tokens"] if not of else []), *(["memory"] if not each else [])]
     names = ("used", "held", "cached", "free", "receiving", "quarantined", "total", *more)
-    result = table("worker", *(f">{name}" for name in names), title=f"KV blocks{of}{each}")
+    result = table("worker", *(f">{name}" for name in names), title=f"KV blocks{of}{dtype}{each}")
     for worker in workers:
         blocks = worker.blocks
         values = {

@@ -62,6 +62,14 @@ def chain(parent: BlockHash, tokens: TokenIds, block_size_tokens: int) -> Iterat
         yield parent
 
 
+def first_visible_block(index: int, window: int, block_size_tokens: int) -> int:
+    """Return the first block that the token at KV index `index`, or any later one, sees.
+
+    window: number of tokens that a token sees, itself included; 0 for all.
+    """
+    return max(0, index - window + 1) // block_size_tokens if window else 0
+
+
 def num_blocks_for(num_tokens: int, block_size_tokens: int) -> int:
     """Return the number of blocks that hold `num_tokens` tokens; the last one may be partial."""
     return -(-num_tokens // block_size_tokens)

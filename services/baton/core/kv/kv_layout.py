@@ -1,5 +1,7 @@
-"""The memory layout of KV blocks. `block_bytes` and `range_of` are the only arithmetic over KV dimensions."""
+"""The memory layout of KV blocks. `block_bytes`, `strides_of` and `range_of` are the only arithmetic over KV
+dimensions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from baton.core.ids import WorkerRef
@@ -8,12 +10,29 @@ from baton.core.kv.block_hash import HASH_SCHEME
 LAYOUT_VERSION = 1
 SAMPLER_VERSION = 2
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes of models."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+COMPONENT_ALIGNMENT = 64
+"""Each component of a layer begins at a multiple of this, in bytes: the cache line and the widest vector of
+all supported processors, and a multiple of the size of every dtype."""
+INT8 = "int8"
+SCALE_DTYPE = "bfloat16"
+"""Dtype of the scales of int8 KV. It has the range of float32, so no scale overflows or underflows. Numbers
+are divided by the rounded scale, so its rounding costs nothing, see `model/device/kv_quantization.py`."""
+_INT8_FINGERPRINT = "/kv-int8"
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // COMPONENT_ALIGNMENT) * COMPONENT_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvComponent:
-    """One tensor that a layer caches, such as `k`: [num_kv_heads, block_size_tokens, head_dim] per block."""
+    """One tensor that a layer caches, such as `k`: [num_kv_heads, block_size_tokens, head_dim] per block.
+
+    A component with one number per token and head, such as the scales of int8 keys, has `head_dim` 1.
+    """
 
     name: str
     num_kv_heads: int
@@ -24,18 +43,76 @@ class KvComponent:
         """Return the bytes of one head in one block."""
         return block_size_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
 
+    def size_bytes(self, block_size_tokens: int) -> int:
+        """Return the bytes of all heads of one layer in one block, with the padding that follows them."""
+        return _aligned(self.num_kv_heads * self.head_bytes(block_size_tokens))
+
+
+def kv_components(*, num_kv_heads: int, head_dim: int, dtype: str, kv_dtype: str = "auto") -> tuple[KvComponent, ...]:
+    """Return the components of a layer that caches keys and values of one shape.
+
+    dtype: that of the model.
+    kv_dtype: `auto` stores KV in `dtype`; `int8` stores integers, with a scale for each token and head.
+    """
+    stored = INT8 if kv_dtype == INT8 else dtype
+    scales = ("k_scale", "v_scale") if stored == INT8 else (None, None)
+    components: list[KvComponent] = []
+    for name, scale in zip(("k", "v"), scales, strict=True):
+        components.append(KvComponent(name=name, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=stored))
+        if scale is not None:
+            components.append(KvComponent(name=scale, num_kv_heads=num_kv_heads, head_dim=1, dtype=SCALE_DTYPE))
+    return tuple(components)
+
+
+def kv_fingerprint(model_fingerprint: str, kv_dtype: str) -> str:
+    """Return the fingerprint of a model's KV, from which block hashes are derived.
+
+    KV in int8 has another fingerprint than the model, so that blocks of different dtypes never match.
+    """
+    return model_fingerprint + (_INT8_FINGERPRINT if kv_dtype == INT8 else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Consecutive layers that cache the same components, in the order of `components`."""
+    """Consecutive layers that cache the same components, in the order of `components`, and see as far back.
+
+    window: number of tokens that a token sees, itself included; 0 for all.
+    """
 
     layer_begin: int
     num_layers: int
     components: tuple[KvComponent, ...]
+    window: int = 0
 
     def layer_bytes(self, block_size_tokens: int) -> int:
         """Return the bytes of one layer in one block."""
-        return sum(c.num_kv_heads * c.head_bytes(block_size_tokens) for c in self.components)
+        return sum(c.size_bytes(block_size_tokens) for c in self.components)
+
+
+def layer_groups(layers: Sequence[tuple[tuple[KvComponent, ...], int]]) -> tuple[LayerGroup, ...]:
+    """Return the groups of a model whose layers have these (components, window)."""
+    groups: list[LayerGroup] = []
+    begin = 0
+    for end in range(1, len(layers) + 1):
+        if end == len(layers) or layers[end] != layers[begin]:
+            components, window = layers[begin]
+            groups.append(LayerGroup(layer_begin=begin, num_layers=end - begin, components=components, window=window))
+            begin = end
+    return tuple(groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentStrides:
+    """The place of one component of one layer in the KV memory, counted in elements of its dtype.
+
+    Element d of token t of head h in block b is at `offset + b * block + h * head + t * token + d`.
+    """
+
+    component: KvComponent
+    offset: int
+    block: int
+    head: int
+    token: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +120,8 @@ class KvLayout:
     """The KV layout of a worker. Two workers can exchange blocks only if all fields are equal.
 
     Memory order inside a block: group, layer, component, head, token, head_dim. A block, a (block, layer) and
-    a (block, layer, component, head) are therefore contiguous ranges.
+    a (block, layer, component, head) are therefore contiguous ranges. Components begin at multiples of
+    `COMPONENT_ALIGNMENT`; the bytes in between are never read.
     """
 
     model_fingerprint: str
@@ -64,23 +142,62 @@ class KvLayout:
         """Bytes of one block."""
         return sum(group.num_layers * group.layer_bytes(self.block_size_tokens) for group in self.groups)
 
+    @property
+    def kv_dtype(self) -> str:
+        """Dtype in which KV is stored, such as `int8`; several, joined by `+`, if the groups differ."""
+        return "+".join(dict.fromkeys(group.components[0].dtype for group in self.groups if group.components))
+
+    @property
+    def window(self) -> int:
+        """Number of tokens that the layer with the longest view sees, the current one included; 0 if a layer
+        sees all."""
+        windows = [group.window for group in self.groups]
+        return max(windows, default=0) if all(windows) else 0
+
+    def components_of(self, layer: int) -> tuple[KvComponent, ...]:
+        """Return the components of a layer. Raises KeyError for an unknown layer."""
+        return self._group_of(layer)[0].components
+
+    def strides_of(self, layer: int, component: str) -> ComponentStrides:
+        """Return where a component of a layer lies in memory. Raises KeyError for an unknown one."""
+        group, offset = self._group_of(layer)
+        for c in group.components:
+            if c.name == component:
+                return self._strides(c, offset)
+            offset += c.size_bytes(self.block_size_tokens)
+        raise KeyError(f"layer {layer} has no component {component!r}")
+
     def range_of(self, block_id: int, layer: int, component: str, head: int) -> tuple[int, int]:
         """Return (offset, size) in bytes of one head in one block, from the start of the KV memory.
 
         Raises KeyError for an unknown layer, component or head.
         """
-        offset = block_id * self.block_bytes
+        strides = self.strides_of(layer, component)
+        c = strides.component
+        if not 0 <= head < c.num_kv_heads:
+            raise KeyError(f"{component!r} of layer {layer} has no head {head}")
+        element = strides.offset + block_id * strides.block + head * strides.head
+        return element * DTYPE_BYTES[c.dtype], c.head_bytes(self.block_size_tokens)
+
+    def _group_of(self, layer: int) -> tuple[LayerGroup, int]:
+        """Return the group of a layer, and where the layer begins in a block, in bytes."""
+        offset = 0
         for group in self.groups:
             layer_bytes = group.layer_bytes(self.block_size_tokens)
-            if not group.layer_begin <= layer < group.layer_begin + group.num_layers:
-                offset += group.num_layers * layer_bytes
-                continue
-            offset += (layer - group.layer_begin) * layer_bytes
-            for c in group.components:
-                if c.name == component and 0 <= head < c.num_kv_heads:
-                    return offset + head * c.head_bytes(self.block_size_tokens), c.head_bytes(self.block_size_tokens)
-                offset += c.num_kv_heads * c.head_bytes(self.block_size_tokens)
-        raise KeyError(f"layout has no layer {layer}, component {component!r}, head {head}")
+            if group.layer_begin <= layer < group.layer_begin + group.num_layers:
+                return group, offset + (layer - group.layer_begin) * layer_bytes
+            offset += group.num_layers * layer_bytes
+        raise KeyError(f"the layout has no layer {layer}")
+
+    def _strides(self, component: KvComponent, offset: int) -> ComponentStrides:
+        item = DTYPE_BYTES[component.dtype]  # divides all of them, because components are aligned
+        return ComponentStrides(
+            component=component,
+            offset=offset // item,
+            block=self.block_bytes // item,
+            head=component.head_bytes(self.block_size_tokens) // item,
+            token=component.head_dim,
+        )
 
     def mismatch(self, other: "KvLayout") -> str | None:
         """Return `field: own != other` for the first field that differs, or None if the layouts are equal."""

@@ -64,7 +64,9 @@ class EmulatedExecutor:
             )
         self._layout = layout
         self._kv = kv
-        tokens = kv.reshape(num_blocks, layout.block_size_tokens, token_bytes)
+        tokens = kv[:, : token_bytes * layout.block_size_tokens].reshape(
+            num_blocks, layout.block_size_tokens, token_bytes
+        )
         self._slots = tokens[:, :, :_SLOT_BYTES].view(np.uint64)[:, :, 0]
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import ModelError
-from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, LayerGroup
+from baton.core.kv.kv_layout import FLOAT_DTYPES, KvLayout, kv_components, kv_fingerprint, layer_groups
 from baton.core.tokenizer_fingerprint import EMULATED, FINGERPRINT_BYTES, tokenizer_fingerprint
 
 
@@ -27,22 +27,24 @@ class EmulatedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
+    kv_dtype: str = "auto"
 
     def layout(self, block_size_tokens: int) -> KvLayout:
         """Return a KV layout of the size of the real model's, so that transfers move as many bytes."""
-        components = tuple(
-            KvComponent(name=kind, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=self.dtype)
-            for kind in ("k", "v")
+        components = kv_components(
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=self.dtype, kv_dtype=self.kv_dtype
         )
         return KvLayout(
-            model_fingerprint=self.model_fingerprint,
+            model_fingerprint=kv_fingerprint(self.model_fingerprint, self.kv_dtype),
             tokenizer_fingerprint=self.tokenizer_fingerprint,
             block_size_tokens=block_size_tokens,
-            groups=(LayerGroup(layer_begin=0, num_layers=self.num_layers, components=components),),
+            groups=layer_groups([(components, 0)] * self.num_layers),
         )
 
 
-def read_emulated_model(path: Path, *, dtype: str = "auto", max_model_len: int | None = None) -> EmulatedModel:
+def read_emulated_model(
+    path: Path, *, dtype: str = "auto", kv_dtype: str = "auto", max_model_len: int | None = None
+) -> EmulatedModel:
     """Read the model in directory `path` from its config.json.
 
     Only values that are in the file are used; defaults of transformers are not known here. Raises ModelError
@@ -63,7 +65,7 @@ def read_emulated_model(path: Path, *, dtype: str = "auto", max_model_len: int |
         )
     own_dtype = config.get("dtype") or config.get("torch_dtype")
     if dtype == "auto":
-        dtype = own_dtype if own_dtype in DTYPE_BYTES else "float32"
+        dtype = own_dtype if own_dtype in FLOAT_DTYPES else "float32"
     return EmulatedModel(
         model_fingerprint=_fingerprint(config, dtype),
         tokenizer_fingerprint=tokenizer_fingerprint(path),
@@ -74,6 +76,7 @@ def read_emulated_model(path: Path, *, dtype: str = "auto", max_model_len: int |
         vocab_size=config["vocab_size"],
         max_model_len=max_model_len or own_len,
         eos_token_ids=_eos_token_ids(path, config),
+        kv_dtype=kv_dtype,
     )
 
 
@@ -99,7 +102,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise ModelError(f"{path / 'config.json'} is not a JSON object; give --model a model directory")
-    return config
+    return {**config, **config.get("text_config", {})}  # of a composite model, only the text part is served
 
 
 def _fingerprint(config: dict[str, Any], dtype: str) -> str:

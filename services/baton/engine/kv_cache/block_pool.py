@@ -17,10 +17,10 @@ from itertools import islice
 
 from baton.core.cluster.worker_report import BlockCounts
 from baton.core.interfaces import GenerationTable
-from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.block_hash import NO_HASH, BlockHash, first_visible_block
 from baton.core.kv.kv_events import KvEventKind
 from baton.engine.kv_cache.block_fills import BlockFill, BlockFills
-from baton.engine.kv_cache.content_index import ContentIndex
+from baton.engine.kv_cache.content_index import CachedPrefix, ContentIndex
 from baton.engine.kv_cache.eviction import EvictionQueue
 from baton.engine.kv_cache.step_fence import StepFence
 from baton.engine.state.require import require
@@ -171,6 +171,16 @@ class BlockPool:
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Return the blocks that hold the longest known prefix of `hashes`. Adds no reference."""
         return self._contents.lookup(hashes)
+
+    def lookup_prefix(self, hashes: Sequence[BlockHash], window: int = 0) -> CachedPrefix:
+        """Return the longest prefix that can be continued. Adds no reference.
+
+        window: tokens that a token sees, itself included, see `EngineConfig.kv_window`.
+        """
+        if not window:
+            return CachedPrefix(0, self.lookup(hashes))
+        size = self.block_size_tokens
+        return self._contents.lookup_windowed(hashes, lambda count: first_visible_block(count * size, window, size))
 
     def count_cached(self, hashes: Iterable[BlockHash]) -> int:
         """Return how many leading blocks are in the pool now. Adds no reference, so they may be evicted."""

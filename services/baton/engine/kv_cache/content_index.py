@@ -1,10 +1,27 @@
 """The content of blocks by hash, and the changes to publish."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import NamedTuple
 
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_events import KvEventKind
 from baton.engine.state.require import require
+
+
+class CachedPrefix(NamedTuple):
+    """The part of a prompt that is in the cache.
+
+    num_unseen_blocks: leading blocks that no layer sees when the prompt is continued, in the cache or not.
+    block_ids: the blocks after those.
+    """
+
+    num_unseen_blocks: int
+    block_ids: list[int]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of leading blocks that need not be computed."""
+        return self.num_unseen_blocks + len(self.block_ids)
 
 
 class ContentIndex:
@@ -40,6 +57,20 @@ class ContentIndex:
                 break
             found.append(block_id)
         return found
+
+    def lookup_windowed(self, hashes: Sequence[BlockHash], first_visible: Callable[[int], int]) -> CachedPrefix:
+        """Return the longest prefix of `hashes` of which all blocks are known that a continuation sees.
+
+        first_visible: returns the first block that a token after so many blocks sees.
+        """
+        num_blocks = len(hashes)
+        for index in reversed(range(len(hashes))):
+            if hashes[index] not in self._by_hash:
+                num_blocks = index
+            elif index <= first_visible(num_blocks):
+                break
+        begin = first_visible(num_blocks)
+        return CachedPrefix(begin, [self._by_hash[block_hash] for block_hash in hashes[begin:num_blocks]])
 
     def hashes(self) -> list[BlockHash]:
         """Return the hashes of all content."""

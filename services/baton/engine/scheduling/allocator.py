@@ -1,8 +1,6 @@
 """Allocates KV blocks to sequences: for decode, with preemption if blocks run out, and on batch admission."""
 
-from itertools import islice
-
-from baton.core.kv.block_hash import num_blocks_for
+from baton.core.kv.block_hash import first_visible_block, num_blocks_for
 from baton.core.state_machines import SequenceState
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.scheduling.batcher import admission_order, decode_order, preemption_victim
@@ -139,8 +137,13 @@ class BlockAllocator:
         """
         block_size_tokens = self._config.block_size_tokens
         most = 0 if seq.reports_prompt else max_cached_blocks(len(seq.token_ids), block_size_tokens)
-        cached = self._pool.lookup(islice(seq.hashes, most))
-        missing = num_blocks_needed(seq, block_size_tokens) - len(cached)
+        window = self._config.kv_window
+        prefix = self._pool.lookup_prefix(seq.hashes[:most], window)
+        num_freed, cached = prefix
+        if seq.waits_for_pull:  # it continues after its last token, and so sees fewer blocks
+            num_freed = first_visible_block(len(seq.token_ids), window, block_size_tokens)
+            cached = cached[max(0, num_freed - prefix.num_unseen_blocks) :]
+        missing = num_blocks_needed(seq, block_size_tokens) - num_freed - len(cached)
         spare = sum(s.num_slots for s in self._sequences.admitted() if not s.request.prefill_only)
         if missing + spare + num_set_aside > self._pool.num_allocatable - self._pool.num_idle(cached):
             return False
@@ -149,12 +152,12 @@ class BlockAllocator:
         if new is None:  # enough blocks are free, but a step in flight may still write to them
             self._pool.unref(cached)
             return False
-        self._start(seq, cached, new)
+        self._start(seq, cached, new, num_freed)
         return True
 
-    def _start(self, seq: EngineSequence, cached: list[int], new: list[int]) -> None:
+    def _start(self, seq: EngineSequence, cached: list[int], new: list[int], num_freed: int) -> None:
         is_first = seq.num_cached_tokens is None
-        seq.take_blocks(cached, new, self._config.block_size_tokens)
+        seq.take_blocks(cached, new, self._config.block_size_tokens, num_freed_blocks=num_freed)
         self._sequences.start(seq)
         if is_first:
             self._counters.cached_tokens += seq.num_computed_tokens
@@ -162,7 +165,8 @@ class BlockAllocator:
                 AdmittedSequence(
                     seq_id=seq.seq_id,
                     block_table=seq.block_ids,
-                    num_cached_blocks=len(cached),
+                    num_cached_blocks=seq.num_cached_blocks,
+                    num_freed_blocks=num_freed,
                     receiving_block_ids=tuple(new) if seq.state is SequenceState.RECEIVING else (),
                 )
             )

@@ -17,6 +17,8 @@ class EngineConfig:
     block_size_tokens: tokens per KV block.
     eos_token_ids: tokens that end a response, unless the request ignores them.
     max_waiting_seqs: length of the queue.
+    kv_window: tokens that a token sees in the layer with the longest view, itself included; 0 for all. Blocks
+        that no later token of a sequence sees are freed while it runs.
     """
 
     max_num_batched_tokens: int
@@ -25,6 +27,7 @@ class EngineConfig:
     block_size_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     max_waiting_seqs: int = 1024
+    kv_window: int = 0
 
     def __post_init__(self) -> None:
         for name in (

@@ -15,8 +15,9 @@ class AdmittedSequence:
     """A sequence was admitted to the batch and got its KV blocks. Sent once per sequence, not again after a
     preemption.
 
-    block_table: the blocks of all its tokens, in order.
-    num_cached_blocks: leading blocks whose KV is in the cache already.
+    block_table: the blocks of all its tokens, in order, see `StepSequence.kv_begin`.
+    num_cached_blocks: leading blocks whose KV is in the cache already, or that no layer needs any more.
+    num_freed_blocks: leading blocks that no layer needs any more.
     receiving_block_ids: the other blocks, which the pull must fill. Empty unless the sequence is pulled.
     """
 
@@ -24,6 +25,7 @@ class AdmittedSequence:
     block_table: tuple[int, ...]
     num_cached_blocks: int
     receiving_block_ids: tuple[int, ...] = ()
+    num_freed_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from baton.core.kv.block_hash import BlockHash, TokenIds, chain, num_blocks_for
 from baton.core.request import FinishReason, PromptLogprobs, Sampling
 from baton.core.state_machines import SEQUENCE_TRANSITIONS, Lifecycle, SequenceState
+from baton.engine.state.step import NO_BLOCK
 
 
 def max_cached_blocks(num_tokens: int, block_size_tokens: int) -> int:
@@ -73,6 +74,7 @@ class EngineSequence:
     num_cached_blocks: leading blocks that its last admission found in the cache.
     num_cached_tokens: tokens that its first admission found in the cache; None before. Reported as usage.
     num_hashed_blocks: leading blocks whose hash is published.
+    num_freed_blocks: leading blocks that no layer sees any more. Their entries in `block_table` are NO_BLOCK.
     prompt_logprobs: of the prompt tokens computed so far but the first, by step, if the request asks for
         them.
     has_sent_prompt: they were sent, so they are not computed again after a preemption.
@@ -92,6 +94,7 @@ class EngineSequence:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_freed_blocks",
         "num_hashed_blocks",
         "prompt_logprobs",
         "request",
@@ -114,6 +117,7 @@ class EngineSequence:
         self.has_sent_prompt = False
         self.hashes: list[BlockHash] = list(request.block_hashes)
         self.num_hashed_blocks = 0
+        self.num_freed_blocks = 0
         self.lifecycle = Lifecycle(SEQUENCE_TRANSITIONS, SequenceState.WAITING)
         self._table: tuple[int, ...] = ()
 
@@ -175,25 +179,47 @@ class EngineSequence:
             self._table = tuple(self.block_table)
         return self._table
 
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks to which it has a reference, in order."""
+        return self.block_table[self.num_freed_blocks :]
+
     def replace_block(self, index: int, block_id: int) -> None:
         """Set entry `index` of the block table."""
         self.block_table[index] = block_id
         self._table = ()
 
-    def take_blocks(self, cached: list[int], new: list[int], block_size_tokens: int) -> None:
-        """Set the block table on admission. The KV of the `cached` blocks is there already."""
-        self.block_table = [*cached, *new]
+    def take_blocks(
+        self, cached: list[int], new: list[int], block_size_tokens: int, *, num_freed_blocks: int = 0
+    ) -> None:
+        """Set the block table on admission. The KV of the `cached` blocks is there already.
+
+        num_freed_blocks: leading blocks that are not needed; `cached` begins after them.
+        """
+        self.block_table = [*(NO_BLOCK,) * num_freed_blocks, *cached, *new]
         self._table = ()
-        self.num_cached_blocks = self.num_hashed_blocks = len(cached)
-        self.num_computed_tokens = len(cached) * block_size_tokens
+        self.num_freed_blocks = num_freed_blocks
+        self.num_cached_blocks = self.num_hashed_blocks = num_freed_blocks + len(cached)
+        self.num_computed_tokens = self.num_cached_blocks * block_size_tokens
         if self.num_cached_tokens is None:
             self.num_cached_tokens = self.num_computed_tokens
 
     def drop_blocks(self) -> list[int]:
         """Drop all KV but keep the tokens. Returns the blocks; the caller must release their references."""
-        blocks, self.block_table, self._table = self.block_table, [], ()
+        blocks, self.block_table, self._table = self.held_blocks, [], ()
         self.prompt_logprobs = []
-        self.num_cached_blocks = self.num_hashed_blocks = self.num_computed_tokens = 0
+        self.num_cached_blocks = self.num_hashed_blocks = self.num_freed_blocks = self.num_computed_tokens = 0
+        return blocks
+
+    def drop_blocks_before(self, index: int) -> list[int]:
+        """Drop the blocks before `index`, which no layer sees any more, as `drop_blocks` does."""
+        begin = self.num_freed_blocks
+        if index <= begin:
+            return []
+        blocks = self.block_table[begin:index]
+        self.block_table[begin:index] = [NO_BLOCK] * len(blocks)
+        self._table = ()
+        self.num_freed_blocks = index
         return blocks
 
     def drop_last_blocks(self, num_kept: int) -> list[int]:
@@ -238,6 +264,7 @@ class EngineSequence:
         child.has_sent_prompt = self.has_sent_prompt
         child.hashes = self.hashes[:]
         child.num_hashed_blocks = self.num_hashed_blocks
+        child.num_freed_blocks = self.num_freed_blocks
         child.lifecycle = Lifecycle(SEQUENCE_TRANSITIONS, self.state)
         return child
 

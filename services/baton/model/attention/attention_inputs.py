@@ -4,7 +4,7 @@ They are made once per step and used by every layer.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from baton.model.device.async_copy import upload
-from baton.model.device.kv_tensors import KvCache
+from baton.model.device.kv_tensors import BlockRows, KvCache, TokenSlots
 
 T = TypeVar("T")
 
@@ -45,13 +45,13 @@ class DecodeGroup:
     """Decoding sequences with contexts of similar length, attended in one call.
 
     tokens: [num_seqs], rows in the packed batch.
-    head_rows: for `KvCache.gather`.
+    blocks: for `KvCache.gather`.
     mask: additive, [num_seqs, 1, 1, gathered tokens]; None if every slot is visible.
     stale_seqs, stale_slots: gathered slots that were never written for this sequence.
     """
 
     tokens: torch.Tensor
-    head_rows: torch.Tensor
+    blocks: BlockRows
     mask: torch.Tensor | None
     stale_seqs: torch.Tensor | None
     stale_slots: torch.Tensor | None
@@ -75,7 +75,7 @@ class Tile:
 class Chunk:
     """Several tokens of one sequence, as tiles over one gathered context."""
 
-    head_rows: torch.Tensor
+    blocks: BlockRows
     tiles: tuple[Tile, ...]
 
 
@@ -129,10 +129,12 @@ class AttentionParams:
 
     scaling: factor for the scores.
     window: number of visible tokens, the current one included; None for all.
+    sinks: [num_heads], a score per head that takes part in each softmax and has no value; None: no sinks.
     """
 
     scaling: float
     window: int | None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,21 +181,19 @@ class AttentionStep(StepCache):
         self._plans: dict[int | None, WindowPlan] = {}
 
     @cached_property
-    def token_rows(self) -> torch.Tensor:
-        """Rows for `KvCache.write`, see `KvCache.token_rows`."""
-        return self.cache.token_rows(*self._block_and_offset)
-
-    @cached_property
-    def slots(self) -> torch.Tensor:
-        """Offset of each token's first key from the start of a layer's first block, in elements.
-
-        int64 [num_tokens].
-        """
+    def slots(self) -> TokenSlots:
+        """The slots in which the step's tokens are stored, on the device."""
         block_ids, offsets = self._block_and_offset
-        return block_ids * self.cache.blocks.stride(0) + offsets * self.cache.head_dim
+        return TokenSlots(self._tensor(block_ids), self._tensor(offsets))
 
     @cached_property
-    def _block_and_offset(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def slot_mapping(self) -> np.ndarray:
+        """Slot of each token, counted over all blocks, int64 [num_tokens], for the C++ kernels."""
+        block_ids, offsets = self._block_and_offset
+        return block_ids * self.cache.block_size_tokens + offsets
+
+    @cached_property
+    def _block_and_offset(self) -> tuple[np.ndarray, np.ndarray]:
         """Block id and offset inside the block of each token, int64."""
         tables, size = self.tables, self.cache.block_size_tokens
         counts = np.diff(tables.token_begin)
@@ -201,7 +201,7 @@ class AttentionStep(StepCache):
             tables.context_len - tables.token_begin[1:], counts
         )
         block_ids = tables.block_ids[np.repeat(tables.table_begin, counts) + index // size]
-        return self._tensor(block_ids.astype(np.int64)), self._tensor(index % size)
+        return block_ids.astype(np.int64), index % size
 
     @cached_property
     def tables(self) -> SequenceTables:
@@ -271,7 +271,7 @@ class AttentionStep(StepCache):
                     mask=self._masks.tile(end - begin, kv_end - kv_begin, window),
                 )
             )
-        return Chunk(head_rows=self.cache.head_rows(self._tensor(blocks)[None]), tiles=tuple(tiles))
+        return Chunk(blocks=BlockRows(self._tensor(blocks)[None]), tiles=tuple(tiles))
 
     def _groups(self, segments: Sequence[Segment], window: int | None) -> list[DecodeGroup]:
         """Group decodes by context length, longest first.
@@ -280,7 +280,7 @@ class AttentionStep(StepCache):
         limit.
         """
         size = self.cache.block_size_tokens
-        token_bytes = 2 * self.cache.num_kv_heads * self.cache.head_dim * self.cache.blocks.element_size()
+        token_bytes = self._gathered_token_bytes
         spans = sorted(
             ((s, self._first_seen(s.kv_begin, window) // size) for s in segments),
             key=lambda span: -self._num_blocks(*span),
@@ -298,6 +298,11 @@ class AttentionStep(StepCache):
             groups.append(self._group(spans[begin:end], longest, window))
             begin = end
         return groups
+
+    @cached_property
+    def _gathered_token_bytes(self) -> int:
+        """Bytes of a gathered token's keys and values, in the largest layer."""
+        return max(2 * kv.num_kv_heads * kv.head_dim for kv in self.cache.layers) * self.cache.dtype.itemsize
 
     def _num_blocks(self, segment: Segment, first_block: int) -> int:
         return -(-segment.context_len // self.cache.block_size_tokens) - first_block
@@ -330,7 +335,7 @@ class AttentionStep(StepCache):
             mask = mask[:, None, None, :].to(self.cache.device)
         return DecodeGroup(
             tokens=self._tensor(np.array([s.token_begin for s, _ in spans], dtype=np.int64)),
-            head_rows=self.cache.head_rows(self._tensor(tables)),
+            blocks=BlockRows(self._tensor(tables)),
             mask=mask,
             stale_seqs=self._tensor(stale_seqs) if stale_seqs.size else None,
             stale_slots=self._tensor(stale_slots) if stale_seqs.size else None,

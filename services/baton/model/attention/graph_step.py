@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from baton.model.attention.attention_inputs import AttentionParams, StepCache
-from baton.model.device.kv_tensors import KvCache
+from baton.model.device.kv_tensors import KvCache, TokenSlots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class DecodeTables:
     block_ids: torch.Tensor
 
 
-DecodeKernel = Callable[[torch.Tensor, int, "GraphStep", float, int | None], torch.Tensor]
+DecodeKernel = Callable[[torch.Tensor, int, "GraphStep", float, int | None, torch.Tensor | None], torch.Tensor]
 """Paged attention for one token per sequence, inside a CUDA graph.
 
 Like `PagedKernel`, but it reads only `cache` and `decodes` of its step.
@@ -36,7 +36,8 @@ class GraphStep(StepCache):
         super().__init__()
         self.cache = cache
         self.kernel = kernel
-        self.token_rows = torch.zeros(2 * cache.num_kv_heads * batch, dtype=torch.int64, device=cache.device)
+        block_ids, offsets = torch.zeros(2, batch, dtype=torch.int64, device=cache.device).unbind()
+        self.slots = TokenSlots(block_ids, offsets)
         self.decodes = DecodeTables(
             position=torch.zeros(batch, dtype=torch.int32, device=cache.device),
             block_ids=torch.zeros(batch, max_blocks, dtype=torch.int32, device=cache.device),

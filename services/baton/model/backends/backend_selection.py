@@ -4,17 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import PreTrainedModel
 
 from baton.core.errors import BatonError
 from baton.model.attention.attention_inputs import AttentionParams
 from baton.model.attention.paged_attention import PagedKernel, paged_attention
 from baton.model.backends.compiled_layers import CompiledForward
 from baton.model.backends.cuda_graphs import BATCHES, CudaGraphForward
-from baton.model.backends.decoder_layers import is_plain_decoder
 from baton.model.backends.fused_layers import FusedForward
 from baton.model.backends.native_layers import DecoderForward, prefers_native_gemm
+from baton.model.backends.native_products import ProductsForward
 from baton.model.device import device_info
+from baton.model.forms.decoder_form import DecoderForm
+from baton.model.forms.describe import describe_decoder
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels, paged_kernel
 from baton.model.loading.model_loader import LoadedModel, require_free_memory
 from baton.model.sampling.best_tokens import FindBest, find_best
@@ -35,6 +36,7 @@ class Backend:
 
     name: for logs and the startup summary.
     forward: runs a step.
+    attention_params: of each layer, as verified; empty if they were not.
     kernel: the paged attention, if `forward` runs the model's own code.
     find_best: finds the most likely tokens.
     warm_batches: sizes of decode steps that are slow the first time.
@@ -47,6 +49,7 @@ class Backend:
 
     name: str
     forward: Forward
+    attention_params: tuple[AttentionParams, ...] = ()
     kernel: PagedKernel = paged_attention
     find_best: FindBest = find_best
     warm_batches: tuple[int, ...] = ()
@@ -60,50 +63,65 @@ class Backend:
 class CpuBackend:
     """A backend over the C++ kernels: which models it serves, and how it is built.
 
-    serves: true if the backend runs this model, and no slower than the next one.
+    serves: true if the backend runs a model of this form and dtype, and no slower than the next one. The form
+    is None if it is unknown.
     build: returns the backend, not yet verified. The model's own code still works.
     packs_weights: the backend holds a second copy of the weights, at least until it is verified.
     """
 
     name: str
-    serves: Callable[[PreTrainedModel, Kernels], bool]
-    build: Callable[[LoadedModel, Sequence[AttentionParams], Kernels], Backend]
+    serves: Callable[[DecoderForm | None, torch.dtype, Kernels], bool]
+    build: Callable[[LoadedModel, DecoderForm | None, Kernels], Backend]
     packs_weights: bool = False
 
 
-def _build_native_decoder(
-    loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels
-) -> Backend:
+def _build_native_decoder(loaded: LoadedModel, form: DecoderForm | None, kernels: Kernels) -> Backend:
     # Weights are freed only after verification: it runs the model's own code, and so does the next backend.
-    forward = DecoderForward(loaded.model, attention_params, kernels)
+    assert form is not None
+    forward = DecoderForward(form, kernels)
     return Backend(name=NATIVE_DECODER.name, forward=forward, after_verification=forward.release_model_weights)
 
 
-def _build_fused_layers(loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels) -> Backend:
-    forward = FusedForward(loaded.model, attention_params, kernels)
+def _build_fused_layers(loaded: LoadedModel, form: DecoderForm | None, kernels: Kernels) -> Backend:
+    assert form is not None
+    forward = FusedForward(form, kernels)
     return Backend(name=FUSED_LAYERS.name, forward=forward, after_verification=forward.release_model_weights)
 
 
-def _build_native_attention(
-    loaded: LoadedModel, attention_params: Sequence[AttentionParams], kernels: Kernels
-) -> Backend:
+def _build_native_products(loaded: LoadedModel, form: DecoderForm | None, kernels: Kernels) -> Backend:
+    forward = ProductsForward(loaded.model, kernels)
+    return Backend(
+        name=NATIVE_PRODUCTS.name,
+        forward=forward,
+        kernel=paged_kernel(kernels),
+        after_verification=forward.release_model_weights,
+    )
+
+
+def _build_native_attention(loaded: LoadedModel, form: DecoderForm | None, kernels: Kernels) -> Backend:
     return Backend(name=NATIVE_ATTENTION.name, forward=ModelForward(loaded.model), kernel=paged_kernel(kernels))
 
 
 NATIVE_DECODER = CpuBackend(
     name="native decoder",
-    serves=lambda model, kernels: is_plain_decoder(model) and prefers_native_gemm(model, kernels),
+    serves=lambda form, dtype, kernels: form is not None and prefers_native_gemm(dtype, kernels),
     build=_build_native_decoder,
     packs_weights=True,
 )
 FUSED_LAYERS = CpuBackend(
     name="fused layers",
-    serves=lambda model, kernels: is_plain_decoder(model),
+    serves=lambda form, dtype, kernels: form is not None,
     build=_build_fused_layers,
     packs_weights=True,
 )
+NATIVE_PRODUCTS = CpuBackend(
+    name="native products",
+    serves=lambda form, dtype, kernels: prefers_native_gemm(dtype, kernels),
+    build=_build_native_products,
+    packs_weights=True,
+)
 NATIVE_ATTENTION = CpuBackend(
-    name="native attention", serves=lambda model, kernels: True, build=_build_native_attention
+    name="native attention", serves=lambda form, dtype, kernels: True, build=_build_native_attention
 )
 
 
@@ -115,7 +133,7 @@ class CpuBackends:
     free_bytes: bytes that can still be allocated on a device.
     """
 
-    fastest_first: tuple[CpuBackend, ...] = (NATIVE_DECODER, FUSED_LAYERS, NATIVE_ATTENTION)
+    fastest_first: tuple[CpuBackend, ...] = (NATIVE_DECODER, FUSED_LAYERS, NATIVE_PRODUCTS, NATIVE_ATTENTION)
     load: Callable[[int], Kernels] = load_kernels
     free_bytes: Callable[[torch.device], int] = device_info.free_bytes
 
@@ -147,7 +165,7 @@ def choose_backend(
         verify_logits(loaded, block_size_tokens)
         backend = Backend(name="torch", forward=ModelForward(loaded.model))
     device_info.release_freed_memory()  # verification frees a lot, and KV memory is sized next by what is free
-    return backend
+    return replace(backend, attention_params=attention_params)
 
 
 def _cpu_backend(
@@ -164,17 +182,28 @@ def _cpu_backend(
         hint = "the model runs through torch, slower; see `baton doctor`"
         log.warning("kernels_load_failed", problem=_describe(error), hint=hint)
         return None
+    form = _form_of(loaded, attention_params)
     for candidate in backends.fastest_first:
         try:
-            if candidate.serves(loaded.model, kernels):
+            if candidate.serves(form, loaded.dtype, kernels):
                 if candidate.packs_weights:
                     _require_memory_for_packed_weights(loaded, backends.free_bytes)
-                backend = candidate.build(loaded, attention_params, kernels)
+                backend = candidate.build(loaded, form, kernels)
                 return replace(_verified(backend, loaded, block_size_tokens), find_best=kernels.find_best)
         except Exception as error:  # such as a oneDNN operation that this build of torch lacks
             hint = "a slower backend is tried next"
             log.warning("backend_not_verified", backend=candidate.name, problem=_describe(error), hint=hint)
     return None
+
+
+def _form_of(loaded: LoadedModel, attention_params: Sequence[AttentionParams]) -> DecoderForm | None:
+    """Return the model's form, or None, with a log line that names the reason."""
+    try:
+        return describe_decoder(loaded, attention_params)
+    except Exception as error:  # the model's own code is run in a way that it may not support
+        hint = "the model's own code runs, with native products and attention"
+        log.info("decoder_form_unknown", problem=_describe(error), hint=hint)
+        return None
 
 
 def _require_memory_for_packed_weights(loaded: LoadedModel, free_bytes: Callable[[torch.device], int]) -> None:

@@ -160,9 +160,8 @@ class _CapturedBatch:
         decodes.block_ids[:, : host.shape[1] - 1].copy_(on_device[:, 1:])
         self._copy_padded(self._token_ids, step.token_ids, count)
         self._copy_padded(self._position_ids, step.position_ids, count)
-        rows = self._step.token_rows.view(-1, self._batch)
-        rows[:, :count] = step.attention.token_rows.view(-1, count)
-        rows[:, count:] = rows[:, :1]
+        for target, slots in zip(self._step.slots, step.attention.slots, strict=True):
+            self._copy_padded(target, slots, count)
 
     def _copy_padded(self, target: torch.Tensor, values: torch.Tensor, count: int) -> None:
         target[:count] = values
@@ -225,7 +224,7 @@ class CudaGraphForward:
 
         Graphs over another KV memory are dropped; the verification at start creates such graphs.
         """
-        at = cache.blocks.data_ptr()
+        at = cache.memory.data_ptr()
         if any(other != at for other, _ in self._graphs):
             self._graphs.clear()
         batch = next(batch for batch in BATCHES if batch >= count)

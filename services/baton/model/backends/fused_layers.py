@@ -1,21 +1,24 @@
-"""Runs the plain decoder with torch's matrix products (oneDNN) and C++ kernels for everything between them.
+"""Runs a decoder of a known form with torch's matrix products (oneDNN) and C++ kernels for everything
+between.
 
 The last layer computes only keys and values for tokens that are not sampled. Concatenated weights replace the
 model's own, as views. Weights that oneDNN packs are held twice until verification ends, see
-`release_model_weights`.
+`release_model_weights`. Mixtures of experts run by the model's own code.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
 
-from baton.model.attention.attention_inputs import AttentionParams
-from baton.model.backends.decoder_layers import decoder_layers, free_weights, rope_cos_sin
+from baton.core.errors import LayoutMismatch
+from baton.model.backends.decoder_layers import DecoderLayer, decoder_layers
+from baton.model.forms.decoder_form import DecoderForm, ExpertsForm
+from baton.model.kernels.cpu.kernel_args import MAX_HEAD_DIM
 from baton.model.kernels.cpu.kernel_library import Kernels
+from baton.model.linear.packed_linear import free_weights
 from baton.model.step.forward import ForwardOutput, are_finite
 from baton.model.step.step_inputs import PackedStep
 
@@ -28,7 +31,7 @@ class PackedLinear:
         """`modules`: linear modules with the same input. Without oneDNN their weights become views of the
         joined weight."""
         self._modules = modules
-        self._bias = None if modules[0].bias is None else _concatenate_in_place([module.bias for module in modules])
+        self._bias = _joined_bias(modules)
         self._is_packed = has_onednn_bf16_gemm(modules[0].weight.dtype)
         if self._is_packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(
@@ -50,47 +53,61 @@ class PackedLinear:
 
 
 class FusedForward:
-    """Implements `Forward` for the plain decoder with torch's products and the C++ kernels."""
+    """Implements `Forward` for a decoder of a known form with torch's products and the C++ kernels."""
 
-    def __init__(self, model: PreTrainedModel, attention_params: Sequence[AttentionParams], kernels: Kernels) -> None:
-        """`model`: one for which `is_plain_decoder` is true; its own code still works. `attention_params`:
-        one per layer, from `verify_masks`. `kernels`: with the number of threads of a step."""
+    def __init__(self, form: DecoderForm, kernels: Kernels) -> None:
+        """`form`: of a model whose own code still works afterwards. `kernels`: with the number of threads of
+        a step."""
         self._kernels = kernels
-        base: Any = model.base_model
-        self._embedding: torch.Tensor = base.embed_tokens.weight
-        self._layers = decoder_layers(model, attention_params, PackedLinear)
-        self._final_norm: torch.Tensor = base.norm.weight
-        self._eps = float(model.config.rms_norm_eps)
-        self._head = PackedLinear(cast(nn.Linear, model.lm_head))
-        self._rotary: Any = base.rotary_emb
-        self._vocab_size = int(model.config.vocab_size)
+        self._form = form
+        self._layers = decoder_layers(form, PackedLinear)
+        self._head = PackedLinear(form.head)  # type: ignore[arg-type]  # a form's products are nn.Linear
 
     def __call__(self, step: PackedStep) -> ForwardOutput:
-        kernels, cache, rows = self._kernels, step.attention.cache, step.sample_rows
-        tables, slots = step.attention.tables, step.attention.slots
-        cosine, sine = rope_cos_sin(self._rotary, step.position_ids)
-        hidden = self._embedding[step.token_ids]
-        normed = kernels.rms_norm(hidden, None, self._layers[0].input_norm, self._eps)
+        kernels, form, cache, rows = self._kernels, self._form, step.attention.cache, step.sample_rows
+        num_kv_heads, head_dim = cache.uniform_shape
+        _require_small_heads(head_dim)
+        tables, slots = step.attention.tables, step.attention.slot_mapping
+        rotaries = [rotary.at(step.position_ids) for rotary in form.rotaries]
+        query_scale = None if form.query_scale is None else form.query_scale.at(step.position_ids)
+        hidden = form.embed(step.token_ids)
+        added, after, multiplier = None, None, 1.0
         finite = torch.empty(0, dtype=torch.bool)
         for index, layer in enumerate(self._layers):
-            is_last = index + 1 == len(self._layers)
+            own = layer.form
+            normed = kernels.add_and_norm(hidden, added, own.before_attention, after=after, multiplier=multiplier)
             qkv = layer.qkv(normed)
-            kernels.rope_and_store_kv(qkv, cache, index, slots, cosine, sine, layer.q_norm, layer.k_norm, self._eps)
-            if is_last:
+            rotary = None if own.rotary is None else rotaries[own.rotary]
+            if index + 1 == len(self._layers):
                 finite = are_finite(qkv)
+            kernels.rope_and_store_kv(qkv, cache, index, slots, rotary, own.head_norms, query_scale)
+            if index + 1 == len(self._layers):
                 if not rows.numel():
-                    return ForwardOutput(logits=torch.empty(0, self._vocab_size), finite=finite)
+                    return ForwardOutput(logits=torch.empty(0, form.vocab_size), finite=finite)
                 if rows.numel() < len(hidden):
                     qkv, hidden, tables = qkv[rows], hidden[rows], step.attention.tables_for_rows(rows.numpy())
-            heads = qkv.view(len(hidden), -1, cache.head_dim)[:, : -2 * cache.num_kv_heads]
+            heads = qkv.view(len(hidden), -1, head_dim)[:, : -2 * num_kv_heads]
             attended = heads.new_empty(heads.shape)
-            kernels.attend(heads, attended, cache, index, tables, layer.attention_params)
-            normed = kernels.rms_norm(hidden, layer.o(attended.view(len(hidden), -1)), layer.post_norm, self._eps)
-            more = layer.down(kernels.silu_gate(layer.gate_up(normed)))
-            weight = self._final_norm if is_last else self._layers[index + 1].input_norm
-            normed = kernels.rms_norm(hidden, more, weight, self._eps)
+            kernels.attend(heads, attended, cache, index, tables, own.attention_params)
+            added = layer.o(attended.view(len(hidden), -1))
+            multiplier = own.multiplier
+            normed = kernels.add_and_norm(
+                hidden, added, own.before_mlp, after=own.after_attention, multiplier=multiplier
+            )
+            added, after = self._mlp(layer, normed), own.after_mlp
+        normed = kernels.add_and_norm(hidden, added, form.final_norm, after=after, multiplier=multiplier)
         finite[rows] &= are_finite(normed)
-        return ForwardOutput(logits=self._head(normed), finite=finite)
+        return ForwardOutput(logits=form.finish_logits(self._head(normed)), finite=finite)
+
+    def _mlp(self, layer: DecoderLayer[PackedLinear], x: torch.Tensor) -> torch.Tensor:
+        mlp = layer.form.mlp
+        if isinstance(mlp, ExpertsForm):
+            out: Any = mlp.module(x[None])
+            mixed: torch.Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+            return mixed
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        return layer.down(self._kernels.gate(layer.gate_up(x), mlp.activation))
 
     def release_model_weights(self) -> None:
         """Free the model's weights that are packed here; its own code then raises.
@@ -100,11 +117,16 @@ class FusedForward:
         """
         self._head.release_model_weights()
         for layer in self._layers:
-            for projection in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            for projection in layer.projections():
                 projection.release_model_weights()
 
     def close(self) -> None:
         """Do nothing: this pass installs nothing in the model."""
+
+
+def _require_small_heads(head_dim: int) -> None:
+    if head_dim > MAX_HEAD_DIM:
+        raise LayoutMismatch(f"heads of {head_dim} numbers; the kernels take at most {MAX_HEAD_DIM}")
 
 
 def has_onednn_bf16_gemm(dtype: torch.dtype) -> bool:
@@ -124,3 +146,13 @@ def _concatenate_in_place(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     for parameter, rows in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = rows
     return joined
+
+
+def _joined_bias(modules: Sequence[nn.Linear]) -> torch.Tensor | None:
+    """Return the biases of modules with one input, concatenated; zeros for those without, None without
+    any."""
+    if all(module.bias is None for module in modules):
+        return None
+    return torch.cat(
+        [module.weight.new_zeros(len(module.weight)) if module.bias is None else module.bias.data for module in modules]
+    )

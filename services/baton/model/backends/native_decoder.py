@@ -1,45 +1,50 @@
-"""Calls the C++ decoder: all layers of a plain bfloat16 decoder in one call, over weights that are packed
-once."""
+"""Calls the C++ decoder: all layers of a decoder in one call, over weights that are packed once."""
 
 import ctypes
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from baton.core.errors import LayoutMismatch
 from baton.model.attention.attention_inputs import AttentionStep, SequenceTables
-from baton.model.backends.decoder_layers import DecoderLayer, free_weights
+from baton.model.backends.decoder_layers import DecoderLayer
+from baton.model.backends.packed_experts import PackedExperts
 from baton.model.device.kv_tensors import KvCache
-from baton.model.kernels.cpu.kernel_library import (
-    DTYPES,
+from baton.model.forms.decoder_form import DecoderForm, ExpertsForm
+from baton.model.kernels.cpu.gemm_args import GemmArgs
+from baton.model.kernels.cpu.kernel_args import (
+    ACTIVATIONS,
+    MAX_HEAD_DIM,
     AttentionArgs,
-    Kernels,
+    LayerKvArgs,
+    NormArgs,
     RopeArgs,
+    RotaryTable,
     attention_args,
     data_address,
-    layer_kv_address,
+    layer_kv_args,
     rope_args,
 )
+from baton.model.kernels.cpu.kernel_library import Kernels, norm_args, rotary_table
+from baton.model.kernels.layer_values import Rotary
+from baton.model.linear.packed_linear import PackedGemm
 
-PANEL_OUTPUTS = 64
-"""Outputs of one packed weight panel; `PANEL` of gemm.h."""
-
-
-class _GemmArgs(ctypes.Structure):
-    """ctypes mirror of `GemmArgs` in decoder.cpp."""
-
-    _fields_ = [("packed", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("n", ctypes.c_int64), ("k", ctypes.c_int64)]
+_ALIGNMENT = 64
+"""Elements by which a place in scratch memory may be moved to a cache line."""
 
 
 class _LayerArgs(ctypes.Structure):
     """ctypes mirror of `LayerArgs` in decoder.cpp."""
 
     _fields_ = [
-        *((name, _GemmArgs) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "kv")),
-        ("window", ctypes.c_int32),
-        ("scale", ctypes.c_float),
+        *((name, GemmArgs) for name in ("qkv", "o", "gate_up", "down")),
+        ("experts", ctypes.c_void_p),
+        *((name, NormArgs) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+        *((name, NormArgs) for name in ("q_norm", "k_norm")),
+        ("sinks", ctypes.c_void_p),
+        ("kv", LayerKvArgs),
+        *((name, ctypes.c_int32) for name in ("window", "rotary", "norms_all_heads", "activation")),
+        *((name, ctypes.c_float) for name in ("scale", "multiplier")),
     ]
 
 
@@ -49,138 +54,163 @@ class _DecoderArgs(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("layers", "final_norm", "hidden", "out", "scratch", "is_finite", "rows")
+            for name in (
+                *("layers", "rotary_tables", "hidden", "out", "scratch"),
+                *("gemm_scratch", "is_finite", "rows"),
+            )
         ),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens")),
         ("num_layers", ctypes.c_int32),
         ("size", ctypes.c_int32),
-        ("eps", ctypes.c_float),
+        ("final_norm", NormArgs),
         *((name, AttentionArgs) for name in ("attention", "rows_attention")),
         ("rope", RopeArgs),
     ]
 
 
-class PackedGemm:
-    """Product x [rows, k] -> [rows, n] with packed bfloat16 weights; joins the outputs of several modules."""
-
-    def __init__(self, kernels: Kernels, *modules: nn.Linear, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype`: of the result, bfloat16 or float32 (not rounded). Raises LayoutMismatch if the number of
-        inputs is odd."""
-        self._dtype = dtype
-        self._modules = modules
-        weight = torch.cat([module.weight.data for module in modules])
-        self._bias = None if modules[0].bias is None else torch.cat([module.bias.data for module in modules])
-        self.n, self.k = weight.shape
-        if self.k % 2:
-            raise LayoutMismatch(f"a product with {self.k} inputs: the number of inputs must be even")
-        self._packed = kernels.weight_arena.take(-(-self.n // PANEL_OUTPUTS) * PANEL_OUTPUTS * self.k // 2)
-        self._kernels = kernels
-        kernels.pack_weights(weight.data_ptr(), self._packed.data_ptr(), self.n, self.k, kernels.num_threads)
-        self.args = _GemmArgs(self._packed.data_ptr(), data_address(self._bias), self.n, self.k)
-
-    def release_model_weights(self) -> None:
-        """Free the modules' own weights; the packed copy stays."""
-        free_weights(self._modules)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `x`, bfloat16 and contiguous."""
-        out = x.new_empty(x.shape[0], self.n, dtype=self._dtype)
-        self._kernels.gemm(
-            x.data_ptr(),
-            ctypes.byref(self.args),
-            out.data_ptr(),
-            x.shape[0],
-            self._kernels.num_threads,
-            DTYPES[self._dtype],
-        )
-        return out
-
-
 class NativeDecoder:
     """All layers and the final norm as one C++ call."""
 
-    def __init__(
-        self, kernels: Kernels, layers: Sequence[DecoderLayer[PackedGemm]], final_norm: torch.Tensor, eps: float
-    ) -> None:
-        """`layers`: of one shape each. `final_norm`: its weight. `eps`: of all norms."""
+    def __init__(self, kernels: Kernels, form: DecoderForm, layers: Sequence[DecoderLayer[PackedGemm]]) -> None:
+        """`layers`: of `form`, with queries, keys and values of one shape. Raises LayoutMismatch if the
+        kernels do not take a mixture of experts."""
         self._kernels = kernels
         self._layers = layers
-        self._final_norm = final_norm
-        self._eps = eps
+        self._final_norm = form.final_norm
+        self._experts = [
+            PackedExperts(kernels, layer.form.mlp) if isinstance(layer.form.mlp, ExpertsForm) else None
+            for layer in layers
+        ]
+        self._sinks = [
+            None if layer.form.attention_params.sinks is None else layer.form.attention_params.sinks.float()
+            for layer in layers
+        ]
         first = layers[0]
-        self._scratch_columns = first.o.n + first.qkv.n + first.o.k + first.gate_up.n + first.down.k
-        self._scratch = torch.empty(0, dtype=torch.bfloat16)
-        self._args = (_LayerArgs * len(layers))(*(self._layer_args(layer) for layer in layers))
+        self._size = first.o.n
+        self._scratch_columns = first.o.n + first.qkv.n + first.o.k + max(map(self._mlp_columns, range(len(layers))))
+        self._gemm_row_bytes = max(self._row_bytes(index, form.dtype) for index in range(len(layers)))
+        self._scratch = torch.empty(0)
+        self._gemm_scratch = torch.empty(0, dtype=torch.uint8)
+        self._args = (_LayerArgs * len(layers))(*map(self._layer_args, range(len(layers))))
 
     def __call__(
-        self, hidden: torch.Tensor, step: AttentionStep, cosine: torch.Tensor, sine: torch.Tensor, rows: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        step: AttentionStep,
+        rotaries: Sequence[Rotary],
+        query_scale: torch.Tensor | None,
+        rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all layers, write the step's KV, and return the normed last hidden states and `finite`.
 
         hidden [num_tokens, size]: the embeddings; overwritten.
-        cosine, sine [num_tokens, head_dim / 2] float32: from `rope_cos_sin`.
+        rotaries, query_scale: of the step, for the form's `rotaries` and `query_scale`.
         rows, ascending: tokens whose last hidden states are returned, [len(rows), size].
         `finite` is as in `ForwardOutput`. Raises LayoutMismatch if the cache belongs to a model of another
         shape.
         """
-        cache, slots = step.cache, step.slots
+        cache = step.cache
         (num_tokens, size), num_rows = hidden.shape, rows.numel()
-        first = self._layers[0]
-        num_heads = first.o.k // cache.head_dim
-        if first.qkv.n != (num_heads + 2 * cache.num_kv_heads) * cache.head_dim or cache.num_layers != len(
-            self._layers
-        ):
-            raise LayoutMismatch(
-                f"{len(self._layers)} layers with {first.qkv.n} outputs for queries and KV do not fit {cache.layout}"
-            )
-        for index, layer in enumerate(self._args):
-            layer.kv = layer_kv_address(cache, index)
+        num_heads = self._num_heads(cache)
+        for layer, kv in zip(self._args, cache.layers, strict=True):
+            layer.kv = layer_kv_args(kv)
         # reused: page faults cost more than some products
-        if self._scratch.numel() < num_tokens * self._scratch_columns:
-            self._scratch = hidden.new_empty(num_tokens * self._scratch_columns)
+        needed = num_tokens * self._scratch_columns + _ALIGNMENT
+        if self._scratch.numel() < needed:
+            self._scratch = hidden.new_empty(needed)
+            self._gemm_scratch = torch.empty(num_tokens * self._gemm_row_bytes, dtype=torch.uint8)
         out = torch.empty_like(hidden)
         finite = torch.empty(num_tokens, dtype=torch.bool)
         tables = step.tables
         rows_tables = tables if num_rows == num_tokens else step.tables_for_rows(rows.numpy())
+        rotary_tables = (RotaryTable * max(1, len(rotaries)))(*map(rotary_table, rotaries))
         args = _DecoderArgs(
             layers=ctypes.addressof(self._args),
-            final_norm=self._final_norm.data_ptr(),
+            rotary_tables=ctypes.addressof(rotary_tables),
             hidden=hidden.data_ptr(),
             out=out.data_ptr(),
             scratch=self._scratch.data_ptr(),
+            gemm_scratch=self._gemm_scratch.data_ptr(),
             is_finite=finite.data_ptr(),
             rows=rows.data_ptr(),
             num_rows=num_rows,
             num_tokens=num_tokens,
             num_layers=len(self._layers),
             size=size,
-            eps=self._eps,
+            final_norm=norm_args(self._final_norm),
             attention=self._attention_args(cache, tables, num_heads),
             rows_attention=self._attention_args(cache, rows_tables, num_heads),
-            rope=rope_args(cache, slots, cosine, sine, num_heads, self._eps, self._kernels.num_threads),
+            rope=rope_args(
+                cache, cache.layers[0], step.slot_mapping, query_scale, num_heads, self._kernels.num_threads
+            ),
         )
         self._kernels.decoder_forward(ctypes.byref(args))
         return out[:num_rows], finite
 
+    def release_model_weights(self) -> None:
+        """Free the model's own weights of experts; the packed copies stay."""
+        for experts in self._experts:
+            if experts is not None:
+                experts.release_model_weights()
+
+    def _num_heads(self, cache: KvCache) -> int:
+        """Return the number of query heads. Raises LayoutMismatch if the cache does not fit the layers."""
+        first = self._layers[0]
+        num_kv_heads, head_dim = cache.uniform_shape
+        num_heads = first.o.k // head_dim
+        if first.qkv.n != (num_heads + 2 * num_kv_heads) * head_dim or cache.num_layers != len(self._layers):
+            raise LayoutMismatch(
+                f"{len(self._layers)} layers with {first.qkv.n} outputs for queries and KV do not fit {cache.layout}"
+            )
+        if head_dim > MAX_HEAD_DIM:
+            raise LayoutMismatch(f"heads of {head_dim} numbers; the kernels take at most {MAX_HEAD_DIM}")
+        return num_heads
+
     def _attention_args(self, cache: KvCache, tables: SequenceTables, num_heads: int) -> AttentionArgs:
         """Return attention arguments with the strides of queries and outputs in decoder.cpp's scratch
         memory."""
-        first = self._layers[0]
-        args = attention_args(cache, tables, num_heads, self._kernels.num_threads)
-        args.q_token_stride, args.q_head_stride = first.qkv.n, cache.head_dim
-        args.out_token_stride, args.out_head_stride = first.o.k, cache.head_dim
+        first, kv = self._layers[0], cache.layers[0]
+        args = attention_args(cache, kv, tables, num_heads, self._kernels.num_threads)
+        args.q_token_stride, args.q_head_stride = first.qkv.n, kv.head_dim
+        args.out_token_stride, args.out_head_stride = first.o.k, kv.head_dim
         return args
 
-    def _layer_args(self, layer: DecoderLayer[PackedGemm]) -> _LayerArgs:
-        return _LayerArgs(
+    def _mlp_columns(self, index: int) -> int:
+        """Return the elements a token that `Scratch::mlp` of decoder.cpp needs for a layer."""
+        layer, experts = self._layers[index], self._experts[index]
+        if experts is not None:
+            return experts.scratch_columns
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        return layer.gate_up.n + layer.down.k
+
+    def _row_bytes(self, index: int, dtype: torch.dtype) -> int:
+        """Return the bytes of scratch a token that the largest product of a layer needs."""
+        experts = self._experts[index]
+        own = [product.row_bytes(dtype) for product in self._layers[index].projections()]
+        return max(own) if experts is None else max(*own, experts.row_bytes(dtype))
+
+    def _layer_args(self, index: int) -> _LayerArgs:
+        layer, experts = self._layers[index], self._experts[index]
+        form = layer.form
+        args = _LayerArgs(
             qkv=layer.qkv.args,
             o=layer.o.args,
-            gate_up=layer.gate_up.args,
-            down=layer.down.args,
-            input_norm=layer.input_norm.data_ptr(),
-            post_norm=layer.post_norm.data_ptr(),
-            q_norm=data_address(layer.q_norm),
-            k_norm=data_address(layer.k_norm),
-            window=layer.attention_params.window or 0,
-            scale=layer.attention_params.scaling,
+            experts=None if experts is None else experts.address,
+            before_attention=norm_args(form.before_attention),
+            after_attention=norm_args(form.after_attention),
+            before_mlp=norm_args(form.before_mlp),
+            after_mlp=norm_args(form.after_mlp),
+            q_norm=norm_args(form.head_norms.q),
+            k_norm=norm_args(form.head_norms.k),
+            sinks=data_address(self._sinks[index]),
+            window=form.attention_params.window or 0,
+            rotary=-1 if form.rotary is None else form.rotary,
+            norms_all_heads=form.head_norms.over_all_heads,
+            activation=ACTIVATIONS[form.mlp.activation],
+            scale=form.attention_params.scaling,
+            multiplier=form.multiplier,
         )
+        if layer.gate_up is not None and layer.down is not None:
+            args.gate_up, args.down = layer.gate_up.args, layer.down.args
+        return args

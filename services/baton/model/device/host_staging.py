@@ -25,7 +25,7 @@ class HostStaging:
 
         Raises ValueError if the shape differs from that of the device's blocks.
         """
-        self._device = cache.blocks.view(cache.num_blocks, -1).view(torch.uint8)
+        self._device = cache.memory
         self._host = torch.from_numpy(host)
         if self._host.shape != self._device.shape:
             raise ValueError(

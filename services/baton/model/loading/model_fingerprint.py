@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -43,14 +43,24 @@ def weight_files(model_dir: Path) -> list[Path]:
     return [model_dir / name for name in names]
 
 
-def num_weights(model_dir: Path) -> int:
-    """Return the number of weights in a model's files. Raises ModelError if a file is missing or
-    unreadable."""
-    total = 0
+def tensor_sizes(model_dir: Path) -> dict[str, int]:
+    """Return the number of weights of each tensor in a model's files, by name.
+
+    Raises ModelError if a file is missing or unreadable.
+    """
+    sizes: dict[str, int] = {}
     for path in weight_files(model_dir):
         with _reading(path) as file:
-            total += sum(math.prod(entry["shape"]) for entry in _header(file)[0].values())
-    return total
+            sizes.update((name, math.prod(entry["shape"])) for name, entry in _header(file)[0].items())
+    return sizes
+
+
+def num_weights(model_dir: Path, is_used: Callable[[str], object] = bool) -> int:
+    """Return the number of weights in a model's files, of those tensors whose names are used.
+
+    Raises ModelError if a file is missing or unreadable.
+    """
+    return sum(size for name, size in tensor_sizes(model_dir).items() if is_used(name))
 
 
 def model_fingerprint(model_dir: Path, config: dict[str, Any], dtype: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from baton.core.errors import ModelError
 from baton.core.kv.kv_layout import KvLayout
@@ -16,13 +16,17 @@ from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.attention.paged_attention import PAGED
 from baton.model.device.device_info import free_bytes
 from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
-from baton.model.loading.model_fingerprint import model_fingerprint, num_weights
+from baton.model.loading.model_fingerprint import model_fingerprint, num_weights, tensor_sizes
 from baton.model.loading.model_support import causal_lm_class, kv_heads
+from baton.model.loading.text_part import KEY_MAPPING, has_own_head, own_name, text_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A loaded model and the facts about it that a worker needs. `eos_token_ids` may be empty."""
+    """A loaded model and the facts about it that a worker needs. `eos_token_ids` may be empty.
+
+    kv_dtype: how KV is stored, see `kv_components`.
+    """
 
     path: Path
     model: PreTrainedModel
@@ -31,6 +35,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    kv_dtype: str = "auto"
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -44,8 +49,12 @@ class LoadedModel:
     def device(self) -> torch.device:
         return self.model.device
 
-    def layout(self, block_size_tokens: int) -> KvLayout:
-        """Return how this model's KV is laid out in memory, for blocks of `block_size_tokens` tokens."""
+    def layout(self, block_size_tokens: int, windows: tuple[int | None, ...] = ()) -> KvLayout:
+        """Return how this model's KV is laid out in memory, for blocks of `block_size_tokens` tokens.
+
+        `windows`: of each layer, as `verify_masks` has found them; empty if no KV is to be freed while a
+        sequence runs.
+        """
         num_kv_heads, head_dim = kv_heads(self.config)
         return uniform_layout(
             model_fingerprint=self.model_fingerprint,
@@ -55,6 +64,8 @@ class LoadedModel:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            windows=windows,
         )
 
 
@@ -62,6 +73,7 @@ def load_model(
     path: Path,
     *,
     dtype: str = "auto",
+    kv_dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
     free_bytes: Callable[[torch.device], int] = free_bytes,
@@ -69,43 +81,29 @@ def load_model(
     """Load the model in directory `path` (see `model_source.resolve_model`), without network access.
 
     dtype: `auto` uses the checkpoint's own.
+    kv_dtype: see `kv_components`.
     device: `auto` uses CUDA if there is a GPU.
-    max_model_len: at most the model's own; None uses that.
-    free_bytes: bytes that can still be allocated on a device.
+    max_model_len: at most the model's own; None uses that. free_bytes: what a device can still allocate.
     Raises ModelError if the model cannot be served or loaded, or if there is too little memory.
     """
-    config = _read_config(path)
-    model_class = causal_lm_class(config)
+    whole = _read_config(path)
+    config = text_config(whole)
+    is_text_part = config is not whole
+    model_class = causal_lm_class(config, is_text_part=is_text_part, max_model_len=max_model_len)
     tokenizer = tokenizer_fingerprint(path)
-    load_dtype = _load_dtype(config, dtype)
+    load_dtype = _load_dtype(whole, dtype)
     target = _device(device)
-    size, what = num_weights(path) * load_dtype.itemsize, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
-    require_free_memory(size, free_bytes(target), what, str(target))
-    if target.type != "cpu":
-        require_free_memory(
-            size, free_bytes(torch.device("cpu")), what, f"this host, through which they go to {target}"
-        )
+    if is_text_part:
+        config.tie_word_embeddings = not has_own_head(tensor_sizes(path))
+    size = num_weights(path, own_name if is_text_part else bool) * load_dtype.itemsize
+    what = f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
+    _require_memory(size, what, target, free_bytes)
     config._attn_implementation = PAGED
     disable_progress_bar()  # a worker's standard error is its log
-    fingerprint = model_fingerprint(path, config.to_dict(), DTYPE_NAMES[load_dtype])
-    try:
-        model, info = cast(Any, model_class).from_pretrained(
-            path,
-            config=config,
-            dtype=load_dtype,
-            attn_implementation=PAGED,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise ModelError(f"{path} cannot be loaded as {model_class.__name__}: {error}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:  # transformers would initialise them randomly
-        raise ModelError(
-            f"{path} is incomplete: it lacks {len(missing)} weights of {model_class.__name__}, "
-            f"the first is {missing[0]}"
-        )
+    if is_text_part:
+        set_verbosity_error()  # else each weight of the other parts is reported as unexpected
+    fingerprint = model_fingerprint(path, whole.to_dict(), DTYPE_NAMES[load_dtype])
+    model = _load_plain(path, model_class, config, load_dtype, KEY_MAPPING if is_text_part else None)
     model = model.to(target).eval().requires_grad_(False)
     return LoadedModel(
         path=path,
@@ -115,7 +113,48 @@ def load_model(
         max_model_len=_max_model_len(config, max_model_len),
         vocab_size=config.vocab_size,
         eos_token_ids=eos_token_ids(path),
+        kv_dtype=kv_dtype,
     )
+
+
+def _load_plain(
+    path: Path,
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    key_mapping: dict[str, str] | None,
+) -> PreTrainedModel:
+    """Load plain weights in the way of transformers. Raises ModelError if any is missing.
+
+    `key_mapping`: replacements by pattern for the names of weights.
+    """
+    try:
+        model, info = cast(Any, model_class).from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=PAGED,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            key_mapping=key_mapping,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ModelError(f"{path} cannot be loaded as {model_class.__name__}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers would initialise them randomly
+        raise ModelError(
+            f"{path} is incomplete: it lacks {len(missing)} weights of {model_class.__name__}, "
+            f"the first is {missing[0]}"
+        )
+    return cast(PreTrainedModel, model)
+
+
+def _require_memory(size: int, what: str, target: torch.device, free_bytes: Callable[[torch.device], int]) -> None:
+    require_free_memory(size, free_bytes(target), what, str(target))
+    if target.type != "cpu":
+        host = torch.device("cpu")
+        require_free_memory(size, free_bytes(host), what, f"this host, through which they go to {target}")
 
 
 def require_free_memory(needed: int, free: int, what: str, where: str) -> None:
@@ -131,7 +170,8 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
     """Return the token ids that end a text, from generation_config.json, else from config.json."""
     for name in ("generation_config.json", "config.json"):
         try:
-            value = json.loads((path / name).read_text()).get("eos_token_id")
+            content = json.loads((path / name).read_text())
+            value = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:

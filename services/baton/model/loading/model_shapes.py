@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from baton.core.errors import ModelError
 
@@ -80,12 +80,30 @@ def _llama3_8b() -> PreTrainedConfig:
     )
 
 
+def _gemma3_270m() -> PreTrainedConfig:
+    """Source: the configuration of google/gemma-3-270m."""
+    return Gemma3TextConfig(
+        vocab_size=262_144,
+        hidden_size=640,
+        intermediate_size=2_048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        sliding_window=512,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+    )
+
+
 SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "tiny-42m": _tiny_42m,
     "tiny-moe": _tiny_moe,
     "qwen3-0.6b": lambda: _qwen3(1_024, 3_072, 28, 16, True),
     "qwen3-8b": lambda: _qwen3(4_096, 12_288, 36, 32, False),
     "llama3-8b": _llama3_8b,
+    "gemma3-270m": _gemma3_270m,
 }
 """Configuration factories by the name that `baton model init --like` takes."""
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from baton.core.errors import ModelError
+from baton.model.loading.text_part import text_model_class
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Layer types that can be served."""
@@ -17,10 +18,17 @@ ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 Those of `dynamic` and `longrope` change with the longest position in the batch.
 """
+LONGROPE = "longrope"
+"""RoPE type that can be served up to the length from which on its frequencies change."""
 
 
-def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+def causal_lm_class(
+    config: PreTrainedConfig, *, is_text_part: bool = False, max_model_len: int | None = None
+) -> type[PreTrainedModel]:
     """Return the class that runs this configuration. Raises ModelError if it cannot be served.
+
+    is_text_part: the configuration is that of the text part of a composite model, see `text_part.py`.
+    max_model_len: the longest context that is served; None: the model's own.
 
     A model of the wrong kind, such as an encoder-decoder, is refused for that alone. Otherwise the error
     names every unsupported property.
@@ -29,17 +37,21 @@ def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if config.is_encoder_decoder:
         raise ModelError(f"{name} is an encoder-decoder model; only decoder-only language models can be served")
     if config.get_text_config() is not config:
-        raise ModelError(f"{name} is a composite model with a text part; only plain language models can be served")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{name} is a composite model with a text part; give the configuration of that part")
+    model_class = None
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    elif is_text_part:
+        model_class = text_model_class(config)
+    if model_class is None:
         raise ModelError(f"transformers has no causal language model for {name}")
-    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    problems = _problems(config, model_class)
+    problems = _problems(config, model_class, max_model_len)
     if problems:
         raise ModelError(f"{name} cannot be served: {'; '.join(problems)}")
     return model_class
 
 
-def _problems(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> list[str]:
+def _problems(config: PreTrainedConfig, model_class: type[PreTrainedModel], max_model_len: int | None) -> list[str]:
     problems = []
     quantization = getattr(config, "quantization_config", None)
     if quantization:
@@ -62,7 +74,14 @@ def _problems(config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> l
         problems.append("a soft cap on attention logits (attn_logit_softcapping)")
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         problems.append("bidirectional attention")
-    rope_types = sorted(_rope_types(config) - ROPE_TYPES)
+    found, short_len = _rope_types(config), _short_rope_len(config)
+    longest = max_model_len or getattr(config, "max_position_embeddings", 0)
+    if LONGROPE in found and short_len and longest > short_len:
+        problems.append(
+            f"its rotary embedding ({LONGROPE}) changes with the longest position beyond {short_len} positions; "
+            f"give --max-model-len {short_len} or less"
+        )
+    rope_types = sorted(found - ROPE_TYPES - ({LONGROPE} if short_len else set()))
     if rope_types:
         problems.append(
             f"rotary embedding of type {', '.join(rope_types)}, which is not one of {', '.join(sorted(ROPE_TYPES))}"
@@ -89,6 +108,14 @@ def _rope_types(config: PreTrainedConfig) -> set[str]:
         entries = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
         found.update(str(entry.get("rope_type") or entry.get("type") or "default") for entry in entries)
     return found
+
+
+def _short_rope_len(config: PreTrainedConfig) -> int | None:
+    """Return the number of positions for which `longrope` has its short frequencies; None if it is not
+    given."""
+    parameters = getattr(config, "rope_parameters", None)
+    length = parameters.get("original_max_position_embeddings") if isinstance(parameters, dict) else None
+    return length if isinstance(length, int) else None
 
 
 def kv_heads(config: PreTrainedConfig) -> tuple[int, int]:

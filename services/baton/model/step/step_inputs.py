@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from baton.engine.state.step import PromptRequest, SampleRequest, StepSequence
+from baton.engine.state.step import NO_BLOCK, PromptRequest, SampleRequest, StepSequence
 from baton.model.attention.attention_inputs import AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import PagedKernel
 from baton.model.device.async_copy import upload
@@ -80,7 +80,7 @@ class BlockTables:
         """
         known = self._before.get(sequence.seq_id)
         if known is None or known[0] is not sequence.block_table:
-            block_ids = np.array(sequence.block_table, dtype=np.int64)
+            block_ids = _with_own_blocks(np.array(sequence.block_table, dtype=np.int64))
             if block_ids.size and (block_ids.min() < 0 or block_ids.max() >= self._num_blocks):
                 raise ValueError(
                     f"block ids {block_ids.min()} to {block_ids.max()}; must be 0 to {self._num_blocks - 1}"
@@ -88,6 +88,17 @@ class BlockTables:
             known = sequence.block_table, block_ids
         self._now[sequence.seq_id] = known
         return known[1]
+
+
+def _with_own_blocks(block_ids: np.ndarray) -> np.ndarray:
+    """Replace leading NO_BLOCK entries, which no layer reads, by the sequence's first block.
+
+    A kernel that reads one by mistake then reads neither another sequence's memory nor memory that does not
+    exist.
+    """
+    num_freed = int(np.argmax(block_ids != NO_BLOCK)) if block_ids.size else 0
+    block_ids[:num_freed] = block_ids[num_freed : num_freed + 1]
+    return block_ids
 
 
 def prepare_sequence(

@@ -17,6 +17,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from baton.core.errors import BatonError, ModelError
+from baton.core.kv.kv_layout import INT8
 from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import PAGED, STEP_ARGUMENT, PagedKernel, attend, paged_attention
 from baton.model.device.kv_tensors import KvCache
@@ -31,6 +32,8 @@ _NUM_PROBES = 64
 _FLOAT32_LIMIT = 1e-3
 _HALF_LIMIT = 0.1
 """Relative error of the logits that rounding may cause, in float32 and in half precision."""
+_INT8_KV_LIMIT = 0.1
+"""Relative error of the logits that KV in int8 may cause."""
 _NOISE_FACTOR = 10.0
 """Allowed error as a multiple of the model's own error between batch sizes, if that is larger."""
 
@@ -119,7 +122,7 @@ class _RecordingStep(AttentionStep):
 def _check_masks(loaded: LoadedModel, block_size_tokens: int) -> tuple[AttentionParams, ...]:
     """Check that every layer attends exactly once, and sees exactly the tokens that its own mask shows."""
     name = type(loaded.model).__name__
-    cache = KvCache.zeros(loaded.layout(block_size_tokens), 1, loaded.device)
+    cache = KvCache.zeros(loaded.layout(block_size_tokens), 1, loaded.device, loaded.dtype)
     num_tokens = min(4, block_size_tokens)
     segment = Segment(token_begin=0, num_tokens=num_tokens, kv_begin=0, block_ids=np.zeros(1, dtype=np.int64))
     step = _RecordingStep(cache, [segment], CausalMasks(cache.dtype, cache.device), paged_attention)
@@ -200,12 +203,15 @@ def _check_logits(
     ]
     error = float(np.max(errors))  # NaN if any error is NaN
     limit = max(_FLOAT32_LIMIT if loaded.dtype == torch.float32 else _HALF_LIMIT, _NOISE_FACTOR * noise)
+    is_int8 = loaded.kv_dtype == INT8
+    limit = max(limit, _INT8_KV_LIMIT) if is_int8 else limit
     if not error <= limit:
         raise ModelError(
             f"{type(loaded.model).__name__} computes different logits with paged attention: "
             f"they differ from its own SDPA pass by {error:.2g} of their standard deviation, "
             f"and rounding explains at most {limit:.2g}; "
             "only models with plain causal or sliding-window attention can be served"
+            + (", and some of them only with --kv-dtype auto" if is_int8 else "")
         )
 
 
@@ -234,8 +240,9 @@ def _paged_passes(
     rng.shuffle(free)
     for table in tables:
         table[:] = [free.pop() for _ in table]
-    cache = KvCache.zeros(loaded.layout(block_size), sum(len(table) for table in tables) + 1, loaded.device)
-    cache.blocks.fill_(float("nan"))
+    num_blocks = sum(len(table) for table in tables) + 1
+    cache = KvCache.zeros(loaded.layout(block_size), num_blocks, loaded.device, loaded.dtype)
+    cache.fill_with_nan()
     masks = CausalMasks(cache.dtype, cache.device)
     done = [0] * len(prompts)
     results: list[list[torch.Tensor]] = [[] for _ in prompts]

@@ -34,6 +34,11 @@ class ComputeSettings(Config):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto", help="data type of weights and KV; auto uses the checkpoint's"
     )
+    kv_dtype: Literal["auto", "int8"] = setting(
+        "auto",
+        help="data type of the KV cache; auto uses that of the weights; int8 halves its memory and the bytes of "
+        "transfers; must be the same for all workers of a cluster",
+    )
     kernels: Literal["auto", "torch"] = setting(
         "auto",
         help="CPU kernels; auto uses Baton's own, compiled at the first start, if there is a C++ compiler; torch uses "

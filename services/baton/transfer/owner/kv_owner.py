@@ -118,16 +118,26 @@ class KvOwner:
         if early is not None:
             self._follow_job(early.reader, early.message, job, early.stream_number, now_s)
 
-    def allocated(self, job: JobId, block_table: Sequence[int], hashes: Sequence[BlockHash], now_s: float) -> None:
+    def allocated(
+        self,
+        job: JobId,
+        block_table: Sequence[int],
+        hashes: Sequence[BlockHash],
+        now_s: float,
+        *,
+        first_block: int = 0,
+    ) -> None:
         """Pin the blocks of a job's prompt. Does nothing if the transfer has ended.
 
         hashes: of the full blocks, in order
+        first_block: the blocks before it are not needed to continue the prompt. They are neither pinned nor
+            announced.
         """
         transfer = self._transfers.get(job)
         if transfer is None or transfer.pinned or transfer.lost is not None:
             return
         transfer.block_table, transfer.hashes = tuple(block_table), tuple(hashes)
-        transfer.pinned = transfer.block_table
+        transfer.first_block, transfer.pinned = first_block, transfer.block_table[first_block:]
         self._pins.pin(transfer.pinned)
 
     def announce(
@@ -172,8 +182,8 @@ class KvOwner:
         if transfer.lifecycle.state is State.CREATED or transfer.reader is None or transfer.transfer_id is None:
             self._end(transfer, reason, now_s)
             return
-        announced = transfer.pinned[: transfer.next_block]
-        self._pins.unpin(transfer.pinned[transfer.next_block :])
+        announced = transfer.announced
+        self._pins.unpin(transfer.pinned[len(announced) :])
         transfer.pinned = announced
         self._send(transfer.reader, Lost(transfer_id=transfer.transfer_id, reason=reason))
 
@@ -237,7 +247,7 @@ class KvOwner:
         if not transfer_id:
             return all(0 <= block_id < self._num_blocks for block_id in block_ids)
         transfer = self._by_reader.get(reader.incarnation, {}).get(transfer_id)
-        return transfer is not None and set(block_ids) <= set(transfer.pinned[: transfer.next_block])
+        return transfer is not None and set(block_ids) <= set(transfer.announced)
 
     def expire(self, now_s: float) -> None:
         """End transfers whose lease or claim timeout has passed.

@@ -19,7 +19,8 @@ class OwnedTransfer:
     """One transfer at its owner.
 
     block_table: all blocks of the prompt, [num_blocks]; empty until allocated
-    pinned: the part of `block_table` that is pinned
+    first_block: index of the first block that the reader can ask for
+    pinned: the part of `block_table` from `first_block` on that is pinned
     num_ready: number of computed blocks
     next_block: index of the first block that was not announced to the reader
     lost: why the sequence ended early; None otherwise
@@ -34,6 +35,7 @@ class OwnedTransfer:
     transfer_id: TransferId | None = None
     block_table: tuple[int, ...] = ()
     hashes: tuple[BlockHash, ...] = ()
+    first_block: int = 0
     pinned: tuple[int, ...] = ()
     num_ready: int = 0
     next_block: int = 0
@@ -46,6 +48,11 @@ class OwnedTransfer:
     stream_number: int = 0
     span: Span = NO_SPAN
 
+    @property
+    def announced(self) -> tuple[int, ...]:
+        """The pinned blocks that were announced to the reader."""
+        return self.pinned[: max(0, self.next_block - self.first_block)]
+
     def take_announcement(self, generation: Callable[[int], int]) -> KvReady | None:
         """Return the message that announces what the reader does not know yet, and record it as announced.
 
@@ -54,7 +61,7 @@ class OwnedTransfer:
         """
         if self.lifecycle.state is not State.FOLLOWED or self.reader is None or self.transfer_id is None:
             return None
-        begin = min(self.next_block, self.num_ready)
+        begin = min(max(self.next_block, self.first_block), self.num_ready)
         block_ids = self.block_table[begin : self.num_ready]
         if self.final_sent or not (block_ids or self.is_final):
             return None

@@ -89,9 +89,11 @@ class OwnerService:
         self.owner.create(job, reader, self._now_s())
         self._schedule_expiry()
 
-    def allocated(self, job: JobId, block_table: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Pin the blocks of a job's prompt. `hashes`: of the full blocks, in order."""
-        self.owner.allocated(job, block_table, hashes, self._now_s())
+    def allocated(
+        self, job: JobId, block_table: Sequence[int], hashes: Sequence[BlockHash], *, first_block: int = 0
+    ) -> None:
+        """Pin the blocks of a job's prompt, see `KvOwner.allocated`."""
+        self.owner.allocated(job, block_table, hashes, self._now_s(), first_block=first_block)
 
     def announce(
         self,

@@ -306,14 +306,16 @@ class KvComponent(_message.Message):
     def __init__(self, name: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class LayerGroup(_message.Message):
-    __slots__ = ("layer_begin", "num_layers", "components")
+    __slots__ = ("layer_begin", "num_layers", "components", "window")
     LAYER_BEGIN_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
     layer_begin: int
     num_layers: int
     components: _containers.RepeatedCompositeFieldContainer[KvComponent]
-    def __init__(self, layer_begin: _Optional[int] = ..., num_layers: _Optional[int] = ..., components: _Optional[_Iterable[_Union[KvComponent, _Mapping]]] = ...) -> None: ...
+    window: int
+    def __init__(self, layer_begin: _Optional[int] = ..., num_layers: _Optional[int] = ..., components: _Optional[_Iterable[_Union[KvComponent, _Mapping]]] = ..., window: _Optional[int] = ...) -> None: ...
 
 class KvLayout(_message.Message):
     __slots__ = ("layout_version", "model_fingerprint", "tokenizer_fingerprint", "block_size_tokens", "block_bytes", "groups", "hash_scheme", "sampler_version")

@@ -27,7 +27,7 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
 
     costs = parse_step_costs(config.emulated_costs)
     path = resolve_model(config.model)
-    model = read_emulated_model(path, dtype=config.dtype, max_model_len=config.max_model_len)
+    model = read_emulated_model(path, dtype=config.dtype, kv_dtype=config.kv_dtype, max_model_len=config.max_model_len)
     layout = model.layout(config.block_size_tokens)
     num_blocks = num_blocks_for_worker(config, layout, model.max_model_len, free_host_bytes())
     kv, registered = register_host_memory(config, worker, layout, num_blocks)

@@ -115,14 +115,14 @@ def _register_directly(config: WorkerConfig, worker: WorkerRef, cache: "KvCache"
     from baton.model.device.device_info import bind_thread
     from baton.transfer.backends.nixl_backend import NixlBackend
 
-    scratch = cache.blocks.new_zeros(probe_blocks(cache.num_blocks, cache.layout), *cache.blocks.shape[1:])
+    scratch = cache.memory.new_zeros(probe_blocks(cache.num_blocks, cache.layout), cache.layout.block_bytes)
     gpu_region = partial(KvRegion, memory_kind="cuda", device_id=cache.device.index or 0)
     table = np.frombuffer(anonymous(cache.num_blocks * ENTRY_BYTES), dtype=np.uint8)
     with _nixl_required():
         backend = NixlBackend(
             worker=worker,
             layout=cache.layout,
-            kv=gpu_region(address=cache.blocks.data_ptr(), num_bytes=cache.blocks.nbytes),
+            kv=gpu_region(address=cache.memory.data_ptr(), num_bytes=cache.memory.nbytes),
             generation=KvRegion(address=int(table.ctypes.data), num_bytes=table.nbytes),
             scratch=gpu_region(address=scratch.data_ptr(), num_bytes=scratch.nbytes, owner=scratch),
             bind_thread=partial(bind_thread, cache.device),

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from baton.core.ids import WorkerRef
+from baton.core.kv.kv_layout import KvLayout
 from baton.engine.constraints.grammar_tokenizer import read_grammar_tokenizer
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -17,10 +18,11 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.process.cores import core_quota, num_usable_cores
 from baton.worker.costs.step_cost_keeper import step_costs_key
-from baton.worker.device.kv_registration import register_gpu_memory, register_host_memory
+from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 
 if TYPE_CHECKING:
+    from baton.model.device.kv_tensors import KvCache
     from baton.model.loading.model_loader import LoadedModel
 
 log = get_logger(__name__)
@@ -53,19 +55,23 @@ def _open_in_compute_thread(
     """Build the device. Runs in `thread`, which the executor then owns."""
     from baton.model.backends.backend_selection import choose_backend
     from baton.model.device.device_info import device_name, free_bytes
-    from baton.model.device.kv_tensors import KvCache
     from baton.model.loading.model_loader import load_model
     from baton.model.loading.model_source import resolve_model
     from baton.model.peak_memory import measure_step_bytes
     from baton.model.torch_executor import TorchExecutor
 
     loaded = load_model(
-        resolve_model(config.model), dtype=config.dtype, device=config.device, max_model_len=config.max_model_len
+        resolve_model(config.model),
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        device=config.device,
+        max_model_len=config.max_model_len,
     )
     backend = choose_backend(
         loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
     )
-    layout = loaded.layout(config.block_size_tokens)
+    windows = tuple(params.window for params in backend.attention_params)
+    layout = loaded.layout(config.block_size_tokens, windows)
     constraints = _open_constraints(loaded, num_threads, finds_forced=finds_forced_tokens(config.speculate))
     step_bytes = measure_step_bytes(
         loaded,
@@ -80,19 +86,14 @@ def _open_in_compute_thread(
         config, layout, loaded.max_model_len, free, step_bytes=step_bytes, is_host=is_host
     )
     log.info("kv_memory_sized", num_blocks=num_blocks, block_bytes=layout.block_bytes, step_bytes=step_bytes)
-    if is_host:
-        kv, registered = register_host_memory(config, worker, layout, num_blocks)
-        cache = KvCache.over(kv.reshape(-1).data, layout)
-    else:
-        cache = KvCache.zeros(layout, num_blocks, "cuda")
-        registered = register_gpu_memory(config, worker, cache)
+    cache, registered = _open_kv(config, worker, loaded, layout, num_blocks)
     pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations)
     executor = TorchExecutor(loaded.model, cache, thread=thread, backend=backend, constraints=constraints)
     executor.warm(config.max_num_seqs)
     kv_text = f"{kv_summary(config, layout, num_blocks)}{registered.note}"
     return Device(
         executor=executor,
-        engine_config=engine_config_of(config, loaded.max_model_len, loaded.eos_token_ids),
+        engine_config=engine_config_of(config, loaded.max_model_len, loaded.eos_token_ids, kv_window=layout.window),
         pool=pool,
         backend=registered.backend,
         constraints=constraints,
@@ -107,6 +108,19 @@ def _open_in_compute_thread(
             config.block_size_tokens,
         ),
     )
+
+
+def _open_kv(
+    config: WorkerConfig, worker: WorkerRef, loaded: "LoadedModel", layout: KvLayout, num_blocks: int
+) -> tuple["KvCache", RegisteredMemory]:
+    """Allocate KV memory where the model is, and register it."""
+    from baton.model.device.kv_tensors import KvCache
+
+    if loaded.device.type == "cpu":
+        kv, registered = register_host_memory(config, worker, layout, num_blocks)
+        return KvCache.over(kv.reshape(-1).data, layout, loaded.dtype), registered
+    cache = KvCache.zeros(layout, num_blocks, "cuda", loaded.dtype)
+    return cache, register_gpu_memory(config, worker, cache)
 
 
 def _device_text(loaded: "LoadedModel") -> str:

@@ -45,8 +45,13 @@ class Device:
         self.close_memory()
 
 
-def engine_config_of(config: WorkerConfig, max_model_len: int, eos_token_ids: tuple[int, ...]) -> EngineConfig:
-    """Return the engine limits of a worker, from its settings and the limits of its model."""
+def engine_config_of(
+    config: WorkerConfig, max_model_len: int, eos_token_ids: tuple[int, ...], *, kv_window: int = 0
+) -> EngineConfig:
+    """Return the engine limits of a worker, from its settings and its model.
+
+    kv_window: see `EngineConfig`.
+    """
     return EngineConfig(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
@@ -54,6 +59,7 @@ def engine_config_of(config: WorkerConfig, max_model_len: int, eos_token_ids: tu
         block_size_tokens=config.block_size_tokens,
         eos_token_ids=eos_token_ids,
         max_waiting_seqs=config.max_queued_jobs,
+        kv_window=kv_window,
     )
 
 
@@ -86,4 +92,5 @@ def num_blocks_for_worker(
 def kv_summary(config: WorkerConfig, layout: KvLayout, num_blocks: int) -> str:
     """Describe the KV memory for the one-line device summary."""
     size_mib = num_blocks * layout.block_bytes / MIB
-    return f"KV {num_blocks} blocks of {layout.block_size_tokens} tokens ({size_mib:.0f} MiB), {config.transfer}"
+    blocks = f"{num_blocks} blocks of {layout.block_size_tokens} tokens"
+    return f"KV {blocks} in {layout.kv_dtype} ({size_mib:.0f} MiB), {config.transfer}"

@@ -4,6 +4,7 @@ The transfer outlives the leg. Its blocks stay pinned until the reader releases 
 """
 
 from baton.core.errors import Failure
+from baton.core.kv.block_hash import first_visible_block
 from baton.core.messages.jobs import PrefillJob
 from baton.core.messages.peer_messages import FirstToken
 from baton.core.request import LegTimeline
@@ -32,7 +33,9 @@ class PrefillLeg(ComputingLeg):
     def admitted(self, admission: AdmittedSequence) -> None:
         super().admitted(admission)
         if self._reader is not None:
-            self._parts.owner.allocated(self._job.job, admission.block_table, self._hashes)
+            config = self._parts.engine.engine.config
+            unseen = first_visible_block(len(self._job.token_ids), config.kv_window, config.block_size_tokens)
+            self._parts.owner.allocated(self._job.job, admission.block_table, self._hashes, first_block=unseen)
             if admission.num_cached_blocks:
                 self._announce(admission.num_cached_blocks * self._parts.block_size_tokens)
 

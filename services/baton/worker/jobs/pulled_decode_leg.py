@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.ids import WorkerRef
+from baton.core.kv.block_hash import first_visible_block
 from baton.core.messages.jobs import DecodeJob
 from baton.core.messages.peer_messages import FirstToken
 from baton.core.request import LegTimeline, Usage
@@ -55,11 +56,17 @@ class PulledDecodeLeg(DecodeLeg):
         self._pull = self._parts.reader.pull(
             self._owner,
             self._job.job,
-            have_blocks=self._parts.pool.count_cached(usable),
+            have_blocks=max(self._parts.pool.count_cached(usable), self._num_unseen_blocks),
             expected=self._hashes,
             trace_context=self._job.trace_context,
         )
         self._parts.tasks.start(self._pull_and_join(self._pull), name=f"pull-{self._job.job}")
+
+    @property
+    def _num_unseen_blocks(self) -> int:
+        """Leading blocks of the prompt that no layer sees after it. They are not pulled."""
+        config = self._parts.engine.engine.config
+        return first_visible_block(len(self._job.token_ids), config.kv_window, config.block_size_tokens)
 
     def admitted(self, admission: AdmittedSequence) -> None:
         self._cancel_admission_timeout()

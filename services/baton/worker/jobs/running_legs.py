@@ -36,7 +36,7 @@ class RunningLegs:
         Outcomes of sequences whose job has ended are dropped; blocks that such a sequence received are freed.
         """
         for admission in outcome.admissions:
-            self._pool.count_use(admission.block_table[: admission.num_cached_blocks])
+            self._pool.count_use(admission.block_table[admission.num_freed_blocks : admission.num_cached_blocks])
             leg = self._legs.get(admission.seq_id)
             if leg is not None:
                 leg.admitted(admission)

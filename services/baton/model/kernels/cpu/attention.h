@@ -7,32 +7,32 @@
 // attention_decode_bf16.h and attention_decode_float.h.
 #pragma once
 
-#include <cstdint>
+#include "layer_kv.h"
 
 namespace baton {
 
-// q, out: [num_tokens, num_heads, head_dim], strided.
-// kv: block b begins at kv + b * block_stride. It holds keys [num_kv_heads, block_size, head_dim], and values
-// v_offset further on.
-// All strides are in elements.
+// q, out: [num_tokens, num_heads, head_dim], strided; strides are in elements.
+// kv, kv_strides: see layer_kv.h.
 // Sequence s has the tokens [token_begin[s], token_begin[s + 1]), the last ones of its context_len[s]. Its
 // block table begins at tables[table_begin[s]].
 // window: number of visible tokens, the current one included; 0 for all.
-// Slots beyond a sequence's end may hold anything.
+// sinks: [num_heads] or null. Each row's softmax has this score as one more term, which has no value.
+// Slots beyond a sequence's end may hold anything, and blocks wholly before the window of a sequence's first
+// token of this step may hold anything or be missing: neither is read.
 struct AttentionArgs {
     const void* q;
     void* out;
-    const void* kv;
+    LayerKv kv;
     const int32_t* token_begin;
     const int32_t* context_len;
     const int32_t* table_begin;
     const int32_t* tables;
+    const float* sinks;
     int64_t q_token_stride;
     int64_t q_head_stride;
     int64_t out_token_stride;
     int64_t out_head_stride;
-    int64_t block_stride;
-    int64_t v_offset;
+    KvStrides kv_strides;
     int32_t num_seqs;
     int32_t num_heads;
     int32_t num_kv_heads;

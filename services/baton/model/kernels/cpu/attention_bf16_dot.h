@@ -14,7 +14,8 @@ constexpr int BF16_PER_LINE = CACHE_LINE_BYTES / int(sizeof(Bf16));
 constexpr int MAX_BF16_DIM = 1024;  // largest supported head size
 constexpr int BF16_BATCH_TOKENS = KV_BATCH;  // tokens processed at a time
 // Stands for missing tokens of a tile that is not full.
-alignas(64) inline const Bf16 ZERO_ROW[MAX_BF16_DIM] = {};
+template <typename S>
+alignas(64) inline const S ZERO_ROW[MAX_BF16_DIM] = {};
 
 // 2^x, exact for integers: a polynomial of the fraction, scaled by the exponent. The relative error is below
 // 3e-6; the result is rounded to bfloat16, which is 700 times as coarse.
@@ -61,34 +62,63 @@ inline void transpose_words(__m512i* r) {
     }
 }
 
+// Loads 32 numbers of a row as bfloat16. Integers of 8 bits are exact in bfloat16.
+inline __m512i load_as_bf16(const Bf16* from) { return _mm512_loadu_si512(from); }
+inline __m512i load_as_bf16(const int8_t* from) {
+    const auto widen = [](const int8_t* part) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(part))));
+    };
+    return __m512i(_mm512_cvtne2ps_pbh(widen(from + BF16_LANES), widen(from)));
+}
+
 // Interleaves 32 numbers of two rows into 32 words, one pair each.
-inline void interleave_pairs(const Bf16* a, const Bf16* b, uint32_t* out) {
+template <typename S>
+inline void interleave_pairs(const S* a, const S* b, uint32_t* out) {
     alignas(64) static const uint16_t interleaved[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                       8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
     const __m512i low = _mm512_load_si512(interleaved), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    const __m512i of_a = _mm512_loadu_si512(a), of_b = _mm512_loadu_si512(b);
+    const __m512i of_a = load_as_bf16(a), of_b = load_as_bf16(b);
     _mm512_store_si512(out, _mm512_permutex2var_epi16(of_a, low, of_b));
     _mm512_store_si512(out + BF16_LANES, _mm512_permutex2var_epi16(of_a, high, of_b));
 }
 
-// Addresses of the KV of BF16_BATCH_TOKENS tokens and of the tokens to prefetch after them.
+// Addresses of the KV of BF16_BATCH_TOKENS tokens and of the tokens to prefetch after them. S: type of the
+// stored numbers.
+template <typename S>
 struct KvPointers {
     static constexpr int COUNT = BF16_BATCH_TOKENS + PREFETCH_TOKENS;
 
-    const Bf16 *keys[COUNT], *values[COUNT];
+    const S *keys[COUNT], *values[COUNT];
 
-    // Fills in the tokens from `begin` on. Entries beyond `end` point to zeros.
-    void find(const KvRows<Bf16>& kv, int begin, int end) {
-        const int here = std::min(COUNT, end - begin);
-        kv.keys(begin, begin + here, keys);
-        std::fill(keys + here, keys + COUNT, ZERO_ROW);
-        std::fill(values + here, values + COUNT, ZERO_ROW);
-        for (int i = 0; i < here; i++) values[i] = keys[i] + kv.v_offset;
+    // Fills in the tokens from `begin` on. Entries beyond `end` and before `kv.first` point to zeros.
+    void find(const KvRows<S>& kv, int begin, int end) {
+        const int here = std::min(COUNT, end - begin), skipped = std::clamp(kv.first - begin, 0, here);
+        kv.keys(begin + skipped, begin + here, keys + skipped);
+        for (const S** pointers : {keys, values}) {
+            std::fill(pointers, pointers + skipped, ZERO_ROW<S>);
+            std::fill(pointers + here, pointers + COUNT, ZERO_ROW<S>);
+        }
+        for (int i = skipped; i < here; i++) values[i] = keys[i] + kv.v_offset;
+    }
+};
+
+// Scales of the keys, times a factor, and of the values of BF16_BATCH_TOKENS tokens. A score is multiplied by
+// its key's scale, a weight by its value's scale, so that integers need not be.
+struct TokenScales {
+    alignas(64) float keys[BF16_BATCH_TOKENS], values[BF16_BATCH_TOKENS];
+
+    // Fills in the tokens [begin, end) of a range that ends at `kv_end`. Scales beyond them are 0.
+    void find(const KvRows<int8_t>& kv, int begin, int end, int kv_end, float factor) {
+        kv.token_scales(begin, end, kv_end, keys, values);
+        std::fill(keys + (end - begin), keys + BF16_BATCH_TOKENS, 0.0f);
+        std::fill(values + (end - begin), values + BF16_BATCH_TOKENS, 0.0f);
+        for (int i = 0; i < BF16_BATCH_TOKENS; i++) keys[i] *= factor;
     }
 };
 
 // Prefetches into L2. Into L1, decode took a third longer (`bench/scenarios/engine/attention.py`).
-inline void fetch(const Bf16* numbers) { _mm_prefetch(reinterpret_cast<const char*>(numbers), _MM_HINT_T1); }
+template <typename S>
+inline void fetch(const S* numbers) { _mm_prefetch(reinterpret_cast<const char*>(numbers), _MM_HINT_T1); }
 
 // Initial value of the accumulators: zero, the existing sums, or the sums times a factor per lane.
 enum class Accumulate { ZERO, SUMS, RESCALED_SUMS };

@@ -18,23 +18,26 @@ class AttentionTileBf16 {
     static constexpr int MAX_DIM = MAX_BF16_DIM;
     static constexpr int MAX_TILE_ROWS = MAX_ROWS;
 
-    void attend(const Bf16* const* rows, int num_rows, const KvRange* visible, const KvRows<Bf16>& kv, KvRange range,
+    template <typename S>
+    void attend(const Bf16* const* rows, int num_rows, const KvRange* visible, const KvRows<S>& kv, KvRange range,
         float factor, SoftmaxState& state) {
         if (num_rows >= PREFILL_MIN_ROWS) return prefill_.attend(rows, num_rows, visible, kv, range, factor, state);
         const int dim = kv.head_dim;
         keys_.reserve(size_t(dim / 2) * BF16_BATCH_TOKENS);
         values_.reserve(size_t(BF16_BATCH_TOKENS / 2) * dim);
+        KvPointers<S> pointers;
         const Bf16* weights[PREFILL_MIN_ROWS];
         for (int r = 0; r < num_rows; r++) weights[r] = weights_.data() + size_t(r) * BF16_BATCH_TOKENS;
         for (int begin = range.begin; begin < range.end; begin += BF16_BATCH_TOKENS) {
             const int count = std::min(BF16_BATCH_TOKENS, range.end - begin), width = round_up(count, BF16_LANES);
-            kv_pointers_.find(kv, begin, range.end);
-            for (int i = 0; i < width; i += BF16_LANES) pack(i, std::min(BF16_LANES, count - i), dim);
+            pointers.find(kv, begin, range.end);
+            if constexpr (KvRows<S>::HAS_SCALES) scales_.find(kv, begin, begin + count, range.end, factor);
+            for (int i = 0; i < width; i += BF16_LANES) pack(pointers, i, std::min(BF16_LANES, count - i), dim);
             multiply_all<Accumulate::ZERO>(scores_.data(), BF16_BATCH_TOKENS, {rows, 2}, num_rows,
                 {keys_.data(), BF16_BATCH_TOKENS}, dim / 2, width);
             for (int r = 0; r < num_rows; r++) {
-                const float rescale = online_softmax_update(r, begin, width, visible[r], factor, state.row_max[r],
-                    state.row_sum[r]);
+                const float rescale = online_softmax_update<KvRows<S>::HAS_SCALES>(r, begin, width, visible[r], factor,
+                    state.row_max[r], state.row_sum[r]);
                 float* sums = &state.weighted_values[size_t(r) * dim];
                 if (rescale != 1.0f)
                     for (int d = 0; d < dim; d++) sums[d] *= rescale;
@@ -59,18 +62,20 @@ class AttentionTileBf16 {
     // Packs 16 tokens from `column` on, of which `count` exist, into the keys' columns and the values' rows.
     // Meanwhile it prefetches tokens that are PREFETCH_TOKENS further, one cache line per line read: the
     // hardware cannot predict block tables, and stalls if all lines are requested together.
-    void pack(int column, int count, int dim) {
-        const Bf16* keys[BF16_LANES];
-        const Bf16* values[BF16_LANES];
+    template <typename S>
+    void pack(const KvPointers<S>& pointers, int column, int count, int dim) {
+        constexpr int PER_LINE = CACHE_LINE_BYTES / int(sizeof(S));
+        const S* keys[BF16_LANES];
+        const S* values[BF16_LANES];
         for (int i = 0; i < BF16_LANES; i++) {
-            keys[i] = i < count ? kv_pointers_.keys[column + i] : ZERO_ROW;
-            values[i] = i < count ? kv_pointers_.values[column + i] : ZERO_ROW;
+            keys[i] = i < count ? pointers.keys[column + i] : ZERO_ROW<S>;
+            values[i] = i < count ? pointers.values[column + i] : ZERO_ROW<S>;
         }
         for (int d = 0; d < dim; d += BF16_PER_LINE) {
             __m512i r[BF16_LANES];
             for (int i = 0; i < BF16_LANES; i++) {
-                r[i] = _mm512_loadu_si512(keys[i] + d);
-                fetch(kv_pointers_.keys[column + PREFETCH_TOKENS + i] + d);
+                r[i] = load_as_bf16(keys[i] + d);
+                if (d % PER_LINE == 0) fetch(pointers.keys[column + PREFETCH_TOKENS + i] + d);
             }
             transpose_words(r);
             for (int i = 0; i < BF16_LANES; i++) _mm512_store_si512(keys_.data()
@@ -78,14 +83,18 @@ class AttentionTileBf16 {
         }
         for (int i = 0; i < BF16_LANES; i += 2) {
             for (int d = 0; d < dim; d += BF16_PER_LINE) {
-                fetch(kv_pointers_.values[column + PREFETCH_TOKENS + i] + d);
-                fetch(kv_pointers_.values[column + PREFETCH_TOKENS + i + 1] + d);
+                if (d % PER_LINE == 0) {
+                    fetch(pointers.values[column + PREFETCH_TOKENS + i] + d);
+                    fetch(pointers.values[column + PREFETCH_TOKENS + i + 1] + d);
+                }
                 interleave_pairs(values[i] + d, values[i + 1] + d, values_.data() + size_t(column + i) / 2 * dim + d);
             }
         }
     }
 
     // online_softmax_update of online_softmax.h, vectorised. Weights are rounded to bfloat16, row_sum is not.
+    // SCALED: scores and weights are multiplied by scales_.
+    template <bool SCALED>
     float online_softmax_update(int row, int begin, int width, KvRange visible, float factor, float& row_max,
         float& row_sum) {
         const float* scores = scores_.data() + size_t(row) * BF16_BATCH_TOKENS;
@@ -96,18 +105,21 @@ class AttentionTileBf16 {
             const __m512i index = _mm512_add_epi32(_mm512_set1_epi32(begin + i), steps);
             return __mmask16(_mm512_cmpge_epi32_mask(index, kv_begin) & _mm512_cmplt_epi32_mask(index, kv_end));
         };
+        const auto scale_at = [&](int i) { return SCALED ? _mm512_load_ps(scales_.keys + i) : scale; };
         __m512 maxima = masked;
         for (int i = 0; i < width; i += BF16_LANES) maxima
-            = _mm512_max_ps(maxima, _mm512_mask_mul_ps(masked, is_seen(i), _mm512_load_ps(scores + i), scale));
+            = _mm512_max_ps(maxima, _mm512_mask_mul_ps(masked, is_seen(i), _mm512_load_ps(scores + i), scale_at(i)));
         const float new_max = std::max(row_max, _mm512_reduce_max_ps(maxima));
         const float rescale = _mm512_cvtss_f32(fast_exp2_bf16(_mm512_set1_ps(row_max - new_max)));
         alignas(64) float pair_sums[BF16_BATCH_TOKENS];
         Bf16* out = weights_.data() + size_t(row) * BF16_BATCH_TOKENS;
         for (int i = 0; i < width; i += BF16_LANES) {
             const __m512 weight = _mm512_maskz_mov_ps(is_seen(i),
-                softmax_weight(_mm512_load_ps(scores + i), scale, _mm512_set1_ps(new_max)));
+                softmax_weight(_mm512_load_ps(scores + i), scale_at(i), _mm512_set1_ps(new_max)));
             _mm512_store_ps(pair_sums + i, _mm512_add_ps(weight, _mm512_permute_ps(weight, 0xb1)));
-            _mm256_store_si256(reinterpret_cast<__m256i*>(out + i), __m256i(_mm512_cvtneps_pbh(weight)));
+            const __m512 scaled
+                = SCALED ? _mm512_maskz_mul_ps(is_seen(i), weight, _mm512_load_ps(scales_.values + i)) : weight;
+            _mm256_store_si256(reinterpret_cast<__m256i*>(out + i), __m256i(_mm512_cvtneps_pbh(scaled)));
         }
         float sum = 0.0f;
         for (int i = 0; i < width; i += 2) sum += pair_sums[i];
@@ -117,7 +129,7 @@ class AttentionTileBf16 {
     }
 
     PrefillAttentionBf16 prefill_;
-    KvPointers kv_pointers_;
+    TokenScales scales_;
     AlignedBuffer<uint32_t> keys_;    // [dim / 2, PAIR_TOKENS]
     AlignedBuffer<uint32_t> values_;  // [PAIR_TOKENS / 2, dim]
     AlignedBuffer<float> scores_{size_t(PREFILL_MIN_ROWS) * BF16_BATCH_TOKENS};

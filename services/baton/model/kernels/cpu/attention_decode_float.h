@@ -33,7 +33,8 @@ class AttentionTileFloat {
     // The state of this many rows, as floats, fits into the L2 cache even with large heads.
     static constexpr int MAX_TILE_ROWS = 128;
 
-    void attend(const T* const* rows, int num_rows, const KvRange* visible, const KvRows<T>& kv, KvRange range,
+    template <typename S>
+    void attend(const T* const* rows, int num_rows, const KvRange* visible, const KvRows<S>& kv, KvRange range,
         float factor, SoftmaxState& state) {
         width_ = round_up(kv.head_dim, VECTOR_FLOATS);
         if (num_rows <= DECODE_MAX_ROWS) return attend_decode(rows, num_rows, visible, kv, range, factor, state);
@@ -43,13 +44,13 @@ class AttentionTileFloat {
     }
 
    private:
-    template <typename RowBlocks>
+    template <typename RowBlocks, typename S>
     void attend_prefill(
         RowBlocks& row_blocks,
         const T* const* rows,
         int num_rows,
         const KvRange* visible,
-        const KvRows<T>& kv,
+        const KvRows<S>& kv,
         KvRange range,
         float factor,
         SoftmaxState& state) {
@@ -62,7 +63,8 @@ class AttentionTileFloat {
         row_blocks.end(state, num_rows);
     }
 
-    void attend_decode(const T* const* rows, int num_rows, const KvRange* visible, const KvRows<T>& kv,
+    template <typename S>
+    void attend_decode(const T* const* rows, int num_rows, const KvRange* visible, const KvRows<S>& kv,
         KvRange range, float factor, SoftmaxState& state) {
         const int dim = kv.head_dim;
         queries_.assign(size_t(num_rows) * width_, 0.0f);
@@ -96,21 +98,34 @@ class AttentionTileFloat {
             for (int d = 0; d < dim; d++) sums[d] += weights[i] * values_[size_t(i) * width_ + d];
     }
 
-    // Converts the tokens' keys and values to floats, [end - begin, width_], padded with zeros. Meanwhile it
-    // prefetches tokens that are PREFETCH_TOKENS further, up to `last`.
-    void convert(const KvRows<T>& kv, int begin, int end, int last) {
+    // Converts the tokens' keys and values to floats, [end - begin, width_], padded with zeros. Those before
+    // `kv.first` are zero. Meanwhile it prefetches tokens that are PREFETCH_TOKENS further, up to `last`.
+    template <typename S>
+    void convert(const KvRows<S>& kv, int begin, int end, int last) {
         const int dim = kv.head_dim;
         keys_.resize(size_t(KV_TILE) * width_);
         values_.resize(keys_.size());
-        for (int i = begin; i < end; i++) {
-            const T *key = kv.key(i), *value = key + kv.v_offset, *ahead = kv.key(std::min(i + PREFETCH_TOKENS, last));
-            for (int d = 0; d < dim; d += CACHE_LINE_BYTES / int(sizeof(T))) {
+        [[maybe_unused]] float key_scales[KV_TILE], value_scales[KV_TILE];
+        if constexpr (KvRows<S>::HAS_SCALES) kv.token_scales(begin, end, last + 1, key_scales, value_scales);
+        const int first = std::clamp(kv.first, begin, end);
+        const size_t skipped = size_t(first - begin) * width_;
+        std::fill(keys_.begin(), keys_.begin() + skipped, 0.0f);
+        std::fill(values_.begin(), values_.begin() + skipped, 0.0f);
+        for (int i = first; i < end; i++) {
+            const S *key = kv.key(i), *value = key + kv.v_offset, *ahead = kv.key(std::min(i + PREFETCH_TOKENS, last));
+            for (int d = 0; d < dim; d += CACHE_LINE_BYTES / int(sizeof(S))) {
                 __builtin_prefetch(ahead + d);
                 __builtin_prefetch(ahead + kv.v_offset + d);
             }
             float *to_key = &keys_[size_t(i - begin) * width_], *to_value = &values_[size_t(i - begin) * width_];
-            for (int d = 0; d < dim; d++) to_key[d] = to_float(key[d]);
-            for (int d = 0; d < dim; d++) to_value[d] = to_float(value[d]);
+            if constexpr (KvRows<S>::HAS_SCALES) {
+                const float key_scale = key_scales[i - begin], value_scale = value_scales[i - begin];
+                for (int d = 0; d < dim; d++) to_key[d] = to_float(key[d]) * key_scale;
+                for (int d = 0; d < dim; d++) to_value[d] = to_float(value[d]) * value_scale;
+            } else {
+                for (int d = 0; d < dim; d++) to_key[d] = to_float(key[d]);
+                for (int d = 0; d < dim; d++) to_value[d] = to_float(value[d]);
+            }
             for (int d = dim; d < width_; d++) to_key[d] = 0.0f;
         }
     }

@@ -13,7 +13,9 @@ namespace baton {
 
 class PrefillAttentionBf16 {
   public:
-    void attend(const Bf16* const* rows, int num_rows, const KvRange* visible, const KvRows<Bf16>& kv, KvRange range,
+    // S: type of the stored keys and values.
+    template <typename S>
+    void attend(const Bf16* const* rows, int num_rows, const KvRange* visible, const KvRows<S>& kv, KvRange range,
         float factor, SoftmaxState& state) {
         dim_ = kv.head_dim;
         width_ = round_up(num_rows, BF16_LANES);
@@ -21,8 +23,10 @@ class PrefillAttentionBf16 {
         for (int begin = range.begin; begin < range.end; begin += BF16_BATCH_TOKENS) {
             const int end = std::min(begin + BF16_BATCH_TOKENS, range.end);
             copy(kv, begin, end, range.end);
-            for_each_vector_group(width_,
-                [&](auto vectors, int lane) { add<decltype(vectors)::value>(lane, begin, end, factor); });
+            if constexpr (KvRows<S>::HAS_SCALES) scales_.find(kv, begin, end, range.end, factor);
+            for_each_vector_group(width_, [&](auto vectors, int lane) {
+                add<decltype(vectors)::value, KvRows<S>::HAS_SCALES>(lane, begin, end, factor);
+            });
         }
         finish(state, num_rows);
     }
@@ -62,26 +66,28 @@ class PrefillAttentionBf16 {
     // Copies the keys of [begin, end) to consecutive memory, and the values as pairs of tokens, once for all
     // panels. In the blocks, the KV of one head may lie at multiples of a large power of two. It would then
     // map to few cache sets and not stay in the cache. Meanwhile the next tokens are prefetched.
-    void copy(const KvRows<Bf16>& kv, int begin, int end, int kv_end) {
-        constexpr int NEXT = 16;
+    template <typename S>
+    void copy(const KvRows<S>& kv, int begin, int end, int kv_end) {
+        constexpr int NEXT = 16, PER_LINE = CACHE_LINE_BYTES / int(sizeof(S));
         static_assert(NEXT <= PREFETCH_TOKENS);
         const int count = end - begin;
-        kv_pointers_.find(kv, begin, kv_end);
+        KvPointers<S> pointers;
+        pointers.find(kv, begin, kv_end);
         for (int i = 0; i < round_up(count, ROWS_IN_REGISTERS<1>); i += 2) {
             for (int next = i + NEXT; next < i + NEXT + 2; next++) {
-                for (int d = 0; d < dim_; d += BF16_PER_LINE) {
-                    fetch(kv_pointers_.keys[next] + d);
-                    fetch(kv_pointers_.values[next] + d);
+                for (int d = 0; d < dim_; d += PER_LINE) {
+                    fetch(pointers.keys[next] + d);
+                    fetch(pointers.values[next] + d);
                 }
             }
             const bool is_first = i < count, is_second = i + 1 < count;
-            const Bf16 *key = is_first ? kv_pointers_.keys[i] : ZERO_ROW,
-                *next_key = is_second ? kv_pointers_.keys[i + 1] : ZERO_ROW;
-            const Bf16 *value = is_first ? kv_pointers_.values[i] : ZERO_ROW,
-                *next_value = is_second ? kv_pointers_.values[i + 1] : ZERO_ROW;
+            const S *key = is_first ? pointers.keys[i] : ZERO_ROW<S>,
+                *next_key = is_second ? pointers.keys[i + 1] : ZERO_ROW<S>;
+            const S *value = is_first ? pointers.values[i] : ZERO_ROW<S>,
+                *next_value = is_second ? pointers.values[i + 1] : ZERO_ROW<S>;
             for (int d = 0; d < dim_; d += BF16_PER_LINE) {
-                _mm512_store_si512(keys_.data() + size_t(i) * dim_ + d, _mm512_loadu_si512(key + d));
-                _mm512_store_si512(keys_.data() + size_t(i + 1) * dim_ + d, _mm512_loadu_si512(next_key + d));
+                _mm512_store_si512(keys_.data() + size_t(i) * dim_ + d, load_as_bf16(key + d));
+                _mm512_store_si512(keys_.data() + size_t(i + 1) * dim_ + d, load_as_bf16(next_key + d));
                 interleave_pairs(value + d, next_value + d, values_.data() + size_t(i) / 2 * dim_ + d);
             }
         }
@@ -92,7 +98,7 @@ class PrefillAttentionBf16 {
     float* sums_of(int lane) const { return sums_.data() + size_t(lane) * dim_; }
 
     // Processes the tokens [begin, end) for the panel of C vectors that begins at `lane`.
-    template <int C>
+    template <int C, bool SCALED>
     void add(int lane, int begin, int end, float factor) {
         constexpr int WIDTH = C * BF16_LANES;
         const auto [least_low, most_low] = std::minmax_element(visible_begin_ + lane, visible_begin_ + lane + WIDTH);
@@ -105,18 +111,18 @@ class PrefillAttentionBf16 {
             dim_ / 2);
 
         if (begin >= *most_low && begin + count <= *least_high) {
-            online_softmax_update<C, true>(lane, begin, count, factor, rescale);
+            online_softmax_update<C, SCALED, true>(lane, begin, count, factor, rescale);
         } else {
-            online_softmax_update<C, false>(lane, begin, count, factor, rescale);
+            online_softmax_update<C, SCALED, false>(lane, begin, count, factor, rescale);
         }
         multiply_rows_by_pairs<Accumulate::RESCALED_SUMS, C>(
             sums_of(lane), WIDTH, {features_, 2 * dim_}, dim_, {weights_.data(), WIDTH}, (count + 1) / 2, rescale);
     }
 
     // online_softmax_update of online_softmax.h, each lane separately. Weights are rounded to bfloat16 and
-    // stored as pairs of tokens; the row sums are not rounded. ALL_VISIBLE: every lane sees all of these
-    // tokens. `rescale`: the factors for the earlier sums.
-    template <int C, bool ALL_VISIBLE>
+    // stored as pairs of tokens; the row sums are not rounded. SCALED: scores and weights are multiplied by
+    // scales_. ALL_VISIBLE: every lane sees all of these tokens. `rescale`: the factors for the earlier sums.
+    template <int C, bool SCALED, bool ALL_VISIBLE>
     void online_softmax_update(int lane, int begin, int count, float factor, float* rescale) {
         const __m512 scale = _mm512_set1_ps(factor), masked = _mm512_set1_ps(MASKED_SCORE);
         const auto is_seen = [&](int c, int i) {
@@ -128,6 +134,7 @@ class PrefillAttentionBf16 {
         const float* scores = scores_.data();
         uint32_t* weights = weights_.data();
         const auto score = [&](int c, int i) { return _mm512_load_ps(scores + (i * C + c) * BF16_LANES); };
+        const auto scale_of = [&](int i) { return SCALED ? _mm512_set1_ps(scales_.keys[i]) : scale; };
         __m512 new_max[C], sum[C];
         for (int c = 0; c < C; c++) {
             new_max[c] = _mm512_load_ps(row_max_ + lane + c * BF16_LANES);
@@ -136,7 +143,8 @@ class PrefillAttentionBf16 {
         for (int i = 0; i < count; i++)
             for (int c = 0; c < C; c++)
                 new_max[c] = _mm512_max_ps(new_max[c],
-                    _mm512_mask_mul_ps(masked, ALL_VISIBLE ? __mmask16(0xffff) : is_seen(c, i), score(c, i), scale));
+                    _mm512_mask_mul_ps(masked, ALL_VISIBLE ? __mmask16(0xffff) : is_seen(c, i), score(c, i),
+                        scale_of(i)));
         for (int c = 0; c < C; c++) {
             float* row_max = row_max_ + lane + c * BF16_LANES;
             _mm512_store_ps(rescale + c * BF16_LANES,
@@ -144,8 +152,13 @@ class PrefillAttentionBf16 {
             _mm512_store_ps(row_max, new_max[c]);
         }
         const auto weight = [&](int c, int i) {
-            const __m512 value = softmax_weight(score(c, i), scale, new_max[c]);
+            const __m512 value = softmax_weight(score(c, i), scale_of(i), new_max[c]);
             return ALL_VISIBLE ? value : _mm512_maskz_mov_ps(is_seen(c, i), value);
+        };
+        const auto scaled = [&](int c, int i, __m512 of) {
+            if (!SCALED) return of;
+            const __m512 by = _mm512_set1_ps(scales_.values[i]);
+            return ALL_VISIBLE ? _mm512_mul_ps(of, by) : _mm512_maskz_mul_ps(is_seen(c, i), of, by);
         };
         alignas(64) static const uint16_t interleaved[32]
             = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -155,7 +168,8 @@ class PrefillAttentionBf16 {
             for (int c = 0; c < C; c++) {
                 const __m512 a = weight(c, i), b = i + 1 < count ? weight(c, i + 1) : _mm512_setzero_ps();
                 sum[c] = _mm512_add_ps(sum[c], _mm512_add_ps(a, b));
-                const __m512i both = __m512i(_mm512_cvtne2ps_pbh(b, a));
+                const __m512 second = i + 1 < count ? scaled(c, i + 1, b) : b;
+                const __m512i both = __m512i(_mm512_cvtne2ps_pbh(second, scaled(c, i, a)));
                 _mm512_store_si512(weights + (i / 2 * C + c) * BF16_LANES, _mm512_permutexvar_epi16(order, both));
             }
         }
@@ -193,7 +207,7 @@ class PrefillAttentionBf16 {
     const Bf16* features_[MAX_BF16_DIM];  // columns of values_
     AlignedBuffer<float> scores_{size_t(BF16_BATCH_TOKENS) * 4 * BF16_LANES};
     AlignedBuffer<uint32_t> weights_{size_t(BF16_BATCH_TOKENS / 2) * 4 * BF16_LANES};
-    KvPointers kv_pointers_;
+    TokenScales scales_;
     alignas(64) int32_t visible_begin_[MAX_ROWS], visible_end_[MAX_ROWS];
     alignas(64) float row_max_[MAX_ROWS], row_sum_[MAX_ROWS];
 };

@@ -92,8 +92,9 @@ struct AttentionPlan {
     int64_t head_of(const WorkItem& item, int row) const { return item.head_begin + row % num_heads(item); }
 };
 
-template <typename T, typename Kernel>
-void run_work_item(const AttentionPlan<T>& plan, const T* layer_kv, const WorkItem& item, Kernel& kernel,
+// S: type of the stored keys and values.
+template <typename S, typename T, typename Kernel>
+void run_work_item(const AttentionPlan<T>& plan, const LayerKv& layer_kv, const WorkItem& item, Kernel& kernel,
     SoftmaxState& state) {
     const AttentionArgs& args = plan.args;
     const int rows = plan.num_rows(item), before = args.context_len[item.seq] - plan.num_tokens(item.seq);
@@ -105,25 +106,27 @@ void run_work_item(const AttentionPlan<T>& plan, const T* layer_kv, const WorkIt
         const int own = before + plan.own_token(item, r);
         visible[r] = KvRange{args.window ? std::max(0, own + 1 - args.window) : 0, own + 1};
     }
-    const KvRows<T> kv{
-        layer_kv + int64_t(item.kv_head) * args.block_size * args.head_dim,
-        args.tables + args.table_begin[item.seq],
-        args.block_stride,
-        args.v_offset,
-        args.block_size,
-        args.head_dim,
-    };
+    const KvRows<S> kv(layer_kv, args.kv_strides, item.kv_head, args.tables + args.table_begin[item.seq],
+        args.block_size, args.head_dim, visible[0].begin);
     state.start(rows, args.head_dim);
     kernel.attend(queries, rows, visible, kv, item.range, args.scale * LOG2_E, state);
 }
 
+// Factor of a row's weighted values if its softmax has a sink. A sink may be far above all scores.
+inline float factor_with_sink(const SoftmaxState& state, int row, float sink) {
+    const float score = sink * LOG2_E, top = std::max(state.row_max[row], score);
+    const float scale = std::exp2(state.row_max[row] - top);
+    return scale / (state.row_sum[row] * scale + std::exp2(score - top));
+}
+
+// Writes the rows of a tile. `sinks` as in AttentionArgs.
 template <typename T>
-void write_output(const AttentionPlan<T>& plan, const WorkItem& item, const SoftmaxState& state) {
+void write_output(const AttentionPlan<T>& plan, const WorkItem& item, const SoftmaxState& state, const float* sinks) {
     const AttentionArgs& args = plan.args;
     for (int r = 0; r < plan.num_rows(item); r++) {
         T* out = static_cast<T*>(args.out) + plan.token_of(item, r) * args.out_token_stride
             + plan.head_of(item, r) * args.out_head_stride;
-        const float by = 1.0f / state.row_sum[r];
+        const float by = sinks ? factor_with_sink(state, r, sinks[plan.head_of(item, r)]) : 1.0f / state.row_sum[r];
         for (int d = 0; d < args.head_dim; d++)
             out[d] = from_float<T>(state.weighted_values[size_t(r) * args.head_dim + d] * by);
     }
@@ -148,23 +151,29 @@ inline void combine(std::vector<SoftmaxState>& splits, const WorkItem& item, Sof
 
 constexpr size_t NUM_ATTENTION_LOOPS = 2;
 
-// All threads of the team call it. `splits`: shared by the team, at least num_split_states elements.
+// All threads of the team call it. `sinks`: of this layer, as in AttentionArgs. `splits`: shared by the team, at
+// least num_split_states elements.
 template <typename T, typename Kernel>
-void attend(TeamThread& team, const AttentionPlan<T>& plan, const T* layer_kv, std::vector<SoftmaxState>& splits) {
+void attend(TeamThread& team, const AttentionPlan<T>& plan, const LayerKv& kv, const float* sinks,
+    std::vector<SoftmaxState>& splits) {
     thread_local Kernel kernel;
     thread_local SoftmaxState state;
     const auto num_items = int64_t(plan.items.size());
     team.parallel_for(num_items, [&](int64_t i) {
         const WorkItem& item = plan.items[i];
         SoftmaxState& target = item.num_splits > 1 ? splits[item.first_split + item.split] : state;
-        run_work_item(plan, layer_kv, item, kernel, target);
-        if (item.num_splits == 1) write_output(plan, item, state);
+        if (kv.is_quantized()) {
+            run_work_item<int8_t>(plan, kv, item, kernel, target);
+        } else {
+            run_work_item<T>(plan, kv, item, kernel, target);
+        }
+        if (item.num_splits == 1) write_output(plan, item, state, sinks);
     });
     team.parallel_for(plan.num_split_states ? num_items : 0, [&](int64_t i) {
         const WorkItem& item = plan.items[i];
         if (item.num_splits == 1 || item.split) return;
         combine(splits, item, state, plan.num_rows(item), plan.args.head_dim);
-        write_output(plan, item, state);
+        write_output(plan, item, state, sinks);
     });
 }
 

@@ -1,48 +1,33 @@
-// Multiplies bfloat16 matrices: x [rows, k] times weights [n, k] transposed, accumulated in float.
+// Multiplies x [rows, k] times packed weights [n, k] transposed, accumulated in float: the loop over blocks of
+// rows, panels and slices that all weight formats share.
 //
-// Weights are packed once into panels of 64 outputs. For each pair of inputs a panel holds 64 words, one per
-// output. So a SIMD lane is an output, and no sum crosses lanes. Six rows of x are multiplied by a panel at a
-// time, in slices of the panel that fit into the L2 cache. While the rows of a block are multiplied by one
-// slice, the next one is prefetched. gemm_bf16.h and gemm_widened.h multiply a few rows by a slice.
+// Up to six rows of x are multiplied by a slice at a time. While the rows of a block are multiplied by one
+// slice, the next one is prefetched. Between slices the sums of a block are kept in memory.
+//
+// A format is a class (gemm_bf16.h, gemm_widened.h, gemm_coded.h) with
+//   Rows: the rows of x as it needs them, see gemm_rows.h
+//   Workspace: memory of a thread
+//   passes(rows): how many times a slice is read for that many rows
+//   fetches(inputs): calls of WeightPrefetch::fetch in one pass
+//   open(slice, rows, workspace, body): calls body with a view of the slice, which has
+//     multiply<ROWS>(x, row, sums, prefetch): sums [ROWS, 64] += rows `row`.. of x times the slice. The sums of a
+//     first slice are undefined before.
 #pragma once
 
 #include <algorithm>
 
-#include "numbers.h"
-#include "bf16_dot.h"
 #include "parallel_for.h"
+#include "weight_format.h"
 
 namespace baton {
 
-constexpr int PANEL = 64;
 constexpr int ROWS_PER_BLOCK = 96;
 constexpr int ROWS_PER_PASS = 6;
-constexpr int PREFETCH_EVERY_PAIRS = 4;
 
-// packed: [n / 64 rounded up, k / 2, 64]; bias: [n] or null.
-struct PackedWeights {
-    const uint32_t* packed;
-    const Bf16* bias;
-    int64_t n;
-    int64_t k;
-
-    int64_t panels() const { return (n + PANEL - 1) / PANEL; }
-};
-
-inline void pack_panel(const Bf16* weights, int64_t n, int64_t k, int64_t panel, uint32_t* packed) {
-    for (int64_t pair = 0; pair < k / 2; pair++) {
-        for (int lane = 0; lane < PANEL; lane++) {
-            const int64_t output = panel * PANEL + lane;
-            packed[(panel * (k / 2) + pair) * PANEL + lane] = output < n
-                ? load_bf16_pair(weights + output * k + 2 * pair) : 0;
-        }
-    }
-}
-
-// Prefetches the next weights into the L2 cache, a few cache lines every PREFETCH_EVERY_PAIRS pairs.
+// Prefetches the next weights into the L2 cache, a few cache lines per call.
 struct WeightPrefetch {
-    const char* at = nullptr;
-    const char* end = nullptr;
+    const uint8_t* at = nullptr;
+    const uint8_t* end = nullptr;
     int lines = 0;
 
     void fetch() {
@@ -50,95 +35,91 @@ struct WeightPrefetch {
     }
 };
 
-// A slice of a panel along k. Between slices the sums of all rows, [rows, 64], are kept in memory.
+// A slice of a panel: `inputs` inputs from first_input on.
 struct PanelSlice {
-    const uint32_t* packed;
-    int pairs;
+    const uint8_t* packed;
+    int64_t first_input;
+    int inputs;
     bool is_first;
-    bool is_last;
 };
 
-// Destination of a panel's outputs, `columns` of them; bias: [columns] or null. Out: Bf16, or float for
-// unrounded outputs.
-template <typename Out>
-struct PanelOutput {
-    Out* out;
-    int64_t stride;
-    const Bf16* bias;
-    int columns;
+// What a thread multiplies at a time: rows [row, row + count) by one panel. next: what it most likely
+// continues with, null if nothing.
+struct PanelItem {
+    const PackedWeights* weights;
+    int64_t panel;
+    int64_t row;
+    int count;
+    const PackedWeights* next_weights;
+    int64_t next_panel;
 };
 
-}  // namespace baton
+// Returns what to prefetch while a slice is multiplied. A slice that is read only once or twice is limited by
+// memory anyway, and the hardware prefetcher suffices.
+inline WeightPrefetch prefetch_during(const PanelItem& item, const PanelSlice& slice, int passes, int fetches) {
+    if (passes < 3) return {};
+    const WeightFormat& format = item.weights->format;
+    const int64_t left = item.weights->k - slice.first_input - slice.inputs;
+    const uint8_t* at = slice.packed + slice_bytes(format, slice.inputs);
+    int64_t bytes = slice_bytes(format, int(std::min<int64_t>(left, slice.inputs)));
+    if (!left) {
+        if (!item.next_weights) return {};
+        const WeightFormat& next = item.next_weights->format;
+        at = item.next_weights->panel_at(item.next_panel);
+        bytes = slice_bytes(next, int(std::min<int64_t>(item.next_weights->k, slice_inputs(next))));
+    }
+    return {at, at + bytes, int(divide_up(bytes / CACHE_LINE_BYTES, int64_t(passes) * std::max(1, fetches)))};
+}
 
-// Both headers define
-//   SLICE_PAIRS: maximum number of pairs in a slice
-//   passes_over(rows): how many times the pairs of a slice are read for that many rows
-//   multiply_rows<ROWS>(row, x, x_stride, slice, sums, output, prefetch): multiplies ROWS rows of x, from
-//   `row` on, by a slice. A row is contiguous; rows are x_stride numbers apart.
-#ifdef BATON_HAS_BF16_DOT
-#include "gemm_bf16.h"
-#else
-#include "gemm_widened.h"
-#endif
-
-namespace baton {
-
-template <typename Out>
-inline void multiply_block(
-    int rows, const Bf16* x, int64_t x_stride, const PanelSlice& weights, float* sums,
-        const PanelOutput<Out>& output, WeightPrefetch prefetch) {
-    int row = 0;
-    for (; row + ROWS_PER_PASS <= rows; row += ROWS_PER_PASS) multiply_rows<ROWS_PER_PASS>(row, x, x_stride, weights,
-        sums, output, prefetch);
-    switch (rows - row) {
-        case 5: return multiply_rows<5>(row, x, x_stride, weights, sums, output, prefetch);
-        case 4: return multiply_rows<4>(row, x, x_stride, weights, sums, output, prefetch);
-        case 3: return multiply_rows<3>(row, x, x_stride, weights, sums, output, prefetch);
-        case 2: return multiply_rows<2>(row, x, x_stride, weights, sums, output, prefetch);
-        case 1: return multiply_rows<1>(row, x, x_stride, weights, sums, output, prefetch);
+template <typename View, typename Rows>
+inline void multiply_rows(const View& view, const Rows& x, int64_t row, int count, float* sums,
+    WeightPrefetch prefetch) {
+    const int64_t end = row + count;
+    for (; row + ROWS_PER_PASS <= end; row += ROWS_PER_PASS, sums += ROWS_PER_PASS * PANEL)
+        view.template multiply<ROWS_PER_PASS>(x, row, sums, prefetch);
+    switch (end - row) {
+        case 5: return view.template multiply<5>(x, row, sums, prefetch);
+        case 4: return view.template multiply<4>(x, row, sums, prefetch);
+        case 3: return view.template multiply<3>(x, row, sums, prefetch);
+        case 2: return view.template multiply<2>(x, row, sums, prefetch);
+        case 1: return view.template multiply<1>(x, row, sums, prefetch);
         default: return;
     }
 }
 
-// Returns what to prefetch while a slice is multiplied. After the last slice of a panel, this thread most
-// likely continues with the panel that is `threads` further on. A panel that is read only once or twice is
-// limited by memory anyway, and the hardware prefetcher suffices.
-inline WeightPrefetch prefetch_after(const PackedWeights& weights, int64_t panel, int64_t pair, int rows,
-    bool is_last_block, int threads) {
-    const int64_t pairs = weights.k / 2, slice = std::min<int64_t>(SLICE_PAIRS, pairs - pair);
-    const bool is_last = pair + slice == pairs;
-    const int passes = passes_over(rows);
-    if (passes < 3 || (is_last && is_last_block && panel + threads >= weights.panels())) return {};
-    const int64_t begin = is_last ? (panel + threads) % weights.panels() * pairs : panel * pairs + pair + slice;
-    const int64_t length = std::min<int64_t>(SLICE_PAIRS, is_last ? pairs : pairs - pair - slice);
-    const auto* at = reinterpret_cast<const char*>(weights.packed + begin * PANEL);
-    const int64_t bytes = length * PANEL * int64_t(sizeof(uint32_t)),
-        times = passes * ((slice + PREFETCH_EVERY_PAIRS - 1) / PREFETCH_EVERY_PAIRS);
-    return {at, at + bytes, int((bytes / CACHE_LINE_BYTES + times - 1) / times)};
+// sums [count, 64]: the products of the item's rows with its panel.
+template <typename Format>
+void multiply_panel(const Format& format, const typename Format::Rows& x, const PanelItem& item, float* sums) {
+    const PackedWeights& weights = *item.weights;
+    typename Format::Workspace workspace;
+    const uint8_t* packed = weights.panel_at(item.panel);
+    const int length = slice_inputs(weights.format), passes = format.passes(item.count);
+    for (int64_t input = 0; input < weights.k; input += length) {
+        const int inputs = int(std::min<int64_t>(length, weights.k - input));
+        const PanelSlice slice{packed, input, inputs, input == 0};
+        const WeightPrefetch prefetch = prefetch_during(item, slice, passes, format.fetches(inputs));
+        format.open(slice, item.count, workspace, [&](const auto& view) {
+            multiply_rows(view, x, item.row, item.count, sums, prefetch);
+        });
+        packed += slice_bytes(weights.format, inputs);
+    }
 }
 
-// out [rows, n] = x [rows, k] times the packed weights. All threads of the team call it.
+// Writes the outputs of an item: out [rows, stride] from the panel's first output on.
 template <typename Out>
-void gemm(TeamThread& team, const Bf16* x, const PackedWeights& weights, Out* out, int64_t rows, int threads) {
-    const int64_t pairs = weights.k / 2, panels = weights.panels(),
-        blocks = (rows + ROWS_PER_BLOCK - 1) / ROWS_PER_BLOCK;
-    team.parallel_for(blocks * panels, [&](int64_t item) {
-        alignas(64) float sums[ROWS_PER_BLOCK * PANEL];
-        const int64_t block = item / panels, panel = item % panels, begin = block * ROWS_PER_BLOCK,
-            first = panel * PANEL;
-        const int count = int(std::min<int64_t>(ROWS_PER_BLOCK, rows - begin));
-        const Bf16* input = x + begin * weights.k;
-        const int columns = int(std::min<int64_t>(PANEL, weights.n - first));
-        const PanelOutput<Out> output{out + begin * weights.n + first, weights.n,
-            weights.bias ? weights.bias + first : nullptr, columns};
-        for (int64_t pair = 0; pair < pairs; pair += SLICE_PAIRS) {
-            const int length = int(std::min<int64_t>(SLICE_PAIRS, pairs - pair));
-            const PanelSlice slice{weights.packed + (panel * pairs + pair) * PANEL, length, pair == 0,
-                pair + length == pairs};
-            const WeightPrefetch prefetch = prefetch_after(weights, panel, pair, count, block + 1 == blocks, threads);
-            multiply_block(count, input + 2 * pair, weights.k, slice, sums, output, prefetch);
+inline void write_outputs(const PanelItem& item, const float* sums, Out* out, int64_t stride) {
+    const int64_t first = item.panel * PANEL;
+    const int columns = int(std::min<int64_t>(PANEL, item.weights->n - first));
+    const float* bias = item.weights->bias ? item.weights->bias + first : nullptr;
+    for (int r = 0; r < item.count; r++) {
+        Out* to = out + (item.row + r) * stride + first;
+        const float* sum = sums + r * PANEL;
+        if (bias) {
+            for (int i = 0; i < columns; i++) to[i] = from_float<Out>(sum[i] + bias[i]);
+        } else {
+            for (int i = 0; i < columns; i++) to[i] = from_float<Out>(sum[i]);
         }
-    });
+    }
 }
 
 }  // namespace baton

@@ -1,20 +1,43 @@
-// Part of gemm.h: multiplies rows by a slice in floats, for processors without a bfloat16 dot product. The
-// two halves of a word, each the upper half of a float, are multiplied one after the other.
+// Part of gemm.h: multiplies rows of floats by weights that are widened to floats: float32, float16, bfloat16
+// where there is no dot product for it, and float8.
 #pragma once
 
+#include "gemm.h"
+#include "gemm_factors.h"
+#include "gemm_rows.h"
 #include "simd.h"
 
 namespace baton {
 
-constexpr int SLICE_PAIRS = 512;  // six rows of a slice, as floats, fit into the L1 cache
-// Not a power of two: rows would evict each other from the L1 cache.
-constexpr int ROW_FLOATS = 2 * SLICE_PAIRS + 16;
+// Loads of weights. A step is what a word or number holds per output: INPUTS inputs of 64 outputs.
+struct FloatLanes {
+    static constexpr int INPUTS = 1, BYTES = 4;
 
-// The even or odd inputs of the pairs, as floats.
-template <bool IS_ODD>
-inline FloatVec half_of(WordVec packed) {
-    return FloatVec(IS_ODD ? packed & 0xffff0000u : packed << 16);
-}
+    template <int INPUT>
+    static FloatVec load(const uint8_t* at) {
+        return load_vector<FloatVec>(at);
+    }
+};
+
+struct HalfLanes {
+    static constexpr int INPUTS = 1, BYTES = 2;
+
+    template <int INPUT>
+    static FloatVec load(const uint8_t* at) {
+        return load_halves(at);
+    }
+};
+
+// Each half of a word is the upper half of a float.
+struct Bf16Lanes {
+    static constexpr int INPUTS = 2, BYTES = 4;
+
+    template <int INPUT>
+    static FloatVec load(const uint8_t* at) {
+        const auto words = load_vector<WordVec>(at);
+        return FloatVec(INPUT ? words & 0xffff0000u : words << 16);
+    }
+};
 
 // Number of vectors of sums per row, for that many rows: as many as fit into the registers, beside one vector
 // of weights each, an input and the mask. A single row uses each weight vector immediately, so it needs only
@@ -27,53 +50,96 @@ constexpr int vectors_with(int rows) {
 
 constexpr int passes_with(int rows) { return PANEL / VECTOR_FLOATS / vectors_with(rows); }
 
-inline int passes_over(int rows) {
-    const int rest = rows % ROWS_PER_PASS;
-    return rows / ROWS_PER_PASS * passes_with(ROWS_PER_PASS) + (rest ? passes_with(rest) : 0);
-}
+template <typename Lanes>
+struct WidenedView {
+    const uint8_t* packed;
+    int64_t first_input;
+    int inputs;
+    bool is_first;
 
-// acc += one input of each row times that half of its words.
-template <bool IS_ODD, int ROWS, int VECTORS>
-inline void add_half(FloatVec (&acc)[ROWS][VECTORS], const uint32_t* packed, const float* x) {
-    FloatVec lanes[VECTORS];
-    for (int v = 0; v < VECTORS; v++) lanes[v] = half_of<IS_ODD>(load_vector<WordVec>(packed + v * VECTOR_FLOATS));
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) acc[r][v] += lanes[v] * x[r * ROW_FLOATS];
-}
+    static constexpr int INPUTS_PER_FETCH = 8;
 
-template <int ROWS, typename Out>
-inline void multiply_rows(
-    int row, const Bf16* x, int64_t x_stride, const PanelSlice& slice, float* sums, const PanelOutput<Out>& output,
-        WeightPrefetch& prefetch) {
-    constexpr int VECTORS = vectors_with(ROWS);
-    sums += row * PANEL;
-    alignas(VECTOR_BYTES) float floats[ROWS * ROW_FLOATS];
-    for (int r = 0; r < ROWS; r++) {
-        const Bf16* from = x + (row + r) * x_stride;
-        for (int i = 0; i < 2 * slice.pairs; i++) floats[r * ROW_FLOATS + i] = to_float(from[i]);
+    template <int ROWS>
+    void multiply(const FloatRows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
+        constexpr int VECTORS = vectors_with(ROWS);
+        const float* x = rows.values + row * rows.stride + first_input;
+        for (int first = 0; first < PANEL; first += VECTORS * VECTOR_FLOATS) {
+            FloatVec acc[ROWS][VECTORS];
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++)
+                    acc[r][v] = is_first ? FloatVec{} : load_vector<FloatVec>(
+                        sums + r * PANEL + first + v * VECTOR_FLOATS);
+            for (int input = 0; input < inputs; input += Lanes::INPUTS) {
+                if (input % INPUTS_PER_FETCH == 0) prefetch.fetch();
+                const uint8_t* step = packed + (size_t(input / Lanes::INPUTS) * PANEL + first) * Lanes::BYTES;
+                add<0>(acc, step, x + input, rows.stride);
+                if constexpr (Lanes::INPUTS == 2) add<1>(acc, step, x + input + 1, rows.stride);
+            }
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++)
+                    store(sums + r * PANEL + first + v * VECTOR_FLOATS, acc[r][v]);
+        }
     }
-    for (int first = 0; first < output.columns; first += VECTORS * VECTOR_FLOATS) {
-        FloatVec acc[ROWS][VECTORS];
+
+    // acc += one input of each row times that input of a step.
+    template <int INPUT, int ROWS, int VECTORS>
+    static void add(FloatVec (&acc)[ROWS][VECTORS], const uint8_t* step, const float* x, int64_t stride) {
+        FloatVec lanes[VECTORS];
+        for (int v = 0; v < VECTORS; v++)
+            lanes[v] = Lanes::template load<INPUT>(step + v * VECTOR_FLOATS * Lanes::BYTES);
         for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++)
-                acc[r][v] = slice.is_first ? FloatVec{}
-                    : load_vector<FloatVec>(sums + r * PANEL + first + v * VECTOR_FLOATS);
-        for (int pair = 0; pair < slice.pairs; pair++) {
-            if (pair % PREFETCH_EVERY_PAIRS == 0) prefetch.fetch();
-            const uint32_t* packed = slice.packed + size_t(pair) * PANEL + first;
-            add_half<false>(acc, packed, floats + 2 * pair);
-            add_half<true>(acc, packed, floats + 2 * pair + 1);
-        }
-        for (int r = 0; r < ROWS; r++) {
-            for (int v = 0; v < VECTORS; v++) store(sums + r * PANEL + first + v * VECTOR_FLOATS, acc[r][v]);
-            if (!slice.is_last) continue;
-            const int count = std::min(VECTORS * VECTOR_FLOATS, output.columns - first);
-            const float* sum = sums + r * PANEL + first;
-            Out* out = output.out + (row + r) * output.stride + first;
-            for (int i = 0; i < count; i++) out[i]
-                = from_float<Out>(output.bias ? sum[i] + to_float(output.bias[first + i]) : sum[i]);
-        }
+            for (int v = 0; v < VECTORS; v++) acc[r][v] += lanes[v] * x[r * stride];
     }
-}
+};
+
+struct WidenedFormat {
+    using Rows = FloatRows;
+
+    int passes(int rows) const {
+        const int rest = rows % ROWS_PER_PASS;
+        return rows / ROWS_PER_PASS * passes_with(ROWS_PER_PASS) + (rest ? passes_with(rest) : 0);
+    }
+    int fetches(int inputs) const { return int(divide_up(inputs, WidenedView<FloatLanes>::INPUTS_PER_FETCH)); }
+};
+
+template <typename Lanes>
+struct Widened : WidenedFormat {
+    struct Workspace {};
+
+    template <typename Body>
+    void open(const PanelSlice& slice, int, Workspace&, const Body& body) const {
+        body(WidenedView<Lanes>{slice.packed, slice.first_input, slice.inputs, slice.is_first});
+    }
+};
+
+// float8 is expanded to floats once per slice, scales included.
+struct Float8 : WidenedFormat {
+    const WeightFormat* format;
+
+    struct Workspace {
+        alignas(64) float scales[MAX_GROUPS * PANEL];
+        alignas(64) float values[CODED_SLICE * PANEL];
+    };
+
+    explicit Float8(const WeightFormat& of) : format(&of) {}
+
+    template <typename Body>
+    void open(const PanelSlice& slice, int, Workspace& workspace, const Body& body) const {
+        const int words = int(divide_up(slice.inputs, 4)), size = format->scales.super_size;
+        if (size) expand_factors(format->scales, slice.packed + words * PANEL * 4, slice.inputs, size, workspace.scales);
+        for (int quad = 0; quad < words; quad++) {
+            uint32_t packed[PANEL];
+            std::memcpy(packed, slice.packed + quad * sizeof packed, sizeof packed);
+            const float* scales = size ? workspace.scales + quad * 4 / size * PANEL : nullptr;
+            for (int j = 0; j < 4; j++) {
+                float* to = workspace.values + (quad * 4 + j) * PANEL;
+                for (int lane = 0; lane < PANEL; lane++) to[lane] = to_float(Float8Bits{uint8_t(packed[lane] >> 8 * j)});
+                for (int lane = 0; scales && lane < PANEL; lane++) to[lane] *= scales[lane];
+            }
+        }
+        body(WidenedView<FloatLanes>{reinterpret_cast<const uint8_t*>(workspace.values), slice.first_input, slice.inputs,
+            slice.is_first});
+    }
+};
 
 }  // namespace baton

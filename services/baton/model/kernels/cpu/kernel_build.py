@@ -11,14 +11,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from baton.core.errors import BatonError
 
 HERE = Path(__file__).parent
-SOURCES = ("attention.cpp", "decoder.cpp", "layers.cpp", "sampling.cpp")
+SOURCES = ("attention.cpp", "decoder.cpp", "layers.cpp", "linear.cpp", "sampling.cpp")
 HEADERS = tuple(sorted(path.name for path in HERE.glob("*.h")))
 NATIVE = "-march=native" if platform.machine() in {"x86_64", "AMD64", "i686"} else "-mcpu=native"
 """Option to use every instruction of this processor. clang for ARM did not support `-march=native` for
@@ -33,15 +33,15 @@ class KernelsUnavailable(BatonError):
     """The kernels cannot be compiled or loaded here. The message gives the reason."""
 
 
-def build(cache: Path | None = None) -> Path:
+def build(cache: Path | None = None, options: Sequence[str] = OPTIONS) -> Path:
     """Return the kernel library for this machine; compile it if it is not cached.
 
-    Processes that start together compile it once. Raises KernelsUnavailable if there is no compiler, it
-    fails, or the cache cannot be written.
+    `options`: of the compiler; tests give others. Processes that start together compile it once. Raises
+    KernelsUnavailable if there is no compiler, it fails, or the cache cannot be written.
     """
     compiler = find_compiler()
     directory = cache if cache is not None else default_cache()
-    library = directory / library_name(compiler)
+    library = directory / library_name(compiler, options)
     if library.exists():
         with suppress(OSError):
             library.touch()
@@ -50,7 +50,7 @@ def build(cache: Path | None = None) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / "lock"):
             if not library.exists():
-                _compile(compiler, library)
+                _compile(compiler, options, library)
                 _evict_old_libraries(directory)
     except OSError as error:
         raise KernelsUnavailable(f"{directory} cannot be written ({error.strerror or error})") from error
@@ -65,13 +65,13 @@ def find_compiler() -> str:
     return compiler
 
 
-def library_name(compiler: str) -> str:
-    """Return the file name of the library for this machine, these sources and this compiler.
+def library_name(compiler: str, options: Sequence[str] = OPTIONS) -> str:
+    """Return the file name of the library for this machine, these sources, this compiler and its options.
 
     Raises KernelsUnavailable if the compiler cannot be run.
     """
     digest = hashlib.sha256()
-    for text in (platform.machine(), _processor(), _version(compiler), *OPTIONS):
+    for text in (platform.machine(), _processor(), _version(compiler), *options):
         digest.update(text.encode() + b"\0")
     for name in (*SOURCES, *HEADERS):
         digest.update((HERE / name).read_bytes())
@@ -101,10 +101,10 @@ def _version(compiler: str) -> str:
     return done.stdout.partition("\n")[0]
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, options: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="building-", dir=library.parent) as scratch:
         made = Path(scratch) / library.name
-        command = [compiler, *OPTIONS, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
+        command = [compiler, *options, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

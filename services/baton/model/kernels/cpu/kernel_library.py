@@ -15,107 +15,23 @@ from baton.engine.constraints.token_bits import Bits, num_words
 from baton.model.attention.attention_inputs import AttentionParams, AttentionStep, SequenceTables
 from baton.model.attention.paged_attention import PagedKernel
 from baton.model.device.kv_tensors import KvCache
+from baton.model.kernels.cpu.kernel_args import (
+    ACTIVATIONS,
+    DTYPES,
+    AddAndNormArgs,
+    AttentionArgs,
+    NormArgs,
+    RopeArgs,
+    RotaryTable,
+    attention_args,
+    data_address,
+    layer_kv_args,
+    rope_args,
+)
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable, build
+from baton.model.kernels.layer_values import NO_HEAD_NORMS, HeadNorms, RmsNorm, Rotary
 from baton.model.sampling.best_tokens import BestTokens
 from baton.runtime.process.anonymous_memory import allocate_anonymous
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Dtype codes of the C++ kernels, see numbers.h."""
-
-
-class AttentionArgs(ctypes.Structure):
-    """ctypes mirror of `AttentionArgs` in attention.h."""
-
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("q", "out", "kv", "token_begin", "context_len", "table_begin", "tables")
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("q_token_stride", "q_head_stride", "out_token_stride", "out_head_stride")
-        ),
-        *((name, ctypes.c_int64) for name in ("block_stride", "v_offset")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_size", "window")
-        ),
-        *((name, ctypes.c_int32) for name in ("num_threads", "dtype")),
-        ("scale", ctypes.c_float),
-    ]
-
-
-class RopeArgs(ctypes.Structure):
-    """ctypes mirror of `RopeArgs` in layers.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("qkv", "kv", "slots", "cosine", "sine", "q_weight", "k_weight")),
-        *((name, ctypes.c_int64) for name in ("head_stride", "v_offset", "num_tokens")),
-        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "num_threads", "dtype")),
-        ("eps", ctypes.c_float),
-    ]
-
-
-def data_address(tensor: torch.Tensor | None) -> int | None:
-    """Return the address of a tensor's data, or None without a tensor."""
-    return None if tensor is None else tensor.data_ptr()
-
-
-def layer_kv_address(cache: KvCache, layer: int) -> int:
-    """Return the address where a layer's first block begins."""
-    return cache.blocks.data_ptr() + layer * cache.blocks.stride(1) * cache.blocks.element_size()
-
-
-def attention_args(cache: KvCache, tables: SequenceTables, num_heads: int, num_threads: int) -> AttentionArgs:
-    """Return the attention arguments that all layers of a step share.
-
-    Queries, outputs, the layer's KV, window and scale are left empty.
-    """
-    blocks = cache.blocks
-    return AttentionArgs(
-        token_begin=tables.token_begin.ctypes.data,
-        context_len=tables.context_len.ctypes.data,
-        table_begin=tables.table_begin.ctypes.data,
-        tables=tables.block_ids.ctypes.data,
-        block_stride=blocks.stride(0),
-        v_offset=blocks.stride(2),
-        num_seqs=tables.context_len.size,
-        num_heads=num_heads,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim,
-        block_size=cache.block_size_tokens,
-        num_threads=num_threads,
-        dtype=DTYPES[cache.dtype],
-    )
-
-
-def rope_args(
-    cache: KvCache,
-    slots: torch.Tensor,
-    cosine: torch.Tensor,
-    sine: torch.Tensor,
-    num_heads: int,
-    eps: float,
-    num_threads: int,
-) -> RopeArgs:
-    """Return the RoPE arguments that all layers of a step share.
-
-    The layer's projection, KV and norm weights are left empty.
-    """
-    return RopeArgs(
-        slots=slots.data_ptr(),
-        cosine=cosine.data_ptr(),
-        sine=sine.data_ptr(),
-        head_stride=cache.blocks.stride(3),
-        v_offset=cache.blocks.stride(2),
-        num_tokens=slots.numel(),
-        num_heads=num_heads,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim,
-        num_threads=num_threads,
-        dtype=DTYPES[cache.dtype],
-        eps=eps,
-    )
 
 
 class WeightArena:
@@ -155,20 +71,23 @@ class Kernels:
         self._rope = library.baton_rope_and_store_kv
         self._rope.argtypes = [ctypes.POINTER(RopeArgs)]
         pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-        self._norm = library.baton_rms_norm
-        self._norm.argtypes = [pointer, pointer, pointer, pointer, int64, int32, ctypes.c_float, int32, int32]
-        self._gate = library.baton_silu_gate
-        self._gate.argtypes = [pointer, pointer, int64, int32, int32, int32]
+        self._norm = library.baton_add_and_norm
+        self._norm.argtypes = [ctypes.POINTER(AddAndNormArgs)]
+        self._gate = library.baton_gate
+        self._gate.argtypes = [pointer, pointer, int64, int32, int32, int32, int32]
         self._best_tokens = library.baton_best_tokens
         self._best_tokens.argtypes = [*(pointer, int64, int64), *(pointer, pointer, int64), *[pointer] * 3, int32]
-        # Called by native_decoder.py, with addresses in place of tensors.
+        # Called by packed_linear.py and native_decoder.py, with addresses in place of tensors.
+        self.packed_bytes, self.gemm_row_bytes = library.baton_packed_bytes, library.baton_gemm_row_bytes
         self.pack_weights, self.gemm, self.decoder_forward = (
             library.baton_pack_weights,
             library.baton_gemm,
             library.baton_decoder_forward,
         )
-        self.pack_weights.argtypes = [pointer, pointer, int64, int64, int32]
-        self.gemm.argtypes = [pointer, pointer, pointer, int64, int32, int32]
+        self.packed_bytes.argtypes, self.packed_bytes.restype = [pointer], int64
+        self.gemm_row_bytes.argtypes, self.gemm_row_bytes.restype = [pointer, int32], int64
+        self.pack_weights.argtypes = [pointer, pointer, pointer, int32]
+        self.gemm.argtypes = [pointer, *(pointer, int32) * 2, int64, pointer, int32]
         self.decoder_forward.argtypes = [pointer]
         for function in (
             self._attention,
@@ -201,15 +120,16 @@ class Kernels:
         query, out: [num_tokens, num_heads, head_dim], contiguous in the last dimension.
         Raises LayoutMismatch if the heads do not fit the cache.
         """
-        if query.shape[2] != cache.head_dim or query.shape[1] % cache.num_kv_heads:
-            raise LayoutMismatch(
-                f"queries {tuple(query.shape)} do not fit {cache.num_kv_heads} KV heads of {cache.head_dim}"
-            )
-        args = attention_args(cache, tables, query.shape[1], self.num_threads)
+        kv = cache.layers[layer]
+        if query.shape[2] != kv.head_dim or query.shape[1] % kv.num_kv_heads:
+            raise LayoutMismatch(f"queries {tuple(query.shape)} do not fit {kv.num_kv_heads} KV heads of {kv.head_dim}")
+        args = attention_args(cache, kv, tables, query.shape[1], self.num_threads)
         args.q, args.q_token_stride, args.q_head_stride = query.data_ptr(), query.stride(0), query.stride(1)
         args.out, args.out_token_stride, args.out_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
-        args.kv = layer_kv_address(cache, layer)
+        args.kv = layer_kv_args(kv)
         args.window, args.scale = params.window or 0, params.scaling
+        sinks = None if params.sinks is None else params.sinks.float().contiguous()
+        args.sinks = data_address(sinks)
         self._attention(args)
 
     def rope_and_store_kv(
@@ -217,50 +137,68 @@ class Kernels:
         qkv: torch.Tensor,
         cache: KvCache,
         layer: int,
-        slots: torch.Tensor,
-        cosine: torch.Tensor,
-        sine: torch.Tensor,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-        eps: float,
+        slots: npt.NDArray[np.int64],
+        rotary: Rotary | None,
+        norms: HeadNorms = NO_HEAD_NORMS,
+        query_scale: torch.Tensor | None = None,
     ) -> None:
         """Apply norm and RoPE to queries and keys, and store keys and values in the cache.
 
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; its queries are changed in
         place.
-        slots: [num_tokens], see `AttentionStep.slots`.
-        cosine, sine: float32 [num_tokens, head_dim / 2].
-        q_weight, k_weight: norm weights [head_dim], or None if heads are not normalised.
+        slots: [num_tokens], see `AttentionStep.slot_mapping`.
+        rotary: None if nothing is rotated.
+        query_scale: float32 [num_tokens], factors of the rotated queries, or None.
         """
-        num_heads = qkv.shape[1] // cache.head_dim - 2 * cache.num_kv_heads
-        args = rope_args(cache, slots, cosine, sine, num_heads, eps, self.num_threads)
-        args.qkv, args.kv = qkv.data_ptr(), layer_kv_address(cache, layer)
-        args.q_weight, args.k_weight = data_address(q_weight), data_address(k_weight)
+        kv = cache.layers[layer]
+        num_heads = qkv.shape[1] // kv.head_dim - 2 * kv.num_kv_heads
+        args = rope_args(cache, kv, slots, query_scale, num_heads, self.num_threads)
+        args.qkv, args.kv = qkv.data_ptr(), layer_kv_args(kv)
+        args.q_norm, args.k_norm = norm_args(norms.q), norm_args(norms.k)
+        args.norms_all_heads = norms.over_all_heads
+        if rotary is not None:
+            args.rotary = rotary_table(rotary)
         self._rope(args)
 
-    def rms_norm(self, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Add `added` to `x` [num_tokens, size] in place, and return the RMS norm of the sum."""
-        out = torch.empty_like(x)
+    def add_and_norm(
+        self,
+        x: torch.Tensor,
+        added: torch.Tensor | None,
+        norm: RmsNorm | None,
+        *,
+        after: RmsNorm | None = None,
+        multiplier: float = 1.0,
+    ) -> torch.Tensor:
+        """Add `multiplier` times the norm `after` of `added` to `x` [num_tokens, size] in place.
+
+        Return the norm `norm` of the sum, or `x` itself without a norm.
+        """
+        out = x if norm is None else torch.empty_like(x)
         rows, size = x.shape
-        added_address = None if added is None else added.data_ptr()
         self._norm(
-            x.data_ptr(),
-            added_address,
-            weight.data_ptr(),
-            out.data_ptr(),
-            rows,
-            size,
-            eps,
-            self.num_threads,
-            DTYPES[x.dtype],
+            AddAndNormArgs(
+                x=x.data_ptr(),
+                added=data_address(added),
+                out=out.data_ptr(),
+                after=norm_args(after),
+                norm=norm_args(norm),
+                rows=rows,
+                multiplier=multiplier,
+                size=size,
+                num_threads=self.num_threads,
+                dtype=DTYPES[x.dtype],
+            )
         )
         return out
 
-    def silu_gate(self, x: torch.Tensor) -> torch.Tensor:
-        """Return silu(first half) * second half of `x` [num_tokens, 2 * size]."""
+    def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return activation(first half) * second half of `x` [num_tokens, 2 * size].
+
+        `activation`: one of `ACTIVATIONS`.
+        """
         rows, size = x.shape[0], x.shape[1] // 2
         out = x.new_empty(rows, size)
-        self._gate(x.data_ptr(), out.data_ptr(), rows, size, self.num_threads, DTYPES[x.dtype])
+        self._gate(x.data_ptr(), out.data_ptr(), rows, size, ACTIVATIONS[activation], self.num_threads, DTYPES[x.dtype])
         return out
 
     def find_best(self, logits: torch.Tensor, masked: npt.NDArray[np.intp], bits: Bits) -> BestTokens:
@@ -289,17 +227,32 @@ class Kernels:
         return best
 
 
+def norm_args(norm: RmsNorm | None) -> NormArgs:
+    """Return the arguments of a norm, which must stay alive; empty ones without a norm."""
+    return NormArgs() if norm is None else NormArgs(norm.factor.data_ptr(), norm.eps)
+
+
+def rotary_table(rotary: Rotary) -> RotaryTable:
+    """Return the arguments of one table of a step, which must stay alive."""
+    return RotaryTable(rotary.cosine.data_ptr(), rotary.sine.data_ptr(), rotary.cosine.shape[1])
+
+
 def paged_kernel(kernels: Kernels) -> PagedKernel:
     """Return a `PagedKernel` that uses the C++ attention, for models that run by their own code."""
 
     def attention(
-        query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+        query: torch.Tensor,
+        layer: int,
+        step: AttentionStep,
+        scaling: float,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         by_token = query.transpose(0, 1)
         if by_token.stride(2) != 1:
             by_token = by_token.contiguous()
         out = query.new_empty(by_token.shape)
-        kernels.attend(by_token, out, step.cache, layer, step.tables, AttentionParams(scaling, window))
+        kernels.attend(by_token, out, step.cache, layer, step.tables, AttentionParams(scaling, window, sinks))
         return out
 
     return attention

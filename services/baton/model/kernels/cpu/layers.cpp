@@ -6,28 +6,32 @@ namespace {
 
 constexpr int64_t MIN_PARALLEL_ELEMENTS = 32768;  // fewer are not worth waking the other threads
 
-template <typename Body>
-void dispatch_dtype(int32_t dtype, Body body) {
-    switch (dtype) {
-        case FLOAT32: return body(float{});
-        case BFLOAT16: return body(Bf16{});
-        default: return body(Fp16{});
-    }
-}
-
 }  // namespace
 }  // namespace baton
 
 extern "C" {
 
-void baton_rms_norm(void* x, const void* added, const void* weight, void* out, int64_t rows, int32_t size, float eps,
-    int32_t threads, int32_t dtype) {
-    baton::dispatch_dtype(dtype, [&](auto one) {
+// See add_and_norm in layers.h.
+struct AddAndNormArgs {
+    void* x;
+    const void* added;
+    void* out;
+    baton::NormArgs after;
+    baton::NormArgs norm;
+    int64_t rows;
+    float multiplier;
+    int32_t size;
+    int32_t num_threads;
+    int32_t dtype;
+};
+
+void baton_add_and_norm(const AddAndNormArgs* args) {
+    baton::dispatch_dtype(args->dtype, [&](auto one) {
         using T = decltype(one);
-        baton::run_team(rows * size > baton::MIN_PARALLEL_ELEMENTS ? threads : 1, 1, [&](baton::TeamThread& team) {
-            const auto *added_values = static_cast<const T*>(added), *weight_values = static_cast<const T*>(weight);
-            baton::rms_norm(team, static_cast<T*>(x), added_values, weight_values, static_cast<T*>(out), rows, size,
-                eps);
+        const int threads = args->rows * args->size > baton::MIN_PARALLEL_ELEMENTS ? args->num_threads : 1;
+        baton::run_team(threads, 1, [&](baton::TeamThread& team) {
+            baton::add_and_norm(team, static_cast<T*>(args->x), static_cast<const T*>(args->added), args->after,
+                args->multiplier, args->norm, static_cast<T*>(args->out), args->rows, args->size);
         });
     });
 }
@@ -42,11 +46,12 @@ void baton_rope_and_store_kv(const baton::RopeArgs* args) {
     });
 }
 
-void baton_silu_gate(const void* x, void* out, int64_t rows, int32_t size, int32_t threads, int32_t dtype) {
+void baton_gate(const void* x, void* out, int64_t rows, int32_t size, int32_t activation, int32_t threads,
+    int32_t dtype) {
     baton::dispatch_dtype(dtype, [&](auto one) {
         using T = decltype(one);
         baton::run_team(rows * size > baton::MIN_PARALLEL_ELEMENTS ? threads : 1, 1, [&](baton::TeamThread& team) {
-            baton::silu_gate(team, static_cast<const T*>(x), static_cast<T*>(out), rows, size);
+            baton::gate(team, static_cast<const T*>(x), static_cast<T*>(out), rows, size, activation);
         });
     });
 }

@@ -31,6 +31,8 @@ inline uint32_t bits_from_float(float value) {
 
 inline float to_float(float value) { return value; }
 
+inline float to_float(int8_t value) { return float(value); }
+
 inline float to_float(Bf16 value) { return float_from_bits(uint32_t(value.bits) << 16); }
 
 // One step of a float's exponent. A float16's exponents are 112 lower and its mantissa is 13 bits shorter.
@@ -45,6 +47,20 @@ inline float to_float(Fp16 value) {
         = bits_from_float(float_from_bits(size + 113 * EXPONENT_ONE) - float_from_bits(113 * EXPONENT_ONE));
     const uint32_t other = size + (size >= 31 * EXPONENT_ONE ? 224 : 112) * EXPONENT_ONE;
     return float_from_bits(sign | (size < EXPONENT_ONE ? subnormal : other));
+}
+
+// A float8 of 4 exponent and 3 mantissa bits (e4m3fn): no infinity, and one NaN of each sign.
+struct Float8Bits {
+    uint8_t bits;
+};
+
+// As for float16. The exponents are 120 lower and the mantissa is 20 bits shorter.
+inline float to_float(Float8Bits value) {
+    const uint32_t sign = uint32_t(value.bits & 0x80) << 24, size = uint32_t(value.bits & 0x7f) << 20;
+    const uint32_t subnormal
+        = bits_from_float(float_from_bits(size + 121 * EXPONENT_ONE) - float_from_bits(121 * EXPONENT_ONE));
+    const uint32_t normal = size == 0x7f00000u ? 0x7fc00000u : size + 120 * EXPONENT_ONE;
+    return float_from_bits(sign | (size < EXPONENT_ONE ? subnormal : normal));
 }
 
 template <typename T>
@@ -99,5 +115,15 @@ constexpr float LOG2_E = 1.44269504f;
 
 // Dtype code passed from Python, see kernel_library.py.
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+// Calls body with a number of that dtype, which serves as its type.
+template <typename Body>
+void dispatch_dtype(int32_t dtype, const Body& body) {
+    switch (dtype) {
+        case FLOAT32: return body(float{});
+        case BFLOAT16: return body(Bf16{});
+        default: return body(Fp16{});
+    }
+}
 
 }  // namespace baton

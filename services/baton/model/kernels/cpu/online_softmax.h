@@ -9,7 +9,7 @@
 #include <cmath>
 #include <vector>
 
-#include "numbers.h"
+#include "layer_kv.h"
 
 namespace baton {
 
@@ -25,20 +25,60 @@ constexpr float MASKED_SCORE = -1e30f;  // below every score; finite, so that di
 
 inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
 
-// Locates the KV of one sequence and head in its blocks.
+// Locates the KV of one sequence and head in its blocks. T: as it is stored; int8_t has scales. `first`: the
+// first token that may be read.
 template <typename T>
 struct KvRows {
+    static constexpr bool HAS_SCALES = std::is_same_v<T, int8_t>;
+
     const T* base;
     const int32_t* table;
-    int64_t block_stride, v_offset;
-    int block_size, head_dim;
+    int64_t block_stride, v_offset;  // in elements
+    int block_size, head_dim, first;
+    const Bf16* scales = nullptr;  // of the head's keys in block 0
+    int64_t scale_block_stride = 0, v_scale_offset = 0;
+
+    KvRows(const LayerKv& kv, const KvStrides& strides, int kv_head, const int32_t* table, int block_size,
+        int head_dim, int first)
+        : base(add_bytes(static_cast<const T*>(kv.keys), kv_head * strides.head)), table(table),
+          block_stride(strides.block / int64_t(sizeof(T))),
+          v_offset(static_cast<const T*>(kv.values) - static_cast<const T*>(kv.keys)), block_size(block_size),
+          head_dim(head_dim), first(first) {
+        if constexpr (HAS_SCALES) {
+            scales = add_bytes(static_cast<const Bf16*>(kv.key_scales), kv_head * strides.scale_head);
+            scale_block_stride = strides.block / int64_t(sizeof(Bf16));
+            v_scale_offset = kv.value_scales - kv.key_scales;
+        }
+    }
+
+    // Writes the scales of the keys and values of [begin, end), without a division per token. Tokens before
+    // `first` get 0. Meanwhile it prefetches the scales of as many tokens after them, up to `last`.
+    void token_scales(int begin, int end, int last, float* key_scales, float* value_scales) const {
+        const int from = std::clamp(first, begin, end);
+        std::fill(key_scales, key_scales + (from - begin), 0.0f);
+        std::fill(value_scales, value_scales + (from - begin), 0.0f);
+        for (int block = from / block_size, slot = from % block_size, i = from; i < end; block++, slot = 0) {
+            const Bf16* keys = scales + int64_t(table[block]) * scale_block_stride;
+            for (; slot < block_size && i < end; slot++, i++) {
+                key_scales[i - begin] = to_float(keys[slot]);
+                value_scales[i - begin] = to_float(keys[v_scale_offset + slot]);
+            }
+        }
+        const int ahead = std::min(end + (end - begin), last);
+        for (int block = std::max(end, first) / block_size; block * block_size < ahead; block++) {
+            const Bf16* keys = scales + int64_t(table[block]) * scale_block_stride;
+            __builtin_prefetch(keys);
+            __builtin_prefetch(keys + v_scale_offset);
+        }
+    }
 
     const T* key(int index) const {
         return base + int64_t(table[index / block_size]) * block_stride + int64_t(index % block_size) * head_dim;
     }
     const T* value(int index) const { return key(index) + v_offset; }
 
-    // Writes the addresses of the keys of [begin, end) to `out`, without a division per key.
+    // Writes the addresses of the keys of [begin, end) to `out`, without a division per key. begin: not before
+    // `first`.
     void keys(int begin, int end, const T** out) const {
         for (int block = begin / block_size, slot = begin % block_size; begin < end; block++, slot = 0) {
             const T* first = base + int64_t(table[block]) * block_stride;

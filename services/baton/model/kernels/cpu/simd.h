@@ -5,6 +5,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "numbers.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace baton {
 
 #if defined(__AVX512F__)
@@ -28,6 +34,21 @@ inline Vector load_vector(const Number* from) {
     Vector vector;
     std::memcpy(&vector, from, sizeof vector);
     return vector;
+}
+
+// One vector of float16 numbers as floats.
+inline FloatVec load_halves(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return FloatVec(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return FloatVec(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+    Fp16 halves[VECTOR_FLOATS];
+    std::memcpy(halves, from, sizeof halves);
+    FloatVec floats{};
+    for (int i = 0; i < VECTOR_FLOATS; i++) floats[i] = to_float(halves[i]);
+    return floats;
+#endif
 }
 
 inline void store(float* to, FloatVec vector) { std::memcpy(to, &vector, sizeof vector); }

@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.model.attention.attention_inputs import AttentionStep
+from baton.model.attention.attention_inputs import AttentionParams, AttentionStep
 from baton.model.attention.graph_step import GraphStep
 from baton.model.device.async_copy import upload
-from baton.model.device.kv_tensors import KvCache
+from baton.model.device.kv_tensors import LayerKv
 
 CHUNK_ROWS = 64
 """Query rows per program for prompt chunks: tokens times query heads per KV head."""
@@ -38,16 +38,16 @@ LONG_TOKENS = 2 * MIN_SPLIT_TOKENS + 1
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the call
-    query, blocks, out, maxima, sums,
+    query, keys, values, key_scales, value_scales, out, maxima, sums, sinks,
     tile_token, tile_count, tile_position, tile_table, block_ids,
     query_head_stride, query_token_stride,
-    block_stride, value_offset, kv_head_stride,
+    block_stride, kv_head_stride, scale_block_stride, scale_head_stride,
     scale,
     window,
     num_heads,
     block_size: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, group: tl.constexpr,
     num_rows: tl.constexpr, num_keys: tl.constexpr, num_splits: tl.constexpr, has_window: tl.constexpr,
-    widen: tl.constexpr,
+    has_scales: tl.constexpr, has_sinks: tl.constexpr, widen: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token, count = tl.load(tile_token + tile), tl.load(tile_count + tile)
@@ -64,25 +64,30 @@ def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the ca
         q = q.to(tl.float32)
 
     end = position + count
-    begin = 0
+    begin, first_seen = 0, 0
     if has_window:
-        begin = tl.maximum(position - window + 1, 0) // num_keys * num_keys
+        first_seen = tl.maximum(position - window + 1, 0)  # blocks before it may be missing
+        begin = first_seen // num_keys * num_keys
     length = tl.cdiv(tl.cdiv(end - begin, num_keys), num_splits) * num_keys
     begin = begin + split * length
     stop = tl.minimum(begin + length, end)
 
     best = tl.full([num_rows], float("-inf"), tl.float32)
     total = tl.zeros([num_rows], tl.float32)
+    if has_sinks:  # the softmax begins with the sink, in the first split
+        best = tl.where(split == 0, tl.load(sinks + head).to(tl.float32), best)
+        total += tl.where(split == 0, 1.0, 0.0)
     mixed = tl.zeros([num_rows, padded_dim], tl.float32)
     for start in range(begin, stop, num_keys):
         slots = start + tl.arange(0, num_keys)
-        is_slot = slots < stop
+        is_slot = (slots < stop) & (slots >= first_seen)
         block = tl.load(block_ids + table + slots // block_size, mask=is_slot, other=0).to(tl.int64)
         at = block * block_stride + kv_head * kv_head_stride + (slots % block_size) * head_dim
-        key = tl.load(blocks + at[None, :] + dims[:, None], mask=is_slot[None, :] & is_dim[:, None], other=0.0)
-        if widen:
-            key = key.to(tl.float32)
-        scores = tl.dot(q, key, input_precision="ieee") * scale
+        key = tl.load(keys + at[None, :] + dims[:, None], mask=is_slot[None, :] & is_dim[:, None], other=0)
+        scores = tl.dot(q, key.to(q.dtype), input_precision="ieee") * scale
+        if has_scales:  # integers up to 127 are exact in every dtype of q
+            scale_at = block * scale_block_stride + kv_head * scale_head_stride + slots % block_size
+            scores = scores * tl.load(key_scales + scale_at, mask=is_slot, other=0.0).to(tl.float32)[None, :]
         seen = (slots[None, :] <= (position + token)[:, None]) & is_slot[None, :]
         if has_window:
             seen = seen & (slots[None, :] > (position + token - window)[:, None])
@@ -91,13 +96,11 @@ def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the ca
         safe_best = tl.where(now_best == float("-inf"), 0.0, now_best)  # a row that has seen no key yet
         weights = tl.exp(scores - safe_best[:, None])
         fade = tl.exp(best - safe_best)
-        value = tl.load(
-            blocks + value_offset + at[:, None] + dims[None, :], mask=is_slot[:, None] & is_dim[None, :], other=0.0
-        )
-        if widen:
-            value = value.to(tl.float32)
+        value = tl.load(values + at[:, None] + dims[None, :], mask=is_slot[:, None] & is_dim[None, :], other=0)
         total = total * fade + tl.sum(weights, 1)
-        mixed = mixed * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        if has_scales:
+            weights = weights * tl.load(value_scales + scale_at, mask=is_slot, other=0.0).to(tl.float32)[None, :]
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(q.dtype), value.to(q.dtype), input_precision="ieee")
         best = now_best
 
     if num_splits == 1:
@@ -169,18 +172,30 @@ def split_contexts(max_model_len: int) -> tuple[int, ...]:
 
 
 def triton_attention(
-    query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None
+    query: torch.Tensor,
+    layer: int,
+    step: AttentionStep,
+    scaling: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute paged attention; same shapes and results as `paged_attention.paged_attention`."""
     num_heads, num_tokens, _ = query.shape
-    group = num_heads // step.cache.num_kv_heads
+    group = num_heads // step.cache.layers[layer].num_kv_heads
     is_decode = num_tokens == len(step.segments)
     rows = max(triton.next_power_of_2(group), DECODE_ROWS if is_decode else CHUNK_ROWS)
     tiles = step.get_or_make(("tiles", rows // group), lambda: tiles_of(step, rows // group))
-    return attend_tiles(query, layer, step.cache, tiles, rows, scaling, window)
+    return attend_tiles(query, step.cache.layers[layer], tiles, rows, AttentionParams(scaling, window, sinks))
 
 
-def triton_decode(query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None) -> torch.Tensor:
+def triton_decode(
+    query: torch.Tensor,
+    layer: int,
+    step: GraphStep,
+    scaling: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Compute paged attention for one token per sequence inside a CUDA graph.
 
     All inputs are read from tensors, so contexts may have any length at replay.
@@ -200,36 +215,38 @@ def triton_decode(query: torch.Tensor, layer: int, step: GraphStep, scaling: flo
             longest=max_blocks * cache.block_size_tokens,
         )
 
-    rows = max(triton.next_power_of_2(num_heads // cache.num_kv_heads), DECODE_ROWS)
-    return attend_tiles(query, layer, cache, step.get_or_make("tiles", tiles), rows, scaling, window)
+    kv = cache.layers[layer]
+    rows = max(triton.next_power_of_2(num_heads // kv.num_kv_heads), DECODE_ROWS)
+    params = AttentionParams(scaling, window, sinks)
+    return attend_tiles(query, kv, step.get_or_make("tiles", tiles), rows, params)
 
 
-def attend_tiles(
-    query: torch.Tensor, layer: int, cache: KvCache, tiles: Tiles, rows: int, scaling: float, window: int | None
-) -> torch.Tensor:
+def attend_tiles(query: torch.Tensor, kv: LayerKv, tiles: Tiles, rows: int, params: AttentionParams) -> torch.Tensor:
     """Compute paged attention for given tiles, see `triton_attention`.
 
     `rows`: query rows per program.
     """
     num_heads, num_tokens, head_dim = query.shape
-    splits = splits_for(tiles.token.numel() * cache.num_kv_heads, tiles.longest)
+    splits = splits_for(tiles.token.numel() * kv.num_kv_heads, tiles.longest)
     shape = (num_tokens, num_heads, splits)
     out = query.new_empty(num_tokens, num_heads, head_dim)
     parts = out if splits == 1 else torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
     maxima, sums = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
-    blocks = cache.layer(layer)
     query = query if query.stride(2) == 1 else query.contiguous()
-    _attend[(tiles.token.numel(), cache.num_kv_heads, splits)](
-        query, blocks, parts, maxima, sums,
+    scales = (maxima, maxima) if kv.key_scales is None else (kv.key_scales, kv.value_scales)  # unused if there are none
+    scale_strides = (0, 0) if kv.key_scales is None else kv.key_scales.stride()[:2]
+    _attend[(tiles.token.numel(), kv.num_kv_heads, splits)](
+        query, kv.keys, kv.values, *scales, parts, maxima, sums, query if params.sinks is None else params.sinks,
         tiles.token, tiles.count, tiles.position, tiles.table, tiles.block_ids,
         query.stride(0), query.stride(1),
-        blocks.stride(0), blocks.stride(1), blocks.stride(2),
-        scaling,
-        window or 0,
+        kv.keys.stride(0), kv.keys.stride(1), *scale_strides,
+        params.scaling,
+        params.window or 0,
         num_heads,
-        block_size=cache.block_size_tokens, head_dim=head_dim, padded_dim=max(16, triton.next_power_of_2(head_dim)),
-        group=num_heads // cache.num_kv_heads, num_rows=rows, num_keys=KEYS, num_splits=splits,
-        has_window=window is not None,
+        block_size=kv.keys.shape[2], head_dim=head_dim, padded_dim=max(16, triton.next_power_of_2(head_dim)),
+        group=num_heads // kv.num_kv_heads, num_rows=rows, num_keys=KEYS, num_splits=splits,
+        has_window=params.window is not None, has_scales=kv.key_scales is not None,
+        has_sinks=params.sinks is not None,
         widen=query.device.type == "cpu",
     )  # fmt: skip
     if splits == 1:

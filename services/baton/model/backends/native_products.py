@@ -1,0 +1,45 @@
+"""Runs the model's own code, of any architecture, with the native GEMM in the place of its linear layers and
+experts."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from baton.model.backends.native_experts import NativeExperts, is_experts
+from baton.model.forms.recognise import is_linear
+from baton.model.kernels.cpu.kernel_library import Kernels
+from baton.model.linear.packed_linear import PackedGemm
+from baton.model.step.forward import ModelForward
+
+
+class ProductsForward(ModelForward):
+    """Implements `Forward`. The native products are active only during `compute`, so that verification can
+    run the original."""
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
+        """Pack the weights of every linear layer and expert. `kernels`: with the number of threads of a
+        step."""
+        modules: list[Any] = list(model.modules())
+        self._products: list[tuple[dict[str, Any], PackedGemm | NativeExperts]] = [
+            *((vars(module), PackedGemm(kernels, module)) for module in modules if is_linear(module)),
+            *((vars(module), NativeExperts(module, kernels)) for module in modules if is_experts(module)),
+        ]
+        super().__init__(model)
+
+    def compute(
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, sample_rows: torch.Tensor, attention: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the model, see `ModelForward.compute`."""
+        for module, product in self._products:
+            module["forward"] = product
+        try:
+            return super().compute(token_ids, position_ids, sample_rows, attention)
+        finally:
+            for module, _ in self._products:
+                del module["forward"]
+
+    def release_model_weights(self) -> None:
+        """Free the weights that are packed here; the model's own code then raises outside of steps."""
+        for _, product in self._products:
+            product.release_model_weights()

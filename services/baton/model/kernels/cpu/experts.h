@@ -1,0 +1,123 @@
+// A layer's mixture of experts: routes each row to a few experts, and multiplies the rows of all experts in two
+// parallel loops, one for each of their products.
+#pragma once
+
+#include <vector>
+
+#include "layers.h"
+#include "linear.h"
+
+namespace baton {
+
+constexpr int MAX_EXPERTS = 1024;
+constexpr int EXPERT_BLOCK_ROWS = 96;  // rows of one expert that are multiplied by a panel at a time
+constexpr int64_t EXPERT_LOOPS = 5 + 3 * GEMM_LOOPS;
+
+// How a router turns its logits into the weights of the chosen experts.
+//   SOFTMAX_ALL: softmax over all experts, then the largest.
+//   SOFTMAX_CHOSEN: the largest, then softmax over them. This equals SOFTMAX_ALL, divided by its sum.
+enum RouterWeights : int32_t { SOFTMAX_ALL = 0, SOFTMAX_CHOSEN = 1 };
+
+// How the rows of one layer are distributed to experts. It is shared by the team and changes from layer to layer.
+// Only the items of a loop may read it, not the number of items: a thread that was preempted before a loop must
+// find the loop's end even if the others are layers ahead.
+struct Routing {
+    std::vector<int32_t> experts;  // [rows, top_k]
+    std::vector<float> weights;    // [rows, top_k]
+    std::vector<int64_t> places;   // [rows, top_k]: the row's place among the rows grouped by expert
+    std::vector<int64_t> sources;  // [rows * top_k]: the row at each place
+    std::vector<int64_t> begins;   // [num_experts + 1]: the first place of each expert, then the end
+    std::vector<int64_t> blocks;   // [num_experts + 1]: the first block of rows of each expert, then the end
+
+    void reserve(int64_t rows, int top_k, int num_experts) {
+        for (auto* numbers : {&places, &sources}) numbers->resize(size_t(rows * top_k));
+        experts.resize(size_t(rows * top_k));
+        weights.resize(size_t(rows * top_k));
+        begins.resize(size_t(num_experts) + 1);
+        blocks.resize(size_t(num_experts) + 1);
+    }
+};
+
+// Chooses the top_k experts of one row; the first of equal ones. A row of NaN gets experts with NaN weights.
+inline void choose_experts(const float* logits, int num_experts, int top_k, int32_t kind, int32_t* experts,
+    float* weights) {
+    bool is_taken[MAX_EXPERTS] = {};
+    for (int k = 0; k < top_k; k++) {
+        int best = -1;
+        for (int e = 0; e < num_experts; e++)
+            if (!is_taken[e] && (best < 0 || logits[e] > logits[best])) best = e;
+        is_taken[best] = true;
+        experts[k] = best;
+    }
+    const float top = logits[experts[0]];
+    float sum = 0.0f;
+    for (int k = 0; k < top_k; k++) {
+        weights[k] = fast_exp2((logits[experts[k]] - top) * LOG2_E);
+        sum += weights[k];
+    }
+    if (kind == SOFTMAX_ALL) {
+        sum = 0.0f;
+        for (int e = 0; e < num_experts; e++) sum += fast_exp2((logits[e] - top) * LOG2_E);
+    }
+    for (int k = 0; k < top_k; k++) weights[k] /= sum;
+}
+
+// Groups rows by expert, each expert's rows ascending.
+inline void group_rows(Routing& routing, int64_t rows, int top_k, int num_experts) {
+    std::vector<int64_t> next(size_t(num_experts), 0);
+    for (int64_t i = 0; i < rows * top_k; i++) next[routing.experts[i]]++;
+    routing.begins[0] = routing.blocks[0] = 0;
+    for (int e = 0; e < num_experts; e++) {
+        routing.begins[e + 1] = routing.begins[e] + next[e];
+        routing.blocks[e + 1] = routing.blocks[e] + (next[e] + EXPERT_BLOCK_ROWS - 1) / EXPERT_BLOCK_ROWS;
+        next[e] = routing.begins[e];
+    }
+    for (int64_t i = 0; i < rows * top_k; i++) {
+        routing.places[i] = next[routing.experts[i]]++;
+        routing.sources[routing.places[i]] = i / top_k;
+    }
+}
+
+// out [places, n] = x [places, k], both grouped by expert, each row times the weights of its expert. All experts
+// have weights of one shape and format. scratch: places * gemm_row_bytes.
+inline void multiply_experts(TeamThread& team, const GemmArgs* experts, const void* x, void* out, int32_t dtype,
+    const Routing& routing, int64_t places, int num_experts, void* scratch, int threads) {
+    prepare_gemm(team, experts[0], x, dtype, places, scratch);
+    const int64_t panels = total_panels(experts[0]);
+    const int64_t max_blocks = places / EXPERT_BLOCK_ROWS + std::min<int64_t>(num_experts, places);
+    team.parallel_for(max_blocks * panels, [&](int64_t item) {
+        const auto& blocks = routing.blocks;
+        const int64_t block = item / panels, panel = item % panels, next = panel + threads;
+        const int e = int(std::upper_bound(blocks.begin(), blocks.end(), block) - blocks.begin()) - 1;
+        if (e == num_experts) return;  // there are fewer blocks
+        const int64_t begin = routing.begins[e] + (block - blocks[e]) * EXPERT_BLOCK_ROWS;
+        const int count = int(std::min<int64_t>(EXPERT_BLOCK_ROWS, routing.begins[e + 1] - begin));
+        const GemmItem part{begin, count, panel, next < panels ? next : -1};
+        multiply_item(experts[e], part, x, dtype, out, dtype, places, scratch);
+    });
+}
+
+// Copies each row of x [rows, size] to its places in `grouped`.
+template <typename T>
+void scatter_rows(TeamThread& team, const T* x, T* grouped, const Routing& routing, int64_t places, int64_t size) {
+    team.parallel_for_batched(places, [&](int64_t place) {
+        std::memcpy(grouped + place * size, x + routing.sources[place] * size, size_t(size) * sizeof(T));
+    });
+}
+
+// out[r] = the sum over the row's experts of weight times the row at its place in `grouped`.
+template <typename T>
+void gather_rows(TeamThread& team, const T* grouped, T* out, const Routing& routing, int64_t rows, int top_k,
+    int64_t size) {
+    team.parallel_for_batched(rows, [&](int64_t r) {
+        const int64_t* places = &routing.places[r * top_k];
+        const float* weights = &routing.weights[r * top_k];
+        for (int64_t i = 0; i < size; i++) {
+            float sum = 0.0f;
+            for (int k = 0; k < top_k; k++) sum += weights[k] * to_float(grouped[places[k] * size + i]);
+            out[r * size + i] = from_float<T>(sum);
+        }
+    });
+}
+
+}  // namespace baton

@@ -1,0 +1,212 @@
+// Chooses the kernel of each weight's format, and exports packing and products.
+#include "linear.h"
+
+#include "gemm_bf16.h"
+#include "gemm_coded.h"
+#include "gemm_pack.h"
+#include "gemm_widened.h"
+
+namespace baton {
+namespace {
+
+// How a weight's format needs the rows of x. group_size, shift: of quantised rows, see quantise_row.
+struct RowsFormat {
+    enum { AS_THEY_ARE, WIDENED, QUANTISED } form;
+    int group_size;
+    int shift;
+
+    bool operator==(const RowsFormat& other) const {
+        return form == other.form && group_size == other.group_size && shift == other.shift;
+    }
+};
+
+bool uses_bf16_dot([[maybe_unused]] const WeightFormat& format, [[maybe_unused]] int32_t x_dtype) {
+#ifdef BATON_HAS_BF16_DOT
+    return format.kind == WEIGHT_BFLOAT16 && x_dtype == BFLOAT16;
+#else
+    return false;
+#endif
+}
+
+RowsFormat rows_format(const WeightFormat& format, int32_t x_dtype) {
+    if (format.kind == CODED)
+        return {RowsFormat::QUANTISED, format.group_size, code_bias(format.bits) - format.zero_point};
+    return {uses_bf16_dot(format, x_dtype) ? RowsFormat::AS_THEY_ARE : RowsFormat::WIDENED, 0, 0};
+}
+
+int64_t row_bytes(const RowsFormat& format, int64_t k) {
+    switch (format.form) {
+        case RowsFormat::AS_THEY_ARE: return 0;
+        case RowsFormat::WIDENED: return float_row_stride(k) * int64_t(sizeof(float));
+        default: return QuantisedRows::of(nullptr, k, format.group_size).record_bytes;
+    }
+}
+
+// Calls body(format, bytes per row before it) for each form of the rows that the weights need, without repeats.
+template <typename Body>
+void for_each_rows_format(const GemmArgs& args, int32_t x_dtype, const Body& body) {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < args.count; i++) {
+        const RowsFormat format = rows_format(args.weights[i].format, x_dtype);
+        bool is_new = format.form != RowsFormat::AS_THEY_ARE;
+        for (int64_t j = 0; j < i; j++) is_new &= !(format == rows_format(args.weights[j].format, x_dtype));
+        if (!is_new) continue;
+        body(format, bytes);
+        bytes += row_bytes(format, args.k);
+    }
+}
+
+// Scratch bytes per row that lie before the rows in this form.
+int64_t bytes_before(const GemmArgs& args, int32_t x_dtype, const RowsFormat& wanted) {
+    int64_t found = 0;
+    for_each_rows_format(args, x_dtype, [&](const RowsFormat& format, int64_t before) {
+        if (format == wanted) found = before;
+    });
+    return found;
+}
+
+template <typename T>
+void prepare_rows(TeamThread& team, const GemmArgs& args, const T* x, int32_t x_dtype, int64_t rows, uint8_t* scratch) {
+    team.parallel_for_batched(rows, [&](int64_t row) {
+        for_each_rows_format(args, x_dtype, [&](const RowsFormat& format, int64_t before) {
+            uint8_t* to = scratch + before * rows;
+            if (format.form == RowsFormat::WIDENED)
+                return widen_row(x + row * args.k, args.k,
+                    reinterpret_cast<float*>(to) + row * float_row_stride(args.k));
+            quantise_row(x + row * args.k, row, format.group_size, format.shift,
+                QuantisedRows::of(to, args.k, format.group_size));
+        });
+    });
+}
+
+// Calls body(format, rows) with the kernel of a weight's format, and x as it needs it.
+template <typename Body>
+void dispatch_format(const WeightFormat& format, const void* x, int32_t x_dtype, int64_t k, const uint8_t* prepared,
+    const Body& body) {
+#ifdef BATON_HAS_BF16_DOT
+    if (uses_bf16_dot(format, x_dtype)) return body(Bf16Dot{}, Bf16Rows{static_cast<const Bf16*>(x), k});
+#endif
+    const FloatRows floats{reinterpret_cast<const float*>(prepared), float_row_stride(k)};
+    switch (format.kind) {
+        case WEIGHT_FLOAT32: return body(Widened<FloatLanes>{}, floats);
+        case WEIGHT_FLOAT16: return body(Widened<HalfLanes>{}, floats);
+        case WEIGHT_BFLOAT16: return body(Widened<Bf16Lanes>{}, floats);
+        case WEIGHT_FLOAT8: return body(Float8(format), floats);
+        default: break;
+    }
+    const auto quantised = QuantisedRows::of(prepared, k, format.group_size);
+    if (format.has_table) return body(Coded<4, true>(format), quantised);
+    switch (format.bits) {
+        case 4: return body(Coded<4>(format), quantised);
+        case 5: return body(Coded<5>(format), quantised);
+        case 6: return body(Coded<6>(format), quantised);
+        default: return body(Coded<8>(format), quantised);
+    }
+}
+
+// The weight that a panel of all weights together belongs to; `panel` becomes its panel, `column` its first output.
+const PackedWeights* find_weight(const GemmArgs& args, int64_t& panel, int64_t& column) {
+    const PackedWeights* weights = args.weights;
+    for (column = 0; panel >= weights->panels(); weights++) {
+        panel -= weights->panels();
+        column += weights->n;
+    }
+    return weights;
+}
+
+}  // namespace
+
+int64_t gemm_row_bytes(const GemmArgs& args, int32_t x_dtype) {
+    int64_t bytes = 0;
+    for_each_rows_format(args, x_dtype, [&](const RowsFormat& format, int64_t before) {
+        bytes = before + row_bytes(format, args.k);
+    });
+    return bytes;
+}
+
+int64_t total_panels(const GemmArgs& args) {
+    int64_t panels = 0;
+    for (int64_t i = 0; i < args.count; i++) panels += args.weights[i].panels();
+    return panels;
+}
+
+void prepare_gemm(TeamThread& team, const GemmArgs& args, const void* x, int32_t x_dtype, int64_t rows,
+    void* scratch) {
+    if (!gemm_row_bytes(args, x_dtype)) return;
+    dispatch_dtype(x_dtype, [&](auto one) {
+        prepare_rows(team, args, static_cast<const decltype(one)*>(x), x_dtype, rows, static_cast<uint8_t*>(scratch));
+    });
+}
+
+void multiply_item(const GemmArgs& args, const GemmItem& part, const void* x, int32_t x_dtype, void* out,
+    int32_t out_dtype, int64_t rows, const void* scratch) {
+    alignas(64) float sums[ROWS_PER_BLOCK * PANEL];
+    int64_t panel = part.panel, next = part.next_panel, column = 0, next_column = 0;
+    PanelItem item{find_weight(args, panel, column), 0, part.row, part.count, nullptr, 0};
+    item.panel = panel;
+    if (next >= 0) {
+        item.next_weights = find_weight(args, next, next_column);
+        item.next_panel = next;
+    }
+    const WeightFormat& format = item.weights->format;
+    const uint8_t* own = static_cast<const uint8_t*>(scratch)
+        + bytes_before(args, x_dtype, rows_format(format, x_dtype)) * rows;
+    dispatch_format(format, x, x_dtype, args.k, own, [&](const auto& kernel, const auto& operand) {
+        multiply_panel(kernel, operand, item, sums);
+    });
+    dispatch_dtype(out_dtype, [&](auto one) {
+        write_outputs(item, sums, static_cast<decltype(one)*>(out) + column, args.n);
+    });
+}
+
+void gemm(TeamThread& team, const GemmArgs& args, const void* x, int32_t x_dtype, void* out, int32_t out_dtype,
+    int64_t rows, void* scratch, int threads) {
+    prepare_gemm(team, args, x, x_dtype, rows, scratch);
+    const int64_t panels = total_panels(args), blocks = divide_up(rows, ROWS_PER_BLOCK);
+    team.parallel_for(blocks * panels, [&](int64_t i) {
+        const int64_t block = i / panels, row = block * ROWS_PER_BLOCK, next = i % panels + threads;
+        const int64_t next_panel = block + 1 < blocks || next < panels ? next % panels : -1;
+        const GemmItem item{row, int(std::min<int64_t>(ROWS_PER_BLOCK, rows - row)), i % panels, next_panel};
+        multiply_item(args, item, x, x_dtype, out, out_dtype, rows, scratch);
+    });
+}
+
+}  // namespace baton
+
+extern "C" {
+
+// Returns 1 if products of bfloat16 use its dot product.
+int32_t baton_has_bf16_dot() {
+#ifdef BATON_HAS_BF16_DOT
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Bytes of `weights` packed.
+int64_t baton_packed_bytes(const baton::PackedWeights* weights) {
+    return weights->panels() * baton::panel_bytes(weights->format, weights->k);
+}
+
+// Packs `from` into `packed`, baton_packed_bytes long.
+void baton_pack_weights(const baton::PackedWeights* weights, const baton::UnpackedWeights* from, void* packed,
+    int32_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t panel = 0; panel < weights->panels(); panel++) {
+        baton::pack_panel(*weights, *from, panel,
+            static_cast<uint8_t*>(packed) + panel * baton::panel_bytes(weights->format, weights->k));
+    }
+}
+
+int64_t baton_gemm_row_bytes(const baton::GemmArgs* args, int32_t x_dtype) {
+    return baton::gemm_row_bytes(*args, x_dtype);
+}
+
+void baton_gemm(const baton::GemmArgs* args, const void* x, int32_t x_dtype, void* out, int32_t out_dtype,
+    int64_t rows, void* scratch, int32_t threads) {
+    baton::run_team(threads, baton::GEMM_LOOPS, [&](baton::TeamThread& team) {
+        baton::gemm(team, *args, x, x_dtype, out, out_dtype, rows, scratch, threads);
+    });
+}
+}

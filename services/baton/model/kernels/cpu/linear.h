@@ -1,0 +1,46 @@
+// A linear layer as the decoder and Python call it: one product for one or several packed weights whose outputs
+// lie next to each other. linear.cpp chooses the kernel of each weight's format.
+#pragma once
+
+#include "parallel_for.h"
+#include "weight_format.h"
+
+namespace baton {
+
+// weights: `count` of them, each [n_i, k]; n: the sum of all n_i. row_bytes: scratch bytes per row of x.
+struct GemmArgs {
+    const PackedWeights* weights;
+    int64_t count;
+    int64_t n;
+    int64_t k;
+};
+
+constexpr int64_t GEMM_LOOPS = 2;
+
+// Bytes of scratch that a product needs per row of x, a multiple of the cache line. x_dtype: see Dtype.
+int64_t gemm_row_bytes(const GemmArgs& args, int32_t x_dtype);
+
+// Part of a product: `count` rows of x from `row` on, at most ROWS_PER_BLOCK, times one panel of 64 outputs.
+// panel: counted over all weights. next_panel: what the thread most likely multiplies next, -1 if nothing.
+struct GemmItem {
+    int64_t row;
+    int count;
+    int64_t panel;
+    int64_t next_panel;
+};
+
+int64_t total_panels(const GemmArgs& args);
+
+// The two halves of a product: bring the rows of x into the form that the weights need, then multiply each item.
+// All threads of the team call prepare_gemm, which has at most one loop. rows: of the whole x.
+void prepare_gemm(TeamThread& team, const GemmArgs& args, const void* x, int32_t x_dtype, int64_t rows,
+    void* scratch);
+void multiply_item(const GemmArgs& args, const GemmItem& item, const void* x, int32_t x_dtype, void* out,
+    int32_t out_dtype, int64_t rows, const void* scratch);
+
+// out [rows, n] = x [rows, k] times the weights transposed, plus biases. All threads of the team call it.
+// scratch: rows * gemm_row_bytes, aligned to a cache line.
+void gemm(TeamThread& team, const GemmArgs& args, const void* x, int32_t x_dtype, void* out, int32_t out_dtype,
+    int64_t rows, void* scratch, int threads);
+
+}  // namespace baton

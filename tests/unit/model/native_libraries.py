@@ -1,0 +1,39 @@
+"""Builds the C++ kernels for several processors. All tests and runs share the cached builds."""
+
+import platform
+from pathlib import Path
+
+from baton.model.kernels.cpu.kernel_build import NATIVE, OPTIONS, build, default_cache
+from tests.scale import IS_LONG
+
+BASELINE, AVX2 = ("-march=x86-64",), ("-march=x86-64-v3",)
+AVX_VNNI, AVX512_WITHOUT_VNNI = (*AVX2, "-mavxvnni"), ("-march=skylake-avx512",)
+
+
+def processors() -> list[tuple[str, ...]]:
+    """Return compiler options for this processor, the baseline x86-64 (vectors as short as ARM's), and AVX2.
+
+    Long runs add the other sets of instructions that this processor has: integer dot products of AVX2's
+    width, and AVX-512 without them.
+    """
+    if platform.machine() != "x86_64":
+        return [(NATIVE,)]
+    flags = Path("/proc/cpuinfo").read_text().split()
+    found = [(NATIVE,), BASELINE, *([AVX2] if "avx512f" in flags else [])]
+    if IS_LONG:
+        found += [AVX_VNNI] if "avx_vnni" in flags and "avx512f" in flags else []
+        found += [AVX512_WITHOUT_VNNI] if "avx512_vnni" in flags else []
+    return found
+
+
+def library_for(processor: tuple[str, ...]) -> Path:
+    """Return the kernels for one processor.
+
+    Libraries for other processors use another namespace, because inline functions are shared within a
+    process.
+    """
+    if processor == (NATIVE,):
+        return build()
+    name = "_".join(option.strip("-").replace("-", "_").replace("=", "_") for option in processor)
+    options = [{"-O3": "-O2"}.get(option, option) for option in OPTIONS if option != NATIVE]
+    return build(default_cache() / "tests", (*options, *processor, f"-Dbaton=for_{name}"))

@@ -1,0 +1,194 @@
+"""Tests that the text part of composite checkpoints is served alone, with transformers' own logits."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from baton.core.errors import ModelError
+from baton.engine.executors.emulated_model import read_emulated_model
+from baton.model.attention.attention_inputs import CausalMasks
+from baton.model.attention.paged_attention import paged_attention
+from baton.model.backends.fused_layers import FusedForward
+from baton.model.device.kv_tensors import KvCache
+from baton.model.forms.describe import describe_decoder
+from baton.model.kernels.cpu.kernel_library import load_kernels
+from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.loading.model_source import DEMO_DIR
+from baton.model.loading.text_part import own_name
+from baton.model.step.forward import Forward, ModelForward
+from baton.model.step.step_inputs import PreparedSequence, pack
+from baton.model.verification.verify_backend import verify_logits, verify_masks
+from tests.model_families import TINY
+
+SIZE = 16
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT = {**TINY, "head_dim": 16, "bos_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+
+
+def gemma3() -> PreTrainedConfig:
+    return Gemma3Config(
+        text_config={**TEXT, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config={**VISION, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+
+
+def mistral3(*, tied: bool = False) -> PreTrainedConfig:
+    return Mistral3Config(
+        text_config={**TEXT, "model_type": "mistral", "tie_word_embeddings": tied},
+        vision_config={**VISION, "model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14},
+        tie_word_embeddings=tied,
+    )
+
+
+def qwen2_vl() -> PreTrainedConfig:
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "patch_size": 14}
+    return Qwen2VLConfig(text_config={**TEXT, "rope_parameters": ROPE}, vision_config=vision)
+
+
+def qwen3_vl() -> PreTrainedConfig:
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "patch_size": 14,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }
+    return Qwen3VLConfig(text_config={**TEXT, "rope_parameters": ROPE}, vision_config=vision)
+
+
+COMPOSITES: dict[str, tuple[Callable[[], PreTrainedConfig], type[PreTrainedModel], str]] = {
+    "gemma 3": (gemma3, Gemma3ForConditionalGeneration, "Gemma3ForCausalLM"),
+    "mistral small 3": (mistral3, Mistral3ForConditionalGeneration, "MistralForCausalLM"),
+    "mistral, tied": (lambda: mistral3(tied=True), Mistral3ForConditionalGeneration, "MistralForCausalLM"),
+    "qwen2-vl": (qwen2_vl, Qwen2VLForConditionalGeneration, "Qwen2VLTextForCausalLM"),
+    "qwen3-vl": (qwen3_vl, Qwen3VLForConditionalGeneration, "Qwen3VLTextForCausalLM"),
+}
+
+
+def save_composite(name: str, path: Path) -> PreTrainedModel:
+    """Write a composite checkpoint with random weights, as its own class saves it, and return the model."""
+    config, model_class, _ = COMPOSITES[name]
+    torch.manual_seed(0)
+    model: Any = model_class(config()).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.15) if parameter.dim() > 1 else parameter.data.normal_(1.0, 0.2)
+    model.tie_weights()
+    model.save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (path / file).write_bytes((DEMO_DIR / file).read_bytes())
+    return model  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def paged_logits(loaded: LoadedModel, token_ids: np.ndarray, forward: Forward) -> torch.Tensor:
+    cache = KvCache.zeros(loaded.layout(SIZE), 4)
+    masks, found = CausalMasks(cache.dtype, cache.device), []
+    for begin, end in ((0, 37), (37, len(token_ids))):
+        part = PreparedSequence(
+            seq_id=1,
+            token_ids=token_ids[begin:end],
+            position_begin=begin,
+            kv_begin=begin,
+            block_ids=np.array([2, 0, 3, 1][: -(-end // SIZE)]),
+            sample=None,
+        )
+        step = pack([part], cache, masks, paged_attention)
+        rows = torch.arange(end - begin)
+        found.append(forward(replace(step, sample_rows=rows)).logits)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", list(COMPOSITES))
+def test_text_part_equals_the_composite_model(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    whole: Any = save_composite(name, path)
+    loaded = load_model(path, device="cpu")
+    assert type(loaded.model).__name__ == COMPOSITES[name][2]
+    token_ids = np.random.default_rng(0).integers(3, 200, 50)
+    with torch.inference_mode():
+        right = whole(input_ids=torch.from_numpy(token_ids)[None], use_cache=False).logits[0]
+    own = ModelForward(loaded.model)
+    assert (paged_logits(loaded, token_ids, own) - right).abs().max() < 2e-4
+    own.close()
+    fused = FusedForward(describe_decoder(loaded, verify_masks(loaded, SIZE)), load_kernels(1))
+    assert (paged_logits(loaded, token_ids, fused) - right).abs().max() < 2e-4
+    verify_logits(loaded, SIZE, forward=fused)
+    embedding, head = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
+    assert (embedding.weight is head.weight) is ("gemma" in name or "tied" in name)  # type: ignore[union-attr]
+    assert read_emulated_model(path).vocab_size == loaded.vocab_size == 256
+
+
+def test_weights_of_other_parts_are_not_counted(tmp_path: Path) -> None:
+    """With memory for the text part and little more, it is loaded."""
+    path = tmp_path / "model"
+    save_composite("mistral small 3", path)
+    sizes = {name: tensor.numel() for name, tensor in load_file(path / "model.safetensors").items()}
+    text = 4 * sum(size for name, size in sizes.items() if own_name(name))
+    assert 0 < text < 4 * sum(sizes.values())
+    load_model(path, device="cpu", free_bytes=lambda _device: text)
+    with pytest.raises(ModelError, match="are free on cpu"):
+        load_model(path, device="cpu", free_bytes=lambda _device: text - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("model.language_model.norm.weight", "model.norm.weight"),
+        ("model.vision_tower.layers.0.norm.weight", None),
+        ("visual.blocks.0.attn.qkv.weight", None),
+        ("multi_modal_projector.linear_1.weight", None),
+    ],
+)
+def test_names_of_the_text_part(name: str, expected: str | None) -> None:
+    assert own_name(name) == expected
+
+
+def test_incomplete_text_part_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save_composite("gemma 3", path)
+    tensors = load_file(path / "model.safetensors")
+    name = next(name for name in tensors if own_name(name) == "model.layers.1.mlp.up_proj.weight")
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights.*layers\.1\.mlp\.up_proj"):
+        load_model(path, device="cpu")
+
+
+def test_end_tokens_of_the_text_part(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save_composite("gemma 3", path)
+    for file in ("generation_config.json",):
+        (path / file).unlink(missing_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    config.pop("eos_token_id", None)
+    (path / "config.json").write_text(json.dumps(config))
+    assert load_model(path, device="cpu").eos_token_ids == (2,)
