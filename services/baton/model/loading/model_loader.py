@@ -16,16 +16,21 @@ from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.attention.paged_attention import PAGED
 from baton.model.device.device_info import free_bytes
 from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
+from baton.model.loading.checkpoint_weights import LoadOptions, is_loaded_by_module, load_by_module, weight_bytes
 from baton.model.loading.model_fingerprint import model_fingerprint, num_weights
 from baton.model.loading.model_support import causal_lm_class, kv_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A loaded model and the facts about it that a worker needs. `eos_token_ids` may be empty."""
+    """A loaded model and the facts about it that a worker needs. `eos_token_ids` may be empty.
+
+    weight_format: of the checkpoint, for people.
+    """
 
     path: Path
     model: PreTrainedModel
+    weight_format: str
     model_fingerprint: str
     tokenizer_fingerprint: str
     max_model_len: int
@@ -63,13 +68,15 @@ def load_model(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    weights: str = "auto",
     max_model_len: int | None = None,
     free_bytes: Callable[[torch.device], int] = free_bytes,
 ) -> LoadedModel:
     """Load the model in directory `path` (see `model_source.resolve_model`), without network access.
 
-    dtype: `auto` uses the checkpoint's own.
+    dtype: `auto` uses the checkpoint's own, or bfloat16 if its weights are quantised.
     device: `auto` uses CUDA if there is a GPU.
+    weights: `int8` or `int4` quantises the weights of linear layers; `auto` keeps the checkpoint's format.
     max_model_len: at most the model's own; None uses that.
     free_bytes: bytes that can still be allocated on a device.
     Raises ModelError if the model cannot be served or loaded, or if there is too little memory.
@@ -79,20 +86,39 @@ def load_model(
     tokenizer = tokenizer_fingerprint(path)
     load_dtype = _load_dtype(config, dtype)
     target = _device(device)
-    size, what = num_weights(path) * load_dtype.itemsize, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
-    require_free_memory(size, free_bytes(target), what, str(target))
-    if target.type != "cpu":
-        require_free_memory(
-            size, free_bytes(torch.device("cpu")), what, f"this host, through which they go to {target}"
-        )
+    by_module = is_loaded_by_module(path, config, weights)
+    options = LoadOptions(dtype=load_dtype, device=target, weights=weights)
+    size = weight_bytes(path, model_class, config, options) if by_module else num_weights(path) * load_dtype.itemsize
+    _require_memory(size, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}", target, free_bytes)
     config._attn_implementation = PAGED
     disable_progress_bar()  # a worker's standard error is its log
-    fingerprint = model_fingerprint(path, config.to_dict(), DTYPE_NAMES[load_dtype])
+    fingerprint = model_fingerprint(path, config.to_dict(), _weights_text(load_dtype, weights))
+    if by_module:
+        model, weight_format = load_by_module(path, model_class, config, options)
+    else:
+        model, weight_format = _load_plain(path, model_class, config, load_dtype), "plain"
+    model = model.to(target).eval().requires_grad_(False)
+    return LoadedModel(
+        path=path,
+        model=model,
+        weight_format=weight_format,
+        model_fingerprint=fingerprint,
+        tokenizer_fingerprint=tokenizer,
+        max_model_len=_max_model_len(config, max_model_len),
+        vocab_size=config.vocab_size,
+        eos_token_ids=eos_token_ids(path),
+    )
+
+
+def _load_plain(
+    path: Path, model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Load plain weights in the way of transformers. Raises ModelError if any is missing."""
     try:
         model, info = cast(Any, model_class).from_pretrained(
             path,
             config=config,
-            dtype=load_dtype,
+            dtype=dtype,
             attn_implementation=PAGED,
             local_files_only=True,
             trust_remote_code=False,
@@ -106,16 +132,18 @@ def load_model(
             f"{path} is incomplete: it lacks {len(missing)} weights of {model_class.__name__}, "
             f"the first is {missing[0]}"
         )
-    model = model.to(target).eval().requires_grad_(False)
-    return LoadedModel(
-        path=path,
-        model=model,
-        model_fingerprint=fingerprint,
-        tokenizer_fingerprint=tokenizer,
-        max_model_len=_max_model_len(config, max_model_len),
-        vocab_size=config.vocab_size,
-        eos_token_ids=eos_token_ids(path),
-    )
+    return cast(PreTrainedModel, model)
+
+
+def _require_memory(size: int, what: str, target: torch.device, free_bytes: Callable[[torch.device], int]) -> None:
+    require_free_memory(size, free_bytes(target), what, str(target))
+    if target.type != "cpu":
+        host = torch.device("cpu")
+        require_free_memory(size, free_bytes(host), what, f"this host, through which they go to {target}")
+
+
+def _weights_text(dtype: torch.dtype, weights: str) -> str:
+    return DTYPE_NAMES[dtype] if weights == "auto" else f"{DTYPE_NAMES[dtype]} {weights}"
 
 
 def require_free_memory(needed: int, free: int, what: str, where: str) -> None:
@@ -158,7 +186,9 @@ def _load_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
         return DTYPES[dtype]
     own = getattr(config, "dtype", None)
     own = getattr(torch, own, None) if isinstance(own, str) else own
-    return own if own in DTYPE_NAMES else torch.float32
+    if own in DTYPE_NAMES:
+        return own
+    return torch.float32 if getattr(config, "quantization_config", None) is None else torch.bfloat16
 
 
 def _device(device: str) -> torch.device:

@@ -59,7 +59,11 @@ def _open_in_compute_thread(
     from baton.model.torch_executor import TorchExecutor
 
     loaded = load_model(
-        resolve_model(config.model), dtype=config.dtype, device=config.device, max_model_len=config.max_model_len
+        resolve_model(config.model),
+        dtype=config.dtype,
+        device=config.device,
+        weights=config.weights,
+        max_model_len=config.max_model_len,
     )
     backend = choose_backend(
         loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
@@ -109,7 +113,8 @@ def _open_in_compute_thread(
 
 
 def _device_text(loaded: "LoadedModel") -> str:
-    return f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}"
+    form = "" if loaded.weight_format == "plain" else f", weights {loaded.weight_format}"
+    return f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}{form}"
 
 
 def _open_constraints(loaded: "LoadedModel", num_threads: int) -> TokenConstraints:

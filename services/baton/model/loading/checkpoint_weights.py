@@ -1,0 +1,134 @@
+"""Loads a model whose weights are quantised, or become so, without a plain copy of all of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from baton.core.errors import BatonError, ModelError
+from baton.model.linear.quantise import quantise
+from baton.model.linear.weights import GROUP_SIZES, FloatWeight, Weight
+from baton.model.loading.gguf.gguf_file import GgufFile
+from baton.model.loading.gguf.gguf_source import GgufSource
+from baton.model.loading.model_fingerprint import gguf_file
+from baton.model.loading.quantised.layouts import layout_of
+from baton.model.loading.safetensors_source import SafetensorsSource
+from baton.model.loading.skeleton import Coder, WeightPolicy, assign_weights, build_skeleton
+from baton.model.loading.weight_source import WeightSource
+from baton.runtime.logging import get_logger
+
+log = get_logger(__name__)
+
+CODER_BITS = {"int8": 8, "int4": 4}
+"""Bits of a code by the setting `weights`."""
+CODER_GROUP = {8: 64, 4: 32}
+"""Inputs that share a scale when plain weights are quantised, by bits."""
+HELD_BITS = 10
+"""Bits that a coded weight takes at most while it is loaded: a code in a byte, and factors of groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How weights are loaded. dtype: of everything that is not coded. weights: the setting."""
+
+    dtype: torch.dtype
+    device: torch.device
+    weights: str
+
+
+def is_loaded_by_module(path: Path, config: PreTrainedConfig, weights: str) -> bool:
+    """True if a model's weights are quantised, or are to become so. transformers loads all others."""
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    return weights != "auto" or is_quantised or gguf_file(path) is not None
+
+
+def load_by_module(
+    path: Path,
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    options: LoadOptions,
+) -> tuple[PreTrainedModel, str]:
+    """Return the model, and a description of its weights. On a GPU coded weights are dequantised.
+
+    Raises ModelError, with the name, if a weight is missing, unreadable, or of another shape.
+    """
+    dtype, device, weights = options.dtype, options.device, options.weights
+    keeps_codes = device.type == "cpu"
+    if weights in CODER_BITS and not keeps_codes:
+        raise ModelError(f"--weights {weights} is for CPUs; on {device} use --weights auto")
+    coder = _coder(CODER_BITS[weights]) if weights in CODER_BITS else None
+    policy = WeightPolicy(dtype=dtype, device=device, keeps_codes=keeps_codes, coder=coder)
+    model = build_skeleton(model_class, config)
+    with _source(path, model, config) as source:
+        try:
+            done = assign_weights(model, source, policy)
+        except BatonError as error:
+            raise ModelError(f"{path} cannot be loaded as {model_class.__name__}: {error}") from error
+        description = source.description if coder is None else f"{source.description}, then {weights}"
+    if done.unused:
+        log.warning("checkpoint_tensors_unused", number=len(done.unused), first=done.unused[:5])
+    if not keeps_codes:
+        hint = f"coded weights are kept on a CPU only; here they take {8 * dtype.itemsize} bits"
+        log.warning("weights_dequantised", format=description, dtype=str(dtype), device=str(device), hint=hint)
+        description = f"{description}, dequantised"
+    log.info("weights_loaded", format=description, num_coded=done.num_coded)
+    return model.to(device), description
+
+
+def weight_bytes(
+    path: Path,
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    options: LoadOptions,
+) -> int:
+    """Return the bytes of memory that the weights take while they are loaded, at most.
+
+    Raises ModelError as `load_by_module` does.
+    """
+    model = build_skeleton(model_class, config)
+    tied = set(model.all_tied_weights_keys)
+    keeps_codes, codes_plain = options.device.type == "cpu", options.weights in CODER_BITS
+    bits = 0
+    with _source(path, model, config) as source:
+        for name, parameter in model.named_parameters():
+            module = name.rpartition(".")[0]
+            is_linear = isinstance(model.get_submodule(module), nn.Linear) and parameter.dim() == 2
+            is_coded = parameter.dim() > 1 and (source.is_coded(module) or (codes_plain and is_linear))
+            if keeps_codes and is_coded:
+                is_shared = name in tied and source.is_coded(module)
+                bits += 0 if is_shared else HELD_BITS * parameter.numel()
+            elif name not in tied:
+                bits += 8 * options.dtype.itemsize * parameter.numel()
+    return bits // 8
+
+
+@contextmanager
+def _source(path: Path, model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[WeightSource]:
+    file = gguf_file(path)
+    if file is not None:
+        yield GgufSource(GgufFile(file), config)
+        return
+    quantization: Any = getattr(config, "quantization_config", None)
+    layout = None if quantization is None else layout_of(quantization)
+    with SafetensorsSource(path, model, layout) as source:
+        yield source
+
+
+def _coder(bits: int) -> Coder:
+    def code(name: str, values: torch.Tensor) -> Weight:
+        size = next(
+            (size for size in reversed(GROUP_SIZES) if size <= CODER_GROUP[bits] and not values.shape[1] % size), None
+        )
+        if size is None:
+            log.warning(
+                "weight_not_quantised", name=name, num_inputs=values.shape[1], rule=f"a multiple of {GROUP_SIZES[0]}"
+            )
+            return FloatWeight(values)
+        return quantise(values, bits, size)
+
+    return code
