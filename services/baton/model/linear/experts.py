@@ -17,7 +17,7 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 
 def is_experts(module: nn.Module) -> bool:
-    """True if the module holds gated experts in two 3-D parameters, as transformers' interface of experts says."""
+    """True if a module holds gated experts in two 3-D parameters, as transformers' interface says."""
     shapes = [getattr(getattr(module, name, None), "shape", ()) for name in (GATE_UP, DOWN)]
     is_gated = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
     return is_gated and all(len(shape) == 3 for shape in shapes)

@@ -45,6 +45,3 @@ class Linear(nn.Module):
         if self.bias is not None:
             out = out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.weight.bits_per_weight():.2f} bits per weight"

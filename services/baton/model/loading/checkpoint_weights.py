@@ -34,7 +34,7 @@ HELD_BITS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How weights are loaded. dtype: of everything that is not coded. weights: the setting."""
+    """Settings of loading. dtype: of everything that is not coded. weights: the setting."""
 
     dtype: torch.dtype
     device: torch.device

@@ -10,13 +10,12 @@ from typing import Any, BinaryIO
 
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import FINGERPRINT_BYTES
+from baton.model.loading.gguf.gguf_cache import GGUF_LINK
 from baton.model.loading.gguf.gguf_file import GgufFile
 
 _FULLY_HASHED_BYTES = 64 << 10
 _SAMPLES = 4
 _SAMPLE_BYTES = 8 << 10
-GGUF_LINK = "model.gguf"
-"""File of a model directory that was made from a GGUF file: a link to it."""
 _MAX_HEADER_BYTES = 256 << 20
 _IGNORED_CONFIG_KEYS = frozenset(
     "transformers_version _name_or_path architectures dtype torch_dtype use_cache id2label label2id".split()
@@ -65,10 +64,12 @@ def gguf_file(model_dir: Path) -> Path | None:
 def model_fingerprint(model_dir: Path, config: dict[str, Any], dtype: str) -> str:
     """Return a hex digest of everything that determines this model's KV.
 
-    `dtype`: everything that the settings say about the weights, such as `bfloat16 int4`. The digest covers
-    configuration, with its quantisation, dtype, and each tensor's name, shape, dtype and bytes. Tensors up to 64 KiB are
-    hashed completely; of larger ones four samples of 8 KiB are hashed, spread over the tensor. So two models
-    of one shape differ even after little training. Raises ModelError if a file is missing or unreadable.
+    It covers configuration, quantisation, dtype, and each tensor's name, shape, dtype and bytes. Tensors up
+    to 64 KiB are hashed completely; of larger ones four samples of 8 KiB are hashed, spread over the tensor.
+    So two models of one shape differ even after little training.
+
+    dtype: of the weights, with the format into which they are quantised, such as `bfloat16 int4`.
+    Raises ModelError if a file is missing or unreadable.
     """
     digest = blake2b(digest_size=FINGERPRINT_BYTES, person=b"baton-model")
     content = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}

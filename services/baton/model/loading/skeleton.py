@@ -21,7 +21,7 @@ Coder = Callable[[str, torch.Tensor], Weight]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPolicy:
-    """What a model's weights become.
+    """Form that a model's weights get.
 
     dtype: of everything that is not coded. device: where it is. keeps_codes: coded weights stay coded; else
     they are dequantised to `dtype`. coder: codes the plain weights of linear layers; None leaves them.
@@ -35,7 +35,7 @@ class WeightPolicy:
 
 @dataclass(slots=True)
 class AssignedWeights:
-    """Counts of what `assign_weights` did. unused: tensors of the checkpoint that the model has no place for."""
+    """Counts of what `assign_weights` did. unused: tensors for which the model has no place."""
 
     num_coded: int = 0
     num_dequantised: int = 0
@@ -55,7 +55,7 @@ def build_skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig)
 
 
 def assign_weights(model: PreTrainedModel, source: WeightSource, policy: WeightPolicy) -> AssignedWeights:
-    """Give a skeleton the weights of `source`. A plain copy of a coded weight never exists, but of one module.
+    """Give a skeleton the weights of `source`, one module at a time.
 
     Raises ModelError, with the name, if a weight is missing or has another shape.
     """

@@ -53,18 +53,10 @@ def _open_in_compute_thread(
     from baton.model.backends.backend_selection import choose_backend
     from baton.model.device.device_info import device_name, free_bytes
     from baton.model.device.kv_tensors import KvCache
-    from baton.model.loading.model_loader import load_model
-    from baton.model.loading.model_source import resolve_model
     from baton.model.peak_memory import measure_step_bytes
     from baton.model.torch_executor import TorchExecutor
 
-    loaded = load_model(
-        resolve_model(config.model),
-        dtype=config.dtype,
-        device=config.device,
-        weights=config.weights,
-        max_model_len=config.max_model_len,
-    )
+    loaded = _load(config)
     backend = choose_backend(
         loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
     )
@@ -109,6 +101,19 @@ def _open_in_compute_thread(
             backend.name,
             config.block_size_tokens,
         ),
+    )
+
+
+def _load(config: WorkerConfig) -> "LoadedModel":
+    from baton.model.loading.model_loader import load_model
+    from baton.model.loading.model_source import resolve_model
+
+    return load_model(
+        resolve_model(config.model),
+        dtype=config.dtype,
+        device=config.device,
+        weights=config.weights,
+        max_model_len=config.max_model_len,
     )
 
 

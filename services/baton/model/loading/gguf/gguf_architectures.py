@@ -18,7 +18,7 @@ EXPERTS = "mlp.experts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
-    """How files of one architecture are read.
+    """Names and values of the files of one architecture.
 
     model_type: of transformers. layer_names: modules of a layer by the name of the tensor. permutes_rotary:
     rows of query and key are in the order of adjacent pairs, and must be put back into two halves.

@@ -16,6 +16,8 @@ from baton.core.errors import ModelError
 
 MAX_DIRECTORIES = 16
 """Directories that are kept, those used last. Each has the size of a tokenizer, at most some 40 MB."""
+GGUF_LINK = "model.gguf"
+"""Link to the GGUF file in the directory that is made from it."""
 CONVERTER = "baton.model.loading.gguf.gguf_directory"
 CONVERSION = 1
 """Counts changes of the converter's results."""

@@ -57,7 +57,7 @@ def gguf_config(metadata: GgufMetadata, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def end_token_ids(metadata: GgufMetadata) -> list[int]:
-    """Return the ids of all tokens that end a response: those that the file names, and known control tokens."""
+    """Return the ids of tokens that end a response: those that the file names, and known control tokens."""
     tokens, kinds = metadata.texts("tokenizer.ggml.tokens"), metadata.integers("tokenizer.ggml.token_type")
     named = [metadata.token_id(name) for name in ("eos", "eot", "eom")]
     known = [
@@ -69,7 +69,7 @@ def end_token_ids(metadata: GgufMetadata) -> list[int]:
 
 
 def _rope_parameters(metadata: GgufMetadata, head_dim: int) -> dict[str, Any]:
-    """Return the rotary parameters. Divisors of frequencies in a tensor are applied when the model is loaded."""
+    """Return the rotary parameters. Divisors of frequencies in a tensor are applied later, at loading."""
     kind = metadata.optional_text(f"{metadata.architecture}.rope.scaling.type") or "none"
     rope: dict[str, Any] = {
         "rope_type": "default",

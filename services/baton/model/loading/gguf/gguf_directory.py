@@ -14,12 +14,12 @@ from typing import Any
 
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import TOKENIZER_FILE
+from baton.model.loading.gguf.gguf_cache import GGUF_LINK
 from baton.model.loading.gguf.gguf_config import end_token_ids, gguf_config
 from baton.model.loading.gguf.gguf_file import GgufFile
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 from baton.model.loading.gguf.gguf_tokenizer import chat_templates, gguf_tokenizer, tokenizer_config
 from baton.model.loading.gguf.gguf_types import dtype_of
-from baton.model.loading.model_fingerprint import GGUF_LINK
 
 
 def write_gguf_directory(path: Path, directory: Path) -> None:

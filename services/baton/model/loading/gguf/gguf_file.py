@@ -58,7 +58,7 @@ class GgufFile:
         self.tensors: Mapping[str, TensorEntry] = _read_tensors(cursor, self.metadata, num_tensors)
 
     def raw(self, entry: TensorEntry) -> torch.Tensor:
-        """Return the bytes of a tensor, uint8 [num_bytes], mapped and read-only. Writing to it is an error."""
+        """Return the bytes of a tensor, uint8 [num_bytes], as they are mapped. They must not be written."""
         view = memoryview(self._map)[entry.begin : entry.begin + entry.num_bytes]
         return _read_only_tensor(view) if entry.num_bytes else torch.empty(0, dtype=torch.uint8)
 

@@ -25,7 +25,7 @@ class GgufSource:
     """Implements `WeightSource` for a GGUF file."""
 
     def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
-        """config: of the model, from `gguf_config`. Raises ModelError if the architecture is not supported."""
+        """config: of the model, from `gguf_config`. Raises ModelError for an unsupported architecture."""
         self._file = file
         self._architecture = architecture_of(GgufMetadata(file.path, file.metadata))
         self._config = config

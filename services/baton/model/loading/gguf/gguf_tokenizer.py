@@ -1,7 +1,7 @@
 """Makes a `tokenizers` tokenizer and its configuration from the metadata of a GGUF file.
 
-transformers converts vocabulary and merges. What llama.cpp knows of a pre-tokenizer by its name is here: how it
-splits, whether whole words take precedence over merges, and whether texts begin with the BOS token.
+transformers converts vocabulary and merges. This module adds what llama.cpp knows of a pre-tokenizer by its
+name: how it splits, whether whole words take precedence over merges, and whether texts begin with BOS.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Turns the tensors of a GGUF file into weights: exactly where the format allows, else dequantised to bfloat16."""
+"""Turns the tensors of a GGUF file into weights: without loss, or dequantised to bfloat16 if rare."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ CHUNK_VALUES = 4 << 20
 
 
 def block_shape(type_id: int) -> tuple[int, int] | None:
-    """Return (values, bytes) of a block of a tensor type, (1, size) for floats; None if it cannot be read."""
+    """Return (values, bytes) of a block of a type, (1, size) for floats; None if it cannot be read."""
     if type_id in FLOAT_TYPES:
         return 1, FLOAT_TYPES[type_id].itemsize
     if type_id in BLOCK_FORMATS:

@@ -45,7 +45,7 @@ class CompressedTensorsLayout:
     """Layout of `quant_method: compressed-tensors`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises ModelError if the configuration is not usable, or asks for something that is not supported."""
+        """Raises ModelError if the configuration is not usable, or asks for what is not supported."""
         for key, what in (("sparsity_config", "sparsity"), ("transform_config", "transforms of weights")):
             part = config.get(key) or {}
             if part and part.get("format", "") != "dense" and part != {"config_groups": {}}:

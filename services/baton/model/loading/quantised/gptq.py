@@ -21,11 +21,11 @@ from baton.model.loading.quantised.module_tensors import (
 
 BITS = (4, 8)
 FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""What the stored zero points are less than the real ones, by `checkpoint_format`."""
+"""Difference of the real zero points and the stored ones, by `checkpoint_format`."""
 
 
 class GptqLayout:
-    """Layout of `quant_method: gptq`, with 4 or 8 bits. Which modules are quantised is seen from their tensors."""
+    """Layout of `quant_method: gptq` with 4 or 8 bits. The tensors of a module show whether it is quantised."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """Raises ModelError if the configuration is not usable."""
@@ -38,6 +38,7 @@ class GptqLayout:
         if config.get("pack_dtype", "int32") != "int32":
             raise ModelError(f"quantization_config: pack_dtype is {config['pack_dtype']!r}; must be int32")
         self._zero_offset = FORMATS[form]
+        self._has_order = bool(config.get("desc_act", False))
         self.description = f"GPTQ weights of {self._bits} bits; activations are not quantised"
 
     def weight(self, module: str, tensors: Tensors) -> Weight | OrderedWeight:
@@ -53,7 +54,8 @@ class GptqLayout:
         columns, num_groups = codes.shape[1], len(scales)
         zeros = (unpack_words(packed_zeros, bits).int() + self._zero_offset) & ((1 << bits) - 1)
         order = None
-        if (g_idx := tensors.get("g_idx")) is not None:
+        g_idx = tensors.get("g_idx")
+        if g_idx is not None and (self._has_order or bool(g_idx.any())):  # unused, it may be all zeros
             order = in_group_order(module, g_idx, columns, num_groups)
         if order is not None:
             codes = codes[:, order]

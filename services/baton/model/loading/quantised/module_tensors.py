@@ -25,7 +25,7 @@ class OrderedWeight:
 
 
 class CheckpointLayout(Protocol):
-    """How a quantised checkpoint stores the weights of its modules.
+    """Reader of the modules of a quantised checkpoint.
 
     description: what is stored and what is computed, for the log.
     """
@@ -78,7 +78,7 @@ def grouped_weight(
 ) -> CodedWeight:
     """Return the weight `scale * (code - zero)`, with one scale and zero for each group of columns.
 
-    codes: uint8 [n, k]. scales: [n, groups], any float. zeros: integers [n, groups], or None for 2**(bits - 1).
+    codes: uint8 [n, k]. scales: floats [n, groups]. zeros: integers [n, groups], or None for 2**(bits - 1).
     Raises ModelError if the shapes do not fit, or if groups are not multiples of 16 columns.
     """
     rows, columns = codes.shape

@@ -1,4 +1,4 @@
-"""Reads weights in float8_e4m3fn with scales: `quant_method: fp8`, one for a tensor, row or block of 128x128."""
+"""Reads float8_e4m3fn weights with scales, one for a tensor, row or block (`quant_method: fp8`)."""
 
 from typing import Any
 
