@@ -1,5 +1,6 @@
 """Writes GGUF files of random models, with llama.cpp's own library, as its converters do."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,17 +53,15 @@ def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def demo_tokenizer_metadata(writer: Any, num_tokens: int | None = None) -> None:
+def demo_tokenizer_metadata(writer: Any, *, model: str = "gpt2", pre: str = "qwen2") -> None:
     """Add the vocabulary of the demo's tokenizer, as a converter does."""
-    import json
-
     description = json.loads((DEMO_DIR / "tokenizer.json").read_text())
     vocabulary = description["model"]["vocab"]
     added = {token["content"]: token for token in description["added_tokens"]}
     names = {number: text for text, number in vocabulary.items()} | {token["id"]: text for text, token in added.items()}
-    texts = [names[number] for number in range(max(names) + 1)][:num_tokens]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    texts = [names[number] for number in range(max(names) + 1)]
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(texts)
     writer.add_token_types([3 if added.get(text, {}).get("special") else 4 if text in added else 1 for text in texts])
     merges = [each if isinstance(each, str) else " ".join(each) for each in description["model"]["merges"]]
