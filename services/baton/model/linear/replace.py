@@ -13,6 +13,8 @@ from baton.model.linear.weights import Weight
 class ReorderedLinear(nn.Module):
     """A linear layer whose weight has its columns in another order than the inputs, as GPTQ may choose it."""
 
+    input_order: torch.Tensor
+
     def __init__(self, inner: Linear, input_order: torch.Tensor) -> None:
         """input_order: int64 [in_features]; column i of the weight multiplies input `input_order[i]`."""
         super().__init__()
@@ -35,6 +37,7 @@ def replace_linears(
     for name, weight in weights.items():
         module = model.get_submodule(name)
         require_shape(name, module, weight)
+        assert isinstance(module, nn.Linear)
         bias = None if module.bias is None else module.bias.detach()
         linear: nn.Module = Linear(weight, bias)
         order = (input_orders or {}).get(name)

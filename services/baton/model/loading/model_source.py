@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from baton.core.errors import ModelError
-from baton.model.loading.gguf.gguf_cache import gguf_directory
+from baton.model.loading.gguf.gguf_cache import gguf_directory, is_gguf
 
 DEMO = "demo"
 DEMO_DIR = Path(__file__).parents[2] / "demo"
@@ -36,7 +36,7 @@ def resolve_model(model: str, *, weights: bool = True, download: Callable[..., s
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path.resolve()
-    if model and path.is_file():
+    if model and is_gguf(path):
         return gguf_directory(path)
     match = _HUB_ID.fullmatch(model)
     if match is None or path.exists() or model.startswith((".", "/", "~")):

@@ -24,7 +24,18 @@ CONVERSION = 1
 CONVERT_S = 600
 """Longest duration of a conversion."""
 
+MAGIC = b"GGUF"
+
 Convert = Callable[[Path, Path], None]
+
+
+def is_gguf(path: Path) -> bool:
+    """True for a readable file that begins as a GGUF file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def gguf_directory(path: Path, *, cache: Path | None = None, convert: Convert | None = None) -> Path:
@@ -68,9 +79,10 @@ def _convert_in_process(path: Path, directory: Path) -> None:
     command = [sys.executable, "-m", CONVERTER, str(path), str(directory)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_S, check=False)
-        answer = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired as error:
-        raise ModelError(f"{path}: its conversion took more than {CONVERT_S} s") from error
+        raise ModelError(f"{path}: its conversion took more than {CONVERT_S} s; start again") from error
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise ModelError(f"{path}: its conversion failed with exit code {done.returncode}: {last[0]}") from error

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from baton.core.errors import ModelError
+from baton.model.loading.gguf.gguf_cache import MAGIC
 from baton.model.loading.gguf.gguf_types import block_shape, type_name
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_METADATA, MAX_TENSORS, MAX_DIMENSIONS = 1 << 16, 1 << 20, 4
 MAX_STRING_BYTES = 32 << 20

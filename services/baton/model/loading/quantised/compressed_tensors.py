@@ -92,7 +92,7 @@ def _module_group(name: str, group: Any, config: Mapping[str, Any]) -> ModuleGro
         raise ModelError(f"quantization_config: {name} has the format {form!r}; must be one of {', '.join(FORMATS)}")
     bits, is_float = weights.get("num_bits"), weights.get("type", "int") == "float"
     allowed = (4,) if form.startswith("mxfp4") else (8,) if is_float else (4, 8)
-    if bits not in allowed:
+    if bits is None or bits not in allowed:
         kind = "floats" if is_float else "integers"
         raise ModelError(
             f"quantization_config: {name} has {kind} of {bits!r} bits; must be {' or '.join(map(str, allowed))}"
@@ -101,7 +101,7 @@ def _module_group(name: str, group: Any, config: Mapping[str, Any]) -> ModuleGro
     return ModuleGroup(
         targets=tuple(map(str, _listed(group.get("targets")))),
         format=form,
-        bits=bits,
+        bits=int(bits),
         is_float=is_float,
         is_symmetric=bool(weights.get("symmetric", True)),
         block=None if block is None else (int(block[0]), int(block[1])),

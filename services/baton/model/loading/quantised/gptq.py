@@ -29,9 +29,10 @@ class GptqLayout:
 
     def __init__(self, config: dict[str, Any]) -> None:
         """Raises ModelError if the configuration is not usable."""
-        self._bits = config.get("bits")
-        if self._bits not in BITS:
-            raise ModelError(f"quantization_config: GPTQ with bits {self._bits!r}; must be 4 or 8")
+        bits = config.get("bits")
+        if bits not in BITS:
+            raise ModelError(f"quantization_config: GPTQ with bits {bits!r}; must be 4 or 8")
+        self._bits = int(bits)
         form = config.get("checkpoint_format") or "gptq"
         if form not in FORMATS:
             raise ModelError(f"quantization_config: checkpoint_format is {form!r}; must be {' or '.join(FORMATS)}")
