@@ -47,64 +47,71 @@ def is_loaded_by_module(path: Path, config: PreTrainedConfig, weights: str) -> b
     return weights != "auto" or is_quantised or gguf_file(path) is not None
 
 
-def load_by_module(
-    path: Path,
-    model_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    options: LoadOptions,
-) -> tuple[PreTrainedModel, str]:
-    """Return the model, and a description of its weights. On a GPU coded weights are dequantised.
+class PendingModel:
+    """A model without weights, and where they will come from."""
 
-    Raises ModelError, with the name, if a weight is missing, unreadable, or of another shape.
-    """
-    dtype, device, weights = options.dtype, options.device, options.weights
-    keeps_codes = device.type == "cpu"
-    if weights in CODER_BITS and not keeps_codes:
-        raise ModelError(f"--weights {weights} is for CPUs; on {device} use --weights auto")
-    coder = _coder(CODER_BITS[weights]) if weights in CODER_BITS else None
-    policy = WeightPolicy(dtype=dtype, device=device, keeps_codes=keeps_codes, coder=coder)
-    model = build_skeleton(model_class, config)
-    with _source(path, model, config) as source:
-        try:
-            done = assign_weights(model, source, policy)
-        except BatonError as error:
-            raise ModelError(f"{path} cannot be loaded as {model_class.__name__}: {error}") from error
-        description = source.description if coder is None else f"{source.description}, then {weights}"
-    if done.unused:
-        log.warning("checkpoint_tensors_unused", number=len(done.unused), first=done.unused[:5])
-    if not keeps_codes:
-        hint = f"coded weights are kept on a CPU only; here they take {8 * dtype.itemsize} bits"
-        log.warning("weights_dequantised", format=description, dtype=str(dtype), device=str(device), hint=hint)
-        description = f"{description}, dequantised"
-    log.info("weights_loaded", format=description, num_coded=done.num_coded)
-    return model.to(device), description
+    def __init__(
+        self, path: Path, model: PreTrainedModel, source: WeightSource, options: LoadOptions, coder: Coder | None
+    ) -> None:
+        self._path = path
+        self._model = model
+        self._source = source
+        self._options = options
+        self._coder = coder
+        self._keeps_codes = options.device.type == "cpu"
 
-
-def weight_bytes(
-    path: Path,
-    model_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    options: LoadOptions,
-) -> int:
-    """Return the bytes of memory that the weights take while they are loaded, at most.
-
-    Raises ModelError as `load_by_module` does.
-    """
-    model = build_skeleton(model_class, config)
-    tied = set(model.all_tied_weights_keys)
-    keeps_codes, codes_plain = options.device.type == "cpu", options.weights in CODER_BITS
-    bits = 0
-    with _source(path, model, config) as source:
-        for name, parameter in model.named_parameters():
+    def num_bytes(self) -> int:
+        """Return the bytes of memory that the weights take while they are loaded, at most."""
+        tied = set(self._model.all_tied_weights_keys)
+        bits = 0
+        for name, parameter in self._model.named_parameters():
             module = name.rpartition(".")[0]
-            is_linear = isinstance(model.get_submodule(module), nn.Linear) and parameter.dim() == 2
-            is_coded = parameter.dim() > 1 and (source.is_coded(module) or (codes_plain and is_linear))
-            if keeps_codes and is_coded:
-                is_shared = name in tied and source.is_coded(module)
-                bits += 0 if is_shared else HELD_BITS * parameter.numel()
+            is_linear = isinstance(self._model.get_submodule(module), nn.Linear)
+            becomes_coded = self._coder is not None and is_linear
+            is_coded = parameter.dim() > 1 and (self._source.is_coded(module) or becomes_coded)
+            if self._keeps_codes and is_coded:
+                bits += HELD_BITS * parameter.numel()
             elif name not in tied:
-                bits += 8 * options.dtype.itemsize * parameter.numel()
-    return bits // 8
+                bits += 8 * self._options.dtype.itemsize * parameter.numel()
+        return bits // 8
+
+    def load(self) -> tuple[PreTrainedModel, str]:
+        """Return the model, and a description of its weights. On a GPU coded weights are dequantised.
+
+        Raises ModelError, with the name, if a weight is missing, unreadable, or of another shape.
+        """
+        options, description = self._options, self._source.description
+        policy = WeightPolicy(
+            dtype=options.dtype, device=options.device, keeps_codes=self._keeps_codes, coder=self._coder
+        )
+        try:
+            done = assign_weights(self._model, self._source, policy)
+        except BatonError as error:
+            name = type(self._model).__name__
+            raise ModelError(f"{self._path} cannot be loaded as {name}: {error}") from error
+        if done.unused:
+            log.warning("checkpoint_tensors_unused", number=len(done.unused), first=done.unused[:5])
+        if self._coder is not None:
+            description = f"{description}, then {options.weights}"
+        if not self._keeps_codes:
+            hint = f"coded weights are kept on a CPU only; here they take {8 * options.dtype.itemsize} bits"
+            log.warning("weights_dequantised", format=description, device=str(options.device), hint=hint)
+            description = f"{description}, dequantised"
+        log.info("weights_loaded", format=description, num_coded=done.num_coded)
+        return self._model, description
+
+
+@contextmanager
+def open_by_module(
+    path: Path, model_class: type[PreTrainedModel], config: PreTrainedConfig, options: LoadOptions
+) -> Iterator[PendingModel]:
+    """Open the weights of a model. Raises ModelError if a file is missing, damaged or not supported."""
+    coder = _coder(CODER_BITS[options.weights]) if options.weights in CODER_BITS else None
+    if coder is not None and options.device.type != "cpu":
+        raise ModelError(f"--weights {options.weights} is for CPUs; on {options.device} use --weights auto")
+    model = build_skeleton(model_class, config)
+    with _source(path, model, config) as source:
+        yield PendingModel(path, model, source, options, coder)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.attention.paged_attention import PAGED
 from baton.model.device.device_info import free_bytes
 from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
-from baton.model.loading.checkpoint_weights import LoadOptions, is_loaded_by_module, load_by_module, weight_bytes
+from baton.model.loading.checkpoint_weights import LoadOptions, is_loaded_by_module, open_by_module
 from baton.model.loading.model_fingerprint import model_fingerprint, num_weights
 from baton.model.loading.model_support import causal_lm_class, kv_heads
 
@@ -86,16 +86,17 @@ def load_model(
     tokenizer = tokenizer_fingerprint(path)
     load_dtype = _load_dtype(config, dtype)
     target = _device(device)
-    by_module = is_loaded_by_module(path, config, weights)
-    options = LoadOptions(dtype=load_dtype, device=target, weights=weights)
-    size = weight_bytes(path, model_class, config, options) if by_module else num_weights(path) * load_dtype.itemsize
-    _require_memory(size, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}", target, free_bytes)
+    what = f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
     config._attn_implementation = PAGED
     disable_progress_bar()  # a worker's standard error is its log
     fingerprint = model_fingerprint(path, config.to_dict(), _weights_text(load_dtype, weights))
-    if by_module:
-        model, weight_format = load_by_module(path, model_class, config, options)
+    if is_loaded_by_module(path, config, weights):
+        options = LoadOptions(dtype=load_dtype, device=target, weights=weights)
+        with open_by_module(path, model_class, config, options) as pending:
+            _require_memory(pending.num_bytes(), what, target, free_bytes)
+            model, weight_format = pending.load()
     else:
+        _require_memory(num_weights(path) * load_dtype.itemsize, what, target, free_bytes)
         model, weight_format = _load_plain(path, model_class, config, load_dtype), "plain"
     model = model.to(target).eval().requires_grad_(False)
     return LoadedModel(

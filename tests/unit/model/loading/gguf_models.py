@@ -9,28 +9,29 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from baton.model.loading.gguf.block_formats import BLOCK_FORMATS
+from baton.model.loading.gguf.gguf_types import FLOAT_TYPES, block_shape, type_name
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
 
 Pick = Callable[[str], int]
 """Returns the number of the tensor type of a matrix, from its name in the file."""
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "smollm3", "mistral3")
+"""Architectures whose rows of queries and keys llama.cpp puts into pairs."""
 
 
 def random_blocks(type_id: int, rows: int, columns: int, seed: int, scale: float = 0.02) -> np.ndarray:
     """Return rows of random blocks of a tensor type, whose factors keep values about as large as `scale`."""
-    block = BLOCK_FORMATS[type_id]
+    num_values, num_bytes = block_shape(type_id) or (0, 0)
     rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, (rows * columns // block.num_values, block.num_bytes), dtype=np.uint8)
+    raw = rng.integers(0, 256, (rows * columns // num_values, num_bytes), dtype=np.uint8)
     sizes = {"Q4_0": 8, "Q4_1": 8, "Q5_0": 16, "Q5_1": 16, "Q8_0": 64, "IQ4_NL": 64}
-    size = sizes.get(block.name, 400)
+    size = sizes.get(type_name(type_id), 400)
     halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}
     halves |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
-    for begin in halves.get(block.name, (0,)):
+    for begin in halves.get(type_name(type_id), (0,)):
         factors = (rng.uniform(0.5, 1.5, len(raw)) * scale / size).astype(np.float16)
         raw[:, begin : begin + 2] = factors.view(np.uint8).reshape(-1, 2)
-    if block.name == "MXFP4":
+    if type_name(type_id) == "MXFP4":
         raw[:, 0] = 121
     return raw.reshape(rows, -1)
 
@@ -109,10 +110,10 @@ def write_gguf(
         if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             stored = interleaved(value, heads)
-        if type_id not in BLOCK_FORMATS:
+        if type_id in FLOAT_TYPES:
             if architecture == "gemma3" and name.endswith("norm.weight"):
                 stored = stored + 1
-            kind = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}[type_id]
+            kind = FLOAT_TYPES[type_id]
             stored = stored.to(kind)
             data = stored.view(torch.int16).numpy() if type_id == 30 else stored.numpy()
             writer.add_tensor(own, data, raw_dtype=gguf.GGMLQuantizationType(type_id))

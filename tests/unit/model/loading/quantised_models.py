@@ -15,7 +15,7 @@ from baton.model.loading.model_support import causal_lm_class
 from tests.unit.model.loading.gguf_models import random_state
 
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""Tensors of a module in the checkpoint by the last part of their names, and the values that they stand for."""
+"""Tensors of a module by the last part of their names, and the values that they stand for."""
 Pack = Callable[[str, torch.Tensor], Stored]
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 QWEN3 = {
@@ -40,7 +40,7 @@ def write_checkpoint(
     names: tuple[str, ...] = LINEAR,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Write a checkpoint whose linear layers of these names are stored by `pack`. Returns the weights it means."""
+    """Write a checkpoint whose layers of these names `pack` stores. Returns the weights that it means."""
     path.mkdir(exist_ok=True)
     tensors, means = {}, {}
     for name, value in (state or random_state(config)).items():

@@ -1,4 +1,4 @@
-"""Compares checkpoints that the compressed-tensors library writes with what the library itself decompresses."""
+"""Compares checkpoints that the compressed-tensors library writes with what it decompresses itself."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,7 @@
 """Loads GGUF files that llama.cpp's own library writes, for each architecture, and compares logits."""
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -38,7 +40,7 @@ from tests.unit.model.loading.quantised_models import distance, logits, referenc
 pytest.importorskip("gguf", reason="the gguf library is not installed")
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-SIZES: dict[str, Any] = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -49,9 +51,24 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": 1,
-    "rope_parameters": ROPE,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 Extra = Callable[[Any], object]
+
+
+def sizes(**changes: Any) -> dict[str, Any]:
+    """Return the sizes of a small model. Configurations change their rotary parameters, so each gets a copy."""
+    return copy.deepcopy({**_SIZES, "rope_parameters": ROPE, **changes})
 
 
 def no_more(writer: Any) -> None:
@@ -71,26 +88,38 @@ def granite(writer: Any) -> None:
     writer.add_logit_scale(3.0)
 
 
+def ministral(writer: Any) -> None:
+    import gguf
+
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(16)
+    writer.add_rope_scaling_yarn_beta_fast(32.0)
+    writer.add_rope_scaling_yarn_beta_slow(1.0)
+    writer.add_rope_scaling_yarn_log_mul(1.0)
+    writer.add_attn_temperature_scale(0.1)
+
+
 def olmo3(writer: Any) -> None:
     writer.add_sliding_window(8)
     writer.add_sliding_window_pattern([True, False])
 
 
 MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig], Extra]] = {
-    "llama": ("llama", lambda: LlamaConfig(**SIZES, rms_norm_eps=1e-5), no_more),
-    "qwen2": ("qwen2", lambda: Qwen2Config(**SIZES), no_more),
-    "qwen3": ("qwen3", lambda: Qwen3Config(**SIZES, head_dim=128, tie_word_embeddings=True), no_more),
+    "llama": ("llama", lambda: LlamaConfig(**sizes(), rms_norm_eps=1e-5), no_more),
+    "qwen2": ("qwen2", lambda: Qwen2Config(**sizes()), no_more),
+    "qwen3": ("qwen3", lambda: Qwen3Config(**sizes(), head_dim=128, tie_word_embeddings=True), no_more),
     "qwen3moe": (
         "qwen3moe",
         lambda: Qwen3MoeConfig(
-            **SIZES, head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
+            **sizes(), head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
         ),
         moe,
     ),
     "gemma3": (
         "gemma3",
         lambda: Gemma3TextConfig(
-            **SIZES | {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+            **sizes(rope_parameters={"full_attention": ROPE, "sliding_attention": ROPE}),
             head_dim=64,
             sliding_window=8,
             query_pre_attn_scalar=64,
@@ -98,17 +127,18 @@ MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig], Extra]] = {
         ),
         lambda writer: (writer.add_sliding_window(8), writer.add_sliding_window_pattern(2)),
     ),
-    "phi3": ("phi3", lambda: Phi3Config(**SIZES), no_more),
-    "olmo2": ("olmo2", lambda: Olmo2Config(**SIZES), no_more),
+    "ministral 3": ("mistral3", lambda: Ministral3Config(**sizes(rope_parameters=YARN), head_dim=64), ministral),
+    "phi3": ("phi3", lambda: Phi3Config(**sizes()), no_more),
+    "olmo2": ("olmo2", lambda: Olmo2Config(**sizes()), no_more),
     "olmo3": (
         "olmo2",
-        lambda: Olmo3Config(**SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        lambda: Olmo3Config(**sizes(), sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
         olmo3,
     ),
     "granite": (
         "granite",
         lambda: GraniteConfig(
-            **SIZES,
+            **sizes(),
             attention_multiplier=0.2,
             embedding_multiplier=2.0,
             residual_multiplier=0.5,
@@ -116,7 +146,7 @@ MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig], Extra]] = {
         ),
         granite,
     ),
-    "smollm3": ("smollm3", lambda: SmolLM3Config(**SIZES | {"num_hidden_layers": 4}), no_more),
+    "smollm3": ("smollm3", lambda: SmolLM3Config(**sizes(num_hidden_layers=4)), no_more),
 }
 MIXED = (12, 14, 8, 2, 13)
 """Q4_K, Q6_K, Q8_0, Q4_0 and Q5_K."""
@@ -149,7 +179,7 @@ def test_model_has_the_logits_of_the_dequantised_weights(name: str, tmp_path: Pa
 @pytest.fixture
 def qwen3(tmp_path: Path) -> tuple[Path, Qwen3Config]:
     """Write a Qwen3 in Q4_K and Q6_K with the demo's tokenizer and a chat template."""
-    config = Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=True)
+    config = Qwen3Config(**sizes(), head_dim=64, tie_word_embeddings=True)
 
     def extra(writer: Any) -> None:
         writer.add_chat_template(
@@ -226,8 +256,8 @@ def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path: Path) -> N
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
     }
-    plain = LlamaConfig(**SIZES)
-    scaled = LlamaConfig(**SIZES | {"rope_parameters": scaling})
+    plain = LlamaConfig(**sizes())
+    scaled = LlamaConfig(**sizes(rope_parameters=scaling))
     inverse = [type_of_rotary(config)(config=config).inv_freq for config in (plain, scaled)]
     path = tmp_path / "m.gguf"
 
@@ -246,8 +276,20 @@ def type_of_rotary(config: LlamaConfig) -> Any:
     return LlamaRotaryEmbedding
 
 
+def test_rare_types_are_named_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The embedding of the file is in IQ3_XXS, which becomes bfloat16."""
+    config = LlamaConfig(**sizes())
+    path = tmp_path / "m.gguf"
+    means = write_gguf(path, "llama", config, random_state(config), pick=lambda name: 18 if "token_embd" in name else 8)
+    loaded = load_model(convert(path), dtype="float32", device="cpu")
+    (said,) = (record.msg for record in caplog.records if "gguf_tensors_dequantised" in str(record.msg))
+    assert "IQ3_XXS" in str(said)
+    embedding = means["model.embed_tokens.weight"].bfloat16().float()
+    assert torch.equal(loaded.model.base_model.embed_tokens.weight, embedding)
+
+
 def test_weights_of_16_bits_are_as_they_are(tmp_path: Path) -> None:
-    config = Qwen3Config(**SIZES, head_dim=64)
+    config = Qwen3Config(**sizes(), head_dim=64)
     path = tmp_path / "m.gguf"
     means = write_gguf(path, "qwen3", config, random_state(config), pick=lambda name: 30 if "ffn" in name else 1)
     loaded = load_model(convert(path), dtype="float32", device="cpu")
@@ -256,7 +298,7 @@ def test_weights_of_16_bits_are_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
-    config = LlamaConfig(**SIZES)
+    config = LlamaConfig(**sizes())
     write_gguf(
         tmp_path / "m.gguf", "llama", config, random_state(config), extra=lambda w: w.add_uint16("split.count", 3)
     )
@@ -266,7 +308,7 @@ def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "pre"), [("gpt2", "no-such-split"), ("bert", "qwen2")])
 def test_unknown_tokenizers_are_refused_by_name(tmp_path: Path, model: str, pre: str) -> None:
-    config = LlamaConfig(**SIZES)
+    config = LlamaConfig(**sizes())
 
     def tokenizer(writer: Any) -> None:
         demo_tokenizer_metadata(writer, model=model, pre=pre)
@@ -278,7 +320,7 @@ def test_unknown_tokenizers_are_refused_by_name(tmp_path: Path, model: str, pre:
 
 def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
     """Texts begin with BOS and a space, unless the file says that they do not."""
-    config = LlamaConfig(**SIZES | {"vocab_size": 300})
+    config = LlamaConfig(**sizes(vocab_size=300))
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁ab"]
 
     def tokenizer(writer: Any, **flags: bool) -> None:

@@ -1,4 +1,4 @@
-"""Compares GPTQ, AWQ, FP8 and MXFP4 checkpoints, written by their specifications, with what they stand for."""
+"""Compares GPTQ, AWQ, FP8 and MXFP4 checkpoints, written by their specifications, with their meaning."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +101,7 @@ def awq(value: torch.Tensor, group: int = 64) -> Stored:
 
 
 def fp8(value: torch.Tensor, block: tuple[int, int] = (128, 128)) -> Stored:
-    """Store a weight as DeepSeek-V3 does: values times 448 / the largest of a block, and the inverse scale."""
+    """Store a weight as DeepSeek-V3 does: values divided by their block's scale, and that scale."""
     height, width = block
     rows, columns = value.shape
     inverse = torch.zeros(-(-rows // height), -(-columns // width))

@@ -22,7 +22,7 @@ from tests.unit.model.loading.quantised_models import distance, logits, tokens
 
 
 class CodedSource:
-    """Gives random weights, those of linear layers in 8 bits, and of one with its columns in another order."""
+    """Gives random weights, those of linear layers in 8 bits, one with its columns in another order."""
 
     description = "codes"
 

@@ -119,6 +119,19 @@ def _phi3_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, An
     }
 
 
+def _mistral3_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
+    """Return what Ministral 3 has beside Mistral: YaRN, and queries that grow with the position."""
+    beta = metadata.optional_number("attention.temperature_scale")
+    if beta is None:
+        return {}
+    more = {"mscale": 1.0, "mscale_all_dim": metadata.optional_number("rope.scaling.yarn_log_multiplier") or 0.0}
+    return {
+        "model_type": "ministral3",
+        "rope_parameters": {**common["rope_parameters"], **more, "llama_4_scaling_beta": beta},
+        "sliding_window": None,
+    }
+
+
 def _granite_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
     return {
         "attention_multiplier": metadata.number("attention.scale"),
@@ -168,6 +181,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         config=_olmo2_config,
     ),
     "granite": GgufArchitecture(model_type="granite", layer_names=_LLAMA, permutes_rotary=True, config=_granite_config),
+    "mistral3": GgufArchitecture(
+        model_type="mistral", layer_names=_LLAMA, permutes_rotary=True, config=_mistral3_config
+    ),
     "smollm3": GgufArchitecture(model_type="smollm3", layer_names=_LLAMA, permutes_rotary=True),
 }
 """Architectures by the name in `general.architecture`."""

@@ -15,7 +15,7 @@ CHUNK_VALUES = 4 << 20
 
 
 def block_shape(type_id: int) -> tuple[int, int] | None:
-    """Return (values, bytes) of a block of a type, (1, size) for floats; None if it cannot be read."""
+    """Return (values, bytes) of a block of a type; None if it cannot be read."""
     if type_id in FLOAT_TYPES:
         return 1, FLOAT_TYPES[type_id].itemsize
     if type_id in BLOCK_FORMATS:

@@ -25,7 +25,7 @@ FORMATS = {"gptq": 1, "gptq_v2": 0}
 
 
 class GptqLayout:
-    """Layout of `quant_method: gptq` with 4 or 8 bits. The tensors of a module show whether it is quantised."""
+    """Layout of `quant_method: gptq`, 4 or 8 bits. Modules without `qweight` are plain."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """Raises ModelError if the configuration is not usable."""

@@ -16,7 +16,7 @@ BLOCK = 32
 
 
 class Mxfp4Layout:
-    """Layout of `quant_method: mxfp4`. Experts have tensors NAME_blocks and NAME_scales, the rest is plain."""
+    """Layout of `quant_method: mxfp4`: experts have NAME_blocks and NAME_scales, the rest is plain."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.description = "mxfp4 weights of experts; activations are not quantised"
