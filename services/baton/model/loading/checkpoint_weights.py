@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from baton.core.errors import BatonError, ModelError
+from baton.model.linear.experts import is_experts
 from baton.model.linear.quantise import quantise
 from baton.model.linear.weights import GROUP_SIZES, FloatWeight, Weight
 from baton.model.loading.gguf.gguf_file import GgufFile
@@ -66,8 +67,8 @@ class PendingModel:
         bits = 0
         for name, parameter in self._model.named_parameters():
             module = name.rpartition(".")[0]
-            is_linear = isinstance(self._model.get_submodule(module), nn.Linear)
-            becomes_coded = self._coder is not None and is_linear
+            owner = self._model.get_submodule(module)
+            becomes_coded = self._coder is not None and (isinstance(owner, nn.Linear) or is_experts(owner))
             is_coded = parameter.dim() > 1 and (self._source.is_coded(module) or becomes_coded)
             if self._keeps_codes and is_coded:
                 bits += HELD_BITS * parameter.numel()

@@ -98,7 +98,7 @@ def load_model(
     else:
         _require_memory(num_weights(path) * load_dtype.itemsize, what, target, free_bytes)
         model, weight_format = _load_plain(path, model_class, config, load_dtype), "plain"
-    model = model.to(target).eval().requires_grad_(False)
+    model = cast(Any, model).to(target).eval().requires_grad_(False)
     return LoadedModel(
         path=path,
         model=model,

@@ -21,8 +21,9 @@ from baton.model.loading.quantised.module_tensors import CheckpointLayout, Order
 from baton.model.loading.quantised.mxfp4 import mxfp4_weight
 
 _BIAS = "bias"
-_GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
-_GATE_UP = "gate_up_proj"
+_EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of gate, up and down projection of an expert. The second are those of Mixtral."""
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 _PLAIN_EXPERTS = (f"{_GATE_UP}_bias", f"{_DOWN}_bias")
 
 
@@ -78,7 +79,8 @@ class SafetensorsSource:
         return FloatWeight(tensors["weight"])
 
     def is_coded(self, module: str) -> bool:
-        names = self._of_module.get(module, ()) or self._of_module.get(f"{module}.0.{_DOWN}", ())
+        expert = self._expert_names(module)
+        names = self._of_module.get(f"{module}.0.{expert[2]}" if expert else module, ())
         last = {name.rpartition(".")[2] for name in names}
         return self._layout is not None and bool(last - {"weight", _BIAS, _GATE_UP, _DOWN, *_PLAIN_EXPERTS})
 
@@ -86,15 +88,14 @@ class SafetensorsSource:
         if f"{module}.{_GATE_UP}_blocks" in self._places:
             gate_up, down = (self._mxfp4_experts(module, name, num_experts) for name in (_GATE_UP, _DOWN))
             return [ExpertWeights([first], second) for first, second in zip(gate_up, down, strict=True)]
-        if f"{module}.0.{_GATE}" not in self._of_module:
+        names = self._expert_names(module)
+        if names is None:
             return None
-        names = [f"{module}.{number}" for number in range(num_experts)]
-        return [
-            ExpertWeights(
-                [self._expert(f"{name}.{_GATE}"), self._expert(f"{name}.{_UP}")], self._expert(f"{name}.{_DOWN}")
-            )
-            for name in names
-        ]
+        found = []
+        for number in range(num_experts):
+            gate, up, down = (self._expert(f"{module}.{number}.{name}") for name in names)
+            found.append(ExpertWeights([gate, up], down))
+        return found
 
     def tensor(self, name: str) -> torch.Tensor | None:
         if name not in self._places:
@@ -121,6 +122,10 @@ class SafetensorsSource:
             if last != _BIAS and (tensor := self.tensor(name)) is not None:
                 found[last] = tensor
         return found
+
+    def _expert_names(self, module: str) -> tuple[str, str, str] | None:
+        """Return the names of an expert's projections; None if the block is not stored by expert."""
+        return next((names for names in _EXPERT_NAMES if f"{module}.0.{names[0]}" in self._of_module), None)
 
     def _expert(self, module: str) -> Weight:
         weight = self.weight(module)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from baton.core.errors import ModelError
 from baton.model.linear.embedding import WeightEmbedding
-from baton.model.linear.experts import ExpertWeights, is_experts, replace_experts
+from baton.model.linear.experts import DOWN, GATE_UP, ExpertWeights, is_experts, replace_experts
 from baton.model.linear.replace import replace_linears, require_shape
 from baton.model.linear.weights import FloatWeight, Weight
 from baton.model.loading.quantised.module_tensors import OrderedWeight
@@ -78,9 +79,11 @@ def assign_weights(model: PreTrainedModel, source: WeightSource, policy: WeightP
 def _assign_experts(
     name: str, module: nn.Module, source: WeightSource, policy: WeightPolicy, done: AssignedWeights
 ) -> None:
-    found = source.experts(name, module.get_parameter("down_proj").shape[0])
+    found = source.experts(name, module.get_parameter(DOWN).shape[0])
+    if found is None and policy.coder is not None:
+        found = _joined_experts(name, module, source)
     if found is None:
-        return
+        return  # the parameters stay, and get their values with the rest
     experts = [
         ExpertWeights(
             [_expert_weight(name, part, policy) for part in each.gate_up], _expert_weight(name, each.down, policy)
@@ -89,6 +92,19 @@ def _assign_experts(
     ]
     replace_experts(module, experts)
     done.num_coded += sum(not is_plain(each.down) for each in experts)
+
+
+def _joined_experts(name: str, module: Any, source: WeightSource) -> list[ExpertWeights] | None:
+    """Return the weights of experts that are 3-D tensors in the checkpoint, too; None if not."""
+    gate_up, down = (source.tensor(f"{name}.{part}") for part in (GATE_UP, DOWN))
+    if gate_up is None or down is None:
+        return None
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return [
+        ExpertWeights([FloatWeight(first.contiguous())], FloatWeight(second.contiguous()))
+        for first, second in zip(gate_up, down, strict=True)
+    ]
 
 
 def _assign_linear(

@@ -1,17 +1,19 @@
 """Compares checkpoints that the compressed-tensors library writes with what it decompresses itself."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import MixtralConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from baton.core.errors import ModelError
 from baton.model.linear.weights import CodedWeight, FloatWeight
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.quantised.compressed_tensors import CompressedTensorsLayout
 from baton.model.loading.quantised.module_tensors import OrderedWeight
+from tests.unit.model.loading.gguf_models import random_state
 from tests.unit.model.loading.quantised_models import (
     QWEN3,
     Stored,
@@ -114,31 +116,42 @@ def test_model_has_the_logits_of_the_dequantised_weights(name: str, tmp_path: Pa
     assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < 1e-5
 
 
-def test_weights_of_experts_stay_apart(tmp_path: Path) -> None:
-    config = Qwen3MoeConfig(
-        **QWEN3, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
-    )
-    means = write_checkpoint(
-        tmp_path, config, scheme_config("int4 groups"), lambda module, value: ({}, value), names=()
-    )
-    state, tensors = dict(means), {}
-    for name, value in means.items():
-        for number in range(3) if "experts" in name else ():
-            block = name.rpartition(".")[0]
-            parts = (
-                dict(zip(("gate_proj", "up_proj"), value[number].chunk(2), strict=True))
-                if name.endswith("gate_up_proj")
-                else {"down_proj": value[number]}
-            )
-            for part, rows in parts.items():
-                stored, meant = compressed("int4 groups", rows)
-                tensors |= {f"{block}.{number}.{part}.{key}": each for key, each in stored.items()}
-                target = state.setdefault(f"{name} means", torch.empty_like(value))
-                begin = 64 if part == "up_proj" else 0
-                target[number, begin : begin + len(meant)] = meant
-        if "experts" not in name:
-            tensors[name] = value
-    state = {name: state.get(f"{name} means", value) for name, value in means.items()}
+EXPERTS = {"num_experts_per_tok": 2}
+BLOCKS: dict[str, tuple[Callable[[], PreTrainedConfig], dict[str, str]]] = {
+    "qwen3": (
+        lambda: Qwen3MoeConfig(**QWEN3, **EXPERTS, num_experts=3, moe_intermediate_size=256, norm_topk_prob=True),
+        {},
+    ),
+    "mixtral": (
+        lambda: MixtralConfig(**QWEN3, **EXPERTS, num_local_experts=3),
+        {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", ".mlp.": ".block_sparse_moe."},
+    ),
+}
+"""Models with experts, and what the parts of a name are called in their checkpoints."""
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_weights_of_experts_stay_apart(name: str, tmp_path: Path) -> None:
+    make_config, names = BLOCKS[name]
+    config = make_config()
+    state, tensors = random_state(config), {}
+    for key, value in list(state.items()):
+        own = key
+        for part, other in names.items():
+            own = own.replace(part, other) if "mlp" in key or part in key else own
+        if "experts" not in key:
+            tensors[own] = value
+            continue
+        block, meant = own.rpartition(".")[0], []
+        for number, expert in enumerate(value):
+            parts = expert.chunk(2) if key.endswith("gate_up_proj") else [expert]
+            kinds = ("gate_proj", "up_proj") if len(parts) == 2 else ("down_proj",)
+            packed = [compressed("int4 groups", part) for part in parts]
+            meant.append(torch.cat([values for _, values in packed]))
+            for kind, (stored, _) in zip(kinds, packed, strict=True):
+                module = f"{block}.{number}.{names.get(kind, kind)}"
+                tensors |= {f"{module}.{last}": each for last, each in stored.items()}
+        state[key] = torch.stack(meant)
     write_files(tmp_path, config, scheme_config("int4 groups"), tensors)
     loaded = load_model(tmp_path, dtype="float32", device="cpu")
     assert distance(logits(loaded.model, tokens(config)), reference_logits(config, state)) < 1e-5

@@ -67,7 +67,7 @@ Extra = Callable[[Any], object]
 
 
 def sizes(**changes: Any) -> dict[str, Any]:
-    """Return the sizes of a small model. Configurations change their rotary parameters, so each gets a copy."""
+    """Return the sizes of a small model. Configurations change rotary parameters, so each gets a copy."""
     return copy.deepcopy({**_SIZES, "rope_parameters": ROPE, **changes})
 
 
@@ -350,6 +350,9 @@ def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
         )
         found = HfTokenizer(convert(path))
         assert list(asyncio.run(found.encode("abb"))) == expected
+        for text in ("abb", "b ab", *([" ab"] if "add_space_prefix" in flags else [])):
+            ids = asyncio.run(found.encode(text))
+            assert found.decode(ids, skip_special_tokens=True) == text
         assert list(asyncio.run(found.encode("é", add_special_tokens=False)))[-2:] == [3 + 0xC3, 3 + 0xA9]
         found.close()
 

@@ -1,11 +1,28 @@
 """Tests what becomes of weights when codes are not kept, as on a GPU, and of models without a usual form."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from baton.core.errors import ModelError
 from baton.model.linear.embedding import WeightEmbedding
@@ -13,6 +30,8 @@ from baton.model.linear.experts import ExpertWeights
 from baton.model.linear.quantise import quantise
 from baton.model.linear.replace import ReorderedLinear, replace_linears
 from baton.model.linear.weights import FloatWeight, Weight
+from baton.model.loading.checkpoint_weights import LoadOptions, open_by_module
+from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_support import causal_lm_class
 from baton.model.loading.quantised.module_tensors import OrderedWeight
 from baton.model.loading.skeleton import WeightPolicy, assign_weights, build_skeleton
@@ -95,6 +114,48 @@ def test_skeleton_takes_no_memory_for_parameters() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     expected = causal_lm_class(LlamaConfig(**TINY))(LlamaConfig(**TINY)).base_model.rotary_emb.inv_freq
     assert torch.equal(model.base_model.rotary_emb.inv_freq, expected)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen2": lambda: Qwen2Config(**TINY),
+    "qwen3 moe": lambda: Qwen3MoeConfig(**TINY, **MOE, head_dim=16, num_experts=3),
+    "mistral": lambda: MistralConfig(**TINY, sliding_window=8),
+    "ministral 3": lambda: Ministral3Config(
+        **TINY,
+        head_dim=16,
+        rope_parameters=ROPE | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16},
+    ),
+    "phi 3": lambda: Phi3Config(**TINY, pad_token_id=0, rope_parameters=dict(ROPE)),
+    "olmo 2": lambda: Olmo2Config(**TINY),
+    "olmo 3": lambda: Olmo3Config(**TINY, sliding_window=8),
+    "granite": lambda: GraniteConfig(**TINY, attention_multiplier=0.2, logits_scaling=2.0),
+    "smollm 3": lambda: SmolLM3Config(**TINY, pad_token_id=0),
+    "gpt-oss": lambda: GptOssConfig(**TINY, head_dim=16, num_local_experts=3, num_experts_per_tok=2),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_loaded_as_transformers_loads_it(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
+    """The names of a checkpoint are translated, computed buffers are right, and no weight is left out."""
+    path = save(FAMILIES[name]())
+    plain = load_model(path, device="cpu").model
+    config, options = plain.config, LoadOptions(dtype=torch.float32, device=torch.device("cpu"), weights="auto")
+    with open_by_module(path, type(plain), config, options) as pending:
+        model, _ = pending.load()
+    for each in (plain, model):
+        each.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected, found = (each(input_ids=tokens(config), use_cache=False).logits for each in (plain, model))
+    assert distance(found, expected) < 1e-5
+    coded = load_model(path, device="cpu", weights="int8").model
+    assert not [each for each, module in coded.named_modules() if type(module) is nn.Linear]
+    assert not [each for each, parameter in coded.named_parameters() if parameter.dim() == 3]
+    coded.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = coded(input_ids=tokens(config), use_cache=False).logits
+    assert 1e-5 < distance(found, expected) < 0.5
 
 
 def test_missing_and_misshapen_weights_are_refused_by_name() -> None:

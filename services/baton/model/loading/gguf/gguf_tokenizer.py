@@ -51,7 +51,7 @@ def gguf_tokenizer(metadata: GgufMetadata) -> Tokenizer:
         _split_as(tokenizer, pre)
         tokenizer.model.ignore_merges = pre in WHOLE_WORDS
     elif not metadata.flag("tokenizer.ggml.add_space_prefix", True):
-        _add_no_space(tokenizer)
+        tokenizer = _without_space_prefix(tokenizer)
     _add_special_tokens_around(tokenizer, metadata, pre)
     return tokenizer
 
@@ -98,14 +98,19 @@ def _split_as(tokenizer: Tokenizer, pre: str) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
 
 
-def _add_no_space(tokenizer: Tokenizer) -> None:
-    """Let a sentencepiece tokenizer begin texts without a space."""
+def _without_space_prefix(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a sentencepiece tokenizer that begins texts without a space.
+
+    Such a space comes from a pre-tokenizer (Metaspace) or from a step of the normalizer (Prepend), and a step
+    of the decoder removes it (Strip).
+    """
     description = json.loads(tokenizer.to_str())
-    before = description["pre_tokenizer"] or {}
-    if before.get("type") == "Metaspace":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-            replacement=before["replacement"], prepend_scheme="never", split=before["split"]
-        )
+    if (before := description["pre_tokenizer"]) and before["type"] == "Metaspace":
+        before["prepend_scheme"] = "never"
+    for part, steps, removed in (("normalizer", "normalizers", "Prepend"), ("decoder", "decoders", "Strip")):
+        if (content := description[part]) and steps in content:
+            content[steps] = [step for step in content[steps] if step["type"] != removed]
+    return Tokenizer.from_str(json.dumps(description))
 
 
 def _begins_with_bos(metadata: GgufMetadata, pre: str) -> bool:

@@ -33,7 +33,7 @@ def type_name(type_id: int) -> str:
 
 
 def dtype_of(type_ids: Sequence[int]) -> str:
-    """Return the name of the dtype that a model has with tensors of these types: bfloat16 if any is quantised.
+    """Return the name of a model's dtype, from the types of its tensors: bfloat16 if any is quantised.
 
     Beside tensors of 16 bits, those of 32 are norms.
     """

@@ -55,7 +55,7 @@ def plain_weight(module: str, tensors: Tensors) -> Weight | None:
     """
     weight = tensors.get("weight")
     plain = (torch.float32, torch.bfloat16, torch.float16)
-    if weight is None or weight.dtype not in plain or any("scale" in name for name in tensors):
+    if weight is None or weight.dtype not in plain or any(name.startswith("weight_scale") for name in tensors):
         return None
     if weight.dim() != 2:
         raise ModelError(f"{module}.weight has {weight.dim()} dimensions; must be 2")
