@@ -60,8 +60,7 @@ class FloatWeight:
         if self.scales is None:
             return values
         (n, k), (rows, columns) = self.shape, self.scale_block
-        scales = self.scales.repeat_interleave(rows, dim=0)[:n]
-        return values * scales.repeat_interleave(columns, dim=1)[:, :k]
+        return values * self.scales[torch.arange(n) // rows][:, torch.arange(k) // columns]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
