@@ -94,9 +94,9 @@ class PendingModel:
             log.warning("checkpoint_tensors_unused", number=len(done.unused), first=done.unused[:5])
         if self._coder is not None:
             description = f"{description}, then {options.weights}"
-        if not self._keeps_codes:
+        if done.num_dequantised:
             hint = f"coded weights are kept on a CPU only; here they take {8 * options.dtype.itemsize} bits"
-            log.warning("weights_dequantised", format=description, device=str(options.device), hint=hint)
+            log.warning("weights_dequantised", number=done.num_dequantised, device=str(options.device), hint=hint)
             description = f"{description}, dequantised"
         log.info("weights_loaded", format=description, num_coded=done.num_coded)
         return self._model, description

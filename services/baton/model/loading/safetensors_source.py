@@ -86,8 +86,8 @@ class SafetensorsSource:
 
     def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights] | None:
         if f"{module}.{_GATE_UP}_blocks" in self._places:
-            gate_up, down = (self._mxfp4_experts(module, name, num_experts) for name in (_GATE_UP, _DOWN))
-            return [ExpertWeights([first], second) for first, second in zip(gate_up, down, strict=True)]
+            blocks = [self._mxfp4_experts(module, name, num_experts) for name in (_GATE_UP, _DOWN)]
+            return [ExpertWeights([first], second) for first, second in zip(*blocks, strict=True)]
         names = self._expert_names(module)
         if names is None:
             return None

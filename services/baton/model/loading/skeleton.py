@@ -1,6 +1,6 @@
 """Builds a model without weights, and gives it those of a checkpoint, one module at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class WeightPolicy:
 
 @dataclass(slots=True)
 class AssignedWeights:
-    """Counts of what `assign_weights` did. unused: tensors for which the model has no place."""
+    """Counts of modules and experts, and the tensors for which the model has no place."""
 
     num_coded: int = 0
     num_dequantised: int = 0
@@ -90,8 +90,23 @@ def _assign_experts(
         )
         for each in found
     ]
+    if all(is_plain(each.down) for each in experts) and all(
+        is_plain(part) for each in experts for part in each.gate_up
+    ):
+        _assign_plain_experts(module, experts, policy)
+        done.num_dequantised += sum(not is_plain(each.down) for each in found)
+        return
     replace_experts(module, experts)
-    done.num_coded += sum(not is_plain(each.down) for each in experts)
+    done.num_coded += len(experts)
+
+
+def _assign_plain_experts(module: Any, experts: Sequence[ExpertWeights], policy: WeightPolicy) -> None:
+    """Give the model's own parameters plain weights, so that its own code and kernels run them."""
+    for name, parts in ((GATE_UP, [each.gate_up for each in experts]), (DOWN, [[each.down] for each in experts])):
+        values = torch.stack([torch.cat([_plain_values(weight, policy) for weight in own]) for own in parts])
+        values = values.transpose(1, 2).contiguous() if module.is_transposed else values
+        require_same_shape(name, values, module.get_parameter(name))
+        setattr(module, name, _parameter(values))
 
 
 def _joined_experts(name: str, module: Any, source: WeightSource) -> list[ExpertWeights] | None:
@@ -121,6 +136,9 @@ def _assign_linear(
     order = found.input_order if isinstance(found, OrderedWeight) else None
     weight = found.weight if isinstance(found, OrderedWeight) else found
     require_shape(name, module, weight)
+    if module.bias is not None and (bias := source.tensor(f"{name}.bias")) is not None:
+        require_same_shape(f"{name}.bias", bias, module.bias)
+        module.bias = _parameter(bias.to(policy.device, policy.dtype))
     if is_plain(weight) and policy.coder is not None:
         weight = policy.coder(name, weight.dequantized())
     if is_plain(weight) or not policy.keeps_codes:
@@ -149,6 +167,7 @@ def _assign_embedding(
         raise ModelError(f"{name} is an embedding with reordered columns, which is not supported")
     require_shape(name, module, weight)
     if is_plain(weight) or not policy.keeps_codes:
+        done.num_dequantised += not is_plain(weight)
         module.weight = _parameter(_plain_values(weight, policy))
         return
     model.set_submodule(name, WeightEmbedding(weight, module, policy.dtype))
@@ -182,11 +201,7 @@ def _assign_rest(model: PreTrainedModel, source: WeightSource, policy: WeightPol
         if value is None:
             missing.append(name)
             continue
-        if value.shape != old.shape:
-            raise ModelError(
-                f"{name} has the shape {tuple(value.shape)} in the checkpoint; "
-                f"its configuration says {tuple(old.shape)}"
-            )
+        require_same_shape(name, value, old)
         value = value.to(policy.device, policy.dtype if value.is_floating_point() else value.dtype)
         if isinstance(old, nn.Parameter):
             setattr(module, last, _parameter(value))
@@ -209,6 +224,14 @@ def _divide_frequencies(model: PreTrainedModel, source: WeightSource) -> None:
                 f"{len(factors)} factors of rotary frequencies do not fit {name}, which has {len(frequencies)}"
             )
         frequencies /= factors
+
+
+def require_same_shape(name: str, value: torch.Tensor, old: torch.Tensor) -> None:
+    """Raise ModelError unless a value of the checkpoint has the shape of the model's parameter."""
+    if value.shape != old.shape:
+        raise ModelError(
+            f"{name} has the shape {tuple(value.shape)} in the checkpoint; its configuration says {tuple(old.shape)}"
+        )
 
 
 def is_plain(weight: Weight) -> bool:

@@ -57,7 +57,7 @@ class CodedSource:
             return FloatWeight(values)
         coded = quantise(values, 8, 16)
         self.state[f"{module}.weight"] = coded.dequantized()
-        if not module.endswith("0.mlp.down_proj"):
+        if not module.endswith(("0.mlp.down_proj", "0.self_attn.q_proj")):
             return coded
         order = torch.randperm(values.shape[1], generator=torch.Generator().manual_seed(3))
         coded = quantise(values[:, order], 8, 16)
@@ -68,7 +68,16 @@ class CodedSource:
         return module.endswith(self._kinds)
 
     def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights] | None:
-        return None
+        """Return codes of the block's experts; `state` then has what they stand for."""
+        coded = []
+        for name in ("gate_up_proj", "down_proj"):
+            values = self.state[f"{module}.{name}"]
+            is_transposed = f"{module}.{name}_bias" in self.state
+            matrices = values.transpose(1, 2) if is_transposed else values
+            coded.append([quantise(matrix.contiguous(), 8, 16) for matrix in matrices])
+            meant = torch.stack([weight.dequantized() for weight in coded[-1]])
+            self.state[f"{module}.{name}"] = meant.transpose(1, 2) if is_transposed else meant
+        return [ExpertWeights([first], second) for first, second in zip(*coded, strict=True)]
 
     def tensor(self, name: str) -> torch.Tensor | None:
         return self.state.get(name)
@@ -92,10 +101,11 @@ def build(config: PreTrainedConfig, source: CodedSource, *, keeps_codes: bool) -
     "config",
     [
         LlamaConfig(**TINY),
+        Qwen2Config(**TINY),
         Qwen3Config(**TINY, head_dim=16, tie_word_embeddings=True),
         Gemma3TextConfig(**TINY, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
     ],
-    ids=["plain", "tied", "scaled embedding"],
+    ids=["plain", "biases", "tied", "scaled embedding"],
 )
 def test_logits_are_those_of_the_dequantised_weights(config: PreTrainedConfig, keeps_codes: bool) -> None:
     source = CodedSource(config, embedding=True)
@@ -107,6 +117,24 @@ def test_logits_are_those_of_the_dequantised_weights(config: PreTrainedConfig, k
     is_plain = [type(module) is nn.Linear for module in model.modules() if "Linear" in type(module).__name__]
     assert all(is_plain) != keeps_codes
     assert isinstance(model.base_model.embed_tokens, WeightEmbedding) == keeps_codes
+
+
+@pytest.mark.parametrize("keeps_codes", [True, False])
+@pytest.mark.parametrize("transposed", [False, True], ids=["qwen3 moe", "gpt-oss"])
+def test_experts_are_coded_or_joined(transposed: bool, keeps_codes: bool) -> None:
+    """Without codes the model's own parameters hold them, so that its own kernels run."""
+    config = FAMILIES["gpt-oss" if transposed else "qwen3 moe"]()
+    source = CodedSource(config)
+    model = build(config, source, keeps_codes=keeps_codes)
+    reference = causal_lm_class(config)(config).eval()
+    reference.load_state_dict(source.state)
+    for each in (model, reference):
+        each.set_attn_implementation("eager")
+    with torch.no_grad():
+        found, expected = (each(input_ids=tokens(config), use_cache=False).logits for each in (model, reference))
+    assert distance(found, expected) < 1e-5
+    joined = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+    assert len(joined) == (0 if keeps_codes else 4)
 
 
 def test_skeleton_takes_no_memory_for_parameters() -> None:
