@@ -37,6 +37,7 @@ GROUPS = {
         "served_model_name",
         "device",
         "dtype",
+        "weights",
         "kernels",
         "max_model_len",
         "emulated_costs",

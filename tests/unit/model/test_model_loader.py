@@ -24,6 +24,7 @@ from transformers import (
 
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
+from baton.model.linear.linear import Linear
 from baton.model.loading.model_loader import eos_token_ids, load_model
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
@@ -94,7 +95,8 @@ def test_max_model_len_above_the_models_own_is_refused(tiny_dir: Path) -> None:
             "longrope.*beyond 1024 positions; give --max-model-len 1024 or less",
         ),
         (Qwen3Config(**TINY, layer_types=["full_attention", "linear_attention"]), "linear_attention"),
-        (LlamaConfig(**TINY, quantization_config={"quant_method": "gptq", "bits": 4}), "gptq"),
+        (LlamaConfig(**TINY, quantization_config={"quant_method": "gptq", "bits": 2}), "GPTQ with bits 2"),
+        (LlamaConfig(**TINY, quantization_config={"quant_method": "aqlm"}), "quantization_config: aqlm"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -131,10 +133,36 @@ def test_supported_rope_types_are_accepted(rope: dict[str, object]) -> None:
     )
 
 
-def test_quantized_checkpoints_are_refused_by_name(copy: Path) -> None:
-    edit(copy / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(ModelError, match="quantization_config: awq"):
+def test_unknown_quantisation_is_refused_by_name(copy: Path) -> None:
+    edit(copy / "config.json", quantization_config={"quant_method": "aqlm", "bits": 4})
+    with pytest.raises(ModelError, match="quantization_config: aqlm"):
         load_model(copy, device="cpu")
+
+
+@pytest.mark.parametrize(("weights", "error"), [("int8", 0.03), ("int4", 0.4)])
+def test_weights_are_quantised_when_the_model_is_loaded(tiny_dir: Path, weights: str, error: float) -> None:
+    """The output layer is quantised, the embedding and the norms are not."""
+    plain, coded = load_model(tiny_dir, device="cpu"), load_model(tiny_dir, device="cpu", weights=weights)
+    assert coded.weight_format == f"plain, then {weights}"
+    assert all(isinstance(layer.mlp.up_proj, Linear) for layer in coded.model.base_model.layers)
+    assert isinstance(coded.model.lm_head, Linear)
+    assert type(coded.model.base_model.embed_tokens) is torch.nn.Embedding
+    token_ids = torch.arange(20)[None]
+    for loaded in (plain, coded):
+        loaded.model.set_attn_implementation("sdpa")
+    expected, found = (loaded.model(input_ids=token_ids, use_cache=False).logits for loaded in (plain, coded))
+    assert 0 < float((found - expected).std() / expected.std()) < error
+
+
+def test_weights_that_do_not_fit_are_refused_before_loading(tiny_dir: Path) -> None:
+    """Of a quantised model all weights are counted as they are held: at most ten bits each."""
+    sizes = [parameter.numel() for parameter in load_model(tiny_dir, device="cpu").model.parameters()]
+    plain, coded = 4 * sum(sizes), 4 * 256 * 64 + 10 * sum(sizes) // 8
+    assert coded < plain
+    load_model(tiny_dir, device="cpu", weights="int4", free_bytes=lambda device: coded)
+    for weights, free in (("auto", coded), ("int4", coded // 2)):
+        with pytest.raises(ModelError, match="take"):
+            load_model(tiny_dir, device="cpu", weights=weights, free_bytes=lambda device, free=free: free)
 
 
 def test_missing_tokenizer_is_refused(copy: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import FINGERPRINT_BYTES
+from baton.model.loading.gguf.gguf_cache import GGUF_LINK
+from baton.model.loading.gguf.gguf_file import GgufFile
 
 _FULLY_HASHED_BYTES = 64 << 10
 _SAMPLES = 4
@@ -63,17 +65,29 @@ def num_weights(model_dir: Path, is_used: Callable[[str], object] = bool) -> int
     return sum(size for name, size in tensor_sizes(model_dir).items() if is_used(name))
 
 
+def gguf_file(model_dir: Path) -> Path | None:
+    """Return the GGUF file that holds the weights of a model directory; None if it has safetensors."""
+    path = model_dir / GGUF_LINK
+    return path.resolve() if path.is_file() else None
+
+
 def model_fingerprint(model_dir: Path, config: dict[str, Any], dtype: str) -> str:
     """Return a hex digest of everything that determines this model's KV.
 
-    It covers configuration, dtype, and each tensor's name, shape, dtype and bytes. Tensors up to 64 KiB are
-    hashed completely; of larger ones four samples of 8 KiB are hashed, spread over the tensor. So two models
-    of one shape differ even after little training. Raises ModelError if a file is missing or unreadable.
+    It covers configuration, quantisation, dtype, and each tensor's name, shape, dtype and bytes. Tensors up
+    to 64 KiB are hashed completely; of larger ones four samples of 8 KiB are hashed, spread over the tensor.
+    So two models of one shape differ even after little training.
+
+    dtype: of the weights, with the format into which they are quantised, such as `bfloat16 int4`.
+    Raises ModelError if a file is missing or unreadable.
     """
     digest = blake2b(digest_size=FINGERPRINT_BYTES, person=b"baton-model")
     content = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
     for part in (dtype, json.dumps(content, sort_keys=True, default=str)):
         digest.update(len(part).to_bytes(8, "little") + part.encode())
+    if (gguf := gguf_file(model_dir)) is not None:
+        _update_with_gguf(digest, gguf)
+        return digest.hexdigest()
     for path in weight_files(model_dir):
         with _reading(path) as file:
             _update_with_tensors(digest, file)
@@ -107,14 +121,27 @@ def _update_with_tensors(digest: "blake2b", file: BinaryIO) -> None:
         entry = tensors[name]
         begin, end = entry["data_offsets"]
         digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
-        size = end - begin
-        if size <= _FULLY_HASHED_BYTES:
-            places = [(begin, size)]
-        else:
-            places = [(begin + (size - _SAMPLE_BYTES) * i // (_SAMPLES - 1), _SAMPLE_BYTES) for i in range(_SAMPLES)]
-        for offset, length in places:
-            file.seek(data_begin + offset)
-            piece = file.read(length)
-            if len(piece) != length:
-                raise ValueError("it is cut short")
-            digest.update(piece)
+        _update_with_samples(digest, file, data_begin + begin, end - begin)
+
+
+def _update_with_gguf(digest: "blake2b", path: Path) -> None:
+    tensors = GgufFile(path).tensors
+    with _reading(path) as file:
+        for name in sorted(tensors):
+            entry = tensors[name]
+            digest.update(json.dumps([name, entry.type_id, entry.shape]).encode())
+            _update_with_samples(digest, file, entry.begin, entry.num_bytes)
+
+
+def _update_with_samples(digest: "blake2b", file: BinaryIO, begin: int, size: int) -> None:
+    """Add the bytes of a tensor at `begin`: all of a small one, and samples of a larger one."""
+    if size <= _FULLY_HASHED_BYTES:
+        places = [(0, size)]
+    else:
+        places = [((size - _SAMPLE_BYTES) * i // (_SAMPLES - 1), _SAMPLE_BYTES) for i in range(_SAMPLES)]
+    for offset, length in places:
+        file.seek(begin + offset)
+        piece = file.read(length)
+        if len(piece) != length:
+            raise ValueError("it is cut short")
+        digest.update(piece)

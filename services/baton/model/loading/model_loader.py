@@ -16,6 +16,7 @@ from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.attention.paged_attention import PAGED
 from baton.model.device.device_info import free_bytes
 from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
+from baton.model.loading.checkpoint_weights import LoadOptions, is_loaded_by_module, open_by_module
 from baton.model.loading.model_fingerprint import model_fingerprint, num_weights, tensor_sizes
 from baton.model.loading.model_support import causal_lm_class, kv_heads
 from baton.model.loading.text_part import KEY_MAPPING, has_own_head, own_name, text_config
@@ -26,10 +27,12 @@ class LoadedModel:
     """A loaded model and the facts about it that a worker needs. `eos_token_ids` may be empty.
 
     kv_dtype: how KV is stored, see `kv_components`.
+    weight_format: of the checkpoint, for people.
     """
 
     path: Path
     model: PreTrainedModel
+    weight_format: str
     model_fingerprint: str
     tokenizer_fingerprint: str
     max_model_len: int
@@ -75,15 +78,18 @@ def load_model(
     dtype: str = "auto",
     kv_dtype: str = "auto",
     device: str = "auto",
+    weights: str = "auto",
     max_model_len: int | None = None,
     free_bytes: Callable[[torch.device], int] = free_bytes,
 ) -> LoadedModel:
     """Load the model in directory `path` (see `model_source.resolve_model`), without network access.
 
-    dtype: `auto` uses the checkpoint's own.
+    dtype: `auto` uses the checkpoint's own, or bfloat16 if its weights are quantised.
     kv_dtype: see `kv_components`.
     device: `auto` uses CUDA if there is a GPU.
-    max_model_len: at most the model's own; None uses that. free_bytes: what a device can still allocate.
+    weights: `int8` or `int4` quantises the weights of linear layers; `auto` keeps the checkpoint's format.
+    max_model_len: at most the model's own; None uses that.
+    free_bytes: bytes that can still be allocated on a device.
     Raises ModelError if the model cannot be served or loaded, or if there is too little memory.
     """
     whole = _read_config(path)
@@ -95,19 +101,28 @@ def load_model(
     target = _device(device)
     if is_text_part:
         config.tie_word_embeddings = not has_own_head(tensor_sizes(path))
-    size = num_weights(path, own_name if is_text_part else bool) * load_dtype.itemsize
+        set_verbosity_error()  # else each weight of the other parts is reported as unexpected
     what = f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
-    _require_memory(size, what, target, free_bytes)
     config._attn_implementation = PAGED
     disable_progress_bar()  # a worker's standard error is its log
-    if is_text_part:
-        set_verbosity_error()  # else each weight of the other parts is reported as unexpected
-    fingerprint = model_fingerprint(path, whole.to_dict(), DTYPE_NAMES[load_dtype])
-    model = _load_plain(path, model_class, config, load_dtype, KEY_MAPPING if is_text_part else None)
-    model = model.to(target).eval().requires_grad_(False)
+    fingerprint = model_fingerprint(path, whole.to_dict(), _weights_text(load_dtype, weights))
+    if is_loaded_by_module(path, whole, weights):
+        if is_text_part:
+            raise ModelError(f"{path} is a composite checkpoint; its text part can only be served with plain weights")
+        options = LoadOptions(dtype=load_dtype, device=target, weights=weights)
+        with open_by_module(path, model_class, config, options) as pending:
+            _require_memory(pending.num_bytes(), what, target, free_bytes)
+            model, weight_format = pending.load()
+    else:
+        size = num_weights(path, own_name if is_text_part else bool) * load_dtype.itemsize
+        _require_memory(size, what, target, free_bytes)
+        model = _load_plain(path, model_class, config, load_dtype, KEY_MAPPING if is_text_part else None)
+        weight_format = "plain"
+    model = cast(Any, model).to(target).eval().requires_grad_(False)
     return LoadedModel(
         path=path,
         model=model,
+        weight_format=weight_format,
         model_fingerprint=fingerprint,
         tokenizer_fingerprint=tokenizer,
         max_model_len=_max_model_len(config, max_model_len),
@@ -115,6 +130,10 @@ def load_model(
         eos_token_ids=eos_token_ids(path),
         kv_dtype=kv_dtype,
     )
+
+
+def _weights_text(dtype: torch.dtype, weights: str) -> str:
+    return DTYPE_NAMES[dtype] if weights == "auto" else f"{DTYPE_NAMES[dtype]} {weights}"
 
 
 def _load_plain(
@@ -198,7 +217,9 @@ def _load_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
         return DTYPES[dtype]
     own = getattr(config, "dtype", None)
     own = getattr(torch, own, None) if isinstance(own, str) else own
-    return own if own in DTYPE_NAMES else torch.float32
+    if own in DTYPE_NAMES:
+        return own
+    return torch.float32 if getattr(config, "quantization_config", None) is None else torch.bfloat16
 
 
 def _device(device: str) -> torch.device:

@@ -1,5 +1,5 @@
-"""Resolves `--model` to a directory: the demo model, a local directory, or a hub id that is downloaded
-once."""
+"""Resolves `--model` to a directory: the demo model, a local directory, a GGUF file, or a hub id that is
+downloaded once."""
 
 import os
 import re
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from baton.core.errors import ModelError
+from baton.model.loading.gguf.gguf_cache import gguf_directory, is_gguf
 
 DEMO = "demo"
 DEMO_DIR = Path(__file__).parents[2] / "demo"
@@ -18,6 +19,8 @@ _WEIGHTS = ["model*.safetensors"]
 
 def resolve_model(model: str, *, weights: bool = True, download: Callable[..., str] | None = None) -> Path:
     """Return the directory of `demo`, of a local path, or of a hub id (`owner/name`, `owner/name@revision`).
+
+    For a GGUF file it is a directory in the cache with the file's configuration and tokenizer.
 
     weights: if False, a hub model's weights are not downloaded. A gateway needs only tokenizer, chat template
     and configuration.
@@ -33,10 +36,13 @@ def resolve_model(model: str, *, weights: bool = True, download: Callable[..., s
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path.resolve()
+    if model and is_gguf(path):
+        return gguf_directory(path)
     match = _HUB_ID.fullmatch(model)
     if match is None or path.exists() or model.startswith((".", "/", "~")):
         raise ModelError(
-            f"--model {model}: there is no such directory, and it is not a hub id such as Qwen/Qwen3-0.6B or demo"
+            f"--model {model}: there is no such directory or GGUF file, "
+            "and it is not a hub id such as Qwen/Qwen3-0.6B or demo"
         )
     return _fetch(match["id"], match["revision"], [*_TEXTS, *(_WEIGHTS if weights else ())], download)
 

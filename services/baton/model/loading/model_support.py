@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from baton.core.errors import ModelError
+from baton.model.loading.quantised.layouts import layout_of
 from baton.model.loading.text_part import text_model_class
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -54,13 +55,11 @@ def causal_lm_class(
 def _problems(config: PreTrainedConfig, model_class: type[PreTrainedModel], max_model_len: int | None) -> list[str]:
     problems = []
     quantization = getattr(config, "quantization_config", None)
-    if quantization:
-        method = (
-            quantization.get("quant_method", "unnamed")
-            if isinstance(quantization, dict)
-            else type(quantization).__name__
-        )
-        problems.append(f"its checkpoint is quantized (quantization_config: {method}), use the unquantized one")
+    if quantization is not None:
+        try:
+            layout_of(quantization)
+        except ModelError as error:
+            problems.append(str(error))
     if not getattr(model_class, "_supports_attention_backend", False):
         problems.append(f"{model_class.__name__} does not support attention backends (_supports_attention_backend)")
     if getattr(model_class, "_is_stateful", False):

@@ -32,7 +32,14 @@ class ComputeSettings(Config):
         aliases=("paced_costs",),
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
-        "auto", help="data type of weights and KV; auto uses the checkpoint's"
+        "auto",
+        help="data type of weights and KV; auto uses the checkpoint's, or bfloat16 if its weights are quantised. "
+        "Quantised weights stay so",
+    )
+    weights: Literal["auto", "int8", "int4"] = setting(
+        "auto",
+        help="format of weights in memory; auto keeps the checkpoint's; int8 and int4 quantise the weights of linear "
+        "layers that are not quantised yet, when the model is loaded",
     )
     kv_dtype: Literal["auto", "int8"] = setting(
         "auto",

@@ -55,18 +55,10 @@ def _open_in_compute_thread(
     """Build the device. Runs in `thread`, which the executor then owns."""
     from baton.model.backends.backend_selection import choose_backend
     from baton.model.device.device_info import device_name, free_bytes
-    from baton.model.loading.model_loader import load_model
-    from baton.model.loading.model_source import resolve_model
     from baton.model.peak_memory import measure_step_bytes
     from baton.model.torch_executor import TorchExecutor
 
-    loaded = load_model(
-        resolve_model(config.model),
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        device=config.device,
-        max_model_len=config.max_model_len,
-    )
+    loaded = _load(config)
     backend = choose_backend(
         loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
     )
@@ -110,6 +102,20 @@ def _open_in_compute_thread(
     )
 
 
+def _load(config: WorkerConfig) -> "LoadedModel":
+    from baton.model.loading.model_loader import load_model
+    from baton.model.loading.model_source import resolve_model
+
+    return load_model(
+        resolve_model(config.model),
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        device=config.device,
+        weights=config.weights,
+        max_model_len=config.max_model_len,
+    )
+
+
 def _open_kv(
     config: WorkerConfig, worker: WorkerRef, loaded: "LoadedModel", layout: KvLayout, num_blocks: int
 ) -> tuple["KvCache", RegisteredMemory]:
@@ -124,7 +130,8 @@ def _open_kv(
 
 
 def _device_text(loaded: "LoadedModel") -> str:
-    return f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}"
+    form = "" if loaded.weight_format == "plain" else f", weights {loaded.weight_format}"
+    return f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}{form}"
 
 
 def _open_constraints(loaded: "LoadedModel", num_threads: int, *, finds_forced: bool) -> TokenConstraints:

@@ -1,0 +1,30 @@
+"""The module that takes the place of an `nn.Embedding` whose weight stays in its stored format."""
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from baton.model.linear.weight_rows import take_rows
+from baton.model.linear.weights import Weight
+
+
+class WeightEmbedding(nn.Module):
+    """Dequantises the rows that are looked up, and leaves the rest to the embedding that it replaces.
+
+    The original module may scale its result, as Gemma's does. It runs with these rows as its whole weight.
+    """
+
+    def __init__(self, weight: Weight, original: nn.Embedding, dtype: torch.dtype) -> None:
+        """weight: [vocabulary, hidden]. original: its own weight is not used. dtype: of the result."""
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.weight = weight
+        self._original = [original]  # in a list, so that its weight is not one of this module's parameters
+        self._dtype = dtype
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows = take_rows(self.weight, token_ids.reshape(-1)).dequantized().to(self._dtype)
+        order = torch.arange(len(rows), device=rows.device).view(token_ids.shape)
+        return cast(torch.Tensor, functional_call(self._original[0], {"weight": rows}, (order,)))

@@ -1,0 +1,215 @@
+"""Describes the architectures of GGUF files: their transformers configuration and the names of their tensors.
+
+Sources: llama.cpp's converters (conversion/*.py), its graphs (src/models/*.cpp), and transformers'
+configurations.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.core.errors import ModelError
+from baton.model.loading.gguf.gguf_metadata import GgufMetadata
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""Tensor of divisors of the rotary frequencies, float32 [head_dim / 2]: how a file has Llama 3's scaling."""
+EXPERTS = "mlp.experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufArchitecture:
+    """Names and values of the files of one architecture.
+
+    model_type: of transformers. layer_names: modules of a layer by the name of the tensor. permutes_rotary:
+    rows of query and key are in the order of adjacent pairs, and must be put back into two halves.
+    norm_offset: what the file adds to the weights of norms. config: more values of the configuration.
+    """
+
+    model_type: str
+    layer_names: Mapping[str, str]
+    permutes_rotary: bool = False
+    norm_offset: float = 0.0
+    config: Callable[[GgufMetadata, dict[str, Any]], dict[str, Any]] = field(default=lambda metadata, common: {})
+
+
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_LLAMA = {**_ATTENTION, **_MLP, **_NORMS}
+_GEMMA_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+
+
+def _llama_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
+    if metadata.optional_integer("expert_count"):
+        raise ModelError(f"{metadata.path}: mixtures of experts of the architecture llama are not supported")
+    return {}
+
+
+def _qwen3moe_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # llama.cpp always normalises
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    }
+
+
+GEMMA3_27B_LAYERS = 62
+"""The one size whose queries are scaled by hidden size / heads, as llama.cpp decides it."""
+
+
+def _gemma3_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
+    rope = common["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": metadata.optional_number("rope.freq_base_swa") or 10_000.0}
+    is_27b = common["num_hidden_layers"] == GEMMA3_27B_LAYERS
+    scalar = common["hidden_size"] // common["num_attention_heads"] if is_27b else common["head_dim"]
+    return {
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "layer_types": _layer_types(metadata, common, default_period=6),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "query_pre_attn_scalar": scalar,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": metadata.optional_number("final_logit_softcapping"),
+        "attn_logit_softcapping": metadata.optional_number("attn_logit_softcapping"),
+    }
+
+
+def _layer_types(metadata: GgufMetadata, common: dict[str, Any], default_period: int) -> list[str]:
+    """Return the kind of each layer. A file has a flag for each, or a period, or neither."""
+    number = common["num_hidden_layers"]
+    flags = metadata.optional_values("attention.sliding_window_pattern")
+    if flags is None:
+        period = metadata.optional_integer("attention.sliding_window_pattern") or default_period
+        flags = [(layer + 1) % period != 0 for layer in range(number)]
+    if len(flags) != number:
+        raise metadata.problem("attention.sliding_window_pattern", flags, f"{number} flags")
+    return ["sliding_attention" if flag else "full_attention" for flag in flags]
+
+
+def _olmo2_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
+    window = metadata.optional_integer("attention.sliding_window")
+    if window is None:
+        return {}
+    return {
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": _layer_types(metadata, common, default_period=4),
+    }
+
+
+def _phi3_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "sliding_window": metadata.optional_integer("attention.sliding_window") or None,
+        "original_max_position_embeddings": metadata.optional_integer("rope.scaling.original_context_length")
+        or common["max_position_embeddings"],
+    }
+
+
+def _mistral3_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
+    """Return what Ministral 3 has beside Mistral: YaRN, and queries that grow with the position."""
+    beta = metadata.optional_number("attention.temperature_scale")
+    if beta is None:
+        return {}
+    more = {"mscale": 1.0, "mscale_all_dim": metadata.optional_number("rope.scaling.yarn_log_multiplier") or 0.0}
+    return {
+        "model_type": "ministral3",
+        "rope_parameters": {**common["rope_parameters"], **more, "llama_4_scaling_beta": beta},
+        "sliding_window": None,
+    }
+
+
+def _granite_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_multiplier": metadata.number("attention.scale"),
+        "embedding_multiplier": metadata.optional_number("embedding_scale") or 1.0,
+        "residual_multiplier": metadata.optional_number("residual_scale") or 1.0,
+        "logits_scaling": metadata.optional_number("logit_scale") or 1.0,
+    }
+
+
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture(model_type="llama", layer_names=_LLAMA, permutes_rotary=True, config=_llama_config),
+    "qwen2": GgufArchitecture(model_type="qwen2", layer_names=_LLAMA),
+    "qwen3": GgufArchitecture(model_type="qwen3", layer_names={**_LLAMA, **_HEAD_NORMS}),
+    "qwen3moe": GgufArchitecture(
+        model_type="qwen3_moe",
+        layer_names={
+            **_ATTENTION,
+            **_NORMS,
+            **_HEAD_NORMS,
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_exps": f"{EXPERTS}.gate_proj",
+            "ffn_up_exps": f"{EXPERTS}.up_proj",
+            "ffn_down_exps": f"{EXPERTS}.down_proj",
+        },
+        config=_qwen3moe_config,
+    ),
+    "gemma3": GgufArchitecture(
+        model_type="gemma3_text",
+        layer_names={**_ATTENTION, **_MLP, **_HEAD_NORMS, **_GEMMA_NORMS},
+        norm_offset=1.0,
+        config=_gemma3_config,
+    ),
+    "phi3": GgufArchitecture(
+        model_type="phi3",
+        layer_names={
+            **_NORMS,
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        config=_phi3_config,
+    ),
+    "olmo2": GgufArchitecture(
+        model_type="olmo2",
+        layer_names={**_ATTENTION, **_MLP, **_HEAD_NORMS, **_POST_NORMS},
+        config=_olmo2_config,
+    ),
+    "granite": GgufArchitecture(model_type="granite", layer_names=_LLAMA, permutes_rotary=True, config=_granite_config),
+    "mistral3": GgufArchitecture(
+        model_type="mistral", layer_names=_LLAMA, permutes_rotary=True, config=_mistral3_config
+    ),
+    "smollm3": GgufArchitecture(model_type="smollm3", layer_names=_LLAMA, permutes_rotary=True),
+}
+"""Architectures by the name in `general.architecture`."""
+
+
+def architecture_of(metadata: GgufMetadata) -> GgufArchitecture:
+    """Return the description of a file's architecture. Raises ModelError if it is not supported."""
+    found = ARCHITECTURES.get(metadata.architecture)
+    if found is None:
+        raise ModelError(
+            f"{metadata.path} has the architecture {metadata.architecture!r}; must be one of "
+            f"{', '.join(sorted(ARCHITECTURES))}. Give the model's Hugging Face checkpoint instead"
+        )
+    return found
+
+
+def module_name(architecture: GgufArchitecture, tensor_name: str) -> str | None:
+    """Return the model's name for a tensor, such as `model.layers.0.mlp.up_proj.weight`; None if unknown."""
+    stem, _, suffix = tensor_name.rpartition(".")
+    if suffix not in ("weight", "bias"):
+        return None
+    top = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}.get(stem)
+    if top is not None:
+        return f"{top}.{suffix}"
+    parts = stem.split(".")
+    if len(parts) != 3 or parts[0] != "blk" or not parts[1].isdecimal():
+        return None
+    module = architecture.layer_names.get(parts[2])
+    return None if module is None else f"model.layers.{int(parts[1])}.{module}.{suffix}"

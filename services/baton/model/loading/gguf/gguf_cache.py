@@ -1,0 +1,101 @@
+"""Keeps the model directories that were made from GGUF files, in the user's cache. Imports no torch."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+
+from baton.core.errors import ModelError
+
+MAX_DIRECTORIES = 16
+"""Directories that are kept, those used last. Each has the size of a tokenizer, at most some 40 MB."""
+GGUF_LINK = "model.gguf"
+"""Link to the GGUF file in the directory that is made from it."""
+CONVERTER = "baton.model.loading.gguf.gguf_directory"
+CONVERSION = 1
+"""Counts changes of the converter's results."""
+CONVERT_S = 600
+"""Longest duration of a conversion."""
+
+MAGIC = b"GGUF"
+
+Convert = Callable[[Path, Path], None]
+
+
+def is_gguf(path: Path) -> bool:
+    """True for a readable file that begins as a GGUF file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def gguf_directory(path: Path, *, cache: Path | None = None, convert: Convert | None = None) -> Path:
+    """Return the model directory of a GGUF file, made by `convert` unless it is in the cache.
+
+    The key covers path, size and time of the file, and the versions of the libraries that convert it. Raises
+    ModelError if the file is damaged or not supported, or if the cache cannot be written.
+    """
+    root = cache if cache is not None else default_gguf_cache()
+    try:
+        directory = root / _key(path.resolve())
+        if directory.is_dir():
+            os.utime(directory)
+            return directory
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root, prefix="new-") as new:
+            made = Path(new) / "model"
+            made.mkdir()
+            (convert or _convert_in_process)(path.resolve(), made)
+            with suppress(OSError):  # another process was faster
+                made.rename(directory)
+        _remove_oldest(root, directory)
+    except OSError as error:
+        raise ModelError(f"{root} cannot be written ({error}); set XDG_CACHE_HOME to a directory that can") from error
+    return directory
+
+
+def default_gguf_cache() -> Path:
+    """Return the directory of converted files, below XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton" / "gguf"
+
+
+def _key(path: Path) -> str:
+    facts = path.stat()
+    versions = [version(library) for library in ("transformers", "tokenizers")]
+    content = json.dumps([str(path), facts.st_size, facts.st_mtime_ns, CONVERSION, *versions])
+    return blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _convert_in_process(path: Path, directory: Path) -> None:
+    command = [sys.executable, "-m", CONVERTER, str(path), str(directory)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"{path}: its conversion took more than {CONVERT_S} s; start again") from error
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise ModelError(f"{path}: its conversion failed with exit code {done.returncode}: {last[0]}") from error
+    if "problem" in answer:
+        raise ModelError(answer["problem"])
+
+
+def _remove_oldest(root: Path, keep: Path) -> None:
+    """Remove the directories that were used longest ago, but `keep`."""
+    found = []
+    for each in root.iterdir():
+        with suppress(OSError):
+            if each != keep and not each.name.startswith("new-"):
+                found.append((each.stat().st_mtime_ns, each))
+    for _, old in sorted(found, reverse=True)[MAX_DIRECTORIES - 1 :]:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,93 @@
+"""Builds the transformers configuration of a GGUF file from its metadata and its table of tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.core.errors import ModelError
+from baton.model.loading.gguf.gguf_architectures import architecture_of
+from baton.model.loading.gguf.gguf_metadata import GgufMetadata
+
+END_TEXTS = frozenset(
+    """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] <end_of_turn>
+    <|end_of_text|> <end_of_utterance> <eos> <turn|>""".split()
+)
+"""Control tokens that end a response. A file names one end token; chat models have more, as in llama.cpp."""
+_TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+_UNSUPPORTED_TENSORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+CONTROL = 3
+"""Type of a token that is no text, in `tokenizer.ggml.token_type`."""
+
+
+def gguf_config(metadata: GgufMetadata, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the content of config.json. `shapes`: of the file's tensors, by name, rows first.
+
+    Raises ModelError if the architecture is not supported, or if values are missing.
+    """
+    architecture = architecture_of(metadata)
+    for name in _UNSUPPORTED_TENSORS:
+        if name in shapes:
+            raise ModelError(
+                f"{metadata.path} has a rotary embedding of type longrope ({name}), which is not supported"
+            )
+    embedding = shapes.get("token_embd.weight")
+    if embedding is None or len(embedding) != 2:
+        raise ModelError(f"{metadata.path} has no usable tensor token_embd.weight; download or copy it again")
+    heads = metadata.integer("attention.head_count")
+    hidden = metadata.integer("embedding_length")
+    if not heads:
+        raise metadata.problem(f"{metadata.architecture}.attention.head_count", heads, "at least 1")
+    head_dim = metadata.optional_integer("attention.key_length") or hidden // heads
+    common = {
+        "model_type": architecture.model_type,
+        "vocab_size": embedding[0],
+        "hidden_size": hidden,
+        "intermediate_size": metadata.optional_integer("feed_forward_length") or 0,
+        "num_hidden_layers": metadata.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.optional_integer("attention.head_count_kv") or heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.integer("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope_parameters(metadata, head_dim),
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "tie_word_embeddings": "output.weight" not in shapes,
+        **{name: metadata.token_id(key) for name, key in _TOKEN_IDS.items()},
+    }
+    return common | architecture.config(metadata, common)
+
+
+def end_token_ids(metadata: GgufMetadata) -> list[int]:
+    """Return the ids of tokens that end a response: those that the file names, and known control tokens."""
+    tokens, kinds = metadata.texts("tokenizer.ggml.tokens"), metadata.integers("tokenizer.ggml.token_type")
+    named = [metadata.token_id(name) for name in ("eos", "eot", "eom")]
+    known = [
+        number
+        for number, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind == CONTROL and text in END_TEXTS
+    ]
+    return list(dict.fromkeys([number for number in (*named, *known) if number is not None]))
+
+
+def _rope_parameters(metadata: GgufMetadata, head_dim: int) -> dict[str, Any]:
+    """Return the rotary parameters. Divisors of frequencies in a tensor are applied later, at loading."""
+    kind = metadata.optional_text(f"{metadata.architecture}.rope.scaling.type") or "none"
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": metadata.optional_number("rope.freq_base") or 10_000.0,
+    }
+    dimensions = metadata.optional_integer("rope.dimension_count") or head_dim
+    if dimensions < head_dim:
+        rope["partial_rotary_factor"] = dimensions / head_dim
+    if kind == "none":
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"{metadata.path} has rotary scaling of type {kind!r}; must be none, linear or yarn")
+    rope |= {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
+        for key in ("beta_fast", "beta_slow"):
+            if (value := metadata.optional_number(f"rope.scaling.yarn_{key}")) is not None:
+                rope[key] = value
+        if (factor := metadata.optional_number("rope.scaling.attn_factor")) is not None:
+            rope["attention_factor"] = factor
+    return rope

@@ -1,0 +1,75 @@
+"""Writes what a GGUF file says of its model as the files of a Hugging Face model directory.
+
+Gateway, scheduler and workers then read configuration, tokenizer and chat template as those of any model, and
+compute the same fingerprints. `python -m baton.model.loading.gguf.gguf_directory FILE DIRECTORY` runs in a
+process of its own, because the conversion imports torch and the gateway must not. It prints one line of JSON,
+`{}` or `{"problem": ...}`.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.core.errors import ModelError
+from baton.core.tokenizer_fingerprint import TOKENIZER_FILE
+from baton.model.loading.gguf.gguf_cache import GGUF_LINK
+from baton.model.loading.gguf.gguf_config import end_token_ids, gguf_config
+from baton.model.loading.gguf.gguf_file import GgufFile
+from baton.model.loading.gguf.gguf_metadata import GgufMetadata
+from baton.model.loading.gguf.gguf_tokenizer import chat_templates, gguf_tokenizer, tokenizer_config
+from baton.model.loading.gguf.gguf_types import dtype_of
+
+
+def write_gguf_directory(path: Path, directory: Path) -> None:
+    """Write configuration, tokenizer, chat templates and a link to the file `path` into an empty directory.
+
+    The same file gives the same bytes. Raises ModelError if the file is damaged or not supported, OSError if
+    the directory cannot be written.
+    """
+    file = GgufFile(path)
+    metadata = GgufMetadata(path, file.metadata)
+    parts = metadata.optional_integer("split.count", of_architecture=False) or 1
+    if parts > 1:
+        raise ModelError(
+            f"{path} is one of {parts} parts; join them with `llama-gguf-split --merge` and give the result"
+        )
+    shapes = {name: entry.shape for name, entry in file.tensors.items()}
+    config = gguf_config(metadata, shapes)
+    if len(metadata.texts("tokenizer.ggml.tokens")) > config["vocab_size"]:
+        raise ModelError(f"{path} has more tokens than rows of token_embd.weight; download or copy it again")
+    config["dtype"] = dtype_of([entry.type_id for entry in file.tensors.values()])
+    config["gguf_types"] = sorted({entry.type_id for entry in file.tensors.values()})
+    tokenizer = gguf_tokenizer(metadata)
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", {"eos_token_id": end_token_ids(metadata)})
+    _write_json(directory / "tokenizer_config.json", tokenizer_config(metadata))
+    (directory / TOKENIZER_FILE).write_text(tokenizer.to_str(), "utf-8")
+    for name, template in chat_templates(metadata).items():
+        target = directory / "additional_chat_templates" / f"{name}.jinja"
+        if name == "default":
+            target = directory / "chat_template.jinja"
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(template, "utf-8")
+    (directory / GGUF_LINK).symlink_to(path.resolve())
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def main() -> None:
+    """Convert the file that the command line names."""
+    try:
+        write_gguf_directory(Path(sys.argv[1]), Path(sys.argv[2]))
+        answer = {}
+    except ModelError as error:
+        answer = {"problem": str(error)}
+    except OSError as error:
+        answer = {"problem": f"{sys.argv[2]} cannot be written: {error}"}
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Makes a `tokenizers` tokenizer and its configuration from the metadata of a GGUF file.
+
+transformers converts vocabulary and merges. This module adds what llama.cpp knows of a pre-tokenizer by its
+name: how it splits, whether whole words take precedence over merges, and whether texts begin with BOS.
+"""
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    GGUF_PRE_TOKENIZER_SPLITS,
+    GGUF_TOKENIZER_MAPPING,
+    convert_gguf_tokenizer,
+)
+
+from baton.core.errors import ModelError
+from baton.model.loading.gguf.gguf_metadata import GgufMetadata
+
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
+"""Kinds of vocabularies, in `tokenizer.ggml.model`."""
+GPT2_SPLITS = frozenset({"gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "phi-2"})
+"""Pre-tokenizers that split as GPT-2's."""
+DIGIT_SPLITS = frozenset({"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"})
+"""Pre-tokenizers that split each digit off, then as GPT-2's."""
+WHOLE_WORDS = frozenset("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken".split())
+"""Pre-tokenizers whose words become one token if the vocabulary has them. Texts begin with BOS by default."""
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def gguf_tokenizer(metadata: GgufMetadata) -> Tokenizer:
+    """Return the tokenizer. Raises ModelError if the file has none that is supported."""
+    kind = metadata.text("tokenizer.ggml.model")
+    if kind not in (BYTE_LEVEL, SENTENCEPIECE):
+        raise ModelError(
+            f"{metadata.path} has a tokenizer of type {kind!r}; must be {BYTE_LEVEL} or {SENTENCEPIECE}. "
+            "Give the model's Hugging Face checkpoint instead"
+        )
+    pre = metadata.optional_text("tokenizer.ggml.pre") or ""
+    known = GPT2_SPLITS | DIGIT_SPLITS | GGUF_PRE_TOKENIZER_SPLITS.keys()
+    if kind == BYTE_LEVEL and pre not in known:
+        raise ModelError(
+            f"{metadata.path} has a tokenizer that splits text as {pre!r} (tokenizer.ggml.pre), which is not known. "
+            "Give the model's Hugging Face checkpoint instead"
+        )
+    try:
+        tokenizer, _ = convert_gguf_tokenizer(metadata.architecture, _content(metadata))
+    except Exception as error:  # a damaged vocabulary makes the libraries raise many kinds, some plain Exceptions
+        raise ModelError(f"{metadata.path}: its tokenizer cannot be converted: {error}") from error
+    if kind == BYTE_LEVEL:
+        _split_as(tokenizer, pre)
+        tokenizer.model.ignore_merges = pre in WHOLE_WORDS
+    elif not metadata.flag("tokenizer.ggml.add_space_prefix", True):
+        tokenizer = _without_space_prefix(tokenizer)
+    _add_special_tokens_around(tokenizer, metadata, pre)
+    return tokenizer
+
+
+def tokenizer_config(metadata: GgufMetadata) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json: special tokens, and named chat templates."""
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for name, key in _SPECIAL.items():
+        token_id = metadata.token_id(key)
+        if token_id is not None and token_id < len(tokens):
+            config[name] = tokens[token_id]
+    pre = metadata.optional_text("tokenizer.ggml.pre") or ""
+    return config | {
+        "add_bos_token": _begins_with_bos(metadata, pre),
+        "add_eos_token": metadata.flag("tokenizer.ggml.add_eos_token", False),
+        "model_max_length": metadata.optional_integer("context_length"),
+    }
+
+
+def chat_templates(metadata: GgufMetadata) -> dict[str, str]:
+    """Return the chat templates of the file by name; the main one is `default`."""
+    found = {}
+    if (main := metadata.optional_text("tokenizer.chat_template")) is not None:
+        found["default"] = main
+    for name in metadata.optional_texts("tokenizer.chat_templates"):
+        if name.isidentifier() and (text := metadata.optional_text(f"tokenizer.chat_template.{name}")) is not None:
+            found[name] = text
+    return found
+
+
+def _content(metadata: GgufMetadata) -> dict[str, Any]:
+    """Return the part of the metadata that transformers converts, under its names."""
+    names = GGUF_TOKENIZER_MAPPING["tokenizer"]
+    return {name: metadata.any(f"tokenizer.{key}") for key, name in names.items() if metadata.has(f"tokenizer.{key}")}
+
+
+def _split_as(tokenizer: Tokenizer, pre: str) -> None:
+    if pre not in GPT2_SPLITS | DIGIT_SPLITS:
+        return  # transformers has set it
+    splits: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    if pre in DIGIT_SPLITS:
+        splits.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+
+
+def _without_space_prefix(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a sentencepiece tokenizer that begins texts without a space.
+
+    Such a space comes from a pre-tokenizer (Metaspace) or from a step of the normalizer (Prepend), and a step
+    of the decoder removes it (Strip).
+    """
+    description = json.loads(tokenizer.to_str())
+    if (before := description["pre_tokenizer"]) and before["type"] == "Metaspace":
+        before["prepend_scheme"] = "never"
+    for part, steps, removed in (("normalizer", "normalizers", "Prepend"), ("decoder", "decoders", "Strip")):
+        if (content := description[part]) and steps in content:
+            content[steps] = [step for step in content[steps] if step["type"] != removed]
+    return Tokenizer.from_str(json.dumps(description))
+
+
+def _begins_with_bos(metadata: GgufMetadata, pre: str) -> bool:
+    is_default = metadata.text("tokenizer.ggml.model") == SENTENCEPIECE or pre in WHOLE_WORDS
+    return metadata.flag("tokenizer.ggml.add_bos_token", is_default)
+
+
+def _add_special_tokens_around(tokenizer: Tokenizer, metadata: GgufMetadata, pre: str) -> None:
+    """Let texts begin with BOS and end with EOS as the file says."""
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    bos = metadata.token_id("bos") if _begins_with_bos(metadata, pre) else None
+    eos = metadata.token_id("eos") if metadata.flag("tokenizer.ggml.add_eos_token", False) else None
+    around = {}
+    for name, token_id in (("bos", bos), ("eos", eos)):
+        if token_id is not None and token_id >= len(tokens):
+            raise metadata.problem(f"tokenizer.ggml.{name}_token_id", token_id, f"below {len(tokens)}")
+        if token_id is not None:
+            around[name] = (tokens[token_id], token_id)
+    parts = [*([around["bos"][0]] if "bos" in around else []), "$A", *([around["eos"][0]] if "eos" in around else [])]
+    tokenizer.post_processor = (
+        processors.TemplateProcessing(
+            single=parts, pair=[*parts, *parts[:-1], "$B"], special_tokens=list(around.values())
+        )
+        if around
+        else processors.ByteLevel(trim_offsets=False)
+    )

@@ -1,0 +1,1 @@
+"""Reads quantised checkpoints: one module for each published layout of tensors."""

@@ -1,0 +1,176 @@
+"""Reads checkpoints of compressed-tensors: integers, packed or not, and float8, by groups of modules.
+
+Source: the library's formats (compressed_tensors/compressors) and its matching of modules (utils/match.py).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.core.errors import ModelError
+from baton.model.linear.weights import Weight
+from baton.model.loading.quantised.module_tensors import (
+    OrderedWeight,
+    Tensors,
+    grouped_weight,
+    in_group_order,
+    need,
+    plain_weight,
+    unpack_words,
+)
+from baton.model.loading.quantised.mxfp4 import mxfp4_weight
+from baton.model.loading.quantised.scaled_floats import scaled_fp8
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "dense")
+MIXED = "mixed-precision"
+"""Format of a checkpoint whose groups have formats of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleGroup:
+    """Modules that are stored alike. targets: class names, module names, or `re:` and an expression."""
+
+    targets: tuple[str, ...]
+    format: str
+    bits: int
+    is_float: bool
+    is_symmetric: bool
+    block: tuple[int, int] | None
+
+
+class CompressedTensorsLayout:
+    """Layout of `quant_method: compressed-tensors`."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises ModelError if the configuration is not usable, or asks for what is not supported."""
+        for key, what in (("sparsity_config", "sparsity"), ("transform_config", "transforms of weights")):
+            part = config.get(key) or {}
+            if part and part.get("format", "") != "dense" and part != {"config_groups": {}}:
+                raise ModelError(f"quantization_config: {key} is set; {what} of compressed-tensors are not supported")
+        groups = config.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise ModelError("quantization_config: compressed-tensors without config_groups")
+        self._groups = [_module_group(str(name), group, config) for name, group in groups.items()]
+        self._ignored = tuple(map(str, config.get("ignore") or ()))
+        kinds = sorted({f"{'fp' if group.is_float else 'int'}{group.bits}" for group in self._groups})
+        self.description = f"compressed-tensors {', '.join(kinds)} weights; activations are not quantised"
+
+    def weight(self, module: str, tensors: Tensors) -> Weight | OrderedWeight:
+        plain = plain_weight(module, tensors)
+        if plain is not None:
+            return plain
+        group = self._group_of(module)
+        if group.format == "mxfp4-pack-quantized":
+            packed, scales = need(module, tensors, "weight_packed"), need(module, tensors, "weight_scale")
+            return mxfp4_weight(module, packed, scales)
+        if group.is_float:
+            return scaled_fp8(module, tensors, group.block)
+        if "weight_packed" in tensors:
+            return _packed_integers(module, tensors, group)
+        return _integers(module, tensors, group)
+
+    def _group_of(self, module: str) -> ModuleGroup:
+        """Return the group of a quantised module. Raises ModelError if the configuration does not name it."""
+        if any(_matches(module, target) for target in self._ignored):
+            raise ModelError(f"{module} has quantised tensors, but quantization_config ignores it")
+        for group in self._groups:
+            if any(_matches(module, target) for target in group.targets):
+                return group
+        raise ModelError(f"{module} has quantised tensors, but no group of quantization_config has it as a target")
+
+
+def _module_group(name: str, group: Any, config: Mapping[str, Any]) -> ModuleGroup:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise ModelError(f"quantization_config: {name} has no weights; only quantised weights are supported")
+    form = group.get("format") or config.get("format")
+    form = "naive-quantized" if form == MIXED else form
+    if form not in FORMATS:
+        raise ModelError(f"quantization_config: {name} has the format {form!r}; must be one of {', '.join(FORMATS)}")
+    bits, is_float = weights.get("num_bits"), weights.get("type", "int") == "float"
+    allowed = (4,) if form.startswith("mxfp4") else (8,) if is_float else (4, 8)
+    if bits is None or bits not in allowed:
+        kind = "floats" if is_float else "integers"
+        raise ModelError(
+            f"quantization_config: {name} has {kind} of {bits!r} bits; must be {' or '.join(map(str, allowed))}"
+        )
+    block = weights.get("block_structure") if weights.get("strategy") == "block" else None
+    return ModuleGroup(
+        targets=tuple(map(str, _listed(group.get("targets")))),
+        format=form,
+        bits=int(bits),
+        is_float=is_float,
+        is_symmetric=bool(weights.get("symmetric", True)),
+        block=None if block is None else (int(block[0]), int(block[1])),
+    )
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+
+
+def _matches(module: str, target: str) -> bool:
+    """True if a target names a linear layer: its class, its name, or an expression that matches its name."""
+    if target.startswith("re:"):
+        try:
+            return re.match(target[3:], module) is not None
+        except re.error as error:
+            raise ModelError(f"quantization_config: {target!r} is not a valid expression ({error})") from error
+    return target in ("Linear", module)
+
+
+def _packed_integers(module: str, tensors: Tensors, group: ModuleGroup) -> Weight | OrderedWeight:
+    words, shape = need(module, tensors, "weight_packed"), need(module, tensors, "weight_shape").tolist()
+    scales = _matrix(need(module, tensors, "weight_scale"))
+    if words.dtype != torch.int32 or words.dim() != 2 or len(shape) != 2 or len(words) != shape[0]:
+        raise ModelError(f"{module}.weight_packed is not an int32 matrix of {shape} values; the checkpoint is damaged")
+    codes = unpack_words(words, group.bits)
+    if not 0 < shape[1] <= codes.shape[1]:
+        raise ModelError(f"{module}.weight_shape is {shape}; weight_packed has {codes.shape[1]} values in a row")
+    codes = codes[:, : shape[1]].contiguous()
+    zeros = None
+    if not group.is_symmetric:
+        packed = need(module, tensors, "weight_zero_point")
+        # packed along the outputs
+        zeros = unpack_words(packed.T.contiguous(), group.bits)[:, : shape[0]].T.contiguous()
+    return _ordered(module, tensors, codes, group.bits, scales, zeros)
+
+
+def _integers(module: str, tensors: Tensors, group: ModuleGroup) -> Weight | OrderedWeight:
+    """Read int8 values, which also hold integers of 4 bits."""
+    values = need(module, tensors, "weight")
+    if values.dtype != torch.int8 or values.dim() != 2:
+        dtype = str(values.dtype).removeprefix("torch.")
+        raise ModelError(f"{module}.weight is {dtype} of {values.dim()} dimensions; must be an int8 matrix")
+    half = 1 << (group.bits - 1)
+    if group.bits < 8 and bool(((values < -half) | (values >= half)).any()):
+        raise ModelError(f"{module}.weight has values beyond {group.bits} bits; the checkpoint is damaged")
+    codes = (values.short() + half).to(torch.uint8)
+    zeros = None
+    if not group.is_symmetric:
+        zeros = _matrix(need(module, tensors, "weight_zero_point")).int() + half
+    return _ordered(module, tensors, codes, group.bits, _matrix(need(module, tensors, "weight_scale")), zeros)
+
+
+def _ordered(
+    module: str, tensors: Tensors, codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None
+) -> Weight | OrderedWeight:
+    rows, columns = codes.shape
+    if scales.shape == (1, 1):  # one scale for the whole tensor
+        scales = scales.expand(rows, 1)
+        zeros = None if zeros is None else zeros.expand(rows, 1)
+    order = None
+    if (g_idx := tensors.get("weight_g_idx")) is not None and not bool((g_idx == -1).all()):
+        order = in_group_order(module, g_idx, columns, max(1, scales.shape[1]))
+    if order is not None:
+        codes = codes[:, order].contiguous()
+    weight = grouped_weight(module, codes, bits, scales, zeros)
+    return weight if order is None else OrderedWeight(weight, order)
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Return scales or zero points as a matrix with a row for each output, or one for all."""
+    return tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor

@@ -1,0 +1,71 @@
+"""Reads GPTQ weights: words of codes along the inputs, zero points along the outputs, and groups of inputs.
+
+Source: the packing of AutoGPTQ and GPTQModel (`checkpoint_format` gptq and gptq_v2).
+"""
+
+from typing import Any
+
+import torch
+
+from baton.core.errors import ModelError
+from baton.model.linear.weights import Weight
+from baton.model.loading.quantised.module_tensors import (
+    OrderedWeight,
+    Tensors,
+    grouped_weight,
+    in_group_order,
+    need,
+    plain_weight,
+    unpack_words,
+)
+
+BITS = (4, 8)
+FORMATS = {"gptq": 1, "gptq_v2": 0}
+"""Difference of the real zero points and the stored ones, by `checkpoint_format`."""
+
+
+class GptqLayout:
+    """Layout of `quant_method: gptq`, 4 or 8 bits. Modules without `qweight` are plain."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """Raises ModelError if the configuration is not usable."""
+        bits = config.get("bits")
+        if bits not in BITS:
+            raise ModelError(f"quantization_config: GPTQ with bits {bits!r}; must be 4 or 8")
+        self._bits = int(bits)
+        form = config.get("checkpoint_format") or "gptq"
+        if form not in FORMATS:
+            raise ModelError(f"quantization_config: checkpoint_format is {form!r}; must be {' or '.join(FORMATS)}")
+        if config.get("pack_dtype", "int32") != "int32":
+            raise ModelError(f"quantization_config: pack_dtype is {config['pack_dtype']!r}; must be int32")
+        self._zero_offset = FORMATS[form]
+        self._has_order = bool(config.get("desc_act", False))
+        self.description = f"GPTQ weights of {self._bits} bits; activations are not quantised"
+
+    def weight(self, module: str, tensors: Tensors) -> Weight | OrderedWeight:
+        plain = plain_weight(module, tensors)
+        if plain is not None:
+            return plain
+        bits = self._bits
+        words = need(module, tensors, "qweight")
+        scales = need(module, tensors, "scales")
+        packed_zeros = need(module, tensors, "qzeros")
+        _require_words(module, words, packed_zeros)
+        codes = unpack_words(words.T.contiguous(), bits)
+        columns, num_groups = codes.shape[1], len(scales)
+        zeros = (unpack_words(packed_zeros, bits).int() + self._zero_offset) & ((1 << bits) - 1)
+        order = None
+        g_idx = tensors.get("g_idx")
+        if g_idx is not None and (self._has_order or bool(g_idx.any())):  # unused, it may be all zeros
+            order = in_group_order(module, g_idx, columns, num_groups)
+        if order is not None:
+            codes = codes[:, order]
+        weight = grouped_weight(module, codes.contiguous(), bits, scales.T, zeros.T)
+        return weight if order is None else OrderedWeight(weight, order)
+
+
+def _require_words(module: str, words: torch.Tensor, zeros: torch.Tensor) -> None:
+    for name, tensor in (("qweight", words), ("qzeros", zeros)):
+        if tensor.dtype != torch.int32 or tensor.dim() != 2:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ModelError(f"{module}.{name} is {dtype} of {tensor.dim()} dimensions; must be an int32 matrix")

@@ -1,0 +1,144 @@
+"""Reads the weights of a quantised or plain checkpoint in safetensors, one module at a time."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from baton.core.errors import ModelError
+from baton.model.linear.experts import ExpertWeights
+from baton.model.linear.weights import FloatWeight, Weight
+from baton.model.loading.model_fingerprint import weight_files
+from baton.model.loading.quantised.module_tensors import CheckpointLayout, OrderedWeight, Tensors
+from baton.model.loading.quantised.mxfp4 import mxfp4_weight
+
+_BIAS = "bias"
+_EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of gate, up and down projection of an expert. The second are those of Mixtral."""
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+_PLAIN_EXPERTS = (f"{_GATE_UP}_bias", f"{_DOWN}_bias")
+
+
+class SafetensorsSource:
+    """Implements `WeightSource` for a directory of safetensors files. Use it as a context manager."""
+
+    def __init__(self, model_dir: Path, model: PreTrainedModel, layout: CheckpointLayout | None) -> None:
+        """model: its skeleton, which tells how names of the checkpoint are translated. layout: None if the
+        checkpoint is not quantised. Raises ModelError if a file is missing or unreadable."""
+        self.description = "plain" if layout is None else layout.description
+        self._layout = layout
+        self._dir = model_dir
+        self._stack = ExitStack()
+        self._places: dict[str, tuple[Any, str]] = {}
+        self._of_module: dict[str, list[str]] = defaultdict(list)
+        self._used: set[str] = set()
+        try:
+            self._open(model)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open(self, model: PreTrainedModel) -> None:
+        renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+        for path in weight_files(self._dir):
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ModelError(
+                    f"{path} is not a readable safetensors file ({error}); download or copy it again"
+                ) from error
+            for key in file.keys():  # noqa: SIM118 - it is not a dict
+                name, _ = rename_source_key(key, renamings, [])
+                self._places[name] = (file, key)
+                self._of_module[name.rpartition(".")[0]].append(name)
+
+    def __enter__(self) -> "SafetensorsSource":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def weight(self, module: str) -> Weight | OrderedWeight | None:
+        tensors = self._module_tensors(module)
+        if not tensors:
+            return None
+        if self._layout is not None:
+            return self._layout.weight(module, tensors)
+        if set(tensors) != {"weight"}:
+            raise ModelError(f"{module} has tensors {', '.join(sorted(tensors))}, but no quantization_config")
+        return FloatWeight(tensors["weight"])
+
+    def is_coded(self, module: str) -> bool:
+        expert = self._expert_names(module)
+        names = self._of_module.get(f"{module}.0.{expert[2]}" if expert else module, ())
+        last = {name.rpartition(".")[2] for name in names}
+        return self._layout is not None and bool(last - {"weight", _BIAS, _GATE_UP, _DOWN, *_PLAIN_EXPERTS})
+
+    def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights] | None:
+        if f"{module}.{_GATE_UP}_blocks" in self._places:
+            blocks = [self._mxfp4_experts(module, name, num_experts) for name in (_GATE_UP, _DOWN)]
+            return [ExpertWeights([first], second) for first, second in zip(*blocks, strict=True)]
+        names = self._expert_names(module)
+        if names is None:
+            return None
+        found = []
+        for number in range(num_experts):
+            gate, up, down = (self._expert(f"{module}.{number}.{name}") for name in names)
+            found.append(ExpertWeights([gate, up], down))
+        return found
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        if name not in self._places:
+            return None
+        file, key = self._places[name]
+        self._used.add(name)
+        try:
+            tensor: torch.Tensor = file.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{self._dir}: {key} cannot be read ({error}); download or copy it again") from error
+        return tensor
+
+    def rope_factors(self) -> torch.Tensor | None:
+        return None
+
+    def unused(self) -> list[str]:
+        return sorted(self._places.keys() - self._used)
+
+    def _module_tensors(self, module: str) -> Tensors:
+        """Read all tensors of a module but its bias."""
+        found = {}
+        for name in self._of_module.get(module, ()):
+            last = name.rpartition(".")[2]
+            if last != _BIAS and (tensor := self.tensor(name)) is not None:
+                found[last] = tensor
+        return found
+
+    def _expert_names(self, module: str) -> tuple[str, str, str] | None:
+        """Return the names of an expert's projections; None if the block is not stored by expert."""
+        return next((names for names in _EXPERT_NAMES if f"{module}.0.{names[0]}" in self._of_module), None)
+
+    def _expert(self, module: str) -> Weight:
+        weight = self.weight(module)
+        if weight is None:
+            raise ModelError(f"{self._dir} is incomplete: it has no weight of {module}")
+        if isinstance(weight, OrderedWeight):
+            raise ModelError(f"{module} has columns in the order of activations (g_idx), which experts cannot have")
+        return weight
+
+    def _mxfp4_experts(self, module: str, name: str, num_experts: int) -> list[Weight]:
+        blocks, scales = (self.tensor(f"{module}.{name}_{kind}") for kind in ("blocks", "scales"))
+        if blocks is None or scales is None or len(blocks) != num_experts or len(scales) != num_experts:
+            raise ModelError(f"{module}.{name} has no MXFP4 blocks and scales for {num_experts} experts")
+        return [
+            mxfp4_weight(f"{module}.{name}[{number}]", blocks[number], scales[number]) for number in range(num_experts)
+        ]

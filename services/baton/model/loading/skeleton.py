@@ -1,0 +1,257 @@
+"""Builds a model without weights, and gives it those of a checkpoint, one module at a time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from baton.core.errors import ModelError
+from baton.model.linear.embedding import WeightEmbedding
+from baton.model.linear.experts import DOWN, GATE_UP, ExpertWeights, is_experts, replace_experts
+from baton.model.linear.replace import replace_linears, require_shape
+from baton.model.linear.weights import FloatWeight, Weight
+from baton.model.loading.quantised.module_tensors import OrderedWeight
+from baton.model.loading.weight_source import WeightSource
+
+Coder = Callable[[str, torch.Tensor], Weight]
+"""Returns the coded weight of a linear layer, from its name and its plain values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPolicy:
+    """Form that a model's weights get.
+
+    dtype: of everything that is not coded. device: where it is. keeps_codes: coded weights stay coded; else
+    they are dequantised to `dtype`. coder: codes the plain weights of linear layers; None leaves them.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    keeps_codes: bool
+    coder: Coder | None = None
+
+
+@dataclass(slots=True)
+class AssignedWeights:
+    """Counts of modules and experts, and the tensors for which the model has no place."""
+
+    num_coded: int = 0
+    num_dequantised: int = 0
+    unused: list[str] = field(default_factory=list)
+
+
+def build_skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model whose parameters take no memory. Its computed buffers, such as frequencies, are real."""
+    with torch.device("meta"):
+        model = model_class(config)
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        owner, _, last = name.rpartition(".")
+        value = torch.empty_like(buffer, device="cpu")
+        model.get_submodule(owner).register_buffer(last, value, persistent=False)
+    model.initialize_weights()  # computes the buffers; parameters without memory stay as they are
+    return model.eval().requires_grad_(False)
+
+
+def assign_weights(model: PreTrainedModel, source: WeightSource, policy: WeightPolicy) -> AssignedWeights:
+    """Give a skeleton the weights of `source`, one module at a time.
+
+    Raises ModelError, with the name, if a weight is missing or has another shape.
+    """
+    done = AssignedWeights()
+    for name, module in list(model.named_modules()):
+        if is_experts(module):
+            _assign_experts(name, module, source, policy, done)
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            _assign_linear(model, name, module, source, policy, done)
+        elif isinstance(module, nn.Embedding):
+            _assign_embedding(model, name, module, source, policy, done)
+    _tie_output(model, policy, done)
+    _assign_rest(model, source, policy)
+    _divide_frequencies(model, source)
+    done.unused = source.unused()
+    return done
+
+
+def _assign_experts(
+    name: str, module: nn.Module, source: WeightSource, policy: WeightPolicy, done: AssignedWeights
+) -> None:
+    found = source.experts(name, module.get_parameter(DOWN).shape[0])
+    if found is None and policy.coder is not None:
+        found = _joined_experts(name, module, source)
+    if found is None:
+        return  # the parameters stay, and get their values with the rest
+    experts = [
+        ExpertWeights(
+            [_expert_weight(name, part, policy) for part in each.gate_up], _expert_weight(name, each.down, policy)
+        )
+        for each in found
+    ]
+    if all(is_plain(each.down) for each in experts) and all(
+        is_plain(part) for each in experts for part in each.gate_up
+    ):
+        _assign_plain_experts(module, experts, policy)
+        done.num_dequantised += sum(not is_plain(each.down) for each in found)
+        return
+    replace_experts(module, experts)
+    done.num_coded += len(experts)
+
+
+def _assign_plain_experts(module: Any, experts: Sequence[ExpertWeights], policy: WeightPolicy) -> None:
+    """Give the model's own parameters plain weights, so that its own code and kernels run them."""
+    for name, parts in ((GATE_UP, [each.gate_up for each in experts]), (DOWN, [[each.down] for each in experts])):
+        values = torch.stack([torch.cat([_plain_values(weight, policy) for weight in own]) for own in parts])
+        values = values.transpose(1, 2).contiguous() if module.is_transposed else values
+        require_same_shape(name, values, module.get_parameter(name))
+        setattr(module, name, _parameter(values))
+
+
+def _joined_experts(name: str, module: Any, source: WeightSource) -> list[ExpertWeights] | None:
+    """Return the weights of experts that are 3-D tensors in the checkpoint, too; None if not."""
+    gate_up, down = (source.tensor(f"{name}.{part}") for part in (GATE_UP, DOWN))
+    if gate_up is None or down is None:
+        return None
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return [
+        ExpertWeights([FloatWeight(first.contiguous())], FloatWeight(second.contiguous()))
+        for first, second in zip(gate_up, down, strict=True)
+    ]
+
+
+def _assign_linear(
+    model: PreTrainedModel,
+    name: str,
+    module: nn.Linear,
+    source: WeightSource,
+    policy: WeightPolicy,
+    done: AssignedWeights,
+) -> None:
+    found = source.weight(name)
+    if found is None:
+        return  # tied, or missing
+    order = found.input_order if isinstance(found, OrderedWeight) else None
+    weight = found.weight if isinstance(found, OrderedWeight) else found
+    require_shape(name, module, weight)
+    if module.bias is not None and (bias := source.tensor(f"{name}.bias")) is not None:
+        require_same_shape(f"{name}.bias", bias, module.bias)
+        module.bias = _parameter(bias.to(policy.device, policy.dtype))
+    if is_plain(weight) and policy.coder is not None:
+        weight = policy.coder(name, weight.dequantized())
+    if is_plain(weight) or not policy.keeps_codes:
+        done.num_dequantised += not is_plain(weight)
+        values = _plain_values(weight, policy)
+        if order is not None:
+            values = values[:, torch.argsort(order).to(values.device)]
+        module.weight = _parameter(values)
+        return
+    replace_linears(model, {name: weight}, {} if order is None else {name: order})
+    done.num_coded += 1
+
+
+def _assign_embedding(
+    model: PreTrainedModel,
+    name: str,
+    module: nn.Embedding,
+    source: WeightSource,
+    policy: WeightPolicy,
+    done: AssignedWeights,
+) -> None:
+    weight = source.weight(name)
+    if weight is None:
+        return
+    if isinstance(weight, OrderedWeight):
+        raise ModelError(f"{name} is an embedding with reordered columns, which is not supported")
+    require_shape(name, module, weight)
+    if is_plain(weight) or not policy.keeps_codes:
+        done.num_dequantised += not is_plain(weight)
+        module.weight = _parameter(_plain_values(weight, policy))
+        return
+    model.set_submodule(name, WeightEmbedding(weight, module, policy.dtype))
+    done.num_coded += 1
+
+
+def _tie_output(model: PreTrainedModel, policy: WeightPolicy, done: AssignedWeights) -> None:
+    """Let an output layer without a weight of its own use that of the embedding, as the model says."""
+    for target, origin in model.all_tied_weights_keys.items():
+        name, source_name = target.rpartition(".")[0], origin.rpartition(".")[0]
+        module, embedding = model.get_submodule(name), model.get_submodule(source_name)
+        if type(module) is not nn.Linear or not module.weight.is_meta:
+            continue
+        if isinstance(embedding, WeightEmbedding):
+            replace_linears(model, {name: embedding.weight})
+        elif isinstance(embedding, nn.Embedding) and policy.coder is not None:
+            replace_linears(model, {name: policy.coder(name, embedding.weight.detach())})
+            done.num_coded += 1
+        elif isinstance(embedding, nn.Embedding):
+            module.weight = embedding.weight
+
+
+def _assign_rest(model: PreTrainedModel, source: WeightSource, policy: WeightPolicy) -> None:
+    """Assign biases, norms and every other parameter and persistent buffer."""
+    missing = []
+    for name, old in [*model.named_parameters(), *model.named_buffers()]:
+        if not old.is_meta:
+            continue
+        owner, _, last = name.rpartition(".")
+        module, value = model.get_submodule(owner), source.tensor(name)
+        if value is None:
+            missing.append(name)
+            continue
+        require_same_shape(name, value, old)
+        value = value.to(policy.device, policy.dtype if value.is_floating_point() else value.dtype)
+        if isinstance(old, nn.Parameter):
+            setattr(module, last, _parameter(value))
+        else:
+            module.register_buffer(last, value)
+    if missing:
+        raise ModelError(f"it lacks {len(missing)} weights of {type(model).__name__}, the first is {min(missing)}")
+
+
+def _divide_frequencies(model: PreTrainedModel, source: WeightSource) -> None:
+    factors = source.rope_factors()
+    if factors is None:
+        return
+    for name, module in model.named_modules():
+        frequencies = module._buffers.get("inv_freq")
+        if frequencies is None:
+            continue
+        if frequencies.shape != factors.shape:
+            raise ModelError(
+                f"{len(factors)} factors of rotary frequencies do not fit {name}, which has {len(frequencies)}"
+            )
+        frequencies /= factors
+
+
+def require_same_shape(name: str, value: torch.Tensor, old: torch.Tensor) -> None:
+    """Raise ModelError unless a value of the checkpoint has the shape of the model's parameter."""
+    if value.shape != old.shape:
+        raise ModelError(
+            f"{name} has the shape {tuple(value.shape)} in the checkpoint; its configuration says {tuple(old.shape)}"
+        )
+
+
+def is_plain(weight: Weight) -> bool:
+    """True for floats without scales that a plain parameter can hold."""
+    return isinstance(weight, FloatWeight) and weight.scales is None and weight.values.dtype != torch.float8_e4m3fn
+
+
+def _plain_values(weight: Weight, policy: WeightPolicy) -> torch.Tensor:
+    if isinstance(weight, FloatWeight) and is_plain(weight):
+        return weight.values.to(policy.device, policy.dtype)
+    return weight.dequantized().to(policy.device, policy.dtype)
+
+
+def _expert_weight(name: str, weight: Weight, policy: WeightPolicy) -> Weight:
+    if is_plain(weight) and policy.coder is not None:
+        return policy.coder(name, weight.dequantized())
+    if is_plain(weight) or not policy.keeps_codes:
+        return FloatWeight(_plain_values(weight, policy))
+    return weight
+
+
+def _parameter(values: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
