@@ -93,7 +93,7 @@ def load_model(
         set_verbosity_error()  # else each weight of the other parts is reported as unexpected
     fingerprint = model_fingerprint(path, whole.to_dict(), DTYPE_NAMES[load_dtype])
     model = _load_plain(path, model_class, config, load_dtype, KEY_MAPPING if is_text_part else None)
-    model = model.to(target).eval().requires_grad_(False)
+    model = cast(Any, model).to(target).eval().requires_grad_(False)
     return LoadedModel(
         path=path,
         model=model,
