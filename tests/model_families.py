@@ -14,6 +14,7 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -93,6 +94,9 @@ FAMILIES: Mapping[str, Family] = {
         lambda: GraniteConfig(
             **TINY, logits_scaling=8.0, attention_multiplier=0.1, embedding_multiplier=12.0, residual_multiplier=0.22
         )
+    ),
+    "granite with sinks": Family(
+        lambda: GraniteSWAConfig(**TINY, **_MIXED, layer_rope_theta=[1e4, 0], attention_multiplier=0.2)
     ),
     "ministral": Family(lambda: MinistralConfig(**TINY, **_MIXED, head_dim=16)),
     "ministral 3": Family(

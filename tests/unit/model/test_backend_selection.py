@@ -131,7 +131,7 @@ def test_native_attention_is_chosen_if_fused_layers_cannot_be_built(
 
 
 def test_fused_layers_are_chosen_if_the_native_decoder_cannot_be_built(tiny_dir: Path, warned: Warnings) -> None:
-    broken = replace(NATIVE_DECODER, serves=lambda form, dtype, kernels: True, build=fail)
+    broken = replace(NATIVE_DECODER, serves=lambda loaded, form, kernels: True, build=fail)
     half = load_model(tiny_dir, dtype="bfloat16", device="cpu")
     backend = choose_backend(
         half, kernels="auto", num_threads=1, block_size_tokens=SIZE, cpu_backends=backends_with(broken)
@@ -220,7 +220,7 @@ def test_packed_weights_are_freed_in_the_model(tiny_dir: Path, native_allowed: b
     """The model keeps the weights that were not packed, and everything that callers of `LoadedModel` use."""
     loaded = load_model(tiny_dir, dtype="bfloat16", device="cpu")
     is_native = prefers_native_gemm(loaded.dtype, load_kernels(1)) and native_allowed
-    backends = backends_with(replace(NATIVE_DECODER, serves=lambda form, dtype, kernels: is_native))
+    backends = backends_with(replace(NATIVE_DECODER, serves=lambda loaded, form, kernels: is_native))
     packs = is_native or fused_layers.has_onednn_bf16_gemm(loaded.dtype)  # this build of torch, on this processor
     layout = loaded.layout(SIZE)
     backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE, cpu_backends=backends)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import (
     CohereConfig,
+    Gemma3TextConfig,
     Glm4Config,
     LlamaConfig,
     PreTrainedConfig,
@@ -34,6 +35,7 @@ from baton.model.device.kv_tensors import KvCache
 from baton.model.forms.decoder_form import DecoderForm, FormUnknown
 from baton.model.forms.describe import describe_decoder
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
+from baton.model.linear.weights import CodedWeight, GroupFactors
 from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.loading.model_shapes import shape_config
 from baton.model.loading.model_source import DEMO_DIR
@@ -312,6 +314,41 @@ def test_native_products_free_the_models_weights(name: str, tmp_path: Path, kern
         assert not any("proj.weight" in key for key in left)
     with pytest.raises(ModelError, match="cannot run"):
         verify_logits(loaded, SIZE)
+
+
+class CodedLinear(nn.Module):
+    """A linear layer that holds a weight of 8-bit codes."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.out_features, self.in_features, self.bias = linear.out_features, linear.in_features, linear.bias
+        rows = linear.weight.detach().float()
+        scales = rows.view(len(rows), -1, 32).abs().amax(dim=2).clamp_min(1e-6) / 127
+        codes = (rows / scales.repeat_interleave(32, dim=1)).round() + 128
+        self.weight = CodedWeight(codes.to(torch.uint8), 8, 32, GroupFactors(scales, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.dequantized().to(x.dtype), self.bias)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (lambda: Gemma3TextConfig(**TINY, **ENDS, head_dim=32), "native decoder"),
+        (lambda: Starcoder2Config(**TINY), "native products"),
+    ],
+    ids=["known form", "unknown form"],
+)
+def test_coded_weights_run_on_the_native_gemm(
+    config: Callable[[], PreTrainedConfig], expected: str, save: Callable[[PreTrainedConfig], Path]
+) -> None:
+    loaded = load_model(save(config()), dtype="bfloat16", device="cpu")
+    for name, module in list(loaded.model.named_modules()):
+        if isinstance(module, nn.Linear):
+            loaded.model.set_submodule(name, CodedLinear(module))
+    backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
+    assert backend.name == expected
+    backend.forward.close()
 
 
 HALF_PRECISION_FAMILIES = [name for name, family in FAMILIES.items() if not family.unknown and "mo" not in name]

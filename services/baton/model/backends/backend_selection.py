@@ -16,6 +16,7 @@ from baton.model.backends.native_products import ProductsForward
 from baton.model.device import device_info
 from baton.model.forms.decoder_form import DecoderForm
 from baton.model.forms.describe import describe_decoder
+from baton.model.forms.recognise import holds_weight
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels, paged_kernel
 from baton.model.loading.model_loader import LoadedModel, require_free_memory
 from baton.model.sampling.best_tokens import FindBest, find_best
@@ -63,14 +64,14 @@ class Backend:
 class CpuBackend:
     """A backend over the C++ kernels: which models it serves, and how it is built.
 
-    serves: true if the backend runs a model of this form and dtype, and no slower than the next one. The form
-    is None if it is unknown.
+    serves: true if the backend runs a model of this form, and no slower than the next one. The form is None
+    if it is unknown.
     build: returns the backend, not yet verified. The model's own code still works.
     packs_weights: the backend holds a second copy of the weights, at least until it is verified.
     """
 
     name: str
-    serves: Callable[[DecoderForm | None, torch.dtype, Kernels], bool]
+    serves: Callable[[LoadedModel, DecoderForm | None, Kernels], bool]
     build: Callable[[LoadedModel, DecoderForm | None, Kernels], Backend]
     packs_weights: bool = False
 
@@ -102,26 +103,35 @@ def _build_native_attention(loaded: LoadedModel, form: DecoderForm | None, kerne
     return Backend(name=NATIVE_ATTENTION.name, forward=ModelForward(loaded.model), kernel=paged_kernel(kernels))
 
 
+def _holds_weights(loaded: LoadedModel) -> bool:
+    """True if a linear layer holds its weight in a format that torch's products do not take."""
+    return any(holds_weight(module) for module in loaded.model.modules())
+
+
+def _needs_native_gemm(loaded: LoadedModel, kernels: Kernels) -> bool:
+    return prefers_native_gemm(loaded.dtype, kernels) or _holds_weights(loaded)
+
+
 NATIVE_DECODER = CpuBackend(
     name="native decoder",
-    serves=lambda form, dtype, kernels: form is not None and prefers_native_gemm(dtype, kernels),
+    serves=lambda loaded, form, kernels: form is not None and _needs_native_gemm(loaded, kernels),
     build=_build_native_decoder,
     packs_weights=True,
 )
 FUSED_LAYERS = CpuBackend(
     name="fused layers",
-    serves=lambda form, dtype, kernels: form is not None,
+    serves=lambda loaded, form, kernels: form is not None and not _holds_weights(loaded),
     build=_build_fused_layers,
     packs_weights=True,
 )
 NATIVE_PRODUCTS = CpuBackend(
     name="native products",
-    serves=lambda form, dtype, kernels: prefers_native_gemm(dtype, kernels),
+    serves=lambda loaded, form, kernels: _needs_native_gemm(loaded, kernels),
     build=_build_native_products,
     packs_weights=True,
 )
 NATIVE_ATTENTION = CpuBackend(
-    name="native attention", serves=lambda form, dtype, kernels: True, build=_build_native_attention
+    name="native attention", serves=lambda loaded, form, kernels: True, build=_build_native_attention
 )
 
 
@@ -185,7 +195,7 @@ def _cpu_backend(
     form = _form_of(loaded, attention_params)
     for candidate in backends.fastest_first:
         try:
-            if candidate.serves(form, loaded.dtype, kernels):
+            if candidate.serves(loaded, form, kernels):
                 if candidate.packs_weights:
                     _require_memory_for_packed_weights(loaded, backends.free_bytes)
                 backend = candidate.build(loaded, form, kernels)

@@ -88,7 +88,7 @@ def _linear(module: nn.Module, names: Sequence[str]) -> nn.Module:
     for name in names:
         found = getattr(module, name, None)
         if found is not None and is_linear(found):
-            return found  # type: ignore[no-any-return]
+            return found
     raise FormUnknown(f"{type(module).__name__} has no plain linear {' or '.join(names)}")
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from baton.model.forms.decoder_form import ACTIVATIONS, FormUnknown, RotaryForm
 from baton.model.kernels.layer_values import RmsNorm, Rotary
+from baton.model.linear.weights import CodedWeight, FloatWeight
 
 _FLOAT32_ERROR = 1e-5
 """Relative difference that rounding in float32 may cause."""
@@ -30,8 +31,15 @@ def near(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def is_linear(module: object) -> bool:
-    """True for `nn.Linear` itself. A quantised or adapted layer has another type."""
-    return type(module) is nn.Linear
+    """True for `nn.Linear` itself, and for a linear layer that holds a `Weight`. An adapted layer has another
+    type."""
+    return type(module) is nn.Linear or holds_weight(module)
+
+
+def holds_weight(module: object) -> bool:
+    """True for a linear layer that holds a `Weight`, of floats or codes, in the place of a parameter."""
+    is_product = all(hasattr(module, name) for name in ("in_features", "out_features", "bias"))
+    return is_product and isinstance(getattr(module, "weight", None), (FloatWeight, CodedWeight))
 
 
 def as_rms_norm(module: nn.Module) -> RmsNorm | None:
@@ -81,10 +89,11 @@ def rotary_candidates(rotary: nn.Module) -> list[RotaryForm]:
     transformers names them `inv_freq` and `attention_scaling`, with the layer type before if layers differ.
     """
     found = []
-    for name, buffer in rotary.named_buffers():
-        prefix, is_frequencies, _ = name.partition("inv_freq")
-        if is_frequencies and not prefix.endswith("original_"):
-            found.append(rotary_form(rotary, getattr(rotary, f"{prefix}attention_scaling", 1.0), buffer))
+    for module in rotary.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            prefix, is_frequencies, _ = name.partition("inv_freq")
+            if is_frequencies and not prefix.endswith("original_"):
+                found.append(rotary_form(module, getattr(module, f"{prefix}attention_scaling", 1.0), buffer))
     return found
 
 

@@ -75,7 +75,7 @@ def _problems(config: PreTrainedConfig, model_class: type[PreTrainedModel], max_
         problems.append("bidirectional attention")
     found, short_len = _rope_types(config), _short_rope_len(config)
     longest = max_model_len or getattr(config, "max_position_embeddings", 0)
-    if LONGROPE in found and short_len and longest > short_len:
+    if LONGROPE in found and short_len is not None and isinstance(longest, int) and longest > short_len:
         problems.append(
             f"its rotary embedding ({LONGROPE}) changes with the longest position beyond {short_len} positions; "
             f"give --max-model-len {short_len} or less"

@@ -64,7 +64,7 @@ def text_model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     if not (isinstance(parent, type) and issubclass(parent, PreTrainedModel)):
         return None
 
-    class TextForCausalLM(parent, GenerationMixin):  # type: ignore[misc]
+    class TextForCausalLM(parent, GenerationMixin):  # type: ignore[misc,valid-type]
         """A text model with an output layer."""
 
         base_model_prefix = "model"
