@@ -51,10 +51,11 @@ inline void load_unit(const CodedSlice& slice, int unit, int lane, CodeVec (&qua
 }
 
 // Number of vectors of integer sums per row, for that many rows: as many as fit into the registers, beside four
-// quads and what a product needs.
+// quads and what a product needs. Found by counting the spills of g++ 12.
 constexpr int code_vectors_with(int rows) {
+    constexpr int OTHERS = NUM_CODE_REGISTERS == 32 ? 13 : 8;
     int vectors = PANEL / LANES;
-    while (vectors > 1 && rows * vectors + 8 > NUM_CODE_REGISTERS) vectors /= 2;
+    while (vectors > 1 && rows * vectors + OTHERS > NUM_CODE_REGISTERS) vectors /= 2;
     return vectors;
 }
 
