@@ -55,4 +55,4 @@ def test_native_decoder_takes_a_format_per_projection(save: Callable[[PreTrained
     for owner, child, replacement in coded:
         setattr(owner, child, replacement)
     found = answers(loaded, DecoderForward(loaded.model, params, kernels), 140)
-    assert 0 < (found - right).std() < 0.02 * right.std()
+    assert 0 < (found - right).std() < 0.05 * right.std()
