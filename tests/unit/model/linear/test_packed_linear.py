@@ -74,6 +74,13 @@ def test_product_with_floats_equals_float64(library: Path, name: str, k: int) ->
         assert_every_row_count_gives_the_same(product, x, found)
 
 
+def test_every_float8_is_exact(library: Path) -> None:
+    """Subnormal numbers and NaN are among them."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    product = PackedGemm(kernels_of(library), LinearPart(FloatWeight(values[:, None])))
+    torch.testing.assert_close(product(torch.ones(1, 1))[0], values.float(), atol=0, rtol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", list(CODED_SAMPLES))
 @pytest.mark.parametrize("k", GROUPS_OF_INPUTS)
 def test_product_with_codes_equals_float64(library: Path, name: str, k: int) -> None:
@@ -150,6 +157,7 @@ def test_outputs_are_rounded_to_the_dtype_of_x(library: Path, dtype: torch.dtype
     exact = PackedGemm(kernels_of(library), LinearPart(weight), dtype=torch.float32)(x)
     assert torch.equal(rounded, exact.to(dtype))
     assert rounded.shape == (3, 5, N)
+    assert PackedGemm(kernels_of(library), LinearPart(weight))(x[:0]).shape == (0, 5, N)
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,11 @@ template <int BITS>
 inline DotVec add_unit(DotVec sum, const CodeVec (&quads)[QUADS], const int8_t* x) {
     for (int q = 0; q < QUADS; q++) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-        sum = DotVec(_mm512_dpbusd_epi32(__m512i(sum), __m512i(quads[q]), _mm512_set1_epi32(int(load_quad(x + 4 * q)))));
+        const __m512i inputs = _mm512_set1_epi32(int(load_quad(x + 4 * q)));
+        sum = DotVec(_mm512_dpbusd_epi32(__m512i(sum), __m512i(quads[q]), inputs));
 #else
-        sum = DotVec(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(quads[q]),
-            _mm256_set1_epi32(int(load_quad(x + 4 * q)))));
+        const __m256i inputs = _mm256_set1_epi32(int(load_quad(x + 4 * q)));
+        sum = DotVec(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(quads[q]), inputs));
 #endif
     }
     return sum;
