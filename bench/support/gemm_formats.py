@@ -27,7 +27,7 @@ MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 def two_level(weight: torch.Tensor, bits: int, group_size: int, *, has_offsets: bool) -> CodedWeight:
     """Return random codes with two levels of factors, as in GGUF, in the shape of `weight`."""
     n, k = weight.shape
-    size = 256 if k % 256 == 0 else k
+    size = 256 if k % 256 == 0 else 128
     factors = GroupFactors(torch.ones(n, k // size), size, torch.ones(n, k // group_size, dtype=torch.int8))
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
     return CodedWeight(codes, bits, group_size, factors, factors if has_offsets else None)
