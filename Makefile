@@ -90,11 +90,12 @@ test-triton: setup
 
 # The C++ kernels with sanitizers: an access outside of a tensor ends the process with a report.
 ASAN_TESTS := $(addprefix tests/unit/model/test_,native_attention.py decoder_backends.py torch_executor.py best_tokens.py)
+ASAN_TESTS += tests/unit/model/linear/test_packed_linear.py
 SANITIZERS = $(foreach name,libasan libubsan,$(shell c++ -print-file-name=$(name).so))
 test-asan: export XDG_CACHE_HOME := $(CURDIR)/build/asan
 test-asan: setup
 	$(BIN)/python -m tests.asan_kernels
-	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -s -k 'not x86-64' $(ASAN_TESTS) $(ARGS)
+	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -s -k 'not x86-64 and not skylake and not icelake' $(ASAN_TESTS) $(ARGS)
 
 # Coverage-guided fuzzing of what clients send, for MINUTES in all. Atheris lives outside .venv, as few platforms have it.
 test-fuzz: MINUTES := 10

@@ -56,10 +56,10 @@ def measured(num_threads: int, device: str = "cpu") -> Roofline:
                 2 * rows * inner * columns / _best_s(partial(product, x))
                 for product in _product_implementations(module, num_threads, device)
             ]
-        read_s = _read_s(num_bytes)
+        reading_s = read_s(num_bytes)
     if device == "cuda":
         torch.cuda.empty_cache()  # the engines need the memory
-    return Roofline(flops=max(flops), bytes=num_bytes / read_s)
+    return Roofline(flops=max(flops), bytes=num_bytes / reading_s)
 
 
 def _product_implementations(
@@ -79,8 +79,9 @@ def _product_implementations(
         yield lambda x: in_floats(x.float())
 
 
-def _read_s(num_bytes: int) -> float:
-    memory = torch.ones(num_bytes // 4, dtype=torch.float32)
+def read_s(num_bytes: int) -> float:
+    """Return the seconds that the fastest of some ways takes to read this many bytes of memory."""
+    memory = torch.ones(num_bytes // 16_384 * 4096, dtype=torch.float32)
     rows, vector = memory.view(-1, 4096), torch.ones(4096)
     return min(_best_s(read) for read in (memory.sum, memory.max, lambda: torch.mv(rows, vector)))
 

@@ -1,12 +1,12 @@
 """Measures Baton's CPU matrix products, host sampler and greedy tokens against torch's.
 
-python -m bench gemm [--threads 2] [--repeats 15]
+python -m bench gemm [--threads 2] [--repeats 15] [--formats]
 
 All implementations run in alternation; figures are medians. In bfloat16, torch uses oneDNN with packed
 weights if the processor supports it (`baton.model.backends.fused_layers`). The float32 column matters on
 processors that emulate bfloat16. The host sampler draws row by row in numpy; the torch sampler draws all rows
 in one call. Greedy tokens are the most likely ones of each row, without masks, and with masks that allow few
-tokens or every other one.
+tokens or every other one. `--formats` measures products with weights of each format instead.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from baton.model.kernels.cpu.kernel_library import load_kernels
 from baton.model.linear.packed_linear import PackedGemm
 from baton.model.sampling import device_sampler, host_sampler
 from baton.model.sampling.best_tokens import find_best
+from bench.support import gemm_formats
 from bench.systems.baton_cluster import machine, table
 
 SHAPES = ((256, 512), (512, 3072), (1024, 6144), (3072, 1024))
@@ -151,6 +152,10 @@ def greedy_rows(num_threads: int, repeats: int) -> list[list[str]]:
 def bench(arguments: argparse.Namespace) -> None:
     """Print all tables."""
     print(machine("torch"))
+    if arguments.formats:
+        found = gemm_formats.format_rows(arguments.threads, arguments.repeats, alternating_medians_s)
+        print("\n" + table(gemm_formats.HEADER, found))
+        return
     products = [
         "inputs x outputs",
         "rows",
@@ -171,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2, help="compute threads (2)")
     parser.add_argument("--repeats", type=int, default=15, help="timed batches of calls per cell (15)")
+    parser.add_argument("--formats", action="store_true", help="products with weights of each format")
     arguments = parser.parse_args()
     with compute_thread(arguments.threads) as thread:  # one thread pool for all kernels, as in a worker
         thread.submit(bench, arguments).result()

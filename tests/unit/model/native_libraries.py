@@ -8,13 +8,15 @@ from tests.scale import IS_LONG
 
 BASELINE, AVX2 = ("-march=x86-64",), ("-march=x86-64-v3",)
 AVX_VNNI, AVX512_WITHOUT_VNNI = (*AVX2, "-mavxvnni"), ("-march=skylake-avx512",)
+EMULATED_TILES = ("-march=icelake-server", "-DBATON_EMULATE_TILES")
+"""AVX512-VNNI, with AMX's tiles computed in plain C++."""
 
 
 def processors() -> list[tuple[str, ...]]:
     """Return compiler options for this processor, the baseline x86-64 (vectors as short as ARM's), and AVX2.
 
     Long runs add the other sets of instructions that this processor has: integer dot products of AVX2's
-    width, and AVX-512 without them.
+    width, AVX-512 without them, and AVX-512 with them and with AMX's tiles emulated.
     """
     if platform.machine() != "x86_64":
         return [(NATIVE,)]
@@ -22,7 +24,7 @@ def processors() -> list[tuple[str, ...]]:
     found = [(NATIVE,), BASELINE, *([AVX2] if "avx512f" in flags else [])]
     if IS_LONG:
         found += [AVX_VNNI] if "avx_vnni" in flags and "avx512f" in flags else []
-        found += [AVX512_WITHOUT_VNNI] if "avx512_vnni" in flags else []
+        found += [AVX512_WITHOUT_VNNI, EMULATED_TILES] if {"avx512_vnni", "avx512_vbmi2"} <= set(flags) else []
     return found
 
 
@@ -36,4 +38,4 @@ def library_for(processor: tuple[str, ...]) -> Path:
         return build()
     name = "_".join(option.strip("-").replace("-", "_").replace("=", "_") for option in processor)
     options = [{"-O3": "-O2"}.get(option, option) for option in OPTIONS if option != NATIVE]
-    return build(default_cache() / "tests", (*options, *processor, f"-Dbaton=for_{name}"))
+    return build(default_cache() / "tests" / name, (*options, *processor, f"-Dbaton=for_{name}"))

@@ -19,8 +19,9 @@ N = 133
 ROW_COUNTS = (*range(1, 14), 97)
 """Every number of rows of a pass, and more rows than a block has."""
 FLOAT_INPUTS = sized((258, 1088), (2, 258, 514, 1088, 2306))
-GROUPS_OF_INPUTS = sized((384,), (128, 384, 640))
-"""Numbers of inputs for coded weights; 384 and 640 fill no whole number of slices of 256."""
+GROUPS_OF_INPUTS = sized((384, 512), (128, 384, 512, 640, 1024))
+"""Numbers of inputs for coded weights. 128, 384 and 640 fill no whole number of slices of 256; with 384 a slice
+has two supers."""
 EPS = 2.0**-24
 
 
@@ -72,6 +73,13 @@ def test_product_with_floats_equals_float64(library: Path, name: str, k: int) ->
         bound = 2 * k * EPS * (x.double().abs() @ dequantised.T.abs() + bias.double().abs())
         assert ((found.double() - expected).abs() <= bound).all()
         assert_every_row_count_gives_the_same(product, x, found)
+
+
+def test_every_float8_is_exact(library: Path) -> None:
+    """Subnormal numbers and NaN are among them."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    product = PackedGemm(kernels_of(library), LinearPart(FloatWeight(values[:, None])))
+    torch.testing.assert_close(product(torch.ones(1, 1))[0], values.float(), atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", list(CODED_SAMPLES))
@@ -150,6 +158,7 @@ def test_outputs_are_rounded_to_the_dtype_of_x(library: Path, dtype: torch.dtype
     exact = PackedGemm(kernels_of(library), LinearPart(weight), dtype=torch.float32)(x)
     assert torch.equal(rounded, exact.to(dtype))
     assert rounded.shape == (3, 5, N)
+    assert PackedGemm(kernels_of(library), LinearPart(weight))(x[:0]).shape == (0, 5, N)
 
 
 @pytest.mark.parametrize(

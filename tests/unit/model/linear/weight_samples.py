@@ -28,8 +28,8 @@ def one_level(n: int, k: int, group_size: int, *, is_half: bool, sign: int = 1) 
 
 
 def two_level(n: int, k: int, group_size: int, super_size: int, dtype: torch.dtype, sign: int = 1) -> GroupFactors:
-    """Return factors whose supers are float16, as those of GGUF; one super if k is not a multiple."""
-    size = super_size if k % super_size == 0 else k
+    """Return factors whose supers are float16, as those of GGUF; of half the size if k is not a multiple."""
+    size = super_size if k % super_size == 0 else super_size // 2
     low, high = (-128, 128) if dtype == torch.int8 else (0, 64)
     codes = torch.randint(low, high, (n, k // group_size)).to(dtype)
     return GroupFactors(sign * ((torch.rand(n, k // size) + 0.25) / 64).half().float(), size, codes)
@@ -45,13 +45,14 @@ def coded(
     has_offsets: bool = False,
     code_values: tuple[int, ...] | None = None,
 ) -> Weight:
-    """Return a weight of random codes. `factors`: half, float, signed or unsigned codes, or odd supers."""
+    """Return a weight of random codes. `factors`: one of those below."""
     make = {
         "half": partial(one_level, n, k, group_size, is_half=True),
         "float": partial(one_level, n, k, group_size, is_half=False),
         "signed": partial(two_level, n, k, group_size, 256, torch.int8),
         "unsigned": partial(two_level, n, k, group_size, 256, torch.uint8),
-        "odd supers": partial(two_level, n, k, group_size, 3 * group_size, torch.uint8),
+        "one super": partial(two_level, n, k, group_size, k, torch.int8),
+        "odd supers": partial(two_level, n, k, group_size, 3 * group_size if k % 3 == 0 else k, torch.uint8),
     }[factors]
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
     codes[:, : min(k, 2 * group_size)] = 2**bits - 1  # the largest integer sums
@@ -84,6 +85,7 @@ CODED_SAMPLES: Mapping[str, Callable[[int, int], Weight]] = {
     "as Q4_K": partial(coded, 4, 32, factors="unsigned", has_offsets=True),
     "as Q5_K": partial(coded, 5, 32, factors="unsigned", has_offsets=True),
     "as Q6_K": partial(coded, 6, 16, factors="signed"),
+    "one super per output": partial(coded, 8, 32, factors="one super"),
     "supers that fit no slice": partial(coded, 4, 32, factors="odd supers"),
     "mxfp4": partial(coded, 4, 32, factors="float", code_values=MXFP4),
     "mxfp4 with offsets": partial(coded, 4, 16, code_values=MXFP4, has_offsets=True),

@@ -12,6 +12,7 @@
 //   open(slice, rows, workspace, body): calls body with a view of the slice, which has
 //     multiply<ROWS>(x, row, sums, prefetch): sums [ROWS, 64] += rows `row`.. of x times the slice. The sums of a
 //     first slice are undefined before.
+//     ROWS_PER_TILE: rows that multiply_tile, of the same arguments, takes at a time if uses_tiles; 0 without it
 #pragma once
 
 #include <algorithm>
@@ -75,6 +76,12 @@ template <typename View, typename Rows>
 inline void multiply_rows(const View& view, const Rows& x, int64_t row, int count, float* sums,
     WeightPrefetch prefetch) {
     const int64_t end = row + count;
+    if constexpr (View::ROWS_PER_TILE != 0) {
+        for (; view.uses_tiles && row + View::ROWS_PER_TILE <= end; row += View::ROWS_PER_TILE) {
+            view.multiply_tile(x, row, sums, prefetch);
+            sums += View::ROWS_PER_TILE * PANEL;
+        }
+    }
     for (; row + ROWS_PER_PASS <= end; row += ROWS_PER_PASS, sums += ROWS_PER_PASS * PANEL)
         view.template multiply<ROWS_PER_PASS>(x, row, sums, prefetch);
     switch (end - row) {

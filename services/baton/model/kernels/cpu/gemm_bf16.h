@@ -18,6 +18,8 @@ struct Bf16Dot {
     struct View {
         PanelSlice slice;
 
+        static constexpr int ROWS_PER_TILE = 0;
+
         template <int ROWS>
         void multiply(const Bf16Rows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
             const Bf16* x = rows.values + row * rows.stride + slice.first_input;

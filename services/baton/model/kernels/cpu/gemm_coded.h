@@ -8,6 +8,7 @@
 #include "gemm_factors.h"
 #include "gemm_rows.h"
 #include "int_dot.h"
+#include "tiles.h"
 
 namespace baton {
 
@@ -51,16 +52,20 @@ inline void load_unit(const CodedSlice& slice, int unit, int lane, CodeVec (&qua
 }
 
 // Number of vectors of integer sums per row, for that many rows: as many as fit into the registers, beside four
-// quads and what a product needs.
+// quads and what a product needs. Found by counting the spills of g++ 12.
 constexpr int code_vectors_with(int rows) {
+    constexpr int OTHERS = NUM_CODE_REGISTERS == 32 ? 13 : 8;
     int vectors = PANEL / LANES;
-    while (vectors > 1 && rows * vectors + 8 > NUM_CODE_REGISTERS) vectors /= 2;
+    while (vectors > 1 && rows * vectors + OTHERS > NUM_CODE_REGISTERS) vectors /= 2;
     return vectors;
 }
 
 template <int LAYOUT, bool HAS_TABLE, int BITS>
 struct CodedView {
     CodedSlice slice;
+    bool uses_tiles = false;
+
+    static constexpr int ROWS_PER_TILE = LAYOUT == 8 ? TILE_ROWS : 0;
 
     template <int ROWS>
     void multiply(const QuantisedRows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
@@ -90,21 +95,41 @@ struct CodedView {
                         rows.codes(row + r) + slice.first_input + unit * UNIT);
             }
         }
-        const bool is_new = slice.is_first && group == 0;
-        for (int v = 0; v < VECTORS; v++) {
-            const int column = lane + v * LANES;
-            const auto scales = load_vector<FactorVec>(slice.scales + group * PANEL + column);
-            const auto offsets = slice.offsets ? load_vector<FactorVec>(slice.offsets + group * PANEL + column)
-                                               : FactorVec{};
-            for (int r = 0; r < ROWS; r++) {
-                float* to = sums + r * PANEL + column;
-                FactorVec sum = is_new ? FactorVec{} : load_vector<FactorVec>(to);
-                sum += scales * rows.scales(row + r)[at] * __builtin_convertvector(dots[r][v], FactorVec);
-                if (slice.offsets) sum += offsets * rows.sums(row + r)[at];
-                std::memcpy(to, &sum, sizeof sum);
+        for (int v = 0; v < VECTORS; v++)
+            for (int r = 0; r < ROWS; r++)
+                add_scaled(dots[r][v], rows, row + r, group, lane + v * LANES, sums + r * PANEL);
+    }
+
+    // sums [64] += a group's integer sums of one row times its scales, for the outputs from `lane` on.
+    void add_scaled(DotVec dots, const QuantisedRows& rows, int64_t row, int group, int lane, float* sums) const {
+        const int64_t at = slice.first_input / slice.group_size + group;
+        const auto scales = load_vector<FactorVec>(slice.scales + group * PANEL + lane);
+        FactorVec sum = slice.is_first && group == 0 ? FactorVec{} : load_vector<FactorVec>(sums + lane);
+        sum += scales * rows.scales(row)[at] * __builtin_convertvector(dots, FactorVec);
+        if (slice.offsets) sum += load_vector<FactorVec>(slice.offsets + group * PANEL + lane) * rows.sums(row)[at];
+        std::memcpy(sums + lane, &sum, sizeof sum);
+    }
+
+#ifdef BATON_TILES
+    // As multiply, for 16 rows, with tiles.
+    void multiply_tile(const QuantisedRows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
+        alignas(64) int32_t dots[TILE_ROWS * PANEL];
+        for (int group = 0; group < slice.inputs / slice.group_size; group++) {
+            prefetch.fetch();
+            clear_sums();
+            for (int i = group * slice.group_size; i < (group + 1) * slice.group_size; i += TILE_INPUTS) {
+                load_x(rows.codes(row) + slice.first_input + i, rows.record_bytes);
+                add_products(slice.low + size_t(i / 4) * PANEL);
             }
+            store_sums(dots);
+            const int64_t at = slice.first_input / slice.group_size + group;
+            for (int r = 0; r < TILE_ROWS; r++)
+                for (int lane = 0; lane < PANEL; lane += LANES)
+                    add_scaled(load_vector<DotVec>(dots + r * PANEL + lane) + rows.starts(row + r)[at], rows, row + r,
+                        group, lane, sums + r * PANEL);
         }
     }
+#endif
 };
 
 template <int LAYOUT, bool HAS_TABLE = false>
@@ -123,7 +148,7 @@ struct Coded {
 
     explicit Coded(const WeightFormat& of) : format(&of) {}
 
-    int passes(int rows) const { return int(divide_up(rows, ROWS_PER_PASS)); }
+    int passes(int rows) const { return int(divide_up(rows, TILE_ROWS ? TILE_ROWS : ROWS_PER_PASS)); }
     int fetches(int inputs) const { return inputs / format->group_size; }
 
     template <typename Body>
@@ -139,10 +164,24 @@ struct Coded {
                 size, workspace.offsets);
         CodedSlice coded{low, high, format->table, workspace.scales, has_offsets ? workspace.offsets : nullptr,
             slice.first_input, slice.inputs, size, slice.is_first};
-        if (LAYOUT == 8 || rows <= ROWS_PER_PASS) return body(CodedView<LAYOUT, HAS_TABLE, BITS>{coded});
-        unpack(coded, workspace.bytes);
-        coded.low = workspace.bytes;
-        body(CodedView<8, false, BITS>{coded});
+        if (rows <= ROWS_PER_PASS) return body(CodedView<LAYOUT, HAS_TABLE, BITS>{coded});
+        if (LAYOUT != 8) {
+            unpack(coded, workspace.bytes);
+            coded.low = workspace.bytes;
+        }
+        multiply_bytes(CodedView<8, false, BITS>{coded}, rows, body);
+    }
+
+    template <typename View, typename Body>
+    static void multiply_bytes(View view, [[maybe_unused]] int rows, const Body& body) {
+#ifdef BATON_TILES
+        view.uses_tiles = rows >= TILE_ROWS && has_tiles();
+        if (view.uses_tiles) open_tiles(std::min(view.slice.group_size, TILE_INPUTS));
+        body(view);
+        if (view.uses_tiles) close_tiles();
+#else
+        body(view);
+#endif
     }
 
     static void unpack(const CodedSlice& slice, uint32_t* bytes) {

@@ -57,7 +57,7 @@ struct WidenedView {
     int inputs;
     bool is_first;
 
-    static constexpr int INPUTS_PER_FETCH = 8;
+    static constexpr int INPUTS_PER_FETCH = 8, ROWS_PER_TILE = 0;
 
     template <int ROWS>
     void multiply(const FloatRows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
@@ -126,19 +126,21 @@ struct Float8 : WidenedFormat {
     template <typename Body>
     void open(const PanelSlice& slice, int, Workspace& workspace, const Body& body) const {
         const int words = int(divide_up(slice.inputs, 4)), size = format->scales.super_size;
-        if (size) expand_factors(format->scales, slice.packed + words * PANEL * 4, slice.inputs, size, workspace.scales);
+        if (size)
+            expand_factors(format->scales, slice.packed + words * PANEL * 4, slice.inputs, size, workspace.scales);
         for (int quad = 0; quad < words; quad++) {
             uint32_t packed[PANEL];
             std::memcpy(packed, slice.packed + quad * sizeof packed, sizeof packed);
             const float* scales = size ? workspace.scales + quad * 4 / size * PANEL : nullptr;
             for (int j = 0; j < 4; j++) {
                 float* to = workspace.values + (quad * 4 + j) * PANEL;
-                for (int lane = 0; lane < PANEL; lane++) to[lane] = to_float(Float8Bits{uint8_t(packed[lane] >> 8 * j)});
+                for (int lane = 0; lane < PANEL; lane++)
+                    to[lane] = to_float(Float8Bits{uint8_t(packed[lane] >> 8 * j)});
                 for (int lane = 0; scales && lane < PANEL; lane++) to[lane] *= scales[lane];
             }
         }
-        body(WidenedView<FloatLanes>{reinterpret_cast<const uint8_t*>(workspace.values), slice.first_input, slice.inputs,
-            slice.is_first});
+        const auto* values = reinterpret_cast<const uint8_t*>(workspace.values);
+        body(WidenedView<FloatLanes>{values, slice.first_input, slice.inputs, slice.is_first});
     }
 };
 

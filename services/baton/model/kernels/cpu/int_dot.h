@@ -7,10 +7,16 @@
 //   8 bits: not even one does, 2 * 255 * 127 = 64,770. Codes minus 128 fit, if their sign moves to the activation:
 //   2 * 128 * 127 = 32,512. The sum of the activations times 128 is then part of the start of the sum, see
 //   code_bias().
-// Other processors use the compiler's vector extension.
+// ARM's dot product (sdot) takes signed bytes only, so 8-bit codes are biased for it, too. Other processors use
+// the compiler's vector extension.
 #pragma once
 
 #include "simd.h"
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define BATON_SDOT
+#endif
 
 namespace baton {
 
@@ -27,6 +33,12 @@ constexpr int CODE_VECTOR_BYTES = 16, NUM_CODE_REGISTERS = NUM_REGISTERS;
 #endif
 constexpr int LANES = CODE_VECTOR_BYTES / 4;
 
+#if defined(BATON_SDOT) || (defined(__AVX2__) && !defined(BATON_DPBUSD))
+constexpr bool SIGNED_BYTES = true;  // 8-bit codes are multiplied with a sign
+#else
+constexpr bool SIGNED_BYTES = false;
+#endif
+
 using CodeVec = uint32_t __attribute__((vector_size(CODE_VECTOR_BYTES)));
 using DotVec = int32_t __attribute__((vector_size(CODE_VECTOR_BYTES)));
 using FactorVec = float __attribute__((vector_size(CODE_VECTOR_BYTES)));
@@ -40,22 +52,10 @@ inline uint32_t load_quad(const int8_t* from) {
 }
 
 // What is subtracted from codes of that many bits before they are multiplied.
-constexpr int code_bias(int bits) {
-#if defined(__AVX2__) && !defined(BATON_DPBUSD)
-    return bits == 8 ? 128 : 0;
-#else
-    return bits * 0;
-#endif
-}
+constexpr int code_bias(int bits) { return SIGNED_BYTES && bits == 8 ? 128 : 0; }
 
 // Number of bits that tells how a unit is multiplied. Where it makes no difference, one for all.
-constexpr int dot_bits(int bits) {
-#if defined(__AVX2__) && !defined(BATON_DPBUSD)
-    return bits;
-#else
-    return bits * 0 + 8;
-#endif
-}
+constexpr int dot_bits(int bits) { return SIGNED_BYTES ? bits : 8; }
 
 #if defined(BATON_DPBUSD)
 
@@ -63,10 +63,11 @@ template <int BITS>
 inline DotVec add_unit(DotVec sum, const CodeVec (&quads)[QUADS], const int8_t* x) {
     for (int q = 0; q < QUADS; q++) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-        sum = DotVec(_mm512_dpbusd_epi32(__m512i(sum), __m512i(quads[q]), _mm512_set1_epi32(int(load_quad(x + 4 * q)))));
+        const __m512i inputs = _mm512_set1_epi32(int(load_quad(x + 4 * q)));
+        sum = DotVec(_mm512_dpbusd_epi32(__m512i(sum), __m512i(quads[q]), inputs));
 #else
-        sum = DotVec(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(quads[q]),
-            _mm256_set1_epi32(int(load_quad(x + 4 * q)))));
+        const __m256i inputs = _mm256_set1_epi32(int(load_quad(x + 4 * q)));
+        sum = DotVec(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(quads[q]), inputs));
 #endif
     }
     return sum;
@@ -98,6 +99,17 @@ inline DotVec add_unit(DotVec sum, const CodeVec (&quads)[QUADS], const int8_t* 
     const __m256i second = _mm256_add_epi16(sum_of_pairs(quads[2], x + 8), sum_of_pairs(quads[3], x + 12));
     if constexpr (BITS == 6) return add_pairs(add_pairs(sum, first), second);
     return add_pairs(sum, _mm256_add_epi16(first, second));
+}
+
+#elif defined(BATON_SDOT)
+
+template <int BITS>
+inline DotVec add_unit(DotVec sum, const CodeVec (&quads)[QUADS], const int8_t* x) {
+    for (int q = 0; q < QUADS; q++) {
+        const CodeVec numbers = BITS == 8 ? quads[q] ^ 0x80808080u : quads[q];
+        sum = DotVec(vdotq_s32(int32x4_t(sum), int8x16_t(numbers), int8x16_t(vdupq_n_u32(load_quad(x + 4 * q)))));
+    }
+    return sum;
 }
 
 #else

@@ -7,7 +7,7 @@
 
 namespace baton {
 
-// weights: `count` of them, each [n_i, k]; n: the sum of all n_i. row_bytes: scratch bytes per row of x.
+// weights: `count` of them, each [n_i, k]; n: the sum of all n_i.
 struct GemmArgs {
     const PackedWeights* weights;
     int64_t count;
