@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import Code, ConfigError, Failure, Reason, Refused, invalid
 from baton.core.kv.block_hash import num_blocks_for
+from baton.core.step_targets import DEFAULT_FACTORS, TargetFactors
 from baton.engine.state.sequence import SequenceRequest
 
 
@@ -17,6 +18,7 @@ class EngineConfig:
     block_size_tokens: tokens per KV block.
     eos_token_ids: tokens that end a response, unless the request ignores them.
     max_waiting_seqs: length of the queue.
+    targets: factors of the latency targets of requests without an SLO.
     """
 
     max_num_batched_tokens: int
@@ -25,6 +27,7 @@ class EngineConfig:
     block_size_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     max_waiting_seqs: int = 1024
+    targets: TargetFactors = DEFAULT_FACTORS
 
     def __post_init__(self) -> None:
         for name in (
