@@ -11,7 +11,7 @@ down equally, each at most to its target.
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from baton.core.step_cost import StepCostModel
 
@@ -19,7 +19,7 @@ PLANNED_SHARE = 0.9
 """Steps are planned to use at most this share of a target. The rest covers the path to the client and steps
 that take longer than predicted."""
 BISECTION_STEPS = 7
-"""Steps of `balanced_slowdown`. For a TTFT target of 10 times the unloaded TTFT, the result is exact to 2 %."""
+"""Steps of `balanced_share`. For a TTFT target of 10 times the unloaded TTFT, the result is exact to 2 %."""
 _TINY_S = 1e-9
 """Shorter than any step. Avoids a division by zero for a worker whose costs are 0."""
 
@@ -109,15 +109,16 @@ class LatencyTargets:
         )
 
 
-def balanced_slowdown(needed: Callable[[N], N], allowed: Callable[[N], N], most: N) -> N:
-    """Return the lowest slowdown at which prompts need no more of the step time than decodes allow.
+def balanced_share(needed: Callable[[N], N], allowed: Callable[[N], N], most: N, minimum: Callable[[N, N], N]) -> N:
+    """Return the share of the step time that goes to prompts, so that both sides are slowed down equally.
 
-    needed: the share of the step time that prompts need to have this slowdown; does not grow with it.
-    allowed: the share that decodes leave if they have this slowdown; does not fall with it.
+    needed: the share that prompts need to have a slowdown; does not grow with it.
+    allowed: the share that decodes leave if they have a slowdown; does not fall with it.
     most: highest slowdown that any target allows, at least 1; one number, or an array of one per worker if
-        both functions take and return arrays.
+        all functions take and return arrays.
+    minimum: smaller of two values, per worker.
 
-    Returns `most` if the targets of both sides cannot be met.
+    If the targets of both sides cannot be met, it is the share that decodes leave at their targets.
     """
     low: Any = most / most  # type: ignore[operator]
     high: Any = most
@@ -125,4 +126,4 @@ def balanced_slowdown(needed: Callable[[N], N], allowed: Callable[[N], N], most:
         middle = (low * high) ** 0.5
         is_met: Any = needed(middle) <= allowed(middle)  # type: ignore[operator]
         low, high = low + (1 - is_met) * (middle - low), high - is_met * (high - middle)
-    return cast(N, high)
+    return minimum(needed(low), allowed(high))

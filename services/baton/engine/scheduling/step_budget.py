@@ -30,7 +30,7 @@ from math import inf, sqrt
 from typing import NamedTuple
 
 from baton.core.step_cost import StepCostModel, StepWork, attended_tokens
-from baton.core.step_targets import LatencyTerm, balanced_slowdown
+from baton.core.step_targets import LatencyTerm, balanced_share
 from baton.engine.scheduling.batcher import admission_key
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.sequence import EngineSequence
@@ -82,23 +82,22 @@ def plan(
     decoding = [seq for seq in seqs if seq.num_uncomputed_tokens == 1]
     step = MixedStep.of(costs, [seq.num_computed_tokens for seq in decoding])
     queue = PromptQueue.of(prompts, step, now_s)
-    answers = answers_on_time(decoding, step, now_s, mean_output_tokens, config.max_model_len)
-    num_late_answers = len(decoding) - len(answers)
-    is_overloaded = queue.late_weight + num_late_answers > queue.num_on_time + len(answers)
+    answers, num_late = answers_on_time(decoding, step, now_s, mean_output_tokens, config.max_model_len)
+    is_overloaded = queue.late_weight + num_late > queue.num_on_time + len(decoding) - num_late
     if is_overloaded:
         answers = [answer for answer in answers if answer.gap.is_slo]
     num_prefill_tokens = config.max_num_batched_tokens - len(decoding)
     if decoding:
         num_prefill_tokens = step.max_prefill_tokens(
-            allowed_share(queue, answers, step) if is_overloaded else balanced_share(queue, answers, step),
+            allowed_share(queue, answers, step) if is_overloaded else prefill_share(queue, answers, step),
             max((seq.num_computed_tokens for seq in seqs if seq.num_uncomputed_tokens > 1), default=0),
             at_most=num_prefill_tokens,
             at_least=config.block_size_tokens,
         )
     return StepBudget(
         num_tokens=len(decoding) + num_prefill_tokens,
-        num_late=queue.num_late + num_late_answers,
-        target_step_s=min((a.longest_step_s(step) for a in answers if a.gap is not _NO_GAP), default=0.0),
+        num_late=queue.num_late + num_late,
+        target_step_s=min((answer.longest_step_s(step) for answer in answers), default=0.0),
     )
 
 
@@ -179,7 +178,7 @@ class PromptQueue:
     num_on_time: prompts that are not late.
     num_late: prompts whose first token comes too late even if nothing else was computed from now on.
     late_weight: sum of waiting time over target, over the late prompts.
-    compute_s: time to compute all prompts.
+    compute_s: time to compute all prompts up to the last one that is on time, or all if none is.
     """
 
     on_time: tuple[WaitingPrompt, ...]
@@ -203,7 +202,13 @@ class PromptQueue:
                 late_weight += waited_s / seq.targets.ttft.target_s
             else:
                 on_time.append(WaitingPrompt(seq.targets.ttft, waited_s, until_s))
-        return cls(on_time=tuple(on_time), num_on_time=len(prompts) - num_late, num_late=num_late, compute_s=until_s)
+        return cls(
+            on_time=tuple(on_time),
+            num_on_time=len(prompts) - num_late,
+            num_late=num_late,
+            late_weight=late_weight,
+            compute_s=on_time[-1].until_s if on_time else until_s,
+        )
 
     def needed_share(self, slowdown: float) -> float:
         """Return the share of the step time with which no prompt on time has more than this slowdown."""
@@ -235,9 +240,12 @@ class Answer(NamedTuple):
     def allowed_share(self, step: MixedStep, slowdown: float, compute_s: float) -> float:
         """Return the share of the step time that it leaves to prompts if its mean gap has this slowdown.
 
-        compute_s: time to compute all prompts. If it can wait for all of them, it leaves everything.
+        An answer with an SLO leaves all that its SLO allows, because a shorter gap was not asked for.
+
+        compute_s: time to compute the prompts. If it can wait for all of them, it leaves everything.
         """
-        spare_s = self.spare_s(step, self.gap.at_slowdown(slowdown))
+        gap_s = self.gap.planned_s if self.gap.is_slo else self.gap.at_slowdown(slowdown)
+        spare_s = self.spare_s(step, gap_s)
         if spare_s >= compute_s:
             return 1.0
         if spare_s <= 0:
@@ -255,7 +263,7 @@ def allowed_share(queue: PromptQueue, answers: Iterable[Answer], step: MixedStep
     return min((answer.allowed_share(step, slowdown, queue.compute_s) for answer in answers), default=1.0)
 
 
-def balanced_share(queue: PromptQueue, answers: Sequence[Answer], step: MixedStep) -> float:
+def prefill_share(queue: PromptQueue, answers: Sequence[Answer], step: MixedStep) -> float:
     """Return the share of the step time that goes to prompts if targets can be met.
 
     answers: decoding sequences on time.
@@ -266,10 +274,9 @@ def balanced_share(queue: PromptQueue, answers: Sequence[Answer], step: MixedSte
     if queue.needed_share(inf) <= most:
         terms = (*(prompt.ttft for prompt in queue.on_time), *(answer.gap for answer in answers))
         highest = max(1.0, max(term.planned_s / term.unloaded_s for term in terms))
-        slowdown = balanced_slowdown(
-            queue.needed_share, lambda slowdown: allowed_share(queue, answers, step, slowdown), highest
+        return balanced_share(
+            queue.needed_share, lambda slowdown: allowed_share(queue, answers, step, slowdown), highest, min
         )
-        return queue.needed_share(slowdown)
     slos = [prompt.needed_share(inf) for prompt in queue.on_time if prompt.ttft.is_slo]
     needed = max((share for share in slos if share <= 1), default=0.0)
     return max(most, min(needed, allowed_share(queue, (answer for answer in answers if answer.gap.is_slo), step)))
@@ -292,29 +299,25 @@ def answers_on_time(
     now_s: float,
     mean_output_tokens: float,
     max_model_len: int,
-) -> list[Answer]:
-    """Return the decoding sequences that can meet their TPOT target.
+) -> tuple[list[Answer], int]:
+    """Return the decoding sequences that can meet their TPOT target, and the number of those that cannot.
 
-    Left out are those that cannot, even with decode-only steps. So are the last tokens of prompts, which have
-    no output yet.
+    A sequence is late if it cannot meet its target even with decode-only steps. The last token of a prompt,
+    which has no output yet, is neither.
     """
-    found = []
+    found, num_late = [], 0
     for seq in decoding:
         if seq.first_token_s is None or seq.targets is None:
-            found.append(Answer(_NO_GAP, 0.0, 1.0, 1.0))
             continue
         gap, elapsed_s = seq.targets.tpot, now_s - seq.first_token_s
         num_past = seq.num_timed_tokens - 1
         most = max(1, min(seq.request.sampling.max_tokens - seq.num_output_tokens, max_model_len - len(seq.token_ids)))
         if elapsed_s + most * step.decode_s > (num_past + most) * gap.target_s:
+            num_late += 1
             continue
         num_left = _expected_tokens(seq, most, mean_output_tokens)
         found.append(Answer(gap, elapsed_s, num_past + num_left, num_left))
-    return found
-
-
-_NO_GAP = LatencyTerm(target_s=inf, planned_s=inf, unloaded_s=inf)
-"""The target of a sequence without a target."""
+    return found, num_late
 
 
 def _expected_tokens(seq: EngineSequence, most: int, mean_output_tokens: float) -> float:
