@@ -54,6 +54,7 @@ def engine_config_of(config: WorkerConfig, max_model_len: int, eos_token_ids: tu
         block_size_tokens=config.block_size_tokens,
         eos_token_ids=eos_token_ids,
         max_waiting_seqs=config.max_queued_jobs,
+        targets=config.target_factors,
     )
 
 
