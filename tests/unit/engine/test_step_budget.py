@@ -149,8 +149,7 @@ def test_answers_on_time_are_not_slowed_down_beyond_their_target(gaps: list[floa
         assert seq.first_token_s is not None
         elapsed_s = NOW_S - seq.first_token_s
         all_s = elapsed_s + min(44 * took_s, 44 * step_s(answers, 0) + compute_s)
-        is_least = budget.num_tokens - len(answers) == CONFIG.block_size_tokens
-        assert all_s <= 63 * seq.targets.tpot.target_s or is_least
+        assert all_s <= 63 * seq.targets.tpot.target_s
 
 
 @settings(max_examples=40)
@@ -161,11 +160,11 @@ def test_answers_on_time_are_not_slowed_down_beyond_their_target(gaps: list[floa
     mixed_factor=st.sampled_from([0.8, 1.0, 2.5]),
 )
 def test_neither_side_starves(num_answers: int, gap: float, waited_s: list[float], mixed_factor: float) -> None:
-    """Prompts get a block at least. Decodes are in every step, and steps are bounded."""
+    """Prompts get a token at least. Decodes are in every step, and steps are bounded."""
     costs = replace(COSTS, mixed_factor=mixed_factor)
     answers = [answer(key, gap=gap, costs=costs) for key in range(num_answers)]
     budget = budget_of(answers, [prompt(100 + i, waited_s=each) for i, each in enumerate(waited_s)], costs=costs)
-    assert num_answers + CONFIG.block_size_tokens <= budget.num_tokens <= CONFIG.max_num_batched_tokens
+    assert num_answers < budget.num_tokens <= CONFIG.max_num_batched_tokens
 
 
 def test_slow_mixed_steps_carry_useful_chunks() -> None:

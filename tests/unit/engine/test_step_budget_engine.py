@@ -42,12 +42,12 @@ def test_long_prompt_does_not_stall_decodes(is_limited: bool) -> None:
     assert all(len(plan.sequences) >= 4 for plan in plans), "every sequence is in every step"
 
 
-def test_loose_slo_lets_a_prompt_be_computed_in_one_step() -> None:
+def test_answer_with_a_loose_slo_gives_more_to_a_prompt_that_has_waited() -> None:
     def largest_part(tpot_slo_s: float) -> int:
         rig = EngineRig(step_costs=lambda: COSTS, clock=lambda: 100.0, **WIDE)
-        rig.add(sequence_request(1, range(10), max_tokens=12, sampling={"ignore_eos": True}, tpot_slo_s=tpot_slo_s))
+        rig.add(sequence_request(1, range(10), max_tokens=6, sampling={"ignore_eos": True}, tpot_slo_s=tpot_slo_s))
         rig.step()
-        rig.add(sequence_request(9, range(20, 520), max_tokens=2))
+        rig.add(sequence_request(9, range(20, 520), max_tokens=2, waited_s=0.3))
         return max(part.num_scheduled_tokens for part in rig.step().sequences)
 
     assert largest_part(0.2) >= 450

@@ -92,7 +92,6 @@ def plan(
             allowed_share(queue, answers, step) if is_overloaded else prefill_share(queue, answers, step),
             max((seq.num_computed_tokens for seq in seqs if seq.num_uncomputed_tokens > 1), default=0),
             at_most=num_prefill_tokens,
-            at_least=config.block_size_tokens,
         )
     return StepBudget(
         num_tokens=len(decoding) + num_prefill_tokens,
@@ -133,23 +132,23 @@ class MixedStep:
         attended_s = self.costs.prefill_attended_s * attended_tokens(num_tokens, num_before)
         return self.factor * (self.costs.prefill_token_s * num_tokens + attended_s)
 
-    def max_prefill_tokens(self, share: float, num_before: int, *, at_most: int, at_least: int) -> int:
-        """Return the most prompt tokens that take at most `share` of the step.
+    def max_prefill_tokens(self, share: float, num_before: int, *, at_most: int) -> int:
+        """Return the most prompt tokens that take at most `share` of the step, at most `at_most`.
 
-        At least `at_least` tokens, so that a prompt always makes progress, and at most `at_most`. They take
-        at least as long as a chunk of any size makes the step longer; more chunks would repeat that.
+        At least one, so that a prompt always makes progress. They take at least as long as a chunk of any
+        size makes the step longer; smaller chunks would only make more of such steps.
 
         num_before: tokens of the prompt that are computed already; a chunk after them attends to them.
         """
-        if at_most <= at_least or share >= 1:
+        if share >= 1:
             return at_most
         prefill_s = max(self.mixed_s * share / (1 - share), self.mixed_s - self.decode_s)
         if self.compute_s(at_most, num_before) <= prefill_s:
             return at_most
-        found = min(at_most, max(at_least, int(_tokens_in(self.costs, num_before, prefill_s / self.factor))))
+        found = min(at_most, max(1, int(_tokens_in(self.costs, num_before, prefill_s / self.factor))))
         while found < at_most and self.compute_s(found + 1, num_before) <= prefill_s:  # at most one step
             found += 1
-        while found > at_least and self.compute_s(found, num_before) > prefill_s:
+        while found > 1 and self.compute_s(found, num_before) > prefill_s:
             found -= 1
         return found
 
@@ -240,12 +239,9 @@ class Answer(NamedTuple):
     def allowed_share(self, step: MixedStep, slowdown: float, compute_s: float) -> float:
         """Return the share of the step time that it leaves to prompts if its mean gap has this slowdown.
 
-        An answer with an SLO leaves all that its SLO allows, because a shorter gap was not asked for.
-
         compute_s: time to compute the prompts. If it can wait for all of them, it leaves everything.
         """
-        gap_s = self.gap.planned_s if self.gap.is_slo else self.gap.at_slowdown(slowdown)
-        spare_s = self.spare_s(step, gap_s)
+        spare_s = self.spare_s(step, self.gap.at_slowdown(slowdown))
         if spare_s >= compute_s:
             return 1.0
         if spare_s <= 0:

@@ -63,5 +63,5 @@ def prefill_share(
 
     most = maximum(planned_s / unloaded_s, where(is_limited, longest_s, gap_s) / maximum(gap_s, _TINY_S))
     share = where(is_limited, balanced_share(needed, allowed, most, minimum), unloaded_s * 0.0 + 1.0)
-    least_s = reported.block_size_tokens * reported.prefill_token_s
+    least_s = reported.prefill_token_s  # a step has one prompt token at least
     return maximum(share, least_s / maximum(joined_step_s + least_s, _TINY_S))
