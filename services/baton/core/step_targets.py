@@ -28,7 +28,7 @@ N = TypeVar("N")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFactors:
-    """How many times its unloaded latency a request without an SLO may take.
+    """Factors of the targets of requests without an SLO: times the unloaded latency.
 
     ttft: times the TTFT of a prompt of its length on the idle worker, with nothing cached.
     tpot: times the TPOT of a single answer on the idle worker.

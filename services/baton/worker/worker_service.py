@@ -145,7 +145,7 @@ class Worker:
 
     @property
     def step_costs(self) -> StepCostModel | None:
-        """What the worker's steps cost now; None if unknown."""
+        """The cost model of the worker, corrected by its steps; None if unknown."""
         return self._costs.costs
 
     @property

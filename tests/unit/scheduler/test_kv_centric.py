@@ -254,7 +254,7 @@ def test_decode_worker_prefills_in_the_share_of_its_steps_that_it_can_spare() ->
         assert ids(chosen(seen(measured("p", "prefill", **queued(num_queued)), busy(seqs=2)), prompts))[0] == prefill
 
 
-def test_decode_worker_without_anything_to_spare_prefills_only_if_nobody_else_can() -> None:
+def test_decode_worker_without_anything_to_spare_prefills_only_if_no_other_can() -> None:
     """With 40 sequences a decode step takes ten times as long as with one."""
     p, d = measured("p", "prefill", **queued(100_000)), busy(seqs=40)
     assert ids(chosen(seen(p, d), asked(2048))) == ("p", "d")

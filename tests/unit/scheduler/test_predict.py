@@ -101,7 +101,7 @@ def test_share_of_prompts_falls_with_decodes_and_rises_with_the_queue() -> None:
 
 
 def test_waiting_request_gets_a_larger_share() -> None:
-    """What it has waited at the gateway and at the scheduler counts. A retry after tokens does not count it."""
+    """The wait at the gateway and at the scheduler counts, but not for a retry after tokens."""
     row = worker_table_of(seen(measured("h", "hybrid", **decoding(4)))).row(0)
     fresh, waited, again = (
         first_token(row, asked(2_000, waited_s=waited_s, num_output_tokens=num_outputs), 0.0)

@@ -124,7 +124,7 @@ class WorkerReport:
 
     @property
     def target_factors(self) -> TargetFactors:
-        """The worker's target factors. A worker of another release may report none, or none that are valid."""
+        """The worker's target factors, or the defaults if it reports none that are valid."""
         try:
             return TargetFactors(ttft=self.ttft_target_factor, tpot=self.tpot_target_factor)
         except ValueError:

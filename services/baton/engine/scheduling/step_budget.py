@@ -128,7 +128,7 @@ class MixedStep:
         )
 
     def compute_s(self, num_tokens: int, num_before: int) -> float:
-        """Return what computing `num_tokens` prompt tokens after `num_before` adds to steps that run anyway."""
+        """Return the time that `num_tokens` prompt tokens after `num_before` add to steps that run anyway."""
         attended_s = self.costs.prefill_attended_s * attended_tokens(num_tokens, num_before)
         return self.factor * (self.costs.prefill_token_s * num_tokens + attended_s)
 
@@ -255,7 +255,7 @@ class Answer(NamedTuple):
 
 
 def allowed_share(queue: PromptQueue, answers: Iterable[Answer], step: MixedStep, slowdown: float = inf) -> float:
-    """Return the share of the step time that `answers` leave to prompts, if none has more than this slowdown."""
+    """Return the share of the step time that answers leave to prompts if none has more than this slowdown."""
     return min((answer.allowed_share(step, slowdown, queue.compute_s) for answer in answers), default=1.0)
 
 

@@ -23,7 +23,7 @@ from baton.scheduler.policies.eligibility import (
 from baton.scheduler.policies.least_loaded import least_loaded
 from baton.scheduler.policies.policy_types import Choice, LazyCandidates, PolicyContext, Prediction
 from baton.scheduler.prediction.predict import (
-    FirstToken,
+    FirstTokenTerms,
     Prompt,
     capacity_wait_s,
     expected_output_tokens,
@@ -58,7 +58,7 @@ class PlacementInputs:
     prefill: Mask
     decode: Mask
     usable_prefill: Mask
-    first: FirstToken[Floats]
+    first: FirstTokenTerms[Floats]
     own_prefill_s: Floats
 
 
@@ -220,7 +220,7 @@ class LocalPrefill:
     margin_s: by how much it must be faster than the best prefill worker.
     """
 
-    first: FirstToken[float]
+    first: FirstTokenTerms[float]
     cached_tokens: float
     prefill_s: float
     pull_s: float = 0.0

@@ -62,7 +62,7 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken(Generic[N]):
+class FirstTokenTerms(Generic[N]):
     """The TTFT of one request, as each worker would compute its prompt.
 
     share: share of the step time that goes to the prompt and those queued before it.
@@ -79,7 +79,7 @@ class FirstToken(Generic[N]):
         return _in_steps_s(w, num_tokens - cached_tokens, prefill_compute_s(w, num_tokens, cached_tokens), self.share)
 
 
-def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | float) -> FirstToken[N]:
+def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | float) -> FirstTokenTerms[N]:
     """Predict the queue in front of a request's prompt, and the share of the step time that it gets.
 
     A request that continues an earlier attempt has a derived target, because its first token came before.
@@ -101,7 +101,7 @@ def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | floa
         waited_s=waited_s,
     )
     queue_s = _in_steps_s(w, w.reserved.queued_tokens, derived.queued_prefill_s, share)
-    return FirstToken(share=share, queue_s=queue_s, target_s=target_s - waited_s)
+    return FirstTokenTerms(share=share, queue_s=queue_s, target_s=target_s - waited_s)
 
 
 def tpot_target_s(w: WorkerData[N], prompt: Prompt) -> N:
@@ -110,7 +110,7 @@ def tpot_target_s(w: WorkerData[N], prompt: Prompt) -> N:
 
 
 def _in_steps_s(w: WorkerData[N], num_tokens: N | float, compute_s: N, share: N) -> N:
-    """Predict the time of steps with `num_tokens` prompt tokens that take `compute_s` beyond their decodes."""
+    """Predict the time of steps whose `num_tokens` prompt tokens take `compute_s` beyond the decodes."""
     return maximum(compute_s / share, _num_chunks(w, num_tokens) * w.derived.mixed_step_s + compute_s)
 
 

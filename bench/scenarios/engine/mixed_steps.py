@@ -1,6 +1,6 @@
 """Measures how much prefill delays decoding in one engine, with the step budget and with prompts first.
 
-python -m bench step_budget --out DIR [--models demo,tiny-42m] [--outputs 256] [--requests 60] [--repeats 5]
+python -m bench mixed_steps --out DIR [--models demo,tiny-42m] [--outputs 256] [--requests 60] [--repeats 5]
 
 One hybrid engine with both cores runs in this process, alternately in two modes:
 
@@ -164,14 +164,14 @@ def wait_for_memory() -> None:
             thread.join()
 
 
-class StepBudgetBench:
+class MixedStepsBench:
     """Runs both modes. `saved` keeps, by model, one entry per repeat with the figures of each mode."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._next_id = 1
         arguments.out.mkdir(parents=True, exist_ok=True)
-        self.saved = SavedFigures(arguments.out / "step_budget.json")
+        self.saved = SavedFigures(arguments.out / "mixed_steps.json")
 
     async def run(self) -> None:
         """Measure the missing repeats of all models."""
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=256, help="output tokens per request (256)")
     parser.add_argument("--requests", type=int, default=60, help="requests per run (60)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each mode (5)")
-    bench = StepBudgetBench(parser.parse_args())
+    bench = MixedStepsBench(parser.parse_args())
     asyncio.run(bench.run())
     bench.show()
 
