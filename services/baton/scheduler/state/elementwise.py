@@ -6,6 +6,7 @@ results.
 
 from math import ceil as ceil_of_float
 from math import exp as exp_of_float
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,7 +23,8 @@ def maximum(a: N, b: N | float) -> N:
 
 def where(condition: object, a: N | float, b: N) -> N:
     """Return `a` where `condition` holds, else `b`."""
-    return (a if condition else b) if isinstance(b, float) else np.where(condition, a, b)  # type: ignore[return-value, call-overload]
+    chosen: Any = (a if condition else b) if isinstance(b, float) else np.where(condition, a, b)  # type: ignore[call-overload]
+    return cast(N, chosen)
 
 
 def ceil(a: N) -> N:

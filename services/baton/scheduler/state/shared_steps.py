@@ -38,7 +38,7 @@ def prefill_share(
     *,
     work_s: N,
     unloaded_s: N,
-    target_s: N | float,
+    target_s: N,
     waited_s: float = 0.0,
 ) -> N:
     """Return the share of the step time that goes to a prompt and those queued before it.
@@ -47,7 +47,7 @@ def prefill_share(
     work_s: time to compute the queued prompts and this one.
     unloaded_s, target_s: unloaded TTFT of this one, and its target. waited_s: what it has waited before.
     """
-    is_limited: Any = longest_s < inf  # type: ignore[operator]
+    is_limited: Any = longest_s < inf
     if is_limited is False or (is_limited is not True and not is_limited.any()):
         return unloaded_s * 0.0 + 1.0
     unloaded_s = maximum(unloaded_s, _TINY_S)
