@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -88,7 +89,7 @@ def test_predicted_ttft_matches_the_engine(num_answers: int, num_queued: int, mi
 
 
 def test_share_of_prompts_falls_with_decodes_and_rises_with_the_queue() -> None:
-    def share_of(role: str = "hybrid", **report: object) -> float:
+    def share_of(role: str = "hybrid", **report: Any) -> float:
         row = worker_table_of(seen(measured("w", role, **report))).row(0)
         return first_token(row, asked(2_000), 0.0).share
 
