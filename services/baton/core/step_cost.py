@@ -14,17 +14,6 @@ from baton.core.plain_json import from_plain, to_plain
 
 COSTS_VERSION = 2
 """Version of the features. The coefficients of another version have another meaning."""
-STALL_FACTOR = 1.8
-"""A mixed step may always take this many times the duration of the same step without prefill. The goal is a
-token gap below 2 times a decode step; step durations vary, so the factor is below 2."""
-MIN_MIXED_FACTOR = 1.25
-"""A mixed step may always take this many times the decodes' part of it, even if that part alone exceeds
-`STALL_FACTOR`. Smaller chunks would only make more of these slow steps."""
-QUEUE_TARGET_S = 3.0
-"""Prefill gets the share of step time with which the queued prompts are computed within this time, in
-seconds."""
-MAX_PREFILL_SHARE = 0.95
-"""Upper limit of that share."""
 NUM_FEATURES = 6
 
 _MIN_PIVOT = 1e-9
@@ -255,29 +244,6 @@ def fit_costs(measured: Sequence[tuple[StepWork, float]]) -> StepCostModel:
         raise ValueError("no step with prefill or no step with decode was measured; measure both")
     rows = [tuple(feature / seconds for feature in work.features) for work, seconds in measured]
     return StepCostModel.of(_non_negative_least_squares(rows), num_measured=len(rows))
-
-
-def stall_free_step_s(
-    decode_step_s: float, mixed_s: float, slo_step_s: float, queued_s: float, num_prompts: float, num_decoding: float
-) -> float:
-    """Return how long a step with prefill may take while `num_decoding` sequences decode in it, in seconds.
-
-    This is the only definition of the stall-free rule. The engine's step budget applies it, and the scheduler
-    predicts with it.
-
-    decode_step_s: duration of the step without prefill.
-    mixed_s: the decodes' part of the step with prefill.
-    slo_step_s: longest step that the TPOT SLOs of the decodes allow, 0 if they allow nothing extra. An SLO
-        makes steps longer, never shorter: an SLO below `STALL_FACTOR` decode steps is met only while no
-        prompts come.
-    queued_s: time to compute all queued prompts. A long queue raises the limit, because otherwise more
-        requests would wait for prefill than are served by short steps.
-    num_prompts: queued prompts. Many prompts for few decodes raise the limit for the same reason.
-    """
-    by_queue_time = 1 / (1 - min(queued_s / QUEUE_TARGET_S, MAX_PREFILL_SHARE))
-    by_queue_length = 1 + (num_prompts - 1) / max(1.0, num_decoding)
-    mixed_factor = max(MIN_MIXED_FACTOR, by_queue_time, by_queue_length)
-    return max(slo_step_s, decode_step_s * STALL_FACTOR, mixed_s * mixed_factor)
 
 
 class CostCorrection:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from baton.core.errors import QUEUE_FULL_RETRY_S, ConfigError, Failure, Reason
 from baton.core.state_machines import SequenceState
 from baton.core.step_cost import StepCostModel, StepWork, attended_tokens
+from baton.core.step_targets import LatencyTargets
 from baton.engine.invariants import check_sequences
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.scheduling import async_scheduling, step_budget
@@ -52,7 +53,7 @@ class Engine:
     ) -> None:
         """Create an engine without sequences. Raises ConfigError if block sizes of pool and config differ.
 
-        clock: returns the time in seconds by which TPOT SLOs are kept.
+        clock: returns the time in seconds by which latency targets are kept.
         step_costs: returns what a step costs now, or None. Without costs a step takes as many tokens as
             `max_num_batched_tokens` allows.
         speculation: drafts for decoding sequences, which steps verify. None drafts nothing.
@@ -137,7 +138,21 @@ class Engine:
         """Queue a sequence. Raises as `check_request` does."""
         self.check_request(request)
         self.queued_prefix.add(request)
-        self._sequences.add(request)
+        self._sequences.add(request, arrived_s=self._clock() - request.waited_s, targets=self._targets_of(request))
+
+    def _targets_of(self, request: SequenceRequest) -> LatencyTargets | None:
+        costs = self._step_costs()
+        if costs is None:
+            return None
+        return LatencyTargets.of(
+            costs,
+            self.config.targets,
+            num_tokens=len(request.token_ids),
+            num_cached_tokens=self.queued_prefix.shared_tokens(request.seq_id),
+            chunk_tokens=self.config.max_num_batched_tokens,
+            ttft_slo_s=request.ttft_slo_s,
+            tpot_slo_s=request.tpot_slo_s,
+        )
 
     def cancel(self, seq_id: int, sample_indices: Sequence[int] = ()) -> None:
         """End the given samples (all if none is given) without further output.
@@ -188,9 +203,10 @@ class Engine:
 
     def next_step_budget(self) -> StepBudget:
         """Return the budget that the next step would have with the current sequences."""
+        prompts = list(self._sequences.prefills())
         return step_budget.plan(
             self._sequences.running.values(),
-            tuple(self._prefills()),
+            list(zip(prompts, self.queued_prefix.remaining(prompts), strict=True)),
             self._step_costs(),
             self._clock(),
             config=self.config,

@@ -188,6 +188,7 @@ class SimCluster(InProcessCluster):
             max_model_len=model.max_model_len,
             block_size_tokens=config.block_size_tokens,
             max_waiting_seqs=config.max_queued_jobs,
+            targets=config.target_factors,
         )
         constraints = TokenConstraints(
             vocab_size=model.vocab_size, tokenizer=partial(sim_grammar_tokenizer, model.vocab_size), in_threads=False

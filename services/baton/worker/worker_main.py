@@ -49,6 +49,7 @@ from baton.store.redis.redis_kv_event_feed import RedisKvEventFeed
 from baton.store.redis.redis_membership import RedisMembership
 from baton.worker.costs.measure_costs import measure_costs, measurement_lock, measurement_lock_path
 from baton.worker.costs.step_cost_keeper import known_or_measured
+from baton.worker.costs.targets_summary import targets_summary
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
 from baton.worker.worker_budget import worker_budget
@@ -164,7 +165,7 @@ async def run_worker(
         gate.worker = worker
         if drain_socket is not None:
             await drain_socket.start()
-        ready = _ready(ref, device, config, started_s)
+        ready = _ready(ref, device, config, worker.step_costs, started_s)
         stack.enter_context(frozen_heap())
         observed.health.ready("model")
         await _run_until_drained(worker, stop, observed, lambda: on_ready(ready))
@@ -344,10 +345,13 @@ def _open_stores(config: WorkerConfig, stack: AsyncExitStack) -> _Stores:
     )
 
 
-def _ready(ref: WorkerRef, device: Device, config: WorkerConfig, started_s: float) -> WorkerReady:
+def _ready(
+    ref: WorkerRef, device: Device, config: WorkerConfig, costs: StepCostModel | None, started_s: float
+) -> WorkerReady:
     """Log that the worker has started and describe it."""
     start_s = asyncio.get_running_loop().time() - started_s
-    ready = WorkerReady(worker=ref, host=socket.gethostname(), summary=device.summary, start_s=start_s)
+    summary = f"{device.summary}, {targets_summary(config.target_factors, costs, config.max_num_batched_tokens)}"
+    ready = WorkerReady(worker=ref, host=socket.gethostname(), summary=summary, start_s=start_s)
     log.info(
         "worker_started",
         worker=str(ref),

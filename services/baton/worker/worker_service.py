@@ -15,6 +15,7 @@ from baton.core.ids import DecisionId, WorkerRef
 from baton.core.interfaces import Duplex, Member, MemberKind
 from baton.core.messages.jobs import ReceivedGatewayMessage, WorkerMessage
 from baton.core.messages.peer_messages import OwnerMessage, ReaderMessage
+from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
 from baton.engine.speculation.modes import open_speculation
@@ -145,6 +146,11 @@ class Worker:
         return self._lifecycle.state
 
     @property
+    def step_costs(self) -> StepCostModel | None:
+        """The cost model of the worker, corrected by its steps; None if unknown."""
+        return self._costs.costs
+
+    @property
     def node_shutting_down(self) -> bool:
         """True if the worker drains because its machine is shutting down."""
         return self._lifecycle.node_shutting_down
@@ -235,8 +241,10 @@ class Worker:
             needs_replacement=self._lifecycle.needs_replacement,
             costs=self._costs.costs,
             mean_output_tokens=engine.counters.mean_output_tokens,
-            slo_step_s=engine.next_step_budget().slo_step_s,
+            target_step_s=engine.next_step_budget().target_step_s,
             recent_prefill_share=self._prefill_share.share,
+            ttft_target_factor=engine.config.targets.ttft,
+            tpot_target_factor=engine.config.targets.tpot,
         )
 
     def debug_state(self) -> dict[str, object]:

@@ -104,17 +104,16 @@ def test_seconds_of_a_candidate_are_shown_in_the_order_of_the_request_path() -> 
         "transfer_s": 0.004,
         "queue_s": 0.02,
         "cost_s": 0.3,
-        "decode_delay_s": 0.0,
+        "ttft_target_s": 3.0,
         "prefill_s": 0.25,
         "prefix_pull_s": 0.026,
         "pulled_blocks": 12.0,
     }
     screen = shown(decision_record(candidates=(Candidate(worker=worker_ref("w0"), side="prefill", terms=terms),)))
     assert (
-        row(screen, "candidate")
-        == "candidate for cost queue prefix pull prefill exposed KV delays decodes pulled".split()
+        row(screen, "candidate") == "candidate for cost queue prefix pull prefill exposed KV TTFT target pulled".split()
     )
-    assert row(screen, "w0") == "w0 prefill 300 ms 20 ms 26 ms 250 ms 4 ms 0 ms 12 ◀ chosen".split()
+    assert row(screen, "w0") == "w0 prefill 300 ms 20 ms 26 ms 250 ms 4 ms 3 s 12 ◀ chosen".split()
 
 
 def test_terms_that_matter_for_no_candidate_need_verbose() -> None:

@@ -241,7 +241,8 @@ class World:
             self.happened["steps with a limited chunk"] += (
                 self.rig.engine.next_step_budget().num_tokens < self.rig.config.max_num_batched_tokens
             )
-            self.happened["steps with SLO slack"] += self.rig.engine.next_step_budget().slo_step_s > 0
+            self.happened["steps limited by a target"] += self.rig.engine.next_step_budget().target_step_s > 0
+            self.happened["steps with late requests"] += self.rig.engine.next_step_budget().num_late > 0
             self.now_s += self.rng.uniform(0.002, 0.02)
             after = self.plan_ahead(plan)
             result = self.rig.executor.run(plan)
@@ -377,6 +378,7 @@ def test_random_worlds_cover_all_events() -> None:
     seen |= {"steps ahead", "steps ahead of an end", "withdrawn", "replicas pulled"} | {
         f"cancel {state}" for state in ("WAITING", "RUNNING", "RECEIVING")
     }
-    seen |= {"steps with a limited chunk", "steps with SLO slack", "steps after freed blocks"}
+    seen |= {"steps with a limited chunk", "steps limited by a target", "steps with late requests"}
+    seen.add("steps after freed blocks")
     assert all(happened[what] >= 3 for what in seen), happened
     assert happened["steps"] / 15 * NUM_WORLDS >= 10_000

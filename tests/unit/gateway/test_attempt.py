@@ -1,5 +1,7 @@
 """Jobs that an attempt builds from a placement."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.core.kv.block_hash import token_ids
@@ -46,3 +48,18 @@ def test_job_that_computes_the_prompt_gets_the_prefix_source(
 def test_both_jobs_carry_the_tpot_slo(slo: Slo, tpot_slo_s: float) -> None:
     jobs = Attempt(request=request(slo), number=0).jobs(builders.placement("p", "d"), now_s=0.0)
     assert [job.tpot_slo_s for job in jobs if job is not None] == [tpot_slo_s, tpot_slo_s]
+
+
+def test_jobs_say_how_long_the_first_token_has_been_awaited() -> None:
+    """Once the client has tokens, its TTFT is over, whatever a retry takes."""
+    asked = request(Slo(ttft_s=1.0))
+    waiting, continued = (
+        Attempt(request=replace(asked, token_ids=token_ids), number=1).jobs(
+            builders.placement("p", "d"), now_s=asked.received_s + 0.3
+        )[1]
+        for token_ids in (asked.token_ids, asked.token_ids + asked.token_ids[:1])
+    )
+    assert waiting is not None
+    assert continued is not None
+    assert (waiting.ttft_slo_s, waiting.waited_s) == (1.0, pytest.approx(0.3))
+    assert (continued.ttft_slo_s, continued.waited_s) == (0.0, 0.0)

@@ -72,7 +72,7 @@ def test_record_has_the_best_candidates_of_both_sides_and_counts_the_others() ->
     assert len(chosen) >= 2
     assert chosen == list(record.candidates[: len(chosen)])
     prefill = next(c for c in record.candidates if c.side == "prefill")
-    assert {"queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "decode_delay_s", "cost_s"} <= prefill.terms.keys()
+    assert {"queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "cost_s"} <= prefill.terms.keys()
     assert prefill.terms["queue_s"] == record.placement.queue_s
     assert record.num_excluded == {"draining": 1, "predicted slower": 33}, (
         "16 to decode; 17 to prefill, the decode worker among them"

@@ -7,8 +7,8 @@ import pytest
 
 from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.ids import DecisionId
-from baton.core.request import Slo
-from baton.core.step_cost import StepWork
+from baton.core.request import NO_SLO, Slo
+from baton.core.step_targets import PLANNED_SHARE
 from baton.scheduler.policies.kv_centric import kv_centric
 from baton.scheduler.policies.policy_types import Choice
 from baton.scheduler.state.cluster_state import ClusterState
@@ -233,70 +233,93 @@ def test_idle_decode_worker_prefills_instead_of_a_long_queue() -> None:
     long_queue = measured("p", "prefill", **queued(20_000))
     got = chosen(seen(long_queue, measured("d", "decode")), asked(64))
     assert ids(got) == (None, "d")
-    assert (predicted(got).transfer_s, predicted(got).decode_delay_s) == (0.0, 0.0)
+    assert predicted(got).transfer_s == 0.0
     assert ids(chosen(seen(long_queue, measured("d", "decode")), asked(64), "prefix_aware")) == ("p", "d"), (
         "only kv_centric prefills on a decode worker"
     )
 
 
-def test_local_prefill_is_charged_with_the_decode_delay() -> None:
-    p = measured("p", "prefill", **queued(1000))
-    got = chosen(seen(p, busy(seqs=20)), asked(256))
-    assert ids(got) == ("p", "d")
-    alone = next(c for c in got.candidates if c.side == "prefill" and c.worker.worker_id == "d")
-    assert alone.terms["decode_delay_s"] == pytest.approx(20 * (COSTS.prefill_s(256) - COSTS.step_s), rel=0.01)
-    assert ids(chosen(seen(p, busy(seqs=1)), asked(256))) == (None, "d"), (
-        "one delayed sequence costs less than the queue"
-    )
+def test_decode_worker_prefills_in_the_share_of_its_steps_that_it_can_spare() -> None:
+    """The more it decodes, the longer a prompt takes there. The queue elsewhere decides when that pays."""
+    prompts, idle_s = asked(2048), COSTS.prefill_s(2048, 0, 512)
+    times_s = []
+    for seqs in (0, 1, 4, 8):
+        got = chosen(seen(measured("p", "prefill", **queued(200_000)), busy(seqs=seqs)), prompts)
+        assert ids(got) == (None, "d")
+        times_s.append(predicted(got).ttft_s)
+    assert times_s[0] == pytest.approx(idle_s)
+    assert times_s == sorted(times_s)
+    assert 1.5 * idle_s < times_s[1] < times_s[3] < 20 * idle_s
+    for num_queued, prefill in ((2048, "p"), (6_000, None)):
+        assert ids(chosen(seen(measured("p", "prefill", **queued(num_queued)), busy(seqs=2)), prompts))[0] == prefill
 
 
-@pytest.mark.parametrize("slo_of", ["asking", "running", "running more strictly"])
-def test_local_prefill_is_excluded_if_a_chunk_breaks_a_tpot_slo(slo_of: str) -> None:
-    p, d = measured("p", "prefill", **queued(50_000)), WorkerView(report=measured("d", "decode", **decoding(2)))
-    assert ids(chosen(seen(p, d), asked(2048))) == (None, "d")
-    if slo_of == "asking":
-        assert ids(chosen(seen(p, d), asked(2048, slo=Slo(tpot_s=0.005)))) == ("p", "d")
-        assert ids(chosen(seen(p, d), asked(2048, slo=Slo(tpot_s=0.3)))) == (None, "d")
+def test_decode_worker_without_anything_to_spare_prefills_only_if_no_other_can() -> None:
+    """With 40 sequences a decode step takes ten times as long as with one."""
+    p, d = measured("p", "prefill", **queued(100_000)), busy(seqs=40)
+    assert ids(chosen(seen(p, d), asked(2048))) == ("p", "d")
+    assert ids(chosen(seen(d), asked(2048))) == (None, "d")
+
+
+@pytest.mark.parametrize("slo_of", ["report", "placements"])
+def test_strict_tpot_slo_leaves_less_for_prompts_on_a_decode_worker(slo_of: str) -> None:
+    """Its steps of 3 ms may take 7 ms by derived targets, and hardly longer by the SLO."""
+    d, prompts = WorkerView(report=measured("d", "decode", **decoding(2))), asked(2048)
+    decode_s = COSTS.decode_step_s(2, 1000)
+    if slo_of == "report":
+        strict = replace(d, report=replace(d.report, target_step_s=1.05 * decode_s))
     else:
-        asking = asked(2048, slo=Slo(tpot_s=0.3 if slo_of == "running more strictly" else None))
-        assert ids(chosen(seen(p, replace(d, tpot_slo_s=0.005)), asking)) == ("p", "d")
+        strict = replace(d, tpot_slo_s=1.05 * decode_s / PLANNED_SHARE)
+    long_queue, queue = (measured("p", "prefill", **queued(num_tokens)) for num_tokens in (100_000, 4_000))
+    loose_s, strict_s = (predicted(chosen(seen(long_queue, each), prompts)).ttft_s for each in (d, strict))
+    assert strict_s > 1.3 * loose_s
+    assert ids(chosen(seen(queue, d), prompts)) == (None, "d")
+    assert ids(chosen(seen(queue, strict), prompts)) == ("p", "d")
+
+
+def test_explain_shows_derived_targets_and_slos() -> None:
+    """Derived ones follow from the costs and factors of each worker."""
+
+    def terms_of(slo: Slo, waited_s: float = 0.0) -> dict[str, float]:
+        factors = {"ttft_target_factor": 5.0, "tpot_target_factor": 2.0}
+        d = measured("d", "decode", **factors)
+        got = chosen(seen(measured("p", "prefill", **factors), d), asked(1024, slo=slo, waited_s=waited_s))
+        return {name: value for c in got.candidates for name, value in c.terms.items() if "target" in name}
+
+    assert terms_of(NO_SLO, 0.1) == pytest.approx(
+        {
+            "ttft_target_s": 5 * COSTS.prefill_s(1024, 0, 512) - 0.1,
+            "tpot_target_s": 2 * COSTS.decode_step_s(1, 1024),
+        }
+    )
+    assert terms_of(Slo(ttft_s=0.7, tpot_s=0.02)) == {"ttft_target_s": 0.7, "tpot_target_s": 0.02}
 
 
 def test_decode_worker_prefills_despite_the_slo_if_it_is_the_only_one() -> None:
     assert ids(chosen(seen(busy()), asked(2048, slo=Slo(tpot_s=0.001)))) == (None, "d")
 
 
-def local_share(charge_decode_delay: bool, tpot_slo_s: float | None) -> float:
-    """Return the share of prompts that the decode worker prefills.
+def test_bursts_use_what_the_decode_worker_can_spare() -> None:
+    """Bursts of eight prompts meet one prefill worker and one decode worker with two sequences.
 
-    Bursts of four short prompts meet one prefill worker and one decode worker with sixteen sequences. Each
-    burst is done before the next one arrives.
+    Each burst is done before the next one arrives. The decode worker takes some prompts, the prefill worker
+    most of them.
     """
     view = ClusterState(silence_s=1e9, reservation_s=1e9)
     view.update(measured("p", "prefill"), 0.0)
-    view.update(measured("d", "decode", **decoding(16)), 0.0)
-    num_local, asking = 0, asked(200, slo=Slo(tpot_s=tpot_slo_s))
-    for burst in range(10):
-        placed = [DecisionId(f"{burst}-{number}") for number in range(4)]
+    view.update(measured("d", "decode", **decoding(2)), 0.0)
+    num_local, asking = 0, asked(800)
+    for burst in range(5):
+        placed = [DecisionId(f"{burst}-{number}") for number in range(8)]
         for number, decision_id in enumerate(placed):
-            answer = kv_centric(asking, view.snapshot(0.0), context(number), charge_decode_delay=charge_decode_delay)
+            answer = kv_centric(asking, view.snapshot(0.0), context(number))
             assert isinstance(answer, Choice)
             num_local += answer.prefill is None
             view.reserve(decision_id, asking, answer.placement(decision_id, "s", "kv_centric"), 0.0)
         counted = {"counted_decision_ids": tuple(placed), "report_seq": burst + 2}
         view.update(measured("p", "prefill", **counted), 0.0)
-        view.update(measured("d", "decode", **decoding(16), **counted), 0.0)
-    return num_local / 40
-
-
-def test_decode_delay_term_keeps_prefill_off_decode_workers() -> None:
-    slo_s, contexts = 0.03, [500] * 16
-    assert COSTS.step_seconds(StepWork.of([], contexts)) < slo_s < COSTS.step_seconds(StepWork.of([(200, 0)], contexts))
-    assert local_share(charge_decode_delay=False, tpot_slo_s=slo_s) >= 0.25, (
-        "the decode worker prefills, and each prefill breaks the SLO"
-    )
-    assert local_share(charge_decode_delay=True, tpot_slo_s=slo_s) == 0
-    assert local_share(charge_decode_delay=True, tpot_slo_s=None) == 0, "the charge is enough without an SLO"
+        view.update(measured("d", "decode", **decoding(2), **counted), 0.0)
+    assert 1 <= num_local / 5 <= 4
 
 
 # without costs

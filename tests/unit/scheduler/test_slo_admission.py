@@ -33,7 +33,6 @@ def expecting(**changes: float) -> Choice:
         "prefix_pull_s": 0.0,
         "prefill_s": 1.0,
         "transfer_s": 0.0,
-        "decode_delay_s": 0.0,
         "ttft_s": 1.5,
         "least_queue_s": 0.5,
         "tpot_s": 0.02,

@@ -38,7 +38,9 @@ VIEW = WorkerView(
         waiting_prefill_attended_tokens=500_000,
         max_num_batched_tokens=519,
         max_num_seqs=64,
-        slo_step_s=0.05,
+        target_step_s=0.05,
+        ttft_target_factor=8.0,
+        tpot_target_factor=2.5,
         mean_output_tokens=123.0,
         recent_prefill_share=0.3,
         links=(fast_link("w0", bytes_per_s=5e8),),
@@ -48,6 +50,7 @@ VIEW = WorkerView(
     reserved_attended_tokens=11_000,
     reserved_blocks=20,
     reserved_context_tokens=410,
+    tpot_slo_s=0.04,
 )
 REPORTED: dict[str, float] = {
     "kv_group": 1,
@@ -62,10 +65,12 @@ REPORTED: dict[str, float] = {
     "decoding_context_tokens": 2800,
     "joining_seqs_unknown": 0,
     "max_chunk_tokens": 512,
-    "slo_step_s": 0.05,
+    "target_step_s": 0.05,
     "max_num_seqs": 64,
     "mean_output_tokens": 123.0,
     "recent_prefill_share": 0.3,
+    "ttft_factor": 8.0,
+    "tpot_factor": 2.5,
     "default_link_s_per_byte": 2e-9,
     "cost_source": 1,
     "mixed_decode_s": 1.25 * (7 * 5e-4 + 2800 * 1e-7),
@@ -85,6 +90,7 @@ RESERVED: dict[str, float] = {
     "joining_context_tokens": 410 + 3 * 400,
     "queued_tokens": 1050,
     "queued_attended_tokens": 511_000,
+    "tpot_slo_s": 0.04,
 }
 DERIVED: dict[str, float] = asdict(derived_state(ReportedState(**REPORTED), ReservedState(**RESERVED)))
 OTHER_WORKERS = {

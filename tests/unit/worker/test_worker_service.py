@@ -76,8 +76,8 @@ async def test_prompts_that_wait_for_the_running_step_are_in_the_report() -> Non
 
 @virtual
 @pytest.mark.parametrize("is_pulled", [False, True])
-async def test_slo_step_limit_is_in_the_report(is_pulled: bool) -> None:
-    """The report contains the step limit of samples with a TPOT SLO, for local and pulled decode legs."""
+async def test_longest_step_by_tpot_targets_is_in_the_report(is_pulled: bool) -> None:
+    """The strictest target limits it: an SLO or a derived one, of local and of pulled decode legs."""
     sampling = Sampling(max_tokens=200, ignore_eos=True)
     async with pair(num_blocks=400) as workers:
         fields = {"sampling": sampling, "sample_indices": (0, 1), "tpot_slo_s": 60.0}
@@ -88,10 +88,11 @@ async def test_slo_step_limit_is_in_the_report(is_pulled: bool) -> None:
         await asyncio.sleep(0.2)
         report = workers.d.worker.report(1, ())
         assert report.running_seqs == 2
-        assert report.slo_step_s > 60
+        assert report.target_step_s > 50
+        assert (report.ttft_target_factor, report.tpot_target_factor) == (10.0, 3.0)
         workers.to_d.send(decode_job(30, request=b"nothing promised", sampling=sampling))
         await asyncio.sleep(0.1)
-        assert workers.d.worker.report(2, ()).slo_step_s == 0
+        assert 0 < workers.d.worker.report(2, ()).target_step_s < 1
 
 
 @virtual

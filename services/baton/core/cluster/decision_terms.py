@@ -40,12 +40,13 @@ TERMS = {
     "transfer_s": Term(
         "exposed KV", "time that the KV transfer to the decode worker takes after prefill has ended", is_detail=True
     ),
-    "decode_delay_s": Term(
-        "delays decodes", "delay of the sequences that decode on this worker meanwhile", is_detail=True
-    ),
     "redundant_s": Term("redundant", "charge for computing what another worker has cached", is_detail=True),
     "margin_s": Term("margin", "advantage that a decode worker must have to compute the prompt itself", is_detail=True),
+    "ttft_target_s": Term(
+        "TTFT target", "TTFT SLO, or the target that is derived from this worker's costs; less the wait so far"
+    ),
     "tpot_s": Term("TPOT", "predicted mean gap between the tokens of this answer"),
+    "tpot_target_s": Term("TPOT target", "TPOT SLO, or the target that is derived from this worker's costs"),
     "recent_prefill_share": Term(
         "prefill share", "share of the step time of decoding sequences that recently went to prompts"
     ),

@@ -6,6 +6,7 @@ from enum import Enum
 from baton.core.ids import DecisionId, WorkerRef
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.step_cost import StepCostModel
+from baton.core.step_targets import DEFAULT_FACTORS, TargetFactors
 
 
 class WorkerRole(Enum):
@@ -86,8 +87,10 @@ class WorkerReport:
     costs: None if the worker has not measured itself yet.
     max_num_batched_tokens: 0 if not known.
     mean_output_tokens: mean length of the answers that ended here recently; 0 if not known.
-    slo_step_s: longest next step that the TPOT SLOs of the decoding requests allow; 0 if they allow nothing.
+    target_step_s: longest mean step that the TPOT targets of the decoding requests allow; 0 for any.
     recent_prefill_share: share of the time of recent steps with decoding sequences that went to prompts.
+    ttft_target_factor, tpot_target_factor: factors of the targets of requests without an SLO
+        (`core.step_targets`); 0 if not known.
     """
 
     worker: WorkerRef
@@ -114,5 +117,15 @@ class WorkerReport:
     max_num_batched_tokens: int = 0
     waiting_prefill_attended_tokens: int = 0
     mean_output_tokens: float = 0.0
-    slo_step_s: float = 0.0
+    target_step_s: float = 0.0
     recent_prefill_share: float = 0.0
+    ttft_target_factor: float = 0.0
+    tpot_target_factor: float = 0.0
+
+    @property
+    def target_factors(self) -> TargetFactors:
+        """The worker's target factors, or the defaults if it reports none that are valid."""
+        try:
+            return TargetFactors(ttft=self.ttft_target_factor, tpot=self.tpot_target_factor)
+        except ValueError:
+            return DEFAULT_FACTORS

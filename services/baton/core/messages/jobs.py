@@ -59,7 +59,9 @@ class Job:
     already
     deadline_s: time from receipt until the job is stopped, in seconds
     priority: lower values are scheduled first
+    ttft_slo_s: SLO of the time from receipt at the gateway to the first token, in seconds; 0: none
     tpot_slo_s: SLO of the mean time between two tokens, in seconds; 0: none
+    waited_s: time since receipt at the gateway, in seconds; 0 if the client has tokens already
     """
 
     job: JobId
@@ -72,7 +74,9 @@ class Job:
     cache_salt: bytes = b""
     decision_id: DecisionId = NO_DECISION
     trace_context: str = ""
+    ttft_slo_s: float = 0.0
     tpot_slo_s: float = 0.0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,14 @@ MAX_PROMPT_ROWS = 64
 """Prompt tokens of one step whose logprobs are computed. Each needs logits for the whole vocabulary."""
 
 
+def admission_key(seq: EngineSequence) -> tuple[bool, tuple[int, int, int]]:
+    """Return the sort key of prompts: preempted sequences first, then by priority and arrival."""
+    return seq.state is not SequenceState.PREEMPTED, seq.sort_key
+
+
 def admission_order(waiting: Iterable[EngineSequence]) -> list[EngineSequence]:
-    """Return queued sequences in admission order: preempted ones first, then by priority and arrival."""
-    return sorted(waiting, key=lambda seq: (seq.state is not SequenceState.PREEMPTED, seq.sort_key))
+    """Return queued sequences in admission order, which is that of `admission_key`."""
+    return sorted(waiting, key=admission_key)
 
 
 def decode_order(running: Iterable[EngineSequence]) -> list[EngineSequence]:

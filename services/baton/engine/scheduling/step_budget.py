@@ -1,42 +1,47 @@
 """Decides how many tokens the next step may carry.
 
-Decoding sequences wait for the whole step, so a long prefill chunk delays their next token. Two rules limit
-the length of a step that carries prefill and decode (a mixed step):
+Decoding sequences wait for the whole step, so prompt tokens delay their next token. Every request has latency
+targets: its SLO, or targets derived from its unloaded latency (`core.step_targets`). The budget balances
+them:
 
-- The stall-free rule, `core.step_cost.stall_free_step_s`: a mixed step may take a fixed multiple of a
-  decode-only step, or more if many prompts are queued. The scheduler predicts with the same function.
-- The SLO slack: if every decoding sequence has a TPOT SLO, a step may use a share of the time that the
-  sequences are ahead of it. A TPOT SLO limits the mean gap of a response, so a response that is ahead can
-  wait while a prompt is computed in one large step. Every wait reduces the slack that is left
-  (least-laxity-first).
+- Prompts need a share of the step time: as much as lets each first token come in time, behind the prompts
+  queued before it. Decodes leave a share: as much as lets each answer keep its mean gap. Both sides are
+  slowed down equally, each request at most to its target. A target is a mean over the answer, so an answer
+  that is ahead of it can wait while a prompt is computed.
+- If the targets of both sides cannot be met, decodes are slowed down to their targets, not further. A request
+  with an SLO has precedence over those with derived targets.
+- A request that can no longer meet its target is *late*. It takes no part in the balance, so it holds up
+  nobody.
+- If more requests are late than on time, the worker is overloaded, and targets cannot help. Steps are then as
+  full as possible, which gives the highest throughput. Only SLOs of decodes are still kept. A late prompt
+  counts once for each time of its target that it has waited, so a few late prompts do not wait for ever.
 
-`plan` is the only entry point that sizes a step. It is a pure function.
+The order of prompts does not change: by priority, then by arrival. `plan` is the only entry point that sizes
+a step. It is a pure function.
 
-Source of the stall-free rule: Sarathi-Serve (OSDI'24), section 4. There the budget is one constant, found
-offline. Here it follows from what this worker's steps cost now, so it fits the current batch.
+Sources: Sarathi-Serve (OSDI'24), section 4, for steps of decodes and prefill chunks; its budget is one
+constant, found offline. Niyama (arXiv 2503.22562), for chunks sized by the slack of decodes; it needs a
+deadline from each client.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
+from typing import NamedTuple
 
-from baton.core.step_cost import StepCostModel, StepWork, attended_tokens, stall_free_step_s
+from baton.core.step_cost import StepCostModel, StepWork, attended_tokens
+from baton.core.step_targets import LatencyTerm, balanced_share
+from baton.engine.scheduling.batcher import admission_key
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.sequence import EngineSequence
 
-SLO_TARGET_SHARE = 0.9
-"""Sequences are kept within this share of their TPOT SLO. The rest covers the path to the client and steps
-that take longer than predicted. A sequence that is beyond this share, but can still meet its SLO, gets no
-delay."""
-SLACK_SHARE_PER_STEP = 0.25
-"""One step uses at most this share of the smallest slack. The rest is left for prompts that arrive later, and
-for steps that get longer because more sequences decode."""
 EXPECTED_OUTPUT_SHARE = 0.25
 """A sequence that may end with an end-of-text token is expected to produce this share of a mean response.
 Slack is recovered in later tokens, so tokens that may not come are not counted. The value is an estimate."""
 
 PrefillPart = tuple[int, int]
 """(tokens to compute, tokens before them) of one prompt."""
+QueuedPrompt = tuple[EngineSequence, PrefillPart]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +49,19 @@ class StepBudget:
     """The size limit of one step.
 
     num_tokens: most tokens that the step may carry, one per decoding sequence included.
-    slo_step_s: longest step that the TPOT SLOs of the decoding sequences allow, in seconds. 0 if they do not
-        extend the stall-free limit: no sequence decodes, one of them has no SLO, or none has slack.
+    num_late: requests that can no longer meet their target.
+    target_step_s: longest mean step with which all decoding sequences on time meet their TPOT targets, in
+        seconds. 0 if none limits the step.
     """
 
     num_tokens: int
-    slo_step_s: float
+    num_late: int = 0
+    target_step_s: float = 0.0
 
 
 def plan(
     running: Iterable[EngineSequence],
-    prefills: Sequence[PrefillPart],
+    prompts: Sequence[QueuedPrompt],
     costs: StepCostModel | None,
     now_s: float,
     *,
@@ -64,150 +71,249 @@ def plan(
     """Return the budget of the next step.
 
     running: sequences that have their blocks.
-    prefills: what is left of every prompt, running or queued.
+    prompts: all sequences whose prompt is not complete, running or queued, and what is left of each.
     costs: what a step costs on this worker. None if unknown: then the budget is `max_num_batched_tokens`.
     now_s: current time, by the clock that `record_token` gets.
     mean_output_tokens: mean length of recent responses, 0 if unknown.
     """
+    if costs is None:
+        return StepBudget(num_tokens=config.max_num_batched_tokens)
     seqs = list(running)
     decoding = [seq for seq in seqs if seq.num_uncomputed_tokens == 1]
-    if costs is None or not decoding:
-        return StepBudget(num_tokens=config.max_num_batched_tokens, slo_step_s=0.0)
-    step = MixedStep.of(costs, [seq.num_computed_tokens for seq in decoding], prefills)
-    slo_step_s = slo_limit_s(
-        decoding,
-        now_s,
-        step.decode_s,
-        baseline_s=step.baseline_s,
-        mean_output_tokens=mean_output_tokens,
-        max_model_len=config.max_model_len,
+    step = MixedStep.of(costs, [seq.num_computed_tokens for seq in decoding])
+    queue = PromptQueue.of(prompts, step, now_s)
+    answers, num_late = answers_on_time(decoding, step, now_s, mean_output_tokens, config.max_model_len)
+    is_overloaded = queue.late_weight + num_late > queue.num_on_time + len(decoding) - num_late
+    if is_overloaded:
+        answers = [answer for answer in answers if answer.gap.is_slo]
+    num_prefill_tokens = config.max_num_batched_tokens - len(decoding)
+    if decoding:
+        num_prefill_tokens = step.max_prefill_tokens(
+            allowed_share(queue, answers, step) if is_overloaded else prefill_share(queue, answers, step),
+            max((seq.num_computed_tokens for seq in seqs if seq.num_uncomputed_tokens > 1), default=0),
+            at_most=num_prefill_tokens,
+        )
+    return StepBudget(
+        num_tokens=len(decoding) + num_prefill_tokens,
+        num_late=queue.num_late + num_late,
+        target_step_s=min((answer.longest_step_s(step) for answer in answers), default=0.0),
     )
-    num_prefill_tokens = step.max_prefill_tokens(
-        slo_step_s,
-        max((seq.num_computed_tokens for seq in seqs if seq.num_uncomputed_tokens > 1), default=0),
-        at_most=config.max_num_batched_tokens - len(decoding),
-        at_least=config.block_size_tokens,
-    )
-    return StepBudget(num_tokens=len(decoding) + num_prefill_tokens, slo_step_s=slo_step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedStep:
-    """A step in which sequences decode, and the time that prefill may take in it. All times in seconds.
+    """A step in which sequences decode, and what prompt tokens add to it. All times in seconds.
 
     costs: cost model of this worker's steps.
+    factor: correction of steps with prefill: of mixed ones, or of prefill alone if nothing decodes.
     decode_s: duration of the step without prefill.
     mixed_s: the decoding sequences' part of a step with prefill.
-    queued_s: time to compute all queued prompt tokens.
-    num_prompts: prompts that still need prefill.
-    num_decoding: sequences that decode in the step.
     """
 
     costs: StepCostModel
+    factor: float
     decode_s: float
     mixed_s: float
-    queued_s: float
-    num_prompts: int
-    num_decoding: int
 
     @classmethod
-    def of(cls, costs: StepCostModel, decode_contexts: Sequence[int], prefills: Sequence[PrefillPart]) -> "MixedStep":
-        """Predict a step in which sequences with these context lengths decode while `prefills` are queued."""
+    def of(cls, costs: StepCostModel, decode_contexts: Sequence[int]) -> "MixedStep":
+        """Predict a step in which sequences with these context lengths decode."""
         decode = StepWork.of((), decode_contexts)
+        factor = costs.mixed_factor if decode_contexts else costs.prefill_factor
         return cls(
             costs=costs,
+            factor=factor,
             decode_s=costs.step_seconds(decode),
-            mixed_s=costs.uncorrected_step_s(decode) * costs.mixed_factor,
-            queued_s=(costs.uncorrected_step_s(StepWork.of(prefills)) - costs.step_s) * costs.mixed_factor
-            if prefills
-            else 0.0,
-            num_prompts=len(prefills),
-            num_decoding=len(decode_contexts),
+            mixed_s=costs.uncorrected_step_s(decode) * factor,
         )
 
-    @property
-    def baseline_s(self) -> float:
-        """Longest duration of a mixed step without any SLO slack and with only one queued prompt."""
-        return stall_free_step_s(self.decode_s, self.mixed_s, 0.0, 0.0, 1, self.num_decoding)
+    def compute_s(self, num_tokens: int, num_before: int) -> float:
+        """Return the time that `num_tokens` prompt tokens after `num_before` add to steps that run anyway."""
+        attended_s = self.costs.prefill_attended_s * attended_tokens(num_tokens, num_before)
+        return self.factor * (self.costs.prefill_token_s * num_tokens + attended_s)
 
-    def max_s(self, slo_step_s: float) -> float:
-        """Return the longest allowed duration of this step. `slo_step_s` as in `StepBudget`."""
-        return stall_free_step_s(
-            self.decode_s, self.mixed_s, slo_step_s, self.queued_s, self.num_prompts, self.num_decoding
-        )
+    def max_prefill_tokens(self, share: float, num_before: int, *, at_most: int) -> int:
+        """Return the most prompt tokens that take at most `share` of the step, at most `at_most`.
 
-    def max_prefill_tokens(self, slo_step_s: float, num_before: int, *, at_most: int, at_least: int) -> int:
-        """Return the most prompt tokens with which the step keeps within `max_s(slo_step_s)`.
+        At least one, so that a prompt always makes progress. They take at least as long as a chunk of any
+        size makes the step longer; smaller chunks would only make more of such steps.
 
-        At least `at_least` tokens, so that a prompt always makes progress, and at most `at_most`.
         num_before: tokens of the prompt that are computed already; a chunk after them attends to them.
         """
-        costs = self.costs
-        prefill_s = (self.max_s(slo_step_s) - self.mixed_s) / costs.mixed_factor
-
-        def fits(num_tokens: int) -> bool:
-            return (
-                costs.prefill_token_s * num_tokens + costs.prefill_attended_s * attended_tokens(num_tokens, num_before)
-                <= prefill_s
-            )
-
-        if at_most <= at_least or fits(at_most):
+        if share >= 1:
             return at_most
-        found = min(at_most, max(at_least, int(_tokens_in(costs, num_before, prefill_s))))
-        while found < at_most and fits(found + 1):  # corrects rounding, at most one step
+        prefill_s = max(self.mixed_s * share / (1 - share), self.mixed_s - self.decode_s)
+        if self.compute_s(at_most, num_before) <= prefill_s:
+            return at_most
+        found = min(at_most, max(1, int(_tokens_in(self.costs, num_before, prefill_s / self.factor))))
+        while found < at_most and self.compute_s(found + 1, num_before) <= prefill_s:  # at most one step
             found += 1
-        while found > at_least and not fits(found):
+        while found > 1 and self.compute_s(found, num_before) > prefill_s:
             found -= 1
         return found
 
 
-def record_token(seq: EngineSequence, now_s: float) -> None:
-    """Move `seq.due_s`, the time at which its next token is due, forward by one target gap.
+class WaitingPrompt(NamedTuple):
+    """A prompt that can meet its TTFT target, by the time that it has waited and the prompts before it.
 
-    Call it for each token that `seq` gets. The first call starts the clock; if another worker made the first
-    token, that is when its KV has arrived here. Does nothing without a TPOT SLO.
+    until_s: time to compute it and all prompts before it.
     """
-    target_s = SLO_TARGET_SHARE * seq.request.tpot_slo_s
-    if target_s:
-        seq.due_s = (seq.due_s or now_s) + target_s
+
+    ttft: LatencyTerm
+    waited_s: float
+    until_s: float
+
+    def needed_share(self, slowdown: float) -> float:
+        """Return the share of the step time with which its TTFT has this slowdown; above 1 if none."""
+        left_s = self.ttft.at_slowdown(slowdown) - self.waited_s
+        return inf if left_s <= 0 else self.until_s / left_s
 
 
-def slo_limit_s(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptQueue:
+    """The prompts that are not complete.
+
+    on_time: those that have a target and can meet it, in queue order.
+    num_on_time: prompts that are not late.
+    num_late: prompts whose first token comes too late even if nothing else was computed from now on.
+    late_weight: sum of waiting time over target, over the late prompts.
+    compute_s: time to compute all prompts up to the last one that is on time, or all if none is.
+    """
+
+    on_time: tuple[WaitingPrompt, ...]
+    num_on_time: int
+    num_late: int
+    late_weight: float
+    compute_s: float
+
+    @classmethod
+    def of(cls, prompts: Sequence[QueuedPrompt], step: MixedStep, now_s: float) -> "PromptQueue":
+        """Sort the prompts into queue order, and find those that are on time."""
+        until_s, num_late, late_weight, on_time = 0.0, 0, 0.0, []
+        for seq, part in sorted(prompts, key=lambda prompt: admission_key(prompt[0])):
+            compute_s = step.compute_s(*part)
+            until_s += compute_s
+            if seq.targets is None or seq.first_token_s is not None:  # a preempted sequence has its first token
+                continue
+            waited_s = now_s - seq.arrived_s
+            if waited_s + compute_s > seq.targets.ttft.target_s:
+                num_late += 1
+                late_weight += waited_s / seq.targets.ttft.target_s
+            else:
+                on_time.append(WaitingPrompt(seq.targets.ttft, waited_s, until_s))
+        return cls(
+            on_time=tuple(on_time),
+            num_on_time=len(prompts) - num_late,
+            num_late=num_late,
+            late_weight=late_weight,
+            compute_s=on_time[-1].until_s if on_time else until_s,
+        )
+
+    def needed_share(self, slowdown: float) -> float:
+        """Return the share of the step time with which no prompt on time has more than this slowdown."""
+        worst = 0.0
+        for prompt in self.on_time:
+            worst = max(worst, prompt.needed_share(slowdown))
+            if worst > 1:  # the prompts behind it need no less
+                break
+        return worst
+
+
+class Answer(NamedTuple):
+    """A decoding sequence that can meet its TPOT target.
+
+    elapsed_s: time since its first token.
+    num_gaps: gaps between its tokens in all, those to come included.
+    num_left: tokens that are expected to come.
+    """
+
+    gap: LatencyTerm
+    elapsed_s: float
+    num_gaps: float
+    num_left: float
+
+    def spare_s(self, step: MixedStep, gap_s: float) -> float:
+        """Return how much longer its remaining steps may take in all, for a mean gap of `gap_s`."""
+        return self.num_gaps * gap_s - self.elapsed_s - self.num_left * step.mixed_s
+
+    def allowed_share(self, step: MixedStep, slowdown: float, compute_s: float) -> float:
+        """Return the share of the step time that it leaves to prompts if its mean gap has this slowdown.
+
+        compute_s: time to compute the prompts. If it can wait for all of them, it leaves everything.
+        """
+        spare_s = self.spare_s(step, self.gap.at_slowdown(slowdown))
+        if spare_s >= compute_s:
+            return 1.0
+        if spare_s <= 0:
+            return 0.0
+        prefill_s = spare_s / self.num_left
+        return prefill_s / (step.mixed_s + prefill_s)
+
+    def longest_step_s(self, step: MixedStep) -> float:
+        """Return the longest mean step with which it meets its target, at least the decodes' own part."""
+        return step.mixed_s + max(0.0, self.spare_s(step, self.gap.planned_s) / self.num_left)
+
+
+def allowed_share(queue: PromptQueue, answers: Iterable[Answer], step: MixedStep, slowdown: float = inf) -> float:
+    """Return the share of the step time that answers leave to prompts if none has more than this slowdown."""
+    return min((answer.allowed_share(step, slowdown, queue.compute_s) for answer in answers), default=1.0)
+
+
+def prefill_share(queue: PromptQueue, answers: Sequence[Answer], step: MixedStep) -> float:
+    """Return the share of the step time that goes to prompts if targets can be met.
+
+    answers: decoding sequences on time.
+    """
+    most = allowed_share(queue, answers, step)
+    if not queue.on_time:
+        return most
+    if queue.needed_share(inf) <= most:
+        terms = (*(prompt.ttft for prompt in queue.on_time), *(answer.gap for answer in answers))
+        highest = max(1.0, max(term.planned_s / term.unloaded_s for term in terms))
+        return balanced_share(
+            queue.needed_share, lambda slowdown: allowed_share(queue, answers, step, slowdown), highest, min
+        )
+    slos = [prompt.needed_share(inf) for prompt in queue.on_time if prompt.ttft.is_slo]
+    needed = max((share for share in slos if share <= 1), default=0.0)
+    return max(most, min(needed, allowed_share(queue, (answer for answer in answers if answer.gap.is_slo), step)))
+
+
+def record_token(seq: EngineSequence, now_s: float) -> None:
+    """Start the clock of the TPOT target with the first token of `seq`.
+
+    Call it for each token, before it is appended. If another worker made the first token, the clock starts
+    when its KV has arrived here.
+    """
+    if seq.first_token_s is None:
+        seq.first_token_s = now_s
+        seq.num_earlier_tokens = seq.num_output_tokens
+
+
+def answers_on_time(
     decoding: Iterable[EngineSequence],
+    step: MixedStep,
     now_s: float,
-    decode_s: float,
-    *,
-    baseline_s: float,
     mean_output_tokens: float,
     max_model_len: int,
-) -> float:
-    """Return how long the next step may take by the TPOT SLOs of the decoding sequences, in seconds.
+) -> tuple[list[Answer], int]:
+    """Return the decoding sequences that can meet their TPOT target, and the number of those that cannot.
 
-    0 if a sequence has no SLO, or if none has slack to give. A sequence that can no longer meet its SLO, even
-    with decode-only steps, is ignored: it does not hold up prompts.
-
-    decode_s: duration of a decode-only step.
-    baseline_s: duration of a mixed step (`MixedStep.baseline_s`). A delay must be recovered in steps of this
-        length. The duration with the current queue is not used: the queue is temporary, and a longer queue
-        would then make the step shorter.
-    mean_output_tokens: mean length of recent responses, 0 if unknown.
+    A sequence is late if it cannot meet its target even with decode-only steps. The last token of a prompt,
+    which has no output yet, is neither.
     """
-    least_s = inf
+    found, num_late = [], 0
     for seq in decoding:
-        slo_s = seq.request.tpot_slo_s
-        if not slo_s:
-            return 0.0
-        if not seq.due_s:  # the last token of its prompt is due in this step; it has no output yet
+        if seq.first_token_s is None or seq.targets is None:
             continue
-        target_s = SLO_TARGET_SHARE * slo_s
+        gap, elapsed_s = seq.targets.tpot, now_s - seq.first_token_s
+        num_past = seq.num_timed_tokens - 1
         most = max(1, min(seq.request.sampling.max_tokens - seq.num_output_tokens, max_model_len - len(seq.token_ids)))
-        ahead_s = seq.due_s - now_s - decode_s
-        reserve_s = (1 - SLO_TARGET_SHARE) * slo_s * (seq.num_output_tokens + most - 1)
-        if ahead_s + (most - 1) * (target_s - decode_s) + reserve_s <= 0:
+        if elapsed_s + most * step.decode_s > (num_past + most) * gap.target_s:
+            num_late += 1
             continue
-        gain_s = min(target_s - decode_s, max(0.0, target_s - baseline_s))
-        least_s = min(least_s, max(0.0, ahead_s + (_expected_tokens(seq, most, mean_output_tokens) - 1) * gain_s))
-    return 0.0 if least_s in (0.0, inf) else decode_s + SLACK_SHARE_PER_STEP * least_s
+        num_left = _expected_tokens(seq, most, mean_output_tokens)
+        found.append(Answer(gap, elapsed_s, num_past + num_left, num_left))
+    return found, num_late
 
 
 def _expected_tokens(seq: EngineSequence, most: int, mean_output_tokens: float) -> float:

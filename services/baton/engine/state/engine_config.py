@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import Code, ConfigError, Failure, Reason, Refused, invalid
 from baton.core.kv.block_hash import num_blocks_for
+from baton.core.step_targets import DEFAULT_FACTORS, TargetFactors
 from baton.engine.state.sequence import SequenceRequest
 
 
@@ -19,6 +20,7 @@ class EngineConfig:
     max_waiting_seqs: length of the queue.
     kv_window: tokens that a token sees in the layer with the longest view, itself included; 0 for all. Blocks
         that no later token of a sequence sees are freed while it runs.
+    targets: factors of the latency targets of requests without an SLO.
     """
 
     max_num_batched_tokens: int
@@ -28,6 +30,7 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] = ()
     max_waiting_seqs: int = 1024
     kv_window: int = 0
+    targets: TargetFactors = DEFAULT_FACTORS
 
     def __post_init__(self) -> None:
         for name in (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from baton.core.kv.block_hash import BlockHash, TokenIds, chain, num_blocks_for
 from baton.core.request import FinishReason, PromptLogprobs, Sampling
 from baton.core.state_machines import SEQUENCE_TRANSITIONS, Lifecycle, SequenceState
+from baton.core.step_targets import LatencyTargets
 from baton.engine.state.step import NO_BLOCK
 
 
@@ -35,7 +36,9 @@ class SequenceRequest:
         readers.
     pulled: its KV is read from another worker instead of computed. Admission reserves all missing blocks, and
         `Engine.received` starts the sequence.
+    ttft_slo_s: SLO for the time to the first token, from the arrival at the gateway, in seconds; 0 for none.
     tpot_slo_s: SLO for the mean time per output token, in seconds; 0 for none.
+    waited_s: time since the arrival at the gateway, in seconds.
     """
 
     seq_id: int
@@ -49,7 +52,9 @@ class SequenceRequest:
     prefill_only: bool = False
     for_reader: bool = False
     pulled: bool = False
+    ttft_slo_s: float = 0.0
     tpot_slo_s: float = 0.0
+    waited_s: float = 0.0
 
     @property
     def num_slots(self) -> int:
@@ -78,15 +83,18 @@ class EngineSequence:
     prompt_logprobs: of the prompt tokens computed so far but the first, by step, if the request asks for
         them.
     has_sent_prompt: they were sent, so they are not computed again after a preemption.
-    due_s: time at which its next token is due by its TPOT SLO; 0 without SLO or before the first token
-        (`engine.scheduling.step_budget.record_token`).
+    arrived_s: when the request arrived at the gateway, by the engine's clock.
+    targets: its latency targets; None if the worker's step costs were unknown when it arrived.
+    first_token_s: when its first token here was made, or its pulled KV had arrived; None before.
+    num_earlier_tokens: output tokens before that one.
     """
 
     __slots__ = (
         "_table",
         "arrival",
+        "arrived_s",
         "block_table",
-        "due_s",
+        "first_token_s",
         "has_sent_prompt",
         "hashes",
         "key",
@@ -94,25 +102,38 @@ class EngineSequence:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_earlier_tokens",
         "num_freed_blocks",
         "num_hashed_blocks",
         "prompt_logprobs",
         "request",
         "sample_indices",
+        "targets",
         "token_ids",
     )
 
-    def __init__(self, request: SequenceRequest, *, key: int, arrival: int) -> None:
+    def __init__(
+        self,
+        request: SequenceRequest,
+        *,
+        key: int,
+        arrival: int,
+        arrived_s: float = 0.0,
+        targets: LatencyTargets | None = None,
+    ) -> None:
         self.request = request
         self.key = key
         self.arrival = arrival
+        self.arrived_s = arrived_s
+        self.targets = targets
+        self.first_token_s: float | None = None
+        self.num_earlier_tokens = 0
         self.sample_indices = request.sample_indices
         self.token_ids: TokenIds = request.token_ids[:]
         self.num_computed_tokens = 0
         self.num_cached_blocks = 0
         self.num_cached_tokens: int | None = None
         self.block_table: list[int] = []
-        self.due_s = 0.0
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.has_sent_prompt = False
         self.hashes: list[BlockHash] = list(request.block_hashes)
@@ -144,6 +165,11 @@ class EngineSequence:
     def num_output_tokens(self) -> int:
         """Output tokens so far, including those of earlier attempts."""
         return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def num_timed_tokens(self) -> int:
+        """Output tokens since `first_token_s`, that one included; 0 before."""
+        return 0 if self.first_token_s is None else self.num_output_tokens - self.num_earlier_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -253,14 +279,17 @@ class EngineSequence:
 
         The caller must add a reference to each block.
         """
-        child = EngineSequence(self.request, key=key, arrival=self.arrival)
+        child = EngineSequence(
+            self.request, key=key, arrival=self.arrival, arrived_s=self.arrived_s, targets=self.targets
+        )
         child.sample_indices = (sample_index,)
         child.token_ids = self.token_ids[:]
         child.num_computed_tokens = self.num_computed_tokens
         child.num_cached_blocks = self.num_cached_blocks
         child.num_cached_tokens = self.num_cached_tokens
         child.block_table = self.block_table[:]
-        child.due_s = self.due_s
+        child.first_token_s = self.first_token_s
+        child.num_earlier_tokens = self.num_earlier_tokens
         child.has_sent_prompt = self.has_sent_prompt
         child.hashes = self.hashes[:]
         child.num_hashed_blocks = self.num_hashed_blocks

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from baton.core.state_machines import SequenceState
+from baton.core.step_targets import LatencyTargets
 from baton.engine.state.sequence import EngineSequence, SequenceRequest
 
 
@@ -44,10 +45,10 @@ class SequenceTable:
         yield from (seq for seq in self.queue.values() if not seq.waits_for_pull)
         yield from (seq for seq in self.running.values() if seq.num_uncomputed_tokens > 1)
 
-    def add(self, request: SequenceRequest) -> None:
+    def add(self, request: SequenceRequest, *, arrived_s: float, targets: LatencyTargets | None) -> None:
         """Create a sequence at the end of the queue."""
         key = self._new_key()
-        seq = EngineSequence(request, key=key, arrival=key)
+        seq = EngineSequence(request, key=key, arrival=key, arrived_s=arrived_s, targets=targets)
         self.queue[key] = seq
         self._of_request[seq.seq_id] = [seq]
 

@@ -76,6 +76,7 @@ class Attempt:
         if prefill is not None and decode is not None and prefill.is_same_incarnation(decode):
             prefill = None  # a valid placement names a worker once: a decode worker can compute the prompt itself
         request = self.request
+        awaits_first_token = not self.num_replayed
         common: dict[str, Any] = {
             "job": self.job,
             "token_ids": request.token_ids,
@@ -87,7 +88,9 @@ class Attempt:
             "cache_salt": request.cache_salt,
             "decision_id": placement.decision_id,
             "trace_context": request.trace_context,
+            "ttft_slo_s": (request.slo.ttft_s or 0.0) if awaits_first_token else 0.0,
             "tpot_slo_s": request.slo.tpot_s or 0.0,
+            "waited_s": max(0.0, now_s - request.received_s) if awaits_first_token else 0.0,
         }
         source = placement.prefix_source  # goes to the worker that computes the prompt
         return (

@@ -125,7 +125,9 @@ _REPORT = MessageMapping(
         "counted_decision_ids": repeated(str, lambda value: DecisionId(c.name(value, "decision_id"))),
         "costs": nested(_COSTS.to_wire, _from_step_costs, optional=True),
         "mean_output_tokens": _AMOUNT,
-        "slo_step_s": _AMOUNT,
+        "target_step_s": _AMOUNT,
+        "ttft_target_factor": _AMOUNT,
+        "tpot_target_factor": _AMOUNT,
         "recent_prefill_share": checked(c.share),
     },
 )

@@ -177,7 +177,9 @@ def _to_job(job: Job) -> pb.Job:
         cache_salt=job.cache_salt,
         decision_id=job.decision_id,
         trace_context=job.trace_context,
+        ttft_slo_s=job.ttft_slo_s,
         tpot_slo_s=job.tpot_slo_s,
+        waited_s=job.waited_s,
     )
 
 
@@ -211,7 +213,9 @@ def _from_prefill_job(message: pb.PrefillJob) -> PrefillJob:
         cache_salt=c.name(job.cache_salt, "cache_salt"),
         decision_id=DecisionId(c.name(job.decision_id, "decision_id")),
         trace_context=c.name(job.trace_context, "trace_context"),
+        ttft_slo_s=c.seconds(job.ttft_slo_s, "ttft_slo_s"),
         tpot_slo_s=c.seconds(job.tpot_slo_s, "tpot_slo_s"),
+        waited_s=c.seconds(job.waited_s, "waited_s"),
         reader=c.from_worker_ref(message.reader) if message.HasField("reader") else None,
         prefix_source=c.from_prefix_source(message.prefix_source) if message.HasField("prefix_source") else None,
     )
@@ -233,7 +237,9 @@ def _from_decode_job(message: pb.DecodeJob) -> DecodeJob:
         cache_salt=c.name(job.cache_salt, "cache_salt"),
         decision_id=DecisionId(c.name(job.decision_id, "decision_id")),
         trace_context=c.name(job.trace_context, "trace_context"),
+        ttft_slo_s=c.seconds(job.ttft_slo_s, "ttft_slo_s"),
         tpot_slo_s=c.seconds(job.tpot_slo_s, "tpot_slo_s"),
+        waited_s=c.seconds(job.waited_s, "waited_s"),
         owner=c.from_worker_ref(message.follow.owner) if source == "follow" else None,
         prefix_source=c.from_prefix_source(message.prefix_source) if message.HasField("prefix_source") else None,
     )

@@ -4,6 +4,7 @@ from typing import Literal
 
 from baton.core.errors import ConfigError
 from baton.core.step_cost import StepCostModel
+from baton.core.step_targets import TargetFactors
 from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.config_base import Config, config, setting
 from baton.runtime.config.durations import parse_durations
@@ -84,12 +85,30 @@ class ComputeSettings(Config):
         "container's CPU quota",
         minimum=1,
     )
+    ttft_target_factor: float = setting(
+        10.0,
+        help="TTFT target of a request without a TTFT SLO, as a multiple of the TTFT of a prompt of its length on the "
+        "idle worker; steps balance prompts and decodes by these targets",
+        above=1,
+        maximum=1000,
+    )
+    tpot_target_factor: float = setting(
+        3.0,
+        help="TPOT target of a request without a TPOT SLO, as a multiple of the TPOT of one answer on the idle worker",
+        above=1,
+        maximum=1000,
+    )
     step_limit_s: float = setting(
         60.0,
         help="maximum duration of one step; a worker that exceeds it is taken for stuck and exits",
         unit="seconds",
         above=0,
     )
+
+    @property
+    def target_factors(self) -> TargetFactors:
+        """The factors of the latency targets of requests without an SLO."""
+        return TargetFactors(ttft=self.ttft_target_factor, tpot=self.tpot_target_factor)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,18 +23,18 @@ from baton.scheduler.policies.eligibility import (
 from baton.scheduler.policies.least_loaded import least_loaded
 from baton.scheduler.policies.policy_types import Choice, LazyCandidates, PolicyContext, Prediction
 from baton.scheduler.prediction.predict import (
+    FirstTokenTerms,
     Prompt,
     capacity_wait_s,
     expected_output_tokens,
     exposed_transfer_s,
+    first_token,
     idle_tpot_s,
-    longest_mixed_step_s,
-    prefill_compute_s,
-    prefill_s,
     prompt_of,
     time_to_fit_s,
     tpot_now_s,
     tpot_s,
+    tpot_target_s,
 )
 from baton.scheduler.state.worker_data import NO_COSTS, Floats, Mask
 from baton.scheduler.state.worker_table import WorkerTable, worker_table_of
@@ -46,6 +46,7 @@ class PlacementInputs:
 
     prefill, decode: candidates of each side by eligibility.
     usable_prefill: prefill candidates, busy or avoided ones included.
+    first: queue in front of the prompt, and the share of step time that it gets, at each worker.
     own_prefill_s: time to compute what each worker has not cached itself.
     """
 
@@ -57,6 +58,7 @@ class PlacementInputs:
     prefill: Mask
     decode: Mask
     usable_prefill: Mask
+    first: FirstTokenTerms[Floats]
     own_prefill_s: Floats
 
 
@@ -81,6 +83,7 @@ def placement_inputs(
             by_load = least_loaded(query, cluster, context)
             return replace(by_load, basis=None) if isinstance(by_load, Choice) else by_load
     prompt = prompt_of(query, cluster.overlaps, workers)
+    first = first_token(workers, query, prompt.overlap_tokens)
     inputs = PlacementInputs(
         query=query,
         context=context,
@@ -90,7 +93,8 @@ def placement_inputs(
         prefill=_best_available(query, workers, prompt, prefill, context),
         decode=_best_available(query, workers, prompt, decode, context),
         usable_prefill=prefill.usable,
-        own_prefill_s=prefill_s(workers, prompt.num_tokens, prompt.overlap_tokens),
+        first=first,
+        own_prefill_s=first.prefill_s(workers, prompt.num_tokens, prompt.overlap_tokens),
     )
     if not any_worker(inputs.prefill if no_decode else inputs.decode):
         return no_capacity("prefill" if no_decode else "decode")
@@ -117,7 +121,8 @@ def _best_available(
 def cheapest(cost_s: Floats, predicted_s: Callable[[], Floats], slo_s: float | None) -> int:
     """Return the position of the least cost, among the workers predicted to meet the SLO if there are any.
 
-    `predicted_s` is called only if there is an SLO. Ties break by position, which is by id.
+    `predicted_s` is called only if there is an SLO. Derived targets do not matter here: a slow worker has
+    loose ones. Ties break by position, which is by id.
     """
     best = int(cost_s.argmin())
     if slo_s is None or (seconds := predicted_s()).item(best) <= slo_s:
@@ -138,7 +143,7 @@ def ttft_left_s(query: PlacementQuery) -> float | None:
 def decode_terms(inputs: PlacementInputs) -> DecodeTerms:
     """Predict the seconds per output token: TPOT plus capacity wait and KV pull, spread over the answer."""
     w, prompt = inputs.workers, inputs.prompt
-    computed_s = w.derived.queue_s + inputs.own_prefill_s
+    computed_s = inputs.first.queue_s + inputs.own_prefill_s
     candidates = inputs.prefill if any_worker(inputs.prefill) else inputs.decode
     fastest = int(np.where(candidates, computed_s, inf).argmin())
     horizon_s = computed_s.item(fastest)
@@ -147,7 +152,9 @@ def decode_terms(inputs: PlacementInputs) -> DecodeTerms:
     pull_s = missing_blocks * w.reported.block_bytes * w.reported.default_link_s_per_byte
     wait_s = capacity_wait_s(w, prompt, step_s)
     cost_s = step_s + (wait_s + pull_s) / expected_output_tokens(w, prompt)
-    return DecodeTerms(step_s, wait_s, pull_s, np.where(inputs.decode, cost_s, inf), horizon_s, fastest)
+    slo_s = inputs.query.slo.tpot_s
+    target_s = tpot_target_s(w, prompt) if slo_s is None else np.full(len(w.views), slo_s)
+    return DecodeTerms(step_s, wait_s, pull_s, np.where(inputs.decode, cost_s, inf), horizon_s, fastest, target_s)
 
 
 def cheapest_decode(inputs: PlacementInputs, terms: DecodeTerms) -> int:
@@ -162,10 +169,11 @@ def own_prefix_terms(inputs: PlacementInputs) -> PrefillTerms:
     """Return the terms if each worker computes what it has not cached itself. Not ranked yet."""
     size = len(inputs.workers.views)
     return PrefillTerms(
-        queue_s=inputs.workers.derived.queue_s,
+        queue_s=inputs.first.queue_s.copy(),
         pull_s=np.zeros(size),
         prefill_s=inputs.own_prefill_s.copy(),
         transfer_s=np.zeros(size),
+        target_s=inputs.first.target_s,
         redundant_s=np.zeros(size),
         cost_s=inputs.own_prefill_s,
         source=np.full(size, NO_SOURCE),
@@ -205,17 +213,18 @@ def transfer_terms_s(inputs: PlacementInputs, terms: PrefillTerms, decode: int) 
 class LocalPrefill:
     """The terms if the decode worker computes the prompt itself.
 
-    No KV is transferred, but its sequences wait.
+    No KV is transferred. Its sequences are slowed down as much as the prompt, at most to their targets; the
+    share of step time that the prompt gets accounts for it.
 
-    delay_s: sum of the delays of its sequences.
+    first: queue and share of step time at the decode worker.
     margin_s: by how much it must be faster than the best prefill worker.
     """
 
+    first: FirstTokenTerms[float]
     cached_tokens: float
     prefill_s: float
     pull_s: float = 0.0
     source: int = NO_SOURCE
-    delay_s: float = 0.0
     margin_s: float = 0.0
     redundant_s: float = 0.0
 
@@ -231,36 +240,26 @@ def local_prefill(inputs: PlacementInputs, decode: int) -> LocalPrefill:
         cached_tokens = prompt.overlap_tokens.item(decode)
     else:
         cached_tokens = prompt.pullable_blocks.get(decode, 0) * row.reported.block_size_tokens
-    return LocalPrefill(cached_tokens=cached_tokens, prefill_s=prefill_s(row, prompt.num_tokens, cached_tokens))
+    first = first_token(row, inputs.query, cached_tokens)
+    return LocalPrefill(
+        first=first, cached_tokens=cached_tokens, prefill_s=first.prefill_s(row, prompt.num_tokens, cached_tokens)
+    )
 
 
-def local_delay_s(inputs: PlacementInputs, decode: int, local: LocalPrefill) -> float:
-    """Predict by how much a local prefill delays the decode worker's sequences, in sum."""
+def can_spare_steps(inputs: PlacementInputs, decode: int) -> bool:
+    """False if the decode worker computes no prompts by role, and its answers already miss their targets."""
     row = inputs.workers.row(decode)
-    num_delayed = row.reported.decoding_seqs + row.reserved.joining_seqs
-    if not num_delayed:
-        return 0.0
-    return prefill_compute_s(row, inputs.prompt.num_tokens, local.cached_tokens) * num_delayed
-
-
-def exceeds_tpot_slo(inputs: PlacementInputs, decode: int, local: LocalPrefill) -> bool:
-    """True if a local prefill makes a step longer than the strictest TPOT SLO at the decode worker."""
-    row = inputs.workers.row(decode)
-    slos = [s for s in (inputs.query.slo.tpot_s, inputs.workers.views[decode].tpot_slo_s) if s is not None]
-    if not slos or not row.reported.decoding_seqs + row.reserved.joining_seqs:
-        return False
-    return longest_mixed_step_s(row, inputs.prompt.num_tokens, local.cached_tokens) > min(slos)
+    return bool(row.reported.can_prefill) or not row.derived.joined_step_s or row.derived.longest_step_s < inf
 
 
 def add_local_prefill(terms: PrefillTerms, decode: int, local: LocalPrefill) -> None:
     """Make the decode worker a candidate to prefill. `terms` must be ranked."""
     terms.pull_s[decode], terms.prefill_s[decode], terms.transfer_s[decode] = local.pull_s, local.prefill_s, 0.0
+    terms.queue_s[decode] = local.first.queue_s
     terms.source[decode], terms.cached_tokens[decode] = local.source, local.cached_tokens
     terms.redundant_s[decode] = local.redundant_s
-    terms.local_delay_s, terms.local_margin_s = local.delay_s, local.margin_s
-    terms.cost_s[decode] = (
-        terms.queue_s.item(decode) + local.pull_s + local.prefill_s + local.delay_s + local.margin_s + local.redundant_s
-    )
+    terms.local_margin_s = local.margin_s
+    terms.cost_s[decode] = local.first.queue_s + local.pull_s + local.prefill_s + local.margin_s + local.redundant_s
 
 
 # The choice
@@ -326,7 +325,6 @@ def _prediction(
         prefix_pull_s=pull_s,
         prefill_s=compute_s,
         transfer_s=terms.transfer_s.item(best),
-        decode_delay_s=terms.local_delay_s if best == decode else 0.0,
         ttft_s=ttft_s,
         least_queue_s=terms.queue_s.item(least_queued),
         **of_decode,

@@ -28,6 +28,7 @@ class DecodeTerms:
     cost_s: what is minimised; infinite for workers that are no candidates.
     horizon_s: predicted time until the prompt is computed, by the fastest prefill worker.
     fastest_prefill: position of that worker.
+    target_s: TPOT target of the request.
     """
 
     tpot_s: Floats
@@ -36,6 +37,7 @@ class DecodeTerms:
     cost_s: Floats
     horizon_s: float
     fastest_prefill: int
+    target_s: Floats
 
 
 @dataclass(slots=True)
@@ -47,8 +49,8 @@ class PrefillTerms:
     cost_s: what is minimised; infinite for workers that are no candidates.
     source: position of the worker whose prefix is pulled, or NO_SOURCE.
     holders: positions of the workers that were considered as sources.
-    local_delay_s, local_margin_s: charges of the decode worker if it is a candidate to prefill
-        (`LocalPrefill`).
+    target_s: TTFT target of the request, less what it has waited before.
+    local_margin_s: charge of the decode worker if it is a candidate to prefill (`LocalPrefill`).
     """
 
     queue_s: Floats
@@ -60,7 +62,7 @@ class PrefillTerms:
     source: npt.NDArray[np.intp]
     cached_tokens: Floats
     holders: list[int]
-    local_delay_s: float = 0.0
+    target_s: Floats
     local_margin_s: float = 0.0
 
     def ttft_s(self) -> Floats:
@@ -96,7 +98,7 @@ def explain_candidates(
             for i in ranked[SHOWN_PER_SIDE:]
         ]
         if side == "prefill" or decode_terms is not None:
-            shown += _not_ranked(query, cluster, w, side, set(ranked), decode)
+            shown += _not_ranked(query, cluster, w, side, set(ranked))
     return tuple(shown)
 
 
@@ -107,6 +109,7 @@ def _decode_candidate(w: WorkerTable, prompt: Prompt, terms: DecodeTerms, i: int
         "kv_pull_s": terms.pull_s[i],
         "cost_s": terms.cost_s[i],
         "overlap_blocks": prompt.overlap_blocks[i],
+        "tpot_target_s": terms.target_s[i],
     }
     prefill_share = w.reported.recent_prefill_share.item(i)
     if prefill_share > 0:
@@ -120,10 +123,10 @@ def _prefill_candidate(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, i: i
         "prefix_pull_s": terms.pull_s[i],
         "prefill_s": terms.prefill_s[i],
         "transfer_s": terms.transfer_s[i],
-        "decode_delay_s": terms.local_delay_s if i == decode else 0.0,
         "redundant_s": terms.redundant_s[i],
         "cost_s": terms.cost_s[i],
         "overlap_blocks": prompt.overlap_blocks[i],
+        "ttft_target_s": terms.target_s[i],
     }
     if i == decode and terms.local_margin_s > 0:
         values["margin_s"] = terms.local_margin_s
@@ -145,7 +148,7 @@ def _best_first(cost_s: Floats) -> list[int]:
 
 
 def _not_ranked(
-    query: PlacementQuery, cluster: ClusterSnapshot, w: WorkerTable, side: Side, ranked: set[int], decode: int | None
+    query: PlacementQuery, cluster: ClusterSnapshot, w: WorkerTable, side: Side, ranked: set[int]
 ) -> list[Candidate]:
     """Return the workers of the side's role that were no candidates, with their exclusions."""
     candidates: list[Candidate] = []
@@ -154,6 +157,6 @@ def _not_ranked(
         if i in ranked or why is Exclusion.OTHER_ROLE:
             continue
         if why is None:
-            why = Exclusion.TPOT_SLO_AT_RISK if i == decode else Exclusion.NOT_READABLE
+            why = Exclusion.NOT_READABLE
         candidates.append(Candidate(worker=worker.worker, side=side, excluded=why.value))
     return candidates

@@ -45,7 +45,6 @@ class Exclusion(Enum):
 
     # The policy did not choose an eligible worker:
     NOT_READABLE = "KV not readable by the decode worker"
-    TPOT_SLO_AT_RISK = "its decoding requests would miss their TPOT SLO"
     SLOWER = "predicted slower"
 
     @property

@@ -16,10 +16,9 @@ from baton.scheduler.policies.candidate_costs import (
     LocalPrefill,
     PlacementInputs,
     add_local_prefill,
+    can_spare_steps,
     cheapest_decode,
     decode_terms,
-    exceeds_tpot_slo,
-    local_delay_s,
     local_prefill,
     own_prefix_terms,
     pair_choice,
@@ -31,9 +30,8 @@ from baton.scheduler.policies.candidate_costs import (
 from baton.scheduler.policies.cost_terms import PrefillTerms
 from baton.scheduler.policies.eligibility import any_worker, needs_no_decode, readable_mask, readers_of, sources_of
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
-from baton.scheduler.prediction.predict import Prompt, prefill_s
+from baton.scheduler.prediction.predict import Prompt
 from baton.scheduler.state.worker_data import Floats, Mask
-from baton.scheduler.state.worker_table import WorkerTable
 
 MAX_HOLDERS = 4
 """Number of workers, apart from the decode worker, considered to pull a prefix from: those that hold most of
@@ -47,17 +45,15 @@ charged yet.
 """
 
 
-def kv_centric(
-    query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyContext, *, charge_decode_delay: bool = True
-) -> Choice | Rejection:
-    """Minimise the predicted time to the first token without breaking the SLOs of running requests.
+def kv_centric(query: PlacementQuery, cluster: ClusterSnapshot, context: PolicyContext) -> Choice | Rejection:
+    """Minimise the predicted time to the first token within the latency targets of running requests.
 
     Decode worker: the least predicted seconds per output token once the prompt is computed, with the KV pull
         and the wait for capacity spread over the answer.
     Prefill worker: the least predicted queue + pull of a cached prefix + prefill of the rest + exposed KV
         transfer.
 
-    The decode worker is a candidate to prefill, too, charged with the delay of its sequences.
+    The decode worker is a candidate to prefill, too, in the share of its steps that its sequences can spare.
     Ties break by id.
     """
     inputs = placement_inputs(query, cluster, context)
@@ -83,16 +79,11 @@ def kv_centric(
     rank(terms, prefills)
 
     local = _with_pulled_prefix(inputs, terms.holders, decode, local_prefill(inputs, decode))
-    breaks_slo = False
-    if charge_decode_delay:
-        local.delay_s = local_delay_s(inputs, decode, local)
-        breaks_slo = exceeds_tpot_slo(inputs, decode, local)
-    if not has_prefills:
-        add_local_prefill(terms, decode, local)
-    elif not breaks_slo:
+    if has_prefills:
         if not inputs.workers.reported.can_prefill[decode]:
             local.margin_s = max(LOCAL_PREFILL_GAIN_S, LOCAL_PREFILL_GAIN * float(terms.cost_s.min()))
         local.redundant_s = _local_redundant_s(inputs.prompt, terms, local)
+    if not has_prefills or can_spare_steps(inputs, decode):
         add_local_prefill(terms, decode, local)
 
     choice = pair_choice(inputs, terms, by_decode, decode)
@@ -119,17 +110,18 @@ def _prefix_holders(inputs: PlacementInputs, decode: int | None) -> list[int]:
 def _use_pulled_prefixes(inputs: PlacementInputs, terms: PrefillTerms, candidates: Mask) -> None:
     """Let each candidate pull a prefix from the holder that makes it fastest, if any does."""
     for holder in terms.holders:
-        _consider_holder(inputs.workers, inputs.prompt, terms, candidates, holder)
+        _consider_holder(inputs, terms, candidates, holder)
 
 
-def _consider_holder(w: WorkerTable, prompt: Prompt, terms: PrefillTerms, candidates: Mask, holder: int) -> None:
+def _consider_holder(inputs: PlacementInputs, terms: PrefillTerms, candidates: Mask, holder: int) -> None:
     """Enter the pull from `holder` into the terms of the candidates that it makes faster."""
+    w, prompt = inputs.workers, inputs.prompt
     links, held_blocks = w.links, prompt.pullable_blocks[holder]
     can_pull = candidates & (prompt.overlap_blocks < held_blocks) & readers_of(w, holder)
     if not any_worker(can_pull):
         return
     cached_tokens = held_blocks * w.reported.block_size_tokens.item(holder)
-    compute_s = prefill_s(w, prompt.num_tokens, cached_tokens)
+    compute_s = inputs.first.prefill_s(w, prompt.num_tokens, cached_tokens)
     num_bytes = (held_blocks - prompt.overlap_blocks) * w.reported.block_bytes.item(holder)
     pull_s = num_bytes * links.s_per_byte[:, holder] + links.queued_s[:, holder]
     is_faster = can_pull & (compute_s + pull_s < terms.prefill_s + terms.pull_s)
@@ -153,9 +145,9 @@ def _with_pulled_prefix(inputs: PlacementInputs, holders: list[int], decode: int
         missing_blocks = (held_tokens - local.cached_tokens) / row.reported.block_size_tokens
         num_bytes = missing_blocks * row.reported.block_bytes
         pull_s = num_bytes * links.s_per_byte.item(decode, holder) + links.queued_s.item(decode, holder)
-        compute_s = prefill_s(row, prompt.num_tokens, held_tokens)
+        compute_s = local.first.prefill_s(row, prompt.num_tokens, held_tokens)
         if compute_s + pull_s < best.prefill_s + best.pull_s:
-            best = LocalPrefill(cached_tokens=held_tokens, prefill_s=compute_s, pull_s=pull_s, source=holder)
+            best = replace(local, cached_tokens=held_tokens, prefill_s=compute_s, pull_s=pull_s, source=holder)
     return best
 
 

@@ -33,7 +33,6 @@ class Prediction:
     """Predicted seconds of one choice.
 
     transfer_s: time between the first token and the last KV block at the decode worker.
-    decode_delay_s: sum of the delays of sequences that decode on the worker that prefills.
     tpot_s: once the prompt is computed. tpot_now_s: if it were computed already.
     least_queue_s: shortest queue of all candidates.
     idle_tpot_s: TPOT without other sequences.
@@ -46,7 +45,6 @@ class Prediction:
     prefix_pull_s: float
     prefill_s: float
     transfer_s: float
-    decode_delay_s: float
     ttft_s: float
     least_queue_s: float
     tpot_s: float | None = None

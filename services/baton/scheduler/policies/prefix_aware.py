@@ -9,8 +9,6 @@ from baton.scheduler.policies.candidate_costs import (
     add_local_prefill,
     cheapest_decode,
     decode_terms,
-    exceeds_tpot_slo,
-    local_delay_s,
     local_prefill,
     own_prefix_terms,
     pair_choice,
@@ -58,10 +56,7 @@ def prefix_aware(query: PlacementQuery, cluster: ClusterSnapshot, context: Polic
     terms.transfer_s = transfer_terms_s(inputs, terms, decode)
     rank(terms, prefills)
     if is_hybrid or not has_prefills:
-        local = local_prefill(inputs, decode)
-        local.delay_s = local_delay_s(inputs, decode, local)
-        if not has_prefills or not exceeds_tpot_slo(inputs, decode, local):
-            add_local_prefill(terms, decode, local)
+        add_local_prefill(terms, decode, local_prefill(inputs, decode))
     choice = pair_choice(inputs, terms, by_decode, decode)
     # Without a readable prefill worker the state of all of them is the reason for the choice.
     return choice if has_prefills else replace(choice, basis=None)

@@ -6,23 +6,19 @@ Pure functions. Those that are generic in `N` take all workers at once (`WorkerT
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, exp, log
+from typing import Generic
 
 import numpy as np
 
 from baton.core.cluster.cluster_snapshot import Overlap
 from baton.core.cluster.placement import PlacementQuery
-from baton.core.step_cost import MAX_PREFILL_SHARE, QUEUE_TARGET_S
+from baton.scheduler.state.elementwise import ceil, exp, maximum, minimum
+from baton.scheduler.state.shared_steps import prefill_share
 from baton.scheduler.state.worker_data import Floats, N, WorkerData, WorkerRow
 from baton.scheduler.state.worker_table import WorkerTable
 
-SHORT_PROMPT_S = 0.25
-"""Prompts below this compute time barely change the prefill share of a step.
-
-If all workers are below it, the share is taken as constant, which saves time.
-"""
 _TINY = 1e-9
-"""Lower bound for divisors and logarithms; below any horizon or compute time that matters."""
+"""Lower bound for divisors; below any horizon or compute time that matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +61,61 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
     )
 
 
-def prefill_s(w: WorkerData[N], num_tokens: int, cached_tokens: N | float) -> N:
-    """Predict the time to compute the uncached rest of a prompt, in chunks that share steps with decodes."""
+@dataclass(frozen=True, slots=True)
+class FirstTokenTerms(Generic[N]):
+    """The TTFT of one request, as each worker would compute its prompt.
+
+    share: share of the step time that goes to the prompt and those queued before it.
+    queue_s: time until these are computed.
+    target_s: TTFT target, less what the request has waited before.
+    """
+
+    share: N
+    queue_s: N
+    target_s: N
+
+    def prefill_s(self, w: WorkerData[N], num_tokens: int, cached_tokens: N | float) -> N:
+        """Predict the time to compute the uncached rest of the prompt, after the queue."""
+        return _in_steps_s(w, num_tokens - cached_tokens, prefill_compute_s(w, num_tokens, cached_tokens), self.share)
+
+
+def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | float) -> FirstTokenTerms[N]:
+    """Predict the queue in front of a request's prompt, and the share of the step time that it gets.
+
+    A request that continues an earlier attempt has a derived target, because its first token came before.
+    """
+    num_tokens, derived, reported = query.num_prompt_tokens, w.derived, w.reported
     compute_s = prefill_compute_s(w, num_tokens, cached_tokens)
-    num_chunks = (num_tokens - cached_tokens) / w.reported.max_chunk_tokens
-    num_steps = _ceil(_maximum(num_chunks, _num_shared_steps(w, compute_s)))
-    return num_steps * w.derived.mixed_step_s + compute_s
+    unloaded_s = compute_s + _num_chunks(w, num_tokens - cached_tokens) * reported.base_step_s
+    full_s = prefill_compute_s(w, num_tokens, 0.0) + _num_chunks(w, num_tokens) * reported.base_step_s
+    slo_s, waited_s = (None, 0.0) if query.num_output_tokens else (query.slo.ttft_s, query.waited_s)
+    target_s = full_s * reported.ttft_factor if slo_s is None else full_s * 0.0 + slo_s
+    share = prefill_share(
+        reported,
+        derived.joined_step_s,
+        derived.longest_step_s,
+        derived.unloaded_gap_s,
+        work_s=derived.queued_prefill_s + compute_s,
+        unloaded_s=unloaded_s,
+        target_s=target_s,
+        waited_s=waited_s,
+    )
+    queue_s = _in_steps_s(w, w.reserved.queued_tokens, derived.queued_prefill_s, share)
+    return FirstTokenTerms(share=share, queue_s=queue_s, target_s=target_s - waited_s)
+
+
+def tpot_target_s(w: WorkerData[N], prompt: Prompt) -> N:
+    """Return the TPOT target of a request without an SLO."""
+    return idle_tpot_s(w, prompt) * w.reported.tpot_factor
+
+
+def _in_steps_s(w: WorkerData[N], num_tokens: N | float, compute_s: N, share: N) -> N:
+    """Predict the time of steps whose `num_tokens` prompt tokens take `compute_s` beyond the decodes."""
+    return maximum(compute_s / share, _num_chunks(w, num_tokens) * w.derived.mixed_step_s + compute_s)
+
+
+def _num_chunks(w: WorkerData[N], num_tokens: N | float) -> N:
+    return ceil(num_tokens / w.reported.max_chunk_tokens)
 
 
 def prefill_compute_s(w: WorkerData[N], num_tokens: int, cached_tokens: N | float) -> N:
@@ -83,19 +128,9 @@ def prefill_compute_s(w: WorkerData[N], num_tokens: int, cached_tokens: N | floa
     return (num_tokens - cached_tokens) * (reported.prefill_token_s + reported.prefill_attended_s * mean_attended)
 
 
-def longest_mixed_step_s(w: WorkerRow, num_tokens: int, cached_tokens: float) -> float:
-    """Predict the longest step that decodes and computes a chunk of the prompt. It is the last one."""
-    reported = w.reported
-    chunk = min(reported.max_chunk_tokens, num_tokens - cached_tokens)
-    num_before = num_tokens - chunk
-    share_s = _prefill_share_s(w, prefill_compute_s(w, num_tokens, cached_tokens))
-    chunk_s = chunk * (reported.prefill_token_s + reported.prefill_attended_s * (num_before + (chunk + 1) / 2))
-    return w.derived.mixed_step_s + min(share_s, chunk_s)
-
-
 def expected_output_tokens(w: WorkerData[N], prompt: Prompt) -> N:
     """Predict the length of the answer: the worker's mean, at most what the request allows."""
-    return _minimum(w.reported.mean_output_tokens, prompt.max_output_tokens)
+    return minimum(w.reported.mean_output_tokens, prompt.max_output_tokens)
 
 
 def time_to_fit_s(w: WorkerTable, prompt: Prompt) -> Floats:
@@ -132,7 +167,7 @@ def _missing_fraction(w: WorkerTable, prompt: Prompt, seqs: Floats, blocks: Floa
     return np.maximum(0.0, np.maximum(missing_seqs, missing_blocks))
 
 
-def idle_tpot_s(w: WorkerRow, prompt: Prompt) -> float:
+def idle_tpot_s(w: WorkerData[N], prompt: Prompt) -> N:
     """Predict the TPOT of the request if no other sequence decoded on the worker."""
     reported = w.reported
     return reported.decode_step_s + reported.decode_seq_s + reported.decode_context_s * prompt.num_tokens
@@ -152,15 +187,15 @@ def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
     or the prompts still queued at that time, spread over the tokens of the answer.
     """
     reported, reserved = w.reported, w.reserved
-    num_drains = _maximum(horizon_s / w.derived.decode_drain_s, _TINY)
-    staying = _exp(-num_drains)
+    num_drains = maximum(horizon_s / w.derived.decode_drain_s, _TINY)
+    staying = exp(-num_drains)
     joining = (1 - staying) / num_drains
     joining_context = reserved.joining_context_tokens + reported.joining_seqs_unknown * prompt.num_tokens
     seqs = reported.decoding_seqs * staying + reserved.joining_seqs * joining
     context = reported.decoding_context_tokens * staying + joining_context * joining
-    still_queued_s = _maximum(w.derived.queue_s - horizon_s, 0.0)
+    still_queued_s = maximum(w.derived.queue_s - horizon_s, 0.0)
     step_s = _decode_step_s(w, seqs, context, prompt)
-    return _maximum(_with_prefill_s(w, step_s), step_s + still_queued_s / expected_output_tokens(w, prompt))
+    return maximum(_with_prefill_s(w, step_s), step_s + still_queued_s / expected_output_tokens(w, prompt))
 
 
 def exposed_transfer_s(
@@ -175,33 +210,6 @@ def exposed_transfer_s(
     Blocks are read while later ones are computed. Only the last chunk must wait for all of the computing.
     """
     return np.maximum(last_bytes * s_per_byte, num_bytes * s_per_byte + queued_s - compute_s * (1 - last_part))
-
-
-def _num_shared_steps(w: WorkerData[N], compute_s: N) -> N:
-    """Predict in how many mixed steps `compute_s` of prefill is done, after the prompts queued before it.
-
-    The integral of 1 / `_prefill_share_s` over the compute that is left. With the part p = left /
-    QUEUE_TARGET_S, the share is joined_step_s * p / (1 - p) where that is more than prefill_share_s.
-    """
-    share_s = w.derived.prefill_share_s
-    if not isinstance(compute_s, float) and compute_s.max() < SHORT_PROMPT_S:
-        return compute_s / share_s
-    least_s, most_s = w.derived.queued_prefill_s, w.derived.queued_prefill_s + compute_s
-    joined_step_s = _maximum(w.derived.joined_step_s, _TINY)
-    even_s = QUEUE_TARGET_S / (1 + joined_step_s / share_s)
-    low_s = _clip(even_s, least_s, most_s)
-    high_s = _clip(_maximum(even_s, MAX_PREFILL_SHARE * QUEUE_TARGET_S), low_s, most_s)
-    max_share_s = _maximum(joined_step_s * MAX_PREFILL_SHARE / (1 - MAX_PREFILL_SHARE), share_s)
-    growing = (
-        QUEUE_TARGET_S * _log(_maximum(high_s, _TINY) / _maximum(low_s, _TINY)) - (high_s - low_s)
-    ) / joined_step_s
-    return (low_s - least_s) / share_s + growing + (most_s - high_s) / max_share_s
-
-
-def _prefill_share_s(w: WorkerRow, compute_s: float) -> float:
-    """Predict the prefill compute of one mixed step while `compute_s` of one more prompt is left."""
-    part = _minimum((w.derived.queued_prefill_s + compute_s) / QUEUE_TARGET_S, MAX_PREFILL_SHARE)
-    return _maximum(w.derived.joined_step_s * part / (1 - part), w.derived.prefill_share_s)
 
 
 def _with_prefill_s(w: WorkerData[N], decode_step_s: N) -> N:
@@ -220,36 +228,8 @@ def _decode_step_s(w: WorkerData[N], seqs: N, context_tokens: N, prompt: Prompt)
     """
     reported = w.reported
     seqs = seqs + prompt.num_samples
-    running = _minimum(reported.max_num_seqs / seqs, 1.0)
+    running = minimum(reported.max_num_seqs / seqs, 1.0)
     context_tokens = context_tokens + prompt.num_samples * prompt.num_tokens
     return reported.decode_step_s + running * (
         reported.decode_seq_s * seqs + reported.decode_context_s * context_tokens
     )
-
-
-# For a single number numpy's functions are ten times slower than Python's, and so is arithmetic with their
-# results.
-
-
-def _minimum(a: N, b: float) -> N:
-    return min(a, b) if isinstance(a, float) else np.minimum(a, b)
-
-
-def _maximum(a: N, b: N | float) -> N:
-    return max(a, b) if isinstance(a, float) else np.maximum(a, b)
-
-
-def _clip(a: N, least: N, most: N) -> N:
-    return min(max(a, least), most) if isinstance(a, float) else np.minimum(np.maximum(a, least), most)
-
-
-def _log(a: N) -> N:
-    return log(a) if isinstance(a, float) else np.log(a)
-
-
-def _ceil(a: N) -> N:
-    return ceil(a) if isinstance(a, float) else np.ceil(a)
-
-
-def _exp(a: N) -> N:
-    return exp(a) if isinstance(a, float) else np.exp(a)

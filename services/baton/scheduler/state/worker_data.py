@@ -45,10 +45,12 @@ class ReportedState(Generic[N]):
     decoding_context_tokens: N  # sum of their contexts
     joining_seqs_unknown: N  # waiting sequences of unknown length: assumed to be as long as the new prompt
     max_chunk_tokens: N  # largest chunk of a prompt in one step
-    slo_step_s: N  # longest next step that the running requests' TPOT SLOs allow; 0 if they allow nothing
+    target_step_s: N  # longest mean step that the running requests' TPOT targets allow; 0 if they limit nothing
     max_num_seqs: N
     mean_output_tokens: N
     recent_prefill_share: N  # share of the time of decoding steps that went to prompts; at most `MAX_PREFILL_SHARE`
+    ttft_factor: N  # factor of the TTFT targets of requests without an SLO (`core.step_targets`)
+    tpot_factor: N
     default_link_s_per_byte: N  # expected for a peer that was never read from
     cost_source: N  # `NO_COSTS`, `PEER_COSTS` (estimated from other workers) or `MEASURED_COSTS`
     mixed_decode_s: N  # time that the decoding sequences add to a mixed step
@@ -72,6 +74,7 @@ class ReservedState(Generic[N]):
     joining_context_tokens: N  # sum of their contexts; reported ones count with the mean of the decoding ones
     queued_tokens: N  # prompt tokens waiting for prefill
     queued_attended_tokens: N  # (query, context) pairs of these tokens
+    tpot_slo_s: N  # strictest TPOT SLO of the requests placed there; 0 without any
 
 
 @dataclass(slots=True)
@@ -80,8 +83,9 @@ class DerivedState(Generic[N]):
 
     mixed_step_s: N  # a step that decodes but computes nothing of the new prompt
     queued_prefill_s: N  # prefill compute of all queued prompts, without the decode part of those steps
-    prefill_share_s: N  # prefill compute in one mixed step (`core.step_cost.stall_free_step_s`); inf if none decode
     joined_step_s: N  # decode part of a mixed step once the joining sequences decode; 0 if there are none
+    longest_step_s: N  # longest mean step that TPOT targets allow (`state.shared_steps`); inf if they limit nothing
+    unloaded_gap_s: N  # TPOT of one answer on the idle worker
     decode_drain_s: N  # time in which all but 1/e of the decoding sequences end
     queue_s: N  # time until all queued prompts are computed
 

@@ -5,11 +5,13 @@ from math import ceil, inf
 
 from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.cluster.worker_report import WorkerState
-from baton.core.step_cost import MAX_PREFILL_SHARE, stall_free_step_s
+from baton.scheduler.state.shared_steps import longest_step_s, prefill_share
 from baton.scheduler.state.worker_data import MEASURED_COSTS, NO_COSTS, DerivedState, ReportedState, ReservedState
 
 DEFAULT_CHUNK_TOKENS = 512
 """Assumed `max_num_batched_tokens` of a worker that does not report it."""
+MAX_PREFILL_SHARE = 0.95
+"""Upper limit of a reported share of step time that went to prompts."""
 DEFAULT_OUTPUT_TOKENS = 128
 """Assumed mean answer length of a worker where no sequence has ended yet."""
 
@@ -40,10 +42,12 @@ def reported_state(view: WorkerView, kv_group: int, link_s_per_byte: float) -> R
         decoding_context_tokens=decoding_context_tokens,
         joining_seqs_unknown=0 if decoding_seqs else report.waiting_seqs,
         max_chunk_tokens=max(1, (report.max_num_batched_tokens or DEFAULT_CHUNK_TOKENS) - decoding_seqs),
-        slo_step_s=report.slo_step_s,
+        target_step_s=report.target_step_s,
         max_num_seqs=report.max_num_seqs,
         mean_output_tokens=report.mean_output_tokens if has_mean else DEFAULT_OUTPUT_TOKENS,
         recent_prefill_share=min(report.recent_prefill_share, MAX_PREFILL_SHARE),
+        ttft_factor=report.target_factors.ttft,
+        tpot_factor=report.target_factors.tpot,
         default_link_s_per_byte=link_s_per_byte,
         cost_source=NO_COSTS,
         mixed_decode_s=0.0,
@@ -89,14 +93,12 @@ def reserved_state(view: WorkerView) -> ReservedState[float]:
         joining_context_tokens=view.reserved_context_tokens + report.waiting_seqs * mean_context_tokens,
         queued_tokens=view.queued_prefill_tokens,
         queued_attended_tokens=waiting_attended_tokens + view.reserved_attended_tokens,
+        tpot_slo_s=view.tpot_slo_s or 0.0,
     )
 
 
 def derived_state(reported: ReportedState[float], reserved: ReservedState[float]) -> DerivedState[float]:
     """Predict the seconds of `DerivedState` for one worker.
-
-    `slo_step_s` comes from slack that one step can use up, but the model applies it to every step of the
-    queue. If sequences have little slack, the end of a long queue is therefore predicted too early.
 
     The age of an answer says little about its remaining length, so each decoding sequence is expected to run
     for another whole mean answer (`decode_drain_s`), in steps as long as `recent_prefill_share` makes them.
@@ -111,36 +113,39 @@ def derived_state(reported: ReportedState[float], reserved: ReservedState[float]
         reported.prefill_token_s * reserved.queued_tokens
         + reported.prefill_attended_s * reserved.queued_attended_tokens
     )
-    prefill_share_s, joined_step_s = _prefill_share_s(reported, reserved, queued_prefill_s)
-    num_steps = ceil(max(reserved.queued_tokens / reported.max_chunk_tokens, queued_prefill_s / prefill_share_s))
+    joined_step_s, gap_s = _joined_step_s(reported, reserved)
+    longest_s = longest_step_s(reported, joined_step_s, gap_s, reserved.tpot_slo_s)
+    each_s = queued_prefill_s / max(1.0, reserved.joining_seqs) + mixed_step_s
+    share = prefill_share(
+        reported,
+        joined_step_s,
+        longest_s,
+        gap_s,
+        work_s=queued_prefill_s,
+        unloaded_s=each_s,
+        target_s=reported.ttft_factor * each_s,
+    )
+    num_steps = ceil(reserved.queued_tokens / reported.max_chunk_tokens)
     return DerivedState(
         mixed_step_s=mixed_step_s,
         queued_prefill_s=queued_prefill_s,
-        prefill_share_s=prefill_share_s,
         joined_step_s=joined_step_s,
+        longest_step_s=longest_s,
+        unloaded_gap_s=gap_s,
         decode_drain_s=reported.mean_output_tokens * max(decode_s / (1 - reported.recent_prefill_share), _TINY_S),
-        queue_s=num_steps * mixed_step_s + queued_prefill_s,
+        queue_s=max(num_steps * mixed_step_s + queued_prefill_s, queued_prefill_s / share),
     )
 
 
-def _prefill_share_s(
-    reported: ReportedState[float], reserved: ReservedState[float], queued_prefill_s: float
-) -> tuple[float, float]:
-    """Return (`prefill_share_s`, `joined_step_s`).
+def _joined_step_s(reported: ReportedState[float], reserved: ReservedState[float]) -> tuple[float, float]:
+    """Return (`joined_step_s`, `unloaded_gap_s`).
 
-    The engine sizes its steps by the number of waiting prompts and of decoding sequences. Here the joining
-    sequences, pulled ones included, stand for the former and the decoding ones for the latter.
+    The joining sequences, pulled ones included, stand for the answers that begin before a new prompt is done.
     """
     seqs = reported.decoding_seqs + reserved.joining_seqs if reported.max_decode_tokens else 0
     if not seqs or not reported.prefill_token_s:
-        return inf, 0.0
-    decode_s = (
-        reported.decode_step_s
-        + reported.decode_seq_s * seqs
-        + reported.decode_context_s * (reported.decoding_context_tokens + reserved.joining_context_tokens)
-    )
-    joined_step_s = decode_s * reported.mixed_to_decode_ratio
-    step_s = stall_free_step_s(
-        decode_s, joined_step_s, reported.slo_step_s, queued_prefill_s, reserved.joining_seqs, reported.decoding_seqs
-    )
-    return max(step_s - joined_step_s, reported.block_size_tokens * reported.prefill_token_s), joined_step_s
+        return 0.0, 0.0
+    context_tokens = reported.decoding_context_tokens + reserved.joining_context_tokens
+    decode_s = reported.decode_step_s + reported.decode_seq_s * seqs + reported.decode_context_s * context_tokens
+    gap_s = reported.decode_step_s + reported.decode_seq_s + reported.decode_context_s * context_tokens / seqs
+    return decode_s * reported.mixed_to_decode_ratio, gap_s

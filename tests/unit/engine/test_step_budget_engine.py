@@ -1,0 +1,136 @@
+"""The engine runs steps within the budget, and keeps each request's latency targets from its arrival."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.core.step_cost import CostCorrection, StepCostModel, StepWork
+from baton.core.step_targets import DEFAULT_FACTORS, LatencyTargets, TargetFactors
+from baton.engine.engine import unknown_costs
+from baton.engine.state.step import StepPlan
+from baton.worker.costs.step_cost_keeper import work_of
+from tests.builders import sequence_request
+from tests.engine_rig import EngineRig
+
+COSTS = StepCostModel(
+    step_s=4e-3, prefill_token_s=1e-4, prefill_attended_s=1e-8, decode_seq_s=2e-4, decode_context_s=1e-7
+)
+WIDE = {"max_num_batched_tokens": 512, "num_blocks": 600, "max_model_len": 1000}
+
+
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_long_prompt_does_not_stall_decodes(is_limited: bool) -> None:
+    now_s = 0.0
+    rig = EngineRig(step_costs=(lambda: COSTS) if is_limited else unknown_costs, clock=lambda: now_s, **WIDE)
+
+    def step() -> StepPlan:
+        nonlocal now_s
+        plan = rig.plan()
+        now_s += COSTS.step_seconds(work_of(plan))
+        rig.apply(plan)
+        return plan
+
+    for seq_id in range(4):
+        rig.add(sequence_request(seq_id, range(10), max_tokens=30, sampling={"ignore_eos": True}))
+    step()
+    for seq_id in range(9, 13):
+        rig.add(sequence_request(seq_id, range(1000 * seq_id, 1000 * seq_id + 500), max_tokens=2))
+    plans = [step() for _ in range(20)]
+    prompts = [max(part.num_scheduled_tokens for part in plan.sequences) for plan in plans]
+    assert (max(prompts) <= 150) == is_limited, "without a limit: 50 ms of prefill in a step of 5 ms of decode"
+    assert sum(chunk for chunk in prompts if chunk > 1) >= 499, "the first prompt was computed meanwhile"
+    assert all(len(plan.sequences) >= 4 for plan in plans), "every sequence is in every step"
+
+
+def test_answer_with_a_loose_slo_gives_more_to_a_prompt_that_has_waited() -> None:
+    def largest_part(tpot_slo_s: float) -> int:
+        rig = EngineRig(step_costs=lambda: COSTS, clock=lambda: 100.0, **WIDE)
+        rig.add(sequence_request(1, range(10), max_tokens=6, sampling={"ignore_eos": True}, tpot_slo_s=tpot_slo_s))
+        rig.step()
+        rig.add(sequence_request(9, range(20, 520), max_tokens=2, waited_s=0.3))
+        return max(part.num_scheduled_tokens for part in rig.step().sequences)
+
+    assert largest_part(0.2) >= 450
+    assert largest_part(0.0) <= 200
+
+
+def test_targets_follow_from_the_costs_and_the_cache_at_arrival() -> None:
+    """Later corrections do not move them, and a cached prompt has the target of its length."""
+    costs = [COSTS]
+    rig = EngineRig(step_costs=lambda: costs[0], targets=TargetFactors(ttft=8.0, tpot=2.0), **WIDE)
+    rig.add(sequence_request(1, range(400), max_tokens=2))
+    costs[0] = replace(COSTS, prefill_factor=3.0)
+    rig.run()
+    costs[0] = COSTS
+    rig.add(sequence_request(2, range(400), max_tokens=2, waited_s=7.0))
+    rig.add(sequence_request(3, range(500, 900), max_tokens=2, ttft_slo_s=0.25, tpot_slo_s=0.03))
+    cached, asking = rig.engine._sequences.queue.values()
+    assert cached.targets is not None
+    assert asking.targets is not None
+    full_s = COSTS.prefill_s(400, 0, 512)
+    assert cached.targets.ttft.target_s == pytest.approx(8.0 * full_s)
+    assert cached.targets.ttft.unloaded_s < 0.1 * full_s, "all but the last block is cached"
+    assert cached.targets.tpot.target_s == pytest.approx(2.0 * COSTS.decode_step_s(1, 400))
+    assert cached.arrived_s == -7.0
+    assert (asking.targets.ttft.target_s, asking.targets.tpot.target_s) == (0.25, 0.03)
+    assert asking.targets.ttft.is_slo
+    assert asking.targets.tpot.is_slo
+
+
+def test_unknown_costs_give_no_targets() -> None:
+    rig = EngineRig()
+    rig.add(sequence_request(1, range(40), max_tokens=2, tpot_slo_s=0.1))
+    assert next(iter(rig.engine._sequences.queue.values())).targets is None
+
+
+@pytest.mark.parametrize(("ttft", "tpot"), [(1.0, 3.0), (10.0, 0.5), (float("inf"), 3.0), (float("nan"), 3.0)])
+def test_factors_must_be_above_one(ttft: float, tpot: float) -> None:
+    with pytest.raises(ValueError, match="must be above 1"):
+        TargetFactors(ttft=ttft, tpot=tpot)
+
+
+def test_costs_of_zero_give_targets() -> None:
+    """An emulated device may have free decodes."""
+    free = StepCostModel.of([0.0, 1e-4, 0.0, 0.0, 0.0])
+    targets = LatencyTargets.of(free, DEFAULT_FACTORS, num_tokens=10, num_cached_tokens=0, chunk_tokens=512)
+    assert targets.tpot.target_s >= 0
+    rig = EngineRig(step_costs=lambda: free, **WIDE)
+    for seq_id in range(3):
+        rig.add(sequence_request(seq_id, range(10 + seq_id), max_tokens=5))
+    assert rig.run() < 20
+
+
+def test_slow_machine_does_not_starve_prefill() -> None:
+    """While prompts keep coming, no decode-only step is seen, so its factor must follow that of mixed
+    steps."""
+    correction, work = CostCorrection(COSTS), StepWork.of([(64, 0)], [500] * 8)
+    for _ in range(500):
+        correction.observe(work, 3 * COSTS.step_seconds(work))
+
+    def largest_chunk(costs: StepCostModel) -> int:
+        rig = EngineRig(step_costs=lambda: costs, **WIDE)
+        for seq_id in range(8):
+            rig.add(sequence_request(seq_id, range(10), max_tokens=40, sampling={"ignore_eos": True}))
+        rig.step()
+        rig.add(sequence_request(9, range(20, 520), max_tokens=2))
+        return max(part.num_scheduled_tokens for part in rig.step().sequences)
+
+    before, after = largest_chunk(COSTS), largest_chunk(correction.costs)
+    assert before / 2 < after <= 1.5 * before
+
+
+def test_engine_computes_the_budget_once_per_step() -> None:
+    num_budgets = 0
+
+    def count_budget() -> StepCostModel:
+        nonlocal num_budgets
+        num_budgets += 1
+        return COSTS
+
+    rig = EngineRig(step_costs=count_budget)
+    rig.add(sequence_request(1, range(60), max_tokens=3))
+    counts = []
+    for _ in range(3):
+        rig.step()
+        counts.append(num_budgets)
+    assert counts == [2, 3, 3], "once for its targets, and two chunks of prefill; a decode-only step needs no budget"
