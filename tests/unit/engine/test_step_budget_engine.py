@@ -91,7 +91,7 @@ def test_factors_must_be_above_one(ttft: float, tpot: float) -> None:
 
 def test_costs_of_zero_give_targets() -> None:
     """An emulated device may have free decodes."""
-    free = StepCostModel.of([0.0, 1e-4, 0.0, 0.0, 0.0])
+    free = StepCostModel.of([0.0, 1e-4, 0.0, 0.0, 0.0, 0.0])
     targets = LatencyTargets.of(free, DEFAULT_FACTORS, num_tokens=10, num_cached_tokens=0, chunk_tokens=512)
     assert targets.tpot.target_s >= 0
     rig = EngineRig(step_costs=lambda: free, **WIDE)
