@@ -4,18 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 
 from baton.model.backends.native_layers import DecoderForward
 from baton.model.kernels.cpu.kernel_library import load_kernels
+from baton.model.linear.linear import Linear
 from baton.model.linear.quantise import quantise
-from baton.model.linear.weights import Weight
 from baton.model.loading.model_loader import load_model
-from baton.model.verification.verify_backend import verify_masks
 from tests.unit.model.conftest import TINY
-from tests.unit.model.test_decoder_backends import SIZE, answers
+from tests.unit.model.test_decoder_backends import answers, form_of
 
 FORMATS = {
     "self_attn.q_proj": (4, 16, False),
@@ -28,31 +26,21 @@ FORMATS = {
 """Bits, group size and offsets of each projection. The up projection stays in bfloat16."""
 
 
-class CodedModule(nn.Module):
-    """A linear module with a weight of codes."""
-
-    def __init__(self, weight: Weight, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-
-
 def test_native_decoder_takes_a_format_per_projection(save: Callable[[PreTrainedConfig], Path]) -> None:
     """The same weights in bfloat16 give the same logits, up to the rounding of activations to 8 bits."""
     path = save(LlamaConfig(**TINY, attention_bias=True))
     loaded, kernels = load_model(path, dtype="bfloat16", device="cpu"), load_kernels(1)
-    params = verify_masks(loaded, SIZE)
     base: Any = loaded.model.base_model
-    coded: list[tuple[nn.Module, str, CodedModule]] = []
+    coded: list[tuple[nn.Module, str, Linear]] = []
     for layer in base.layers:
         for name, (bits, group_size, has_offsets) in FORMATS.items():
             module = layer.get_submodule(name)
             weight = quantise(module.weight.data, bits, group_size, has_offsets=has_offsets)
             module.weight.data = weight.dequantized().bfloat16()
             parent, _, child = name.partition(".")
-            coded.append((getattr(layer, parent), child, CodedModule(weight, module.bias)))
-    right = answers(loaded, DecoderForward(loaded.model, params, kernels), 140)
+            coded.append((getattr(layer, parent), child, Linear(weight, module.bias)))
+    right = answers(loaded, DecoderForward(form_of(loaded), kernels), 140)
     for owner, child, replacement in coded:
         setattr(owner, child, replacement)
-    found = answers(loaded, DecoderForward(loaded.model, params, kernels), 140)
+    found = answers(loaded, DecoderForward(form_of(loaded), kernels), 140)
     assert 0 < (found - right).std() < 0.05 * right.std()
