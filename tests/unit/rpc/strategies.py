@@ -46,6 +46,8 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "actuals": st.dictionaries(TEXT, PLAIN_JSON, max_size=3),
     "dtype": st.sampled_from(sorted(DTYPE_BYTES)),
     "mean_output_tokens": SECONDS,
+    "ttft_target_factor": SECONDS,
+    "tpot_target_factor": SECONDS,
     "recent_prefill_share": st.floats(0, 1),
 }
 """Strategies for fields whose valid values are narrower than their type."""

@@ -74,8 +74,8 @@ def test_record_has_the_best_candidates_of_both_sides_and_counts_the_others() ->
     prefill = next(c for c in record.candidates if c.side == "prefill")
     assert {"queue_s", "prefix_pull_s", "prefill_s", "transfer_s", "cost_s"} <= prefill.terms.keys()
     assert prefill.terms["queue_s"] == record.placement.queue_s
-    assert record.num_excluded == {"draining": 1, "predicted slower": 33}, (
-        "16 to decode; 17 to prefill, the decode worker among them"
+    assert record.num_excluded == {"draining": 1, "predicted slower": 32}, (
+        "16 to decode; 16 to prefill, without the decode worker, which can spare nothing"
     )
     assert record.query.block_hashes == ()
 
