@@ -35,7 +35,7 @@ def loaded(tiny_dir: Path) -> LoadedModel:
 @pytest.fixture
 def executor(loaded: LoadedModel) -> Iterator[TorchExecutor]:
     cache = KvCache.zeros(loaded.layout(SIZE), 64)
-    cache.blocks.fill_(float("nan"))  # a read of unwritten KV fails the sequence
+    cache.fill_with_nan()  # a read of unwritten KV fails the sequence
     backend = choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=SIZE)
     executor = TorchExecutor(
         loaded.model, cache, thread=compute_thread(1), backend=backend, constraints=new_constraints()

@@ -62,7 +62,14 @@ def test_output_directory_with_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "millions"),
-    [("tiny-42m", 42), ("tiny-moe", 12), ("qwen3-0.6b", 596), ("qwen3-8b", 8191), ("llama3-8b", 8030)],
+    [
+        ("tiny-42m", 42),
+        ("tiny-moe", 12),
+        ("gemma3-270m", 268),
+        ("qwen3-0.6b", 596),
+        ("qwen3-8b", 8191),
+        ("llama3-8b", 8030),
+    ],
 )
 def test_shapes_have_their_size(shape: str, millions: int) -> None:
     config = shape_config(shape)
@@ -77,7 +84,7 @@ def test_unknown_shape_error_names_the_nearest(tmp_path: Path) -> None:
         init_like("qwen3-8", tmp_path / "out")
     with pytest.raises(ModelError, match=r"unknown shape 'x'\. Known: tiny-42m, "):
         init_like("x", tmp_path / "out")
-    assert set(SHAPES) == {"tiny-42m", "tiny-moe", "qwen3-0.6b", "qwen3-8b", "llama3-8b"}
+    assert set(SHAPES) == {"tiny-42m", "tiny-moe", "gemma3-270m", "qwen3-0.6b", "qwen3-8b", "llama3-8b"}
 
 
 def test_a_named_shape_is_served(tmp_path: Path) -> None:
