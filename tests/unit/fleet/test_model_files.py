@@ -31,7 +31,7 @@ async def test_local_model_is_not_downloaded(tmp_path: Path) -> None:
 
 
 async def test_error_of_an_unknown_model_is_the_error_of_the_hub() -> None:
-    with pytest.raises(ModelError, match=r"no such directory, and it is not a hub id"):
+    with pytest.raises(ModelError, match=r"no such directory or GGUF file, and it is not a hub id"):
         await model_directory("./nothing")
 
 
