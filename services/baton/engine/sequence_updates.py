@@ -86,8 +86,10 @@ class SequenceUpdates:
             self.append_samples(seq, tokens)
 
     def advance(self, seq: EngineSequence, num_tokens: int) -> None:
-        """Count computed tokens, which must be final. Publish the hashes of blocks that became full, and release
-        the blocks that no later token sees."""
+        """Count computed tokens, which must be final. Publish the hashes of blocks that became full.
+
+        Blocks that no later token sees are released.
+        """
         if not num_tokens:
             return
         seq.num_computed_tokens += num_tokens
