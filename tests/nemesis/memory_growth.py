@@ -42,9 +42,8 @@ class MemorySamples:
         """Return each process that has grown, or of which that is not known.
 
         A process is compared with itself at minute five of the run, or of its own if a fault restarted it. A
-        scheduler's list of recent decisions is full by then if it makes more than 14 decisions a second; at a
-        lower rate the list grows on, up to its limit of 4,096. A process that started too late is compared
-        with the highest memory that its predecessors had since minute five.
+        process that started too late is compared with the highest memory that its predecessors had since
+        minute five.
         """
         return [text for name in names if (text := self._problem(name, end.get(name)))]
 
