@@ -41,9 +41,9 @@ class MemorySamples:
     def problems(self, names: Iterable[str], end: Mapping[str, Memory]) -> list[str]:
         """Return each process that has grown, or of which that is not known.
 
-        A process is compared with itself at minute five of the run, or of its own if a fault restarted it: a
-        scheduler's list of recent decisions is full by then. One that started too late for that is compared
-        with the highest memory that its predecessors had since minute five.
+        A process is compared with itself at minute five of the run, or of its own if a fault restarted it. A
+        process that started too late is compared with the highest memory that its predecessors had since
+        minute five.
         """
         return [text for name in names if (text := self._problem(name, end.get(name)))]
 

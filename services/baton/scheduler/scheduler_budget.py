@@ -26,6 +26,8 @@ DECISION_BYTES = 3072
 """A decision without inputs: its answer, its outcome and its places in the lists of recent decisions."""
 CANDIDATE_BYTES = 1024
 """A recorded candidate with its terms."""
+PACKED_BYTES = 2560
+"""A decision with a compressed record, without that: its outcome and its place in the list."""
 
 
 def scheduler_budget(memory_budget: int) -> ByteBudget:
@@ -46,3 +48,8 @@ def unrecorded_bytes(query: PlacementQuery, num_workers: int) -> int:
 def record_bytes(record: DecisionRecord) -> int:
     """Return the memory of a recent decision with its record."""
     return DECISION_BYTES + CANDIDATE_BYTES * len(record.candidates) + len(record.inputs)
+
+
+def packed_bytes(num_compressed: int) -> int:
+    """Return the memory of a recent decision whose record is compressed to `num_compressed` bytes."""
+    return PACKED_BYTES + num_compressed

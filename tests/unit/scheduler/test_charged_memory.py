@@ -3,15 +3,17 @@
 import gc
 import tracemalloc
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 
 from baton.core.cluster.placement import Placement
 from baton.core.ids import DecisionId
-from baton.core.request import Slo
+from baton.core.request import LegTimeline, RequestActuals, Slo
 from baton.runtime.process.byte_budget import Account
 from baton.scheduler.decisions.decide import DecisionRules, decide
-from baton.scheduler.decisions.decision_records import RecentDecisions, UnrecordedDecision
+from baton.scheduler.decisions.decision_records import UnrecordedDecision
+from baton.scheduler.decisions.recent_decisions import MAX_UNPACKED, RecentDecisions
 from baton.scheduler.policies import POLICIES
 from baton.scheduler.scheduler_budget import PLACEMENT_BYTES, scheduler_budget
 from baton.scheduler.state.cluster_state import ClusterState
@@ -84,6 +86,41 @@ def test_charge_of_unrecorded_decisions_covers_their_memory(num_workers: int, po
     finally:
         tracemalloc.stop()
     assert taken <= charged <= 2 * taken
+
+
+def finished(decision_id: DecisionId) -> RequestActuals:
+    """The outcome of a request with two legs, as it is read from a message."""
+    legs = tuple(LegTimeline(worker_id=f"w{i}", pid=70_000 + i, queue_s=i + 0.25, decode_s=i + 0.5) for i in range(2))
+    return RequestActuals(decision_id=decision_id, outcome="finished", ttft_s=len(decision_id) / 7, legs=legs)
+
+
+@each_size
+def test_charge_of_compressed_records_covers_their_memory(num_workers: int) -> None:
+    state = cluster_of(num_workers)
+    different = [decided(state, "kv_centric", number) for number in range(NUM_DECISIONS)]
+    decisions = [
+        replace(different[number % NUM_DECISIONS], decision_id=DecisionId(f"{number:016x}"))
+        for number in range(MAX_UNPACKED + NUM_DECISIONS)
+    ]
+
+    def measure(num_decisions: int) -> tuple[int, int]:
+        budget = scheduler_budget(2**30)
+        tracemalloc.start()
+        try:
+            recent = RecentDecisions(budget)
+            for decision in decisions[:num_decisions]:
+                recent.add(decision)
+                recent.record_of(decision.decision_id)
+                recent.finish(finished(decision.decision_id))
+            charged, taken = budget.used(Account.RECORDS), traced_now()
+            del recent
+            return charged, taken - traced_now()
+        finally:
+            tracemalloc.stop()
+
+    (unpacked_charged, unpacked), (charged, taken) = measure(MAX_UNPACKED), measure(len(decisions))
+    assert unpacked <= unpacked_charged
+    assert taken - unpacked <= charged - unpacked_charged <= 2 * (taken - unpacked)
 
 
 @each_policy

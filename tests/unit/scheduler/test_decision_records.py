@@ -8,57 +8,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.core.cluster.cluster_snapshot import ClusterSnapshot
 from baton.core.cluster.decision_record import DecisionRecord
-from baton.core.cluster.placement import PlacementQuery
-from baton.core.ids import DecisionId
 from baton.core.plain_json import from_plain, to_plain
-from baton.core.request import RequestActuals, Slo
-from baton.runtime.process.byte_budget import Account, ByteBudget
+from baton.core.request import Slo
 from baton.scheduler.admission.slo_admission import AdmissionMode
-from baton.scheduler.decisions import decide as decide_module
 from baton.scheduler.decisions.decide import DecisionRules
 from baton.scheduler.decisions.decision_records import (
     MAX_CANDIDATES,
-    MAX_UNRECORDED,
-    RecentDecisions,
-    UnrecordedDecision,
     repeat_decision,
 )
 from baton.scheduler.policies import POLICIES
-from baton.scheduler.scheduler_budget import record_bytes, scheduler_budget
+from baton.scheduler.scheduler_budget import record_bytes
 from tests.builders import query
+from tests.unit.scheduler.decided import decide, many
 from tests.unit.scheduler.measured_workers import decoding, fast_link, measured, queued, random_cluster, seen
-
-
-def decide(
-    asking: PlacementQuery,
-    cluster: ClusterSnapshot,
-    policy: str = "kv_centric",
-    decision_id: str = "c0ffee",
-    rules: DecisionRules | None = None,
-) -> UnrecordedDecision:
-    """Decide as the scheduler does."""
-    rules = rules or DecisionRules(decision_number=3, admission=AdmissionMode.PREDICTIVE)
-    verdict = decide_module.decide(DecisionId(decision_id), "s", policy, POLICIES[policy], asking, cluster, rules)
-    return UnrecordedDecision(
-        decision_id=DecisionId(decision_id),
-        scheduler_id="s",
-        policy=policy,
-        query=asking,
-        answer=verdict.answer,
-        choice=verdict.choice,
-        cluster=cluster,
-        rules=rules,
-    )
-
-
-def many(number: int) -> ClusterSnapshot:
-    links = tuple(fast_link(f"p{i:02}") for i in range(number))
-    prefills = [measured(f"p{i:02}", "prefill", **queued(100 * i)) for i in range(number)]
-    return seen(
-        *prefills, *(measured(f"d{i:02}", "decode", **decoding(10 + i), links=links) for i in range(number)), p07=20
-    )
 
 
 def test_record_has_the_best_candidates_of_both_sides_and_counts_the_others() -> None:
@@ -148,55 +111,6 @@ def test_repeat_fails_for_unknown_policy_or_missing_inputs() -> None:
             ValueError, match=r"unknown; must be one of|inputs were not recorded|malformed or of another release"
         ):
             repeat_decision(other)
-
-
-def test_record_is_built_on_demand_and_keeps_the_outcome() -> None:
-    recent, decided = RecentDecisions(scheduler_budget(2**30)), decide(query(request_id=b"r"), many(2))
-    recent.add(decided)
-    (record,) = recent.of_request(b"r")
-    assert record.candidates
-    assert record.inputs
-    assert recent.finish(RequestActuals(decision_id=decided.decision_id, outcome="stop", ttft_s=0.5))
-    (done,) = recent.of_request(None)
-    assert done.actuals["ttft_s"] == 0.5
-    assert done.inputs == record.inputs
-    assert recent.record_of(decided.decision_id) == done
-    assert not recent.finish(RequestActuals(decision_id=DecisionId("unknown"), outcome="stop"))
-
-
-def test_oldest_unrecorded_decisions_keep_only_their_answers() -> None:
-    recent = RecentDecisions(scheduler_budget(2**30))
-    for number in range(MAX_UNRECORDED + 5):
-        recent.add(decide(query(request_id=b"%d" % number), many(2), decision_id=f"{number:x}"))
-    (old,) = recent.of_request(b"0")
-    assert old.placement is not None
-    assert (old.candidates, old.inputs) == ((), "")
-    (new,) = recent.of_request(b"5")
-    assert new.inputs
-
-
-def test_recent_decisions_forget_the_oldest_when_their_memory_is_used_up() -> None:
-    budget = ByteBudget({Account.RECORDS: 100_000})
-    recent = RecentDecisions(budget)
-    for number in range(200):
-        recent.add(decide(query(request_id=b"%d" % number), many(2), decision_id=f"{number:x}"))
-        assert recent.record_of(DecisionId(f"{number:x}")) is not None
-        assert budget.used(Account.RECORDS) <= 100_000
-    assert recent.of_request(b"0") == ()
-    assert recent.of_request(b"199")
-    assert not recent.finish(RequestActuals(decision_id=DecisionId("0"), outcome="stop"))
-
-
-def test_decision_larger_than_the_memory_of_all_is_forgotten_alone() -> None:
-    budget = ByteBudget({Account.RECORDS: 100_000})
-    recent = RecentDecisions(budget)
-    for number in range(3):
-        recent.add(decide(query(request_id=b"%d" % number), many(2), decision_id=f"{number:x}"))
-    used = budget.used(Account.RECORDS)
-    recent.add(decide(query(request_id=b"large", block_hashes=(b"h" * 16,) * 10_000), many(2), decision_id="f"))
-    assert recent.of_request(b"large") == ()
-    assert budget.used(Account.RECORDS) == used
-    assert all(recent.of_request(b"%d" % number) for number in range(3))
 
 
 def test_memory_of_a_record_covers_its_objects() -> None:

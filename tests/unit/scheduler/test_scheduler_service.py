@@ -15,7 +15,7 @@ from baton.core.errors import Reason, StreamBroken
 from baton.core.ids import WorkerRef
 from baton.core.kv.kv_events import KvSnapshot
 from baton.core.request import RequestActuals, Slo
-from baton.scheduler.decisions.decision_records import MAX_DECISIONS
+from baton.scheduler.decisions.recent_decisions import MAX_DECISIONS
 from baton.store.memory.memory_stores import MemoryDecisionStore, MemoryKvEventFeed
 from tests.builders import blocks, decision_record, hashes_of, query, worker_report
 from tests.unit.scheduler.measured_workers import measured

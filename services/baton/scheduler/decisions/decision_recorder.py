@@ -13,7 +13,8 @@ from baton.core.interfaces import DecisionStore
 from baton.core.request import RequestActuals
 from baton.runtime.observability.metrics import SchedulerMetrics
 from baton.runtime.process.byte_budget import ByteBudget
-from baton.scheduler.decisions.decision_records import RecentDecisions, UnrecordedDecision
+from baton.scheduler.decisions.decision_records import UnrecordedDecision
+from baton.scheduler.decisions.recent_decisions import RecentDecisions
 
 RECORD_TTL_S = 3_600.0
 MAX_UNWRITTEN_RECORDS = 1_024

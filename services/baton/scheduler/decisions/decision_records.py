@@ -1,9 +1,9 @@
-"""Builds decision records, keeps the recent ones, and repeats decisions from them."""
+"""Builds decision records, and repeats decisions from them."""
 
 import json
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
@@ -11,19 +11,13 @@ from baton.core.cluster.decision_record import Candidate, DecisionRecord
 from baton.core.cluster.placement import Placement, PlacementQuery, Rejection
 from baton.core.ids import DecisionId
 from baton.core.plain_json import from_plain, to_plain
-from baton.core.request import RequestActuals
-from baton.runtime.process.byte_budget import Account, ByteBudget, OverBudget, Reservation
 from baton.scheduler.decisions.decide import DecisionRules, decide
 from baton.scheduler.policies import POLICIES, Policy
 from baton.scheduler.policies.eligibility import Exclusion
 from baton.scheduler.policies.policy_types import Choice
-from baton.scheduler.scheduler_budget import DECISION_BYTES, record_bytes, unrecorded_bytes
 from baton.scheduler.state.worker_links import fastest_link
 
 MAX_CANDIDATES = 8
-MAX_DECISIONS = 4_096
-MAX_UNRECORDED = 256
-"""Decisions kept with all their inputs until their records are built."""
 
 
 class RecordedOverlap(NamedTuple):
@@ -113,110 +107,6 @@ def repeat_decision(record: DecisionRecord, policies: Mapping[str, Policy] = POL
         raise ValueError(f"decision {record.decision_id} cannot be repeated: its inputs were not recorded")
     cluster, rules = _from_inputs(json.loads(record.inputs))
     return decide(record.decision_id, record.scheduler_id, record.policy, policy, record.query, cluster, rules).answer
-
-
-@dataclass(slots=True)
-class _RecentDecision:
-    """One remembered decision. `record` is None until it is built."""
-
-    decision: UnrecordedDecision
-    reservation: Reservation
-    record: DecisionRecord | None = None
-    actuals: dict[str, object] = field(default_factory=dict)
-
-
-class RecentDecisions:
-    """The last `MAX_DECISIONS` decisions, so that recent requests are explained without the store.
-
-    They take the account `RECORDS` of `budget`. If it is full, the oldest are forgotten.
-    """
-
-    def __init__(self, budget: ByteBudget) -> None:
-        self._budget = budget
-        self._recent: OrderedDict[DecisionId, _RecentDecision] = OrderedDict()
-        self._unrecorded: OrderedDict[DecisionId, None] = OrderedDict()
-
-    def add(self, decision: UnrecordedDecision) -> None:
-        """Remember a decision. Its record is built by the first `record_of` or `of_request`.
-
-        Of more than `MAX_UNRECORDED` decisions without a record, the oldest keep only their answers.
-        """
-        reservation = self._budget.reserve(Account.RECORDS, 0, "a decision")
-        recent = self._recent[decision.decision_id] = _RecentDecision(decision, reservation)
-        num_workers = len(decision.cluster.workers) if decision.cluster is not None else 0
-        self._resize(recent, unrecorded_bytes(decision.query, num_workers))
-        self._unrecorded[decision.decision_id] = None
-        if len(self._unrecorded) > MAX_UNRECORDED:
-            late = self._recent.get(self._unrecorded.popitem(last=False)[0])
-            if late is not None:
-                late.decision = late.decision.without_inputs()
-                self._resize(late, DECISION_BYTES)
-        if len(self._recent) > MAX_DECISIONS:
-            self._forget(next(iter(self._recent)))
-
-    def record_of(self, decision_id: DecisionId) -> DecisionRecord | None:
-        """Return the record with its outcome so far, or None if the decision has been forgotten."""
-        recent = self._recent.get(decision_id)
-        if recent is None:
-            return None
-        self._unrecorded.pop(decision_id, None)
-        if recent.record is None:
-            recent.record = recent.decision.to_record()
-            recent.decision = recent.decision.without_inputs()
-            self._resize(recent, record_bytes(recent.record))
-        return replace(recent.record, actuals=recent.actuals)
-
-    def finish(self, actuals: RequestActuals) -> bool:
-        """Add the outcome of a request. Returns False if its decision has been forgotten."""
-        recent = self._recent.get(actuals.decision_id)
-        if recent is not None:
-            recent.actuals = _as_dict(actuals)
-        return recent is not None
-
-    def of_request(self, request_id: bytes | None) -> tuple[DecisionRecord, ...]:
-        """Return the records of one request by attempt.
-
-        `request_id` None: the request that was decided last.
-        """
-        if request_id is None:
-            if not self._recent:
-                return ()
-            request_id = next(reversed(self._recent.values())).decision.query.request_id
-        ids = [
-            decision_id
-            for decision_id, recent in self._recent.items()
-            if recent.decision.query.request_id == request_id
-        ]
-        return tuple(sorted((r for r in map(self.record_of, ids) if r is not None), key=lambda r: r.attempt))
-
-    def _resize(self, recent: _RecentDecision, num_bytes: int) -> None:
-        """Reserve `num_bytes` for a decision. Forgets the oldest, perhaps itself, until they fit.
-
-        A decision that never fits is forgotten alone.
-        """
-        while self._recent.get(recent.decision.decision_id) is recent:
-            try:
-                return recent.reservation.resize(num_bytes)
-            except OverBudget as error:
-                if error.fits_later:
-                    self._forget(next(iter(self._recent)))
-                else:
-                    self._forget(recent.decision.decision_id)
-
-    def _forget(self, decision_id: DecisionId) -> None:
-        self._recent.pop(decision_id).reservation.release()
-        self._unrecorded.pop(decision_id, None)
-
-
-def _as_dict(actuals: RequestActuals) -> dict[str, object]:
-    return {
-        "outcome": actuals.outcome,
-        "ttft_s": actuals.ttft_s,
-        "tpot_s": actuals.tpot_s,
-        "num_output_tokens": actuals.num_output_tokens,
-        "num_cached_tokens": actuals.num_cached_tokens,
-        "legs": [{name: getattr(leg, name) for name in leg.__dataclass_fields__} for leg in actuals.legs],
-    }
 
 
 def _inputs(

@@ -7,6 +7,7 @@ from baton.core.messages.peer_messages import Follow
 from baton.transfer.owner.lease_deadlines import Deadlines
 
 MAX_EARLY_FOLLOWS = 65_536
+"""Early Follows that an owner keeps. Further ones are refused with LEASE_LOST."""
 
 
 @dataclass(frozen=True, slots=True)
