@@ -5,23 +5,19 @@ blocks of a prefill worker.
 """
 
 import json
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from baton.fleet.doctor.doctor_check import Finding, fail, ok, warn
-from baton.runtime.process.process import python_module
+from baton.runtime.child.process_pair import ProcessPairFailed, run_pair
 from baton.transfer.backends.pair_transport import UNKNOWN_TRANSPORT
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 MEASURE_TIMEOUT_S = 60.0
 CMA_TIMEOUT_S = 10.0
-EXIT_TIMEOUT_S = 5.0
-"""Seconds that a process gets to end by itself after its standard input was closed."""
 WITHOUT_CMA = "NIXL moves KV more slowly without cross-process reads; --transfer local does not need them"
 SLOW_TRANSPORTS = ("tcp",)
 """Transports that UCX falls back to. They are slow between two processes of one machine."""
@@ -39,10 +35,6 @@ class LinkMeasurement:
     transport: str = ""
     bytes_per_s: float = 0.0
     problem: str = ""
-
-
-class ProcessPairFailed(Exception):
-    """One of the two processes failed or did not answer in time. The message is its last line of output."""
 
 
 def cross_process_reads() -> Iterator[Finding]:
@@ -138,33 +130,6 @@ def measure(backend: str) -> LinkMeasurement:
         return LinkMeasurement(problem="the reading process printed no valid result")
 
 
-def run_pair(owner: Sequence[str], reader: Sequence[str], timeout_s: float) -> str:
-    """Run two Python modules, pass the first line of `owner` to `reader`, and return the output of `reader`.
-
-    Both processes have ended when this returns. Raises ProcessPairFailed with the last line that the failing
-    process printed.
-    """
-    owning, reading = _start(owner), _start(reader)  # started together, because loading a transport takes seconds
-    killer = threading.Timer(timeout_s, owning.kill)
-    killer.start()
-    try:
-        assert owning.stdout is not None
-        line = owning.stdout.readline()
-        if not line.strip():
-            raise ProcessPairFailed(_last_line(_end(owning)) or "the owning process printed nothing")
-        try:
-            answer, errors = reading.communicate(line, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            raise ProcessPairFailed(f"no answer within {timeout_s:g} s") from None
-        if reading.returncode != 0:
-            raise ProcessPairFailed(_last_line(errors) or f"the reading process exited with {reading.returncode}")
-        return answer
-    finally:
-        killer.cancel()
-        _end(owning)
-        _end(reading)
-
-
 def _is_refused(measured: LinkMeasurement, min_link_gbps: float) -> bool:
     return measured.bytes_per_s * 8 / 1e9 < min_link_gbps
 
@@ -189,28 +154,3 @@ def _nixl_version() -> str | None:
         return version("nixl")
     except PackageNotFoundError:
         return None
-
-
-def _end(process: subprocess.Popen[str]) -> str:
-    """End a process by closing its standard input, or kill it. Return its standard error."""
-    if process.returncode is not None:
-        return ""
-    try:
-        return process.communicate(timeout=EXIT_TIMEOUT_S)[1]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.communicate()[1]
-
-
-def _start(arguments: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*python_module(arguments[0]), *arguments[1:]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")

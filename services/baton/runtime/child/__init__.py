@@ -1,0 +1,1 @@
+"""Runs checks in a child process that may crash or hang, and keeps their verdicts."""

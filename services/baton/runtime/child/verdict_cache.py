@@ -1,0 +1,105 @@
+"""Keeps verdicts about this machine in the user's cache, so that they are reached once and not at each start."""
+
+import fcntl
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from baton.runtime.logging import get_logger
+
+log = get_logger(__name__)
+
+MAX_VERDICTS = 64
+"""Verdicts that are kept, those used last. A verdict takes some kilobytes."""
+MAX_VERDICT_BYTES = 1 << 16
+_LOCK_POLL_S = 0.1
+
+
+def default_verdict_cache() -> Path:
+    """Return the directory of verdicts, below XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton" / "verdicts"
+
+
+class VerdictCache:
+    """Verdicts by the facts that they depend on, a file each. A cache that cannot be used is logged."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        """`directory`: None for the default."""
+        self._directory = directory if directory is not None else default_verdict_cache()
+
+    def path(self, facts: Mapping[str, str]) -> Path:
+        """Return the file of the verdict for these facts."""
+        text = json.dumps(dict(facts), sort_keys=True)
+        return self._directory / f"{blake2b(text.encode(), digest_size=12).hexdigest()}.json"
+
+    def find(self, facts: Mapping[str, str]) -> Mapping[str, Any] | None:
+        """Return the verdict; None if there is none, or if its file is damaged or of other facts."""
+        path = self.path(facts)
+        try:
+            content = json.loads(path.read_bytes()[: MAX_VERDICT_BYTES + 1])
+        except (OSError, ValueError):
+            return None
+        if not isinstance(content, dict) or content.get("facts") != dict(facts):
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        verdict = content.get("verdict")
+        return verdict if isinstance(verdict, dict) else None
+
+    def keep(self, facts: Mapping[str, str], verdict: Mapping[str, Any]) -> None:
+        """Store a verdict, and remove those that were used longest ago beyond `MAX_VERDICTS`."""
+        path = self.path(facts)
+        text = json.dumps({"facts": dict(facts), "verdict": dict(verdict)}, indent=1)
+        if len(text) > MAX_VERDICT_BYTES:
+            log.warning("verdict_not_kept", file=str(path), problem=f"{len(text)} bytes, at most {MAX_VERDICT_BYTES}")
+            return
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            fd, name = tempfile.mkstemp(dir=self._directory, prefix="new-")
+            with os.fdopen(fd, "w") as file:
+                file.write(text)
+            os.replace(name, path)
+            self._remove_oldest()
+        except OSError as error:
+            log.warning("verdict_not_kept", file=str(path), problem=str(error))
+
+    @contextmanager
+    def locked(self, wait_s: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+        """Hold the lock of the cache, so that workers that start together reach a verdict once.
+
+        After `wait_s`, or if the lock cannot be opened, the block runs without it.
+        """
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            file = (self._directory / "lock").open("w")
+        except OSError:
+            yield
+            return
+        with file:
+            ends_s = clock() + wait_s
+            while not _lock(file.fileno()) and clock() < ends_s:
+                time.sleep(_LOCK_POLL_S)
+            yield
+
+    def _remove_oldest(self) -> None:
+        found = []
+        for path in [*self._directory.glob("*.json"), *self._directory.glob("new-*")]:
+            with suppress(OSError):
+                found.append((path.stat().st_mtime_ns, path))
+        for _, old in sorted(found, reverse=True)[MAX_VERDICTS:]:
+            with suppress(OSError):
+                old.unlink()
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,94 @@
+"""Functions that tests run in child processes: they end in all the ways in which a backend can end a process."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton.core.errors import ModelError
+from baton.runtime.child.stages import Report, StageRunner
+
+
+def _wrong_numbers() -> None:
+    raise ModelError("logits differ by 0.7 of their standard deviation")
+
+
+def _segfault() -> None:
+    ctypes.string_at(0)
+
+
+def _illegal_access() -> None:
+    """Raise what torch raises when a kernel has broken the device."""
+    raise type("AcceleratorError", (RuntimeError,), {})("an illegal memory access was encountered")
+
+
+def _illegal_access_on_the_gpu() -> None:
+    import torch
+
+    torch.zeros(4, device="cuda")[torch.tensor([1 << 30], device="cuda")]
+    torch.cuda.synchronize()
+
+
+def _out_of_memory() -> None:
+    raise type("OutOfMemoryError", (RuntimeError,), {})("no memory")
+
+
+def _hang() -> None:
+    time.sleep(600)
+
+
+def _flood() -> None:
+    for _ in range(200):
+        os.write(2, b"x" * 65535 + b"\n")
+    os.write(2, b"the last line\n")
+    os.abort()
+
+
+ENDS: Mapping[str, Callable[[], None]] = {
+    "pass": lambda: None,
+    "wrong": _wrong_numbers,
+    "segfault": _segfault,
+    "abort": os.abort,
+    "illegal": _illegal_access,
+    "illegal on the gpu": _illegal_access_on_the_gpu,
+    "memory": _out_of_memory,
+    "hang": _hang,
+    "flood": _flood,
+    "killed": lambda: os.kill(os.getpid(), 9),
+}
+
+
+def _say(text: str) -> None:
+    """Write to standard output, as libraries do."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def judge(payload: Mapping[str, Any], report: Report) -> None:
+    """Run `payload["stages"]`, a mapping of names to `ENDS`, one after the other."""
+    stages = StageRunner(payload["known"], report)
+    for name, end in payload["stages"].items():
+        stages.run(name, ENDS[end])
+
+
+def set_up(payload: Mapping[str, Any], report: Report) -> None:
+    """End before any stage."""
+    _say("this goes to standard error")
+    ENDS[payload["end"]]()
+
+
+def answer(payload: Mapping[str, Any], report: Report) -> None:
+    """Report the payload, with text on both streams."""
+    _say("not an answer")
+    report({"got": dict(payload)})
+    report({"pid": os.getpid()})
+
+
+def hang_with_children(payload: Mapping[str, Any], report: Report) -> None:
+    """Start another process, report its id, and hang."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    report({"child": child.pid})
+    time.sleep(600)
