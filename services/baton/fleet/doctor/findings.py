@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
-from baton.fleet.doctor import doctor_links, doctor_machine, doctor_software
+from baton.fleet.doctor import doctor_gpu, doctor_links, doctor_machine, doctor_software
 from baton.fleet.doctor.doctor_check import Check, CheckStatus, Finding, warn
 
 CHECKS: Mapping[str, Check] = {
@@ -22,8 +22,9 @@ CHECKS: Mapping[str, Check] = {
     "directories": doctor_software.directories,
     "cross-process reads": doctor_links.cross_process_reads,
     "transfer": doctor_links.transfers,
+    "gpu kv": doctor_gpu.gpu_kv,
 }
-"""All checks by name, in display order. The last two start processes and take seconds."""
+"""All checks by name, in display order. The last three start processes and take seconds."""
 
 
 def checks_for(min_link_gbps: float) -> Mapping[str, Check]:

@@ -1,11 +1,12 @@
 """Chooses the fastest backend that is verified to compute what the model's own code computes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, ModelError
 from baton.model.attention.attention_inputs import AttentionParams
 from baton.model.attention.paged_attention import PagedKernel, paged_attention
 from baton.model.backends.compiled_layers import CompiledForward
@@ -26,6 +27,9 @@ from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
 
+TRITON, COMPILED, GRAPHS = GPU_STAGES = "Triton attention", "compiled layers", "CUDA graphs"
+"""What makes up the fastest backend of a GPU, each over the ones before."""
+NOTHING_REFUSED: Mapping[str, str] = MappingProxyType({})
 COMPILED_TOKENS = (1, 2)
 """Numbers of step tokens to compile for. One token is compiled specially; two stand for all larger
 numbers."""
@@ -158,10 +162,12 @@ def choose_backend(
     num_threads: int,
     block_size_tokens: int,
     cpu_backends: CpuBackends = CPU_BACKENDS,
+    gpu_refused: Mapping[str, str] = NOTHING_REFUSED,
 ) -> Backend:
     """Return the fastest backend that can be built here and is verified against the model's own code.
 
-    `kernels`: the setting, `auto` or `torch`. Each backend that is skipped is logged with its problem. Raises
+    `kernels`: the setting, `auto` or `torch`. `gpu_refused`: those of `GPU_STAGES` that must not run in this
+    process, with the reason, see `gpu_check`. Each backend that is skipped is logged with its problem. Raises
     ModelError if no backend can serve the model. Afterwards only the returned backend can run the model,
     because it may have taken the weights, see `Backend.after_verification`.
     """
@@ -170,7 +176,7 @@ def choose_backend(
     if kernels == "auto" and loaded.device.type == "cpu":
         backend = _cpu_backend(loaded, attention_params, cpu_backends, num_threads, block_size_tokens)
     elif kernels == "auto":
-        backend = _triton_backend(loaded, block_size_tokens)
+        backend = _gpu_backend(loaded, block_size_tokens, gpu_refused)
     if backend is None:
         verify_logits(loaded, block_size_tokens)
         backend = Backend(name="torch", forward=ModelForward(loaded.model))
@@ -233,56 +239,90 @@ def _verified(backend: Backend, loaded: LoadedModel, block_size_tokens: int) -> 
     return backend
 
 
-def _triton_backend(loaded: LoadedModel, block_size_tokens: int) -> Backend | None:
+def _gpu_backend(loaded: LoadedModel, block_size_tokens: int, refused: Mapping[str, str]) -> Backend | None:
     """Return the model's own code with Triton attention, compiled layers and CUDA graphs, as far as
     verified."""
     try:
-        from baton.model.kernels.triton.triton_attention import (
-            LONG_TOKENS,
-            split_contexts,
-            triton_attention,
-            triton_decode,
-        )
-
-        verify_logits(loaded, block_size_tokens, kernel=triton_attention, longest=LONG_TOKENS)
+        _require_not_refused(TRITON, refused)
+        backend = triton_backend(loaded, block_size_tokens)
     except Exception as error:  # Triton needs a host compiler and the driver's, which fail in many ways
         hint = "attention gathers each context first, slower"
-        log.warning("backend_not_verified", backend="Triton attention", problem=_describe(error), hint=hint)
+        log.warning("backend_not_verified", backend=TRITON, problem=_describe(error), hint=hint)
         return None
-    compiled = compiled_backend(loaded, triton_attention, "Triton attention", block_size_tokens)
-    backend = compiled or Backend(name="Triton attention", forward=ModelForward(loaded.model), kernel=triton_attention)
-    backend = replace(backend, warm_contexts=split_contexts(loaded.max_model_len))
-    assert isinstance(backend.forward, ModelForward)
-    graphed = CudaGraphForward(backend.forward, triton_decode, max_model_len=loaded.max_model_len)
+    if COMPILED in refused:
+        hint = "the model's layers run operation by operation, slower"
+        log.warning("backend_not_verified", backend=f"{TRITON}, compiled", problem=refused[COMPILED], hint=hint)
+    else:
+        compiled = compiled_backend(loaded, backend.kernel, TRITON, block_size_tokens)
+        backend = backend if compiled is None else replace(compiled, warm_contexts=backend.warm_contexts)
     try:
-        verify_logits(loaded, block_size_tokens, kernel=triton_attention, forward=graphed)
+        _require_not_refused(GRAPHS, refused)
+        return graphed_backend(loaded, backend, block_size_tokens)
     except Exception as error:  # model code that synchronises or allocates in ways that cannot be captured
         hint = "each kernel of a decode step is launched separately, slower for small batches"
         log.warning("cuda_graphs_disabled", problem=_describe(error), hint=hint)
         return backend
+
+
+def _require_not_refused(stage: str, refused: Mapping[str, str]) -> None:
+    if stage in refused:
+        raise ModelError(refused[stage])
+
+
+def triton_backend(loaded: LoadedModel, block_size_tokens: int) -> Backend:
+    """Return the model's own code with Triton attention. Raises what compilation or verification raises."""
+    from baton.model.kernels.triton.triton_attention import LONG_TOKENS, split_contexts, triton_attention
+
+    verify_logits(loaded, block_size_tokens, kernel=triton_attention, longest=LONG_TOKENS)
+    return Backend(
+        name=TRITON,
+        forward=ModelForward(loaded.model),
+        kernel=triton_attention,
+        warm_contexts=split_contexts(loaded.max_model_len),
+    )
+
+
+def graphed_backend(loaded: LoadedModel, backend: Backend, block_size_tokens: int) -> Backend:
+    """Return a Triton backend whose decode steps are CUDA graphs.
+
+    Raises what capture or verification raises; ModelError if a capture has failed.
+    """
+    from baton.model.kernels.triton.triton_attention import triton_decode
+
+    assert isinstance(backend.forward, ModelForward)
+    graphed = CudaGraphForward(backend.forward, triton_decode, max_model_len=loaded.max_model_len)
+    verify_logits(loaded, block_size_tokens, kernel=backend.kernel, forward=graphed)
     if graphed.is_disabled:
-        return backend
+        raise ModelError(f"a decode step of this model cannot be captured: {graphed.problem}")
     graphed.release_graphs()  # captured over the KV memory of the verification
-    return replace(backend, name=f"{backend.name}, CUDA graphs", forward=graphed, warm_batches=BATCHES)
+    return replace(backend, name=f"{backend.name}, {GRAPHS}", forward=graphed, warm_batches=BATCHES)
 
 
 def compiled_backend(
     loaded: LoadedModel, kernel: PagedKernel, name: str, block_size_tokens: int, *, backend: str = "inductor"
 ) -> Backend | None:
-    """Return a backend that runs the model's own code with compiled layers and attention `kernel`.
-
-    `backend`: of torch.compile. Returns None, and logs a warning, if compilation or verification fails.
-    """
-    forward = None
+    """Return `build_compiled_backend`, or None, with a warning, if compilation or verification fails."""
     try:
-        forward = CompiledForward(loaded.model, backend=backend)
-        verify_logits(loaded, block_size_tokens, kernel=kernel, forward=forward)
+        return build_compiled_backend(loaded, kernel, name, block_size_tokens, backend=backend)
     except Exception as error:  # torch.compile traces the model's code, and either may fail
-        if forward is not None:
-            forward.close()
         hint = "the model's layers run operation by operation, slower"
         log.warning("backend_not_verified", backend=f"{name}, compiled", problem=_describe(error), hint=hint)
         return None
+
+
+def build_compiled_backend(
+    loaded: LoadedModel, kernel: PagedKernel, name: str, block_size_tokens: int, *, backend: str = "inductor"
+) -> Backend:
+    """Return a backend that runs the model's own code with compiled layers and attention `kernel`.
+
+    `backend`: of torch.compile. Raises what compilation or verification raises; the model is then as before.
+    """
+    forward = CompiledForward(loaded.model, backend=backend)
+    try:
+        verify_logits(loaded, block_size_tokens, kernel=kernel, forward=forward)
+    except BaseException:
+        forward.close()
+        raise
     return Backend(
         name=f"{name}, compiled",
         forward=forward,

@@ -183,6 +183,8 @@ class CudaGraphForward:
         self._capture = capture or CudaGraphs()
         self.is_disabled = False
         """True after a capture failed. All steps then run without graphs."""
+        self.problem = ""
+        """Why the capture failed."""
         self._graphs: dict[tuple[int, int], _CapturedBatch] = {}
 
     def __call__(self, step: PackedStep) -> ForwardOutput:
@@ -205,7 +207,7 @@ class CudaGraphForward:
                 raise  # a device error: later calls would fail, too
             hint = "each kernel of a decode step is launched separately, slower for small batches"
             log.warning("cuda_graphs_disabled", batch=count, problem=str(error), hint=hint)
-            self.is_disabled = True
+            self.is_disabled, self.problem = True, str(error)
             self.release_graphs()
             return self._eager(step)
         logits, finite = graph(step)

@@ -19,7 +19,7 @@ from baton.model.loading.gguf.gguf_source import GgufSource
 from baton.model.loading.model_fingerprint import gguf_file
 from baton.model.loading.quantised.layouts import layout_of
 from baton.model.loading.safetensors_source import SafetensorsSource
-from baton.model.loading.skeleton import Coder, WeightPolicy, assign_weights, build_skeleton
+from baton.model.loading.skeleton import DEQUANTISED_BYTES, Coder, WeightPolicy, assign_weights, build_skeleton
 from baton.model.loading.weight_source import WeightSource
 from baton.runtime.logging import get_logger
 
@@ -31,6 +31,9 @@ CODER_GROUP = {8: 64, 4: 32}
 """Inputs that share a scale when plain weights are quantised, by bits."""
 HELD_BITS = 10
 """Bits that a coded weight takes at most while it is loaded: a code in a byte, and factors of groups."""
+
+MAX_STORED_BYTES = 4
+"""Bytes of a number in a checkpoint: of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,17 @@ class PendingModel:
             description = f"{description}, dequantised"
         log.info("weights_loaded", format=description, num_coded=done.num_coded)
         return self._model, description
+
+    def host_bytes(self) -> int:
+        """Return the bytes of host memory that loading to a GPU takes at most: those of the largest module.
+
+        Its stored form is read whole, or that of all experts of a block, and dequantised some rows at a time.
+        """
+        sizes: dict[str, int] = {}
+        for name, parameter in self._model.named_parameters():
+            module = name.rpartition(".")[0]
+            sizes[module] = sizes.get(module, 0) + parameter.numel()
+        return MAX_STORED_BYTES * max(sizes.values(), default=0) + DEQUANTISED_BYTES
 
 
 @contextmanager

@@ -111,11 +111,11 @@ def load_model(
             raise ModelError(f"{path} is a composite checkpoint; its text part can only be served with plain weights")
         options = LoadOptions(dtype=load_dtype, device=target, weights=weights)
         with open_by_module(path, model_class, config, options) as pending:
-            _require_memory(pending.num_bytes(), what, target, free_bytes)
+            _require_memory(pending.num_bytes(), what, target, free_bytes, pending.host_bytes())
             model, weight_format = pending.load()
     else:
         size = num_weights(path, own_name if is_text_part else bool) * load_dtype.itemsize
-        _require_memory(size, what, target, free_bytes)
+        _require_memory(size, what, target, free_bytes, size)
         model = _load_plain(path, model_class, config, load_dtype, KEY_MAPPING if is_text_part else None)
         weight_format = "plain"
     model = cast(Any, model).to(target).eval().requires_grad_(False)
@@ -169,11 +169,14 @@ def _load_plain(
     return cast(PreTrainedModel, model)
 
 
-def _require_memory(size: int, what: str, target: torch.device, free_bytes: Callable[[torch.device], int]) -> None:
+def _require_memory(
+    size: int, what: str, target: torch.device, free_bytes: Callable[[torch.device], int], host_size: int
+) -> None:
+    """Raise ModelError if `size` bytes are not free on the target, or `host_size` on the host before a GPU."""
     require_free_memory(size, free_bytes(target), what, str(target))
     if target.type != "cpu":
         host = torch.device("cpu")
-        require_free_memory(size, free_bytes(host), what, f"this host, through which they go to {target}")
+        require_free_memory(host_size, free_bytes(host), what, f"this host, through which they go to {target}")
 
 
 def require_free_memory(needed: int, free: int, what: str, where: str) -> None:
@@ -239,3 +242,12 @@ def _max_model_len(config: PreTrainedConfig, requested: int | None) -> int:
             f"--max-model-len {requested} is more than the model's own {own} positions (max_position_embeddings)"
         )
     return own if requested is None else requested
+
+
+def text_config_and_dtype(path: Path, dtype: str) -> tuple[PreTrainedConfig, torch.dtype]:
+    """Return the configuration of the text part of the model in `path`, and the dtype in which it is loaded.
+
+    `dtype`: as in `load_model`. Raises ModelError if there is no configuration that can be read.
+    """
+    whole = _read_config(path)
+    return text_config(whole), _load_dtype(whole, dtype)

@@ -12,9 +12,15 @@ from baton.core.errors import ModelError
 from baton.model.linear.embedding import WeightEmbedding
 from baton.model.linear.experts import DOWN, GATE_UP, ExpertWeights, is_experts, replace_experts
 from baton.model.linear.replace import replace_linears, require_shape
+from baton.model.linear.weight_rows import take_rows
 from baton.model.linear.weights import FloatWeight, Weight
 from baton.model.loading.quantised.module_tensors import OrderedWeight
 from baton.model.loading.weight_source import WeightSource
+
+DEQUANTISED_BYTES = 256 << 20
+"""Host memory that dequantising a weight takes, whatever its size."""
+_BYTES_WHILE_DEQUANTISED = 20
+"""Bytes of a number while it is dequantised: four float32 arrays and the result."""
 
 Coder = Callable[[str, torch.Tensor], Weight]
 """Returns the coded weight of a linear layer, from its name and its plain values."""
@@ -242,7 +248,13 @@ def is_plain(weight: Weight) -> bool:
 def _plain_values(weight: Weight, policy: WeightPolicy) -> torch.Tensor:
     if isinstance(weight, FloatWeight) and is_plain(weight):
         return weight.values.to(policy.device, policy.dtype)
-    return weight.dequantized().to(policy.device, policy.dtype)
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=policy.dtype, device=policy.device)
+    step = max(1, DEQUANTISED_BYTES // (_BYTES_WHILE_DEQUANTISED * columns))
+    for begin in range(0, rows, step):
+        part = slice(begin, begin + step)
+        values[part] = take_rows(weight, part).dequantized().to(policy.dtype)
+    return values
 
 
 def _expert_weight(name: str, weight: Weight, policy: WeightPolicy) -> Weight:

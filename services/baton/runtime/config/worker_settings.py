@@ -143,6 +143,12 @@ class TransferSettings(Config):
     transfer: Literal["nixl", "local"] = setting(
         "nixl", help="KV transport: nixl, or local (shared memory between processes of one machine)"
     )
+    gpu_kv: Literal["auto", "direct", "staged"] = setting(
+        "auto",
+        help="how peers read the KV of a GPU with --transfer nixl; direct reads its memory, staged reads a copy in "
+        "host memory; auto measures both between two processes of this machine and uses the faster one; set it if "
+        "peers are on other machines and their network reaches GPU memory (direct) or does not (staged)",
+    )
     kv_port_range: str | None = setting(
         None, help="TCP ports for KV transfers, LOW-HIGH, for firewalls that must allow them; unset uses any free port"
     )

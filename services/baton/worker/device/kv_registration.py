@@ -15,10 +15,11 @@ from baton.runtime.config.byte_sizes import format_size
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 from baton.transfer.backend import TransferBackend
-from baton.transfer.backends.host_memory import Bytes, KvRegion, allocate_private, allocate_shared, anonymous
+from baton.transfer.backends.host_memory import HOST, Bytes, KvRegion, allocate_private, allocate_shared, anonymous
 from baton.transfer.backends.one_sided_backend import probe_blocks
 from baton.transfer.backends.staged_backend import StagedBackend
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.worker.device.kv_path import KvPath
 
 if TYPE_CHECKING:
     from baton.model.device.kv_tensors import KvCache
@@ -74,16 +75,21 @@ def register_host_memory(
 
 
 def register_gpu_memory(
-    config: WorkerConfig, worker: WorkerRef, cache: "KvCache", free_bytes: Callable[[], int] = free_host_bytes
+    config: WorkerConfig,
+    worker: WorkerRef,
+    cache: "KvCache",
+    free_bytes: Callable[[], int] = free_host_bytes,
+    *,
+    path: KvPath = KvPath.DIRECT,
 ) -> RegisteredMemory:
-    """Register the KV cache of a GPU, or stage it in host memory if NIXL cannot register GPU
-    memory.
+    """Register the KV cache of a GPU, or stage it in host memory: if `path` says so, or if NIXL cannot
+    register GPU memory.
 
     Raises ConfigError if there is not enough host memory for staging.
     """
-    if config.transfer == "nixl":
+    if config.transfer == "nixl" and (path is KvPath.DIRECT or not _can_stage(config, cache, free_bytes())):
         try:
-            return _register_directly(config, worker, cache)
+            return register_directly(config, worker, cache)
         except (ConfigError, LayoutMismatch):
             raise
         except Exception as error:  # NIXL's exceptions have no common base
@@ -92,31 +98,53 @@ def register_gpu_memory(
                 error=f"{type(error).__name__}: {error}",
                 hint="KV is staged through host memory, which is slower",
             )
-    return _register_staged(config, worker, cache, free_bytes())
+    return register_staged(config, worker, cache, free_bytes)
 
 
-def _register_staged(config: WorkerConfig, worker: WorkerRef, cache: "KvCache", free: int) -> RegisteredMemory:
+def _can_stage(config: WorkerConfig, cache: "KvCache", free: int) -> bool:
+    """False, with a warning, if staging was only chosen as the faster path, and the host has too little memory."""
+    if config.gpu_kv != "auto" or cache.memory.nbytes <= free:
+        return True
+    needed = f"{format_size(cache.memory.nbytes)}, and {free >> 20} MiB are free"
+    hint = "peers read GPU memory directly, which was measured to be slower; a smaller --kv-memory can be staged"
+    log.warning("gpu_kv_not_staged", problem=f"the host copy needs {needed}", hint=hint)
+    return False
+
+
+def register_staged(
+    config: WorkerConfig, worker: WorkerRef, cache: "KvCache", free_bytes: Callable[[], int] = free_host_bytes
+) -> RegisteredMemory:
+    """Register host memory of the size of a GPU's KV cache, through which its blocks are copied.
+
+    Raises ConfigError if there is not enough host memory.
+    """
     from baton.model.device.host_staging import HostStaging
 
     layout, num_blocks = cache.layout, cache.num_blocks
-    if (needed := num_blocks * layout.block_bytes) > free:
+    if (needed := num_blocks * layout.block_bytes) > (free := free_bytes()):
         raise ConfigError(
             f"GPU KV is staged through host memory, which needs {format_size(needed)}; only {free >> 20} MiB are free: "
-            "set a smaller --kv-memory"
+            "set a smaller --kv-memory, or --gpu-kv direct if peers reach GPU memory"
         )
     kv, registered = register_host_memory(config, worker, layout, num_blocks)
     backend = StagedBackend(registered.backend, HostStaging(cache, kv))
     return replace(registered, backend=backend, note=", staged through host memory")
 
 
-def _register_directly(config: WorkerConfig, worker: WorkerRef, cache: "KvCache") -> RegisteredMemory:
+def register_directly(
+    config: WorkerConfig, worker: WorkerRef, cache: "KvCache", memory_kind: str = "cuda"
+) -> RegisteredMemory:
+    """Register the KV cache of a GPU itself. Raises what NIXL raises if it does not support this memory.
+
+    `memory_kind`: `HOST` tries the code without a GPU.
+    """
     import numpy as np
 
     from baton.model.device.device_info import bind_thread
     from baton.transfer.backends.nixl_backend import NixlBackend
 
     scratch = cache.memory.new_zeros(probe_blocks(cache.num_blocks, cache.layout), cache.layout.block_bytes)
-    gpu_region = partial(KvRegion, memory_kind="cuda", device_id=cache.device.index or 0)
+    gpu_region = partial(KvRegion, memory_kind=memory_kind, device_id=cache.device.index or 0)
     table = np.frombuffer(anonymous(cache.num_blocks * ENTRY_BYTES), dtype=np.uint8)
     with _nixl_required():
         backend = NixlBackend(
@@ -125,7 +153,7 @@ def _register_directly(config: WorkerConfig, worker: WorkerRef, cache: "KvCache"
             kv=gpu_region(address=cache.memory.data_ptr(), num_bytes=cache.memory.nbytes),
             generation=KvRegion(address=int(table.ctypes.data), num_bytes=table.nbytes),
             scratch=gpu_region(address=scratch.data_ptr(), num_bytes=scratch.nbytes, owner=scratch),
-            bind_thread=partial(bind_thread, cache.device),
+            bind_thread=partial(bind_thread, cache.device) if memory_kind != HOST else lambda: None,
             **_nixl_settings(config),
         )
     return RegisteredMemory(

@@ -18,6 +18,8 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.process.cores import core_quota, num_usable_cores
 from baton.worker.costs.step_cost_keeper import step_costs_key
+from baton.worker.device.gpu_allocator import require_plain_memory, require_plain_segments
+from baton.worker.device.kv_path import KvPath, KvPathChoice, kv_path_for, path_facts
 from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 
@@ -58,9 +60,15 @@ def _open_in_compute_thread(
     from baton.model.peak_memory import measure_step_bytes
     from baton.model.torch_executor import TorchExecutor
 
+    path = _kv_path(config)  # this and the next need memory on the GPU for other processes
+    refused = _refused_on_gpu(config)
     loaded = _load(config)
     backend = choose_backend(
-        loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
+        loaded,
+        kernels=config.kernels,
+        num_threads=num_threads,
+        block_size_tokens=config.block_size_tokens,
+        gpu_refused=refused,
     )
     windows = tuple(params.window for params in backend.attention_params)
     layout = loaded.layout(config.block_size_tokens, windows)
@@ -78,11 +86,12 @@ def _open_in_compute_thread(
         config, layout, loaded.max_model_len, free, step_bytes=step_bytes, is_host=is_host
     )
     log.info("kv_memory_sized", num_blocks=num_blocks, block_bytes=layout.block_bytes, step_bytes=step_bytes)
-    cache, registered = _open_kv(config, worker, loaded, layout, num_blocks)
+    cache, registered = _open_kv(config, worker, loaded, layout, num_blocks, path.path)
     pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations)
     executor = TorchExecutor(loaded.model, cache, thread=thread, backend=backend, constraints=constraints)
     executor.warm(config.max_num_seqs)
-    kv_text = f"{kv_summary(config, layout, num_blocks)}{registered.note}"
+    reason = f" ({path.reason})" if path.reason else ""
+    kv_text = f"{kv_summary(config, layout, num_blocks)}{registered.note}{reason}"
     return Device(
         executor=executor,
         engine_config=engine_config_of(config, loaded.max_model_len, loaded.eos_token_ids, kv_window=layout.window),
@@ -102,6 +111,41 @@ def _open_in_compute_thread(
     )
 
 
+def _uses_gpu(config: WorkerConfig) -> bool:
+    import torch
+
+    return config.device != "cpu" and torch.cuda.is_available()
+
+
+def _kv_path(config: WorkerConfig) -> KvPathChoice:
+    """Return how peers will read the KV of a GPU. Raises ConfigError if torch's allocator does not allow it."""
+    if config.transfer != "nixl" or not _uses_gpu(config):
+        return KvPathChoice(path=KvPath.DIRECT, reason="")
+    require_plain_segments(os.environ)
+    return kv_path_for(config.gpu_kv, facts=path_facts() if config.gpu_kv == "auto" else {})
+
+
+def _refused_on_gpu(config: WorkerConfig) -> dict[str, str]:
+    """Return the parts of the GPU backend that a child process has found unsafe; nothing on a CPU."""
+    if config.kernels != "auto" or not _uses_gpu(config):
+        return {}
+    from baton.model.gpu_check.check_backends import CheckedModel
+    from baton.model.gpu_check.gpu_verdicts import refused_gpu_stages
+    from baton.model.loading.model_source import resolve_model
+
+    return refused_gpu_stages(
+        CheckedModel(
+            path=str(resolve_model(config.model)),
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            max_model_len=config.max_model_len,
+            block_size_tokens=config.block_size_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+    )
+
+
 def _load(config: WorkerConfig) -> "LoadedModel":
     from baton.model.loading.model_loader import load_model
     from baton.model.loading.model_source import resolve_model
@@ -117,7 +161,12 @@ def _load(config: WorkerConfig) -> "LoadedModel":
 
 
 def _open_kv(
-    config: WorkerConfig, worker: WorkerRef, loaded: "LoadedModel", layout: KvLayout, num_blocks: int
+    config: WorkerConfig,
+    worker: WorkerRef,
+    loaded: "LoadedModel",
+    layout: KvLayout,
+    num_blocks: int,
+    path: KvPath,
 ) -> tuple["KvCache", RegisteredMemory]:
     """Allocate KV memory where the model is, and register it."""
     from baton.model.device.kv_tensors import KvCache
@@ -125,8 +174,12 @@ def _open_kv(
     if loaded.device.type == "cpu":
         kv, registered = register_host_memory(config, worker, layout, num_blocks)
         return KvCache.over(kv.reshape(-1).data, layout, loaded.dtype), registered
+    import torch
+
     cache = KvCache.zeros(layout, num_blocks, "cuda", loaded.dtype)
-    return cache, register_gpu_memory(config, worker, cache)
+    if config.transfer == "nixl":
+        require_plain_memory(torch.cuda.memory_snapshot(), cache.memory.data_ptr())
+    return cache, register_gpu_memory(config, worker, cache, path=path)
 
 
 def _device_text(loaded: "LoadedModel") -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from baton.model.linear.experts import ExpertWeights
 from baton.model.linear.quantise import quantise
 from baton.model.linear.replace import ReorderedLinear, replace_linears
 from baton.model.linear.weights import FloatWeight, Weight
+from baton.model.loading import skeleton
 from baton.model.loading.checkpoint_weights import LoadOptions, open_by_module
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_support import causal_lm_class
@@ -220,3 +222,37 @@ def test_quantised_values_are_within_a_step(bits: int, error: float) -> None:
     largest = values.view(16, 2, 32).abs().amax(2, keepdim=True)
     assert bool(((found - values).view(16, 2, 32).abs() <= error * largest + 1e-3 * largest).all())
     assert torch.equal(found[3, :32], torch.zeros(32))
+
+
+def test_weights_are_dequantised_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the host holds no float32 copy of a whole weight."""
+    values = torch.randn(300, 256, generator=torch.Generator().manual_seed(0))
+    scales = torch.rand(3, 2, generator=torch.Generator().manual_seed(1))
+    policy = WeightPolicy(dtype=torch.bfloat16, device=torch.device("cpu"), keeps_codes=False)
+    for weight in (FloatWeight(values.to(torch.float8_e4m3fn), scales, (128, 128)), quantise(values, 4, 32)):
+        expected = weight.dequantized().to(torch.bfloat16)
+        sizes: list[int] = []
+        monkeypatch.setattr(skeleton, "DEQUANTISED_BYTES", 70 * 256 * 20)
+        monkeypatch.setattr(type(weight), "dequantized", counted(type(weight).dequantized, sizes))
+        assert torch.equal(skeleton._plain_values(weight, policy), expected)
+        assert sizes == [70, 70, 70, 70, 20]
+
+
+def counted(dequantized: Callable[[Any], torch.Tensor], sizes: list[int]) -> Callable[[Any], torch.Tensor]:
+    def count(weight: Any) -> torch.Tensor:
+        sizes.append(weight.shape[0])
+        return dequantized(weight)
+
+    return count
+
+
+def test_a_gpu_takes_all_weights_in_its_dtype_and_the_host_only_the_largest(
+    save: Callable[[PreTrainedConfig], Path],
+) -> None:
+    config = LlamaConfig(**TINY)
+    plain = load_model(save(config), device="cpu").model
+    options = LoadOptions(dtype=torch.bfloat16, device=torch.device("cuda"), weights="auto")
+    with open_by_module(save(config), type(plain), config, options) as pending:
+        assert pending.num_bytes() == 2 * sum(each.numel() for each in plain.parameters())
+        largest = max(config.vocab_size, config.intermediate_size) * config.hidden_size
+        assert pending.host_bytes() == 4 * largest + skeleton.DEQUANTISED_BYTES

@@ -1,0 +1,258 @@
+"""The verdict about the parts of a GPU backend, with backends for a CPU in their place."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from baton.core.errors import ModelError
+from baton.model.attention.paged_attention import paged_attention
+from baton.model.backends import backend_selection
+from baton.model.backends.backend_selection import (
+    COMPILED,
+    GPU_STAGES,
+    GRAPHS,
+    TRITON,
+    Backend,
+    build_compiled_backend,
+    choose_backend,
+)
+from baton.model.backends.cuda_graphs import CudaGraphForward
+from baton.model.gpu_check.check_backends import BackendBuilders, CheckedModel, check_parts, load_reduced
+from baton.model.gpu_check.gpu_facts import model_facts, source_hash
+from baton.model.gpu_check.gpu_verdicts import problems_of, refused_gpu_stages
+from baton.model.gpu_check.reduced_config import MAX_VOCABULARY, reduced_config
+from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.loading.model_shapes import shape_config
+from baton.model.loading.random_init import init_model
+from baton.model.step.forward import ModelForward
+from baton.model.verification.verify_backend import verify_logits
+from baton.runtime.child.stages import StageRun, StageRunner, StageVerdict
+from baton.runtime.child.verdict_cache import VerdictCache
+from tests.integration.test_model_exactness import TINY_MODELS
+from tests.unit.model.test_cuda_graphs import CountingCapture, decode_kernel
+
+SIZE = 16
+PASSED = StageVerdict()
+
+
+def checked(path: Path) -> CheckedModel:
+    return CheckedModel(
+        path=str(path),
+        dtype="float32",
+        kv_dtype="auto",
+        max_model_len=None,
+        block_size_tokens=SIZE,
+        max_num_seqs=3,
+        max_num_batched_tokens=40,
+        device="cpu",
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> CheckedModel:
+    init_model(TINY_MODELS["mistral-window"](), tmp_path / "model", seed=1)
+    return checked(tmp_path / "model")
+
+
+def cpu_triton(loaded: LoadedModel, block_size_tokens: int) -> Backend:
+    verify_logits(loaded, block_size_tokens)
+    return Backend(name=TRITON, forward=ModelForward(loaded.model), kernel=paged_attention, warm_contexts=(32,))
+
+
+def cpu_compiled(loaded: LoadedModel, kernel: Any, name: str, block_size_tokens: int) -> Backend:
+    return build_compiled_backend(loaded, kernel, name, block_size_tokens, backend="eager")
+
+
+def cpu_graphed(loaded: LoadedModel, backend: Backend, block_size_tokens: int) -> Backend:
+    assert isinstance(backend.forward, ModelForward)
+    forward = CudaGraphForward(
+        backend.forward, decode_kernel, max_model_len=loaded.max_model_len, capture=CountingCapture()
+    )
+    verify_logits(loaded, block_size_tokens, forward=forward)
+    forward.release_graphs()
+    return replace(backend, name=f"{backend.name}, {GRAPHS}", forward=forward, warm_batches=(1, 2, 4))
+
+
+ON_CPU = BackendBuilders(triton=cpu_triton, compiled=cpu_compiled, graphed=cpu_graphed)
+
+
+def fail(*_arguments: object) -> NoReturn:
+    raise ModelError("wrong numbers")
+
+
+def reports(loaded: LoadedModel, model: CheckedModel, build: BackendBuilders, **known: str) -> list[Mapping[str, Any]]:
+    """Return what a child reports."""
+    said: list[Mapping[str, Any]] = []
+    with suppress(SystemExit):
+        check_parts(loaded, model, StageRunner(known, said.append), build)
+    return said
+
+
+def ends(said: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return {each["end"]: each["problem"] for each in said if "end" in each}
+
+
+def test_all_parts_are_verified_on_a_reduced_model(model: CheckedModel, tmp_path: Path) -> None:
+    loaded = load_reduced(model, tmp_path / "reduced")
+    assert ends(reports(loaded, model, ON_CPU)) == dict.fromkeys(GPU_STAGES, "")
+
+
+def test_a_failed_part_ends_the_child_and_the_next_one_goes_on(model: CheckedModel, tmp_path: Path) -> None:
+    loaded = load_reduced(model, tmp_path / "reduced")
+    build = replace(ON_CPU, compiled=fail)
+    first = reports(loaded, model, build)
+    assert ends(first) == {TRITON: "", COMPILED: "wrong numbers"}
+    second = reports(loaded, model, build, **ends(first))
+    assert ends(second) == {GRAPHS: ""}
+
+
+def test_nothing_runs_over_triton_attention_that_failed(model: CheckedModel, tmp_path: Path) -> None:
+    loaded = load_reduced(model, tmp_path / "reduced")
+    build = replace(ON_CPU, triton=fail)
+    assert ends(reports(loaded, model, build)) == {TRITON: "wrong numbers"}
+    assert not reports(loaded, model, build, **{TRITON: "wrong numbers"})
+
+
+def test_graphs_are_captured_over_layers_that_were_compiled_before(model: CheckedModel, tmp_path: Path) -> None:
+    loaded = load_reduced(model, tmp_path / "reduced")
+    names = []
+
+    def graphed(loaded: LoadedModel, backend: Backend, block_size_tokens: int) -> Backend:
+        names.append(type(backend.forward).__name__)
+        return cpu_graphed(loaded, backend, block_size_tokens)
+
+    build = replace(ON_CPU, graphed=graphed)
+    assert ends(reports(loaded, model, build, **{TRITON: "", COMPILED: ""})) == {GRAPHS: ""}
+    assert ends(reports(loaded, model, build, **{TRITON: "", COMPILED: "crashed"})) == {GRAPHS: ""}
+    assert names == ["CompiledForward", "ModelForward"]
+
+
+def test_a_reduced_model_has_every_kind_of_layer() -> None:
+    gemma = Gemma3TextConfig(num_hidden_layers=26, vocab_size=262_144)
+    reduced = reduced_config(gemma)
+    assert reduced.num_hidden_layers == len(reduced.layer_types) == 6
+    assert set(reduced.layer_types) == set(gemma.layer_types)
+    assert (reduced.hidden_size, reduced.head_dim) == (gemma.hidden_size, gemma.head_dim)
+    assert reduced.vocab_size == MAX_VOCABULARY
+    assert gemma.num_hidden_layers == len(gemma.layer_types) == 26, "the original is unchanged"
+
+
+def test_a_reduced_model_has_few_experts_and_no_quantisation() -> None:
+    config = Qwen3MoeConfig(num_hidden_layers=8, num_experts=128, num_experts_per_tok=8)
+    config.quantization_config = {"quant_method": "fp8"}
+    reduced = reduced_config(config)
+    assert (reduced.num_experts, reduced.num_experts_per_tok, reduced.num_hidden_layers) == (32, 8, 2)
+    assert getattr(reduced, "quantization_config", None) is None
+
+
+@pytest.mark.parametrize("name", [*TINY_MODELS, "qwen3-0.6b", "llama3-8b"])
+def test_every_family_can_be_reduced(name: str) -> None:
+    config: PreTrainedConfig = TINY_MODELS[name]() if name in TINY_MODELS else shape_config(name)
+    assert type(reduced_config(config)) is type(config)
+
+
+class ScriptedJudge:
+    """Takes the place of child processes."""
+
+    def __init__(self, done: StageRun) -> None:
+        self.done = done
+        self.num_runs = 0
+
+    def __call__(self, function: str, payload: Mapping[str, Any], stages: Sequence[str], deadline_s: float) -> StageRun:
+        self.num_runs += 1
+        return self.done
+
+
+def refused(model: CheckedModel, judge: ScriptedJudge, directory: Path, **facts: str) -> dict[str, str]:
+    return refused_gpu_stages(
+        model,
+        cache=VerdictCache(directory),
+        judge=judge,
+        facts_of=lambda _device, model, config: {**facts, **model_facts(model, config.to_dict())},
+    )
+
+
+CRASHED = {TRITON: PASSED, COMPILED: PASSED, GRAPHS: StageVerdict(problem="ended by SIGABRT; its last lines: x")}
+
+
+def test_a_verdict_is_reached_once_for_the_same_facts(model: CheckedModel, tmp_path: Path) -> None:
+    judge = ScriptedJudge(StageRun(verdicts=CRASHED))
+    for _ in range(3):
+        assert refused(model, judge, tmp_path / "c", gpu="H100") == {GRAPHS: CRASHED[GRAPHS].problem}
+    assert judge.num_runs == 1
+    refused(model, judge, tmp_path / "c", gpu="H200")
+    refused(replace(model, kv_dtype="int8"), judge, tmp_path / "c", gpu="H100")
+    assert judge.num_runs == 3
+
+
+@pytest.mark.parametrize(
+    "done",
+    [
+        StageRun(verdicts={TRITON: StageVerdict(problem="no memory", is_lasting=False)}),
+        StageRun(verdicts={TRITON: PASSED}, setup_problem="exited with code 1"),
+        StageRun(verdicts={}, setup_problem="no time left of 200 s", is_safe=False),
+    ],
+)
+def test_a_verdict_that_may_change_is_reached_again(model: CheckedModel, tmp_path: Path, done: StageRun) -> None:
+    judge = ScriptedJudge(done)
+    refused(model, judge, tmp_path / "c")
+    refused(model, judge, tmp_path / "c")
+    assert judge.num_runs == 2
+
+
+def test_parts_that_a_crash_kept_from_being_reached_are_refused() -> None:
+    crashed = StageRun(verdicts={TRITON: PASSED}, setup_problem="ended by SIGSEGV", is_safe=False)
+    assert problems_of(crashed) == {TRITON: "", COMPILED: "ended by SIGSEGV", GRAPHS: "ended by SIGSEGV"}
+    explained = StageRun(verdicts={}, setup_problem="exited with code 1")
+    assert problems_of(explained) == {}, "the worker verifies them itself"
+
+
+def test_a_refused_part_is_not_run_in_the_worker(
+    model: CheckedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend_selection, "triton_backend", cpu_triton)
+    monkeypatch.setattr(backend_selection, "build_compiled_backend", cpu_compiled)
+    monkeypatch.setattr(backend_selection, "graphed_backend", cpu_graphed)
+    loaded = load_model(Path(model.path), dtype="float32", device="cpu")
+
+    def name(*stages: str) -> str | None:
+        chosen = backend_selection._gpu_backend(loaded, SIZE, dict.fromkeys(stages, "it crashed"))
+        return None if chosen is None else chosen.name
+
+    monkeypatch.setattr(backend_selection, "compiled_backend", lambda *arguments: cpu_compiled(*arguments))
+    assert name() == f"{TRITON}, compiled, {GRAPHS}"
+    assert name(GRAPHS) == f"{TRITON}, compiled"
+    assert name(COMPILED) == f"{TRITON}, {GRAPHS}"
+    assert name(COMPILED, GRAPHS) == TRITON
+    assert name(TRITON) is None
+    assert caplog.text.count("it crashed") == 5
+
+
+def test_the_source_hash_covers_every_file(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    first = source_hash(tmp_path)
+    (tmp_path / "b.py").touch()
+    second = source_hash(tmp_path)
+    (tmp_path / "b.py").rename(tmp_path / "c.py")
+    assert len({first, second, source_hash(tmp_path)}) == 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_real_child_finds_that_triton_is_missing_or_needs_a_gpu(model: CheckedModel, tmp_path: Path) -> None:
+    """Without a GPU Triton attention fails in the child, and the worker goes on without it."""
+    found = refused_gpu_stages(model, cache=VerdictCache(tmp_path), facts_of=lambda *_facts: {})
+    assert set(found) == {TRITON} if not torch.cuda.is_available() else True
+
+
+def test_kernels_setting_torch_needs_no_verdict(model: CheckedModel) -> None:
+    loaded = load_model(Path(model.path), dtype="float32", device="cpu")
+    everything = dict.fromkeys(GPU_STAGES, "refused")
+    chosen = choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=SIZE, gpu_refused=everything)
+    assert chosen.name == "torch"
