@@ -86,7 +86,7 @@ nemesis: setup
 # The GPU kernel, interpreted on a CPU: slow, and outside .venv, because CPU builds of torch come without triton.
 test-triton: setup
 	@test -d build/triton || $(BIN)/python -m pip install --quiet --no-deps --target build/triton triton==3.7.1
-	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest tests/gpu/test_triton_attention.py $(ARGS)
+	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest $(addprefix tests/gpu/test_,triton_attention.py large_pool_on_gpu.py) $(ARGS)
 
 # The C++ kernels with sanitizers: an access outside of a tensor ends the process with a report.
 ASAN_TESTS := $(addprefix tests/unit/model/test_,native_attention.py decoder_backends.py torch_executor.py best_tokens.py)
