@@ -1,0 +1,192 @@
+"""Measures everything of one worker that depends on a GPU: start, TTFT, TPOT, KV in int8, FP8 files, drafts.
+
+python -m bench engine_gpu --out DIR [--model SHAPE_OR_DIR] [--variants bf16,kv-int8,...] [--minutes 12]
+[--kv-gib 8] [--json]
+
+The engine runs alone, without gateway, once for each variant:
+
+bf16: the defaults.
+steps-2048, steps-8192: with larger prompt chunks.
+kv-int8: KV in int8.
+fp8: the same weights as a fine-grained FP8 checkpoint. A GPU dequantises it at load, so decodes take as long.
+torch: without Triton attention, compiled layers and CUDA graphs.
+no-drafts, drafts: the same cell with `--speculate off` and `auto`. Greedy answers of random weights repeat
+  themselves, so drafts are nearly always right: this is the most that they can gain.
+restart: the defaults again, whose start finds verdicts, compiled kernels and page cache.
+
+Before the engines, the two paths of KV between two processes are measured, as workers do at start. DIR keeps
+every figure, and a run that was stopped goes on there. After `--minutes` no further variant starts.
+`--device cpu --model tiny-42m` tries the script without a GPU.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baton.worker.device.kv_path import KvPath, PathSpeed, choose_kv_path, measure_path
+from bench.scenarios.cluster.goodput import model_directory
+from bench.scenarios.engine.engine_speed import CELLS, DECODED, FIRST_ID, EngineCell
+from bench.support.fp8_checkpoint import write_fp8
+from bench.support.roofline import Needs, measured
+from bench.support.saved_figures import SavedFigures
+from bench.systems.baton_cluster import machine, table
+from bench.systems.engines import vocabulary
+from bench.systems.gpu_engine import EngineProcess, StartedEngine
+
+MAX_MODEL_LEN = 8_448
+FEW = tuple(cell for cell in CELLS if cell.what != "throughput" and cell.num_tokens <= 2048)
+ALL = (*CELLS, *(EngineCell(what="TPOT", num=64, num_tokens=n, num_outputs=DECODED) for n in (256, 2048)))
+PROMPTS = tuple(cell for cell in CELLS if cell.what == "TTFT")
+ANSWERS = tuple(EngineCell(what="TPOT", num=num, num_tokens=256, num_outputs=200) for num in (1, 8))
+WARM = EngineCell(what="TPOT", num=2, num_tokens=300, num_outputs=8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One engine. settings: of the worker. is_fp8: it loads the FP8 form of the model."""
+
+    cells: tuple[EngineCell, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_fp8: bool = False
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "bf16": Variant(cells=ALL, settings={"speculate": "off"}),
+    "restart": Variant(cells=(), settings={"speculate": "off"}),
+    "kv-int8": Variant(cells=FEW, settings={"speculate": "off", "kv_dtype": "int8"}),
+    "steps-2048": Variant(cells=PROMPTS, settings={"speculate": "off", "max_num_batched_tokens": 2048}),
+    "steps-8192": Variant(cells=PROMPTS, settings={"speculate": "off", "max_num_batched_tokens": 8192}),
+    "no-drafts": Variant(cells=ANSWERS, settings={"speculate": "off"}),
+    "drafts": Variant(cells=ANSWERS, settings={"speculate": "auto"}),
+    "fp8": Variant(cells=FEW, settings={"speculate": "off"}, is_fp8=True),
+    "torch": Variant(cells=FEW, settings={"speculate": "off", "kernels": "torch"}),
+}
+"""In the order in which they are measured: a run that ends early has the most telling ones."""
+
+
+class GpuBench:
+    """Measures what is missing. `saved` has one entry a variant."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._out: Path = arguments.out
+        given = Path(arguments.model)
+        self._model = given if given.is_dir() else model_directory(arguments.model, self._out)
+        self.saved = SavedFigures(self._out / "engine_gpu.json")
+
+    def run(self) -> None:
+        """Measure until all is done or the time is over. A variant that fails is noted, and tried next time."""
+        ends_s = time.monotonic() + 60 * self._arguments.minutes
+        device = self._arguments.device
+        self.saved.setdefault("machine", machine("torch", "transformers", "nixl"))
+        if "kv paths" not in self.saved:
+            self.saved["kv paths"] = {path.value: asdict(measure_path(path, device)) for path in KvPath}
+        if "roofline" not in self.saved:
+            limits = measured(num_threads=2, device=device)
+            self.saved["roofline"] = {"flops": limits.flops, "bytes": limits.bytes}
+        for name in self._arguments.variants.split(","):
+            if "figures" in self.saved.get(name, {}):
+                continue
+            if time.monotonic() >= ends_s:
+                print(f"{name}: not measured, {self._arguments.minutes:g} minutes are over", file=sys.stderr)
+                continue
+            try:
+                self.saved[name] = self._measured(VARIANTS[name])
+            except RuntimeError as error:
+                self.saved[name] = {"problem": str(error)}
+            print(f"{name}: {json.dumps(self.saved[name])}", file=sys.stderr)
+
+    def _measured(self, variant: Variant) -> dict[str, Any]:
+        model = write_fp8(self._model, self._out / "models" / f"{self._model.name}-fp8") if variant.is_fp8 else None
+        settings = {
+            "model": str(model or self._model),
+            "max_model_len": MAX_MODEL_LEN,
+            "kv_memory": self._arguments.kv_gib * 2**30,
+            "device": self._arguments.device,
+            **variant.settings,
+        }
+        with EngineProcess(settings) as engine:
+            if variant.cells:
+                self._figure(engine, WARM, random.Random(0))
+            figures = {cell.name: self._figure(engine, cell, random.Random(cell.name)) for cell in self._cells(variant)}
+            return {
+                "summary": engine.summary,
+                "start_s": engine.start_s,
+                "figures": figures,
+                "acceptance": engine.acceptance(),
+            }
+
+    def _cells(self, variant: Variant) -> list[EngineCell]:
+        """Return the cells that fit into KV memory."""
+        room = self._arguments.kv_gib * 2**30 // Needs.of(self._model).kv_bytes_per_token
+        return [cell for cell in variant.cells if cell.num * (cell.num_tokens + cell.num_outputs) <= room]
+
+    def _figure(self, engine: StartedEngine, cell: EngineCell, rng: random.Random) -> float:
+        size = vocabulary(self._model)
+        figures = []
+        for _ in range(cell.tries):
+            prompts = [[rng.randrange(FIRST_ID, size) for _ in range(cell.num_tokens)] for _ in range(cell.num)]
+            if cell.what == "TPOT":
+                engine(prompts, 1)  # all sequences then start to decode together
+            figures.append(cell.figure(engine(prompts, cell.num_outputs)))
+        return statistics.median(figures)
+
+    def show(self) -> None:
+        """Print the paths of KV, the start of each variant, and a table of all cells."""
+        print(self.saved["machine"])
+        paths = {path: PathSpeed(**self.saved["kv paths"][path.value]) for path in KvPath}
+        choice = choose_kv_path(paths[KvPath.DIRECT], paths[KvPath.STAGED])
+        print(f"\nKV between two processes: {choice.path.value} ({choice.reason})\n")
+        found = {name: self.saved[name] for name in VARIANTS if name in self.saved}
+        for name, each in found.items():
+            start = each.get("problem") or f"{each['start_s']:.0f} s to start, {each['summary']}"
+            print(f"{name}: {start}")
+        done = {name: each for name, each in found.items() if each.get("figures")}
+        needs, limits = Needs.of(self._model), self.saved["roofline"]
+        rows = []
+        for cell in (*ALL, *ANSWERS):
+            own = {name: each["figures"][cell.name] for name, each in done.items() if cell.name in each["figures"]}
+            if own:
+                limit_s = cell.roofline_s(needs, limits["flops"], limits["bytes"])
+                best = max(cell.roofline_share(figure, limit_s) for figure in own.values())
+                rows.append([cell.name, *(_shown(cell, own.get(name)) for name in done), f"{best:.0%}"])
+        print(table(["", *done, "best, of the roofline"], rows))
+        if "drafts" in done:
+            print(f"\ndrafts: {done['drafts']['acceptance']:.0%} were right")
+
+
+def _shown(cell: EngineCell, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f} req/s" if cell.what == "throughput" else f"{1e3 * value:.2f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory that keeps all figures and models")
+    parser.add_argument("--model", default="qwen3-0.6b", help="shape with random weights, or a directory (qwen3-0.6b)")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"comma-separated ({','.join(VARIANTS)})")
+    parser.add_argument("--minutes", type=float, default=12.0, help="time after which no variant starts (12)")
+    parser.add_argument("--kv-gib", type=int, default=8, help="KV memory in GiB (8)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device that computes (cuda)")
+    parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.variants.split(",")) - set(VARIANTS):
+        parser.error(f"unknown variants {', '.join(sorted(unknown))}; choose from {', '.join(VARIANTS)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    measuring = GpuBench(arguments)
+    measuring.run()
+    measuring.show()
+    if arguments.json:
+        print(json.dumps(measuring.saved.data))
+
+
+if __name__ == "__main__":
+    main()
