@@ -70,9 +70,9 @@ def test_steps_of_the_fastest_backend(tiny_dir: Path, dtype: str, kv_dtype: str)
         (KvCache.zeros(layout, 3, dtype=loaded.dtype), [0, 1, 2]),
         (large, spread_blocks(3, large.num_blocks)),
     ):
-        executor = TorchExecutor(loaded.model, cache, thread=compute_thread(1), backend=backend)
-        found.append(answers(loaded, executor, blocks))
-        executor.close()
+        thread = compute_thread(1)
+        found.append(answers(loaded, TorchExecutor(loaded.model, cache, thread=thread, backend=backend), blocks))
+        thread.shutdown()
     assert found[0] == found[1]
     assert len(found[0]) == 4
 

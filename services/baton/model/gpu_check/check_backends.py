@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from baton.core.errors import ModelError
 from baton.model.backends.backend_selection import (
@@ -26,6 +27,7 @@ from baton.model.gpu_check.reduced_config import reduced_config
 from baton.model.loading.model_loader import LoadedModel, load_model, text_config_and_dtype
 from baton.model.loading.random_init import init_model
 from baton.model.peak_memory import measure_step_bytes
+from baton.model.step.forward import ModelForward
 from baton.model.torch_executor import TorchExecutor
 from baton.runtime.child.stages import Report, StageRunner
 
@@ -51,9 +53,13 @@ class CheckedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendBuilders:
-    """How the parts of a GPU backend are built and verified; tests replace them."""
+    """How the parts of a GPU backend are built and verified; tests replace them.
+
+    compiled_before: makes the compiled layers that another child has verified.
+    """
 
     triton: Callable[[LoadedModel, int], Backend] = triton_backend
+    compiled_before: Callable[[PreTrainedModel], ModelForward] = CompiledForward
     compiled: Callable[..., Backend] = build_compiled_backend
     graphed: Callable[[LoadedModel, Backend, int], Backend] = graphed_backend
 
@@ -109,7 +115,7 @@ def check_parts(loaded: LoadedModel, model: CheckedModel, stages: StageRunner, b
     if TRITON not in found:  # judged by a child before this one
         found[TRITON] = build.triton(loaded, size)
     if stages.run(COMPILED, compiled) and COMPILED not in found:
-        found[COMPILED] = replace(found[TRITON], forward=CompiledForward(loaded.model))
+        found[COMPILED] = replace(found[TRITON], forward=build.compiled_before(loaded.model))
     stages.run(GRAPHS, graphs)
 
 

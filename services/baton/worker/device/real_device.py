@@ -18,8 +18,9 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.process.cores import core_quota, num_usable_cores
 from baton.worker.costs.step_cost_keeper import step_costs_key
-from baton.worker.device.gpu_allocator import require_plain_memory, require_plain_segments
-from baton.worker.device.kv_path import KvPath, KvPathChoice, kv_path_for, path_facts
+from baton.worker.device.gpu_allocator import require_plain_memory
+from baton.worker.device.gpu_start import kv_path_of, refused_on_gpu
+from baton.worker.device.kv_path import KvPath
 from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 
@@ -60,8 +61,8 @@ def _open_in_compute_thread(
     from baton.model.peak_memory import measure_step_bytes
     from baton.model.torch_executor import TorchExecutor
 
-    path = _kv_path(config)  # this and the next need memory on the GPU for other processes
-    refused = _refused_on_gpu(config)
+    path = kv_path_of(config)  # this and the next need memory on the GPU for other processes
+    refused = refused_on_gpu(config, config.model)
     loaded = _load(config)
     backend = choose_backend(
         loaded,
@@ -108,41 +109,6 @@ def _open_in_compute_thread(
             backend.name,
             config.block_size_tokens,
         ),
-    )
-
-
-def _uses_gpu(config: WorkerConfig) -> bool:
-    import torch
-
-    return config.device != "cpu" and torch.cuda.is_available()
-
-
-def _kv_path(config: WorkerConfig) -> KvPathChoice:
-    """Return how peers will read the KV of a GPU. Raises ConfigError if torch's allocator does not allow it."""
-    if config.transfer != "nixl" or not _uses_gpu(config):
-        return KvPathChoice(path=KvPath.DIRECT, reason="")
-    require_plain_segments(os.environ)
-    return kv_path_for(config.gpu_kv, facts=path_facts() if config.gpu_kv == "auto" else {})
-
-
-def _refused_on_gpu(config: WorkerConfig) -> dict[str, str]:
-    """Return the parts of the GPU backend that a child process has found unsafe; nothing on a CPU."""
-    if config.kernels != "auto" or not _uses_gpu(config):
-        return {}
-    from baton.model.gpu_check.check_backends import CheckedModel
-    from baton.model.gpu_check.gpu_verdicts import refused_gpu_stages
-    from baton.model.loading.model_source import resolve_model
-
-    return refused_gpu_stages(
-        CheckedModel(
-            path=str(resolve_model(config.model)),
-            dtype=config.dtype,
-            kv_dtype=config.kv_dtype,
-            max_model_len=config.max_model_len,
-            block_size_tokens=config.block_size_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from baton.model.backends.backend_selection import (
     build_compiled_backend,
     choose_backend,
 )
+from baton.model.backends.compiled_layers import CompiledForward
 from baton.model.backends.cuda_graphs import CudaGraphForward
 from baton.model.gpu_check.check_backends import BackendBuilders, CheckedModel, check_parts, load_reduced
 from baton.model.gpu_check.gpu_facts import model_facts, source_hash
@@ -79,7 +81,12 @@ def cpu_graphed(loaded: LoadedModel, backend: Backend, block_size_tokens: int) -
     return replace(backend, name=f"{backend.name}, {GRAPHS}", forward=forward, warm_batches=(1, 2, 4))
 
 
-ON_CPU = BackendBuilders(triton=cpu_triton, compiled=cpu_compiled, graphed=cpu_graphed)
+ON_CPU = BackendBuilders(
+    triton=cpu_triton,
+    compiled=cpu_compiled,
+    compiled_before=partial(CompiledForward, backend="eager"),
+    graphed=cpu_graphed,
+)
 
 
 def fail(*_arguments: object) -> NoReturn:

@@ -1,0 +1,48 @@
+"""What a worker finds out about its GPU before it loads a model, with child processes that need its memory."""
+
+import os
+
+from baton.runtime.config.settings import WorkerConfig
+from baton.worker.device.gpu_allocator import require_plain_segments
+from baton.worker.device.kv_path import KvPath, KvPathChoice, kv_path_for, path_facts
+
+
+def kv_path_of(config: WorkerConfig) -> KvPathChoice:
+    """Return how peers will read the KV of a GPU; `DIRECT` without a reason on a CPU.
+
+    Raises ConfigError if torch's allocator does not allow it.
+    """
+    if config.transfer != "nixl" or not _uses_gpu(config):
+        return KvPathChoice(path=KvPath.DIRECT, reason="")
+    require_plain_segments(os.environ)
+    return kv_path_for(config.gpu_kv, facts=path_facts() if config.gpu_kv == "auto" else {})
+
+
+def refused_on_gpu(config: WorkerConfig, model: str) -> dict[str, str]:
+    """Return the parts of a GPU backend that this model must not use, for `choose_backend`; none on a CPU.
+
+    `model`: as in `resolve_model`. Raises ModelError if there is no such model.
+    """
+    if config.kernels != "auto" or not _uses_gpu(config):
+        return {}
+    from baton.model.gpu_check.check_backends import CheckedModel
+    from baton.model.gpu_check.gpu_verdicts import refused_gpu_stages
+    from baton.model.loading.model_source import resolve_model
+
+    return refused_gpu_stages(
+        CheckedModel(
+            path=str(resolve_model(model)),
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            max_model_len=config.max_model_len,
+            block_size_tokens=config.block_size_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+    )
+
+
+def _uses_gpu(config: WorkerConfig) -> bool:
+    import torch
+
+    return config.device != "cpu" and torch.cuda.is_available()
