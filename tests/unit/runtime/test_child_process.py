@@ -93,11 +93,13 @@ def test_what_memory_decides_is_not_lasting() -> None:
     assert {name: verdict.is_lasting for name, verdict in found.verdicts.items()} == {"first": False, "second": False}
 
 
-@pytest.mark.parametrize(("end", "is_safe"), [("wrong", True), ("abort", False)])
-def test_a_child_that_ends_before_any_stage(end: str, is_safe: bool) -> None:
+@pytest.mark.parametrize(
+    ("end", "is_safe", "words"), [("wrong", True, "logits differ by 0.7"), ("abort", False, "SIGABRT")]
+)
+def test_a_child_that_ends_before_any_stage(end: str, is_safe: bool, words: str) -> None:
     found = judge_stages("tests.child_checks:set_up", {"end": end}, ["one"], ENOUGH_S)
     assert (found.verdicts, found.is_safe) == ({}, is_safe)
-    assert "this goes to standard error" in found.setup_problem
+    assert words in found.setup_problem
 
 
 def test_passed_stages_are_not_run_again() -> None:
