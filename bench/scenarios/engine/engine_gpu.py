@@ -44,7 +44,8 @@ MAX_MODEL_LEN = 8_448
 FEW = tuple(cell for cell in CELLS if cell.what != "throughput" and cell.num_tokens <= 2048)
 ALL = (*CELLS, *(EngineCell(what="TPOT", num=64, num_tokens=n, num_outputs=DECODED) for n in (256, 2048)))
 PROMPTS = tuple(cell for cell in CELLS if cell.what == "TTFT")
-ANSWERS = tuple(EngineCell(what="TPOT", num=num, num_tokens=256, num_outputs=200) for num in (1, 8))
+ANSWERS = tuple(EngineCell(what="TPOT", num=num, num_tokens=320, num_outputs=200) for num in (1, 8))
+"""Long answers, with and without drafts. No other cell has prompts of this length, and so this name."""
 WARM = EngineCell(what="TPOT", num=2, num_tokens=300, num_outputs=8)
 
 
