@@ -1,4 +1,4 @@
-"""Functions that tests run in child processes: they end in all the ways in which a backend can end a process."""
+"""Functions that tests run in child processes. They end as a backend can end a process."""
 
 import ctypes
 import os

@@ -184,7 +184,7 @@ class CudaGraphForward:
         self.is_disabled = False
         """True after a capture failed. All steps then run without graphs."""
         self.problem = ""
-        """Why the capture failed."""
+        """The reason for which the capture failed; empty if it did not."""
         self._graphs: dict[tuple[int, int], _CapturedBatch] = {}
 
     def __call__(self, step: PackedStep) -> ForwardOutput:

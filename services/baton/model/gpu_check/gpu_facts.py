@@ -1,4 +1,4 @@
-"""Collects what the verdict about a GPU backend depends on: the GPU, its driver, the libraries and this code."""
+"""Collects what the verdict about a GPU backend depends on: GPU, driver, libraries and this code."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Makes a configuration with few layers, which runs the same kernels in the same shapes as the whole model."""
+"""Makes a configuration with few layers, which runs the kernels of the whole model in the same shapes."""
 
 from collections.abc import Mapping
 from typing import Any

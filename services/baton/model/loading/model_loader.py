@@ -172,7 +172,7 @@ def _load_plain(
 def _require_memory(
     size: int, what: str, target: torch.device, free_bytes: Callable[[torch.device], int], host_size: int
 ) -> None:
-    """Raise ModelError if `size` bytes are not free on the target, or `host_size` on the host before a GPU."""
+    """Raise ModelError if `size` bytes are not free on the target, or `host_size` on the host of a GPU."""
     require_free_memory(size, free_bytes(target), what, str(target))
     if target.type != "cpu":
         host = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Keeps verdicts about this machine in the user's cache, so that they are reached once and not at each start."""
+"""Keeps verdicts about this machine in the user's cache, so that they are not reached at each start."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""What a worker finds out about its GPU before it loads a model, with child processes that need its memory."""
+"""Finds out about a GPU before a model is loaded, with child processes that need its memory."""
 
 import os
 
