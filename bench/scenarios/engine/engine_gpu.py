@@ -126,8 +126,8 @@ class GpuBench:
 
     def _cells(self, variant: Variant) -> list[EngineCell]:
         """Return the cells that fit into KV memory."""
-        room = self._arguments.kv_gib * 2**30 // Needs.of(self._model).kv_bytes_per_token
-        return [cell for cell in variant.cells if cell.num * (cell.num_tokens + cell.num_outputs) <= room]
+        capacity = self._arguments.kv_gib * 2**30 // Needs.of(self._model).kv_bytes_per_token
+        return [cell for cell in variant.cells if cell.num * (cell.num_tokens + cell.num_outputs) <= capacity]
 
     def _figure(self, engine: StartedEngine, cell: EngineCell, rng: random.Random) -> float:
         size = vocabulary(self._model)
