@@ -112,6 +112,7 @@ GROUPS = {
     ),
     "Move KV between workers": (
         "transfer",
+        "gpu_kv",
         "kv_port_range",
         "min_link_gbps",
         "lease_s",
