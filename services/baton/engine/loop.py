@@ -164,6 +164,7 @@ class EngineLoop:
                 if step is None:
                     self._wake.clear()
                     self._take_inbox()  # adds and cancels take effect between steps, never during one
+                    await self._run_draft_model()
                     plan = self.engine.plan()
                     self._deliver_outcome(self.engine.take_outcome())  # before the step, so that pulls run with it
                     if plan.is_empty:
@@ -174,7 +175,8 @@ class EngineLoop:
                         self._busy_since_s = asyncio.get_running_loop().time()
                         continue
                     step = self._launch(plan)
-                    self.engine.observe_gap(step.launched_s - self._busy_since_s)
+                    if self.engine.drafts is not None:
+                        self.engine.drafts.observe_gap(step.launched_s - self._busy_since_s)
                     self._set_current(step)
                     await asyncio.sleep(0)  # lets the executor start
                 else:
@@ -217,6 +219,27 @@ class EngineLoop:
         deferred, self._deferred = self._deferred, EngineOutcome()
         if not deferred.is_empty:
             self._deliver(deferred)
+
+    async def _run_draft_model(self) -> None:
+        """Let the draft model guess tokens for the next step, if that pays. Raises EngineUnhealthy.
+
+        Its time belongs to no step of the model that verifies.
+        """
+        drafts = self.engine.drafts
+        jobs = () if drafts is None else drafts.plan_round()
+        if drafts is None or drafts.model is None or not jobs:
+            return
+        loop = asyncio.get_running_loop()
+        began_s = self.step_started_s = loop.time()  # so that the watchdog notices if it never ends
+        try:
+            found = await drafts.model.run(jobs)
+        except DeviceFault as fault:
+            raise EngineUnhealthy(f"the device is at fault: {fault}; restart the worker") from fault
+        finally:
+            self.step_started_s = None
+        round_s = loop.time() - began_s
+        self._busy_since_s += round_s
+        drafts.offer_round(found, round_s)
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
         result = asyncio.ensure_future(self.executor.execute(plan))

@@ -51,7 +51,7 @@ from baton.worker.costs.measure_costs import measure_costs, measurement_lock, me
 from baton.worker.costs.step_cost_keeper import known_or_measured
 from baton.worker.costs.targets_summary import targets_summary
 from baton.worker.device.open_device import open_device
-from baton.worker.device.worker_device import Device
+from baton.worker.device.worker_device import Device, DraftDevice
 from baton.worker.worker_budget import worker_budget
 from baton.worker.worker_metrics import MeteredExecutor, WorkerMetrics
 from baton.worker.worker_parts import WorkerParts
@@ -173,7 +173,7 @@ async def run_worker(
 
 
 async def initial_step_costs(
-    device: Device, store: CostStore, health: Health, lock_path: Path | None = None
+    device: Device | DraftDevice, store: CostStore, health: Health, lock_path: Path | None = None
 ) -> StepCostModel | None:
     """Return the step costs that a worker starts with, or None if they are unknown.
 
@@ -326,6 +326,10 @@ async def _build_worker(
             costs=await initial_step_costs(device, stores.costs, observed.health),
             cost_store=stores.costs,
             costs_key=device.costs_key,
+            draft=device.draft,
+            draft_costs=None
+            if device.draft is None
+            else await initial_step_costs(device.draft, stores.costs, observed.health),
             tracing=tracing,
             admin_port=admin_port,
         )

@@ -35,7 +35,14 @@ from baton.worker.jobs.running_legs import RunningLegs
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
 from baton.worker.worker_lifecycle import WorkerLifecycle, WorkerNeedsReplacement, WorkerUnhealthy, draining
-from baton.worker.worker_parts import WorkerParts, build_owner, build_publisher, build_reader
+from baton.worker.worker_parts import (
+    WorkerParts,
+    build_draft_model,
+    build_owner,
+    build_publisher,
+    build_reader,
+    draft_cost_keeper,
+)
 
 log = get_logger(__name__)
 
@@ -61,13 +68,14 @@ class Worker:
         self._notifier = ChangeNotifier()
         self.tasks = BackgroundTasks(self._failure.set)
         self._costs = CostKeeper(parts.costs, parts.cost_store, parts.costs_key)
+        self._draft_costs = draft_cost_keeper(parts)
         self._prefill_share = RecentPrefillShare(lambda: self._costs.costs, asyncio.get_running_loop().time)
         self.engine = Engine(
             parts.engine_config,
             parts.pool,
             step_costs=lambda: self._costs.costs,
             clock=lambda: asyncio.get_running_loop().time(),
-            speculation=open_speculation(parts.config.speculate),
+            speculation=open_speculation(parts.config.speculate, build_draft_model(parts, self._draft_costs)),
         )
         self.publisher = build_publisher(parts)
         self.owner = build_owner(parts)
@@ -320,6 +328,7 @@ class Worker:
         self.tasks.start(self._announce(), name="worker-membership")
         self.tasks.start(self._lifecycle.run(), name="worker-lifecycle")
         self.tasks.start(self._costs.run(), name="worker-costs")
+        self.tasks.start(self._draft_costs.run(), name="worker-draft-costs")
         if self.publisher is not None:
             self.tasks.start(self.publisher.run(), name="worker-kv-events")
 

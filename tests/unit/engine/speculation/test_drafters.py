@@ -105,7 +105,7 @@ def test_indexes_of_all_sequences_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 def test_drafters_forget_ended_sequences() -> None:
     ngrams, forced = NgramDrafter(), ForcedDrafter()
     drafted(ngrams, [1, 2, 3, 4])
-    forced.offer(1, (5, 6))
+    forced.offer(1, 0, (5, 6))
     for drafter in (ngrams, forced):
         drafter.forget(1)
         drafter.forget(99)
@@ -155,6 +155,8 @@ def test_rare_contexts_make_place_for_others(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_forced_tokens_are_drafted_once() -> None:
     drafter = ForcedDrafter()
-    drafter.offer(1, tuple(range(40)))
-    assert drafter.draft(1, token_ids(), TENANT) == Draft(tuple(range(MAX_DRAFT_TOKENS)))
-    assert drafter.draft(1, token_ids(), TENANT) is None
+    drafter.offer(1, 2, tuple(range(40)))
+    assert drafter.draft(1, token_ids([7, 7]), TENANT) == Draft(tuple(range(MAX_DRAFT_TOKENS)))
+    assert drafter.draft(1, token_ids([7, 7]), TENANT) is None
+    drafter.offer(1, 2, (5,))
+    assert drafter.draft(1, token_ids([7, 7, 7]), TENANT) is None, "they were forced one token earlier"
