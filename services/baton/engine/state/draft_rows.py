@@ -17,6 +17,9 @@ RowRequests = Sequence[tuple[int, SampleRequest]]
 """(seq_id, request) of each row of logits that draws. A row whose request has drafts continues in the next
 row; the first of its drafts is the guess of its own token."""
 
+DrawnTokens = tuple[int, SampleRequest, Sequence[SampledToken]]
+"""(seq_id, request, tokens) of a sequence, and the tokens that it got in a step."""
+
 
 def rows_of(request: SampleRequest) -> tuple[SampleRequest, ...]:
     """Return the request of each row of a sequence; `request` itself if it has no drafts.
@@ -58,13 +61,3 @@ def verified(drafts: Sequence[int], drawn: Iterable[SampledToken | None]) -> tup
         if number == len(drafts) or token.token_id != drafts[number]:
             break
     return tuple(found)
-
-
-def forced_after(drafts: Sequence[int], tokens: Sequence[SampledToken], forced: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens that a grammar forces after `tokens`, which a sequence with `drafts` got in a step.
-
-    forced: those that it forces after the drafts. Empty if the tokens are others.
-    """
-    if len(tokens) == len(drafts) + 1 and forced and tokens[-1].token_id == forced[0]:
-        return tuple(forced[1:])
-    return ()

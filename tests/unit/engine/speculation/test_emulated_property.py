@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from baton.engine.executors.emulated import EmulatedExecutor
+from baton.engine.speculation.modes import open_speculation
 from tests import builders
+from tests.builders import sequence_request
 from tests.scale import sized
 from tests.unit.engine.speculation.byte_grammars import EOS, VOCAB_SIZE, new_constraints
-from tests.unit.engine.speculation.drafted_run import assert_same_answers, random_requests, reference
+from tests.unit.engine.speculation.drafted_run import DraftedRun, assert_same_answers, random_requests, reference
 from tests.unit.worker.virtual_loop import virtual
 
 NUM_REQUESTS, NUM_SEEDS = 20, sized(1, 45)
@@ -26,6 +28,20 @@ def new_device() -> EmulatedExecutor:
         eos_token_ids=(EOS,),
         constraints=new_constraints(),
     )
+
+
+@virtual
+async def test_forced_text_is_verified_in_the_step_after_the_choice_that_forces_it() -> None:
+    sampling = {"grammar": 'start: /[ab]/ "0123456789"', "seed": 1}
+    device = new_device()
+    engine = DraftedRun(device.execute, 64, open_speculation("auto")).engine
+    engine.add(sequence_request(1, [5, 6, 7], max_tokens=20, sampling=sampling))
+    lengths = []
+    while not (plan := engine.plan()).is_empty:
+        lengths += [len(output.tokens) for output in engine.apply(plan, await device.execute(plan)).outputs]
+    assert lengths[0] == 1
+    assert lengths[1] > 5, "drafts in the step after the choice"
+    assert sum(lengths) == 12
 
 
 @pytest.mark.parametrize("kind", ["right", "wrong", "random", "auto"])
