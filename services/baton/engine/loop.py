@@ -74,6 +74,7 @@ class EngineLoop:
         self.step_started_s: float | None = None  # by the event loop's clock; None between steps
         self.last_step_started_s = 0.0  # of the last step that has ended: the one whose tokens are delivered
         self.last_step_ended_s = 0.0
+        self.draft_model_s = 0.0  # time of the draft model before the current step
         self._busy_since_s = 0.0  # end of the previous step, or when there was work again
         self._deliver = deliver
         self._on_step = on_step
@@ -161,6 +162,7 @@ class EngineLoop:
         try:
             while True:
                 step, self._ahead = self._ahead, None
+                self.draft_model_s = 0.0
                 if step is None:
                     self._wake.clear()
                     self._take_inbox()  # adds and cancels take effect between steps, never during one
@@ -237,9 +239,9 @@ class EngineLoop:
             raise EngineUnhealthy(f"the device is at fault: {fault}; restart the worker") from fault
         finally:
             self.step_started_s = None
-        round_s = loop.time() - began_s
-        self._busy_since_s += round_s
-        drafts.offer_round(found, round_s)
+        self.draft_model_s = loop.time() - began_s
+        self._busy_since_s += self.draft_model_s
+        drafts.offer_round(found, self.draft_model_s)
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
         result = asyncio.ensure_future(self.executor.execute(plan))

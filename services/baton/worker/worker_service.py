@@ -26,6 +26,7 @@ from baton.runtime.network.announcements import Announcements, process_details
 from baton.runtime.process.byte_budget import Account
 from baton.runtime.process.shared_account import SharedAccount
 from baton.worker.background_tasks import BackgroundTasks, FirstFailure
+from baton.worker.costs.draft_speedup import RecentDraftSpeedup
 from baton.worker.costs.prefill_share import RecentPrefillShare
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.jobs.job_table import JobTable
@@ -70,6 +71,7 @@ class Worker:
         self._costs = CostKeeper(parts.costs, parts.cost_store, parts.costs_key)
         self._draft_costs = draft_cost_keeper(parts)
         self._prefill_share = RecentPrefillShare(lambda: self._costs.costs, asyncio.get_running_loop().time)
+        self._draft_speedup = RecentDraftSpeedup(lambda: self._costs.costs, asyncio.get_running_loop().time)
         self.engine = Engine(
             parts.engine_config,
             parts.pool,
@@ -251,6 +253,7 @@ class Worker:
             mean_output_tokens=engine.counters.mean_output_tokens,
             target_step_s=engine.next_step_budget().target_step_s,
             recent_prefill_share=self._prefill_share.share,
+            tokens_per_step=self._draft_speedup.tokens_per_step,
             ttft_target_factor=engine.config.targets.ttft,
             tpot_target_factor=engine.config.targets.tpot,
         )
@@ -292,6 +295,8 @@ class Worker:
     def _on_step(self, plan: StepPlan, step_s: float) -> None:
         work = work_of(plan)
         self._prefill_share.observe(work, step_s)
+        num_accepted = self.engine.counters.accepted_draft_tokens
+        self._draft_speedup.observe(work, step_s, self.engine_loop.draft_model_s, num_accepted)
         self._costs.observe(work, step_s)
 
     def _publish_kv_events(self) -> None:
