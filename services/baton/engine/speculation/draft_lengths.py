@@ -7,6 +7,7 @@ with some probability. The numbers are chosen that give most tokens per second.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
+from typing import NamedTuple
 
 from baton.core.step_cost import StepCostModel, StepKind, StepWork
 
@@ -17,8 +18,7 @@ ASSUMED_DRAFT_SHARE = 1 / 16
 """Share of a step that a draft token costs while costs are unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftCandidate:
+class DraftCandidate(NamedTuple):
     """A draft that a step may verify in part.
 
     rate: probability that a token is right if all before it are.

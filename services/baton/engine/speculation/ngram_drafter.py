@@ -20,6 +20,8 @@ MAX_INDEXED_TOKENS = (1 << 32) - 1
 """Positions that a slot can hold."""
 MAX_BYTES = 32 << 20
 """Memory of the indexes of all sequences."""
+MANY_TOKENS = 32
+"""New tokens from which they are indexed all at once."""
 _SLOT_BYTES = 4
 _MIN_INDEX_SLOTS = 1 << 10
 _SLOTS_PER_TOKEN = 4
@@ -59,11 +61,7 @@ class NgramIndex:
         self._asked = 0, 0  # (end of the n-gram that was asked for last, its slot), which is indexed next
         if len(token_ids) > NGRAM_TOKENS:
             # The last n-gram is not in the index yet: what follows it is what the index is asked for.
-            tokens = np.array(token_ids, dtype=np.uint64)
-            found = hashes_of(tokens[:-1], NGRAM_TOKENS) >> np.uint64(self._shift)
-            slots = np.frombuffer(self._slots, dtype=np.uint32)
-            slots[found] = np.arange(NGRAM_TOKENS, len(tokens), dtype=np.uint32)  # of equal ones, the last stays
-            self._num_indexed = len(tokens)
+            self._index_many(token_ids)
 
     @property
     def num_bytes(self) -> int:
@@ -75,10 +73,22 @@ class NgramIndex:
         if may_grow and len(token_ids) > self.max_tokens:
             self._build(token_ids)
             return
+        if len(token_ids) - self._num_indexed > MANY_TOKENS:
+            self._index_many(token_ids)
+            return
         asked, asked_slot = self._asked
         for position in range(self._num_indexed, len(token_ids)):
             self._slots[asked_slot if position == asked else self._slot_of(token_ids, position)] = position
         self._num_indexed = max(self._num_indexed, len(token_ids))
+
+    def _index_many(self, token_ids: TokenIds) -> None:
+        """Index all tokens that are not in the index yet, but not the last n-gram."""
+        begin = self._num_indexed
+        tokens = np.array(token_ids[begin - NGRAM_TOKENS : -1], dtype=np.uint64)
+        found = hashes_of(tokens, NGRAM_TOKENS) >> np.uint64(self._shift)
+        slots = np.frombuffer(self._slots, dtype=np.uint32)
+        slots[found] = np.arange(begin, len(token_ids), dtype=np.uint32)  # of equal ones, the last stays
+        self._num_indexed = len(token_ids)
 
     def find(self, token_ids: TokenIds) -> int | None:
         """Return the position after an earlier occurrence of the last n-gram of the text, or None."""
@@ -107,13 +117,13 @@ class NgramDrafter:
 
     def __init__(self) -> None:
         self._indexes: dict[int, NgramIndex] = {}
+        self._copies: dict[int, tuple[int, int, int]] = {}  # (position copied from, position to, length of the match)
         self.num_bytes = 0
 
     def observe(self, key: int, token_ids: TokenIds, num_new: int, tenant: BlockHash) -> None:
         index = self._indexes.get(key)
         if index is not None and len(token_ids) <= index.max_tokens:
-            index.extend(token_ids)
-            return
+            return  # `draft` extends it, if it is needed
         before = 0 if index is None else index.num_bytes
         fits = self.num_bytes - before + NgramIndex.bytes_for(len(token_ids)) <= MAX_BYTES
         if index is not None:
@@ -124,13 +134,24 @@ class NgramDrafter:
 
     def draft(self, key: int, token_ids: TokenIds, tenant: BlockHash) -> Draft | None:
         index = self._indexes.get(key)
-        position = None if index is None else index.find(token_ids)
-        if position is None:
+        if index is None:
             return None
-        length = _match_length(token_ids, position)
+        begin, end, length = self._copies.get(key, (0, 0, 0))
+        num_new = len(token_ids) - end
+        if length and token_ids[begin : begin + num_new] == token_ids[end:]:  # it goes on as it was drafted
+            position, length = begin + num_new, length + num_new
+        else:
+            index.extend(token_ids, may_grow=False)
+            found = index.find(token_ids)
+            if found is None:
+                self._copies.pop(key, None)
+                return None
+            position, length = found, _match_length(token_ids, found)
+        self._copies[key] = position, len(token_ids), length
         return Draft(_copied(token_ids, position), sum(length >= least for least in STRENGTHS))
 
     def forget(self, key: int) -> None:
+        self._copies.pop(key, None)
         if (index := self._indexes.pop(key, None)) is not None:
             self.num_bytes -= index.num_bytes
 

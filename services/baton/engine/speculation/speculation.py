@@ -63,13 +63,15 @@ class Speculation:
         """Take the tokens that a grammar forces from `position` on, once a sequence has the tokens before."""
         if self._forced is not None and tokens:
             self._forced.offer(key, position, tokens)
+            if (own := self._sequences.get(key)) is not None:
+                own.is_offered = True
 
     def observe(self, seq: EngineSequence, num_new: int, eos_token_ids: Collection[int]) -> None:
         """Compare the drafts of a sequence with its `num_new` last tokens, and draft the next ones."""
         own = self._sequences.get(seq.key)
         if own is None:
             ends = end_token_ids(seq.request.sampling, eos_token_ids)
-            own = self._sequences[seq.key] = SequenceDrafts(seq, self._drafters, ends, self._rates)
+            own = self._sequences[seq.key] = SequenceDrafts(seq, self._drafters, ends, self._rates, num_new)
         own.observe(num_new, len(self._sequences))
         if self._model is not None:
             self._model.observe(seq, num_new, own.rates)
@@ -194,7 +196,7 @@ class Speculation:
             if found is not None and own is not None:
                 rate, draft = own.rates.rate(found[0]), found[1]
             elif own is not None and own.best is not None:
-                rate, draft = own.best_rate, own.best.tokens[own.best.num_right :]
+                rate, draft = own.best_rate, own.best_tokens
             else:
                 continue
             most = max_new_tokens(seq, max_model_len) - 1

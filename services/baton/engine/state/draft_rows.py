@@ -8,7 +8,6 @@ number depends on the drafts.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from baton.core.kv.block_hash import token_ids
 from baton.engine.state.step import SampledToken, SampleRequest
@@ -32,10 +31,12 @@ def rows_of(request: SampleRequest) -> tuple[SampleRequest, ...]:
     history = request.history[: request.position] + token_ids(drafts)
     num_banned = request.sampling.min_tokens - (request.position - request.num_prompt_tokens)
     return tuple(
-        replace(
-            request,
+        SampleRequest(
+            sampling=request.sampling,
+            sample_indices=request.sample_indices,
             position=request.position + number,
             history=history,
+            num_prompt_tokens=request.num_prompt_tokens,
             banned_token_ids=request.banned_token_ids if number == 0 or number < num_banned else (),
             drafts=drafts[number:],
         )

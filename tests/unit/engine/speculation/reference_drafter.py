@@ -76,7 +76,7 @@ class EagerSpeculation(Speculation):
             own = self._sequences.get(seq.key)
             if own is None or own.best is None or len(seq.sample_indices) > 1:
                 continue
-            tokens = own.best.tokens[own.best.num_right :]
+            tokens = own.best_tokens
             most = min(len(tokens), max_drafts, max_new_tokens(seq, max_model_len) - 1)
             if count := self._rng.randint(0, most):
                 chosen[seq.key] = tokens[:count]
