@@ -276,6 +276,8 @@ class Worker:
         blocks."""
         self.pool.check()
         counts = self.pool.counts()
+        if self._parts.draft is not None and (used := self._parts.draft.pool.counts().used):
+            raise AssertionError(f"{used} blocks of the draft model are in use; must be none")
         is_clean = (
             not self.jobs.num_open
             and self.engine.is_idle

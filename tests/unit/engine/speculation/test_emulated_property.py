@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from baton.engine.executors.emulated import EmulatedExecutor
+from baton.engine.speculation import sequence_drafts
 from baton.engine.speculation.modes import open_speculation
 from tests import builders
 from tests.builders import sequence_request
@@ -64,3 +65,15 @@ async def test_answers_with_drafts_equal_those_without(kind: str) -> None:
     assert happened["accepted" if kind != "wrong" else "drafts"] > sized(2, 200), happened
     assert happened["steps"] > sized(25, 1_500), happened
     assert all(happened[what] for what in sized(("steps",), ("preemptions", "cancelled"))), happened
+
+
+@virtual
+async def test_answers_are_equal_with_many_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts then go on while they are right."""
+    monkeypatch.setattr(sequence_drafts, "MANY_SEQUENCES", 1)
+    monkeypatch.setattr(sequence_drafts, "MIN_LEFT_TOKENS", 1)
+    for seed in range(sized(1, 20)):
+        rng, device = Random(1_000 + seed), new_device()
+        requests = random_requests(rng, NUM_REQUESTS)
+        expected = await reference(device.execute, requests)
+        await assert_same_answers("auto", device.execute, requests, expected, rng, tolerance=0.0)
