@@ -1,7 +1,6 @@
 """SIGKILL of decode workers that verify drafts: answers equal those without drafts, and nothing leaks."""
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
@@ -11,7 +10,6 @@ import pytest_asyncio
 from transformers import Qwen3Config
 
 from baton.core.request import Sampling
-from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.random_init import init_model
 from tests.cache_audit import CacheAuditor
 from tests.cluster import ProcessCluster, process_cluster
@@ -32,7 +30,6 @@ def tiny_draft_model(directory: Path) -> Path:
     """Write a tiny model with the demo model's tokenizer. Its drafts are cheap, and nearly all are wrong."""
     path = directory / "draft"
     init_model(Qwen3Config(**{**TINY, "vocab_size": DEMO_VOCAB}, head_dim=16), path, seed=1)
-    shutil.copy(DEMO_DIR / "tokenizer.json", path)
     return path
 
 

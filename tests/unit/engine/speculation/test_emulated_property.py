@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 
 from baton.engine.executors.emulated import EmulatedExecutor
+from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.speculation import sequence_drafts
+from baton.engine.speculation.draft_model import DraftModel
 from baton.engine.speculation.modes import open_speculation
 from tests import builders
-from tests.builders import sequence_request
+from tests.builders import BLOCK_SIZE_TOKENS, sequence_request
+from tests.fake_executor import FakeGenerationTable
 from tests.scale import sized
 from tests.unit.engine.speculation.byte_grammars import EOS, VOCAB_SIZE, new_constraints
 from tests.unit.engine.speculation.drafted_run import DraftedRun, assert_same_answers, random_requests, reference
+from tests.unit.engine.speculation.fake_draft_model import DRAFT_COSTS
 from tests.unit.worker.virtual_loop import virtual
 
 NUM_REQUESTS, NUM_SEEDS = 20, sized(1, 45)
@@ -43,6 +47,34 @@ async def test_forced_text_is_verified_in_the_step_after_the_choice_that_forces_
     assert lengths[0] == 1
     assert lengths[1] > 5, "drafts in the step after the choice"
     assert sum(lengths) == 12
+
+
+def new_draft_model() -> DraftModel:
+    """Return a draft model that computes what the emulated model does, but knows no grammars."""
+    return DraftModel(
+        new_device(),
+        BlockPool(64, BLOCK_SIZE_TOKENS, FakeGenerationTable(64)),
+        vocab_size=VOCAB_SIZE,
+        max_model_len=60,
+        eos_token_ids=(EOS,),
+        costs=lambda: DRAFT_COSTS,
+        clock=lambda: 0.0,
+    )
+
+
+@virtual
+async def test_answers_with_a_draft_model_equal_those_without() -> None:
+    num_drafts = num_accepted = 0
+    for seed in range(sized(1, 45)):
+        rng, device, model = Random(seed), new_device(), new_draft_model()
+        requests = random_requests(rng, NUM_REQUESTS)
+        expected = await reference(device.execute, requests)
+        run = await assert_same_answers("model", device.execute, requests, expected, rng, tolerance=0.0, model=model)
+        assert model.costs is not None, "a step of the draft model failed"
+        num_drafts += run.engine.counters.draft_tokens
+        num_accepted += run.engine.counters.accepted_draft_tokens
+    assert num_accepted > 5, "those of sequences without rules are right"
+    assert num_drafts > num_accepted, "those of the others mostly wrong"
 
 
 @pytest.mark.parametrize("kind", ["right", "wrong", "random", "auto"])
