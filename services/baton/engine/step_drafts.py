@@ -36,6 +36,7 @@ class StepDrafts:
         self._allocator = allocator
         self._counters = counters
         self._step_costs = step_costs
+        self._wants_round = False  # the last round that was planned had jobs
 
     @property
     def model(self) -> DraftModel | None:
@@ -63,13 +64,18 @@ class StepDrafts:
             running = (self._sequences.running.get(part.seq_id) for part in plan.sequences)
             self._choose([(seq, 1) for seq in running if seq is not None])
             self.plan_round()
-        return self._speculation.saves_more_than_gap
+        return self._wants_round or self._speculation.saves_more_than_gap
 
     def plan_round(self) -> tuple[DraftJob, ...]:
         """Return what the draft model should compute before the next step is planned; empty if nothing pays.
 
         While prompts wait or are computed it has no jobs: they would wait for it.
         """
+        jobs = self._round_jobs()
+        self._wants_round = bool(jobs)
+        return jobs
+
+    def _round_jobs(self) -> tuple[DraftJob, ...]:
         if self._speculation.model is None or next(iter(self._sequences.prefills()), None) is not None:
             return ()
         decoding = [

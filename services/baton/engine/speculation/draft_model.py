@@ -164,10 +164,6 @@ class DraftModel:
         self.kv.check(known)
         assert self._refused <= known
 
-    async def aclose(self) -> None:
-        """Release the executor after its current step."""
-        await self._executor.aclose()
-
     def _begun(self, jobs: Sequence[DraftJob]) -> Iterable[_Drafting]:
         for job in jobs:
             seq = job.seq

@@ -13,14 +13,10 @@ NAME = "model"
 
 
 class ModelDrafts:
-    """The newest draft of each sequence for which the model has drafted. Used by `Speculation`.
-
-    wants_round: the last round that was planned had jobs.
-    """
+    """The newest draft of each sequence for which the model has drafted. Used by `Speculation`."""
 
     def __init__(self, model: DraftModel) -> None:
         self.model = model
-        self.wants_round = False
         self._rounds = ModelRounds()
         self._drafts: dict[int, tuple[int, ...]] = {}
         self._kinds: dict[int, Kind] = {}
@@ -82,15 +78,12 @@ class ModelDrafts:
         base: the other drafts. max_drafts: beside these.
         """
         costs = self.model.costs
-        self.wants_round = False
         if costs is None:
             return ()
         self.model.kv.keep_only({seq.key for seq in decoding})
         candidates = list(self._candidates(others, max_model_len, mean_output_tokens))
         jobs = self._rounds.plan(candidates, base, len(decoding), times, costs, max_drafts)
-        jobs = jobs or self._rounds.trial(candidates, times, costs)
-        self.wants_round = bool(jobs)
-        return jobs
+        return jobs or self._rounds.trial(candidates, times, costs)
 
     def check(self, keys: Iterable[int]) -> None:
         """Check that nothing is kept of sequences other than `keys`. Raises AssertionError. For tests."""

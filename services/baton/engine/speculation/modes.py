@@ -6,9 +6,6 @@ from baton.engine.speculation.ngram_drafter import NgramDrafter
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.speculation.suffix_drafter import SuffixDrafter
 
-DRAFT_PREFIX = "draft:"
-"""Begins the value that names the directory of a draft model."""
-
 
 def open_speculation(mode: str, model: DraftModel | None = None) -> Speculation | None:
     """Return the speculation of one engine; None if it drafts nothing.
@@ -26,8 +23,3 @@ def open_speculation(mode: str, model: DraftModel | None = None) -> Speculation 
 def finds_forced_tokens(mode: str) -> bool:
     """Return True if steps should return the tokens that grammars force."""
     return mode not in ("ngram", "off")
-
-
-def draft_model_of(mode: str) -> str | None:
-    """Return the directory or hub id of the draft model that `mode` names; None if it names none."""
-    return mode.removeprefix(DRAFT_PREFIX) if mode.startswith(DRAFT_PREFIX) else None

@@ -160,10 +160,8 @@ class Speculation:
 
     @property
     def saves_more_than_gap(self) -> bool:
-        """True if recent drafts saved, or would have saved, more time a step than planning ahead does, or if
-        the draft model has work."""
-        wants_round = self._model is not None and self._model.wants_round
-        return wants_round or self._saved_s > max(self._gap_s, self._least_s)
+        """True if recent drafts saved, or would have saved, more time a step than planning ahead does."""
+        return self._saved_s > max(self._gap_s, self._least_s)
 
     def check(self, keys: Iterable[int]) -> None:
         """Check that nothing is kept of sequences other than `keys`. Raises AssertionError. For tests."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from baton.core.kv.kv_layout import KvLayout
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.speculation.model_rounds import MAX_MISSING_TOKENS, MAX_PIECE_TOKENS
-from baton.engine.speculation.modes import draft_model_of
 from baton.engine.state.engine_config import EngineConfig
 from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.config.worker_settings import draft_model_of
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.costs.step_cost_keeper import step_costs_key
 from baton.worker.device.worker_device import DraftDevice

@@ -9,10 +9,10 @@ from baton.engine.executors.emulated import EmulatedExecutor
 from baton.engine.executors.emulated_model import read_emulated_model
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.sizing import free_host_bytes
-from baton.engine.speculation.modes import draft_model_of, finds_forced_tokens
+from baton.engine.speculation.modes import finds_forced_tokens
 from baton.runtime.config.durations import format_duration
 from baton.runtime.config.settings import WorkerConfig
-from baton.runtime.config.worker_settings import parse_step_costs
+from baton.runtime.config.worker_settings import draft_model_of, parse_step_costs
 from baton.worker.costs.step_cost_keeper import work_of
 from baton.worker.device.kv_registration import register_host_memory
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker

@@ -11,7 +11,7 @@ from tests.unit.engine.speculation.fake_draft_model import EagerRounds, draft_mo
 from tests.unit.engine.speculation.reference_drafter import SHARE_OF_RIGHT
 from tests.unit.engine.test_engine_property import EOS, World
 
-NUM_WORLDS = sized(4, 60)
+NUM_WORLDS = sized(5, 60)
 """For each kind of draft model. A world has about 80 steps."""
 
 
@@ -66,7 +66,8 @@ def test_answers_and_blocks_are_right_whatever_the_model_drafts(kind: str) -> No
     happened: Counter[str] = Counter()
     for seed in range(NUM_WORLDS):
         happened.update(live_through(seed, kind))
-    seen = ["rounds with drafts", "drafts", "pieces", "preemptions", "pulls", "steps ahead", "shared_prefixes"]
+    seen = ["rounds with drafts", "drafts", "pieces", "pulls", "shared_prefixes"]
+    seen += sized([], ["preemptions", "steps ahead", "copies", "replays", "cancel RUNNING"])
     assert all(happened[what] for what in seen), happened
     share = happened["accepted"] / happened["drafts"]
     assert {"right": share > 0.6, "wrong": share < 0.02, "random": 0.1 < share < 0.7}[kind], share

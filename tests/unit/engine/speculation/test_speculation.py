@@ -6,7 +6,7 @@ from baton.core.kv.block_hash import BlockHash, TokenIds
 from baton.core.step_cost import StepCostModel, StepWork
 from baton.engine.speculation.acceptance import AcceptanceRate, AcceptanceRates
 from baton.engine.speculation.drafter import Draft
-from baton.engine.speculation.modes import draft_model_of, finds_forced_tokens, open_speculation
+from baton.engine.speculation.modes import finds_forced_tokens, open_speculation
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.state.sequence import EngineSequence
 from tests.builders import sequence_request
@@ -156,7 +156,6 @@ def test_modes() -> None:
     assert open_speculation("off") is None
     assert (open_speculation("ngram"), open_speculation("auto")) != (None, None)
     assert [finds_forced_tokens(mode) for mode in ("off", "ngram", "auto", "draft:x")] == [False, False, True, True]
-    assert [draft_model_of(mode) for mode in ("off", "auto", "draft:a/b:c")] == [None, None, "a/b:c"]
 
 
 class Perfect(Scripted):
