@@ -232,3 +232,23 @@ async def test_device_fault_of_the_draft_model_makes_the_worker_unhealthy() -> N
     with pytest.raises(EngineUnhealthy, match="injected"):
         async with running(loop):
             loop.add(long_request())
+
+
+@virtual
+async def test_watchdog_sees_a_step_of_the_draft_model_that_never_ends() -> None:
+    rig, _, device = rig_of()
+
+    async def execute(plan: StepPlan) -> StepResult:
+        await asyncio.sleep(1000)
+        raise AssertionError
+
+    device.execute = execute  # type: ignore[method-assign]
+    loop = make_loop(rig)
+    task = asyncio.create_task(loop.run())
+    loop.add(long_request())
+    await asyncio.sleep(5)
+    assert loop.step_age_s() > 4
+    task.cancel()
+    await asyncio.wait((task,))
+    assert task.cancelled()
+    assert loop.step_age_s() == 0
