@@ -121,6 +121,21 @@ def test_nothing_is_forced_while_a_thread_uses_the_grammar_or_after_the_end() ->
     assert by.forced_after([(1, several, [SampledToken(sample_index=0, token_id=ids(b"{")[0])])]) == {}
 
 
+def test_masks_of_many_sequences_are_equal_after_a_search_for_forced_tokens() -> None:
+    """Their matchers have consumed the new token already, and their masks are still computed together."""
+    rules, by, plain = Sampling(max_tokens=99, grammar=GRAMMARS[1]), new_constraints(), new_constraints()
+    rng, outputs = Random(5), list[list[int]]([[]] * 12)
+    for _ in range(8):
+        rows = row_requests([(key, request(rules, own)) for key, own in enumerate(outputs)])
+        found, expected = by.masks(rows), plain.masks(rows)
+        assert allowed(found) == allowed(expected)
+        drawn = [SampledToken(sample_index=0, token_id=rng.choice(sorted(one - {EOS}))) for one in allowed(found)]
+        by.forced_after([(key, row, [token]) for (key, row), token in zip(rows, drawn, strict=True)][::2])
+        outputs = [[*own, token.token_id] for own, token in zip(outputs, drawn, strict=True)]
+    (compiled,) = by._in_use
+    assert compiled.num_together > 1
+
+
 def test_search_for_forced_tokens_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rules, by = Sampling(max_tokens=99, grammar=GRAMMARS[0]), new_constraints()
     step = request(rules, [])
