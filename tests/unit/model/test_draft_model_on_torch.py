@@ -104,9 +104,11 @@ async def test_worker_opens_a_draft_model_in_the_thread_and_memory_of_its_model(
         "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_memory": 1 << 20,
         "transfer": "local", "role": "decode", "model_name": "m", "schedulers": ("127.0.0.1:1",),
     }  # fmt: skip
-    alone = open_device(WorkerConfig(**settings), builders.worker_ref("w"))
+    speculate = f"draft:{smaller_dir}"
+    alone = open_device(WorkerConfig(**settings | {"role": "prefill"}, speculate=speculate), builders.worker_ref("w"))
     await alone.aclose()
-    device = open_device(WorkerConfig(**settings, speculate=f"draft:{smaller_dir}"), builders.worker_ref("w"))
+    assert alone.draft is None, "a prefill worker decodes nothing"
+    device = open_device(WorkerConfig(**settings, speculate=speculate), builders.worker_ref("w"))
     try:
         assert device.draft is not None
         assert device.draft.pool.num_blocks == device.pool.num_blocks < alone.pool.num_blocks

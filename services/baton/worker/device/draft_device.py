@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.core.cluster.worker_report import WorkerRole
 from baton.core.kv.kv_layout import KvLayout
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.speculation.model_rounds import MAX_MISSING_TOKENS, MAX_PIECE_TOKENS
@@ -64,12 +65,12 @@ class LoadedDraft:
 
 
 def load_draft(config: WorkerConfig, verifying: "LoadedModel", num_threads: int) -> LoadedDraft | None:
-    """Load the draft model that `--speculate` names. None if it names none.
+    """Load the draft model that `--speculate` names. None if it names none, or on a prefill worker.
 
     Raises ModelError if the model cannot be served, does not fit, or has another tokenizer than `verifying`.
     """
     name = draft_model_of(config.speculate)
-    if name is None:
+    if name is None or not WorkerRole(config.role).can_decode:
         return None
     from baton.model.backends.backend_selection import choose_backend
     from baton.model.loading.model_loader import load_model
