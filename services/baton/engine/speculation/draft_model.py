@@ -75,11 +75,13 @@ class _Drafting:
         )
 
     def continue_with(self, token_id: int) -> None:
-        """Compute a draft next."""
+        """Compute a draft next. No step that reads the history is in flight."""
         self.begin += len(self.tokens)
         self.tokens = token_ids((token_id,))
+        if not self.drafts:
+            self.history = self.history[:]  # the first one is the engine's own
         self.drafts.append(token_id)
-        self.history = self.history + self.tokens
+        self.history.append(token_id)
 
 
 class DraftModel:
