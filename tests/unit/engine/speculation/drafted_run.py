@@ -18,7 +18,7 @@ from baton.engine.state.step import SampledToken, StepPlan, StepResult
 from tests.builders import BLOCK_SIZE_TOKENS, sequence_request
 from tests.fake_executor import FakeGenerationTable
 from tests.unit.engine.speculation.byte_grammars import EOS, GRAMMARS, TOKENS, VOCAB_SIZE, ids
-from tests.unit.engine.speculation.fake_draft_model import EagerRounds
+from tests.unit.engine.speculation.fake_draft_model import EagerRounds, round_jobs
 from tests.unit.engine.speculation.reference_drafter import EagerSpeculation, ReferenceDrafter
 
 RunStep = Callable[[StepPlan], Awaitable[StepResult]]
@@ -71,8 +71,8 @@ class DraftedRun:
     async def _steps(self, rng: Random) -> None:
         """Run one step, after a round of the draft model, and steps that are planned ahead of it."""
         drafts = self.engine.drafts
-        if drafts is not None and drafts.model is not None and (jobs := drafts.plan_round()):
-            drafts.offer_round(await drafts.model.run(jobs), 1e-3)
+        if drafts is not None and drafts.model is not None:
+            drafts.offer_round(await drafts.model.run(round_jobs(self.engine, even_with_prompts=True)), 1e-3)
             self.engine.check()
         plan = self.engine.plan()
         self._note(self.engine.take_outcome())

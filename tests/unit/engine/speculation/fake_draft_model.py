@@ -127,14 +127,13 @@ class EagerRounds(Speculation):
         return self._rng.random() < 0.5
 
 
-def run_round(engine: Engine, *, even_with_prompts: bool = False) -> Mapping[int, tuple[int, ...]]:
-    """Run the draft model before the next step, as the loop does. Returns its drafts.
+def round_jobs(engine: Engine, *, even_with_prompts: bool) -> tuple[DraftJob, ...]:
+    """Return the jobs of the next round.
 
     even_with_prompts: also while prompts wait. An engine does not do that, but with it there are more rounds.
     """
     drafts = engine.drafts
     assert drafts is not None
-    assert drafts.model is not None
     jobs = drafts.plan_round()
     if even_with_prompts:
         running = engine._sequences.running.values()
@@ -146,7 +145,15 @@ def run_round(engine: Engine, *, even_with_prompts: bool = False) -> Mapping[int
             max_model_len=engine.config.max_model_len,
             mean_output_tokens=0.0,
         )
-    if not jobs:
+    return jobs
+
+
+def run_round(engine: Engine, *, even_with_prompts: bool = False) -> Mapping[int, tuple[int, ...]]:
+    """Run the draft model before the next step, as the loop does. Returns its drafts."""
+    drafts = engine.drafts
+    assert drafts is not None
+    assert drafts.model is not None
+    if not (jobs := round_jobs(engine, even_with_prompts=even_with_prompts)):
         return {}
     found = finished(drafts.model.run(jobs))
     drafts.offer_round(found, 1e-4)
