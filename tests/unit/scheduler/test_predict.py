@@ -155,11 +155,11 @@ def test_queued_prompts_are_part_of_the_recent_prefill_share() -> None:
     assert tpots_s(0.9, **queue)[0] == pytest.approx(10 * decode_s)
 
 
-def late_share(num_queued: int, **changes: object) -> float:
+def late_share(num_queued: int, waited_s: float = 0.0, **changes: object) -> float:
     """Return the predicted share of full steps of a worker where 8 sequences decode, with queued prompts of 500."""
     queue = {"waiting_prefill_tokens": 500 * num_queued, "waiting_seqs": num_queued}
     table = worker_table_of(seen(measured("h", "hybrid", **decoding(8), **queue, **changes)))
-    return overloaded_share(table.row(0), prompt_of(asked(500), {}, table))
+    return overloaded_share(table.row(0), prompt_of(asked(500, waited_s=waited_s), {}, table))
 
 
 def test_steps_are_predicted_full_once_most_requests_are_late() -> None:
@@ -167,6 +167,7 @@ def test_steps_are_predicted_full_once_most_requests_are_late() -> None:
     assert shares == sorted(shares)
     assert shares[:2] == [0.0, 0.0]
     assert shares[-1] > 0.9
+    assert late_share(4, waited_s=5.0) > late_share(4, waited_s=1.0) > 0, "they have waited at the scheduler before"
     assert late_share(40, ttft_target_factor=1000.0, tpot_target_factor=3.0) == 0.0, "none is late"
 
 

@@ -41,6 +41,7 @@ class Prompt:
     overlap_blocks: Floats  # leading blocks that the worker holds or soon will
     overlap_tokens: Floats  # tokens in these blocks
     pullable_blocks: dict[int, float]  # leading blocks that other workers can pull, by position of the holder
+    waited_s: float = 0.0  # since the arrival at the gateway; 0 for a request that continues an earlier attempt
 
 
 def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerTable) -> Prompt:
@@ -64,6 +65,7 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
         overlap_blocks=overlap_blocks,
         overlap_tokens=overlap_blocks * block_size_tokens,
         pullable_blocks=pullable_blocks,
+        waited_s=0.0 if query.num_output_tokens else query.waited_s,
     )
 
 
@@ -211,15 +213,17 @@ def overloaded_share(w: WorkerData[N], prompt: Prompt) -> N:
     """Predict the share of steps that are as full as possible, because more requests are late than on time.
 
     This is the rule of the engine's step budget (`engine.scheduling.step_budget`), for queued prompts that
-    are as long as this one and came evenly over the time of the queue. Answers count as on time. Around the
-    point where half of the requests are late, a worker changes between both kinds of steps.
+    are as long as this one, have waited as long before they were placed, and came evenly over the time of the
+    queue. Answers count as on time. Around the point where half of the requests are late, a worker changes
+    between both kinds of steps.
     """
-    reported, num_tokens = w.reported, prompt.num_tokens
+    reported, num_tokens, least_s = w.reported, prompt.num_tokens, prompt.waited_s
     full_s = prefill_compute_s(w, num_tokens, 0.0) + _num_chunks(w, num_tokens) * reported.base_step_s
-    target_s, wait_s = maximum(reported.ttft_factor * full_s, _TINY), maximum(w.derived.queue_s, _TINY)
+    target_s, queue_s = maximum(reported.ttft_factor * full_s, _TINY), maximum(w.derived.queue_s, _TINY)
     num_prompts = w.reserved.queued_tokens / num_tokens
-    late_part = maximum(1 - target_s / wait_s, 0.0)
-    late = num_prompts * late_part * (wait_s + target_s) / (2 * target_s)  # each counts by its wait over the target
+    late_part = minimum(maximum((least_s + queue_s - target_s) / queue_s, 0.0), 1.0)
+    mean_wait_s = (maximum(target_s, least_s) + least_s + queue_s) / 2  # of those that are late
+    late = num_prompts * late_part * mean_wait_s / target_s  # each counts by its wait over the target
     on_time = num_prompts * (1 - late_part) + reported.decoding_seqs
     late_share = late / maximum(late + on_time, _TINY)
     return minimum(maximum((late_share - LATE_SHARE_SOME) / (LATE_SHARE_ALL - LATE_SHARE_SOME), 0.0), 1.0)
