@@ -18,10 +18,9 @@ from baton.scheduler.state.shared_steps import prefill_share
 from baton.scheduler.state.worker_data import Floats, N, WorkerData, WorkerRow
 from baton.scheduler.state.worker_table import WorkerTable
 
-LATE_SHARE_SOME, LATE_SHARE_ALL = 0.4, 1.0
+LATE_SHARE_SOME, LATE_SHARE_ALL = 0.3, 0.8
 """Share of late requests from which a worker is predicted to make some of its steps as full as possible, and
-all of them. It does so above one half, and full steps soon make fewer requests late. From simulations of one
-worker near its limit, with four seeds."""
+all of them. It does so above one half. From simulations of one worker near its limit, with four seeds."""
 
 _TINY = 1e-9
 """Lower bound for divisors; below any horizon or compute time that matters."""
