@@ -27,7 +27,7 @@ from baton.engine.state.require import require
 from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.sequence_table import SequenceTable
 from baton.engine.state.step import SampledToken, StepPlan, StepResult
-from baton.engine.step_drafts import StepDrafts
+from baton.engine.step_drafts import NO_DRAFT_TOKENS, StepDrafts
 
 
 def unknown_costs() -> StepCostModel | None:
@@ -232,7 +232,7 @@ class Engine:
             budget = self.next_step_budget().num_tokens
         scheduled = split_budget(self._sequences.running.values(), budget, self.config.max_num_batched_tokens)
         scheduled += self._allocator.admit(budget - sum(n for _, n in scheduled), prompt_rows_left(scheduled))
-        drafts = {} if self.drafts is None else self.drafts.allocate(scheduled)
+        drafts = NO_DRAFT_TOKENS if self.drafts is None else self.drafts.allocate(scheduled)
         eos = self.config.eos_token_ids
         plan = StepPlan(
             step_id=self._next_step_id,

@@ -61,7 +61,12 @@ def draft_model(
 ) -> tuple[DraftModel, DraftingExecutor]:
     """Return a draft model and its device. limits: of `DraftModel`."""
     executor = DraftingExecutor(num_blocks, kind, rng or Random(1))
-    settings = {"vocab_size": 50, "max_model_len": 1000, "costs": lambda: DRAFT_COSTS, "clock": lambda: 0.0}
+    settings: dict[str, Any] = {
+        "vocab_size": 50,
+        "max_model_len": 1000,
+        "costs": lambda: DRAFT_COSTS,
+        "clock": lambda: 0.0,
+    }
     return DraftModel(executor, executor.pool, eos_token_ids=tuple(eos), **(settings | limits)), executor
 
 

@@ -29,10 +29,8 @@ def rig_of(kind: str = "right", **limits: Any) -> tuple[EngineRig, DraftModel, D
 
 
 def long_request(seq_id: int = 1, num_tokens: int = 6, **changes: Any) -> SequenceRequest:
-    sampling = {"ignore_eos": True, "seed": seq_id}
-    return sequence_request(
-        seq_id, range(seq_id, seq_id + num_tokens), **({"max_tokens": 60, "sampling": sampling} | changes)
-    )
+    fields: dict[str, Any] = {"max_tokens": 60, "sampling": {"ignore_eos": True, "seed": seq_id}}
+    return sequence_request(seq_id, range(seq_id, seq_id + num_tokens), **(fields | changes))
 
 
 def run_to_end(rig: EngineRig) -> int:
@@ -210,7 +208,7 @@ async def test_loop_runs_the_model_between_steps_and_not_as_part_of_them() -> No
     device.execute = slowly  # type: ignore[method-assign]
     rig = EngineRig(step_costs=lambda: COSTS, speculation=Speculation([], model=model))
     loop = make_loop(rig)
-    loop._on_step = lambda plan, step_s: took.append(step_s)  # type: ignore[assignment]
+    loop._on_step = lambda plan, step_s: took.append(step_s)
     async with running(loop):
         loop.add(request := long_request())
     rig.assert_answered(request)
