@@ -19,7 +19,7 @@ VERIFY = StepWork.of((), [100] * 4, 12)
 DECODE_S = COSTS.step_seconds(DECODE)
 
 
-class Measuring:
+class MeasuredSpeedup:
     """A speed-up and the clock that it reads. `steps` lets steps run one after the other."""
 
     def __init__(self, costs: StepCostModel | None = COSTS) -> None:
@@ -40,21 +40,21 @@ class Measuring:
 
 def test_accepted_drafts_count_for_the_sequences_that_share_a_step() -> None:
     """Of 12 drafts of 4 sequences 8 are right: 3 tokens each, in a step that is half as long again."""
-    assert Measuring().steps(VERIFY, 1.5 * DECODE_S, accepted=8) == pytest.approx(2.0, rel=0.06)
+    assert MeasuredSpeedup().steps(VERIFY, 1.5 * DECODE_S, accepted=8) == pytest.approx(2.0, rel=0.06)
 
 
 def test_time_of_the_draft_model_counts() -> None:
-    found = Measuring().steps(VERIFY, 1.5 * DECODE_S, accepted=8, model_s=1.5 * DECODE_S)
+    found = MeasuredSpeedup().steps(VERIFY, 1.5 * DECODE_S, accepted=8, model_s=1.5 * DECODE_S)
     assert found == pytest.approx(1.0, rel=0.01)
 
 
 def test_steps_without_drafts_count_as_predicted_however_long_they_are() -> None:
     for factor in (0.3, 1.0, 3.0):
-        assert Measuring().steps(DECODE, factor * DECODE_S, times=100) == pytest.approx(1.0)
+        assert MeasuredSpeedup().steps(DECODE, factor * DECODE_S, times=100) == pytest.approx(1.0)
 
 
 def test_it_follows_the_load_and_is_forgotten() -> None:
-    measuring = Measuring()
+    measuring = MeasuredSpeedup()
     assert measuring.steps(VERIFY, DECODE_S, accepted=4) > 1.8
     assert measuring.steps(DECODE, DECODE_S, times=round(WINDOW_S / DECODE_S)) < 1.5
     measuring.now_s += 10 * WINDOW_S
@@ -62,9 +62,9 @@ def test_it_follows_the_load_and_is_forgotten() -> None:
 
 
 def test_nothing_is_measured_without_costs_or_decoding_sequences() -> None:
-    assert Measuring(None).steps(VERIFY, DECODE_S, accepted=8, times=50) == 1.0
-    assert Measuring().steps(StepWork.of([(64, 0)]), DECODE_S, times=50) == 1.0
-    assert Measuring().steps(VERIFY, float("inf"), times=5) == 1.0
+    assert MeasuredSpeedup(None).steps(VERIFY, DECODE_S, accepted=8, times=50) == 1.0
+    assert MeasuredSpeedup().steps(StepWork.of([(64, 0)]), DECODE_S, times=50) == 1.0
+    assert MeasuredSpeedup().steps(VERIFY, float("inf"), times=5) == 1.0
 
 
 @virtual
