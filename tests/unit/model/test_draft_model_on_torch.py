@@ -102,7 +102,7 @@ async def test_worker_opens_a_draft_model_in_the_thread_and_memory_of_its_model(
     settings: dict[str, Any] = {
         "model": str(tiny_dir), "device": "cpu", "dtype": "float32", "kernels": "torch", "threads_per_worker": 1,
         "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_memory": 1 << 20,
-        "transfer": "local", "role": "decode", "model_name": "m", "schedulers": ("127.0.0.1:1",),
+        "transfer": "local", "role": "decode",
     }  # fmt: skip
     speculate = f"draft:{smaller_dir}"
     alone = open_device(WorkerConfig(**settings | {"role": "prefill"}, speculate=speculate), builders.worker_ref("w"))

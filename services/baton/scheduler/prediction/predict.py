@@ -18,7 +18,7 @@ from baton.scheduler.state.shared_steps import prefill_share
 from baton.scheduler.state.worker_data import Floats, N, WorkerData, WorkerRow
 from baton.scheduler.state.worker_table import WorkerTable
 
-LATE_SHARE_SOME, LATE_SHARE_ALL = 0.3, 0.8
+LATE_SHARE_SOME, LATE_SHARE_ALL = 0.35, 0.9
 """Share of late requests from which a worker is predicted to make some of its steps as full as possible, and
 all of them. It does so above one half. From simulations of one worker near its limit, with four seeds."""
 
