@@ -1,7 +1,7 @@
 """Measures TPOT with and without drafts, on answers that copy from their prompts and on random ones.
 
 python -m bench draft_tokens --out DIR [--models qwen3-0.6b,tiny-42m] [--repeats 5] [--outputs 200]
-[--batches 1,8] [--model DIR] [--json]
+[--batches 1,8] [--model DIR] [--draft SHAPE] [--draft-right 0.7] [--json]
 
 The engine runs in this process, without gateway. Weights are random, so answers are scripted: a step computes
 everything as usual, and then the drawn tokens are replaced by those of the script. Each answer is
@@ -13,6 +13,9 @@ random: random tokens. Drafts can only be wrong.
 TPOT is the mean time per token after the first. Each repeat goes through all cells in random order, with
 `--speculate` off, ngram and auto, on one executor whose costs are measured first. Each answer is new, so that
 recent answers do not help. DIR keeps every figure. An interrupted run continues where it stopped.
+
+--draft adds a draft model of a shape, with random weights and the vocabulary of its model. It computes as
+usual, and then --draft-right of its tokens, drawn by chance, are those of the script and the others wrong.
 """
 
 import argparse
@@ -29,7 +32,8 @@ from baton.core.kv.block_hash import TokenIds
 from baton.engine.engine import Engine, EngineConfig
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.loop import EngineLoop
-from baton.engine.speculation.modes import SpeculationMode, open_speculation
+from baton.engine.speculation.draft_model import DraftModel
+from baton.engine.speculation.modes import open_speculation
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.step import StepPlan
 from baton.model.backends.backend_selection import choose_backend
@@ -46,7 +50,9 @@ from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
 from bench.systems.engines import THREADS, sequence_requests
 
-MODES: tuple[SpeculationMode, ...] = ("off", "ngram", "auto")
+MODES = ("off", "ngram", "auto")
+DRAFT = "draft"
+"""Mode with a draft model."""
 TEXTS = ("edit", "extract", "random")
 DOCUMENT_TOKENS = 400
 BLOCK_SIZE_TOKENS = 16
@@ -73,34 +79,51 @@ class ScriptedLauncher(StepLauncher):
 
     scripts = Scripts()
 
+    def token(self, token: int) -> int:
+        """Return what is drawn instead of a token of the script."""
+        return token
+
     def launch(self, plan: StepPlan, after: LaunchedStep | None = None) -> LaunchedStep:
         launched = super().launch(plan, after)
         if launched.draws is not None:
             for (_, request), own in zip(launched.draws.row_requests, launched.draws.draws_of_row, strict=True):
                 token = self.scripts.token(request.history, request.num_prompt_tokens, request.position)
                 if token is not None:
-                    launched.draws.found[own.start] = token
+                    launched.draws.found[own.start] = self.token(token)
         return launched
+
+
+class ScriptedDrafts(ScriptedLauncher):
+    """The launcher of a draft model, which is right by chance. `share`: of right tokens."""
+
+    share = 0.0
+    rng = random.Random(1)
+
+    def token(self, token: int) -> int:
+        return token if self.rng.random() < self.share else FIRST_ID
 
 
 class ScriptedEngine:
     """An executor over one model, and a new engine for each measurement."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, draft: Path | None = None) -> None:
+        """draft: directory of a draft model; None measures without one."""
         self._thread = compute_thread(THREADS)
-        self._executor, self.vocab_size = self._thread.submit(self._open, directory).result()
+        self._executor, self.vocab_size = self._thread.submit(self._open, directory, ScriptedLauncher).result()
         self._config = EngineConfig(
             max_num_batched_tokens=512, max_num_seqs=64, max_model_len=4096, block_size_tokens=BLOCK_SIZE_TOKENS
         )
         self._keeper = CostKeeper(asyncio.run(measure_costs(self._executor, self._config, self._new_pool())))
+        self._draft: TorchExecutor | None = None
+        if draft is not None:
+            self._draft, _ = self._thread.submit(self._open, draft, ScriptedDrafts).result()
+            self._draft_keeper = CostKeeper(asyncio.run(measure_costs(self._draft, self._config, self._new_pool())))
 
-    def _open(self, directory: Path) -> tuple[TorchExecutor, int]:
+    def _open(self, directory: Path, launcher: type[StepLauncher]) -> tuple[TorchExecutor, int]:
         loaded = load_model(directory, device="cpu")
         backend = choose_backend(loaded, kernels="auto", num_threads=THREADS, block_size_tokens=BLOCK_SIZE_TOKENS)
         cache = KvCache.zeros(loaded.layout(BLOCK_SIZE_TOKENS), NUM_BLOCKS)
-        executor = TorchExecutor(
-            loaded.model, cache, thread=self._thread, backend=backend, new_launcher=ScriptedLauncher
-        )
+        executor = TorchExecutor(loaded.model, cache, thread=self._thread, backend=backend, new_launcher=launcher)
         executor.warm(8)
         return executor, loaded.vocab_size
 
@@ -109,8 +132,23 @@ class ScriptedEngine:
             NUM_BLOCKS, BLOCK_SIZE_TOKENS, MemoryGenerationTable(bytearray(ENTRY_BYTES * NUM_BLOCKS), worker_epoch=1)
         )
 
+    def _draft_model(self, mode: str) -> DraftModel | None:
+        if mode != DRAFT or self._draft is None:
+            return None
+        keeper = self._draft_keeper
+        return DraftModel(
+            self._draft,
+            self._new_pool(),
+            vocab_size=self.vocab_size,
+            max_model_len=self._config.max_model_len,
+            eos_token_ids=(),
+            costs=lambda: keeper.costs,
+            clock=time.monotonic,
+            on_step=lambda plan, step_s: keeper.observe(work_of(plan), step_s),
+        )
+
     async def tpot_s(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], mode: SpeculationMode
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], mode: str
     ) -> tuple[float, float]:
         """Run all prompts together. Returns (seconds per token after the first, acceptance of drafts)."""
         scripts = ScriptedLauncher.scripts = Scripts()
@@ -118,7 +156,7 @@ class ScriptedEngine:
         keeper = self._keeper
         engine = Engine(
             self._config, self._new_pool(), clock=time.monotonic, step_costs=lambda: keeper.costs,
-            speculation=open_speculation(mode),
+            speculation=open_speculation(mode, self._draft_model(mode)),
         )  # fmt: skip
         times: dict[int, list[float]] = {}
         found: dict[int, list[int]] = {}
@@ -171,6 +209,11 @@ class SpeculationBench:
         self.saved = SavedFigures(arguments.out / "draft_tokens.json")
 
     @property
+    def modes(self) -> Sequence[str]:
+        """The modes to measure."""
+        return (*MODES, DRAFT) if self._arguments.draft else MODES
+
+    @property
     def models(self) -> Mapping[str, Path | None]:
         """Directory of each model; None for those that are created from their names."""
         own = self._arguments.model
@@ -184,7 +227,8 @@ class SpeculationBench:
             found: dict[str, Any] = self.saved.get(name, {"repeats": 0, "cells": {}})
             if found["repeats"] >= self._arguments.repeats:
                 continue
-            engine = ScriptedEngine(directory or model_directory(name, self._arguments.out))
+            draft = model_directory(self._arguments.draft, self._arguments.out) if self._arguments.draft else None
+            engine = ScriptedEngine(directory or model_directory(name, self._arguments.out), draft)
             while found["repeats"] < self._arguments.repeats:
                 self._repeat(engine, found)
                 found["repeats"] += 1
@@ -194,7 +238,7 @@ class SpeculationBench:
     def _repeat(self, engine: ScriptedEngine, found: dict[str, Any]) -> None:
         rng = random.Random(found["repeats"])
         batches = [int(number) for number in self._arguments.batches.split(",")]
-        cells = [(text, num, mode) for text in TEXTS for num in batches for mode in MODES]
+        cells = [(text, num, mode) for text in TEXTS for num in batches for mode in self.modes]
         rng.shuffle(cells)
         for text, num, mode in cells:
             prompts, answers = scripted(text, num, self._arguments.outputs, engine.vocab_size, rng)
@@ -208,8 +252,8 @@ class SpeculationBench:
         for name in self.models:
             found = self.saved[name]
             print(f"\n{name}, medians of {found['repeats']} repeats\n")
-            rows = [[cell, *(_shown(by_mode, mode) for mode in MODES)] for cell, by_mode in found["cells"].items()]
-            print(table(["answer", *MODES], rows))
+            rows = [[cell, *(_shown(by_mode, mode) for mode in self.modes)] for cell, by_mode in found["cells"].items()]
+            print(table(["answer", *self.modes], rows))
 
 
 def _shown(by_mode: Mapping[str, Sequence[Mapping[str, float]]], mode: str) -> str:
@@ -229,9 +273,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each cell (5)")
     parser.add_argument("--outputs", type=int, default=200, help="tokens of an answer (200)")
     parser.add_argument("--batches", default="1,8", help="answers at a time, comma-separated (1,8)")
+    parser.add_argument("--draft", default="", help="shape of a draft model (none)")
+    parser.add_argument("--draft-right", type=float, default=0.7, help="share of its tokens that are right (0.7)")
     parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    ScriptedDrafts.share = arguments.draft_right
     measuring = SpeculationBench(arguments)
     measuring.run()
     measuring.show()

@@ -256,6 +256,7 @@ class CostCorrection:
 
     def __init__(self, costs: StepCostModel) -> None:
         self._costs = costs
+        self._corrected: StepCostModel | None = costs
         self._log_factors = {kind: math.log(costs.factor(kind)) for kind in StepKind}
 
     def observe(self, work: StepWork, actual_s: float) -> None:
@@ -266,6 +267,7 @@ class CostCorrection:
         predicted_s = self._costs.uncorrected_step_s(work)
         if not 0 < actual_s < math.inf or predicted_s <= 0:
             return
+        self._corrected = None
         known = self._log_factors[work.kind]
         off = max(-_MAX_CORRECTION, min(_MAX_CORRECTION, math.log(actual_s / predicted_s) - known))
         for kind, value in self._log_factors.items():
@@ -275,14 +277,17 @@ class CostCorrection:
     @property
     def costs(self) -> StepCostModel:
         """The model with the present correction factors."""
+        if self._corrected is not None:  # read several times a step
+            return self._corrected
         factors: Mapping[StepKind, float] = {kind: math.exp(value) for kind, value in self._log_factors.items()}
-        return replace(
+        self._corrected = replace(
             self._costs,
             prefill_factor=factors[StepKind.PREFILL],
             decode_factor=factors[StepKind.DECODE],
             verify_factor=factors[StepKind.VERIFY],
             mixed_factor=factors[StepKind.MIXED],
         )
+        return self._corrected
 
 
 def _non_negative_least_squares(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

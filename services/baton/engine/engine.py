@@ -4,11 +4,11 @@ It handles integers only. The device is behind the `Executor` Protocol, and the 
 steps.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.core.errors import QUEUE_FULL_RETRY_S, ConfigError, Failure, Reason
 from baton.core.state_machines import SequenceState
-from baton.core.step_cost import StepCostModel, StepWork, attended_tokens
+from baton.core.step_cost import StepCostModel, attended_tokens
 from baton.core.step_targets import LatencyTargets
 from baton.engine.invariants import check_sequences
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -24,9 +24,10 @@ from baton.engine.state.engine_config import EngineConfig as EngineConfig
 from baton.engine.state.engine_config import check_possible, no_capacity
 from baton.engine.state.outcome import EngineCounters, EngineOutcome
 from baton.engine.state.require import require
-from baton.engine.state.sequence import EngineSequence, SequenceRequest
+from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.sequence_table import SequenceTable
 from baton.engine.state.step import SampledToken, StepPlan, StepResult
+from baton.engine.step_drafts import NO_DRAFT_TOKENS, StepDrafts
 
 
 def unknown_costs() -> StepCostModel | None:
@@ -40,6 +41,8 @@ class Engine:
     A single caller repeats `plan`, runs the step, and calls `apply` with the result. Between steps it may
     call `add`, `cancel`, `fail` and `received`. Everything that the worker must know is collected and
     returned by `take_outcome`, and by `apply`, which calls it.
+
+    drafts: chooses the draft tokens of steps; None if there are none.
     """
 
     def __init__(
@@ -73,7 +76,11 @@ class Engine:
         self._allocator = BlockAllocator(config, pool, self._sequences, self.counters)
         self._next_step_id = 1
         self._deferred: frozenset[int] = frozenset()  # by the last step whose result was applied
-        self._speculation = speculation
+        self.drafts = (
+            None
+            if speculation is None
+            else StepDrafts(speculation, config, self._sequences, self._allocator, self.counters, step_costs)
+        )
         self._updates = SequenceUpdates(
             config, pool, self._sequences, self._allocator, self.counters, self.queued_prefix, speculation, clock
         )
@@ -225,7 +232,7 @@ class Engine:
             budget = self.next_step_budget().num_tokens
         scheduled = split_budget(self._sequences.running.values(), budget, self.config.max_num_batched_tokens)
         scheduled += self._allocator.admit(budget - sum(n for _, n in scheduled), prompt_rows_left(scheduled))
-        drafts = self._drafts(scheduled)
+        drafts = NO_DRAFT_TOKENS if self.drafts is None else self.drafts.allocate(scheduled)
         eos = self.config.eos_token_ids
         plan = StepPlan(
             step_id=self._next_step_id,
@@ -243,7 +250,7 @@ class Engine:
         The new step is launched like any other. Afterwards call `apply` for `plan` and then for the new step,
         or `step_withdrawn` if the new step was withdrawn or cannot run because `plan` has failed.
         """
-        if self._waits_for_drafts(plan):
+        if self.drafts is not None and self.drafts.gain_more_than_planning_ahead(plan):
             return StepPlan(step_id=self._next_step_id, sequences=(), follows=plan.step_id)
         following = StepPlan(
             step_id=self._next_step_id,
@@ -312,52 +319,6 @@ class Engine:
         self._updates.outputs.clear()
         return outcome
 
-    # -- drafts --------------------------------------------------------------------------------------------------------
-
-    def observe_gap(self, gap_s: float) -> None:
-        """Record that the device waited `gap_s` seconds for a step that was not planned ahead."""
-        if self._speculation is not None:
-            self._speculation.observe_gap(gap_s)
-
-    def _drafts(self, scheduled: Sequence[tuple[EngineSequence, int]]) -> Mapping[int, tuple[int, ...]]:
-        """Return the draft tokens of each sequence in a step, by key, after allocating their blocks."""
-        if self._speculation is None:
-            return {}
-        chosen = self._choose_drafts(self._speculation, scheduled)
-        seqs = {seq.key: seq for seq, _ in scheduled}
-        return {
-            key: drafts[: self._allocator.allocate_for_drafts(seqs[key], len(drafts))] for key, drafts in chosen.items()
-        }
-
-    def _choose_drafts(
-        self, speculation: Speculation, scheduled: Sequence[tuple[EngineSequence, int]]
-    ) -> Mapping[int, tuple[int, ...]]:
-        """Return the draft tokens that a step with these (sequence, num_tokens) should verify, by key."""
-        decoding = [seq for seq, _ in scheduled if seq.num_uncomputed_tokens == 1 and not seq.request.prefill_only]
-        if not decoding:
-            return {}
-        chunks = ((n, seq.num_computed_tokens) for seq, n in scheduled if seq.num_uncomputed_tokens > 1)
-        num_left = self.config.max_num_batched_tokens - sum(n for _, n in scheduled)
-        return speculation.choose(
-            decoding,
-            StepWork.of(chunks, [seq.num_computed_tokens for seq in decoding]),
-            self._step_costs(),
-            max_drafts=min(num_left, prompt_rows_left(scheduled)),
-            max_model_len=self.config.max_model_len,
-        )
-
-    def _waits_for_drafts(self, plan: StepPlan) -> bool:
-        """Return True if the step after `plan` should not be planned ahead, because drafts gain more.
-
-        A step that is planned ahead has no drafts, because its tokens are not known yet.
-        """
-        if self._speculation is None:
-            return False
-        if plan.follows is not None:  # nothing was chosen for `plan` itself: find out what it could have saved
-            running = (self._sequences.running.get(part.seq_id) for part in plan.sequences)
-            self._choose_drafts(self._speculation, [(seq, 1) for seq in running if seq is not None])
-        return self._speculation.saves_more_than_gap
-
     # -- invariants ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -369,5 +330,5 @@ class Engine:
         slots = sum(seq.num_slots for seq in self._sequences.admitted())
         require(slots <= self.config.max_num_seqs, f"{slots} sequences run, the limit is {self.config.max_num_seqs}")
         check_sequences(self._sequences, self.pool)
-        if self._speculation is not None:
-            self._speculation.check(seq.key for seq in self._sequences.all_by_request())
+        if self.drafts is not None:
+            self.drafts.check()

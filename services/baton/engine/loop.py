@@ -74,6 +74,7 @@ class EngineLoop:
         self.step_started_s: float | None = None  # by the event loop's clock; None between steps
         self.last_step_started_s = 0.0  # of the last step that has ended: the one whose tokens are delivered
         self.last_step_ended_s = 0.0
+        self.draft_model_s = 0.0  # time of the draft model before the current step
         self._busy_since_s = 0.0  # end of the previous step, or when there was work again
         self._deliver = deliver
         self._on_step = on_step
@@ -161,9 +162,11 @@ class EngineLoop:
         try:
             while True:
                 step, self._ahead = self._ahead, None
+                self.draft_model_s = 0.0
                 if step is None:
                     self._wake.clear()
                     self._take_inbox()  # adds and cancels take effect between steps, never during one
+                    await self._run_draft_model()
                     plan = self.engine.plan()
                     self._deliver_outcome(self.engine.take_outcome())  # before the step, so that pulls run with it
                     if plan.is_empty:
@@ -174,7 +177,8 @@ class EngineLoop:
                         self._busy_since_s = asyncio.get_running_loop().time()
                         continue
                     step = self._launch(plan)
-                    self.engine.observe_gap(step.launched_s - self._busy_since_s)
+                    if self.engine.drafts is not None:
+                        self.engine.drafts.observe_gap(step.launched_s - self._busy_since_s)
                     self._set_current(step)
                     await asyncio.sleep(0)  # lets the executor start
                 else:
@@ -217,6 +221,27 @@ class EngineLoop:
         deferred, self._deferred = self._deferred, EngineOutcome()
         if not deferred.is_empty:
             self._deliver(deferred)
+
+    async def _run_draft_model(self) -> None:
+        """Let the draft model guess tokens for the next step, if that pays. Raises EngineUnhealthy.
+
+        Its time belongs to no step of the model that verifies.
+        """
+        drafts = self.engine.drafts
+        jobs = () if drafts is None else drafts.plan_round()
+        if drafts is None or drafts.model is None or not jobs:
+            return
+        loop = asyncio.get_running_loop()
+        began_s = self.step_started_s = loop.time()  # so that the watchdog notices if it never ends
+        try:
+            found = await drafts.model.run(jobs)
+        except DeviceFault as fault:
+            raise EngineUnhealthy(f"the device is at fault: {fault}; restart the worker") from fault
+        finally:
+            self.step_started_s = None
+        self.draft_model_s = loop.time() - began_s
+        self._busy_since_s += self.draft_model_s
+        drafts.offer_round(found, self.draft_model_s)
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
         result = asyncio.ensure_future(self.executor.execute(plan))

@@ -79,7 +79,8 @@ class SequenceUpdates:
         if part.sample is None:
             return
         if self._speculation is not None:
-            self._speculation.offer_forced(seq.key, result.forced.get(part.seq_id, ()))
+            forced = result.forced.get(part.seq_id, ())
+            self._speculation.offer_forced(seq.key, len(seq.token_ids) + len(tokens), forced)
         if part.num_drafts:
             self._append_verified(seq, tokens, part.num_drafts)
         else:

@@ -26,6 +26,7 @@ from baton.model.loading.model_source import DEMO
 from baton.runtime import logging
 from baton.runtime.config.config_base import Config, derive, dump
 from baton.runtime.config.settings import ClusterConfig, GatewayConfig, SchedulerConfig, WorkerConfig
+from baton.runtime.config.worker_settings import DRAFT_PREFIX, draft_model_of
 from baton.runtime.network.addresses import choose_port, join_address, local_host
 from baton.runtime.process.process_end import describe_exit
 from baton.store.redis.private_redis import START_S, redis_command
@@ -172,6 +173,13 @@ class Cluster:
             self._progress.line("model", directory, loop.time() - began_s)
         return directory
 
+    async def _resolve_speculate(self) -> str:
+        """Return `speculate` with the directory of its draft model, which is found as the model is."""
+        draft = draft_model_of(self._config.speculate)
+        if draft is None or self._is_joined:
+            return self._config.speculate
+        return f"{DRAFT_PREFIX}{await model_directory(draft)}"
+
     async def _start_redis(self) -> str:
         if self._is_joined:
             command = redis_command(
@@ -259,6 +267,7 @@ class Cluster:
         specs = plan_workers(config, cores=()) if self._is_joined else await plan_local_workers(config)
         # On an existing Ray cluster, Ray gives each worker its own GPU.
         workers_on_gpu = 1 if self._is_joined else max_workers_per_gpu(specs)
+        speculate = await self._resolve_speculate()
         return [
             (
                 spec,
@@ -271,6 +280,7 @@ class Cluster:
                     role=spec.role.value,
                     admin_port=self._services_admin_port,
                     model=model,
+                    speculate=speculate,
                     served_model_name=config.model_name,
                     redis_url=redis_url,
                     threads_per_worker=config.threads_per_worker or len(spec.cores) or None,

@@ -8,7 +8,7 @@ from baton.core.request import TokenLogprobs
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.token_bits import Bits, ids_of
 from baton.engine.constraints.token_constraints import TokenConstraints
-from baton.engine.executors.row_drawing import SampledRows, draw_rows, mask_rows, sampled_rows
+from baton.engine.executors.row_drawing import SampledRows, draw_rows, sampled_rows
 from baton.engine.kv_cache.checksum import KvCorrupted, extend, token_after
 from baton.engine.scheduling.async_scheduling import LastResult
 from baton.engine.scheduling.step_queue import StepQueue
@@ -103,7 +103,7 @@ class SimExecutor:
         rows = sampled_rows(plan)
         for one in rows:
             self._verify(one)
-        drawn = draw_rows(rows, self._constraints.masks(mask_rows(rows)), self._draw)
+        drawn = draw_rows(rows, self._constraints, self._draw)
         return StepResult(
             step_id=plan.step_id,
             samples=drawn.samples,

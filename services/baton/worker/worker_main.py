@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,7 @@ from baton.worker.costs.measure_costs import measure_costs, measurement_lock, me
 from baton.worker.costs.step_cost_keeper import known_or_measured
 from baton.worker.costs.targets_summary import targets_summary
 from baton.worker.device.open_device import open_device
-from baton.worker.device.worker_device import Device
+from baton.worker.device.worker_device import Device, DraftDevice
 from baton.worker.worker_budget import worker_budget
 from baton.worker.worker_metrics import MeteredExecutor, WorkerMetrics
 from baton.worker.worker_parts import WorkerParts
@@ -147,8 +147,7 @@ async def run_worker(
     async with AsyncExitStack() as stack:
         drain_socket = _drain_socket(config, worker_id, gate)
         if drain_socket is not None:
-            # Stopped last: a client that waits at the socket must not be released before the worker has
-            # ended.
+            # Stopped last: a client that waits at the socket must not be released before the worker has ended.
             stack.push_async_callback(drain_socket.stop)
         port = await _start_grpc_server(config, gate, observed.health, budget, stack)
         admin_port = _start_admin_server(config, observed, gate, stack)
@@ -173,24 +172,23 @@ async def run_worker(
 
 
 async def initial_step_costs(
-    device: Device, store: CostStore, health: Health, lock_path: Path | None = None
+    device: Device | DraftDevice | None, store: CostStore, health: Health, lock_path: Path | None = None
 ) -> StepCostModel | None:
-    """Return the step costs that a worker starts with, or None if they are unknown.
+    """Return the step costs that a worker starts with, or None if they are unknown, or without a device.
 
     Known costs of the device come first, then costs that an earlier worker of the same kind stored. Otherwise
     they are measured now, while no other worker of this host measures. Raises WorkerUnhealthy if the device
     fails.
     """
-    if device.costs is not None or not device.costs_key:
-        return device.costs
+    if device is None or device.costs is not None or not device.costs_key:
+        return None if device is None else device.costs
 
     async def measure_exclusively() -> StepCostModel | None:
         async with measurement_lock(lock_path or measurement_lock_path()):
             # A worker of the same kind may have measured and stored costs while this one waited for the lock.
-            return await known_or_measured(store, device.costs_key, measure)
-
-    def measure() -> Awaitable[StepCostModel | None]:
-        return measure_costs(device.executor, device.engine_config, device.pool)
+            return await known_or_measured(
+                store, device.costs_key, lambda: measure_costs(device.executor, device.engine_config, device.pool)
+            )
 
     try:
         return await known_or_measured(store, device.costs_key, measure_exclusively)
@@ -326,6 +324,8 @@ async def _build_worker(
             costs=await initial_step_costs(device, stores.costs, observed.health),
             cost_store=stores.costs,
             costs_key=device.costs_key,
+            draft=device.draft,
+            draft_costs=await initial_step_costs(device.draft, stores.costs, observed.health),
             tracing=tracing,
             admin_port=admin_port,
         )

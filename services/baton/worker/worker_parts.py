@@ -1,5 +1,6 @@
 """Everything that a worker is built from, and its objects for KV events and transfers."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -9,6 +10,7 @@ from baton.core.interfaces import CostStore, KvEventFeed, Membership, Network
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.speculation.draft_model import DraftModel
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.step import Executor
 from baton.runtime.config.settings import WorkerConfig
@@ -20,6 +22,8 @@ from baton.transfer.owner.owner_service import OwnerService
 from baton.transfer.reader.kv_reader import KvReader
 from baton.transfer.reader.peer_reads import ReaderTimes
 from baton.transfer.reader.transfer_observer import NoObserver, TransferObserver
+from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
+from baton.worker.device.worker_device import DraftDevice
 from baton.worker.pull_end_observer import PullEndObserver
 from baton.worker.reporting.kv_event_publisher import KvEventPublisher
 
@@ -37,6 +41,7 @@ class WorkerParts:
     feed: where KV events are published; None: nowhere
     costs: initial step costs; None: unknown. Steps correct them; the corrected ones go to `cost_store` at
     `costs_key`.
+    draft: the draft model; None: there is none. draft_costs: its initial step costs, as `costs`
     budget: the memory budget of the process
     admin_port: port of its metrics; None: there is none
     """
@@ -58,6 +63,8 @@ class WorkerParts:
     costs: StepCostModel | None = None
     cost_store: CostStore | None = None
     costs_key: str = ""
+    draft: DraftDevice | None = None
+    draft_costs: StepCostModel | None = None
     tracing: Tracing = OFF
     admin_port: int | None = None
 
@@ -68,6 +75,30 @@ def build_publisher(parts: WorkerParts) -> KvEventPublisher | None:
         return None
     ttl_s = max(KV_EVENTS_TTL_S, KV_EVENTS_TTL_HEARTBEATS * parts.config.heartbeat_s)
     return KvEventPublisher(worker=parts.worker, pool=parts.pool, feed=parts.feed, ttl_s=ttl_s, rng=parts.rng)
+
+
+def draft_cost_keeper(parts: WorkerParts) -> CostKeeper:
+    """Return the keeper of the draft model's step costs. It stays empty without a draft model."""
+    return CostKeeper(parts.draft_costs, parts.cost_store, "" if parts.draft is None else parts.draft.costs_key)
+
+
+def build_draft_model(parts: WorkerParts, costs: CostKeeper) -> DraftModel | None:
+    """Build the draft model of the engine. Returns None if the worker has none.
+
+    costs: of its steps, which correct them.
+    """
+    if parts.draft is None:
+        return None
+    return DraftModel(
+        parts.draft.executor,
+        parts.draft.pool,
+        vocab_size=parts.draft.vocab_size,
+        max_model_len=parts.draft.engine_config.max_model_len,
+        eos_token_ids=parts.engine_config.eos_token_ids,
+        costs=lambda: costs.costs,
+        clock=lambda: asyncio.get_running_loop().time(),
+        on_step=lambda plan, step_s: costs.observe(work_of(plan), step_s),
+    )
 
 
 def build_owner(parts: WorkerParts) -> OwnerService:

@@ -26,6 +26,7 @@ from baton.runtime.network.announcements import Announcements, process_details
 from baton.runtime.process.byte_budget import Account
 from baton.runtime.process.shared_account import SharedAccount
 from baton.worker.background_tasks import BackgroundTasks, FirstFailure
+from baton.worker.costs.draft_speedup import RecentDraftSpeedup
 from baton.worker.costs.prefill_share import RecentPrefillShare
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.jobs.job_table import JobTable
@@ -35,7 +36,14 @@ from baton.worker.jobs.running_legs import RunningLegs
 from baton.worker.reporting.worker_reporter import ChangeNotifier, Reporter
 from baton.worker.sessions.gateway_sessions import Sessions
 from baton.worker.worker_lifecycle import WorkerLifecycle, WorkerNeedsReplacement, WorkerUnhealthy, draining
-from baton.worker.worker_parts import WorkerParts, build_owner, build_publisher, build_reader
+from baton.worker.worker_parts import (
+    WorkerParts,
+    build_draft_model,
+    build_owner,
+    build_publisher,
+    build_reader,
+    draft_cost_keeper,
+)
 
 log = get_logger(__name__)
 
@@ -61,13 +69,15 @@ class Worker:
         self._notifier = ChangeNotifier()
         self.tasks = BackgroundTasks(self._failure.set)
         self._costs = CostKeeper(parts.costs, parts.cost_store, parts.costs_key)
+        self._draft_costs = draft_cost_keeper(parts)
         self._prefill_share = RecentPrefillShare(lambda: self._costs.costs, asyncio.get_running_loop().time)
+        self._draft_speedup = RecentDraftSpeedup(lambda: self._costs.costs, asyncio.get_running_loop().time)
         self.engine = Engine(
             parts.engine_config,
             parts.pool,
             step_costs=lambda: self._costs.costs,
             clock=lambda: asyncio.get_running_loop().time(),
-            speculation=open_speculation(parts.config.speculate),
+            speculation=open_speculation(parts.config.speculate, build_draft_model(parts, self._draft_costs)),
         )
         self.publisher = build_publisher(parts)
         self.owner = build_owner(parts)
@@ -243,6 +253,7 @@ class Worker:
             mean_output_tokens=engine.counters.mean_output_tokens,
             target_step_s=engine.next_step_budget().target_step_s,
             recent_prefill_share=self._prefill_share.share,
+            tokens_per_step=self._draft_speedup.tokens_per_step,
             ttft_target_factor=engine.config.targets.ttft,
             tpot_target_factor=engine.config.targets.tpot,
         )
@@ -265,6 +276,8 @@ class Worker:
         blocks."""
         self.pool.check()
         counts = self.pool.counts()
+        if self._parts.draft is not None and (used := self._parts.draft.pool.counts().used):
+            raise AssertionError(f"{used} blocks of the draft model are in use; must be none")
         is_clean = (
             not self.jobs.num_open
             and self.engine.is_idle
@@ -284,6 +297,8 @@ class Worker:
     def _on_step(self, plan: StepPlan, step_s: float) -> None:
         work = work_of(plan)
         self._prefill_share.observe(work, step_s)
+        num_accepted = self.engine.counters.accepted_draft_tokens
+        self._draft_speedup.observe(work, step_s, self.engine_loop.draft_model_s, num_accepted)
         self._costs.observe(work, step_s)
 
     def _publish_kv_events(self) -> None:
@@ -320,6 +335,7 @@ class Worker:
         self.tasks.start(self._announce(), name="worker-membership")
         self.tasks.start(self._lifecycle.run(), name="worker-lifecycle")
         self.tasks.start(self._costs.run(), name="worker-costs")
+        self.tasks.start(self._draft_costs.run(), name="worker-draft-costs")
         if self.publisher is not None:
             self.tasks.start(self.publisher.run(), name="worker-kv-events")
 

@@ -44,6 +44,13 @@ def test_memory_of_the_largest_step_is_not_used_for_kv() -> None:
         blocks(kv_memory=901 * BLOCK, step_bytes=100 * BLOCK)
 
 
+def test_each_block_of_a_draft_model_is_counted_with_one_of_the_model() -> None:
+    assert blocks(draft_block_bytes=BLOCK // 4) == 400
+    assert blocks(kv_memory=500 * BLOCK, draft_block_bytes=BLOCK // 4) == 400
+    with pytest.raises(ConfigError, match="--kv-memory to at least 32000"):
+        blocks(kv_memory=25 * BLOCK, draft_block_bytes=BLOCK // 4)
+
+
 def test_less_than_one_sequence_of_maximum_length_is_refused() -> None:
     assert blocks(kv_memory=25 * BLOCK) == 25
     with pytest.raises(

@@ -46,6 +46,7 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "actuals": st.dictionaries(TEXT, PLAIN_JSON, max_size=3),
     "dtype": st.sampled_from(sorted(DTYPE_BYTES)),
     "mean_output_tokens": SECONDS,
+    "tokens_per_step": SECONDS,
     "ttft_target_factor": SECONDS,
     "tpot_target_factor": SECONDS,
     "recent_prefill_share": st.floats(0, 1),

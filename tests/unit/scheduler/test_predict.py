@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.step_cost import StepCostModel, attended_tokens
-from baton.scheduler.prediction.predict import first_token, prompt_of, tpot_now_s, tpot_s
+from baton.core.step_targets import PLANNED_SHARE
+from baton.scheduler.prediction.predict import first_token, overloaded_share, prompt_of, tpot_now_s, tpot_s
 from baton.scheduler.state.worker_row import MAX_PREFILL_SHARE
 from baton.scheduler.state.worker_table import worker_table_of
 from baton.worker.costs.step_cost_keeper import work_of
@@ -151,6 +153,41 @@ def test_queued_prompts_are_part_of_the_recent_prefill_share() -> None:
     assert queued_s > decode_s + 0.009
     assert tpots_s(0.5, **queue)[0] == pytest.approx(queued_s)
     assert tpots_s(0.9, **queue)[0] == pytest.approx(10 * decode_s)
+
+
+def late_share(num_queued: int, waited_s: float = 0.0, **changes: object) -> float:
+    """Return the predicted share of full steps of a worker where 8 sequences decode, with queued prompts of 500."""
+    queue = {"waiting_prefill_tokens": 500 * num_queued, "waiting_seqs": num_queued}
+    table = worker_table_of(seen(measured("h", "hybrid", **decoding(8), **queue, **changes)))
+    return overloaded_share(table.row(0), prompt_of(asked(500, waited_s=waited_s), {}, table))
+
+
+def test_steps_are_predicted_full_once_most_requests_are_late() -> None:
+    shares = [late_share(count) for count in (0, 4, 10, 20, 40, 80, 160)]
+    assert shares == sorted(shares)
+    assert shares[:2] == [0.0, 0.0]
+    assert shares[-1] > 0.9
+    assert late_share(4, waited_s=5.0) > late_share(4, waited_s=1.0) > 0, "they have waited at the scheduler before"
+    assert late_share(40, ttft_target_factor=1000.0, tpot_target_factor=3.0) == 0.0, "none is late"
+
+
+def test_full_steps_make_tpot_as_long_as_their_largest_chunk() -> None:
+    queue = {"waiting_prefill_tokens": 160 * 500, "waiting_seqs": 1, "mean_output_tokens": 1e6}
+    decode_s = COSTS.decode_step_s(10, 10 * 500)
+    chunk_s = (CHUNK - 8) * (COSTS.prefill_token_s + COSTS.prefill_attended_s * 250)
+    assert tpots_s(0.0, 20.0, **queue)[0] == pytest.approx(decode_s + chunk_s, rel=0.02)
+    slow = WorkerView(report=measured("h", "hybrid", **decoding(8), **queue), tpot_slo_s=4 * decode_s)
+    table = worker_table_of(seen(slow))
+    prompt = prompt_of(asked(500), {}, table)
+    assert tpot_s(table.row(0), prompt, 60.0) == pytest.approx(PLANNED_SHARE * 4 * decode_s, rel=0.02), (
+        "an SLO limits it"
+    )
+
+
+def test_drafts_give_more_tokens_in_the_same_time() -> None:
+    plain, faster = tpots_s(0.3), tpots_s(0.3, tokens_per_step=1.5)
+    assert faster == pytest.approx([one / 1.5 for one in plain])
+    assert tpots_s(0.3, tokens_per_step=0.0) == plain == tpots_s(0.3, tokens_per_step=0.5)
 
 
 def test_sequences_end_later_if_prompts_delay_them() -> None:

@@ -9,7 +9,7 @@ from baton.core.client_api import WorkerStatus
 from baton.core.errors import ConfigError, LayoutMismatch
 from baton.engine.executors.emulated import EmulatedExecutor
 from baton.runtime.config.settings import WorkerConfig
-from baton.runtime.config.worker_settings import parse_step_costs
+from baton.runtime.config.worker_settings import draft_model_of, parse_step_costs
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
 from tests import builders
@@ -47,6 +47,15 @@ def test_emulated_device_uses_the_configured_costs_and_stores_none(opened: Open)
         "emulated, 4ms a step, 50us a prompt token, 500us a decoding sequence, "
         "KV 85 blocks of 16 tokens in float32 (8 MiB), local"
     )
+
+
+def test_draft_model_needs_a_device_with_models(opened: Open) -> None:
+    with pytest.raises(ConfigError, match="--speculate draft:x: an emulated device runs no draft model; use auto"):
+        opened(speculate="draft:x")
+    with pytest.raises(ConfigError, match="speculate: expected one of auto, ngram, off, draft:DIR, got 'draft:'"):
+        WorkerConfig(speculate="draft:")
+    names = [draft_model_of(value) for value in ("off", "auto", "draft:a/b:c")]
+    assert names == [None, None, "a/b:c"]
 
 
 @pytest.mark.parametrize("device", [{}, {"device": "cpu", "kernels": "torch", "threads_per_worker": 1}])

@@ -50,6 +50,9 @@ TERMS = {
     "recent_prefill_share": Term(
         "prefill share", "share of the step time of decoding sequences that recently went to prompts"
     ),
+    "tokens_per_step": Term(
+        "tokens a step", "tokens that a decoding sequence recently got in the time of a step without drafts"
+    ),
     "capacity_wait_s": Term(
         "capacity wait", "time until sequences placed earlier free batch slots and blocks", is_detail=True
     ),

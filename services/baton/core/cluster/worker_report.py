@@ -89,6 +89,8 @@ class WorkerReport:
     mean_output_tokens: mean length of the answers that ended here recently; 0 if not known.
     target_step_s: longest mean step that the TPOT targets of the decoding requests allow; 0 for any.
     recent_prefill_share: share of the time of recent steps with decoding sequences that went to prompts.
+    tokens_per_step: tokens that a decoding sequence recently got in the time of a step without drafts; 0 if
+        not known.
     ttft_target_factor, tpot_target_factor: factors of the targets of requests without an SLO
         (`core.step_targets`); 0 if not known.
     """
@@ -119,6 +121,7 @@ class WorkerReport:
     mean_output_tokens: float = 0.0
     target_step_s: float = 0.0
     recent_prefill_share: float = 0.0
+    tokens_per_step: float = 0.0
     ttft_target_factor: float = 0.0
     tpot_target_factor: float = 0.0
 

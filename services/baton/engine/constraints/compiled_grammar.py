@@ -257,6 +257,22 @@ def no_token_left(message: str) -> Failure:
     return Failure(code=Code.UNPROCESSABLE, reason=Reason.NO_TOKEN_LEFT, message=message)
 
 
+def no_token_at(num_outputs: int, *, is_complete: bool) -> Failure:
+    """Return the failure of a request whose rules leave no token after `num_outputs`.
+
+    is_complete: its grammar allows the end there.
+    """
+    where = f"no token is left at position {num_outputs} of the response"
+    if is_complete:
+        return no_token_left(
+            f"{where}: its grammar is complete, and ignore_eos, min_tokens, allowed_token_ids or bad_words forbid "
+            "the end; relax them"
+        )
+    return no_token_left(
+        f"{where}: grammar, allowed_token_ids, bad_words and min_tokens exclude every token; relax one of them"
+    )
+
+
 def _failure(error: str, num_consumed: int, num_given: int) -> Failure:
     summary = _summary(error)
     if any(part in summary.lower() for part in _EXCEEDED):

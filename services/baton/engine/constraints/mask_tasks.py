@@ -15,7 +15,7 @@ import numpy as np
 
 from baton.core.errors import Failure, Refused
 from baton.core.kv.block_hash import TokenIds
-from baton.engine.constraints.compiled_grammar import CompiledGrammar, GrammarMatcher, LexerFull
+from baton.engine.constraints.compiled_grammar import CompiledGrammar, LexerFull
 from baton.engine.constraints.matcher_executor import MaskClocks, MatcherExecutor
 from baton.engine.constraints.sequence_matchers import SequenceMatchers
 from baton.engine.constraints.token_bits import Bits, has
@@ -39,11 +39,9 @@ class MaskTask:
     """The mask of one sequence after its `outputs`, and the masks after each of its drafts.
 
     drafts: guesses of the tokens after `outputs`.
-    finds_forced: whether to find the tokens that are forced after the drafts.
     positions: the masks, once they are computed: at least that after `outputs`, then those after drafts, up
         to
         one that the grammar does not allow.
-    forced: tokens that the grammar forces after `outputs` and `drafts`.
     failure: why there is no mask.
     ended: done when a thread has computed this task and those that were started with it; None before.
     was_awaited: a step has waited for the task before.
@@ -53,9 +51,7 @@ class MaskTask:
     seq_id: int
     outputs: TokenIds
     drafts: TokenIds
-    finds_forced: bool = False
     positions: tuple[PositionMask, ...] = ()
-    forced: tuple[int, ...] = ()
     failure: Failure | None = None
     ended: Future[None] | None = None
     was_awaited: bool = False
@@ -69,13 +65,6 @@ class MaskTask:
         """Return how many of the masks are those of these drafts, of which the task may have others."""
         same = next((n for n, pair in enumerate(zip(drafts, self.drafts, strict=False)) if pair[0] != pair[1]), None)
         return min(len(self.positions), 1 + (min(len(drafts), len(self.drafts)) if same is None else same))
-
-    def end(self, positions: Sequence[PositionMask], matcher: GrammarMatcher) -> None:
-        """Record the result. matcher: it has consumed the outputs and the drafts before the last position."""
-        if self.finds_forced and len(positions) == 1 + len(self.drafts):
-            matcher.find_forced()
-            self.forced = matcher.forced
-        self.positions = tuple(positions)  # last: a step that does not wait sees all or nothing
 
 
 Batch = tuple[Sequence[MaskTask], Future[None]]
@@ -178,10 +167,10 @@ def compute_masks(compiled: CompiledGrammar, tasks: Sequence[MaskTask], executor
 def _compute_alone(compiled: CompiledGrammar, task: MaskTask, executor: MatcherExecutor) -> None:
     try:
         try:
-            matcher, first = _mask_after(compiled, task, task.outputs, executor)
+            first = _mask_after(compiled, task, task.outputs, executor)
         except LexerFull:  # perhaps only because of the responses of others
             compiled.renew()
-            matcher, first = _mask_after(compiled, task, task.outputs, executor)
+            first = _mask_after(compiled, task, task.outputs, executor)
     except Refused as refused:
         task.failure = refused.failure
         return
@@ -190,17 +179,17 @@ def _compute_alone(compiled: CompiledGrammar, task: MaskTask, executor: MatcherE
         if not has(positions[-1].mask, draft):
             break
         try:
-            matcher, position = _mask_after(compiled, task, task.outputs + task.drafts[:number], executor)
+            position = _mask_after(compiled, task, task.outputs + task.drafts[:number], executor)
         except Refused:  # if the draft is right, the next step finds the cause
             break
         positions.append(position)
-    task.end(positions, matcher)
+    task.positions = tuple(positions)  # last: a step that does not wait sees all or nothing
 
 
 def _mask_after(
     compiled: CompiledGrammar, task: MaskTask, outputs: TokenIds, executor: MatcherExecutor
-) -> tuple[GrammarMatcher, PositionMask]:
-    """Return the matcher of a task's sequence after `outputs`, and the mask there. Raises Refused."""
+) -> PositionMask:
+    """Return the mask of a task's sequence after `outputs`. Raises Refused."""
     matcher = task.matchers.after(task.seq_id, outputs, executor)
     mask = matcher.mask
     if mask is None:
@@ -210,32 +199,32 @@ def _mask_after(
         compiled.count_mask(executor.clocks.cpu_s() - began_s)
         mask = masks[0]
         matcher.keep_mask(mask, may_accept=compiled.tokenizer.have_end_marks(masks)[0])
-    return matcher, PositionMask(mask, matcher.is_accepting)
+    return PositionMask(mask, matcher.is_accepting)
 
 
 def _compute_together(
     compiled: CompiledGrammar, tasks: Sequence[MaskTask], executor: MatcherExecutor
 ) -> Sequence[MaskTask]:
-    """Compute the masks of sequences with one new token and no drafts. Returns the tasks that remain."""
+    """Compute the masks of sequences with at most one new token and no drafts. Returns the tasks that remain."""
     began_s = executor.clocks.wall_s()
-    found = [(task, None if task.drafts else task.matchers.one_before(task.seq_id, task.outputs)) for task in tasks]
+    found = [(task, None if task.drafts else task.matchers.without_mask(task.seq_id, task.outputs)) for task in tasks]
     steps = [(task, matcher) for task, matcher in found if matcher is not None]
     remaining = [task for task, matcher in found if matcher is None]
     if not steps:
         return remaining
-    executor.consume([(matcher.matcher, task.outputs[-1]) for task, matcher in steps])
+    executor.consume([(one.matcher, task.outputs[-1]) for task, one in steps if len(one.consumed) < len(task.outputs)])
     masks = np.empty((len(steps), compiled.tokenizer.num_words), dtype=np.uint32)
     executor.fill([matcher.matcher for _, matcher in steps], masks)
     may_accept = compiled.tokenizer.have_end_marks(masks)
-    computed: list[tuple[MaskTask, GrammarMatcher, PositionMask]] = []
+    computed: list[tuple[MaskTask, PositionMask]] = []
     for (task, matcher), mask, may in zip(steps, masks, may_accept, strict=True):
         try:
             matcher.advance(task.outputs, mask, may_accept=may)
-            computed.append((task, matcher, PositionMask(mask, matcher.is_accepting)))
+            computed.append((task, PositionMask(mask, matcher.is_accepting)))
         except Refused:  # the cause is found when it is computed alone
             task.matchers.drop(task.seq_id)
             remaining.append(task)
     compiled.count_call(executor.clocks.wall_s() - began_s, len(steps))
-    for task, matcher, position in computed:
-        task.end([position], matcher)
+    for task, position in computed:
+        task.positions = (position,)
     return remaining

@@ -51,16 +51,14 @@ class SamplingRules:
         """True if `allowed_token_ids` or `bad_words` forbid tokens, with or without a grammar."""
         return self.allowed is not None or self.bad_words is not None
 
-    def task(
-        self, matchers: SequenceMatchers, seq_id: int, outputs: TokenIds, drafts: TokenIds, *, finds_forced: bool
-    ) -> MaskTask:
+    def task(self, matchers: SequenceMatchers, seq_id: int, outputs: TokenIds, drafts: TokenIds) -> MaskTask:
         """Return the task of a sequence after its outputs. It is new if nothing has begun it.
 
         One that was begun may have other drafts: it is not begun anew, because it may take long.
         """
         task = self.pending.get(seq_id)
         if task is None or task.outputs != outputs:
-            task = self.pending[seq_id] = MaskTask(matchers, seq_id, outputs, drafts, finds_forced)
+            task = self.pending[seq_id] = MaskTask(matchers, seq_id, outputs, drafts)
         return task
 
 

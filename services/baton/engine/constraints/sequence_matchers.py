@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 
+from baton.core.errors import Refused
 from baton.core.kv.block_hash import TokenIds
 from baton.engine.constraints.compiled_grammar import CompiledGrammar, GrammarMatcher, LexerFull
 from baton.engine.constraints.matcher_executor import MatcherExecutor
@@ -54,10 +55,30 @@ class SequenceMatchers:
             raise
         return matcher
 
-    def one_before(self, seq_id: int, outputs: TokenIds) -> GrammarMatcher | None:
-        """Return the matcher of a sequence if it has consumed all of `outputs` but the last."""
+    def without_mask(self, seq_id: int, outputs: TokenIds) -> GrammarMatcher | None:
+        """Return the matcher of a sequence if it has no mask after `outputs`, and lacks at most the last of
+        them."""
         matcher = self._usable(seq_id, outputs)
-        return matcher if matcher is not None and len(matcher.consumed) == len(outputs) - 1 else None
+        if matcher is None:
+            return None
+        missing = len(outputs) - len(matcher.consumed)
+        return matcher if missing == 1 or (not missing and matcher.mask is None) else None
+
+    def forced_after(self, seq_id: int, outputs: TokenIds, executor: MatcherExecutor) -> tuple[int, ...]:
+        """Return the tokens that are forced after `outputs`, in any thread. Waits for no other thread.
+
+        Empty if the grammar is slow or in use, or if `outputs` do not match: then the next mask says why.
+        """
+        if self.compiled.is_slow or not self.compiled.lock.acquire(blocking=False):
+            return ()
+        try:
+            matcher = self.after(seq_id, outputs, executor)
+            matcher.find_forced()
+            return matcher.forced
+        except Refused:
+            return ()
+        finally:
+            self.compiled.lock.release()
 
     def drop(self, seq_id: int) -> None:
         """Forget the matcher of a sequence."""

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import takewhile
 from threading import Lock, local
 from weakref import WeakSet, WeakValueDictionary
 
@@ -19,14 +19,14 @@ import numpy as np
 from baton.core.errors import Failure, ModelError, Refused
 from baton.core.kv.block_hash import TokenIds, token_ids
 from baton.core.request import Sampling
-from baton.engine.constraints.compiled_grammar import CompiledGrammar, no_token_left
+from baton.engine.constraints.compiled_grammar import CompiledGrammar, no_token_at
 from baton.engine.constraints.grammar_tokenizer import GrammarTokenizer
 from baton.engine.constraints.mask_tasks import MaskTask, MaskThreads, PositionMask, by_grammar, compute_masks
 from baton.engine.constraints.matcher_executor import NO_CLOCKS, MaskClocks, MatcherExecutor
 from baton.engine.constraints.sampling_rules import SamplingRules, check_rules, no_grammar_support
 from baton.engine.constraints.sequence_matchers import SequenceMatchers
 from baton.engine.constraints.token_bits import Bits, bits_of, clear, num_words
-from baton.engine.state.draft_rows import RowRequests
+from baton.engine.state.draft_rows import DrawnTokens, RowRequests
 from baton.engine.state.step import SampleRequest
 
 MAX_CACHED_GRAMMARS = 256
@@ -38,6 +38,8 @@ MAX_UNOWNED_RULES = 16
 """Prepared rules that are kept without a job that holds them."""
 MAX_FORCED_TOKENS = 64
 """Forced tokens that a step returns for a sequence. A draft is shorter."""
+MAX_FORCED_S = 0.001
+"""Time in which a step searches them, for all sequences. The device waits for it."""
 _GRAMMAR_THREADS = 2
 _CHECK_MEMORY_FROM = 4 << 20
 """Memory of a grammar from which its growth is checked."""
@@ -52,14 +54,12 @@ class TokenMasks:
     failures: failures of constrained rows, by row.
     deferred: constrained rows whose masks are not ready, or that follow a draft which the grammar forbids.
         Their tokens are drawn in a later step.
-    forced: tokens that a grammar forces at the last row of a sequence and after it, by row.
     """
 
     rows: tuple[int, ...] = ()
     bits: Bits = field(default_factory=lambda: np.zeros((0, 0), dtype=np.uint32))
     failures: Mapping[int, Failure] = field(default_factory=dict)
     deferred: frozenset[int] = frozenset()
-    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def by_row(self) -> dict[int, Bits]:
         """Return the bits of each row that has them."""
@@ -112,7 +112,7 @@ class TokenConstraints:
         num_threads: threads that compute the masks of a step; used with `clocks`.
         in_threads: whether grammars are compiled in threads. False: in the event loop, for simulations.
         clocks: with them, masks are computed in threads, and sequences with slow masks are deferred.
-        finds_forced: whether `masks` returns the tokens that grammars force, as drafts.
+        finds_forced: whether `forced_after` finds tokens.
         """
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
@@ -211,14 +211,37 @@ class TokenConstraints:
         drawable = bits.any(axis=1)
         for index in np.flatnonzero(~drawable):
             row = found[index]
-            failures[row] = no_token_left(_no_token_message(rows[row][1], step.mask_of(row)))
+            mask, request = step.mask_of(row), rows[row][1]
+            num_outputs = request.position - request.num_prompt_tokens
+            failures[row] = no_token_at(num_outputs, is_complete=mask is not None and mask.is_accepting)
         return TokenMasks(
             rows=tuple(row for row in found if row not in failures),
             bits=bits if drawable.all() else bits[drawable],
             failures=failures,
             deferred=frozenset(deferred),
-            forced={row: forced for row, task in tasks.items() if (forced := self._forced(rows[row][1], task))},
         )
+
+    def forced_after(self, drawn: Iterable[DrawnTokens]) -> dict[int, tuple[int, ...]]:
+        """Return the tokens that grammars force after tokens that were drawn, by `seq_id`. They are drafts.
+
+        Called at the end of a step, so the next step verifies them. Sequences after `MAX_FORCED_S` have none,
+        nor those whose grammar is slow or in use by a thread. Those of several samples have none yet.
+        """
+        found: dict[int, tuple[int, ...]] = {}
+        began_s = self._clocks.wall_s() if self._finds_forced else 0.0
+        for seq_id, request, tokens in drawn if self._finds_forced else ():
+            if not request.sampling.grammar or not tokens or len(request.sample_indices) > 1:
+                continue
+            if self._clocks.wall_s() - began_s > MAX_FORCED_S:
+                break
+            rules = self._in_last_step.get(id(request.sampling))  # it had a mask in this step
+            if rules is None or rules.matchers is None or tokens[-1].token_id in rules.end_token_ids:
+                continue
+            outputs = _outputs_of(request) + token_ids(token.token_id for token in tokens)
+            forced = rules.matchers.forced_after(seq_id, outputs, self._executor_of_thread())
+            if known := tuple(takewhile(lambda token_id: token_id < self._vocab_size, forced)):
+                found[seq_id] = known[:MAX_FORCED_TOKENS]
+        return found
 
     # -- internal ------------------------------------------------------------------------------------------------------
 
@@ -242,16 +265,7 @@ class TokenConstraints:
         return step
 
     def _task(self, rules: SamplingRules, matchers: SequenceMatchers, seq_id: int, request: SampleRequest) -> MaskTask:
-        drafts = token_ids(request.drafts)
-        return rules.task(matchers, seq_id, _outputs_of(request), drafts, finds_forced=self._finds_forced)
-
-    def _forced(self, request: SampleRequest, task: MaskTask) -> tuple[int, ...]:
-        """Return the forced tokens at the row of `request`, if they were found there."""
-        num_outputs = request.position - request.num_prompt_tokens
-        if num_outputs != len(task.outputs) + len(task.drafts):
-            return ()
-        known = takewhile(lambda token_id: token_id < self._vocab_size, task.forced)
-        return tuple(islice(known, MAX_FORCED_TOKENS))
+        return rules.task(matchers, seq_id, _outputs_of(request), token_ids(request.drafts))
 
     def _run(self, tasks: Collection[MaskTask]) -> None:
         """Compute masks. With threads, tasks that take too long are not done afterwards."""
@@ -381,13 +395,3 @@ def _bytes_of(grammars: Iterable[CompiledGrammar]) -> int:
 def _drafts_before(rows: RowRequests, row: int, position: int) -> TokenIds:
     """Return the drafts before a row that is at this place among those of its sequence."""
     return token_ids(rows[row - position][1].drafts[:position])
-
-
-def _no_token_message(request: SampleRequest, mask: PositionMask | None) -> str:
-    where = f"no token is left at position {request.position - request.num_prompt_tokens} of the response"
-    if mask is not None and mask.is_accepting:
-        return (
-            f"{where}: its grammar is complete, and ignore_eos, min_tokens, allowed_token_ids or bad_words forbid "
-            "the end; relax them"
-        )
-    return f"{where}: grammar, allowed_token_ids, bad_words and min_tokens exclude every token; relax one of them"

@@ -16,7 +16,7 @@ from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import TokenLogprobs
 from baton.engine.constraints.token_bits import Bits, ids_of
 from baton.engine.constraints.token_constraints import TokenConstraints
-from baton.engine.executors.row_drawing import draw_rows, mask_rows, sampled_rows
+from baton.engine.executors.row_drawing import draw_rows, sampled_rows
 from baton.engine.kv_cache.checksum import START, KvCorrupted, extend, slots_of, token_after, wrong_slot
 from baton.engine.scheduling.async_scheduling import LastResult
 from baton.engine.scheduling.step_queue import StepQueue
@@ -125,7 +125,7 @@ class EmulatedExecutor:
             else:
                 self._verify_all(one.sequence, history)
         self._verify_one_block_each(continued, plan.step_id)
-        drawn = draw_rows(rows, self._constraints.masks(mask_rows(rows)), self._draw)
+        drawn = draw_rows(rows, self._constraints, self._draw)
         ends = [(one.sequence, one.final_context_len(drawn.samples.get(one.sequence.seq_id, ()))) for one in rows]
         self._sampled = {one.seq_id: (end, self._slot(one, end - 1)) for one, end in ends if end}
         return StepResult(

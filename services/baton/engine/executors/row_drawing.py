@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import Failure
 from baton.engine.constraints.token_bits import Bits
-from baton.engine.constraints.token_constraints import TokenMasks
-from baton.engine.state.draft_rows import forced_after, rows_of, verified
+from baton.engine.constraints.token_constraints import TokenConstraints
+from baton.engine.state.draft_rows import rows_of, verified
 from baton.engine.state.step import SampledToken, SampleRequest, StepPlan, StepSequence
 
 Draw = Callable[[StepSequence, SampleRequest, Bits | None], tuple[SampledToken, ...]]
@@ -41,13 +41,12 @@ def sampled_rows(plan: StepPlan) -> list[SampledRows]:
     return [SampledRows(one, rows_of(one.sample)) for one in plan.sequences if one.sample is not None]
 
 
-def mask_rows(rows: Sequence[SampledRows]) -> list[tuple[int, SampleRequest]]:
-    """Return (seq_id, request) of all rows, in order, as `TokenConstraints.masks` takes them."""
-    return [(one.sequence.seq_id, request) for one in rows for request in one.requests]
+def draw_rows(rows: Sequence[SampledRows], constraints: TokenConstraints, draw: Draw) -> DrawnRows:
+    """Draw the tokens of all sequences. Those of rows after a wrong draft are not drawn.
 
-
-def draw_rows(rows: Sequence[SampledRows], masks: TokenMasks, draw: Draw) -> DrawnRows:
-    """Draw the tokens of all sequences. Those of rows after a wrong draft are not drawn."""
+    constraints: computes the masks of constrained sequences.
+    """
+    masks = constraints.masks([(one.sequence.seq_id, request) for one in rows for request in one.requests])
     drawn, allowed, begin = DrawnRows(), masks.by_row(), 0
 
     def tokens_of(one: SampledRows, begin: int) -> Iterator[SampledToken | None]:
@@ -65,6 +64,10 @@ def draw_rows(rows: Sequence[SampledRows], masks: TokenMasks, draw: Draw) -> Dra
             found = tokens_of(one, begin)
             tokens = verified(drafts, found) if drafts else tuple(token for token in found if token is not None)
             drawn.samples[seq_id] = tokens
-            drawn.forced[seq_id] = forced_after(drafts, tokens, masks.forced.get(begin + len(drafts), ()))
         begin += len(one.requests)
+    drawn.forced.update(
+        constraints.forced_after(
+            (one.sequence.seq_id, one.requests[0], drawn.samples.get(one.sequence.seq_id, ())) for one in rows
+        )
+    )
     return drawn

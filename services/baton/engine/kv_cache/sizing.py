@@ -72,6 +72,7 @@ def num_kv_blocks(
     share: float = HOST_SHARE,
     num_sharing: int = 1,
     kv_memory: int | None = None,
+    draft_block_bytes: int = 0,
 ) -> int:
     """Return the number of KV blocks of one worker.
 
@@ -79,6 +80,7 @@ def num_kv_blocks(
     step_bytes: peak activations of the largest step, per worker.
     share: share of the remaining memory that is used for KV.
     kv_memory: size in bytes that was configured; replaces the share.
+    draft_block_bytes: size of a block of the draft model, which has a block for each; 0 without one.
 
     Without `kv_memory`, never more blocks than `max_num_seqs` sequences of `max_model_len` can use. Raises
     ConfigError if one sequence of `max_model_len` does not fit, or if `kv_memory` is more than what is free.
@@ -86,22 +88,23 @@ def num_kv_blocks(
     if num_sharing < 1:
         raise ValueError(f"num_sharing is {num_sharing}; must be at least 1")
     least = num_blocks_for(max_model_len, layout.block_size_tokens)
+    block_bytes = layout.block_bytes + draft_block_bytes
     if kv_memory is not None:
         if kv_memory > free - step_bytes:
             raise ConfigError(
                 f"--kv-memory is {format_size(kv_memory)}; must be at most {max(0, free - step_bytes) >> 20} MiB: "
                 f"{free >> 20} MiB are free, and the largest step needs {step_bytes >> 20} MiB"
             )
-        blocks = kv_memory // layout.block_bytes
+        blocks = kv_memory // block_bytes
         given = f"--kv-memory {format_size(kv_memory)}"
     else:
         budget = int(max(0, free - step_bytes * num_sharing) * share) // num_sharing
-        blocks = min(budget // layout.block_bytes, least * max_num_seqs)
+        blocks = min(budget // block_bytes, least * max_num_seqs)
         given = f"this worker's share of the free memory, {budget >> 20} MiB,"
     if blocks < least:
         raise ConfigError(
             f"{given} holds the KV of {blocks * layout.block_size_tokens} tokens; must hold one sequence of "
-            f"{max_model_len}: set --kv-memory to at least {format_size(least * layout.block_bytes)}, "
+            f"{max_model_len}: set --kv-memory to at least {format_size(least * block_bytes)}, "
             "or lower --max-model-len"
         )
     return blocks

@@ -1,5 +1,7 @@
 """Allocates KV blocks to sequences: for decode, with preemption if blocks run out, and on batch admission."""
 
+from collections.abc import Sequence
+
 from baton.core.kv.block_hash import first_visible_block, num_blocks_for
 from baton.core.state_machines import SequenceState
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -78,20 +80,26 @@ class BlockAllocator:
                 prompt_rows -= num_scheduled_tokens if seq.reports_prompt else 0
         return scheduled
 
-    def allocate_for_drafts(self, seq: EngineSequence, num_drafts: int) -> int:
-        """Allocate the blocks of `num_drafts` draft tokens after the next token of a decoding sequence.
+    def allocate_for_drafts(self, drafts: Sequence[tuple[EngineSequence, int]]) -> list[int]:
+        """Allocate blocks for draft tokens after the next token of decoding sequences.
 
-        Drafts preempt nothing, and leave one block for each running sequence that may need one soon. Returns
-        how many of them have a slot now.
+        drafts: (sequence, number of its draft tokens). Drafts preempt nothing, and leave one block for each
+        running sequence that may need one soon. Returns how many of each have a slot now.
         """
-        size = self._config.block_size_tokens
-        num_slots = len(seq.block_table) * size - seq.num_computed_tokens - 1
-        missing = num_blocks_for(max(0, num_drafts - num_slots), size)
-        if missing and missing + sum(s.num_slots for s in self._sequences.admitted()) <= self._pool.num_allocatable:
-            new = self._pool.allocate(missing) or []
-            seq.block_table += new
-            num_slots += len(new) * size
-        return min(num_drafts, num_slots)
+        size, spare = self._config.block_size_tokens, None
+        found: list[int] = []
+        for seq, num_drafts in drafts:
+            num_slots = len(seq.block_table) * size - seq.num_computed_tokens - 1
+            if num_drafts > num_slots:
+                if spare is None:
+                    spare = sum(s.num_slots for s in self._sequences.admitted())
+                missing = num_blocks_for(num_drafts - num_slots, size)
+                if missing + spare <= self._pool.num_allocatable:
+                    new = self._pool.allocate(missing) or []
+                    seq.block_table += new
+                    num_slots += len(new) * size
+            found.append(min(num_drafts, num_slots))
+        return found
 
     def release_unused(self, seq: EngineSequence) -> None:
         """Release the blocks of rejected drafts. No step that uses them may be in flight."""

@@ -24,7 +24,7 @@ def step_part(
         position_begin=begin,
         kv_begin=begin,
         block_table=seq.block_ids,
-        sample=_sample_request(seq, eos_token_ids, drafts=drafts) if samples else None,
+        sample=sample_request(seq, eos_token_ids, drafts=drafts) if samples else None,
         prompt=_prompt_request(seq, num_scheduled_tokens),
     )
 
@@ -38,11 +38,11 @@ def step_part_ahead(seq: EngineSequence, eos_token_ids: Collection[int]) -> Step
         position_begin=begin,
         kv_begin=begin,
         block_table=seq.block_ids,
-        sample=_sample_request(seq, eos_token_ids, num_pending_tokens=1),
+        sample=sample_request(seq, eos_token_ids, num_pending_tokens=1),
     )
 
 
-def _sample_request(
+def sample_request(
     seq: EngineSequence, eos_token_ids: Collection[int], num_pending_tokens: int = 0, drafts: tuple[int, ...] = ()
 ) -> SampleRequest:
     """Return the sample request of `seq` after `num_pending_tokens` more tokens were appended."""

@@ -13,18 +13,22 @@ Kind = tuple[str, int]
 class AcceptanceRate:
     """Exponential average over right and wrong draft tokens."""
 
-    __slots__ = ("_memory", "_num_right", "_num_seen")
+    __slots__ = ("_kept", "_num_right", "_num_seen")
 
     def __init__(self, memory: float) -> None:
-        self._memory = memory
+        self._kept = 1 - 1 / memory
         self._num_right = 0.0
         self._num_seen = 0.0
 
-    def observe(self, *, is_right: bool) -> None:
-        """Count a draft token whose drafts before it were all right."""
-        kept = 1 - 1 / self._memory
-        self._num_right = self._num_right * kept + is_right
-        self._num_seen = self._num_seen * kept + 1
+    def count(self, num_right: int, *, is_wrong: bool) -> None:
+        """Count draft tokens that were right, one after the other, and then one that was wrong, if any."""
+        kept = self._kept
+        for _ in range(num_right):
+            self._num_right = self._num_right * kept + 1
+            self._num_seen = self._num_seen * kept + 1
+        if is_wrong:
+            self._num_right *= kept
+            self._num_seen = self._num_seen * kept + 1
 
     def rate(self, prior: float) -> float:
         """Return the rate, 0 to 1. `prior`: what it is taken for while little was seen."""
@@ -34,20 +38,23 @@ class AcceptanceRate:
 class AcceptanceRates:
     """The rates of each kind of drafts, for one sequence or for the worker."""
 
+    __slots__ = ("_memory", "_of_kind", "_prior")
+
     def __init__(self, memory: float, prior: "AcceptanceRates | None" = None) -> None:
         """prior: rates of the worker, which stand for those of a sequence until it has its own."""
         self._memory = memory
         self._prior = prior
         self._of_kind: dict[Kind, AcceptanceRate] = {}  # bounded: a few kinds
 
-    def observe(self, kind: Kind, *, is_right: bool) -> None:
-        """Count a draft token once it is known what came in its place, even if no step verified it."""
+    def count(self, kind: Kind, num_right: int, *, is_wrong: bool) -> None:
+        """Count the tokens of a draft once it is known what came in their place, even if no step verified
+        them."""
         rate = self._of_kind.get(kind)
         if rate is None:
             rate = self._of_kind[kind] = AcceptanceRate(self._memory)
-        rate.observe(is_right=is_right)
+        rate.count(num_right, is_wrong=is_wrong)
         if self._prior is not None:
-            self._prior.observe(kind, is_right=is_right)
+            self._prior.count(kind, num_right, is_wrong=is_wrong)
 
     def rate(self, kind: Kind) -> float:
         """Return how likely a draft token of this kind is right if all drafts before it are."""

@@ -7,6 +7,7 @@ with some probability. The numbers are chosen that give most tokens per second.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
+from typing import NamedTuple
 
 from baton.core.step_cost import StepCostModel, StepKind, StepWork
 
@@ -17,8 +18,7 @@ ASSUMED_DRAFT_SHARE = 1 / 16
 """Share of a step that a draft token costs while costs are unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftCandidate:
+class DraftCandidate(NamedTuple):
     """A draft that a step may verify in part.
 
     rate: probability that a token is right if all before it are.
@@ -56,10 +56,17 @@ class DraftChoice:
     """Numbers of draft tokens to verify, of each candidate.
 
     saved_s: expected gain, in seconds of steps without drafts.
+    num_drafts: sum of the numbers. num_right: how many of these are right on average.
     """
 
     lengths: tuple[int, ...]
     saved_s: float = 0.0
+    num_drafts: int = 0
+    num_right: float = 0.0
+
+    def step_s(self, times: StepTimes) -> float:
+        """Return the duration of a step that verifies these drafts."""
+        return times.verifying_s + self.num_drafts * times.draft_s if self.num_drafts else times.plain_s
 
 
 NO_DRAFTS = DraftChoice(())
@@ -79,19 +86,20 @@ def choose_lengths(
     lengths = [0] * len(candidates)
     heap = [(-one.rate, index) for index, one in enumerate(candidates) if one.max_tokens and one.rate > 0]
     heapify(heap)
-    num_tokens, step_s = float(num_decoding), times.verifying_s
-    while heap and max_drafts:
+    num_tokens, step_s, num_left = float(num_decoding), times.verifying_s, max_drafts
+    while heap and num_left:
         gain, index = -heap[0][0], heap[0][1]
         if gain * step_s <= num_tokens * times.draft_s:
             break
         num_tokens += gain
         step_s += times.draft_s
-        max_drafts -= 1
+        num_left -= 1
         lengths[index] += 1
         if lengths[index] < candidates[index].max_tokens:
             heapreplace(heap, (-gain * candidates[index].rate, index))
         else:
             heappop(heap)
-    if not any(lengths) or num_tokens * times.plain_s < MIN_GAIN * num_decoding * step_s:
+    if num_left == max_drafts or num_tokens * times.plain_s < MIN_GAIN * num_decoding * step_s:
         return DraftChoice((0,) * len(candidates))
-    return DraftChoice(tuple(lengths), times.plain_s * num_tokens / num_decoding - step_s)
+    saved_s = times.plain_s * num_tokens / num_decoding - step_s
+    return DraftChoice(tuple(lengths), saved_s, max_drafts - num_left, num_tokens - num_decoding)

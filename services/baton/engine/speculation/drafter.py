@@ -34,9 +34,15 @@ class Drafter(Protocol):
         """Name for measurements of acceptance; unique in a process."""
         ...
 
+    @property
+    def learns(self) -> bool:
+        """True if the drafts of later sequences use what is observed of a sequence."""
+        ...
+
     def observe(self, key: int, token_ids: TokenIds, num_new: int, tenant: BlockHash) -> None:
         """Take note of the last `num_new` of `token_ids`, prompt and response of a sequence. They are final.
 
+        Several steps may have appended them.
         tenant: root of its block hashes. What is learned from one tenant is used for it only.
         """
         ...

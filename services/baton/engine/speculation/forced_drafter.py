@@ -12,20 +12,21 @@ class ForcedDrafter:
     """Guesses the tokens that the last step has returned as forced."""
 
     name = "grammar"
+    learns = False
 
     def __init__(self) -> None:
-        self._forced: dict[int, tuple[int, ...]] = {}
+        self._forced: dict[int, tuple[int, tuple[int, ...]]] = {}
 
-    def offer(self, key: int, token_ids: tuple[int, ...]) -> None:
-        """Take the tokens that are forced after those that are observed next."""
-        self._forced[key] = token_ids[:MAX_DRAFT_TOKENS]
+    def offer(self, key: int, position: int, token_ids: tuple[int, ...]) -> None:
+        """Take the tokens that are forced from `position` on."""
+        self._forced[key] = position, token_ids[:MAX_DRAFT_TOKENS]
 
     def observe(self, key: int, token_ids: TokenIds, num_new: int, tenant: BlockHash) -> None:
         """Learn nothing: each step offers the tokens after its own."""
 
     def draft(self, key: int, token_ids: TokenIds, tenant: BlockHash) -> Draft | None:
-        forced = self._forced.pop(key, ())
-        return Draft(forced) if forced else None
+        position, forced = self._forced.pop(key, (0, ()))
+        return Draft(forced) if forced and position == len(token_ids) else None
 
     def forget(self, key: int) -> None:
         self._forced.pop(key, None)

@@ -16,8 +16,12 @@ NGRAM_TOKENS = 3
 """Length of the n-grams. Shorter ones occur by chance, longer ones find little in short texts."""
 MAX_INDEX_SLOTS = 1 << 17
 """Slots of the largest index, of 4 bytes each."""
+MAX_INDEXED_TOKENS = (1 << 32) - 1
+"""Positions that a slot can hold."""
 MAX_BYTES = 32 << 20
 """Memory of the indexes of all sequences."""
+MANY_TOKENS = 32
+"""New tokens from which they are indexed all at once."""
 _SLOT_BYTES = 4
 _MIN_INDEX_SLOTS = 1 << 10
 _SLOTS_PER_TOKEN = 4
@@ -31,6 +35,8 @@ class NgramIndex:
     """Finds where the last n-gram of a growing text occurred before.
 
     A hash table without chains: each slot has the position after one n-gram, and the newest n-gram wins.
+
+    max_tokens: longest text for which the table is large enough.
     """
 
     def __init__(self, token_ids: TokenIds) -> None:
@@ -47,15 +53,15 @@ class NgramIndex:
 
     def _build(self, token_ids: TokenIds) -> None:
         self._num_slots = self.bytes_for(len(token_ids)) // _SLOT_BYTES
+        self._shift = 65 - self._num_slots.bit_length()
+        is_largest = self._num_slots == MAX_INDEX_SLOTS
+        self.max_tokens = MAX_INDEXED_TOKENS if is_largest else self._num_slots // _SLOTS_PER_TOKEN
         self._slots = array("I", bytes(_SLOT_BYTES * self._num_slots))
         self._num_indexed = NGRAM_TOKENS  # positions below are in the index
+        self._asked = 0, 0  # (end of the n-gram that was asked for last, its slot), which is indexed next
         if len(token_ids) > NGRAM_TOKENS:
             # The last n-gram is not in the index yet: what follows it is what the index is asked for.
-            tokens = np.array(token_ids, dtype=np.uint64)
-            found = hashes_of(tokens[:-1], NGRAM_TOKENS) >> np.uint64(self._shift)
-            slots = np.frombuffer(self._slots, dtype=np.uint32)
-            slots[found] = np.arange(NGRAM_TOKENS, len(tokens), dtype=np.uint32)  # of equal ones, the last stays
-            self._num_indexed = len(tokens)
+            self._index_many(token_ids)
 
     @property
     def num_bytes(self) -> int:
@@ -64,25 +70,36 @@ class NgramIndex:
 
     def extend(self, token_ids: TokenIds, *, may_grow: bool = True) -> None:
         """Index the tokens of the text that are new."""
-        if may_grow and self.bytes_for(len(token_ids)) > self.num_bytes:
+        if may_grow and len(token_ids) > self.max_tokens:
             self._build(token_ids)
             return
+        if len(token_ids) - self._num_indexed > MANY_TOKENS:
+            self._index_many(token_ids)
+            return
+        asked, asked_slot = self._asked
         for position in range(self._num_indexed, len(token_ids)):
-            self._slots[self._slot_of(token_ids, position)] = position
+            self._slots[asked_slot if position == asked else self._slot_of(token_ids, position)] = position
         self._num_indexed = max(self._num_indexed, len(token_ids))
+
+    def _index_many(self, token_ids: TokenIds) -> None:
+        """Index all tokens that are not in the index yet, but not the last n-gram."""
+        begin = self._num_indexed
+        tokens = np.array(token_ids[begin - NGRAM_TOKENS : -1], dtype=np.uint64)
+        found = hashes_of(tokens, NGRAM_TOKENS) >> np.uint64(self._shift)
+        slots = np.frombuffer(self._slots, dtype=np.uint32)
+        slots[found] = np.arange(begin, len(token_ids), dtype=np.uint32)  # of equal ones, the last stays
+        self._num_indexed = len(token_ids)
 
     def find(self, token_ids: TokenIds) -> int | None:
         """Return the position after an earlier occurrence of the last n-gram of the text, or None."""
         end = len(token_ids)
         if end < NGRAM_TOKENS:
             return None
-        position = self._slots[self._slot_of(token_ids, end)]
+        slot = self._slot_of(token_ids, end)
+        self._asked = end, slot
+        position = self._slots[slot]
         is_found = position and token_ids[position - NGRAM_TOKENS : position] == token_ids[end - NGRAM_TOKENS :]
         return position if is_found else None
-
-    @property
-    def _shift(self) -> int:
-        return 65 - self._num_slots.bit_length()
 
     def _slot_of(self, token_ids: TokenIds, end: int) -> int:
         return hash_of(token_ids[end - NGRAM_TOKENS : end]) >> self._shift
@@ -96,13 +113,17 @@ class NgramDrafter:
     """
 
     name = "ngram"
+    learns = False
 
     def __init__(self) -> None:
         self._indexes: dict[int, NgramIndex] = {}
+        self._copies: dict[int, tuple[int, int, int]] = {}  # (position copied from, position to, length of the match)
         self.num_bytes = 0
 
     def observe(self, key: int, token_ids: TokenIds, num_new: int, tenant: BlockHash) -> None:
         index = self._indexes.get(key)
+        if index is not None and len(token_ids) <= index.max_tokens:
+            return  # `draft` extends it, if it is needed
         before = 0 if index is None else index.num_bytes
         fits = self.num_bytes - before + NgramIndex.bytes_for(len(token_ids)) <= MAX_BYTES
         if index is not None:
@@ -113,13 +134,24 @@ class NgramDrafter:
 
     def draft(self, key: int, token_ids: TokenIds, tenant: BlockHash) -> Draft | None:
         index = self._indexes.get(key)
-        position = None if index is None else index.find(token_ids)
-        if position is None:
+        if index is None:
             return None
-        length = _match_length(token_ids, position)
+        begin, end, length = self._copies.get(key, (0, 0, 0))
+        num_new = len(token_ids) - end
+        if length and token_ids[begin : begin + num_new] == token_ids[end:]:  # it goes on as it was drafted
+            position, length = begin + num_new, length + num_new
+        else:
+            index.extend(token_ids, may_grow=False)
+            found = index.find(token_ids)
+            if found is None:
+                self._copies.pop(key, None)
+                return None
+            position, length = found, _match_length(token_ids, found)
+        self._copies[key] = position, len(token_ids), length
         return Draft(_copied(token_ids, position), sum(length >= least for least in STRENGTHS))
 
     def forget(self, key: int) -> None:
+        self._copies.pop(key, None)
         if (index := self._indexes.pop(key, None)) is not None:
             self.num_bytes -= index.num_bytes
 
@@ -138,7 +170,7 @@ def _match_length(token_ids: TokenIds, position: int) -> int:
 
 def _copied(token_ids: TokenIds, position: int) -> tuple[int, ...]:
     """Return the tokens from `position` on. At the end of the text they repeat, so a period continues."""
-    found = list(token_ids[position : position + MAX_DRAFT_TOKENS])
+    found = token_ids[position : position + MAX_DRAFT_TOKENS].tolist()
     period = len(found)
     while len(found) < MAX_DRAFT_TOKENS:
         found.append(found[-period])

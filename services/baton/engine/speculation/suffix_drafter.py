@@ -60,6 +60,7 @@ class SuffixDrafter:
     """Guesses that a response goes on as other responses of its tenant did."""
 
     name = "suffix"
+    learns = True
 
     def __init__(self) -> None:
         self._tables: OrderedDict[BlockHash, SuffixTable] = OrderedDict()

@@ -8,7 +8,6 @@ number depends on the drafts.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from baton.core.kv.block_hash import token_ids
 from baton.engine.state.step import SampledToken, SampleRequest
@@ -16,6 +15,9 @@ from baton.engine.state.step import SampledToken, SampleRequest
 RowRequests = Sequence[tuple[int, SampleRequest]]
 """(seq_id, request) of each row of logits that draws. A row whose request has drafts continues in the next
 row; the first of its drafts is the guess of its own token."""
+
+DrawnTokens = tuple[int, SampleRequest, Sequence[SampledToken]]
+"""(seq_id, request, tokens) of a sequence, and the tokens that it got in a step."""
 
 
 def rows_of(request: SampleRequest) -> tuple[SampleRequest, ...]:
@@ -29,10 +31,12 @@ def rows_of(request: SampleRequest) -> tuple[SampleRequest, ...]:
     history = request.history[: request.position] + token_ids(drafts)
     num_banned = request.sampling.min_tokens - (request.position - request.num_prompt_tokens)
     return tuple(
-        replace(
-            request,
+        SampleRequest(
+            sampling=request.sampling,
+            sample_indices=request.sample_indices,
             position=request.position + number,
             history=history,
+            num_prompt_tokens=request.num_prompt_tokens,
             banned_token_ids=request.banned_token_ids if number == 0 or number < num_banned else (),
             drafts=drafts[number:],
         )
@@ -58,13 +62,3 @@ def verified(drafts: Sequence[int], drawn: Iterable[SampledToken | None]) -> tup
         if number == len(drafts) or token.token_id != drafts[number]:
             break
     return tuple(found)
-
-
-def forced_after(drafts: Sequence[int], tokens: Sequence[SampledToken], forced: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens that a grammar forces after `tokens`, which a sequence with `drafts` got in a step.
-
-    forced: those that it forces after the drafts. Empty if the tokens are others.
-    """
-    if len(tokens) == len(drafts) + 1 and forced and tokens[-1].token_id == forced[0]:
-        return tuple(forced[1:])
-    return ()

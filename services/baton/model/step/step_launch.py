@@ -5,7 +5,7 @@ The two halves are separate so that the device can be given the next step before
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from baton.core.errors import Code, Failure, Reason
 from baton.engine.constraints.matcher_executor import MaskClocks
 from baton.engine.constraints.token_constraints import TokenConstraints
-from baton.engine.state.draft_rows import forced_after, row_requests
+from baton.engine.state.draft_rows import row_requests
 from baton.engine.state.step import SampledToken, StepPlan, StepResult, StepSequence
 from baton.model.attention.attention_inputs import CausalMasks
 from baton.model.attention.paged_attention import PagedKernel
@@ -39,7 +39,7 @@ class LaunchedStep:
     failures: the sequences that could not be put into the batch, by `seq_id`.
     draws: the tokens being sampled; None if the batch is empty.
     prompt: the logprobs of prompt tokens; None if no sequence reports them.
-    forced: forced tokens at the last row of sequences, by `seq_id`, see `TokenMasks`.
+    constraints: finds the tokens that grammars force after those that were drawn.
     finite: bool [num_tokens], see `ForwardOutput`; on the host, valid once `done` is complete.
     done: complete when the device has computed the step.
     """
@@ -51,7 +51,7 @@ class LaunchedStep:
     finite: torch.Tensor
     done: DeviceEvent
     prompt: PendingPromptLogprobs | None = None
-    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    constraints: TokenConstraints | None = None
 
     def result(self) -> StepResult:
         """Wait for the device and return the step's result. Raises torch.AcceleratorError if the device
@@ -123,14 +123,11 @@ class LaunchedStep:
 
     def _forced_after(self, samples: Mapping[int, tuple[SampledToken, ...]]) -> dict[int, tuple[int, ...]]:
         """Return the tokens that grammars force after these, by `seq_id`."""
-        if not self.forced:
+        if self.constraints is None:
             return {}
-        drafts = {one.seq_id: one.sample.drafts for one in self.sequences if one.sample is not None}
-        return {
-            seq_id: forced_after(drafts[seq_id], samples[seq_id], forced)
-            for seq_id, forced in self.forced.items()
-            if seq_id in samples
-        }
+        return self.constraints.forced_after(
+            (one.seq_id, one.sample, samples.get(one.seq_id, ())) for one in self.sequences if one.sample is not None
+        )
 
 
 class StepLauncher:
@@ -190,7 +187,6 @@ class StepLauncher:
             part for part in plan.sequences if after is None or part.seq_id in after.first_draw
         )
         draws, prompt, finite = None, None, torch.ones(0, dtype=torch.bool)
-        forced: dict[int, tuple[int, ...]] = {}
         if sequences:
             sampling = [sequence for sequence in sequences if sequence.sample is not None]
             rows = row_requests((one.seq_id, one.sample) for one in sampling if one.sample is not None)
@@ -202,7 +198,6 @@ class StepLauncher:
             logits = self._with_failpoints(logits, sampling) if self._failpoints.is_armed else logits
             masks = self._constraints.masks(rows)
             draws = sample(logits, rows, masks=masks, find_best=self._find_best)
-            forced = {rows[row][0]: tokens for row, tokens in masks.forced.items()}
         return LaunchedStep(
             step_id=plan.step_id,
             sequences=sequences,
@@ -211,7 +206,7 @@ class StepLauncher:
             prompt=prompt,
             finite=finite,
             done=self._record_event(self._cache.device),
-            forced=forced,
+            constraints=self._constraints,
         )
 
     def _prepared(self, parts: Iterable[StepSequence]) -> tuple[list[PreparedSequence], dict[int, Failure]]:

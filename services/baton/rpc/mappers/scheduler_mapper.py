@@ -126,6 +126,7 @@ _REPORT = MessageMapping(
         "costs": nested(_COSTS.to_wire, _from_step_costs, optional=True),
         "mean_output_tokens": _AMOUNT,
         "target_step_s": _AMOUNT,
+        "tokens_per_step": _AMOUNT,
         "ttft_target_factor": _AMOUNT,
         "tpot_target_factor": _AMOUNT,
         "recent_prefill_share": checked(c.share),

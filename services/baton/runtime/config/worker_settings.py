@@ -8,8 +8,12 @@ from baton.core.step_targets import TargetFactors
 from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.config_base import Config, config, setting
 from baton.runtime.config.durations import parse_durations
+from baton.runtime.config.setting import OtherForm
 
 _COST_TERMS = ("step", "prefill_token", "prefill_attended", "decode_seq", "decode_context", "draft_token")
+
+DRAFT_PREFIX = "draft:"
+"""Begins the value of `speculate` that names a draft model."""
 
 
 @config
@@ -52,11 +56,13 @@ class ComputeSettings(Config):
         help="CPU kernels; auto uses Baton's own, compiled at the first start, if there is a C++ compiler; torch uses "
         "PyTorch only",
     )
-    speculate: Literal["auto", "ngram", "off"] = setting(
+    speculate: Literal["auto", "ngram", "off"] | str = setting(
         "auto",
         help="draft tokens that a decode step verifies together, which never changes an answer; auto drafts from the "
         "prompt and answer, from recent answers of the same tenant and from grammars, where measured step costs say "
-        "that it pays; ngram drafts only from the prompt and answer, even if no costs are known; off drafts nothing",
+        "that it pays; draft:DIR adds a small model with the same tokenizer, a directory or hub id, where it pays; "
+        "ngram drafts only from the prompt and answer, even if no costs are known; off drafts nothing",
+        other_form=OtherForm(name=f"{DRAFT_PREFIX}DIR", pattern=f"{DRAFT_PREFIX}.+"),
     )
     kv_memory: int | None = setting(
         None,
@@ -233,3 +239,8 @@ def parse_step_costs(text: str) -> StepCostModel:
     if not sum(seconds.values()):
         raise ValueError(f"every step would take no time; set at least one of {', '.join(_COST_TERMS)} above 0")
     return StepCostModel.of([seconds.get(name, 0.0) for name in _COST_TERMS])
+
+
+def draft_model_of(speculate: str) -> str | None:
+    """Return the directory or hub id of the draft model that `speculate` names; None if it names none."""
+    return speculate.removeprefix(DRAFT_PREFIX) if speculate.startswith(DRAFT_PREFIX) else None

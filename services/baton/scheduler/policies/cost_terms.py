@@ -114,6 +114,9 @@ def _decode_candidate(w: WorkerTable, prompt: Prompt, terms: DecodeTerms, i: int
     prefill_share = w.reported.recent_prefill_share.item(i)
     if prefill_share > 0:
         values["recent_prefill_share"] = round(prefill_share, 3)
+    tokens_per_step = w.reported.tokens_per_step.item(i)
+    if tokens_per_step > 1:
+        values["tokens_per_step"] = round(tokens_per_step, 2)
     return _candidate(w, i, "decode", values)
 
 

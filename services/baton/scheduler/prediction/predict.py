@@ -12,10 +12,15 @@ import numpy as np
 
 from baton.core.cluster.cluster_snapshot import Overlap
 from baton.core.cluster.placement import PlacementQuery
-from baton.scheduler.state.elementwise import ceil, exp, maximum, minimum
+from baton.core.step_targets import PLANNED_SHARE
+from baton.scheduler.state.elementwise import ceil, exp, maximum, minimum, where
 from baton.scheduler.state.shared_steps import prefill_share
 from baton.scheduler.state.worker_data import Floats, N, WorkerData, WorkerRow
 from baton.scheduler.state.worker_table import WorkerTable
+
+LATE_SHARE_SOME, LATE_SHARE_ALL = 0.35, 0.9
+"""Share of late requests from which a worker is predicted to make some of its steps as full as possible, and
+all of them. It does so above one half. From simulations of one worker near its limit, with four seeds."""
 
 _TINY = 1e-9
 """Lower bound for divisors; below any horizon or compute time that matters."""
@@ -35,6 +40,7 @@ class Prompt:
     overlap_blocks: Floats  # leading blocks that the worker holds or soon will
     overlap_tokens: Floats  # tokens in these blocks
     pullable_blocks: dict[int, float]  # leading blocks that other workers can pull, by position of the holder
+    waited_s: float = 0.0  # since the arrival at the gateway; 0 for a request that continues an earlier attempt
 
 
 def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerTable) -> Prompt:
@@ -58,6 +64,7 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
         overlap_blocks=overlap_blocks,
         overlap_tokens=overlap_blocks * block_size_tokens,
         pullable_blocks=pullable_blocks,
+        waited_s=0.0 if query.num_output_tokens else query.waited_s,
     )
 
 
@@ -176,7 +183,7 @@ def idle_tpot_s(w: WorkerData[N], prompt: Prompt) -> N:
 def tpot_now_s(w: WorkerRow, prompt: Prompt) -> float:
     """Predict the TPOT if the request decoded right now, together with the sequences that do."""
     step_s = _decode_step_s(w, w.reported.decoding_seqs, w.reported.decoding_context_tokens, prompt)
-    return _with_prefill_s(w, step_s)
+    return _with_prefill_s(w, step_s) / w.reported.tokens_per_step
 
 
 def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
@@ -184,7 +191,8 @@ def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
 
     Until then some of the decoding sequences end, and those placed earlier join, of which some end too.
     Prompts computed beside the answer delay it. The delay is the larger of two: the recent prefill share,
-    or the prompts still queued at that time, spread over the tokens of the answer.
+    or the prompts still queued at that time, spread over the tokens of the answer. A worker with too many
+    late requests makes steps that are as full as possible. Drafts give more tokens in the same time.
     """
     reported, reserved = w.reported, w.reserved
     num_drains = maximum(horizon_s / w.derived.decode_drain_s, _TINY)
@@ -195,7 +203,37 @@ def tpot_s(w: WorkerData[N], prompt: Prompt, horizon_s: float) -> N:
     context = reported.decoding_context_tokens * staying + joining_context * joining
     still_queued_s = maximum(w.derived.queue_s - horizon_s, 0.0)
     step_s = _decode_step_s(w, seqs, context, prompt)
-    return maximum(_with_prefill_s(w, step_s), step_s + still_queued_s / expected_output_tokens(w, prompt))
+    usual_s = maximum(_with_prefill_s(w, step_s), step_s + still_queued_s / expected_output_tokens(w, prompt))
+    longer_s = maximum(_full_step_s(w, step_s, prompt) - usual_s, 0.0)
+    return (usual_s + overloaded_share(w, prompt) * longer_s) / reported.tokens_per_step
+
+
+def overloaded_share(w: WorkerData[N], prompt: Prompt) -> N:
+    """Predict the share of steps that are as full as possible, because more requests are late than on time.
+
+    This is the rule of the engine's step budget (`engine.scheduling.step_budget`), for queued prompts that
+    are as long as this one, have waited as long before they were placed, and came evenly over the time of the
+    queue. Answers count as on time. Around the point where half of the requests are late, a worker changes
+    between both kinds of steps.
+    """
+    reported, num_tokens, least_s = w.reported, prompt.num_tokens, prompt.waited_s
+    full_s = prefill_compute_s(w, num_tokens, 0.0) + _num_chunks(w, num_tokens) * reported.base_step_s
+    target_s, queue_s = maximum(reported.ttft_factor * full_s, _TINY), maximum(w.derived.queue_s, _TINY)
+    num_prompts = w.reserved.queued_tokens / num_tokens
+    late_part = minimum(maximum((least_s + queue_s - target_s) / queue_s, 0.0), 1.0)
+    mean_wait_s = (maximum(target_s, least_s) + least_s + queue_s) / 2  # of those that are late
+    late = num_prompts * late_part * mean_wait_s / target_s  # each counts by its wait over the target
+    on_time = num_prompts * (1 - late_part) + reported.decoding_seqs
+    late_share = late / maximum(late + on_time, _TINY)
+    return minimum(maximum((late_share - LATE_SHARE_SOME) / (LATE_SHARE_ALL - LATE_SHARE_SOME), 0.0), 1.0)
+
+
+def _full_step_s(w: WorkerData[N], decode_step_s: N, prompt: Prompt) -> N:
+    """Predict a mixed step with the largest chunk, at most as long as TPOT SLOs allow."""
+    reported, slo_s = w.reported, w.reserved.tpot_slo_s
+    token_s = prefill_compute_s(w, prompt.num_tokens, 0.0) / prompt.num_tokens
+    step_s = decode_step_s * reported.mixed_to_decode_ratio + token_s * reported.max_chunk_tokens
+    return where(slo_s > 0, minimum(step_s, PLANNED_SHARE * slo_s), step_s)
 
 
 def exposed_transfer_s(

@@ -12,6 +12,8 @@ DEFAULT_CHUNK_TOKENS = 512
 """Assumed `max_num_batched_tokens` of a worker that does not report it."""
 MAX_PREFILL_SHARE = 0.95
 """Upper limit of a reported share of step time that went to prompts."""
+MAX_TOKENS_PER_STEP = 16.0
+"""Upper limit of the reported tokens of a step. A draft has fewer."""
 DEFAULT_OUTPUT_TOKENS = 128
 """Assumed mean answer length of a worker where no sequence has ended yet."""
 
@@ -46,6 +48,7 @@ def reported_state(view: WorkerView, kv_group: int, link_s_per_byte: float) -> R
         max_num_seqs=report.max_num_seqs,
         mean_output_tokens=report.mean_output_tokens if has_mean else DEFAULT_OUTPUT_TOKENS,
         recent_prefill_share=min(report.recent_prefill_share, MAX_PREFILL_SHARE),
+        tokens_per_step=min(max(1.0, report.tokens_per_step), MAX_TOKENS_PER_STEP),
         ttft_factor=report.target_factors.ttft,
         tpot_factor=report.target_factors.tpot,
         default_link_s_per_byte=link_s_per_byte,
@@ -101,7 +104,8 @@ def derived_state(reported: ReportedState[float], reserved: ReservedState[float]
     """Predict the seconds of `DerivedState` for one worker.
 
     The age of an answer says little about its remaining length, so each decoding sequence is expected to run
-    for another whole mean answer (`decode_drain_s`), in steps as long as `recent_prefill_share` makes them.
+    for another whole mean answer (`decode_drain_s`), in steps as long as `recent_prefill_share` makes them,
+    which give `tokens_per_step`.
     """
     mixed_step_s = reported.base_step_s + reported.mixed_decode_s
     decode_s = (
@@ -132,7 +136,8 @@ def derived_state(reported: ReportedState[float], reserved: ReservedState[float]
         joined_step_s=joined_step_s,
         longest_step_s=longest_s,
         unloaded_gap_s=gap_s,
-        decode_drain_s=reported.mean_output_tokens * max(decode_s / (1 - reported.recent_prefill_share), _TINY_S),
+        decode_drain_s=reported.mean_output_tokens
+        * max(decode_s / ((1 - reported.recent_prefill_share) * reported.tokens_per_step), _TINY_S),
         queue_s=max(num_steps * mixed_step_s + queued_prefill_s, queued_prefill_s / share),
     )
 

@@ -1,5 +1,6 @@
 """Opens an emulated device: real KV memory and transfers, but steps only wait for their predicted time."""
 
+from baton.core.errors import ConfigError
 from baton.core.ids import WorkerRef
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.grammar_tokenizer import read_grammar_tokenizer
@@ -11,7 +12,7 @@ from baton.engine.kv_cache.sizing import free_host_bytes
 from baton.engine.speculation.modes import finds_forced_tokens
 from baton.runtime.config.durations import format_duration
 from baton.runtime.config.settings import WorkerConfig
-from baton.runtime.config.worker_settings import parse_step_costs
+from baton.runtime.config.worker_settings import draft_model_of, parse_step_costs
 from baton.worker.costs.step_cost_keeper import work_of
 from baton.worker.device.kv_registration import register_host_memory
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
@@ -25,6 +26,10 @@ def open_emulated_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     """
     from baton.model.loading.model_source import resolve_model
 
+    if draft_model_of(config.speculate) is not None:
+        raise ConfigError(
+            f"--speculate {config.speculate}: an emulated device runs no draft model; use auto, or another --device"
+        )
     costs = parse_step_costs(config.emulated_costs)
     path = resolve_model(config.model)
     model = read_emulated_model(path, dtype=config.dtype, kv_dtype=config.kv_dtype, max_model_len=config.max_model_len)

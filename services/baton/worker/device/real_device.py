@@ -18,6 +18,7 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.process.cores import core_quota, num_usable_cores
 from baton.worker.costs.step_cost_keeper import step_costs_key
+from baton.worker.device.draft_device import load_draft
 from baton.worker.device.gpu_allocator import require_plain_memory
 from baton.worker.device.gpu_start import kv_path_of, refused_on_gpu
 from baton.worker.device.kv_path import KvPath
@@ -74,6 +75,7 @@ def _open_in_compute_thread(
     windows = tuple(params.window for params in backend.attention_params)
     layout = loaded.layout(config.block_size_tokens, windows)
     constraints = _open_constraints(loaded, num_threads, finds_forced=finds_forced_tokens(config.speculate))
+    draft = load_draft(config, loaded, num_threads)
     step_bytes = measure_step_bytes(
         loaded,
         backend,
@@ -84,23 +86,26 @@ def _open_in_compute_thread(
     is_host = loaded.device.type == "cpu"
     free = free_bytes(loaded.device, 1 if is_host else config.workers_on_gpu)
     num_blocks = num_blocks_for_worker(
-        config, layout, loaded.max_model_len, free, step_bytes=step_bytes, is_host=is_host
+        config, layout, loaded.max_model_len, free, step_bytes=step_bytes, is_host=is_host, draft=draft
     )
     log.info("kv_memory_sized", num_blocks=num_blocks, block_bytes=layout.block_bytes, step_bytes=step_bytes)
     cache, registered = _open_kv(config, worker, loaded, layout, num_blocks, path.path)
     pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations)
     executor = TorchExecutor(loaded.model, cache, thread=thread, backend=backend, constraints=constraints)
     executor.warm(config.max_num_seqs)
+    draft_device = None if draft is None else draft.open(thread, num_blocks)
     reason = f" ({path.reason})" if path.reason else ""
     kv_text = f"{kv_summary(config, layout, num_blocks)}{registered.note}{reason}"
+    draft_text = "" if draft_device is None else f", {draft_device.summary}"
     return Device(
         executor=executor,
         engine_config=engine_config_of(config, loaded.max_model_len, loaded.eos_token_ids, kv_window=layout.window),
         pool=pool,
         backend=registered.backend,
         constraints=constraints,
-        summary=f"{_device_text(loaded)}, {num_threads} threads, {kv_text}, {backend.name}",
+        summary=f"{_device_text(loaded)}, {num_threads} threads, {kv_text}, {backend.name}{draft_text}",
         close_memory=registered.close,
+        draft=draft_device,
         costs_key=step_costs_key(
             layout.model_fingerprint,
             device_name(loaded.device),

@@ -3,6 +3,7 @@ sized."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.step_cost import StepCostModel
@@ -17,6 +18,22 @@ from baton.transfer.backend import TransferBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftDevice:
+    """A draft model with its own executor and KV memory, see `Device`.
+
+    vocab_size: of the model that verifies: drafts have ids below it
+    """
+
+    executor: Executor
+    engine_config: EngineConfig
+    pool: BlockPool
+    vocab_size: int
+    summary: str
+    costs_key: str
+    costs: StepCostModel | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """Everything that a worker computes with and moves KV with.
 
@@ -25,6 +42,7 @@ class Device:
     close_memory: frees the KV memory; call it after executor and backend are closed
     costs: step costs that are known without measuring; None otherwise
     costs_key: key under which measured step costs are stored; empty if they are neither measured nor stored
+    draft: the draft model; None without one
     """
 
     executor: Executor
@@ -36,13 +54,26 @@ class Device:
     close_memory: Callable[[], None]
     costs: StepCostModel | None = None
     costs_key: str = ""
+    draft: DraftDevice | None = None
 
     async def aclose(self) -> None:
         """Close the executor after its current step, wait briefly for running reads, then free the memory."""
         await self.executor.aclose()
+        if self.draft is not None:
+            await self.draft.executor.aclose()
         await self.backend.aclose()
         self.constraints.close()
         self.close_memory()
+
+
+class DraftSize(Protocol):
+    """Sizes of a draft model. layout: of its KV. step_bytes: peak activations of its largest step."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def step_bytes(self) -> int: ...
 
 
 def engine_config_of(
@@ -72,18 +103,20 @@ def num_blocks_for_worker(
     *,
     step_bytes: int = 0,
     is_host: bool = True,
+    draft: DraftSize | None = None,
 ) -> int:
     """Return how many KV blocks this worker allocates.
 
     free_bytes: free host memory, or this worker's part of the free GPU memory; step_bytes: peak activations
-    of the largest step.
+    of the largest step; draft: a draft model, which gets as many blocks, and takes turns with the model.
     """
     return num_kv_blocks(
         layout,
+        draft_block_bytes=0 if draft is None else draft.layout.block_bytes,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         free=free_bytes,
-        step_bytes=step_bytes,
+        step_bytes=step_bytes if draft is None else max(step_bytes, draft.step_bytes),
         share=HOST_SHARE if is_host else DEVICE_SHARE,
         num_sharing=config.workers_on_host if is_host else 1,  # free GPU memory is divided by the caller
         kv_memory=config.kv_memory,

@@ -9,6 +9,7 @@ from typing import Any
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine, EngineConfig
 from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.speculation.draft_model import DraftModel
 from baton.engine.speculation.modes import open_speculation
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.state.outcome import EngineOutcome
@@ -17,6 +18,7 @@ from baton.engine.state.step import SampledToken, StepPlan, StepResult
 from tests.builders import BLOCK_SIZE_TOKENS, sequence_request
 from tests.fake_executor import FakeGenerationTable
 from tests.unit.engine.speculation.byte_grammars import EOS, GRAMMARS, TOKENS, VOCAB_SIZE, ids
+from tests.unit.engine.speculation.fake_draft_model import EagerRounds, round_jobs
 from tests.unit.engine.speculation.reference_drafter import EagerSpeculation, ReferenceDrafter
 
 RunStep = Callable[[StepPlan], Awaitable[StepResult]]
@@ -67,7 +69,11 @@ class DraftedRun:
         assert counts.free + counts.cached == counts.total, counts
 
     async def _steps(self, rng: Random) -> None:
-        """Run one step, and steps that are planned ahead of it."""
+        """Run one step, after a round of the draft model, and steps that are planned ahead of it."""
+        drafts = self.engine.drafts
+        if drafts is not None and drafts.model is not None:
+            drafts.offer_round(await drafts.model.run(round_jobs(self.engine, even_with_prompts=True)), 1e-3)
+            self.engine.check()
         plan = self.engine.plan()
         self._note(self.engine.take_outcome())
         while not plan.is_empty:
@@ -155,10 +161,11 @@ async def assert_same_answers(
     tolerance: float,
     *,
     new_drafter: type[ReferenceDrafter] = ReferenceDrafter,
+    model: DraftModel | None = None,
 ) -> DraftedRun:
     """Run requests with drafts of a kind in a small pool, and compare all tokens, logprobs and ends.
 
-    tolerance: of logprobs. Cancelled samples may be shorter.
+    tolerance: of logprobs. Cancelled samples may be shorter. model: drafts instead of the drafter.
     """
 
     def find(key: int) -> EngineSequence | None:
@@ -167,8 +174,10 @@ async def assert_same_answers(
     def answer_of(seq: EngineSequence) -> list[int]:
         return [token.token_id for token in expected[seq.seq_id, seq.sample_indices[0]].tokens]
 
-    speculation = open_speculation("auto")
-    if kind != "auto":
+    speculation: Speculation | None = open_speculation("auto")
+    if model is not None:
+        speculation = EagerRounds(model, rng)
+    elif kind != "auto":
         speculation = EagerSpeculation(new_drafter(kind, rng, find, answer_of, VOCAB_SIZE), rng)
     run = DraftedRun(run_step, NUM_BLOCKS, speculation)
     await run.run(requests, rng)

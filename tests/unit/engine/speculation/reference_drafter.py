@@ -21,6 +21,7 @@ class ReferenceDrafter:
     """
 
     name = "reference"
+    learns = False
 
     def __init__(
         self,
@@ -73,9 +74,9 @@ class EagerSpeculation(Speculation):
         chosen: dict[int, tuple[int, ...]] = {}
         for seq in decoding:
             own = self._sequences.get(seq.key)
-            if own is None or not own.drafts or len(seq.sample_indices) > 1:
+            if own is None or own.best is None or len(seq.sample_indices) > 1:
                 continue
-            tokens = own.drafts[0][1].tokens
+            tokens = own.best_tokens
             most = min(len(tokens), max_drafts, max_new_tokens(seq, max_model_len) - 1)
             if count := self._rng.randint(0, most):
                 chosen[seq.key] = tokens[:count]

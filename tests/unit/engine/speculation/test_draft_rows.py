@@ -4,7 +4,7 @@ import pytest
 
 from baton.core.kv.block_hash import token_ids
 from baton.core.request import Sampling
-from baton.engine.state.draft_rows import forced_after, row_requests, rows_of, verified
+from baton.engine.state.draft_rows import row_requests, rows_of, verified
 from baton.engine.state.step import SampledToken, SampleRequest
 
 
@@ -57,12 +57,3 @@ def test_rows_after_a_wrong_draft_are_not_drawn() -> None:
     asked = iter(tokens(4, 21, 22))
     verified((20, 21), asked)
     assert len(list(asked)) == 2
-
-
-def test_forced_tokens_follow_only_complete_drafts() -> None:
-    found = [token for token in tokens(20, 21, 30) if token is not None]
-    assert forced_after((20, 21), found, (30, 31, 32)) == (31, 32)
-    assert forced_after((20, 21), found, (33, 31)) == ()
-    assert forced_after((20, 21), found[:2], (30, 31)) == ()
-    assert forced_after((), found[2:], (30,)) == ()
-    assert forced_after((), found, (30, 31)) == (), "several samples"

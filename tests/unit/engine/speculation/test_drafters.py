@@ -40,6 +40,14 @@ def test_repeated_text_continues_its_period() -> None:
     assert drafted(NgramDrafter(), [4, 4, 4, 4]) == (4,) * MAX_DRAFT_TOKENS
 
 
+def test_copy_goes_on_where_it_was_although_a_newer_text_begins_alike() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 90, 5, 6, 7, 91, 92, 93]
+    drafter = NgramDrafter()
+    assert drafted(drafter, [*text, 1, 2, 3])[:3] == (4, 5, 6)
+    assert drafted(drafter, [*text, 1, 2, 3, 4, 5, 6, 7])[:2] == (8, 9)
+    assert drafted(drafter, [*text, 1, 2, 3, 4, 5, 6, 7, 50, 5, 6, 7])[:2] == (50, 5), "the newest, once it has ended"
+
+
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3], [1, 2, 3, 4, 5, 6, 7]])
 def test_new_text_has_no_ngram_draft(tokens: list[int]) -> None:
     assert drafted(NgramDrafter(), tokens) == ()
@@ -63,7 +71,7 @@ def test_index_finds_the_last_occurrence_however_it_grows(seed: int) -> None:
     text = token_ids(rng.randrange(12) for _ in range(800))
     index, end = NgramIndex(text[: rng.randrange(10)]), 0
     while end < len(text):
-        end = min(len(text), end + rng.choice((1, 1, 2, 7)))
+        end = min(len(text), end + rng.choice((1, 1, 2, 7, 33, 60)))
         index.extend(text[:end])
         last = text[max(0, end - NGRAM_TOKENS) : end]
         places = [p for p in range(NGRAM_TOKENS, end) if text[p - NGRAM_TOKENS : p] == last]
@@ -105,7 +113,7 @@ def test_indexes_of_all_sequences_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 def test_drafters_forget_ended_sequences() -> None:
     ngrams, forced = NgramDrafter(), ForcedDrafter()
     drafted(ngrams, [1, 2, 3, 4])
-    forced.offer(1, (5, 6))
+    forced.offer(1, 0, (5, 6))
     for drafter in (ngrams, forced):
         drafter.forget(1)
         drafter.forget(99)
@@ -155,6 +163,8 @@ def test_rare_contexts_make_place_for_others(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_forced_tokens_are_drafted_once() -> None:
     drafter = ForcedDrafter()
-    drafter.offer(1, tuple(range(40)))
-    assert drafter.draft(1, token_ids(), TENANT) == Draft(tuple(range(MAX_DRAFT_TOKENS)))
-    assert drafter.draft(1, token_ids(), TENANT) is None
+    drafter.offer(1, 2, tuple(range(40)))
+    assert drafter.draft(1, token_ids([7, 7]), TENANT) == Draft(tuple(range(MAX_DRAFT_TOKENS)))
+    assert drafter.draft(1, token_ids([7, 7]), TENANT) is None
+    drafter.offer(1, 2, (5,))
+    assert drafter.draft(1, token_ids([7, 7, 7]), TENANT) is None, "they were forced one token earlier"

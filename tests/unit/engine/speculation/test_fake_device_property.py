@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from baton.engine.speculation import sequence_drafts
 from baton.engine.state.sequence import EngineSequence, num_blocks_needed
 from baton.engine.state.step import SampledToken, SampleRequest, StepSequence
 from tests.fake_executor import FakeExecutor
@@ -96,3 +97,14 @@ def test_answers_and_blocks_are_right_whatever_is_drafted(kind: str) -> None:
     share = happened["accepted"] / happened["drafts"]
     assert {"right": share > 0.6, "wrong": share < 0.02, "random": 0.1 < share < 0.6}[kind], share
     assert happened["steps"] >= sized(250, 3_400)
+
+
+@pytest.mark.parametrize("kind", ["random", "right"])
+def test_drafts_that_go_on_change_nothing_either(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many sequences a draft that was right is kept, and drafters are asked less often."""
+    monkeypatch.setattr(sequence_drafts, "MANY_SEQUENCES", 1)
+    monkeypatch.setattr(sequence_drafts, "MIN_LEFT_TOKENS", 1)
+    happened: Counter[str] = Counter()
+    for seed in range(100, 100 + sized(4, 40)):
+        happened.update(live_through(seed, kind))
+    assert happened["accepted"] > 20

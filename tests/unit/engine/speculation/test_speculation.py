@@ -23,6 +23,7 @@ class Scripted:
     """Drafts what it is told to."""
 
     name = "scripted"
+    learns = False
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = tokens
@@ -58,7 +59,7 @@ def chosen(
 def test_acceptance_is_measured_without_verifying() -> None:
     drafter = Scripted(1, 2, 3)
     speculation = Speculation([drafter])
-    seq = decoding(9)
+    seq = decoding(9, max_tokens=100)
     speculation.observe(seq, 1, ())
     assert chosen(speculation, seq) == (1, 2, 3), "unknown acceptance, cheap drafts"
     for _ in range(60):
@@ -91,12 +92,12 @@ def test_rates_follow_recent_drafts_and_begin_with_the_prior() -> None:
     rate = AcceptanceRate(memory=20)
     assert rate.rate(0.3) == pytest.approx(0.3)
     for _ in range(200):
-        rate.observe(is_right=True)
+        rate.count(1, is_wrong=False)
     assert rate.rate(0.3) > 0.85
     worker = AcceptanceRates(500)
     own = AcceptanceRates(20, worker)
     for _ in range(20):
-        own.observe(("a", 1), is_right=False)
+        own.count(("a", 1), 0, is_wrong=True)
     assert own.rate(("a", 1)) < worker.rate(("a", 1)) < 0.2
     assert own.rate(("a", 2)) == worker.rate(("a", 2)) == 0.5
 
@@ -127,12 +128,12 @@ def test_drafts_keep_to_all_limits(limits: dict[str, int], seq: EngineSequence, 
 
 
 def test_drafts_stop_before_tokens_that_end_the_response() -> None:
-    speculation = Speculation([Scripted(1, 2, 3)])
     for eos, sampling, expected in (
         ((3,), {}, (1, 2)),
         ((1,), {}, ()),
         ((1,), {"ignore_eos": True, "stop_token_ids": (2,)}, (1,)),
     ):
+        speculation = Speculation([Scripted(1, 2, 3)])
         seq = decoding(9, sampling=sampling)
         speculation.observe(seq, 1, eos)
         assert chosen(speculation, seq) == expected
@@ -154,7 +155,7 @@ def test_draft_with_the_most_expected_tokens_is_taken() -> None:
 def test_modes() -> None:
     assert open_speculation("off") is None
     assert (open_speculation("ngram"), open_speculation("auto")) != (None, None)
-    assert [finds_forced_tokens(mode) for mode in ("off", "ngram", "auto")] == [False, False, True]
+    assert [finds_forced_tokens(mode) for mode in ("off", "ngram", "auto", "draft:x")] == [False, False, True, True]
 
 
 class Perfect(Scripted):

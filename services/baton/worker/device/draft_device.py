@@ -1,0 +1,112 @@
+"""Opens a draft model beside the model whose drafts it makes: on the same device, in the same compute
+thread."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.core.cluster.worker_report import WorkerRole
+from baton.core.kv.kv_layout import KvLayout
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.speculation.model_rounds import MAX_MISSING_TOKENS, MAX_PIECE_TOKENS
+from baton.engine.state.engine_config import EngineConfig
+from baton.runtime.config.settings import WorkerConfig
+from baton.runtime.config.worker_settings import draft_model_of
+from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.worker.costs.step_cost_keeper import step_costs_key
+from baton.worker.device.worker_device import DraftDevice
+
+if TYPE_CHECKING:
+    from baton.model.backends.backend_selection import Backend
+    from baton.model.loading.model_loader import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedDraft:
+    """A loaded draft model, before it has KV memory.
+
+    step_bytes: peak activations of its largest step. vocab_size: of the model that verifies.
+    """
+
+    loaded: "LoadedModel"
+    backend: "Backend"
+    layout: KvLayout
+    engine_config: EngineConfig
+    num_threads: int
+    step_bytes: int
+    vocab_size: int
+
+    def open(self, thread: ThreadPoolExecutor, num_blocks: int) -> DraftDevice:
+        """Allocate KV memory of `num_blocks` blocks and start the executor. Call it in `thread`."""
+        from baton.model.device.device_info import device_name
+        from baton.model.device.kv_tensors import KvCache
+        from baton.model.torch_executor import TorchExecutor
+
+        loaded = self.loaded
+        cache = KvCache.zeros(self.layout, num_blocks, loaded.device, loaded.dtype)
+        executor = TorchExecutor(loaded.model, cache, thread=thread, backend=self.backend)
+        executor.warm(self.engine_config.max_num_seqs)
+        generations = MemoryGenerationTable(bytearray(ENTRY_BYTES * num_blocks), 0)
+        return DraftDevice(
+            executor=executor,
+            engine_config=self.engine_config,
+            pool=BlockPool(num_blocks, self.layout.block_size_tokens, generations),
+            vocab_size=self.vocab_size,
+            summary=f"drafts by {loaded.path.name}, {self.backend.name}",
+            costs_key=step_costs_key(
+                self.layout.model_fingerprint,
+                device_name(loaded.device),
+                str(loaded.dtype),
+                self.num_threads,
+                self.backend.name,
+                self.layout.block_size_tokens,
+            ),
+        )
+
+
+def load_draft(config: WorkerConfig, verifying: "LoadedModel", num_threads: int) -> LoadedDraft | None:
+    """Load the draft model that `--speculate` names. None if it names none, or on a prefill worker.
+
+    Raises ModelError if the model cannot be served, does not fit, or has another tokenizer than `verifying`.
+    """
+    name = draft_model_of(config.speculate)
+    if name is None or not WorkerRole(config.role).can_decode:
+        return None
+    from baton.model.backends.backend_selection import choose_backend
+    from baton.model.loading.model_loader import load_model
+    from baton.model.loading.model_source import resolve_model
+    from baton.model.loading.same_tokenizer import require_same_tokenizer
+    from baton.model.peak_memory import measure_step_bytes
+
+    path = resolve_model(name)
+    require_same_tokenizer(verifying.path, path)
+    loaded = load_model(path, device=verifying.device.type, weights=config.weights)
+    backend = choose_backend(
+        loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
+    )
+    limits = draft_engine_config(config, min(loaded.max_model_len, verifying.max_model_len))
+    return LoadedDraft(
+        loaded=loaded,
+        backend=backend,
+        layout=loaded.layout(config.block_size_tokens),
+        engine_config=limits,
+        num_threads=num_threads,
+        vocab_size=verifying.vocab_size,
+        step_bytes=measure_step_bytes(
+            loaded,
+            backend,
+            block_size_tokens=limits.block_size_tokens,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+        ),
+    )
+
+
+def draft_engine_config(config: WorkerConfig, max_model_len: int) -> EngineConfig:
+    """Return the limits of a draft model's steps: each sequence, and a piece of one that is behind."""
+    return EngineConfig(
+        max_num_batched_tokens=MAX_PIECE_TOKENS + MAX_MISSING_TOKENS * config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size_tokens=config.block_size_tokens,
+    )

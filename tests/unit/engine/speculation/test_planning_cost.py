@@ -1,0 +1,73 @@
+"""CPU time that drafts add to a step of many sequences, in the thread that plans it."""
+
+import time
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from baton.core.step_cost import StepCostModel, StepWork
+from baton.engine.speculation.modes import open_speculation
+from baton.engine.state.sequence import EngineSequence
+from tests.builders import sequence_request
+
+NUM_SEQS, NUM_STEPS = 32, 60
+LIMIT_S = 100e-6
+"""For all sequences of a step, in the median."""
+COSTS = StepCostModel(
+    step_s=0.03, prefill_token_s=1e-3, prefill_attended_s=0, decode_seq_s=1e-3, decode_context_s=0, draft_token_s=3e-4
+)
+
+
+def sequences(num_prompt_tokens: int) -> list[EngineSequence]:
+    """Return decoding sequences whose prompts have no token three times in a row in common."""
+    made = []
+    for key in range(NUM_SEQS):
+        rng = Random(key)
+        prompt = [rng.randrange(100_000) for _ in range(num_prompt_tokens)]
+        seq = EngineSequence(sequence_request(key, prompt, max_tokens=10_000), key=key, arrival=key)
+        seq.num_computed_tokens = num_prompt_tokens
+        seq.append(prompt[0])
+        made.append(seq)
+    return made
+
+
+def planning_s(num_prompt_tokens: int, next_token: Callable[[EngineSequence, int], int]) -> float:
+    """Return the median CPU time of observing a token of each sequence and choosing drafts."""
+    speculation = open_speculation("auto")
+    assert speculation is not None
+    seqs = sequences(num_prompt_tokens)
+    for seq in seqs:
+        speculation.observe(seq, 1, ())
+    took_s = []
+    for number in range(1, NUM_STEPS):
+        for seq in seqs:
+            seq.append(next_token(seq, number))
+            seq.num_computed_tokens += 1
+        began_s = time.thread_time()
+        for seq in seqs:
+            speculation.observe(seq, 1, ())
+        work = StepWork.of((), [seq.num_computed_tokens for seq in seqs])
+        speculation.choose(seqs, work, COSTS, max_drafts=64, max_model_len=100_000)
+        took_s.append(time.thread_time() - began_s)
+    return sorted(took_s)[len(took_s) // 2]
+
+
+def copied(seq: EngineSequence, number: int) -> int:
+    """Return the token that follows in the prompt: the answer copies it."""
+    return seq.token_ids[number]
+
+
+def new_token(seq: EngineSequence, number: int) -> int:
+    """Return a token that no drafter can guess."""
+    return (seq.key * 7919 + number * 104_729) % 100_000
+
+
+@pytest.mark.parametrize("next_token", [copied, new_token])
+def test_planning_of_drafts_costs_little_with_many_sequences(next_token: Callable[[EngineSequence, int], int]) -> None:
+    assert min(planning_s(500, next_token) for _ in range(3)) < LIMIT_S
+
+
+def test_planning_does_not_depend_on_the_length_of_the_text() -> None:
+    short, long = (min(planning_s(length, copied) for _ in range(2)) for length in (200, 6_000))
+    assert long < 1.5 * short
