@@ -21,7 +21,7 @@ from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels, paged_
 from baton.model.loading.model_loader import LoadedModel, require_free_memory
 from baton.model.sampling.best_tokens import FindBest, find_best
 from baton.model.step.forward import Forward, ModelForward
-from baton.model.verification.verify_backend import verify_logits, verify_masks
+from baton.model.verification.verify_backend import Windows, verify_logits, verify_masks
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
@@ -166,13 +166,14 @@ def choose_backend(
     because it may have taken the weights, see `Backend.after_verification`.
     """
     attention_params = verify_masks(loaded, block_size_tokens)
+    windows = tuple(params.window for params in attention_params)
     backend = None
     if kernels == "auto" and loaded.device.type == "cpu":
         backend = _cpu_backend(loaded, attention_params, cpu_backends, num_threads, block_size_tokens)
     elif kernels == "auto":
-        backend = _triton_backend(loaded, block_size_tokens)
+        backend = _triton_backend(loaded, block_size_tokens, windows)
     if backend is None:
-        verify_logits(loaded, block_size_tokens)
+        verify_logits(loaded, block_size_tokens, windows=windows)
         backend = Backend(name="torch", forward=ModelForward(loaded.model))
     device_info.release_freed_memory()  # verification frees a lot, and KV memory is sized next by what is free
     return replace(backend, attention_params=attention_params)
@@ -193,13 +194,15 @@ def _cpu_backend(
         log.warning("kernels_load_failed", problem=_describe(error), hint=hint)
         return None
     form = _form_of(loaded, attention_params)
+    windows = tuple(params.window for params in attention_params)
     for candidate in backends.fastest_first:
         try:
             if candidate.serves(loaded, form, kernels):
                 if candidate.packs_weights:
                     _require_memory_for_packed_weights(loaded, backends.free_bytes)
                 backend = candidate.build(loaded, form, kernels)
-                return replace(_verified(backend, loaded, block_size_tokens), find_best=kernels.find_best)
+                verified = _verified(backend, loaded, block_size_tokens, windows)
+                return replace(verified, find_best=kernels.find_best)
         except Exception as error:  # such as a oneDNN operation that this build of torch lacks
             hint = "a slower backend is tried next"
             log.warning("backend_not_verified", backend=candidate.name, problem=_describe(error), hint=hint)
@@ -222,10 +225,10 @@ def _require_memory_for_packed_weights(loaded: LoadedModel, free_bytes: Callable
     require_free_memory(weight_bytes, free_bytes(loaded.device), what, str(loaded.device))
 
 
-def _verified(backend: Backend, loaded: LoadedModel, block_size_tokens: int) -> Backend:
+def _verified(backend: Backend, loaded: LoadedModel, block_size_tokens: int, windows: Windows) -> Backend:
     """Verify the backend and return it. If that fails, raise and leave the model as it was."""
     try:
-        verify_logits(loaded, block_size_tokens, kernel=backend.kernel, forward=backend.forward)
+        verify_logits(loaded, block_size_tokens, kernel=backend.kernel, forward=backend.forward, windows=windows)
     except BaseException:
         backend.forward.close()
         raise
@@ -233,7 +236,7 @@ def _verified(backend: Backend, loaded: LoadedModel, block_size_tokens: int) -> 
     return backend
 
 
-def _triton_backend(loaded: LoadedModel, block_size_tokens: int) -> Backend | None:
+def _triton_backend(loaded: LoadedModel, block_size_tokens: int, windows: Windows) -> Backend | None:
     """Return the model's own code with Triton attention, compiled layers and CUDA graphs, as far as
     verified."""
     try:
@@ -244,18 +247,18 @@ def _triton_backend(loaded: LoadedModel, block_size_tokens: int) -> Backend | No
             triton_decode,
         )
 
-        verify_logits(loaded, block_size_tokens, kernel=triton_attention, longest=LONG_TOKENS)
+        verify_logits(loaded, block_size_tokens, kernel=triton_attention, longest=LONG_TOKENS, windows=windows)
     except Exception as error:  # Triton needs a host compiler and the driver's, which fail in many ways
         hint = "attention gathers each context first, slower"
         log.warning("backend_not_verified", backend="Triton attention", problem=_describe(error), hint=hint)
         return None
-    compiled = compiled_backend(loaded, triton_attention, "Triton attention", block_size_tokens)
+    compiled = compiled_backend(loaded, triton_attention, "Triton attention", block_size_tokens, windows)
     backend = compiled or Backend(name="Triton attention", forward=ModelForward(loaded.model), kernel=triton_attention)
     backend = replace(backend, warm_contexts=split_contexts(loaded.max_model_len))
     assert isinstance(backend.forward, ModelForward)
     graphed = CudaGraphForward(backend.forward, triton_decode, max_model_len=loaded.max_model_len)
     try:
-        verify_logits(loaded, block_size_tokens, kernel=triton_attention, forward=graphed)
+        verify_logits(loaded, block_size_tokens, kernel=triton_attention, forward=graphed, windows=windows)
     except Exception as error:  # model code that synchronises or allocates in ways that cannot be captured
         hint = "each kernel of a decode step is launched separately, slower for small batches"
         log.warning("cuda_graphs_disabled", problem=_describe(error), hint=hint)
@@ -267,16 +270,23 @@ def _triton_backend(loaded: LoadedModel, block_size_tokens: int) -> Backend | No
 
 
 def compiled_backend(
-    loaded: LoadedModel, kernel: PagedKernel, name: str, block_size_tokens: int, *, backend: str = "inductor"
+    loaded: LoadedModel,
+    kernel: PagedKernel,
+    name: str,
+    block_size_tokens: int,
+    windows: Windows = (),
+    *,
+    backend: str = "inductor",
 ) -> Backend | None:
     """Return a backend that runs the model's own code with compiled layers and attention `kernel`.
 
-    `backend`: of torch.compile. Returns None, and logs a warning, if compilation or verification fails.
+    `windows`: of each layer, see `verify_logits`. `backend`: of torch.compile. Returns None, and logs a
+    warning, if compilation or verification fails.
     """
     forward = None
     try:
         forward = CompiledForward(loaded.model, backend=backend)
-        verify_logits(loaded, block_size_tokens, kernel=kernel, forward=forward)
+        verify_logits(loaded, block_size_tokens, kernel=kernel, forward=forward, windows=windows)
     except Exception as error:  # torch.compile traces the model's code, and either may fail
         if forward is not None:
             forward.close()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.core.kv.kv_layout import KvLayout
+from baton.core.kv.kv_tables import windows_text
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -45,13 +46,8 @@ class Device:
         self.close_memory()
 
 
-def engine_config_of(
-    config: WorkerConfig, max_model_len: int, eos_token_ids: tuple[int, ...], *, kv_window: int = 0
-) -> EngineConfig:
-    """Return the engine limits of a worker, from its settings and its model.
-
-    kv_window: see `EngineConfig`.
-    """
+def engine_config_of(config: WorkerConfig, max_model_len: int, eos_token_ids: tuple[int, ...]) -> EngineConfig:
+    """Return the engine limits of a worker, from its settings and its model."""
     return EngineConfig(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
@@ -59,7 +55,6 @@ def engine_config_of(
         block_size_tokens=config.block_size_tokens,
         eos_token_ids=eos_token_ids,
         max_waiting_seqs=config.max_queued_jobs,
-        kv_window=kv_window,
         targets=config.target_factors,
     )
 
@@ -82,6 +77,7 @@ def num_blocks_for_worker(
         layout,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
+        chunk_tokens=config.max_num_batched_tokens,
         free=free_bytes,
         step_bytes=step_bytes,
         share=HOST_SHARE if is_host else DEVICE_SHARE,
@@ -94,4 +90,6 @@ def kv_summary(config: WorkerConfig, layout: KvLayout, num_blocks: int) -> str:
     """Describe the KV memory for the one-line device summary."""
     size_mib = num_blocks * layout.block_bytes / MIB
     blocks = f"{num_blocks} blocks of {layout.block_size_tokens} tokens"
+    if len(layout.tables) > 1:
+        blocks += f" for {windows_text(layout.tables)}"
     return f"KV {blocks} in {layout.kv_dtype} ({size_mib:.0f} MiB), {config.transfer}"
