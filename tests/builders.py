@@ -12,7 +12,7 @@ from baton.core.cluster.worker_report import BlockCounts, LinkReport, WorkerRepo
 from baton.core.errors import Code, Failure, Reason
 from baton.core.ids import DecisionId, JobId, WorkerRef
 from baton.core.kv.block_hash import chain, token_ids
-from baton.core.kv.kv_layout import KvComponent, KvLayout, LayerGroup
+from baton.core.kv.kv_layout import KvComponent, KvLayout, LayerGroup, layer_groups
 from baton.core.messages.jobs import PrefillJob
 from baton.core.request import Sampling, TokenDelta
 from baton.engine.state.sequence import SequenceRequest
@@ -41,6 +41,12 @@ def layout(**changes: Any) -> KvLayout:
         ),
     }
     return KvLayout(**(fields | changes))
+
+
+def windowed_layout(windows: Sequence[int], **changes: Any) -> KvLayout:
+    """The layout of `layout` with one layer for each of `windows`."""
+    components = layout().groups[0].components
+    return layout(groups=layer_groups([(components, window) for window in windows]), **changes)
 
 
 def worker_ref(worker_id: str = "w0", epoch: int = 1) -> WorkerRef:

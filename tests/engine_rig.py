@@ -4,12 +4,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from baton.core.kv.block_hash import table_hash
+from baton.core.kv.kv_tables import TableWindows
 from baton.core.request import FinishReason
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine, EngineConfig, unknown_costs
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.speculation.speculation import Speculation
-from baton.engine.state.outcome import AdmittedSequence, EngineOutcome, PrefillProgress, SequenceOutput
+from baton.engine.state.outcome import AdmittedSequence, EngineOutcome, GrownSequence, PrefillProgress, SequenceOutput
 from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import SampledToken, StepPlan
 from tests.builders import BLOCK_SIZE_TOKENS, hashes_of
@@ -33,8 +35,10 @@ class EngineRig:
         step_costs: Callable[[], StepCostModel | None] = unknown_costs,
         clock: Callable[[], float] = lambda: 0.0,
         speculation: Speculation | None = None,
+        kv_windows: tuple[int, ...] = (0,),
         **config: Any,
     ) -> None:
+        """kv_windows: of the block tables."""
         limits = {
             "max_num_batched_tokens": 32,
             "max_num_seqs": 8,
@@ -43,14 +47,16 @@ class EngineRig:
         }
         self.config = EngineConfig(**(limits | config))
         self.generation_table = FakeGenerationTable(num_blocks)
-        self.pool = BlockPool(num_blocks, self.config.block_size_tokens, self.generation_table)
+        windows = TableWindows(kv_windows, self.config.block_size_tokens)
+        self.pool = BlockPool(num_blocks, self.config.block_size_tokens, self.generation_table, windows)
         self.executor = executor_type(
-            num_blocks, self.config.block_size_tokens, self.generation_table, window=self.config.kv_window
+            num_blocks, self.config.block_size_tokens, self.generation_table, windows=kv_windows
         )
         self.engine = engine_type(self.config, self.pool, step_costs=step_costs, clock=clock, speculation=speculation)
         self.outputs: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[tuple[int, int], object] = {}
         self.admissions: dict[int, AdmittedSequence] = {}
+        self.growths: list[GrownSequence] = []
         self.progress: list[PrefillProgress] = []
         self.all_outputs: list[SequenceOutput] = []
 
@@ -90,10 +96,11 @@ class EngineRig:
 
     def note(self, outcome: EngineOutcome) -> None:
         self.progress.extend(outcome.progress)
+        self.growths.extend(outcome.growths)
         for admission in outcome.admissions:
             assert admission.seq_id not in self.admissions, "admitted twice"
             self.admissions[admission.seq_id] = admission
-            self.pool.count_use(admission.block_table[admission.num_freed_blocks : admission.num_cached_blocks])
+            self.pool.count_use(admission.cached_block_ids)
         for output in outcome.outputs:
             self.all_outputs.append(output)
             sample = output.seq_id, output.sample_index
@@ -119,16 +126,20 @@ class EngineRig:
         """Return the tokens that the owner of a pulled sequence's KV samples."""
         return [SampledToken(sample_index=i, token_id=self.expected(request, i)[0][0]) for i in request.sample_indices]
 
-    def mark_received(self, request: SequenceRequest, block_indices: Sequence[int] | None = None) -> None:
-        """Fill the receiving blocks of a pulled sequence as a pull does; all, or those with these table
-        indices."""
+    def receiving_entries(self, request: SequenceRequest) -> list[int]:
+        """Return the entries of a pulled sequence's block table that the pull must fill."""
         admission = self.admissions[request.seq_id]
-        hashes = hashes_of(request.token_ids, self.config.block_size_tokens)
-        receiving = range(admission.num_cached_blocks, len(admission.block_table))
-        for index in receiving if block_indices is None else block_indices:
-            begin, end = index * self.config.block_size_tokens, (index + 1) * self.config.block_size_tokens
-            self.executor.write(admission.block_table, request.token_ids[:end], begin)
-            self.pool.mark_received(admission.block_table[index], hashes[index] if index < len(hashes) else bytes(16))
+        return [admission.block_table.index(block_id) for block_id in admission.receiving_block_ids]
+
+    def mark_received(self, request: SequenceRequest, entries: Sequence[int] | None = None) -> None:
+        """Fill the receiving blocks of a pulled sequence as a pull does; all, or those of these entries."""
+        admission, size = self.admissions[request.seq_id], self.config.block_size_tokens
+        hashes = hashes_of(request.token_ids, size)
+        for entry in self.receiving_entries(request) if entries is None else entries:
+            index, table = divmod(entry, self.pool.windows.num_tables)
+            self.executor.write(admission.block_table, request.token_ids[: (index + 1) * size], index * size, table)
+            block_hash = table_hash(hashes[index], table) if index < len(hashes) else bytes(16)
+            self.pool.mark_received(admission.block_table[entry], block_hash)
 
     def assert_answered(self, *requests: SequenceRequest) -> None:
         """Assert that every sample has exactly its defined tokens and finish reason."""

@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 from baton.core.errors import Failure
 from baton.core.kv.block_hash import NO_HASH, BlockHash
 from baton.core.kv.kv_layout import KvLayout
+from baton.core.kv.kv_tables import NO_BLOCK
 from baton.core.request import FinishReason, Sampling
 from baton.engine.scheduling.async_scheduling import LastResult
 from baton.engine.scheduling.step_queue import StepQueue
@@ -27,6 +28,16 @@ def extend(content: int, token_id: int) -> int:
 
 def contents(token_ids: Iterable[int]) -> list[int]:
     return list(accumulate(token_ids, extend, initial=EMPTY_CONTENT))[1:]
+
+
+def in_table(content: int, table: int) -> int:
+    """Return what a slot of a block table holds for a token whose slot in table 0 holds `content`."""
+    return content + (table << 62)
+
+
+def out_of_table(content: int, table: int) -> int:
+    """Return the inverse of `in_table`."""
+    return content - (table << 62)
 
 
 def draw(content: int, sampling: Sampling, sample_index: int, banned: Sequence[int] = (), vocab_size: int = 50) -> int:
@@ -89,8 +100,9 @@ class FakeExecutor:
     """Implements `Executor`. `memory[block][slot]` holds contents.
 
     A step raises AssertionError if it attends to a wrong slot, writes to a block that has a hash, or if two
-    sequences write to one block. With a `window` of at least 2, a token attends to so many slots, its own
-    included; all others may hold anything.
+    sequences write to one block. A token attends to the last slots of each block table, as many as its
+    window; all others may hold anything. One window is at least 2, or 0 for all. Slots of different tables
+    have different contents.
 
     raises_for: if true for a sequence, the step raises.
     failing: failure that the result contains for a sequence, or None.
@@ -107,7 +119,7 @@ class FakeExecutor:
         generation_table: FakeGenerationTable,
         *,
         spoil_new_blocks: bool = True,
-        window: int = 0,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
         self.memory = [[NOTHING] * block_size_tokens for _ in range(num_blocks)]
         self.plans: list[StepPlan] = []
@@ -117,7 +129,7 @@ class FakeExecutor:
         self.deferring: Callable[[StepSequence], bool] = lambda _: False
         self.gate: asyncio.Event | None = None
         self.num_turns = 1
-        self._window = window
+        self._windows = windows
         self._block_size_tokens = block_size_tokens
         self._generation_table = generation_table
         self._queue = StepQueue()
@@ -151,23 +163,27 @@ class FakeExecutor:
         """Overwrite a block, as a late read or its previous user may do."""
         self.memory[block_id] = [NOTHING] * self._block_size_tokens
 
-    def write(self, block_table: Sequence[int], token_ids: Sequence[int], begin: int = 0) -> None:
-        """Write the KV of these tokens from index `begin` on, as computing or receiving it would."""
+    def write(self, block_table: Sequence[int], token_ids: Sequence[int], begin: int = 0, table: int = 0) -> None:
+        """Write the KV of these tokens from index `begin` on into a table, as computing or receiving it
+        would."""
+        blocks = block_table[table :: len(self._windows)]
         for index, content in enumerate(contents(token_ids)):
             if index >= begin:
-                self.memory[block_table[index // self._block_size_tokens]][index % self._block_size_tokens] = content
+                self.memory[blocks[index // self._block_size_tokens]][index % self._block_size_tokens] = in_table(
+                    content, table
+                )
 
-    def read(self, block_table: Sequence[int], num_tokens: int, begin: int = 0) -> list[int]:
-        """Return the contents of slots [begin, num_tokens) of a sequence."""
-        size = self._block_size_tokens
+    def read(self, block_table: Sequence[int], num_tokens: int, begin: int = 0, table: int = 0) -> list[int]:
+        """Return the contents of slots [begin, num_tokens) of a sequence in a table."""
+        size, blocks = self._block_size_tokens, block_table[table :: len(self._windows)]
         first = begin // size
-        return list(chain.from_iterable(self.memory[b] for b in block_table[first:]))[
+        return list(chain.from_iterable(self.memory[b] for b in blocks[first : -(-num_tokens // size)]))[
             begin - first * size : num_tokens - first * size
         ]
 
-    def first_seen(self, index: int) -> int:
-        """Return the first slot that the token at `index` attends to."""
-        return max(0, index - self._window + 1) if self._window else 0
+    def first_seen(self, index: int, table: int = 0) -> int:
+        """Return the first slot of a table that the token at `index` attends to."""
+        return max(0, index - self._windows[table] + 1) if self._windows[table] else 0
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_ahead += plan.follows is not None
@@ -193,25 +209,35 @@ class FakeExecutor:
 
     def _write(self, part: StepSequence, written: dict[int, int]) -> None:
         assert part.position_begin == part.kv_begin
-        before = self.read(part.block_table, part.kv_begin, self.first_seen(part.kv_begin))
-        assert NOTHING not in before, f"sequence {part.seq_id} attends to slots that were not written"
-        content = before[-1] if before else EMPTY_CONTENT
+        size, content = self._block_size_tokens, EMPTY_CONTENT
+        for table, window in enumerate(self._windows):
+            before = self.read(part.block_table, part.kv_begin, self.first_seen(part.kv_begin, table), table)
+            assert NOTHING not in before, f"sequence {part.seq_id} attends to slots that were not written"
+            if before and window != 1:
+                content = out_of_table(before[-1], table)
         for index, token_id in enumerate(part.token_ids, part.kv_begin):
-            block_id = part.block_table[index // self._block_size_tokens]
-            assert self._generation_table.hashes[block_id] == NO_HASH, (
-                f"sequence {part.seq_id} writes to block {block_id}, which is shared"
-            )
-            assert written.setdefault(block_id, part.seq_id) == part.seq_id, f"two sequences write to block {block_id}"
             content = extend(content, token_id)
-            self.memory[block_id][index % self._block_size_tokens] = content
+            for table in range(len(self._windows)):
+                block_id = part.block_table[index // size * len(self._windows) + table]
+                assert block_id != NO_BLOCK, f"sequence {part.seq_id} has no block for slot {index} in table {table}"
+                assert self._generation_table.hashes[block_id] == NO_HASH, (
+                    f"sequence {part.seq_id} writes to block {block_id}, which is shared"
+                )
+                owner = written.setdefault(block_id, part.seq_id)
+                assert owner == part.seq_id, f"two sequences write to block {block_id}"
+                self.memory[block_id][index % size] = in_table(content, table)
 
     def _sample(self, part: StepSequence, sample: SampleRequest) -> tuple[SampledToken, ...]:
         rows = rows_of(sample)
         assert sample.position == len(sample.history) == part.context_len - len(sample.drafts)
         tokens = rows[-1].tokens_before
-        expected, begin = contents(tokens), self.first_seen(sample.position - 1)
-        seen = self.read(part.block_table, part.context_len, begin)
-        assert seen == expected[begin:], f"sequence {part.seq_id} attends to wrong KV"
+        expected = contents(tokens)
+        for table in range(len(self._windows)):
+            begin = self.first_seen(sample.position - 1, table)
+            seen = self.read(part.block_table, part.context_len, begin, table)
+            assert seen == [in_table(content, table) for content in expected[begin:]], (
+                f"sequence {part.seq_id} attends to wrong KV in table {table}"
+            )
         drawn = [
             SampledToken(
                 sample_index=i,

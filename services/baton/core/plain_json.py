@@ -2,8 +2,8 @@
 
 Bytes become hex strings and enums become their names or string values. Integers above 2^53 become hex
 strings, because some JSON readers round them. Infinity and NaN become strings, because JSON has no such
-numbers. Reading ignores unknown fields and fills in defaults, so that values written by another release can
-be read.
+numbers. Fields that a dataclass derives itself are left out. Reading ignores unknown fields and fills in
+defaults, so that values written by another release can be read.
 """
 
 import math
@@ -57,13 +57,15 @@ def _enum_text(member: Enum) -> str:
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
+    return {field.name: hints[field.name] for field in fields(kind) if field.init}
 
 
 @cache
 def _required(kind: type) -> frozenset[str]:
     return frozenset(
-        field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING
+        field.name
+        for field in fields(kind)
+        if field.init and field.default is MISSING and field.default_factory is MISSING
     )
 
 

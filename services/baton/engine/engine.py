@@ -7,6 +7,7 @@ steps.
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.core.errors import QUEUE_FULL_RETRY_S, ConfigError, Failure, Reason
+from baton.core.kv.kv_tables import entries_from, hashes_of_entries
 from baton.core.state_machines import SequenceState
 from baton.core.step_cost import StepCostModel, attended_tokens
 from baton.core.step_targets import LatencyTargets
@@ -113,6 +114,11 @@ class Engine:
         (`core.step_cost.attended_tokens`)."""
         return sum(attended_tokens(num_tokens, before) for num_tokens, before in self._prefills())
 
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Allocatable blocks that are kept for prompts whose windowed blocks are given chunk by chunk."""
+        return self._allocator.num_reserved
+
     def _prefills(self) -> Iterable[PrefillPart]:
         return self.queued_prefix.remaining(self._sequences.prefills())
 
@@ -133,7 +139,7 @@ class Engine:
         """
         if self._sequences.of_request(request.seq_id):
             raise ValueError(f"seq_id {request.seq_id} is already in use; use a new one")
-        check_possible(request, self.config, self.pool.num_blocks)
+        check_possible(request, self.config, self.pool.num_blocks, self.pool.windows)
         num_waiting = (
             sum(seq.state is SequenceState.WAITING for seq in self._sequences.queue.values()) + num_more_waiting
         )
@@ -191,12 +197,13 @@ class Engine:
         seq = next((s for s in self._sequences.of_request(seq_id) if s.state is SequenceState.RECEIVING), None)
         if seq is None:
             return
-        num_wrong = sum(not self.pool.is_readable(b) for b in seq.held_blocks)
+        held = seq.held_blocks
+        num_wrong = sum(not self.pool.is_readable(b) for b in held)
+        hashes = hashes_of_entries(
+            seq.request.block_hashes, entries_from(seq.first_blocks, seq.num_blocks), seq.num_tables
+        )
         num_wrong += sum(
-            self.pool.hash_of(block_id) != block_hash
-            for block_id, block_hash in zip(
-                seq.held_blocks, seq.request.block_hashes[seq.num_freed_blocks :], strict=False
-            )
+            self.pool.hash_of(block_id) != block_hash for block_id, block_hash in zip(held, hashes, strict=False)
         )
         if num_wrong or not set(seq.sample_indices) <= {token.sample_index for token in first_tokens}:
             message = f"the pull ended with {num_wrong} missing or wrong blocks and {len(first_tokens)} first tokens"
@@ -230,7 +237,11 @@ class Engine:
         budget = self.config.max_num_batched_tokens
         if next(iter(self._sequences.prefills()), None) is not None:  # decodes alone never fill a step
             budget = self.next_step_budget().num_tokens
-        scheduled = split_budget(self._sequences.running.values(), budget, self.config.max_num_batched_tokens)
+        scheduled = [
+            (seq, covered)
+            for seq, n in split_budget(self._sequences.running.values(), budget, self.config.max_num_batched_tokens)
+            if (covered := self._allocator.cover(seq, n))
+        ]
         scheduled += self._allocator.admit(budget - sum(n for _, n in scheduled), prompt_rows_left(scheduled))
         drafts = NO_DRAFT_TOKENS if self.drafts is None else self.drafts.allocate(scheduled)
         eos = self.config.eos_token_ids
@@ -311,10 +322,12 @@ class Engine:
         """Return everything that has happened since the last call."""
         outcome = EngineOutcome(
             admissions=tuple(self._allocator.admissions),
+            growths=tuple(self._allocator.growths),
             progress=tuple(self._updates.progress),
             outputs=tuple(self._updates.outputs),
         )
         self._allocator.admissions.clear()
+        self._allocator.growths.clear()
         self._updates.progress.clear()
         self._updates.outputs.clear()
         return outcome

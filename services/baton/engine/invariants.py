@@ -2,13 +2,13 @@
 
 from collections import Counter
 
-from baton.core.kv.block_hash import NO_HASH
+from baton.core.kv.block_hash import NO_HASH, table_hash
+from baton.core.kv.kv_tables import NO_BLOCK
 from baton.core.state_machines import SequenceState
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.require import require
 from baton.engine.state.sequence import EngineSequence
 from baton.engine.state.sequence_table import SequenceTable
-from baton.engine.state.step import NO_BLOCK
 
 
 def check_sequences(sequences: SequenceTable, pool: BlockPool) -> None:
@@ -35,18 +35,25 @@ def check_sequences(sequences: SequenceTable, pool: BlockPool) -> None:
 
 
 def _check_sequence(seq: EngineSequence, pool: BlockPool) -> None:
-    num_freed, num_hashed = seq.num_freed_blocks, seq.num_hashed_blocks
-    hashed, open_ended = seq.block_table[num_freed:num_hashed], seq.block_table[max(num_freed, num_hashed) :]
-    require(seq.block_table[:num_freed] == [NO_BLOCK] * num_freed, f"a block was not freed: {seq}")
-    require(NO_BLOCK not in seq.held_blocks, f"a block is missing: {seq}")
+    windows, step = pool.windows, seq.num_tables
     require(seq.num_uncomputed_tokens > 0, f"no token to compute: {seq}")
     require(seq.block_ids == tuple(seq.block_table), f"stale block_ids: {seq}")
     if seq.state in (SequenceState.WAITING, SequenceState.PREEMPTED):
         require(not seq.block_table and not seq.num_computed_tokens, f"queued with blocks: {seq}")
         return
-    require(len(seq.block_table) * pool.block_size_tokens >= len(seq.token_ids) - 1, f"blocks are missing: {seq}")
-    own_hashes = seq.hashes[num_freed : num_freed + len(hashed)]
-    require([pool.hash_of(b) for b in hashed] == own_hashes, f"a block has another hash: {seq}")
-    if seq.state is SequenceState.RUNNING:
-        require(all(pool.is_readable(b) for b in seq.held_blocks), f"runs on blocks that were not received: {seq}")
-        require(all(pool.hash_of(b) == NO_HASH for b in open_ended), f"would write a hashed block: {seq}")
+    require(step == windows.num_tables and len(seq.block_table) % step == 0, f"wrong number of tables: {seq}")
+    require(seq.num_blocks * pool.block_size_tokens >= len(seq.token_ids) - 1, f"blocks are missing: {seq}")
+    for entry, block_id in enumerate(seq.block_table):
+        index, table = divmod(entry, step)
+        is_held = seq.first_blocks[table] <= index and (not windows.windows[table] or index < seq.num_covered_blocks)
+        require((block_id != NO_BLOCK) is is_held, f"entry {entry} is not held as it should be: {seq}")
+        if not is_held:
+            continue
+        if index < seq.num_hashed_blocks:
+            own_hash = table_hash(seq.hashes[index], table)
+            require(pool.hash_of(block_id) == own_hash, f"a block has another hash: {seq}")
+        if seq.state is SequenceState.RUNNING:
+            require(pool.is_readable(block_id), f"runs on blocks that were not received: {seq}")
+            require(
+                index < seq.num_hashed_blocks or pool.hash_of(block_id) == NO_HASH, f"would write a hashed block: {seq}"
+            )

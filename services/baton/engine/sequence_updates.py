@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from baton.core.errors import Code, Failure, Reason
-from baton.core.kv.block_hash import first_visible_block
 from baton.core.request import FinishReason, PromptLogprobs
 from baton.core.state_machines import SequenceState
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -71,7 +70,7 @@ class SequenceUpdates:
             return
         if failure is not None:
             num_refs = self._pool.num_refs
-            own = seq.block_table[max(seq.num_cached_blocks, seq.num_freed_blocks) :]
+            own = seq.held_blocks_from(seq.num_cached_blocks)
             self._pool.unpublish([b for b in own if num_refs(b) == 1])
             self.fail(seq.seq_id, failure)
             return
@@ -94,12 +93,14 @@ class SequenceUpdates:
         if not num_tokens:
             return
         seq.num_computed_tokens += num_tokens
-        block_size_tokens = self._config.block_size_tokens
+        block_size_tokens, num_tables = self._config.block_size_tokens, seq.num_tables
         for index in range(seq.num_hashed_blocks, seq.num_computed_tokens // block_size_tokens):
-            self._pool.set_hash(seq.block_table[index], seq.hash_of_block(index, block_size_tokens))
+            block_hash = seq.hash_of_block(index, block_size_tokens)
+            for entry in range(index * num_tables, (index + 1) * num_tables):
+                self._pool.set_hash(seq.block_table[entry], block_hash)
             seq.num_hashed_blocks = index + 1
-        unseen = first_visible_block(seq.num_computed_tokens, self._config.kv_window, block_size_tokens)
-        self._pool.unref(seq.drop_blocks_before(unseen))
+        if self._pool.windows.has_windows:
+            self._pool.unref(seq.drop_blocks_before(self._pool.windows.first_blocks(seq.num_computed_tokens)))
         if seq.request.prefill_only:
             self.progress.append(PrefillProgress(seq_id=seq.seq_id, num_computed_tokens=seq.num_computed_tokens))
 

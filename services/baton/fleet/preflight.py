@@ -46,7 +46,8 @@ async def check_before_start(config: ClusterConfig) -> None:
 def check_model(config: ClusterConfig, directory: Path) -> None:
     """Check that --max-model-len and --kv-memory fit the model. Raises ConfigError or ModelError.
 
-    The model's config.json is read without transformers. What its defaults would add is left to the workers.
+    The model's config.json is read without transformers. What its defaults would add is left to the workers,
+    as is the memory of a model with sliding windows.
     """
     read = partial(read_emulated_model, dtype=config.dtype, kv_dtype=config.kv_dtype)
     try:
@@ -55,11 +56,12 @@ def check_model(config: ClusterConfig, directory: Path) -> None:
         return
     if config.max_model_len is not None:
         model = read(directory, max_model_len=config.max_model_len)
-    if config.kv_memory is not None:
+    if config.kv_memory is not None and not model.has_window:
         num_kv_blocks(
             model.layout(config.block_size_tokens),
             max_model_len=model.max_model_len,
             max_num_seqs=config.max_num_seqs,
+            chunk_tokens=config.max_num_batched_tokens,
             free=config.kv_memory,
             kv_memory=config.kv_memory,
         )

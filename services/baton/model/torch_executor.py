@@ -152,7 +152,12 @@ class TorchExecutor:
         first request: it writes to block 0.
         """
         token = StepSequence(
-            seq_id=0, token_ids=token_ids([0]), position_begin=0, kv_begin=0, block_table=(0,), sample=_WARMUP_SAMPLE
+            seq_id=0,
+            token_ids=token_ids([0]),
+            position_begin=0,
+            kv_begin=0,
+            block_table=(0,) * self._cache.num_tables,
+            sample=_WARMUP_SAMPLE,
         )
         for count in self._backend.warm_tokens:
             self.run(StepPlan(step_id=0, sequences=(replace(token, token_ids=token_ids([0] * count), sample=None),)))
@@ -225,7 +230,7 @@ class TorchExecutor:
 def _chunk_after_context(token: StepSequence, context: int, block_size_tokens: int) -> StepSequence:
     """Return a two-token prompt chunk, the shortest that is not a decode, after a context that repeats one
     block."""
-    table = (0,) * num_blocks_for(context + 2, block_size_tokens)
+    table = token.block_table * num_blocks_for(context + 2, block_size_tokens)
     return replace(
         token, token_ids=token_ids([0, 0]), position_begin=context, kv_begin=context, block_table=table, sample=None
     )

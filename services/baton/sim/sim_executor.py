@@ -113,21 +113,29 @@ class SimExecutor:
         )
 
     def _write(self, sequence: StepSequence) -> None:
-        content = self.memory.prefix_before(sequence.block_table, sequence.kv_begin)
+        tables = self._tables_of(sequence)
+        content = self.memory.prefix_before(tables[0], sequence.kv_begin)
         for index, token_id in enumerate(sequence.token_ids, sequence.kv_begin):
             content = extend(content, token_id)
-            self.memory.write_slot(sequence.block_table, index, content)
+            for table, blocks in enumerate(tables):
+                self.memory.write_slot(blocks, index, content + table)
+
+    def _tables_of(self, sequence: StepSequence) -> list[tuple[int, ...]]:
+        """Return the block tables of a sequence. Slots of table t hold t more than those of table 0."""
+        num_tables = self._layout.windows.num_tables
+        return [sequence.block_table[table::num_tables] for table in range(num_tables)]
 
     def _verify(self, rows: SampledRows) -> None:
         """Compare all visible slots of a sequence with its tokens, drafts included."""
-        sequence, history, window = rows.sequence, rows.requests[-1].tokens_before, self._layout.window
-        expected = contents(history)
-        for index in range(max(0, rows.requests[0].position - window) if window else 0, len(expected)):
-            if self.memory.slot(sequence.block_table, index) != expected[index]:
-                raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(expected)}")
+        sequence, history = rows.sequence, rows.requests[-1].tokens_before
+        expected, windows = contents(history), self._layout.windows.windows
+        for table, (blocks, window) in enumerate(zip(self._tables_of(sequence), windows, strict=True)):
+            for index in range(max(0, rows.requests[0].position - window) if window else 0, len(expected)):
+                if self.memory.slot(blocks, index) != expected[index] + table:
+                    raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(expected)}, table {table}")
 
     def _draw(self, sequence: StepSequence, sample: SampleRequest, allowed: Bits | None) -> tuple[SampledToken, ...]:
-        last = self.memory.slot(sequence.block_table, sample.position - 1)
+        last = self.memory.slot(self._tables_of(sequence)[0], sample.position - 1)
         choices = range(self._vocab_size) if allowed is None else ids_of(allowed).tolist()
         seed = sample.sampling.seed
         return tuple(

@@ -113,12 +113,6 @@ def test_layers_with_the_same_components_and_window_are_one_group() -> None:
     ]
 
 
-@pytest.mark.parametrize(("windows", "window"), [((4, 9), 9), ((4, 0), 0), ((0,), 0), ((7,), 7)])
-def test_window_of_a_layout_is_that_of_its_farthest_view(windows: tuple[int, ...], window: int) -> None:
-    components = kv_components(num_kv_heads=1, head_dim=8, dtype="float32")
-    assert builders.layout(groups=layer_groups([(components, each) for each in windows])).window == window
-
-
 def test_kv_of_other_dtypes_never_matches() -> None:
     """Neither layouts nor block hashes do."""
     fingerprints = [kv_fingerprint("model", kv_dtype) for kv_dtype in ("auto", "int8")]

@@ -3,26 +3,29 @@ pools."""
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from baton.core.errors import Code, Failure, Reason, Refused
-from baton.core.kv.block_hash import NO_HASH, first_visible_block
+from baton.core.kv.block_hash import NO_HASH, table_hash
 from baton.core.kv.kv_events import KvEventKind
+from baton.core.kv.kv_tables import NO_BLOCK, entries_from, hashes_of_prefix
 from baton.core.step_cost import StepCostModel
 from baton.engine.state.sequence import SequenceRequest
-from baton.engine.state.step import NO_BLOCK, StepPlan, StepSequence
-from tests.builders import BLOCK_SIZE_TOKENS, hashes_of, sequence_request
+from baton.engine.state.step import StepPlan, StepSequence
+from tests.builders import hashes_of, sequence_request
 from tests.engine_rig import EngineRig
-from tests.fake_executor import contents
+from tests.fake_executor import contents, in_table
 from tests.scale import sized
 
 INJECTED = Failure(code=Code.INTERNAL, reason=Reason.NUMERICAL_ERROR, message="injected")
 PULL_FAILED = Failure(code=Code.UNAVAILABLE, reason=Reason.TRANSFER_FAILED, message="injected", retriable=True)
 EOS = (3, 4)
 NUM_WORLDS = sized(100, 1000)
-WINDOWS = (0, 0, 9, 0, 2, 0, 17, 0, 0, 5)
+WINDOWS = ((0,), (0, 5), (9,), (0,), (2,), (0, 5, 5), (0, 9), (0,), (0, 0, 2), (5,), (0,), (0, 17), (9, 2), (17,))
+"""Windows of the block tables, by seed."""
 
 
 class World:
@@ -32,21 +35,23 @@ class World:
         """rig: further arguments of `EngineRig`."""
         self.rng = rng = random.Random(seed)
         max_num_seqs = rng.randint(1, 6)
+        kv_windows = WINDOWS[seed % len(WINDOWS)]
         self.rig = EngineRig(
-            num_blocks=rng.randint(6, 30),
+            num_blocks=rng.randint(6, 30) + 4 * (len(kv_windows) - 1),
             eos_token_ids=EOS,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=rng.randint(max_num_seqs, 24),
             max_model_len=rng.randint(30, 60),
             max_waiting_seqs=16,
-            kv_window=WINDOWS[seed % len(WINDOWS)],
+            kv_windows=kv_windows,
             step_costs=lambda: self.costs,
             clock=lambda: self.now_s,
             **rig,
         )
         self.requests: dict[int, SequenceRequest] = {}
         self.cancelled: set[tuple[int, int]] = set()  # samples
-        self.pulls: dict[int, list[int]] = {}  # seq_id -> table indices still receiving
+        self.pulls: dict[int, list[int]] = {}  # seq_id -> entries of the block table that are still receiving
+        self.read_blocks: dict[int, set[int]] = {}  # seq_id -> blocks that were pinned for a reader
         self.received: set[int] = set()
         self.pins: list[list[int]] = []
         self.quarantined: list[int] = []
@@ -115,8 +120,14 @@ class World:
         for i in request.sample_indices:
             tokens = [*request.token_ids, *self.rig.expected(request, i)[0]]
             held = contents(tokens)
-            for index, block_hash in enumerate(hashes_of(tokens)):
-                self.contents_of_hash[block_hash] = held[index * 4 : index * 4 + 4]
+            self.learn_blocks(hashes_of(tokens), held)
+
+    def learn_blocks(self, hashes: Sequence[bytes], held: list[int]) -> None:
+        for index, block_hash in enumerate(hashes):
+            for table in range(self.rig.pool.windows.num_tables):
+                self.contents_of_hash[table_hash(block_hash, table)] = [
+                    in_table(content, table) for content in held[index * 4 : index * 4 + 4]
+                ]
 
     def add(self) -> None:
         request = self.new_request()
@@ -148,16 +159,27 @@ class World:
         for seq_id, admission in self.rig.admissions.items():
             request = self.requests[seq_id]
             if request.pulled and seq_id not in self.pulls and seq_id not in self.received:
-                self.pulls[seq_id] = list(range(admission.num_cached_blocks, len(admission.block_table)))
-                assert tuple(admission.block_table[i] for i in self.pulls[seq_id]) == admission.receiving_block_ids
+                self.pulls[seq_id] = self.rig.receiving_entries(request)
+                assert self.pulls[seq_id] == sorted(self.pulls[seq_id])
                 self.happened["pulls"] += 1
             elif request.for_reader and not request.pulled and seq_id not in self.received and self.live(seq_id):
                 self.received.add(seq_id)
-                unseen = first_visible_block(len(request.token_ids), self.rig.config.kv_window, BLOCK_SIZE_TOKENS)
-                needed = list(admission.block_table[unseen:])
-                self.rig.pool.pin(needed)
-                self.pins.append(needed)
-                self.happened["pins"] += 1
+                self.pin_for_reader(request, admission.block_table)
+        for growth in self.rig.growths:
+            if growth.seq_id in self.read_blocks and self.live(growth.seq_id):
+                self.pin_for_reader(self.requests[growth.seq_id], growth.block_table)
+                self.happened["growths"] += 1
+        self.rig.growths.clear()
+
+    def pin_for_reader(self, request: SequenceRequest, block_table: Sequence[int]) -> None:
+        """Pin what a reader needs of a prompt's blocks, as far as it was not pinned before."""
+        windows, pinned = self.rig.pool.windows, self.read_blocks.setdefault(request.seq_id, set())
+        entries = entries_from(windows.first_blocks(len(request.token_ids)), len(block_table) // windows.num_tables)
+        needed = [b for entry in entries if (b := block_table[entry]) != NO_BLOCK and b not in pinned]
+        self.rig.pool.pin(needed)
+        self.pins.append(needed)
+        pinned.update(needed)
+        self.happened["pins"] += 1
 
     def pull(self) -> None:
         """Advance one random pull: receive a block, fail, or complete."""
@@ -206,16 +228,22 @@ class World:
         """Pull the prefix of later prompts from another worker's cache, completely or in part."""
         rng, pool = self.rng, self.rig.pool
         tokens = rng.choice(self.prefixes)[: 4 * rng.randint(1, 7)]
-        hashes = hashes_of(tokens)
-        self.contents_of_hash |= {h: contents(tokens)[4 * i : 4 * i + 4] for i, h in enumerate(hashes)}
-        held = pool.match(hashes, len(hashes))
-        receiving = pool.allocate_receiving(len(hashes) - len(held)) or []
+        hashes, windows = hashes_of(tokens), pool.windows
+        self.learn_blocks(hashes, contents(tokens))
+        needed = hashes_of_prefix(hashes, windows)
+        held = pool.match(needed, len(needed))
+        entries = entries_from(windows.first_blocks(len(tokens)), len(hashes))[len(held) :]
+        if len(entries) <= pool.num_allocatable - self.rig.engine.num_reserved_blocks:
+            receiving = pool.allocate_receiving(len(entries), entries) or []
+        else:
+            receiving = []
         pool.mark_replicas(receiving)
         pool.evict_replicas(max(0, pool.num_replicas - max(len(receiving), pool.num_blocks // 4)))
         num_received = rng.choice([len(receiving), rng.randint(0, len(receiving))])
-        for block_id, index in zip(receiving[:num_received], range(len(held), len(hashes)), strict=False):
-            self.rig.executor.write(held + receiving, tokens[: 4 * index + 4], 4 * index)
-            pool.mark_received(block_id, hashes[index])
+        for block_id, entry, block_hash in zip(receiving[:num_received], entries, needed[len(held) :], strict=False):
+            self.rig.executor.memory[block_id] = self.contents_of_hash[block_hash][:]
+            assert table_hash(hashes[entry // windows.num_tables], entry % windows.num_tables) == block_hash
+            pool.mark_received(block_id, block_hash)
         pool.drop_receiving(receiving[num_received:])
         pool.unref(receiving)
         pool.unref(held)
@@ -379,6 +407,6 @@ def test_random_worlds_cover_all_events() -> None:
         f"cancel {state}" for state in ("WAITING", "RUNNING", "RECEIVING")
     }
     seen |= {"steps with a limited chunk", "steps limited by a target", "steps with late requests"}
-    seen.add("steps after freed blocks")
+    seen |= {"steps after freed blocks", "growths"}
     assert all(happened[what] >= 3 for what in seen), happened
     assert happened["steps"] / 15 * NUM_WORLDS >= 10_000

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from baton.core.kv.block_hash import first_visible_block
+from baton.core.kv.block_hash import first_visible_block, table_hash
+from baton.core.kv.kv_tables import NO_BLOCK, TableWindows, entries_from
 from baton.engine.kv_cache.block_pool import BlockPool
-from baton.engine.state.step import NO_BLOCK
 from tests.builders import BLOCK_SIZE_TOKENS, hashes_of, sequence_request
 from tests.engine_rig import EngineRig
 from tests.fake_executor import FakeGenerationTable
@@ -28,19 +28,38 @@ def test_windowed_lookup_equals_its_definition(seed: int) -> None:
     pool = BlockPool(16, 4, FakeGenerationTable(16))
     hashes = hashes_of([rng.randrange(9) for _ in range(4 * rng.randint(1, 12))], 4)
     window = rng.choice((1, 2, 5, 6, 9, 13))
+    pool.windows = TableWindows((window,), 4)
     taken = pool.allocate(len(hashes)) or []
     known = {i for i in range(len(hashes)) if rng.random() < 0.7}
     for i in known:
         pool.set_hash(taken[i], hashes[i])
     fits = [n for n in range(len(hashes) + 1) if set(range(first_visible_block(4 * n, window, 4), n)) <= known]
-    found = pool.lookup_prefix(hashes, window)
-    assert (found.num_blocks, found.num_unseen_blocks) == (max(fits), first_visible_block(4 * max(fits), window, 4))
-    assert found.block_ids == taken[found.num_unseen_blocks : found.num_blocks]
-    assert pool.lookup_prefix(hashes) == (0, pool.lookup(hashes))
+    found = pool.lookup_prefix(hashes)
+    first = first_visible_block(4 * max(fits), window, 4)
+    assert found == (max(fits), (first,), taken[first : max(fits)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_prefix_is_cached_if_each_table_has_what_is_seen_after_it(seed: int) -> None:
+    rng = random.Random(seed)
+    windows = TableWindows(tuple(rng.choice((0, 1, 5, 9, 13)) for _ in range(rng.randint(2, 4))), 4)
+    num_tables, num_blocks = windows.num_tables, rng.randint(1, 9)
+    pool = BlockPool(64, 4, FakeGenerationTable(64), windows)
+    hashes = hashes_of([rng.randrange(9) for _ in range(4 * num_blocks)], 4)
+    taken = pool.allocate(num_blocks * num_tables, range(num_blocks * num_tables)) or []
+    known = {entry for entry in range(len(taken)) if rng.random() < 0.9}
+    for entry in known:
+        pool.set_hash(taken[entry], hashes[entry // num_tables])
+    fits = [n for n in range(num_blocks + 1) if set(entries_from(windows.first_blocks(4 * n), n)) <= known]
+    found = pool.lookup_prefix(hashes)
+    assert (found.num_blocks, found.first_blocks) == (max(fits), windows.first_blocks(4 * max(fits)))
+    assert found.block_ids == [taken[entry] for entry in entries_from(found.first_blocks, found.num_blocks)]
+    pool.unref(taken)
+    assert {each for _, each in pool.take_events()} == set(pool.hashes()) <= set(hashes), "events of table 0 only"
 
 
 def test_a_long_answer_holds_only_its_window() -> None:
-    rig = EngineRig(num_blocks=32, kv_window=9)
+    rig = EngineRig(num_blocks=32, kv_windows=(9,))
     request = rig.add(sequence_request(1, PROMPT[:3], max_tokens=100, sampling={"ignore_eos": True}))
     most = 0
     while not rig.step().is_empty:
@@ -52,7 +71,7 @@ def test_a_long_answer_holds_only_its_window() -> None:
 
 def test_freed_blocks_serve_other_sequences() -> None:
     """While an answer grows, prompts reuse the memory that it no longer sees."""
-    rig = EngineRig(num_blocks=12, kv_window=6, max_num_seqs=2)
+    rig = EngineRig(num_blocks=12, kv_windows=(6,), max_num_seqs=2)
     answer = rig.add(sequence_request(1, PROMPT[:2], max_tokens=40, sampling={"ignore_eos": True}))
     rig.run_until(lambda: len(rig.outputs[1, 0]) > 30)
     other = rig.add(sequence_request(2, PROMPT[:28], max_tokens=2, sampling={"ignore_eos": True}))
@@ -64,7 +83,7 @@ def test_freed_blocks_serve_other_sequences() -> None:
 
 
 def test_the_tail_of_a_prompt_is_enough_for_a_hit() -> None:
-    rig = EngineRig(num_blocks=12, kv_window=6)
+    rig = EngineRig(num_blocks=12, kv_windows=(6,))
     first = rig.add(sequence_request(1, PROMPT, max_tokens=1))
     rig.run()
     hashes = hashes_of(PROMPT)
@@ -78,19 +97,20 @@ def test_the_tail_of_a_prompt_is_enough_for_a_hit() -> None:
     plan = rig.step()
     assert plan.sequences[0].kv_begin == 28
     assert rig.admissions[2].num_cached_blocks == 7
-    assert rig.admissions[2].num_freed_blocks == first_visible_block(28, 6, BLOCK_SIZE_TOKENS) == 5
+    assert first_visible_block(28, 6, BLOCK_SIZE_TOKENS) == 5
     assert rig.admissions[2].block_table[:5] == (NO_BLOCK,) * 5
+    assert len(rig.admissions[2].cached_block_ids) == 2
     rig.run()
     rig.assert_answered(first, again)
     rig.assert_clean()
 
 
 def test_blocks_before_the_window_are_not_pulled() -> None:
-    rig = EngineRig(num_blocks=16, kv_window=9)
+    rig = EngineRig(num_blocks=16, kv_windows=(9,))
     request = rig.add(sequence_request(1, PROMPT, max_tokens=20, pulled=True, sampling={"ignore_eos": True}))
     rig.plan()
     admission = rig.admissions[1]
-    assert (admission.num_freed_blocks, admission.num_cached_blocks) == (5, 5)
+    assert (admission.num_cached_blocks, admission.cached_block_ids) == (5, ())
     assert len(admission.receiving_block_ids) == 3, "8 blocks without the 5 that no token sees"
     rig.mark_received(request)
     rig.engine.received(1, rig.first_tokens(request))
@@ -100,13 +120,13 @@ def test_blocks_before_the_window_are_not_pulled() -> None:
 
 
 def test_a_pulled_prompt_uses_cached_blocks_of_its_window() -> None:
-    rig = EngineRig(num_blocks=16, kv_window=13)
+    rig = EngineRig(num_blocks=16, kv_windows=(13,))
     rig.add(sequence_request(1, PROMPT[:24], max_tokens=1))
     rig.run()
     request = rig.add(sequence_request(2, PROMPT, max_tokens=9, pulled=True, sampling={"ignore_eos": True}))
     rig.plan()
     admission = rig.admissions[2]
-    assert (admission.num_freed_blocks, admission.num_cached_blocks) == (4, 6)
+    assert (admission.num_cached_blocks, len(admission.cached_block_ids)) == (6, 2)
     assert len(admission.receiving_block_ids) == 2
     rig.mark_received(request)
     rig.engine.received(2, rig.first_tokens(request))
@@ -117,10 +137,124 @@ def test_a_pulled_prompt_uses_cached_blocks_of_its_window() -> None:
 
 @pytest.mark.parametrize("kv_window", [2, 5, 8, 9, 100])
 def test_samples_share_what_they_see(kv_window: int) -> None:
-    rig = EngineRig(num_blocks=40, kv_window=kv_window)
+    rig = EngineRig(num_blocks=40, kv_windows=(kv_window,))
     request = rig.add(
         sequence_request(1, PROMPT, max_tokens=30, sample_indices=(0, 1, 2), sampling={"ignore_eos": True})
     )
+    rig.run()
+    rig.assert_answered(request)
+    rig.assert_clean()
+
+
+MIXED = (0, 6, 6)
+
+
+def mixed_rig(num_blocks: int = 60, **config: int) -> EngineRig:
+    """Return an engine of a model in which one table sees all tokens, and two see 6."""
+    return EngineRig(num_blocks=num_blocks, kv_windows=MIXED, **config)
+
+
+def test_only_layers_without_a_window_keep_a_long_answer() -> None:
+    rig = mixed_rig()
+    request = rig.add(sequence_request(1, PROMPT[:3], max_tokens=100, sampling={"ignore_eos": True}))
+    most = 0
+    while not rig.step().is_empty:
+        most = max(most, rig.pool.counts().used)
+    assert most == 26 + 2 * 2, "102 tokens are in 26 blocks, the last 6 in at most 2 of each other table"
+    rig.assert_answered(request)
+    rig.assert_clean()
+
+
+def test_a_long_prompt_needs_few_windowed_blocks() -> None:
+    """Its blocks without a window are given at once, the others as its chunks are scheduled."""
+    rig = mixed_rig(num_blocks=25 + 2 * 5, max_num_batched_tokens=8)
+    prompt = [n % 50 for n in range(97)]
+    request = rig.add(sequence_request(1, prompt, max_tokens=3, sampling={"ignore_eos": True}))
+    rig.step()
+    assert rig.pool.counts().used == 25 + 2 * 2
+    assert rig.run() == 12 + 2
+    rig.assert_answered(request)
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize("num_shared", [0, 500])
+def test_partly_computed_prompts_do_not_wait_for_each_other(num_shared: int) -> None:
+    """A prompt starts only if the windowed blocks of all that are partly computed stay available.
+
+    The first prompt leaves part of each step's budget to the second, because its logprobs are reported. Both
+    fit at first, but not the blocks of both windows.
+    """
+    rig = EngineRig(num_blocks=2 * 150 + 2 * 18 + 5, kv_windows=(0, 200), max_num_batched_tokens=72)
+    added = [
+        rig.add(
+            sequence_request(
+                seq_id,
+                [n % 7 for n in range(num_shared)] + [n % (3 + seq_id) for n in range(600 - num_shared)],
+                max_tokens=1,
+                prefill_only=True,
+                sampling={"num_prompt_logprobs": 0} if seq_id == 1 else {},
+            )
+        )
+        for seq_id in (1, 2)
+    ]
+    rig.run()
+    for request in added:
+        assert rig.outputs[request.seq_id, 0] == rig.expected(request, 0)[0][:1]
+    rig.assert_clean()
+
+
+def test_a_reader_gets_the_blocks_of_the_last_window_when_they_are_given() -> None:
+    rig = mixed_rig(max_num_batched_tokens=8)
+    prompt = [n % 50 for n in range(38)]
+    request = rig.add(sequence_request(1, prompt, max_tokens=3, prefill_only=True, for_reader=True))
+    rig.run()
+    tables = [rig.admissions[1].block_table, *(growth.block_table for growth in rig.growths)]
+    assert len(tables) == 5, "one for each chunk"
+    assert tables[0][24:] == (tables[0][24], -1, -1, tables[0][27], -1, -1)
+    assert NO_BLOCK not in tables[-1][24:]
+    assert all(table[::3] == tables[0][::3] for table in tables)
+    rig.assert_clean()
+    assert rig.outputs[1, 0] == rig.expected(request, 0)[0][:1]
+
+
+def test_an_answer_and_its_prompt_are_cached_together() -> None:
+    """The next turn of a conversation continues after the last full block of the turn before."""
+    rig = mixed_rig()
+    first = rig.add(sequence_request(1, PROMPT, max_tokens=12, sampling={"ignore_eos": True}))
+    rig.run()
+    turn = [*PROMPT, *rig.outputs[1, 0], 5, 6, 7]
+    second = rig.add(sequence_request(2, turn, max_tokens=3, sampling={"ignore_eos": True}))
+    rig.run()
+    assert rig.admissions[2].num_cached_blocks == 10, "41 tokens of 42 have KV"
+    rig.assert_answered(first, second)
+    rig.assert_clean()
+
+
+def test_a_prefix_without_its_window_is_computed_again() -> None:
+    rig = mixed_rig(num_blocks=40)
+    rig.add(sequence_request(1, PROMPT, max_tokens=1))
+    rig.run()
+    hashes = hashes_of(PROMPT)
+    (lost,) = rig.pool.lookup([table_hash(hashes[5], 2)])
+    rig.pool.ref([lost])
+    rig.pool.unpublish([lost])
+    rig.pool.unref([lost])
+    again = rig.add(sequence_request(2, (*PROMPT, 99), max_tokens=3, sampling={"ignore_eos": True}))
+    rig.run()
+    assert rig.admissions[2].num_cached_blocks == 5
+    rig.assert_answered(again)
+    rig.assert_clean()
+
+
+def test_only_needed_blocks_of_each_table_are_pulled() -> None:
+    rig = mixed_rig()
+    request = rig.add(
+        sequence_request(1, PROMPT, max_tokens=20, pulled=True, sampling={"ignore_eos": True}, sample_indices=(0, 1))
+    )
+    rig.plan()
+    assert len(rig.admissions[1].receiving_block_ids) == 8 + 2 * 2
+    rig.mark_received(request)
+    rig.engine.received(1, rig.first_tokens(request))
     rig.run()
     rig.assert_answered(request)
     rig.assert_clean()

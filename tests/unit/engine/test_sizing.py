@@ -14,7 +14,12 @@ BLOCK = builders.layout().block_bytes  # 4 tokens
 
 
 def blocks(**changes: int | None) -> int:
-    sizes: dict[str, int | None] = {"max_model_len": 100, "max_num_seqs": 1000, "free": 1000 * BLOCK}
+    sizes: dict[str, int | None] = {
+        "max_model_len": 100,
+        "max_num_seqs": 1000,
+        "chunk_tokens": 32,
+        "free": 1000 * BLOCK,
+    }
     return num_kv_blocks(builders.layout(), **(sizes | changes))  # type: ignore[arg-type]
 
 
@@ -54,11 +59,20 @@ def test_each_block_of_a_draft_model_is_counted_with_one_of_the_model() -> None:
 def test_less_than_one_sequence_of_maximum_length_is_refused() -> None:
     assert blocks(kv_memory=25 * BLOCK) == 25
     with pytest.raises(
-        ConfigError, match=r"holds the KV of 96 tokens; must hold one sequence of 100.*--kv-memory to at least 25KiB"
+        ConfigError,
+        match=r"holds the KV of 96 tokens; must hold one sequence of 100.*--kv-memory to at least 25KiB",
     ):
         blocks(kv_memory=25 * BLOCK - 1)
     with pytest.raises(ConfigError, match="share of the free memory"):
         blocks(free=49 * BLOCK)
+
+
+def test_layers_with_a_window_need_few_blocks() -> None:
+    """25 blocks for the layer without a window, and what the largest chunk sees for the other."""
+    layout = builders.windowed_layout((9, 0))
+    sizes = {"max_model_len": 100, "max_num_seqs": 1, "chunk_tokens": 16, "free": 1000 * layout.block_bytes}
+    assert num_kv_blocks(layout, **sizes) == 25 + 7
+    assert num_kv_blocks(layout, **(sizes | {"chunk_tokens": 200})) == 25 + 25
 
 
 def free_in(cgroup: Path, files: Mapping[str, int | str]) -> int:

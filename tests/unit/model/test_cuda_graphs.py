@@ -64,6 +64,10 @@ def test_memory_pool_is_shared_until_the_last_graph_is_gone() -> None:
     assert captures.pool() is not None
 
 
+WINDOWS = (None, 5)
+"""Of the layers, as far as the layout of KV is concerned: each has a block table of its own."""
+
+
 def decode_kernel(
     query: torch.Tensor, layer: int, step: GraphStep, scaling: float, window: int | None, *_sinks: object
 ) -> torch.Tensor:
@@ -72,7 +76,7 @@ def decode_kernel(
     group = query.shape[0] // kv.num_kv_heads
     logits = []
     for row, position in enumerate(step.decodes.position.tolist()):
-        own = numbers_of(kv)[:, step.decodes.block_ids[row, : position // SIZE + 1].long()]
+        own = numbers_of(kv)[:, step.decodes.block_ids[step.cache.table_of[layer], row, : position // SIZE + 1].long()]
         keys, values = own.transpose(1, 2).flatten(2, 3)[
             :, :, max(0, position + 1 - (window or position + 1)) : position + 1
         ]
@@ -100,8 +104,10 @@ def answers(loaded: LoadedModel, forward: Forward, counts: list[int]) -> list[to
     num_seqs, steps_each = max(counts), len(counts)
     tokens = rng.integers(0, loaded.vocab_size, (num_seqs, PROMPT_TOKENS + steps_each))
     num_blocks = -(-(PROMPT_TOKENS + steps_each) // SIZE)
-    tables = rng.permutation(num_seqs * num_blocks + 3)[: num_seqs * num_blocks].reshape(num_seqs, num_blocks)
-    cache = KvCache.zeros(loaded.layout(SIZE), num_seqs * num_blocks + 3, loaded.device, loaded.dtype)
+    layout = loaded.layout(SIZE, WINDOWS)
+    num_tables, num_ids = layout.windows.num_tables, num_seqs * num_blocks * layout.windows.num_tables
+    tables = rng.permutation(num_ids + 3)[:num_ids].reshape(num_seqs, num_blocks * num_tables)
+    cache = KvCache.zeros(layout, num_ids + 3, loaded.device, loaded.dtype)
     cache.fill_with_nan()
     masks = CausalMasks(cache.dtype, cache.device)
     done = [0] * num_seqs
@@ -113,7 +119,7 @@ def answers(loaded: LoadedModel, forward: Forward, counts: list[int]) -> list[to
                 token_ids=tokens[i, done[i] : done[i] + num_tokens],
                 position_begin=done[i],
                 kv_begin=done[i],
-                block_ids=tables[i, : -(-(done[i] + num_tokens) // SIZE)].astype(np.int64),
+                block_ids=tables[i, : -(-(done[i] + num_tokens) // SIZE) * num_tables].astype(np.int64),
                 sample=SAMPLES,  # type: ignore[arg-type]  # only compared with None
             )
             for i in seqs
@@ -222,7 +228,7 @@ def test_warmup_captures_all_batch_sizes(loaded: LoadedModel) -> None:
     forward = graph_forward(loaded, capture)
     backend = Backend(name="CUDA graphs", forward=forward, warm_batches=BATCHES)
     executor = TorchExecutor(
-        loaded.model, KvCache.zeros(loaded.layout(SIZE), 3), thread=compute_thread(1), backend=backend
+        loaded.model, KvCache.zeros(loaded.layout(SIZE, WINDOWS), 3), thread=compute_thread(1), backend=backend
     )
     executor.warm(max_num_seqs=20)
     assert capture.num_captured == BATCHES.index(24) + 1, "the batch size above 20 must be captured, too"
@@ -240,7 +246,7 @@ def test_warmup_runs_chunks_after_each_warm_context(loaded: LoadedModel) -> None
 
     backend = Backend(name="split", forward=ModelForward(loaded.model), kernel=kernel, warm_contexts=(32, 64))
     executor = TorchExecutor(
-        loaded.model, KvCache.zeros(loaded.layout(SIZE), 1), thread=compute_thread(1), backend=backend
+        loaded.model, KvCache.zeros(loaded.layout(SIZE, WINDOWS), 1), thread=compute_thread(1), backend=backend
     )
     executor.warm(max_num_seqs=20)
     assert seen == {(2, 34), (2, 66)}

@@ -114,16 +114,21 @@ def two_thread_kernels() -> Kernels:
 
 
 class Prompts:
-    """Two prompts of `length` tokens, computed in chunks that cross blocks and windows, then token by
-    token."""
+    """Two prompts of `length` tokens, computed in chunks that cross blocks and windows, then token by token.
+
+    Odd and even layers have different block tables, as if only the odd ones had a window.
+    """
 
     def __init__(self, loaded: LoadedModel, length: int) -> None:
         rng = np.random.default_rng(0)
         num_blocks = -(-length // SIZE)
         self.token_ids = rng.integers(0, loaded.vocab_size, (2, length))
-        self.cache = KvCache.zeros(loaded.layout(SIZE), 3 * num_blocks, dtype=loaded.dtype)
+        windows = tuple(1 if layer % 2 else None for layer in range(loaded.config.num_hidden_layers))
+        layout = loaded.layout(SIZE, windows)
+        self.num_tables, num_ids = layout.windows.num_tables, num_blocks * layout.windows.num_tables
+        self.cache = KvCache.zeros(layout, 3 * num_ids, dtype=loaded.dtype)
         self.cache.fill_with_nan()
-        self.tables = rng.permutation(3 * num_blocks)[: 2 * num_blocks].reshape(2, num_blocks)
+        self.tables = rng.permutation(3 * num_ids)[: 2 * num_ids].reshape(2, num_ids)
         self._masks = CausalMasks(self.cache.dtype, self.cache.device)
         self.chunks = ((0, 37), (37, 100), (100, length - 6), *((n, n + 1) for n in range(length - 6, length)))
 
@@ -135,7 +140,7 @@ class Prompts:
                 token_ids=self.token_ids[i, begin:end],
                 position_begin=begin,
                 kv_begin=begin,
-                block_ids=self.tables[i, : -(-end // SIZE)].astype(np.int64),
+                block_ids=self.tables[i, : -(-end // SIZE) * self.num_tables].astype(np.int64),
                 sample=None,
             )
             for i in range(2)
@@ -260,7 +265,8 @@ def test_nan_kv_is_reported_for_any_sample_rows(
         loaded = load_model(save(Qwen3Config(**TINY, head_dim=32)), dtype=dtype, device="cpu")
         forward, prompts = fused(loaded, kernels), Prompts(loaded, 150)
         forward_rows(prompts.step(0, 37), torch.tensor([36, 73]), forward)
-        prompts.cache.layers[layer].keys[int(prompts.tables[1, 0]), 0, 3, 0] = float("nan")
+        block_id = int(prompts.tables[1, prompts.cache.table_of[layer]])
+        prompts.cache.layers[layer].keys[block_id, 0, 3, 0] = float("nan")
         is_last = layer + 1 == TINY["num_hidden_layers"]
         for rows in (torch.tensor([62, 125]), torch.empty(0, dtype=torch.int64)):
             finite = forward_rows(prompts.step(37, 100), rows, forward).finite

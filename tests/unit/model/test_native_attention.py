@@ -271,7 +271,7 @@ def test_head_norms_and_rotary_equal_torch(library: Path, dtype: torch.dtype, ha
         heads = heads if own is None or norms.over_all_heads else apply_norm(heads, own)
         expected.append(rotate(heads, rotary).clone())
     value = qkv[:, 480:].view(37, 2, 80).clone()
-    kernels.rope_and_store_kv(qkv, cache, 1, slots.numpy(), rotary, norms, scale)
+    kernels.rope_and_store_kv(qkv, cache, 1, slots.numpy()[None], rotary, norms, scale)
     near = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     query = qkv[:, :320].view(37, 4, 80).float()
     torch.testing.assert_close(query, expected[0] * scale[:, None, None], rtol=near, atol=near)

@@ -100,7 +100,7 @@ def check_step(
         step = AttentionStep(cache, segments, masks, kernel)
         cache.write(
             layer,
-            step.slots,
+            step.slots_of(layer),
             torch.cat([keys[i][:, begin : begin + count] for i, begin, count in begins_and_counts], dim=1).to(device),
             torch.cat([values[i][:, begin : begin + count] for i, begin, count in begins_and_counts], dim=1).to(device),
         )
@@ -179,8 +179,8 @@ def test_decodes_are_grouped_by_similar_length() -> None:
         Segment(token_begin=i, num_tokens=1, kv_begin=n - 1, block_ids=tables[i]) for i, n in enumerate(lengths)
     ]
     step = AttentionStep(cache, segments, CausalMasks(cache.dtype, cache.device), paged_attention)
-    assert [sorted(group.tokens.tolist()) for group in step.plan(None).decodes] == [[0, 1], [4, 5], [2, 3]]
-    assert [sorted(group.tokens.tolist()) for group in step.plan(16).decodes] == [
+    assert [sorted(group.tokens.tolist()) for group in step.plan(0, None).decodes] == [[0, 1], [4, 5], [2, 3]]
+    assert [sorted(group.tokens.tolist()) for group in step.plan(0, 16).decodes] == [
         [0, 1, 4, 5],
         [2, 3],
     ]  # the window makes them equally long

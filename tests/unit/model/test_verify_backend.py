@@ -111,9 +111,9 @@ def wrong_scaling(
 def reads_unwritten_slots(
     query: torch.Tensor, layer: int, step: AttentionStep, scaling: float, window: int | None, *_sinks: object
 ) -> torch.Tensor:
-    plan = step.plan(window)
+    plan = step.plan(layer, window)
     decodes = tuple(replace(group, stale_seqs=None, stale_slots=None) for group in plan.decodes)
-    step._plans[window] = replace(plan, decodes=decodes)
+    step._plans[0, window] = replace(plan, decodes=decodes)
     return paged_attention(query, layer, step, scaling, window)
 
 

@@ -139,7 +139,7 @@ def _dataclass(kind: type) -> st.SearchStrategy[Any]:
         return _prompt_logprobs()
     # before Python 3.12 `array[int]` cannot be evaluated
     hints = get_type_hints(kind, localns={"array": list})
-    strategies = {field.name: _of(hints[field.name], field.name, kind.__name__) for field in fields(kind)}
+    strategies = {field.name: _of(hints[field.name], field.name, kind.__name__) for field in fields(kind) if field.init}
     if kind in (KvComponent, LayerGroup):
         strategies |= {name: SMALL for name, hint in hints.items() if hint is int}
     if kind is StepCostModel:  # unusable models arrive as None

@@ -161,6 +161,8 @@ def ready_with(**changes: Any) -> Any:
         ("worker", layout_with(block_bytes=1), "block_bytes is 1, but its layers give 1024"),
         ("worker", layout_with(block_size_tokens=0), "block_size_tokens is missing"),
         ("worker", layout_with(groups=[common_pb2.LayerGroup()] * 4097), "4097 groups of layers"),
+        ("worker", layout_with(groups=[common_pb2.LayerGroup(num_layers=2**31)] * 2), "4294967296 layers"),
+        ("worker", layout_with(groups=[common_pb2.LayerGroup(window=w) for w in range(17)]), "16 different windows"),
         (
             "worker",
             layout_with(groups=[common_pb2.LayerGroup(components=[common_pb2.KvComponent()] * 65)]),

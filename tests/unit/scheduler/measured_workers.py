@@ -7,12 +7,13 @@ from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
 from baton.core.cluster.worker_report import LinkReport, WorkerReport, WorkerState
 from baton.core.step_cost import StepCostModel
 from baton.scheduler.decisions.decision_records import RecordedOverlap
-from tests.builders import blocks, layout, worker_ref, worker_report
+from tests.builders import blocks, layout, windowed_layout, worker_ref, worker_report
 
 COSTS = StepCostModel(
     step_s=2e-3, prefill_token_s=1e-4, prefill_attended_s=2e-9, decode_seq_s=5e-4, decode_context_s=1e-7
 )
 LAYOUT = layout(block_size_tokens=16)
+WINDOWED = windowed_layout((0, 96, 96), block_size_tokens=16)
 
 
 def measured(worker_id: str, role: str, **changes: Any) -> WorkerReport:
@@ -61,7 +62,7 @@ def random_view(random: Random, name: str, names: list[str]) -> WorkerView:
         role,
         state=random.choice([WorkerState.READY] * 6 + list(WorkerState)),
         model=random.choice(["demo"] * 8 + ["other"]),
-        layout=random.choice([LAYOUT] * 6 + [layout(block_size_tokens=32)]),
+        layout=random.choice([LAYOUT] * 5 + [WINDOWED, layout(block_size_tokens=32)]),
         blocks=blocks(total=random.choice([50, 1000]), used=random.randrange(50), cached=0),
         max_num_seqs=random.choice([4, 16]),
         **decoding(random.randrange(8), random.randrange(1, 900)),

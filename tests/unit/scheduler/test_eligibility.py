@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.cluster.cluster_snapshot import WorkerView
+from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
 from baton.core.cluster.placement import PlacementQuery
-from baton.core.cluster.worker_report import WorkerState
+from baton.core.cluster.worker_report import WorkerRole, WorkerState
 from baton.core.kv.block_hash import HASH_SCHEME
+from baton.core.kv.kv_layout import KvLayout
 from baton.scheduler.policies.eligibility import (
     Exclusion,
     Side,
@@ -22,8 +23,8 @@ from baton.scheduler.policies.eligibility import (
     sources_of,
 )
 from baton.scheduler.state.worker_table import worker_table_of
-from tests.builders import blocks, query, worker_ref
-from tests.unit.scheduler.measured_workers import LAYOUT, decoding, measured, random_cluster
+from tests.builders import blocks, query, worker_ref, worker_report
+from tests.unit.scheduler.measured_workers import LAYOUT, WINDOWED, decoding, measured, random_cluster
 
 SIDES: tuple[Side, ...] = ("prefill", "decode")
 
@@ -52,6 +53,24 @@ def test_masks_equal_the_scalar_function_on_random_clusters(seed: int) -> None:
         assert masks.eligible.tolist() == [why is None for why in exclusions]
         assert masks.not_avoided.tolist() == [why in (None, Exclusion.NO_FREE_CAPACITY) for why in exclusions]
         assert masks.usable.tolist() == [why is None or why.is_soft for why in exclusions]
+
+
+@pytest.mark.parametrize(
+    ("layout", "role", "most"),
+    [
+        (LAYOUT, WorkerRole.HYBRID, 100 * 16),
+        (WINDOWED, WorkerRole.HYBRID, (100 - 2 * 11) * 16),
+        (WINDOWED, WorkerRole.DECODE, (100 - 2 * 7) * 16),
+    ],
+)
+def test_layers_with_a_window_take_a_constant_number_of_blocks(layout: KvLayout, role: WorkerRole, most: int) -> None:
+    """96 tokens of window and a chunk of 64, or of one token where prompts are pulled only."""
+    worker = WorkerView(report=worker_report(layout=layout, role=role, blocks=blocks(100), max_num_batched_tokens=64))
+    for num_tokens, why in ((most - 1, None), (most, Exclusion.TOO_SMALL)):
+        asked = query(num_prompt_tokens=num_tokens, sample_count=1)
+        assert ineligible(worker, asked, "decode") is why
+        masks = eligibility_masks(asked, worker_table_of(ClusterSnapshot(workers=(worker,))), "decode")
+        assert masks.eligible.tolist() == [why is None]
 
 
 @given(seed=st.integers(0, 1_000_000))

@@ -58,7 +58,6 @@ REPORTED: dict[str, float] = {
     "is_ready": 1,
     "can_prefill": 1,
     "block_size_tokens": 16,
-    "block_bytes": LAYOUT.block_bytes,
     "total_blocks": 1000,
     "max_prefill_tokens": 16_000,
     "max_decode_tokens": 16_000,

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Reason
 from baton.core.ids import TransferId, WorkerRef
-from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.block_hash import NO_HASH, BlockHash, table_hash
+from baton.core.kv.kv_tables import NO_BLOCK
 from baton.core.messages.peer_messages import (
     Abandon,
     FirstToken,
@@ -24,7 +25,6 @@ from baton.core.messages.peer_messages import (
     Renew,
     Renewed,
 )
-from baton.engine.state.step import NO_BLOCK
 from baton.transfer.owner import early_follows
 from baton.transfer.owner.kv_owner import KvOwner
 from tests import builders
@@ -147,18 +147,53 @@ def test_blocks_that_no_layer_needs_are_neither_pinned_nor_announced() -> None:
     """The blocks before a window may have been freed already."""
     r, job = Rig(), builders.job_id()
     r.owner.create(job, READER, 0.0)
-    r.owner.allocated(job, [NO_BLOCK, 11, *TABLE[2:]], HASHES, 0.0, first_block=2)
+    r.owner.allocated(job, [NO_BLOCK, 11, *TABLE[2:]], HASHES, 0.0, first_blocks=(2,))
     assert r.pins.held == TABLE[2:]
     r.follow(have=0)  # a reader that did not leave them out
     r.owner.announce(job, 9, 0.1)
     assert r.take() == []
     r.owner.announce(job, 14, 0.2)
     (ready,) = r.take()
-    assert (ready.first_block_index, ready.block_ids, ready.hashes) == (2, (12,), HASHES[2:3])
+    assert (ready.first_block_index, ready.block_ids, ready.hashes) == (0, (12,), HASHES[2:3])
     assert [r.owner.may_read(READER, TransferId(1), [block_id]) for block_id in (11, 12, 13)] == [False, True, False]
     r.owner.lost(job, Reason.CANCELLED, 0.3)
     assert r.pins.held == [12]
     r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="received"), 0.4)
+    assert r.pins.held == []
+
+
+def test_blocks_of_all_tables_are_pinned_as_they_are_given() -> None:
+    """The second table has a window, so the reader needs only its last two blocks, which are given late."""
+    r, job = Rig(), builders.job_id()
+    r.owner.create(job, READER, 0.0)
+    first_blocks = (0, 3)
+    r.owner.allocated(job, [10, 20, 11, 21, 12, NO_BLOCK, 13, NO_BLOCK, 14, -1], HASHES, 0.0, first_blocks=first_blocks)
+    assert r.pins.held == TABLE
+    r.follow(have=0)
+    r.owner.announce(job, 8, 0.1)
+    r.owner.allocated(job, [10, -1, 11, -1, 12, 22, 13, 23, 14, 24], HASHES, 0.2, first_blocks=first_blocks)
+    assert sorted(r.pins.held) == [*TABLE, 23, 24]
+    r.owner.announce(job, 16, 0.3)
+    r.owner.announce(job, 18, 0.4, final=True)
+    ready = [message for message in r.take() if isinstance(message, KvReady)]
+    assert [each.block_ids for each in ready] == [(10, 11), (12, 13, 23), (14, 24)]
+    assert [each.first_block_index for each in ready] == [0, 2, 5]
+    assert ready[1].hashes == (HASHES[2], HASHES[3], table_hash(HASHES[3], 1))
+    assert ready[2].hashes == (NO_HASH, NO_HASH)
+    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="received"), 0.5)
+    assert r.pins.held == []
+
+
+@pytest.mark.parametrize("num_computed", [0, 8, 16])
+def test_a_lost_transfer_keeps_what_was_announced(num_computed: int) -> None:
+    r, job = Rig(), builders.job_id()
+    r.owner.create(job, READER, 0.0)
+    r.owner.allocated(job, [10, -1, 11, -1, 12, -1, 13, 23, 14, -1], HASHES, 0.0, first_blocks=(0, 3))
+    r.follow(have=0)
+    r.owner.announce(job, num_computed, 0.1)
+    r.owner.lost(job, Reason.CANCELLED, 0.2)
+    assert sorted(r.pins.held) == {0: [], 8: [10, 11], 16: [10, 11, 12, 13, 23]}[num_computed]
+    r.owner.release(READER, Release(transfer_id=TransferId(1), outcome="received"), 0.3)
     assert r.pins.held == []
 
 

@@ -8,7 +8,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -126,19 +125,17 @@ class Node:
         num_blocks: int,
         epoch: int = 1,
         memory_limits: Mapping[Account, int] | None = None,
-        kv_window: int = 0,
+        kv_windows: tuple[int, ...] = (0, 0),
         **changes: Any,
     ) -> None:
         self.ref = WorkerRef(worker_id=worker_id, worker_epoch=epoch, address=f"{worker_id}:1")
-        layout = builders.layout(block_size_tokens=BLOCK)
-        groups = tuple(replace(group, window=kv_window) for group in layout.groups)
-        self.layout = replace(layout, groups=groups)
+        self.layout = builders.windowed_layout(kv_windows, block_size_tokens=BLOCK)
         self.config = WorkerConfig(
             **{**worker_times(), "role": role, "worker_id": worker_id, "schedulers": (SCHEDULER,), **changes}
         )
         memory = SimMemory(num_blocks, BLOCK)
         generations = MemoryGenerationTable(bytearray(num_blocks * ENTRY_BYTES), epoch)
-        self.pool = BlockPool(num_blocks, BLOCK, generations)
+        self.pool = BlockPool(num_blocks, BLOCK, generations, self.layout.windows)
         self.memory = memory
         self.health = Health("worker")
         constraints = TokenConstraints(
@@ -156,7 +153,6 @@ class Node:
             block_size_tokens=BLOCK,
             eos_token_ids=(0,),
             max_waiting_seqs=self.config.max_queued_jobs,
-            kv_window=self.layout.window,
         )
         self.backend = SimTransferBackend(
             fabric=cluster.fabric, worker=self.ref, layout=self.layout, memory=memory, generations=generations

@@ -84,9 +84,13 @@ class Trio:
 
 
 @asynccontextmanager
-async def trio(*, link: LinkModel | None = None, p_blocks: int = 128, **changes: Any) -> AsyncIterator[Trio]:
-    async with pair(num_blocks=128, p_blocks=p_blocks, link=link, **changes) as workers:
-        holder = workers.cluster.start("h", num_blocks=128, max_num_batched_tokens=64, max_num_seqs=16)
+async def trio(
+    *, link: LinkModel | None = None, p_blocks: int = 128, kv_windows: tuple[int, ...] = (0, 0), **changes: Any
+) -> AsyncIterator[Trio]:
+    async with pair(num_blocks=128, p_blocks=p_blocks, link=link, kv_windows=kv_windows, **changes) as workers:
+        holder = workers.cluster.start(
+            "h", num_blocks=128, max_num_batched_tokens=64, max_num_seqs=16, kv_windows=kv_windows
+        )
         to_holder = workers.cluster.gateway(holder)
         await to_holder.connect()
         yield Trio(workers, holder, to_holder)

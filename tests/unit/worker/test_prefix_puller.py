@@ -11,6 +11,7 @@ import pytest
 
 from baton.core.errors import Reason
 from baton.core.ids import WorkerRef
+from baton.core.kv.block_hash import first_visible_block
 from baton.core.messages.jobs import Cancel, PrefixSource
 from baton.core.request import Sampling
 from baton.sim.sim_executor import SimStepCost
@@ -36,6 +37,26 @@ async def test_prefix_is_pulled_and_only_the_rest_is_computed() -> None:
         assert await workers.answered(*workers.send()) == NUM_BLOCKS * BLOCK
         assert workers.computed_tokens == NUM_TOKENS - NUM_BLOCKS * BLOCK
         assert workers.p.worker.engine.counters.cached_tokens == NUM_BLOCKS * BLOCK
+
+
+@pytest.mark.parametrize("kv_windows", [(9, 9), (0, 9), (2, 0, 13)], ids=str)
+@virtual
+async def test_only_what_is_seen_after_the_prefix_is_pulled(kv_windows: tuple[int, ...]) -> None:
+    async with trio(kv_windows=kv_windows) as workers:
+        await workers.hold()
+        assert await workers.answered(*workers.send()) == NUM_BLOCKS * BLOCK
+        layout = workers.p.layout
+        unseen = [first_visible_block(NUM_BLOCKS * BLOCK, table.window, BLOCK) for table in layout.tables]
+        assert workers.p.pool.num_replicas == sum(NUM_BLOCKS - first for first in unseen)
+
+
+@pytest.mark.parametrize(("num_held", "num_reused"), [(40, 0), (82, 80)])
+@virtual
+async def test_a_prefix_that_ends_earlier_at_its_source_is_computed(num_held: int, num_reused: int) -> None:
+    """Without the windowed blocks before its end, the shorter prefix cannot be continued."""
+    async with trio(kv_windows=(0, 9)) as workers:
+        await workers.hold(num_held)
+        assert await workers.answered(*workers.send()) == num_reused
 
 
 @virtual

@@ -29,18 +29,24 @@ async def test_prefill_and_decode_workers_answer_one_request() -> None:
 
 
 @virtual
-@pytest.mark.parametrize("kv_window", [2, 9, 14, 200])
-async def test_only_blocks_within_the_window_are_pulled(kv_window: int) -> None:
+@pytest.mark.parametrize(
+    "kv_windows", [(2, 2), (9, 9), (14, 14), (200, 200), (0, 9), (9, 0, 0, 5), (0, 2, 2, 2)], ids=str
+)
+async def test_only_blocks_within_the_window_are_pulled(kv_windows: tuple[int, ...]) -> None:
     """The answer is the same, also if the prompt is in both caches, or too long for one step."""
-    async with pair(kv_window=kv_window, max_num_batched_tokens=32) as workers:
+    async with pair(kv_windows=kv_windows, max_num_batched_tokens=32, num_blocks=128, p_blocks=128) as workers:
         for request, attempt, num_tokens in ((b"one", 0, 30), (b"one", 1, 30), (b"two", 0, 90)):
             _, decode = workers.send(num_tokens=num_tokens, request=request, attempt=attempt)
             last = (await workers.to_d.ended(decode.job))[-1]
             assert workers.to_d.tokens(decode.job) == expected_tokens(decode)
             assert last.timeline is not None
-            unseen = first_visible_block(num_tokens, kv_window, BLOCK)
+            layout = workers.d.layout
+            needed = sum(
+                -(-num_tokens // BLOCK) - first_visible_block(num_tokens, table.window, BLOCK)
+                for table in layout.tables
+            )
             if not attempt:
-                assert last.timeline.kv_bytes == (-(-num_tokens // BLOCK) - unseen) * workers.d.layout.block_bytes
+                assert last.timeline.kv_bytes == needed * layout.block_bytes
             await workers.until_clean()
 
 

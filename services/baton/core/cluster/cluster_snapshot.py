@@ -41,6 +41,19 @@ class WorkerView:
         """Blocks for new sequences: free ones and unreferenced cached ones, less the reserved ones."""
         return self.report.blocks.free + self.report.blocks.cached - self.reserved_blocks
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks a sequence of this length needs at once."""
+        return self.report.layout.windows.num_blocks_at_once(num_tokens, self._chunk_tokens(num_tokens))
+
+    def longest_sequence_blocks(self, num_blocks: int) -> int:
+        """Return how many blocks of tokens the longest sequence has that needs at most `num_blocks` KV
+        blocks."""
+        return self.report.layout.windows.longest_sequence_blocks(num_blocks, self._chunk_tokens(num_blocks))
+
+    def _chunk_tokens(self, unknown: int) -> int:
+        """Return the most tokens of a prompt that the worker computes at once. It pulls others' in one."""
+        return (self.report.max_num_batched_tokens or unknown) if self.report.role.can_prefill else 1
+
     @property
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens that are not computed yet, including reserved ones."""

@@ -62,6 +62,12 @@ def chain(parent: BlockHash, tokens: TokenIds, block_size_tokens: int) -> Iterat
         yield parent
 
 
+def table_hash(block_hash: BlockHash, table: int) -> BlockHash:
+    """Return the hash of a block's part in block table `table` (`core.kv.kv_tables`). Table 0 has the hash of
+    the tokens themselves."""
+    return block_hash[:-1] + bytes((block_hash[-1] ^ table,)) if table else block_hash
+
+
 def first_visible_block(index: int, window: int, block_size_tokens: int) -> int:
     """Return the first block that the token at KV index `index`, or any later one, sees.
 

@@ -2,12 +2,14 @@
 dimensions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 
 from baton.core.ids import WorkerRef
 from baton.core.kv.block_hash import HASH_SCHEME
+from baton.core.kv.kv_tables import KvTable, TableWindows, divide_layers
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 SAMPLER_VERSION = 2
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -119,9 +121,13 @@ class ComponentStrides:
 class KvLayout:
     """The KV layout of a worker. Two workers can exchange blocks only if all fields are equal.
 
-    Memory order inside a block: group, layer, component, head, token, head_dim. A block, a (block, layer) and
-    a (block, layer, component, head) are therefore contiguous ranges. Components begin at multiples of
-    `COMPONENT_ALIGNMENT`; the bytes in between are never read.
+    A block holds the KV of `block_size_tokens` tokens in the layers of one of `tables`. All blocks have one
+    size, so that any block can serve any table. Memory order inside a block: layer, component, head, token,
+    head_dim. A block, a (block, layer) and a (block, layer, component, head) are therefore contiguous ranges.
+    Components begin at multiples of `COMPONENT_ALIGNMENT`; the bytes in between, and those after a table's
+    last layer, are never read.
+
+    tables, windows: follow from the other fields, see `divide_layers`.
     """
 
     model_fingerprint: str
@@ -131,6 +137,14 @@ class KvLayout:
     layout_version: int = LAYOUT_VERSION
     hash_scheme: str = HASH_SCHEME
     sampler_version: int = SAMPLER_VERSION
+    tables: tuple[KvTable, ...] = field(init=False, repr=False, compare=False)
+    windows: TableWindows = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        tables = _tables_of(self.groups, self.block_size_tokens)
+        windows = TableWindows(tuple(table.window for table in tables) or (0,), self.block_size_tokens)
+        object.__setattr__(self, "tables", tables)
+        object.__setattr__(self, "windows", windows)
 
     @property
     def num_layers(self) -> int:
@@ -140,28 +154,36 @@ class KvLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
-        return sum(group.num_layers * group.layer_bytes(self.block_size_tokens) for group in self.groups)
+        return max((table.num_bytes for table in self.tables), default=0)
 
     @property
     def kv_dtype(self) -> str:
         """Dtype in which KV is stored, such as `int8`; several, joined by `+`, if the groups differ."""
         return "+".join(dict.fromkeys(group.components[0].dtype for group in self.groups if group.components))
 
-    @property
-    def window(self) -> int:
-        """Number of tokens that the layer with the longest view sees, the current one included; 0 if a layer
-        sees all."""
-        windows = [group.window for group in self.groups]
-        return max(windows, default=0) if all(windows) else 0
+    def num_cached_blocks(self, num_blocks: int) -> int:
+        """Return how many KV blocks hold a cached prefix of `num_blocks` blocks of tokens in the tables
+        without a window. Whether the others are cached is not predicted."""
+        return num_blocks * sum(not table.window for table in self.tables)
 
     def components_of(self, layer: int) -> tuple[KvComponent, ...]:
         """Return the components of a layer. Raises KeyError for an unknown layer."""
-        return self._group_of(layer)[0].components
+        for group in self.groups:
+            if group.layer_begin <= layer < group.layer_begin + group.num_layers:
+                return group.components
+        raise KeyError(f"the layout has no layer {layer}")
+
+    def table_of(self, layer: int) -> int:
+        """Return the index of the layer's table. Raises KeyError for an unknown layer."""
+        for index, table in enumerate(self.tables):
+            if layer in table.layers:
+                return index
+        raise KeyError(f"the layout has no layer {layer}")
 
     def strides_of(self, layer: int, component: str) -> ComponentStrides:
         """Return where a component of a layer lies in memory. Raises KeyError for an unknown one."""
-        group, offset = self._group_of(layer)
-        for c in group.components:
+        offset = self._layer_offset(layer)
+        for c in self.components_of(layer):
             if c.name == component:
                 return self._strides(c, offset)
             offset += c.size_bytes(self.block_size_tokens)
@@ -179,15 +201,11 @@ class KvLayout:
         element = strides.offset + block_id * strides.block + head * strides.head
         return element * DTYPE_BYTES[c.dtype], c.head_bytes(self.block_size_tokens)
 
-    def _group_of(self, layer: int) -> tuple[LayerGroup, int]:
-        """Return the group of a layer, and where the layer begins in a block, in bytes."""
-        offset = 0
-        for group in self.groups:
-            layer_bytes = group.layer_bytes(self.block_size_tokens)
-            if group.layer_begin <= layer < group.layer_begin + group.num_layers:
-                return group, offset + (layer - group.layer_begin) * layer_bytes
-            offset += group.num_layers * layer_bytes
-        raise KeyError(f"the layout has no layer {layer}")
+    def _layer_offset(self, layer: int) -> int:
+        """Return where a layer begins in a block of its table, in bytes."""
+        layers = self.tables[self.table_of(layer)].layers
+        before = layers[: layers.index(layer)]
+        return sum(c.size_bytes(self.block_size_tokens) for each in before for c in self.components_of(each))
 
     def _strides(self, component: KvComponent, offset: int) -> ComponentStrides:
         item = DTYPE_BYTES[component.dtype]  # divides all of them, because components are aligned
@@ -201,11 +219,23 @@ class KvLayout:
 
     def mismatch(self, other: "KvLayout") -> str | None:
         """Return `field: own != other` for the first field that differs, or None if the layouts are equal."""
-        for field in fields(self):
-            own_value, other_value = getattr(self, field.name), getattr(other, field.name)
+        for each in fields(self):
+            own_value, other_value = getattr(self, each.name), getattr(other, each.name)
             if own_value != other_value:
-                return f"{field.name}: {own_value!r} != {other_value!r}"
+                return f"{each.name}: {own_value!r} != {other_value!r}"
         return None
+
+
+@lru_cache(maxsize=64)
+def _tables_of(groups: tuple[LayerGroup, ...], block_size_tokens: int) -> tuple[KvTable, ...]:
+    """Return `KvLayout.tables`. Cached, because each report of a worker carries its layout."""
+    return divide_layers(
+        {
+            layer: (group.layer_bytes(block_size_tokens), group.window)
+            for group in groups
+            for layer in range(group.layer_begin, group.layer_begin + group.num_layers)
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ class EmulatedModel:
     """The shape of a model whose steps are emulated.
 
     Its `model_fingerprint` never equals that of a real model.
+    has_window: its configuration names a sliding window. Real workers may then need less KV memory.
     """
 
     model_fingerprint: str
@@ -28,6 +29,7 @@ class EmulatedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     kv_dtype: str = "auto"
+    has_window: bool = False
 
     def layout(self, block_size_tokens: int) -> KvLayout:
         """Return a KV layout of the size of the real model's, so that transfers move as many bytes."""
@@ -77,6 +79,7 @@ def read_emulated_model(
         max_model_len=max_model_len or own_len,
         eos_token_ids=_eos_token_ids(path, config),
         kv_dtype=kv_dtype,
+        has_window=config.get("sliding_window") is not None,
     )
 
 

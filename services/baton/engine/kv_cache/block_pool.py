@@ -17,8 +17,9 @@ from itertools import islice
 
 from baton.core.cluster.worker_report import BlockCounts
 from baton.core.interfaces import GenerationTable
-from baton.core.kv.block_hash import NO_HASH, BlockHash, first_visible_block
+from baton.core.kv.block_hash import NO_HASH, BlockHash, table_hash
 from baton.core.kv.kv_events import KvEventKind
+from baton.core.kv.kv_tables import TableWindows
 from baton.engine.kv_cache.block_fills import BlockFill, BlockFills
 from baton.engine.kv_cache.content_index import CachedPrefix, ContentIndex
 from baton.engine.kv_cache.eviction import EvictionQueue
@@ -33,9 +34,17 @@ class BlockPool:
     to a free block, raises ValueError and leaves that block unchanged.
     """
 
-    def __init__(self, num_blocks: int, block_size_tokens: int, generation_table: GenerationTable) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size_tokens: int,
+        generation_table: GenerationTable,
+        windows: TableWindows | None = None,
+    ) -> None:
+        """`windows`: of the block tables that share the pool; None: one table without a window."""
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
+        self.windows = windows or TableWindows((0,), block_size_tokens)
         self._generation_table = generation_table
         self._refs = [0] * num_blocks
         self._pins = [0] * num_blocks
@@ -98,9 +107,10 @@ class BlockPool:
 
     # -- allocation and references -------------------------------------------------------------------------------------
 
-    def allocate(self, num_blocks: int) -> list[int] | None:
+    def allocate(self, num_blocks: int, entries: Sequence[int] = ()) -> list[int] | None:
         """Allocate blocks to compute into. Each gets a new generation and one reference.
 
+        entries: of a flat block table (`core.kv.kv_tables`) for which the blocks are; empty: all for table 0.
         Blocks that a step in flight may still read or write are not allocated. Returns None, and changes
         nothing, if fewer than `num_blocks` are available.
         """
@@ -114,11 +124,14 @@ class BlockPool:
                 self._forget_content(block_id)
             self._generation_table.begin_generation(block_id)
             self._refs[block_id] = 1
+        if (num_tables := self.windows.num_tables) > 1:
+            for block_id, entry in zip(chosen, entries or (0,) * num_blocks, strict=True):
+                self._contents.set_table(block_id, entry % num_tables)
         return chosen
 
-    def allocate_receiving(self, num_blocks: int) -> list[int] | None:
+    def allocate_receiving(self, num_blocks: int, entries: Sequence[int] = ()) -> list[int] | None:
         """Allocate blocks to receive KV into. Otherwise as `allocate`."""
-        chosen = self.allocate(num_blocks)
+        chosen = self.allocate(num_blocks, entries)
         for block_id in chosen or ():
             self._fills.receive(block_id)
         return chosen
@@ -169,18 +182,12 @@ class BlockPool:
     # -- content -------------------------------------------------------------------------------------------------------
 
     def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Return the blocks that hold the longest known prefix of `hashes`. Adds no reference."""
+        """Return the blocks of the longest known prefix of hashes of entries. Adds no reference."""
         return self._contents.lookup(hashes)
 
-    def lookup_prefix(self, hashes: Sequence[BlockHash], window: int = 0) -> CachedPrefix:
-        """Return the longest prefix that can be continued. Adds no reference.
-
-        window: tokens that a token sees, itself included, see `EngineConfig.kv_window`.
-        """
-        if not window:
-            return CachedPrefix(0, self.lookup(hashes))
-        size = self.block_size_tokens
-        return self._contents.lookup_windowed(hashes, lambda count: first_visible_block(count * size, window, size))
+    def lookup_prefix(self, hashes: Sequence[BlockHash]) -> CachedPrefix:
+        """Return the longest prefix of which each table has what a continuation sees. Adds no reference."""
+        return self._contents.lookup_prefix(hashes, self.windows)
 
     def count_cached(self, hashes: Iterable[BlockHash]) -> int:
         """Return how many leading blocks are in the pool now. Adds no reference, so they may be evicted."""
@@ -195,12 +202,13 @@ class BlockPool:
     def set_hash(self, block_id: int, block_hash: BlockHash) -> None:
         """Publish the hash of a full block whose content is final, so that other sequences can share it.
 
+        block_hash: of its tokens, see `table_hash`.
         Raises ValueError if the block has a hash already, is not in use, or is not readable.
         """
         is_in_use = self.is_readable(block_id) and (self._refs[block_id] or self._pins[block_id])
         if self._contents.has_content(block_id) or block_hash == NO_HASH or not is_in_use:
             raise ValueError(f"hash {block_hash.hex()} cannot be set: block {block_id} has a hash or is not in use")
-        self._publish(block_id, block_hash)
+        self._publish(block_id, table_hash(block_hash, self._contents.table_of(block_id)))
 
     def hash_of(self, block_id: int) -> BlockHash:
         """Return the published hash of a block; NO_HASH if it has none."""
@@ -217,7 +225,7 @@ class BlockPool:
             self._generation_table.begin_generation(block_id)
 
     def hashes(self) -> list[BlockHash]:
-        """Return the hashes of all content in the pool, for a snapshot."""
+        """Return the hashes of all content in the pool that belongs to table 0, for a snapshot."""
         return self._contents.hashes()
 
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:

@@ -1,36 +1,37 @@
 """The content of blocks by hash, and the changes to publish."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
-from baton.core.kv.block_hash import NO_HASH, BlockHash
+from baton.core.kv.block_hash import NO_HASH, BlockHash, table_hash
 from baton.core.kv.kv_events import KvEventKind
+from baton.core.kv.kv_tables import TableWindows, entries_from, hashes_of_entries
 from baton.engine.state.require import require
 
 
 class CachedPrefix(NamedTuple):
     """The part of a prompt that is in the cache.
 
-    num_unseen_blocks: leading blocks that no layer sees when the prompt is continued, in the cache or not.
-    block_ids: the blocks after those.
+    num_blocks: leading blocks of each table that need not be computed.
+    first_blocks: for each table, the first of them that is seen when the prompt is continued. Those before
+        may be in the cache or not.
+    block_ids: the others, in the order of `entries_from`.
     """
 
-    num_unseen_blocks: int
+    num_blocks: int
+    first_blocks: tuple[int, ...]
     block_ids: list[int]
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of leading blocks that need not be computed."""
-        return self.num_unseen_blocks + len(self.block_ids)
 
 
 class ContentIndex:
     """The published hash of each block, and the blocks of each hash.
 
-    Several blocks in use may have the same content. One of them is found by its hash.
+    Several blocks in use may have the same content. One of them is found by its hash. Events and snapshots
+    name the content of block table 0 only, whose hashes are those of the tokens.
     """
 
     def __init__(self, num_blocks: int) -> None:
+        self._table = [0] * num_blocks
         self._hash = [NO_HASH] * num_blocks
         self._by_hash: dict[BlockHash, int] = {}
         self._same_content: dict[BlockHash, list[int]] = {}  # other blocks with the same content, all in use
@@ -39,6 +40,14 @@ class ContentIndex:
     def hash_of(self, block_id: int) -> BlockHash:
         """Return the published hash of a block; NO_HASH if it has none."""
         return self._hash[block_id]
+
+    def table_of(self, block_id: int) -> int:
+        """Return the block table whose KV the block holds."""
+        return self._table[block_id]
+
+    def set_table(self, block_id: int, table: int) -> None:
+        """Set the table of a block without content."""
+        self._table[block_id] = table
 
     def has_content(self, block_id: int) -> bool:
         """Return True if the block has a published hash."""
@@ -58,23 +67,33 @@ class ContentIndex:
             found.append(block_id)
         return found
 
-    def lookup_windowed(self, hashes: Sequence[BlockHash], first_visible: Callable[[int], int]) -> CachedPrefix:
-        """Return the longest prefix of `hashes` of which all blocks are known that a continuation sees.
-
-        first_visible: returns the first block that a token after so many blocks sees.
-        """
+    def lookup_prefix(self, hashes: Sequence[BlockHash], windows: TableWindows) -> CachedPrefix:
+        """Return the longest prefix of `hashes` of which all blocks are known that a continuation sees."""
+        if windows.windows == (0,):
+            found = self.lookup(hashes)
+            return CachedPrefix(len(found), (0,), found)
         num_blocks = len(hashes)
-        for index in reversed(range(len(hashes))):
-            if hashes[index] not in self._by_hash:
+        for table, window in enumerate(windows.windows):
+            if not window:
+                num_blocks = len(self.lookup(table_hash(each, table) for each in hashes[:num_blocks]))
+        of_window = {window: tables for window, tables in windows.tables_by_window.items() if window}
+        first_of, index = windows.first_by_window(num_blocks), num_blocks
+        while of_window and index > min(first_of[window] for window in of_window):
+            index -= 1
+            if any(
+                index >= first_of[window] and table_hash(hashes[index], table) not in self._by_hash
+                for window, tables in of_window.items()
+                for table in tables
+            ):
                 num_blocks = index
-            elif index <= first_visible(num_blocks):
-                break
-        begin = first_visible(num_blocks)
-        return CachedPrefix(begin, [self._by_hash[block_hash] for block_hash in hashes[begin:num_blocks]])
+                first_of = windows.first_by_window(num_blocks)
+        first_blocks = windows.first_blocks(num_blocks * windows.block_size_tokens)
+        wanted = hashes_of_entries(hashes, entries_from(first_blocks, num_blocks), windows.num_tables)
+        return CachedPrefix(num_blocks, first_blocks, [self._by_hash[each] for each in wanted])
 
     def hashes(self) -> list[BlockHash]:
-        """Return the hashes of all content."""
-        return list(self._by_hash)
+        """Return the hashes of all content of table 0."""
+        return [block_hash for block_hash, block_id in self._by_hash.items() if not self._table[block_id]]
 
     def take_events(self) -> list[tuple[KvEventKind, BlockHash]]:
         """Return the net changes since the last call: content that was STORED or EVICTED.
@@ -92,7 +111,7 @@ class ContentIndex:
             self._same_content.setdefault(block_hash, []).append(block_id)
             return
         self._by_hash[block_hash] = block_id
-        self._changed(block_hash, KvEventKind.STORED)
+        self._changed(block_id, block_hash, KvEventKind.STORED)
 
     def remove(self, block_id: int) -> None:
         """Remove the hash of a block that has one. The content is evicted if no other block has it."""
@@ -104,7 +123,7 @@ class ContentIndex:
                 self._same_content[block_hash] = others[1:]
         else:
             del self._by_hash[block_hash]
-            self._changed(block_hash, KvEventKind.EVICTED)
+            self._changed(block_id, block_hash, KvEventKind.EVICTED)
 
     def check(self, idle: Set[int]) -> None:
         """Check all invariants. `idle` are the blocks that are not in use. Raises AssertionError."""
@@ -118,6 +137,8 @@ class ContentIndex:
             "an idle block has the same content as another",
         )
 
-    def _changed(self, block_hash: BlockHash, kind: KvEventKind) -> None:
+    def _changed(self, block_id: int, block_hash: BlockHash, kind: KvEventKind) -> None:
+        if self._table[block_id]:
+            return
         if self._changes.pop(block_hash, kind) is kind:
             self._changes[block_hash] = kind

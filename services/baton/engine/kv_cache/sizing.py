@@ -7,7 +7,6 @@ from pathlib import Path
 import psutil
 
 from baton.core.errors import ConfigError
-from baton.core.kv.block_hash import num_blocks_for
 from baton.core.kv.kv_layout import KvLayout
 from baton.runtime.config.byte_sizes import format_size
 
@@ -67,6 +66,7 @@ def num_kv_blocks(
     *,
     max_model_len: int,
     max_num_seqs: int,
+    chunk_tokens: int,
     free: int,
     step_bytes: int = 0,
     share: float = HOST_SHARE,
@@ -76,18 +76,19 @@ def num_kv_blocks(
 ) -> int:
     """Return the number of KV blocks of one worker.
 
+    chunk_tokens: most tokens of one sequence that a step computes.
     free: free memory in bytes, shared by `num_sharing` workers.
     step_bytes: peak activations of the largest step, per worker.
     share: share of the remaining memory that is used for KV.
     kv_memory: size in bytes that was configured; replaces the share.
-    draft_block_bytes: size of a block of the draft model, which has a block for each; 0 without one.
+    draft_block_bytes: bytes of the draft model's KV for each block; 0 without one.
 
     Without `kv_memory`, never more blocks than `max_num_seqs` sequences of `max_model_len` can use. Raises
     ConfigError if one sequence of `max_model_len` does not fit, or if `kv_memory` is more than what is free.
     """
     if num_sharing < 1:
         raise ValueError(f"num_sharing is {num_sharing}; must be at least 1")
-    least = num_blocks_for(max_model_len, layout.block_size_tokens)
+    least = layout.windows.num_blocks_at_once(max_model_len, chunk_tokens)
     block_bytes = layout.block_bytes + draft_block_bytes
     if kv_memory is not None:
         if kv_memory > free - step_bytes:
@@ -102,8 +103,9 @@ def num_kv_blocks(
         blocks = min(budget // block_bytes, least * max_num_seqs)
         given = f"this worker's share of the free memory, {budget >> 20} MiB,"
     if blocks < least:
+        held_tokens = layout.windows.longest_sequence_blocks(blocks, chunk_tokens) * layout.block_size_tokens
         raise ConfigError(
-            f"{given} holds the KV of {blocks * layout.block_size_tokens} tokens; must hold one sequence of "
+            f"{given} holds the KV of {held_tokens} tokens; must hold one sequence of "
             f"{max_model_len}: set --kv-memory to at least {format_size(least * block_bytes)}, "
             "or lower --max-model-len"
         )

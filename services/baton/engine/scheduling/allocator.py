@@ -2,13 +2,20 @@
 
 from collections.abc import Sequence
 
-from baton.core.kv.block_hash import first_visible_block, num_blocks_for
+from baton.core.kv.block_hash import num_blocks_for
 from baton.core.state_machines import SequenceState
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.scheduling.batcher import admission_order, decode_order, preemption_victim
+from baton.engine.scheduling.block_grants import (
+    entries_to_cover,
+    grant_for_prompt,
+    grant_for_pull,
+    num_reserved_blocks,
+)
+from baton.engine.state.block_grant import BlockGrant
 from baton.engine.state.engine_config import EngineConfig
-from baton.engine.state.outcome import AdmittedSequence, EngineCounters
-from baton.engine.state.sequence import EngineSequence, max_cached_blocks, num_blocks_needed
+from baton.engine.state.outcome import AdmittedSequence, EngineCounters, GrownSequence
+from baton.engine.state.sequence import EngineSequence, num_blocks_needed
 from baton.engine.state.sequence_table import SequenceTable
 
 
@@ -17,7 +24,8 @@ class BlockAllocator:
 
     copies: (source, destination) blocks that the current plan must copy. The allocator holds a reference to
         each source until `release_copies`.
-    admissions: admissions since the engine last took them.
+    admissions, growths: admissions, and further blocks of `prefill_only` sequences, since the engine last
+        took them.
     """
 
     def __init__(
@@ -25,6 +33,7 @@ class BlockAllocator:
     ) -> None:
         self.copies: list[tuple[int, int]] = []
         self.admissions: list[AdmittedSequence] = []
+        self.growths: list[GrownSequence] = []
         self._config = config
         self._pool = pool
         self._sequences = sequences
@@ -68,7 +77,9 @@ class BlockAllocator:
                 break
             most = min(budget, prompt_rows) if seq.reports_prompt else budget
             if not most and not seq.waits_for_pull:
-                num_set_aside += num_blocks_needed(seq, self._config.block_size_tokens)
+                num_set_aside += self._pool.windows.num_blocks_at_once(
+                    len(seq.token_ids), self._config.max_num_batched_tokens
+                )
                 continue
             if not self._give_blocks(seq, num_set_aside):
                 break
@@ -89,17 +100,41 @@ class BlockAllocator:
         size, spare = self._config.block_size_tokens, None
         found: list[int] = []
         for seq, num_drafts in drafts:
-            num_slots = len(seq.block_table) * size - seq.num_computed_tokens - 1
+            num_slots = seq.num_blocks * size - seq.num_computed_tokens - 1
             if num_drafts > num_slots:
+                num_tables = seq.num_tables
                 if spare is None:
                     spare = sum(s.num_slots for s in self._sequences.admitted())
                 missing = num_blocks_for(num_drafts - num_slots, size)
-                if missing + spare <= self._pool.num_allocatable:
-                    new = self._pool.allocate(missing) or []
-                    seq.block_table += new
-                    num_slots += len(new) * size
+                if (missing + spare) * num_tables <= self._num_unreserved():
+                    new = self._pool.allocate(missing * num_tables, range(missing * num_tables)) or []
+                    seq.append_blocks(new)
+                    num_slots += len(new) // num_tables * size
             found.append(min(num_drafts, num_slots))
         return found
+
+    def cover(self, seq: EngineSequence, num_tokens: int) -> int:
+        """Give a running sequence the windowed blocks of its next `num_tokens` tokens.
+
+        Returns how many of them have blocks now: all, unless transfers pin too many blocks.
+        """
+        size = self._config.block_size_tokens
+        if seq.num_covered_blocks * size >= seq.num_computed_tokens + num_tokens:
+            return num_tokens
+        entries = entries_to_cover(seq, self._pool.windows, num_tokens)
+        new = self._pool.allocate(len(entries), entries)
+        if new is None:
+            return seq.num_covered_blocks * size - seq.num_computed_tokens
+        seq.fill_blocks(entries, new)
+        seq.num_covered_blocks = num_blocks_for(seq.num_computed_tokens + num_tokens, size)
+        if seq.request.prefill_only:
+            self.growths.append(GrownSequence(seq_id=seq.seq_id, block_table=seq.block_ids))
+        return num_tokens
+
+    @property
+    def num_reserved(self) -> int:
+        """Allocatable blocks that only partly covered prompts may take."""
+        return num_reserved_blocks(self._sequences.running.values(), self._pool, self._config.max_num_batched_tokens)
 
     def release_unused(self, seq: EngineSequence) -> None:
         """Release the blocks of rejected drafts. No step that uses them may be in flight."""
@@ -111,27 +146,36 @@ class BlockAllocator:
         self._counters.block_copies += len(self.copies)
         self.copies.clear()
 
+    def _num_unreserved(self) -> int:
+        return self._pool.num_allocatable - self.num_reserved
+
     def _ensure_writable_block(self, seq: EngineSequence) -> bool:
-        """Make the block of the next token writable. Returns False if that needs a block and none is free.
+        """Make the blocks of the next token writable. Returns False if that needs blocks and too few are
+        free.
 
         A block that other samples share is copied (copy on write).
         """
-        index = seq.num_computed_tokens // self._config.block_size_tokens
-        if index == len(seq.block_table):
-            new = self._pool.allocate(1)
-            if new is None:
-                return False
-            seq.block_table += new
-            return True
-        shared = seq.block_table[index]
-        if self._pool.num_refs(shared) - sum(source == shared for source, _ in self.copies) == 1:
-            return True
-        new = self._pool.allocate(1)
+        index, num_tables = seq.num_computed_tokens // self._config.block_size_tokens, seq.num_tables
+        entries: Sequence[int] = range(index * num_tables, (index + 1) * num_tables)
+        if index < seq.num_blocks:
+            entries = [entry for entry in entries if self._is_shared(seq.block_table[entry])]
+            if not entries:
+                return True
+        if len(entries) > self._num_unreserved():
+            return False
+        new = self._pool.allocate(len(entries), entries)
         if new is None:
             return False
-        self.copies.append((shared, new[0]))  # takes over the sequence's reference to the source
-        seq.replace_block(index, new[0])
+        if index == seq.num_blocks:
+            seq.append_blocks(new)
+            return True
+        for entry, block_id in zip(entries, new, strict=True):
+            self.copies.append((seq.block_table[entry], block_id))  # takes over the sequence's reference
+            seq.replace_block(entry, block_id)
         return True
+
+    def _is_shared(self, block_id: int) -> bool:
+        return self._pool.num_refs(block_id) - sum(source == block_id for source, _ in self.copies) > 1
 
     def _preempt(self, seq: EngineSequence) -> None:
         self._pool.unref(seq.drop_blocks())
@@ -139,33 +183,31 @@ class BlockAllocator:
         self._counters.preemptions += 1
 
     def _give_blocks(self, seq: EngineSequence, num_set_aside: int) -> bool:
-        """Give a queued sequence all its blocks or none: cached ones for its prefix, new ones for the rest.
+        """Give a queued sequence all blocks of its grant or none.
 
-        Leaves `num_set_aside` blocks, and one block for each running sequence that may need one soon.
+        Leaves `num_set_aside` blocks, what partly covered prompts need, and the blocks of one token for each
+        running sequence that may need them soon.
         """
-        block_size_tokens = self._config.block_size_tokens
-        most = 0 if seq.reports_prompt else max_cached_blocks(len(seq.token_ids), block_size_tokens)
-        window = self._config.kv_window
-        prefix = self._pool.lookup_prefix(seq.hashes[:most], window)
-        num_freed, cached = prefix
-        if seq.waits_for_pull:  # it continues after its last token, and so sees fewer blocks
-            num_freed = first_visible_block(len(seq.token_ids), window, block_size_tokens)
-            cached = cached[max(0, num_freed - prefix.num_unseen_blocks) :]
-        missing = num_blocks_needed(seq, block_size_tokens) - num_freed - len(cached)
+        pulled, pool = seq.waits_for_pull, self._pool
+        chunk_tokens = self._config.max_num_batched_tokens
+        grant = grant_for_pull(seq, pool) if pulled else grant_for_prompt(seq, pool, chunk_tokens)
+        missing = len(grant.new_entries)
         spare = sum(s.num_slots for s in self._sequences.admitted() if not s.request.prefill_only)
-        if missing + spare + num_set_aside > self._pool.num_allocatable - self._pool.num_idle(cached):
+        spare = spare * pool.windows.num_tables + num_set_aside
+        spare += num_reserved_blocks(self._sequences.running.values(), pool, chunk_tokens, grant)
+        if missing + spare > pool.num_allocatable - pool.num_idle(grant.cached):
             return False
-        self._pool.ref(cached)
-        new = self._pool.allocate_receiving(missing) if seq.waits_for_pull else self._pool.allocate(missing)
+        pool.ref(grant.cached)
+        new = (pool.allocate_receiving if pulled else pool.allocate)(missing, grant.new_entries)
         if new is None:  # enough blocks are free, but a step in flight may still write to them
-            self._pool.unref(cached)
+            pool.unref(grant.cached)
             return False
-        self._start(seq, cached, new, num_freed)
+        self._start(seq, grant, new)
         return True
 
-    def _start(self, seq: EngineSequence, cached: list[int], new: list[int], num_freed: int) -> None:
+    def _start(self, seq: EngineSequence, grant: BlockGrant, new: list[int]) -> None:
         is_first = seq.num_cached_tokens is None
-        seq.take_blocks(cached, new, self._config.block_size_tokens, num_freed_blocks=num_freed)
+        seq.take_blocks(grant, grant.cached + new, self._config.block_size_tokens)
         self._sequences.start(seq)
         if is_first:
             self._counters.cached_tokens += seq.num_computed_tokens
@@ -174,7 +216,7 @@ class BlockAllocator:
                     seq_id=seq.seq_id,
                     block_table=seq.block_ids,
                     num_cached_blocks=seq.num_cached_blocks,
-                    num_freed_blocks=num_freed,
+                    cached_block_ids=tuple(grant.cached),
                     receiving_block_ids=tuple(new) if seq.state is SequenceState.RECEIVING else (),
                 )
             )

@@ -95,13 +95,14 @@ def _with_tokens(parts: Iterable[StepSequence], before: StepResult) -> Iterable[
 
 
 def _ensure_block(seq: EngineSequence, pool: BlockPool) -> bool:
-    """Allocate a block for the token after the next, if it is missing. Returns False if no block is free.
+    """Allocate the blocks of the token after the next, if they are missing. Returns False if too few are
+    free.
 
-    Unlike in `BlockAllocator`, no copy is needed: the block of the next token is not shared with other
-    samples.
+    Unlike in `BlockAllocator`, no copy is needed: the blocks of the next token are not shared with other
+    samples. Nothing is reserved, because all prompts are computed.
     """
-    if len(seq.token_ids) // pool.block_size_tokens < len(seq.block_table):
+    if len(seq.token_ids) // pool.block_size_tokens < seq.num_blocks:
         return True
-    new = pool.allocate(1)
-    seq.block_table += new or ()
+    new = pool.allocate(seq.num_tables, range(seq.num_tables))
+    seq.append_blocks(new or ())
     return new is not None

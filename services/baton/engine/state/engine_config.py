@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.core.errors import Code, ConfigError, Failure, Reason, Refused, invalid
-from baton.core.kv.block_hash import num_blocks_for
+from baton.core.kv.kv_tables import TableWindows
 from baton.core.step_targets import DEFAULT_FACTORS, TargetFactors
 from baton.engine.state.sequence import SequenceRequest
 
@@ -18,8 +18,6 @@ class EngineConfig:
     block_size_tokens: tokens per KV block.
     eos_token_ids: tokens that end a response, unless the request ignores them.
     max_waiting_seqs: length of the queue.
-    kv_window: tokens that a token sees in the layer with the longest view, itself included; 0 for all. Blocks
-        that no later token of a sequence sees are freed while it runs.
     targets: factors of the latency targets of requests without an SLO.
     """
 
@@ -29,7 +27,6 @@ class EngineConfig:
     block_size_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     max_waiting_seqs: int = 1024
-    kv_window: int = 0
     targets: TargetFactors = DEFAULT_FACTORS
 
     def __post_init__(self) -> None:
@@ -49,7 +46,7 @@ class EngineConfig:
             )
 
 
-def check_possible(request: SequenceRequest, config: EngineConfig, num_blocks: int) -> None:
+def check_possible(request: SequenceRequest, config: EngineConfig, num_blocks: int, windows: TableWindows) -> None:
     """Check that an engine with these limits and `num_blocks` KV blocks can run `request` at all.
 
     Raises Refused if it can never run, and ValueError if its block hashes or sample indices are inconsistent.
@@ -79,7 +76,7 @@ def check_possible(request: SequenceRequest, config: EngineConfig, num_blocks: i
             Reason.NO_CAPACITY,
             f"{request.num_slots} samples; this worker runs at most {config.max_num_seqs} sequences: ask for fewer",
         )
-    needed = num_blocks_for(request.max_kv_tokens(config.max_model_len), config.block_size_tokens)
+    needed = windows.num_blocks_at_once(request.max_kv_tokens(config.max_model_len), config.max_num_batched_tokens)
     if needed > num_blocks:
         raise no_capacity(
             Reason.NO_CAPACITY,

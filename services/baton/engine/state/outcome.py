@@ -15,17 +15,29 @@ class AdmittedSequence:
     """A sequence was admitted to the batch and got its KV blocks. Sent once per sequence, not again after a
     preemption.
 
-    block_table: the blocks of all its tokens, in order, see `StepSequence.kv_begin`.
-    num_cached_blocks: leading blocks whose KV is in the cache already, or that no layer needs any more.
-    num_freed_blocks: leading blocks that no layer needs any more.
-    receiving_block_ids: the other blocks, which the pull must fill. Empty unless the sequence is pulled.
+    block_table: its flat block table, see `StepSequence`.
+    num_cached_blocks: leading blocks of each table whose KV is in the cache, or that no layer needs any more.
+    cached_block_ids: the blocks that were found in the cache.
+    receiving_block_ids: the blocks that the pull must fill, in the order of their entries. Empty unless the
+        sequence is pulled.
     """
 
     seq_id: int
     block_table: tuple[int, ...]
     num_cached_blocks: int
+    cached_block_ids: tuple[int, ...] = ()
     receiving_block_ids: tuple[int, ...] = ()
-    num_freed_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrownSequence:
+    """A `prefill_only` sequence got the windowed blocks of its next chunk.
+
+    block_table: its flat block table now. Entries before the window may have become NO_BLOCK.
+    """
+
+    seq_id: int
+    block_table: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +85,19 @@ class EngineOutcome:
     """
 
     admissions: tuple[AdmittedSequence, ...] = ()
+    growths: tuple[GrownSequence, ...] = ()
     progress: tuple[PrefillProgress, ...] = ()
     outputs: tuple[SequenceOutput, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """True if nothing has happened."""
-        return not (self.admissions or self.progress or self.outputs)
+        return not (self.admissions or self.growths or self.progress or self.outputs)
 
     @property
     def only_continues(self) -> bool:
         """True if it has only tokens of samples that neither start nor end with it."""
-        starts = self.admissions or self.progress
+        starts = self.admissions or self.growths or self.progress
         return not starts and all(
             out.output_index and out.finish is None and out.failure is None for out in self.outputs
         )

@@ -1,14 +1,15 @@
 """A request inside the engine (or one sample of it): tokens, blocks, state, and the rule for its end."""
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from baton.core.kv.block_hash import BlockHash, TokenIds, chain, num_blocks_for
+from baton.core.kv.kv_tables import NO_BLOCK
 from baton.core.request import FinishReason, PromptLogprobs, Sampling
 from baton.core.state_machines import SEQUENCE_TRANSITIONS, Lifecycle, SequenceState
 from baton.core.step_targets import LatencyTargets
-from baton.engine.state.step import NO_BLOCK
+from baton.engine.state.block_grant import BlockGrant
 
 
 def max_cached_blocks(num_tokens: int, block_size_tokens: int) -> int:
@@ -76,10 +77,14 @@ class EngineSequence:
     arrival: order of arrival.
     sample_indices: the samples that it stands for.
     num_computed_tokens: leading tokens whose KV is in its blocks.
-    num_cached_blocks: leading blocks that its last admission found in the cache.
+    block_table: flat, see `core.kv.kv_tables`; NO_BLOCK where it has no block.
+    first_blocks: for each table, the blocks before it were freed, because no layer of the table sees them.
+    num_covered_blocks: tables with a window have blocks up to this one only, because the tokens after it are
+        not scheduled yet. Other tables have blocks for all tokens.
+    num_cached_blocks: leading blocks of each table that its last admission found in the cache or did not
+        need.
     num_cached_tokens: tokens that its first admission found in the cache; None before. Reported as usage.
-    num_hashed_blocks: leading blocks whose hash is published.
-    num_freed_blocks: leading blocks that no layer sees any more. Their entries in `block_table` are NO_BLOCK.
+    num_hashed_blocks: leading blocks of each table whose hash is published.
     prompt_logprobs: of the prompt tokens computed so far but the first, by step, if the request asks for
         them.
     has_sent_prompt: they were sent, so they are not computed again after a preemption.
@@ -94,6 +99,7 @@ class EngineSequence:
         "arrival",
         "arrived_s",
         "block_table",
+        "first_blocks",
         "first_token_s",
         "has_sent_prompt",
         "hashes",
@@ -102,8 +108,8 @@ class EngineSequence:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_covered_blocks",
         "num_earlier_tokens",
-        "num_freed_blocks",
         "num_hashed_blocks",
         "prompt_logprobs",
         "request",
@@ -138,7 +144,8 @@ class EngineSequence:
         self.has_sent_prompt = False
         self.hashes: list[BlockHash] = list(request.block_hashes)
         self.num_hashed_blocks = 0
-        self.num_freed_blocks = 0
+        self.first_blocks: tuple[int, ...] = (0,)
+        self.num_covered_blocks = 0
         self.lifecycle = Lifecycle(SEQUENCE_TRANSITIONS, SequenceState.WAITING)
         self._table: tuple[int, ...] = ()
 
@@ -206,53 +213,86 @@ class EngineSequence:
         return self._table
 
     @property
+    def num_tables(self) -> int:
+        """Number of its block tables."""
+        return len(self.first_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of each block table."""
+        return len(self.block_table) // len(self.first_blocks)
+
+    @property
     def held_blocks(self) -> list[int]:
         """The blocks to which it has a reference, in order."""
-        return self.block_table[self.num_freed_blocks :]
+        return self.held_blocks_from(0)
 
-    def replace_block(self, index: int, block_id: int) -> None:
-        """Set entry `index` of the block table."""
-        self.block_table[index] = block_id
+    def held_blocks_from(self, index: int) -> list[int]:
+        """Return the blocks to which it has a reference, without those before `index` in each table."""
+        if self.num_tables == 1:
+            return self.block_table[max(index, self.first_blocks[0]) : self.num_covered_blocks]
+        return [block_id for block_id in self.block_table[index * self.num_tables :] if block_id != NO_BLOCK]
+
+    def replace_block(self, entry: int, block_id: int) -> None:
+        """Set an entry of the block table."""
+        self.block_table[entry] = block_id
         self._table = ()
 
-    def take_blocks(
-        self, cached: list[int], new: list[int], block_size_tokens: int, *, num_freed_blocks: int = 0
-    ) -> None:
-        """Set the block table on admission. The KV of the `cached` blocks is there already.
-
-        num_freed_blocks: leading blocks that are not needed; `cached` begins after them.
-        """
-        self.block_table = [*(NO_BLOCK,) * num_freed_blocks, *cached, *new]
-        self._table = ()
-        self.num_freed_blocks = num_freed_blocks
-        self.num_cached_blocks = self.num_hashed_blocks = num_freed_blocks + len(cached)
+    def take_blocks(self, grant: BlockGrant, block_ids: Sequence[int], block_size_tokens: int) -> None:
+        """Set the block table on admission. `block_ids`: of the grant's entries."""
+        self.first_blocks, self.num_covered_blocks = grant.first_blocks, grant.num_covered_blocks
+        num_entries = grant.num_blocks * self.num_tables
+        if len(block_ids) == num_entries:
+            self.block_table, self._table = list(block_ids), ()
+        else:
+            self.block_table = [NO_BLOCK] * num_entries
+            self.fill_blocks(grant.entries, block_ids)
+        self.num_cached_blocks = self.num_hashed_blocks = grant.num_cached_blocks
         self.num_computed_tokens = self.num_cached_blocks * block_size_tokens
         if self.num_cached_tokens is None:
             self.num_cached_tokens = self.num_computed_tokens
+
+    def fill_blocks(self, entries: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Set entries of the block table that were empty."""
+        for entry, block_id in zip(entries, block_ids, strict=True):
+            self.block_table[entry] = block_id
+        self._table = ()
+
+    def append_blocks(self, block_ids: Sequence[int]) -> None:
+        """Extend all block tables. `block_ids`: of the new entries of the flat table."""
+        self.block_table += block_ids
+        self.num_covered_blocks = self.num_blocks
 
     def drop_blocks(self) -> list[int]:
         """Drop all KV but keep the tokens. Returns the blocks; the caller must release their references."""
         blocks, self.block_table, self._table = self.held_blocks, [], ()
         self.prompt_logprobs = []
-        self.num_cached_blocks = self.num_hashed_blocks = self.num_freed_blocks = self.num_computed_tokens = 0
+        self.first_blocks = (0,)
+        self.num_cached_blocks = self.num_hashed_blocks = self.num_covered_blocks = self.num_computed_tokens = 0
         return blocks
 
-    def drop_blocks_before(self, index: int) -> list[int]:
-        """Drop the blocks before `index`, which no layer sees any more, as `drop_blocks` does."""
-        begin = self.num_freed_blocks
-        if index <= begin:
+    def drop_blocks_before(self, first_blocks: tuple[int, ...]) -> list[int]:
+        """Drop the blocks before these, by table, which no layer sees any more, as `drop_blocks` does."""
+        if first_blocks == self.first_blocks:
             return []
-        blocks = self.block_table[begin:index]
-        self.block_table[begin:index] = [NO_BLOCK] * len(blocks)
+        step, blocks = self.num_tables, list[int]()
+        for table, (begin, end) in enumerate(zip(self.first_blocks, first_blocks, strict=True)):
+            for entry in range(begin * step + table, end * step + table, step):
+                blocks.append(self.block_table[entry])
+                self.block_table[entry] = NO_BLOCK
         self._table = ()
-        self.num_freed_blocks = index
+        self.first_blocks = first_blocks
         return blocks
 
     def drop_last_blocks(self, num_kept: int) -> list[int]:
-        """Drop all blocks but the first `num_kept`. Returns them; the caller must release them."""
-        dropped = self.block_table[num_kept:]
+        """Drop all but the first `num_kept` blocks of each table.
+
+        Returns them; the caller must release them.
+        """
+        dropped = self.block_table[num_kept * self.num_tables :]
         if dropped:
-            del self.block_table[num_kept:]
+            del self.block_table[num_kept * self.num_tables :]
+            self.num_covered_blocks = num_kept
             self._table = ()  # it may grow again to the same length
         return dropped
 
@@ -293,7 +333,8 @@ class EngineSequence:
         child.has_sent_prompt = self.has_sent_prompt
         child.hashes = self.hashes[:]
         child.num_hashed_blocks = self.num_hashed_blocks
-        child.num_freed_blocks = self.num_freed_blocks
+        child.first_blocks = self.first_blocks
+        child.num_covered_blocks = self.num_covered_blocks
         child.lifecycle = Lifecycle(SEQUENCE_TRANSITIONS, self.state)
         return child
 

@@ -10,9 +10,6 @@ from baton.core.kv.block_hash import TokenIds
 from baton.core.kv.kv_layout import KvLayout
 from baton.core.request import PromptLogprobs, Sampling, TokenLogprobs
 
-NO_BLOCK = -1
-"""Entry of a block table for a block that no layer sees any more. Only leading entries can be it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
@@ -76,9 +73,10 @@ class StepSequence:
     seq_id: `EngineSequence.key`.
     token_ids: [num_scheduled_tokens] tokens to compute; the last ones are the drafts of `sample`.
     position_begin: position of the first token.
-    kv_begin: index in the sequence's KV at which the first token is written. Index i is in block
-        `block_table[i // block_size_tokens]`. A token attends to all indices up to its own, within the window
-        of the layer. Leading entries are NO_BLOCK if they are before the window of every layer.
+    kv_begin: index in the sequence's KV at which the first token is written. A token attends to all indices
+        up to its own, within the window of the layer.
+    block_table: flat, see `core.kv.kv_tables`. With T tables, KV index i of table t is in block
+        `block_table[i // block_size_tokens * T + t]`.
     sample: the tokens to draw; None while prompt tokens remain.
     prompt: the prompt tokens whose logprobs to report; None if there are none.
     """

@@ -27,7 +27,9 @@ class Segment:
     """One sequence's tokens of a step.
 
     The tokens are rows `token_begin` and following of the packed batch. Their KV is stored at indices
-    `kv_begin` and following of the sequence's cache, in `block_ids`.
+    `kv_begin` and following of the sequence's cache.
+
+    block_ids: int64 [num_blocks * num_tables], a flat block table (`core.kv.kv_tables`).
     """
 
     token_begin: int
@@ -81,7 +83,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """Attention work of one step for all layers with the same sliding window."""
+    """Attention work of one step for all layers with the same block table and sliding window."""
 
     decodes: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
@@ -143,8 +145,9 @@ class SequenceTables:
 
     token_begin: [num_seqs + 1], first row of each sequence in the packed batch, then the end of the last.
     context_len: [num_seqs].
-    table_begin: [num_seqs], start of each block table in `block_ids`.
-    block_ids: all block tables, one after the other.
+    table_begin: [num_seqs], start of each sequence's blocks in a row of `block_ids`.
+    block_ids: [num_tables, number of blocks], for each block table the blocks of all sequences, one after the
+        other; contiguous.
     """
 
     token_begin: np.ndarray
@@ -178,41 +181,52 @@ class AttentionStep(StepCache):
         self.kernel = kernel
         self.segments = segments
         self._masks = masks
-        self._plans: dict[int | None, WindowPlan] = {}
+        self._plans: dict[tuple[int, int | None], WindowPlan] = {}
+
+    def slots_of(self, layer: int) -> TokenSlots:
+        """Return the slots in which a layer stores the step's tokens, on the device."""
+        return self.slots[self.cache.table_of[layer]]
 
     @cached_property
-    def slots(self) -> TokenSlots:
-        """The slots in which the step's tokens are stored, on the device."""
+    def slots(self) -> tuple[TokenSlots, ...]:
+        """The slots of the step's tokens in each block table, on the device."""
         block_ids, offsets = self._block_and_offset
-        return TokenSlots(self._tensor(block_ids), self._tensor(offsets))
+        on_device = self._tensor(offsets)
+        return tuple(TokenSlots(self._tensor(own), on_device) for own in block_ids)
 
     @cached_property
     def slot_mapping(self) -> np.ndarray:
-        """Slot of each token, counted over all blocks, int64 [num_tokens], for the C++ kernels."""
+        """Slot of each token, counted over all blocks, int64 [num_tables, num_tokens], for the C++
+        kernels."""
         block_ids, offsets = self._block_and_offset
         return block_ids * self.cache.block_size_tokens + offsets
 
     @cached_property
     def _block_and_offset(self) -> tuple[np.ndarray, np.ndarray]:
-        """Block id and offset inside the block of each token, int64."""
+        """Block id [num_tables, num_tokens] and offset inside the block [num_tokens] of each token, int64."""
         tables, size = self.tables, self.cache.block_size_tokens
         counts = np.diff(tables.token_begin)
         index = np.arange(tables.token_begin[-1], dtype=np.int64) + np.repeat(
             tables.context_len - tables.token_begin[1:], counts
         )
-        block_ids = tables.block_ids[np.repeat(tables.table_begin, counts) + index // size]
+        # The kernels need each table's row in one piece, which indexing with [:, ...] would not give.
+        block_ids = np.take(tables.block_ids, np.repeat(tables.table_begin, counts) + index // size, axis=1)
         return block_ids.astype(np.int64), index % size
 
     @cached_property
     def tables(self) -> SequenceTables:
         """The step's sequences as `SequenceTables`."""
-        lengths = np.array([segment.block_ids.size for segment in self.segments], dtype=np.int32)
+        num_tables = self.cache.num_tables
+        lengths = np.array([segment.block_ids.size // num_tables for segment in self.segments], dtype=np.int32)
         end = self.segments[-1].token_begin + self.segments[-1].num_tokens
         return SequenceTables(
             token_begin=np.array([*(segment.token_begin for segment in self.segments), end], dtype=np.int32),
             context_len=np.array([segment.context_len for segment in self.segments], dtype=np.int32),
             table_begin=(np.cumsum(lengths) - lengths).astype(np.int32),
-            block_ids=np.concatenate([segment.block_ids for segment in self.segments]).astype(np.int32),
+            block_ids=np.ascontiguousarray(
+                np.concatenate([segment.block_ids for segment in self.segments]).reshape(-1, num_tables).T,
+                dtype=np.int32,
+            ),
         )
 
     def tables_for_rows(self, rows: np.ndarray) -> SequenceTables:
@@ -236,16 +250,21 @@ class AttentionStep(StepCache):
         Does nothing here; `verify_masks` overrides it.
         """
 
-    def plan(self, window: int | None) -> WindowPlan:
-        """Return the attention work for layers of this window; computed by the first such layer."""
-        plan = self._plans.get(window)
+    def plan(self, layer: int, window: int | None) -> WindowPlan:
+        """Return the attention work of a layer with this window.
+
+        It is computed by the first layer with this window and the same block table.
+        """
+        table = self.cache.table_of[layer]
+        plan = self._plans.get((table, window))
         if plan is None:
             decodes = [s for s in self.segments if s.num_tokens == 1]
             chunks = [s for s in self.segments if s.num_tokens > 1]
             plan = WindowPlan(
-                decodes=tuple(self._groups(decodes, window)), chunks=tuple(self._chunk(s, window) for s in chunks)
+                decodes=tuple(self._groups(decodes, table, window)),
+                chunks=tuple(self._chunk(s, table, window) for s in chunks),
             )
-            self._plans[window] = plan
+            self._plans[table, window] = plan
         return plan
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
@@ -254,10 +273,13 @@ class AttentionStep(StepCache):
     def _first_seen(self, kv_index: int, window: int | None) -> int:
         return 0 if window is None else max(0, kv_index - window + 1)
 
-    def _chunk(self, segment: Segment, window: int | None) -> Chunk:
+    def _blocks_of(self, segment: Segment, table: int) -> np.ndarray:
+        return segment.block_ids[table :: self.cache.num_tables]
+
+    def _chunk(self, segment: Segment, table: int, window: int | None) -> Chunk:
         size = self.cache.block_size_tokens
         first_block = self._first_seen(segment.kv_begin, window) // size
-        blocks = segment.block_ids[first_block : -(-segment.context_len // size)]
+        blocks = self._blocks_of(segment, table)[first_block : -(-segment.context_len // size)]
         tiles = []
         for begin in range(0, segment.num_tokens, TILE_TOKENS):
             end = min(begin + TILE_TOKENS, segment.num_tokens)
@@ -273,7 +295,7 @@ class AttentionStep(StepCache):
             )
         return Chunk(blocks=BlockRows(self._tensor(blocks)[None]), tiles=tuple(tiles))
 
-    def _groups(self, segments: Sequence[Segment], window: int | None) -> list[DecodeGroup]:
+    def _groups(self, segments: Sequence[Segment], table: int, window: int | None) -> list[DecodeGroup]:
         """Group decodes by context length, longest first.
 
         The shortest context of a group is almost as long as the longest, and the gathered KV stays within a
@@ -295,7 +317,7 @@ class AttentionStep(StepCache):
                 longest - 2, longest * 0.8
             ):
                 end += 1
-            groups.append(self._group(spans[begin:end], longest, window))
+            groups.append(self._group(spans[begin:end], table, longest, window))
             begin = end
         return groups
 
@@ -307,7 +329,7 @@ class AttentionStep(StepCache):
     def _num_blocks(self, segment: Segment, first_block: int) -> int:
         return -(-segment.context_len // self.cache.block_size_tokens) - first_block
 
-    def _group(self, spans: Sequence[tuple[Segment, int]], longest: int, window: int | None) -> DecodeGroup:
+    def _group(self, spans: Sequence[tuple[Segment, int]], table: int, longest: int, window: int | None) -> DecodeGroup:
         size = self.cache.block_size_tokens
         tables = np.empty((len(spans), longest), dtype=np.int64)
         lengths = np.empty(len(spans), dtype=np.int64)
@@ -315,7 +337,7 @@ class AttentionStep(StepCache):
         own_slots = np.empty(len(spans), dtype=np.int64)
         for row, (segment, first_block) in enumerate(spans):
             own = self._num_blocks(segment, first_block)
-            tables[row, :own] = segment.block_ids[first_block : first_block + own]
+            tables[row, :own] = self._blocks_of(segment, table)[first_block : first_block + own]
             # padding reads the sequence's own memory, never another sequence's
             tables[row, own:] = tables[row, 0]
             lengths[row] = segment.context_len - first_block * size

@@ -12,10 +12,10 @@ from baton.model.device.kv_tensors import KvCache, TokenSlots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTables:
-    """Position and block table of each sequence, int32 on the device.
+    """Position and block tables of each sequence, int32 on the device.
 
     position: [batch], KV index of the sequence's token.
-    block_ids: [batch, max_blocks].
+    block_ids: [num_tables, batch, max_blocks].
     """
 
     position: torch.Tensor
@@ -36,12 +36,17 @@ class GraphStep(StepCache):
         super().__init__()
         self.cache = cache
         self.kernel = kernel
-        block_ids, offsets = torch.zeros(2, batch, dtype=torch.int64, device=cache.device).unbind()
-        self.slots = TokenSlots(block_ids, offsets)
+        num_tables = cache.num_tables
+        offsets, *block_ids = torch.zeros(1 + num_tables, batch, dtype=torch.int64, device=cache.device).unbind()
+        self.slots = tuple(TokenSlots(own, offsets) for own in block_ids)
         self.decodes = DecodeTables(
             position=torch.zeros(batch, dtype=torch.int32, device=cache.device),
-            block_ids=torch.zeros(batch, max_blocks, dtype=torch.int32, device=cache.device),
+            block_ids=torch.zeros(num_tables, batch, max_blocks, dtype=torch.int32, device=cache.device),
         )
+
+    def slots_of(self, layer: int) -> TokenSlots:
+        """Return the slots of a layer, see `AttentionStep.slots_of`."""
+        return self.slots[self.cache.table_of[layer]]
 
     def observe(self, layer: int, attention_mask: Any, attention_params: AttentionParams) -> None:
         """Do nothing; see `AttentionStep.observe`."""

@@ -70,7 +70,7 @@ def paged_attention(
     all other kernels. Source: PagedAttention, Kwon et al. 2023, section 4; sinks: Xiao et al. 2024.
     """
     cache, (num_heads, num_tokens, head_dim) = step.cache, query.shape
-    plan = step.plan(window)
+    plan = step.plan(layer, window)
     out = query.new_empty(num_tokens, num_heads, head_dim)
     for group in plan.decodes:
         num_seqs = group.tokens.numel()
@@ -176,7 +176,7 @@ def attend(
         raise ModelError(f"{name} has attention sinks {tuple(sinks.shape)}; must be one per head, ({query.shape[1]},)")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     baton_step.observe(layer, attention_mask, AttentionParams(scaling, sliding_window, sinks))
-    baton_step.cache.write(layer, baton_step.slots, key[0], value[0])
+    baton_step.cache.write(layer, baton_step.slots_of(layer), key[0], value[0])
     return baton_step.kernel(query[0], layer, baton_step, scaling, sliding_window, sinks)[None], None
 
 

@@ -22,7 +22,7 @@ from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels, paged_
 from baton.model.loading.model_loader import LoadedModel, require_free_memory
 from baton.model.sampling.best_tokens import FindBest, find_best
 from baton.model.step.forward import Forward, ModelForward
-from baton.model.verification.verify_backend import verify_logits, verify_masks
+from baton.model.verification.verify_backend import Windows, verify_logits, verify_masks
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
@@ -172,13 +172,14 @@ def choose_backend(
     because it may have taken the weights, see `Backend.after_verification`.
     """
     attention_params = verify_masks(loaded, block_size_tokens)
+    windows = tuple(params.window for params in attention_params)
     backend = None
     if kernels == "auto" and loaded.device.type == "cpu":
         backend = _cpu_backend(loaded, attention_params, cpu_backends, num_threads, block_size_tokens)
     elif kernels == "auto":
-        backend = _gpu_backend(loaded, block_size_tokens, gpu_refused)
+        backend = _gpu_backend(loaded, block_size_tokens, windows, gpu_refused)
     if backend is None:
-        verify_logits(loaded, block_size_tokens)
+        verify_logits(loaded, block_size_tokens, windows=windows)
         backend = Backend(name="torch", forward=ModelForward(loaded.model))
     device_info.release_freed_memory()  # verification frees a lot, and KV memory is sized next by what is free
     return replace(backend, attention_params=attention_params)
@@ -199,13 +200,15 @@ def _cpu_backend(
         log.warning("kernels_load_failed", problem=_describe(error), hint=hint)
         return None
     form = _form_of(loaded, attention_params)
+    windows = tuple(params.window for params in attention_params)
     for candidate in backends.fastest_first:
         try:
             if candidate.serves(loaded, form, kernels):
                 if candidate.packs_weights:
                     _require_memory_for_packed_weights(loaded, backends.free_bytes)
                 backend = candidate.build(loaded, form, kernels)
-                return replace(_verified(backend, loaded, block_size_tokens), find_best=kernels.find_best)
+                verified = _verified(backend, loaded, block_size_tokens, windows)
+                return replace(verified, find_best=kernels.find_best)
         except Exception as error:  # such as a oneDNN operation that this build of torch lacks
             hint = "a slower backend is tried next"
             log.warning("backend_not_verified", backend=candidate.name, problem=_describe(error), hint=hint)
@@ -228,10 +231,10 @@ def _require_memory_for_packed_weights(loaded: LoadedModel, free_bytes: Callable
     require_free_memory(weight_bytes, free_bytes(loaded.device), what, str(loaded.device))
 
 
-def _verified(backend: Backend, loaded: LoadedModel, block_size_tokens: int) -> Backend:
+def _verified(backend: Backend, loaded: LoadedModel, block_size_tokens: int, windows: Windows) -> Backend:
     """Verify the backend and return it. If that fails, raise and leave the model as it was."""
     try:
-        verify_logits(loaded, block_size_tokens, kernel=backend.kernel, forward=backend.forward)
+        verify_logits(loaded, block_size_tokens, kernel=backend.kernel, forward=backend.forward, windows=windows)
     except BaseException:
         backend.forward.close()
         raise
@@ -239,12 +242,14 @@ def _verified(backend: Backend, loaded: LoadedModel, block_size_tokens: int) -> 
     return backend
 
 
-def _gpu_backend(loaded: LoadedModel, block_size_tokens: int, refused: Mapping[str, str]) -> Backend | None:
+def _gpu_backend(
+    loaded: LoadedModel, block_size_tokens: int, windows: Windows, refused: Mapping[str, str]
+) -> Backend | None:
     """Return the model's own code with Triton attention, compiled layers and CUDA graphs, as far as
     verified."""
     try:
         _require_not_refused(TRITON, refused)
-        backend = triton_backend(loaded, block_size_tokens)
+        backend = triton_backend(loaded, block_size_tokens, windows)
     except Exception as error:  # Triton needs a host compiler and the driver's, which fail in many ways
         hint = "attention gathers each context first, slower"
         log.warning("backend_not_verified", backend=TRITON, problem=_describe(error), hint=hint)
@@ -253,11 +258,11 @@ def _gpu_backend(loaded: LoadedModel, block_size_tokens: int, refused: Mapping[s
         hint = "the model's layers run operation by operation, slower"
         log.warning("backend_not_verified", backend=f"{TRITON}, compiled", problem=refused[COMPILED], hint=hint)
     else:
-        compiled = compiled_backend(loaded, backend.kernel, TRITON, block_size_tokens)
+        compiled = compiled_backend(loaded, backend.kernel, TRITON, block_size_tokens, windows)
         backend = backend if compiled is None else replace(compiled, warm_contexts=backend.warm_contexts)
     try:
         _require_not_refused(GRAPHS, refused)
-        return graphed_backend(loaded, backend, block_size_tokens)
+        return graphed_backend(loaded, backend, block_size_tokens, windows)
     except Exception as error:  # model code that synchronises or allocates in ways that cannot be captured
         hint = "each kernel of a decode step is launched separately, slower for small batches"
         log.warning("cuda_graphs_disabled", problem=_describe(error), hint=hint)
@@ -269,11 +274,14 @@ def _require_not_refused(stage: str, refused: Mapping[str, str]) -> None:
         raise ModelError(refused[stage])
 
 
-def triton_backend(loaded: LoadedModel, block_size_tokens: int) -> Backend:
-    """Return the model's own code with Triton attention. Raises what compilation or verification raises."""
+def triton_backend(loaded: LoadedModel, block_size_tokens: int, windows: Windows = ()) -> Backend:
+    """Return the model's own code with Triton attention. Raises what compilation or verification raises.
+
+    `windows`: of each layer, see `verify_logits`.
+    """
     from baton.model.kernels.triton.triton_attention import LONG_TOKENS, split_contexts, triton_attention
 
-    verify_logits(loaded, block_size_tokens, kernel=triton_attention, longest=LONG_TOKENS)
+    verify_logits(loaded, block_size_tokens, kernel=triton_attention, longest=LONG_TOKENS, windows=windows)
     return Backend(
         name=TRITON,
         forward=ModelForward(loaded.model),
@@ -282,7 +290,7 @@ def triton_backend(loaded: LoadedModel, block_size_tokens: int) -> Backend:
     )
 
 
-def graphed_backend(loaded: LoadedModel, backend: Backend, block_size_tokens: int) -> Backend:
+def graphed_backend(loaded: LoadedModel, backend: Backend, block_size_tokens: int, windows: Windows = ()) -> Backend:
     """Return a Triton backend whose decode steps are CUDA graphs.
 
     Raises what capture or verification raises; ModelError if a capture has failed.
@@ -291,7 +299,7 @@ def graphed_backend(loaded: LoadedModel, backend: Backend, block_size_tokens: in
 
     assert isinstance(backend.forward, ModelForward)
     graphed = CudaGraphForward(backend.forward, triton_decode, max_model_len=loaded.max_model_len)
-    verify_logits(loaded, block_size_tokens, kernel=backend.kernel, forward=graphed)
+    verify_logits(loaded, block_size_tokens, kernel=backend.kernel, forward=graphed, windows=windows)
     if graphed.is_disabled:
         raise ModelError(f"a decode step of this model cannot be captured: {graphed.problem}")
     graphed.release_graphs()  # captured over the KV memory of the verification
@@ -299,11 +307,17 @@ def graphed_backend(loaded: LoadedModel, backend: Backend, block_size_tokens: in
 
 
 def compiled_backend(
-    loaded: LoadedModel, kernel: PagedKernel, name: str, block_size_tokens: int, *, backend: str = "inductor"
+    loaded: LoadedModel,
+    kernel: PagedKernel,
+    name: str,
+    block_size_tokens: int,
+    windows: Windows = (),
+    *,
+    backend: str = "inductor",
 ) -> Backend | None:
     """Return `build_compiled_backend`, or None, with a warning, if compilation or verification fails."""
     try:
-        return build_compiled_backend(loaded, kernel, name, block_size_tokens, backend=backend)
+        return build_compiled_backend(loaded, kernel, name, block_size_tokens, windows, backend=backend)
     except Exception as error:  # torch.compile traces the model's code, and either may fail
         hint = "the model's layers run operation by operation, slower"
         log.warning("backend_not_verified", backend=f"{name}, compiled", problem=_describe(error), hint=hint)
@@ -311,15 +325,22 @@ def compiled_backend(
 
 
 def build_compiled_backend(
-    loaded: LoadedModel, kernel: PagedKernel, name: str, block_size_tokens: int, *, backend: str = "inductor"
+    loaded: LoadedModel,
+    kernel: PagedKernel,
+    name: str,
+    block_size_tokens: int,
+    windows: Windows = (),
+    *,
+    backend: str = "inductor",
 ) -> Backend:
     """Return a backend that runs the model's own code with compiled layers and attention `kernel`.
 
-    `backend`: of torch.compile. Raises what compilation or verification raises; the model is then as before.
+    `windows`: of each layer, see `verify_logits`. `backend`: of torch.compile. Raises what compilation or
+    verification raises; the model is then as before.
     """
     forward = CompiledForward(loaded.model, backend=backend)
     try:
-        verify_logits(loaded, block_size_tokens, kernel=kernel, forward=forward)
+        verify_logits(loaded, block_size_tokens, kernel=kernel, forward=forward, windows=windows)
     except BaseException:
         forward.close()
         raise

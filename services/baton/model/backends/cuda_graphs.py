@@ -149,19 +149,19 @@ class _CapturedBatch:
 
     def _fill(self, step: PackedStep, count: int) -> None:
         tables, decodes = step.attention.tables, self._step.decodes
-        lengths = np.diff(tables.table_begin, append=tables.block_ids.size)
-        host = np.zeros((self._batch, 1 + lengths.max()), dtype=np.int32)
-        host[:count, 0] = tables.context_len - 1
+        lengths = np.diff(tables.table_begin, append=tables.block_ids.shape[1])
+        host = np.zeros((len(tables.block_ids), self._batch, lengths.max()), dtype=np.int32)
         for row, (begin, length) in enumerate(zip(tables.table_begin, lengths, strict=True)):
-            host[row, 1 : 1 + length] = tables.block_ids[begin : begin + length]
-        host[count:] = host[0]
-        on_device = upload(host, decodes.position.device)
-        decodes.position.copy_(on_device[:, 0])
-        decodes.block_ids[:, : host.shape[1] - 1].copy_(on_device[:, 1:])
+            host[:, row, :length] = tables.block_ids[:, begin : begin + length]
+        host[:, count:] = host[:, :1]
+        device = decodes.position.device
+        self._copy_padded(decodes.position, upload(tables.context_len - 1, device), count)
+        decodes.block_ids[:, :, : host.shape[2]].copy_(upload(host, device))
         self._copy_padded(self._token_ids, step.token_ids, count)
         self._copy_padded(self._position_ids, step.position_ids, count)
         for target, slots in zip(self._step.slots, step.attention.slots, strict=True):
-            self._copy_padded(target, slots, count)
+            self._copy_padded(target.block_ids, slots.block_ids, count)
+        self._copy_padded(self._step.slots[0].offsets, step.attention.slots[0].offsets, count)
 
     def _copy_padded(self, target: torch.Tensor, values: torch.Tensor, count: int) -> None:
         target[:count] = values

@@ -43,7 +43,7 @@ class _LayerArgs(ctypes.Structure):
         *((name, NormArgs) for name in ("q_norm", "k_norm")),
         ("sinks", ctypes.c_void_p),
         ("kv", LayerKvArgs),
-        *((name, ctypes.c_int32) for name in ("window", "rotary", "norms_all_heads", "activation")),
+        *((name, ctypes.c_int32) for name in ("table", "window", "rotary", "norms_all_heads", "activation")),
         *((name, ctypes.c_float) for name in ("scale", "multiplier")),
     ]
 
@@ -59,7 +59,7 @@ class _DecoderArgs(ctypes.Structure):
                 *("gemm_scratch", "is_finite", "rows"),
             )
         ),
-        *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens", "table_stride")),
         ("num_layers", ctypes.c_int32),
         ("size", ctypes.c_int32),
         ("final_norm", NormArgs),
@@ -112,8 +112,8 @@ class NativeDecoder:
         cache = step.cache
         (num_tokens, size), num_rows = hidden.shape, rows.numel()
         num_heads = self._num_heads(cache)
-        for layer, kv in zip(self._args, cache.layers, strict=True):
-            layer.kv = layer_kv_args(kv)
+        for layer, kv, table in zip(self._args, cache.layers, cache.table_of, strict=True):
+            layer.kv, layer.table = layer_kv_args(kv), table
         # reused: page faults cost more than some products
         needed = num_tokens * self._scratch_columns + _ALIGNMENT
         if self._scratch.numel() < needed:
@@ -135,6 +135,7 @@ class NativeDecoder:
             rows=rows.data_ptr(),
             num_rows=num_rows,
             num_tokens=num_tokens,
+            table_stride=tables.block_ids.shape[1],
             num_layers=len(self._layers),
             size=size,
             final_norm=norm_args(self._final_norm),

@@ -59,7 +59,7 @@ class TokenSlots(NamedTuple):
 class BlockRows:
     """Blocks that attention gathers, [num_seqs, max_blocks], with the memory rows of their heads.
 
-    Layers of one shape have the same rows, which are therefore computed once per step.
+    Layers of one shape and block table have the same rows, which are therefore computed once per step.
     """
 
     def __init__(self, block_ids: torch.Tensor) -> None:
@@ -142,6 +142,7 @@ class KvCache:
 
     memory: uint8 [num_blocks, block_bytes].
     layers: the views of each layer.
+    table_of: index of each layer's block table, see `KvLayout.tables`.
     dtype: in which attention computes: that of the model.
     """
 
@@ -161,8 +162,10 @@ class KvCache:
         self.memory = memory.view(-1, layout.block_bytes)
         self.num_blocks = self.memory.shape[0]
         self.num_layers = layout.num_layers
+        self.num_tables = layout.windows.num_tables
         self.block_size_tokens = layout.block_size_tokens
         self.dtype = dtype if dtype is not None else DTYPES.get(layout.kv_dtype, torch.float32)
+        self.table_of = tuple(layout.table_of(layer) for layer in _numbered_layers(layout))
         self._components = [
             [_Component(self.memory, layout, layer, c.name) for c in layout.components_of(layer)]
             for layer in _numbered_layers(layout)

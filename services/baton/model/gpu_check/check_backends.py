@@ -29,6 +29,7 @@ from baton.model.loading.random_init import init_model
 from baton.model.peak_memory import measure_step_bytes
 from baton.model.step.forward import ModelForward
 from baton.model.torch_executor import TorchExecutor
+from baton.model.verification.verify_backend import Windows, verify_masks
 from baton.runtime.child.stages import Report, StageRunner
 
 NUM_BLOCKS = 64
@@ -58,10 +59,10 @@ class BackendBuilders:
     compiled_before: makes the compiled layers that another child has verified.
     """
 
-    triton: Callable[[LoadedModel, int], Backend] = triton_backend
+    triton: Callable[[LoadedModel, int, Windows], Backend] = triton_backend
     compiled_before: Callable[[PreTrainedModel], ModelForward] = CompiledForward
     compiled: Callable[..., Backend] = build_compiled_backend
-    graphed: Callable[[LoadedModel, Backend, int], Backend] = graphed_backend
+    graphed: Callable[[LoadedModel, Backend, int, Windows], Backend] = graphed_backend
 
 
 def check(payload: Mapping[str, Any], report: Report) -> None:
@@ -96,32 +97,34 @@ def load_reduced(model: CheckedModel, directory: Path) -> LoadedModel:
 def check_parts(loaded: LoadedModel, model: CheckedModel, stages: StageRunner, build: BackendBuilders) -> None:
     """Run the stages in the order in which `choose_backend` uses the parts."""
     size = model.block_size_tokens
+    windows = tuple(params.window for params in verify_masks(loaded, size))
     found: dict[str, Backend] = {}
 
     def triton() -> None:
-        found[TRITON] = build.triton(loaded, size)
-        run_all_kinds_of_steps(loaded, found[TRITON], model)
+        found[TRITON] = build.triton(loaded, size, windows)
+        run_all_kinds_of_steps(loaded, found[TRITON], model, windows)
 
     def compiled() -> None:
-        found[COMPILED] = build.compiled(loaded, found[TRITON].kernel, TRITON, size)
-        run_all_kinds_of_steps(loaded, found[COMPILED], model)
+        found[COMPILED] = build.compiled(loaded, found[TRITON].kernel, TRITON, size, windows)
+        run_all_kinds_of_steps(loaded, found[COMPILED], model, windows)
 
     def graphs() -> None:
         base = found.get(COMPILED, found[TRITON])
-        run_all_kinds_of_steps(loaded, build.graphed(loaded, base, size), model)
+        run_all_kinds_of_steps(loaded, build.graphed(loaded, base, size, windows), model, windows)
 
     if not stages.run(TRITON, triton):
         return
     if TRITON not in found:  # judged by a child before this one
-        found[TRITON] = build.triton(loaded, size)
+        found[TRITON] = build.triton(loaded, size, windows)
     if stages.run(COMPILED, compiled) and COMPILED not in found:
         found[COMPILED] = replace(found[TRITON], forward=build.compiled_before(loaded.model))
     stages.run(GRAPHS, graphs)
 
 
-def run_all_kinds_of_steps(loaded: LoadedModel, backend: Backend, model: CheckedModel) -> None:
+def run_all_kinds_of_steps(loaded: LoadedModel, backend: Backend, model: CheckedModel, windows: Windows) -> None:
     """Run what a worker runs before its first request: its largest step, and each kind of step that compiles.
 
+    windows: of each layer, from which block tables follow.
     Raises ModelError if what was written is not finite.
     """
     measure_step_bytes(
@@ -131,7 +134,8 @@ def run_all_kinds_of_steps(loaded: LoadedModel, backend: Backend, model: Checked
         max_num_batched_tokens=model.max_num_batched_tokens,
         max_num_seqs=model.max_num_seqs,
     )
-    cache = KvCache.zeros(loaded.layout(model.block_size_tokens), NUM_BLOCKS, loaded.device, loaded.dtype)
+    layout = loaded.layout(model.block_size_tokens, windows)
+    cache = KvCache.zeros(layout, NUM_BLOCKS, loaded.device, loaded.dtype)
     later = replace(backend, after_warmup=lambda: None)  # another part is still to be compiled
     thread = ThreadPoolExecutor(1)  # which the executor does not use to warm up
     TorchExecutor(loaded.model, cache, thread=thread, backend=later).warm(model.max_num_seqs)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from baton.engine.state.step import NO_BLOCK, PromptRequest, SampleRequest, StepSequence
+from baton.core.kv.kv_tables import NO_BLOCK
+from baton.engine.state.step import PromptRequest, SampleRequest, StepSequence
 from baton.model.attention.attention_inputs import AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import PagedKernel
 from baton.model.device.async_copy import upload
@@ -18,7 +19,7 @@ class PreparedSequence:
     """One sequence's checked part of a step.
 
     token_ids: int64 [num_tokens].
-    block_ids: int64, the blocks that hold its context.
+    block_ids: int64, the flat block table (`core.kv.kv_tables`) of its context.
     The other fields are as in `StepSequence`.
     """
 
@@ -64,8 +65,8 @@ class BlockTables:
     It holds the tables of the current step and of the step before.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
+    def __init__(self, num_blocks: int, num_tables: int = 1) -> None:
+        self._num_blocks, self.num_tables = num_blocks, num_tables
         self._before: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
         self._now: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
 
@@ -74,13 +75,14 @@ class BlockTables:
         self._before, self._now = self._now, {}
 
     def of(self, sequence: StepSequence) -> np.ndarray:
-        """Return a sequence's block table, int64 [num_blocks], read-only.
+        """Return a sequence's flat block table, int64, read-only, up to the last token with blocks in every
+        table.
 
         Raises ValueError for blocks that do not exist.
         """
         known = self._before.get(sequence.seq_id)
         if known is None or known[0] is not sequence.block_table:
-            block_ids = _with_own_blocks(np.array(sequence.block_table, dtype=np.int64))
+            block_ids = _with_own_blocks(np.array(sequence.block_table, dtype=np.int64), self.num_tables)
             if block_ids.size and (block_ids.min() < 0 or block_ids.max() >= self._num_blocks):
                 raise ValueError(
                     f"block ids {block_ids.min()} to {block_ids.max()}; must be 0 to {self._num_blocks - 1}"
@@ -90,15 +92,22 @@ class BlockTables:
         return known[1]
 
 
-def _with_own_blocks(block_ids: np.ndarray) -> np.ndarray:
-    """Replace leading NO_BLOCK entries, which no layer reads, by the sequence's first block.
+def _with_own_blocks(block_ids: np.ndarray, num_tables: int) -> np.ndarray:
+    """Replace leading NO_BLOCK entries of each table, which no layer reads, by the table's first block.
 
     A kernel that reads one by mistake then reads neither another sequence's memory nor memory that does not
-    exist.
+    exist. Tokens at the end for which a table has no block yet are left out.
     """
-    num_freed = int(np.argmax(block_ids != NO_BLOCK)) if block_ids.size else 0
-    block_ids[:num_freed] = block_ids[num_freed : num_freed + 1]
-    return block_ids
+    rows = block_ids.reshape(-1, num_tables)
+    is_held = rows != NO_BLOCK
+    if is_held.all():
+        return block_ids
+    held = [np.flatnonzero(column) for column in is_held.T]
+    if not all(own.size for own in held):
+        return block_ids
+    for table, own in enumerate(held):
+        rows[: own[0], table] = rows[own[0], table]
+    return block_ids[: num_tables * (1 + min(int(own[-1]) for own in held))]
 
 
 def prepare_sequence(
@@ -125,11 +134,11 @@ def prepare_sequence(
         raise ValueError(f"{sequence.num_drafts} drafts among {token_ids.size} tokens; there must be another token")
     if token_ids.max() >= vocab_size:
         raise ValueError(f"token id {token_ids.max()} is outside the vocabulary of {vocab_size} tokens")
-    num_blocks = -(-sequence.context_len // block_size_tokens)
-    block_ids = tables.of(sequence)[:num_blocks]
-    if block_ids.size < num_blocks:
+    num_entries = -(-sequence.context_len // block_size_tokens) * tables.num_tables
+    block_ids = tables.of(sequence)[:num_entries]
+    if block_ids.size < num_entries:
         raise ValueError(
-            f"{block_ids.size} blocks for a context of {sequence.context_len} tokens, which needs {num_blocks}"
+            f"{block_ids.size} blocks for a context of {sequence.context_len} tokens, which needs {num_entries}"
         )
     return PreparedSequence(
         seq_id=sequence.seq_id,

@@ -155,7 +155,7 @@ class StepLauncher:
         self._find_best = find_best
         self._record_event = record_event
         self._masks = CausalMasks(cache.dtype, cache.device)
-        self._tables = BlockTables(cache.num_blocks)
+        self._tables = BlockTables(cache.num_blocks, cache.num_tables)
         self._failpoints = failpoints
 
     def launch(self, plan: StepPlan, after: LaunchedStep | None = None) -> LaunchedStep:

@@ -38,6 +38,10 @@ _NOISE_FACTOR = 10.0
 """Allowed error as a multiple of the model's own error between batch sizes, if that is larger."""
 
 
+Windows = tuple[int | None, ...]
+"""Number of tokens that each layer sees, None for all."""
+
+
 @dataclass(frozen=True, slots=True)
 class _MaskFunction:
     """Takes the place of a mask in transformers. `function` tells if a query sees a key."""
@@ -70,17 +74,19 @@ def verify_logits(
     kernel: PagedKernel = paged_attention,
     forward: Forward | None = None,
     longest: int = 0,
+    windows: Windows = (),
 ) -> None:
     """Check that the model computes the same logits as with SDPA, within rounding.
 
     kernel: paged attention for the model's own code.
     forward: runs the model; None: its own code.
     longest: length of one additional prompt, 0 for none.
+    windows: of each layer, from which block tables follow, see `LoadedModel.layout`.
     Takes a few short passes. Raises ModelError with the size of the difference. The model is unchanged
     afterwards.
     """
     with _as_model_error(loaded):
-        _check_logits(loaded, block_size_tokens, kernel, forward, longest)
+        _check_logits(loaded, block_size_tokens, kernel, forward, longest, windows)
 
 
 @contextmanager
@@ -172,7 +178,12 @@ def _probes(max_model_len: int, window: int | None) -> list[int]:
 
 
 def _check_logits(
-    loaded: LoadedModel, block_size_tokens: int, kernel: PagedKernel, forward: Forward | None, longest: int
+    loaded: LoadedModel,
+    block_size_tokens: int,
+    kernel: PagedKernel,
+    forward: Forward | None,
+    longest: int,
+    windows: Windows,
 ) -> None:
     """Compare prompts computed together with each prompt alone under SDPA.
 
@@ -190,7 +201,7 @@ def _check_logits(
     noise = _difference(batched, reference, loaded.dtype)
     with nullcontext(forward) if forward is not None else closing(ModelForward(loaded.model)) as computing:
         passes = [
-            _paged_passes(loaded, prompts, block_size, kernel, computing, rng, only_ends=only_ends)
+            _paged_passes(loaded, prompts, block_size, kernel, computing, rng, windows, only_ends=only_ends)
             for only_ends in (False, True)
         ]
     errors = [
@@ -227,6 +238,7 @@ def _paged_passes(
     kernel: PagedKernel,
     forward: Forward,
     rng: random.Random,
+    windows: Windows,
     *,
     only_ends: bool,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -235,13 +247,15 @@ def _paged_passes(
     Prompts much longer than a block go in larger chunks until the last. Returns (positions, logits) of each
     prompt: of every token, or with `only_ends` of the last token of each chunk, as requests ask for them.
     """
-    tables = [np.array([0] * -(-len(p) // block_size), dtype=np.int64) for p in prompts]
+    layout = loaded.layout(block_size, windows)
+    num_tables = layout.windows.num_tables
+    tables = [np.array([0] * -(-len(p) // block_size) * num_tables, dtype=np.int64) for p in prompts]
     free = list(range(sum(len(table) for table in tables) + 1))
     rng.shuffle(free)
     for table in tables:
         table[:] = [free.pop() for _ in table]
     num_blocks = sum(len(table) for table in tables) + 1
-    cache = KvCache.zeros(loaded.layout(block_size), num_blocks, loaded.device, loaded.dtype)
+    cache = KvCache.zeros(layout, num_blocks, loaded.device, loaded.dtype)
     cache.fill_with_nan()
     masks = CausalMasks(cache.dtype, cache.device)
     done = [0] * len(prompts)
@@ -255,7 +269,7 @@ def _paged_passes(
                 token_ids=prompts[i][done[i] : done[i] + chunk_size].numpy(),
                 position_begin=done[i],
                 kv_begin=done[i],
-                block_ids=tables[i][: -(-(done[i] + chunk_size) // block_size)],
+                block_ids=tables[i][: -(-(done[i] + chunk_size) // block_size) * num_tables],
                 sample=None,
             )
             for i, chunk_size in enumerate(chunk_sizes)

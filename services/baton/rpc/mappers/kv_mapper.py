@@ -5,12 +5,13 @@ As in `common_mapper`, `from_x` raises Refused and nothing else.
 
 from baton.core.errors import invalid
 from baton.core.kv.kv_layout import DTYPE_BYTES, KvComponent, KvLayout, KvMemory, LayerGroup
+from baton.core.kv.kv_tables import MAX_TABLES
 from baton.core.request_limits import printable
 from baton.rpc.mappers.common_mapper import from_worker_ref, name, to_worker_ref
 from baton.rpc.mappers.message_mapping import MessageMapping, checked, nested, repeated
 from baton.wire.v1 import common_pb2 as pb
 
-MAX_GROUPS, MAX_COMPONENTS = 4096, 64
+MAX_GROUPS, MAX_COMPONENTS, MAX_LAYERS = 4096, 64, 4096
 MAX_AGENT_BYTES = 2**20
 
 
@@ -32,11 +33,16 @@ def to_kv_layout(layout: KvLayout) -> pb.KvLayout:
 
 
 def from_kv_layout(message: pb.KvLayout) -> KvLayout:
-    """Convert a layout. Raises Refused for an unknown dtype, or if `block_bytes` does not match the sizes."""
+    """Convert a layout. Raises Refused for an unknown dtype, too many layers, or if `block_bytes` does not
+    match the sizes."""
     if not message.block_size_tokens:
         raise invalid("layout: block_size_tokens is missing")
     if len(message.groups) > MAX_GROUPS:
         raise invalid(f"layout: {len(message.groups)} groups of layers; at most {MAX_GROUPS} are allowed")
+    if (num_layers := sum(group.num_layers for group in message.groups)) > MAX_LAYERS:
+        raise invalid(f"layout: {num_layers} layers; at most {MAX_LAYERS} are allowed")
+    if len({group.window for group in message.groups}) > MAX_TABLES:
+        raise invalid(f"layout: the layers have more than {MAX_TABLES} different windows")
     for group in message.groups:
         if len(group.components) > MAX_COMPONENTS:
             raise invalid(

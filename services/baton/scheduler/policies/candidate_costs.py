@@ -149,7 +149,7 @@ def decode_terms(inputs: PlacementInputs) -> DecodeTerms:
     horizon_s = computed_s.item(fastest)
     step_s = tpot_s(w, prompt, horizon_s)
     missing_blocks = prompt.num_blocks - prompt.overlap_blocks
-    pull_s = missing_blocks * w.reported.block_bytes * w.reported.default_link_s_per_byte
+    pull_s = missing_blocks * prompt.block_bytes * w.reported.default_link_s_per_byte
     wait_s = capacity_wait_s(w, prompt, step_s)
     cost_s = step_s + (wait_s + pull_s) / expected_output_tokens(w, prompt)
     slo_s = inputs.query.slo.tpot_s
@@ -191,7 +191,7 @@ def rank(terms: PrefillTerms, candidates: Mask) -> None:
 def transfer_terms_s(inputs: PlacementInputs, terms: PrefillTerms, decode: int) -> Floats:
     """Predict the exposed KV transfer to the decode worker. Valid for workers of its KV group only."""
     w, prompt, links = inputs.workers, inputs.prompt, inputs.workers.links
-    block_bytes = w.reported.block_bytes.item(decode)
+    block_bytes = prompt.block_bytes.item(decode)
     missing_blocks = prompt.num_blocks.item(decode) - prompt.overlap_blocks.item(decode)
     num_new = prompt.num_tokens - terms.cached_tokens
     last_tokens = np.minimum(w.reported.max_chunk_tokens, num_new)

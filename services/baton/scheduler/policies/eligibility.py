@@ -15,7 +15,6 @@ from baton.core.cluster.cluster_snapshot import WorkerView
 from baton.core.cluster.placement import PlacementQuery, Rejection
 from baton.core.cluster.worker_report import WorkerRole, WorkerState
 from baton.core.errors import Reason
-from baton.core.kv.block_hash import num_blocks_for
 from baton.scheduler.policies.policy_types import PolicyContext
 from baton.scheduler.state.worker_data import Mask
 from baton.scheduler.state.worker_table import WorkerTable
@@ -74,15 +73,14 @@ def ineligible(worker: WorkerView, query: PlacementQuery, side: Side) -> Exclusi
         return Exclusion.OTHER_MODEL
     if query.model_fingerprint not in ("", layout.model_fingerprint):
         return Exclusion.OTHER_WEIGHTS
-    if num_blocks_for(query.num_prompt_tokens + 1, layout.block_size_tokens) > report.blocks.total:
+    if worker.num_blocks_for(query.num_prompt_tokens + 1) > report.blocks.total:
         return Exclusion.TOO_SMALL
     if query.hash_scheme not in ("", layout.hash_scheme):
         return Exclusion.OTHER_HASH_SCHEME
     if any(worker.worker.is_same_incarnation(avoided) for avoided in query.avoid):
         return Exclusion.FAILED_BEFORE
     # Blocks for the prompt and each sample's first token; for decode also a batch slot for each sample.
-    num_blocks = num_blocks_for(query.num_prompt_tokens + query.sample_count, layout.block_size_tokens)
-    if num_blocks > worker.num_free_blocks:
+    if worker.num_blocks_for(query.num_prompt_tokens + query.sample_count) > worker.num_free_blocks:
         return Exclusion.NO_FREE_CAPACITY
     if side == "decode" and worker.num_seqs + query.sample_count > report.max_num_seqs:
         return Exclusion.NO_FREE_CAPACITY

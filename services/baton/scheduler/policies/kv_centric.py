@@ -122,7 +122,7 @@ def _consider_holder(inputs: PlacementInputs, terms: PrefillTerms, candidates: M
         return
     cached_tokens = held_blocks * w.reported.block_size_tokens.item(holder)
     compute_s = inputs.first.prefill_s(w, prompt.num_tokens, cached_tokens)
-    num_bytes = (held_blocks - prompt.overlap_blocks) * w.reported.block_bytes.item(holder)
+    num_bytes = (held_blocks - prompt.overlap_blocks) * prompt.block_bytes.item(holder)
     pull_s = num_bytes * links.s_per_byte[:, holder] + links.queued_s[:, holder]
     is_faster = can_pull & (compute_s + pull_s < terms.prefill_s + terms.pull_s)
     np.copyto(terms.prefill_s, compute_s, where=is_faster)
@@ -143,7 +143,7 @@ def _with_pulled_prefix(inputs: PlacementInputs, holders: list[int], decode: int
         if held_tokens <= local.cached_tokens or not sources[holder]:
             continue
         missing_blocks = (held_tokens - local.cached_tokens) / row.reported.block_size_tokens
-        num_bytes = missing_blocks * row.reported.block_bytes
+        num_bytes = missing_blocks * prompt.block_bytes.item(decode)
         pull_s = num_bytes * links.s_per_byte.item(decode, holder) + links.queued_s.item(decode, holder)
         compute_s = local.first.prefill_s(row, prompt.num_tokens, held_tokens)
         if compute_s + pull_s < best.prefill_s + best.pull_s:

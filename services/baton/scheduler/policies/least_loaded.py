@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from baton.core.cluster.cluster_snapshot import ClusterSnapshot, WorkerView
 from baton.core.cluster.placement import PlacementQuery, Rejection
-from baton.core.kv.block_hash import num_blocks_for
 from baton.scheduler.policies.eligibility import Side, prefills_own_prompts
 from baton.scheduler.policies.pairing import pick_pair
 from baton.scheduler.policies.policy_types import Choice, PolicyContext
@@ -31,7 +30,7 @@ def least_loaded(query: PlacementQuery, cluster: ClusterSnapshot, context: Polic
 
 
 def _decode_load(w: WorkerView, query: PlacementQuery) -> tuple[bool, int, int, str]:
-    num_blocks = num_blocks_for(query.num_prompt_tokens + query.sample_count, w.report.layout.block_size_tokens)
+    num_blocks = w.num_blocks_for(query.num_prompt_tokens + query.sample_count)
     return num_blocks > w.num_free_blocks, w.num_seqs, -w.num_free_blocks, w.worker_id
 
 

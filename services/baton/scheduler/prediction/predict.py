@@ -12,6 +12,7 @@ import numpy as np
 
 from baton.core.cluster.cluster_snapshot import Overlap
 from baton.core.cluster.placement import PlacementQuery
+from baton.core.kv.block_hash import num_blocks_for
 from baton.core.step_targets import PLANNED_SHARE
 from baton.scheduler.state.elementwise import ceil, exp, maximum, minimum, where
 from baton.scheduler.state.shared_steps import prefill_share
@@ -36,7 +37,8 @@ class Prompt:
     num_tokens: int
     num_samples: int
     max_output_tokens: int  # still to be generated
-    num_blocks: Floats  # blocks of the prompt and of each sample's first token
+    num_blocks: Floats  # blocks of tokens of the prompt and of each sample's first token
+    block_bytes: Floats  # mean KV bytes of one of them that are read to continue after the prompt
     overlap_blocks: Floats  # leading blocks that the worker holds or soon will
     overlap_tokens: Floats  # tokens in these blocks
     pullable_blocks: dict[int, float]  # leading blocks that other workers can pull, by position of the holder
@@ -61,11 +63,23 @@ def prompt_of(query: PlacementQuery, overlaps: Mapping[str, Overlap], w: WorkerT
         num_samples=max(1, query.sample_count),
         max_output_tokens=max(1, query.max_tokens - query.num_output_tokens),
         num_blocks=np.ceil((query.num_prompt_tokens + query.sample_count) / block_size_tokens),
+        block_bytes=_block_bytes(query.num_prompt_tokens, w),
         overlap_blocks=overlap_blocks,
         overlap_tokens=overlap_blocks * block_size_tokens,
         pullable_blocks=pullable_blocks,
         waited_s=0.0 if query.num_output_tokens else query.waited_s,
     )
+
+
+def _block_bytes(num_tokens: int, w: WorkerTable) -> Floats:
+    """Return `Prompt.block_bytes`. Less than all bytes of a block if layers have a window."""
+    sizes = []
+    for group in w.kv_groups:
+        layout = group.layout
+        num_blocks = max(1, num_blocks_for(num_tokens, layout.block_size_tokens))
+        held = layout.windows.num_held_blocks(num_tokens) if layout.windows.has_windows else num_blocks
+        sizes.append(layout.block_bytes * held / num_blocks)
+    return np.array(sizes)[w.reported.kv_group.astype(np.intp)]
 
 
 @dataclass(frozen=True, slots=True)

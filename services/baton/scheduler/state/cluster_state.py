@@ -9,7 +9,6 @@ from baton.core.cluster.cluster_snapshot import ClusterSnapshot, Overlap, Worker
 from baton.core.cluster.placement import Placement, PlacementQuery
 from baton.core.cluster.worker_report import WorkerReport, WorkerState
 from baton.core.ids import DecisionId, WorkerRef
-from baton.core.kv.block_hash import num_blocks_for
 from baton.core.step_cost import attended_tokens
 from baton.scheduler.state.worker_table import WorkerTableBuilder
 
@@ -282,20 +281,22 @@ def _reservation(
     report: WorkerReport, query: PlacementQuery, placement: Placement, *, is_prefill: bool, expires_s: float
 ) -> _Reservation:
     """Return what a placement takes on one of its workers. `report`: of that worker."""
-    block_size_tokens, block_bytes = report.layout.block_size_tokens, report.layout.block_bytes
-    num_blocks = num_blocks_for(query.num_prompt_tokens, block_size_tokens)
+    layout, num_tokens = report.layout, query.num_prompt_tokens
     cached_blocks = placement.prefill_overlap_blocks if is_prefill else placement.decode_overlap_blocks
-    new_blocks = num_blocks - cached_blocks  # the cached ones exist, or are reserved by the request that brings them
+    # The cached ones exist, or are reserved by the request that brings them.
+    new_blocks = WorkerView(report=report).num_blocks_for(num_tokens) - layout.num_cached_blocks(cached_blocks)
     read_from, missing_blocks = "", 0
     if not is_prefill and placement.prefill is not None:
-        read_from, missing_blocks = placement.prefill.worker_id, num_blocks - cached_blocks
+        read_from = placement.prefill.worker_id
+        missing_blocks = layout.windows.num_held_blocks(num_tokens) - layout.num_cached_blocks(cached_blocks)
     elif placement.prefix_source is not None:
-        read_from = placement.prefix_source.worker.worker_id
-        missing_blocks = placement.prefix_source.num_blocks - cached_blocks
-        cached_blocks = max(cached_blocks, placement.prefix_source.num_blocks)
+        read_from, num_blocks = placement.prefix_source.worker.worker_id, placement.prefix_source.num_blocks
+        prefix_blocks = layout.windows.num_held_blocks(num_blocks * layout.block_size_tokens)
+        missing_blocks = prefix_blocks - layout.num_cached_blocks(cached_blocks)
+        cached_blocks = max(cached_blocks, num_blocks)
     computes = is_prefill or placement.prefill is None
-    cached_tokens = min(query.num_prompt_tokens, cached_blocks * block_size_tokens)
-    new_tokens = query.num_prompt_tokens - cached_tokens if computes else 0
+    cached_tokens = min(num_tokens, cached_blocks * layout.block_size_tokens)
+    new_tokens = num_tokens - cached_tokens if computes else 0
     return _Reservation(
         worker=report.worker,
         seqs=1 if is_prefill else query.sample_count,
@@ -304,6 +305,6 @@ def _reservation(
         context_tokens=0 if is_prefill else query.num_prompt_tokens * query.sample_count,
         blocks=max(0, new_blocks),
         read_from=read_from,
-        read_bytes=max(0, missing_blocks) * block_bytes,
+        read_bytes=max(0, missing_blocks) * layout.block_bytes,
         expires_s=expires_s,
     )

@@ -37,8 +37,7 @@ class ReportedState(Generic[N]):
     is_ready: N  # 1 or 0
     can_prefill: N  # 1 or 0, by role
     block_size_tokens: N
-    block_bytes: N
-    total_blocks: N
+    total_blocks: N  # blocks of tokens of the longest sequence that fits
     max_prefill_tokens: N  # prompts must be shorter than this to be prefilled here; 0 if not ready or by role
     max_decode_tokens: N  # the same for decoding
     decoding_seqs: N  # running sequences that decode; 0 on prefill workers, where they end with the first token
@@ -68,7 +67,7 @@ class ReportedState(Generic[N]):
 class ReservedState(Generic[N]):
     """Numbers from the reports plus this scheduler's own placements that no report contains yet."""
 
-    free_blocks: N
+    free_blocks: N  # blocks of tokens of the longest sequence that fits now
     free_tokens: N  # the same in tokens
     free_seqs: N  # free batch slots
     joining_seqs: N  # sequences placed here that do not run yet

@@ -26,7 +26,8 @@ def reported_state(view: WorkerView, kv_group: int, link_s_per_byte: float) -> R
     report = view.report
     role, layout = report.role, report.layout
     is_ready = report.state is WorkerState.READY
-    max_tokens = report.blocks.total * layout.block_size_tokens if is_ready else 0
+    total_blocks = view.longest_sequence_blocks(report.blocks.total)
+    max_tokens = total_blocks * layout.block_size_tokens if is_ready else 0
     decoding_seqs = report.running_seqs if role.can_decode else 0
     decoding_context_tokens = report.running_context_tokens if role.can_decode else 0
     has_mean = 1 <= report.mean_output_tokens < inf
@@ -36,8 +37,7 @@ def reported_state(view: WorkerView, kv_group: int, link_s_per_byte: float) -> R
         is_ready=is_ready,
         can_prefill=role.can_prefill,
         block_size_tokens=layout.block_size_tokens,
-        block_bytes=layout.block_bytes,
-        total_blocks=report.blocks.total,
+        total_blocks=total_blocks,
         max_prefill_tokens=max_tokens if role.can_prefill else 0,
         max_decode_tokens=max_tokens if role.can_decode else 0,
         decoding_seqs=decoding_seqs,
@@ -82,7 +82,7 @@ def reported_state(view: WorkerView, kv_group: int, link_s_per_byte: float) -> R
 
 def reserved_state(view: WorkerView) -> ReservedState[float]:
     """Return what a worker has left and what is queued there, own placements included."""
-    report, free_blocks = view.report, view.num_free_blocks
+    report, free_blocks = view.report, view.longest_sequence_blocks(view.num_free_blocks)
     waiting_attended_tokens = report.waiting_prefill_attended_tokens or report.waiting_prefill_tokens**2 / (
         2 * max(1, report.waiting_seqs)
     )

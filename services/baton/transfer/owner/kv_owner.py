@@ -16,6 +16,7 @@ from baton.core.ids import Incarnation, JobId, TransferId, WorkerRef
 from baton.core.interfaces import PinPool
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_layout import KvLayout
+from baton.core.kv.kv_tables import NO_BLOCK, entries_from, hashes_of_entries, hashes_of_prefix, num_entries
 from baton.core.messages.peer_messages import (
     Abandon,
     FirstToken,
@@ -75,7 +76,7 @@ class KvOwner:
         tracing: Tracing = OFF,
     ) -> None:
         self._tracing = tracing
-        self._block_size = layout.block_size_tokens
+        self._windows, self._block_size = layout.windows, layout.block_size_tokens
         self._num_blocks = num_blocks
         self._pins = pins
         self._send = send
@@ -125,20 +126,27 @@ class KvOwner:
         hashes: Sequence[BlockHash],
         now_s: float,
         *,
-        first_block: int = 0,
+        first_blocks: tuple[int, ...] = (0,),
     ) -> None:
         """Pin the blocks of a job's prompt. Does nothing if the transfer has ended.
 
-        hashes: of the full blocks, in order
-        first_block: the blocks before it are not needed to continue the prompt. They are neither pinned nor
-            announced.
+        block_table: flat (`core.kv.kv_tables`). Called again when blocks were added to it.
+        hashes: of the full blocks of tokens, in order
+        first_blocks: by table; the blocks before them are not needed to continue the prompt. They are neither
+            pinned nor announced.
         """
         transfer = self._transfers.get(job)
-        if transfer is None or transfer.pinned or transfer.lost is not None:
+        if transfer is None or transfer.lost is not None:
             return
-        transfer.block_table, transfer.hashes = tuple(block_table), tuple(hashes)
-        transfer.first_block, transfer.pinned = first_block, transfer.block_table[first_block:]
-        self._pins.pin(transfer.pinned)
+        num_tables = len(first_blocks)
+        entries = entries_from(first_blocks, len(block_table) // num_tables)
+        before = transfer.block_ids or (NO_BLOCK,) * len(entries)
+        transfer.block_ids = tuple(block_table[entry] for entry in entries)
+        transfer.hashes = tuple(hashes_of_entries(hashes, entries, num_tables))
+        transfer.first_blocks = first_blocks
+        new = [now for now, was in zip(transfer.block_ids, before, strict=True) if now != was]
+        self._pins.pin(new)
+        transfer.pinned += tuple(new)
 
     def announce(
         self,
@@ -159,9 +167,8 @@ class KvOwner:
         if transfer is None or transfer.lost is not None or transfer.is_final:
             return
         transfer.num_computed_tokens = num_computed_tokens
-        transfer.num_ready = (
-            len(transfer.block_table) if final else min(num_computed_tokens // self._block_size, len(transfer.hashes))
-        )
+        num_full = num_entries(transfer.first_blocks, num_computed_tokens // self._block_size)
+        transfer.num_ready = len(transfer.block_ids) if final else min(num_full, len(transfer.hashes))
         transfer.is_final = final
         transfer.first_tokens, transfer.timeline = tuple(first_tokens), timeline
         if final and transfer.lifecycle.state is State.CREATED:
@@ -183,7 +190,7 @@ class KvOwner:
             self._end(transfer, reason, now_s)
             return
         announced = transfer.announced
-        self._pins.unpin(transfer.pinned[len(announced) :])
+        self._pins.unpin([block_id for block_id in transfer.block_ids[len(announced) :] if block_id != NO_BLOCK])
         transfer.pinned = announced
         self._send(transfer.reader, Lost(transfer_id=transfer.transfer_id, reason=reason))
 
@@ -293,15 +300,20 @@ class KvOwner:
     def _follow_prefix(
         self, reader: WorkerRef, message: Follow, subject: HashRange, stream_number: int, now_s: float
     ) -> None:
-        found = tuple(self._lookup(subject.hashes))[: len(subject.hashes)]
+        wanted = hashes_of_prefix(subject.hashes, self._windows)
+        found = tuple(self._lookup(wanted))[: len(wanted)]
+        num_blocks = len(subject.hashes)
+        if len(found) < len(wanted):
+            entries = entries_from(self._windows.first_blocks(num_blocks * self._block_size), num_blocks)
+            num_blocks = entries[len(found)] // self._windows.num_tables
         transfer = OwnedTransfer(
             key=(reader.incarnation, message.transfer_id),
             lifecycle=Lifecycle(OWNED_TRANSFER_TRANSITIONS, State.CREATED),
-            block_table=found,
-            hashes=subject.hashes[: len(found)],
+            block_ids=found,
+            hashes=tuple(wanted[: len(found)]),
             pinned=found,
             num_ready=len(found),
-            num_computed_tokens=len(found) * self._block_size,
+            num_computed_tokens=num_blocks * self._block_size,
             is_final=True,
         )
         self._pins.pin(found)

@@ -18,9 +18,11 @@ from baton.transfer.owner.ended_transfers import Key
 class OwnedTransfer:
     """One transfer at its owner.
 
-    block_table: all blocks of the prompt, [num_blocks]; empty until allocated
-    first_block: index of the first block that the reader can ask for
-    pinned: the part of `block_table` from `first_block` on that is pinned
+    block_ids: all blocks that the reader needs, of all block tables; empty until allocated. NO_BLOCK where
+        the worker has no block yet, because the tokens are not scheduled. Indices of blocks count these.
+    hashes: of `block_ids`, as far as the blocks will be full
+    first_blocks: for each table, the first block of the prompt that the reader needs
+    pinned: the blocks that are pinned
     num_ready: number of computed blocks
     next_block: index of the first block that was not announced to the reader
     lost: why the sequence ended early; None otherwise
@@ -33,9 +35,9 @@ class OwnedTransfer:
     reader: WorkerRef | None = None
     job: JobId | None = None
     transfer_id: TransferId | None = None
-    block_table: tuple[int, ...] = ()
+    block_ids: tuple[int, ...] = ()
     hashes: tuple[BlockHash, ...] = ()
-    first_block: int = 0
+    first_blocks: tuple[int, ...] = (0,)
     pinned: tuple[int, ...] = ()
     num_ready: int = 0
     next_block: int = 0
@@ -50,8 +52,8 @@ class OwnedTransfer:
 
     @property
     def announced(self) -> tuple[int, ...]:
-        """The pinned blocks that were announced to the reader."""
-        return self.pinned[: max(0, self.next_block - self.first_block)]
+        """The blocks that were announced to the reader."""
+        return self.block_ids[: min(self.next_block, self.num_ready)]
 
     def take_announcement(self, generation: Callable[[int], int]) -> KvReady | None:
         """Return the message that announces what the reader does not know yet, and record it as announced.
@@ -61,8 +63,8 @@ class OwnedTransfer:
         """
         if self.lifecycle.state is not State.FOLLOWED or self.reader is None or self.transfer_id is None:
             return None
-        begin = min(max(self.next_block, self.first_block), self.num_ready)
-        block_ids = self.block_table[begin : self.num_ready]
+        begin = min(self.next_block, self.num_ready)
+        block_ids = self.block_ids[begin : self.num_ready]
         if self.final_sent or not (block_ids or self.is_final):
             return None
         hashes = self.hashes[begin : self.num_ready]

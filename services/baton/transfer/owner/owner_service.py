@@ -90,10 +90,15 @@ class OwnerService:
         self._schedule_expiry()
 
     def allocated(
-        self, job: JobId, block_table: Sequence[int], hashes: Sequence[BlockHash], *, first_block: int = 0
+        self,
+        job: JobId,
+        block_table: Sequence[int],
+        hashes: Sequence[BlockHash],
+        *,
+        first_blocks: tuple[int, ...] = (0,),
     ) -> None:
         """Pin the blocks of a job's prompt, see `KvOwner.allocated`."""
-        self.owner.allocated(job, block_table, hashes, self._now_s(), first_block=first_block)
+        self.owner.allocated(job, block_table, hashes, self._now_s(), first_blocks=first_blocks)
 
     def announce(
         self,

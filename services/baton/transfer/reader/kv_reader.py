@@ -11,6 +11,7 @@ from baton.core.ids import Incarnation, JobId, ReadId, TransferId, WorkerRef
 from baton.core.interfaces import Network, ReceivingPool
 from baton.core.kv.block_hash import BlockHash
 from baton.core.kv.kv_layout import KvLayout
+from baton.core.kv.kv_tables import hashes_of_prefix
 from baton.core.messages.peer_messages import HashRange
 from baton.runtime.observability.tracing import OFF, Tracing
 from baton.transfer.backend import TransferBackend
@@ -76,8 +77,10 @@ class KvReader:
     ) -> Pull:
         """Start to pull the KV of a job, or a cached prefix, from its owner.
 
-        have_blocks: number of leading blocks that are here already
-        expected: locally computed hashes of the prompt's full blocks, which the owner's hashes must equal
+        have_blocks: number of leading blocks that are here already, of those that are needed over all block
+            tables
+        expected: locally computed hashes of the needed full blocks of a job, which the owner's hashes must
+            equal
         deadline_s: the pull fails with Reason.DEADLINE after this time
         trace_context: parent of the pull's span
 
@@ -89,6 +92,8 @@ class KvReader:
             raise Refused(
                 Failure(code=Code.UNAVAILABLE, reason=link.broken_by, message=message, retriable=True, blamed=owner)
             )
+        if isinstance(subject, HashRange):
+            expected = hashes_of_prefix(subject.hashes, self._reading.layout.windows)
         pull = Pull(
             link,
             transfer_id=TransferId(self._rng.randrange(1, 2**64)),

@@ -88,7 +88,7 @@ class Pull:
         self._pool = pool
         self.transfer_id = transfer_id
         self.subject = subject
-        self._blocks = PullBlocks(subject.hashes if isinstance(subject, HashRange) else tuple(expected), have_blocks)
+        self._blocks = PullBlocks(tuple(expected), have_blocks)
         self._slices = SliceReader(
             transfer_id,
             link.owner,
@@ -124,7 +124,7 @@ class Pull:
     def receive_into(self, receiving: Mapping[int, int], have_blocks: int) -> None:
         """Set the own blocks to read into, and start reading. Called once.
 
-        receiving: own block ids by index in the prompt's blocks
+        receiving: own block ids by index in the needed blocks
         have_blocks: number of leading blocks that are here; may be fewer than at the start
 
         If the pull has failed already, the blocks are dropped immediately.

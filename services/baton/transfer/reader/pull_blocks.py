@@ -21,9 +21,9 @@ class Slice:
 
 
 class PullBlocks:
-    """The blocks of one pull, by index in the prompt's blocks.
+    """The blocks of one pull, by index in the blocks that the reader needs, over all block tables.
 
-    expected: locally computed hashes of the leading blocks
+    expected: locally computed hashes of the leading ones
     have_blocks: number of leading blocks that need not be pulled
     """
 

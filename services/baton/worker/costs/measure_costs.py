@@ -66,6 +66,20 @@ class StepSize:
         return self.num_seqs * self.blocks_each(block_size_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class _MeasuredBlocks:
+    """The blocks of the measured sequences, in each of `num_tables` block tables."""
+
+    block_ids: Sequence[int]
+    block_size_tokens: int
+    num_tables: int
+
+    def of(self, size: StepSize) -> Iterator[tuple[int, ...]]:
+        """Yield the flat block table of each sequence of a step."""
+        step = size.blocks_each(self.block_size_tokens) * self.num_tables
+        return (tuple(self.block_ids[i * step : (i + 1) * step]) for i in range(size.num_seqs))
+
+
 async def measure_costs(
     executor: Executor, config: EngineConfig, pool: BlockPool, *, budget_s: float = BUDGET_S
 ) -> StepCostModel | None:
@@ -75,10 +89,13 @@ async def measure_costs(
     if the device fails.
     """
     began_s = asyncio.get_running_loop().time()
-    sizes = step_sizes(config, pool.num_allocatable)
-    block_ids = pool.allocate(max((size.num_blocks(config.block_size_tokens) for size in sizes), default=0)) or []
+    num_tables = pool.windows.num_tables
+    sizes = step_sizes(config, pool.num_allocatable // num_tables)
+    most = max((size.num_blocks(config.block_size_tokens) for size in sizes), default=0)
+    block_ids = pool.allocate(most * num_tables) or []
     try:
-        measured = await _measure(executor, sizes, config.block_size_tokens, block_ids, began_s + budget_s)
+        tables = _MeasuredBlocks(block_ids, config.block_size_tokens, num_tables)
+        measured = await _measure(executor, sizes, tables, began_s + budget_s)
         costs = fit_costs(measured)
     except DeviceFault:
         raise
@@ -101,7 +118,7 @@ async def measure_costs(
 def step_sizes(config: EngineConfig, num_blocks: int) -> list[StepSize]:
     """Return the distinct step sizes to measure, most important first.
 
-    Only sizes that respect the engine's limits and fit in `num_blocks` blocks are returned.
+    Only sizes that respect the engine's limits and fit in `num_blocks` blocks a table are returned.
     """
     chunk = min(config.max_num_batched_tokens, config.max_model_len, num_blocks * config.block_size_tokens)
     most = min(config.max_model_len, num_blocks * config.block_size_tokens)
@@ -186,7 +203,7 @@ def _verify(num_seqs: int, num_drafts: int, context_tokens: int, most: int) -> S
 
 
 async def _measure(
-    executor: Executor, sizes: Sequence[StepSize], block_size_tokens: int, block_ids: Sequence[int], until_s: float
+    executor: Executor, sizes: Sequence[StepSize], tables: _MeasuredBlocks, until_s: float
 ) -> list[tuple[StepWork, float]]:
     """Return the shortest time of each size, in seconds. Skips sizes that would exceed the remaining time.
 
@@ -195,7 +212,7 @@ async def _measure(
     loop, step_ids = asyncio.get_running_loop(), count(1)
     least_s: dict[StepWork, float] = {}
     for size in NUM_ROUNDS * tuple(sizes):
-        plan = _plan(next(step_ids), size, block_size_tokens, block_ids)
+        plan = StepPlan(step_id=next(step_ids), sequences=tuple(_sequences(size, tables.of(size))))
         work = work_of(plan)
         expected_s = least_s.get(work) or _guess_s(work, least_s)
         if expected_s is None or loop.time() + expected_s <= until_s:
@@ -232,12 +249,6 @@ async def _timed(executor: Executor, plan: StepPlan) -> float:
     if result.failures:
         raise CannotMeasure(next(iter(result.failures.values())).message)
     return loop.time() - started_s
-
-
-def _plan(step_id: int, size: StepSize, block_size_tokens: int, block_ids: Sequence[int]) -> StepPlan:
-    blocks_each = size.blocks_each(block_size_tokens)
-    tables = (tuple(block_ids[i * blocks_each : (i + 1) * blocks_each]) for i in range(size.num_seqs))
-    return StepPlan(step_id=step_id, sequences=tuple(_sequences(size, tables)))
 
 
 def _sequences(size: StepSize, tables: Iterator[tuple[int, ...]]) -> Iterator[StepSequence]:

@@ -2,7 +2,7 @@
 thread."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from baton.core.cluster.worker_report import WorkerRole
@@ -14,7 +14,8 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.config.worker_settings import draft_model_of
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.costs.step_cost_keeper import step_costs_key
-from baton.worker.device.worker_device import DraftDevice
+from baton.worker.device.gpu_start import refused_on_gpu
+from baton.worker.device.worker_device import DraftDevice, num_blocks_per_draft_block
 
 if TYPE_CHECKING:
     from baton.model.backends.backend_selection import Backend
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 class LoadedDraft:
     """A loaded draft model, before it has KV memory.
 
+    layout: one block table, also for layers with a window: KV is kept for all tokens.
     step_bytes: peak activations of its largest step. vocab_size: of the model that verifies.
     """
 
@@ -36,15 +38,20 @@ class LoadedDraft:
     step_bytes: int
     vocab_size: int
 
-    def open(self, thread: ThreadPoolExecutor, num_blocks: int) -> DraftDevice:
-        """Allocate KV memory of `num_blocks` blocks and start the executor. Call it in `thread`."""
+    def open(self, thread: ThreadPoolExecutor, layout: KvLayout, num_model_blocks: int) -> DraftDevice:
+        """Allocate KV memory for the tokens of a model with this layout and start the executor.
+
+        Call it in `thread`, and `backend.after_warmup` once both models have run each kind of step.
+        """
         from baton.model.device.device_info import device_name
         from baton.model.device.kv_tensors import KvCache
         from baton.model.torch_executor import TorchExecutor
 
         loaded = self.loaded
+        num_blocks = -(-num_model_blocks // num_blocks_per_draft_block(layout))
         cache = KvCache.zeros(self.layout, num_blocks, loaded.device, loaded.dtype)
-        executor = TorchExecutor(loaded.model, cache, thread=thread, backend=self.backend)
+        backend = replace(self.backend, after_warmup=lambda: None)  # the other model is still to be compiled
+        executor = TorchExecutor(loaded.model, cache, thread=thread, backend=backend)
         executor.warm(self.engine_config.max_num_seqs)
         generations = MemoryGenerationTable(bytearray(ENTRY_BYTES * num_blocks), 0)
         return DraftDevice(
@@ -78,11 +85,16 @@ def load_draft(config: WorkerConfig, verifying: "LoadedModel", num_threads: int)
     from baton.model.loading.same_tokenizer import require_same_tokenizer
     from baton.model.peak_memory import measure_step_bytes
 
+    refused = refused_on_gpu(config, name)
     path = resolve_model(name)
     require_same_tokenizer(verifying.path, path)
     loaded = load_model(path, device=verifying.device.type, weights=config.weights)
     backend = choose_backend(
-        loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
+        loaded,
+        kernels=config.kernels,
+        num_threads=num_threads,
+        block_size_tokens=config.block_size_tokens,
+        gpu_refused=refused,
     )
     limits = draft_engine_config(config, min(loaded.max_model_len, verifying.max_model_len))
     return LoadedDraft(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.ids import WorkerRef
 from baton.core.kv.kv_layout import KvLayout
+from baton.core.kv.kv_tables import windows_text
 from baton.engine.constraints.grammar_tokenizer import read_grammar_tokenizer
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -88,18 +89,27 @@ def _open_in_compute_thread(
     num_blocks = num_blocks_for_worker(
         config, layout, loaded.max_model_len, free, step_bytes=step_bytes, is_host=is_host, draft=draft
     )
-    log.info("kv_memory_sized", num_blocks=num_blocks, block_bytes=layout.block_bytes, step_bytes=step_bytes)
+    log.info(
+        "kv_memory_sized",
+        num_blocks=num_blocks,
+        block_bytes=layout.block_bytes,
+        step_bytes=step_bytes,
+        tables=windows_text(layout.tables),
+        longest_sequence_blocks=layout.windows.num_blocks_at_once(loaded.max_model_len, config.max_num_batched_tokens),
+    )
     cache, registered = _open_kv(config, worker, loaded, layout, num_blocks, path.path)
-    pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations)
+    pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations, layout.windows)
     executor = TorchExecutor(loaded.model, cache, thread=thread, backend=backend, constraints=constraints)
+    draft_device = None if draft is None else draft.open(thread, layout, num_blocks)  # may compile, too
     executor.warm(config.max_num_seqs)
-    draft_device = None if draft is None else draft.open(thread, num_blocks)
+    if draft is not None:
+        draft.backend.after_warmup()
     reason = f" ({path.reason})" if path.reason else ""
     kv_text = f"{kv_summary(config, layout, num_blocks)}{registered.note}{reason}"
     draft_text = "" if draft_device is None else f", {draft_device.summary}"
     return Device(
         executor=executor,
-        engine_config=engine_config_of(config, loaded.max_model_len, loaded.eos_token_ids, kv_window=layout.window),
+        engine_config=engine_config_of(config, loaded.max_model_len, loaded.eos_token_ids),
         pool=pool,
         backend=registered.backend,
         constraints=constraints,

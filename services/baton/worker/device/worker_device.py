@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.core.kv.kv_layout import KvLayout
+from baton.core.kv.kv_tables import windows_text
 from baton.core.step_cost import StepCostModel
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -76,13 +77,8 @@ class DraftSize(Protocol):
     def step_bytes(self) -> int: ...
 
 
-def engine_config_of(
-    config: WorkerConfig, max_model_len: int, eos_token_ids: tuple[int, ...], *, kv_window: int = 0
-) -> EngineConfig:
-    """Return the engine limits of a worker, from its settings and its model.
-
-    kv_window: see `EngineConfig`.
-    """
+def engine_config_of(config: WorkerConfig, max_model_len: int, eos_token_ids: tuple[int, ...]) -> EngineConfig:
+    """Return the engine limits of a worker, from its settings and its model."""
     return EngineConfig(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
@@ -90,7 +86,6 @@ def engine_config_of(
         block_size_tokens=config.block_size_tokens,
         eos_token_ids=eos_token_ids,
         max_waiting_seqs=config.max_queued_jobs,
-        kv_window=kv_window,
         targets=config.target_factors,
     )
 
@@ -108,13 +103,14 @@ def num_blocks_for_worker(
     """Return how many KV blocks this worker allocates.
 
     free_bytes: free host memory, or this worker's part of the free GPU memory; step_bytes: peak activations
-    of the largest step; draft: a draft model, which gets as many blocks, and takes turns with the model.
+    of the largest step; draft: a draft model, which holds as many tokens, and takes turns with the model.
     """
     return num_kv_blocks(
         layout,
-        draft_block_bytes=0 if draft is None else draft.layout.block_bytes,
+        draft_block_bytes=0 if draft is None else -(-draft.layout.block_bytes // num_blocks_per_draft_block(layout)),
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
+        chunk_tokens=config.max_num_batched_tokens,
         free=free_bytes,
         step_bytes=step_bytes if draft is None else max(step_bytes, draft.step_bytes),
         share=HOST_SHARE if is_host else DEVICE_SHARE,
@@ -123,8 +119,19 @@ def num_blocks_for_worker(
     )
 
 
+def num_blocks_per_draft_block(layout: KvLayout) -> int:
+    """Return for how many KV blocks of the model a draft model gets one.
+
+    A block of a draft model holds all its layers, while the model has a block for each table. Those without
+    a window hold all tokens of a sequence, and so must the draft model.
+    """
+    return max(1, sum(not table.window for table in layout.tables))
+
+
 def kv_summary(config: WorkerConfig, layout: KvLayout, num_blocks: int) -> str:
     """Describe the KV memory for the one-line device summary."""
     size_mib = num_blocks * layout.block_bytes / MIB
     blocks = f"{num_blocks} blocks of {layout.block_size_tokens} tokens"
+    if len(layout.tables) > 1:
+        blocks += f" for {windows_text(layout.tables)}"
     return f"KV {blocks} in {layout.kv_dtype} ({size_mib:.0f} MiB), {config.transfer}"

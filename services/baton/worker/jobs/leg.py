@@ -17,7 +17,7 @@ from baton.engine.constraints.sampling_rules import SamplingRules
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.loop import EngineLoop
-from baton.engine.state.outcome import AdmittedSequence, PrefillProgress, SequenceOutput
+from baton.engine.state.outcome import AdmittedSequence, GrownSequence, PrefillProgress, SequenceOutput
 from baton.engine.state.sequence import SequenceRequest, max_cached_blocks
 from baton.engine.state.step import SampledToken
 from baton.runtime.logging import get_logger
@@ -122,6 +122,9 @@ class Leg(ABC):
 
     def progressed(self, progress: PrefillProgress) -> None:  # noqa: B027 - only a prefill leg announces
         """Handle that a step has computed part of the prompt."""
+
+    def grown(self, growth: GrownSequence) -> None:  # noqa: B027 - only a prefill leg has a reader
+        """Handle that the engine has allocated further blocks of the sequence."""
 
     def produced(self, output: SequenceOutput) -> None:
         """Handle new tokens of one sample, or the failure of the sequence.

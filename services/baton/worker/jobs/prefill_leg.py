@@ -4,11 +4,10 @@ The transfer outlives the leg. Its blocks stay pinned until the reader releases 
 """
 
 from baton.core.errors import Failure
-from baton.core.kv.block_hash import first_visible_block
 from baton.core.messages.jobs import PrefillJob
 from baton.core.messages.peer_messages import FirstToken
 from baton.core.request import LegTimeline
-from baton.engine.state.outcome import AdmittedSequence, PrefillProgress, SequenceOutput
+from baton.engine.state.outcome import AdmittedSequence, GrownSequence, PrefillProgress, SequenceOutput
 from baton.engine.state.sequence import SequenceRequest
 from baton.worker.jobs.leg import ComputingLeg, LegOutput, LegParts
 
@@ -33,11 +32,18 @@ class PrefillLeg(ComputingLeg):
     def admitted(self, admission: AdmittedSequence) -> None:
         super().admitted(admission)
         if self._reader is not None:
-            config = self._parts.engine.engine.config
-            unseen = first_visible_block(len(self._job.token_ids), config.kv_window, config.block_size_tokens)
-            self._parts.owner.allocated(self._job.job, admission.block_table, self._hashes, first_block=unseen)
+            self._give_to_reader(admission.block_table)
             if admission.num_cached_blocks:
                 self._announce(admission.num_cached_blocks * self._parts.block_size_tokens)
+
+    def grown(self, growth: GrownSequence) -> None:
+        if self._reader is not None:
+            self._give_to_reader(growth.block_table)
+
+    def _give_to_reader(self, block_table: tuple[int, ...]) -> None:
+        """Pin the blocks that the reader needs to continue after the prompt."""
+        first_blocks = self._parts.pool.windows.first_blocks(len(self._job.token_ids))
+        self._parts.owner.allocated(self._job.job, block_table, self._hashes, first_blocks=first_blocks)
 
     def progressed(self, progress: PrefillProgress) -> None:
         # The last blocks are announced together with the first tokens, once these are known to be valid.

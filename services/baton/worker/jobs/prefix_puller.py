@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import Failure, Refused
 from baton.core.kv.block_hash import BlockHash
+from baton.core.kv.kv_tables import entries_from, hashes_of_prefix
 from baton.core.messages.jobs import PrefixSource
 from baton.core.messages.peer_messages import HashRange
 from baton.core.step_cost import StepCostModel
@@ -66,12 +67,13 @@ class PrefixPuller:
         leading blocks.
         """
         wanted = tuple(hashes[: source.num_blocks])
+        needed = hashes_of_prefix(wanted, self._pool.windows)
         limit_s = self._limit_s(wanted)
         try:
             async with asyncio.timeout(limit_s):
-                while (running := self._running_pull(wanted)) is not None:
+                while (running := self._running_pull(needed)) is not None:
                     await running.ended.wait()
-                await self._pull(source, HashRange(hashes=wanted, cache_salt=cache_salt), trace_context)
+                await self._pull(source, HashRange(hashes=wanted, cache_salt=cache_salt), needed, trace_context)
         except TimeoutError:
             log.info("prefix_pull_timed_out", source=str(source.worker), num_blocks=len(wanted), limit_s=limit_s)
         except Refused as refused:
@@ -79,36 +81,55 @@ class PrefixPuller:
         except Exception:  # a bug in Baton must not fail the request
             log.exception("prefix_pull_failed", source=str(source.worker))
 
-    def _running_pull(self, wanted: Sequence[BlockHash]) -> _RunningPull | None:
-        num_held = self._pool.count_cached(wanted)
-        return self._running.get(wanted[num_held]) if num_held < len(wanted) else None
+    def _running_pull(self, needed: Sequence[BlockHash]) -> _RunningPull | None:
+        num_held = self._pool.count_cached(needed)
+        return self._running.get(needed[num_held]) if num_held < len(needed) else None
 
-    async def _pull(self, source: PrefixSource, wanted: HashRange, trace_context: str) -> None:
-        """Raise Refused if the pull fails. Blocks that were received until then stay in the cache."""
-        held = self._pool.match(wanted.hashes, len(wanted.hashes))  # referenced, so that the prefix is not evicted
+    async def _pull(
+        self, source: PrefixSource, wanted: HashRange, needed: Sequence[BlockHash], trace_context: str
+    ) -> None:
+        """Raise Refused if the pull fails. Blocks that were received until then stay in the cache.
+
+        needed: hashes of the blocks with which `wanted` can be continued, over all block tables.
+        """
+        held = self._pool.match(needed, len(needed))  # referenced, so that the prefix is not evicted
         try:
-            num_missing = min(len(wanted.hashes) - len(held), self._num_affordable())
-            if num_missing > 0:
-                asked = HashRange(hashes=wanted.hashes[: len(held) + num_missing], cache_salt=wanted.cache_salt)
-                await self._pull_missing(source, asked, len(held), trace_context)
+            num_missing = min(len(needed) - len(held), self._num_affordable())
+            if num_missing <= 0:
+                return
+            if not self._pool.windows.has_windows:  # a part of the prefix is of use, too
+                wanted = HashRange(hashes=wanted.hashes[: len(held) + num_missing], cache_salt=wanted.cache_salt)
+            elif len(held) + num_missing < len(needed):
+                return
+            await self._pull_missing(source, wanted, needed[len(held)], len(held), num_missing, trace_context)
         finally:
             self._pool.unref(held)
 
-    async def _pull_missing(self, source: PrefixSource, asked: HashRange, num_held: int, trace_context: str) -> None:
-        first_missing = asked.hashes[num_held]
-        running = self._running[first_missing] = _RunningPull(unallocated_blocks=len(asked.hashes) - num_held)
+    async def _pull_missing(
+        self,
+        source: PrefixSource,
+        asked: HashRange,
+        first_missing: BlockHash,
+        num_held: int,
+        num_missing: int,
+        trace_context: str,
+    ) -> None:
+        running = self._running[first_missing] = _RunningPull(unallocated_blocks=num_missing)
         try:
             pull = self._reader.pull(source.worker, asked, have_blocks=num_held, trace_context=trace_context)
             try:
-                await self._receive(pull, num_held, running)
+                await self._receive(pull, len(asked.hashes), num_held, running)
             finally:
                 pull.cancel()
         finally:
             del self._running[first_missing]
             running.ended.set()
 
-    async def _receive(self, pull: Pull, num_held: int, running: _RunningPull) -> None:
-        """Wait for the owner's announcement, allocate blocks for what it holds, and read them."""
+    async def _receive(self, pull: Pull, num_blocks: int, num_held: int, running: _RunningPull) -> None:
+        """Wait for the owner's announcement, allocate blocks for what it holds, and read them.
+
+        num_blocks: length of the prefix. num_held: blocks of it that are here, over all block tables.
+        """
         await pull.announced()
         final = pull.final
         num_available = (
@@ -116,7 +137,9 @@ class PrefixPuller:
             if final is None
             else min(running.unallocated_blocks, final.first_block_index + len(final.block_ids) - num_held)
         )
-        receiving = self._allocate(num_available)
+        windows = self._pool.windows
+        entries = entries_from(windows.first_blocks(num_blocks * windows.block_size_tokens), num_blocks)
+        receiving = self._allocate(entries[num_held : num_held + num_available])
         if receiving is None:
             log.info(
                 "prefix_pull_skipped",
@@ -139,15 +162,16 @@ class PrefixPuller:
             # Received blocks stay in the cache. The pull still owns the others until their reads have ended.
             self._pool.unref(receiving)
 
-    def _allocate(self, num_blocks: int) -> list[int] | None:
+    def _allocate(self, entries: Sequence[int]) -> list[int] | None:
         """Allocate blocks for replicas, evicting idle ones if the budget requires it.
 
-        None if that is not possible.
+        entries: of a flat block table. None if that is not possible.
         """
+        num_blocks = len(entries)
         num_kept = self._pool.num_replicas - self._pool.num_idle_replicas
         if not 0 < num_blocks <= self._num_free_blocks() or num_kept + num_blocks > self._max_replicas:
             return None
-        receiving = self._pool.allocate_receiving(num_blocks)
+        receiving = self._pool.allocate_receiving(num_blocks, entries)
         if receiving is not None:
             self._pool.mark_replicas(receiving)
             self._pool.evict_replicas(max(0, self._pool.num_replicas - self._max_replicas))
@@ -159,15 +183,17 @@ class PrefixPuller:
         return self._max_replicas - asked - (self._pool.num_replicas - self._pool.num_idle_replicas)
 
     def _num_free_blocks(self) -> int:
-        """Return the blocks that may be allocated. One spare block is kept for each running sequence."""
-        return self._pool.num_allocatable - self._engine.running_seqs
+        """Return the blocks that may be allocated. The blocks of one token are kept for each running
+        sequence."""
+        spare = self._engine.running_seqs * self._pool.windows.num_tables
+        return self._pool.num_allocatable - spare - self._engine.num_reserved_blocks
 
     def _limit_s(self, wanted: Sequence[BlockHash]) -> float:
         """Return the time limit of a pull, in seconds."""
         costs, block_size_tokens = self._costs(), self._pool.block_size_tokens
         if costs is None:
             return DEFAULT_PULL_S
-        num_held = self._pool.count_cached(wanted)
+        num_held = self._pool.lookup_prefix(wanted).num_blocks
         compute_s = costs.prefill_s(
             (len(wanted) - num_held) * block_size_tokens,
             num_held * block_size_tokens,

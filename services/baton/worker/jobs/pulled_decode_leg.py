@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from baton.core.errors import Code, Failure, Reason, Refused
 from baton.core.ids import WorkerRef
-from baton.core.kv.block_hash import first_visible_block
+from baton.core.kv.block_hash import BlockHash, num_blocks_for
+from baton.core.kv.kv_tables import entries_from, hashes_of_entries
 from baton.core.messages.jobs import DecodeJob
 from baton.core.messages.peer_messages import FirstToken
 from baton.core.request import LegTimeline, Usage
@@ -52,29 +53,29 @@ class PulledDecodeLeg(DecodeLeg):
     def begin(self) -> None:
         # Refuse an invalid request now rather than when the KV is ready.
         self._parts.engine.engine.check_request(self._request(pulled=True))
-        usable = self._hashes[: max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)]
+        usable = max_cached_blocks(len(self._job.token_ids), self._parts.block_size_tokens)
         self._pull = self._parts.reader.pull(
             self._owner,
             self._job.job,
-            have_blocks=max(self._parts.pool.count_cached(usable), self._num_unseen_blocks),
-            expected=self._hashes,
+            have_blocks=self._parts.pool.count_cached(self._needed_hashes(usable)),
+            expected=self._needed_hashes(len(self._hashes)),
             trace_context=self._job.trace_context,
         )
         self._parts.tasks.start(self._pull_and_join(self._pull), name=f"pull-{self._job.job}")
 
-    @property
-    def _num_unseen_blocks(self) -> int:
-        """Leading blocks of the prompt that no layer sees after it. They are not pulled."""
-        config = self._parts.engine.engine.config
-        return first_visible_block(len(self._job.token_ids), config.kv_window, config.block_size_tokens)
+    def _needed_hashes(self, num_blocks: int) -> list[BlockHash]:
+        """Return the hashes of the prompt's first blocks that are seen after it, over all block tables."""
+        windows, num_tokens = self._parts.pool.windows, len(self._job.token_ids)
+        entries = entries_from(windows.first_blocks(num_tokens), num_blocks_for(num_tokens, windows.block_size_tokens))
+        return hashes_of_entries(self._hashes[:num_blocks], entries, windows.num_tables)
 
     def admitted(self, admission: AdmittedSequence) -> None:
         self._cancel_admission_timeout()
         self._output.counted()
         self._num_cached_tokens = admission.num_cached_blocks * self._parts.block_size_tokens
-        receiving = dict(enumerate(admission.receiving_block_ids, admission.num_cached_blocks))
+        have_blocks = len(admission.cached_block_ids)
         if self._pull is not None:
-            self._pull.receive_into(receiving, admission.num_cached_blocks)
+            self._pull.receive_into(dict(enumerate(admission.receiving_block_ids, have_blocks)), have_blocks)
 
     async def _pull_and_join(self, pull: Pull) -> None:
         try:

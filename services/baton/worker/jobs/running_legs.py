@@ -36,12 +36,16 @@ class RunningLegs:
         Outcomes of sequences whose job has ended are dropped; blocks that such a sequence received are freed.
         """
         for admission in outcome.admissions:
-            self._pool.count_use(admission.block_table[admission.num_freed_blocks : admission.num_cached_blocks])
+            self._pool.count_use(admission.cached_block_ids)
             leg = self._legs.get(admission.seq_id)
             if leg is not None:
                 leg.admitted(admission)
             elif admission.receiving_block_ids:
                 self._pool.drop_receiving(admission.receiving_block_ids)
+        for growth in outcome.growths:
+            leg = self._legs.get(growth.seq_id)
+            if leg is not None:
+                leg.grown(growth)
         for progress in outcome.progress:
             leg = self._legs.get(progress.seq_id)
             if leg is not None:

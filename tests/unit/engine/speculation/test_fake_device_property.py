@@ -13,7 +13,7 @@ from tests.scale import sized
 from tests.unit.engine.speculation.reference_drafter import SHARE_OF_RIGHT, EagerSpeculation, ReferenceDrafter
 from tests.unit.engine.test_engine_property import World
 
-NUM_WORLDS = sized(7, 70)
+NUM_WORLDS = sized(10, 70)
 """For each drafter. A world has about 80 steps."""
 
 
@@ -51,7 +51,7 @@ class DraftingWorld(World):
     def step(self) -> bool:
         has_run = super().step()
         for seq in self.rig.engine._sequences.running.values():
-            unused = len(seq.block_table) - num_blocks_needed(seq, self.rig.config.block_size_tokens)
+            unused = seq.num_blocks - num_blocks_needed(seq, self.rig.config.block_size_tokens)
             assert unused <= 1, f"{seq} keeps blocks of rejected drafts"
         live = {seq.key for seq in self.rig.engine._sequences.all_by_request()}
         assert self.drafting.drafter.known <= live

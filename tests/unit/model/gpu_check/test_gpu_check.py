@@ -33,7 +33,7 @@ from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.loading.model_shapes import shape_config
 from baton.model.loading.random_init import init_model
 from baton.model.step.forward import ModelForward
-from baton.model.verification.verify_backend import verify_logits
+from baton.model.verification.verify_backend import Windows, verify_logits
 from baton.runtime.child.stages import StageRun, StageRunner, StageVerdict
 from baton.runtime.child.verdict_cache import VerdictCache
 from tests.integration.test_model_exactness import TINY_MODELS
@@ -62,8 +62,8 @@ def model(tmp_path: Path) -> CheckedModel:
     return checked(tmp_path / "model")
 
 
-def cpu_triton(loaded: LoadedModel, block_size_tokens: int) -> Backend:
-    verify_logits(loaded, block_size_tokens)
+def cpu_triton(loaded: LoadedModel, block_size_tokens: int, windows: Windows) -> Backend:
+    verify_logits(loaded, block_size_tokens, windows=windows)
     return Backend(name=TRITON, forward=ModelForward(loaded.model), kernel=paged_attention, warm_contexts=(32,))
 
 
@@ -71,18 +71,18 @@ class StandIn(ModelForward):
     """Takes the place of compiled layers, because tracing takes ten seconds of processor time."""
 
 
-def cpu_compiled(loaded: LoadedModel, kernel: Any, name: str, block_size_tokens: int) -> Backend:
+def cpu_compiled(loaded: LoadedModel, kernel: Any, name: str, block_size_tokens: int, windows: Windows) -> Backend:
     forward = StandIn(loaded.model)
-    verify_logits(loaded, block_size_tokens, kernel=kernel, forward=forward)
+    verify_logits(loaded, block_size_tokens, kernel=kernel, forward=forward, windows=windows)
     return Backend(name=f"{name}, compiled", forward=forward, kernel=kernel, warm_tokens=(1, 2))
 
 
-def cpu_graphed(loaded: LoadedModel, backend: Backend, block_size_tokens: int) -> Backend:
+def cpu_graphed(loaded: LoadedModel, backend: Backend, block_size_tokens: int, windows: Windows) -> Backend:
     assert isinstance(backend.forward, ModelForward)
     forward = CudaGraphForward(
         backend.forward, decode_kernel, max_model_len=loaded.max_model_len, capture=CountingCapture()
     )
-    verify_logits(loaded, block_size_tokens, forward=forward)
+    verify_logits(loaded, block_size_tokens, forward=forward, windows=windows)
     forward.release_graphs()
     return replace(backend, name=f"{backend.name}, {GRAPHS}", forward=forward, warm_batches=(1, 2, 4))
 
@@ -150,9 +150,9 @@ def test_graphs_are_captured_over_layers_that_were_compiled_before(model: Checke
     loaded = load_reduced(model, tmp_path / "reduced")
     names = []
 
-    def graphed(loaded: LoadedModel, backend: Backend, block_size_tokens: int) -> Backend:
+    def graphed(loaded: LoadedModel, backend: Backend, block_size_tokens: int, windows: Windows) -> Backend:
         names.append(type(backend.forward).__name__)
-        return cpu_graphed(loaded, backend, block_size_tokens)
+        return cpu_graphed(loaded, backend, block_size_tokens, windows)
 
     build = replace(ON_CPU, graphed=graphed)
     assert ends(reports(loaded, model, build, **{TRITON: "", COMPILED: ""})) == {GRAPHS: ""}
@@ -249,7 +249,7 @@ def test_a_refused_part_is_not_run_in_the_worker(
     loaded = load_model(Path(model.path), dtype="float32", device="cpu")
 
     def name(*stages: str) -> str | None:
-        chosen = backend_selection._gpu_backend(loaded, SIZE, dict.fromkeys(stages, "it crashed"))
+        chosen = backend_selection._gpu_backend(loaded, SIZE, (), dict.fromkeys(stages, "it crashed"))
         return None if chosen is None else chosen.name
 
     monkeypatch.setattr(backend_selection, "compiled_backend", lambda *arguments: cpu_compiled(*arguments))

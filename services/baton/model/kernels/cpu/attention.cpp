@@ -10,7 +10,7 @@ void attention(const AttentionArgs& args) {
     const AttentionPlan<T> plan(args, Kernel::MAX_TILE_ROWS);
     std::vector<SoftmaxState> splits(plan.num_split_states);
     run_team(args.num_threads, NUM_ATTENTION_LOOPS,
-        [&](TeamThread& team) { attend<T, Kernel>(team, plan, args.kv, args.sinks, splits); });
+        [&](TeamThread& team) { attend<T, Kernel>(team, plan, args.kv, args.tables, args.sinks, splits); });
 }
 
 }  // namespace

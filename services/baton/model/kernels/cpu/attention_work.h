@@ -92,10 +92,10 @@ struct AttentionPlan {
     int64_t head_of(const WorkItem& item, int row) const { return item.head_begin + row % num_heads(item); }
 };
 
-// S: type of the stored keys and values.
+// S: type of the stored keys and values. `tables`: of the layer, instead of those in AttentionArgs.
 template <typename S, typename T, typename Kernel>
-void run_work_item(const AttentionPlan<T>& plan, const LayerKv& layer_kv, const WorkItem& item, Kernel& kernel,
-    SoftmaxState& state) {
+void run_work_item(const AttentionPlan<T>& plan, const LayerKv& layer_kv, const int32_t* tables, const WorkItem& item,
+    Kernel& kernel, SoftmaxState& state) {
     const AttentionArgs& args = plan.args;
     const int rows = plan.num_rows(item), before = args.context_len[item.seq] - plan.num_tokens(item.seq);
     const T* queries[MAX_ROWS];
@@ -106,7 +106,7 @@ void run_work_item(const AttentionPlan<T>& plan, const LayerKv& layer_kv, const 
         const int own = before + plan.own_token(item, r);
         visible[r] = KvRange{args.window ? std::max(0, own + 1 - args.window) : 0, own + 1};
     }
-    const KvRows<S> kv(layer_kv, args.kv_strides, item.kv_head, args.tables + args.table_begin[item.seq],
+    const KvRows<S> kv(layer_kv, args.kv_strides, item.kv_head, tables + args.table_begin[item.seq],
         args.block_size, args.head_dim, visible[0].begin);
     state.start(rows, args.head_dim);
     kernel.attend(queries, rows, visible, kv, item.range, args.scale * LOG2_E, state);
@@ -151,11 +151,11 @@ inline void combine(std::vector<SoftmaxState>& splits, const WorkItem& item, Sof
 
 constexpr size_t NUM_ATTENTION_LOOPS = 2;
 
-// All threads of the team call it. `sinks`: of this layer, as in AttentionArgs. `splits`: shared by the team, at
-// least num_split_states elements.
+// All threads of the team call it. `kv`, `tables`, `sinks`: of this layer, as in AttentionArgs. `splits`: shared by
+// the team, at least num_split_states elements.
 template <typename T, typename Kernel>
-void attend(TeamThread& team, const AttentionPlan<T>& plan, const LayerKv& kv, const float* sinks,
-    std::vector<SoftmaxState>& splits) {
+void attend(TeamThread& team, const AttentionPlan<T>& plan, const LayerKv& kv, const int32_t* tables,
+    const float* sinks, std::vector<SoftmaxState>& splits) {
     thread_local Kernel kernel;
     thread_local SoftmaxState state;
     const auto num_items = int64_t(plan.items.size());
@@ -163,9 +163,9 @@ void attend(TeamThread& team, const AttentionPlan<T>& plan, const LayerKv& kv, c
         const WorkItem& item = plan.items[i];
         SoftmaxState& target = item.num_splits > 1 ? splits[item.first_split + item.split] : state;
         if (kv.is_quantized()) {
-            run_work_item<int8_t>(plan, kv, item, kernel, target);
+            run_work_item<int8_t>(plan, kv, tables, item, kernel, target);
         } else {
-            run_work_item<T>(plan, kv, item, kernel, target);
+            run_work_item<T>(plan, kv, tables, item, kernel, target);
         }
         if (item.num_splits == 1) write_output(plan, item, state, sinks);
     });

@@ -22,7 +22,7 @@ struct ExpertsArgs {
 // may be none.
 // gate_up, down: of the MLP, unless the layer has experts.
 // q_norm, k_norm, norms_all_heads: see RopeArgs. rotary: index into the step's tables, or -1.
-// sinks, window, scale: see attention.h. kv: of this layer, see layer_kv.h.
+// sinks, window, scale: see attention.h. kv: of this layer, see layer_kv.h. table: the block table of its KV.
 struct LayerArgs {
     GemmArgs qkv, o, gate_up, down;
     const ExpertsArgs* experts;
@@ -30,6 +30,7 @@ struct LayerArgs {
     NormArgs q_norm, k_norm;
     const float* sinks;
     LayerKv kv;
+    int32_t table;
     int32_t window;
     int32_t rotary;
     int32_t norms_all_heads;
@@ -49,6 +50,8 @@ struct LayerArgs {
 // rotary_tables: of this step, see LayerArgs.
 // rows_attention: attention of `rows` only, each as a sequence of one token; unused if `rows` has all tokens.
 // rope: what all layers share.
+// table_stride: from the blocks of one block table to those of the next, in `tables` of both attentions. The slots
+// of `rope` are [block tables, num_tokens].
 struct DecoderArgs {
     const LayerArgs* layers;
     const RotaryTable* rotary_tables;
@@ -60,6 +63,7 @@ struct DecoderArgs {
     const int64_t* rows;
     int64_t num_rows;
     int64_t num_tokens;
+    int64_t table_stride;
     int32_t num_layers;
     int32_t size;
     NormArgs final_norm;
@@ -209,6 +213,7 @@ void run_layers(const DecoderArgs& args) {
             RopeArgs rope = args.rope;
             rope.qkv = scratch.qkv;
             rope.kv = layer.kv;
+            rope.slots += layer.table * tokens;
             rope.q_norm = layer.q_norm;
             rope.k_norm = layer.k_norm;
             rope.norms_all_heads = layer.norms_all_heads;
@@ -223,7 +228,8 @@ void run_layers(const DecoderArgs& args) {
                 plan = &last_layer_plans;
                 rows = args.num_rows;
             }
-            attend<T, Kernel>(team, plan->of(layer), layer.kv, layer.sinks, splits);
+            const int32_t* tables = args.attention.tables + layer.table * args.table_stride;
+            attend<T, Kernel>(team, plan->of(layer), layer.kv, tables, layer.sinks, splits);
             product(team, static_cast<const T*>(scratch.attended), layer.o, scratch.update, rows);
             multiplier = layer.multiplier;
             add_and_norm(team, hidden, scratch.update, layer.after_attention, multiplier, layer.before_mlp, normed,

@@ -116,7 +116,8 @@ def attention_args(
 ) -> AttentionArgs:
     """Return the attention arguments that all layers with the shape of `kv` share in a step.
 
-    Queries, outputs, the layer's KV, window, scale and sinks are left empty.
+    Queries, outputs, the layer's KV, window, scale and sinks are left empty. The blocks are those of block
+    table 0.
     """
     return AttentionArgs(
         token_begin=tables.token_begin.ctypes.data,
@@ -144,14 +145,14 @@ def rope_args(
 ) -> RopeArgs:
     """Return the RoPE arguments that all layers with the shape of `kv` share in a step.
 
-    slots: see `AttentionStep.slot_mapping`. query_scale: float32 [num_tokens], or None. The layer's
-    projection, KV, norms and table are left empty.
+    slots: those of one block table, or of all, see `AttentionStep.slot_mapping`. query_scale: float32
+    [num_tokens], or None. The layer's projection, KV, norms and table are left empty.
     """
     return RopeArgs(
         slots=slots.ctypes.data,
         query_scale=data_address(query_scale),
         kv_strides=kv_strides_args(kv),
-        num_tokens=slots.size,
+        num_tokens=slots.shape[-1],
         num_heads=num_heads,
         num_kv_heads=kv.num_kv_heads,
         head_dim=kv.head_dim,

@@ -127,6 +127,7 @@ class Kernels:
         args.q, args.q_token_stride, args.q_head_stride = query.data_ptr(), query.stride(0), query.stride(1)
         args.out, args.out_token_stride, args.out_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
         args.kv = layer_kv_args(kv)
+        args.tables = tables.block_ids[cache.table_of[layer]].ctypes.data
         args.window, args.scale = params.window or 0, params.scaling
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
         args.sinks = data_address(sinks)
@@ -146,13 +147,13 @@ class Kernels:
 
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; its queries are changed in
         place.
-        slots: [num_tokens], see `AttentionStep.slot_mapping`.
+        slots: [num_tables, num_tokens], see `AttentionStep.slot_mapping`.
         rotary: None if nothing is rotated.
         query_scale: float32 [num_tokens], factors of the rotated queries, or None.
         """
         kv = cache.layers[layer]
         num_heads = qkv.shape[1] // kv.head_dim - 2 * kv.num_kv_heads
-        args = rope_args(cache, kv, slots, query_scale, num_heads, self.num_threads)
+        args = rope_args(cache, kv, slots[cache.table_of[layer]], query_scale, num_heads, self.num_threads)
         args.qkv, args.kv = qkv.data_ptr(), layer_kv_args(kv)
         args.q_norm, args.k_norm = norm_args(norms.q), norm_args(norms.k)
         args.norms_all_heads = norms.over_all_heads

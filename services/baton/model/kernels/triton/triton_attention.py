@@ -20,7 +20,7 @@ import triton.language as tl
 from baton.model.attention.attention_inputs import AttentionParams, AttentionStep
 from baton.model.attention.graph_step import GraphStep
 from baton.model.device.async_copy import upload
-from baton.model.device.kv_tensors import LayerKv
+from baton.model.device.kv_tensors import KvCache
 
 CHUNK_ROWS = 64
 """Query rows per program for prompt chunks: tokens times query heads per KV head."""
@@ -121,7 +121,8 @@ class Tiles:
     token: row of its first token in the packed batch.
     count: number of tokens.
     position: KV index of its first token.
-    table: start of its sequence's block table in `block_ids`.
+    table: start of its sequence's blocks in a row of `block_ids`.
+    block_ids: [num_tables, ...].
     longest: the longest context among them, in tokens.
     """
 
@@ -185,7 +186,7 @@ def triton_attention(
     is_decode = num_tokens == len(step.segments)
     rows = max(triton.next_power_of_2(group), DECODE_ROWS if is_decode else CHUNK_ROWS)
     tiles = step.get_or_make(("tiles", rows // group), lambda: tiles_of(step, rows // group))
-    return attend_tiles(query, step.cache.layers[layer], tiles, rows, AttentionParams(scaling, window, sinks))
+    return attend_tiles(query, step.cache, layer, tiles, rows, AttentionParams(scaling, window, sinks))
 
 
 def triton_decode(
@@ -205,7 +206,7 @@ def triton_decode(
 
     def tiles() -> Tiles:
         rows = torch.arange(num_seqs, dtype=torch.int32, device=query.device)
-        max_blocks = decodes.block_ids.shape[1]
+        max_blocks = decodes.block_ids.shape[2]
         return Tiles(
             token=rows,
             count=torch.ones_like(rows),
@@ -215,17 +216,19 @@ def triton_decode(
             longest=max_blocks * cache.block_size_tokens,
         )
 
-    kv = cache.layers[layer]
-    rows = max(triton.next_power_of_2(num_heads // kv.num_kv_heads), DECODE_ROWS)
+    rows = max(triton.next_power_of_2(num_heads // cache.layers[layer].num_kv_heads), DECODE_ROWS)
     params = AttentionParams(scaling, window, sinks)
-    return attend_tiles(query, kv, step.get_or_make("tiles", tiles), rows, params)
+    return attend_tiles(query, cache, layer, step.get_or_make("tiles", tiles), rows, params)
 
 
-def attend_tiles(query: torch.Tensor, kv: LayerKv, tiles: Tiles, rows: int, params: AttentionParams) -> torch.Tensor:
+def attend_tiles(
+    query: torch.Tensor, cache: KvCache, layer: int, tiles: Tiles, rows: int, params: AttentionParams
+) -> torch.Tensor:
     """Compute paged attention for given tiles, see `triton_attention`.
 
     `rows`: query rows per program.
     """
+    kv = cache.layers[layer]
     num_heads, num_tokens, head_dim = query.shape
     splits = splits_for(tiles.token.numel() * kv.num_kv_heads, tiles.longest)
     shape = (num_tokens, num_heads, splits)
@@ -237,7 +240,7 @@ def attend_tiles(query: torch.Tensor, kv: LayerKv, tiles: Tiles, rows: int, para
     scale_strides = (0, 0) if kv.key_scales is None else kv.key_scales.stride()[:2]
     _attend[(tiles.token.numel(), kv.num_kv_heads, splits)](
         query, kv.keys, kv.values, *scales, parts, maxima, sums, query if params.sinks is None else params.sinks,
-        tiles.token, tiles.count, tiles.position, tiles.table, tiles.block_ids,
+        tiles.token, tiles.count, tiles.position, tiles.table, tiles.block_ids[cache.table_of[layer]],
         query.stride(0), query.stride(1),
         kv.keys.stride(0), kv.keys.stride(1), *scale_strides,
         params.scaling,
