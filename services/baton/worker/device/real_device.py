@@ -58,7 +58,7 @@ def _open_in_compute_thread(
     from baton.model.peak_memory import measure_step_bytes
     from baton.model.torch_executor import TorchExecutor
 
-    loaded = _load(config)
+    loaded = _load(config, num_threads)
     backend = choose_backend(
         loaded, kernels=config.kernels, num_threads=num_threads, block_size_tokens=config.block_size_tokens
     )
@@ -73,7 +73,7 @@ def _open_in_compute_thread(
         max_num_seqs=config.max_num_seqs,
     )
     is_host = loaded.device.type == "cpu"
-    free = free_bytes(loaded.device, 1 if is_host else config.workers_on_gpu)
+    free = max(0, free_bytes(loaded.device, 1 if is_host else config.workers_on_gpu) - loaded.mapped_bytes)
     num_blocks = num_blocks_for_worker(
         config, layout, loaded.max_model_len, free, step_bytes=step_bytes, is_host=is_host
     )
@@ -102,7 +102,9 @@ def _open_in_compute_thread(
     )
 
 
-def _load(config: WorkerConfig) -> "LoadedModel":
+def _load(config: WorkerConfig, num_threads: int) -> "LoadedModel":
+    from baton.model.backends.native_layers import packer_at_loading
+    from baton.model.loading.image.image_cache import PackedModelCache
     from baton.model.loading.model_loader import load_model
     from baton.model.loading.model_source import resolve_model
 
@@ -113,6 +115,8 @@ def _load(config: WorkerConfig) -> "LoadedModel":
         device=config.device,
         weights=config.weights,
         max_model_len=config.max_model_len,
+        packer_for=packer_at_loading(num_threads) if config.kernels == "auto" else lambda _dtype: None,
+        cache=PackedModelCache(config.weight_cache),
     )
 
 
