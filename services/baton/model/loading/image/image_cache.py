@@ -33,7 +33,7 @@ _LAYOUT_SOURCES = (
     *("kernels/cpu/weight_format.h", "kernels/cpu/gemm_pack.h", "kernels/cpu/numbers.h"),
     *("linear/*.py", "loading/**/*.py"),
 )
-"""What decides the bytes of a packed model, below baton/model."""
+"""Sources that decide the bytes of a packed model, below baton/model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class PackedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """How a model is made without a file.
+    """Makes a model without a file.
 
     fingerprint: of the model, see `model_fingerprint`.
     new_skeleton: returns it without weights. load: returns it with weights from the checkpoint, and their
