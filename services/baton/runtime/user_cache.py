@@ -66,7 +66,8 @@ def remove_oldest(
         with suppress(OSError):
             facts = path.lstat()
             found.append((path != keep, -facts.st_mtime_ns, facts.st_size, path))
-    removed, number, num_bytes = [], 0, 0
+    removed: list[Path] = []
+    number = num_bytes = 0
     for is_other, _, size, path in sorted(found):
         number, num_bytes = number + 1, num_bytes + size
         is_over = (max_number is not None and number > max_number) or (max_bytes is not None and num_bytes > max_bytes)
