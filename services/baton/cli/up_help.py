@@ -50,6 +50,7 @@ GROUPS = {
         "decode",
         "hybrid",
         "kv_memory",
+        "weight_cache",
         "block_size_tokens",
         "threads_per_worker",
         "memory_budget",

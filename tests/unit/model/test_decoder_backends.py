@@ -29,12 +29,13 @@ from baton.model.attention.attention_inputs import CausalMasks
 from baton.model.attention.paged_attention import paged_attention
 from baton.model.backends.backend_selection import choose_backend
 from baton.model.backends.fused_layers import FusedForward
-from baton.model.backends.native_layers import DecoderForward, native_gemm_is_faster, prefers_native_gemm
+from baton.model.backends.native_layers import DecoderForward, prefers_native_gemm
 from baton.model.backends.native_products import ProductsForward
 from baton.model.device.kv_tensors import KvCache
 from baton.model.forms.decoder_form import DecoderForm, FormUnknown
 from baton.model.forms.describe import describe_decoder
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
+from baton.model.linear.product_choice import native_gemm_is_faster
 from baton.model.linear.weights import CodedWeight, GroupFactors
 from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.loading.model_shapes import shape_config

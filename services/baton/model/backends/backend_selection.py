@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
+from torch import nn
 
 from baton.core.errors import BatonError, ModelError
 from baton.model.attention.attention_inputs import AttentionParams
@@ -12,13 +13,15 @@ from baton.model.attention.paged_attention import PagedKernel, paged_attention
 from baton.model.backends.compiled_layers import CompiledForward
 from baton.model.backends.cuda_graphs import BATCHES, CudaGraphForward
 from baton.model.backends.fused_layers import FusedForward
-from baton.model.backends.native_layers import DecoderForward, prefers_native_gemm
+from baton.model.backends.native_layers import DecoderForward, new_packer, prefers_native_gemm
 from baton.model.backends.native_products import ProductsForward
 from baton.model.device import device_info
 from baton.model.forms.decoder_form import DecoderForm
 from baton.model.forms.describe import describe_decoder
-from baton.model.forms.recognise import holds_weight
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels, paged_kernel
+from baton.model.linear.experts import is_experts
+from baton.model.linear.linear import Linear
+from baton.model.linear.pack_model import holds_weight, pack_model
 from baton.model.loading.model_loader import LoadedModel, require_free_memory
 from baton.model.sampling.best_tokens import FindBest, find_best
 from baton.model.step.forward import Forward, ModelForward
@@ -171,12 +174,18 @@ def choose_backend(
     ModelError if no backend can serve the model. Afterwards only the returned backend can run the model,
     because it may have taken the weights, see `Backend.after_verification`.
     """
+    native = None
+    if kernels == "auto" and loaded.device.type == "cpu":
+        native = _load_kernels(cpu_backends, num_threads)
+    if native is not None and loaded.packer is None:
+        pack_model(loaded.model, new_packer(native, loaded.dtype))
+    _warn_of_reference_products(loaded)
     attention_params = verify_masks(loaded, block_size_tokens)
     windows = tuple(params.window for params in attention_params)
     backend = None
-    if kernels == "auto" and loaded.device.type == "cpu":
-        backend = _cpu_backend(loaded, attention_params, cpu_backends, num_threads, block_size_tokens)
-    elif kernels == "auto":
+    if native is not None:
+        backend = _cpu_backend(loaded, attention_params, cpu_backends, native, block_size_tokens)
+    elif kernels == "auto" and loaded.device.type != "cpu":
         backend = _gpu_backend(loaded, block_size_tokens, windows, gpu_refused)
     if backend is None:
         verify_logits(loaded, block_size_tokens, windows=windows)
@@ -185,20 +194,30 @@ def choose_backend(
     return replace(backend, attention_params=attention_params)
 
 
-def _cpu_backend(
-    loaded: LoadedModel,
-    attention_params: Sequence[AttentionParams],
-    backends: CpuBackends,
-    num_threads: int,
-    block_size_tokens: int,
-) -> Backend | None:
-    """Return the fastest verified backend that uses the C++ kernels, or None."""
+def _load_kernels(backends: CpuBackends, num_threads: int) -> Kernels | None:
     try:
-        kernels = backends.load(num_threads)
+        return backends.load(num_threads)
     except Exception as error:  # compiler, linker and loader fail in many ways, and torch needs none of them
         hint = "the model runs through torch, slower; see `baton doctor`"
         log.warning("kernels_load_failed", problem=_describe(error), hint=hint)
         return None
+
+
+def _warn_of_reference_products(loaded: LoadedModel) -> None:
+    number = sum(isinstance(module, Linear) and not module.is_packed for module in loaded.model.modules())
+    if number:
+        hint = "their weights are dequantised at each step, which is slow; the kernels need a C++ compiler"
+        log.warning("reference_products_used", num_modules=number, problem="no verified kernel", hint=hint)
+
+
+def _cpu_backend(
+    loaded: LoadedModel,
+    attention_params: Sequence[AttentionParams],
+    backends: CpuBackends,
+    kernels: Kernels,
+    block_size_tokens: int,
+) -> Backend | None:
+    """Return the fastest verified backend that uses the C++ kernels, or None."""
     form = _form_of(loaded, attention_params)
     windows = tuple(params.window for params in attention_params)
     for candidate in backends.fastest_first:
@@ -226,7 +245,8 @@ def _form_of(loaded: LoadedModel, attention_params: Sequence[AttentionParams]) -
 
 
 def _require_memory_for_packed_weights(loaded: LoadedModel, free_bytes: Callable[[torch.device], int]) -> None:
-    weight_bytes = sum(parameter.numel() * parameter.itemsize for parameter in loaded.model.parameters())
+    packed = [module for module in loaded.model.modules() if type(module) is nn.Linear or is_experts(module)]
+    weight_bytes = sum(each.numel() * each.itemsize for module in packed for each in module.parameters(recurse=False))
     what = "packed weights, beside the plain ones until verification ends,"
     require_free_memory(weight_bytes, free_bytes(loaded.device), what, str(loaded.device))
 

@@ -5,6 +5,7 @@ would otherwise take longer than the products. The last layer computes only keys
 are not sampled.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -13,8 +14,11 @@ from baton.model.backends.decoder_layers import decoder_layers
 from baton.model.backends.fused_layers import has_onednn_bf16_gemm
 from baton.model.backends.native_decoder import NativeDecoder
 from baton.model.forms.decoder_form import DecoderForm
-from baton.model.kernels.cpu.kernel_library import Kernels
+from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
 from baton.model.linear.packed_linear import LinearModule, PackedGemm
+from baton.model.linear.packer import WeightPacker
+from baton.model.linear.product_choice import native_gemm_is_faster
+from baton.model.linear.product_speed import native_is_faster_here
 from baton.model.step.forward import ForwardOutput
 from baton.model.step.step_inputs import PackedStep
 
@@ -29,20 +33,29 @@ def prefers_native_gemm(dtype: torch.dtype, kernels: Kernels) -> bool:
     )
 
 
-def native_gemm_is_faster(dtype: torch.dtype, *, has_bf16_dot: bool, has_amx: bool, has_onednn_gemm: bool) -> bool:
-    """True if the native GEMM is expected to be faster than torch's.
+def new_packer(kernels: Kernels, dtype: torch.dtype) -> WeightPacker:
+    """Return a packer for the weights of a model of this dtype, without measuring products."""
+    return WeightPacker(kernels, dtype=dtype, native_is_faster=prefers_native_gemm(dtype, kernels))
 
-    `has_bf16_dot`: the processor and the kernels support AVX512-BF16. `has_onednn_gemm`: oneDNN has a GEMM on
-    packed bfloat16 weights.
 
-    With AMX, oneDNN is faster. Without AVX512-BF16, the native GEMM is used only if oneDNN has none: torch's
-    fallback is many times slower than float32. oneDNN emulates bfloat16 on plain AVX-512; the native GEMM was
-    not measured against that. In float32 torch's products were not measured against it, either, and need no
-    second copy of the weights.
+def packer_at_loading(num_threads: int) -> Callable[[torch.dtype], WeightPacker | None]:
+    """Return a function that makes the packer with which a model is loaded for a CPU.
+
+    In float32 the products are measured. It returns None if the kernels cannot be loaded; the selection of
+    the backend logs the reason.
     """
-    if dtype != torch.bfloat16:
-        return False
-    return not has_amx if has_bf16_dot else not has_onednn_gemm
+
+    def packer(dtype: torch.dtype) -> WeightPacker | None:
+        try:
+            kernels = load_kernels(num_threads)
+        except Exception:  # compiler, linker and loader fail in many ways; the backend's selection logs them
+            return None
+        is_faster = prefers_native_gemm(dtype, kernels)
+        if dtype == torch.float32:
+            is_faster = native_is_faster_here(kernels, dtype)
+        return WeightPacker(kernels, dtype=dtype, native_is_faster=is_faster)
+
+    return packer
 
 
 class DecoderForward:
@@ -69,8 +82,7 @@ class DecoderForward:
     def release_model_weights(self) -> None:
         """Free the model's projection weights, see `free_weights`; its own code then raises.
 
-        The model keeps the embedding, norms and biases. Tied embeddings are held twice: plain for look-up and
-        packed for the product.
+        The model keeps the embedding, norms and biases, and every weight that was packed before.
         """
         self._head.release_model_weights()
         self._decoder.release_model_weights()

@@ -1,13 +1,15 @@
-"""Runs the model's own code, of any architecture, with the native GEMM in the place of its linear layers and
-experts."""
+"""Runs the model's own code, of any architecture, with the native GEMM in the place of its experts.
+
+Linear layers are packed before, see `pack_model`. Those that are not, such as routers, are packed here.
+"""
 
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from baton.model.backends.native_experts import NativeExperts, is_experts
-from baton.model.forms.recognise import is_linear
 from baton.model.kernels.cpu.kernel_library import Kernels
 from baton.model.linear.packed_linear import PackedGemm
 from baton.model.step.forward import ModelForward
@@ -18,11 +20,10 @@ class ProductsForward(ModelForward):
     run the original."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
-        """Pack the weights of every linear layer and expert. `kernels`: with the number of threads of a
-        step."""
+        """Pack the weights of experts. `kernels`: with the number of threads of a step."""
         modules: list[Any] = list(model.modules())
         self._products: list[tuple[dict[str, Any], PackedGemm | NativeExperts]] = [
-            *((vars(module), PackedGemm(kernels, module)) for module in modules if is_linear(module)),
+            *((vars(module), PackedGemm(kernels, module)) for module in modules if type(module) is nn.Linear),
             *((vars(module), NativeExperts(module, kernels)) for module in modules if is_experts(module)),
         ]
         super().__init__(model)

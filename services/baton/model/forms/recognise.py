@@ -13,7 +13,7 @@ from torch import nn
 
 from baton.model.forms.decoder_form import ACTIVATIONS, FormUnknown, RotaryForm
 from baton.model.kernels.layer_values import RmsNorm, Rotary
-from baton.model.linear.weights import CodedWeight, FloatWeight
+from baton.model.linear.pack_model import holds_weight
 
 _FLOAT32_ERROR = 1e-5
 """Relative difference that rounding in float32 may cause."""
@@ -34,12 +34,6 @@ def is_linear(module: object) -> bool:
     """True for `nn.Linear` itself, and for a linear layer that holds a `Weight`. An adapted layer has another
     type."""
     return type(module) is nn.Linear or holds_weight(module)
-
-
-def holds_weight(module: object) -> bool:
-    """True for a linear layer that holds a `Weight`, of floats or codes, in the place of a parameter."""
-    is_product = all(hasattr(module, name) for name in ("in_features", "out_features", "bias"))
-    return is_product and isinstance(getattr(module, "weight", None), (FloatWeight, CodedWeight))
 
 
 def as_rms_norm(module: nn.Module) -> RmsNorm | None:
@@ -66,7 +60,11 @@ def activation_of(modules: Iterable[nn.Module]) -> str:
     Raises FormUnknown if there is none of `ACTIVATIONS`.
     """
     x = torch.linspace(-8, 8, 257)
-    candidates = [module for module in modules if not any(True for _ in chain(module.parameters(), module.buffers()))]
+    candidates = [
+        module
+        for module in modules
+        if not is_linear(module) and not any(True for _ in chain(module.parameters(), module.buffers()))
+    ]
     for module in candidates:
         found = _call(module, x)
         for name, function in ACTIVATIONS.items():

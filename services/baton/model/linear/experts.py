@@ -10,6 +10,7 @@ from torch import nn
 
 from baton.core.errors import ModelError
 from baton.model.linear.linear import Linear
+from baton.model.linear.packed_weight import PackedWeight
 from baton.model.linear.weights import Weight
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
@@ -26,7 +27,7 @@ def is_experts(module: nn.Module) -> bool:
 class JoinedLinear(nn.Module):
     """Several linear layers of the same input, outputs concatenated. Their formats may differ."""
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[Weight | PackedWeight]) -> None:
         """weights: each [outputs, inputs]."""
         super().__init__()
         self.parts = nn.ModuleList(Linear(weight) for weight in weights)
@@ -42,8 +43,8 @@ class ExpertWeights:
     The outputs must be in the order in which the block's own code splits gate and up.
     """
 
-    gate_up: Sequence[Weight]
-    down: Weight
+    gate_up: Sequence[Weight | PackedWeight]
+    down: Weight | PackedWeight
 
 
 def replace_experts(module: Any, experts: Sequence[ExpertWeights]) -> None:

@@ -12,7 +12,7 @@ from baton.core.errors import LayoutMismatch
 from baton.model.kernels.cpu.gemm_args import GemmArgs, PackedWeightArgs
 from baton.model.kernels.cpu.kernel_args import DTYPES
 from baton.model.kernels.cpu.kernel_library import Kernels
-from baton.model.linear.weight_packing import PackedWeight
+from baton.model.linear.packed_weight import ArenaMemory, PackedWeight, pack_weight
 from baton.model.linear.weights import FloatWeight, Weight
 
 
@@ -20,7 +20,7 @@ class LinearModule(Protocol):
     """Module that can be packed: `nn.Linear`, or one that holds a `Weight`."""
 
     @property
-    def weight(self) -> torch.Tensor | Weight:
+    def weight(self) -> torch.Tensor | Weight | PackedWeight:
         """The weight [n, k]."""
 
     @property
@@ -30,9 +30,9 @@ class LinearModule(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearPart:
-    """A weight and its bias [n], not yet packed."""
+    """A weight and its bias [n]."""
 
-    weight: Weight
+    weight: Weight | PackedWeight
     bias: torch.Tensor | None = None
 
 
@@ -48,7 +48,7 @@ class PackedGemm:
     """
 
     def __init__(self, kernels: Kernels, *modules: LinearModule, dtype: torch.dtype | None = None) -> None:
-        """Pack the modules' weights.
+        """Pack the modules' weights; those that are packed already are shared.
 
         dtype: of the result; None: that of x. Without bfloat16's rounding it is float32. Raises
         LayoutMismatch if the modules have different inputs.
@@ -61,8 +61,10 @@ class PackedGemm:
         if len(set(inputs)) != 1:
             raise LayoutMismatch(f"modules with {inputs} inputs cannot be joined; the numbers must be equal")
         self.n, self.k = sum(part.weight.shape[0] for part in parts), inputs[0]
-        self._packed = [PackedWeight(kernels, part.weight, part.bias) for part in parts]
-        self._weights = (PackedWeightArgs * len(parts))(*(packed.args for packed in self._packed))
+        self._packed = [_packed(kernels, part.weight, dtype or torch.float32) for part in parts]
+        self._biases = [None if part.bias is None else part.bias.detach().float().contiguous() for part in parts]
+        each_args = (packed.args(bias) for packed, bias in zip(self._packed, self._biases, strict=True))
+        self._weights = (PackedWeightArgs * len(parts))(*each_args)
         self.args = GemmArgs(ctypes.addressof(self._weights), len(parts), self.n, self.k)
 
     @property
@@ -98,6 +100,12 @@ class PackedGemm:
 def _part_of(module: LinearModule) -> LinearPart:
     weight = module.weight
     return LinearPart(FloatWeight(weight.data) if isinstance(weight, torch.Tensor) else weight, module.bias)
+
+
+def _packed(kernels: Kernels, weight: Weight | PackedWeight, dtype: torch.dtype) -> PackedWeight:
+    if isinstance(weight, PackedWeight):
+        return weight
+    return pack_weight(kernels, weight, ArenaMemory(kernels.weight_arena), dtype)
 
 
 def free_weights(modules: Sequence[nn.Linear]) -> None:

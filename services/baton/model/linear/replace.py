@@ -7,6 +7,7 @@ from torch import nn
 
 from baton.core.errors import ModelError
 from baton.model.linear.linear import Linear
+from baton.model.linear.packed_weight import PackedWeight
 from baton.model.linear.weights import Weight
 
 
@@ -27,7 +28,9 @@ class ReorderedLinear(nn.Module):
 
 
 def replace_linears(
-    model: nn.Module, weights: Mapping[str, Weight], input_orders: Mapping[str, torch.Tensor] | None = None
+    model: nn.Module,
+    weights: Mapping[str, Weight | PackedWeight],
+    input_orders: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Replace the named `nn.Linear` modules of a model. Their biases are kept, and their own weights dropped.
 
@@ -47,7 +50,7 @@ def replace_linears(
         model.set_submodule(name, linear)
 
 
-def require_shape(name: str, module: nn.Module, weight: Weight) -> None:
+def require_shape(name: str, module: nn.Module, weight: Weight | PackedWeight) -> None:
     """Raise ModelError unless `weight` has the shape of the linear layer or embedding `module`."""
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ModelError(f"{name} is a {type(module).__name__}; only linear layers and embeddings have weights")

@@ -2,14 +2,19 @@
 
 import torch
 
+from baton.model.linear.packed_weight import PackedWeight
 from baton.model.linear.weights import CodedWeight, FloatWeight, GroupFactors, Weight
 
 
-def take_rows(weight: Weight, rows: torch.Tensor | slice) -> Weight:
-    """Return a weight of some rows, in the given order. A slice shares memory with `weight`.
+def take_rows(weight: Weight | PackedWeight, rows: torch.Tensor | slice) -> Weight:
+    """Return a weight of some rows, in the given order.
+
+    A slice shares memory with `weight`, unless that is packed.
 
     rows: int64 [number of rows], or a slice of step 1.
     """
+    if isinstance(weight, PackedWeight):
+        return FloatWeight(weight.rows(torch.arange(weight.shape[0])[rows] if isinstance(rows, slice) else rows))
     if isinstance(weight, CodedWeight):
         return CodedWeight(
             weight.codes[rows],

@@ -12,7 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from baton.core.errors import BatonError, ModelError
 from baton.model.linear.experts import is_experts
+from baton.model.linear.packer import WeightPacker
 from baton.model.linear.quantise import quantise
+from baton.model.linear.weight_packing import PANEL
 from baton.model.linear.weights import GROUP_SIZES, FloatWeight, Weight
 from baton.model.loading.gguf.gguf_file import GgufFile
 from baton.model.loading.gguf.gguf_source import GgufSource
@@ -30,7 +32,7 @@ CODER_BITS = {"int8": 8, "int4": 4}
 CODER_GROUP = {8: 64, 4: 32}
 """Inputs that share a scale when plain weights are quantised, by bits."""
 HELD_BITS = 10
-"""Bits that a coded weight takes at most while it is loaded: a code in a byte, and factors of groups."""
+"""Bits that a coded weight takes at most before it is packed: a code in a byte, and factors of groups."""
 
 MAX_STORED_BYTES = 4
 """Bytes of a number in a checkpoint: of float32."""
@@ -38,11 +40,15 @@ MAX_STORED_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Settings of loading. dtype: of everything that is not coded. weights: the setting."""
+    """Settings of loading. dtype: of everything that is not coded. weights: the setting.
+
+    packer: packs weights as they are loaded; None leaves them as they are.
+    """
 
     dtype: torch.dtype
     device: torch.device
     weights: str
+    packer: WeightPacker | None = None
 
 
 def is_loaded_by_module(path: Path, config: PreTrainedConfig, weights: str) -> bool:
@@ -65,19 +71,28 @@ class PendingModel:
         self._keeps_codes = options.device.type == "cpu"
 
     def num_bytes(self) -> int:
-        """Return the bytes of memory that the weights take while they are loaded, at most."""
+        """Return the bytes of memory that the weights take while they are loaded, at most.
+
+        Coded weights are packed one by one, so at most one of them is unpacked at a time; or one block of
+        experts. Without a packer all of them stay unpacked.
+        """
         tied = set(self._model.all_tied_weights_keys)
-        bits = 0
+        plain_bytes = unpacked_bits = largest_bits = coder_bits = 0
+        coder_width = CODER_BITS.get(self._options.weights, 0) + 16 // GROUP_SIZES[0]  # with a factor of 16 bits
         for name, parameter in self._model.named_parameters():
             module = name.rpartition(".")[0]
             owner = self._model.get_submodule(module)
             becomes_coded = self._coder is not None and (isinstance(owner, nn.Linear) or is_experts(owner))
-            is_coded = parameter.dim() > 1 and (self._source.is_coded(module) or becomes_coded)
-            if self._keeps_codes and is_coded:
-                bits += HELD_BITS * parameter.numel()
+            is_coded = self._keeps_codes and parameter.dim() > 1
+            if is_coded and (becomes_coded or self._source.is_coded(module)):
+                unpacked_bits += HELD_BITS * parameter.numel()
+                largest_bits = max(largest_bits, HELD_BITS * parameter.numel())
+                coder_bits += coder_width * _padded_size(parameter) if becomes_coded else 0
             elif name not in tied:
-                bits += 8 * self._options.dtype.itemsize * parameter.numel()
-        return bits // 8
+                plain_bytes += self._options.dtype.itemsize * parameter.numel()
+        if self._options.packer is None:
+            return plain_bytes + unpacked_bits // 8
+        return plain_bytes + self._source.packed_bytes() + (coder_bits + largest_bits) // 8
 
     def load(self) -> tuple[PreTrainedModel, str]:
         """Return the model, and a description of its weights. On a GPU coded weights are dequantised.
@@ -86,7 +101,11 @@ class PendingModel:
         """
         options, description = self._options, self._source.description
         policy = WeightPolicy(
-            dtype=options.dtype, device=options.device, keeps_codes=self._keeps_codes, coder=self._coder
+            dtype=options.dtype,
+            device=options.device,
+            keeps_codes=self._keeps_codes,
+            coder=self._coder,
+            packer=options.packer,
         )
         try:
             done = assign_weights(self._model, self._source, policy)
@@ -114,6 +133,12 @@ class PendingModel:
             module = name.rpartition(".")[0]
             sizes[module] = sizes.get(module, 0) + parameter.numel()
         return MAX_STORED_BYTES * max(sizes.values(), default=0) + DEQUANTISED_BYTES
+
+
+def _padded_size(parameter: torch.Tensor) -> int:
+    """Return the number of weights of a matrix, or a stack of them, in full panels."""
+    rows = parameter.shape[-2]
+    return parameter.numel() // rows * -(-rows // PANEL) * PANEL
 
 
 @contextmanager

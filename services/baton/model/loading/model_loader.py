@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +18,12 @@ from baton.core.tokenizer_fingerprint import tokenizer_fingerprint
 from baton.model.attention.paged_attention import PAGED
 from baton.model.device.device_info import free_bytes
 from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
+from baton.model.linear.packer import WeightPacker
 from baton.model.loading.checkpoint_weights import LoadOptions, is_loaded_by_module, open_by_module
+from baton.model.loading.image.image_cache import NO_CACHE, ModelSource, PackedModelCache, load_unshared
 from baton.model.loading.model_fingerprint import model_fingerprint, num_weights, tensor_sizes
 from baton.model.loading.model_support import causal_lm_class, kv_heads
+from baton.model.loading.skeleton import build_skeleton
 from baton.model.loading.text_part import KEY_MAPPING, has_own_head, own_name, text_config
 
 
@@ -28,6 +33,8 @@ class LoadedModel:
 
     kv_dtype: how KV is stored, see `kv_components`.
     weight_format: of the checkpoint, for people.
+    packer: has packed the linear layers; None if they are as they were loaded.
+    mapped_bytes: of a file with the weights that processes share. The system counts them as free memory.
     """
 
     path: Path
@@ -39,6 +46,8 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     kv_dtype: str = "auto"
+    packer: WeightPacker | None = None
+    mapped_bytes: int = 0
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -81,6 +90,8 @@ def load_model(
     weights: str = "auto",
     max_model_len: int | None = None,
     free_bytes: Callable[[torch.device], int] = free_bytes,
+    packer_for: Callable[[torch.dtype], WeightPacker | None] = lambda _dtype: None,
+    cache: PackedModelCache = NO_CACHE,
 ) -> LoadedModel:
     """Load the model in directory `path` (see `model_source.resolve_model`), without network access.
 
@@ -90,46 +101,82 @@ def load_model(
     weights: `int8` or `int4` quantises the weights of linear layers; `auto` keeps the checkpoint's format.
     max_model_len: at most the model's own; None uses that.
     free_bytes: bytes that can still be allocated on a device.
+    packer_for: makes what packs the linear layers of a model of this dtype on a CPU; without, they stay.
+    cache: keeps packed models, and shares them among the workers of a machine.
     Raises ModelError if the model cannot be served or loaded, or if there is too little memory.
     """
     whole = _read_config(path)
     config = text_config(whole)
-    is_text_part = config is not whole
-    model_class = causal_lm_class(config, is_text_part=is_text_part, max_model_len=max_model_len)
+    model_class = causal_lm_class(config, is_text_part=config is not whole, max_model_len=max_model_len)
     tokenizer = tokenizer_fingerprint(path)
-    load_dtype = _load_dtype(whole, dtype)
-    target = _device(device)
-    if is_text_part:
-        config.tie_word_embeddings = not has_own_head(tensor_sizes(path))
-        set_verbosity_error()  # else each weight of the other parts is reported as unexpected
-    what = f"{path}'s weights in {DTYPE_NAMES[load_dtype]}"
-    config._attn_implementation = PAGED
-    disable_progress_bar()  # a worker's standard error is its log
+    load_dtype, target = _load_dtype(whole, dtype), _device(device)
+    _configure(path, config, is_text_part=config is not whole)
     fingerprint = model_fingerprint(path, whole.to_dict(), _weights_text(load_dtype, weights))
-    if is_loaded_by_module(path, whole, weights):
-        if is_text_part:
-            raise ModelError(f"{path} is a composite checkpoint; its text part can only be served with plain weights")
-        options = LoadOptions(dtype=load_dtype, device=target, weights=weights)
-        with open_by_module(path, model_class, config, options) as pending:
-            _require_memory(pending.num_bytes(), what, target, free_bytes, pending.host_bytes())
-            model, weight_format = pending.load()
+    packer = packer_for(load_dtype) if target.type == "cpu" else None
+    options = LoadOptions(dtype=load_dtype, device=target, weights=weights, packer=packer)
+
+    def require_memory(size: int, host_size: int = 0) -> None:
+        _require_memory(size, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}", target, free_bytes, host_size)
+
+    source = ModelSource(
+        fingerprint=fingerprint,
+        new_skeleton=lambda: build_skeleton(model_class, deepcopy(config)),
+        load=partial(_load_checkpoint, path, whole, model_class, config, options, require_memory),
+        require_memory=require_memory,
+    )
+    if packer is not None and (packer.native_is_faster or is_loaded_by_module(path, whole, weights)):
+        found = cache.load(source, packer)
     else:
-        size = num_weights(path, own_name if is_text_part else bool) * load_dtype.itemsize
-        _require_memory(size, what, target, free_bytes, size)
-        model = _load_plain(path, model_class, config, load_dtype, KEY_MAPPING if is_text_part else None)
-        weight_format = "plain"
-    model = cast(Any, model).to(target).eval().requires_grad_(False)
+        found = load_unshared(source, packer)
     return LoadedModel(
         path=path,
-        model=model,
-        weight_format=weight_format,
+        model=found.model,
+        weight_format=found.weight_format,
+        mapped_bytes=found.mapped_bytes,
         model_fingerprint=fingerprint,
         tokenizer_fingerprint=tokenizer,
         max_model_len=_max_model_len(config, max_model_len),
         vocab_size=config.vocab_size,
         eos_token_ids=eos_token_ids(path),
         kv_dtype=kv_dtype,
+        packer=packer,
     )
+
+
+def _configure(path: Path, config: PreTrainedConfig, *, is_text_part: bool) -> None:
+    """Prepare transformers and a configuration for loading."""
+    if is_text_part:
+        config.tie_word_embeddings = not has_own_head(tensor_sizes(path))
+        set_verbosity_error()  # else each weight of the other parts is reported as unexpected
+    config._attn_implementation = PAGED
+    disable_progress_bar()  # a worker's standard error is its log
+
+
+def _load_checkpoint(
+    path: Path,
+    whole: PreTrainedConfig,
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    options: LoadOptions,
+    require_memory: Callable[[int, int], None],
+) -> tuple[PreTrainedModel, str]:
+    """Return a model with the weights of its checkpoint, and their format.
+
+    whole: see `text_config`. require_memory: takes the bytes on the device, and on the host of a GPU.
+    """
+    is_text_part = config is not whole
+    if is_loaded_by_module(path, whole, options.weights):
+        if is_text_part:
+            raise ModelError(f"{path} is a composite checkpoint; its text part can only be served with plain weights")
+        with open_by_module(path, model_class, config, options) as pending:
+            require_memory(pending.num_bytes(), pending.host_bytes())
+            model, weight_format = pending.load()
+    else:
+        size = num_weights(path, own_name if is_text_part else bool) * options.dtype.itemsize
+        require_memory(size, size)
+        model = _load_plain(path, model_class, config, options.dtype, KEY_MAPPING if is_text_part else None)
+        weight_format = "plain"
+    return cast(Any, model).to(options.device).eval().requires_grad_(False), weight_format
 
 
 def _weights_text(dtype: torch.dtype, weights: str) -> str:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,10 @@ from baton.model.loading.quantised.module_tensors import CheckpointLayout, Order
 from baton.model.loading.quantised.mxfp4 import mxfp4_weight
 
 _BIAS = "bias"
+_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4} | dict.fromkeys(
+    ("F16", "BF16", "I16", "U16"), 2
+)
+"""Bytes of an element by the name of its type; one of the others."""
 _EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of gate, up and down projection of an expert. The second are those of Mixtral."""
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
@@ -80,8 +85,23 @@ class SafetensorsSource:
 
     def is_coded(self, module: str) -> bool:
         expert = self._expert_names(module)
-        names = self._of_module.get(f"{module}.0.{expert[2]}" if expert else module, ())
-        last = {name.rpartition(".")[2] for name in names}
+        return self._is_coded(f"{module}.0.{expert[2]}" if expert else module)
+
+    def packed_bytes(self) -> int:
+        """Count the stored tensors, and two float32 for each scale or each 64 bytes of codes."""
+        total = 0
+        for module, names in self._of_module.items():
+            if not self._is_coded(module):
+                continue
+            slices = {name: file.get_slice(key) for name in names for file, key in [self._places[name]]}
+            sizes = {name: prod(each.get_shape()) for name, each in slices.items()}
+            stored = sum(size * _ITEM_BYTES.get(slices[name].get_dtype(), 1) for name, size in sizes.items())
+            scales = sum(size for name, size in sizes.items() if "scale" in name.rpartition(".")[2])
+            total += stored + 8 * max(scales, stored // 64)
+        return total
+
+    def _is_coded(self, checkpoint_module: str) -> bool:
+        last = {name.rpartition(".")[2] for name in self._of_module.get(checkpoint_module, ())}
         return self._layout is not None and bool(last - {"weight", _BIAS, _GATE_UP, _DOWN, *_PLAIN_EXPERTS})
 
     def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights] | None:

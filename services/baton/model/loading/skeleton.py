@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from baton.core.errors import ModelError
 from baton.model.linear.embedding import WeightEmbedding
 from baton.model.linear.experts import DOWN, GATE_UP, ExpertWeights, is_experts, replace_experts
+from baton.model.linear.packed_weight import PackedWeight
+from baton.model.linear.packer import WeightPacker
 from baton.model.linear.replace import replace_linears, require_shape
 from baton.model.linear.weight_rows import take_rows
 from baton.model.linear.weights import FloatWeight, Weight
@@ -32,12 +34,19 @@ class WeightPolicy:
 
     dtype: of everything that is not coded. device: where it is. keeps_codes: coded weights stay coded; else
     they are dequantised to `dtype`. coder: codes the plain weights of linear layers; None leaves them.
+    packer: packs each coded weight at once, so that its codes are freed before the next weight is read; None
+    leaves them.
     """
 
     dtype: torch.dtype
     device: torch.device
     keeps_codes: bool
     coder: Coder | None = None
+    packer: WeightPacker | None = None
+
+    def packed(self, name: str, weight: Weight) -> Weight | PackedWeight:
+        """Return the weight of a module in the form in which it is kept."""
+        return (None if self.packer is None else self.packer.pack(name, weight)) or weight
 
 
 @dataclass(slots=True)
@@ -102,8 +111,12 @@ def _assign_experts(
         _assign_plain_experts(module, experts, policy)
         done.num_dequantised += sum(not is_plain(each.down) for each in found)
         return
-    replace_experts(module, experts)
+    replace_experts(module, [_packed_expert(name, each, policy) for each in experts])
     done.num_coded += len(experts)
+
+
+def _packed_expert(name: str, expert: ExpertWeights, policy: WeightPolicy) -> ExpertWeights:
+    return ExpertWeights([policy.packed(name, part) for part in expert.gate_up], policy.packed(name, expert.down))
 
 
 def _assign_plain_experts(module: Any, experts: Sequence[ExpertWeights], policy: WeightPolicy) -> None:
@@ -154,7 +167,7 @@ def _assign_linear(
             values = values[:, torch.argsort(order).to(values.device)]
         module.weight = _parameter(values)
         return
-    replace_linears(model, {name: weight}, {} if order is None else {name: order})
+    replace_linears(model, {name: policy.packed(name, weight)}, {} if order is None else {name: order})
     done.num_coded += 1
 
 
@@ -176,7 +189,7 @@ def _assign_embedding(
         done.num_dequantised += not is_plain(weight)
         module.weight = _parameter(_plain_values(weight, policy))
         return
-    model.set_submodule(name, WeightEmbedding(weight, module, policy.dtype))
+    model.set_submodule(name, WeightEmbedding(policy.packed(name, weight), module, policy.dtype))
     done.num_coded += 1
 
 
@@ -190,7 +203,7 @@ def _tie_output(model: PreTrainedModel, policy: WeightPolicy, done: AssignedWeig
         if isinstance(embedding, WeightEmbedding):
             replace_linears(model, {name: embedding.weight})
         elif isinstance(embedding, nn.Embedding) and policy.coder is not None:
-            replace_linears(model, {name: policy.coder(name, embedding.weight.detach())})
+            replace_linears(model, {name: policy.packed(name, policy.coder(name, embedding.weight.detach()))})
             done.num_coded += 1
         elif isinstance(embedding, nn.Embedding):
             module.weight = embedding.weight

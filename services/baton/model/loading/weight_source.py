@@ -29,6 +29,10 @@ class WeightSource(Protocol):
         """True if the checkpoint has the weight of this module, or of its experts, in a quantised format."""
         ...
 
+    def packed_bytes(self) -> int:
+        """Return the bytes that all coded weights take at most when packed, factors included."""
+        ...
+
     def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights] | None:
         """Return the weights of a block's experts; None if the checkpoint does not have them by expert.
 

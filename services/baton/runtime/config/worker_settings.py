@@ -46,6 +46,13 @@ class ComputeSettings(Config):
         help="format of weights in memory; auto keeps the checkpoint's; int8 and int4 quantise the weights of linear "
         "layers that are not quantised yet, when the model is loaded",
     )
+    weight_cache: int = setting(
+        32 << 30,
+        help="size of all packed weights in the user's cache directory, those used last; workers of a machine share "
+        "their memory, and later starts need not read the checkpoint; 0 keeps and shares nothing",
+        unit="bytes",
+        minimum=0,
+    )
     kv_dtype: Literal["auto", "int8"] = setting(
         "auto",
         help="data type of the KV cache; auto uses that of the weights; int8 halves its memory and the bytes of "

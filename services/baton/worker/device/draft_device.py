@@ -15,6 +15,7 @@ from baton.runtime.config.worker_settings import draft_model_of
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.costs.step_cost_keeper import step_costs_key
 from baton.worker.device.gpu_start import refused_on_gpu
+from baton.worker.device.weight_packing import packing
 from baton.worker.device.worker_device import DraftDevice, num_blocks_per_draft_block
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def load_draft(config: WorkerConfig, verifying: "LoadedModel", num_threads: int)
     refused = refused_on_gpu(config, name)
     path = resolve_model(name)
     require_same_tokenizer(verifying.path, path)
-    loaded = load_model(path, device=verifying.device.type, weights=config.weights)
+    loaded = load_model(path, device=verifying.device.type, weights=config.weights, **packing(config, num_threads))
     backend = choose_backend(
         loaded,
         kernels=config.kernels,

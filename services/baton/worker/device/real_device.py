@@ -24,6 +24,7 @@ from baton.worker.device.gpu_allocator import require_plain_memory
 from baton.worker.device.gpu_start import kv_path_of, refused_on_gpu
 from baton.worker.device.kv_path import KvPath
 from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
+from baton.worker.device.weight_packing import packing
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _open_in_compute_thread(
 
     path = kv_path_of(config)  # this and the next need memory on the GPU for other processes
     refused = refused_on_gpu(config, config.model)
-    loaded = _load(config)
+    loaded = _load(config, num_threads)
     backend = choose_backend(
         loaded,
         kernels=config.kernels,
@@ -85,7 +86,8 @@ def _open_in_compute_thread(
         max_num_seqs=config.max_num_seqs,
     )
     is_host = loaded.device.type == "cpu"
-    free = free_bytes(loaded.device, 1 if is_host else config.workers_on_gpu)
+    mapped_bytes = loaded.mapped_bytes + (0 if draft is None else draft.loaded.mapped_bytes)
+    free = max(0, free_bytes(loaded.device, 1 if is_host else config.workers_on_gpu) - mapped_bytes)
     num_blocks = num_blocks_for_worker(
         config, layout, loaded.max_model_len, free, step_bytes=step_bytes, is_host=is_host, draft=draft
     )
@@ -127,7 +129,7 @@ def _open_in_compute_thread(
     )
 
 
-def _load(config: WorkerConfig) -> "LoadedModel":
+def _load(config: WorkerConfig, num_threads: int) -> "LoadedModel":
     from baton.model.loading.model_loader import load_model
     from baton.model.loading.model_source import resolve_model
 
@@ -138,6 +140,7 @@ def _load(config: WorkerConfig) -> "LoadedModel":
         device=config.device,
         weights=config.weights,
         max_model_len=config.max_model_len,
+        **packing(config, num_threads),
     )
 
 

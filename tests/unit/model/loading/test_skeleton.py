@@ -66,6 +66,9 @@ class CodedSource:
         self.state[f"{module}.weight"] = coded.dequantized()[:, torch.argsort(order)]
         return OrderedWeight(coded, order)
 
+    def packed_bytes(self) -> int:
+        return sum(values.numel() for values in self.state.values())
+
     def is_coded(self, module: str) -> bool:
         return module.endswith(self._kinds)
 

@@ -4,18 +4,17 @@ The compiler may use every instruction of this processor. The cache key therefor
 compiler, options and source. Only the few libraries used last are kept.
 """
 
-import fcntl
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from baton.core.errors import BatonError
+from baton.runtime import user_cache
 
 HERE = Path(__file__).parent
 SOURCES = ("attention.cpp", "decoder.cpp", "layers.cpp", "linear.cpp", "sampling.cpp")
@@ -42,16 +41,14 @@ def build(cache: Path | None = None, options: Sequence[str] = OPTIONS) -> Path:
     compiler = find_compiler()
     directory = cache if cache is not None else default_cache()
     library = directory / library_name(compiler, options)
-    if library.exists():
-        with suppress(OSError):
-            library.touch()
+    if user_cache.use(library):
         return library
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory / "lock"):
-            if not library.exists():
+        with user_cache.locked(directory / "lock"):  # held for at most COMPILE_S
+            if not user_cache.use(library):
                 _compile(compiler, options, library)
-                _evict_old_libraries(directory)
+                _evict_old_libraries(directory, library)
     except OSError as error:
         raise KernelsUnavailable(f"{directory} cannot be written ({error.strerror or error})") from error
     return library
@@ -80,8 +77,7 @@ def library_name(compiler: str, options: Sequence[str] = OPTIONS) -> str:
 
 def default_cache() -> Path:
     """Return the directory of compiled libraries, below XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "baton" / "kernels"
+    return user_cache.cache_directory("kernels")
 
 
 def _processor() -> str:
@@ -112,27 +108,14 @@ def _compile(compiler: str, options: Sequence[str], library: Path) -> None:
         if done.returncode:
             reason = next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
             raise KernelsUnavailable(f"{compiler} failed: {reason}")
-        with made.open("rb") as file:
-            os.fsync(file.fileno())  # else a power loss could leave an empty file under the final name
-        os.replace(made, library)
+        user_cache.publish(made, library)
 
 
-def _evict_old_libraries(directory: Path) -> None:
+def _evict_old_libraries(directory: Path, newest: Path) -> None:
     """Delete unfinished builds and all but the most recently used libraries. The caller holds the lock.
 
     Because of the lock, any unfinished build belongs to a process that was killed.
     """
     for left in directory.glob("building-*"):
         shutil.rmtree(left, ignore_errors=True)
-    libraries = sorted(directory.glob("kernels-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in libraries[MAX_CACHED_LIBRARIES:]:
-        with suppress(OSError):
-            path.unlink()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the file lock. A process that compiles meanwhile releases it within `COMPILE_S`."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    user_cache.remove_oldest(directory.glob("kernels-*.so"), keep=newest, max_number=MAX_CACHED_LIBRARIES)

@@ -62,6 +62,7 @@ class Kernels:
 
     def __init__(self, path: Path, num_threads: int) -> None:
         """Load the library. Raises KernelsUnavailable if that fails."""
+        self.name = path.name  # covers sources, compiler, options and processor
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:
@@ -77,16 +78,18 @@ class Kernels:
         self._gate.argtypes = [pointer, pointer, int64, int32, int32, int32, int32]
         self._best_tokens = library.baton_best_tokens
         self._best_tokens.argtypes = [*(pointer, int64, int64), *(pointer, pointer, int64), *[pointer] * 3, int32]
-        # Called by packed_linear.py and native_decoder.py, with addresses in place of tensors.
+        # Called by model/linear and native_decoder.py, with addresses in place of tensors.
         self.packed_bytes, self.gemm_row_bytes = library.baton_packed_bytes, library.baton_gemm_row_bytes
-        self.pack_weights, self.gemm, self.decoder_forward = (
+        self.pack_weights, self.unpack_rows, self.gemm, self.decoder_forward = (
             library.baton_pack_weights,
+            library.baton_unpack_rows,
             library.baton_gemm,
             library.baton_decoder_forward,
         )
         self.packed_bytes.argtypes, self.packed_bytes.restype = [pointer], int64
         self.gemm_row_bytes.argtypes, self.gemm_row_bytes.restype = [pointer, int32], int64
         self.pack_weights.argtypes = [pointer, pointer, pointer, int32]
+        self.unpack_rows.argtypes = [pointer, pointer, int64, pointer, int32]
         self.gemm.argtypes = [pointer, *(pointer, int32) * 2, int64, pointer, int32]
         self.decoder_forward.argtypes = [pointer]
         for function in (
@@ -96,6 +99,7 @@ class Kernels:
             self._gate,
             self._best_tokens,
             self.pack_weights,
+            self.unpack_rows,
             self.gemm,
             self.decoder_forward,
         ):

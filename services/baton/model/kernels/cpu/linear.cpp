@@ -4,6 +4,7 @@
 #include "gemm_bf16.h"
 #include "gemm_coded.h"
 #include "gemm_pack.h"
+#include "gemm_unpack.h"
 #include "gemm_widened.h"
 
 namespace baton {
@@ -197,6 +198,13 @@ void baton_pack_weights(const baton::PackedWeights* weights, const baton::Unpack
         baton::pack_panel(*weights, *from, panel,
             static_cast<uint8_t*>(packed) + panel * baton::panel_bytes(weights->format, weights->k));
     }
+}
+
+// to [count, k] = the weights of these outputs.
+void baton_unpack_rows(const baton::PackedWeights* weights, const int64_t* outputs, int64_t count, float* to,
+    int32_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) baton::unpack_row(*weights, outputs[i], to + i * weights->k);
 }
 
 int64_t baton_gemm_row_bytes(const baton::GemmArgs* args, int32_t x_dtype) {

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from baton.core.errors import ModelError
+from baton.runtime.user_cache import cache_directory
 
 MAX_DIRECTORIES = 16
 """Directories that are kept, those used last. Each has the size of a tokenizer, at most some 40 MB."""
@@ -65,7 +66,7 @@ def gguf_directory(path: Path, *, cache: Path | None = None, convert: Convert | 
 
 def default_gguf_cache() -> Path:
     """Return the directory of converted files, below XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton" / "gguf"
+    return cache_directory("gguf")
 
 
 def _key(path: Path) -> str:

@@ -8,12 +8,20 @@ from transformers import PreTrainedConfig
 
 from baton.core.errors import ModelError
 from baton.model.linear.experts import ExpertWeights
+from baton.model.linear.weight_packing import PANEL
 from baton.model.linear.weight_rows import take_rows
 from baton.model.linear.weights import Weight
 from baton.model.loading.gguf.gguf_architectures import ROPE_FACTORS, architecture_of, module_name
 from baton.model.loading.gguf.gguf_file import GgufFile, TensorEntry
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
-from baton.model.loading.gguf.gguf_types import floats_of, is_coded, is_dequantised, type_name, weight_of
+from baton.model.loading.gguf.gguf_types import (
+    floats_of,
+    is_coded,
+    is_dequantised,
+    packed_bits_of,
+    type_name,
+    weight_of,
+)
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
@@ -54,6 +62,15 @@ class GgufSource:
     def is_coded(self, module: str) -> bool:
         own = self._names.get(f"{module}.weight") or self._names.get(f"{module}.down_proj.weight")
         return own is not None and is_coded(self._file.tensors[own].type_id)
+
+    def packed_bytes(self) -> int:
+        bits = 0.0
+        for entry in self._file.tensors.values():
+            if is_coded(entry.type_id):
+                *_, rows, columns = (1, *entry.shape)
+                padded = -(-rows // PANEL) * PANEL * columns
+                bits += packed_bits_of(entry.type_id) * padded * (prod(entry.shape) // (rows * columns))
+        return int(bits) // 8
 
     def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights] | None:
         gate, up, down = (self._expert_weights(f"{module}.{name}_proj", num_experts) for name in ("gate", "up", "down"))

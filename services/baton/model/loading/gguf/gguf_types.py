@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME, dequantize
 
+from baton.model.linear.weight_packing import packed_bits
 from baton.model.linear.weights import CodedWeight, FloatWeight, GroupFactors, Weight
 from baton.model.loading.gguf.block_formats import BLOCK_FORMATS, BlockFormat, UnpackedBlocks
 
@@ -46,6 +47,12 @@ def dtype_of(type_ids: Sequence[int]) -> str:
 def is_coded(type_id: int) -> bool:
     """True for a type whose tensors become a `CodedWeight`."""
     return type_id in BLOCK_FORMATS
+
+
+def packed_bits_of(type_id: int) -> float:
+    """Return the bits that one weight of a coded type takes when packed, factors included."""
+    block = BLOCK_FORMATS[type_id]
+    return packed_bits(weight_of(torch.zeros(block.num_bytes, dtype=torch.uint8), type_id, 1, block.num_values))
 
 
 def is_dequantised(type_id: int) -> bool:

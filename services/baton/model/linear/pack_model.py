@@ -1,0 +1,97 @@
+"""Packs the linear layers of a loaded model, one matrix at a time. Its own code then multiplies natively."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from baton.model.linear.embedding import WeightEmbedding
+from baton.model.linear.linear import Linear
+from baton.model.linear.packed_weight import PackedWeight
+from baton.model.linear.packer import WeightPacker
+from baton.model.linear.weights import CodedWeight, FloatWeight, Weight
+from baton.runtime.logging import get_logger
+
+log = get_logger(__name__)
+
+
+def pack_model(model: nn.Module, packer: WeightPacker) -> None:
+    """Replace each linear layer whose product is native by a `Linear` with a packed weight.
+
+    The unpacked weight is freed before the next one is packed. A weight that several modules share is packed
+    once, and an embedding among them reads its rows from there. Without memory the rest stays as it is, which
+    is logged.
+    """
+    try:
+        _pack_all(model, packer)
+    except OSError as error:
+        hint = "the linear layers that are not packed are computed by slower products"
+        log.warning("weights_not_packed", problem=str(error), hint=hint)
+
+
+def _pack_all(model: nn.Module, packer: WeightPacker) -> None:
+    modules = dict(model.named_modules())
+    packer.is_mixed |= any(holds_weight(module) for module in modules.values())
+    sharers: dict[tuple[int, int], list[str]] = {}
+    for name, module in modules.items():
+        weight = _unpacked_weight(module, packer.dtype)
+        if weight is not None and not _is_router(name, modules):
+            sharers.setdefault(_identity(weight), []).append(name)
+    while sharers:
+        _, names = sharers.popitem()
+        owners = [modules.pop(name) for name in names]
+        if not all(isinstance(owner, nn.Embedding) for owner in owners):
+            _pack_shared(model, names, owners, packer)
+
+
+def holds_weight(module: object) -> bool:
+    """True for a linear layer that holds a `Weight`, packed or not, in the place of a parameter."""
+    is_product = all(hasattr(module, name) for name in ("in_features", "out_features", "bias"))
+    return is_product and isinstance(getattr(module, "weight", None), FloatWeight | CodedWeight | PackedWeight)
+
+
+def rounds_activations(model: nn.Module) -> bool:
+    """True if a linear layer has packed codes, whose product rounds activations to 8 bits."""
+    weights = [getattr(module, "weight", None) for module in model.modules()]
+    return any(isinstance(weight, PackedWeight) and weight.is_coded for weight in weights)
+
+
+def _pack_shared(model: nn.Module, names: list[str], owners: list[nn.Module], packer: WeightPacker) -> None:
+    """Pack a weight, and replace the modules that share it."""
+    weight = _unpacked_weight(owners[0], packer.dtype)
+    packed = None if weight is None else packer.pack(names[0], weight)
+    if packed is None:
+        return
+    for name, owner in zip(names, owners, strict=True):
+        if isinstance(owner, WeightEmbedding):
+            owner.weight = packed
+        elif isinstance(owner, nn.Embedding):
+            model.set_submodule(name, WeightEmbedding(packed, owner, packer.dtype))
+        else:
+            bias = getattr(owner, "bias", None)
+            model.set_submodule(name, Linear(packed, None if bias is None else bias.detach()))
+
+
+def _unpacked_weight(module: nn.Module, dtype: torch.dtype) -> Weight | None:
+    """Return the weight of a linear layer or an embedding; None for other modules, and if it is packed.
+
+    Parameters of another dtype than the activations' belong to code that converts its inputs.
+    """
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, FloatWeight | CodedWeight):
+        return weight
+    is_parameter = type(module) is nn.Linear or isinstance(module, nn.Embedding)
+    if is_parameter and isinstance(weight, nn.Parameter) and weight.dtype == dtype and weight.numel():
+        return FloatWeight(weight.data)
+    return None
+
+
+def _identity(weight: Weight) -> tuple[int, int]:
+    values = weight.values if isinstance(weight, FloatWeight) else weight.codes
+    return values.data_ptr(), values.numel()
+
+
+def _is_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """True for the plain linear layer that chooses among the experts beside it; it is small."""
+    parent = modules.get(name.rpartition(".")[0])
+    return type(modules[name]) is nn.Linear and isinstance(getattr(parent, "experts", None), nn.Module)

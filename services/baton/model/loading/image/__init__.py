@@ -1,0 +1,1 @@
+"""Packed models in files that the workers of a machine share."""

@@ -1,0 +1,79 @@
+"""Keeps files that are expensive to make in the user's cache directory, safely for several processes.
+
+A file is made under a temporary name, written to the disk, then renamed, so that nobody sees half of one. A
+file that belongs to another user, or that others may write, is not used.
+"""
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_directory(kind: str) -> Path:
+    """Return the directory of one kind of files, below XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "baton" / kind
+
+
+def is_trusted(facts: os.stat_result) -> bool:
+    """True for a regular file of this user, or of root, that nobody else may write."""
+    owners = {0, os.geteuid()}
+    return stat.S_ISREG(facts.st_mode) and facts.st_uid in owners and not facts.st_mode & _WRITABLE_BY_OTHERS
+
+
+def use(path: Path) -> bool:
+    """True if a trusted file is there. It then counts as used now, see `remove_oldest`."""
+    try:
+        if not is_trusted(path.lstat()):
+            return False
+    except OSError:
+        return False
+    with suppress(OSError):
+        os.utime(path)
+    return True
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock among processes. It ends with the process that holds it."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def publish(made: Path, final: Path) -> None:
+    """Give a finished file its final name, in place of what is there. Raises OSError."""
+    made.chmod(made.stat().st_mode & ~_WRITABLE_BY_OTHERS)
+    with made.open("rb") as file:
+        os.fsync(file.fileno())  # else a power loss could leave an empty file under the final name
+    os.replace(made, final)
+
+
+def remove_oldest(
+    paths: Iterable[Path], *, keep: Path, max_number: int | None = None, max_bytes: int | None = None
+) -> list[Path]:
+    """Remove the files that were used longest ago until both limits are met; return them.
+
+    `keep` counts, and stays. A process that has mapped a removed file can still read it.
+    """
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            facts = path.lstat()
+            found.append((path != keep, -facts.st_mtime_ns, facts.st_size, path))
+    removed: list[Path] = []
+    number = num_bytes = 0
+    for is_other, _, size, path in sorted(found):
+        number, num_bytes = number + 1, num_bytes + size
+        is_over = (max_number is not None and number > max_number) or (max_bytes is not None and num_bytes > max_bytes)
+        if is_other and is_over:
+            number, num_bytes = number - 1, num_bytes - size
+            with suppress(OSError):
+                path.unlink()
+                removed.append(path)
+    return removed

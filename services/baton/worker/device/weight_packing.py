@@ -1,0 +1,31 @@
+"""How a worker packs the weights of its models, and where packed ones are kept."""
+
+from typing import TYPE_CHECKING, TypedDict
+
+from baton.runtime.config.settings import WorkerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from baton.model.linear.packer import WeightPacker
+    from baton.model.loading.image.image_cache import PackedModelCache
+
+
+class Packing(TypedDict):
+    """Arguments of `load_model`."""
+
+    packer_for: "Callable[[torch.dtype], WeightPacker | None]"
+    cache: "PackedModelCache"
+
+
+def packing(config: WorkerConfig, num_threads: int) -> Packing:
+    """Return how `load_model` packs weights for this worker: not at all without kernels."""
+    from baton.model.backends.native_layers import packer_at_loading
+    from baton.model.loading.image.image_cache import PackedModelCache
+
+    return Packing(
+        packer_for=packer_at_loading(num_threads) if config.kernels == "auto" else lambda _dtype: None,
+        cache=PackedModelCache(config.weight_cache),
+    )
