@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from baton.model.backends.native_experts import NativeExperts, is_experts
+from baton.model.backends.native_experts import NativeExperts
 from baton.model.forms.recognise import is_linear
 from baton.model.kernels.cpu.kernel_library import Kernels
+from baton.model.linear.experts import is_experts
 from baton.model.linear.packed_linear import PackedGemm
 from baton.model.step.forward import ModelForward
 
