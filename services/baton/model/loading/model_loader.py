@@ -97,7 +97,7 @@ def load_model(
     is_text_part = config is not whole
     model_class = causal_lm_class(config, is_text_part=is_text_part, max_model_len=max_model_len)
     tokenizer = tokenizer_fingerprint(path)
-    load_dtype = _load_dtype(whole, dtype)
+    load_dtype = _load_dtype((whole, config), dtype)
     target = _device(device)
     if is_text_part:
         config.tie_word_embeddings = not has_own_head(tensor_sizes(path))
@@ -106,10 +106,8 @@ def load_model(
     config._attn_implementation = PAGED
     disable_progress_bar()  # a worker's standard error is its log
     fingerprint = model_fingerprint(path, whole.to_dict(), _weights_text(load_dtype, weights))
-    if is_loaded_by_module(path, whole, weights):
-        if is_text_part:
-            raise ModelError(f"{path} is a composite checkpoint; its text part can only be served with plain weights")
-        options = LoadOptions(dtype=load_dtype, device=target, weights=weights)
+    if is_loaded_by_module(path, config, weights):
+        options = LoadOptions(dtype=load_dtype, device=target, weights=weights, is_text_part=is_text_part)
         with open_by_module(path, model_class, config, options) as pending:
             _require_memory(pending.num_bytes(), what, target, free_bytes)
             model, weight_format = pending.load()
@@ -212,14 +210,16 @@ def _read_config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def _load_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
+def _load_dtype(configs: tuple[PreTrainedConfig, PreTrainedConfig], dtype: str) -> torch.dtype:
+    """Return the dtype to load. `configs`: of the whole model, then of its text part."""
     if dtype != "auto":
         return DTYPES[dtype]
-    own = getattr(config, "dtype", None)
-    own = getattr(torch, own, None) if isinstance(own, str) else own
-    if own in DTYPE_NAMES:
-        return own
-    return torch.float32 if getattr(config, "quantization_config", None) is None else torch.bfloat16
+    for config in configs:
+        own = getattr(config, "dtype", None)
+        own = getattr(torch, own, None) if isinstance(own, str) else own
+        if own in DTYPE_NAMES:
+            return own
+    return torch.float32 if getattr(configs[1], "quantization_config", None) is None else torch.bfloat16
 
 
 def _device(device: str) -> torch.device:
