@@ -90,7 +90,7 @@ test-triton: setup
 
 # The C++ kernels with sanitizers: an access outside of a tensor ends the process with a report.
 ASAN_TESTS := $(addprefix tests/unit/model/test_,native_attention.py decoder_backends.py torch_executor.py best_tokens.py)
-ASAN_TESTS += tests/unit/model/linear/test_packed_linear.py
+ASAN_TESTS += $(addprefix tests/unit/model/linear/test_,packed_linear.py coded_experts.py)
 SANITIZERS = $(foreach name,libasan libubsan,$(shell c++ -print-file-name=$(name).so))
 test-asan: export XDG_CACHE_HOME := $(CURDIR)/build/asan
 test-asan: setup

@@ -55,12 +55,22 @@ _LLAMA3 = {
 _MIXED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.25 * i for i in range(12)],
+    "long_factor": [4.0 + i for i in range(12)],
+    "original_max_position_embeddings": 128,
+    "partial_rotary_factor": 0.75,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family. `unknown`: part of the reason if its form is not one that the native decoder runs."""
+    """A family. `max_model_len`: the longest context that can be served; None: the model's own."""
 
     config: Callable[[], PreTrainedConfig]
-    unknown: str = ""
+    max_model_len: int | None = None
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -87,7 +97,15 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(lambda: MixtralConfig(**TINY, num_local_experts=4)),
     "gemma 3": Family(lambda: Gemma3TextConfig(**TINY, **ENDS, **_MIXED, head_dim=32, final_logit_softcapping=20.0)),
     "phi 3": Family(lambda: Phi3Config(**TINY, **ENDS, sliding_window=24)),
-    "phi 4 mini": Family(lambda: Phi3Config(**TINY | {"hidden_size": 128}, **ENDS, partial_rotary_factor=0.75)),
+    "phi 4 mini": Family(
+        lambda: Phi3Config(
+            **TINY | {"hidden_size": 128},
+            **ENDS,
+            rope_parameters=dict(_LONGROPE),
+            original_max_position_embeddings=128,
+        ),
+        max_model_len=128,
+    ),
     "olmo 2": Family(lambda: Olmo2Config(**TINY)),
     "olmo 3": Family(lambda: Olmo3Config(**TINY, **_MIXED, rope_parameters={"rope_theta": 1e4, **_YARN})),
     "granite": Family(
@@ -107,11 +125,22 @@ FAMILIES: Mapping[str, Family] = {
         )
     ),
     "smollm3": Family(lambda: SmolLM3Config(**TINY, **ENDS, no_rope_layers=[1, 0], mlp_bias=True)),
-    "gpt-oss": Family(
-        lambda: GptOssConfig(**TINY, **_MIXED, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
-        unknown="GptOssMLP has other weights",
-    ),
+    "gpt-oss": Family(lambda: GptOssConfig(**TINY, **_MIXED, head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
 }
+SERVED_FAMILIES = (
+    "qwen3",
+    "qwen3-moe",
+    "llama 3",
+    "gemma 3",
+    "phi 4 mini",
+    "olmo 2",
+    "olmo 3",
+    "granite",
+    "ministral 3",
+    "smollm3",
+    "gpt-oss",
+)
+"""Families of the models that most users serve, one form of each."""
 
 
 def save_random(config: PreTrainedConfig, path: Path) -> Path:

@@ -43,7 +43,7 @@ from baton.model.loading.model_source import DEMO_DIR
 from baton.model.step.forward import Forward, ForwardOutput, ModelForward
 from baton.model.step.step_inputs import PackedStep, PreparedSequence, pack
 from baton.model.verification.verify_backend import verify_logits, verify_masks
-from tests.model_families import ENDS, FAMILIES, TINY, save_random
+from tests.model_families import ENDS, FAMILIES, SERVED_FAMILIES, TINY, Family, save_random
 from tests.scale import sized
 
 LENGTH = 110
@@ -180,7 +180,7 @@ def load_family(name: str, path: Path, dtype: str) -> LoadedModel:
     directory = path / "family"
     if not directory.exists():
         save_random(FAMILIES[name].config(), directory)
-    return load_model(directory, dtype=dtype, device="cpu")
+    return load_model(directory, dtype=dtype, device="cpu", max_model_len=FAMILIES[name].max_model_len)
 
 
 @torch.inference_mode()
@@ -194,36 +194,34 @@ def transformers_logits(loaded: LoadedModel, length: int) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_each_family_equals_transformers_in_float32(
-    name: str, tmp_path: Path, kernels: Kernels, two_thread_kernels: Kernels
+@pytest.mark.parametrize("name", sized(SERVED_FAMILIES, tuple(FAMILIES)))
+def test_each_family_equals_transformers_in_float32(name: str, tmp_path: Path, two_thread_kernels: Kernels) -> None:
+    """Prompts are computed in chunks, in batches and token by token."""
+    loaded = load_family(name, tmp_path, "float32")
+    forward = DecoderForward(form_of(loaded), two_thread_kernels)
+    assert (answers(loaded, forward, LENGTH) - transformers_logits(loaded, LENGTH)).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("name", sized(("gemma 3", "gpt-oss"), tuple(FAMILIES)))
+def test_other_backends_of_each_family_equal_transformers_in_float32(
+    name: str, tmp_path: Path, kernels: Kernels
 ) -> None:
-    """Prompts are computed in chunks, in batches and token by token, by each backend that runs the family."""
     loaded = load_family(name, tmp_path, "float32")
     right = transformers_logits(loaded, LENGTH)
     for make in (ModelForward, partial(ProductsForward, kernels=kernels)):
         with closing(make(loaded.model)) as own:
             assert (answers(loaded, own, LENGTH) - right).abs().max() < 2e-4
-    if FAMILIES[name].unknown:
-        with pytest.raises(FormUnknown, match=FAMILIES[name].unknown):
-            form_of(loaded)
-        return
-    form = form_of(loaded)
-    for forward in (FusedForward(form, kernels), DecoderForward(form, two_thread_kernels)):
-        assert (answers(loaded, forward, LENGTH) - right).abs().max() < 2e-4, type(forward).__name__
+    assert (answers(loaded, FusedForward(form_of(loaded), kernels), LENGTH) - right).abs().max() < 2e-4
     with closing(ModelForward(loaded.model)) as own:
         assert (answers(loaded, own, LENGTH) - right).abs().max() < 2e-4, "the model's own code must still work"
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", sized(("phi 4 mini", "gpt-oss"), tuple(FAMILIES)))
 def test_backend_of_each_family(name: str, tmp_path: Path, kernels: Kernels) -> None:
     """The choice includes verification in bfloat16."""
     loaded = load_family(name, tmp_path, "bfloat16")
-    is_native = prefers_native_gemm(loaded.dtype, kernels)
-    decoder = "native decoder" if is_native else "fused layers"
-    own_code = "native products" if is_native else "native attention"
     backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=SIZE)
-    assert backend.name == (own_code if FAMILIES[name].unknown else decoder)
+    assert backend.name == ("native decoder" if prefers_native_gemm(loaded.dtype, kernels) else "fused layers")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -289,9 +287,15 @@ def test_fused_layers_compute_the_same_as_the_model(
 
 
 def assert_no_further_from_float32_than_the_model(
-    path: Path, dtype: str, make: Callable[[DecoderForm], Forward], length: int = 150
+    path: Path,
+    dtype: str,
+    make: Callable[[DecoderForm], Forward],
+    length: int = 150,
+    max_model_len: int | None = None,
 ) -> None:
-    exact, half = load_model(path, dtype="float32", device="cpu"), load_model(path, dtype=dtype, device="cpu")
+    exact, half = (
+        load_model(path, dtype=each, device="cpu", max_model_len=max_model_len) for each in ("float32", dtype)
+    )
     with closing(ModelForward(exact.model)) as own:
         right = answers(exact, own, length)
     with closing(ModelForward(half.model)) as own:
@@ -358,7 +362,7 @@ def test_coded_weights_run_on_the_native_gemm(
     backend.forward.close()
 
 
-HALF_PRECISION_FAMILIES = [name for name, family in FAMILIES.items() if not family.unknown and "mo" not in name]
+HALF_PRECISION_FAMILIES = [name for name in FAMILIES if "moe" not in name and name not in ("mixtral", "gpt-oss")]
 """Routing of experts may differ by rounding, which moves single tokens far."""
 
 
@@ -366,10 +370,10 @@ HALF_PRECISION_FAMILIES = [name for name, family in FAMILIES.items() if not fami
 def test_native_decoder_is_as_close_to_float32_as_the_model(
     name: str, tmp_path: Path, two_thread_kernels: Kernels
 ) -> None:
-    config = EXTREMES[name] if name in EXTREMES else FAMILIES[name].config
-    path = save_random(config(), tmp_path / "model")
+    family = FAMILIES.get(name) or Family(EXTREMES[name])
+    path = save_random(family.config(), tmp_path / "model")
     assert_no_further_from_float32_than_the_model(
-        path, "bfloat16", lambda form: DecoderForward(form, two_thread_kernels)
+        path, "bfloat16", lambda form: DecoderForward(form, two_thread_kernels), LENGTH, family.max_model_len
     )
 
 

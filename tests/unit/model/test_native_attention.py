@@ -13,9 +13,9 @@ from baton.model.attention.attention_inputs import AttentionParams, AttentionSte
 from baton.model.attention.paged_attention import paged_attention
 from baton.model.device.kv_tensors import KvCache
 from baton.model.forms.decoder_form import ACTIVATIONS
-from baton.model.forms.recognise import apply_norm, rotate
+from baton.model.forms.recognise import apply_gate, apply_norm, rotate
 from baton.model.kernels.cpu.kernel_library import Kernels, WeightArena, load_kernels, paged_kernel
-from baton.model.kernels.layer_values import HeadNorms, RmsNorm, Rotary
+from baton.model.kernels.layer_values import Gate, HeadNorms, RmsNorm, Rotary
 from baton.model.linear.packed_linear import PackedGemm
 from tests.random_kv import fill_with_random_numbers, numbers_of, poison, set_numbers, small_layout
 from tests.scale import sized
@@ -226,9 +226,12 @@ def test_norm_and_gate_equal_torch(library: Path, dtype: torch.dtype) -> None:
     near = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(got.float(), apply_norm(both, norm), rtol=near, atol=near)
     pair = (torch.randn(70, 520) * 20).to(dtype)
-    for name, activation in ACTIVATIONS.items():
-        gated = activation(pair[:, :260].float()) * pair[:, 260:].float()
-        torch.testing.assert_close(kernels.gate(pair, name).float(), gated, rtol=near, atol=1e-3)
+    pair[3, 5] = pair[4, 300] = float("nan")
+    limited = (Gate("silu", alpha=1.702, limit=7.0, up_shift=1.0), Gate("gelu", limit=3.0))
+    for gate in (*map(Gate, ACTIVATIONS), *limited):
+        gated = apply_gate(pair[:, :260], pair[:, 260:], gate)
+        torch.testing.assert_close(kernels.gate(pair, gate).float(), gated, rtol=near, atol=1e-3, equal_nan=True)
+        assert gated.isnan().sum() == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -61,22 +61,33 @@ def test_output_directory_with_files_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "millions"),
+    ("shape", "size"),
     [
-        ("tiny-42m", 42),
-        ("tiny-moe", 12),
-        ("gemma3-270m", 268),
-        ("qwen3-0.6b", 596),
-        ("qwen3-8b", 8191),
-        ("llama3-8b", 8030),
+        ("tiny-42m", 41_555_456),
+        ("tiny-moe", 11_957_504),
+        ("gemma3-270m", 268_098_176),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("llama3-8b", 8_030_261_248),
     ],
 )
-def test_shapes_have_their_size(shape: str, millions: int) -> None:
+def test_shapes_have_their_size(shape: str, size: int) -> None:
+    """Those of published models have exactly as many parameters as these."""
     config = shape_config(shape)
     with torch.device("meta"):
         model = causal_lm_class(config)(config)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.03)
+    assert sum(p.numel() for p in model.parameters()) == size
     assert config.vocab_size >= 4096
+
+
+def test_gemma_has_the_published_windows_and_frequencies() -> None:
+    """Every sixth layer sees all tokens, with rotary frequencies of its own."""
+    config = shape_config("gemma3-270m")
+    assert [kind == "full_attention" for kind in config.layer_types] == [(i + 1) % 6 == 0 for i in range(18)]
+    assert (config.sliding_window, config.query_pre_attn_scalar, config.max_position_embeddings) == (512, 256, 32_768)
+    thetas = {kind: parameters["rope_theta"] for kind, parameters in config.rope_parameters.items()}
+    assert thetas == {"sliding_attention": 10_000.0, "full_attention": 1_000_000.0}
+    assert config.hidden_activation == "gelu_pytorch_tanh"
 
 
 def test_unknown_shape_error_names_the_nearest(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Tests that the text part of composite checkpoints is served alone, with transformers' own logits."""
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,18 @@ from transformers import (
 
 from baton.core.errors import ModelError
 from baton.engine.executors.emulated_model import read_emulated_model
-from baton.model.attention.attention_inputs import CausalMasks
-from baton.model.attention.paged_attention import paged_attention
 from baton.model.backends.fused_layers import FusedForward
-from baton.model.device.kv_tensors import KvCache
 from baton.model.forms.describe import describe_decoder
 from baton.model.kernels.cpu.kernel_library import load_kernels
-from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.linear.pack_model import holds_weight
+from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.text_part import own_name
-from baton.model.step.forward import Forward, ModelForward
-from baton.model.step.step_inputs import PreparedSequence, pack
+from baton.model.step.forward import ModelForward
 from baton.model.verification.verify_backend import verify_logits, verify_masks
 from tests.model_families import TINY
+from tests.unit.model.loading.quantised_models import Stored, paged_logits
+from tests.unit.model.loading.test_published_layouts import awq, fp8, gptq
 
 SIZE = 16
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -103,34 +102,15 @@ def save_composite(name: str, path: Path) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
-@torch.inference_mode()
-def paged_logits(loaded: LoadedModel, token_ids: np.ndarray, forward: Forward) -> torch.Tensor:
-    cache = KvCache.zeros(loaded.layout(SIZE), 4)
-    masks, found = CausalMasks(cache.dtype, cache.device), []
-    for begin, end in ((0, 37), (37, len(token_ids))):
-        part = PreparedSequence(
-            seq_id=1,
-            token_ids=token_ids[begin:end],
-            position_begin=begin,
-            kv_begin=begin,
-            block_ids=np.array([2, 0, 3, 1][: -(-end // SIZE)]),
-            sample=None,
-        )
-        step = pack([part], cache, masks, paged_attention)
-        rows = torch.arange(end - begin)
-        found.append(forward(replace(step, sample_rows=rows)).logits)
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize("name", list(COMPOSITES))
 def test_text_part_equals_the_composite_model(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model"
     whole: Any = save_composite(name, path)
     loaded = load_model(path, device="cpu")
     assert type(loaded.model).__name__ == COMPOSITES[name][2]
-    token_ids = np.random.default_rng(0).integers(3, 200, 50)
+    token_ids = torch.from_numpy(np.random.default_rng(0).integers(3, 200, (1, 50)))
     with torch.inference_mode():
-        right = whole(input_ids=torch.from_numpy(token_ids)[None], use_cache=False).logits[0]
+        right = whole(input_ids=token_ids, use_cache=False).logits
     own = ModelForward(loaded.model)
     assert (paged_logits(loaded, token_ids, own) - right).abs().max() < 2e-4
     own.close()
@@ -140,6 +120,107 @@ def test_text_part_equals_the_composite_model(name: str, tmp_path: Path) -> None
     embedding, head = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
     assert (embedding.weight is head.weight) is ("gemma" in name or "tied" in name)  # type: ignore[union-attr]
     assert read_emulated_model(path).vocab_size == loaded.vocab_size == 256
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+QUANTISED: dict[str, tuple[str, Mapping[str, Any], Callable[[torch.Tensor], Stored], bool]] = {
+    "gemma 3 in compressed-tensors": (
+        "gemma 3",
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "ignore": ["re:.*vision_tower.*", "re:.*multi_modal_projector.*"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["re:.*language_model.*_proj"],
+                    "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [48, 32]},
+                }
+            },
+        },
+        lambda value: compressed_fp8(value, (48, 32)),
+        False,
+    ),
+    "mistral small 3 in gptq, head too": (
+        "mistral small 3",
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False},
+        lambda value: gptq(value),
+        True,
+    ),
+    "qwen2-vl in awq": (
+        "qwen2-vl",
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "modules_to_not_convert": ["visual"]},
+        lambda value: awq(value, 32),
+        False,
+    ),
+    "qwen3-vl in fp8": (
+        "qwen3-vl",
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        lambda value: fp8(value, (32, 32)),
+        False,
+    ),
+}
+"""Composite, quantization_config, how a weight is stored, and if the output layer is quantised, too."""
+
+
+def compressed_fp8(value: torch.Tensor, block: tuple[int, int]) -> Stored:
+    stored, means = fp8(value, block)
+    return {"weight": stored["weight"], "weight_scale": stored["weight_scale_inv"]}, means
+
+
+def quantise_files(path: Path, model: PreTrainedModel, name: str) -> None:
+    """Store the projections of the text part in another format. `model` then has what they stand for."""
+    _, quantization, pack, has_head = QUANTISED[name]
+    parameters = {own_name(key): parameter for key, parameter in model.named_parameters() if own_name(key)}
+    stored = {}
+    for key, value in load_file(path / "model.safetensors").items():
+        own, module = own_name(key), key.removesuffix(".weight")
+        if own is not None and module.endswith((*PROJECTIONS, *(("lm_head",) if has_head else ()))):
+            tensors, parameters[own].data = pack(value)
+            stored |= {f"{module}.{last}": tensor.contiguous() for last, tensor in tensors.items()}
+        else:
+            stored[key] = value
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((path / "config.json").read_text()) | {"quantization_config": quantization}
+    (path / "config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", list(QUANTISED))
+def test_quantised_text_part_equals_the_composite_model(name: str, tmp_path: Path) -> None:
+    """The quantization_config is that of the whole, and names modules as the whole does."""
+    path = tmp_path / "model"
+    whole: Any = save_composite(QUANTISED[name][0], path)
+    quantise_files(path, whole, name)
+    loaded = load_model(path, dtype="float32", device="cpu")
+    assert loaded.weight_format != "plain"
+    layers: Any = loaded.model.base_model.layers
+    assert all(holds_weight(layer.get_submodule(f"self_attn.{each}")) for layer in layers for each in PROJECTIONS[:4])
+    token_ids = torch.from_numpy(np.random.default_rng(0).integers(3, 200, (1, 50)))
+    with torch.inference_mode():
+        right = whole(input_ids=token_ids, use_cache=False).logits
+    with closing(ModelForward(loaded.model)) as own:
+        assert (paged_logits(loaded, token_ids, own) - right).abs().max() < 2e-4
+    assert holds_weight(loaded.model.lm_head) == QUANTISED[name][3]
+
+
+def test_plain_text_part_is_quantised_at_load(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    whole: Any = save_composite("gemma 3", path)
+    loaded = load_model(path, dtype="float32", device="cpu", weights="int8")
+    assert loaded.weight_format == "plain, then int8"
+    token_ids = torch.from_numpy(np.random.default_rng(0).integers(3, 200, (1, 50)))
+    with torch.inference_mode():
+        right = whole(input_ids=token_ids, use_cache=False).logits
+    with closing(ModelForward(loaded.model)) as own:
+        assert 1e-4 < float((paged_logits(loaded, token_ids, own) - right).std() / right.std()) < 0.05
+
+
+def test_unknown_quantisation_of_a_composite_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save_composite("gemma 3", path)
+    content = json.loads((path / "config.json").read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}
+    (path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"unsupported method.*bitsandbytes"):
+        load_model(path, device="cpu")
 
 
 def test_weights_of_other_parts_are_not_counted(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ class FusedForward:
             return mixed
         assert layer.gate_up is not None
         assert layer.down is not None
-        return layer.down(self._kernels.gate(layer.gate_up(x), mlp.activation))
+        return layer.down(self._kernels.gate(layer.gate_up(x), mlp.gate))
 
     def release_model_weights(self) -> None:
         """Free the model's weights that are packed here; its own code then raises.

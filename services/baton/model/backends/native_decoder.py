@@ -13,9 +13,9 @@ from baton.model.device.kv_tensors import KvCache
 from baton.model.forms.decoder_form import DecoderForm, ExpertsForm
 from baton.model.kernels.cpu.gemm_args import GemmArgs
 from baton.model.kernels.cpu.kernel_args import (
-    ACTIVATIONS,
     MAX_HEAD_DIM,
     AttentionArgs,
+    GateArgs,
     LayerKvArgs,
     NormArgs,
     RopeArgs,
@@ -25,7 +25,7 @@ from baton.model.kernels.cpu.kernel_args import (
     layer_kv_args,
     rope_args,
 )
-from baton.model.kernels.cpu.kernel_library import Kernels, norm_args, rotary_table
+from baton.model.kernels.cpu.kernel_library import Kernels, gate_args, norm_args, rotary_table
 from baton.model.kernels.layer_values import Rotary
 from baton.model.linear.packed_linear import PackedGemm
 
@@ -43,7 +43,8 @@ class _LayerArgs(ctypes.Structure):
         *((name, NormArgs) for name in ("q_norm", "k_norm")),
         ("sinks", ctypes.c_void_p),
         ("kv", LayerKvArgs),
-        *((name, ctypes.c_int32) for name in ("table", "window", "rotary", "norms_all_heads", "activation")),
+        *((name, ctypes.c_int32) for name in ("table", "window", "rotary", "norms_all_heads")),
+        ("gate", GateArgs),
         *((name, ctypes.c_float) for name in ("scale", "multiplier")),
     ]
 
@@ -78,7 +79,7 @@ class NativeDecoder:
         self._layers = layers
         self._final_norm = form.final_norm
         self._experts = [
-            PackedExperts(kernels, layer.form.mlp) if isinstance(layer.form.mlp, ExpertsForm) else None
+            PackedExperts(kernels, layer.form.mlp, form.dtype) if isinstance(layer.form.mlp, ExpertsForm) else None
             for layer in layers
         ]
         self._sinks = [
@@ -189,7 +190,7 @@ class NativeDecoder:
         """Return the bytes of scratch a token that the largest product of a layer needs."""
         experts = self._experts[index]
         own = [product.row_bytes(dtype) for product in self._layers[index].projections()]
-        return max(own) if experts is None else max(*own, experts.row_bytes(dtype))
+        return max(own) if experts is None else max(*own, experts.row_bytes)
 
     def _layer_args(self, index: int) -> _LayerArgs:
         layer, experts = self._layers[index], self._experts[index]
@@ -208,7 +209,7 @@ class NativeDecoder:
             window=form.attention_params.window or 0,
             rotary=-1 if form.rotary is None else form.rotary,
             norms_all_heads=form.head_norms.over_all_heads,
-            activation=ACTIVATIONS[form.mlp.activation],
+            gate=gate_args(form.mlp.gate),
             scale=form.attention_params.scaling,
             multiplier=form.multiplier,
         )

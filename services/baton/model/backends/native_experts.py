@@ -3,23 +3,10 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from baton.model.kernels.cpu.kernel_library import Kernels
-from baton.model.linear.packed_linear import LinearPart, PackedGemm
-from baton.model.linear.weights import FloatWeight
-
-_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-"""Parameters of a block of experts, 3-D: by expert. Biases have `_bias` after the name."""
-
-
-def is_experts(module: nn.Module) -> bool:
-    """True if a module holds gated experts in two 3-D parameters, as transformers' interface says."""
-    names = {_GATE_UP, _DOWN}
-    if getattr(module, "has_bias", False):
-        names |= {f"{name}_bias" for name in (_GATE_UP, _DOWN)}
-    is_gated = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
-    return bool(is_gated) and names == {name for name, _ in module.named_parameters()}
+from baton.model.linear.experts import DOWN, GATE_UP, apply_own_gate, expert_linears, release_experts
+from baton.model.linear.packed_linear import PackedGemm
 
 
 class NativeExperts:
@@ -29,8 +16,8 @@ class NativeExperts:
         """Pack the weights of all experts. `module`: one for which `is_experts` is true."""
         self._module = module
         self._gate_up, self._down = (
-            [self._packed(kernels, name, expert) for expert in range(len(getattr(module, name)))]
-            for name in (_GATE_UP, _DOWN)
+            [PackedGemm(kernels, *expert_linears(module, name, expert)) for expert in range(len(getattr(module, name)))]
+            for name in (GATE_UP, DOWN)
         )
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -44,19 +31,11 @@ class NativeExperts:
             if expert >= len(self._down):  # stands for no expert
                 continue
             tokens, place = torch.where(chosen == expert)
-            gated = self._module._apply_gate(self._gate_up[expert](x[tokens]))
+            gated = apply_own_gate(self._module, self._gate_up[expert](x[tokens]))
             out = self._down[expert](gated).float()
             total.index_add_(0, tokens, out * weights[tokens, place, None].float())
         return total.to(x.dtype)
 
     def release_model_weights(self) -> None:
         """Free the module's own weights; the packed copies stay."""
-        for name in (_GATE_UP, _DOWN):
-            empty = getattr(self._module, name).new_empty(0)
-            setattr(self._module, name, nn.Parameter(empty, requires_grad=False))
-
-    def _packed(self, kernels: Kernels, name: str, expert: int) -> PackedGemm:
-        weight: torch.Tensor = getattr(self._module, name)[expert].detach()
-        weight = weight.T.contiguous() if self._module.is_transposed else weight
-        bias = getattr(self._module, f"{name}_bias")[expert].detach() if self._module.has_bias else None
-        return PackedGemm(kernels, LinearPart(FloatWeight(weight), bias))
+        release_experts(self._module)

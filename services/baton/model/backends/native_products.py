@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from baton.model.backends.native_experts import NativeExperts, is_experts
+from baton.model.backends.native_experts import NativeExperts
 from baton.model.kernels.cpu.kernel_library import Kernels
+from baton.model.linear.experts import is_experts
 from baton.model.linear.packed_linear import PackedGemm
 from baton.model.step.forward import ModelForward
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from baton.core.errors import BatonError
 from baton.model.attention.attention_inputs import AttentionParams
-from baton.model.kernels.layer_values import HeadNorms, RmsNorm, Rotary
+from baton.model.kernels.layer_values import Gate, HeadNorms, RmsNorm, Rotary
 
 
 class FormUnknown(BatonError):
@@ -55,29 +55,37 @@ class MlpForm:
     """An MLP: down(activation(gate) * up).
 
     gate_up: one module with the outputs of gate, then up; or one module for each.
+    gate: how they are joined.
     """
 
     gate_up: tuple[nn.Module, ...]
     down: nn.Module
-    activation: str
+    gate: Gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsForm:
-    """A mixture of experts, each an `MlpForm` without biases.
+    """A mixture of experts, each a gated MLP.
 
     module: the model's own code of the whole mixture.
-    router: weight [num_experts, size] of the logits.
-    experts: holds `gate_up_proj` [num_experts, 2 * inner, size] and `down_proj` [num_experts, size, inner].
+    router, router_bias: weight [num_experts, size] and bias of the logits.
+    experts: holds the experts' weights, see `expert_linears`.
     normalised: the weights of the chosen experts sum to one. Otherwise they are a softmax over all experts.
+    gate: how an expert joins the halves of its first product.
     """
 
     module: nn.Module
     router: torch.Tensor
+    router_bias: torch.Tensor | None
     experts: nn.Module
     top_k: int
     normalised: bool
-    activation: str
+    gate: Gate
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        return len(self.router)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

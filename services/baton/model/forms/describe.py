@@ -180,7 +180,8 @@ def _require_all_parameters(model: nn.Module, form: DecoderForm, trace: ModelTra
     for layer in form.layers:
         known.add(id(layer.attention_params.sinks))
         if isinstance(layer.mlp, ExpertsForm):
-            known |= {id(layer.mlp.router), *(id(parameter) for parameter in layer.mlp.experts.parameters())}
+            known |= {id(layer.mlp.router), id(layer.mlp.router_bias)}
+            known |= {id(parameter) for parameter in layer.mlp.experts.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in known:
             raise FormUnknown(f"{type(model).__name__} has the parameter {name}, which is not part of a known form")

@@ -1,13 +1,17 @@
 """Finds the form of a layer's MLP or mixture of experts."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from baton.model.forms.decoder_form import ACTIVATIONS, ExpertsForm, FormUnknown, MlpForm
+from baton.model.forms.decoder_form import ExpertsForm, FormUnknown, MlpForm
 from baton.model.forms.model_trace import ModelTrace, ModuleCall
-from baton.model.forms.recognise import activation_of, is_linear, near
+from baton.model.forms.recognise import activation_of, apply_gate, gate_of, is_linear, near
+from baton.model.kernels.layer_values import Gate
+from baton.model.linear.experts import DOWN, GATE_UP, are_replaced, expert_linears, is_experts
 
 _JOINED, _SEPARATE = ("gate_up_proj",), ("gate_proj", "up_proj")
 _DOWN = "down_proj"
@@ -30,64 +34,66 @@ def describe_mlp(trace: ModelTrace, mlp: ModuleCall, config: Any) -> MlpForm | E
     calls = [trace.of(each) for each in modules]
     if not all(torch.equal(call.hidden, mlp.hidden) for call in calls):
         raise FormUnknown(f"{type(module).__name__} changes its input before the projections")
-    activation = activation_of(module.children())
-    gate, up = torch.cat([call.first_output for call in calls], dim=1).float().chunk(2, dim=1)
-    if not near(trace.of(down).hidden, ACTIVATIONS[activation](gate) * up):
-        raise FormUnknown(f"{type(module).__name__} does not compute {activation}(gate) * up")
+    form = Gate(activation_of(module.children()))
+    gate, up = torch.cat([call.first_output for call in calls], dim=1).chunk(2, dim=1)
+    if not near(trace.of(down).hidden, apply_gate(gate, up, form)):
+        raise FormUnknown(f"{type(module).__name__} does not compute {form.activation}(gate) * up")
     if not torch.equal(mlp.first_output, trace.of(down).first_output):
         raise FormUnknown(f"{type(module).__name__} changes the result of {_DOWN}")
-    return MlpForm(gate_up=modules, down=down, activation=activation)
+    return MlpForm(gate_up=modules, down=down, gate=form)
 
 
 def _describe_experts(trace: ModelTrace, mlp: ModuleCall, config: Any) -> ExpertsForm:
     module: Any = mlp.module
     name, experts = type(module).__name__, module.experts
     others = [child for child in module.children() if child is not experts and any(True for _ in child.parameters())]
-    weights = dict(experts.named_parameters())
-    if len(others) != 1 or set(dict(others[0].named_parameters())) != {"weight"}:
+    if len(others) != 1 or set(dict(others[0].named_parameters())) - {"bias"} != {"weight"}:
         raise FormUnknown(f"{name} has other weights beside its experts and one router")
-    if set(weights) != {"gate_up_proj", "down_proj"}:
-        raise FormUnknown(f"the experts of {name} have {', '.join(sorted(weights))}, not gate_up_proj and down_proj")
-    router: Any = others[0].weight
-    num_experts, size = router.shape
-    down = weights["down_proj"]
-    if tuple(down.shape[:2]) != (num_experts, size) or tuple(weights["gate_up_proj"].shape) != (
-        num_experts,
-        2 * down.shape[2],
-        size,
-    ):
-        raise FormUnknown(f"the experts of {name} are not stored as outputs by inputs")
-    activation = activation_of(experts.children())
+    if not (is_experts(experts) or are_replaced(experts)):
+        weights = ", ".join(sorted(key for key, _ in experts.named_parameters()))
+        raise FormUnknown(f"the experts of {name} have {weights}, not {GATE_UP} and {DOWN} of gated experts")
+    router: Any = others[0]
+    num_experts = len(router.weight)
     top_k = getattr(config, "num_experts_per_tok", None)
     if not isinstance(top_k, int) or not 0 < top_k <= num_experts:
         raise FormUnknown(f"{name} has no number of experts per token")
+    form = ExpertsForm(
+        module=module,
+        router=router.weight,
+        router_bias=getattr(router, "bias", None),
+        experts=experts,
+        top_k=top_k,
+        normalised=True,
+        gate=gate_of(experts),
+    )
+    softmax, chosen = _route(form, mlp.hidden)
+    outputs = _run_experts(form, mlp.hidden, chosen)
     for normalised in (True, False):
-        form = ExpertsForm(
-            module=module,
-            router=router,
-            experts=experts,
-            top_k=top_k,
-            normalised=normalised,
-            activation=activation,
-        )
-        if near(mlp.first_output[:_COMPARED_ROWS], _run_experts(form, mlp.hidden)):
-            return form
+        weights = softmax / softmax.sum(dim=-1, keepdim=True) if normalised else softmax
+        if near(mlp.first_output[:_COMPARED_ROWS], (weights[:, :, None] * outputs).sum(dim=1)):
+            return replace(form, normalised=normalised)
     raise FormUnknown(f"{name} routes tokens in another way than a softmax of its {top_k} largest logits")
 
 
-def _run_experts(form: ExpertsForm, x: torch.Tensor) -> torch.Tensor:
-    """Return the mixture of the first rows of x [num_tokens, size], in float32 but for the router's logits.
+def _route(form: ExpertsForm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (softmax over all experts of the chosen ones, the chosen ones) of the first rows, [rows, top_k].
 
     The logits are computed from all rows, as the model does, so that rounding chooses the same experts.
     """
-    experts: Any = form.experts
-    logits = nn.functional.linear(x, form.router).float()
+    logits = nn.functional.linear(x, form.router, form.router_bias).float()
     weights, chosen = logits.softmax(dim=-1).topk(form.top_k, dim=-1)
-    if form.normalised:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    out = torch.zeros_like(x[:_COMPARED_ROWS], dtype=torch.float32)
-    for row in range(len(out)):
-        for weight, expert in zip(weights[row], chosen[row].tolist(), strict=True):
-            gate, up = (experts.gate_up_proj[expert].float() @ x[row].float()).chunk(2)
-            out[row] += weight * (experts.down_proj[expert].float() @ (ACTIVATIONS[form.activation](gate) * up))
+    return weights[:_COMPARED_ROWS], chosen[:_COMPARED_ROWS]
+
+
+def _run_experts(form: ExpertsForm, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return float32 [rows, top_k, size]: the outputs of the chosen experts for the first rows of x."""
+    out = torch.empty(*chosen.shape, x.shape[1])
+    for row, k in np.ndindex(*chosen.shape):
+        expert = int(chosen[row, k])
+        gate, up = _multiply(form, GATE_UP, expert, x[row][None]).chunk(2, dim=1)
+        out[row, k] = _multiply(form, DOWN, expert, apply_gate(gate, up, form.gate).to(x.dtype))[0]
     return out
+
+
+def _multiply(form: ExpertsForm, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([linear(x) for linear in expert_linears(form.experts, name, expert)], dim=1)

@@ -4,6 +4,7 @@ A module is called with numbers in float32 and compared with each known form, so
 configuration matters.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from baton.model.forms.decoder_form import ACTIVATIONS, FormUnknown, RotaryForm
-from baton.model.kernels.layer_values import RmsNorm, Rotary
+from baton.model.kernels.layer_values import Gate, RmsNorm, Rotary
+from baton.model.linear.experts import apply_own_gate
 from baton.model.linear.pack_model import holds_weight
 
 _FLOAT32_ERROR = 1e-5
@@ -74,6 +76,36 @@ def activation_of(modules: Iterable[nn.Module]) -> str:
     raise FormUnknown(f"its activation ({named}) is not one of {', '.join(ACTIVATIONS)}")
 
 
+def gate_of(experts: Any) -> Gate:
+    """Return the gate of a block of experts, see `linear/experts.py`.
+
+    Raises FormUnknown if it is none of `ACTIVATIONS` with limits.
+    """
+    halves = 12.0 * torch.randn(16, 64, generator=torch.Generator().manual_seed(0))  # limits of 7 matter
+    found = _call_gate(experts, halves)
+    gate, up = halves.chunk(2, dim=1)
+    limits = [getattr(experts, name, None) for name in ("limit", "swiglu_limit")]
+    alphas = [getattr(experts, name, None) for name in ("alpha", "swiglu_alpha")]
+    for form in (
+        Gate(activation, alpha=alpha, limit=limit, up_shift=shift)
+        for limit in (math.inf, *(float(each) for each in limits if each is not None))
+        for alpha in (1.0, *(float(each) for each in alphas if each is not None))
+        for shift in (0.0, 1.0)
+        for activation in ACTIVATIONS
+    ):
+        if found is not None and torch.allclose(found.float(), apply_gate(gate, up, form), rtol=1e-5, atol=1e-5):
+            return form
+    raise FormUnknown(f"the gate of {type(experts).__name__} is not one of {', '.join(ACTIVATIONS)}, with limits")
+
+
+def apply_gate(gate: torch.Tensor, up: torch.Tensor, form: Gate) -> torch.Tensor:
+    """Return the halves of an MLP's first product, joined, in float32."""
+    gate, up = gate.float().clamp(max=form.limit), up.float().clamp(-form.limit, form.limit)
+    if form.activation == "silu" and form.alpha != 1.0:
+        return gate * torch.sigmoid(form.alpha * gate) * (up + form.up_shift)
+    return ACTIVATIONS[form.activation](gate) * (up + form.up_shift)
+
+
 def rotary_form(rotary: nn.Module, scaling: float, frequencies: torch.Tensor) -> RotaryForm:
     """Return a rotary embedding with the given attributes of a module."""
     if frequencies.dim() != 1 or not isinstance(scaling, (int, float)):
@@ -133,6 +165,14 @@ def apply_norm(x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
     """Return the norm over the last dimension, in float32."""
     x = x.float()
     return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + norm.eps) * norm.factor
+
+
+def _call_gate(experts: Any, halves: torch.Tensor) -> torch.Tensor | None:
+    """Return a gate's result, or None if it does not take numbers of any size."""
+    try:
+        return apply_own_gate(experts, halves)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _call(module: Callable[..., Any], x: torch.Tensor) -> torch.Tensor | None:

@@ -1,5 +1,6 @@
-"""Defines what the kernels between matrix products take: norms and rotary tables."""
+"""Defines what the kernels between matrix products take: norms, rotary tables and gates."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,20 @@ class HeadNorms:
 
 
 NO_HEAD_NORMS = HeadNorms()
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The gate of an MLP: activation(gate) * (up + up_shift), of the halves of its first product.
+
+    activation: its name. alpha: of silu, x * sigmoid(alpha * x); unused for others. limit: the largest gate, and
+    the largest size of up, before.
+    """
+
+    activation: str
+    alpha: float = 1.0
+    limit: float = math.inf
+    up_shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,13 @@
-"""Runs the experts of a mixture-of-experts block on weights in any format, one `Linear` an expert."""
+"""Runs the experts of a mixture-of-experts block on weights in any format, one linear layer an expert.
 
-from collections.abc import Sequence
+transformers' interface for experts says how a block stores them: 3-D parameters by expert, transposed or not,
+with the outputs of gate and up one after the other or in turns. Here the outputs of gate always come first.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,26 +15,39 @@ from torch import nn
 from baton.core.errors import ModelError
 from baton.model.linear.linear import Linear
 from baton.model.linear.packed_weight import PackedWeight
-from baton.model.linear.weights import Weight
+from baton.model.linear.weight_rows import take_rows
+from baton.model.linear.weights import FloatWeight, Weight
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""Parameters of a block of experts, 3-D: by expert."""
+"""Parameters of a block of experts, 3-D: by expert. Biases, 2-D, have `_bias` after the name."""
 
 
 def is_experts(module: nn.Module) -> bool:
     """True if a module holds gated experts in two 3-D parameters, as transformers' interface says."""
-    shapes = [getattr(getattr(module, name, None), "shape", ()) for name in (GATE_UP, DOWN)]
+    names = {GATE_UP, DOWN}
+    if getattr(module, "has_bias", False):
+        names |= {bias_name(name) for name in (GATE_UP, DOWN)}
     is_gated = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
-    return is_gated and all(len(shape) == 3 for shape in shapes)
+    parameters = dict(module.named_parameters())
+    return bool(is_gated) and parameters.keys() == names and all(parameters[n].dim() == 3 for n in (GATE_UP, DOWN))
+
+
+def are_replaced(module: nn.Module) -> bool:
+    """True if `replace_experts` has given a block its weights."""
+    return isinstance(getattr(module, GATE_UP, None), nn.ModuleList)
+
+
+def bias_name(name: str) -> str:
+    """Return the name of the biases of a parameter."""
+    return f"{name}_bias"
 
 
 class JoinedLinear(nn.Module):
     """Several linear layers of the same input, outputs concatenated. Their formats may differ."""
 
-    def __init__(self, weights: Sequence[Weight | PackedWeight]) -> None:
-        """weights: each [outputs, inputs]."""
+    def __init__(self, parts: Sequence[Linear]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Linear(weight) for weight in weights)
+        self.parts = nn.ModuleList(parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([part(x) for part in self.parts], dim=-1)
@@ -38,19 +55,31 @@ class JoinedLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """Weights of one expert, [outputs, inputs]. gate_up: its parts, whose outputs are concatenated.
+    """Weights of one expert, [outputs, inputs].
 
-    The outputs must be in the order in which the block's own code splits gate and up.
+    gate_up: gate and up, or one weight of both; as checkpoints have it, in the order of the block's own
+    parameter.
     """
 
     gate_up: Sequence[Weight | PackedWeight]
     down: Weight | PackedWeight
 
 
-def replace_experts(module: Any, experts: Sequence[ExpertWeights]) -> None:
-    """Replace the parameters of a block by the weights of its experts. Its biases stay as they are.
+def gate_first(module: Any, expert: ExpertWeights) -> ExpertWeights:
+    """Return the weights of an expert with the outputs of gate before those of up."""
+    order = _halves(module, GATE_UP)
+    if order is None or len(expert.gate_up) > 1:
+        return expert
+    return ExpertWeights([take_rows(expert.gate_up[0], order)], expert.down)
 
-    Raises ModelError if shapes or numbers differ.
+
+def replace_experts(
+    module: Any, experts: Sequence[ExpertWeights], biases: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Replace the parameters of a block, biases included, by linear layers of its experts.
+
+    experts: as `gate_first` returns them. biases: [experts, outputs] by the name of the parameter, in the
+    block's own order; None if it has none. Raises ModelError if shapes or numbers differ.
     """
     for name, parts in ((GATE_UP, [each.gate_up for each in experts]), (DOWN, [[each.down] for each in experts])):
         number, *shape = getattr(module, name).shape
@@ -58,10 +87,86 @@ def replace_experts(module: Any, experts: Sequence[ExpertWeights]) -> None:
         got = {(sum(weight.shape[0] for weight in own), *{weight.shape[1] for weight in own}) for own in parts}
         if len(parts) != number or got != {wanted}:
             raise ModelError(f"{name} has {len(parts)} experts of shapes {sorted(got)}; must be {number} of {wanted}")
+        order = _halves(module, name)
         delattr(module, name)
-        linears = [Linear(own[0]) if len(own) == 1 else JoinedLinear(own) for own in parts]
+        own_biases: Sequence[torch.Tensor | None] = [None] * number
+        if biases is not None:
+            delattr(module, bias_name(name))
+            own_biases = list(biases[name] if order is None else biases[name][:, order])
+        linears = [_joined(own, bias) for own, bias in zip(parts, own_biases, strict=True)]
         setattr(module, name, nn.ModuleList(linears))
     module.forward = MethodType(forward_experts, module)
+
+
+def _joined(weights: Sequence[Weight | PackedWeight], bias: torch.Tensor | None) -> nn.Module:
+    sizes = [weight.shape[0] for weight in weights]
+    biases = [None] * len(sizes) if bias is None else [part.contiguous() for part in bias.split(sizes)]
+    linears = [Linear(weight, own) for weight, own in zip(weights, biases, strict=True)]
+    return linears[0] if len(linears) == 1 else JoinedLinear(linears)
+
+
+def expert_linears(module: Any, name: str, expert: int) -> list[Linear]:
+    """Return the linear layers of a product of one expert, whose outputs are to be concatenated.
+
+    name: GATE_UP, of which the outputs of gate come first, or DOWN. Layers of a block's own parameters share
+    their memory if their layout allows it.
+    """
+    held = getattr(module, name)
+    if isinstance(held, nn.ModuleList):
+        own = held[expert]
+        return cast(list[Linear], list(own.parts)) if isinstance(own, JoinedLinear) else [cast(Linear, own)]
+    values = held[expert].detach()
+    values = values.T.contiguous() if module.is_transposed else values
+    bias = getattr(module, bias_name(name))[expert].detach() if module.has_bias else None
+    order = _halves(module, name)
+    if order is not None:
+        values, bias = values[order], None if bias is None else bias[order]
+    return [Linear(FloatWeight(values), bias)]
+
+
+def as_matrices(module: Any, name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return a 3-D tensor of a checkpoint as [experts, outputs, inputs].
+
+    Some checkpoints have the parameter in the block's own layout, others, such as Qwen3-VL-MoE's, transposed.
+    """
+    own = getattr(module, name).shape
+    is_own = values.shape == own or values.transpose(1, 2).shape != own
+    return values.transpose(1, 2) if is_own == module.is_transposed else values
+
+
+def release_experts(module: Any) -> None:
+    """Free the weights of a block's experts, which a backend holds packed. Its own code then raises.
+
+    Weights that were packed before stay, because the backend shares them.
+    """
+    for name in (GATE_UP, DOWN):
+        held = getattr(module, name)
+        if isinstance(held, nn.ModuleList):
+            if not all(each.is_packed for each in held.modules() if isinstance(each, Linear)):
+                setattr(module, name, nn.ModuleList())
+        else:
+            setattr(module, name, nn.Parameter(held.new_empty(0), requires_grad=False))
+
+
+def apply_own_gate(module: Any, halves: torch.Tensor) -> torch.Tensor:
+    """Return [tokens, size]: what a block's own gate makes of `halves`, the outputs of gate, then up."""
+    gated: torch.Tensor = module._apply_gate(in_own_order(module, halves))
+    return gated
+
+
+def in_own_order(module: Any, halves: torch.Tensor) -> torch.Tensor:
+    """Return numbers [..., gate, then up] in the order in which the block's own code splits them."""
+    if module.is_concatenated:
+        return halves
+    return torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)
+
+
+def _halves(module: Any, name: str) -> torch.Tensor | None:
+    """Return the outputs of a parameter in the order of gate, then up; None if they are in it."""
+    if name != GATE_UP or module.is_concatenated:
+        return None
+    shape = getattr(module, name).shape
+    return torch.arange(shape[2 if module.is_transposed else 1]).view(-1, 2).T.reshape(-1)
 
 
 def forward_experts(
@@ -75,11 +180,7 @@ def forward_experts(
     total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
     for expert in top_k_index.unique().tolist():
         tokens, place = torch.where(top_k_index == expert)
-        gate_up = getattr(module, GATE_UP)[expert](hidden_states[tokens])
-        if module.has_bias:
-            gate_up = gate_up + getattr(module, f"{GATE_UP}_bias")[expert]
-        out = getattr(module, DOWN)[expert](module._apply_gate(gate_up))
-        if module.has_bias:
-            out = out + getattr(module, f"{DOWN}_bias")[expert]
+        gated = apply_own_gate(module, getattr(module, GATE_UP)[expert](hidden_states[tokens]))
+        out = getattr(module, DOWN)[expert](gated)
         total.index_add_(0, tokens, out.float() * top_k_weights[tokens, place, None].float())
     return total.to(hidden_states.dtype)

@@ -22,6 +22,7 @@ from baton.model.loading.model_fingerprint import gguf_file
 from baton.model.loading.quantised.layouts import layout_of
 from baton.model.loading.safetensors_source import SafetensorsSource
 from baton.model.loading.skeleton import DEQUANTISED_BYTES, Coder, WeightPolicy, assign_weights, build_skeleton
+from baton.model.loading.text_part import own_name
 from baton.model.loading.weight_source import WeightSource
 from baton.runtime.logging import get_logger
 
@@ -40,15 +41,17 @@ MAX_STORED_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Settings of loading. dtype: of everything that is not coded. weights: the setting.
+    """Settings of loading.
 
-    packer: packs weights as they are loaded; None leaves them as they are.
+    dtype: of everything that is not coded. weights: the setting. packer: packs weights as they are loaded;
+    None leaves them as they are. is_text_part: the checkpoint is composite, and only its text part is loaded.
     """
 
     dtype: torch.dtype
     device: torch.device
     weights: str
     packer: WeightPacker | None = None
+    is_text_part: bool = False
 
 
 def is_loaded_by_module(path: Path, config: PreTrainedConfig, weights: str) -> bool:
@@ -150,19 +153,21 @@ def open_by_module(
     if coder is not None and options.device.type != "cpu":
         raise ModelError(f"--weights {options.weights} is for CPUs; on {options.device} use --weights auto")
     model = build_skeleton(model_class, config)
-    with _source(path, model, config) as source:
+    with _source(path, model, config, is_text_part=options.is_text_part) as source:
         yield PendingModel(path, model, source, options, coder)
 
 
 @contextmanager
-def _source(path: Path, model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[WeightSource]:
+def _source(
+    path: Path, model: PreTrainedModel, config: PreTrainedConfig, *, is_text_part: bool
+) -> Iterator[WeightSource]:
     file = gguf_file(path)
     if file is not None:
         yield GgufSource(GgufFile(file), config)
         return
     quantization: Any = getattr(config, "quantization_config", None)
     layout = None if quantization is None else layout_of(quantization)
-    with SafetensorsSource(path, model, layout) as source:
+    with SafetensorsSource(path, model, layout, own_name if is_text_part else lambda name: name) as source:
         yield source
 
 

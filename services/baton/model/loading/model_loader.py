@@ -107,13 +107,14 @@ def load_model(
     """
     whole = _read_config(path)
     config = text_config(whole)
-    model_class = causal_lm_class(config, is_text_part=config is not whole, max_model_len=max_model_len)
+    is_text_part = config is not whole
+    model_class = causal_lm_class(config, is_text_part=is_text_part, max_model_len=max_model_len)
     tokenizer = tokenizer_fingerprint(path)
-    load_dtype, target = _load_dtype(whole, dtype), _device(device)
-    _configure(path, config, is_text_part=config is not whole)
+    load_dtype, target = _load_dtype((whole, config), dtype), _device(device)
+    _configure(path, config, is_text_part=is_text_part)
     fingerprint = model_fingerprint(path, whole.to_dict(), _weights_text(load_dtype, weights))
     packer = packer_for(load_dtype) if target.type == "cpu" else None
-    options = LoadOptions(dtype=load_dtype, device=target, weights=weights, packer=packer)
+    options = LoadOptions(dtype=load_dtype, device=target, weights=weights, packer=packer, is_text_part=is_text_part)
 
     def require_memory(size: int, host_size: int = 0) -> None:
         _require_memory(size, f"{path}'s weights in {DTYPE_NAMES[load_dtype]}", target, free_bytes, host_size)
@@ -121,10 +122,10 @@ def load_model(
     source = ModelSource(
         fingerprint=fingerprint,
         new_skeleton=lambda: build_skeleton(model_class, deepcopy(config)),
-        load=partial(_load_checkpoint, path, whole, model_class, config, options, require_memory),
+        load=partial(_load_checkpoint, path, model_class, config, options, require_memory),
         require_memory=require_memory,
     )
-    if packer is not None and (packer.native_is_faster or is_loaded_by_module(path, whole, weights)):
+    if packer is not None and (packer.native_is_faster or is_loaded_by_module(path, config, weights)):
         found = cache.load(source, packer)
     else:
         found = load_unshared(source, packer)
@@ -154,7 +155,6 @@ def _configure(path: Path, config: PreTrainedConfig, *, is_text_part: bool) -> N
 
 def _load_checkpoint(
     path: Path,
-    whole: PreTrainedConfig,
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     options: LoadOptions,
@@ -162,12 +162,10 @@ def _load_checkpoint(
 ) -> tuple[PreTrainedModel, str]:
     """Return a model with the weights of its checkpoint, and their format.
 
-    whole: see `text_config`. require_memory: takes the bytes on the device, and on the host of a GPU.
+    require_memory: takes the bytes on the device, and on the host of a GPU.
     """
-    is_text_part = config is not whole
-    if is_loaded_by_module(path, whole, options.weights):
-        if is_text_part:
-            raise ModelError(f"{path} is a composite checkpoint; its text part can only be served with plain weights")
+    is_text_part = options.is_text_part
+    if is_loaded_by_module(path, config, options.weights):
         with open_by_module(path, model_class, config, options) as pending:
             require_memory(pending.num_bytes(), pending.host_bytes())
             model, weight_format = pending.load()
@@ -262,14 +260,16 @@ def _read_config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def _load_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
+def _load_dtype(configs: tuple[PreTrainedConfig, PreTrainedConfig], dtype: str) -> torch.dtype:
+    """Return the dtype to load. `configs`: of the whole model, then of its text part."""
     if dtype != "auto":
         return DTYPES[dtype]
-    own = getattr(config, "dtype", None)
-    own = getattr(torch, own, None) if isinstance(own, str) else own
-    if own in DTYPE_NAMES:
-        return own
-    return torch.float32 if getattr(config, "quantization_config", None) is None else torch.bfloat16
+    for config in configs:
+        own = getattr(config, "dtype", None)
+        own = getattr(torch, own, None) if isinstance(own, str) else own
+        if own in DTYPE_NAMES:
+            return own
+    return torch.float32 if getattr(configs[1], "quantization_config", None) is None else torch.bfloat16
 
 
 def _device(device: str) -> torch.device:
@@ -297,4 +297,5 @@ def text_config_and_dtype(path: Path, dtype: str) -> tuple[PreTrainedConfig, tor
     `dtype`: as in `load_model`. Raises ModelError if there is no configuration that can be read.
     """
     whole = _read_config(path)
-    return text_config(whole), _load_dtype(whole, dtype)
+    config = text_config(whole)
+    return config, _load_dtype((whole, config), dtype)

@@ -1,7 +1,7 @@
 """Reads the weights of a quantised or plain checkpoint in safetensors, one module at a time."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from baton.core.errors import ModelError
-from baton.model.linear.experts import ExpertWeights
+from baton.model.linear.experts import ExpertWeights, as_matrices
 from baton.model.linear.weights import FloatWeight, Weight
 from baton.model.loading.model_fingerprint import weight_files
 from baton.model.loading.quantised.module_tensors import CheckpointLayout, OrderedWeight, Tensors
@@ -35,9 +35,21 @@ _PLAIN_EXPERTS = (f"{_GATE_UP}_bias", f"{_DOWN}_bias")
 class SafetensorsSource:
     """Implements `WeightSource` for a directory of safetensors files. Use it as a context manager."""
 
-    def __init__(self, model_dir: Path, model: PreTrainedModel, layout: CheckpointLayout | None) -> None:
-        """model: its skeleton, which tells how names of the checkpoint are translated. layout: None if the
-        checkpoint is not quantised. Raises ModelError if a file is missing or unreadable."""
+    def __init__(
+        self,
+        model_dir: Path,
+        model: PreTrainedModel,
+        layout: CheckpointLayout | None,
+        own_name: Callable[[str], str | None] = lambda name: name,
+    ) -> None:
+        """Open the files.
+
+        model: its skeleton, which tells how names of the checkpoint are translated. layout: None if the
+        checkpoint is not quantised. own_name: returns a tensor's name in the model, if the checkpoint is of a
+        larger one; None if it is not of the model. Raises ModelError if a file is missing or unreadable.
+        """
+        self._model = model
+        self._own_name = own_name
         self.description = "plain" if layout is None else layout.description
         self._layout = layout
         self._dir = model_dir
@@ -45,6 +57,8 @@ class SafetensorsSource:
         self._places: dict[str, tuple[Any, str]] = {}
         self._of_module: dict[str, list[str]] = defaultdict(list)
         self._used: set[str] = set()
+        self._fused = {"_blocks": self._mxfp4_experts, "_scale_inv": self._fp8_experts, "_scale": self._fp8_experts}
+        """Readers of experts in one tensor, by what follows the name of the tensor beside it."""
         try:
             self._open(model)
         except BaseException:
@@ -61,7 +75,9 @@ class SafetensorsSource:
                     f"{path} is not a readable safetensors file ({error}); download or copy it again"
                 ) from error
             for key in file.keys():  # noqa: SIM118 - it is not a dict
-                name, _ = rename_source_key(key, renamings, [])
+                if (own := self._own_name(key)) is None:
+                    continue
+                name, _ = rename_source_key(own, renamings, [])
                 self._places[name] = (file, key)
                 self._of_module[name.rpartition(".")[0]].append(name)
 
@@ -78,7 +94,7 @@ class SafetensorsSource:
         if not tensors:
             return None
         if self._layout is not None:
-            return self._layout.weight(module, tensors)
+            return self._layout.weight(self._stored_name(module), tensors)
         if set(tensors) != {"weight"}:
             raise ModelError(f"{module} has tensors {', '.join(sorted(tensors))}, but no quantization_config")
         return FloatWeight(tensors["weight"])
@@ -105,9 +121,10 @@ class SafetensorsSource:
         return self._layout is not None and bool(last - {"weight", _BIAS, _GATE_UP, _DOWN, *_PLAIN_EXPERTS})
 
     def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights] | None:
-        if f"{module}.{_GATE_UP}_blocks" in self._places:
-            blocks = [self._mxfp4_experts(module, name, num_experts) for name in (_GATE_UP, _DOWN)]
-            return [ExpertWeights([first], second) for first, second in zip(*blocks, strict=True)]
+        read = next((read for mark, read in self._fused.items() if f"{module}.{_GATE_UP}{mark}" in self._places), None)
+        if read is not None:
+            both = [read(module, name, num_experts) for name in (_GATE_UP, _DOWN)]
+            return [ExpertWeights([first], second) for first, second in zip(*both, strict=True)]
         names = self._expert_names(module)
         if names is None:
             return None
@@ -143,6 +160,11 @@ class SafetensorsSource:
                 found[last] = tensor
         return found
 
+    def _stored_name(self, module: str) -> str:
+        """Return the name of a module in the checkpoint, which its quantization_config uses, too."""
+        _, key = self._places[self._of_module[module][0]]
+        return key.rpartition(".")[0]
+
     def _expert_names(self, module: str) -> tuple[str, str, str] | None:
         """Return the names of an expert's projections; None if the block is not stored by expert."""
         return next((names for names in _EXPERT_NAMES if f"{module}.0.{names[0]}" in self._of_module), None)
@@ -154,6 +176,23 @@ class SafetensorsSource:
         if isinstance(weight, OrderedWeight):
             raise ModelError(f"{module} has columns in the order of activations (g_idx), which experts cannot have")
         return weight
+
+    def _fp8_experts(self, module: str, name: str, num_experts: int) -> list[Weight]:
+        values = self.tensor(f"{module}.{name}")
+        kind = "scale_inv" if f"{module}.{name}_scale_inv" in self._places else "scale"
+        scales = self.tensor(f"{module}.{name}_{kind}")
+        if self._layout is None or values is None or scales is None or {len(values), len(scales)} != {num_experts}:
+            raise ModelError(f"{module}.{name} has no FP8 values and scales for {num_experts} experts")
+        matrices = as_matrices(self._model.get_submodule(module), name, values)
+        if matrices.shape != values.shape and scales.dim() == 3:
+            scales = scales.transpose(1, 2)
+        found = []
+        for number in range(num_experts):
+            tensors = {"weight": matrices[number].contiguous(), f"weight_{kind}": scales[number].contiguous()}
+            weight = self._layout.weight(f"{module}.{name}[{number}]", tensors)
+            assert not isinstance(weight, OrderedWeight)
+            found.append(weight)
+        return found
 
     def _mxfp4_experts(self, module: str, name: str, num_experts: int) -> list[Weight]:
         blocks, scales = (self.tensor(f"{module}.{name}_{kind}") for kind in ("blocks", "scales"))

@@ -10,7 +10,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from baton.core.errors import ModelError
 from baton.model.linear.embedding import WeightEmbedding
-from baton.model.linear.experts import DOWN, GATE_UP, ExpertWeights, is_experts, replace_experts
+from baton.model.linear.experts import (
+    DOWN,
+    GATE_UP,
+    ExpertWeights,
+    as_matrices,
+    bias_name,
+    gate_first,
+    in_own_order,
+    is_experts,
+    replace_experts,
+)
 from baton.model.linear.packed_weight import PackedWeight
 from baton.model.linear.packer import WeightPacker
 from baton.model.linear.replace import replace_linears, require_shape
@@ -95,10 +105,9 @@ def _assign_experts(
     name: str, module: nn.Module, source: WeightSource, policy: WeightPolicy, done: AssignedWeights
 ) -> None:
     found = source.experts(name, module.get_parameter(DOWN).shape[0])
-    if found is None and policy.coder is not None:
-        found = _joined_experts(name, module, source)
+    found = found or _joined_experts(name, module, source)
     if found is None:
-        return  # the parameters stay, and get their values with the rest
+        return  # missing, which is found out with the rest
     experts = [
         ExpertWeights(
             [_expert_weight(name, part, policy) for part in each.gate_up], _expert_weight(name, each.down, policy)
@@ -111,8 +120,26 @@ def _assign_experts(
         _assign_plain_experts(module, experts, policy)
         done.num_dequantised += sum(not is_plain(each.down) for each in found)
         return
-    replace_experts(module, [_packed_expert(name, each, policy) for each in experts])
+    experts = [_packed_expert(name, gate_first(module, each), policy) for each in experts]
+    replace_experts(module, experts, _expert_biases(name, module, source, policy))
     done.num_coded += len(experts)
+
+
+def _expert_biases(
+    name: str, module: Any, source: WeightSource, policy: WeightPolicy
+) -> dict[str, torch.Tensor] | None:
+    """Return the biases of a block's experts by the name of the parameter; None if it has none."""
+    if not module.has_bias:
+        return None
+    biases = {}
+    for part in (GATE_UP, DOWN):
+        full_name, old = f"{name}.{bias_name(part)}", module.get_parameter(bias_name(part))
+        value = source.tensor(full_name)
+        if value is None:
+            raise ModelError(f"it lacks {full_name}")
+        require_same_shape(full_name, value, old)
+        biases[part] = value.to(policy.device, policy.dtype)
+    return biases
 
 
 def _packed_expert(name: str, expert: ExpertWeights, policy: WeightPolicy) -> ExpertWeights:
@@ -122,10 +149,16 @@ def _packed_expert(name: str, expert: ExpertWeights, policy: WeightPolicy) -> Ex
 def _assign_plain_experts(module: Any, experts: Sequence[ExpertWeights], policy: WeightPolicy) -> None:
     """Give the model's own parameters plain weights, so that its own code and kernels run them."""
     for name, parts in ((GATE_UP, [each.gate_up for each in experts]), (DOWN, [[each.down] for each in experts])):
-        values = torch.stack([torch.cat([_plain_values(weight, policy) for weight in own]) for own in parts])
+        values = torch.stack([_joined_values(module, own, policy) for own in parts])
         values = values.transpose(1, 2).contiguous() if module.is_transposed else values
         require_same_shape(name, values, module.get_parameter(name))
         setattr(module, name, _parameter(values))
+
+
+def _joined_values(module: Any, parts: Sequence[Weight], policy: WeightPolicy) -> torch.Tensor:
+    """Return [outputs, inputs], outputs in the order of the block's own parameter."""
+    values = torch.cat([_plain_values(weight, policy) for weight in parts])
+    return values if len(parts) == 1 else in_own_order(module, values.T).T
 
 
 def _joined_experts(name: str, module: Any, source: WeightSource) -> list[ExpertWeights] | None:
@@ -133,8 +166,7 @@ def _joined_experts(name: str, module: Any, source: WeightSource) -> list[Expert
     gate_up, down = (source.tensor(f"{name}.{part}") for part in (GATE_UP, DOWN))
     if gate_up is None or down is None:
         return None
-    if module.is_transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up, down = as_matrices(module, GATE_UP, gate_up), as_matrices(module, DOWN, down)
     return [
         ExpertWeights([FloatWeight(first.contiguous())], FloatWeight(second.contiguous()))
         for first, second in zip(gate_up, down, strict=True)

@@ -25,18 +25,23 @@ KEY_MAPPING = {
 }
 """Renames weights of the text part to those of a language model alone; `key_mapping` of `from_pretrained`."""
 _TEXT = re.compile(r"model\.(embed_tokens|layers|norm)\.|lm_head\.")
-HEAD = "lm_head.weight"
+HEAD = "lm_head."
+"""Begin of the names of the output layer's tensors. Quantised ones have others than `weight`."""
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration of the text part, or the configuration itself if it is of text only.
 
-    Raises ModelError if it has several text parts.
+    The text part gets the quantization_config of the whole. Raises ModelError if it has several text parts.
     """
     try:
-        return config.get_text_config(decoder=True)
+        text = config.get_text_config(decoder=True)
     except ValueError as error:
         raise ModelError(f"{config.model_type} has several text parts; one must be served: {error}") from error
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        text.quantization_config = quantization
+    return text
 
 
 def own_name(name: str) -> str | None:
@@ -49,7 +54,7 @@ def own_name(name: str) -> str | None:
 
 def has_own_head(names: Iterable[str]) -> bool:
     """True if a checkpoint with these weights has an output layer that is not the embedding."""
-    return any(own_name(name) == HEAD for name in names)
+    return any((own_name(name) or "").startswith(HEAD) for name in names)
 
 
 def text_model_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:

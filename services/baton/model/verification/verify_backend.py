@@ -31,10 +31,9 @@ _PAGED_WITH_MASKS = "baton_paged_verification"
 _NUM_PROBES = 64
 """Random query positions at which masks are compared."""
 _FLOAT32_LIMIT = 1e-3
-_HALF_LIMIT = 0.1
-"""Relative error of the logits that rounding may cause, in float32 and in half precision.
-
-Native products of coded weights round activations to 8 bits, so a difference in the last bit may grow."""
+_ROUNDED_LIMIT = 0.1
+"""Relative error of the logits that rounding may cause, in float32, and where numbers are rounded to fewer
+bits: in half precision, and in products with codes, which round activations to 8 bits."""
 _INT8_KV_LIMIT = 0.1
 """Relative error of the logits that KV in int8 may cause."""
 _NOISE_FACTOR = 10.0
@@ -201,7 +200,8 @@ def _check_logits(
     with _attention_of(loaded.model, "sdpa" if loaded.model._supports_sdpa else "eager"):
         reference = [_logits(loaded, prompt[None])[0] for prompt in prompts]
         batched = [_logits(loaded, prompt.repeat(3, 1))[1] for prompt in prompts]
-    noise = _difference(batched, reference, loaded.dtype)
+    is_rounded = loaded.dtype != torch.float32 or rounds_activations(loaded.model)
+    noise = _difference(batched, reference, is_rounded=is_rounded)
     with nullcontext(forward) if forward is not None else closing(ModelForward(loaded.model)) as computing:
         passes = [
             _paged_passes(loaded, prompts, block_size, kernel, computing, rng, windows, only_ends=only_ends)
@@ -211,13 +211,12 @@ def _check_logits(
         _difference(
             [logits for _, logits in results],
             [each[at] for each, (at, _) in zip(reference, results, strict=True)],
-            loaded.dtype,
+            is_rounded=is_rounded,
         )
         for results in passes
     ]
     error = float(np.max(errors))  # NaN if any error is NaN
-    is_exact = loaded.dtype == torch.float32 and not rounds_activations(loaded.model)
-    limit = max(_FLOAT32_LIMIT if is_exact else _HALF_LIMIT, _NOISE_FACTOR * noise)
+    limit = max(_ROUNDED_LIMIT if is_rounded else _FLOAT32_LIMIT, _NOISE_FACTOR * noise)
     is_int8 = loaded.kv_dtype == INT8
     limit = max(limit, _INT8_KV_LIMIT) if is_int8 else limit
     if not error <= limit:
@@ -301,15 +300,15 @@ def _chunk_size(rng: random.Random, num_left: int, block_size: int) -> int:
     return min(rng.choice((0, 1, 1, 3, block_size)), num_left)
 
 
-def _difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], dtype: torch.dtype) -> float:
+def _difference(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, is_rounded: bool) -> float:
     """Return the root mean square difference of a position's logits, divided by their standard deviation.
 
-    In float32 this is the worst position. In half precision it is the median, because MoE routing of single
-    tokens may differ by rounding.
+    This is the worst position, or the median if numbers are rounded to fewer bits than float32, because MoE
+    routing of single tokens may then differ.
     """
     errors = []
     for a, b in zip(actual, expected, strict=True):
         spread = (b - b.mean(dim=-1, keepdim=True)).pow(2).mean(dim=-1).sqrt()
         errors.append((a - b).pow(2).mean(dim=-1).sqrt() / spread)
     joined = torch.cat(errors)
-    return float(joined.max() if dtype == torch.float32 else joined.median())
+    return float(joined.median() if is_rounded else joined.max())

@@ -3,15 +3,23 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
+from baton.model.attention.attention_inputs import CausalMasks
+from baton.model.attention.paged_attention import paged_attention
+from baton.model.device.kv_tensors import KvCache
+from baton.model.loading.model_loader import LoadedModel
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
+from baton.model.step.forward import Forward
+from baton.model.step.step_inputs import PreparedSequence, pack
 from tests.unit.model.loading.gguf_models import random_state
 
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -77,6 +85,27 @@ def logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
     model.set_attn_implementation("sdpa")
     found: torch.Tensor = model(input_ids=token_ids, use_cache=False).logits
     return found.float()
+
+
+@torch.inference_mode()
+def paged_logits(loaded: LoadedModel, token_ids: torch.Tensor, forward: Forward) -> torch.Tensor:
+    """Return the logits [1, tokens, vocabulary] of a prompt [1, tokens] in two chunks, in blocks of 16."""
+    length = token_ids.shape[1]
+    blocks = np.roll(np.arange(-(-length // 16)), 1)
+    cache = KvCache.zeros(loaded.layout(16), len(blocks), dtype=loaded.dtype)
+    masks, found = CausalMasks(cache.dtype, cache.device), []
+    for begin, end in ((0, 3 * length // 4), (3 * length // 4, length)):
+        part = PreparedSequence(
+            seq_id=1,
+            token_ids=token_ids[0, begin:end].numpy(),
+            position_begin=begin,
+            kv_begin=begin,
+            block_ids=blocks[: -(-end // 16)],
+            sample=None,
+        )
+        step = pack([part], cache, masks, paged_attention)
+        found.append(forward(replace(step, sample_rows=torch.arange(end - begin))).logits)
+    return torch.cat(found)[None].float()
 
 
 def reference_logits(config: PreTrainedConfig, state: Mapping[str, torch.Tensor]) -> torch.Tensor:

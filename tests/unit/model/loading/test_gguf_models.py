@@ -27,6 +27,7 @@ from transformers import (
 
 from baton.core.errors import ModelError
 from baton.gateway.text.tokenizer import HfTokenizer
+from baton.model.attention.paged_attention import PAGED
 from baton.model.backends.backend_selection import choose_backend
 from baton.model.linear.embedding import WeightEmbedding
 from baton.model.linear.linear import Linear
@@ -34,8 +35,9 @@ from baton.model.loading.gguf.gguf_cache import MAX_DIRECTORIES, gguf_directory
 from baton.model.loading.gguf.gguf_directory import write_gguf_directory
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_source import DEMO_DIR, resolve_model
+from tests.scale import sized
 from tests.unit.model.loading.gguf_models import demo_tokenizer_metadata, random_state, write_gguf
-from tests.unit.model.loading.quantised_models import distance, logits, reference_logits, tokens
+from tests.unit.model.loading.quantised_models import distance, logits, paged_logits, reference_logits, tokens
 
 pytest.importorskip("gguf", reason="the gguf library is not installed")
 
@@ -174,6 +176,21 @@ def test_model_has_the_logits_of_the_dequantised_weights(name: str, tmp_path: Pa
     assert type(loaded.config) is type(config)
     assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < 1e-5
     assert not [module for module in loaded.model.modules() if type(module) is torch.nn.Linear]
+
+
+@pytest.mark.parametrize("name", sized(["qwen3moe"], ["llama", "qwen3moe", "gemma3", "phi3"]))
+def test_native_decoder_runs_layers_of_mixed_types(name: str, tmp_path: Path) -> None:
+    """Projections of one layer, joined ones too, have different types. The choice includes verification."""
+    architecture, make_config, extra = MODELS[name]
+    config, path = make_config(), tmp_path / "m.gguf"
+    write_gguf(path, architecture, config, random_state(config), pick=mixed, extra=extra)  # type: ignore[arg-type]
+    loaded = load_model(convert(path), dtype="float32", device="cpu", max_model_len=128)
+    right = logits(loaded.model, tokens(config))
+    loaded.model.set_attn_implementation(PAGED)
+    backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=16)
+    assert backend.name == "native decoder"
+    found = paged_logits(loaded, backend.forward, tokens(config))
+    assert 1e-4 < float((found - right).std() / right.std()) < 0.05
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GptOssConfig, Qwen3Config
+from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.core.errors import ModelError
+from baton.model.attention.paged_attention import PAGED
+from baton.model.backends.backend_selection import choose_backend
 from baton.model.linear.weights import CodedWeight, FloatWeight
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_support import causal_lm_class
@@ -216,6 +218,34 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     with torch.no_grad():
         actual, expected = (m(input_ids=tokens(config), use_cache=False).logits for m in (loaded.model, reference))
     assert distance(actual, expected) < 1e-5
+    loaded.model.set_attn_implementation(PAGED)
+    backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=16)
+    assert backend.name == "native decoder"
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("scale", ["scale_inv", "scale"])
+def test_experts_in_one_fp8_tensor(is_transposed: bool, scale: str, tmp_path: Path) -> None:
+    """The tensors of all experts are together: outputs by inputs, or transposed as those of Qwen3-VL-MoE."""
+    config = Qwen3MoeConfig(**QWEN3, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=96)
+    block = (32, 64)
+    state, stored = random_state(config), {}
+    for name, value in list(state.items()):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = value
+            continue
+        parts = [fp8(matrix, block) for matrix in value]
+        state[name] = torch.stack([means for _, means in parts])
+        for key, suffix in (("weight", ""), ("weight_scale_inv", f"_{scale}")):
+            tensor = torch.stack([each[key] for each, _ in parts])
+            stored[name + suffix] = tensor.transpose(1, 2) if is_transposed else tensor
+    write_files(tmp_path, config, {"quant_method": "fp8", "weight_block_size": list(block)}, stored)
+    loaded = load_model(tmp_path, dtype="float32", device="cpu")
+    assert distance(logits(loaded.model, tokens(config)), reference_logits(config, state)) < 1e-5
+    stored = {name: value for name, value in stored.items() if not name.endswith(f"1.mlp.experts.down_proj_{scale}")}
+    write_files(tmp_path, config, {"quant_method": "fp8", "weight_block_size": list(block)}, stored)
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.experts\.down_proj has no FP8 values and scales for 3"):
+        load_model(tmp_path, dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize(

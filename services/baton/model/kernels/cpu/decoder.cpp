@@ -7,12 +7,11 @@
 
 namespace baton {
 
-// A mixture of experts. router: its outputs are one logit an expert. gate_up, down: [num_experts], each of one
-// shape and format.
+// A mixture of experts. router: its outputs are one logit an expert.
 struct ExpertsArgs {
     GemmArgs router;
-    const GemmArgs* gate_up;
-    const GemmArgs* down;
+    ExpertsGemmArgs gate_up;
+    ExpertsGemmArgs down;
     int32_t num_experts;
     int32_t top_k;
     int32_t router_weights;  // see RouterWeights
@@ -34,7 +33,7 @@ struct LayerArgs {
     int32_t window;
     int32_t rotary;
     int32_t norms_all_heads;
-    int32_t activation;
+    GateArgs gate;
     float scale;
     float multiplier;
 };
@@ -137,7 +136,7 @@ struct Products {
         gemm(team, weights, x, dtype_of<T>, out, dtype_of<Out>, rows, scratch, threads);
     }
 
-    void experts(TeamThread& team, const T* x, const GemmArgs* weights, T* out, const Routing& routing,
+    void experts(TeamThread& team, const T* x, const ExpertsGemmArgs& weights, T* out, const Routing& routing,
         int64_t places, int num_experts) const {
         multiply_experts(team, weights, x, out, dtype_of<T>, routing, places, num_experts, scratch, threads);
     }
@@ -148,7 +147,7 @@ void run_mlp(TeamThread& team, const LayerArgs& layer, const T* x, const Scratch
     const Products<T>& product, int64_t rows) {
     T *gates = scratch.mlp, *gated = gates + rows * layer.gate_up.n;
     product(team, x, layer.gate_up, gates, rows);
-    gate(team, gates, gated, rows, int(layer.down.k), layer.activation);
+    gate(team, gates, gated, rows, int(layer.down.k), layer.gate);
     product(team, gated, layer.down, scratch.update, rows);
 }
 
@@ -157,7 +156,7 @@ void run_experts(TeamThread& team, const LayerArgs& layer, const T* x, const Scr
     const Products<T>& product, Routing& routing, int64_t rows) {
     const ExpertsArgs& experts = *layer.experts;
     const int top_k = experts.top_k, num_experts = experts.num_experts;
-    const int64_t places = rows * top_k, size = experts.router.k, inner = experts.down[0].k;
+    const int64_t places = rows * top_k, size = experts.router.k, inner = experts.down.experts[0].k;
     T *grouped = scratch.mlp, *gates = grouped + places * size, *gated = gates + places * 2 * inner,
       *outputs = gated + places * inner;
     // Logits are floats and need alignment; the outputs are not written until they have been read.
@@ -170,7 +169,7 @@ void run_experts(TeamThread& team, const LayerArgs& layer, const T* x, const Scr
     team.parallel_for(1, [&](int64_t) { group_rows(routing, rows, top_k, num_experts); });
     scatter_rows(team, x, grouped, routing, places, size);
     product.experts(team, grouped, experts.gate_up, gates, routing, places, num_experts);
-    gate(team, gates, gated, places, int(inner), layer.activation);
+    gate(team, gates, gated, places, int(inner), layer.gate);
     product.experts(team, gated, experts.down, outputs, routing, places, num_experts);
     gather_rows(team, outputs, scratch.update, routing, rows, top_k, size);
 }

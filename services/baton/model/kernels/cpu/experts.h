@@ -1,5 +1,5 @@
-// A layer's mixture of experts: routes each row to a few experts, and multiplies the rows of all experts in two
-// parallel loops, one for each of their products.
+// A layer's mixture of experts: routes each row to a few experts, and multiplies the rows of all experts in one
+// parallel loop for each of their two products.
 #pragma once
 
 #include <vector>
@@ -62,6 +62,11 @@ inline void choose_experts(const float* logits, int num_experts, int top_k, int3
     for (int k = 0; k < top_k; k++) weights[k] /= sum;
 }
 
+// Index of the last of the ascending numbers that is at most `value`. The first number is.
+inline int64_t last_at_most(const std::vector<int64_t>& numbers, int64_t value) {
+    return int64_t(std::upper_bound(numbers.begin(), numbers.end(), value) - numbers.begin()) - 1;
+}
+
 // Groups rows by expert, each expert's rows ascending.
 inline void group_rows(Routing& routing, int64_t rows, int top_k, int num_experts) {
     std::vector<int64_t> next(size_t(num_experts), 0);
@@ -78,22 +83,49 @@ inline void group_rows(Routing& routing, int64_t rows, int top_k, int num_expert
     }
 }
 
-// out [places, n] = x [places, k], both grouped by expert, each row times the weights of its expert. All experts
-// have weights of one shape and format. scratch: places * gemm_row_bytes.
-inline void multiply_experts(TeamThread& team, const GemmArgs* experts, const void* x, void* out, int32_t dtype,
+// One product of all experts. Their weights have one shape, each of its own format.
+// row_bytes: the largest gemm_row_bytes of an expert.
+struct ExpertsGemmArgs {
+    const GemmArgs* experts;
+    int64_t row_bytes;
+};
+
+// The rows of one expert within x and out of an ExpertsGemmArgs product: a product of its own.
+struct ExpertRows {
+    const GemmArgs* weights;
+    int64_t begin;  // the place of the first row
+    int64_t count;
+
+    ExpertRows(const ExpertsGemmArgs& args, const Routing& routing, int64_t expert)
+        : weights(args.experts + expert), begin(routing.begins[expert]), count(routing.begins[expert + 1] - begin) {}
+};
+
+// out [places, n] = x [places, k], both grouped by expert, each row times the weights of its expert, plus biases.
+// scratch: places * row_bytes.
+template <typename T>
+void multiply_experts(TeamThread& team, const ExpertsGemmArgs& args, const T* x, T* out, int32_t dtype,
     const Routing& routing, int64_t places, int num_experts, void* scratch, int threads) {
-    prepare_gemm(team, experts[0], x, dtype, places, scratch);
-    const int64_t panels = total_panels(experts[0]);
+    const int64_t panels = total_panels(args.experts[0]), n = args.experts[0].n, k = args.experts[0].k;
+    const auto scratch_of = [&](const ExpertRows& rows) {
+        return static_cast<uint8_t*>(scratch) + rows.begin * args.row_bytes;
+    };
+    if (args.row_bytes) {
+        team.parallel_for_batched(places, [&](int64_t place) {
+            const ExpertRows rows(args, routing, last_at_most(routing.begins, place));
+            prepare_row(*rows.weights, x + rows.begin * k, dtype, place - rows.begin, rows.count, scratch_of(rows));
+        });
+    }
     const int64_t max_blocks = places / EXPERT_BLOCK_ROWS + std::min<int64_t>(num_experts, places);
     team.parallel_for(max_blocks * panels, [&](int64_t item) {
-        const auto& blocks = routing.blocks;
         const int64_t block = item / panels, panel = item % panels, next = panel + threads;
-        const int e = int(std::upper_bound(blocks.begin(), blocks.end(), block) - blocks.begin()) - 1;
+        const int64_t e = last_at_most(routing.blocks, block);
         if (e == num_experts) return;  // there are fewer blocks
-        const int64_t begin = routing.begins[e] + (block - blocks[e]) * EXPERT_BLOCK_ROWS;
-        const int count = int(std::min<int64_t>(EXPERT_BLOCK_ROWS, routing.begins[e + 1] - begin));
-        const GemmItem part{begin, count, panel, next < panels ? next : -1};
-        multiply_item(experts[e], part, x, dtype, out, dtype, places, scratch);
+        const ExpertRows rows(args, routing, e);
+        const int64_t first = (block - routing.blocks[e]) * EXPERT_BLOCK_ROWS;
+        const int count = int(std::min<int64_t>(EXPERT_BLOCK_ROWS, rows.count - first));
+        const GemmItem part{first, count, panel, next < panels ? next : -1};
+        multiply_item(*rows.weights, part, x + rows.begin * k, dtype, out + rows.begin * n, dtype, rows.count,
+            scratch_of(rows));
     });
 }
 

@@ -24,6 +24,12 @@ class NormArgs(ctypes.Structure):
     _fields_ = [("factor", ctypes.c_void_p), ("eps", ctypes.c_float)]
 
 
+class GateArgs(ctypes.Structure):
+    """ctypes mirror of `GateArgs` in layers.h."""
+
+    _fields_ = [("activation", ctypes.c_int32), *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift"))]
+
+
 class AddAndNormArgs(ctypes.Structure):
     """ctypes mirror of `AddAndNormArgs` in layers.cpp."""
 

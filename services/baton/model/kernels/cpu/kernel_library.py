@@ -20,6 +20,7 @@ from baton.model.kernels.cpu.kernel_args import (
     DTYPES,
     AddAndNormArgs,
     AttentionArgs,
+    GateArgs,
     NormArgs,
     RopeArgs,
     RotaryTable,
@@ -29,7 +30,7 @@ from baton.model.kernels.cpu.kernel_args import (
     rope_args,
 )
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable, build
-from baton.model.kernels.layer_values import NO_HEAD_NORMS, HeadNorms, RmsNorm, Rotary
+from baton.model.kernels.layer_values import NO_HEAD_NORMS, Gate, HeadNorms, RmsNorm, Rotary
 from baton.model.sampling.best_tokens import BestTokens
 from baton.runtime.process.anonymous_memory import allocate_anonymous
 
@@ -75,7 +76,7 @@ class Kernels:
         self._norm = library.baton_add_and_norm
         self._norm.argtypes = [ctypes.POINTER(AddAndNormArgs)]
         self._gate = library.baton_gate
-        self._gate.argtypes = [pointer, pointer, int64, int32, int32, int32, int32]
+        self._gate.argtypes = [pointer, pointer, int64, int32, ctypes.POINTER(GateArgs), int32, int32]
         self._best_tokens = library.baton_best_tokens
         self._best_tokens.argtypes = [*(pointer, int64, int64), *(pointer, pointer, int64), *[pointer] * 3, int32]
         # Called by model/linear and native_decoder.py, with addresses in place of tensors.
@@ -196,14 +197,11 @@ class Kernels:
         )
         return out
 
-    def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """Return activation(first half) * second half of `x` [num_tokens, 2 * size].
-
-        `activation`: one of `ACTIVATIONS`.
-        """
+    def gate(self, x: torch.Tensor, gate: Gate) -> torch.Tensor:
+        """Join the halves of `x` [num_tokens, 2 * size], gate and up."""
         rows, size = x.shape[0], x.shape[1] // 2
         out = x.new_empty(rows, size)
-        self._gate(x.data_ptr(), out.data_ptr(), rows, size, ACTIVATIONS[activation], self.num_threads, DTYPES[x.dtype])
+        self._gate(x.data_ptr(), out.data_ptr(), rows, size, gate_args(gate), self.num_threads, DTYPES[x.dtype])
         return out
 
     def find_best(self, logits: torch.Tensor, masked: npt.NDArray[np.intp], bits: Bits) -> BestTokens:
@@ -235,6 +233,11 @@ class Kernels:
 def norm_args(norm: RmsNorm | None) -> NormArgs:
     """Return the arguments of a norm, which must stay alive; empty ones without a norm."""
     return NormArgs() if norm is None else NormArgs(norm.factor.data_ptr(), norm.eps)
+
+
+def gate_args(gate: Gate) -> GateArgs:
+    """Return the arguments of a gate."""
+    return GateArgs(ACTIVATIONS[gate.activation], gate.alpha, gate.limit, gate.up_shift)
 
 
 def rotary_table(rotary: Rotary) -> RotaryTable:

@@ -46,12 +46,12 @@ void baton_rope_and_store_kv(const baton::RopeArgs* args) {
     });
 }
 
-void baton_gate(const void* x, void* out, int64_t rows, int32_t size, int32_t activation, int32_t threads,
+void baton_gate(const void* x, void* out, int64_t rows, int32_t size, const baton::GateArgs* args, int32_t threads,
     int32_t dtype) {
     baton::dispatch_dtype(dtype, [&](auto one) {
         using T = decltype(one);
         baton::run_team(rows * size > baton::MIN_PARALLEL_ELEMENTS ? threads : 1, 1, [&](baton::TeamThread& team) {
-            baton::gate(team, static_cast<const T*>(x), static_cast<T*>(out), rows, size, activation);
+            baton::gate(team, static_cast<const T*>(x), static_cast<T*>(out), rows, size, *args);
         });
     });
 }

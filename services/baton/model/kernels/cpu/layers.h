@@ -3,6 +3,7 @@
 // threads of the team call.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -162,12 +163,18 @@ void rope_and_store_kv(TeamThread& team, const RopeArgs& args) {
     });
 }
 
-// Activation code passed from Python, see kernel_library.py.
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU = 2 };
 
-inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp2(-x * LOG2_E)); }
+// How the halves of an MLP's first product are joined: activation(gate) * (up + up_shift), with gate at most
+// `limit` and up between -limit and limit. alpha: of SILU, x * sigmoid(alpha * x).
+struct GateArgs {
+    int32_t activation;  // see Activation
+    float alpha;
+    float limit;
+    float up_shift;
+};
 
-inline float silu(float x) { return x * sigmoid(x); }
+inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp2(-x * LOG2_E)); }
 
 // 0.5 * (1 + tanh(y)) is sigmoid(2 * y).
 inline float gelu_tanh(float x) { return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x)); }
@@ -184,23 +191,32 @@ inline float gelu(float x) {
     return x * (x < 0.0f ? upper : 1.0f - upper);
 }
 
-// out[r, i] = activation(x[r, i]) * x[r, size + i]
+// out [rows, size]: the halves of each row of x [rows, 2 * size], joined. A NaN passes the limits.
 template <typename T, typename Function>
-void gate_with(TeamThread& team, const T* x, T* out, int64_t rows, int size, const Function& activation) {
+void gate_with(TeamThread& team, const T* x, T* out, int64_t rows, int size, const GateArgs& args,
+    const Function& activation) {
     team.parallel_for_batched(rows, [&](int64_t r) {
-        const T* gate = x + r * 2 * size;
-        const T* up = gate + size;
+        const T* gates = x + r * 2 * size;
+        const T* ups = gates + size;
         T* to = out + r * size;
-        for (int i = 0; i < size; i++) to[i] = from_float<T>(activation(to_float(gate[i])) * to_float(up[i]));
+        const float limit = args.limit, up_shift = args.up_shift;  // a store to `to` cannot change copies
+        const Function function = activation;
+        for (int i = 0; i < size; i++) {
+            const float gate = std::min(to_float(gates[i]), limit);
+            const float up = std::max(std::min(to_float(ups[i]), limit), -limit);
+            to[i] = from_float<T>(function(gate) * (up + up_shift));
+        }
     });
 }
 
 template <typename T>
-void gate(TeamThread& team, const T* x, T* out, int64_t rows, int size, int32_t activation) {
-    switch (activation) {
-        case GELU_TANH: return gate_with(team, x, out, rows, size, [](float g) { return gelu_tanh(g); });
-        case GELU: return gate_with(team, x, out, rows, size, [](float g) { return gelu(g); });
-        default: return gate_with(team, x, out, rows, size, [](float g) { return silu(g); });
+void gate(TeamThread& team, const T* x, T* out, int64_t rows, int size, const GateArgs& args) {
+    const float alpha = args.alpha;
+    switch (args.activation) {
+        case GELU_TANH: return gate_with(team, x, out, rows, size, args, [](float g) { return gelu_tanh(g); });
+        case GELU: return gate_with(team, x, out, rows, size, args, [](float g) { return gelu(g); });
+        default:
+            return gate_with(team, x, out, rows, size, args, [=](float g) { return g * sigmoid(alpha * g); });
     }
 }
 

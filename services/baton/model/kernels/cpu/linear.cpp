@@ -67,16 +67,13 @@ int64_t bytes_before(const GemmArgs& args, int32_t x_dtype, const RowsFormat& wa
 }
 
 template <typename T>
-void prepare_rows(TeamThread& team, const GemmArgs& args, const T* x, int32_t x_dtype, int64_t rows, uint8_t* scratch) {
-    team.parallel_for_batched(rows, [&](int64_t row) {
-        for_each_rows_format(args, x_dtype, [&](const RowsFormat& format, int64_t before) {
-            uint8_t* to = scratch + before * rows;
-            if (format.form == RowsFormat::WIDENED)
-                return widen_row(x + row * args.k, args.k,
-                    reinterpret_cast<float*>(to) + row * float_row_stride(args.k));
-            quantise_row(x + row * args.k, row, format.group_size, format.shift,
-                QuantisedRows::of(to, args.k, format.group_size));
-        });
+void prepare_row_of(const GemmArgs& args, const T* x, int32_t x_dtype, int64_t row, int64_t rows, uint8_t* scratch) {
+    for_each_rows_format(args, x_dtype, [&](const RowsFormat& format, int64_t before) {
+        uint8_t* to = scratch + before * rows;
+        if (format.form == RowsFormat::WIDENED)
+            return widen_row(x + row * args.k, args.k, reinterpret_cast<float*>(to) + row * float_row_stride(args.k));
+        quantise_row(x + row * args.k, row, format.group_size, format.shift,
+            QuantisedRows::of(to, args.k, format.group_size));
     });
 }
 
@@ -134,8 +131,12 @@ int64_t total_panels(const GemmArgs& args) {
 void prepare_gemm(TeamThread& team, const GemmArgs& args, const void* x, int32_t x_dtype, int64_t rows,
     void* scratch) {
     if (!gemm_row_bytes(args, x_dtype)) return;
+    team.parallel_for_batched(rows, [&](int64_t row) { prepare_row(args, x, x_dtype, row, rows, scratch); });
+}
+
+void prepare_row(const GemmArgs& args, const void* x, int32_t x_dtype, int64_t row, int64_t rows, void* scratch) {
     dispatch_dtype(x_dtype, [&](auto one) {
-        prepare_rows(team, args, static_cast<const decltype(one)*>(x), x_dtype, rows, static_cast<uint8_t*>(scratch));
+        prepare_row_of(args, static_cast<const decltype(one)*>(x), x_dtype, row, rows, static_cast<uint8_t*>(scratch));
     });
 }
 

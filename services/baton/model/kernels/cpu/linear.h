@@ -32,9 +32,11 @@ struct GemmItem {
 int64_t total_panels(const GemmArgs& args);
 
 // The two halves of a product: bring the rows of x into the form that the weights need, then multiply each item.
-// All threads of the team call prepare_gemm, which has at most one loop. rows: of the whole x.
+// All threads of the team call prepare_gemm, which has at most one loop; prepare_row does it for one row.
+// rows: of the whole x.
 void prepare_gemm(TeamThread& team, const GemmArgs& args, const void* x, int32_t x_dtype, int64_t rows,
     void* scratch);
+void prepare_row(const GemmArgs& args, const void* x, int32_t x_dtype, int64_t row, int64_t rows, void* scratch);
 void multiply_item(const GemmArgs& args, const GemmItem& item, const void* x, int32_t x_dtype, void* out,
     int32_t out_dtype, int64_t rows, const void* scratch);
 

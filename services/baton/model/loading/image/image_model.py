@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from baton.model.kernels.cpu.gemm_args import WeightFormat
 from baton.model.kernels.cpu.kernel_library import Kernels
 from baton.model.linear.embedding import WeightEmbedding
-from baton.model.linear.experts import DOWN, GATE_UP, ExpertWeights, JoinedLinear, replace_experts
+from baton.model.linear.experts import DOWN, GATE_UP, ExpertWeights, JoinedLinear, bias_name, replace_experts
 from baton.model.linear.linear import Linear
 from baton.model.linear.packed_weight import PackedWeight, PlacedBytes
 from baton.model.linear.replace import ReorderedLinear
@@ -166,7 +166,9 @@ def _restore(
     module: Any = model.get_submodule(name)
     if kind == "experts":
         packed = [[weights[number] for number in own] for own in entry["weights"]]
-        replace_experts(module, [ExpertWeights(gate_up, down) for *gate_up, down in packed])
+        names = (GATE_UP, DOWN) if module.has_bias else ()
+        biases = {own: module.get_parameter(bias_name(own)).detach() for own in names}  # get their values later
+        replace_experts(module, [ExpertWeights(gate_up, down) for *gate_up, down in packed], biases or None)
         return
     weight = weights[entry["weight"]]
     if weight.shape != tuple(module.weight.shape):
