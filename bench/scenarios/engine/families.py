@@ -17,7 +17,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def family_directory(family: str, out: Path) -> Path:
     return directory
 
 
-def shares(needs: Needs, repeats: list[Mapping[str, float]], cell: str) -> list[float]:
+def shares(needs: Needs, repeats: Sequence[Mapping[str, float]], cell: str) -> list[float]:
     """Return the share of the roofline in each repeat, with the rates that were measured in it."""
     found = []
     for repeat in repeats:

@@ -51,7 +51,7 @@ def test_baton_reads_the_weights_of_the_checkpoint_from_the_file(gguf_model: tup
     directory.mkdir()
     write_gguf_directory(file, directory)
     loaded = load_model(directory, dtype="float32", device="cpu")
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    plain: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     found = loaded.model.state_dict()
     for name, values in plain.state_dict().items():
         torch.testing.assert_close(found[name], values, rtol=0, atol=0, msg=name)
