@@ -51,8 +51,7 @@ FAMILY_SHAPES: Mapping[str, tuple[str, Callable[[], PreTrainedConfig]]] = {
     "qwen3-moe": (
         "Qwen3-30B-A3B",
         lambda: Qwen3MoeConfig(
-            **_sizes(2048, 6144, 32, 4, 151_936, tied=False),
-            head_dim=128,
+            **_sizes(2048, 6144, 32, 4, 151_936, tied=False) | {"head_dim": 128},
             num_experts=NUM_EXPERTS,
             num_experts_per_tok=8,
             moe_intermediate_size=768,
@@ -72,7 +71,7 @@ FAMILY_SHAPES: Mapping[str, tuple[str, Callable[[], PreTrainedConfig]]] = {
     ),
     "phi-4": (
         "Phi-4-mini",
-        lambda: Phi3Config(**_sizes(3072, 8192, 24, 8, 200_064, tied=True), **_ENDS, partial_rotary_factor=0.75),
+        lambda: Phi3Config(**_sizes(3072, 8192, 24, 8, 200_064, tied=True) | {"partial_rotary_factor": 0.75}, **_ENDS),
     ),
     "phi-3": ("Phi-3-mini", lambda: Phi3Config(**_sizes(3072, 8192, 32, 32, 32_064, tied=False), **_ENDS)),
     "olmo-2": ("OLMo-2-0425-1B", lambda: Olmo2Config(**_sizes(2048, 8192, 16, 16, 100_352, tied=False))),
