@@ -12,8 +12,12 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 
 
 def scenarios() -> Mapping[str, Path]:
-    """Return the file of each benchmark by its name, sorted by folder."""
-    return {file.stem: file for file in sorted(SCENARIOS.rglob("*.py")) if file.name != "__init__.py"}
+    """Return the file of each benchmark by its name, sorted by folder.
+
+    A folder's `__main__.py` is the benchmark with the name of the folder.
+    """
+    files = [file for file in sorted(SCENARIOS.rglob("*.py")) if file.name != "__init__.py"]
+    return {file.parent.name if file.name == "__main__.py" else file.stem: file for file in files}
 
 
 def overview() -> str:

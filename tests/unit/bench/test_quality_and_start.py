@@ -1,0 +1,100 @@
+"""Pure parts of the benchmarks of quality, start time and model families."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from baton.model.loading.model_source import DEMO_DIR
+from baton.model.loading.model_support import causal_lm_class
+from bench.scenarios.cluster.goodput_pairs import cases_of
+from bench.scenarios.engine import families
+from bench.scenarios.engine.restart import beyond_ray_s, phases_s
+from bench.scenarios.engine.weight_quality import judged
+from bench.support import text_quality
+from bench.support.engine.family_shapes import FAMILY_SHAPES, NUM_EXPERTS, family_needs
+from bench.support.roofline import Needs
+
+UP_OUTPUT = """model        demo                                                           0.1 s
+ray          local, 2 cores                                                 4.2 s
+hybrid h0    ready, 0.8 s of it costs                                      11.0 s
+ready http://127.0.0.1:8000    gRPC 127.0.0.1:9000
+"""
+
+
+def test_start_time_leaves_out_the_phase_of_ray() -> None:
+    assert phases_s(UP_OUTPUT)["ray"] == 4.2
+    assert beyond_ray_s(13.0, UP_OUTPUT) == pytest.approx(8.8)
+    with pytest.raises(ValueError, match="has no line for 'ray'; it has none"):
+        beyond_ray_s(13.0, "ready\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [("int8", 0.01, "yes (at most +1%)"), ("int4", 0.051, "no (at most +5%)"), ("auto", 0.0, "")],
+)
+def test_quality_is_judged_by_format(name: str, change: float, text: str) -> None:
+    assert judged(name, change) == text
+
+
+def test_windows_count_the_bytes_of_predicted_tokens_only() -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO_DIR / "tokenizer.json"))
+    text = "def läuft(x):\n    return x + 1\n"
+    ((tokens, num_bytes),) = text_quality.token_windows(tokenizer, [text], 1000)
+    first = tokenizer.decode([int(tokens[0])])
+    assert num_bytes == len(text.encode()) - len(first.encode())
+    assert list(text_quality.token_windows(tokenizer, ["x"], 1000)) == []
+
+
+def test_windows_end_at_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_quality, "WINDOW", 8)
+    tokenizer = Tokenizer.from_file(str(DEMO_DIR / "tokenizer.json"))
+    windows = list(text_quality.token_windows(tokenizer, ["import os, sys\n" * 40], 20))
+    assert [tokens.size for tokens, _ in windows] == [8, 8, 8]
+
+
+def test_bits_per_byte_is_the_mean_over_all_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_quality, "window_nats", lambda loaded, backend, tokens: float(tokens.sum()))
+    windows = [(np.array([1, 2]), 5), (np.array([4]), 2)]
+    nothing: Any = None
+    assert text_quality.bits_per_byte(nothing, nothing, windows) == pytest.approx(1 / np.log(2))
+
+
+def test_goodput_pairs_name_shapes_that_exist() -> None:
+    from baton.model.loading.model_shapes import SHAPES
+
+    cases = cases_of(["tiny-42m", "gemma3-270m"])
+    assert {case.model for case in cases} <= SHAPES.keys()
+    assert len({case.load for case in cases}) == 3
+    assert len(cases) == 9
+
+
+@pytest.mark.parametrize("family", FAMILY_SHAPES)
+def test_a_family_can_be_built(family: str) -> None:
+    config = FAMILY_SHAPES[family][1]()
+    with torch.device("meta"):
+        model: Any = causal_lm_class(config)(config)
+    assert len(model.model.layers) == 4
+
+
+def test_a_mixture_needs_only_the_experts_of_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAMILY_SHAPES["qwen3-moe"][1]().save_pretrained(tmp_path)
+    experts = 4 * NUM_EXPERTS * 3 * 2048 * 768
+    monkeypatch.setattr("bench.support.roofline._size", lambda file: experts + 2 * 151_936 * 2048)
+    (tmp_path / "model.safetensors").touch()
+    assert Needs.of(tmp_path).weight_params == experts + 151_936 * 2048
+    assert family_needs(tmp_path).weight_params == experts * 8 // NUM_EXPERTS + 151_936 * 2048
+
+
+def test_share_of_a_family_uses_the_rates_of_its_own_repeat() -> None:
+    needs = Needs(weight_params=10**9, end_params=0, num_layers=1, num_heads=1, num_kv_heads=0, head_dim=1)
+    repeats = [{"flops": 1.0, "bytes": 2e10, "tpot-1": 0.2}, {"flops": 1.0, "bytes": 1e10, "tpot-1": 0.2}]
+    assert families.shares(needs, repeats, "tpot-1") == [0.5, 1.0]
+
+
+def test_a_family_that_failed_has_a_row_that_says_why() -> None:
+    row = families.row("olmo-2", {"failed": "EOFError: "}, None)
+    assert row == ["olmo-2", "OLMo-2-0425-1B", "", "", "", "", "EOFError: "]
