@@ -15,7 +15,8 @@ _OFFSETS = tuple(sum(_FACTORS[:length]) for length in range(MAX_HASHED + 1))
 
 def hash_of(tokens: Sequence[int]) -> int:
     """Return a 64-bit hash of at most `MAX_HASHED` tokens: the sum of (token + 1) times its factor."""
-    return sum(map(mul, _FACTORS, tokens), _OFFSETS[len(tokens)]) & _MASK
+    total: int = sum(map(mul, _FACTORS, tokens), _OFFSETS[len(tokens)])
+    return total & _MASK
 
 
 def hashes_of(tokens: npt.NDArray[np.uint64], length: int) -> npt.NDArray[np.uint64]:

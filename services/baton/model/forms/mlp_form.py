@@ -50,8 +50,8 @@ def _describe_experts(trace: ModelTrace, mlp: ModuleCall, config: Any) -> Expert
     if len(others) != 1 or set(dict(others[0].named_parameters())) - {"bias"} != {"weight"}:
         raise FormUnknown(f"{name} has other weights beside its experts and one router")
     if not (is_experts(experts) or are_replaced(experts)):
-        weights = ", ".join(sorted(key for key, _ in experts.named_parameters()))
-        raise FormUnknown(f"the experts of {name} have {weights}, not {GATE_UP} and {DOWN} of gated experts")
+        found = ", ".join(sorted(key for key, _ in experts.named_parameters()))
+        raise FormUnknown(f"the experts of {name} have {found}, not {GATE_UP} and {DOWN} of gated experts")
     router: Any = others[0]
     num_experts = len(router.weight)
     top_k = getattr(config, "num_experts_per_tok", None)

@@ -7,7 +7,7 @@ with the outputs of gate and up one after the other or in turns. Here the output
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
@@ -53,19 +53,22 @@ class JoinedLinear(nn.Module):
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
+AnyWeight = TypeVar("AnyWeight", bound=Weight | PackedWeight, covariant=True)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class ExpertWeights:
+class ExpertWeights(Generic[AnyWeight]):
     """Weights of one expert, [outputs, inputs].
 
     gate_up: gate and up, or one weight of both; as checkpoints have it, in the order of the block's own
     parameter.
     """
 
-    gate_up: Sequence[Weight | PackedWeight]
-    down: Weight | PackedWeight
+    gate_up: Sequence[AnyWeight]
+    down: AnyWeight
 
 
-def gate_first(module: Any, expert: ExpertWeights) -> ExpertWeights:
+def gate_first(module: Any, expert: ExpertWeights[Weight]) -> ExpertWeights[Weight]:
     """Return the weights of an expert with the outputs of gate before those of up."""
     order = _halves(module, GATE_UP)
     if order is None or len(expert.gate_up) > 1:
@@ -74,7 +77,9 @@ def gate_first(module: Any, expert: ExpertWeights) -> ExpertWeights:
 
 
 def replace_experts(
-    module: Any, experts: Sequence[ExpertWeights], biases: Mapping[str, torch.Tensor] | None = None
+    module: Any,
+    experts: Sequence[ExpertWeights[Weight | PackedWeight]],
+    biases: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Replace the parameters of a block, biases included, by linear layers of its experts.
 

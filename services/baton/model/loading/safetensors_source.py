@@ -120,7 +120,7 @@ class SafetensorsSource:
         last = {name.rpartition(".")[2] for name in self._of_module.get(checkpoint_module, ())}
         return self._layout is not None and bool(last - {"weight", _BIAS, _GATE_UP, _DOWN, *_PLAIN_EXPERTS})
 
-    def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights] | None:
+    def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights[Weight]] | None:
         read = next((read for mark, read in self._fused.items() if f"{module}.{_GATE_UP}{mark}" in self._places), None)
         if read is not None:
             both = [read(module, name, num_experts) for name in (_GATE_UP, _DOWN)]

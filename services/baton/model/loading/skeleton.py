@@ -120,9 +120,9 @@ def _assign_experts(
         _assign_plain_experts(module, experts, policy)
         done.num_dequantised += sum(not is_plain(each.down) for each in found)
         return
-    experts = [_packed_expert(name, gate_first(module, each), policy) for each in experts]
-    replace_experts(module, experts, _expert_biases(name, module, source, policy))
-    done.num_coded += len(experts)
+    packed = [_packed_expert(name, gate_first(module, each), policy) for each in experts]
+    replace_experts(module, packed, _expert_biases(name, module, source, policy))
+    done.num_coded += len(packed)
 
 
 def _expert_biases(
@@ -142,11 +142,13 @@ def _expert_biases(
     return biases
 
 
-def _packed_expert(name: str, expert: ExpertWeights, policy: WeightPolicy) -> ExpertWeights:
+def _packed_expert(
+    name: str, expert: ExpertWeights[Weight], policy: WeightPolicy
+) -> ExpertWeights[Weight | PackedWeight]:
     return ExpertWeights([policy.packed(name, part) for part in expert.gate_up], policy.packed(name, expert.down))
 
 
-def _assign_plain_experts(module: Any, experts: Sequence[ExpertWeights], policy: WeightPolicy) -> None:
+def _assign_plain_experts(module: Any, experts: Sequence[ExpertWeights[Weight]], policy: WeightPolicy) -> None:
     """Give the model's own parameters plain weights, so that its own code and kernels run them."""
     for name, parts in ((GATE_UP, [each.gate_up for each in experts]), (DOWN, [[each.down] for each in experts])):
         values = torch.stack([_joined_values(module, own, policy) for own in parts])
@@ -161,7 +163,7 @@ def _joined_values(module: Any, parts: Sequence[Weight], policy: WeightPolicy) -
     return values if len(parts) == 1 else in_own_order(module, values.T).T
 
 
-def _joined_experts(name: str, module: Any, source: WeightSource) -> list[ExpertWeights] | None:
+def _joined_experts(name: str, module: Any, source: WeightSource) -> list[ExpertWeights[Weight]] | None:
     """Return the weights of experts that are 3-D tensors in the checkpoint, too; None if not."""
     gate_up, down = (source.tensor(f"{name}.{part}") for part in (GATE_UP, DOWN))
     if gate_up is None or down is None:

@@ -33,7 +33,7 @@ class WeightSource(Protocol):
         """Return the bytes that all coded weights take at most when packed, factors included."""
         ...
 
-    def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights] | None:
+    def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights[Weight]] | None:
         """Return the weights of a block's experts; None if the checkpoint does not have them by expert.
 
         Raises ModelError if some are missing or unusable.

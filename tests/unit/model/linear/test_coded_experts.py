@@ -80,7 +80,9 @@ EXACT = ("float8",)
 """Formats whose products do not round activations."""
 
 
-def code(module: Any, formats: Sequence[Callable[[torch.Tensor], Weight]], *, apart: bool) -> list[ExpertWeights]:
+def code(
+    module: Any, formats: Sequence[Callable[[torch.Tensor], Weight]], *, apart: bool
+) -> list[ExpertWeights[Weight]]:
     """Return a block's weights in other formats. Its own parameters then hold what these stand for.
 
     apart: gate and up are weights of their own, which need not have one format.
@@ -99,7 +101,7 @@ def code(module: Any, formats: Sequence[Callable[[torch.Tensor], Weight]], *, ap
     return [ExpertWeights(gate_up, down[0]) for gate_up, down in zip(coded[GATE_UP], coded[DOWN], strict=True)]
 
 
-def replace_all(loaded: LoadedModel, coded: Sequence[tuple[Any, list[ExpertWeights]]]) -> None:
+def replace_all(loaded: LoadedModel, coded: Sequence[tuple[Any, list[ExpertWeights[Weight]]]]) -> None:
     for module, experts in coded:
         names = (GATE_UP, DOWN)
         biases = {name: getattr(module, bias_name(name)).detach() for name in names} if module.has_bias else None

@@ -72,7 +72,7 @@ class CodedSource:
     def is_coded(self, module: str) -> bool:
         return module.endswith(self._kinds)
 
-    def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights] | None:
+    def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights[Weight]] | None:
         """Return codes of the block's experts; `state` then has what they stand for."""
         coded = []
         for name in ("gate_up_proj", "down_proj"):

@@ -72,7 +72,7 @@ class GgufSource:
                 bits += packed_bits_of(entry.type_id) * padded * (prod(entry.shape) // (rows * columns))
         return int(bits) // 8
 
-    def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights] | None:
+    def experts(self, module: str, num_experts: int) -> Sequence[ExpertWeights[Weight]] | None:
         gate, up, down = (self._expert_weights(f"{module}.{name}_proj", num_experts) for name in ("gate", "up", "down"))
         if gate is None or up is None or down is None:
             return None

@@ -114,7 +114,7 @@ class ImageWriter:
         disk = os.fstatvfs(self._file)
         if disk.f_bavail * disk.f_frsize < len(data) + self._reserved_bytes:
             raise OSError(f"less than {self._reserved_bytes >> 20} MiB of the disk would be left")
-        left = memoryview(data)
+        left = memoryview(data.data)
         while left:
             left = left[os.pwrite(self._file, left[:_WRITE_BYTES], end - len(left)) :]
         self._end = end

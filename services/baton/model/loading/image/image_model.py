@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -151,7 +151,7 @@ def _describe_modules(model: nn.Module, number_of: Callable[[Any], int]) -> list
 
 
 def _parts(module: Any) -> list[Linear]:
-    return list(module.parts) if isinstance(module, JoinedLinear) else [module]
+    return cast(list[Linear], list(module.parts)) if isinstance(module, JoinedLinear) else [module]
 
 
 def _restore(
