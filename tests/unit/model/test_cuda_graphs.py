@@ -64,7 +64,7 @@ def test_memory_pool_is_shared_until_the_last_graph_is_gone() -> None:
     assert captures.pool() is not None
 
 
-WINDOWS = (None, 5)
+WINDOWS = (None, 5, 9)
 """Of the layers, as far as the layout of KV is concerned: each has a block table of its own."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from baton.core.errors import ModelError
 from baton.model.backends.backend_selection import choose_backend
@@ -76,6 +76,10 @@ CASES = {
     "float32": (lambda: LlamaConfig(**TINY), {"dtype": "float32"}),
     "plain experts": (lambda: Qwen3MoeConfig(**TINY, **EXPERTS), {}),
     "int8 experts": (lambda: Qwen3MoeConfig(**TINY, **EXPERTS), {"weights": "int8"}),
+    "experts with biases": (
+        lambda: GptOssConfig(**TINY, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+        {"weights": "int8"},
+    ),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 
