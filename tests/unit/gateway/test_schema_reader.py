@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import time
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -19,6 +18,7 @@ from baton.gateway.input.ignored_fields import UnknownFields
 from baton.gateway.input.schemas.schema_pattern import rust_pattern
 from baton.gateway.input.schemas.schema_reader import read_schema
 from baton.runtime.process import loop_time
+from tests.cpu_time import CpuTime
 from tests.unit.gateway.test_structured_output import content, demo_tokenizer, parsed, random_text
 from tests.unit.gateway.test_tool_grammar import accepts
 
@@ -302,12 +302,11 @@ HOSTILE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_schemas_have_a_bounded_cost(name: str) -> None:
     """A read takes up to 15 ms of CPU; it is in a thread for large bodies."""
-    began_s = time.thread_time()
-    with contextlib.suppress(Refused):
+    with CpuTime() as cpu, contextlib.suppress(Refused):
         constraint = parse_constraint({"guided_json": HOSTILE[name]}, UnknownFields())
         assert constraint is not None
         assert len(content(constraint.rule)) < 1 << 20
-    assert time.thread_time() - began_s < 0.1
+    assert cpu.spent_s < 0.1
 
 
 @pytest.mark.parametrize("item", [{}, {"minimum": 1, "maximum": 2}, {"$ref": "#/$defs/a"}, cat("x")])
@@ -322,7 +321,7 @@ def test_schemas_that_are_read_on_the_event_loop_are_cheap(item: dict[str, Any])
 
 
 def _cost_s(call: Callable[[], object]) -> float:
-    """Return the CPU time of a call. A collection of the whole tests' garbage may fall into it."""
-    began_s = time.thread_time()
-    call()
-    return time.thread_time() - began_s
+    """Return the CPU time of a call."""
+    with CpuTime() as cpu:
+        call()
+    return cpu.spent_s
