@@ -74,7 +74,7 @@ test-unit: setup
 # The full-size forms. Single tests, as ARGS may select, and shards but the first run without the interpreted,
 # sanitized and fuzzed ones. SHARD=i/n runs one of n parts of the files.
 test-long: setup clients check
-	BATON_TEST_LONG=1 BATON_TEST_SHARD=$(SHARD) $(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
+	BATON_TEST_LONG=1 BATON_TEST_SHARD=$(SHARD) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
 	$(if $(ARGS)$(filter-out 1/%,$(SHARD)),,$(MAKE) test-triton test-asan test-fuzz)
 
 # Random faults on real processes, with a check of every request. It prints the seed and the command that repeats it.

@@ -65,11 +65,13 @@ class Netns:
 
     def delete(self) -> None:
         """Delete the namespace. Can be called twice."""
-        subprocess.run(["ip", "netns", "del", self.name], capture_output=True, check=False)
+        _delete(self.name)
 
 
 class Network:
-    """Namespaces that can reach each other. The first one contains the bridge.
+    """Namespaces that can reach each other through a bridge, which has a namespace of its own.
+
+    UCX does not use an interface that is itself a bridge.
 
     prefix: first three bytes of the addresses; must be unique on this machine.
     """
@@ -78,20 +80,17 @@ class Network:
         self.prefix = prefix
         self._stack = stack
         self._name = machine_prefix()
-        self._bridge: Netns | None = None
+        self._bridge = self._create("bridge")
         self._count = 0
+        _ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self._bridge, "link", "set", "bridge", "up")
 
     def add(self) -> Netns:
         """Add a namespace. It is deleted with the stack."""
-        netns = Netns(name=f"{self._name}{self._count}", address=f"{self.prefix}.{self._count + 1}")
-        _ip("netns", "add", netns.name)
-        self._stack.callback(netns.delete)
-        _ip("-n", netns.name, "link", "set", "lo", "up")
-        if self._bridge is None:
-            self._bridge = netns
-            _ip("-n", netns.name, "link", "add", "net0", "type", "bridge")
-        else:
-            self._join(netns.name)
+        netns = Netns(name=self._create(str(self._count)), address=f"{self.prefix}.{self._count + 1}")
+        port = f"to{self._count}"
+        _ip("-n", self._bridge, "link", "add", port, "type", "veth", "peer", "name", "net0", "netns", netns.name)
+        self._attach(port)
         _ip("-n", netns.name, "addr", "add", f"{netns.address}/24", "dev", "net0")
         _ip("-n", netns.name, "link", "set", "net0", "up")
         self._count += 1
@@ -102,33 +101,26 @@ class Network:
 
         `number` is the last byte of its address, which is returned.
         """
-        assert self._bridge is not None
         address, device = f"{self.prefix}.{number}", f"{self._name}us"
         self._stack.callback(subprocess.run, ["ip", "link", "del", device], capture_output=True, check=False)
-        _ip(
-            "-n",
-            self._bridge.name,
-            "link",
-            "add",
-            device,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            device,
-            "netns",
-            str(os.getpid()),
-        )
-        _ip("-n", self._bridge.name, "link", "set", device, "master", "net0", "up")
+        this = str(os.getpid())
+        _ip("-n", self._bridge, "link", "add", device, "type", "veth", "peer", "name", device, "netns", this)
+        self._attach(device)
         _ip("addr", "add", f"{address}/24", "dev", device)
         _ip("link", "set", device, "up")
         return address
 
-    def _join(self, netns: str) -> None:
-        assert self._bridge is not None
-        port = f"to{self._count}"
-        _ip("-n", self._bridge.name, "link", "add", port, "type", "veth", "peer", "name", "net0", "netns", netns)
-        _ip("-n", self._bridge.name, "link", "set", port, "master", "net0", "up")
+    def _create(self, suffix: str) -> str:
+        """Create a namespace and return its name."""
+        name = self._name + suffix
+        _ip("netns", "add", name)
+        self._stack.callback(_delete, name)
+        _ip("-n", name, "link", "set", "lo", "up")
+        return name
+
+    def _attach(self, port: str) -> None:
+        """Attach a device of the bridge's namespace to the bridge."""
+        _ip("-n", self._bridge, "link", "set", port, "master", "bridge", "up")
 
 
 def machine_prefix() -> str:
@@ -149,6 +141,10 @@ def _enter(netns: str) -> None:
     with open(netns) as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
+
+
+def _delete(netns: str) -> None:
+    subprocess.run(["ip", "netns", "del", netns], capture_output=True, check=False)
 
 
 def _ip(*words: str) -> None:

@@ -211,7 +211,8 @@ class NamespaceLinks(ClusterNetwork):
         ports = {} if name.startswith("gateway") else {"rpc_port": RPC_PORT}
         return Place(
             settings={"host": machine.address, "admin_port": ADMIN_PORT, **ports},
-            argv=(tool("nsenter"), f"--net={machine.path}", "--"),
+            # Unlike `nsenter`, it mounts the /sys of the namespace, where UCX finds the network devices.
+            argv=(tool("ip"), "netns", "exec", machine.name),
             environ={"UCX_TLS": "tcp", **self._environs.get(name, {})},
         )
 

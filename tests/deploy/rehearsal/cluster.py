@@ -64,7 +64,6 @@ class Cluster:
         self._namespace = namespace
         self._directory = directory
         self._network = Network(f"10.{150 + number // 256 % 50}.{number % 256}", stack)
-        self._network.add()  # the bridge
         self._node = self._network.join_this_process(NODE)
         self._filters: dict[str, PacketFilter] = {}
         self._outsiders: list[Outsider] = []

@@ -31,10 +31,7 @@ async def pull_prompt(
     num_tokens: int = TOKENS,
     **options: object,
 ) -> dict:
-    """Compute one prompt at the owner and pull it at the reader.
-
-    Texts with an equal sum of bytes count as equal, so that their blocks have the same hashes.
-    """
+    """Compute one prompt at the owner and pull it at the reader."""
     prefill = asyncio.create_task(
         owner.ask("prefill", request=request, text=text, num_tokens=num_tokens, reader=reader.ref, **options)
     )

@@ -65,13 +65,13 @@ class RecentDecisions:
         recent = self._recent.get(decision_id)
         if recent is None:
             return None
-        match recent.kept:
-            case bytes():
-                record = _unpack(recent.kept)
-            case DecisionRecord():
-                record = recent.kept
-            case UnrecordedDecision():
-                record = self._build(decision_id, recent, recent.kept)
+        kept = recent.kept
+        if isinstance(kept, bytes):
+            record = _unpack(kept)
+        elif isinstance(kept, DecisionRecord):
+            record = kept
+        else:
+            record = self._build(decision_id, recent, kept)
         return record if recent.actuals is None else replace(record, actuals=_as_dict(recent.actuals))
 
     def finish(self, actuals: RequestActuals) -> bool:
