@@ -258,3 +258,27 @@ def test_only_needed_blocks_of_each_table_are_pulled() -> None:
     rig.run()
     rig.assert_answered(request)
     rig.assert_clean()
+
+
+def test_a_block_that_is_not_given_yet_is_not_copied() -> None:
+    """The last token of a prompt is one of a decode step, and may have no windowed block yet.
+
+    Two samples share the block with the highest id, to which index -1 would lead.
+    """
+    rig = EngineRig(num_blocks=60, kv_windows=(0, 6), max_num_batched_tokens=18)
+    others = rig.pool.allocate(56) or []
+    samples = rig.add(
+        sequence_request(1, PROMPT[:8], max_tokens=20, sample_indices=(0, 1), sampling={"ignore_eos": True})
+    )
+    rig.step()
+    rig.pool.unref(others)
+    assert rig.pool.num_refs(59) == 2
+    prompt = rig.add(sequence_request(2, [n % 50 for n in range(33)], max_tokens=4, sampling={"ignore_eos": True}))
+    assert [part.num_scheduled_tokens for plan in (rig.step(), rig.step()) for part in plan.sequences] == [1, 1, 16] * 2
+    plan = rig.plan()
+    assert plan.sequences[-1].kv_begin == 32
+    assert plan.block_copies == ()
+    rig.apply(plan)
+    rig.run()
+    rig.assert_answered(samples, prompt)
+    rig.assert_clean()
