@@ -10,6 +10,7 @@ from baton.engine.kv_cache.block_pool import BlockPool
 from tests.builders import BLOCK_SIZE_TOKENS, hashes_of, sequence_request
 from tests.engine_rig import EngineRig
 from tests.fake_executor import FakeGenerationTable
+from tests.unit.engine.loop_helpers import FAILURE
 
 PROMPT = tuple(range(1, 31))
 
@@ -243,6 +244,19 @@ def test_a_prefix_without_its_window_is_computed_again() -> None:
     rig.run()
     assert rig.admissions[2].num_cached_blocks == 5
     rig.assert_answered(again)
+    rig.assert_clean()
+
+
+@pytest.mark.parametrize("kv_windows", [(6,), MIXED])
+def test_no_block_of_a_failed_sequence_stays_in_the_cache(kv_windows: tuple[int, ...]) -> None:
+    """Not even one that was freed before, because no layer saw it any more."""
+    rig = EngineRig(num_blocks=40, kv_windows=kv_windows, max_num_batched_tokens=8)
+    rig.executor.failing = lambda part: FAILURE if part.kv_begin >= 24 else None
+    rig.add(sequence_request(1, PROMPT, max_tokens=3))
+    rig.run_until(lambda: rig.pool.counts().cached > 0)
+    rig.run()
+    assert rig.ends == {(1, 0): FAILURE}
+    assert rig.pool.counts().cached == 0
     rig.assert_clean()
 
 
