@@ -156,15 +156,13 @@ def test_draft_with_the_most_expected_tokens_is_taken() -> None:
     assert chosen(speculation, seq) == (4, 5)
 
 
-def one_of_many(
-    speculation: Speculation, monkeypatch: pytest.MonkeyPatch, **changes: object
-) -> tuple[EngineSequence, SequenceDrafts]:
+def one_of_many(speculation: Speculation, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineSequence, SequenceDrafts]:
     """Return an observed sequence, and its drafts, while more sequences decode than are asked at each token."""
     monkeypatch.setattr(sequence_drafts, "MANY_SEQUENCES", 1)
     other = decoding(9)
     other.key = 2
     speculation.observe(other, 1, ())
-    seq = decoding(9, max_tokens=100, **changes)
+    seq = decoding(9, max_tokens=100)
     speculation.observe(seq, 1, ())
     return seq, speculation._sequences[seq.key]
 
