@@ -111,7 +111,8 @@ def test_blocks_before_the_window_are_not_pulled() -> None:
     request = rig.add(sequence_request(1, PROMPT, max_tokens=20, pulled=True, sampling={"ignore_eos": True}))
     rig.plan()
     admission = rig.admissions[1]
-    assert (admission.num_cached_blocks, admission.cached_block_ids) == (5, ())
+    assert (admission.num_cached_blocks, admission.cached_block_ids) == (0, ())
+    assert rig.engine.counters.cached_tokens == 0
     assert len(admission.receiving_block_ids) == 3, "8 blocks without the 5 that no token sees"
     rig.mark_received(request)
     rig.engine.received(1, rig.first_tokens(request))
