@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from baton.core.errors import Code, Failure, Reason
+from baton.core.kv.kv_tables import NO_BLOCK, hashes_of_entries
 from baton.core.request import FinishReason, PromptLogprobs
 from baton.core.state_machines import SequenceState
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -69,9 +70,7 @@ class SequenceUpdates:
             self._allocator.release_unused(seq)
             return
         if failure is not None:
-            num_refs = self._pool.num_refs
-            own = seq.held_blocks_from(seq.num_cached_blocks)
-            self._pool.unpublish([b for b in own if num_refs(b) == 1])
+            self._unpublish_own(seq)
             self.fail(seq.seq_id, failure)
             return
         self.advance(seq, num_final)
@@ -157,6 +156,21 @@ class SequenceUpdates:
         if self._speculation is not None:
             self._speculation.forget(seq.key)
         self._pool.unref(seq.drop_blocks())
+
+    def _unpublish_own(self, seq: EngineSequence) -> None:
+        """Withdraw the blocks that a failed sequence has computed, but not those that others use.
+
+        Also those that it has freed since, because no layer sees them any more: they are still in the cache.
+        """
+        pool, begin = self._pool, seq.num_cached_blocks
+        held = [block_id for block_id in seq.held_blocks_from(begin) if pool.num_refs(block_id) == 1]
+        windowed = range(begin * seq.num_tables, max(seq.first_blocks) * seq.num_tables)
+        entries = [entry for entry in windowed if seq.block_table[entry] == NO_BLOCK]
+        cached = (pool.lookup((each,)) for each in hashes_of_entries(seq.hashes, entries, seq.num_tables))
+        freed = [block_id for found in cached for block_id in found if not pool.num_refs(block_id)]
+        pool.ref(freed)
+        pool.unpublish([*held, *freed])
+        pool.unref(freed)
 
     def _append_verified(self, seq: EngineSequence, tokens: Sequence[SampledToken], num_drafts: int) -> None:
         """Append the successive tokens of a sequence with drafts, up to one that ends it.

@@ -49,6 +49,14 @@ def test_missing_config_values_are_derived_and_weights_are_not_needed(tmp_path: 
     assert (model.num_kv_heads, model.head_dim, model.dtype, model.max_model_len) == (2, 32, "float32", 512)
 
 
+def test_text_part_of_a_composite_model_is_read(tmp_path: Path) -> None:
+    model = read_emulated_model(directory(tmp_path, text_config={"num_hidden_layers": 5, "sliding_window": 9}))
+    assert (model.num_layers, model.head_dim, model.has_window) == (5, 16, True)
+    assert read_emulated_model(directory(tmp_path, text_config=None)).num_layers == 3
+    with pytest.raises(ModelError, match="text_config"):
+        read_emulated_model(directory(tmp_path, text_config="other.json"))
+
+
 def test_different_models_have_different_fingerprints(tmp_path: Path) -> None:
     names = {
         read_emulated_model(directory(tmp_path, **changes), dtype=dtype).model_fingerprint

@@ -10,6 +10,7 @@ from baton.engine.kv_cache.block_pool import BlockPool
 from tests.builders import BLOCK_SIZE_TOKENS, hashes_of, sequence_request
 from tests.engine_rig import EngineRig
 from tests.fake_executor import FakeGenerationTable
+from tests.unit.engine.loop_helpers import FAILURE
 
 PROMPT = tuple(range(1, 31))
 
@@ -110,7 +111,8 @@ def test_blocks_before_the_window_are_not_pulled() -> None:
     request = rig.add(sequence_request(1, PROMPT, max_tokens=20, pulled=True, sampling={"ignore_eos": True}))
     rig.plan()
     admission = rig.admissions[1]
-    assert (admission.num_cached_blocks, admission.cached_block_ids) == (5, ())
+    assert (admission.num_cached_blocks, admission.cached_block_ids) == (0, ())
+    assert rig.engine.counters.cached_tokens == 0
     assert len(admission.receiving_block_ids) == 3, "8 blocks without the 5 that no token sees"
     rig.mark_received(request)
     rig.engine.received(1, rig.first_tokens(request))
@@ -246,6 +248,19 @@ def test_a_prefix_without_its_window_is_computed_again() -> None:
     rig.assert_clean()
 
 
+@pytest.mark.parametrize("kv_windows", [(6,), MIXED])
+def test_no_block_of_a_failed_sequence_stays_in_the_cache(kv_windows: tuple[int, ...]) -> None:
+    """Not even one that was freed before, because no layer saw it any more."""
+    rig = EngineRig(num_blocks=40, kv_windows=kv_windows, max_num_batched_tokens=8)
+    rig.executor.failing = lambda part: FAILURE if part.kv_begin >= 24 else None
+    rig.add(sequence_request(1, PROMPT, max_tokens=3))
+    rig.run_until(lambda: rig.pool.counts().cached > 0)
+    rig.run()
+    assert rig.ends == {(1, 0): FAILURE}
+    assert rig.pool.counts().cached == 0
+    rig.assert_clean()
+
+
 def test_only_needed_blocks_of_each_table_are_pulled() -> None:
     rig = mixed_rig()
     request = rig.add(
@@ -257,4 +272,28 @@ def test_only_needed_blocks_of_each_table_are_pulled() -> None:
     rig.engine.received(1, rig.first_tokens(request))
     rig.run()
     rig.assert_answered(request)
+    rig.assert_clean()
+
+
+def test_a_block_that_is_not_given_yet_is_not_copied() -> None:
+    """The last token of a prompt is one of a decode step, and may have no windowed block yet.
+
+    Two samples share the block with the highest id, to which index -1 would lead.
+    """
+    rig = EngineRig(num_blocks=60, kv_windows=(0, 6), max_num_batched_tokens=18)
+    others = rig.pool.allocate(56) or []
+    samples = rig.add(
+        sequence_request(1, PROMPT[:8], max_tokens=20, sample_indices=(0, 1), sampling={"ignore_eos": True})
+    )
+    rig.step()
+    rig.pool.unref(others)
+    assert rig.pool.num_refs(59) == 2
+    prompt = rig.add(sequence_request(2, [n % 50 for n in range(33)], max_tokens=4, sampling={"ignore_eos": True}))
+    assert [part.num_scheduled_tokens for plan in (rig.step(), rig.step()) for part in plan.sequences] == [1, 1, 16] * 2
+    plan = rig.plan()
+    assert plan.sequences[-1].kv_begin == 32
+    assert plan.block_copies == ()
+    rig.apply(plan)
+    rig.run()
+    rig.assert_answered(samples, prompt)
     rig.assert_clean()

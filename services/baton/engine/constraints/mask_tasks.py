@@ -40,8 +40,7 @@ class MaskTask:
 
     drafts: guesses of the tokens after `outputs`.
     positions: the masks, once they are computed: at least that after `outputs`, then those after drafts, up
-        to
-        one that the grammar does not allow.
+        to one that the grammar does not allow.
     failure: why there is no mask.
     ended: done when a thread has computed this task and those that were started with it; None before.
     was_awaited: a step has waited for the task before.

@@ -105,7 +105,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise ModelError(f"{path / 'config.json'} is not a JSON object; give --model a model directory")
-    return {**config, **config.get("text_config", {})}  # of a composite model, only the text part is served
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise ModelError(f"text_config in {path / 'config.json'} is not a JSON object; give --model a model directory")
+    return {**config, **text}  # of a composite model, only the text part is served
 
 
 def _fingerprint(config: dict[str, Any], dtype: str) -> str:

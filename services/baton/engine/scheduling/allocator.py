@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from baton.core.kv.block_hash import num_blocks_for
+from baton.core.kv.kv_tables import NO_BLOCK
 from baton.core.state_machines import SequenceState
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.scheduling.batcher import admission_order, decode_order, preemption_victim
@@ -153,7 +154,8 @@ class BlockAllocator:
         """Make the blocks of the next token writable. Returns False if that needs blocks and too few are
         free.
 
-        A block that other samples share is copied (copy on write).
+        A block that other samples share is copied (copy on write). An entry without a block is no reason to
+        copy: `cover` gives the last token of a prompt its windowed blocks when it is scheduled.
         """
         index, num_tables = seq.num_computed_tokens // self._config.block_size_tokens, seq.num_tables
         entries: Sequence[int] = range(index * num_tables, (index + 1) * num_tables)
@@ -175,6 +177,8 @@ class BlockAllocator:
         return True
 
     def _is_shared(self, block_id: int) -> bool:
+        if block_id == NO_BLOCK:
+            return False
         return self._pool.num_refs(block_id) - sum(source == block_id for source, _ in self.copies) > 1
 
     def _preempt(self, seq: EngineSequence) -> None:

@@ -52,11 +52,12 @@ def grant_for_pull(seq: EngineSequence, pool: BlockPool) -> BlockGrant:
     usable = seq.hashes[: max_cached_blocks(num_tokens, windows.block_size_tokens)]
     cached = pool.lookup(hashes_of_entries(usable, entries, windows.num_tables))
     missing = entries[len(cached) :]
+    num_cached = missing[0] // windows.num_tables if missing else num_blocks
     return BlockGrant(
         num_blocks=num_blocks,
         first_blocks=first_blocks,
         num_covered_blocks=num_blocks,
-        num_cached_blocks=missing[0] // windows.num_tables if missing else num_blocks,
+        num_cached_blocks=num_cached if cached else 0,  # blocks that are not needed are no hit of themselves
         entries=entries,
         cached=cached,
     )

@@ -20,6 +20,7 @@ class ModelDrafts:
         self._rounds = ModelRounds()
         self._drafts: dict[int, tuple[int, ...]] = {}
         self._kinds: dict[int, Kind] = {}
+        self._paused: set[int] = set()  # keys of sequences that get no drafts until their next token
         self._round_s = 0.0
 
     def draft_of(self, key: int) -> tuple[Kind, tuple[int, ...]] | None:
@@ -29,6 +30,7 @@ class ModelDrafts:
 
     def observe(self, seq: EngineSequence, num_new: int, rates: AcceptanceRates) -> None:
         """Compare the draft of a sequence with its `num_new` last tokens."""
+        self._paused.discard(seq.key)
         tokens = self._drafts.pop(seq.key, None)
         if tokens is None:
             return
@@ -41,13 +43,15 @@ class ModelDrafts:
         rates.count(self._kinds[seq.key], num_right, is_wrong=num_right < min(len(tokens), num_new))
 
     def drop(self, key: int) -> None:
-        """Drop the draft of a sequence."""
+        """Drop the draft of a sequence, and make no other until it has a new token."""
         self._drafts.pop(key, None)
+        self._paused.add(key)
 
     def forget(self, key: int) -> None:
         """Drop what belongs to a sequence that has ended."""
         self._drafts.pop(key, None)
         self._kinds.pop(key, None)
+        self._paused.discard(key)
         self.model.forget(key)
 
     def offer(self, drafts: Mapping[int, tuple[int, ...]], round_s: float) -> None:
@@ -88,7 +92,7 @@ class ModelDrafts:
     def check(self, keys: Iterable[int]) -> None:
         """Check that nothing is kept of sequences other than `keys`. Raises AssertionError. For tests."""
         known = set(keys)
-        require(self._kinds.keys() <= known, "a draft of a model for a sequence that has ended")
+        require(self._kinds.keys() | self._paused <= known, "a draft of a model for a sequence that has ended")
         require(self._drafts.keys() <= self._kinds.keys(), "a draft of unknown kind")
         self.model.check(known)
 
@@ -98,7 +102,7 @@ class ModelDrafts:
         for seq, rates in seqs:
             left = max_new_tokens(seq, max_model_len)
             most = min(left - 1, self.model.max_model_len - len(seq.token_ids))
-            if most < 1 or not self.model.can_follow(seq):
+            if most < 1 or seq.key in self._paused or not self.model.can_follow(seq):
                 continue
             kind = self._kinds.setdefault(seq.key, (NAME, int(not seq.request.sampling.is_greedy)))
             yield ModelCandidate(

@@ -137,10 +137,11 @@ class SequenceDrafts:
             best = self.best
             if len(token_ids) < self._ask_at if best is None else best.goes_on(token_ids, num_new):
                 return
-        self.is_offered = False
-        for slot in self.slots:
+        is_offered, self.is_offered = self.is_offered, False
+        for slot in self.slots:  # all of them, also those that are not asked: a wrong draft must not be chosen
             slot.settle(token_ids, self.rates, keeps=is_one_of_many)
-            if not slot.tokens and len(token_ids) >= slot.ask_at:
+        for slot in self.slots:
+            if not slot.tokens and (is_offered or len(token_ids) >= slot.ask_at):
                 slot.guess(seq, self._ends, num_seqs)
             if is_one_of_many and len(slot.tokens) > MIN_LEFT_TOKENS:
                 break  # the others are asked when this draft ends

@@ -14,7 +14,7 @@ from baton.engine.state.sequence import SequenceRequest
 from baton.engine.state.step import DeviceFault, StepPlan, StepResult
 from tests.builders import sequence_request
 from tests.engine_rig import EngineRig
-from tests.unit.engine.loop_helpers import make_loop, running
+from tests.unit.engine.loop_helpers import FAILURE, make_loop, running
 from tests.unit.engine.speculation.fake_draft_model import DraftingExecutor, draft_model, run_round
 from tests.unit.worker.virtual_loop import virtual
 
@@ -153,8 +153,6 @@ def test_tokens_that_the_verifying_model_does_not_have_are_not_drafted() -> None
 
 
 def test_failing_sequence_has_no_more_drafts_and_others_go_on() -> None:
-    from tests.unit.engine.loop_helpers import FAILURE
-
     rig, _, device = rig_of()
     requests = [rig.add(long_request(seq_id)) for seq_id in (1, 2)]
     device.failing = lambda part: FAILURE if part.seq_id == 1 else None
@@ -162,6 +160,23 @@ def test_failing_sequence_has_no_more_drafts_and_others_go_on() -> None:
     rig.assert_answered(*requests)
     assert sum(part.seq_id == 1 for plan in device.plans for part in plan.sequences) == 1
     assert rig.engine.counters.accepted_draft_tokens > 30
+    rig.assert_clean()
+
+
+def test_sequence_whose_steps_fail_gets_no_drafts_until_its_next_token() -> None:
+    """A step with drafts that fails is repeated without them. Else a sequence that fails would never end."""
+    rig, _, _ = rig_of()
+    rig.add(long_request())
+    rig.run_until(lambda: bool(rig.outputs[1, 0]))
+    plans = rig.executor.plans
+    rig.executor.failing = lambda part: FAILURE if plans[-1].sequences[0].num_drafts else None
+    for _ in range(4):  # pairs of a step with drafts that fails, and one without that does not
+        run_round(rig.engine)
+        rig.step()
+    assert [plan.sequences[0].num_drafts > 0 for plan in plans[-4:]] == [True, False] * 2
+    rig.executor.failing = lambda part: FAILURE
+    run_to_end(rig)
+    assert rig.ends[1, 0] == FAILURE
     rig.assert_clean()
 
 

@@ -4,9 +4,12 @@ import pytest
 
 from baton.core.kv.block_hash import BlockHash, TokenIds
 from baton.core.step_cost import StepCostModel, StepWork
+from baton.engine.speculation import sequence_drafts
 from baton.engine.speculation.acceptance import AcceptanceRate, AcceptanceRates
 from baton.engine.speculation.drafter import Draft
+from baton.engine.speculation.forced_drafter import ForcedDrafter
 from baton.engine.speculation.modes import finds_forced_tokens, open_speculation
+from baton.engine.speculation.sequence_drafts import SequenceDrafts
 from baton.engine.speculation.speculation import Speculation
 from baton.engine.state.sequence import EngineSequence
 from tests.builders import sequence_request
@@ -37,6 +40,10 @@ class Scripted:
 
     def forget(self, key: int) -> None:
         """Keep nothing."""
+
+
+class OtherScripted(Scripted):
+    name = "other"
 
 
 def decoding(*outputs: int, max_tokens: int = 50, **changes: object) -> EngineSequence:
@@ -140,16 +147,56 @@ def test_drafts_stop_before_tokens_that_end_the_response() -> None:
 
 
 def test_draft_with_the_most_expected_tokens_is_taken() -> None:
-    class Other(Scripted):
-        name = "other"
-
-    speculation = Speculation([Scripted(1, 2, 3), Other(4, 5)])
+    speculation = Speculation([Scripted(1, 2, 3), OtherScripted(4, 5)])
     seq = decoding(9)
     for _ in range(20):
         speculation.observe(seq, 1, ())
         seq.append(4)
     speculation.observe(seq, 1, ())
     assert chosen(speculation, seq) == (4, 5)
+
+
+def one_of_many(speculation: Speculation, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineSequence, SequenceDrafts]:
+    """Return an observed sequence, and its drafts, while more sequences decode than are asked at each token."""
+    monkeypatch.setattr(sequence_drafts, "MANY_SEQUENCES", 1)
+    other = decoding(9)
+    other.key = 2
+    speculation.observe(other, 1, ())
+    seq = decoding(9, max_tokens=100)
+    speculation.observe(seq, 1, ())
+    return seq, speculation._sequences[seq.key]
+
+
+def test_wrong_draft_of_a_drafter_that_is_not_asked_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first drafter's new draft is long enough, so the second is not asked, although its draft was wrong."""
+    first, second = Scripted(), OtherScripted(*range(10, 25))
+    speculation = Speculation([first, second])
+    seq, own = one_of_many(speculation, monkeypatch)
+    for token in range(10, 20):
+        seq.append(token)
+        speculation.observe(seq, 1, ())
+    assert own.best is own.slots[1]
+    assert own.best_rate > 0.8
+    first.tokens, own.slots[0].ask_at = tuple(range(50, 65)), 0
+    seq.append(7)
+    speculation.observe(seq, 1, ())
+    assert own.best_tokens == first.tokens
+    assert not own.slots[1].tokens
+    assert own.rates.rate(own.slots[1].kind) < 0.9
+
+
+def test_forced_tokens_are_taken_at_once_by_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a long text in which nothing was forced."""
+    forced = ForcedDrafter()
+    speculation = Speculation([forced], forced=forced)
+    seq, own = one_of_many(speculation, monkeypatch)
+    while own.slots[0].ask_at <= len(seq.token_ids) + 1:
+        seq.append(8)
+        speculation.observe(seq, 1, ())
+    speculation.offer_forced(seq.key, len(seq.token_ids) + 1, (5, 6, 7))
+    seq.append(8)
+    speculation.observe(seq, 1, ())
+    assert own.best_tokens == (5, 6, 7)
 
 
 def test_modes() -> None:
