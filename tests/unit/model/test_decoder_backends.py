@@ -12,17 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    CohereConfig,
-    Gemma3TextConfig,
-    Glm4Config,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Starcoder2Config,
-)
+from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Starcoder2Config
 
 from baton.core.errors import LayoutMismatch, ModelError
 from baton.model.attention.attention_inputs import CausalMasks
@@ -32,7 +22,7 @@ from baton.model.backends.fused_layers import FusedForward
 from baton.model.backends.native_layers import DecoderForward, prefers_native_gemm
 from baton.model.backends.native_products import ProductsForward
 from baton.model.device.kv_tensors import KvCache
-from baton.model.forms.decoder_form import DecoderForm, FormUnknown
+from baton.model.forms.decoder_form import DecoderForm
 from baton.model.forms.describe import describe_decoder
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
 from baton.model.linear.product_choice import native_gemm_is_faster
@@ -58,49 +48,6 @@ EXTREMES: dict[str, Callable[[], PreTrainedConfig]] = {
         **TINY | {"num_attention_heads": 160, "num_key_value_heads": 1}, head_dim=8
     ),
 }
-UNKNOWN: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "layer norms": (lambda: Starcoder2Config(**TINY), "LayerNorm"),
-    "a parallel MLP": (lambda: CohereConfig(**TINY, **ENDS), "CohereLayerNorm"),
-    "interleaved rotary": (lambda: Glm4Config(**TINY, **ENDS, head_dim=16), "queries or keys in another way"),
-    "another activation": (lambda: LlamaConfig(**TINY, hidden_act="relu"), r"activation \(ReLU"),
-    "shared experts": (
-        lambda: Qwen2MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1),
-        "other weights beside its experts",
-    ),
-}
-
-
-class Quantized(nn.Linear):
-    """A linear layer of another type."""
-
-
-def _add_gate(base: Any) -> None:
-    attention = base.layers[1].self_attn
-    attention.o_proj.register_forward_pre_hook(lambda module, inputs: inputs[0] * 2)
-
-
-def _set_kind(base: Any) -> None:
-    base.layers[1].mlp.down_proj.__class__ = Quantized
-
-
-def _add_to_embedding(base: Any) -> None:
-    base.layers[0].register_forward_pre_hook(lambda module, inputs: inputs[0] * 1.5)
-
-
-def _double_mlp(base: Any) -> None:
-    mlp = base.layers[1].mlp
-    before = mlp.forward
-    mlp.forward = lambda x: 2 * before(x)
-
-
-def _add_parameter(base: Any) -> None:
-    base.layers[1].self_attn.temperature = nn.Parameter(torch.ones(1), requires_grad=False)
-
-
-def _set_frequencies(base: Any) -> None:
-    rotary = base.rotary_emb
-    before = rotary.forward
-    rotary.forward = lambda x, position_ids: before(x, position_ids // 2)
 
 
 @pytest.fixture(scope="module")
@@ -435,28 +382,6 @@ def test_native_gemm_is_not_preferred_for_other_dtypes_on_this_processor(
     two_thread_kernels: Kernels, dtype: str
 ) -> None:
     assert not prefers_native_gemm(getattr(torch, dtype), two_thread_kernels)
-
-
-@pytest.mark.parametrize("name", list(UNKNOWN))
-def test_unknown_forms_are_named(name: str, save: Callable[[PreTrainedConfig], Path]) -> None:
-    config, named = UNKNOWN[name]
-    with pytest.raises(FormUnknown, match=named):
-        form_of(load_model(save(config()), device="cpu"))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [_add_gate, _set_kind, _add_to_embedding, _double_mlp, _add_parameter, _set_frequencies],
-    ids=lambda f: f.__name__[1:],
-)
-def test_changed_module_has_no_known_form(
-    change: Callable[[Any], None], save: Callable[[PreTrainedConfig], Path]
-) -> None:
-    loaded = load_model(save(Qwen3Config(**TINY, head_dim=32)), device="cpu")
-    form_of(loaded)
-    change(loaded.model.base_model)
-    with pytest.raises(FormUnknown):
-        form_of(loaded)
 
 
 def test_verification_finds_a_decoder_that_differs(save: Callable[[PreTrainedConfig], Path], kernels: Kernels) -> None:
