@@ -1,5 +1,6 @@
 """The verdict about the parts of a GPU backend, with backends for a CPU in their place."""
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -231,6 +232,19 @@ def test_a_verdict_that_may_change_is_reached_again(model: CheckedModel, tmp_pat
     refused(model, judge, tmp_path / "c")
     refused(model, judge, tmp_path / "c")
     assert judge.num_runs == 2
+
+
+def test_without_a_directory_the_worker_verifies_its_backends_itself(
+    model: CheckedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full_disk(**_options: object) -> NoReturn:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full_disk)
+    judge = ScriptedJudge(StageRun(verdicts=CRASHED))
+    assert refused(model, judge, tmp_path / "c") == {}
+    assert judge.num_runs == 0
+    assert "no space left" in caplog.text
 
 
 def test_parts_that_a_crash_kept_from_being_reached_are_refused() -> None:
