@@ -101,6 +101,31 @@ def run_child(function: str, payload: Mapping[str, Any], deadline_s: float) -> C
     )
 
 
+def run_program(command: Sequence[str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
+    """Run a program and return its exit code and output. At the deadline, its own children are killed, too.
+
+    subprocess.run would leave those behind: a compiler's driver is only the parent of the compiler. Raises
+    OSError if it cannot be started, subprocess.TimeoutExpired at the deadline.
+    """
+    process = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    finally:
+        _kill_group(process)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
 def last_lines(lines: Sequence[str], most: int = MAX_LAST_LINES) -> tuple[str, ...]:
     """Return the last lines that are not empty, without blanks at their ends."""
     return tuple(stripped for line in lines if (stripped := line.strip()))[-most:]
@@ -128,7 +153,7 @@ class _Reader:
                 self._kept = joined[-self._most :] if self._keeps_last else joined[: self._most]
 
 
-def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+def _kill_group(process: "subprocess.Popen[Any]") -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
