@@ -162,6 +162,13 @@ def test_a_damaged_verdict_is_reached_again(tmp_path: Path, content: str) -> Non
     assert cache.find(FACTS) is None
 
 
+def test_a_verdict_that_others_may_write_is_not_used(tmp_path: Path) -> None:
+    cache = VerdictCache(tmp_path)
+    cache.keep(FACTS, {"a": ""})
+    cache.path(FACTS).chmod(0o666)
+    assert cache.find(FACTS) is None
+
+
 def test_the_cache_is_bounded_and_keeps_what_was_used_last(tmp_path: Path) -> None:
     cache = VerdictCache(tmp_path)
     for number in range(MAX_VERDICTS + 5):
