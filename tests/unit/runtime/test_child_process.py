@@ -1,5 +1,7 @@
 """Checks in child processes that crash, hang, flood their output or compute wrong numbers."""
 
+import errno
+import fcntl
 import os
 import time
 from collections.abc import Mapping
@@ -195,3 +197,13 @@ def test_a_held_lock_delays_only_for_a_limited_time(tmp_path: Path) -> None:
     with cache.locked(1.0), VerdictCache(tmp_path).locked(1.0, clock=lambda: next(times)):
         pass
     assert next(times, None) is None
+
+
+def test_without_locks_nothing_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(_fd: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    times = iter([0.0])
+    with VerdictCache(tmp_path).locked(1.0, clock=lambda: next(times)):
+        pass

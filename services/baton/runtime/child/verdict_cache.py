@@ -72,7 +72,7 @@ class VerdictCache:
     def locked(self, wait_s: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
         """Hold the lock of the cache, so that workers that start together reach a verdict once.
 
-        After `wait_s`, or if the lock cannot be opened, the block runs without it.
+        After `wait_s`, or where there can be no lock, the block runs without it.
         """
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -88,8 +88,11 @@ class VerdictCache:
 
 
 def _lock(fd: int) -> bool:
+    """Return False if another process holds the lock. A file system without locks counts as locked."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return True
     return True
