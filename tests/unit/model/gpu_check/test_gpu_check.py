@@ -26,7 +26,13 @@ from baton.model.backends.backend_selection import (
 )
 from baton.model.backends.compiled_layers import CompiledForward
 from baton.model.backends.cuda_graphs import CudaGraphForward
-from baton.model.gpu_check.check_backends import BackendBuilders, CheckedModel, check_parts, load_reduced
+from baton.model.gpu_check.check_backends import (
+    BackendBuilders,
+    CheckedModel,
+    check_parts,
+    load_reduced,
+    run_all_kinds_of_steps,
+)
 from baton.model.gpu_check.gpu_facts import model_facts, source_hash
 from baton.model.gpu_check.gpu_verdicts import problems_of, refused_gpu_stages
 from baton.model.gpu_check.reduced_config import MAX_VOCABULARY, reduced_config
@@ -138,6 +144,18 @@ def test_a_failed_part_ends_the_child_and_the_next_one_goes_on(model: CheckedMod
     assert ends(first) == {TRITON: "", COMPILED: "wrong numbers"}
     second = reports(loaded, model, build, **ends(first))
     assert ends(second) == {GRAPHS: ""}
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_steps_that_write_nan_are_found(kv_dtype: str, model: CheckedModel, tmp_path: Path) -> None:
+    model = replace(model, kv_dtype=kv_dtype)
+    loaded = load_reduced(model, tmp_path / "reduced")
+    backend = Backend(name="torch", forward=ModelForward(loaded.model), warm_tokens=(1,))
+    run_all_kinds_of_steps(loaded, backend, model, ())
+    base: Any = loaded.model.base_model
+    base.layers[0].self_attn.k_proj.weight.fill_(float("nan"))
+    with pytest.raises(ModelError, match="not finite"):
+        run_all_kinds_of_steps(loaded, backend, model, ())
 
 
 def test_nothing_runs_over_triton_attention_that_failed(model: CheckedModel, tmp_path: Path) -> None:
