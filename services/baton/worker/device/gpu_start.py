@@ -44,6 +44,6 @@ def refused_on_gpu(config: WorkerConfig | None) -> dict[str, str]:
 
 
 def _uses_gpu(config: WorkerConfig) -> bool:
-    import torch
+    from baton.model.device.device_info import has_gpu
 
-    return config.device != "cpu" and torch.cuda.is_available()
+    return config.device != "cpu" and has_gpu()

@@ -165,16 +165,15 @@ def _open_kv(
     path: KvPath,
 ) -> tuple["KvCache", RegisteredMemory]:
     """Allocate KV memory where the model is, and register it."""
+    from baton.model.device.device_info import gpu_segments
     from baton.model.device.kv_tensors import KvCache
 
     if loaded.device.type == "cpu":
         kv, registered = register_host_memory(config, worker, layout, num_blocks)
         return KvCache.over(kv.reshape(-1).data, layout, loaded.dtype), registered
-    import torch
-
     cache = KvCache.zeros(layout, num_blocks, "cuda", loaded.dtype)
     if config.transfer == "nixl":
-        require_plain_memory(torch.cuda.memory_snapshot(), cache.memory.data_ptr())
+        require_plain_memory(gpu_segments(), cache.memory.data_ptr())
     return cache, register_gpu_memory(config, worker, cache, path=path)
 
 
