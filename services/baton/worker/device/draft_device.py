@@ -16,7 +16,7 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.config.worker_settings import draft_model_of
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.costs.step_cost_keeper import step_costs_key
-from baton.worker.device.weight_packing import packing
+from baton.worker.device.packing_settings import packing
 from baton.worker.device.worker_device import DraftDevice, num_blocks_per_draft_block
 
 if TYPE_CHECKING:

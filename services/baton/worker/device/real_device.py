@@ -24,7 +24,7 @@ from baton.worker.device.gpu_allocator import require_plain_memory
 from baton.worker.device.gpu_start import kv_path_of, refused_on_gpu
 from baton.worker.device.kv_path import KvPath
 from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
-from baton.worker.device.weight_packing import packing
+from baton.worker.device.packing_settings import packing
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 
 if TYPE_CHECKING:
