@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -92,3 +93,17 @@ def hang_with_children(payload: Mapping[str, Any], report: Report) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     report({"child": child.pid})
     time.sleep(600)
+
+
+def leave_a_thread(payload: Mapping[str, Any], report: Report) -> None:
+    """Return while a thread hangs, for which an interpreter waits."""
+    threading.Thread(target=_hang).start()
+    report({"returned": True})
+    _say("the last line")
+
+
+def exit_with(payload: Mapping[str, Any], report: Report) -> None:
+    """Raise SystemExit, or another error for the code None."""
+    if payload["code"] is None:
+        raise ModelError("no such model")
+    sys.exit(payload["code"])

@@ -1,5 +1,6 @@
 """Fixtures and hooks of all tests: environment, tiers, time limits and the list of tests that did not run."""
 
+import faulthandler
 import gc
 import os
 import re
@@ -16,6 +17,8 @@ from tests import shards
 from tests.scale import IS_LONG
 
 LONG_TIMEOUT_S = 3600
+EXIT_S = 120
+"""Time that a test process gets to end after its last test."""
 
 # The result of a property must not depend on the speed of the machine. Only long runs draw new examples each time.
 settings.register_profile("baton", deadline=None, derandomize=not IS_LONG, suppress_health_check=[HealthCheck.too_slow])
@@ -102,6 +105,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{count:5} skipped: {reason}")
     if not IS_LONG:
         terminalreporter.line("      full sizes, and tests marked `long`: `make test-long`")
+
+
+def pytest_unconfigure() -> None:
+    """End the process if it does not end by itself, and show where each of its threads is.
+
+    Otherwise a thread that a test has left behind would keep it for ever, after a summary without a failure.
+    """
+    faulthandler.dump_traceback_later(EXIT_S, exit=True, file=sys.__stderr__)
 
 
 def _reason(report: pytest.TestReport) -> str:

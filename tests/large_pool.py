@@ -72,7 +72,7 @@ def attended(kernel: PagedKernel, cache: KvCache, blocks: list[int]) -> torch.Te
                 for _ in range(2)
             )
             query = torch.randn(HEADS, sum(counts), HEAD_DIM, generator=generator).to(cache.device, cache.dtype)
-            cache.write(layer, step.slots, keys, values)
+            cache.write(layer, step.slots_of(layer), keys, values)
             results.append(kernel(query, layer, step, 0.125, None).float().cpu().flatten())
     return torch.cat(results)
 

@@ -25,7 +25,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "ray": ("baton.fleet",),
     "fastokens": ("baton.gateway.text.text_encoder",),
     "llguidance": ("baton.engine.constraints", "baton.gateway.grammar_checks"),
-    "torch": ("baton.model", "baton.transfer.*_backend"),
+    # kv_path_pair is a program of its own
+    "torch": ("baton.model", "baton.transfer.*_backend", "baton.worker.device.kv_path_pair"),
     "transformers": ("baton.model",),
     "click": ("baton.cli", "loadgen"),
     "yaml": ("baton.runtime",),

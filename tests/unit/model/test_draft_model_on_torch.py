@@ -1,11 +1,13 @@
 """A draft model on torch: answers equal those without it, and a worker opens one beside its model."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 from transformers import Qwen3Config
 
 from baton.core.errors import ModelError
@@ -15,14 +17,19 @@ from baton.engine.state.step import StepPlan, StepResult
 from baton.model.backends.backend_selection import choose_backend
 from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
+from baton.model.gpu_check import gpu_verdicts
+from baton.model.gpu_check.check_backends import CheckedModel
 from baton.model.loading.model_loader import LoadedModel, load_model
+from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.random_init import init_model
 from baton.model.torch_executor import TorchExecutor
 from baton.runtime.config.settings import WorkerConfig
+from baton.worker.device.draft_device import draft_config, load_draft
+from baton.worker.device.gpu_start import refused_on_gpu
 from baton.worker.device.open_device import open_device
 from tests import builders
 from tests.fake_executor import FakeGenerationTable
-from tests.model_families import TINY
+from tests.model_families import FAMILIES, TINY, save_random
 from tests.scale import sized
 from tests.unit.engine.speculation.byte_grammars import EOS, VOCAB_SIZE, new_constraints
 from tests.unit.engine.speculation.drafted_run import assert_same_answers, random_requests, reference
@@ -122,3 +129,34 @@ async def test_worker_opens_a_draft_model_in_the_thread_and_memory_of_its_model(
         await device.aclose()
     with pytest.raises(ModelError):
         open_device(WorkerConfig(**settings, speculate="draft:/nowhere/model"), builders.worker_ref("w"))
+
+
+def test_a_draft_model_is_served_up_to_the_context_of_the_model_that_verifies(tiny_dir: Path, tmp_path: Path) -> None:
+    """Without a longest context, this one is refused: its rotary embedding changes with the context."""
+    phi = save_random(FAMILIES["phi 4 mini"].config(), tmp_path / "phi")
+    settings: dict[str, Any] = {"kernels": "torch", "max_num_seqs": 2, "role": "decode", "speculate": f"draft:{phi}"}
+    own = draft_config(WorkerConfig(**settings))
+    assert own is not None
+    verifying = load_model(tiny_dir, device="cpu", max_model_len=100)
+    assert load_draft(own, verifying, 1, {}).engine_config.max_model_len == 100
+    with pytest.raises(ModelError, match="longrope"):
+        load_draft(own, load_model(tiny_dir, device="cpu"), 1, {})
+
+
+def test_a_draft_model_is_checked_as_it_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[CheckedModel] = []
+
+    def nothing(model: CheckedModel) -> dict[str, str]:
+        checked.append(model)
+        return {}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", nothing)
+    config = WorkerConfig(device="cuda", dtype="float16", kv_dtype="int8", max_model_len=64, speculate="draft:demo")
+    assert refused_on_gpu(draft_config(config)) == {}
+    (found,) = checked
+    assert (found.path, found.dtype, found.kv_dtype, found.max_model_len) == (str(DEMO_DIR), "auto", "auto", None)
+    assert found.max_num_batched_tokens != config.max_num_batched_tokens
+    for other in (replace(config, speculate="auto"), replace(config, role="prefill")):
+        assert refused_on_gpu(draft_config(other)) == {}
+    assert len(checked) == 1

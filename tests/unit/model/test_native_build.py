@@ -3,10 +3,13 @@
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from baton.model.kernels.cpu import kernel_build
 from baton.model.kernels.cpu.kernel_build import (
     HERE,
     MAX_CACHED_LIBRARIES,
@@ -26,6 +29,12 @@ echo x >> "$CALLS"
 sleep 0.3
 while [ "$1" != -o ]; do shift; done
 touch "$2"
+"""
+HANGING_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && echo 1 && exit 0
+sleep 600 &
+echo $! > "$PID_FILE"
+wait
 """
 
 
@@ -82,3 +91,31 @@ def test_concurrent_processes_compile_once_and_old_libraries_are_deleted(tmp_pat
     assert (tmp_path / "calls").read_text() == "x\n"
     assert len(list(cache.glob("kernels-*.so"))) == MAX_CACHED_LIBRARIES
     assert not list(cache.glob("building-*")), "what a process left that was killed"
+
+
+def test_a_compiler_that_takes_too_long_is_ended_with_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script, pid_file = tmp_path / "bin" / "c++", tmp_path / "pid"
+    script.parent.mkdir()
+    script.write_text(HANGING_COMPILER)
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PID_FILE", str(pid_file))
+    monkeypatch.setattr(kernel_build, "COMPILE_S", 3.0)  # enough to start it on a busy machine
+    with pytest.raises(KernelsUnavailable, match="did not finish"):
+        build(tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("building-*"))
+    for _ in range(100):
+        if not has_process(int(pid_file.read_text())):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the compiler's own child still runs")
+
+
+def has_process(pid: int) -> bool:
+    """True if a process runs, and has not only not been waited for."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -13,7 +13,7 @@ from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_shapes import SHAPES, shape_config
 from baton.model.loading.model_support import causal_lm_class
 from baton.model.loading.random_init import init_like, init_model
-from tests.model_families import TINY
+from tests.model_families import FAMILIES, TINY
 
 
 def digests(path: Path) -> dict[str, str]:
@@ -103,3 +103,11 @@ def test_a_named_shape_is_served(tmp_path: Path) -> None:
     loaded = load_model(tmp_path / "moe", device="cpu")
     assert loaded.dtype == torch.bfloat16
     assert choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=16).name == "torch"
+
+
+def test_a_model_that_is_served_up_to_a_shorter_context_can_be_written(tmp_path: Path) -> None:
+    phi = FAMILIES["phi 4 mini"]
+    init_model(phi.config(), tmp_path / "phi")
+    with pytest.raises(ModelError, match="--max-model-len 128"):
+        load_model(tmp_path / "phi", device="cpu")
+    assert load_model(tmp_path / "phi", device="cpu", max_model_len=phi.max_model_len).max_model_len == 128

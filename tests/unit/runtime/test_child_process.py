@@ -1,5 +1,7 @@
 """Checks in child processes that crash, hang, flood their output or compute wrong numbers."""
 
+import errno
+import fcntl
 import os
 import time
 from collections.abc import Mapping
@@ -8,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from baton.runtime.child.child_process import MAX_ERROR_BYTES, ChildEnd, ChildStop, run_child
-from baton.runtime.child.stages import StageRun, StageVerdict, judge_stages
+from baton.runtime.child.child_process import MAX_ERROR_BYTES, NOT_STARTED_CODE, ChildEnd, ChildStop, run_child
+from baton.runtime.child.stages import MAX_KNOWN_CHARS, StageRun, StageVerdict, judge_stages
 from baton.runtime.child.verdict_cache import MAX_VERDICTS, VerdictCache
 
 ENOUGH_S = 60.0
@@ -56,6 +58,25 @@ def test_a_hanging_child_is_ended_with_its_own_children() -> None:
             break
         time.sleep(0.05)
     assert not _runs(pid)
+
+
+def test_a_child_does_not_wait_for_its_threads() -> None:
+    end = run("leave_a_thread")
+    assert (end.stop, end.code, end.last_lines) == (ChildStop.EXITED, 0, ("the last line",))
+    assert end.answers == ({"returned": True},)
+
+
+@pytest.mark.parametrize(("code", "found", "words"), [(3, 3, ""), ("it failed", 1, ""), (None, 1, "no such model")])
+def test_the_exit_code_is_that_of_the_function(code: object, found: int, words: str) -> None:
+    end = run("exit_with", code=code)
+    assert (end.stop, end.code) == (ChildStop.EXITED, found)
+    assert words in " ".join(end.last_lines)
+
+
+def test_a_child_that_cannot_be_started_has_exited() -> None:
+    end = run("answer", text="x" * (1 << 20))
+    assert (end.stop, end.code, end.answers) == (ChildStop.EXITED, NOT_STARTED_CODE, ())
+    assert "it was not started" in end.text
 
 
 def _runs(pid: int) -> bool:
@@ -110,6 +131,7 @@ def test_passed_stages_are_not_run_again() -> None:
                 stop=ChildStop.CRASHED,
                 code=-11,
                 answers=({"begin": "a"}, {"end": "a", "problem": "", "lasting": True}, {"begin": "b"}),
+                last_lines=("x" * 8000,),
             ),
             ChildEnd(stop=ChildStop.EXITED, code=0, answers=({"begin": "c"}, {"end": "c", "problem": ""})),
         ]
@@ -121,6 +143,7 @@ def test_passed_stages_are_not_run_again() -> None:
 
     found = judge_stages("x:y", {}, ["a", "b", "c"], 10.0, run=child, clock=lambda: 0.0)
     assert [sorted(each) for each in known] == [[], ["a", "b"]]
+    assert max(map(len, known[1].values())) <= MAX_KNOWN_CHARS, "a child's arguments are limited"
     assert [verdict.has_passed for verdict in found.verdicts.values()] == [True, False, True]
 
 
@@ -138,6 +161,13 @@ def test_a_damaged_verdict_is_reached_again(tmp_path: Path, content: str) -> Non
     cache = VerdictCache(tmp_path)
     cache.keep(FACTS, {"a": ""})
     cache.path(FACTS).write_text(content)
+    assert cache.find(FACTS) is None
+
+
+def test_a_verdict_that_others_may_write_is_not_used(tmp_path: Path) -> None:
+    cache = VerdictCache(tmp_path)
+    cache.keep(FACTS, {"a": ""})
+    cache.path(FACTS).chmod(0o666)
     assert cache.find(FACTS) is None
 
 
@@ -167,3 +197,13 @@ def test_a_held_lock_delays_only_for_a_limited_time(tmp_path: Path) -> None:
     with cache.locked(1.0), VerdictCache(tmp_path).locked(1.0, clock=lambda: next(times)):
         pass
     assert next(times, None) is None
+
+
+def test_without_locks_nothing_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(_fd: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    times = iter([0.0])
+    with VerdictCache(tmp_path).locked(1.0, clock=lambda: next(times)):
+        pass

@@ -35,7 +35,7 @@ def test_expandable_segments_keep_a_worker_from_starting(monkeypatch: pytest.Mon
 
 
 def test_nothing_is_checked_where_no_gpu_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refused_on_gpu(WorkerConfig(device="cuda", kernels="torch"), "demo") == {}
-    assert refused_on_gpu(WorkerConfig(device="cpu"), "demo") == {}
+    assert refused_on_gpu(WorkerConfig(device="cuda", kernels="torch")) == {}
+    assert refused_on_gpu(WorkerConfig(device="cpu")) == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert refused_on_gpu(WorkerConfig(device="auto"), "demo") == {}
+    assert refused_on_gpu(WorkerConfig(device="auto")) == {}

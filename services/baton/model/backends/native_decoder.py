@@ -73,8 +73,11 @@ class NativeDecoder:
     """All layers and the final norm as one C++ call."""
 
     def __init__(self, kernels: Kernels, form: DecoderForm, layers: Sequence[DecoderLayer[PackedGemm]]) -> None:
-        """`layers`: of `form`, with queries, keys and values of one shape. Raises LayoutMismatch if the
-        kernels do not take a mixture of experts."""
+        """`layers`: of `form`. Raises LayoutMismatch if their queries, keys and values have different shapes,
+        or if the kernels do not take a mixture of experts."""
+        shapes = {(layer.qkv.n, layer.o.k) for layer in layers}
+        if len(shapes) != 1:
+            raise LayoutMismatch(f"layers have {sorted(shapes)} numbers a token (QKV, attention); must be one pair")
         self._kernels = kernels
         self._layers = layers
         self._final_norm = form.final_norm

@@ -5,7 +5,6 @@ would otherwise take longer than the products. The last layer computes only keys
 are not sampled.
 """
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -16,7 +15,7 @@ from baton.model.backends.native_decoder import NativeDecoder
 from baton.model.forms.decoder_form import DecoderForm
 from baton.model.kernels.cpu.kernel_library import Kernels, load_kernels
 from baton.model.linear.packed_linear import LinearModule, PackedGemm
-from baton.model.linear.packer import WeightPacker
+from baton.model.linear.packer import PackerForDtype, WeightPacker
 from baton.model.linear.product_choice import native_gemm_is_faster
 from baton.model.linear.product_speed import native_is_faster_here
 from baton.model.step.forward import ForwardOutput
@@ -38,7 +37,7 @@ def new_packer(kernels: Kernels, dtype: torch.dtype) -> WeightPacker:
     return WeightPacker(kernels, dtype=dtype, native_is_faster=prefers_native_gemm(dtype, kernels))
 
 
-def packer_at_loading(num_threads: int) -> Callable[[torch.dtype], WeightPacker | None]:
+def packer_at_loading(num_threads: int) -> PackerForDtype:
     """Return a function that makes the packer with which a model is loaded for a CPU.
 
     In float32 the products are measured. It returns None if the kernels cannot be loaded; the selection of

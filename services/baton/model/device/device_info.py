@@ -1,12 +1,31 @@
-"""Free memory and name of the device that a model runs on."""
+"""Free memory and name of the device that a model runs on, for callers that must not import torch."""
 
 import platform
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 from baton.engine.kv_cache.sizing import free_host_bytes
 from baton.runtime.process.freed_memory import trim_heap
+
+
+def has_gpu() -> bool:
+    """Return True if torch can use a GPU."""
+    return torch.cuda.is_available()
+
+
+def gpu_name_and_uuid() -> tuple[str, str]:
+    """Return the model name of this process's GPU, and its UUID as `nvidia-smi` writes it."""
+    properties = torch.cuda.get_device_properties(0)
+    return str(properties.name), f"GPU-{str(properties.uuid).removeprefix('GPU-')}"
+
+
+def gpu_segments() -> Sequence[Mapping[str, Any]]:
+    """Return the segments of torch's GPU allocator, see `torch.cuda.memory_snapshot`."""
+    segments: Sequence[Mapping[str, Any]] = torch.cuda.memory_snapshot()
+    return segments
 
 
 def free_bytes(device: torch.device, num_sharing: int = 1) -> int:

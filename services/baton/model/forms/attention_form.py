@@ -94,7 +94,6 @@ def _linear(module: nn.Module, names: Sequence[str]) -> nn.Module:
 
 def _head_norms(module: nn.Module, attended: AttentionCall) -> HeadNorms:
     norms: list[RmsNorm | None] = []
-    sizes = []
     for name, heads in (("q_norm", attended.query), ("k_norm", attended.key)):
         own = getattr(module, name, None)
         own = None if isinstance(own, nn.Identity) else own
@@ -102,10 +101,8 @@ def _head_norms(module: nn.Module, attended: AttentionCall) -> HeadNorms:
         if own is not None and norm is None:
             raise FormUnknown(f"{name} of {type(module).__name__} is not an RMS norm")
         norms.append(norm)
-        if norm is not None:
-            sizes.append(norm.factor.numel() // heads.shape[2])
-            if norm.factor.numel() not in (heads.shape[2], heads.shape[1] * heads.shape[2]):
-                raise FormUnknown(f"{name} has {norm.factor.numel()} weights for heads {tuple(heads.shape[1:])}")
+        if norm is not None and norm.factor.numel() not in (heads.shape[2], heads.shape[1] * heads.shape[2]):
+            raise FormUnknown(f"{name} has {norm.factor.numel()} weights for heads {tuple(heads.shape[1:])}")
     over_all = [norm is not None and norm.factor.numel() != attended.query.shape[2] for norm in norms]
     q, k = norms
     if q is not None and k is not None and over_all[0] != over_all[1] and attended.key.shape[1] > 1:

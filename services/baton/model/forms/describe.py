@@ -156,15 +156,18 @@ def _final_norm(trace: ModelTrace, base: Any, last_layer: nn.Module, head: nn.Mo
 
 
 def _head(trace: ModelTrace, model: Any) -> tuple[nn.Module, float, float | None]:
-    """Return (module, multiplier of its outputs, soft cap)."""
+    """Return (module, multiplier of its outputs, soft cap).
+
+    What the configuration names is tried first: on small logits a soft cap changes less than rounding does.
+    """
     head, config = model.get_output_embeddings(), model.config
     if not is_linear(head):
         raise FormUnknown(f"its output layer is a {type(head).__name__}")
     outputs = trace.of(head).first_output.float()
     cap = getattr(config, "final_logit_softcapping", None)
     divisor, factor = getattr(config, "logits_scaling", None) or 1.0, getattr(config, "logit_scale", None) or 1.0
-    for multiplier in sorted({1.0, 1.0 / float(divisor), float(factor)}):
-        for softcap in {None, None if cap is None else float(cap)}:
+    for softcap in (None,) if cap is None else (float(cap), None):
+        for multiplier in dict.fromkeys((1.0 / float(divisor), float(factor), 1.0)):
             logits = outputs * multiplier
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
             if near(trace.logits, logits):

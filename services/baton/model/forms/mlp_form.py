@@ -68,7 +68,9 @@ def _describe_experts(trace: ModelTrace, mlp: ModuleCall, config: Any) -> Expert
     )
     softmax, chosen = _route(form, mlp.hidden)
     outputs = _run_experts(form, mlp.hidden, chosen)
-    for normalised in (True, False):
+    # What the configuration says is tried first: the sum of the chosen experts' weights may be almost one.
+    named = bool(getattr(config, "norm_topk_prob", True))
+    for normalised in (named, not named):
         weights = softmax / softmax.sum(dim=-1, keepdim=True) if normalised else softmax
         if near(mlp.first_output[:_COMPARED_ROWS], (weights[:, :, None] * outputs).sum(dim=1)):
             return replace(form, normalised=normalised)

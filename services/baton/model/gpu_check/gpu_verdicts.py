@@ -50,8 +50,11 @@ def refused_gpu_stages(
         kept = cache.find(facts)
         if kept is not None and all(isinstance(problem, str) for problem in kept.values()):
             return _logged({str(stage): problem for stage, problem in kept.items()}, cache.path(facts))
-        with tempfile.TemporaryDirectory(prefix="baton-check-", ignore_cleanup_errors=True) as scratch:
-            done = judge(CHECK, {"model": asdict(model), "scratch": scratch}, GPU_STAGES, CHECK_S)
+        try:
+            with tempfile.TemporaryDirectory(prefix="baton-check-", ignore_cleanup_errors=True) as scratch:
+                done = judge(CHECK, {"model": asdict(model), "scratch": scratch}, GPU_STAGES, CHECK_S)
+        except OSError as error:
+            done = StageRun(verdicts={}, setup_problem=f"there is no directory for a reduced model: {error}")
         if is_lasting(done):
             cache.keep(facts, {stage: verdict.problem for stage, verdict in done.verdicts.items()})
     if done.setup_problem and done.is_safe:

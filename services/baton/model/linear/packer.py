@@ -1,5 +1,7 @@
 """Packs the weights of one model whose native product is right and the one to use."""
 
+from collections.abc import Callable
+
 import torch
 
 from baton.model.kernels.cpu.kernel_library import Kernels
@@ -76,3 +78,7 @@ class WeightPacker:
 def is_plain(weight: Weight, dtype: torch.dtype) -> bool:
     """True if torch's own product takes a weight beside activations of `dtype`."""
     return isinstance(weight, FloatWeight) and weight.scales is None and weight.values.dtype == dtype
+
+
+PackerForDtype = Callable[[torch.dtype], WeightPacker | None]
+"""Makes what packs the weights of a model of this dtype; None: nothing does."""

@@ -52,7 +52,7 @@ def init_model(
     """
     if out.exists() and any(out.iterdir()):
         raise ModelError(f"{out} is not empty: give --out a new directory")
-    model_class = causal_lm_class(config)
+    model_class = causal_lm_class(config, max_model_len=1)  # which contexts are served is decided at loading
     ends = list(eos_token_ids(DEMO_DIR))
     config.architectures = [model_class.__name__]
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, ends[0], None

@@ -22,6 +22,8 @@ MAX_ERROR_BYTES = 8192
 MAX_LAST_LINES = 12
 KILL_WAIT_S = 10.0
 """Time that a killed child gets to disappear. A process inside a hanging driver call cannot be ended."""
+NOT_STARTED_CODE = 127
+"""Exit code of a child that could not be started, as shells give it."""
 _CHUNK_BYTES = 1 << 16
 
 
@@ -64,18 +66,23 @@ def run_child(function: str, payload: Mapping[str, Any], deadline_s: float) -> C
     function: `package.module:name`. payload: anything that JSON can hold. report: takes one mapping; what it
     was given before a crash is in `ChildEnd.answers`.
 
-    The child has no standard input and leads a process group, which is killed at the deadline, so that its
-    own children end, too. It also ends by itself soon after the deadline, if this process is gone by then.
+    A child that cannot be started, for lack of memory or because its payload has more than 100 KiB, exits with
+    `NOT_STARTED_CODE`. The child has no standard input and leads a process group, which is killed at the
+    deadline, so that its own children end, too. It also ends by itself soon after the deadline, if this
+    process is gone by then.
     """
     command = with_parent_death_signal([*python_module(CHILD_MODULE), function, json.dumps(payload), f"{deadline_s:g}"])
     ends_s = time.monotonic() + deadline_s
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return ChildEnd(stop=ChildStop.EXITED, code=NOT_STARTED_CODE, last_lines=(f"it was not started: {error}",))
     answers, errors = _Reader(process.stdout, MAX_ANSWER_BYTES, keeps_last=False), _Reader(process.stderr)
     is_late = False
     try:
@@ -92,6 +99,31 @@ def run_child(function: str, payload: Mapping[str, Any], deadline_s: float) -> C
         answers=tuple(_answers(answers.text().splitlines())),
         last_lines=last_lines(errors.text().splitlines()),
     )
+
+
+def run_program(command: Sequence[str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
+    """Run a program and return its exit code and output. At the deadline, its own children are killed, too.
+
+    subprocess.run would leave those behind: a compiler's driver is only the parent of the compiler. Raises
+    OSError if it cannot be started, subprocess.TimeoutExpired at the deadline.
+    """
+    process = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    finally:
+        _kill_group(process)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def last_lines(lines: Sequence[str], most: int = MAX_LAST_LINES) -> tuple[str, ...]:
@@ -121,7 +153,7 @@ class _Reader:
                 self._kept = joined[-self._most :] if self._keeps_last else joined[: self._most]
 
 
-def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+def _kill_group(process: "subprocess.Popen[Any]") -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):

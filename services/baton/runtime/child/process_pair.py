@@ -4,6 +4,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from baton.runtime.process.process import python_module
 
@@ -21,13 +22,15 @@ def run_pair(
     """Run two Python modules, pass the first line of `owner` to `reader`, and return the output of `reader`.
 
     owner_environ: variables that only `owner` gets, besides those of this process. Both processes have ended
-    when this returns. Raises ProcessPairFailed with the last line that the failing process printed.
+    when this returns, unless the system cannot end one. Raises ProcessPairFailed with the last line that the
+    failing process printed.
     """
-    # Started together, because loading a transport takes seconds.
-    owning, reading = _start(owner, owner_environ or {}), _start(reader, {})
-    killer = threading.Timer(timeout_s, owning.kill)
-    killer.start()
-    try:
+    with ExitStack() as stack:
+        # Started together, because loading a transport takes seconds.
+        owning, reading = _start(owner, owner_environ or {}, stack), _start(reader, {}, stack)
+        killer = threading.Timer(timeout_s, owning.kill)
+        killer.start()
+        stack.callback(killer.cancel)
         assert owning.stdout is not None
         line = owning.stdout.readline()
         if not line.strip():
@@ -39,10 +42,6 @@ def run_pair(
         if reading.returncode != 0:
             raise ProcessPairFailed(_last_line(errors) or f"the reading process exited with {reading.returncode}")
         return answer
-    finally:
-        killer.cancel()
-        _end(owning)
-        _end(reading)
 
 
 def _end(process: subprocess.Popen[str]) -> str:
@@ -53,18 +52,27 @@ def _end(process: subprocess.Popen[str]) -> str:
         return process.communicate(timeout=EXIT_TIMEOUT_S)[1]
     except subprocess.TimeoutExpired:
         process.kill()
-        return process.communicate()[1]
+    try:
+        return process.communicate(timeout=EXIT_TIMEOUT_S)[1]
+    except subprocess.TimeoutExpired:  # it hangs in a driver's call
+        return ""
 
 
-def _start(arguments: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*python_module(arguments[0]), *arguments[1:]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environ},
-    )
+def _start(arguments: Sequence[str], environ: Mapping[str, str], stack: ExitStack) -> subprocess.Popen[str]:
+    """Start a process that `stack` ends. Raises ProcessPairFailed if there is no memory for one."""
+    try:
+        process = subprocess.Popen(
+            [*python_module(arguments[0]), *arguments[1:]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environ},
+        )
+    except OSError as error:
+        raise ProcessPairFailed(f"a process cannot be started: {error}") from error
+    stack.callback(_end, process)
+    return process
 
 
 def _last_line(text: str) -> str:

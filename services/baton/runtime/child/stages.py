@@ -20,6 +20,8 @@ _LASTING_ERRORS = frozenset({"AcceleratorError"})
 _OUT_OF_MEMORY_KILL = -9
 """The kernel ends a process with SIGKILL if memory is short: this says nothing about what it did."""
 MAX_PROBLEM_CHARS = 2000
+MAX_KNOWN_CHARS = 100
+"""Characters of a problem that later children get. They only need to know that there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class StageRunner:
     """The child's side: runs the stages that are not judged yet."""
 
     def __init__(self, known: Mapping[str, str], report: Report) -> None:
-        """known: problem of each judged stage, empty if it passed."""
+        """known: the beginning of the problem of each judged stage, empty if it passed."""
         self._known = known
         self._report = report
 
@@ -99,7 +101,7 @@ def judge_stages(
         left_s = ends_s - clock()
         if left_s <= 0:
             return StageRun(verdicts=verdicts, setup_problem=f"no time left of {deadline_s:g} s", is_safe=False)
-        known = {name: verdict.problem for name, verdict in verdicts.items()}
+        known = {name: verdict.problem[:MAX_KNOWN_CHARS] for name, verdict in verdicts.items()}
         end = run(function, {**payload, "known": known}, left_s)
         found = verdicts_of(end)
         verdicts.update(found)

@@ -6,11 +6,12 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from baton.runtime import user_cache
 from baton.runtime.logging import get_logger
 
 log = get_logger(__name__)
@@ -21,17 +22,12 @@ MAX_VERDICT_BYTES = 1 << 16
 _LOCK_POLL_S = 0.1
 
 
-def default_verdict_cache() -> Path:
-    """Return the directory of verdicts, below XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton" / "verdicts"
-
-
 class VerdictCache:
     """Verdicts by the facts that they depend on, a file each. A cache that cannot be used is logged."""
 
     def __init__(self, directory: Path | None = None) -> None:
         """`directory`: None for the default."""
-        self._directory = directory if directory is not None else default_verdict_cache()
+        self._directory = directory or user_cache.cache_directory("verdicts")
 
     def path(self, facts: Mapping[str, str]) -> Path:
         """Return the file of the verdict for these facts."""
@@ -39,16 +35,18 @@ class VerdictCache:
         return self._directory / f"{blake2b(text.encode(), digest_size=12).hexdigest()}.json"
 
     def find(self, facts: Mapping[str, str]) -> Mapping[str, Any] | None:
-        """Return the verdict; None if there is none, or if its file is damaged or of other facts."""
+        """Return the verdict; None if there is none, or if its file is damaged, of other facts, or another
+        user's."""
         path = self.path(facts)
+        if not user_cache.use(path):
+            return None
         try:
-            content = json.loads(path.read_bytes()[: MAX_VERDICT_BYTES + 1])
+            with path.open("rb") as file:
+                content = json.loads(file.read(MAX_VERDICT_BYTES + 1))
         except (OSError, ValueError):
             return None
         if not isinstance(content, dict) or content.get("facts") != dict(facts):
             return None
-        with suppress(OSError):
-            os.utime(path)
         verdict = content.get("verdict")
         return verdict if isinstance(verdict, dict) else None
 
@@ -64,8 +62,9 @@ class VerdictCache:
             fd, name = tempfile.mkstemp(dir=self._directory, prefix="new-")
             with os.fdopen(fd, "w") as file:
                 file.write(text)
-            os.replace(name, path)
-            self._remove_oldest()
+            user_cache.publish(Path(name), path)
+            kept = [*self._directory.glob("*.json"), *self._directory.glob("new-*")]  # the latter of killed processes
+            user_cache.remove_oldest(kept, keep=path, max_number=MAX_VERDICTS)
         except OSError as error:
             log.warning("verdict_not_kept", file=str(path), problem=str(error))
 
@@ -73,7 +72,7 @@ class VerdictCache:
     def locked(self, wait_s: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
         """Hold the lock of the cache, so that workers that start together reach a verdict once.
 
-        After `wait_s`, or if the lock cannot be opened, the block runs without it.
+        After `wait_s`, or where there can be no lock, the block runs without it.
         """
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -87,19 +86,13 @@ class VerdictCache:
                 time.sleep(_LOCK_POLL_S)
             yield
 
-    def _remove_oldest(self) -> None:
-        found = []
-        for path in [*self._directory.glob("*.json"), *self._directory.glob("new-*")]:
-            with suppress(OSError):
-                found.append((path.stat().st_mtime_ns, path))
-        for _, old in sorted(found, reverse=True)[MAX_VERDICTS:]:
-            with suppress(OSError):
-                old.unlink()
-
 
 def _lock(fd: int) -> bool:
+    """Return False if another process holds the lock. A file system without locks counts as locked."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return True
     return True

@@ -1,8 +1,10 @@
 """Opens a draft model beside the model whose drafts it makes: on the same device, in the same compute
 thread."""
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.core.cluster.worker_report import WorkerRole
@@ -14,8 +16,7 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.config.worker_settings import draft_model_of
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.costs.step_cost_keeper import step_costs_key
-from baton.worker.device.gpu_start import refused_on_gpu
-from baton.worker.device.weight_packing import packing
+from baton.worker.device.packing_settings import packing
 from baton.worker.device.worker_device import DraftDevice, num_blocks_per_draft_block
 
 if TYPE_CHECKING:
@@ -72,36 +73,64 @@ class LoadedDraft:
         )
 
 
-def load_draft(config: WorkerConfig, verifying: "LoadedModel", num_threads: int) -> LoadedDraft | None:
-    """Load the draft model that `--speculate` names. None if it names none, or on a prefill worker.
+def draft_config(config: WorkerConfig) -> WorkerConfig | None:
+    """Return the settings by which the draft model of a worker is loaded and run, as if it were its model.
 
-    Raises ModelError if the model cannot be served, does not fit, or has another tokenizer than `verifying`.
+    None if `speculate` names no draft model, or on a prefill worker. Its dtypes are those of its checkpoint.
+    A step has each sequence, and a piece of one that is behind.
     """
     name = draft_model_of(config.speculate)
     if name is None or not WorkerRole(config.role).can_decode:
         return None
+    return replace(
+        config,
+        model=name,
+        dtype="auto",
+        kv_dtype="auto",
+        max_model_len=None,
+        max_num_batched_tokens=MAX_PIECE_TOKENS + MAX_MISSING_TOKENS * config.max_num_seqs,
+    )
+
+
+def load_draft(
+    own: WorkerConfig, verifying: "LoadedModel", num_threads: int, gpu_refused: Mapping[str, str]
+) -> LoadedDraft:
+    """Load the draft model of `own`, see `draft_config`. `gpu_refused`: as in `choose_backend`.
+
+    Raises ModelError if the model cannot be served, does not fit, or has another tokenizer than `verifying`.
+    """
     from baton.model.backends.backend_selection import choose_backend
     from baton.model.loading.model_loader import load_model
     from baton.model.loading.model_source import resolve_model
     from baton.model.loading.same_tokenizer import require_same_tokenizer
     from baton.model.peak_memory import measure_step_bytes
 
-    refused = refused_on_gpu(config, name)
-    path = resolve_model(name)
+    path = resolve_model(own.model)
     require_same_tokenizer(verifying.path, path)
-    loaded = load_model(path, device=verifying.device.type, weights=config.weights, **packing(config, num_threads))
+    loaded = load_model(
+        path,
+        device=verifying.device.type,
+        weights=own.weights,
+        max_model_len=_draft_max_model_len(path, verifying.max_model_len),
+        **packing(own, num_threads),
+    )
     backend = choose_backend(
         loaded,
-        kernels=config.kernels,
+        kernels=own.kernels,
         num_threads=num_threads,
-        block_size_tokens=config.block_size_tokens,
-        gpu_refused=refused,
+        block_size_tokens=own.block_size_tokens,
+        gpu_refused=gpu_refused,
     )
-    limits = draft_engine_config(config, min(loaded.max_model_len, verifying.max_model_len))
+    limits = EngineConfig(
+        max_num_batched_tokens=own.max_num_batched_tokens,
+        max_num_seqs=own.max_num_seqs,
+        max_model_len=loaded.max_model_len,
+        block_size_tokens=own.block_size_tokens,
+    )
     return LoadedDraft(
         loaded=loaded,
         backend=backend,
-        layout=loaded.layout(config.block_size_tokens),
+        layout=loaded.layout(own.block_size_tokens),
         engine_config=limits,
         num_threads=num_threads,
         vocab_size=verifying.vocab_size,
@@ -115,11 +144,12 @@ def load_draft(config: WorkerConfig, verifying: "LoadedModel", num_threads: int)
     )
 
 
-def draft_engine_config(config: WorkerConfig, max_model_len: int) -> EngineConfig:
-    """Return the limits of a draft model's steps: each sequence, and a piece of one that is behind."""
-    return EngineConfig(
-        max_num_batched_tokens=MAX_PIECE_TOKENS + MAX_MISSING_TOKENS * config.max_num_seqs,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        block_size_tokens=config.block_size_tokens,
-    )
+def _draft_max_model_len(path: Path, verifying: int) -> int | None:
+    """Return the longest context of a draft model: that of the model that verifies, or its own if shorter.
+
+    Some models are served only if the longest context is given.
+    """
+    from baton.model.loading.model_loader import text_config_and_dtype
+
+    own = getattr(text_config_and_dtype(path, "auto")[0], "max_position_embeddings", None)
+    return min(own, verifying) if isinstance(own, int) else None  # None: loading says what is missing

@@ -18,12 +18,13 @@ def kv_path_of(config: WorkerConfig) -> KvPathChoice:
     return kv_path_for(config.gpu_kv, facts=path_facts() if config.gpu_kv == "auto" else {})
 
 
-def refused_on_gpu(config: WorkerConfig, model: str) -> dict[str, str]:
-    """Return the parts of a GPU backend that this model must not use, for `choose_backend`; none on a CPU.
+def refused_on_gpu(config: WorkerConfig | None) -> dict[str, str]:
+    """Return the parts of a GPU backend that a model must not use, for `choose_backend`; none on a CPU.
 
-    `model`: as in `resolve_model`. Raises ModelError if there is no such model.
+    `config`: with the model and how it is run; None: there is no model. Raises ModelError if there is no such
+    model.
     """
-    if config.kernels != "auto" or not _uses_gpu(config):
+    if config is None or config.kernels != "auto" or not _uses_gpu(config):
         return {}
     from baton.model.gpu_check.check_backends import CheckedModel
     from baton.model.gpu_check.gpu_verdicts import refused_gpu_stages
@@ -31,7 +32,7 @@ def refused_on_gpu(config: WorkerConfig, model: str) -> dict[str, str]:
 
     return refused_gpu_stages(
         CheckedModel(
-            path=str(resolve_model(model)),
+            path=str(resolve_model(config.model)),
             dtype=config.dtype,
             kv_dtype=config.kv_dtype,
             max_model_len=config.max_model_len,
@@ -43,6 +44,6 @@ def refused_on_gpu(config: WorkerConfig, model: str) -> dict[str, str]:
 
 
 def _uses_gpu(config: WorkerConfig) -> bool:
-    import torch
+    from baton.model.device.device_info import has_gpu
 
-    return config.device != "cpu" and torch.cuda.is_available()
+    return config.device != "cpu" and has_gpu()

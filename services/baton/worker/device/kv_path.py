@@ -115,17 +115,16 @@ def _speeds_from(kept: Mapping[str, object] | None) -> dict[KvPath, PathSpeed] |
 
 def path_facts() -> dict[str, str]:
     """Return what the speeds depend on: the GPU and its peer, the driver, NIXL, and UCX's environment."""
-    import torch
-
+    from baton.model.device.device_info import gpu_name_and_uuid
     from baton.model.gpu_check.gpu_facts import driver_version
 
-    own = torch.cuda.get_device_properties(0)
+    name, own = gpu_name_and_uuid()
     try:
         nixl = version("nixl")
     except PackageNotFoundError:
         nixl = "not installed"
     return {
-        "kv path": f"{own.name} {_uuid(own.uuid)} from {peer_gpu(_uuid(own.uuid), listed_gpus()) or 'itself'}",
+        "kv path": f"{name} {own} from {peer_gpu(own, listed_gpus()) or 'itself'}",
         "driver": driver_version(),
         "nixl": nixl,
         "ucx": ucx_environment(),
@@ -136,9 +135,9 @@ def measure_path(path: KvPath, device: str = "cuda") -> PathSpeed:
     """Read KV between two processes, if possible of two GPUs of this machine."""
     owner_environ: dict[str, str] = {}
     if device == "cuda":
-        import torch
+        from baton.model.device.device_info import gpu_name_and_uuid
 
-        other = peer_gpu(_uuid(torch.cuda.get_device_properties(0).uuid), listed_gpus())
+        other = peer_gpu(gpu_name_and_uuid()[1], listed_gpus())
         owner_environ = {} if other is None else {VISIBLE: other}
     speed = _measured(path, device, owner_environ)
     if speed.problem and owner_environ:  # the other GPU may be full, or forbidden to this process
@@ -175,8 +174,3 @@ def listed_gpus() -> list[str]:
         log.warning("gpu_listing_failed", reason=str(error))
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
-
-
-def _uuid(uuid: object) -> str:
-    """Return a UUID as `nvidia-smi` writes it."""
-    return f"GPU-{str(uuid).removeprefix('GPU-')}"

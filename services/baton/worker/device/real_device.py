@@ -19,15 +19,16 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.logging import get_logger
 from baton.runtime.process.cores import core_quota, num_usable_cores
 from baton.worker.costs.step_cost_keeper import step_costs_key
-from baton.worker.device.draft_device import load_draft
+from baton.worker.device.draft_device import LoadedDraft, draft_config, load_draft
 from baton.worker.device.gpu_allocator import require_plain_memory
 from baton.worker.device.gpu_start import kv_path_of, refused_on_gpu
 from baton.worker.device.kv_path import KvPath
 from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
-from baton.worker.device.weight_packing import packing
+from baton.worker.device.packing_settings import packing
 from baton.worker.device.worker_device import Device, engine_config_of, kv_summary, num_blocks_for_worker
 
 if TYPE_CHECKING:
+    from baton.model.backends.backend_selection import Backend
     from baton.model.device.kv_tensors import KvCache
     from baton.model.loading.model_loader import LoadedModel
 
@@ -60,12 +61,12 @@ def _open_in_compute_thread(
 ) -> Device:
     """Build the device. Runs in `thread`, which the executor then owns."""
     from baton.model.backends.backend_selection import choose_backend
-    from baton.model.device.device_info import device_name, free_bytes
-    from baton.model.peak_memory import measure_step_bytes
+    from baton.model.device.device_info import device_name
     from baton.model.torch_executor import TorchExecutor
 
     path = kv_path_of(config)  # this and the next need memory on the GPU for other processes
-    refused = refused_on_gpu(config, config.model)
+    of_draft = draft_config(config)
+    refused, draft_refused = refused_on_gpu(config), refused_on_gpu(of_draft)
     loaded = _load(config, num_threads)
     backend = choose_backend(
         loaded,
@@ -77,28 +78,8 @@ def _open_in_compute_thread(
     windows = tuple(params.window for params in backend.attention_params)
     layout = loaded.layout(config.block_size_tokens, windows)
     constraints = _open_constraints(loaded, num_threads, finds_forced=finds_forced_tokens(config.speculate))
-    draft = load_draft(config, loaded, num_threads)
-    step_bytes = measure_step_bytes(
-        loaded,
-        backend,
-        block_size_tokens=config.block_size_tokens,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-    )
-    is_host = loaded.device.type == "cpu"
-    mapped_bytes = loaded.mapped_bytes + (0 if draft is None else draft.loaded.mapped_bytes)
-    free = max(0, free_bytes(loaded.device, 1 if is_host else config.workers_on_gpu) - mapped_bytes)
-    num_blocks = num_blocks_for_worker(
-        config, layout, loaded.max_model_len, free, step_bytes=step_bytes, is_host=is_host, draft=draft
-    )
-    log.info(
-        "kv_memory_sized",
-        num_blocks=num_blocks,
-        block_bytes=layout.block_bytes,
-        step_bytes=step_bytes,
-        tables=windows_text(layout.tables),
-        longest_sequence_blocks=layout.windows.num_blocks_at_once(loaded.max_model_len, config.max_num_batched_tokens),
-    )
+    draft = None if of_draft is None else load_draft(of_draft, loaded, num_threads, draft_refused)
+    num_blocks = _num_blocks(config, loaded, backend, layout, draft)
     cache, registered = _open_kv(config, worker, loaded, layout, num_blocks, path.path)
     pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations, layout.windows)
     executor = TorchExecutor(loaded.model, cache, thread=thread, backend=backend, constraints=constraints)
@@ -129,6 +110,37 @@ def _open_in_compute_thread(
     )
 
 
+def _num_blocks(
+    config: WorkerConfig, loaded: "LoadedModel", backend: "Backend", layout: KvLayout, draft: LoadedDraft | None
+) -> int:
+    """Return how many KV blocks fit beside the weights and the largest step. Runs that step."""
+    from baton.model.device.device_info import free_bytes
+    from baton.model.peak_memory import measure_step_bytes
+
+    step_bytes = measure_step_bytes(
+        loaded,
+        backend,
+        block_size_tokens=config.block_size_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+    )
+    is_host = loaded.device.type == "cpu"
+    mapped_bytes = loaded.mapped_bytes + (0 if draft is None else draft.loaded.mapped_bytes)
+    free = max(0, free_bytes(loaded.device, 1 if is_host else config.workers_on_gpu) - mapped_bytes)
+    num_blocks = num_blocks_for_worker(
+        config, layout, loaded.max_model_len, free, step_bytes=step_bytes, is_host=is_host, draft=draft
+    )
+    log.info(
+        "kv_memory_sized",
+        num_blocks=num_blocks,
+        block_bytes=layout.block_bytes,
+        step_bytes=step_bytes,
+        tables=windows_text(layout.tables),
+        longest_sequence_blocks=layout.windows.num_blocks_at_once(loaded.max_model_len, config.max_num_batched_tokens),
+    )
+    return num_blocks
+
+
 def _load(config: WorkerConfig, num_threads: int) -> "LoadedModel":
     from baton.model.loading.model_loader import load_model
     from baton.model.loading.model_source import resolve_model
@@ -153,16 +165,15 @@ def _open_kv(
     path: KvPath,
 ) -> tuple["KvCache", RegisteredMemory]:
     """Allocate KV memory where the model is, and register it."""
+    from baton.model.device.device_info import gpu_segments
     from baton.model.device.kv_tensors import KvCache
 
     if loaded.device.type == "cpu":
         kv, registered = register_host_memory(config, worker, layout, num_blocks)
         return KvCache.over(kv.reshape(-1).data, layout, loaded.dtype), registered
-    import torch
-
     cache = KvCache.zeros(layout, num_blocks, "cuda", loaded.dtype)
     if config.transfer == "nixl":
-        require_plain_memory(torch.cuda.memory_snapshot(), cache.memory.data_ptr())
+        require_plain_memory(gpu_segments(), cache.memory.data_ptr())
     return cache, register_gpu_memory(config, worker, cache, path=path)
 
 

@@ -1,5 +1,6 @@
 """The verdict about the parts of a GPU backend, with backends for a CPU in their place."""
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +26,13 @@ from baton.model.backends.backend_selection import (
 )
 from baton.model.backends.compiled_layers import CompiledForward
 from baton.model.backends.cuda_graphs import CudaGraphForward
-from baton.model.gpu_check.check_backends import BackendBuilders, CheckedModel, check_parts, load_reduced
+from baton.model.gpu_check.check_backends import (
+    BackendBuilders,
+    CheckedModel,
+    check_parts,
+    load_reduced,
+    run_all_kinds_of_steps,
+)
 from baton.model.gpu_check.gpu_facts import model_facts, source_hash
 from baton.model.gpu_check.gpu_verdicts import problems_of, refused_gpu_stages
 from baton.model.gpu_check.reduced_config import MAX_VOCABULARY, reduced_config
@@ -139,6 +146,18 @@ def test_a_failed_part_ends_the_child_and_the_next_one_goes_on(model: CheckedMod
     assert ends(second) == {GRAPHS: ""}
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_steps_that_write_nan_are_found(kv_dtype: str, model: CheckedModel, tmp_path: Path) -> None:
+    model = replace(model, kv_dtype=kv_dtype)
+    loaded = load_reduced(model, tmp_path / "reduced")
+    backend = Backend(name="torch", forward=ModelForward(loaded.model), warm_tokens=(1,))
+    run_all_kinds_of_steps(loaded, backend, model, ())
+    base: Any = loaded.model.base_model
+    base.layers[0].self_attn.k_proj.weight.fill_(float("nan"))
+    with pytest.raises(ModelError, match="not finite"):
+        run_all_kinds_of_steps(loaded, backend, model, ())
+
+
 def test_nothing_runs_over_triton_attention_that_failed(model: CheckedModel, tmp_path: Path) -> None:
     loaded = load_reduced(model, tmp_path / "reduced")
     build = replace(ON_CPU, triton=fail)
@@ -231,6 +250,19 @@ def test_a_verdict_that_may_change_is_reached_again(model: CheckedModel, tmp_pat
     refused(model, judge, tmp_path / "c")
     refused(model, judge, tmp_path / "c")
     assert judge.num_runs == 2
+
+
+def test_without_a_directory_the_worker_verifies_its_backends_itself(
+    model: CheckedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full_disk(**_options: object) -> NoReturn:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full_disk)
+    judge = ScriptedJudge(StageRun(verdicts=CRASHED))
+    assert refused(model, judge, tmp_path / "c") == {}
+    assert judge.num_runs == 0
+    assert "no space left" in caplog.text
 
 
 def test_parts_that_a_crash_kept_from_being_reached_are_refused() -> None:

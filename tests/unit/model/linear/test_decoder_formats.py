@@ -1,18 +1,20 @@
-"""Runs the native decoder with projections of different formats in one layer."""
+"""Runs the native decoder with projections of different formats in one layer, and chooses it for them."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import nn
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Starcoder2Config
 
+from baton.model.backends.backend_selection import choose_backend
 from baton.model.backends.native_layers import DecoderForward
 from baton.model.kernels.cpu.kernel_library import load_kernels
 from baton.model.linear.linear import Linear
 from baton.model.linear.quantise import quantise
 from baton.model.loading.model_loader import load_model
-from tests.unit.model.conftest import TINY
+from tests.model_families import ENDS, TINY
 from tests.unit.model.test_decoder_backends import answers, form_of
 
 FORMATS = {
@@ -44,3 +46,24 @@ def test_native_decoder_takes_a_format_per_projection(save: Callable[[PreTrained
         setattr(owner, child, replacement)
     found = answers(loaded, DecoderForward(form_of(loaded), kernels), 140)
     assert 0 < (found - right).std() < 0.05 * right.std()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (lambda: Gemma3TextConfig(**TINY, **ENDS, head_dim=32), "native decoder"),
+        (lambda: Starcoder2Config(**TINY), "native products"),
+    ],
+    ids=["known form", "unknown form"],
+)
+def test_coded_weights_run_on_the_native_gemm(
+    config: Callable[[], PreTrainedConfig], expected: str, save: Callable[[PreTrainedConfig], Path]
+) -> None:
+    loaded = load_model(save(config()), dtype="bfloat16", device="cpu")
+    for name, module in list(loaded.model.named_modules()):
+        if isinstance(module, nn.Linear):
+            coded = quantise(module.weight.data, 8, 32, has_offsets=False)
+            loaded.model.set_submodule(name, Linear(coded, module.bias))
+    backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=16)
+    assert backend.name == expected
+    backend.forward.close()

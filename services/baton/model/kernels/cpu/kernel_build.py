@@ -15,6 +15,7 @@ from pathlib import Path
 
 from baton.core.errors import BatonError
 from baton.runtime import user_cache
+from baton.runtime.child.child_process import run_program
 
 HERE = Path(__file__).parent
 SOURCES = ("attention.cpp", "decoder.cpp", "layers.cpp", "linear.cpp", "sampling.cpp")
@@ -24,7 +25,10 @@ NATIVE = "-march=native" if platform.machine() in {"x86_64", "AMD64", "i686"} el
 long."""
 OPTIONS = ("-O3", NATIVE, "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 COMPILERS = ("c++", "g++", "clang++")
-COMPILE_S = 120.0
+COMPILE_S = 600.0
+"""Longest compilation, less than `worker_start_s`. A worker without its library is slow for as long as it
+lives, so a busy machine gets much more time than an idle one needs."""
+_VERSION_S = 60.0
 MAX_CACHED_LIBRARIES = 4
 
 
@@ -91,7 +95,7 @@ def _processor() -> str:
 
 def _version(compiler: str) -> str:
     try:
-        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_S, check=False)
+        done = run_program([compiler, "--version"], _VERSION_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelsUnavailable(f"{compiler} cannot be run: {error}") from error
     return done.stdout.partition("\n")[0]
@@ -102,7 +106,7 @@ def _compile(compiler: str, options: Sequence[str], library: Path) -> None:
         made = Path(scratch) / library.name
         command = [compiler, *options, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+            done = run_program(command, COMPILE_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise KernelsUnavailable(f"{compiler} did not finish: {error}") from error
         if done.returncode:

@@ -5,18 +5,14 @@ from typing import TYPE_CHECKING, TypedDict
 from baton.runtime.config.settings import WorkerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from baton.model.linear.packer import WeightPacker
+    from baton.model.linear.packer import PackerForDtype
     from baton.model.loading.image.image_cache import PackedModelCache
 
 
 class Packing(TypedDict):
     """Arguments of `load_model`."""
 
-    packer_for: "Callable[[torch.dtype], WeightPacker | None]"
+    packer_for: "PackerForDtype"
     cache: "PackedModelCache"
 
 
