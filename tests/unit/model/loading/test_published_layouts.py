@@ -122,6 +122,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
         {"quant_method": "gptq", "bits": 8, "group_size": 64, "checkpoint_format": "gptq_v2"},
         lambda value: gptq(value, 8, 64, form="gptq_v2"),
     ),
+    "gptq v2 named otherwise": (
+        {"quant_method": "gptq", "bits": 4, "format": "GPTQ_V2", "dynamic": {"-:lm_head": {}, ".*up": {"bits": 4}}},
+        lambda value: gptq(value, form="gptq_v2"),
+    ),
     "gptq symmetric": ({"quant_method": "gptq", "bits": 4, "sym": True}, lambda value: gptq(value, symmetric=True)),
     "gptq desc_act": (
         {"quant_method": "gptq", "bits": 4, "desc_act": True},
@@ -255,7 +259,9 @@ def test_experts_in_one_fp8_tensor(is_transposed: bool, scale: str, tmp_path: Pa
         ({}, "unnamed"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.down_proj": {"bits": 8}}}, "dynamic has bits 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "awq", "bits": 4, "format": "llm-awq"}, "llm-awq"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),

@@ -1,6 +1,6 @@
 """Reads GPTQ weights: words of codes along the inputs, zero points along the outputs, and groups of inputs.
 
-Source: the packing of AutoGPTQ and GPTQModel (`checkpoint_format` gptq and gptq_v2).
+Source: the packing of AutoGPTQ and GPTQModel (`checkpoint_format`, also called `format`, gptq and gptq_v2).
 """
 
 from typing import Any
@@ -33,11 +33,18 @@ class GptqLayout:
         if bits not in BITS:
             raise ModelError(f"quantization_config: GPTQ with bits {bits!r}; must be 4 or 8")
         self._bits = int(bits)
-        form = config.get("checkpoint_format") or "gptq"
+        form = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
         if form not in FORMATS:
             raise ModelError(f"quantization_config: checkpoint_format is {form!r}; must be {' or '.join(FORMATS)}")
         if config.get("pack_dtype", "int32") != "int32":
             raise ModelError(f"quantization_config: pack_dtype is {config['pack_dtype']!r}; must be int32")
+        overrides = config.get("dynamic")
+        for pattern, values in overrides.items() if isinstance(overrides, dict) else ():
+            if isinstance(values, dict) and values.get("bits", bits) != bits:
+                raise ModelError(
+                    f"quantization_config: dynamic has bits {values['bits']!r} for {pattern!r}; must be {bits} for all "
+                    "modules"
+                )
         self._zero_offset = FORMATS[form]
         self._has_order = bool(config.get("desc_act", False))
         self.description = f"GPTQ weights of {self._bits} bits; activations are not quantised"
