@@ -163,7 +163,17 @@ def test_configuration_has_the_values_of_the_file() -> None:
     assert config["tie_word_embeddings"]
     assert not config_of(LLAMA, SHAPES | {"output.weight": (256, 64)})["tie_word_embeddings"]
     assert config_of(LLAMA | {"llama.attention.head_count_kv": [2, 2]})["num_key_value_heads"] == 2
+    biases = {f"blk.0.{name}.bias": (64,) for name in ("attn_q", "ffn_up")}
+    for shapes, expected in ((SHAPES, False), (SHAPES | biases, True)):
+        assert (config_of(LLAMA, shapes)["attention_bias"], config_of(LLAMA, shapes)["mlp_bias"]) == (expected,) * 2
     assert config_of(LLAMA | {"llama.rope.dimension_count": 8})["rope_parameters"]["partial_rotary_factor"] == 0.5
+
+
+def test_mistral_small_3_has_no_window() -> None:
+    """transformers' Mistral has one of 4096 by default; a file of Mistral Small 3 names none."""
+    metadata = {key.replace("llama.", "mistral3."): value for key, value in LLAMA.items()}
+    config = config_of(metadata | {"general.architecture": "mistral3"})
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", None)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def gguf_config(metadata: GgufMetadata, shapes: Mapping[str, tuple[int, ...]]) -
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope_parameters(metadata, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_up.bias" in shapes,
         "tie_word_embeddings": "output.weight" not in shapes,
         **{name: metadata.token_id(key) for name, key in _TOKEN_IDS.items()},
     }
