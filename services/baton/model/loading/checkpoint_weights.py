@@ -77,12 +77,13 @@ class PendingModel:
         """Return the bytes of memory that the weights take while they are loaded, at most.
 
         Coded weights are packed one by one, so at most one of them is unpacked at a time; or one block of
-        experts. Without a packer all of them stay unpacked.
+        experts. Without a packer all of them stay unpacked. A tied output layer takes memory of its own if it
+        is coded and the embedding stays plain.
         """
         tied = set(self._model.all_tied_weights_keys)
         plain_bytes = unpacked_bits = largest_bits = coder_bits = 0
         coder_width = CODER_BITS.get(self._options.weights, 0) + 16 // GROUP_SIZES[0]  # with a factor of 16 bits
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
             module = name.rpartition(".")[0]
             owner = self._model.get_submodule(module)
             becomes_coded = self._coder is not None and (isinstance(owner, nn.Linear) or is_experts(owner))

@@ -46,8 +46,12 @@ def estimate_and_load(
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize(
     "config",
-    [lambda: Qwen3Config(**TINY, head_dim=16), lambda: Qwen3MoeConfig(**TINY, **EXPERTS)],
-    ids=["dense", "moe"],
+    [
+        lambda: Qwen3Config(**TINY, head_dim=16),
+        lambda: Qwen3Config(**TINY, head_dim=16, tie_word_embeddings=True),
+        lambda: Qwen3MoeConfig(**TINY, **EXPERTS),
+    ],
+    ids=["dense", "tied", "moe"],
 )
 def test_required_memory_covers_the_quantised_model(
     config: Callable[[], PreTrainedConfig], weights: str, save: Callable[[PreTrainedConfig], Path]
