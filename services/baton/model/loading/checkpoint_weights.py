@@ -101,7 +101,8 @@ class PendingModel:
     def load(self) -> tuple[PreTrainedModel, str]:
         """Return the model, and a description of its weights. On a GPU coded weights are dequantised.
 
-        Raises ModelError, with the name, if a weight is missing, unreadable, or of another shape.
+        Raises ModelError, with the name, if a weight is missing, unreadable, of another shape, or not one of
+        the model's, and if there is no memory.
         """
         options, description = self._options, self._source.description
         policy = WeightPolicy(
@@ -113,7 +114,12 @@ class PendingModel:
         )
         try:
             done = assign_weights(self._model, self._source, policy)
-        except BatonError as error:
+            if done.unused and not self._source.may_have_more:
+                raise ModelError(
+                    f"{len(done.unused)} of its tensors have no place in this model, the first is {done.unused[0]}; "
+                    "give the model's Hugging Face checkpoint instead"
+                )
+        except (BatonError, OSError) as error:  # OSError: no memory for packed weights
             name = type(self._model).__name__
             raise ModelError(f"{self._path} cannot be loaded as {name}: {error}") from error
         if done.unused:

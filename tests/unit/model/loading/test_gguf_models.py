@@ -314,6 +314,19 @@ def test_weights_of_16_bits_are_as_they_are(tmp_path: Path) -> None:
     assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["blk.0.attn_sinks.weight", "blk.1.attn_output.bias"])
+def test_tensors_without_a_place_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """llama.cpp uses them, so without them the model would compute something else."""
+    config, path = LlamaConfig(**sizes()), tmp_path / "m.gguf"
+
+    def extra(writer: Any) -> None:
+        writer.add_tensor(name, torch.zeros(256).numpy())
+
+    write_gguf(path, "llama", config, random_state(config), extra=extra)
+    with pytest.raises(ModelError, match=f"1 of its tensors have no place in this model, the first is {name}"):
+        load_model(convert(path), device="cpu")
+
+
 def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
     config = LlamaConfig(**sizes())
     write_gguf(

@@ -46,6 +46,7 @@ class CodedSource:
     """Gives random weights, those of linear layers in 8 bits, one with its columns in another order."""
 
     description = "codes"
+    may_have_more = False
 
     def __init__(self, config: PreTrainedConfig, *, embedding: bool = False) -> None:
         self.state = random_state(config)

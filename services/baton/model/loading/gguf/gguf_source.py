@@ -32,6 +32,8 @@ _ROTARY = ("self_attn.q_proj", "self_attn.k_proj")
 class GgufSource:
     """Implements `WeightSource` for a GGUF file."""
 
+    may_have_more = False  # llama.cpp uses every tensor of a file of these architectures
+
     def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
         """config: of the model, from `gguf_config`. Raises ModelError for an unsupported architecture."""
         self._file = file
