@@ -122,6 +122,12 @@ class PendingModel:
         except (BatonError, OSError) as error:  # OSError: no memory for packed weights
             name = type(self._model).__name__
             raise ModelError(f"{self._path} cannot be loaded as {name}: {error}") from error
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:  # tensors of unforeseen shapes or types
+            problem = f"{type(error).__name__}: {error}"
+            raise ModelError(
+                f"{self._path} is damaged, or not in the form that its configuration says ({problem}); "
+                "download or copy it again"
+            ) from error
         if done.unused:
             log.warning("checkpoint_tensors_unused", number=len(done.unused), first=done.unused[:5])
         if self._coder is not None:

@@ -252,6 +252,17 @@ def test_experts_in_one_fp8_tensor(is_transposed: bool, scale: str, tmp_path: Pa
         load_model(tmp_path, dtype="float32", device="cpu")
 
 
+def test_tensors_of_an_unforeseen_form_are_refused(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(**QWEN3, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=96)
+    stored = random_state(config)
+    for name in [name for name in stored if ".mlp.experts." in name]:
+        stored[name] = torch.ones(3).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = torch.ones(3)
+    write_files(tmp_path, config, {"quant_method": "fp8"}, stored)
+    with pytest.raises(ModelError, match="is damaged, or not in the form that its configuration says"):
+        load_model(tmp_path, dtype="float32", device="cpu")
+
+
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
@@ -286,6 +297,8 @@ def changed(tensors: Tensors, **changes: torch.Tensor | None) -> dict[str, torch
         (GptqLayout({"bits": 4}), gptq, {"qweight": torch.ones(4, 4)}, "int32 matrix"),
         (GptqLayout({"bits": 4, "desc_act": True}), gptq, {"g_idx": torch.zeros(256, dtype=torch.int32)}, "g_idx"),
         (GptqLayout({"bits": 4}), gptq, {"g_idx": torch.full((256,), -7, dtype=torch.int32)}, "g_idx"),
+        (GptqLayout({"bits": 4}), gptq, {"g_idx": torch.full((256,), 2**31 - 1, dtype=torch.int32)}, "g_idx"),
+        (GptqLayout({"bits": 4}), gptq, {"g_idx": torch.ones(2, 128, dtype=torch.int32)}, "g_idx"),
         (AwqLayout({"bits": 4}), awq, {"scales": torch.ones(4, 3)}, "scales of the shape"),
         (AwqLayout({"bits": 4}), awq, {"qweight": torch.ones(4, 4)}, "int32 matrix"),
         (Fp8Layout({"weight_block_size": [128, 128]}), fp8, {"weight_scale_inv": torch.ones(7, 7)}, "does not fit"),
