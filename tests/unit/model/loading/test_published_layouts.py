@@ -166,6 +166,24 @@ def test_weight_is_exact(name: str) -> None:
         assert (weight.offsets is None) == (name == "gptq symmetric")
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_0_are_those_of_version_2(bits: int) -> None:
+    """GPTQModel writes version 1 as the words of version 2 less a word of ones, so 0 borrows from the next."""
+    stored, _ = gptq(torch.randn(64, 256), bits, form="gptq_v2")
+    zeros = np.random.default_rng(bits).integers(0, 3, (8, 64)) * ((1 << bits) // 2 - 1)
+    stored["qzeros"] = words(zeros, bits)
+    ones = np.uint32(0x11111111 if bits == 4 else 0x01010101)
+    less_ones = torch.from_numpy((stored["qzeros"].numpy().view(np.uint32) - ones).view(np.int32))
+    found, right = (
+        GptqLayout({"bits": bits, "checkpoint_format": form}).weight("m", stored | {"qzeros": packed})
+        for form, packed in (("gptq", less_ones), ("gptq_v2", stored["qzeros"]))
+    )
+    assert torch.equal(found.dequantized(), right.dequantized())  # type: ignore[union-attr]
+    factors = stored["scales"].float().T
+    expected = -factors * torch.from_numpy(zeros.T.copy()).float()
+    assert torch.equal(right.offsets.supers, expected)  # type: ignore[union-attr]
+
+
 def test_scales_of_tensors_and_rows_of_fp8() -> None:
     values = torch.randn(32, 48).to(torch.float8_e4m3fn)
     for scale, spread in (

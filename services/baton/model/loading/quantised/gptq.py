@@ -60,7 +60,7 @@ class GptqLayout:
         _require_words(module, words, packed_zeros)
         codes = unpack_words(words.T.contiguous(), bits)
         columns, num_groups = codes.shape[1], len(scales)
-        zeros = (unpack_words(packed_zeros, bits).int() + self._zero_offset) & ((1 << bits) - 1)
+        zeros = unpack_words(_plus(packed_zeros, self._zero_offset, bits), bits)
         order = None
         g_idx = tensors.get("g_idx")
         if g_idx is not None and (self._has_order or bool(g_idx.any())):  # unused, it may be all zeros
@@ -69,6 +69,17 @@ class GptqLayout:
             codes = codes[:, order]
         weight = grouped_weight(module, codes.contiguous(), bits, scales.T, zeros.T)
         return weight if order is None else OrderedWeight(weight, order)
+
+
+def _plus(words: torch.Tensor, offset: int, bits: int) -> torch.Tensor:
+    """Return int32 words with `offset` added to each integer in them, with a carry to the next one.
+
+    GPTQModel writes version 1 by subtracting from whole words. A zero point of 0 then takes 1 from its
+    neighbour, which the carry gives back.
+    """
+    ones = sum(1 << shift for shift in range(0, 32, bits))
+    total = words.long() + offset * ones
+    return ((total + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
 def _require_words(module: str, words: torch.Tensor, zeros: torch.Tensor) -> None:
