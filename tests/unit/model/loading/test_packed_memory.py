@@ -77,13 +77,13 @@ def test_required_memory_covers_a_quantised_checkpoint(name: str, tmp_path: Path
 
 
 def test_missing_memory_is_refused_by_name(save: Callable[[PreTrainedConfig], Path]) -> None:
-    class Full:
+    class NoMemory:
         def place(self, num_bytes: int, fill: object) -> PlacedBytes:
             raise OSError(12, "Cannot allocate memory")
 
     path = save(Qwen3Config(**TINY, head_dim=16))
     plain: Any = load_model(path, device="cpu").model
-    packer = WeightPacker(load_kernels(1), dtype=torch.bfloat16, native_is_faster=True, memory=Full())
+    packer = WeightPacker(load_kernels(1), dtype=torch.bfloat16, native_is_faster=True, memory=NoMemory())
     options = LoadOptions(dtype=torch.bfloat16, device=torch.device("cpu"), weights="int8", packer=packer)
     with (
         open_by_module(path, type(plain), plain.config, options) as pending,
