@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.core.errors import ModelError
-from baton.model.loading.gguf.gguf_config import end_token_ids, gguf_config
+from baton.model.loading.gguf.gguf_config import LONGROPE_TENSORS, end_token_ids, gguf_config
 from baton.model.loading.gguf.gguf_file import GgufFile
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 
@@ -199,8 +199,10 @@ def test_unusable_metadata_is_refused_by_name(changes: dict[str, Any], problem: 
 def test_unusable_tensors_are_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"token_embd\.weight"):
         config_of(LLAMA, {})
-    with pytest.raises(ModelError, match="longrope"):
-        config_of(LLAMA, SHAPES | {"rope_factors_long.weight": (8,)})
+    metadata = GgufMetadata(Path("m.gguf"), LLAMA)
+    for divisors in ({"rope_factors_long.weight": [1.0] * 8}, dict.fromkeys(LONGROPE_TENSORS.values(), [1.0] * 7)):
+        with pytest.raises(ModelError, match="longrope, and . values in rope_factors_short.weight; must be 8"):
+            gguf_config(metadata, SHAPES, divisors)
 
 
 def test_end_tokens_are_those_that_the_file_names_and_known_control_tokens() -> None:
