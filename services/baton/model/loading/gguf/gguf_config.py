@@ -96,7 +96,7 @@ def _rope_parameters(metadata: GgufMetadata, head_dim: int, divisors: Mapping[st
 
 
 def _longrope(metadata: GgufMetadata, number: int, divisors: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return the parameters of frequencies that have one set of divisors up to a length, and one beyond it."""
+    """Return the parameters of frequencies with divisors up to a length, and other ones beyond it."""
     for name in LONGROPE_TENSORS.values():
         if len(divisors.get(name, ())) != number:
             raise ModelError(

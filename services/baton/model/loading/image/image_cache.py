@@ -127,7 +127,7 @@ class PackedModelCache:
             made.unlink(missing_ok=True)
 
     def _remove_unfinished(self, key: str) -> None:
-        """Remove files that killed processes left: those of this key, which is locked, and old ones of others."""
+        """Remove what killed processes left: files of this key, which is locked, and old ones of others."""
         for left in self._directory.glob(f"{_UNFINISHED}*"):
             with suppress(FileNotFoundError):
                 is_old = time.time() - left.stat().st_mtime > ABANDONED_S

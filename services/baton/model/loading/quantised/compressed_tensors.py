@@ -160,7 +160,7 @@ def _packed_integers(module: str, tensors: Tensors, group: ModuleGroup) -> Weigh
 
 
 def _zero_points(module: str, stored: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return zero points as codes: in words along the outputs, or int8 if there is one for the whole tensor."""
+    """Return zero points as codes. They are in words along the outputs, or one int8 for the whole tensor."""
     if stored.dtype == torch.int8:
         return _matrix(stored).int() + (1 << (bits - 1))
     if stored.dtype != torch.int32 or stored.dim() != 2:
