@@ -165,7 +165,13 @@ def open_by_module(
     coder = _coder(CODER_BITS[options.weights]) if options.weights in CODER_BITS else None
     if coder is not None and options.device.type != "cpu":
         raise ModelError(f"--weights {options.weights} is for CPUs; on {options.device} use --weights auto")
-    model = build_skeleton(model_class, config)
+    try:
+        model = build_skeleton(model_class, config)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{path}: no {model_class.__name__} can be made of its configuration ({type(error).__name__}: {error}); "
+            "download or copy it again"
+        ) from error
     with _source(path, model, config, is_text_part=options.is_text_part) as source:
         yield PendingModel(path, model, source, options, coder)
 

@@ -144,7 +144,7 @@ LLAMA = {
     "llama.attention.head_count": 4,
     "llama.attention.layer_norm_rms_epsilon": 1e-5,
 }
-SHAPES = {"token_embd.weight": (256, 64)}
+SHAPES = {"token_embd.weight": (256, 64), **{f"blk.{number}.attn_q.weight": (64, 64) for number in range(19)}}
 
 
 def config_of(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Any]:
@@ -184,6 +184,9 @@ def test_mistral_small_3_has_no_window() -> None:
         ({"llama.block_count": None}, r"llama\.block_count is None"),
         ({"llama.block_count": "two"}, "an integer"),
         ({"llama.attention.head_count": 0}, "at least 1"),
+        ({"llama.block_count": 1 << 30}, r"llama\.block_count is 1073741824; must be at most 20"),
+        ({"llama.embedding_length": 65}, r"llama\.embedding_length is 65; must be at most 64"),
+        ({"llama.attention.key_length": 1 << 30}, "must be at most 16384"),
         ({"llama.attention.head_count_kv": [1, 2]}, "the same for all layers"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         ({"llama.expert_count": 8}, "mixtures of experts"),

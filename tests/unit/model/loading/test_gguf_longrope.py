@@ -1,4 +1,4 @@
-"""Loads a GGUF file with the rotary embedding of Phi-4-mini, up to the length where its frequencies change."""
+"""Loads a GGUF file with the rotary embedding of Phi-4-mini, up to where its frequencies change."""
 
 from pathlib import Path
 from typing import Any

@@ -168,7 +168,7 @@ def test_weight_is_exact(name: str) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_zero_points_of_0_are_those_of_version_2(bits: int) -> None:
-    """GPTQModel writes version 1 as the words of version 2 less a word of ones, so 0 borrows from the next."""
+    """GPTQModel writes version 1 as words of version 2 less a word of ones, so 0 borrows from the next."""
     stored, _ = gptq(torch.randn(64, 256), bits, form="gptq_v2")
     zeros = np.random.default_rng(bits).integers(0, 3, (8, 64)) * ((1 << bits) // 2 - 1)
     stored["qzeros"] = words(zeros, bits)

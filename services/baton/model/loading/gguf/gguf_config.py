@@ -15,6 +15,8 @@ END_TEXTS = frozenset(
 _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 LONGROPE_TENSORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 """Tensors with divisors of the rotary frequencies of longrope, by the name of the parameter."""
+MAX_HEAD_DIM = 1 << 14
+"""Largest head size. It bounds the frequencies that are computed before any weight is read."""
 CONTROL = 3
 """Type of a token that is no text, in `tokenizer.ggml.token_type`."""
 
@@ -36,12 +38,20 @@ def gguf_config(
     if not heads:
         raise metadata.problem(f"{metadata.architecture}.attention.head_count", heads, "at least 1")
     head_dim = metadata.optional_integer("attention.key_length") or hidden // heads
+    num_layers = metadata.integer("block_count")
+    for key, value, limit in (
+        ("embedding_length", hidden, embedding[1]),
+        ("block_count", num_layers, len(shapes)),  # a layer has several tensors
+        ("attention.key_length", head_dim, MAX_HEAD_DIM),
+    ):
+        if value > limit:
+            raise metadata.problem(f"{metadata.architecture}.{key}", value, f"at most {limit}")
     common = {
         "model_type": architecture.model_type,
         "vocab_size": embedding[0],
         "hidden_size": hidden,
         "intermediate_size": metadata.optional_integer("feed_forward_length") or 0,
-        "num_hidden_layers": metadata.integer("block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.optional_integer("attention.head_count_kv") or heads,
         "head_dim": head_dim,
