@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 from baton.model.loading.gguf.gguf_tokenizer import gguf_tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 TOKENS = {
     **dict.fromkeys(("a", "b", "c", "Ġ", "ab", "abc", "ĠĠ"), NORMAL),
     "<|end|>": CONTROL,
@@ -17,8 +17,9 @@ TOKENS = {
     "<think>": USER_DEFINED,
     "  ": USER_DEFINED,
     "b ": USER_DEFINED,
+    "[PAD12]": UNUSED,
 }
-IDS = {token: number for number, token in enumerate(TOKENS)}
+IDS = {token: number for number, token in enumerate(TOKENS) if TOKENS[token] != UNUSED}
 
 
 def tokenizer_of(tokens: dict[str, int], **values: Any) -> Tokenizer:
@@ -54,7 +55,7 @@ def test_tokens_that_the_file_lacks_have_no_ids() -> None:
     """transformers' classes add some, with ids beyond those of the model."""
     kinds = {"<unk>": UNKNOWN, "▁": NORMAL, "a": NORMAL, "b": NORMAL, "ab": NORMAL, "▁ab": NORMAL}
     sentencepiece = tokenizer_of(kinds, model="llama", scores=[0.0, -1.0, -2.0, -3.0, -4.0, -5.0])
-    for tokenizer, number in ((byte_level("qwen2"), len(TOKENS)), (sentencepiece, len(kinds))):
+    for tokenizer, number in ((byte_level("qwen2"), len(IDS)), (sentencepiece, len(kinds))):
         for text in ("<|endoftext|>", "<s>ab</s>", "<unk>"):
             assert max(tokenizer.encode(text).ids, default=0) < number
         assert tokenizer.get_vocab_size(with_added_tokens=True) == number

@@ -19,8 +19,9 @@ from baton.core.errors import ModelError
 from baton.model.loading.gguf.gguf_config import CONTROL
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 
-USER_DEFINED = 4
-"""Type of a token that is found whole in a text, and shown, in `tokenizer.ggml.token_type`."""
+USER_DEFINED, UNUSED = 4, 5
+"""Types of a token that is found whole in a text, and shown, and of one that only fills up the vocabulary, in
+`tokenizer.ggml.token_type`."""
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 """Kinds of vocabularies, in `tokenizer.ggml.model`."""
 GPT2_SPLITS = frozenset({"gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "phi-2"})
@@ -112,7 +113,8 @@ def _take_added_tokens(model: dict[str, Any], tokens: list[str], metadata: GgufM
     """Return the added tokens of a byte-level file, and give each its own text in the model's vocabulary.
 
     In the vocabulary transformers spells their bytes. A spelling that merges produce stays, and is no added
-    token. Spellings of ordinary tokens are given back to them.
+    token. Spellings of ordinary tokens are given back to them. Unused tokens are left out, as in the tokenizer
+    from which the file was made: models of one family have different numbers of them.
     """
     byte_names = bytes_to_unicode()
     alphabet, vocabulary = set(byte_names.values()), model["vocab"]
@@ -121,6 +123,9 @@ def _take_added_tokens(model: dict[str, Any], tokens: list[str], metadata: GgufM
     numbers = [number for number, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED) and tokens[number]]
     ordinary = set(range(len(tokens))).difference(numbers)
     vocabulary |= {tokens[number]: number for number in ordinary if alphabet.issuperset(tokens[number])}
+    for text in (tokens[number] for number, kind in enumerate(kinds) if kind == UNUSED):
+        if text not in in_merges:
+            vocabulary.pop(text, None)
     added = []
     for number in numbers:
         text = tokens[number]
