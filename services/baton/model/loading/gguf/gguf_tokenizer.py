@@ -113,8 +113,8 @@ def _take_added_tokens(model: dict[str, Any], tokens: list[str], metadata: GgufM
     """Return the added tokens of a byte-level file, and give each its own text in the model's vocabulary.
 
     In the vocabulary transformers spells their bytes. A spelling that merges produce stays, and is no added
-    token. Spellings of ordinary tokens are given back to them. Unused tokens are left out, as in the tokenizer
-    from which the file was made: models of one family have different numbers of them.
+    token. Spellings of ordinary tokens are given back to them. Unused tokens are left out, as in the original
+    tokenizer: models of one family have different numbers of them.
     """
     byte_names = bytes_to_unicode()
     alphabet, vocabulary = set(byte_names.values()), model["vocab"]
