@@ -50,9 +50,9 @@ def gguf_tokenizer(metadata: GgufMetadata) -> Tokenizer:
         )
     try:
         tokenizer, _ = convert_gguf_tokenizer(metadata.architecture, _content(metadata))
+        tokenizer = _with_own_added_tokens(tokenizer, metadata, kind)
     except Exception as error:  # a damaged vocabulary makes the libraries raise many kinds, some plain Exceptions
         raise ModelError(f"{metadata.path}: its tokenizer cannot be converted: {error}") from error
-    tokenizer = _with_own_added_tokens(tokenizer, metadata, kind)
     if kind == BYTE_LEVEL:
         _split_as(tokenizer, pre)
         tokenizer.model.ignore_merges = pre in WHOLE_WORDS
