@@ -210,6 +210,7 @@ def test_columns_in_the_order_of_activations() -> None:
     [
         ({"format": "marlin-24"}, "marlin-24"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
+        ({"sparsity_config": ["dense"]}, "sparsity"),
         ({"config_groups": {}}, "without config_groups"),
         ({"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3, "type": "int"}}}}, "3 bits"),
         ({"config_groups": {"g": {"targets": ["re:("], "weights": {"num_bits": 4, "type": "int"}}}}, "expression"),

@@ -48,7 +48,8 @@ class CompressedTensorsLayout:
         """Raises ModelError if the configuration is not usable, or asks for what is not supported."""
         for key, what in (("sparsity_config", "sparsity"), ("transform_config", "transforms of weights")):
             part = config.get(key) or {}
-            if part and part.get("format", "") != "dense" and part != {"config_groups": {}}:
+            is_dense = isinstance(part, Mapping) and part.get("format") == "dense"
+            if part and not is_dense and part != {"config_groups": {}}:
                 raise ModelError(f"quantization_config: {key} is set; {what} of compressed-tensors are not supported")
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
