@@ -16,7 +16,7 @@ from tests.unit.model.loading.test_gguf_models import convert, sizes
 pytest.importorskip("gguf", reason="the gguf library is not installed")
 
 SHORT_LEN = 128
-ROPE = {
+ROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
     "short_factor": [1.0 + 0.25 * number for number in range(24)],

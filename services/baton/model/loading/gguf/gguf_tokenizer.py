@@ -126,7 +126,7 @@ def _take_added_tokens(model: dict[str, Any], tokens: list[str], metadata: GgufM
     for text in (tokens[number] for number, kind in enumerate(kinds) if kind == UNUSED):
         if text not in in_merges:
             vocabulary.pop(text, None)
-    added = []
+    added: list[dict[str, Any]] = []
     for number in numbers:
         text = tokens[number]
         spelled = text if alphabet.issuperset(text) else "".join(byte_names[byte] for byte in text.encode())
