@@ -32,16 +32,22 @@ def pack_model(model: nn.Module, packer: WeightPacker) -> None:
 def _pack_all(model: nn.Module, packer: WeightPacker) -> None:
     modules = dict(model.named_modules())
     packer.is_mixed |= any(holds_weight(module) for module in modules.values())
-    sharers: dict[tuple[int, int], list[str]] = {}
-    for name, module in modules.items():
-        weight = _unpacked_weight(module, packer.dtype)
-        if weight is not None and not _is_router(name, modules):
-            sharers.setdefault(_identity(weight), []).append(name)
+    sharers = _sharers(modules, packer.dtype)
     while sharers:
-        _, names = sharers.popitem()
+        names = sharers.pop()
         owners = [modules.pop(name) for name in names]
         if not all(isinstance(owner, nn.Embedding) for owner in owners):
             _pack_shared(model, names, owners, packer)
+
+
+def _sharers(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> list[list[str]]:
+    """Return the names of the modules of each weight to be packed."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for name, module in modules.items():
+        weight = _unpacked_weight(module, dtype)
+        if weight is not None and not _is_router(name, modules):
+            found.setdefault(_identity(weight), []).append(name)
+    return list(found.values())
 
 
 def holds_weight(module: object) -> bool:

@@ -1,4 +1,4 @@
-"""Measures whether the native product is faster than torch's here, once per machine, kernels and threads."""
+"""Measures whether the native product is faster than torch's here, once per machine, kernels and dtype."""
 
 import json
 import math
@@ -40,8 +40,9 @@ def native_is_faster_here(
 ) -> bool:
     """True if the native product of plain weights was measured to be faster than torch's.
 
-    It is measured once; then the verdict is in `directory`, by default the user's cache directory. Workers
-    that start together agree.
+    It is measured once; then the verdict is in `directory`, by default the user's cache directory. All
+    workers of a machine get the same one, whatever their number of threads: they then compute the same bytes,
+    and share one file of packed weights.
     """
     directory = directory or user_cache.cache_directory("products")
     path = directory / f"{_key(kernels, dtype)}.json"
@@ -102,7 +103,7 @@ def _measured(kernels: Kernels, dtype: torch.dtype, clock: Callable[[], float]) 
 
 
 def _key(kernels: Kernels, dtype: torch.dtype) -> str:
-    facts = [kernels.name, str(dtype), kernels.num_threads, torch.get_num_threads(), torch.__version__]
+    facts = [kernels.name, str(dtype), torch.__version__]
     return blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 

@@ -77,12 +77,13 @@ class PendingModel:
         """Return the bytes of memory that the weights take while they are loaded, at most.
 
         Coded weights are packed one by one, so at most one of them is unpacked at a time; or one block of
-        experts. Without a packer all of them stay unpacked.
+        experts. Without a packer all of them stay unpacked. A tied output layer takes memory of its own if it
+        is coded and the embedding stays plain.
         """
         tied = set(self._model.all_tied_weights_keys)
         plain_bytes = unpacked_bits = largest_bits = coder_bits = 0
         coder_width = CODER_BITS.get(self._options.weights, 0) + 16 // GROUP_SIZES[0]  # with a factor of 16 bits
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
             module = name.rpartition(".")[0]
             owner = self._model.get_submodule(module)
             becomes_coded = self._coder is not None and (isinstance(owner, nn.Linear) or is_experts(owner))
@@ -100,7 +101,8 @@ class PendingModel:
     def load(self) -> tuple[PreTrainedModel, str]:
         """Return the model, and a description of its weights. On a GPU coded weights are dequantised.
 
-        Raises ModelError, with the name, if a weight is missing, unreadable, or of another shape.
+        Raises ModelError, with the name, if a weight is missing, unreadable, of another shape, or not one of
+        the model's, and if there is no memory.
         """
         options, description = self._options, self._source.description
         policy = WeightPolicy(
@@ -112,9 +114,20 @@ class PendingModel:
         )
         try:
             done = assign_weights(self._model, self._source, policy)
-        except BatonError as error:
+            if done.unused and not self._source.may_have_more:
+                raise ModelError(
+                    f"{len(done.unused)} of its tensors have no place in this model, the first is {done.unused[0]}; "
+                    "give the model's Hugging Face checkpoint instead"
+                )
+        except (BatonError, OSError) as error:  # OSError: no memory for packed weights
             name = type(self._model).__name__
             raise ModelError(f"{self._path} cannot be loaded as {name}: {error}") from error
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:  # tensors of unforeseen shapes or types
+            problem = f"{type(error).__name__}: {error}"
+            raise ModelError(
+                f"{self._path} is damaged, or not in the form that its configuration says ({problem}); "
+                "download or copy it again"
+            ) from error
         if done.unused:
             log.warning("checkpoint_tensors_unused", number=len(done.unused), first=done.unused[:5])
         if self._coder is not None:
@@ -152,7 +165,13 @@ def open_by_module(
     coder = _coder(CODER_BITS[options.weights]) if options.weights in CODER_BITS else None
     if coder is not None and options.device.type != "cpu":
         raise ModelError(f"--weights {options.weights} is for CPUs; on {options.device} use --weights auto")
-    model = build_skeleton(model_class, config)
+    try:
+        model = build_skeleton(model_class, config)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{path}: no {model_class.__name__} can be made of its configuration ({type(error).__name__}: {error}); "
+            "download or copy it again"
+        ) from error
     with _source(path, model, config, is_text_part=options.is_text_part) as source:
         yield PendingModel(path, model, source, options, coder)
 

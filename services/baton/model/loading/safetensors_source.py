@@ -35,6 +35,8 @@ _PLAIN_EXPERTS = (f"{_GATE_UP}_bias", f"{_DOWN}_bias")
 class SafetensorsSource:
     """Implements `WeightSource` for a directory of safetensors files. Use it as a context manager."""
 
+    may_have_more = True  # scales of activations and of KV, buffers of older versions
+
     def __init__(
         self,
         model_dir: Path,

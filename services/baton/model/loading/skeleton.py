@@ -54,6 +54,12 @@ class WeightPolicy:
     coder: Coder | None = None
     packer: WeightPacker | None = None
 
+    def coded(self, name: str, weight: Weight) -> Weight:
+        """Return the weight of a linear layer, coded if it is plain. Takes no float32 copy of all of it."""
+        if self.coder is not None and isinstance(weight, FloatWeight) and is_plain(weight):
+            return self.coder(name, weight.values)
+        return weight
+
     def packed(self, name: str, weight: Weight) -> Weight | PackedWeight:
         """Return the weight of a module in the form in which it is kept."""
         return (None if self.packer is None else self.packer.pack(name, weight)) or weight
@@ -192,8 +198,7 @@ def _assign_linear(
     if module.bias is not None and (bias := source.tensor(f"{name}.bias")) is not None:
         require_same_shape(f"{name}.bias", bias, module.bias)
         module.bias = _parameter(bias.to(policy.device, policy.dtype))
-    if is_plain(weight) and policy.coder is not None:
-        weight = policy.coder(name, weight.dequantized())
+    weight = policy.coded(name, weight)
     if is_plain(weight) or not policy.keeps_codes:
         done.num_dequantised += not is_plain(weight)
         values = _plain_values(weight, policy)
@@ -305,8 +310,7 @@ def _plain_values(weight: Weight, policy: WeightPolicy) -> torch.Tensor:
 
 
 def _expert_weight(name: str, weight: Weight, policy: WeightPolicy) -> Weight:
-    if is_plain(weight) and policy.coder is not None:
-        return policy.coder(name, weight.dequantized())
+    weight = policy.coded(name, weight)
     if is_plain(weight) or not policy.keeps_codes:
         return FloatWeight(_plain_values(weight, policy))
     return weight

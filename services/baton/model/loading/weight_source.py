@@ -14,9 +14,12 @@ class WeightSource(Protocol):
     """Weights by the names of the model's modules and parameters.
 
     description: format of the weights, for the log.
+    may_have_more: the checkpoint may have tensors that change no result, such as those of other parts. Else a
+    tensor without a place in the model means that the model would compute something else.
     """
 
     description: str
+    may_have_more: bool
 
     def weight(self, module: str) -> Weight | OrderedWeight | None:
         """Return the weight of a linear layer or an embedding; None if the checkpoint has none.

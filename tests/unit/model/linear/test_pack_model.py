@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from baton.model.linear import packer as packer_module
 from baton.model.linear.embedding import WeightEmbedding
 from baton.model.linear.linear import Linear
 from baton.model.linear.pack_model import pack_model, rounds_activations
+from baton.model.linear.packed_weight import ArenaMemory, PlacedBytes
 from baton.model.linear.packer import WeightPacker
 from baton.model.linear.product_choice import Product, ProductFacts, choose_product
 from baton.model.linear.quantise import quantise
@@ -68,6 +70,21 @@ def test_shared_weights_are_packed_once_and_freed() -> None:
     assert {name for name, _ in model.named_parameters()} == {
         *("inner.0.bias", "head.bias", "mixture.gate.weight", "mixture.gate.bias")
     }
+
+
+def test_each_weight_is_freed_before_the_next_one_is_packed() -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 8)).requires_grad_(False)
+    unpacked = [weakref.ref(module.weight) for module in model]
+    alive = []
+
+    class CountingArena(ArenaMemory):
+        def place(self, num_bytes: int, fill: Callable[[int], None]) -> PlacedBytes:
+            gc.collect()
+            alive.append(sum(each() is not None for each in unpacked))
+            return super().place(num_bytes, fill)
+
+    pack_model(model, new_packer(memory=CountingArena(kernels().weight_arena)))
+    assert alive == [3, 2, 1]
 
 
 def test_an_embedding_of_its_own_stays() -> None:

@@ -67,6 +67,15 @@ def test_a_verdict_is_measured_once(measured: list[torch.dtype], tmp_path: Path)
     assert measured == [torch.float32, torch.float16]
 
 
+def test_workers_with_other_numbers_of_threads_get_the_same_verdict(
+    measured: list[torch.dtype], tmp_path: Path
+) -> None:
+    library = library_for(processors()[0])
+    for num_threads in (1, 2):
+        native_is_faster_here(Kernels(library, num_threads), torch.float32, directory=tmp_path)
+    assert measured == [torch.float32]
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"1": 0}', '{"1": "fast"}', '{"1": NaN}'])
 def test_a_damaged_verdict_is_measured_again(text: str, measured: list[torch.dtype], tmp_path: Path) -> None:
     native_is_faster_here(kernels(), torch.float32, directory=tmp_path)

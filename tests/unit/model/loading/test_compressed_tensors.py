@@ -36,6 +36,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "int4 channel": ("pack-quantized", {"num_bits": 4, "strategy": "channel"}),
     "int4 channel asymmetric": ("pack-quantized", {"num_bits": 4, "strategy": "channel", "symmetric": False}),
+    "int4 tensor asymmetric": ("pack-quantized", {"num_bits": 4, "strategy": "tensor", "symmetric": False}),
     "int8 packed groups": ("pack-quantized", {"num_bits": 8, "strategy": "group", "group_size": 128}),
     "int8 packed asymmetric": ("pack-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
     "int8 channel": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
@@ -105,6 +106,35 @@ def test_weight_is_what_the_library_decompresses(name: str) -> None:
     assert torch.allclose(weight.dequantized(), means, rtol=2**-7 if "mxfp4" in name else 1e-5, atol=1e-6)
     assert isinstance(weight, FloatWeight if "fp8" in name else CodedWeight)
     assert 0.001 < distance(means, value) < 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("target", ["re:.*up_proj", "model.layers.0.mlp.up_proj"])
+def test_the_most_specific_target_decides(target: str, is_first: bool) -> None:
+    """As in the library: a name comes before an expression, which comes before a class, in whatever order."""
+    stored, means = compressed("int8 packed groups", torch.randn(64, 128, generator=torch.Generator().manual_seed(1)))
+    names = ("int4 groups", "int8 packed groups")
+    groups = [scheme_config(name)["config_groups"]["group_0"] for name in names]
+    groups[1]["targets"] = [target]
+    groups = groups[::-1] if is_first else groups
+    config = scheme_config("int4 groups", config_groups=dict(zip("ab", groups, strict=True)))
+    weight = CompressedTensorsLayout(config).weight("model.layers.0.mlp.up_proj", stored)
+    assert not isinstance(weight, OrderedWeight)
+    assert torch.allclose(weight.dequantized(), means, rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_structure_may_be_a_text() -> None:
+    """As older versions of the library wrote it."""
+    stored, means = compressed("fp8 block", torch.randn(64, 128))
+    config = scheme_config("fp8 block")
+    for text, problem in (("32x64", None), ("32x", "block_structure '32x'"), ([32], r"block_structure \[32\]")):
+        config["config_groups"]["group_0"]["weights"]["block_structure"] = text
+        if problem is None:
+            weight = CompressedTensorsLayout(config).weight("m", stored)
+            assert torch.allclose(weight.dequantized(), means)  # type: ignore[union-attr]
+            continue
+        with pytest.raises(ModelError, match=problem):
+            CompressedTensorsLayout(config)
 
 
 @pytest.mark.parametrize("name", ["int4 groups asymmetric", "int8 channel", "fp8 block"])
@@ -180,6 +210,7 @@ def test_columns_in_the_order_of_activations() -> None:
     [
         ({"format": "marlin-24"}, "marlin-24"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity"),
+        ({"sparsity_config": ["dense"]}, "sparsity"),
         ({"config_groups": {}}, "without config_groups"),
         ({"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3, "type": "int"}}}}, "3 bits"),
         ({"config_groups": {"g": {"targets": ["re:("], "weights": {"num_bits": 4, "type": "int"}}}}, "expression"),
@@ -198,7 +229,10 @@ def test_unknown_configurations_are_refused_by_name(changes: dict[str, Any], pro
     [
         ("int4 groups", {"weight_scale": torch.ones(64, 5)}, "scales of the shape"),
         ("int4 groups", {"weight_shape": torch.tensor([64, 4096])}, "weight_shape"),
+        ("int4 groups", {"weight_shape": torch.tensor(64)}, "int32 matrix"),
         ("int4 groups", {"weight_packed": torch.ones(64, 16)}, "int32 matrix"),
+        ("int4 groups", {"weight_packed": torch.ones(64, 32, dtype=torch.int32)}, "32 words in a row"),
+        ("int4 groups asymmetric", {"weight_zero_point": torch.ones(8, 2)}, "weight_zero_point is float32"),
         ("int4 groups", {"weight_packed": None, "weight": torch.ones(64, 128, dtype=torch.int16)}, "int8 matrix"),
         ("int4 groups", {"weight_scale": None}, "no tensor weight_scale"),
         ("int4 groups asymmetric", {"weight_zero_point": None}, "no tensor weight_zero_point"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.core.errors import ModelError
-from baton.model.loading.gguf.gguf_config import end_token_ids, gguf_config
+from baton.model.loading.gguf.gguf_config import LONGROPE_TENSORS, end_token_ids, gguf_config
 from baton.model.loading.gguf.gguf_file import GgufFile
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 
@@ -144,7 +144,7 @@ LLAMA = {
     "llama.attention.head_count": 4,
     "llama.attention.layer_norm_rms_epsilon": 1e-5,
 }
-SHAPES = {"token_embd.weight": (256, 64)}
+SHAPES = {"token_embd.weight": (256, 64), **{f"blk.{number}.attn_q.weight": (64, 64) for number in range(19)}}
 
 
 def config_of(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Any]:
@@ -163,7 +163,17 @@ def test_configuration_has_the_values_of_the_file() -> None:
     assert config["tie_word_embeddings"]
     assert not config_of(LLAMA, SHAPES | {"output.weight": (256, 64)})["tie_word_embeddings"]
     assert config_of(LLAMA | {"llama.attention.head_count_kv": [2, 2]})["num_key_value_heads"] == 2
+    biases = {f"blk.0.{name}.bias": (64,) for name in ("attn_q", "ffn_up")}
+    for shapes, expected in ((SHAPES, False), (SHAPES | biases, True)):
+        assert (config_of(LLAMA, shapes)["attention_bias"], config_of(LLAMA, shapes)["mlp_bias"]) == (expected,) * 2
     assert config_of(LLAMA | {"llama.rope.dimension_count": 8})["rope_parameters"]["partial_rotary_factor"] == 0.5
+
+
+def test_mistral_small_3_has_no_window() -> None:
+    """transformers' Mistral has one of 4096 by default; a file of Mistral Small 3 names none."""
+    metadata = {key.replace("llama.", "mistral3."): value for key, value in LLAMA.items()}
+    config = config_of(metadata | {"general.architecture": "mistral3"})
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", None)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +184,9 @@ def test_configuration_has_the_values_of_the_file() -> None:
         ({"llama.block_count": None}, r"llama\.block_count is None"),
         ({"llama.block_count": "two"}, "an integer"),
         ({"llama.attention.head_count": 0}, "at least 1"),
+        ({"llama.block_count": 1 << 30}, r"llama\.block_count is 1073741824; must be at most 20"),
+        ({"llama.embedding_length": 65}, r"llama\.embedding_length is 65; must be at most 64"),
+        ({"llama.attention.key_length": 1 << 30}, "must be at most 16384"),
         ({"llama.attention.head_count_kv": [1, 2]}, "the same for all layers"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         ({"llama.expert_count": 8}, "mixtures of experts"),
@@ -189,8 +202,10 @@ def test_unusable_metadata_is_refused_by_name(changes: dict[str, Any], problem: 
 def test_unusable_tensors_are_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"token_embd\.weight"):
         config_of(LLAMA, {})
-    with pytest.raises(ModelError, match="longrope"):
-        config_of(LLAMA, SHAPES | {"rope_factors_long.weight": (8,)})
+    metadata = GgufMetadata(Path("m.gguf"), LLAMA)
+    for divisors in ({"rope_factors_long.weight": [1.0] * 8}, dict.fromkeys(LONGROPE_TENSORS.values(), [1.0] * 7)):
+        with pytest.raises(ModelError, match="longrope, and . values in rope_factors_short.weight; must be 8"):
+            gguf_config(metadata, SHAPES, divisors)
 
 
 def test_end_tokens_are_those_that_the_file_names_and_known_control_tokens() -> None:

@@ -31,7 +31,6 @@ from baton.model.attention.paged_attention import PAGED
 from baton.model.backends.backend_selection import choose_backend
 from baton.model.linear.embedding import WeightEmbedding
 from baton.model.linear.linear import Linear
-from baton.model.loading.gguf.gguf_cache import MAX_DIRECTORIES, gguf_directory
 from baton.model.loading.gguf.gguf_directory import write_gguf_directory
 from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_source import DEMO_DIR, resolve_model
@@ -314,6 +313,19 @@ def test_weights_of_16_bits_are_as_they_are(tmp_path: Path) -> None:
     assert distance(logits(loaded.model, tokens(config)), reference_logits(config, means)) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["blk.0.attn_sinks.weight", "blk.1.attn_output.bias"])
+def test_tensors_without_a_place_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """llama.cpp uses them, so without them the model would compute something else."""
+    config, path = LlamaConfig(**sizes()), tmp_path / "m.gguf"
+
+    def extra(writer: Any) -> None:
+        writer.add_tensor(name, torch.zeros(256).numpy())
+
+    write_gguf(path, "llama", config, random_state(config), extra=extra)
+    with pytest.raises(ModelError, match=f"1 of its tensors have no place in this model, the first is {name}"):
+        load_model(convert(path), device="cpu")
+
+
 def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
     config = LlamaConfig(**sizes())
     write_gguf(
@@ -372,37 +384,6 @@ def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
             assert found.decode(ids, skip_special_tokens=True) == text
         assert list(asyncio.run(found.encode("é", add_special_tokens=False)))[-2:] == [3 + 0xC3, 3 + 0xA9]
         found.close()
-
-
-def test_directory_is_made_once_and_found_again(tmp_path: Path) -> None:
-    made = []
-
-    def write(path: Path, directory: Path) -> None:
-        made.append(path)
-        (directory / "config.json").write_text("{}")
-
-    model, cache = tmp_path / "m.gguf", tmp_path / "cache"
-    model.write_bytes(b"1")
-    first = gguf_directory(model, cache=cache, convert=write)
-    assert gguf_directory(model, cache=cache, convert=write) == first
-    assert len(made) == 1
-    model.write_bytes(b"22")
-    assert gguf_directory(model, cache=cache, convert=write) != first
-    for number in range(MAX_DIRECTORIES + 3):
-        model.write_bytes(bytes(number + 3))
-        last = gguf_directory(model, cache=cache, convert=write)
-    assert len(list(cache.iterdir())) == MAX_DIRECTORIES
-    assert last.is_dir()
-
-
-def test_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
-    def fail(path: Path, directory: Path) -> None:
-        raise ModelError(f"{path} is damaged")
-
-    (tmp_path / "m.gguf").touch()
-    with pytest.raises(ModelError, match="is damaged"):
-        gguf_directory(tmp_path / "m.gguf", cache=tmp_path / "cache", convert=fail)
-    assert list((tmp_path / "cache").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
+from baton.core.errors import ModelError
 from baton.model.kernels.cpu.kernel_library import WeightArena, load_kernels
 from baton.model.linear.linear import Linear
-from baton.model.linear.packed_weight import ArenaMemory, PackedWeight, pack_weight
+from baton.model.linear.packed_weight import ArenaMemory, PackedWeight, PlacedBytes, pack_weight
 from baton.model.linear.packer import WeightPacker
 from baton.model.linear.weights import CodedWeight
 from baton.model.loading.checkpoint_weights import HELD_BITS, LoadOptions, open_by_module
@@ -46,8 +47,12 @@ def estimate_and_load(
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize(
     "config",
-    [lambda: Qwen3Config(**TINY, head_dim=16), lambda: Qwen3MoeConfig(**TINY, **EXPERTS)],
-    ids=["dense", "moe"],
+    [
+        lambda: Qwen3Config(**TINY, head_dim=16),
+        lambda: Qwen3Config(**TINY, head_dim=16, tie_word_embeddings=True),
+        lambda: Qwen3MoeConfig(**TINY, **EXPERTS),
+    ],
+    ids=["dense", "tied", "moe"],
 )
 def test_required_memory_covers_the_quantised_model(
     config: Callable[[], PreTrainedConfig], weights: str, save: Callable[[PreTrainedConfig], Path]
@@ -69,6 +74,22 @@ def test_required_memory_covers_a_quantised_checkpoint(name: str, tmp_path: Path
     required, model = estimate_and_load(tmp_path, type(plain), AutoConfig.from_pretrained(tmp_path))
     largest = max(module.weight.shape[0] * module.weight.shape[1] for module in model.modules() if _is_linear(module))
     assert held_bytes(model) <= required <= 1.3 * held_bytes(model) + HELD_BITS * largest // 8
+
+
+def test_missing_memory_is_refused_by_name(save: Callable[[PreTrainedConfig], Path]) -> None:
+    class NoMemory:
+        def place(self, num_bytes: int, fill: object) -> PlacedBytes:
+            raise OSError(12, "Cannot allocate memory")
+
+    path = save(Qwen3Config(**TINY, head_dim=16))
+    plain: Any = load_model(path, device="cpu").model
+    packer = WeightPacker(load_kernels(1), dtype=torch.bfloat16, native_is_faster=True, memory=NoMemory())
+    options = LoadOptions(dtype=torch.bfloat16, device=torch.device("cpu"), weights="int8", packer=packer)
+    with (
+        open_by_module(path, type(plain), plain.config, options) as pending,
+        pytest.raises(ModelError, match="cannot be loaded as Qwen3ForCausalLM.*Cannot allocate memory"),
+    ):
+        pending.load()
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -122,6 +122,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
         {"quant_method": "gptq", "bits": 8, "group_size": 64, "checkpoint_format": "gptq_v2"},
         lambda value: gptq(value, 8, 64, form="gptq_v2"),
     ),
+    "gptq v2 named otherwise": (
+        {"quant_method": "gptq", "bits": 4, "format": "GPTQ_V2", "dynamic": {"-:lm_head": {}, ".*up": {"bits": 4}}},
+        lambda value: gptq(value, form="gptq_v2"),
+    ),
     "gptq symmetric": ({"quant_method": "gptq", "bits": 4, "sym": True}, lambda value: gptq(value, symmetric=True)),
     "gptq desc_act": (
         {"quant_method": "gptq", "bits": 4, "desc_act": True},
@@ -160,6 +164,24 @@ def test_weight_is_exact(name: str) -> None:
     assert isinstance(weight, FloatWeight if "fp8" in name else CodedWeight)
     if isinstance(weight, CodedWeight):
         assert (weight.offsets is None) == (name == "gptq symmetric")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_0_are_those_of_version_2(bits: int) -> None:
+    """GPTQModel writes version 1 as words of version 2 less a word of ones, so 0 borrows from the next."""
+    stored, _ = gptq(torch.randn(64, 256), bits, form="gptq_v2")
+    zeros = np.random.default_rng(bits).integers(0, 3, (8, 64)) * ((1 << bits) // 2 - 1)
+    stored["qzeros"] = words(zeros, bits)
+    ones = np.uint32(0x11111111 if bits == 4 else 0x01010101)
+    less_ones = torch.from_numpy((stored["qzeros"].numpy().view(np.uint32) - ones).view(np.int32))
+    found, right = (
+        GptqLayout({"bits": bits, "checkpoint_format": form}).weight("m", stored | {"qzeros": packed})
+        for form, packed in (("gptq", less_ones), ("gptq_v2", stored["qzeros"]))
+    )
+    assert torch.equal(found.dequantized(), right.dequantized())  # type: ignore[union-attr]
+    factors = stored["scales"].float().T
+    expected = -factors * torch.from_numpy(zeros.T.copy()).float()
+    assert torch.equal(right.offsets.supers, expected)  # type: ignore[union-attr]
 
 
 def test_scales_of_tensors_and_rows_of_fp8() -> None:
@@ -248,6 +270,17 @@ def test_experts_in_one_fp8_tensor(is_transposed: bool, scale: str, tmp_path: Pa
         load_model(tmp_path, dtype="float32", device="cpu")
 
 
+def test_tensors_of_an_unforeseen_form_are_refused(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(**QWEN3, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=96)
+    stored = random_state(config)
+    for name in [name for name in stored if ".mlp.experts." in name]:
+        stored[name] = torch.ones(3).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = torch.ones(3)
+    write_files(tmp_path, config, {"quant_method": "fp8"}, stored)
+    with pytest.raises(ModelError, match="is damaged, or not in the form that its configuration says"):
+        load_model(tmp_path, dtype="float32", device="cpu")
+
+
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
@@ -255,7 +288,9 @@ def test_experts_in_one_fp8_tensor(is_transposed: bool, scale: str, tmp_path: Pa
         ({}, "unnamed"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.down_proj": {"bits": 8}}}, "dynamic has bits 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "awq", "bits": 4, "format": "llm-awq"}, "llm-awq"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
@@ -280,6 +315,8 @@ def changed(tensors: Tensors, **changes: torch.Tensor | None) -> dict[str, torch
         (GptqLayout({"bits": 4}), gptq, {"qweight": torch.ones(4, 4)}, "int32 matrix"),
         (GptqLayout({"bits": 4, "desc_act": True}), gptq, {"g_idx": torch.zeros(256, dtype=torch.int32)}, "g_idx"),
         (GptqLayout({"bits": 4}), gptq, {"g_idx": torch.full((256,), -7, dtype=torch.int32)}, "g_idx"),
+        (GptqLayout({"bits": 4}), gptq, {"g_idx": torch.full((256,), 2**31 - 1, dtype=torch.int32)}, "g_idx"),
+        (GptqLayout({"bits": 4}), gptq, {"g_idx": torch.ones(2, 128, dtype=torch.int32)}, "g_idx"),
         (AwqLayout({"bits": 4}), awq, {"scales": torch.ones(4, 3)}, "scales of the shape"),
         (AwqLayout({"bits": 4}), awq, {"qweight": torch.ones(4, 4)}, "int32 matrix"),
         (Fp8Layout({"weight_block_size": [128, 128]}), fp8, {"weight_scale_inv": torch.ones(7, 7)}, "does not fit"),

@@ -120,10 +120,13 @@ def _phi3_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, An
 
 
 def _mistral3_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
-    """Return what Ministral 3 has beside Mistral: YaRN, and queries that grow with the position."""
+    """Return what Ministral 3 has beside Mistral: YaRN, and queries that grow with the position.
+
+    Without them it is Mistral Small 3. Neither has a window, which transformers' Mistral has by default.
+    """
     beta = metadata.optional_number("attention.temperature_scale")
     if beta is None:
-        return {}
+        return {"sliding_window": None}
     more = {"mscale": 1.0, "mscale_all_dim": metadata.optional_number("rope.scaling.yarn_log_multiplier") or 0.0}
     return {
         "model_type": "ministral3",

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
@@ -20,11 +21,12 @@ MAX_DIRECTORIES = 16
 GGUF_LINK = "model.gguf"
 """Link to the GGUF file in the directory that is made from it."""
 CONVERTER = "baton.model.loading.gguf.gguf_directory"
-CONVERSION = 1
+CONVERSION = 2
 """Counts changes of the converter's results."""
 CONVERT_S = 600
 """Longest duration of a conversion."""
 
+_UNFINISHED = "new-"
 MAGIC = b"GGUF"
 
 Convert = Callable[[Path, Path], None]
@@ -52,12 +54,15 @@ def gguf_directory(path: Path, *, cache: Path | None = None, convert: Convert | 
             os.utime(directory)
             return directory
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix="new-") as new:
+        with tempfile.TemporaryDirectory(dir=root, prefix=_UNFINISHED) as new:
             made = Path(new) / "model"
             made.mkdir()
             (convert or _convert_in_process)(path.resolve(), made)
-            with suppress(OSError):  # another process was faster
+            try:
                 made.rename(directory)
+            except OSError:
+                if not directory.is_dir():  # else another process was faster
+                    raise
         _remove_oldest(root, directory)
     except OSError as error:
         raise ModelError(f"{root} cannot be written ({error}); set XDG_CACHE_HOME to a directory that can") from error
@@ -92,11 +97,15 @@ def _convert_in_process(path: Path, directory: Path) -> None:
 
 
 def _remove_oldest(root: Path, keep: Path) -> None:
-    """Remove the directories that were used longest ago, but `keep`."""
+    """Remove the directories that were used longest ago, but `keep`, and what killed conversions left."""
     found = []
     for each in root.iterdir():
         with suppress(OSError):
-            if each != keep and not each.name.startswith("new-"):
+            age_s = time.time() - each.stat().st_mtime
+            if each.name.startswith(_UNFINISHED):
+                if age_s > CONVERT_S:
+                    shutil.rmtree(each, ignore_errors=True)
+            elif each != keep:
                 found.append((each.stat().st_mtime_ns, each))
     for _, old in sorted(found, reverse=True)[MAX_DIRECTORIES - 1 :]:
         shutil.rmtree(old, ignore_errors=True)

@@ -10,16 +10,16 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from baton.core.errors import ModelError
 from baton.core.tokenizer_fingerprint import TOKENIZER_FILE
 from baton.model.loading.gguf.gguf_cache import GGUF_LINK
-from baton.model.loading.gguf.gguf_config import end_token_ids, gguf_config
+from baton.model.loading.gguf.gguf_config import LONGROPE_TENSORS, end_token_ids, gguf_config
 from baton.model.loading.gguf.gguf_file import GgufFile
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 from baton.model.loading.gguf.gguf_tokenizer import chat_templates, gguf_tokenizer, tokenizer_config
-from baton.model.loading.gguf.gguf_types import dtype_of
+from baton.model.loading.gguf.gguf_types import dtype_of, floats_of
 
 
 def write_gguf_directory(path: Path, directory: Path) -> None:
@@ -36,7 +36,8 @@ def write_gguf_directory(path: Path, directory: Path) -> None:
             f"{path} is one of {parts} parts; join them with `llama-gguf-split --merge` and give the result"
         )
     shapes = {name: entry.shape for name, entry in file.tensors.items()}
-    config = gguf_config(metadata, shapes)
+    divisors = {name: _values(file, name) for name in LONGROPE_TENSORS.values() if name in shapes}
+    config = gguf_config(metadata, shapes, divisors)
     if len(metadata.texts("tokenizer.ggml.tokens")) > config["vocab_size"]:
         raise ModelError(f"{path} has more tokens than rows of token_embd.weight; download or copy it again")
     config["dtype"] = dtype_of([entry.type_id for entry in file.tensors.values()])
@@ -53,6 +54,11 @@ def write_gguf_directory(path: Path, directory: Path) -> None:
         target.parent.mkdir(exist_ok=True)
         target.write_text(template, "utf-8")
     (directory / GGUF_LINK).symlink_to(path.resolve())
+
+
+def _values(file: GgufFile, name: str) -> list[float]:
+    entry = file.tensors[name]
+    return cast(list[float], floats_of(file.raw(entry), entry.type_id, entry.shape).flatten().tolist())
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from baton.model.linear.weight_packing import PANEL
 from baton.model.linear.weight_rows import take_rows
 from baton.model.linear.weights import Weight
 from baton.model.loading.gguf.gguf_architectures import ROPE_FACTORS, architecture_of, module_name
+from baton.model.loading.gguf.gguf_config import LONGROPE_TENSORS
 from baton.model.loading.gguf.gguf_file import GgufFile, TensorEntry
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 from baton.model.loading.gguf.gguf_types import (
@@ -32,12 +33,14 @@ _ROTARY = ("self_attn.q_proj", "self_attn.k_proj")
 class GgufSource:
     """Implements `WeightSource` for a GGUF file."""
 
+    may_have_more = False  # llama.cpp uses every tensor of a file of these architectures
+
     def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
         """config: of the model, from `gguf_config`. Raises ModelError for an unsupported architecture."""
         self._file = file
         self._architecture = architecture_of(GgufMetadata(file.path, file.metadata))
         self._config = config
-        self._used: set[str] = set()
+        self._used: set[str] = set(LONGROPE_TENSORS.values())  # the configuration has them
         self._names: dict[str, str] = {}
         """Names in the file by names in the model."""
         for name in file.tensors:

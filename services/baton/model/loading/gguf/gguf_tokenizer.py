@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers, processors
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     GGUF_PRE_TOKENIZER_SPLITS,
     GGUF_TOKENIZER_MAPPING,
@@ -15,8 +16,12 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 )
 
 from baton.core.errors import ModelError
+from baton.model.loading.gguf.gguf_config import CONTROL
 from baton.model.loading.gguf.gguf_metadata import GgufMetadata
 
+USER_DEFINED, UNUSED = 4, 5
+"""Types of a token that is found whole in a text, and shown, and of one that only fills up the vocabulary, in
+`tokenizer.ggml.token_type`."""
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 """Kinds of vocabularies, in `tokenizer.ggml.model`."""
 GPT2_SPLITS = frozenset({"gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "phi-2"})
@@ -45,6 +50,7 @@ def gguf_tokenizer(metadata: GgufMetadata) -> Tokenizer:
         )
     try:
         tokenizer, _ = convert_gguf_tokenizer(metadata.architecture, _content(metadata))
+        tokenizer = _with_own_added_tokens(tokenizer, metadata, kind)
     except Exception as error:  # a damaged vocabulary makes the libraries raise many kinds, some plain Exceptions
         raise ModelError(f"{metadata.path}: its tokenizer cannot be converted: {error}") from error
     if kind == BYTE_LEVEL:
@@ -87,6 +93,51 @@ def _content(metadata: GgufMetadata) -> dict[str, Any]:
     """Return the part of the metadata that transformers converts, under its names."""
     names = GGUF_TOKENIZER_MAPPING["tokenizer"]
     return {name: metadata.any(f"tokenizer.{key}") for key, name in names.items() if metadata.has(f"tokenizer.{key}")}
+
+
+def _with_own_added_tokens(tokenizer: Tokenizer, metadata: GgufMetadata, kind: str) -> Tokenizer:
+    """Return the tokenizer with the added tokens of the file only, and all of them.
+
+    transformers adds defaults of its classes, such as `<|endoftext|>`, with ids beyond the model's if the
+    vocabulary lacks them. It leaves out tokens of characters that no byte stands for, such as `<｜User｜>`.
+    """
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    description = json.loads(tokenizer.to_str())
+    added = [token for token in description["added_tokens"] if token["id"] < len(tokens)]
+    if kind == BYTE_LEVEL:
+        added = _take_added_tokens(description["model"], tokens, metadata)
+    return Tokenizer.from_str(json.dumps(description | {"added_tokens": added}))
+
+
+def _take_added_tokens(model: dict[str, Any], tokens: list[str], metadata: GgufMetadata) -> list[dict[str, Any]]:
+    """Return the added tokens of a byte-level file, and give each its own text in the model's vocabulary.
+
+    In the vocabulary transformers spells their bytes. A spelling that merges produce stays, and is no added
+    token. Spellings of ordinary tokens are given back to them. Unused tokens are left out, as in the original
+    tokenizer: models of one family have different numbers of them.
+    """
+    byte_names = bytes_to_unicode()
+    alphabet, vocabulary = set(byte_names.values()), model["vocab"]
+    in_merges = {part for pair in model["merges"] for part in (*pair, "".join(pair))}
+    kinds = metadata.integers("tokenizer.ggml.token_type")[: len(tokens)]
+    numbers = [number for number, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED) and tokens[number]]
+    ordinary = set(range(len(tokens))).difference(numbers)
+    vocabulary |= {tokens[number]: number for number in ordinary if alphabet.issuperset(tokens[number])}
+    for text in (tokens[number] for number, kind in enumerate(kinds) if kind == UNUSED):
+        if text not in in_merges:
+            vocabulary.pop(text, None)
+    added: list[dict[str, Any]] = []
+    for number in numbers:
+        text = tokens[number]
+        spelled = text if alphabet.issuperset(text) else "".join(byte_names[byte] for byte in text.encode())
+        if spelled != text and vocabulary.get(spelled) == number:
+            if spelled in in_merges:
+                continue
+            del vocabulary[spelled]
+        vocabulary[text] = number
+        rules = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added.append({"id": number, "content": text, "special": kinds[number] == CONTROL, **rules})
+    return added
 
 
 def _split_as(tokenizer: Tokenizer, pre: str) -> None:

@@ -4,8 +4,9 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import version
@@ -29,6 +30,8 @@ _UNFINISHED = "new-"
 _FORMAT = "weight_format"
 RESERVED_BYTES = 1 << 30
 """Bytes of the disk that are left to others."""
+ABANDONED_S = 3600.0
+"""Age from which on an unfinished file is removed. A file that is being written changes every few seconds."""
 _LAYOUT_SOURCES = (
     *("kernels/cpu/weight_format.h", "kernels/cpu/gemm_pack.h", "kernels/cpu/numbers.h"),
     *("linear/*.py", "loading/**/*.py"),
@@ -99,8 +102,7 @@ class PackedModelCache:
 
         Raises OSError if there can be no file.
         """
-        for left in self._directory.glob(f"{_UNFINISHED}{path.stem}-*"):  # of processes that were killed
-            left.unlink(missing_ok=True)
+        self._remove_unfinished(path.stem)
         made = self._directory / f"{_UNFINISHED}{path.stem}-{os.getpid()}"
         writer = ImageWriter(made, max_bytes=self._max_bytes, reserved_bytes=RESERVED_BYTES)
         own_memory = packer.memory
@@ -123,6 +125,14 @@ class PackedModelCache:
             packer.memory = own_memory
             writer.close()
             made.unlink(missing_ok=True)
+
+    def _remove_unfinished(self, key: str) -> None:
+        """Remove what killed processes left: files of this key, which is locked, and old ones of others."""
+        for left in self._directory.glob(f"{_UNFINISHED}*"):
+            with suppress(FileNotFoundError):
+                is_old = time.time() - left.stat().st_mtime > ABANDONED_S
+                if is_old or left.name.startswith(f"{_UNFINISHED}{key}-"):
+                    left.unlink()
 
 
 def image_key(fingerprint: str, packer: WeightPacker) -> str:

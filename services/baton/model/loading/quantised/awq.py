@@ -28,7 +28,7 @@ class AwqLayout:
     def __init__(self, config: dict[str, Any]) -> None:
         """Raises ModelError if the configuration is not usable."""
         bits = config.get("bits", config.get("w_bit", BITS))
-        version = str(config.get("version", "gemm")).lower()
+        version = str(config.get("version") or config.get("format") or "gemm").lower()
         if bits != BITS:
             raise ModelError(f"quantization_config: AWQ with bits {bits!r}; must be {BITS}")
         if version != "gemm":

@@ -48,14 +48,16 @@ class CompressedTensorsLayout:
         """Raises ModelError if the configuration is not usable, or asks for what is not supported."""
         for key, what in (("sparsity_config", "sparsity"), ("transform_config", "transforms of weights")):
             part = config.get(key) or {}
-            if part and part.get("format", "") != "dense" and part != {"config_groups": {}}:
+            is_dense = isinstance(part, Mapping) and part.get("format") == "dense"
+            if part and not is_dense and part != {"config_groups": {}}:
                 raise ModelError(f"quantization_config: {key} is set; {what} of compressed-tensors are not supported")
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise ModelError("quantization_config: compressed-tensors without config_groups")
-        self._groups = [_module_group(str(name), group, config) for name, group in groups.items()]
+        described = [_module_group(str(name), group, config) for name, group in groups.items()]
+        self._groups = {target: group for group in described for target in group.targets}
         self._ignored = tuple(map(str, config.get("ignore") or ()))
-        kinds = sorted({f"{'fp' if group.is_float else 'int'}{group.bits}" for group in self._groups})
+        kinds = sorted({f"{'fp' if group.is_float else 'int'}{group.bits}" for group in described})
         self.description = f"compressed-tensors {', '.join(kinds)} weights; activations are not quantised"
 
     def weight(self, module: str, tensors: Tensors) -> Weight | OrderedWeight:
@@ -76,10 +78,10 @@ class CompressedTensorsLayout:
         """Return the group of a quantised module. Raises ModelError if the configuration does not name it."""
         if any(_matches(module, target) for target in self._ignored):
             raise ModelError(f"{module} has quantised tensors, but quantization_config ignores it")
-        for group in self._groups:
-            if any(_matches(module, target) for target in group.targets):
-                return group
-        raise ModelError(f"{module} has quantised tensors, but no group of quantization_config has it as a target")
+        found = [target for target in self._groups if _matches(module, target)]
+        if not found:
+            raise ModelError(f"{module} has quantised tensors, but no group of quantization_config has it as a target")
+        return self._groups[min(found, key=_precedence)]
 
 
 def _module_group(name: str, group: Any, config: Mapping[str, Any]) -> ModuleGroup:
@@ -97,15 +99,27 @@ def _module_group(name: str, group: Any, config: Mapping[str, Any]) -> ModuleGro
         raise ModelError(
             f"quantization_config: {name} has {kind} of {bits!r} bits; must be {' or '.join(map(str, allowed))}"
         )
-    block = weights.get("block_structure") if weights.get("strategy") == "block" else None
     return ModuleGroup(
         targets=tuple(map(str, _listed(group.get("targets")))),
         format=form,
         bits=int(bits),
         is_float=is_float,
         is_symmetric=bool(weights.get("symmetric", True)),
-        block=None if block is None else (int(block[0]), int(block[1])),
+        block=_block(name, weights),
     )
+
+
+def _block(name: str, weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the rows and columns of a block of weights that share a scale; None without blocks."""
+    if weights.get("strategy") != "block":
+        return None
+    block = weights.get("block_structure")
+    sizes = block.split("x") if isinstance(block, str) else _listed(block)  # older versions wrote "128x128"
+    if len(sizes) != 2 or not all(str(size).isdecimal() and int(size) for size in sizes):
+        raise ModelError(
+            f"quantization_config: {name} has the block_structure {block!r}; must be two positive integers"
+        )
+    return int(sizes[0]), int(sizes[1])
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -122,21 +136,38 @@ def _matches(module: str, target: str) -> bool:
     return target in ("Linear", module)
 
 
+def _precedence(target: str) -> tuple[int, str]:
+    """Return a key by which the target that decides a module's group comes first: the most specific one."""
+    return 2 if target == "Linear" else 1 if target.startswith("re:") else 0, target
+
+
 def _packed_integers(module: str, tensors: Tensors, group: ModuleGroup) -> Weight | OrderedWeight:
     words, shape = need(module, tensors, "weight_packed"), need(module, tensors, "weight_shape").tolist()
     scales = _matrix(need(module, tensors, "weight_scale"))
-    if words.dtype != torch.int32 or words.dim() != 2 or len(shape) != 2 or len(words) != shape[0]:
+    sizes = shape if isinstance(shape, list) and len(shape) == 2 else [0, 0]
+    if words.dtype != torch.int32 or words.dim() != 2 or len(words) != sizes[0]:
         raise ModelError(f"{module}.weight_packed is not an int32 matrix of {shape} values; the checkpoint is damaged")
-    codes = unpack_words(words, group.bits)
-    if not 0 < shape[1] <= codes.shape[1]:
-        raise ModelError(f"{module}.weight_shape is {shape}; weight_packed has {codes.shape[1]} values in a row")
-    codes = codes[:, : shape[1]].contiguous()
+    rows, columns = sizes
+    if columns < 1 or words.shape[1] != -(-columns * group.bits // 32):
+        raise ModelError(
+            f"{module}.weight_shape is {shape}; weight_packed has {words.shape[1]} words in a row of {group.bits}-bit "
+            "values, which is another number"
+        )
+    codes = unpack_words(words, group.bits)[:, :columns].contiguous()
     zeros = None
     if not group.is_symmetric:
-        packed = need(module, tensors, "weight_zero_point")
-        # packed along the outputs
-        zeros = unpack_words(packed.T.contiguous(), group.bits)[:, : shape[0]].T.contiguous()
+        zeros = _zero_points(module, need(module, tensors, "weight_zero_point"), group.bits)[:rows].contiguous()
     return _ordered(module, tensors, codes, group.bits, scales, zeros)
+
+
+def _zero_points(module: str, stored: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return zero points as codes. They are in words along the outputs, or one int8 for the whole tensor."""
+    if stored.dtype == torch.int8:
+        return _matrix(stored).int() + (1 << (bits - 1))
+    if stored.dtype != torch.int32 or stored.dim() != 2:
+        dtype = str(stored.dtype).removeprefix("torch.")
+        raise ModelError(f"{module}.weight_zero_point is {dtype} of {stored.dim()} dimensions; must be an int32 matrix")
+    return unpack_words(stored.T.contiguous(), bits).T
 
 
 def _integers(module: str, tensors: Tensors, group: ModuleGroup) -> Weight | OrderedWeight:

@@ -1,6 +1,6 @@
 """Reads GPTQ weights: words of codes along the inputs, zero points along the outputs, and groups of inputs.
 
-Source: the packing of AutoGPTQ and GPTQModel (`checkpoint_format` gptq and gptq_v2).
+Source: the packing of AutoGPTQ and GPTQModel (`checkpoint_format`, also called `format`, gptq and gptq_v2).
 """
 
 from typing import Any
@@ -33,11 +33,18 @@ class GptqLayout:
         if bits not in BITS:
             raise ModelError(f"quantization_config: GPTQ with bits {bits!r}; must be 4 or 8")
         self._bits = int(bits)
-        form = config.get("checkpoint_format") or "gptq"
+        form = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
         if form not in FORMATS:
             raise ModelError(f"quantization_config: checkpoint_format is {form!r}; must be {' or '.join(FORMATS)}")
         if config.get("pack_dtype", "int32") != "int32":
             raise ModelError(f"quantization_config: pack_dtype is {config['pack_dtype']!r}; must be int32")
+        overrides = config.get("dynamic")
+        for pattern, values in overrides.items() if isinstance(overrides, dict) else ():
+            if isinstance(values, dict) and values.get("bits", bits) != bits:
+                raise ModelError(
+                    f"quantization_config: dynamic has bits {values['bits']!r} for {pattern!r}; must be {bits} for all "
+                    "modules"
+                )
         self._zero_offset = FORMATS[form]
         self._has_order = bool(config.get("desc_act", False))
         self.description = f"GPTQ weights of {self._bits} bits; activations are not quantised"
@@ -53,7 +60,7 @@ class GptqLayout:
         _require_words(module, words, packed_zeros)
         codes = unpack_words(words.T.contiguous(), bits)
         columns, num_groups = codes.shape[1], len(scales)
-        zeros = (unpack_words(packed_zeros, bits).int() + self._zero_offset) & ((1 << bits) - 1)
+        zeros = unpack_words(_plus(packed_zeros, self._zero_offset, bits), bits)
         order = None
         g_idx = tensors.get("g_idx")
         if g_idx is not None and (self._has_order or bool(g_idx.any())):  # unused, it may be all zeros
@@ -62,6 +69,17 @@ class GptqLayout:
             codes = codes[:, order]
         weight = grouped_weight(module, codes.contiguous(), bits, scales.T, zeros.T)
         return weight if order is None else OrderedWeight(weight, order)
+
+
+def _plus(words: torch.Tensor, offset: int, bits: int) -> torch.Tensor:
+    """Return int32 words with `offset` added to each integer in them, with a carry to the next one.
+
+    GPTQModel writes version 1 by subtracting from whole words. A zero point of 0 then takes 1 from its
+    neighbour, which the carry gives back.
+    """
+    ones = sum(1 << shift for shift in range(0, 32, bits))
+    total = words.long() + offset * ones
+    return ((total + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
 def _require_words(module: str, words: torch.Tensor, zeros: torch.Tensor) -> None:

@@ -108,8 +108,9 @@ def in_group_order(module: str, g_idx: torch.Tensor, columns: int, num_groups: i
     g_idx: integers [columns], the group of each column. Raises ModelError if groups have different sizes.
     """
     groups = g_idx.long()
-    sizes = torch.bincount(groups, minlength=num_groups) if groups.numel() and int(groups.min()) >= 0 else None
-    if groups.shape != (columns,) or sizes is None or sizes.tolist() != [columns // num_groups] * num_groups:
+    is_usable = groups.shape == (columns,) and 0 <= int(groups.min()) <= int(groups.max()) < num_groups
+    sizes = torch.bincount(groups, minlength=num_groups) if is_usable else None
+    if sizes is None or sizes.tolist() != [columns // num_groups] * num_groups:
         raise ModelError(f"{module}.g_idx does not give each of {num_groups} groups {columns // num_groups} columns")
     order = torch.argsort(groups, stable=True)
     return None if torch.equal(order, torch.arange(columns)) else order
