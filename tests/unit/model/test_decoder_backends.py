@@ -231,20 +231,20 @@ def test_unsampled_rows_do_not_change_sampled_ones(
 ) -> None:
     """Compare all rows, the last of each sequence, only one sequence, some in between, and none.
 
-    Logits and KV must be the same. The contexts are partly long enough to be split between two threads. In
-    shorter ones bfloat16 results must be bit-identical.
+    Logits and KV must be the same, with bfloat16 dot products bit for bit. Some contexts are long enough to be
+    split between two threads.
     """
     config = Qwen2Config(
         **TINY | {"hidden_size": 128}, use_sliding_window=bool(window), sliding_window=window, max_window_layers=1
     )
     loaded = load_model(save(config), dtype=dtype, device="cpu")
-    forward, prompts = fused(loaded, two_thread_kernels), Prompts(loaded, 700)
+    forward, prompts = fused(loaded, two_thread_kernels), Prompts(loaded, 900)
     for begin, end in prompts.chunks[:4]:
         step, count = prompts.step(begin, end), end - begin
         before = prompts.cache.memory.clone()
         every = forward_rows(step, torch.arange(2 * count), forward)
         after = prompts.cache.memory.clone()
-        is_exact = dtype == "bfloat16" and two_thread_kernels.has_bf16_dot and end < 500
+        is_exact = dtype == "bfloat16" and two_thread_kernels.has_bf16_dot
         for chosen in ({count - 1, 2 * count - 1}, {2 * count - 1}, {0, count // 2, count - 1, count}, set[int]()):
             rows = torch.tensor(sorted(chosen), dtype=torch.int64)
             prompts.cache.memory.copy_(before)
