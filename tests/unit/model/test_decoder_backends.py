@@ -202,6 +202,23 @@ def test_each_family_equals_transformers_in_float32(name: str, tmp_path: Path, t
     assert (answers(loaded, forward, LENGTH) - transformers_logits(loaded, LENGTH)).abs().max() < 2e-4
 
 
+@pytest.mark.parametrize("pruned", [0, 1])
+def test_layers_may_have_different_numbers_of_experts(
+    pruned: int, tmp_path: Path, two_thread_kernels: Kernels
+) -> None:
+    """One layer has lost two of its four experts."""
+    loaded = load_family("mixtral", tmp_path, "float32")
+    base: Any = loaded.model.base_model
+    mlp = base.layers[pruned].mlp
+    for owner, name in ((mlp.gate, "weight"), (mlp.experts, "gate_up_proj"), (mlp.experts, "down_proj")):
+        getattr(owner, name).data = getattr(owner, name).data[:2].clone()
+    mlp.gate.num_experts = mlp.experts.num_experts = 2
+    with closing(ModelForward(loaded.model)) as own:
+        right = answers(loaded, own, LENGTH)
+    forward = DecoderForward(form_of(loaded), two_thread_kernels)
+    assert (answers(loaded, forward, LENGTH) - right).abs().max() < 2e-4
+
+
 @pytest.mark.parametrize("name", sized(("gemma 3", "gpt-oss"), tuple(FAMILIES)))
 def test_other_backends_of_each_family_equal_transformers_in_float32(
     name: str, tmp_path: Path, kernels: Kernels
