@@ -23,7 +23,7 @@ constexpr int MAX_ROWS = 512;  // upper bound for any tile
 // on nothing but the number of visible tokens. So a row's result depends neither on its tile nor on how many threads
 // share its KV.
 constexpr int MIN_SEGMENT_TOKENS = 768;
-constexpr int MAX_SEGMENTS = 8;  // in which all visible tokens fit, if the first is at the begin of one
+constexpr int MAX_SEGMENTS = 8;  // in which all visible tokens fit, if the first begins one
 static_assert(MIN_SEGMENT_TOKENS % KV_BATCH == 0 && MIN_SEGMENT_TOKENS % KV_TILE == 0);
 // Distance between the tokens being read and being prefetched.
 constexpr int PREFETCH_TOKENS = 2 * BF16_LANES;
