@@ -22,8 +22,10 @@ from tests.scale import sized
 from tests.unit.model.native_libraries import library_for, processors
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-SEQUENCES = ((1, 1), (1, 17), (1, 700), (5, 5), (40, 300), (200, 200), (1, 33), (130, 513))
-"""(tokens in the step, context length) of each sequence."""
+SEQUENCES = ((1, 1), (1, 17), (1, 900), (5, 5), (40, 790), (200, 200), (1, 33), (130, 513))
+"""(tokens in the step, context length) of each sequence. KV is summed in segments of 768 tokens."""
+KV_TOKENS = 2800
+"""Tokens of memory for all sequences, in blocks of any size."""
 SHAPES = (
     (4, 2, 64, 16),
     (8, 1, 128, 16),
@@ -57,12 +59,12 @@ def cache_of(heads: int, dim: int, size: int, dtype: torch.dtype, num_blocks: in
     return cache
 
 
-def step_of(cache: KvCache) -> AttentionStep:
+def step_of(cache: KvCache, sequences: tuple[tuple[int, int], ...] = SEQUENCES) -> AttentionStep:
     """Return a step over scattered blocks. Slots beyond a sequence's end are NaN."""
     size = cache.block_size_tokens
     free = list(np.random.default_rng(2).permutation(cache.num_blocks))
     segments, row = [], 0
-    for count, context in SEQUENCES:
+    for count, context in sequences:
         blocks = np.array([free.pop() for _ in range(-(-context // size))], dtype=np.int64)
         if context % size:
             poison(cache, int(blocks[-1]), slice(context % size, None))
@@ -76,7 +78,7 @@ def step_of(cache: KvCache) -> AttentionStep:
 def test_native_attention_equals_the_reference(
     library: Path, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
 ) -> None:
-    cache = cache_of(kv_heads, dim, size, dtype, 2200 // size)
+    cache = cache_of(kv_heads, dim, size, dtype, KV_TOKENS // size)
     step = step_of(cache)
     query = torch.randn(
         heads, step.segments[-1].token_begin + SEQUENCES[-1][0], dim, generator=torch.Generator().manual_seed(3)
@@ -97,7 +99,7 @@ def test_native_attention_to_int8_equals_the_reference(
     library: Path, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
 ) -> None:
     """The reference attends to the numbers that the integers stand for, in float32."""
-    cache = cache_of(kv_heads, dim, size, dtype, 2200 // size, kv_dtype="int8")
+    cache = cache_of(kv_heads, dim, size, dtype, KV_TOKENS // size, kv_dtype="int8")
     step = step_of(cache)
     num_tokens = step.segments[-1].token_begin + SEQUENCES[-1][0]
     query = torch.randn(heads, num_tokens, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -107,35 +109,55 @@ def test_native_attention_to_int8_equals_the_reference(
         assert (got.float() - right).abs().max().item() < TOLERANCE[dtype], window
 
 
-@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("window", [None, 5, 800])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (8, 1, 128), (1, 1, 96)])
 def test_bf16_attention_of_a_row_is_independent_of_other_rows(
-    heads: int, kv_heads: int, dim: int, window: int | None
+    heads: int, kv_heads: int, dim: int, window: int | None, kv_dtype: str
 ) -> None:
-    """Compare bit by bit, with few and many rows and tiles of all sizes.
+    """Compare bit by bit, with few and many rows and tiles of all sizes, and contexts split over threads.
 
-    One thread is used, so that no context is split. Without the bfloat16 dot product, a single row is summed
-    in another order.
+    Without the bfloat16 dot product, a single row is summed in another order.
     """
-    kernels = load_kernels(1)
-    if not kernels.has_bf16_dot:
+    if not load_kernels(1).has_bf16_dot:
         return
-    cache = cache_of(kv_heads, dim, 16, torch.bfloat16, 2200 // 16)
+    cache = cache_of(kv_heads, dim, 16, torch.bfloat16, KV_TOKENS // 16, kv_dtype=kv_dtype)
     step = step_of(cache)
     num_tokens = step.segments[-1].token_begin + SEQUENCES[-1][0]
     query = torch.randn(heads, num_tokens, dim, generator=torch.Generator().manual_seed(3)).bfloat16()
-    batched = paged_kernel(kernels)(query, 1, step, dim**-0.5, window)
-    for rows in (np.arange(0, num_tokens, 7), np.arange(3, num_tokens, 50)):
-        separate = torch.empty(len(rows), heads, dim, dtype=torch.bfloat16)
-        kernels.attend(
-            query.transpose(0, 1)[rows].contiguous(),
-            separate,
-            cache,
-            1,
-            step.tables_for_rows(rows),
-            AttentionParams(dim**-0.5, window),
-        )
-        assert torch.equal(separate, batched[rows])
+    batched = paged_kernel(load_kernels(1))(query, 1, step, dim**-0.5, window)
+    assert torch.equal(paged_kernel(load_kernels(5))(query, 1, step, dim**-0.5, window), batched)
+    for rows in (np.arange(0, num_tokens, 7), np.arange(3, num_tokens, 50), np.array([2])):
+        for num_threads in (1, 3):
+            found = attend_rows(load_kernels(num_threads), query, step, rows, AttentionParams(dim**-0.5, window))
+            assert torch.equal(found, batched[rows])
+
+
+def attend_rows(
+    kernels: Kernels, query: torch.Tensor, step: AttentionStep, rows: np.ndarray, params: AttentionParams
+) -> torch.Tensor:
+    """Return the attention of some tokens of a step, each as a sequence of its own."""
+    own = query.transpose(0, 1)[rows].contiguous()
+    found = torch.empty_like(own)
+    kernels.attend(own, found, step.cache, 1, step.tables_for_rows(rows), params)
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 6150])
+def test_segments_of_long_contexts_are_longer(library: Path, window: int | None) -> None:
+    """From 6,145 visible tokens on a segment has 1,536 tokens, so the chunk is divided there."""
+    cache = cache_of(1, 32, 16, torch.bfloat16, 400)
+    step = step_of(cache, ((40, 6160),))
+    query = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+    kernels = Kernels(library, 3)
+    batched = paged_kernel(kernels)(query, 1, step, 32**-0.5, window)
+    right = paged_attention(query.float(), 1, float_step(step), 32**-0.5, window)
+    assert (batched.float() - right).abs().max() < TOLERANCE[torch.bfloat16]
+    rows = np.arange(40)
+    for num_threads in (1, 3):
+        found = attend_rows(Kernels(library, num_threads), query, step, rows, AttentionParams(32**-0.5, window))
+        assert torch.equal(found, batched) or not kernels.has_bf16_dot
+        assert (found.float() - right).abs().max() < TOLERANCE[torch.bfloat16]
 
 
 def float_step(step: AttentionStep) -> AttentionStep:
@@ -152,8 +174,8 @@ def float_step(step: AttentionStep) -> AttentionStep:
 def test_attention_with_sinks_equals_the_reference(
     library: Path, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int
 ) -> None:
-    """Some sinks are far above and some far below all scores. With two threads long contexts are split."""
-    cache = cache_of(kv_heads, dim, size, dtype, 2200 // size)
+    """Some sinks are far above and some far below all scores. With two threads a long context is split."""
+    cache = cache_of(kv_heads, dim, size, dtype, KV_TOKENS // size)
     step = step_of(cache)
     torch.manual_seed(3)
     query = torch.randn(heads, step.segments[-1].token_begin + SEQUENCES[-1][0], dim).to(dtype)
@@ -171,7 +193,7 @@ def test_attention_with_sinks_equals_the_reference(
 def test_blocks_before_the_window_are_not_read(library: Path, dtype: torch.dtype, dim: int, size: int) -> None:
     """They belong to other sequences by now: NaN in them must change nothing, bit for bit."""
     window = 100
-    cache = cache_of(2, dim, size, dtype, 2200 // size)
+    cache = cache_of(2, dim, size, dtype, KV_TOKENS // size)
     step = step_of(cache)
     query = torch.randn(4, step.segments[-1].token_begin + SEQUENCES[-1][0], dim).to(dtype)
     for num_threads in (1, 2):
@@ -201,7 +223,7 @@ def free_blocks_before_window(step: AttentionStep, window: int) -> int:
 @pytest.mark.fault("F-13")
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
 def test_nan_stays_in_its_sequence(library: Path, part: int) -> None:
-    cache = cache_of(2, 64, 16, torch.bfloat16, 140)
+    cache = cache_of(2, 64, 16, torch.bfloat16, KV_TOKENS // 16)
     step = step_of(cache)
     query = torch.randn(4, step.segments[-1].token_begin + SEQUENCES[-1][0], 64).bfloat16()
     poisoned = step.segments[2]
@@ -284,7 +306,7 @@ def test_head_norms_and_rotary_equal_torch(library: Path, dtype: torch.dtype, ha
 
 
 def test_heads_that_do_not_fit_the_cache_are_refused(library: Path) -> None:
-    cache = cache_of(2, 64, 16, torch.float32, 140)
+    cache = cache_of(2, 64, 16, torch.float32, KV_TOKENS // 16)
     step = step_of(cache)
     for heads, dim in ((5, 64), (4, 32)):
         with pytest.raises(LayoutMismatch, match="2 KV heads of 64"):

@@ -9,6 +9,8 @@ import torch
 from baton.core.errors import LayoutMismatch
 from baton.model.kernels.cpu.kernel_library import Kernels
 from baton.model.linear.packed_linear import LinearPart, PackedGemm
+from baton.model.linear.weight_packing import PANEL
+from baton.model.linear.weight_rows import take_rows
 from baton.model.linear.weights import CodedWeight, FloatWeight, Weight
 from tests.scale import sized
 from tests.unit.model.linear.weight_samples import CODED_SAMPLES, FLOAT_SAMPLES, coded
@@ -149,6 +151,21 @@ def test_modules_of_different_formats_are_joined(library: Path, num_rows: int) -
     expected = torch.cat([PackedGemm(kernels_of(library), part)(x) for part in parts], dim=1)
     assert torch.equal(joined(x), expected)
     assert (joined.n, joined.k) == (303, k)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("name", ["bfloat16", "4 bits of 32", "as Q6_K"])
+def test_every_panel_of_a_long_weight_is_multiplied_once(library: Path, name: str, num_threads: int) -> None:
+    """Threads take several adjacent panels at a time for few rows. 25 panels are no whole number of such runs."""
+    torch.manual_seed(0)
+    weight = {**FLOAT_SAMPLES, **CODED_SAMPLES}[name](24 * PANEL + 5, 256)
+    whole = PackedGemm(Kernels(library, num_threads), LinearPart(weight))
+    begins = range(0, weight.shape[0], PANEL)
+    parts = [LinearPart(take_rows(weight, slice(begin, begin + PANEL))) for begin in begins]
+    x = torch.randn(7, 256).bfloat16()
+    expected = torch.cat([PackedGemm(kernels_of(library), part)(x) for part in parts], dim=1)
+    for rows in (1, 6, 7):
+        assert torch.equal(whole(x[:rows]), expected[:rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

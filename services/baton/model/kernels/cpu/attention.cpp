@@ -8,9 +8,9 @@ namespace {
 template <typename T, typename Kernel>
 void attention(const AttentionArgs& args) {
     const AttentionPlan<T> plan(args, Kernel::MAX_TILE_ROWS);
-    std::vector<SoftmaxState> splits(plan.num_split_states);
+    std::vector<SoftmaxState> split_states(plan.num_split_states);
     run_team(args.num_threads, NUM_ATTENTION_LOOPS,
-        [&](TeamThread& team) { attend<T, Kernel>(team, plan, args.kv, args.tables, args.sinks, splits); });
+        [&](TeamThread& team) { attend<T, Kernel>(team, plan, args.kv, args.tables, args.sinks, split_states); });
 }
 
 }  // namespace

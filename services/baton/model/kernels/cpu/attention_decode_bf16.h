@@ -1,7 +1,7 @@
 // Attention tiles in bfloat16. Many rows, as in prefill, are computed by attention_prefill_bf16.h. For few
 // rows, as in decode, a lane is a token for the scores and a feature for the values; keys are packed 16
 // tokens wide, so no sum crosses lanes. Both sum a row in the same order. So a row's result is bit-identical
-// however many rows are computed with it, unless its KV is split among threads.
+// however many rows are computed with it.
 #pragma once
 
 #include "attention_prefill_bf16.h"
@@ -18,10 +18,12 @@ class AttentionTileBf16 {
     static constexpr int MAX_DIM = MAX_BF16_DIM;
     static constexpr int MAX_TILE_ROWS = MAX_ROWS;
 
+    // kv_end: the end of the KV that is read afterwards, and prefetched meanwhile.
     template <typename S>
     void attend(const Bf16* const* rows, int num_rows, const KvRange* visible, const KvRows<S>& kv, KvRange range,
-        float factor, SoftmaxState& state) {
-        if (num_rows >= PREFILL_MIN_ROWS) return prefill_.attend(rows, num_rows, visible, kv, range, factor, state);
+        int kv_end, float factor, SoftmaxState& state) {
+        if (num_rows >= PREFILL_MIN_ROWS)
+            return prefill_.attend(rows, num_rows, visible, kv, range, kv_end, factor, state);
         const int dim = kv.head_dim;
         keys_.reserve(size_t(dim / 2) * BF16_BATCH_TOKENS);
         values_.reserve(size_t(BF16_BATCH_TOKENS / 2) * dim);
@@ -30,8 +32,8 @@ class AttentionTileBf16 {
         for (int r = 0; r < num_rows; r++) weights[r] = weights_.data() + size_t(r) * BF16_BATCH_TOKENS;
         for (int begin = range.begin; begin < range.end; begin += BF16_BATCH_TOKENS) {
             const int count = std::min(BF16_BATCH_TOKENS, range.end - begin), width = round_up(count, BF16_LANES);
-            pointers.find(kv, begin, range.end);
-            if constexpr (KvRows<S>::HAS_SCALES) scales_.find(kv, begin, begin + count, range.end, factor);
+            pointers.find(kv, begin, kv_end);
+            if constexpr (KvRows<S>::HAS_SCALES) scales_.find(kv, begin, begin + count, kv_end, factor);
             for (int i = 0; i < width; i += BF16_LANES) pack(pointers, i, std::min(BF16_LANES, count - i), dim);
             multiply_all<Accumulate::ZERO>(scores_.data(), BF16_BATCH_TOKENS, {rows, 2}, num_rows,
                 {keys_.data(), BF16_BATCH_TOKENS}, dim / 2, width);

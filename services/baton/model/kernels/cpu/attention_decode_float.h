@@ -33,14 +33,16 @@ class AttentionTileFloat {
     // The state of this many rows, as floats, fits into the L2 cache even with large heads.
     static constexpr int MAX_TILE_ROWS = 128;
 
+    // kv_end: the end of the KV that is read afterwards, and prefetched meanwhile.
     template <typename S>
     void attend(const T* const* rows, int num_rows, const KvRange* visible, const KvRows<S>& kv, KvRange range,
-        float factor, SoftmaxState& state) {
+        int kv_end, float factor, SoftmaxState& state) {
         width_ = round_up(kv.head_dim, VECTOR_FLOATS);
-        if (num_rows <= DECODE_MAX_ROWS) return attend_decode(rows, num_rows, visible, kv, range, factor, state);
+        if (num_rows <= DECODE_MAX_ROWS)
+            return attend_decode(rows, num_rows, visible, kv, range, kv_end, factor, state);
         if (num_rows <= VECTOR_FLOATS)
-            return attend_prefill(narrow_, rows, num_rows, visible, kv, range, factor, state);
-        attend_prefill(wide_, rows, num_rows, visible, kv, range, factor, state);
+            return attend_prefill(narrow_, rows, num_rows, visible, kv, range, kv_end, factor, state);
+        attend_prefill(wide_, rows, num_rows, visible, kv, range, kv_end, factor, state);
     }
 
    private:
@@ -52,12 +54,13 @@ class AttentionTileFloat {
         const KvRange* visible,
         const KvRows<S>& kv,
         KvRange range,
+        int kv_end,
         float factor,
         SoftmaxState& state) {
         row_blocks.start(rows, num_rows, visible, kv.head_dim);
-        for (int begin = range.begin; begin < range.end; begin += KV_TILE) {
-            const int end = std::min(begin + KV_TILE, range.end);
-            convert(kv, begin, end, range.end - 1);
+        for (int begin = range.begin, end; begin < range.end; begin = end) {
+            end = std::min(next_multiple(begin, KV_TILE), range.end);
+            convert(kv, begin, end, kv_end - 1);
             row_blocks.add(keys_.data(), values_.data(), width_, begin, end, factor);
         }
         row_blocks.end(state, num_rows);
@@ -65,14 +68,14 @@ class AttentionTileFloat {
 
     template <typename S>
     void attend_decode(const T* const* rows, int num_rows, const KvRange* visible, const KvRows<S>& kv,
-        KvRange range, float factor, SoftmaxState& state) {
+        KvRange range, int kv_end, float factor, SoftmaxState& state) {
         const int dim = kv.head_dim;
         queries_.assign(size_t(num_rows) * width_, 0.0f);
         for (int r = 0; r < num_rows; r++)
             for (int d = 0; d < dim; d++) queries_[size_t(r) * width_ + d] = to_float(rows[r][d]);
         for (int begin = range.begin; begin < range.end; begin += DECODE_BATCH_TOKENS) {
             const int end = std::min(begin + DECODE_BATCH_TOKENS, range.end), count = end - begin;
-            convert(kv, begin, end, range.end - 1);
+            convert(kv, begin, end, kv_end - 1);
             for (int r = 0; r < num_rows; r++) {
                 float scores[DECODE_BATCH_TOKENS];
                 for (int i = 0; i < count; i++) scores[i]

@@ -13,17 +13,17 @@ namespace baton {
 
 class PrefillAttentionBf16 {
   public:
-    // S: type of the stored keys and values.
+    // S: type of the stored keys and values. kv_end: see attention_decode_bf16.h.
     template <typename S>
     void attend(const Bf16* const* rows, int num_rows, const KvRange* visible, const KvRows<S>& kv, KvRange range,
-        float factor, SoftmaxState& state) {
+        int kv_end, float factor, SoftmaxState& state) {
         dim_ = kv.head_dim;
         width_ = round_up(num_rows, BF16_LANES);
         start(rows, num_rows, visible);
         for (int begin = range.begin; begin < range.end; begin += BF16_BATCH_TOKENS) {
             const int end = std::min(begin + BF16_BATCH_TOKENS, range.end);
-            copy(kv, begin, end, range.end);
-            if constexpr (KvRows<S>::HAS_SCALES) scales_.find(kv, begin, end, range.end, factor);
+            copy(kv, begin, end, kv_end);
+            if constexpr (KvRows<S>::HAS_SCALES) scales_.find(kv, begin, end, kv_end, factor);
             for_each_vector_group(width_, [&](auto vectors, int lane) {
                 add<decltype(vectors)::value, KvRows<S>::HAS_SCALES>(lane, begin, end, factor);
             });

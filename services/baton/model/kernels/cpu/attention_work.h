@@ -8,17 +8,18 @@
 
 namespace baton {
 
-constexpr int MIN_SPLIT_TOKENS = 256;  // minimum KV tokens of a split
 constexpr int MAX_HEADS = 128;  // query heads per tile
 constexpr int MIN_TILE_ROWS = 64;  // lower bound when tiles are made smaller to give every thread a few
 constexpr int TILES_PER_THREAD = 4;
 
 // A tile or one split of it: tokens [token_begin, token_end) of a sequence, query heads [head_begin,
-// head_end) of one KV head, over `range` of its KV.
+// head_end) of one KV head, over `range` of its KV. A split has whole segments.
 struct WorkItem {
     int seq, kv_head, head_begin, head_end, token_begin, token_end;
     KvRange range;
-    int split, num_splits, first_split;  // the states of a tile's splits are adjacent, from first_split on
+    int segment_tokens, split, num_splits;
+    // Of a tile that is split: place of the state of this split's first segment, and number of the tile's segments.
+    int first_state, num_tile_states;
 };
 
 template <typename T>
@@ -58,27 +59,32 @@ struct AttentionPlan {
         return int64_t(item.token_end - item.token_begin) * (item.range.end - item.range.begin);
     }
 
+    // Number of tokens that the token at this KV index sees.
+    int num_visible(int index) const { return args.window ? std::min(index + 1, args.window) : index + 1; }
+
     void plan(int seq, int num_tiles) {
         const int count = num_tokens(seq), before = args.context_len[seq] - count;
-        for (int begin = 0; begin < count; begin += tokens_per_tile) {
-            const int end = std::min(count, begin + tokens_per_tile);
-            const int first_visible = args.window ? std::max(0, before + begin + 1 - args.window) : 0,
-                kv_end = before + end;
+        for (int begin = 0, end; begin < count; begin = end) {
+            const int size = segment_tokens(num_visible(before + begin));
+            end = std::min(count, begin + tokens_per_tile);
+            // All tokens of a tile have segments of one size.
+            if (segment_tokens(num_visible(before + end - 1)) != size) end = MAX_SEGMENTS * size - before;
+            const int first_visible = before + begin + 1 - num_visible(before + begin), kv_end = before + end;
             const int kv_begin = first_visible / KV_BATCH * KV_BATCH;
+            const int first_segment = kv_begin / size, num_segments = (kv_end - 1) / size + 1 - first_segment;
             // Number of splits, so that every thread has a few.
             const int wanted = (TILES_PER_THREAD * args.num_threads + num_tiles - 1) / num_tiles;
-            const int splits = args.num_threads == 1 ? 1
-                : std::clamp(wanted, 1, std::max(1, (kv_end - kv_begin) / MIN_SPLIT_TOKENS));
-            const int step = round_up((kv_end - kv_begin + splits - 1) / splits, BF16_LANES);
+            const int splits = args.num_threads == 1 ? 1 : std::min(wanted, num_segments);
+            const int step = (num_segments + splits - 1) / splits, num_splits = (num_segments + step - 1) / step;
             for (int head = 0; head < args.num_heads;) {
                 const int kv_head = head / group, head_end = std::min(head + heads_per_tile, (kv_head + 1) * group);
-                const int num_splits = (kv_end - kv_begin + step - 1) / step;
                 for (int split = 0; split < num_splits; split++) {
-                    const KvRange range{kv_begin + split * step, std::min(kv_end, kv_begin + (split + 1) * step)};
-                    items.push_back(WorkItem{seq, kv_head, head, head_end, begin, end, range, split, num_splits,
-                        num_split_states});
+                    const int segment = first_segment + split * step;
+                    const KvRange range{std::max(kv_begin, segment * size), std::min(kv_end, (segment + step) * size)};
+                    items.push_back(WorkItem{seq, kv_head, head, head_end, begin, end, range, size, split, num_splits,
+                        num_split_states + split * step, num_segments});
                 }
-                if (num_splits > 1) num_split_states += num_splits;
+                if (num_splits > 1) num_split_states += num_segments;
                 head = head_end;
             }
         }
@@ -92,10 +98,11 @@ struct AttentionPlan {
     int64_t head_of(const WorkItem& item, int row) const { return item.head_begin + row % num_heads(item); }
 };
 
-// S: type of the stored keys and values. `tables`: of the layer, instead of those in AttentionArgs.
+// S: type of the stored keys and values. `tables`: of the layer, instead of those in AttentionArgs. The result is
+// `state`, or in `split_states` those of the item's segments, if the tile is split.
 template <typename S, typename T, typename Kernel>
 void run_work_item(const AttentionPlan<T>& plan, const LayerKv& layer_kv, const int32_t* tables, const WorkItem& item,
-    Kernel& kernel, SoftmaxState& state) {
+    Kernel& kernel, SoftmaxState& state, std::vector<SoftmaxState>& split_states) {
     const AttentionArgs& args = plan.args;
     const int rows = plan.num_rows(item), before = args.context_len[item.seq] - plan.num_tokens(item.seq);
     const T* queries[MAX_ROWS];
@@ -108,8 +115,15 @@ void run_work_item(const AttentionPlan<T>& plan, const LayerKv& layer_kv, const 
     }
     const KvRows<S> kv(layer_kv, args.kv_strides, item.kv_head, tables + args.table_begin[item.seq],
         args.block_size, args.head_dim, visible[0].begin);
-    state.start(rows, args.head_dim);
-    kernel.attend(queries, rows, visible, kv, item.range, args.scale * LOG2_E, state);
+    thread_local SoftmaxState later;
+    int number = 0;
+    for (int begin = item.range.begin, end; begin < item.range.end; begin = end, number++) {
+        end = std::min(item.range.end, next_multiple(begin, item.segment_tokens));
+        SoftmaxState& target = item.num_splits > 1 ? split_states[item.first_state + number] : number ? later : state;
+        target.start(rows, args.head_dim);
+        kernel.attend(queries, rows, visible, kv, {begin, end}, item.range.end, args.scale * LOG2_E, target);
+        if (&target == &later) state.add(later);
+    }
 }
 
 // Factor of a row's weighted values if its softmax has a sink. A sink may be far above all scores.
@@ -132,47 +146,35 @@ void write_output(const AttentionPlan<T>& plan, const WorkItem& item, const Soft
     }
 }
 
-// Combines the states of a tile's splits into one.
-inline void combine(std::vector<SoftmaxState>& splits, const WorkItem& item, SoftmaxState& combined, int rows,
-    int dim) {
-    combined.start(rows, dim);
-    for (int r = 0; r < rows; r++) {
-        for (int p = 0; p < item.num_splits; p++)
-            combined.row_max[r] = std::max(combined.row_max[r], splits[item.first_split + p].row_max[r]);
-        for (int p = 0; p < item.num_splits; p++) {
-            const SoftmaxState& split = splits[item.first_split + p];
-            const float by = std::exp2(split.row_max[r] - combined.row_max[r]);
-            combined.row_sum[r] += split.row_sum[r] * by;
-            for (int d = 0; d < dim; d++)
-                combined.weighted_values[size_t(r) * dim + d] += split.weighted_values[size_t(r) * dim + d] * by;
-        }
-    }
+// Combines the states of a tile's segments into one, in the order of a tile that is not split. `item`: its first split.
+inline void combine(const std::vector<SoftmaxState>& split_states, const WorkItem& item, SoftmaxState& combined) {
+    combined = split_states[item.first_state];
+    for (int s = 1; s < item.num_tile_states; s++) combined.add(split_states[item.first_state + s]);
 }
 
 constexpr size_t NUM_ATTENTION_LOOPS = 2;
 
-// All threads of the team call it. `kv`, `tables`, `sinks`: of this layer, as in AttentionArgs. `splits`: shared by
-// the team, at least num_split_states elements.
+// All threads of the team call it. `kv`, `tables`, `sinks`: of this layer, as in AttentionArgs. `split_states`: shared
+// by the team, at least num_split_states elements.
 template <typename T, typename Kernel>
 void attend(TeamThread& team, const AttentionPlan<T>& plan, const LayerKv& kv, const int32_t* tables,
-    const float* sinks, std::vector<SoftmaxState>& splits) {
+    const float* sinks, std::vector<SoftmaxState>& split_states) {
     thread_local Kernel kernel;
     thread_local SoftmaxState state;
     const auto num_items = int64_t(plan.items.size());
     team.parallel_for(num_items, [&](int64_t i) {
         const WorkItem& item = plan.items[i];
-        SoftmaxState& target = item.num_splits > 1 ? splits[item.first_split + item.split] : state;
         if (kv.is_quantized()) {
-            run_work_item<int8_t>(plan, kv, tables, item, kernel, target);
+            run_work_item<int8_t>(plan, kv, tables, item, kernel, state, split_states);
         } else {
-            run_work_item<T>(plan, kv, tables, item, kernel, target);
+            run_work_item<T>(plan, kv, tables, item, kernel, state, split_states);
         }
         if (item.num_splits == 1) write_output(plan, item, state, sinks);
     });
     team.parallel_for(plan.num_split_states ? num_items : 0, [&](int64_t i) {
         const WorkItem& item = plan.items[i];
         if (item.num_splits == 1 || item.split) return;
-        combine(splits, item, state, plan.num_rows(item), plan.args.head_dim);
+        combine(split_states, item, state);
         write_output(plan, item, state, sinks);
     });
 }

@@ -96,10 +96,10 @@ class LayerPlans {
     const AttentionPlan<T>& of(const LayerArgs& layer) const { return *plans_.at({layer.window,
         layer.scale}).second; }
 
-    size_t max_num_splits() const {
-        size_t max_splits = 0;
-        for (const auto& [_, plan] : plans_) max_splits = std::max(max_splits, size_t(plan.second->num_split_states));
-        return max_splits;
+    size_t max_split_states() const {
+        size_t most = 0;
+        for (const auto& [_, plan] : plans_) most = std::max(most, size_t(plan.second->num_split_states));
+        return most;
     }
 
   private:
@@ -197,7 +197,8 @@ void run_layers(const DecoderArgs& args) {
         if (experts) routing.reserve(tokens, experts->top_k, experts->num_experts);
     }
     if (!all_sampled) last_layer_plans.add(last);
-    std::vector<SoftmaxState> splits(std::max(layer_plans.max_num_splits(), last_layer_plans.max_num_splits()));
+    std::vector<SoftmaxState> split_states(
+        std::max(layer_plans.max_split_states(), last_layer_plans.max_split_states()));
     run_team(threads, args.num_layers * LOOPS_PER_LAYER + FINAL_LOOPS, [&](TeamThread& team) {
         int64_t rows = tokens;
         const T* added = nullptr;
@@ -228,7 +229,7 @@ void run_layers(const DecoderArgs& args) {
                 rows = args.num_rows;
             }
             const int32_t* tables = args.attention.tables + layer.table * args.table_stride;
-            attend<T, Kernel>(team, plan->of(layer), layer.kv, tables, layer.sinks, splits);
+            attend<T, Kernel>(team, plan->of(layer), layer.kv, tables, layer.sinks, split_states);
             product(team, static_cast<const T*>(scratch.attended), layer.o, scratch.update, rows);
             multiplier = layer.multiplier;
             add_and_norm(team, hidden, scratch.update, layer.after_attention, multiplier, layer.before_mlp, normed,

@@ -10,7 +10,6 @@
 namespace baton {
 
 constexpr int MAX_EXPERTS = 1024;
-constexpr int EXPERT_BLOCK_ROWS = 96;  // rows of one expert that are multiplied by a panel at a time
 constexpr int64_t EXPERT_LOOPS = 5 + 3 * GEMM_LOOPS;
 
 // How a router turns its logits into the weights of the chosen experts.
@@ -18,7 +17,8 @@ constexpr int64_t EXPERT_LOOPS = 5 + 3 * GEMM_LOOPS;
 //   SOFTMAX_CHOSEN: the largest, then softmax over them. This equals SOFTMAX_ALL, divided by its sum.
 enum RouterWeights : int32_t { SOFTMAX_ALL = 0, SOFTMAX_CHOSEN = 1 };
 
-// How the rows of one layer are distributed to experts. It is shared by the team and changes from layer to layer.
+// How the rows of one layer are distributed to experts. It is shared by the team and changes from layer to layer, as
+// may the number of experts: vectors may be longer than a layer needs.
 // Only the items of a loop may read it, not the number of items: a thread that was preempted before a loop must
 // find the loop's end even if the others are layers ahead.
 struct Routing {
@@ -29,12 +29,17 @@ struct Routing {
     std::vector<int64_t> begins;   // [num_experts + 1]: the first place of each expert, then the end
     std::vector<int64_t> blocks;   // [num_experts + 1]: the first block of rows of each expert, then the end
 
+    // Makes room for a layer.
     void reserve(int64_t rows, int top_k, int num_experts) {
-        for (auto* numbers : {&places, &sources}) numbers->resize(size_t(rows * top_k));
-        experts.resize(size_t(rows * top_k));
-        weights.resize(size_t(rows * top_k));
-        begins.resize(size_t(num_experts) + 1);
-        blocks.resize(size_t(num_experts) + 1);
+        const auto grow = [](auto& numbers, int64_t count) {
+            numbers.resize(std::max(numbers.size(), size_t(count)));
+        };
+        grow(experts, rows * top_k);
+        grow(weights, rows * top_k);
+        grow(places, rows * top_k);
+        grow(sources, rows * top_k);
+        grow(begins, num_experts + 1);
+        grow(blocks, num_experts + 1);
     }
 };
 
@@ -62,9 +67,9 @@ inline void choose_experts(const float* logits, int num_experts, int top_k, int3
     for (int k = 0; k < top_k; k++) weights[k] /= sum;
 }
 
-// Index of the last of the ascending numbers that is at most `value`. The first number is.
-inline int64_t last_at_most(const std::vector<int64_t>& numbers, int64_t value) {
-    return int64_t(std::upper_bound(numbers.begin(), numbers.end(), value) - numbers.begin()) - 1;
+// Index of the last of the first `count` numbers, ascending, that is at most `value`. The first number is.
+inline int64_t last_at_most(const std::vector<int64_t>& numbers, int64_t count, int64_t value) {
+    return int64_t(std::upper_bound(numbers.begin(), numbers.begin() + count, value) - numbers.begin()) - 1;
 }
 
 // Groups rows by expert, each expert's rows ascending.
@@ -74,7 +79,7 @@ inline void group_rows(Routing& routing, int64_t rows, int top_k, int num_expert
     routing.begins[0] = routing.blocks[0] = 0;
     for (int e = 0; e < num_experts; e++) {
         routing.begins[e + 1] = routing.begins[e] + next[e];
-        routing.blocks[e + 1] = routing.blocks[e] + (next[e] + EXPERT_BLOCK_ROWS - 1) / EXPERT_BLOCK_ROWS;
+        routing.blocks[e + 1] = routing.blocks[e] + (next[e] + ROWS_PER_BLOCK - 1) / ROWS_PER_BLOCK;
         next[e] = routing.begins[e];
     }
     for (int64_t i = 0; i < rows * top_k; i++) {
@@ -111,18 +116,18 @@ void multiply_experts(TeamThread& team, const ExpertsGemmArgs& args, const T* x,
     };
     if (args.row_bytes) {
         team.parallel_for_batched(places, [&](int64_t place) {
-            const ExpertRows rows(args, routing, last_at_most(routing.begins, place));
+            const ExpertRows rows(args, routing, last_at_most(routing.begins, num_experts + 1, place));
             prepare_row(*rows.weights, x + rows.begin * k, dtype, place - rows.begin, rows.count, scratch_of(rows));
         });
     }
-    const int64_t max_blocks = places / EXPERT_BLOCK_ROWS + std::min<int64_t>(num_experts, places);
+    const int64_t max_blocks = places / ROWS_PER_BLOCK + std::min<int64_t>(num_experts, places);
     team.parallel_for(max_blocks * panels, [&](int64_t item) {
         const int64_t block = item / panels, panel = item % panels, next = panel + threads;
-        const int64_t e = last_at_most(routing.blocks, block);
+        const int64_t e = last_at_most(routing.blocks, num_experts + 1, block);
         if (e == num_experts) return;  // there are fewer blocks
         const ExpertRows rows(args, routing, e);
-        const int64_t first = (block - routing.blocks[e]) * EXPERT_BLOCK_ROWS;
-        const int count = int(std::min<int64_t>(EXPERT_BLOCK_ROWS, rows.count - first));
+        const int64_t first = (block - routing.blocks[e]) * ROWS_PER_BLOCK;
+        const int count = int(std::min<int64_t>(ROWS_PER_BLOCK, rows.count - first));
         const GemmItem part{first, count, panel, next < panels ? next : -1};
         multiply_item(*rows.weights, part, x + rows.begin * k, dtype, out + rows.begin * n, dtype, rows.count,
             scratch_of(rows));

@@ -22,7 +22,6 @@
 
 namespace baton {
 
-constexpr int ROWS_PER_BLOCK = 96;
 constexpr int ROWS_PER_PASS = 6;
 
 // Prefetches the next weights into the L2 cache, a few cache lines per call.

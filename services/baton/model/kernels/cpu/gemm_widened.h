@@ -112,7 +112,58 @@ struct Widened : WidenedFormat {
     }
 };
 
-// float8 is expanded to floats once per slice, scales included.
+// float8 numbers in the lowest bytes of words, as floats: to_float of numbers.h in vectors.
+inline FloatVec widen_float8(WordVec codes) {
+    const WordVec sign = (codes & 0x80u) << 24, size = (codes & 0x7fu) << 20;
+    const FloatVec shifted = FloatVec(size + 121 * EXPONENT_ONE) - float_from_bits(121 * EXPONENT_ONE);
+    const WordVec normal = size == 0x7f00000u ? WordVec{} + 0x7fc00000u : size + 120 * EXPONENT_ONE;
+    return FloatVec(sign | (size < EXPONENT_ONE ? WordVec(shifted) : normal));
+}
+
+// A slice of float8 as it is packed: each weight is widened in a register. Products and their order are those of an
+// expanded slice, so a row's sums are the same. scales: [groups, 64], or null.
+struct Float8View {
+    PanelSlice slice;
+    const float* scales;
+    int group_size;
+
+    static constexpr int INPUTS_PER_FETCH = 8, ROWS_PER_TILE = 0;
+
+    template <int ROWS>
+    void multiply(const FloatRows& rows, int64_t row, float* sums, WeightPrefetch& prefetch) const {
+        constexpr int VECTORS = vectors_with(ROWS);
+        const float* x = rows.values + row * rows.stride + slice.first_input;
+        for (int first = 0; first < PANEL; first += VECTORS * VECTOR_FLOATS) {
+            FloatVec acc[ROWS][VECTORS];
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++)
+                    acc[r][v] = slice.is_first ? FloatVec{} : load_vector<FloatVec>(
+                        sums + r * PANEL + first + v * VECTOR_FLOATS);
+            for (int begin = 0; begin < slice.inputs; begin += group_size) {
+                const int end = std::min(begin + group_size, slice.inputs);
+                FloatVec factors[VECTORS];
+                for (int v = 0; v < VECTORS; v++)
+                    factors[v] = scales ? load_vector<FloatVec>(
+                        scales + begin / group_size * PANEL + first + v * VECTOR_FLOATS) : FloatVec{} + 1.0f;
+                for (int input = begin; input < end; input++) {
+                    if (input % INPUTS_PER_FETCH == 0) prefetch.fetch();
+                    const uint8_t* words = slice.packed + (size_t(input / 4) * PANEL + first) * 4;
+                    FloatVec lanes[VECTORS];
+                    for (int v = 0; v < VECTORS; v++)
+                        lanes[v] = factors[v] * widen_float8(
+                            (load_vector<WordVec>(words + v * VECTOR_BYTES) >> (input % 4 * 8)) & 0xffu);
+                    for (int r = 0; r < ROWS; r++)
+                        for (int v = 0; v < VECTORS; v++) acc[r][v] += lanes[v] * x[r * rows.stride + input];
+                }
+            }
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++)
+                    store(sums + r * PANEL + first + v * VECTOR_FLOATS, acc[r][v]);
+        }
+    }
+};
+
+// For more rows than a pass has, float8 is expanded to floats once per slice, scales included.
 struct Float8 : WidenedFormat {
     const WeightFormat* format;
 
@@ -124,10 +175,12 @@ struct Float8 : WidenedFormat {
     explicit Float8(const WeightFormat& of) : format(&of) {}
 
     template <typename Body>
-    void open(const PanelSlice& slice, int, Workspace& workspace, const Body& body) const {
+    void open(const PanelSlice& slice, int rows, Workspace& workspace, const Body& body) const {
         const int words = int(divide_up(slice.inputs, 4)), size = format->scales.super_size;
         if (size)
             expand_factors(format->scales, slice.packed + words * PANEL * 4, slice.inputs, size, workspace.scales);
+        if (rows <= ROWS_PER_PASS)
+            return body(Float8View{slice, size ? workspace.scales : nullptr, size ? size : slice.inputs});
         for (int quad = 0; quad < words; quad++) {
             uint32_t packed[PANEL];
             std::memcpy(packed, slice.packed + quad * sizeof packed, sizeof packed);

@@ -5,11 +5,14 @@ compiler, options and source. Only the few libraries used last are kept.
 """
 
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,7 +52,7 @@ def build(cache: Path | None = None, options: Sequence[str] = OPTIONS) -> Path:
         return library
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with user_cache.locked(directory / "lock"):  # held for at most COMPILE_S
+        with user_cache.locked(directory / "lock"):  # held for about COMPILE_S at most
             if not user_cache.use(library):
                 _compile(compiler, options, library)
                 _evict_old_libraries(directory, library)
@@ -102,17 +105,31 @@ def _version(compiler: str) -> str:
 
 
 def _compile(compiler: str, options: Sequence[str], library: Path) -> None:
+    """Compile the sources, on all processors, then link them."""
+    end_s = time.monotonic() + COMPILE_S
     with tempfile.TemporaryDirectory(prefix="building-", dir=library.parent) as scratch:
         made = Path(scratch) / library.name
-        command = [compiler, *options, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
-        try:
-            done = run_program(command, COMPILE_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise KernelsUnavailable(f"{compiler} did not finish: {error}") from error
-        if done.returncode:
-            reason = next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
-            raise KernelsUnavailable(f"{compiler} failed: {reason}")
+        objects = [str(Path(scratch) / f"{name}.o") for name in SOURCES]
+        each = zip(SOURCES, objects, strict=True)
+        commands = [[compiler, *options, "-c", str(HERE / source), "-o", target] for source, target in each]
+        with ThreadPoolExecutor(max_workers=min(len(commands), os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda command: _run(command, end_s), commands))
+        _run([compiler, *options, *objects, "-o", str(made)], end_s)
         user_cache.publish(made, library)
+
+
+def _run(command: Sequence[str], end_s: float) -> None:
+    """Run the compiler, at the latest until `end_s` of the monotonic clock.
+
+    Raises KernelsUnavailable if it fails.
+    """
+    try:
+        done = run_program(command, max(0.0, end_s - time.monotonic()))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelsUnavailable(f"{command[0]} did not finish: {error}") from error
+    if done.returncode:
+        reason = next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
+        raise KernelsUnavailable(f"{command[0]} failed: {reason}")
 
 
 def _evict_old_libraries(directory: Path, newest: Path) -> None:

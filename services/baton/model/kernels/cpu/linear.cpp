@@ -102,6 +102,18 @@ void dispatch_format(const WeightFormat& format, const void* x, int32_t x_dtype,
     }
 }
 
+// Bytes of adjacent panels that a thread multiplies by few rows at a time: a stream that the hardware prefetches,
+// which it would have to find again at each panel otherwise. Not tuned.
+constexpr int64_t RUN_BYTES = 256 * 1024;
+constexpr int64_t RUNS_PER_THREAD = 4;  // so that threads end together
+
+// Number of adjacent panels that a thread takes at a time.
+int64_t panels_of_run(const GemmArgs& args, int64_t rows, int64_t panels, int threads) {
+    if (rows > ROWS_PER_PASS) return 1;
+    const int64_t bytes = panel_bytes(args.weights->format, args.k);
+    return std::max<int64_t>(1, std::min(RUN_BYTES / bytes, panels / (RUNS_PER_THREAD * threads)));
+}
+
 // The weight that a panel of all weights together belongs to; `panel` becomes its panel, `column` its first output.
 const PackedWeights* find_weight(const GemmArgs& args, int64_t& panel, int64_t& column) {
     const PackedWeights* weights = args.weights;
@@ -165,11 +177,16 @@ void gemm(TeamThread& team, const GemmArgs& args, const void* x, int32_t x_dtype
     int64_t rows, void* scratch, int threads) {
     prepare_gemm(team, args, x, x_dtype, rows, scratch);
     const int64_t panels = total_panels(args), blocks = divide_up(rows, ROWS_PER_BLOCK);
-    team.parallel_for(blocks * panels, [&](int64_t i) {
-        const int64_t block = i / panels, row = block * ROWS_PER_BLOCK, next = i % panels + threads;
-        const int64_t next_panel = block + 1 < blocks || next < panels ? next % panels : -1;
-        const GemmItem item{row, int(std::min<int64_t>(ROWS_PER_BLOCK, rows - row)), i % panels, next_panel};
-        multiply_item(args, item, x, x_dtype, out, out_dtype, rows, scratch);
+    const int64_t run = panels_of_run(args, rows, panels, threads), runs = divide_up(panels, run);
+    team.parallel_for(blocks * runs, [&](int64_t i) {
+        const int64_t block = i / runs, row = block * ROWS_PER_BLOCK;
+        const int64_t begin = i % runs * run, end = std::min(panels, begin + run);
+        for (int64_t panel = begin; panel < end; panel++) {
+            const int64_t next = panel + 1 < end ? panel + 1 : begin + run * threads;
+            const int64_t next_panel = block + 1 < blocks || next < panels ? next % panels : -1;
+            const GemmItem item{row, int(std::min<int64_t>(ROWS_PER_BLOCK, rows - row)), panel, next_panel};
+            multiply_item(args, item, x, x_dtype, out, out_dtype, rows, scratch);
+        }
     });
 }
 

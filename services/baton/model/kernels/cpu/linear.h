@@ -16,6 +16,7 @@ struct GemmArgs {
 };
 
 constexpr int64_t GEMM_LOOPS = 2;
+constexpr int ROWS_PER_BLOCK = 96;  // rows of x that are multiplied by a panel at a time
 
 // Bytes of scratch that a product needs per row of x, a multiple of the cache line. x_dtype: see Dtype.
 int64_t gemm_row_bytes(const GemmArgs& args, int32_t x_dtype);

@@ -13,17 +13,33 @@
 
 namespace baton {
 
-// Floats per vector of attention_decode_bf16.h. Splits of KV are multiples of it.
+// Floats per vector of attention_decode_bf16.h.
 constexpr int BF16_LANES = 16;
 constexpr int KV_TILE = 128;
 // A tile's KV begins at a multiple of this, even with a window. So a row's sums do not depend on its tile.
 constexpr int KV_BATCH = 96;
 constexpr int MAX_ROWS = 512;  // upper bound for any tile
+// The KV that a row sees is summed in segments, whose sums are then added in order. Where a segment begins depends
+// on nothing but the number of visible tokens. So a row's result depends neither on its tile nor on how many threads
+// share its KV.
+constexpr int MIN_SEGMENT_TOKENS = 768;
+constexpr int MAX_SEGMENTS = 8;  // in which all visible tokens fit, if the first begins one
+static_assert(MIN_SEGMENT_TOKENS % KV_BATCH == 0 && MIN_SEGMENT_TOKENS % KV_TILE == 0);
 // Distance between the tokens being read and being prefetched.
 constexpr int PREFETCH_TOKENS = 2 * BF16_LANES;
 constexpr float MASKED_SCORE = -1e30f;  // below every score; finite, so that differences are not NaN
 
 inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
+
+// The first multiple of `step` after `value`.
+inline int next_multiple(int value, int step) { return (value / step + 1) * step; }
+
+// Tokens of a segment for a row that sees `num_visible` tokens. Segments begin at multiples of it.
+inline int segment_tokens(int num_visible) {
+    int tokens = MIN_SEGMENT_TOKENS;
+    while (num_visible > MAX_SEGMENTS * tokens) tokens *= 2;
+    return tokens;
+}
 
 // Locates the KV of one sequence and head in its blocks. T: as it is stored; int8_t has scales. `first`: the
 // first token that may be read.
@@ -91,7 +107,7 @@ struct KvRange {
     int begin, end;
 };
 
-// State of the online softmax for the rows of a tile.
+// State of the online softmax for the rows of a tile, over a part of the KV.
 struct SoftmaxState {
     std::vector<float> weighted_values, row_max, row_sum;  // [rows, head_dim], [rows], [rows]
 
@@ -99,6 +115,21 @@ struct SoftmaxState {
         weighted_values.assign(size_t(rows) * head_dim, 0.0f);
         row_max.assign(rows, MASKED_SCORE);
         row_sum.assign(rows, 0.0f);
+    }
+
+    // Adds the state of the same rows over later tokens. It is not inlined, so that its rounding is the same wherever
+    // it is called: a compiler may join either of two products with their sum.
+    __attribute__((noinline)) void add(const SoftmaxState& later) {
+        const size_t rows = row_max.size(), dim = weighted_values.size() / rows;
+        for (size_t r = 0; r < rows; r++) {
+            const float top = std::max(row_max[r], later.row_max[r]);
+            const float own_factor = std::exp2(row_max[r] - top), factor = std::exp2(later.row_max[r] - top);
+            row_max[r] = top;
+            row_sum[r] = row_sum[r] * own_factor + later.row_sum[r] * factor;
+            float* own = &weighted_values[r * dim];
+            const float* added = &later.weighted_values[r * dim];
+            for (size_t d = 0; d < dim; d++) own[d] = own[d] * own_factor + added[d] * factor;
+        }
     }
 };
 
