@@ -394,6 +394,7 @@ def started(name: str, setting: SystemSetting) -> AbstractContextManager[Compute
 
 
 def vocabulary(model: Path) -> int:
-    """Return the vocabulary size of a model."""
-    size: int = json.loads((model / "config.json").read_text())["vocab_size"]
+    """Return the vocabulary size of a model, or of the text part of a composite one."""
+    config = json.loads((model / "config.json").read_text())
+    size: int = config.get("text_config", config)["vocab_size"]
     return size
