@@ -41,6 +41,7 @@ class EngineCell:
         """Return seconds (TTFT, TPOT) or requests per second (throughput).
 
         `times` has the arrival times of the tokens of each prompt, in seconds since the requests were sent.
+        Raises RuntimeError for a TPOT if no token came after the first ones, because nothing was streamed.
         """
         if self.what == "TTFT":
             return times[0][0]
@@ -48,6 +49,8 @@ class EngineCell:
             return self.num / max(each[-1] for each in times)
         begin_s = max(each[0] for each in times)
         decoding = [each for each in times if each[-1] > begin_s]
+        if not decoding:
+            raise RuntimeError("all tokens came at once, so they have no TPOT")
         return statistics.fmean(
             (each[-1] - begin_s) / _tokens_after(each, begin_s, self.num_outputs) for each in decoding
         )
