@@ -33,7 +33,7 @@ from typing import Any
 
 from baton.worker.device.kv_path import KvPath, PathSpeed, choose_kv_path, measure_path
 from bench.scenarios.cluster.goodput import model_directory
-from bench.support.engine.engine_cells import CELLS, DECODED, EngineCell
+from bench.support.engine.engine_cells import GPU_CELLS, EngineCell
 from bench.support.engine.engine_prompts import random_prompts
 from bench.support.fp8_checkpoint import write_fp8
 from bench.support.roofline import Needs, measured
@@ -44,9 +44,8 @@ from bench.systems.gpu_engine import EngineProcess
 from bench.systems.serving_systems import NO_DRAFTS, SystemSetting
 
 MAX_MODEL_LEN = 8_448
-FEW = tuple(cell for cell in CELLS if cell.what != "throughput" and cell.num_tokens <= 2048)
-ALL = (*CELLS, *(EngineCell(what="TPOT", num=64, num_tokens=n, num_outputs=DECODED) for n in (256, 2048)))
-PROMPTS = tuple(cell for cell in CELLS if cell.what == "TTFT")
+FEW = tuple(cell for cell in GPU_CELLS if cell.what != "throughput" and cell.num_tokens <= 2048 and cell.num <= 32)
+PROMPTS = tuple(cell for cell in GPU_CELLS if cell.what == "TTFT")
 ANSWERS = tuple(EngineCell(what="TPOT", num=num, num_tokens=320, num_outputs=200) for num in (1, 8))
 """Long answers, with and without drafts. No other cell has prompts of this length, and so this name."""
 WARM = EngineCell(what="TPOT", num=2, num_tokens=300, num_outputs=8)
@@ -66,7 +65,7 @@ class Variant:
 
 
 VARIANTS: Mapping[str, Variant] = {
-    "bf16": Variant(cells=ALL),
+    "bf16": Variant(cells=GPU_CELLS),
     "restart": Variant(cells=()),
     "transformers": Variant(cells=FEW, is_peer=True),
     "kv-int8": Variant(cells=FEW, settings={"kv_dtype": "int8"}),
@@ -181,7 +180,7 @@ class GpuBench:
         done = {name: each for name, each in found.items() if each.get("figures")}
         needs, limits = Needs.of(self._model), self.saved["roofline"]
         rows = []
-        for cell in (*ALL, *ANSWERS):
+        for cell in (*GPU_CELLS, *ANSWERS):
             own = {name: each["figures"][cell.name] for name, each in done.items() if cell.name in each["figures"]}
             if own:
                 limit_s = cell.roofline_s(needs, limits["flops"], limits["bytes"])

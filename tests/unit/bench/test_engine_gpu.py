@@ -53,3 +53,9 @@ def test_an_fp8_checkpoint_that_was_cut_off_is_written_again(tmp_path: Path, mon
     fp8_checkpoint.write_fp8(plain, out)
     assert (out / "model-00001.safetensors").exists()
     assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+
+
+def test_each_cell_has_a_name_of_its_own() -> None:
+    cells = [*engine_gpu.GPU_CELLS, *engine_gpu.ANSWERS]
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert {"ttft-8192", "tpot-8", "tpot-8x2048", "tpot-8x320", "mix-32x64-256"} < {cell.name for cell in cells}
