@@ -1,4 +1,4 @@
-"""The benchmark `engine_gpu` without a GPU: a variant whose process crashes, and an FP8 checkpoint cut off."""
+"""The benchmark `engine_gpu` without a GPU: cells, a variant whose process crashes, FP8 checkpoints."""
 
 import argparse
 import json
@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from baton.worker.device.kv_path import PathSpeed
 from bench.scenarios.engine import engine_gpu
-from bench.scenarios.engine.engine_gpu import VARIANTS, GpuBench, Variant
+from bench.scenarios.engine.engine_gpu import ANSWERS, VARIANTS, GpuBench, Variant
 from bench.support import fp8_checkpoint
+from bench.support.engine.engine_cells import GPU_CELLS
 from bench.support.roofline import Roofline
 
 
@@ -20,7 +22,7 @@ def test_a_crashed_engine_is_noted_and_the_next_variant_is_measured(
 ) -> None:
     monkeypatch.setattr(engine_gpu, "machine", lambda *names: "a machine")
     monkeypatch.setattr(engine_gpu, "measured", lambda **fields: Roofline(flops=1.0, bytes=1.0))
-    monkeypatch.setattr(engine_gpu, "measure_path", lambda path, device: engine_gpu.PathSpeed())
+    monkeypatch.setattr(engine_gpu, "measure_path", lambda path, device: PathSpeed())
 
     def measure(_bench: GpuBench, variant: Variant) -> dict[str, Any]:
         if variant is VARIANTS["kv-int8"]:
@@ -56,6 +58,6 @@ def test_an_fp8_checkpoint_that_was_cut_off_is_written_again(tmp_path: Path, mon
 
 
 def test_each_cell_has_a_name_of_its_own() -> None:
-    cells = [*engine_gpu.GPU_CELLS, *engine_gpu.ANSWERS]
+    cells = [*GPU_CELLS, *ANSWERS]
     assert len({cell.name for cell in cells}) == len(cells)
     assert {"ttft-8192", "tpot-8", "tpot-8x2048", "tpot-8x320", "mix-32x64-256"} < {cell.name for cell in cells}
