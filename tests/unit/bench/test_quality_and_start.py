@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
 from bench.scenarios.cluster.goodput_pairs import cases_of
-from bench.scenarios.engine import families
+from bench.scenarios.engine import attention, families
 from bench.scenarios.engine.restart import beyond_ray_s, phases_s
 from bench.scenarios.engine.weight_quality import judged
 from bench.support import text_quality
@@ -98,3 +98,15 @@ def test_share_of_a_family_uses_the_rates_of_its_own_repeat() -> None:
 def test_a_family_that_failed_has_a_row_that_says_why() -> None:
     row = families.row("olmo-2", {"failed": "EOFError: "}, None)
     assert row == ["olmo-2", "OLMo-2-0425-1B", "", "", "", "", "EOFError: "]
+
+
+@pytest.mark.parametrize(("kv_dtype", "stored"), [("auto", torch.bfloat16), ("int8", torch.int8)])
+def test_attention_is_measured_over_kv_of_either_dtype(
+    kv_dtype: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "NUM_BLOCKS", 4)
+    cache = attention.random_cache(2, 16, kv_dtype)
+    kv = cache.layers[-1]
+    assert (kv.keys.dtype, cache.dtype, cache.num_blocks) == (stored, torch.bfloat16, 4)
+    assert (kv.key_scales is not None) == (kv_dtype == "int8")
+    assert kv.values.float().abs().amax(dim=(1, 2, 3)).min() > 0
