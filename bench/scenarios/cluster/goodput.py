@@ -237,10 +237,12 @@ def model_directory(model: str, out: Path) -> Path:
         return resolve_model("demo")
     directory = out / "models" / model
     if not directory.exists():
+        unfinished = emptied(directory.with_name(f"{model}.new"))  # a stopped run leaves no part of a model
         subprocess.run(
-            [str(Path(sys.executable).parent / "baton"), "model", "init", "--like", model, "--out", str(directory)],
+            [str(Path(sys.executable).parent / "baton"), "model", "init", "--like", model, "--out", str(unfinished)],
             check=True,
         )
+        unfinished.rename(directory)
     return directory
 
 
