@@ -124,7 +124,7 @@ class FormatBench:
         for name, version in peer_versions(self._arguments.llama, self._arguments.vllm).items():
             self.saved[name] = version
         for model in self.models():
-            for format_name in model.formats(self._arguments.formats.split(",")):
+            for format_name in model.formats(self._arguments.formats):
                 self._format(model, format_name)
 
     def figures(self, model: BenchModel, format_name: str) -> EngineFigures:
@@ -306,7 +306,7 @@ def _reason(error: BaseException) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the arguments, with `cells` and `systems` as lists of names. Exits if one is not known."""
+    """Return the arguments, with cells, systems and formats as lists of names. Exits if one is not known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory that keeps figures, models and logs")
     parser.add_argument("--models", default=MODELS, help=f"shapes of `baton model init`, comma-separated ({MODELS})")
@@ -329,7 +329,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     try:
         parsed.systems = chosen(parsed.systems, SYSTEM_NAMES)
         parsed.cells = chosen(parsed.cells, list(CELLS_BY_NAME))
-        chosen(parsed.formats.split(","), [name for name in FORMATS if name != FILE])
+        parsed.formats = chosen(parsed.formats.split(","), [name for name in FORMATS if name != FILE])
     except ValueError as error:
         parser.error(str(error))
     return parsed
