@@ -23,7 +23,7 @@ def write_fp8(plain: Path, out: Path) -> Path:
         return out
     out.mkdir(parents=True, exist_ok=True)
     for file in plain.iterdir():
-        if file.suffix in (".json", ".jinja") and not file.name.endswith(".index.json"):
+        if file.suffix in (".json", ".jinja") and file.name not in ("config.json", "model.safetensors.index.json"):
             shutil.copyfile(file, out / file.name)
     weight_map = {}
     for number, file in enumerate(sorted(plain.glob("*.safetensors")), 1):
@@ -39,7 +39,7 @@ def write_fp8(plain: Path, out: Path) -> Path:
         save_file(written, out / shard, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(written, shard))
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    config = json.loads((plain / "config.json").read_text())
+    config = json.loads((plain / "config.json").read_text())  # written last: it marks a complete checkpoint
     config["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",

@@ -46,8 +46,9 @@ FORMATS: Mapping[str, Callable[[torch.Tensor], Weight]] = {
     "float16": lambda weight: FloatWeight(weight.half()),
     "float8": lambda weight: FloatWeight(weight.to(torch.float8_e4m3fn)),
     "int8 of 32": lambda weight: quantise(weight, 8, 32),
+    "int8 of 64": lambda weight: quantise(weight, 8, 64),  # --weights int8
     "int8 of 128": lambda weight: quantise(weight, 8, 128),
-    "int4 of 32": lambda weight: quantise(weight, 4, 32),
+    "int4 of 32": lambda weight: quantise(weight, 4, 32),  # --weights int4
     "int4 of 128": lambda weight: quantise(weight, 4, 128),
     "int4 of 32, offsets": lambda weight: quantise(weight, 4, 32, has_offsets=True),
     "as Q4_K": partial(two_level, bits=4, group_size=32, has_offsets=True),

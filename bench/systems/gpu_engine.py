@@ -1,6 +1,5 @@
 """One engine in its own process, with any worker settings and with drafts, for `engine_gpu`."""
 
-import asyncio
 import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
@@ -8,12 +7,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from baton.core.ids import WorkerRef
-from baton.engine.engine import Engine
-from baton.engine.speculation.modes import open_speculation
-from baton.worker.costs.measure_costs import measure_costs
-from baton.worker.costs.step_cost_keeper import CostKeeper
-from baton.worker.device.open_device import open_device
 from bench.systems.bench_worker import worker_config
 from bench.systems.engines import InProcess
 
@@ -21,23 +14,10 @@ START_S, LAST_S = 600.0, 10.0
 
 
 class TunedEngine(InProcess):
-    """`InProcess` with other worker settings. `speculate` is one of them."""
+    """`InProcess` with any worker settings."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        config = worker_config(**settings)
-        self._device = open_device(config, WorkerRef(worker_id="bench", worker_epoch=1, address="bench"))
-        self._block_size = config.block_size_tokens
-        self._next_id = 1
-        keeper = self._keeper = CostKeeper(
-            asyncio.run(measure_costs(self._device.executor, self._device.engine_config, self._device.pool))
-        )
-        self._engine = Engine(
-            self._device.engine_config,
-            self._device.pool,
-            step_costs=lambda: keeper.costs,
-            clock=time.monotonic,
-            speculation=open_speculation(config.speculate),
-        )
+        self._open(worker_config(**settings))
 
     @property
     def summary(self) -> str:

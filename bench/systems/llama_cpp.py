@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.support.engine.engine_prompts import FIRST_ID
 from bench.systems.engines import LLAMA, THREADS, EngineFailed, ServedEngine
 from loadgen.send.dialects import DIALECTS
 from loadgen.send.server.server_process import free_port, http_probe, running_server
@@ -20,6 +21,8 @@ QUANTISE_S = 1800.0
 MAX_OUTPUT_TOKENS = 320
 """Tokens of a slot after its prompt. No cell decodes more."""
 SLOT_STEP = 64
+WARM_TOKENS = 128
+"""Tokens of the prompts that each slot gets before the first measurement."""
 LEAST_MESSAGES = 0.5
 """Smallest share of tokens that arrive in messages of their own. Below it, times of tokens mean nothing."""
 DIALECT = DIALECTS["llamacpp"]
@@ -87,7 +90,7 @@ def server_command(server: Path, file: Path, shape: ServerShape, port: int) -> l
         "--ctx-size": shape.slots * shape.slot_tokens,
         "--cache-ram": 0,
     }
-    return [str(server), *(str(part) for setting in settings.items() for part in setting), "--no-webui"]
+    return [str(server), *(str(part) for setting in settings.items() for part in setting)]
 
 
 class LlamaEngine:
@@ -126,6 +129,8 @@ class LlamaEngine:
         probe = http_probe(self._url, {}, is_insecure=False)
         self._running.enter_context(running_server(command, probe, self._log, ready_s=START_S))
         self._shape = shape
+        warm = [list(range(FIRST_ID, FIRST_ID + WARM_TOKENS))] * shape.slots
+        ServedEngine(self._url, DIALECT)(warm, 2)  # the other systems have run for a while, too
 
 
 def require_streamed(times: Sequence[Sequence[float]], num_outputs: int) -> None:

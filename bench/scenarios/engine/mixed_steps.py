@@ -43,7 +43,7 @@ from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device
 from bench.scenarios.cluster.goodput import model_directory
-from bench.scenarios.engine.engine_speed import FIRST_ID
+from bench.support.engine.engine_prompts import random_prompts
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
 from bench.systems.bench_worker import worker_config
@@ -222,10 +222,7 @@ class MixedStepsBench:
         self, device: Device, keeper: CostKeeper | None, directory: Path, rate_rps: float, seed: int
     ) -> RunMeasurements:
         rng = random.Random(self._next_id)
-        size = vocabulary(directory)
-        prompts = [
-            [rng.randrange(FIRST_ID, size) for _ in range(PROMPT_TOKENS)] for _ in range(self._arguments.requests)
-        ]
+        prompts = random_prompts(self._arguments.requests, PROMPT_TOKENS, vocabulary(directory), rng)
         requests = sequence_requests(
             prompts, self._arguments.outputs, self._next_id, device.engine_config.block_size_tokens
         )

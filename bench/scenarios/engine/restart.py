@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from bench.scenarios.cluster.goodput import model_directory
-from bench.scenarios.engine.engine_speed import FIRST_ID
+from bench.support.engine.engine_prompts import REST_S, random_prompts
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
 from bench.systems.engines import ServedEngine, vocabulary
@@ -27,7 +27,6 @@ BOTH_CORES = next(system for system in SYSTEMS if system.name == "Baton 1 hybrid
 MODELS = "demo,tiny-42m,qwen3-0.6b"
 NUM_REQUESTS = 10
 PROMPT_TOKENS = 512
-REST_S = 0.5
 RAY_PHASE = "ray"
 _PHASE_LINE = re.compile(r"^(?P<name>[a-z][\w-]*) .* (?P<seconds>\d+\.\d) s$", re.MULTILINE)
 """A line that `baton up` prints when a phase of the start has ended."""
@@ -60,7 +59,7 @@ def one_start(setting: SystemSetting, seed: int) -> dict[str, float]:
         ttfts_s = []
         for _ in range(NUM_REQUESTS):
             time.sleep(REST_S)
-            ttfts_s.append(ask([[rng.randrange(FIRST_ID, size) for _ in range(PROMPT_TOKENS)]], 2)[0][0])
+            ttfts_s.append(ask(random_prompts(1, PROMPT_TOKENS, size, rng), 2)[0][0])
     return {
         "start_s": start_s,
         "beyond_ray_s": beyond_ray_s(start_s, log.read_text(errors="replace")),

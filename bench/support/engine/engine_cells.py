@@ -8,6 +8,8 @@ from fnmatch import fnmatch
 from bench.support.roofline import Needs
 
 DECODED = 33
+CONTEXT = 256
+"""Tokens of the prompts before most measurements of TPOT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +31,18 @@ class EngineCell:
 
     @property
     def name(self) -> str:
+        """A name without blanks: `ttft-512`, `tpot-8`, `tpot-8x2048` (not CONTEXT), or `mix-16x512-64`."""
         if self.what == "TTFT":
-            return f"TTFT {self.num_tokens}"
-        return (
-            f"TPOT batch {self.num}, {self.num_tokens}"
-            if self.what == "TPOT"
-            else f"{self.num_tokens} in / {self.num_outputs} out"
-        )
+            return f"ttft-{self.num_tokens}"
+        if self.what == "TPOT":
+            return f"tpot-{self.num}" + ("" if self.num_tokens == CONTEXT else f"x{self.num_tokens}")
+        return f"mix-{self.num}x{self.num_tokens}-{self.num_outputs}"
 
     def figure(self, times: Sequence[Sequence[float]]) -> float:
         """Return seconds (TTFT, TPOT) or requests per second (throughput).
 
         `times` has the arrival times of the tokens of each prompt, in seconds since the requests were sent.
+        Raises RuntimeError for a TPOT if no token came after the first ones, because nothing was streamed.
         """
         if self.what == "TTFT":
             return times[0][0]
@@ -48,6 +50,8 @@ class EngineCell:
             return self.num / max(each[-1] for each in times)
         begin_s = max(each[0] for each in times)
         decoding = [each for each in times if each[-1] > begin_s]
+        if not decoding:
+            raise RuntimeError("all tokens came at once, so they have no TPOT")
         return statistics.fmean(
             (each[-1] - begin_s) / _tokens_after(each, begin_s, self.num_outputs) for each in decoding
         )
@@ -78,15 +82,23 @@ def _tokens_after(times: Sequence[float], begin_s: float, num_outputs: int) -> f
     return max(1.0, sum(at_s > begin_s for at_s in times) * num_outputs / len(times))
 
 
-CELLS = (
-    *(
-        EngineCell(what="TTFT", num=1, num_tokens=n, num_outputs=2, tries=tries)
-        for n, tries in ((128, 7), (512, 5), (2048, 3), (8192, 1))
-    ),
-    *(EngineCell(what="TPOT", num=num, num_tokens=n, num_outputs=DECODED) for n in (256, 2048) for num in (1, 8, 32)),
+MIXES = (
     EngineCell(what="throughput", num=16, num_tokens=512, num_outputs=64),
     EngineCell(what="throughput", num=8, num_tokens=2048, num_outputs=16),
     EngineCell(what="throughput", num=32, num_tokens=64, num_outputs=256),
+)
+
+GPU_CELLS = (
+    *(
+        EngineCell(what="TTFT", num=1, num_tokens=num_tokens, num_outputs=2, tries=tries)
+        for num_tokens, tries in ((128, 7), (512, 5), (2048, 3), (8192, 1))
+    ),
+    *(
+        EngineCell(what="TPOT", num=num, num_tokens=num_tokens, num_outputs=DECODED)
+        for num_tokens in (CONTEXT, 2048)
+        for num in (1, 8, 32, 64)
+    ),
+    *MIXES,
 )
 
 FORMAT_CELLS = (
@@ -94,22 +106,13 @@ FORMAT_CELLS = (
         EngineCell(what="TTFT", num=1, num_tokens=num_tokens, num_outputs=2, tries=tries)
         for num_tokens, tries in ((128, 5), (512, 3), (2048, 1))
     ),
-    *(EngineCell(what="TPOT", num=num, num_tokens=256, num_outputs=DECODED) for num in (1, 8, 32)),
-    EngineCell(what="throughput", num=16, num_tokens=512, num_outputs=64),
-    EngineCell(what="throughput", num=8, num_tokens=2048, num_outputs=16),
-    EngineCell(what="throughput", num=32, num_tokens=64, num_outputs=256),
+    *(EngineCell(what="TPOT", num=num, num_tokens=CONTEXT, num_outputs=DECODED) for num in (1, 8, 32)),
+    *MIXES,
     *(EngineCell(what="throughput", num=num, num_tokens=128, num_outputs=64) for num in (1, 4, 16, 64)),
 )
 
 
-def cell_name(cell: EngineCell) -> str:
-    """Return a name without blanks, such as `ttft-512`, `tpot-8`, or `mix-16x512-64`."""
-    if cell.what == "TTFT":
-        return f"ttft-{cell.num_tokens}"
-    return f"tpot-{cell.num}" if cell.what == "TPOT" else f"mix-{cell.num}x{cell.num_tokens}-{cell.num_outputs}"
-
-
-CELLS_BY_NAME = {cell_name(cell): cell for cell in FORMAT_CELLS}
+CELLS_BY_NAME = {cell.name: cell for cell in FORMAT_CELLS}
 """Cells of the benchmark `engine`, by name."""
 
 

@@ -72,6 +72,11 @@ class EngineFigures:
         keys = [(cell, name, number) for number in range(repeats) for cell, name in wanted]
         return [key for key in keys if key not in self._figures]
 
+    @property
+    def num_repeats(self) -> int:
+        """Number of repeats that have a figure."""
+        return len({number for _, _, number in self._figures})
+
     def values(self, cell: str, name: str) -> list[float]:
         """Return the figures of a cell."""
         return [figure.value for _, figure in self._of(cell, name)]

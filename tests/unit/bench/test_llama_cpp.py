@@ -1,9 +1,13 @@
 """How llama.cpp's server is started for a batch, and when its times are refused."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.systems import llama_cpp
 from bench.systems.engines import EngineFailed
 from bench.systems.llama_cpp import (
     MAX_OUTPUT_TOKENS,
@@ -57,3 +61,30 @@ def test_tokens_that_arrive_in_few_messages_have_no_times() -> None:
     require_streamed([[0.1] * 33, [0.1] * 17], 33)
     with pytest.raises(EngineFailed, match="33 tokens in 16 messages"):
         require_streamed([[0.1] * 33, [0.1] * 16], 33)
+
+
+def test_a_server_is_warm_before_its_first_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("llama-server", "llama-quantize"):
+        (tmp_path / name).touch()
+    events: list[str] = []
+
+    def running(*_arguments: Any, **_fields: Any) -> AbstractContextManager[None]:
+        events.append("start")
+        return nullcontext()
+
+    class FakeServer:
+        def __init__(self, *_arguments: Any) -> None: ...
+
+        def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
+            events.append(f"{len(prompts)} x {len(prompts[0])}, {num_outputs}")
+            return [[0.1] * num_outputs] * len(prompts)
+
+    monkeypatch.setattr(llama_cpp, "running_server", running)
+    monkeypatch.setattr(llama_cpp, "ServedEngine", FakeServer)
+    engine = LlamaEngine(LlamaTools(tmp_path), tmp_path / "m.gguf", tmp_path / "log")
+    engine([[1] * 16] * 2, 1)
+    engine([[1] * 16] * 2, 33)
+    assert events == ["start", "2 x 128, 2", "2 x 16, 1", "2 x 16, 33"]
+    engine.rest()
+    engine([[1] * 16] * 2, 33)
+    assert events[4:] == ["start", "2 x 128, 2", "2 x 16, 33"]

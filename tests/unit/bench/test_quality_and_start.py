@@ -1,5 +1,6 @@
 """Pure parts of the benchmarks of quality, start time and model families."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from tokenizers import Tokenizer
 
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
+from bench.scenarios.cluster import goodput
 from bench.scenarios.cluster.goodput_pairs import cases_of
-from bench.scenarios.engine import families
+from bench.scenarios.engine import attention, families
 from bench.scenarios.engine.restart import beyond_ray_s, phases_s
 from bench.scenarios.engine.weight_quality import judged
 from bench.support import text_quality
@@ -98,3 +100,46 @@ def test_share_of_a_family_uses_the_rates_of_its_own_repeat() -> None:
 def test_a_family_that_failed_has_a_row_that_says_why() -> None:
     row = families.row("olmo-2", {"failed": "EOFError: "}, None)
     assert row == ["olmo-2", "OLMo-2-0425-1B", "", "", "", "", "EOFError: "]
+
+
+@pytest.mark.parametrize(("kv_dtype", "stored"), [("auto", torch.bfloat16), ("int8", torch.int8)])
+def test_attention_is_measured_over_kv_of_either_dtype(
+    kv_dtype: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "NUM_BLOCKS", 4)
+    cache = attention.random_cache(2, 16, kv_dtype)
+    kv = cache.layers[-1]
+    assert (kv.keys.dtype, cache.dtype, cache.num_blocks) == (stored, torch.bfloat16, 4)
+    assert (kv.key_scales is not None) == (kv_dtype == "int8")
+    assert kv.values.float().abs().amax(dim=(1, 2, 3)).min() > 0
+
+
+def model_of_goodput(out: Path, write: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("bench.scenarios.cluster.goodput.subprocess.run", lambda command, **_: write(Path(command[-1])))
+    return goodput.model_directory("tiny-42m", out)
+
+
+def model_of_family(out: Path, write: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(families, "init_model", lambda config, directory: write(directory))
+    return families.family_directory("qwen3", out)
+
+
+@pytest.mark.parametrize("create", [model_of_goodput, model_of_family])
+def test_a_model_that_was_cut_off_is_written_again(
+    create: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(directory: Path) -> None:
+        directory.mkdir()
+        for name in ("config.json", "generation_config.json", "model.safetensors"):
+            (directory / name).touch()
+
+    def stopped(directory: Path) -> None:
+        write(directory)
+        (directory / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        create(tmp_path, stopped, monkeypatch)
+    directory = create(tmp_path, write, monkeypatch)
+    assert (directory / "model.safetensors").exists()
+    assert create(tmp_path, stopped, monkeypatch) == directory

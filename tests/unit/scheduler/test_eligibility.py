@@ -56,16 +56,21 @@ def test_masks_equal_the_scalar_function_on_random_clusters(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "role", "most"),
+    ("layout", "role", "chunk", "most"),
     [
-        (LAYOUT, WorkerRole.HYBRID, 100 * 16),
-        (WINDOWED, WorkerRole.HYBRID, (100 - 2 * 11) * 16),
-        (WINDOWED, WorkerRole.DECODE, (100 - 2 * 7) * 16),
+        (LAYOUT, WorkerRole.HYBRID, 64, 100 * 16),
+        (WINDOWED, WorkerRole.HYBRID, 64, (100 - 2 * 11) * 16),
+        (WINDOWED, WorkerRole.DECODE, 64, (100 - 2 * 7) * 16),
+        (WINDOWED, WorkerRole.HYBRID, 0, 100 // 3 * 16),
     ],
 )
-def test_layers_with_a_window_take_a_constant_number_of_blocks(layout: KvLayout, role: WorkerRole, most: int) -> None:
-    """96 tokens of window and a chunk of 64, or of one token where prompts are pulled only."""
-    worker = WorkerView(report=worker_report(layout=layout, role=role, blocks=blocks(100), max_num_batched_tokens=64))
+def test_layers_with_a_window_take_a_constant_number_of_blocks(
+    layout: KvLayout, role: WorkerRole, chunk: int, most: int
+) -> None:
+    """96 tokens of window and a chunk of 64, of one token where prompts are pulled only, or of an unknown size,
+    with which a chunk may be the whole prompt."""
+    report = worker_report(layout=layout, role=role, blocks=blocks(100), max_num_batched_tokens=chunk)
+    worker = WorkerView(report=report)
     for num_tokens, why in ((most - 1, None), (most, Exclusion.TOO_SMALL)):
         asked = query(num_prompt_tokens=num_tokens, sample_count=1)
         assert ineligible(worker, asked, "decode") is why

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.cluster.cluster_snapshot import WorkerView
+from baton.core.request import Slo
 from baton.core.step_cost import StepCostModel, attended_tokens
 from baton.core.step_targets import PLANNED_SHARE
 from baton.scheduler.prediction.predict import first_token, overloaded_share, prompt_of, tpot_now_s, tpot_s
@@ -115,11 +116,40 @@ def test_waiting_request_gets_a_larger_share() -> None:
     assert waited.target_s == pytest.approx(fresh.target_s - 0.6)
 
 
-@given(seed=st.integers(0, 1_000_000), num_tokens=st.integers(1, 6_000), waited_s=st.floats(0, 5))
+def slo_share(ttft_s: float | None, tpot_slo_s: float | None = None, num_decoding: int = 4) -> float:
+    """Return the share of a prompt of 4,000 tokens at a worker where sequences of 500 tokens decode."""
+    view = WorkerView(report=measured("h", "hybrid", **decoding(num_decoding)), tpot_slo_s=tpot_slo_s)
+    row = worker_table_of(seen(view)).row(0)
+    return first_token(row, asked(4_000, slo=Slo(ttft_s=ttft_s)), 0.0).share
+
+
+def test_ttft_slo_has_precedence_over_derived_tpot_targets_only() -> None:
+    """The prompt takes 0.42 s alone. By their derived targets, 4 answers leave it 0.4 of the step time."""
+    compute_s = 4_000 * COSTS.prefill_token_s + attended_tokens(4_000, 0) * COSTS.prefill_attended_s
+    step_s = COSTS.decode_step_s(4, 2_000)
+    assert slo_share(0.8) == pytest.approx(compute_s / (PLANNED_SHARE * 0.8))
+    assert slo_share(0.3) == pytest.approx(0.4, abs=0.05), "it is late in any case"
+    assert slo_share(0.8, 1.05 * step_s / PLANNED_SHARE) == pytest.approx(0.05 / 1.05)
+
+
+def test_loose_tpot_slo_takes_the_place_of_the_derived_target() -> None:
+    """Steps of 8 answers take 6.4 ms. By derived targets they may take 6.9 ms."""
+    assert slo_share(None, num_decoding=8) < 0.1
+    assert slo_share(None, 0.06, num_decoding=8) > 0.2
+
+
+@given(
+    seed=st.integers(0, 1_000_000),
+    num_tokens=st.integers(1, 6_000),
+    waited_s=st.floats(0, 5),
+    ttft_s=st.sampled_from([None, 0.2, 2.0]),
+)
 @settings(max_examples=50)
-def test_first_token_of_all_workers_at_once_equals_that_of_each(seed: int, num_tokens: int, waited_s: float) -> None:
+def test_first_token_of_all_workers_at_once_equals_that_of_each(
+    seed: int, num_tokens: int, waited_s: float, ttft_s: float | None
+) -> None:
     table = worker_table_of(random_cluster(Random(seed)))
-    query, cached = asked(num_tokens, waited_s=waited_s), 0.0
+    query, cached = asked(num_tokens, waited_s=waited_s, slo=Slo(ttft_s=ttft_s)), 0.0
     together = first_token(table, query, cached)
     for i in range(len(table.views)):
         alone = first_token(table.row(i), query, cached)

@@ -48,11 +48,16 @@ class WorkerView:
     def longest_sequence_blocks(self, num_blocks: int) -> int:
         """Return how many blocks of tokens the longest sequence has that needs at most `num_blocks` KV
         blocks."""
-        return self.report.layout.windows.longest_sequence_blocks(num_blocks, self._chunk_tokens(num_blocks))
+        layout = self.report.layout
+        chunk_tokens = self._chunk_tokens(num_blocks * layout.block_size_tokens)
+        return layout.windows.longest_sequence_blocks(num_blocks, chunk_tokens)
 
-    def _chunk_tokens(self, unknown: int) -> int:
-        """Return the most tokens of a prompt that the worker computes at once. It pulls others' in one."""
-        return (self.report.max_num_batched_tokens or unknown) if self.report.role.can_prefill else 1
+    def _chunk_tokens(self, most_tokens: int) -> int:
+        """Return the most tokens of a prompt that the worker computes at once. It pulls others' in one.
+
+        most_tokens: of the prompt; the result if the worker does not report its chunks.
+        """
+        return (self.report.max_num_batched_tokens or most_tokens) if self.report.role.can_prefill else 1
 
     @property
     def queued_prefill_tokens(self) -> int:

@@ -15,7 +15,7 @@ from baton.core.cluster.placement import PlacementQuery
 from baton.core.kv.block_hash import num_blocks_for
 from baton.core.step_targets import PLANNED_SHARE
 from baton.scheduler.state.elementwise import ceil, exp, maximum, minimum, where
-from baton.scheduler.state.shared_steps import prefill_share
+from baton.scheduler.state.shared_steps import prefill_share, ttft_slo_share
 from baton.scheduler.state.worker_data import Floats, N, WorkerData, WorkerRow
 from baton.scheduler.state.worker_table import WorkerTable
 
@@ -103,7 +103,8 @@ class FirstTokenTerms(Generic[N]):
 def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | float) -> FirstTokenTerms[N]:
     """Predict the queue in front of a request's prompt, and the share of the step time that it gets.
 
-    A request that continues an earlier attempt has a derived target, because its first token came before.
+    A request that continues an earlier attempt has a derived target, because its first token came before. A
+    TTFT SLO has precedence over derived targets of answers, as in the engine.
     """
     num_tokens, derived, reported = query.num_prompt_tokens, w.derived, w.reported
     compute_s = prefill_compute_s(w, num_tokens, cached_tokens)
@@ -121,6 +122,10 @@ def first_token(w: WorkerData[N], query: PlacementQuery, cached_tokens: N | floa
         target_s=target_s,
         waited_s=waited_s,
     )
+    if slo_s is not None:
+        work_s, left_s = derived.queued_prefill_s + compute_s, PLANNED_SHARE * target_s - waited_s
+        slo_share = ttft_slo_share(derived.joined_step_s, w.reserved.tpot_slo_s, work_s=work_s, left_s=left_s)
+        share = maximum(share, slo_share)
     queue_s = _in_steps_s(w, w.reserved.queued_tokens, derived.queued_prefill_s, share)
     return FirstTokenTerms(share=share, queue_s=queue_s, target_s=target_s - waited_s)
 

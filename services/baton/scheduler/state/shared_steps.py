@@ -22,11 +22,13 @@ def longest_step_s(reported: ReportedState[float], joined_step_s: float, gap_s: 
     all answers are late.
 
     joined_step_s: decode part of a mixed step once the joining sequences decode; 0 if there are none.
-    gap_s: unloaded TPOT. tpot_slo_s: strictest SLO of the requests placed there; 0 without any.
+    gap_s: unloaded TPOT.
+    tpot_slo_s: strictest SLO of the requests placed there; 0 without any. It takes the place of the derived
+        target of those that join. The report covers those that run.
     """
     if not joined_step_s:
         return inf
-    targets_s = [PLANNED_SHARE * gap_s * reported.tpot_factor, PLANNED_SHARE * tpot_slo_s, reported.target_step_s]
+    targets_s = (PLANNED_SHARE * (tpot_slo_s or gap_s * reported.tpot_factor), reported.target_step_s)
     return min((target_s for target_s in targets_s if target_s > joined_step_s), default=inf)
 
 
@@ -65,3 +67,16 @@ def prefill_share(
     share = where(is_limited, balanced_share(needed, allowed, most, minimum), unloaded_s * 0.0 + 1.0)
     least_s = reported.prefill_token_s  # a step has one prompt token at least
     return maximum(share, least_s / maximum(joined_step_s + least_s, _TINY_S))
+
+
+def ttft_slo_share(joined_step_s: N, tpot_slo_s: N, *, work_s: N, left_s: N) -> N:
+    """Return the share of the step time that a TTFT SLO demands, even if answers then miss derived targets.
+
+    Only TPOT SLOs limit it. 0 if the SLO cannot be met.
+
+    joined_step_s, tpot_slo_s, work_s: as above. left_s: time until the planned part of the SLO is over.
+    """
+    needed = work_s / maximum(left_s, _TINY_S)
+    step_s = PLANNED_SHARE * tpot_slo_s
+    spare = maximum(step_s - joined_step_s, 0.0) / maximum(step_s, _TINY_S)
+    return where(needed > 1, 0.0, minimum(needed, where(tpot_slo_s > 0, spare, spare * 0.0 + 1.0)))

