@@ -38,13 +38,13 @@ def is_established(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def large_response(target: Target) -> list[Finding]:
     """Ask for a whole response with many logprobs while another client reads a stream."""
     gaps: list[float] = []
-    loop = asyncio.get_running_loop()
 
     async def other() -> None:
-        last_s = loop.time()
+        last_s = target.loop_cpu_s()
         async for _ in target.stream({"prompt": "hi", "max_tokens": 2000, "ignore_eos": True}):
-            gaps.append(loop.time() - last_s)
-            last_s = loop.time()
+            now_s = target.loop_cpu_s()
+            gaps.append(now_s - last_s)
+            last_s = now_s
 
     async with target.watched() as watch:
         reading = asyncio.create_task(other())
@@ -55,7 +55,7 @@ async def large_response(target: Target) -> list[Finding]:
         Finding("large response is missing", float(response.status_code != 200), 0, ""),
         Finding("events missing in the other stream", max(0, FEWEST_EVENTS - len(gaps)), 0, ""),
         Finding("memory", watch.grown_bytes / MIB, 256, "MiB"),
-        Finding("longest gap of the other stream", max(gaps, default=0.0), 2.0, "s"),
+        Finding("most CPU time between events of the other stream", max(gaps, default=0.0), 0.5, "s"),
     ]
 
 
