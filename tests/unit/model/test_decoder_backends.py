@@ -149,9 +149,7 @@ def test_each_family_equals_transformers_in_float32(name: str, tmp_path: Path, t
 
 
 @pytest.mark.parametrize("pruned", [0, 1])
-def test_layers_may_have_different_numbers_of_experts(
-    pruned: int, tmp_path: Path, two_thread_kernels: Kernels
-) -> None:
+def test_layers_may_have_different_numbers_of_experts(pruned: int, tmp_path: Path, two_thread_kernels: Kernels) -> None:
     """One layer has lost two of its four experts."""
     loaded = load_family("mixtral", tmp_path, "float32")
     base: Any = loaded.model.base_model
@@ -194,8 +192,8 @@ def test_unsampled_rows_do_not_change_sampled_ones(
 ) -> None:
     """Compare all rows, the last of each sequence, only one sequence, some in between, and none.
 
-    Logits and KV must be the same, with bfloat16 dot products bit for bit. Some contexts are long enough to be
-    split between two threads.
+    Logits and KV must be the same, with bfloat16 dot products bit for bit. Some contexts are long enough to
+    be split between two threads.
     """
     config = Qwen2Config(
         **TINY | {"hidden_size": 128}, use_sliding_window=bool(window), sliding_window=window, max_window_layers=1

@@ -63,8 +63,8 @@ def test_output_directory_with_files_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "size"),
     [
-        ("tiny-42m", 41_555_456),
-        ("tiny-moe", 11_957_504),
+        ("tiny-42m", 41_559_552),
+        ("tiny-moe", 11_694_080),
         ("gemma3-270m", 268_098_176),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-8b", 8_190_735_360),

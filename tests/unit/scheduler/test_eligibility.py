@@ -67,8 +67,10 @@ def test_masks_equal_the_scalar_function_on_random_clusters(seed: int) -> None:
 def test_layers_with_a_window_take_a_constant_number_of_blocks(
     layout: KvLayout, role: WorkerRole, chunk: int, most: int
 ) -> None:
-    """96 tokens of window and a chunk of 64, of one token where prompts are pulled only, or of an unknown size,
-    with which a chunk may be the whole prompt."""
+    """A window of 96 tokens needs blocks for window and chunk.
+
+    The chunk has 64 tokens, one where prompts are pulled only, or an unknown size: perhaps the whole prompt.
+    """
     report = worker_report(layout=layout, role=role, blocks=blocks(100), max_num_batched_tokens=chunk)
     worker = WorkerView(report=report)
     for num_tokens, why in ((most - 1, None), (most, Exclusion.TOO_SMALL)):

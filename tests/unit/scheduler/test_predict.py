@@ -186,7 +186,7 @@ def test_queued_prompts_are_part_of_the_recent_prefill_share() -> None:
 
 
 def late_share(num_queued: int, waited_s: float = 0.0, **changes: object) -> float:
-    """Return the predicted share of full steps of a worker where 8 sequences decode, with queued prompts of 500."""
+    """Return the predicted share of full steps of a worker with 8 decodes and queued prompts of 500."""
     queue = {"waiting_prefill_tokens": 500 * num_queued, "waiting_seqs": num_queued}
     table = worker_table_of(seen(measured("h", "hybrid", **decoding(8), **queue, **changes)))
     return overloaded_share(table.row(0), prompt_of(asked(500, waited_s=waited_s), {}, table))

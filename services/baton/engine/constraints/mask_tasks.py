@@ -204,7 +204,7 @@ def _mask_after(
 def _compute_together(
     compiled: CompiledGrammar, tasks: Sequence[MaskTask], executor: MatcherExecutor
 ) -> Sequence[MaskTask]:
-    """Compute the masks of sequences with at most one new token and no drafts. Returns the tasks that remain."""
+    """Compute the masks of sequences with at most one new token and no drafts. Return the other tasks."""
     began_s = executor.clocks.wall_s()
     found = [(task, None if task.drafts else task.matchers.without_mask(task.seq_id, task.outputs)) for task in tasks]
     steps = [(task, matcher) for task, matcher in found if matcher is not None]

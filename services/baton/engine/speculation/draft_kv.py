@@ -31,7 +31,10 @@ class _HeldKv:
 
 
 class DraftKv:
-    """The KV of all sequences that a draft model follows, by key. Used between steps of the draft model only."""
+    """The KV of all sequences that a draft model follows, by key.
+
+    Used between steps of the draft model only.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         """pool: of the draft model's KV memory. Nobody else uses it."""

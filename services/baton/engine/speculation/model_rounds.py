@@ -52,7 +52,7 @@ class ModelCandidate:
 
 @dataclass(frozen=True, slots=True)
 class DraftStepTimes:
-    """Predicted durations of a step of the draft model, in seconds: of the step, and of each sequence in it."""
+    """Predicted seconds of a step of the draft model: of the step, and of each sequence in it."""
 
     step_s: float
     seq_s: float
@@ -202,7 +202,7 @@ def _piece(one: ModelCandidate, times: StepTimes, costs: StepCostModel) -> Draft
 
 
 def _prefill_s(one: ModelCandidate, num_tokens: int, costs: StepCostModel) -> float:
-    """Return how long the draft model computes the next `num_tokens` of a sequence, without the step itself."""
+    """Return the draft model's seconds for the next `num_tokens` of a sequence, without the step itself."""
     before = len(one.seq.token_ids) - one.num_missing
     attended_s = costs.prefill_attended_s * attended_tokens(num_tokens, before)
     return (costs.prefill_token_s * num_tokens + attended_s) * costs.prefill_factor

@@ -31,7 +31,7 @@ from baton.runtime.logging import get_logger
 log = get_logger(__name__)
 
 TRITON, COMPILED, GRAPHS = GPU_STAGES = "Triton attention", "compiled layers", "CUDA graphs"
-"""What makes up the fastest backend of a GPU, each over the ones before."""
+"""The parts of the fastest backend of a GPU. Each builds on those before it."""
 NOTHING_REFUSED: Mapping[str, str] = MappingProxyType({})
 COMPILED_TOKENS = (1, 2)
 """Numbers of step tokens to compile for. One token is compiled specially; two stand for all larger

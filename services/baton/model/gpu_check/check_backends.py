@@ -54,7 +54,7 @@ class CheckedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendBuilders:
-    """How the parts of a GPU backend are built and verified; tests replace them.
+    """Functions that build and verify the parts of a GPU backend. Tests replace them.
 
     compiled_before: makes the compiled layers that another child has verified.
     """

@@ -37,8 +37,8 @@ NO_HEAD_NORMS = HeadNorms()
 class Gate:
     """The gate of an MLP: activation(gate) * (up + up_shift), of the halves of its first product.
 
-    activation: its name. alpha: of silu, x * sigmoid(alpha * x); unused for others. limit: the largest gate, and
-    the largest size of up, before.
+    activation: its name. alpha: of silu, x * sigmoid(alpha * x); unused for others. limit: the largest gate,
+    and the largest size of up, before.
     """
 
     activation: str

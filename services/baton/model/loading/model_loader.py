@@ -96,8 +96,7 @@ def load_model(
     """Load the model in directory `path` (see `model_source.resolve_model`), without network access.
 
     dtype: `auto` uses the checkpoint's own, or bfloat16 if its weights are quantised.
-    kv_dtype: see `kv_components`.
-    device: `auto` uses CUDA if there is a GPU.
+    kv_dtype: see `kv_components`. device: `auto` uses CUDA if there is a GPU.
     weights: `int8` or `int4` quantises the weights of linear layers; `auto` keeps the checkpoint's format.
     max_model_len: at most the model's own; None uses that.
     free_bytes: bytes that can still be allocated on a device.

@@ -19,7 +19,7 @@ SAMPLE_TEXTS = (
     "Äpfel, naïve façade, Łódź, Привет, мир! 你好,世界。 こんにちは 안녕하세요 مرحبا हिन्दी ไทย",
     "👩‍👩‍👧‍👦 ∑∞ e\u0301 é",
 )
-"""Texts that tokenizers with equal vocabularies, but other rules for splitting and normalisation, tell apart."""
+"""Texts that tokenizers with equal vocabularies, but other splitting or normalisation, encode differently."""
 _REMEDY = "give a draft model of the same family, whose tokenizer.json has the same tokens"
 
 

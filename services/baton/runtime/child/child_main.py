@@ -16,10 +16,10 @@ ALARM_AFTER_S = 5
 
 
 def main() -> None:
-    """Call the function, then end the process. A crash prints the stack of every thread to standard error.
+    """Call the function, then end the process.
 
-    The interpreter's cleanup is left out: it waits for threads and libraries, which may wait for a device that
-    the function has broken.
+    A crash prints the stack of every thread to standard error. The interpreter's cleanup is left out: it
+    waits for threads and libraries, which may wait for a device that the function has broken.
     """
     function, payload, deadline_s = sys.argv[1:]
     faulthandler.enable()

@@ -28,7 +28,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class ChildStop(Enum):
-    """How a child ended: by itself, by a signal, or by its deadline."""
+    """The end of a child: by itself, by a signal, or by its deadline."""
 
     EXITED = "exited"
     CRASHED = "crashed"
@@ -66,8 +66,8 @@ def run_child(function: str, payload: Mapping[str, Any], deadline_s: float) -> C
     function: `package.module:name`. payload: anything that JSON can hold. report: takes one mapping; what it
     was given before a crash is in `ChildEnd.answers`.
 
-    A child that cannot be started, for lack of memory or because its payload has more than 100 KiB, exits with
-    `NOT_STARTED_CODE`. The child has no standard input and leads a process group, which is killed at the
+    A child that cannot be started, for lack of memory or because its payload has more than 100 KiB, exits
+    with `NOT_STARTED_CODE`. The child has no standard input and leads a process group, which is killed at the
     deadline, so that its own children end, too. It also ends by itself soon after the deadline, if this
     process is gone by then.
     """

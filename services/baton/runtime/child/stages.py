@@ -26,7 +26,7 @@ MAX_KNOWN_CHARS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageVerdict:
-    """What is known of one stage.
+    """The verdict of one stage.
 
     problem: empty if it passed.
     is_lasting: a repetition on the same machine and software would give the same verdict.

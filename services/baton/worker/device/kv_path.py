@@ -27,7 +27,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class KvPath(Enum):
-    """How peers get a GPU's KV: from its memory, or from a copy in host memory."""
+    """The memory from which peers read a GPU's KV: its own, or a copy in host memory."""
 
     DIRECT = "direct"
     STAGED = "staged"

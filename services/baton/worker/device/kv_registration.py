@@ -102,7 +102,7 @@ def register_gpu_memory(
 
 
 def _can_stage(config: WorkerConfig, cache: "KvCache", free: int) -> bool:
-    """Return False, with a warning, if staging was only chosen as the faster path and the host lacks memory."""
+    """Return False, with a warning, if staging was chosen only for its speed and the host lacks memory."""
     if config.gpu_kv != "auto" or cache.memory.nbytes <= free:
         return True
     needed = f"{format_size(cache.memory.nbytes)}, and {free >> 20} MiB are free"

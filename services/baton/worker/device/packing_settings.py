@@ -1,4 +1,4 @@
-"""How a worker packs the weights of its models, and where packed ones are kept."""
+"""Settings of packing a model's weights, and of the cache of packed weights."""
 
 from typing import TYPE_CHECKING, TypedDict
 

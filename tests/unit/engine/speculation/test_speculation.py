@@ -157,7 +157,7 @@ def test_draft_with_the_most_expected_tokens_is_taken() -> None:
 
 
 def one_of_many(speculation: Speculation, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineSequence, SequenceDrafts]:
-    """Return an observed sequence, and its drafts, while more sequences decode than are asked at each token."""
+    """Return an observed sequence and its drafts. More sequences decode than are asked at each token."""
     monkeypatch.setattr(sequence_drafts, "MANY_SEQUENCES", 1)
     other = decoding(9)
     other.key = 2
@@ -168,7 +168,7 @@ def one_of_many(speculation: Speculation, monkeypatch: pytest.MonkeyPatch) -> tu
 
 
 def test_wrong_draft_of_a_drafter_that_is_not_asked_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first drafter's new draft is long enough, so the second is not asked, although its draft was wrong."""
+    """The first drafter's new draft is long enough, so the second, whose draft was wrong, is not asked."""
     first, second = Scripted(), OtherScripted(*range(10, 25))
     speculation = Speculation([first, second])
     seq, own = one_of_many(speculation, monkeypatch)

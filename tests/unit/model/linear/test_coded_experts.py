@@ -147,7 +147,7 @@ CASES = [(name, form, apart) for name in MODELS for form in FORMATS for apart in
 def test_native_decoder_equals_transformers_on_dequantised_experts(
     name: str, form: str, apart: bool, tmp_path: Path, kernels: Kernels
 ) -> None:
-    """With codes, products round activations to 8 bits. The model's own code with native products does so, too.
+    """With codes, products round activations to 8 bits, also in the model's own code with native products.
 
     Rounding may change the experts of a few tokens, so one in ten may differ more.
     """

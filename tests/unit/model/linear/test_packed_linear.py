@@ -156,7 +156,7 @@ def test_modules_of_different_formats_are_joined(library: Path, num_rows: int) -
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("name", ["bfloat16", "4 bits of 32", "as Q6_K"])
 def test_every_panel_of_a_long_weight_is_multiplied_once(library: Path, name: str, num_threads: int) -> None:
-    """Threads take several adjacent panels at a time for few rows. 25 panels are no whole number of such runs."""
+    """For few rows, threads take several adjacent panels at a time. 25 panels are no whole number of runs."""
     torch.manual_seed(0)
     weight = {**FLOAT_SAMPLES, **CODED_SAMPLES}[name](24 * PANEL + 5, 256)
     whole = PackedGemm(Kernels(library, num_threads), LinearPart(weight))

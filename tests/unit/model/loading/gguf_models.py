@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from baton.model.loading.gguf.gguf_types import FLOAT_TYPES, block_shape, type_name
 from baton.model.loading.model_source import DEMO_DIR
-from baton.model.loading.model_support import causal_lm_class
 
 Pick = Callable[[str], int]
 """Returns the number of the tensor type of a matrix, from its name in the file."""
@@ -39,7 +38,7 @@ def random_blocks(type_id: int, rows: int, columns: int, seed: int, scale: float
 def random_state(config: PreTrainedConfig, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return random float32 weights of a model's parameters."""
     with torch.device("meta"):
-        model = causal_lm_class(config)(config)
+        model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     tied = set(model.all_tied_weights_keys)
     return {

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from baton.model.attention.attention_inputs import CausalMasks
 from baton.model.attention.paged_attention import paged_attention
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import LoadedModel
 from baton.model.loading.model_source import DEMO_DIR
-from baton.model.loading.model_support import causal_lm_class
 from baton.model.step.forward import Forward
 from baton.model.step.step_inputs import PreparedSequence, pack
 from tests.unit.model.loading.gguf_models import random_state
@@ -110,7 +109,7 @@ def paged_logits(loaded: LoadedModel, token_ids: torch.Tensor, forward: Forward)
 
 def reference_logits(config: PreTrainedConfig, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the logits of transformers' own model with plain float32 weights."""
-    model = causal_lm_class(config)(config).float().eval()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     missing, unexpected = model.load_state_dict(dict(state), strict=False)
     assert set(missing) <= set(model.all_tied_weights_keys)
     assert not unexpected

@@ -204,7 +204,7 @@ def test_unusable_tensors_are_refused_by_name() -> None:
         config_of(LLAMA, {})
     metadata = GgufMetadata(Path("m.gguf"), LLAMA)
     for divisors in ({"rope_factors_long.weight": [1.0] * 8}, dict.fromkeys(LONGROPE_TENSORS.values(), [1.0] * 7)):
-        with pytest.raises(ModelError, match="longrope, and . values in rope_factors_short.weight; must be 8"):
+        with pytest.raises(ModelError, match=r"longrope, and . values in rope_factors_short.weight; must be 8"):
             gguf_config(metadata, SHAPES, divisors)
 
 

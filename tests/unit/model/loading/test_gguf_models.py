@@ -188,7 +188,7 @@ def test_native_decoder_runs_layers_of_mixed_types(name: str, tmp_path: Path) ->
     loaded.model.set_attn_implementation(PAGED)
     backend = choose_backend(loaded, kernels="auto", num_threads=1, block_size_tokens=16)
     assert backend.name == "native decoder"
-    found = paged_logits(loaded, backend.forward, tokens(config))
+    found = paged_logits(loaded, tokens(config), backend.forward)
     assert 1e-4 < float((found - right).std() / right.std()) < 0.05
 
 

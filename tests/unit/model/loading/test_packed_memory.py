@@ -87,7 +87,7 @@ def test_missing_memory_is_refused_by_name(save: Callable[[PreTrainedConfig], Pa
     options = LoadOptions(dtype=torch.bfloat16, device=torch.device("cpu"), weights="int8", packer=packer)
     with (
         open_by_module(path, type(plain), plain.config, options) as pending,
-        pytest.raises(ModelError, match="cannot be loaded as Qwen3ForCausalLM.*Cannot allocate memory"),
+        pytest.raises(ModelError, match=r"cannot be loaded as Qwen3ForCausalLM.*Cannot allocate memory"),
     ):
         pending.load()
 
