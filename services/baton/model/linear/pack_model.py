@@ -69,10 +69,9 @@ def _pack_shared(model: nn.Module, names: list[str], owners: list[nn.Module], pa
     if packed is None:
         return
     for name, owner in zip(names, owners, strict=True):
-        if isinstance(owner, WeightEmbedding):
-            owner.weight = packed
-        elif isinstance(owner, nn.Embedding):
-            model.set_submodule(name, WeightEmbedding(packed, owner, packer.dtype))
+        if isinstance(owner, WeightEmbedding | nn.Embedding):
+            original = owner.original if isinstance(owner, WeightEmbedding) else owner
+            model.set_submodule(name, WeightEmbedding(packed, original, packer.dtype))
         else:
             bias = getattr(owner, "bias", None)
             model.set_submodule(name, Linear(packed, None if bias is None else bias.detach()))
