@@ -75,7 +75,7 @@ test-unit: setup
 # sanitized and fuzzed ones. SHARD=i/n runs one of n parts of the files.
 test-long: setup clients check
 	BATON_TEST_LONG=1 BATON_TEST_SHARD=$(SHARD) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m '' $(ARGS)
-	$(if $(ARGS)$(filter-out 1/%,$(SHARD)),,$(MAKE) test-triton test-asan test-fuzz)
+	$(if $(ARGS)$(filter-out 1/%,$(SHARD)),,$(MAKE) -j 2 test-triton test-asan && $(MAKE) test-fuzz)
 
 # Random faults on real processes, with a check of every request. It prints the seed and the command that repeats it.
 MINUTES ?= 30
@@ -97,7 +97,8 @@ test-asan: setup
 	$(BIN)/python -m tests.asan_kernels
 	LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -s -k 'not x86-64 and not skylake and not icelake' $(ASAN_TESTS) $(ARGS)
 
-# Coverage-guided fuzzing of what clients send, for MINUTES in all. Atheris lives outside .venv, as few platforms have it.
+# Coverage-guided fuzzing of what clients send, for MINUTES of processor time in all. Atheris lives outside .venv, as few
+# platforms have it.
 test-fuzz: MINUTES := 10
 test-fuzz: setup
 	@set -e; if test "$$(uname -sm)" != "Linux x86_64"; then \

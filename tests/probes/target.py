@@ -14,8 +14,8 @@ import psutil
 
 MIB = 2**20
 LOOK_S = 0.05
-HEALTH_S = 60.0
-"""Timeout of `/health`."""
+HEALTH_S = 10.0
+"""Timeout of `/health`. It finds an event loop that waits without using CPU time."""
 
 
 @dataclass(slots=True)

@@ -1,12 +1,13 @@
 """A request that kills its workers is found and refused, and the requests beside it are resumed."""
 
+import asyncio
 from random import Random
 
 import pytest
 
 from baton.core.request import Sampling
 from tests.cache_audit import CacheAuditor
-from tests.cluster import process_cluster
+from tests.cluster import ProcessCluster, process_cluster
 from tests.exactness import ExactnessChecker
 from tests.integration.cluster.clients import Request, send_all
 
@@ -40,9 +41,20 @@ async def test_request_that_kills_three_workers_is_refused_and_all_others_are_re
         assert first.failure == "poison"
         assert [response.failure for response in rest] == [""] * len(others)
         checker.check([answer for response in rest for answer in response.answers()])
-        dead = [name for name in WORKERS if cluster.children[name].exit_code is not None]
-        assert len(dead) == 3
+        dead = await _until_dead(cluster, 3)
         (alive,) = set(WORKERS) - set(dead)
         await cluster.until_workers(alive, limit_s=10)
         await cluster.check_clean()
         await auditor.audit(cluster)
+
+
+async def _until_dead(cluster: ProcessCluster, number: int) -> list[str]:
+    """Wait until `number` workers have ended. A lost connection shows a death before the exit code does."""
+    end_s = asyncio.get_running_loop().time() + 20.0
+    while True:
+        dead = [name for name in WORKERS if cluster.children[name].exit_code is not None]
+        if len(dead) >= number:
+            assert len(dead) == number
+            return dead
+        assert asyncio.get_running_loop().time() < end_s, f"only {dead} have ended\n{cluster.ends_of_logs()}"
+        await asyncio.sleep(0.05)

@@ -181,13 +181,17 @@ async def _check_sigterm_finishes_running_requests(
 
 @pytest.mark.long
 async def test_killed_owner_is_blamed_in_a_retriable_failure(tmp_path: Path) -> None:
+    """The owner stops in the middle of the prompt, so that it cannot end the job before the signal."""
     async with worker_processes(tmp_path) as processes:
         shared = {"workers_on_host": 2, "max_num_batched_tokens": 64}
+        stuck = {"BATON_FAILPOINTS": f"sequence_step[token={MARKER}]=sleep:120"}
         p, d = await processes.start_workers(
-            ("p", {**shared, "role": "prefill"}, {}), ("d", {**shared, "role": "decode"}, {})
+            ("p", {**shared, "role": "prefill", "step_limit_s": 120}, stuck), ("d", {**shared, "role": "decode"}, {})
         )
         to_p, to_d = await connect_gateway(processes, p), await connect_gateway(processes, d)
-        prefill, decode = job_pair(p, d, 0, prompt(0, 2000))
+        tokens = prompt(0, 2000)
+        tokens[1500] = MARKER
+        prefill, decode = job_pair(p, d, 0, tokens)
         to_p.send(prefill)
         to_d.send(decode)
         await to_d.until(lambda: processes.scheduler.reports["d"][-1].blocks.used > 0)
