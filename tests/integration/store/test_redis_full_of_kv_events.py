@@ -82,6 +82,17 @@ class Publishing:
             while self.publisher.is_behind is not is_behind:  # noqa: ASYNC110 - the publisher has no event for it
                 await asyncio.sleep(0.01)
 
+    async def until_memory_is_full(self, raw: Redis) -> None:
+        """Lower the memory limit of Redis until the worker falls behind.
+
+        The limit follows the used memory, because Redis frees buffers of connections at times of its own.
+        """
+        async with asyncio.timeout(60.0):
+            while not self.publisher.is_behind:
+                raw.config_set("maxmemory", raw.info("memory")["used_memory"] - 64 * 1024)
+                self.replace(100)
+                await asyncio.sleep(0.01)
+
     async def until_published(self, raw: Redis) -> None:
         """Wait until all changes are written."""
         async with asyncio.timeout(60.0):
@@ -151,9 +162,7 @@ async def test_publisher_recovers_from_a_redis_that_its_own_events_filled() -> N
                 worker.replace(8_192)
                 await worker.until_published(raw)
             assert kv_bytes(raw, [worker]) > 2 * MIB
-            raw.config_set("maxmemory", raw.info("memory")["used_memory"] - 64 * 1024)
-            worker.replace(100)
-            await worker.until_behind(True)
+            await worker.until_memory_is_full(raw)
             assert kv_bytes(raw, [worker]) < 100_000
             connection = RedisConnection(server.url, timeout_s=LONG_LIMIT_S)
             await announce(membership := RedisMembership(connection, KEYS))
@@ -168,9 +177,7 @@ async def test_worker_builds_no_snapshots_while_redis_is_full_of_other_data() ->
             await worker.until_behind(False)
             for number in range(640):
                 raw.set(f"other:{number}", bytes(64 * 1024))
-            raw.config_set("maxmemory", raw.info("memory")["used_memory"] - 64 * 1024)
-            worker.replace(100)
-            await worker.until_behind(True)
+            await worker.until_memory_is_full(raw)
             connection = RedisConnection(server.url, timeout_s=LONG_LIMIT_S)
             num_listings = worker.pool.num_listings
             for _ in range(20):  # the memory that the worker gave back is left to membership

@@ -279,7 +279,7 @@ def test_only_a_renewal_extends_a_lease() -> None:
     assert r.pins.held == TABLE
     r.owner.expire(19 + LEASE_S)
     assert r.pins.held == []
-    r.take()
+    assert r.take()[-1] == Lost(transfer_id=TransferId(1), reason=Reason.LEASE_LOST)
     r.owner.renew(READER, Renew(renewal=20), r.stream, 19 + LEASE_S)
     assert r.take() == [Renewed(renewal=20, lost=(TransferId(1),))]
     r.owner.expire(19 + LEASE_S + REORDER_WINDOW_S)

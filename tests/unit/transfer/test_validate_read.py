@@ -41,8 +41,10 @@ def owner_cancels_during_a_read_with_memory_pressure(r: Rig) -> None:
 def owner_pauses_three_leases_with_memory_pressure(r: Rig) -> None:
     """Resume the owner after three leases; it expires leases before it handles waiting renewals.
 
-    The reader's host was paused as long, so the reader's clock has not moved.
+    The reader's host was paused as long, so the reader's clock has not moved. The stream breaks, so the
+    reader is not told.
     """
+    r.cut()
     r.service.owner.expire(asyncio.get_running_loop().time() + 3 * rigs.LEASE_S)
     r.owner.reuse_everything_free("other")
 

@@ -370,6 +370,8 @@ class KvOwner:
             if not self._by_reader[incarnation]:
                 del self._by_reader[incarnation]
             if not by_reader:
+                # The memory of ended transfers may be shorter than the time to the next renewal.
+                self._send(transfer.reader, Lost(transfer_id=transfer.transfer_id, reason=reason))
                 self._ended.add_without_reader(incarnation, transfer.transfer_id)
             keys.append((incarnation, transfer.transfer_id))
         for key in dict.fromkeys(keys):
