@@ -85,8 +85,8 @@ def _attend(  # type: ignore[no-untyped-def]  # triton reads the types of the ca
         at = block * block_stride + kv_head * kv_head_stride + (slots % block_size) * head_dim
         key = tl.load(keys + at[None, :] + dims[:, None], mask=is_slot[None, :] & is_dim[:, None], other=0)
         scores = tl.dot(q, key.to(q.dtype), input_precision="ieee") * scale
+        scale_at = block * scale_block_stride + kv_head * scale_head_stride + slots % block_size
         if has_scales:  # integers up to 127 are exact in every dtype of q
-            scale_at = block * scale_block_stride + kv_head * scale_head_stride + slots % block_size
             scores = scores * tl.load(key_scales + scale_at, mask=is_slot, other=0.0).to(tl.float32)[None, :]
         seen = (slots[None, :] <= (position + token)[:, None]) & is_slot[None, :]
         if has_window:
