@@ -41,8 +41,12 @@ def _container(levels: int) -> str:
 
 
 _CONTAINER = re.compile(_container(_CONTAINER_LEVELS), re.DOTALL)
-_ITEMS = re.compile(rf'(?:(?:[^",\[\]{{}}]++|{_STRING}|{_container(_CONTAINER_LEVELS)})++,)*+', re.DOTALL)
-"""Matches elements of a list, or members of an object, each with a comma behind it."""
+_ITEMS = re.compile(rf'(?:(?:[^",\[\]{{}}]++|{_STRING}|{_container(_CONTAINER_LEVELS)})++,)*', re.DOTALL)
+"""Matches elements of a list, or members of an object, each with a comma behind it.
+
+The outer group is not possessive. In Python before 3.11.5, a possessive group ends within an incomplete
+repetition.
+"""
 _ENDS_WITH_HALF_A_PAIR = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9A-Fa-f]{2}\Z")
 _NO_END = "Unterminated string starting at"
 _ESCAPE = "\\ud800"

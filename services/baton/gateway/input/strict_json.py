@@ -12,9 +12,12 @@ from baton.gateway.input import json_pieces
 from baton.gateway.input.json_pieces import PIECE_CHARS
 from baton.runtime.process import loop_time
 
-_NO_BRACKET = re.compile(r'(?:[^"\[{\]}]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
-"""Matches complete strings, and characters outside of strings, up to a bracket."""
-_IN_STRING = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_NO_BRACKET = re.compile(r'(?:[^"\[{\]}]++|"(?:[^"\\]++|\\.)*+")*', re.DOTALL)
+"""Matches complete strings, and characters outside of strings, up to a bracket.
+
+The outer group is not possessive, as in `json_pieces`.
+"""
+_IN_STRING = re.compile(r'(?:[^"\\]++|\\.)*', re.DOTALL)
 """Matches characters and complete escapes of a string, up to its closing quote."""
 
 

@@ -22,7 +22,7 @@ from baton.gateway.output.values.schema_document import SchemaDocument
 _MAX_NUMBER_CHARS = 400
 _MAX_STEPS = 1024
 """Schemas that are looked at for the types of one parameter."""
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{\]}]')
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*"?|[\[{\]}]')
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
