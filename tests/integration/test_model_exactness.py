@@ -329,7 +329,7 @@ def test_bfloat16_answers_do_not_depend_on_batch_or_preemption(tmp_path: Path) -
     """
     path = tmp_path / "model"
     init_model(Qwen3Config(**_TINY, num_key_value_heads=1, head_dim=32), path, seed=1)
-    native = replace(NATIVE_DECODER, serves=lambda model, kernels: True)  # even if oneDNN's GEMM is faster
+    native = replace(NATIVE_DECODER, serves=lambda loaded, form, kernels: True)  # even if oneDNN's GEMM is faster
     backends = CpuBackends(fastest_first=(native,))
     loaded = loaded_for(path, "auto", dtype="bfloat16", num_threads=2, cpu_backends=backends)
     assert BACKENDS[loaded].name == "native decoder"
