@@ -134,8 +134,10 @@ class CacheReader:
         """
         found: dict[BlockHash, Block] = {}
         left = list(hashes)
+        # An owner takes the hashes for one prefix, and sends only the blocks that a continuation sees.
+        most = 1 if self._layout.windows.has_windows else NUM_BLOCKS
         while left:
-            asked = left[: len(self._pool.free)]
+            asked = left[: min(most, len(self._pool.free))]
             blocks = await self._read(worker, asked)
             found.update(zip(asked, blocks, strict=False))
             left = left[len(blocks) + (len(blocks) < len(asked)) :]  # a prefix ends with the first missing block
