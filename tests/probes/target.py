@@ -45,7 +45,7 @@ class Target:
     grpc_port: int
     pid: int
     redis_url: str | None = None
-    http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=120.0))
+    http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=240.0))
 
     @property
     def address(self) -> tuple[str, int]:
