@@ -1,11 +1,12 @@
 """Runs random requests on an engine step by step, with or without drafts, and records every token."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from baton.core.errors import Reason
 from baton.core.step_cost import StepCostModel
 from baton.engine.engine import Engine, EngineConfig
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -181,14 +182,32 @@ async def assert_same_answers(
         speculation = EagerSpeculation(new_drafter(kind, rng, find, answer_of, VOCAB_SIZE), rng)
     run = DraftedRun(run_step, NUM_BLOCKS, speculation)
     await run.run(requests, rng)
+    ends_early = _failed_with_siblings(expected)
     for sample, known in expected.items():
         found = run.answers[sample]
         what = f"{kind}, sample {sample}"
         count = len(found.tokens) if sample in run.cancelled else len(known.tokens)
-        assert [t.token_id for t in found.tokens] == [t.token_id for t in known.tokens[:count]], what
-        assert found.end == known.end or sample in run.cancelled, what
+        if sample in ends_early:
+            count = min(len(found.tokens), len(known.tokens))
+        compared = found.tokens[:count] if sample in ends_early else found.tokens
+        assert [t.token_id for t in compared] == [t.token_id for t in known.tokens[:count]], what
+        assert found.end == known.end or sample in run.cancelled | ends_early, what
         _assert_same_logprobs(found.tokens, known.tokens, tolerance)
+    for seq_id in {seq_id for seq_id, _ in ends_early}:
+        samples = {sample for sample in ends_early if sample[0] == seq_id}
+        ends = {run.answers[sample].end for sample in samples}
+        assert samples & run.cancelled or ends & {expected[sample].end for sample in samples}, f"request {seq_id}"
     return run
+
+
+def _failed_with_siblings(answers: Answers) -> set[tuple[int, int]]:
+    """Return the samples of requests that fail and have several.
+
+    The failure of one sample ends all of its request, wherever the others are by then.
+    """
+    failed = {seq_id for (seq_id, _), recorded in answers.items() if isinstance(recorded.end, Reason)}
+    num_samples = Counter(seq_id for seq_id, _ in answers)
+    return {sample for sample in answers if sample[0] in failed and num_samples[sample[0]] > 1}
 
 
 def _assert_same_logprobs(found: Sequence[SampledToken], known: Sequence[SampledToken], tolerance: float) -> None:
