@@ -1,5 +1,6 @@
 """Parses and formats byte sizes such as `512MiB`, `2GB`, `64Gi` and `4096`."""
 
+import math
 import re
 
 MIB = 2**20
@@ -38,7 +39,7 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is not a size such as 512MiB, 2GB or 4096")
     number = match["number"]
     size = int(number) * factor if number.isdecimal() else float(number) * factor
-    if size != int(size):
+    if not math.isfinite(size) or size != int(size):
         raise ValueError(f"{text!r} is not an integral number of bytes")
     return int(size)
 

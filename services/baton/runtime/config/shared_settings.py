@@ -156,7 +156,8 @@ class ModelSettings(Config):
     """The served model."""
 
     model: str = setting(
-        "demo", help="model to serve: demo, a directory in Hugging Face format, or a Hugging Face hub id"
+        "demo",
+        help="model to serve: demo, a directory in Hugging Face format, a GGUF file, or a Hugging Face hub id",
     )
     served_model_name: str | None = setting(
         None, help="model name that clients use in requests; unset uses the value of --model"

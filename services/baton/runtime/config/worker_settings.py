@@ -67,7 +67,7 @@ class ComputeSettings(Config):
         "auto",
         help="draft tokens that a decode step verifies together, which never changes an answer; auto drafts from the "
         "prompt and answer, from recent answers of the same tenant and from grammars, where measured step costs say "
-        "that it pays; draft:DIR adds a small model with the same tokenizer, a directory or hub id, where it pays; "
+        "that it pays; draft:DIR adds a small model with the same tokenizer, found as --model is, where it pays; "
         "ngram drafts only from the prompt and answer, even if no costs are known; off drafts nothing",
         other_form=OtherForm(name=f"{DRAFT_PREFIX}DIR", pattern=f"{DRAFT_PREFIX}.+"),
     )
@@ -249,5 +249,5 @@ def parse_step_costs(text: str) -> StepCostModel:
 
 
 def draft_model_of(speculate: str) -> str | None:
-    """Return the directory or hub id of the draft model that `speculate` names; None if it names none."""
+    """Return the draft model that `speculate` names, in the forms of `model`; None if it names none."""
     return speculate.removeprefix(DRAFT_PREFIX) if speculate.startswith(DRAFT_PREFIX) else None
