@@ -57,6 +57,19 @@ def test_text_part_of_a_composite_model_is_read(tmp_path: Path) -> None:
         read_emulated_model(directory(tmp_path, text_config="other.json"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"torch_dtype": None, "quantization_config": {"quant_method": "gptq"}}, "bfloat16"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "float16"),
+        ({"text_config": {"dtype": "float32"}}, "float16"),
+        ({"torch_dtype": None, "text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+    ],
+)
+def test_dtype_is_that_of_a_real_worker(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:
+    assert read_emulated_model(directory(tmp_path, **changes)).dtype == dtype
+
+
 def test_different_models_have_different_fingerprints(tmp_path: Path) -> None:
     names = {
         read_emulated_model(directory(tmp_path, **changes), dtype=dtype).model_fingerprint

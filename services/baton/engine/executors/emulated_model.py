@@ -65,9 +65,8 @@ def read_emulated_model(
         raise ModelError(
             f"--max-model-len is {max_model_len}; must be at most {own_len} (max_position_embeddings of the model)"
         )
-    own_dtype = config.get("dtype") or config.get("torch_dtype")
     if dtype == "auto":
-        dtype = own_dtype if own_dtype in FLOAT_DTYPES else "float32"
+        dtype = config["dtype"] or ("float32" if config.get("quantization_config") is None else "bfloat16")
     return EmulatedModel(
         model_fingerprint=_fingerprint(config, dtype),
         tokenizer_fingerprint=tokenizer_fingerprint(path),
@@ -97,6 +96,7 @@ def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    """Return the configuration of the text part. Its `dtype` is one of `FLOAT_DTYPES`, or None."""
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -108,7 +108,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     text = config.get("text_config") or {}
     if not isinstance(text, dict):
         raise ModelError(f"text_config in {path / 'config.json'} is not a JSON object; give --model a model directory")
-    return {**config, **text}  # of a composite model, only the text part is served
+    # Of a composite model, only the text part is served. As for a real one, the dtype of the whole counts first.
+    named = (part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype"))
+    return {**config, **text, "dtype": next((name for name in named if name in FLOAT_DTYPES), None)}
 
 
 def _fingerprint(config: dict[str, Any], dtype: str) -> str:
