@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from baton.core.errors import ModelError
 from baton.runtime.child.child_process import MAX_ERROR_BYTES, NOT_STARTED_CODE, ChildEnd, ChildStop, run_child
-from baton.runtime.child.stages import MAX_KNOWN_CHARS, StageRun, StageVerdict, judge_stages
+from baton.runtime.child.stages import MAX_KNOWN_CHARS, StageRun, StageRunner, StageVerdict, judge_stages
 from baton.runtime.child.verdict_cache import MAX_VERDICTS, VerdictCache
 
 ENOUGH_S = 60.0
@@ -112,6 +113,25 @@ def test_a_hanging_stage_uses_up_the_time_of_all() -> None:
 def test_what_memory_decides_is_not_lasting() -> None:
     found = judged(first="memory", second="killed")
     assert {name: verdict.is_lasting for name, verdict in found.verdicts.items()} == {"first": False, "second": False}
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "no memory on cuda for a step of 512 tokens: give a smaller one (CUDA out of memory. Tried to allocate 1 GiB)",
+        "Qwen3ForCausalLM cannot run with paged attention: OutOfMemoryError: CUDA out of memory. Tried to allocate",
+        "a decode step of this model cannot be captured: CUDA error: CUBLAS_STATUS_ALLOC_FAILED in cublasCreate",
+    ],
+)
+def test_lack_of_memory_is_not_lasting_in_an_error_of_baton_either(problem: str) -> None:
+    said: list[Mapping[str, Any]] = []
+
+    def check() -> None:
+        raise ModelError(problem)
+
+    with pytest.raises(SystemExit):
+        StageRunner({}, said.append).run("graphs", check)
+    assert said[-1] == {"end": "graphs", "problem": problem, "lasting": False}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ A child begins with the first thing that is not judged yet. It ends after one th
 may have broken its device. The next child goes on after it.
 """
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ RunChild = Callable[[str, Mapping[str, Any], float], ChildEnd]
 
 _LASTING_ERRORS = frozenset({"AcceleratorError"})
 """Names of errors of the device that a repetition would raise again, besides Baton's own."""
+_LACK_OF_MEMORY = re.compile(r"MemoryError|out of memory|ALLOC_FAILED", re.IGNORECASE)
+"""Texts of errors that say nothing about a stage: other processes may have taken the memory. Baton's own
+errors quote the library's."""
 _OUT_OF_MEMORY_KILL = -9
 """The kernel ends a process with SIGKILL if memory is short: this says nothing about what it did."""
 MAX_PROBLEM_CHARS = 2000
@@ -74,7 +78,7 @@ class StageRunner:
         except Exception as error:  # whatever it is, it is the verdict
             own = isinstance(error, BatonError)
             text = str(error) if own else f"{type(error).__name__}: {error}"
-            lasting = own or type(error).__name__ in _LASTING_ERRORS
+            lasting = (own or type(error).__name__ in _LASTING_ERRORS) and not _LACK_OF_MEMORY.search(text)
             self._report({"end": name, "problem": text[:MAX_PROBLEM_CHARS] or "failed", "lasting": lasting})
             raise SystemExit(1) from error
         self._report({"end": name, "problem": "", "lasting": True})
