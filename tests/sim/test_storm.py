@@ -4,13 +4,16 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from random import Random
 
 import pytest
 
+from baton.core.kv.block_hash import table_hash
 from baton.sim import virtual_time
 from baton.sim.chaos import run as run_module
 from baton.sim.chaos.audit import audit_caches
-from baton.sim.chaos.profile import ChaosProfile
+from baton.sim.chaos.profile import ChaosProfile, draw_settings
 from baton.sim.chaos.report import ChaosReport
 from baton.sim.chaos.run import StormFailed, run_seed
 from baton.sim.sim_clients import SimAnswer, SimRequest, run_client
@@ -98,9 +101,22 @@ def test_drawn_seeds_follow_from_the_tree_and_are_no_fixed_ones() -> None:
     assert not set(drawn_seeds()) & set(fixed_seeds())
 
 
-def test_cache_audit_names_a_block_with_wrong_content() -> None:
+def test_fixed_seeds_draw_windows_and_draft_models() -> None:
+    models = [draw_settings(Random(seed)).model for seed in fixed_seeds()]
+    assert {len(model.windows) for model in models} == {1, 2}
+    assert {(model.draft is None, any(model.windows)) for model in models} == set(product((True, False), repeat=2))
+
+
+def test_storm_verifies_the_drafts_of_a_model_with_windows() -> None:
+    report = run_seed(10, replace(CALM, num_requests=40))
+    assert "windows=(9,) drafts=True" in report.settings
+    assert report.num_accepted_drafts > 20
+
+
+@pytest.mark.parametrize(("windows", "table"), [((0,), 0), ((0, 16), 1)])
+def test_cache_audit_names_a_block_with_wrong_content(windows: tuple[int, ...], table: int) -> None:
     async def one_request() -> None:
-        cluster = SimCluster(config(), MODEL, 0)
+        cluster = SimCluster(config(), replace(MODEL, windows=windows), 0)
         await cluster.start()
         await asyncio.sleep(1.0)
         request = SimRequest(number=0, start_s=0.0, prompt=tuple(range(1, 40)), max_tokens=4)
@@ -108,7 +124,7 @@ def test_cache_audit_names_a_block_with_wrong_content() -> None:
         assert audit_caches(cluster, [request]) >= 39 // 8
         name = next(name for name in sorted(cluster.workers) if cluster.workers[name].pool.hashes())
         pool, memory = cluster.workers[name].pool, cluster.memories[name]
-        (block_id,) = pool.lookup(pool.hashes()[:1])
+        (block_id,) = pool.lookup([table_hash(pool.hashes()[-1], table)])
         memory.write_block(block_id, [*memory.block(block_id)[:-1], 7])
         with pytest.raises(AssertionError, match=f"{name}: block {block_id} does not hold"):
             audit_caches(cluster, [request])

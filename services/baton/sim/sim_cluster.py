@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from baton.core.cluster.worker_report import WorkerRole
 from baton.core.ids import WorkerRef
-from baton.core.kv.kv_layout import LAYOUT_VERSION, KvComponent, KvLayout, LayerGroup
+from baton.core.kv.kv_layout import LAYOUT_VERSION, KvComponent, KvLayout, layer_groups
 from baton.engine.constraints.grammar_tokenizer import GrammarTokenizer, byte_grammar_tokenizer
 from baton.engine.constraints.token_constraints import TokenConstraints
 from baton.engine.kv_cache.block_pool import BlockPool
@@ -27,9 +27,13 @@ from baton.sim.sim_stores import SimStores
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.sim.virtual_time import PROCESS, ProcessClock, running_loop
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.worker.device.worker_device import DraftDevice
 from baton.worker.worker_service import Worker
 
 T = TypeVar("T")
+
+GROUP_LAYERS = 4
+"""Layers of the simulated model that see equally far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +56,16 @@ class ClockModel:
 class SimModel:
     """The simulated model, and the timing of device, transfers, network and clocks.
 
+    windows: number of tokens that each group of its layers sees, 0 for all. num_blocks: over all groups.
+    draft: step cost of a draft model, which knows no rules; None: there is none.
     has_fixed_addresses: a process that is started again has the address of its predecessor.
     """
 
     vocab_size: int = 251
     max_model_len: int = 256
     num_blocks: int = 96
+    windows: tuple[int, ...] = (0,)
+    draft: SimStepCost | None = None
     step: SimStepCost = field(default_factory=SimStepCost)
     link: LinkModel = field(default_factory=LinkModel)
     delays: Delays = field(default_factory=Delays)
@@ -70,6 +78,7 @@ class SimCluster(InProcessCluster):
 
     gateways, schedulers: the running ones by process name.
     memories: KV memory of each worker's current incarnation, by worker id.
+    draft_executors: executor of its draft model, by worker id.
     layout_version: KV layout version of workers that start from now on. Another value simulates another
         release.
     """
@@ -84,6 +93,7 @@ class SimCluster(InProcessCluster):
         self.fabric = SimFabric(Random(rng.getrandbits(64)), model.link)
         self.stores = SimStores(Random(rng.getrandbits(64)), lambda: running_loop().now_s)
         self.memories: dict[str, SimMemory] = {}
+        self.draft_executors: dict[str, SimExecutor] = {}
         self.gateways: dict[str, GatewayService] = {}
         self.schedulers: dict[str, Scheduler] = {}
         self.layout_version = LAYOUT_VERSION
@@ -159,6 +169,11 @@ class SimCluster(InProcessCluster):
         self.network.resumed(name)
         self.fabric.allow_reads_of(name)
 
+    @property
+    def layout(self) -> KvLayout:
+        """The KV layout of the workers."""
+        return sim_layout(self.config.block_size_tokens, self.model.windows)
+
     def _address(self, name: str, epoch: int) -> str:
         return f"{name}:1" if self.model.has_fixed_addresses else super()._address(name, epoch)
 
@@ -174,7 +189,7 @@ class SimCluster(InProcessCluster):
 
     def _make_sim_components(self, worker: WorkerRef, config: WorkerConfig) -> WorkerComponents:
         model = self.model
-        layout = replace(sim_layout(config.block_size_tokens), layout_version=self.layout_version)
+        layout = replace(self.layout, layout_version=self.layout_version)
         memory = SimMemory(model.num_blocks, config.block_size_tokens)
         self.memories[worker.worker_id] = memory
         generations = MemoryGenerationTable(bytearray(ENTRY_BYTES * model.num_blocks), worker.worker_epoch)
@@ -206,7 +221,29 @@ class SimCluster(InProcessCluster):
             backend=backend,
             constraints=constraints,
             costs=model.step.model,
+            draft=self._draft_device(worker.worker_id, engine_config) if WorkerRole(config.role).can_decode else None,
             close=lambda: self.fabric.kill(backend.memory[0].agent_name),
+        )
+
+    def _draft_device(self, worker_id: str, engine_config: EngineConfig) -> DraftDevice | None:
+        """Return a draft model that draws what the model draws without rules; None if there is none."""
+        model, size = self.model, engine_config.block_size_tokens
+        if model.draft is None:
+            return None
+        num_blocks = model.num_blocks // len(model.windows)
+        executor = SimExecutor(
+            layout=sim_layout(size), memory=SimMemory(num_blocks, size), vocab_size=model.vocab_size, cost=model.draft
+        )
+        self.draft_executors[worker_id] = executor
+        generations = MemoryGenerationTable(bytearray(ENTRY_BYTES * num_blocks), 0)
+        return DraftDevice(
+            executor=executor,
+            engine_config=engine_config,
+            pool=BlockPool(num_blocks, size, generations),
+            vocab_size=model.vocab_size,
+            summary="simulated draft model",
+            costs_key="",
+            costs=model.draft.model,
         )
 
 
@@ -225,12 +262,15 @@ def keepalive_s(heartbeat_s: float) -> float:
     return 2 * heartbeat_s + 0.5
 
 
-def sim_layout(block_size_tokens: int) -> KvLayout:
-    """Return the KV layout of a small model. It determines the transfer size of a block."""
+def sim_layout(block_size_tokens: int, windows: tuple[int, ...] = (0,)) -> KvLayout:
+    """Return the KV layout of a small model. It determines the transfer size of a block.
+
+    `windows`: see `SimModel`.
+    """
     components = tuple(KvComponent(name=name, num_kv_heads=2, head_dim=64, dtype="bfloat16") for name in ("k", "v"))
     return KvLayout(
         model_fingerprint="simulated",
         tokenizer_fingerprint="bytes",
         block_size_tokens=block_size_tokens,
-        groups=(LayerGroup(layer_begin=0, num_layers=4, components=components),),
+        groups=layer_groups([(components, window) for window in windows for _ in range(GROUP_LAYERS)]),
     )

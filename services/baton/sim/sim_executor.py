@@ -67,6 +67,8 @@ class SimExecutor:
         """constraints: computes the masks of constrained sequences; None: grammars are refused."""
         self._layout = layout
         self.memory = memory
+        self.num_corrupted = 0
+        """Steps that met wrong KV. A draft model's caller goes on without drafts."""
         self._vocab_size = vocab_size
         self._cost = cost
         self._constraints = constraints or TokenConstraints(vocab_size=vocab_size, in_threads=False)
@@ -132,6 +134,7 @@ class SimExecutor:
         for table, (blocks, window) in enumerate(zip(self._tables_of(sequence), windows, strict=True)):
             for index in range(max(0, rows.requests[0].position - window) if window else 0, len(expected)):
                 if self.memory.slot(blocks, index) != expected[index] + table:
+                    self.num_corrupted += 1
                     raise KvCorrupted(f"sequence {sequence.seq_id}, slot {index} of {len(expected)}, table {table}")
 
     def _draw(self, sequence: StepSequence, sample: SampleRequest, allowed: Bits | None) -> tuple[SampledToken, ...]:

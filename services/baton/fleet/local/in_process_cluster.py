@@ -44,6 +44,7 @@ from baton.scheduler.scheduler_budget import scheduler_budget
 from baton.scheduler.scheduler_service import Scheduler, SchedulerRules
 from baton.scheduler.state.worker_streams import SchedulerTimes
 from baton.transfer.backend import TransferBackend
+from baton.worker.device.worker_device import DraftDevice
 from baton.worker.worker_budget import worker_budget
 from baton.worker.worker_parts import WorkerParts
 from baton.worker.worker_service import Worker, WorkerNeedsReplacement
@@ -71,6 +72,7 @@ class WorkerComponents:
 
     engine_config, pool, executor, backend, constraints: as in `WorkerParts`.
     costs: cost model of its steps; None if it is measured.
+    draft: the draft model, with its costs; None if there is none.
     close: called when the worker has ended, in any way.
     """
 
@@ -80,6 +82,7 @@ class WorkerComponents:
     backend: TransferBackend
     constraints: TokenConstraints
     costs: StepCostModel | None = None
+    draft: DraftDevice | None = None
     close: Callable[[], None] = lambda: None
 
 
@@ -231,6 +234,8 @@ class InProcessCluster:
                 budget=worker_budget(config.memory_budget),
                 feed=self._feed,
                 costs=components.costs,
+                draft=components.draft,
+                draft_costs=None if components.draft is None else components.draft.costs,
             )
         )
         self._switchboard.listen(worker_ref.address, worker)

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from baton.core.errors import Reason
-from baton.core.kv.block_hash import BlockHash, chain, root_hash, token_ids
+from baton.core.kv.block_hash import BlockHash, chain, root_hash, table_hash, token_ids
 from baton.sim.chaos.profile import StormSettings
 from baton.sim.chaos.report import ChaosReport
 from baton.sim.chaos.requests import TIMEOUT_S
 from baton.sim.sim_clients import GATEWAY_LOST, SimAnswer, SimRequest, expected_answer
-from baton.sim.sim_cluster import SimCluster, SimModel, sim_layout
+from baton.sim.sim_cluster import SimCluster, SimModel
 from baton.sim.sim_memory import contents
 
 DEADLINE_GRACE_S = 1.0
@@ -112,7 +112,7 @@ def _was_refused_late(answer: SimAnswer, report: ChaosReport) -> bool:
 def check_processes(cluster: SimCluster, report: ChaosReport) -> None:
     """Raise AssertionError if a process holds anything of past requests, or knows other workers than live.
 
-    Add all block counts to the transcript.
+    Add all block counts, and the draft tokens, to the transcript.
     """
     living = {name: worker.worker for name, worker in cluster.workers.items()}
     for name in sorted(cluster.workers):
@@ -123,7 +123,13 @@ def check_processes(cluster: SimCluster, report: ChaosReport) -> None:
         for link in cluster.workers[name].reader.links():
             if link.broken or link.peer not in living.values():
                 raise AssertionError(f"{name}: after the storm its link to {link.peer} is broken or useless: {link}")
-        report.transcript.append(f"{name} {counts}")
+        if (draft := cluster.draft_executors.get(name)) is not None and draft.num_corrupted:
+            raise AssertionError(f"{name}: {draft.num_corrupted} steps of the draft model met wrong KV")
+        drafts = cluster.workers[name].engine.counters
+        report.num_accepted_drafts += drafts.accepted_draft_tokens
+        report.transcript.append(
+            f"{name} {counts}, {drafts.accepted_draft_tokens} of {drafts.draft_tokens} draft tokens accepted"
+        )
     for name, scheduler in sorted(cluster.schedulers.items()):
         scheduler.check_clean()
         known = {each.worker.worker_id: each.worker for each in scheduler.reports()}
@@ -145,11 +151,12 @@ def audit_caches(cluster: SimCluster, requests: Iterable[SimRequest]) -> int:
     Returns the number of blocks. Raises AssertionError naming a block with other content, or with a hash that
     no request can have produced.
     """
-    size = next(iter(cluster.memories.values())).block_size_tokens
+    layout = cluster.layout
+    size, num_tables = layout.block_size_tokens, layout.windows.num_tables
     expected: dict[BlockHash, tuple[int, ...]] = {}
     for request in requests:
         root = root_hash(
-            model_fingerprint=sim_layout(size).model_fingerprint,
+            model_fingerprint=layout.model_fingerprint,
             cache_salt=request.cache_salt,
             block_size_tokens=size,
         )
@@ -158,17 +165,19 @@ def audit_caches(cluster: SimCluster, requests: Iterable[SimRequest]) -> int:
             tokens = [*request.prompt, *answer]
             slots = contents(tokens)
             for number, block_hash in enumerate(chain(root, token_ids(tokens), size)):
-                expected[block_hash] = tuple(slots[number * size : (number + 1) * size])
+                own = slots[number * size : (number + 1) * size]
+                for table in range(num_tables):  # each has other content, see SimExecutor
+                    expected[table_hash(block_hash, table)] = tuple(slot + table for slot in own)
     num_audited = 0
     for name in sorted(cluster.workers):
         pool, memory = cluster.workers[name].pool, cluster.memories[name]
-        for block_hash in pool.hashes():
-            (block_id,) = pool.lookup([block_hash])
-            if memory.block(block_id) != expected.get(block_hash):
-                raise AssertionError(
-                    f"{name}: block {block_id} does not hold the tokens of its hash {block_hash.hex()}"
-                )
-            num_audited += 1
+        for block_hash in dict.fromkeys((*pool.hashes(), *expected)):  # the pool lists those of table 0 only
+            for block_id in pool.lookup([block_hash]):
+                if memory.block(block_id) != expected.get(block_hash):
+                    raise AssertionError(
+                        f"{name}: block {block_id} does not hold the tokens of its hash {block_hash.hex()}"
+                    )
+                num_audited += 1
     return num_audited
 
 

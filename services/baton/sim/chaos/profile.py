@@ -84,6 +84,7 @@ class StormSettings:
             f"block={config.block_size_tokens} blocks={model.num_blocks} step={config.max_num_batched_tokens} "
             f"seqs={config.max_num_seqs} step_s={model.step.base_s:g} lease={config.lease_s:g}s "
             f"attempts={config.max_attempts} queued={config.max_queued_requests} "
+            f"windows={model.windows} drafts={model.draft is not None} "
             f"fixed_addresses={model.has_fixed_addresses} stuck={model.link.stuck:g} "
             f"reused={model.link.reused:g} late={model.delays.late:g}"
         )
@@ -136,6 +137,9 @@ def draw_settings(rng: Random) -> StormSettings:
         step=SimStepCost(base_s=rng.choice((0.004, 0.004, 0.02))),
         link=replace(model.link, reused=rng.choice((0.0, 0.01))),
     )
+    windows = rng.choice(((0,), (0,), (0,), (9,), (24, 0), (6, 40)))
+    draft = SimStepCost(base_s=0.0004, per_token_s=0.00001) if rng.random() < 0.3 else None
+    model = replace(model, windows=windows, draft=draft, num_blocks=model.num_blocks * len(windows))
     return StormSettings(
         config=ClusterConfig(**values), model=model, slo=slo if values["admission"] != "off" else NO_SLO
     )

@@ -32,6 +32,7 @@ class ChaosReport:
     store_outages: intervals in which the stores did not work.
     num_lost: messages that were under way in streams that were cut.
     num_audited: cached blocks whose content was compared with their hash.
+    num_accepted_drafts: draft tokens that became output, of workers that lived at the end.
     """
 
     seed: int
@@ -45,6 +46,7 @@ class ChaosReport:
     store_outages: list[Downtime] = field(default_factory=list)
     num_lost: int = 0
     num_audited: int = 0
+    num_accepted_drafts: int = 0
 
     def record_fault(self, kind: str, target: str) -> None:
         """Count a fault and append it to the transcript."""
