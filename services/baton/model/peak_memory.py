@@ -16,7 +16,7 @@ from baton.core.request_limits import LIMITS
 from baton.engine.scheduling.batcher import MAX_PROMPT_ROWS
 from baton.engine.state.step import PromptRequest, SampleRequest, StepPlan, StepSequence
 from baton.model.backends.backend_selection import Backend
-from baton.model.device.device_info import release_freed_memory
+from baton.model.device.device_info import free_bytes, release_freed_memory
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import LoadedModel
 from baton.model.step.step_launch import StepLauncher
@@ -34,29 +34,46 @@ _COSTLIEST_SAMPLE = SampleRequest(
 
 @torch.inference_mode()
 def measure_step_bytes(
-    loaded: LoadedModel, backend: Backend, *, block_size_tokens: int, max_num_batched_tokens: int, max_num_seqs: int
+    loaded: LoadedModel,
+    backend: Backend,
+    *,
+    block_size_tokens: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    free_bytes: Callable[[torch.device], int] = free_bytes,
 ) -> int:
     """Run the largest step that the limits allow and return by how many bytes it raises memory use.
 
     The step has `max_num_seqs` sequences that each sample a token, and `max_num_batched_tokens` tokens in
     all. Call it in the compute thread. Raises ModelError if there is not enough memory for the step.
+
+    free_bytes: bytes that can still be allocated on a device.
     """
     longest = min(max(2, max_num_batched_tokens - max_num_seqs + 1), loaded.max_model_len)
     plan = _largest_step(longest, max_num_seqs, block_size_tokens)
-    layout = loaded.layout(block_size_tokens)
-    cache = KvCache.zeros(layout, num_blocks_for(longest, block_size_tokens), loaded.device, loaded.dtype)
-    cache.memory.zero_()  # allocate the pages before the measurement
-    launcher = StepLauncher(backend.forward, backend.kernel, cache, loaded.vocab_size)
-    gc.collect()  # else garbage that is collected during the step would be subtracted from its memory
-    release_freed_memory()  # else the step would reuse it, and the peak would be too low
+    layout, num_blocks = loaded.layout(block_size_tokens), num_blocks_for(longest, block_size_tokens)
+    step = f"a step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences"
+    remedy = "give a smaller --max-num-batched-tokens or --max-num-seqs"
+    release_freed_memory()  # else it would not count as free
+    needed, free = num_blocks * layout.block_bytes, free_bytes(loaded.device)
+    if needed > free:  # else the system might end this process
+        raise ModelError(
+            f"no memory on {loaded.device} for {step}: its KV takes {needed >> 20} MiB, and {free >> 20} MiB are free: "
+            f"{remedy}"
+        )
+    cache: KvCache | None = None
+    launcher: StepLauncher | None = None
     try:
+        cache = KvCache.zeros(layout, num_blocks, loaded.device, loaded.dtype)
+        cache.memory.zero_()  # allocate the pages before the measurement
+        launcher = StepLauncher(backend.forward, backend.kernel, cache, loaded.vocab_size)
+        gc.collect()  # else garbage that is collected during the step would be subtracted from its memory
+        release_freed_memory()  # else the step would reuse it, and the peak would be too low
         with _watch_peak_memory(loaded.device) as peak_bytes:
             launcher.launch(plan).result()
     except torch.OutOfMemoryError as error:
-        raise ModelError(
-            f"no memory on {loaded.device} for a step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences: "
-            f"give a smaller --max-num-batched-tokens or --max-num-seqs ({str(error).splitlines()[0]})"
-        ) from error
+        problem = str(error).splitlines()[0]
+        raise ModelError(f"no memory on {loaded.device} for {step}: {remedy} ({problem})") from error
     finally:
         del cache, launcher
         release_freed_memory()

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, Qwen3Config
 from baton.core.errors import ModelError
 from baton.model.backends.backend_selection import CpuBackends, choose_backend
 from baton.model.device.device_info import gpu_share_bytes
+from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_fingerprint import num_weights
 from baton.model.loading.model_loader import load_model
 from baton.model.peak_memory import measure_step_bytes
@@ -61,7 +62,9 @@ def test_garbage_that_is_collected_during_the_step_does_not_hide_its_memory(
     assert step_bytes > 4096 * TINY["hidden_size"] * 2
 
 
-def test_out_of_memory_in_the_largest_step_is_refused(save: Callable[[PreTrainedConfig], Path]) -> None:
+def test_out_of_memory_in_the_largest_step_is_refused(
+    save: Callable[[PreTrainedConfig], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = load_model(save(Qwen3Config(**TINY, head_dim=16)), device="cpu")
     backend = choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=SIZE)
 
@@ -69,13 +72,30 @@ def test_out_of_memory_in_the_largest_step_is_refused(save: Callable[[PreTrained
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nand more")
 
     refusal = r"no memory on cpu for a step of 64 tokens of 4 sequences: .*Tried to allocate 1 GiB\)"
+    limits = {"block_size_tokens": SIZE, "max_num_batched_tokens": 64, "max_num_seqs": 4}
     with pytest.raises(ModelError, match=refusal):
+        measure_step_bytes(loaded, replace(backend, forward=cast(Forward, full)), **limits)
+    monkeypatch.setattr(KvCache, "zeros", full)
+    with pytest.raises(ModelError, match=refusal):
+        measure_step_bytes(loaded, backend, **limits)
+
+
+def test_step_whose_kv_does_not_fit_is_refused_before_it_is_allocated(
+    save: Callable[[PreTrainedConfig], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(save(Qwen3Config(**TINY, head_dim=16)), device="cpu")
+    backend = choose_backend(loaded, kernels="torch", num_threads=1, block_size_tokens=SIZE)
+    monkeypatch.delattr(KvCache, "zeros")
+    with pytest.raises(
+        ModelError, match=r"its KV takes 2 MiB, and 0 MiB are free: give a smaller --max-num-batched-to"
+    ):
         measure_step_bytes(
             loaded,
-            replace(backend, forward=cast(Forward, full)),
+            backend,
             block_size_tokens=SIZE,
-            max_num_batched_tokens=64,
-            max_num_seqs=4,
+            max_num_batched_tokens=4096,
+            max_num_seqs=1,
+            free_bytes=lambda device: 1000,
         )
 
 
