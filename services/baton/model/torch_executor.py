@@ -159,10 +159,10 @@ class TorchExecutor:
             block_table=(0,) * self._cache.num_tables,
             sample=_WARMUP_SAMPLE,
         )
-        for count in self._backend.warm_tokens:
-            self.run(StepPlan(step_id=0, sequences=(replace(token, token_ids=token_ids([0] * count), sample=None),)))
-        for context in self._backend.warm_contexts:
-            chunk = _chunk_after_context(token, context, self.layout.block_size_tokens)
+        # Two tokens are the shortest chunk that is not a decode.
+        chunks = [*((count, 0) for count in self._backend.warm_tokens), *((2, c) for c in self._backend.warm_contexts)]
+        for count, context in chunks:
+            chunk = _prompt_chunk(token, count, context, self.layout.block_size_tokens)
             self.run(StepPlan(step_id=0, sequences=(chunk,)))
         for smaller, batch in zip((0, *self._backend.warm_batches), self._backend.warm_batches, strict=False):
             if smaller < max_num_seqs:
@@ -227,12 +227,15 @@ class TorchExecutor:
         return job if follows and job is not None and self._launcher.can_follow(job.plan) else None
 
 
-def _chunk_after_context(token: StepSequence, context: int, block_size_tokens: int) -> StepSequence:
-    """Return a two-token prompt chunk, the shortest that is not a decode, after a context that repeats one
-    block."""
-    table = token.block_table * num_blocks_for(context + 2, block_size_tokens)
+def _prompt_chunk(token: StepSequence, num_tokens: int, context: int, block_size_tokens: int) -> StepSequence:
+    """Return a prompt chunk after a context. All of its KV is in the block of `token`."""
     return replace(
-        token, token_ids=token_ids([0, 0]), position_begin=context, kv_begin=context, block_table=table, sample=None
+        token,
+        token_ids=token_ids([0] * num_tokens),
+        position_begin=context,
+        kv_begin=context,
+        block_table=token.block_table * num_blocks_for(context + num_tokens, block_size_tokens),
+        sample=None,
     )
 
 

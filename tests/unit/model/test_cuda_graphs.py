@@ -235,7 +235,8 @@ def test_warmup_captures_all_batch_sizes(loaded: LoadedModel) -> None:
     executor.close()
 
 
-def test_warmup_runs_chunks_after_each_warm_context(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("block_size", [1, SIZE])
+def test_warmup_runs_chunks_of_each_size_and_after_each_context(loaded: LoadedModel, block_size: int) -> None:
     seen = set()
 
     def kernel(
@@ -244,12 +245,13 @@ def test_warmup_runs_chunks_after_each_warm_context(loaded: LoadedModel) -> None
         seen.add((query.shape[1], int(step.tables.context_len.max())))
         return paged_attention(query, layer, step, scaling, window)
 
-    backend = Backend(name="split", forward=ModelForward(loaded.model), kernel=kernel, warm_contexts=(32, 64))
+    forward = ModelForward(loaded.model)
+    backend = Backend(name="split", forward=forward, kernel=kernel, warm_tokens=(1, 2), warm_contexts=(32, 64))
     executor = TorchExecutor(
-        loaded.model, KvCache.zeros(loaded.layout(SIZE, WINDOWS), 1), thread=compute_thread(1), backend=backend
+        loaded.model, KvCache.zeros(loaded.layout(block_size, WINDOWS), 1), thread=compute_thread(1), backend=backend
     )
     executor.warm(max_num_seqs=20)
-    assert seen == {(2, 34), (2, 66)}
+    assert seen == {(1, 1), (2, 2), (2, 34), (2, 66)}
     executor.close()
 
 
