@@ -16,6 +16,7 @@ from baton.core.request import Sampling
 from baton.sim.sim_network import Delays
 from baton.sim.sim_transfer_backend import LinkModel
 from baton.sim.virtual_time import run
+from tests import builders
 from tests.scale import IS_LONG
 from tests.unit.worker.harness import Gateway, Pair, expected_tokens, pair
 from tests.unit.worker.job_builders import decode_job, prefill_job
@@ -24,6 +25,8 @@ SEEDS = 400 if IS_LONG else 25
 REQUESTS = 24
 FAULTS_S = 1.5
 STUCK_S = 5.0
+WINDOWS = ((0, 0), (6, 0), (3,), (17, 0, 4))
+"""Tokens that each layer sees, 0 for all. Layers with different windows have different block tables."""
 
 
 class Scenario:
@@ -143,11 +146,21 @@ def play(seed: int) -> list[Any]:
     rng = Random(seed)
     link = LinkModel(bytes_per_s=rng.choice((1e6, 1e5)), stuck=rng.choice((0.0, 0.0, 0.02)), stuck_s=STUCK_S)
     delays = Delays(mean_s=rng.choice((0.0002, 0.005)))
-    sizes = {"num_blocks": rng.choice((40, 64, 200)), "p_blocks": rng.choice((24, 40, 128))}
+    windows = WINDOWS[seed % len(WINDOWS)]
+    num_tables = builders.windowed_layout(windows).windows.num_tables
+    sizes = {
+        "num_blocks": num_tables * rng.choice((40, 64, 200)),
+        "p_blocks": num_tables * rng.choice((24, 40, 128)),
+    }
 
     async def scenario() -> list[Any]:
         async with pair(
-            seed, link=link, delays=delays, max_num_batched_tokens=rng.choice((16, 64)), **sizes
+            seed,
+            link=link,
+            delays=delays,
+            max_num_batched_tokens=rng.choice((16, 64)),
+            kv_windows=windows,
+            **sizes,
         ) as workers:
             played = Scenario(workers, rng)
             await played.play()
