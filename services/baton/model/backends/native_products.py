@@ -1,6 +1,7 @@
-"""Runs the model's own code, of any architecture, with the native GEMM in the place of its experts.
+"""Runs the model's own code, of any architecture, with the native GEMM.
 
-Linear layers are packed before, see `pack_model`. Those that are not, such as routers, are packed here.
+Linear layers and experts are packed before, see `pack_model`. Layers that are not, such as routers, are packed
+here.
 """
 
 from typing import Any
@@ -9,9 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from baton.model.backends.native_experts import NativeExperts
 from baton.model.kernels.cpu.kernel_library import Kernels
-from baton.model.linear.experts import is_experts
 from baton.model.linear.packed_linear import PackedGemm
 from baton.model.step.forward import ModelForward
 
@@ -21,11 +20,9 @@ class ProductsForward(ModelForward):
     run the original."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
-        """Pack the weights of experts. `kernels`: with the number of threads of a step."""
-        modules: list[Any] = list(model.modules())
-        self._products: list[tuple[dict[str, Any], PackedGemm | NativeExperts]] = [
-            *((vars(module), PackedGemm(kernels, module)) for module in modules if type(module) is nn.Linear),
-            *((vars(module), NativeExperts(module, kernels)) for module in modules if is_experts(module)),
+        """Pack the weights that are left. `kernels`: with the number of threads of a step."""
+        self._products: list[tuple[dict[str, Any], PackedGemm]] = [
+            (vars(module), PackedGemm(kernels, module)) for module in model.modules() if type(module) is nn.Linear
         ]
         super().__init__(model)
 

@@ -184,6 +184,8 @@ def forward_experts(
     """
     total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
     for expert in top_k_index.unique().tolist():
+        if expert >= len(getattr(module, DOWN)):  # stands for no expert
+            continue
         tokens, place = torch.where(top_k_index == expert)
         gated = apply_own_gate(module, getattr(module, GATE_UP)[expert](hidden_states[tokens]))
         out = getattr(module, DOWN)[expert](gated)

@@ -1,11 +1,21 @@
 """Packs the linear layers of a loaded model, one matrix at a time. Its own code then multiplies natively."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from baton.model.linear.embedding import WeightEmbedding
+from baton.model.linear.experts import (
+    DOWN,
+    GATE_UP,
+    ExpertWeights,
+    bias_name,
+    expert_linears,
+    is_experts,
+    replace_experts,
+)
 from baton.model.linear.linear import Linear
 from baton.model.linear.packed_weight import PackedWeight
 from baton.model.linear.packer import WeightPacker
@@ -16,11 +26,11 @@ log = get_logger(__name__)
 
 
 def pack_model(model: nn.Module, packer: WeightPacker) -> None:
-    """Replace each linear layer whose product is native by a `Linear` with a packed weight.
+    """Replace each linear layer, and each expert, whose product is native by a `Linear` with a packed weight.
 
-    The unpacked weight is freed before the next one is packed. A weight that several modules share is packed
-    once, and an embedding among them reads its rows from there. Without memory the rest stays as it is, which
-    is logged.
+    The unpacked weight, or block of experts, is freed before the next one is packed. A weight that several
+    modules share is packed once, and an embedding among them reads its rows from there. Without memory the
+    rest stays as it is, which is logged.
     """
     try:
         _pack_all(model, packer)
@@ -38,6 +48,33 @@ def _pack_all(model: nn.Module, packer: WeightPacker) -> None:
         owners = [modules.pop(name) for name in names]
         if not all(isinstance(owner, nn.Embedding) for owner in owners):
             _pack_shared(model, names, owners, packer)
+    for name, module in modules.items():
+        if is_experts(module):
+            _pack_experts(name, module, packer)
+
+
+def _pack_experts(name: str, module: Any, packer: WeightPacker) -> None:
+    """Pack the experts of a block, in place of its parameters, if their product is native.
+
+    Parameters of another dtype than the activations' stay, as those of linear layers do.
+    """
+    if any(parameter.dtype != packer.dtype for parameter in module.parameters()):
+        return
+    packed: list[ExpertWeights[Weight | PackedWeight]] = []
+    for expert in range(len(module.get_parameter(DOWN))):
+        gate_up, down = (_pack_product(name, module, own, expert, packer) for own in (GATE_UP, DOWN))
+        if gate_up is None or down is None:
+            return
+        packed.append(ExpertWeights([gate_up], down))
+    names = (GATE_UP, DOWN) if module.has_bias else ()
+    biases = {own: module.get_parameter(bias_name(own)).detach() for own in names}
+    replace_experts(module, packed, biases or None)
+
+
+def _pack_product(name: str, module: Any, own: str, expert: int, packer: WeightPacker) -> PackedWeight | None:
+    (linear,) = expert_linears(module, own, expert)
+    assert not isinstance(linear.weight, PackedWeight)
+    return packer.pack(f"{name}.{own}", linear.weight)
 
 
 def _sharers(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> list[list[str]]:

@@ -108,9 +108,14 @@ def test_a_mapped_model_runs_on_the_native_decoder(tiny: Path, cache: Path) -> N
     backend.forward.close()
 
 
-def test_packed_weights_lie_in_the_file(tiny: Path, cache: Path) -> None:
+@pytest.mark.parametrize("name", ["biases", "plain experts", "int8 experts"])
+def test_packed_weights_lie_in_the_file(name: str, save: Callable[[PreTrainedConfig], Path], cache: Path) -> None:
     """Those of the first start, too. So a worker that starts later shares memory with it."""
-    for loaded in (load(tiny, cache), load(tiny, cache)):
+    config, options = CASES[name]
+    path = save(config())
+    for loaded in (load(path, cache, **options), load(path, cache, **options)):
+        large = [name for name, each in loaded.model.named_parameters() if "proj" in name and each.dim() > 1]
+        assert not large, "everything that backends pack is packed"
         mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if ".weights" in line]
         ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in mapped]
         assert {fields[1] for fields in mapped} == {"r--s"}
