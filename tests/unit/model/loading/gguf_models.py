@@ -94,7 +94,7 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_freq_base(20_000.0)
     writer.add_key_length(head_dim(config))
     writer.add_value_length(head_dim(config))
     tokenizer(writer)

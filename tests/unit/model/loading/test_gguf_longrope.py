@@ -18,7 +18,7 @@ pytest.importorskip("gguf", reason="the gguf library is not installed")
 SHORT_LEN = 128
 ROPE: dict[str, Any] = {
     "rope_type": "longrope",
-    "rope_theta": 10_000.0,
+    "rope_theta": 20_000.0,
     "short_factor": [1.0 + 0.25 * number for number in range(24)],
     "long_factor": [4.0 + number for number in range(24)],
     "original_max_position_embeddings": SHORT_LEN,

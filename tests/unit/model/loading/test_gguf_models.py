@@ -40,7 +40,10 @@ from tests.unit.model.loading.quantised_models import distance, logits, paged_lo
 
 pytest.importorskip("gguf", reason="the gguf library is not installed")
 
-ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+ROPE = {"rope_type": "default", "rope_theta": 20_000.0}
+"""Not the defaults of transformers, so that a frequency that is not read changes the logits."""
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+"""That of Gemma's layers with windows, which is not in a file."""
 _SIZES: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -55,7 +58,7 @@ _SIZES: dict[str, Any] = {
 }
 YARN = {
     "rope_type": "yarn",
-    "rope_theta": 10_000.0,
+    "rope_theta": 20_000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 16,
     "beta_fast": 32.0,
@@ -63,6 +66,13 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
+}
+OLMO3_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 20_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "attention_factor": 1.3,
 }
 Extra = Callable[[Any], object]
 
@@ -102,6 +112,12 @@ def ministral(writer: Any) -> None:
 
 
 def olmo3(writer: Any) -> None:
+    import gguf
+
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(16)
+    writer.add_rope_scaling_yarn_attn_factor(1.3)
     writer.add_sliding_window(8)
     writer.add_sliding_window_pattern([True, False])
 
@@ -120,7 +136,7 @@ MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig], Extra]] = {
     "gemma3": (
         "gemma3",
         lambda: Gemma3TextConfig(
-            **sizes(rope_parameters={"full_attention": ROPE, "sliding_attention": ROPE}),
+            **sizes(rope_parameters={"full_attention": ROPE, "sliding_attention": LOCAL_ROPE}),
             head_dim=64,
             sliding_window=8,
             query_pre_attn_scalar=64,
@@ -133,7 +149,11 @@ MODELS: dict[str, tuple[str, Callable[[], PreTrainedConfig], Extra]] = {
     "olmo2": ("olmo2", lambda: Olmo2Config(**sizes()), no_more),
     "olmo3": (
         "olmo2",
-        lambda: Olmo3Config(**sizes(), sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        lambda: Olmo3Config(
+            **sizes(rope_parameters={"full_attention": OLMO3_YARN, "sliding_attention": ROPE}),
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
         olmo3,
     ),
     "granite": (

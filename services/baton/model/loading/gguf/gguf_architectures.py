@@ -101,11 +101,16 @@ def _layer_types(metadata: GgufMetadata, common: dict[str, Any], default_period:
 
 
 def _olmo2_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
+    """Return what OLMo 3 has beside OLMo 2: windows, in whose layers the rotary embedding is not scaled."""
     window = metadata.optional_integer("attention.sliding_window")
     if window is None:
         return {}
+    rope = common["rope_parameters"]
+    local_theta = metadata.optional_number("rope.freq_base_swa") or rope["rope_theta"]
+    local = {"rope_type": "default", "rope_theta": local_theta}
     return {
         "model_type": "olmo3",
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
         "sliding_window": window,
         "layer_types": _layer_types(metadata, common, default_period=4),
     }

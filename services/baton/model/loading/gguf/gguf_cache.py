@@ -21,7 +21,7 @@ MAX_DIRECTORIES = 16
 GGUF_LINK = "model.gguf"
 """Link to the GGUF file in the directory that is made from it."""
 CONVERTER = "baton.model.loading.gguf.gguf_directory"
-CONVERSION = 2
+CONVERSION = 3
 """Counts changes of the converter's results."""
 CONVERT_S = 600
 """Longest duration of a conversion."""

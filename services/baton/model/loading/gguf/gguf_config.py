@@ -100,8 +100,9 @@ def _rope_parameters(metadata: GgufMetadata, head_dim: int, divisors: Mapping[st
         for key in ("beta_fast", "beta_slow"):
             if (value := metadata.optional_number(f"rope.scaling.yarn_{key}")) is not None:
                 rope[key] = value
-        if (factor := metadata.optional_number("rope.scaling.attn_factor")) is not None:
-            rope["attention_factor"] = factor
+        for key in ("attn_factor", "yarn_attn_factor"):  # the second is that of the checkpoint's configuration
+            if (factor := metadata.optional_number(f"rope.scaling.{key}")) is not None:
+                rope["attention_factor"] = factor
     return rope
 
 
