@@ -91,6 +91,10 @@ def gptq(
     return stored, meant(codes, scales, zeros, group_of)
 
 
+def without_g_idx(stored: dict[str, torch.Tensor], means: torch.Tensor) -> Stored:
+    return {name: tensor for name, tensor in stored.items() if name != "g_idx"}, means
+
+
 def awq(value: torch.Tensor, group: int = 64) -> Stored:
     group_of = np.arange(value.shape[1]) // group
     codes, scales, zeros = rounded(value, 4, group_of, symmetric=False)
@@ -134,6 +138,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
     "gptq one group": (
         {"quant_method": "gptq", "bits": 4, "group_size": -1},
         lambda value: gptq(value, group=value.shape[1]),
+    ),
+    "gptq with a short last group": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 96, "desc_act": True},
+        lambda value: gptq(value, group=96, seed=value.shape[0]),
+    ),
+    "gptq with a short last group, without g_idx": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 96},
+        lambda value: without_g_idx(*gptq(value, group=96)),
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}, awq),
     "fp8 of blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8),

@@ -32,7 +32,7 @@ class GptqLayout:
         bits = config.get("bits")
         if bits not in BITS:
             raise ModelError(f"quantization_config: GPTQ with bits {bits!r}; must be 4 or 8")
-        self._bits = int(bits)
+        self._bits, self._group = int(bits), config.get("group_size")
         form = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
         if form not in FORMATS:
             raise ModelError(f"quantization_config: checkpoint_format is {form!r}; must be {' or '.join(FORMATS)}")
@@ -64,10 +64,10 @@ class GptqLayout:
         order = None
         g_idx = tensors.get("g_idx")
         if g_idx is not None and (self._has_order or bool(g_idx.any())):  # unused, it may be all zeros
-            order = in_group_order(module, g_idx, columns, num_groups)
+            order = in_group_order(module, g_idx, columns, num_groups, self._group)
         if order is not None:
             codes = codes[:, order]
-        weight = grouped_weight(module, codes.contiguous(), bits, scales.T, zeros.T)
+        weight = grouped_weight(module, codes.contiguous(), bits, scales.T, zeros.T, self._group)
         return weight if order is None else OrderedWeight(weight, order)
 
 

@@ -74,43 +74,68 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def grouped_weight(
-    module: str, codes: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None
+    module: str,
+    codes: torch.Tensor,
+    bits: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    stated_group: int | None = None,
 ) -> CodedWeight:
     """Return the weight `scale * (code - zero)`, with one scale and zero for each group of columns.
 
     codes: uint8 [n, k]. scales: floats [n, groups]. zeros: integers [n, groups], or None for 2**(bits - 1).
-    Raises ModelError if the shapes do not fit, or if groups are not multiples of 16 columns.
+    stated_group: columns of a group according to the configuration, see `group_columns`. Raises ModelError if
+    the shapes do not fit, or if groups are not multiples of 16 columns.
     """
     rows, columns = codes.shape
-    if scales.dim() != 2 or len(scales) != rows or not scales.shape[1] or columns % scales.shape[1]:
+    group = None
+    if scales.dim() == 2 and len(scales) == rows and scales.shape[1]:
+        group = group_columns(columns, scales.shape[1], stated_group)
+    if group is None:
         raise ModelError(
             f"{module} has scales of the shape {tuple(scales.shape)}; must be {rows} rows, "
             f"and a number of groups that divides {columns}"
         )
     if zeros is not None and zeros.shape != scales.shape:
         raise ModelError(f"{module} has zero points of the shape {tuple(zeros.shape)}; must be {tuple(scales.shape)}")
-    group = columns // scales.shape[1]
-    size = next((each for each in reversed(GROUP_SIZES) if group % each == 0), None)
+    size = next((each for each in reversed(GROUP_SIZES) if group % each == 0 and columns % each == 0), None)
     if size is None:
-        raise ModelError(f"{module} has groups of {group} columns; must be a multiple of {GROUP_SIZES[0]}")
+        raise ModelError(
+            f"{module} has groups of {group} of its {columns} columns; both must be multiples of {GROUP_SIZES[0]}"
+        )
     if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
         zeros = None
-    factors = scales.float().repeat_interleave(group // size, 1).contiguous()
+    group_of = torch.arange(0, columns, size) // group
+    factors = scales.float()[:, group_of].contiguous()
     offsets = None
     if zeros is not None:
-        offsets = GroupFactors(-factors * zeros.float().repeat_interleave(group // size, 1), size)
+        offsets = GroupFactors(-factors * zeros.float()[:, group_of], size)
     return CodedWeight(codes, bits, size, GroupFactors(factors, size), offsets)
 
 
-def in_group_order(module: str, g_idx: torch.Tensor, columns: int, num_groups: int) -> torch.Tensor | None:
+def group_columns(columns: int, num_groups: int, stated: int | None) -> int | None:
+    """Return the number of columns of a group, of which the last one may have fewer; None if there is none.
+
+    stated: by the configuration. It counts if it gives this number of groups; a module may have a size of its
+    own, which then divides its columns.
+    """
+    if isinstance(stated, int) and stated > 0 and -(-columns // stated) == num_groups:
+        return stated
+    return None if columns % num_groups else columns // num_groups
+
+
+def in_group_order(
+    module: str, g_idx: torch.Tensor, columns: int, num_groups: int, stated_group: int | None = None
+) -> torch.Tensor | None:
     """Return the order of inputs in which the columns of each group are side by side; None if they are.
 
-    g_idx: integers [columns], the group of each column. Raises ModelError if groups have different sizes.
+    g_idx: integers [columns], the group of each column. stated_group: see `group_columns`. Raises ModelError
+    if groups have other sizes.
     """
-    groups = g_idx.long()
+    groups, size = g_idx.long(), group_columns(columns, num_groups, stated_group)
     is_usable = groups.shape == (columns,) and 0 <= int(groups.min()) <= int(groups.max()) < num_groups
-    sizes = torch.bincount(groups, minlength=num_groups) if is_usable else None
-    if sizes is None or sizes.tolist() != [columns // num_groups] * num_groups:
-        raise ModelError(f"{module}.g_idx does not give each of {num_groups} groups {columns // num_groups} columns")
+    sizes = torch.bincount(groups, minlength=num_groups).tolist() if is_usable else None
+    if size is None or sizes != [size] * (num_groups - 1) + [columns - size * (num_groups - 1)]:
+        raise ModelError(f"{module}.g_idx does not give each of {num_groups} groups {size or 'as many'} columns")
     order = torch.argsort(groups, stable=True)
     return None if torch.equal(order, torch.arange(columns)) else order
