@@ -19,6 +19,8 @@ from transformers import (
 )
 
 from baton.model.forms.decoder_form import ExpertsForm, FormUnknown
+from baton.model.linear.linear import Linear
+from baton.model.linear.quantise import quantise
 from baton.model.loading.model_loader import load_model
 from tests.model_families import ENDS, FAMILIES, TINY, save_random
 from tests.unit.model.test_decoder_backends import form_of
@@ -62,6 +64,11 @@ def _add_parameter(base: Any) -> None:
     base.layers[1].self_attn.temperature = nn.Parameter(torch.ones(1), requires_grad=False)
 
 
+def _add_coded_product(base: Any) -> None:
+    """It has no parameters."""
+    base.layers[1].mlp.adapter = Linear(quantise(torch.randn(64, 64), 8, 32))
+
+
 def _set_frequencies(base: Any) -> None:
     rotary = base.rotary_emb
     before = rotary.forward
@@ -75,9 +82,15 @@ def test_unknown_forms_are_named(name: str, save: Callable[[PreTrainedConfig], P
         form_of(load_model(save(config()), device="cpu"))
 
 
+def test_shared_experts_are_found_if_their_weights_are_coded(save: Callable[[PreTrainedConfig], Path]) -> None:
+    config, named = UNKNOWN["shared experts"]
+    with pytest.raises(FormUnknown, match=named):
+        form_of(load_model(save(config()), device="cpu", weights="int8"))
+
+
 @pytest.mark.parametrize(
     "change",
-    [_add_gate, _set_kind, _add_to_embedding, _double_mlp, _add_parameter, _set_frequencies],
+    [_add_gate, _set_kind, _add_to_embedding, _double_mlp, _add_parameter, _add_coded_product, _set_frequencies],
     ids=lambda f: f.__name__[1:],
 )
 def test_changed_module_has_no_known_form(

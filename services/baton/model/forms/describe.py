@@ -24,6 +24,7 @@ from baton.model.forms.mlp_form import describe_mlp
 from baton.model.forms.model_trace import ModelTrace, ModuleCall, trace_model
 from baton.model.forms.recognise import as_rms_norm, is_linear, near, rotary_candidates
 from baton.model.kernels.layer_values import RmsNorm
+from baton.model.linear.pack_model import holds_weight
 from baton.model.loading.model_loader import LoadedModel
 
 
@@ -176,15 +177,20 @@ def _head(trace: ModelTrace, model: Any) -> tuple[nn.Module, float, float | None
 
 
 def _require_all_parameters(model: nn.Module, form: DecoderForm, trace: ModelTrace) -> None:
-    """Raise FormUnknown if the model has a parameter that the form does not contain."""
+    """Raise FormUnknown if the model has a parameter or a weight that the form does not contain."""
     modules: list[nn.Module] = [call.module for call in trace.calls if as_rms_norm(call.module) is not None]
     modules += [form.embedding, *form.linear_modules()]
+    products = {id(module) for module in modules}
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     for layer in form.layers:
         known.add(id(layer.attention_params.sinks))
         if isinstance(layer.mlp, ExpertsForm):
             known |= {id(layer.mlp.router), id(layer.mlp.router_bias)}
             known |= {id(parameter) for parameter in layer.mlp.experts.parameters()}
+            products |= {id(module) for module in layer.mlp.experts.modules()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in known:
             raise FormUnknown(f"{type(model).__name__} has the parameter {name}, which is not part of a known form")
+    for name, module in model.named_modules():
+        if holds_weight(module) and id(module) not in products:
+            raise FormUnknown(f"{type(model).__name__} has the product {name}, which is not part of a known form")

@@ -12,6 +12,7 @@ from baton.model.forms.model_trace import ModelTrace, ModuleCall
 from baton.model.forms.recognise import activation_of, apply_gate, gate_of, is_linear, near
 from baton.model.kernels.layer_values import Gate
 from baton.model.linear.experts import DOWN, GATE_UP, are_replaced, expert_linears, is_experts
+from baton.model.linear.pack_model import holds_weight
 
 _JOINED, _SEPARATE = ("gate_up_proj",), ("gate_proj", "up_proj")
 _DOWN = "down_proj"
@@ -46,7 +47,7 @@ def describe_mlp(trace: ModelTrace, mlp: ModuleCall, config: Any) -> MlpForm | E
 def _describe_experts(trace: ModelTrace, mlp: ModuleCall, config: Any) -> ExpertsForm:
     module: Any = mlp.module
     name, experts = type(module).__name__, module.experts
-    others = [child for child in module.children() if child is not experts and any(True for _ in child.parameters())]
+    others = [child for child in module.children() if child is not experts and _has_weights(child)]
     if len(others) != 1 or set(dict(others[0].named_parameters())) - {"bias"} != {"weight"}:
         raise FormUnknown(f"{name} has other weights beside its experts and one router")
     if not (is_experts(experts) or are_replaced(experts)):
@@ -75,6 +76,10 @@ def _describe_experts(trace: ModelTrace, mlp: ModuleCall, config: Any) -> Expert
         if near(mlp.first_output[:_COMPARED_ROWS], (weights[:, :, None] * outputs).sum(dim=1)):
             return replace(form, normalised=normalised)
     raise FormUnknown(f"{name} routes tokens in another way than a softmax of its {top_k} largest logits")
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(holds_weight(each) for each in module.modules())
 
 
 def _route(form: ExpertsForm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
