@@ -207,6 +207,26 @@ def test_truncated_file_is_refused(copy: Path) -> None:
         load_model(copy, device="cpu")
 
 
+@pytest.mark.parametrize(
+    "header", [[], 7, {"a": 1}, {"a": {"dtype": "X9", "shape": [2], "data_offsets": [0, 8]}}], ids=str
+)
+def test_damaged_header_is_refused(header: object, copy: Path) -> None:
+    text = json.dumps(header).encode()
+    (copy / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(ModelError, match=r"copy it again|cannot be loaded as Qwen3ForCausalLM"):
+        load_model(copy, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "index", [[], {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": [1]}}], ids=str
+)
+def test_damaged_index_is_refused(index: object, copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="copy it again"):
+        load_model(copy, device="cpu")
+
+
 @pytest.mark.parametrize("changes", [{"model_type": "no-such-model"}, {"model_type": None, "architectures": None}])
 def test_unknown_architecture_is_refused(copy: Path, changes: dict[str, object]) -> None:
     edit(copy / "config.json", **changes)

@@ -31,13 +31,13 @@ def weight_files(model_dir: Path) -> list[Path]:
     if single.is_file():
         return [single]
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
     except FileNotFoundError as error:
         raise ModelError(
             f"{model_dir} has no {single.name} and no {index.name}. Other weight files (*.bin, *.pt) are pickles "
             "and are not loaded: convert them with save_pretrained of transformers"
         ) from error
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ModelError(f"{index} cannot be read ({error}); download or copy it again") from error
     missing = [name for name in names if not (model_dir / name).is_file()]
     if missing:
@@ -71,6 +71,19 @@ def gguf_file(model_dir: Path) -> Path | None:
     return path.resolve() if path.is_file() else None
 
 
+def weight_version(model_dir: Path) -> str:
+    """Return a text that changes when a file with weights is replaced: sizes and times.
+
+    Raises ModelError if a file is missing.
+    """
+    gguf = gguf_file(model_dir)
+    try:
+        facts = [path.stat() for path in ([gguf] if gguf is not None else weight_files(model_dir))]
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read ({error}); download or copy it again") from error
+    return " ".join(f"{each.st_size}@{each.st_mtime_ns}" for each in facts)
+
+
 def model_fingerprint(model_dir: Path, config: dict[str, Any], dtype: str) -> str:
     """Return a hex digest of everything that determines this model's KV.
 
@@ -99,7 +112,7 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
             yield file
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ModelError(f"{path} is not a readable safetensors file ({error}); download or copy it again") from error
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -21,7 +22,12 @@ from baton.model.device.kv_tensors import DTYPE_NAMES, DTYPES, uniform_layout
 from baton.model.linear.packer import WeightPacker
 from baton.model.loading.checkpoint_weights import LoadOptions, is_loaded_by_module, open_by_module
 from baton.model.loading.image.image_cache import NO_CACHE, ModelSource, PackedModelCache, load_unshared
-from baton.model.loading.model_fingerprint import model_fingerprint, num_weights, tensor_sizes
+from baton.model.loading.model_fingerprint import (
+    model_fingerprint,
+    num_weights,
+    tensor_sizes,
+    weight_version,
+)
 from baton.model.loading.model_support import causal_lm_class, kv_heads
 from baton.model.loading.skeleton import build_skeleton
 from baton.model.loading.text_part import KEY_MAPPING, has_own_head, own_name, text_config
@@ -98,8 +104,7 @@ def load_model(
     dtype: `auto` uses the checkpoint's own, or bfloat16 if its weights are quantised.
     kv_dtype: see `kv_components`. device: `auto` uses CUDA if there is a GPU.
     weights: `int8` or `int4` quantises the weights of linear layers; `auto` keeps the checkpoint's format.
-    max_model_len: at most the model's own; None uses that.
-    free_bytes: bytes that can still be allocated on a device.
+    max_model_len: at most the model's own; None uses that. free_bytes: that a device can still allocate.
     packer_for: makes what packs the linear layers of a model of this dtype on a CPU; without, they stay.
     cache: keeps packed models, and shares them among the workers of a machine.
     Raises ModelError if the model cannot be served or loaded, or if there is too little memory.
@@ -120,6 +125,7 @@ def load_model(
 
     source = ModelSource(
         fingerprint=fingerprint,
+        file_version=weight_version(path),
         new_skeleton=lambda: build_skeleton(model_class, deepcopy(config)),
         load=partial(_load_checkpoint, path, model_class, config, options, require_memory),
         require_memory=require_memory,
@@ -202,7 +208,7 @@ def _load_plain(
             output_loading_info=True,
             key_mapping=key_mapping,
         )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be loaded as {model_class.__name__}: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would initialise them randomly

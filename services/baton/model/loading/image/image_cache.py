@@ -56,12 +56,13 @@ class PackedModel:
 class ModelSource:
     """Makes a model without a file.
 
-    fingerprint: of the model, see `model_fingerprint`.
+    fingerprint, file_version: see `model_fingerprint` and `weight_version`.
     new_skeleton: returns it without weights. load: returns it with weights from the checkpoint, and their
     format. require_memory: raises ModelError if a number of bytes is more than what is free.
     """
 
     fingerprint: str
+    file_version: str
     new_skeleton: Callable[[], PreTrainedModel]
     load: Callable[[], tuple[PreTrainedModel, str]]
     require_memory: Callable[[int], None]
@@ -83,7 +84,7 @@ class PackedModelCache:
         """
         if not self._max_bytes:
             return load_unshared(source, packer)
-        path = self._directory / f"{image_key(source.fingerprint, packer)}{_SUFFIX}"
+        path = self._directory / f"{image_key(source.fingerprint, source.file_version, packer)}{_SUFFIX}"
         found = _read(path, source, packer)
         if found is not None:
             return found
@@ -135,10 +136,14 @@ class PackedModelCache:
                     left.unlink()
 
 
-def image_key(fingerprint: str, packer: WeightPacker) -> str:
-    """Return a digest of everything that decides the bytes of a packed model."""
+def image_key(fingerprint: str, file_version: str, packer: WeightPacker) -> str:
+    """Return a digest of everything that decides the bytes of a packed model.
+
+    The fingerprint has only samples of the weights. A file that was damaged between them when it was packed,
+    and then replaced, has another version.
+    """
     root, digest = Path(__file__).parents[2], blake2b(digest_size=16)
-    facts = [fingerprint, packer.dtype, packer.native_is_faster, packer.kernels.has_bf16_dot]
+    facts = [fingerprint, file_version, packer.dtype, packer.native_is_faster, packer.kernels.has_bf16_dot]
     facts += [platform.machine(), sys.byteorder, *(version(library) for library in ("torch", "transformers"))]
     digest.update(json.dumps(facts, default=str).encode())
     for path in sorted(path for pattern in _LAYOUT_SOURCES for path in root.glob(pattern)):
@@ -156,8 +161,8 @@ def _read(path: Path, source: ModelSource, packer: WeightPacker) -> PackedModel 
         _warn("packed_model_not_used", path, error)
         return None
     source.require_memory(file.num_bytes)
-    model = source.new_skeleton()
     try:
+        model = _new_skeleton(source)
         for number, weight in enumerate(read_model(model, file, packer.kernels, packer.dtype)):
             if (problem := packer.problem_of(weight)) is not None:
                 raise ImageUnusable(f"the product with weight {number} is wrong: {problem}")
@@ -167,6 +172,14 @@ def _read(path: Path, source: ModelSource, packer: WeightPacker) -> PackedModel 
     user_cache.use(path)
     log.info("packed_model_mapped", path=str(path), num_bytes=file.num_bytes)
     return PackedModel(model=model, weight_format=str(file.index[_FORMAT]), mapped_bytes=file.num_bytes)
+
+
+def _new_skeleton(source: ModelSource) -> PreTrainedModel:
+    try:
+        return source.new_skeleton()
+    except Exception as error:  # model code that does not run without weights
+        problem = f"{type(error).__name__}: {error}"
+        raise ImageUnusable(f"the model cannot be built without its weights: {problem}") from error
 
 
 def load_unshared(source: ModelSource, packer: WeightPacker | None) -> PackedModel:
