@@ -1,7 +1,7 @@
 """Runs the model's own code, of any architecture, with the native GEMM.
 
-Linear layers and experts are packed before, see `pack_model`. Layers that are not, such as routers, are packed
-here.
+Linear layers and experts are packed before, see `pack_model`. Layers that are not, such as routers, are
+packed here.
 """
 
 from typing import Any

@@ -32,6 +32,31 @@ def is_experts(module: nn.Module) -> bool:
     return bool(is_gated) and parameters.keys() == names and all(parameters[n].dim() == 3 for n in (GATE_UP, DOWN))
 
 
+def is_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """True for the plain linear layer that chooses among experts; it is small, and its errors are not.
+
+    It lies beside the experts, or has an output for each in a module beside them. modules: of the model.
+    """
+    module = modules[name]
+    if type(module) is not nn.Linear:
+        return False
+    parent = name.rpartition(".")[0]
+    if _experts_of(modules.get(parent)) is not None:
+        return True
+    experts = _experts_of(modules.get(parent.rpartition(".")[0]))
+    return experts is not None and _num_experts(experts) == module.out_features
+
+
+def _experts_of(block: nn.Module | None) -> nn.Module | None:
+    experts = getattr(block, "experts", None)
+    return experts if isinstance(experts, nn.Module) else None
+
+
+def _num_experts(experts: nn.Module) -> int | None:
+    held = experts if isinstance(experts, nn.ModuleList) else getattr(experts, DOWN, None)
+    return len(held) if isinstance(held, nn.ModuleList | nn.Parameter) else None
+
+
 def are_replaced(module: nn.Module) -> bool:
     """True if `replace_experts` has given a block its weights."""
     return isinstance(getattr(module, GATE_UP, None), nn.ModuleList)

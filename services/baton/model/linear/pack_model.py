@@ -14,6 +14,7 @@ from baton.model.linear.experts import (
     bias_name,
     expert_linears,
     is_experts,
+    is_router,
     replace_experts,
 )
 from baton.model.linear.linear import Linear
@@ -82,7 +83,7 @@ def _sharers(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> list[list[
     found: dict[tuple[int, int], list[str]] = {}
     for name, module in modules.items():
         weight = _unpacked_weight(module, dtype)
-        if weight is not None and not _is_router(name, modules):
+        if weight is not None and not is_router(name, modules):
             found.setdefault(_identity(weight), []).append(name)
     return list(found.values())
 
@@ -131,9 +132,3 @@ def _unpacked_weight(module: nn.Module, dtype: torch.dtype) -> Weight | None:
 def _identity(weight: Weight) -> tuple[int, int]:
     values = weight.values if isinstance(weight, FloatWeight) else weight.codes
     return values.data_ptr(), values.numel()
-
-
-def _is_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """True for the plain linear layer that chooses among the experts beside it; it is small."""
-    parent = modules.get(name.rpartition(".")[0])
-    return type(modules[name]) is nn.Linear and isinstance(getattr(parent, "experts", None), nn.Module)

@@ -77,11 +77,12 @@ class PendingModel:
         """Return the bytes of memory that the weights take while they are loaded, at most.
 
         Coded weights are packed one by one, so at most one of them is unpacked at a time; or one block of
-        experts. Without a packer all of them stay unpacked. A tied output layer takes memory of its own if it
-        is coded and the embedding stays plain.
+        experts, of both products. Without a packer all of them stay unpacked. A tied output layer takes
+        memory of its own if it is coded and the embedding stays plain.
         """
         tied = set(self._model.all_tied_weights_keys)
-        plain_bytes = unpacked_bits = largest_bits = coder_bits = 0
+        plain_bytes = coder_bits = 0
+        unpacked_bits: dict[str, int] = {}
         coder_width = CODER_BITS.get(self._options.weights, 0) + 16 // GROUP_SIZES[0]  # with a factor of 16 bits
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             module = name.rpartition(".")[0]
@@ -89,13 +90,13 @@ class PendingModel:
             becomes_coded = self._coder is not None and (isinstance(owner, nn.Linear) or is_experts(owner))
             is_coded = self._keeps_codes and parameter.dim() > 1
             if is_coded and (becomes_coded or self._source.is_coded(module)):
-                unpacked_bits += HELD_BITS * parameter.numel()
-                largest_bits = max(largest_bits, HELD_BITS * parameter.numel())
+                unpacked_bits[module] = unpacked_bits.get(module, 0) + HELD_BITS * parameter.numel()
                 coder_bits += coder_width * _padded_size(parameter) if becomes_coded else 0
             elif name not in tied:
                 plain_bytes += self._options.dtype.itemsize * parameter.numel()
         if self._options.packer is None:
-            return plain_bytes + unpacked_bits // 8
+            return plain_bytes + sum(unpacked_bits.values()) // 8
+        largest_bits = max(unpacked_bits.values(), default=0)
         return plain_bytes + self._source.packed_bytes() + (coder_bits + largest_bits) // 8
 
     def load(self) -> tuple[PreTrainedModel, str]:
@@ -166,7 +167,7 @@ def open_by_module(
     if coder is not None and options.device.type != "cpu":
         raise ModelError(f"--weights {options.weights} is for CPUs; on {options.device} use --weights auto")
     try:
-        model = build_skeleton(model_class, config)
+        model = build_skeleton(model_class, config, options.dtype)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(
             f"{path}: no {model_class.__name__} can be made of its configuration ({type(error).__name__}: {error}); "

@@ -126,7 +126,7 @@ def load_model(
     source = ModelSource(
         fingerprint=fingerprint,
         file_version=weight_version(path),
-        new_skeleton=lambda: build_skeleton(model_class, deepcopy(config)),
+        new_skeleton=lambda: build_skeleton(model_class, deepcopy(config), load_dtype),
         load=partial(_load_checkpoint, path, model_class, config, options, require_memory),
         require_memory=require_memory,
     )

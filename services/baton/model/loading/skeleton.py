@@ -1,12 +1,14 @@
 """Builds a model without weights, and gives it those of a checkpoint, one module at a time."""
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
 
 from baton.core.errors import ModelError
 from baton.model.linear.embedding import WeightEmbedding
@@ -19,6 +21,7 @@ from baton.model.linear.experts import (
     gate_first,
     in_own_order,
     is_experts,
+    is_router,
     replace_experts,
 )
 from baton.model.linear.packed_weight import PackedWeight
@@ -74,9 +77,12 @@ class AssignedWeights:
     unused: list[str] = field(default_factory=list)
 
 
-def build_skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model whose parameters take no memory. Its computed buffers, such as frequencies, are real."""
-    with torch.device("meta"):
+def build_skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model whose parameters take no memory. Its computed buffers, such as frequencies, are real.
+
+    dtype: of everything for which the model's own code names no other.
+    """
+    with torch.device("meta"), local_torch_dtype(dtype, model_class.__name__):
         model = model_class(config)
     for name, buffer in list(model.named_non_persistent_buffers()):
         owner, _, last = name.rpartition(".")
@@ -95,9 +101,11 @@ def assign_weights(model: PreTrainedModel, source: WeightSource, policy: WeightP
     for name, module in list(model.named_modules()):
         if is_experts(module):
             _assign_experts(name, module, source, policy, done)
-    for name, module in list(model.named_modules()):
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         if type(module) is nn.Linear:
-            _assign_linear(model, name, module, source, policy, done)
+            own = replace(policy, coder=None) if is_router(name, modules) else policy
+            _assign_linear(model, name, module, source, own, done)
         elif isinstance(module, nn.Embedding):
             _assign_embedding(model, name, module, source, policy, done)
     _tie_output(model, policy, done)
@@ -198,10 +206,12 @@ def _assign_linear(
     if module.bias is not None and (bias := source.tensor(f"{name}.bias")) is not None:
         require_same_shape(f"{name}.bias", bias, module.bias)
         module.bias = _parameter(bias.to(policy.device, policy.dtype))
-    weight = policy.coded(name, weight)
+    dtype = _dtype_of(model, f"{name}.weight", module.weight, policy)
+    if dtype == policy.dtype:
+        weight = policy.coded(name, weight)
     if is_plain(weight) or not policy.keeps_codes:
         done.num_dequantised += not is_plain(weight)
-        values = _plain_values(weight, policy)
+        values = _plain_values(weight, replace(policy, dtype=dtype))
         if order is not None:
             values = values[:, torch.argsort(order).to(values.device)]
         module.weight = _parameter(values)
@@ -260,13 +270,25 @@ def _assign_rest(model: PreTrainedModel, source: WeightSource, policy: WeightPol
             missing.append(name)
             continue
         require_same_shape(name, value, old)
-        value = value.to(policy.device, policy.dtype if value.is_floating_point() else value.dtype)
+        dtype = _dtype_of(model, name, old, policy) if value.is_floating_point() else value.dtype
+        value = value.to(policy.device, dtype)
         if isinstance(old, nn.Parameter):
             setattr(module, last, _parameter(value))
         else:
             module.register_buffer(last, value)
     if missing:
         raise ModelError(f"it lacks {len(missing)} weights of {type(model).__name__}, the first is {min(missing)}")
+
+
+def _dtype_of(model: Any, name: str, old: torch.Tensor, policy: WeightPolicy) -> torch.dtype:
+    """Return the dtype of a parameter or buffer, as transformers chooses it.
+
+    A model keeps some in float32, such as what is added to the scores of experts, and names others itself.
+    """
+    for pattern, dtype in model._get_dtype_plan(policy.dtype).items():
+        if re.search(pattern.replace("*", ".*"), name):
+            return cast(torch.dtype, dtype)
+    return old.dtype if old.is_floating_point() else policy.dtype
 
 
 def _divide_frequencies(model: PreTrainedModel, source: WeightSource) -> None:

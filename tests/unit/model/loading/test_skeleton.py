@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AfmoeConfig,
+    Dots1Config,
     Gemma3TextConfig,
     GptOssConfig,
     GraniteConfig,
@@ -24,6 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
     SmolLM3Config,
 )
+from transformers.models.flint import FlintConfig
 
 from baton.core.errors import ModelError
 from baton.model.linear.embedding import WeightEmbedding
@@ -37,6 +40,7 @@ from baton.model.loading.model_loader import load_model
 from baton.model.loading.model_support import causal_lm_class
 from baton.model.loading.quantised.module_tensors import OrderedWeight
 from baton.model.loading.skeleton import WeightPolicy, assign_weights, build_skeleton
+from tests.model_families import save_random
 from tests.unit.model.conftest import TINY
 from tests.unit.model.loading.gguf_models import random_state
 from tests.unit.model.loading.quantised_models import distance, logits, tokens
@@ -96,7 +100,7 @@ class CodedSource:
 
 
 def build(config: PreTrainedConfig, source: CodedSource, *, keeps_codes: bool) -> PreTrainedModel:
-    model = build_skeleton(causal_lm_class(config), config)
+    model = build_skeleton(causal_lm_class(config), config, torch.float32)
     policy = WeightPolicy(dtype=torch.float32, device=torch.device("cpu"), keeps_codes=keeps_codes)
     assign_weights(model, source, policy)
     return model
@@ -144,7 +148,7 @@ def test_experts_are_coded_or_joined(transposed: bool, keeps_codes: bool) -> Non
 
 
 def test_skeleton_takes_no_memory_for_parameters() -> None:
-    model = build_skeleton(causal_lm_class(LlamaConfig(**TINY)), LlamaConfig(**TINY))
+    model = build_skeleton(causal_lm_class(LlamaConfig(**TINY)), LlamaConfig(**TINY), torch.bfloat16)
     assert all(parameter.is_meta for parameter in model.parameters())
     expected = causal_lm_class(LlamaConfig(**TINY))(LlamaConfig(**TINY)).base_model.rotary_emb.inv_freq
     assert torch.equal(model.base_model.rotary_emb.inv_freq, expected)
@@ -190,6 +194,32 @@ def test_every_family_is_loaded_as_transformers_loads_it(name: str, save: Callab
     with torch.no_grad():
         found = coded(input_ids=tokens(config), use_cache=False).logits
     assert 1e-5 < distance(found, expected) < 0.5
+
+
+MIXTURES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "float32 scores": lambda: Dots1Config(
+        **TINY, **MOE, head_dim=16, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=0
+    ),
+    "float32 sinks": lambda: FlintConfig(**TINY, **MOE, head_dim=16, num_experts=4),
+    "router in a module": lambda: AfmoeConfig(
+        **TINY, **MOE, head_dim=16, num_experts=4, num_shared_experts=1, num_dense_layers=0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_is_not_coded_has_the_dtype_and_values_that_transformers_gives_it(
+    name: str, save: Callable[[PreTrainedConfig], Path]
+) -> None:
+    path = save_random(MIXTURES[name](), save(LlamaConfig(**TINY)).parent / "mixture")
+    plain, coded = (load_model(path, dtype="bfloat16", device="cpu", weights=each).model for each in ("auto", "int4"))
+    own = dict([*coded.named_parameters(), *coded.named_buffers()])
+    tensors = [*plain.named_parameters(), *plain.named_buffers()]
+    missing = {key.rpartition(".")[0].rpartition(".")[2] for key, _ in tensors if key not in own}
+    assert missing <= {"lm_head", "experts", *(f"{each}_proj" for each in ("q", "k", "v", "o", "gate", "up", "down"))}
+    kept = [(key, value) for key, value in tensors if key in own]
+    assert {(key, value.dtype) for key, value in kept} == {(key, own[key].dtype) for key, _ in kept}
+    assert all(torch.equal(value, own[key]) for key, value in kept)
 
 
 def test_missing_and_misshapen_weights_are_refused_by_name() -> None:
