@@ -176,6 +176,14 @@ def test_mistral_small_3_has_no_window() -> None:
     assert (config["model_type"], config["sliding_window"]) == ("mistral", None)
 
 
+def test_granite_without_a_rotary_embedding_is_refused() -> None:
+    metadata = {key.replace("llama.", "granite."): value for key, value in LLAMA.items()}
+    metadata |= {"general.architecture": "granite", "granite.attention.scale": 0.5}
+    assert config_of(metadata)["attention_multiplier"] == 0.5
+    with pytest.raises(ModelError, match="without a rotary embedding"):
+        config_of(metadata | {"granite.rope.scaling.finetuned": False})
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -141,6 +141,8 @@ def _mistral3_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str
 
 
 def _granite_config(metadata: GgufMetadata, common: dict[str, Any]) -> dict[str, Any]:
+    if not metadata.flag("granite.rope.scaling.finetuned", True):  # how llama.cpp marks it
+        raise ModelError(f"{metadata.path}: Granite without a rotary embedding is not supported")
     return {
         "attention_multiplier": metadata.number("attention.scale"),
         "embedding_multiplier": metadata.optional_number("embedding_scale") or 1.0,
