@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import (
     CohereConfig,
+    Dots1Config,
     Gemma3TextConfig,
     Glm4Config,
     LlamaConfig,
@@ -83,9 +84,10 @@ def test_unknown_forms_are_named(name: str, save: Callable[[PreTrainedConfig], P
 
 
 def test_shared_experts_are_found_if_their_weights_are_coded(save: Callable[[PreTrainedConfig], Path]) -> None:
-    config, named = UNKNOWN["shared experts"]
-    with pytest.raises(FormUnknown, match=named):
-        form_of(load_model(save(config()), device="cpu", weights="int8"))
+    mixture = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Dots1Config(**TINY, **mixture, head_dim=16, first_k_dense_replace=0)
+    with pytest.raises(FormUnknown, match="other weights beside its experts"):
+        form_of(load_model(save(config), device="cpu", weights="int8"))
 
 
 @pytest.mark.parametrize(
