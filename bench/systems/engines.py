@@ -310,9 +310,16 @@ def _children() -> set[int]:
     return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
+def answer_within(pipe: Connection, answer_s: float) -> Any:
+    """Return the next object from an engine's process. Raises RuntimeError if there is none in time."""
+    if not pipe.poll(answer_s):
+        raise RuntimeError(f"no answer within {answer_s:g} s")
+    return pipe.recv()
+
+
 @contextmanager
 def _in_own_process(
-    make: Callable[[SystemSetting], "InProcess | Plain | Batched"], setting: SystemSetting
+    make: Callable[[SystemSetting], "InProcess | Plain | Batched"], setting: SystemSetting, answer_s: float
 ) -> Iterator[Computes]:
     """Run an engine in a separate process.
 
@@ -327,7 +334,7 @@ def _in_own_process(
 
     def compute(prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
         own_end.send((prompts, num_outputs))
-        times: list[list[float]] = own_end.recv()
+        times: list[list[float]] = answer_within(own_end, answer_s)
         return times
 
     try:
@@ -373,20 +380,21 @@ def started_server(name: str, setting: SystemSetting) -> AbstractContextManager[
     return None
 
 
-def started(name: str, setting: SystemSetting) -> AbstractContextManager[Computes]:
+def started(name: str, setting: SystemSetting, answer_s: float = LIMIT_S) -> AbstractContextManager[Computes]:
     """Start the engine of this name for the duration of the block.
 
-    Raises SystemExit if the name is unknown.
+    answer_s: longest wait for an answer of an engine that is not a server. Raises SystemExit if the name is
+    unknown.
     """
     if (server := started_server(name, setting)) is not None:
         return server
     match name:
         case "Baton's engine alone":
-            return _in_own_process(InProcess, setting)
+            return _in_own_process(InProcess, setting, answer_s)
         case "transformers":
-            return _in_own_process(Plain, setting)
+            return _in_own_process(Plain, setting, answer_s)
         case "transformers' continuous batching":
-            return _in_own_process(Batched, setting)
+            return _in_own_process(Batched, setting, answer_s)
     raise SystemExit(
         f"unknown engine {name!r}; choose from: {', '.join((BATON, ALONE, VLLM, VLLM_FLOAT32, TRANSFORMERS, BATCHED))}"
     )

@@ -8,9 +8,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.systems.bench_worker import worker_config
-from bench.systems.engines import InProcess
+from bench.systems.engines import InProcess, answer_within
 
-START_S, LAST_S = 600.0, 10.0
+START_S, LAST_S = 300.0, 10.0
 
 
 class TunedEngine(InProcess):
@@ -33,14 +33,21 @@ class TunedEngine(InProcess):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEngine:
-    """An engine in another process, ready to run. start_s: from the process's start until then."""
+    """An engine in another process, ready to run.
+
+    start_s: from the process's start until then. answer_s: longest wait for an answer.
+    """
 
     summary: str
     start_s: float
+    answer_s: float
     _pipe: Connection
 
     def __call__(self, prompts: Sequence[Sequence[int]], num_outputs: int) -> list[list[float]]:
-        """Run all prompts together and return the arrival times of their tokens, in seconds."""
+        """Run all prompts together and return the arrival times of their tokens, in seconds.
+
+        Raises RuntimeError if the engine fails, or does not answer in time. It can then not be used again.
+        """
         self._pipe.send((prompts, num_outputs))
         times: list[list[float]] = self._answer()
         return times
@@ -51,7 +58,7 @@ class StartedEngine:
         return float(self._answer())
 
     def _answer(self) -> Any:
-        answer = self._pipe.recv()
+        answer = answer_within(self._pipe, self.answer_s)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -60,8 +67,8 @@ class StartedEngine:
 class EngineProcess:
     """Context manager of one `StartedEngine`. The process ends with the block, and its GPU memory is free."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings = dict(settings)
+    def __init__(self, settings: Mapping[str, Any], answer_s: float) -> None:
+        self._settings, self._answer_s = dict(settings), answer_s
         context = multiprocessing.get_context("spawn")
         self._own_end, engine_end = context.Pipe()
         self._process = context.Process(target=_run, args=(self._settings, engine_end), daemon=False)
@@ -82,7 +89,8 @@ class EngineProcess:
         if isinstance(summary, Exception):
             self.__exit__()
             raise summary
-        return StartedEngine(summary=summary, start_s=time.perf_counter() - began_s, _pipe=self._own_end)
+        start_s = time.perf_counter() - began_s
+        return StartedEngine(summary=summary, start_s=start_s, answer_s=self._answer_s, _pipe=self._own_end)
 
     def __exit__(self, *_error: object) -> None:
         self._own_end.close()

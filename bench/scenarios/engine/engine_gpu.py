@@ -6,7 +6,7 @@ python -m bench engine_gpu --out DIR [--model SHAPE_OR_DIR] [--variants bf16,kv-
 The engine runs alone, without gateway, once for each variant:
 
 bf16: the defaults, without drafts. So are the other variants, where nothing else is said.
-steps-2048, steps-8192: with larger prompt chunks.
+steps-512, steps-8192: with smaller and larger prompt chunks than the default of a GPU.
 kv-int8: KV in int8.
 fp8: the same weights as a fine-grained FP8 checkpoint. A GPU dequantises it at load, so decodes take as long.
 torch: without Triton attention, compiled layers and CUDA graphs.
@@ -16,8 +16,10 @@ restart: the defaults again, whose start finds verdicts, compiled kernels and pa
 transformers: its continuous batching, with the same amount of KV memory.
 
 Before the engines, the two paths of KV between two processes are measured, as workers do at start. DIR keeps
-every figure, and a run that was stopped goes on there. After `--minutes` no further variant starts.
-`--device cpu --model tiny-42m` tries the script without a GPU.
+every figure as soon as it is measured, and a run that was stopped goes on there. The most telling cells come
+first, and each is printed to standard error. A cell that takes longer than a minute ends its engine; a later
+run tries it after all others. After `--minutes` no further cell starts. `--device cpu --model tiny-42m` tries
+the script without a GPU.
 """
 
 import argparse
@@ -26,7 +28,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,10 +43,14 @@ from bench.support.roofline import Needs, measured
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
 from bench.systems.engines import BATCHED, Computes, started, vocabulary
-from bench.systems.gpu_engine import EngineProcess
+from bench.systems.gpu_engine import EngineProcess, StartedEngine
 from bench.systems.serving_systems import NO_DRAFTS, SystemSetting
 
 MAX_MODEL_LEN = 8_448
+CELL_S = 60.0
+"""Longest wait for one answer of an engine. On an H100, the longest cell should take some seconds."""
+FIRST = ("tpot-1", "tpot-8", "ttft-512", "ttft-2048", "ttft-8192")
+"""The most telling cells, which are measured first."""
 FEW = tuple(cell for cell in GPU_CELLS if cell.what != "throughput" and cell.num_tokens <= 2048 and cell.num <= 32)
 PROMPTS = tuple(cell for cell in GPU_CELLS if cell.what == "TTFT")
 ANSWERS = tuple(EngineCell(what="TPOT", num=num, num_tokens=320, num_outputs=200) for num in (1, 8))
@@ -68,8 +75,8 @@ VARIANTS: Mapping[str, Variant] = {
     "bf16": Variant(cells=GPU_CELLS),
     "restart": Variant(cells=()),
     "transformers": Variant(cells=FEW, is_peer=True),
+    "steps-512": Variant(cells=PROMPTS, settings={"max_num_batched_tokens": 512}),
     "kv-int8": Variant(cells=FEW, settings={"kv_dtype": "int8"}),
-    "steps-2048": Variant(cells=PROMPTS, settings={"max_num_batched_tokens": 2048}),
     "steps-8192": Variant(cells=PROMPTS, settings={"max_num_batched_tokens": 8192}),
     "no-drafts": Variant(cells=ANSWERS),
     "drafts": Variant(cells=ANSWERS, settings={"speculate": "auto"}),
@@ -79,19 +86,33 @@ VARIANTS: Mapping[str, Variant] = {
 """In the order in which they are measured: a run that ends early has the most telling ones."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyEngine:
+    """An engine that can be measured. started: None for an engine of a peer."""
+
+    compute: Computes
+    summary: str
+    start_s: float
+    started: StartedEngine | None = None
+
+
 class GpuBench:
-    """Measures what is missing. `saved` has one entry a variant."""
+    """Measures what is missing.
+
+    `saved` has one entry a variant: `summary` and `start_s` once its engine was ready, `figures` by cell,
+    `acceptance` of drafts, `problems` by cell, and the `problem` that ended the last attempt.
+    """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._out: Path = arguments.out
+        self._ends_s = time.monotonic() + 60 * arguments.minutes
         given = Path(arguments.model)
         self._model = given if given.is_dir() else model_directory(arguments.model, self._out)
         self.saved = SavedFigures(self._out / "engine_gpu.json")
 
     def run(self) -> None:
         """Measure until all is done or the time is over. Failed variants are noted, and tried again later."""
-        ends_s = time.monotonic() + 60 * self._arguments.minutes
         device = self._arguments.device
         self.saved.setdefault("machine", machine("torch", "transformers", "nixl"))
         if "kv paths" not in self.saved:
@@ -100,20 +121,69 @@ class GpuBench:
             limits = measured(num_threads=2, device=device)
             self.saved["roofline"] = {"flops": limits.flops, "bytes": limits.bytes}
         for name in self._arguments.variants.split(","):
-            if "figures" in self.saved.get(name, {}):
+            missing = self._missing_cells(name)
+            if not missing and "start_s" in self.saved.get(name, {}):
                 continue
-            if time.monotonic() >= ends_s:
-                print(f"{name}: not measured, {self._arguments.minutes:g} minutes are over", file=sys.stderr)
+            if self._is_over:
+                _say(f"{name}: not measured, {self._arguments.minutes:g} minutes are over")
                 continue
+            self._note(name, problem="")
             try:
-                self.saved[name] = self._measured(VARIANTS[name])
+                self._measure(name, missing)
             except (RuntimeError, OSError, EOFError) as error:  # EOFError: the engine's process ended
-                self.saved[name] = {"problem": str(error) or "the engine's process ended; see its output"}
-            print(f"{name}: {json.dumps(self.saved[name])}", file=sys.stderr)
+                self._note(name, problem=str(error) or "the engine's process ended; see its output")
+                _say(f"{name}: {self.saved[name]['problem']}")
 
-    def _measured(self, variant: Variant) -> dict[str, Any]:
+    def _measure(self, name: str, cells: Sequence[EngineCell]) -> None:
+        """Start the engine of a variant, and measure its cells. What is known is saved at once."""
+        with self._engine(VARIANTS[name]) as engine:
+            if "start_s" not in self.saved[name]:  # a later start finds compiled kernels
+                self._note(name, summary=engine.summary, start_s=engine.start_s)
+            _say(f"{name}: {engine.start_s:.1f} s to start, {engine.summary}")
+            if cells:
+                self._figure(engine.compute, WARM, random.Random(0))
+            for cell in cells:
+                if self._is_over:
+                    raise RuntimeError(f"{cell.name} and later cells: {self._arguments.minutes:g} minutes are over")
+                try:
+                    figure = self._figure(engine.compute, cell, random.Random(cell.name))
+                except (RuntimeError, OSError, EOFError) as error:
+                    problem = str(error) or "the engine's process ended"
+                    self._note(name, problems={**self._problems(name), cell.name: problem})
+                    raise RuntimeError(f"{cell.name}: {problem}") from error
+                failed = {other: text for other, text in self._problems(name).items() if other != cell.name}
+                self._note(name, figures={**self.saved[name].get("figures", {}), cell.name: figure}, problems=failed)
+                _say(f"{name} {cell.name}: {_shown(cell, figure)}")
+            if engine.started is not None:
+                self._note(name, acceptance=engine.started.acceptance())
+
+    def _note(self, name: str, **fields: Any) -> None:
+        self.saved[name] = {**self.saved.get(name, {}), **fields}
+
+    def _problems(self, name: str) -> dict[str, str]:
+        problems: dict[str, str] = self.saved.get(name, {}).get("problems", {})
+        return problems
+
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self._ends_s
+
+    @contextmanager
+    def _engine(self, variant: Variant) -> Iterator[ReadyEngine]:
         if variant.is_peer:
-            return self._peer(variant)
+            setting = SystemSetting(
+                model=self._model,
+                max_model_len=MAX_MODEL_LEN,
+                cores=(0, 1),
+                kv_gib=self._arguments.kv_gib,
+                vllm=Path(),
+                logs=self._out,
+                device=self._arguments.device,
+            )
+            began_s = time.perf_counter()
+            with started(BATCHED, setting, CELL_S) as compute:
+                yield ReadyEngine(compute=compute, summary=BATCHED, start_s=time.perf_counter() - began_s)
+            return
         model = write_fp8(self._model, self._out / "models" / f"{self._model.name}-fp8") if variant.is_fp8 else None
         settings = {
             "model": str(model or self._model),
@@ -123,39 +193,21 @@ class GpuBench:
             "speculate": NO_DRAFTS,
             **variant.settings,
         }
-        with EngineProcess(settings) as engine:
-            figures = self._figures(engine, variant)
-            return {
-                "summary": engine.summary,
-                "start_s": engine.start_s,
-                "figures": figures,
-                "acceptance": engine.acceptance(),
-            }
+        with EngineProcess(settings, CELL_S) as engine:
+            yield ReadyEngine(compute=engine, summary=engine.summary, start_s=engine.start_s, started=engine)
 
-    def _peer(self, variant: Variant) -> dict[str, Any]:
-        setting = SystemSetting(
-            model=self._model,
-            max_model_len=MAX_MODEL_LEN,
-            cores=(0, 1),
-            kv_gib=self._arguments.kv_gib,
-            vllm=Path(),
-            logs=self._out,
-            device=self._arguments.device,
-        )
-        began_s = time.perf_counter()
-        with started(BATCHED, setting) as engine:
-            start_s = time.perf_counter() - began_s
-            return {"summary": BATCHED, "start_s": start_s, "figures": self._figures(engine, variant)}
-
-    def _figures(self, engine: Computes, variant: Variant) -> dict[str, float]:
-        if variant.cells:
-            self._figure(engine, WARM, random.Random(0))
-        return {cell.name: self._figure(engine, cell, random.Random(cell.name)) for cell in self._cells(variant)}
-
-    def _cells(self, variant: Variant) -> list[EngineCell]:
-        """Return the cells that fit into KV memory."""
+    def _missing_cells(self, name: str) -> list[EngineCell]:
+        """Return the cells without a figure that fit into KV memory: `FIRST`, then others, then failed ones."""
+        saved = self.saved.get(name, {})
+        failed, done = self._problems(name), saved.get("figures", {})
         capacity = self._arguments.kv_gib * 2**30 // Needs.of(self._model).kv_bytes_per_token
-        return [cell for cell in variant.cells if cell.num * (cell.num_tokens + cell.num_outputs) <= capacity]
+        missing = [
+            cell
+            for cell in VARIANTS[name].cells
+            if cell.name not in done and cell.num * (cell.num_tokens + cell.num_outputs) <= capacity
+        ]
+        ranks = {cell: rank for rank, cell in enumerate(FIRST)}
+        return sorted(missing, key=lambda cell: (cell.name in failed, ranks.get(cell.name, len(ranks))))
 
     def _figure(self, engine: Computes, cell: EngineCell, rng: random.Random) -> float:
         size = vocabulary(self._model)
@@ -175,8 +227,8 @@ class GpuBench:
         print(f"\nKV between two processes: {choice.path.value} ({choice.reason})\n")
         found = {name: self.saved[name] for name in VARIANTS if name in self.saved}
         for name, each in found.items():
-            start = each.get("problem") or f"{each['start_s']:.0f} s to start, {each['summary']}"
-            print(f"{name}: {start}")
+            start = [f"{each['start_s']:.0f} s to start, {each['summary']}"] if "start_s" in each else []
+            print(f"{name}: {'; '.join([*start, *filter(None, [each.get('problem')])])}")
         done = {name: each for name, each in found.items() if each.get("figures")}
         needs, limits = Needs.of(self._model), self.saved["roofline"]
         rows = []
@@ -188,8 +240,12 @@ class GpuBench:
                 best = max(shares, default=0.0)
                 rows.append([cell.name, *(_shown(cell, own.get(name)) for name in done), f"{best:.0%}"])
         print(table(["", *done, "Baton's best, of the roofline"], rows))
-        if "drafts" in done:
-            print(f"\ndrafts: {done['drafts']['acceptance']:.0%} were right")
+        if "acceptance" in found.get("drafts", {}):
+            print(f"\ndrafts: {found['drafts']['acceptance']:.0%} were right")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _shown(cell: EngineCell, value: float | None) -> str:
@@ -203,7 +259,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory that keeps all figures and models")
     parser.add_argument("--model", default="qwen3-0.6b", help="shape with random weights, or a directory (qwen3-0.6b)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help=f"comma-separated ({','.join(VARIANTS)})")
-    parser.add_argument("--minutes", type=float, default=12.0, help="time after which no variant starts (12)")
+    parser.add_argument("--minutes", type=float, default=12.0, help="time after which no cell starts (12)")
     parser.add_argument("--kv-gib", type=int, default=8, help="KV memory in GiB (8)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device that computes (cuda)")
     parser.add_argument("--json", action="store_true", help="print a last line that is one JSON object")
