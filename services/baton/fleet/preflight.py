@@ -61,7 +61,7 @@ def check_model(config: ClusterConfig, directory: Path) -> None:
             model.layout(config.block_size_tokens),
             max_model_len=model.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            chunk_tokens=config.max_num_batched_tokens,
+            chunk_tokens=config.step_tokens(on_gpu=False),  # without windows, no number of blocks depends on it
             free=config.kv_memory,
             kv_memory=config.kv_memory,
         )

@@ -198,7 +198,7 @@ class SimCluster(InProcessCluster):
             fabric=self.fabric, worker=worker, layout=layout, memory=memory, generations=generations
         )
         engine_config = EngineConfig(
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.step_tokens(on_gpu=False),
             max_num_seqs=config.max_num_seqs,
             max_model_len=model.max_model_len,
             block_size_tokens=config.block_size_tokens,

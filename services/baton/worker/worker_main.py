@@ -350,7 +350,8 @@ def _ready(
 ) -> WorkerReady:
     """Log that the worker has started and describe it."""
     start_s = asyncio.get_running_loop().time() - started_s
-    summary = f"{device.summary}, {targets_summary(config.target_factors, costs, config.max_num_batched_tokens)}"
+    chunk_tokens = device.engine_config.max_num_batched_tokens
+    summary = f"{device.summary}, {targets_summary(config.target_factors, costs, chunk_tokens)}"
     ready = WorkerReady(worker=ref, host=socket.gethostname(), summary=summary, start_s=start_s)
     log.info(
         "worker_started",

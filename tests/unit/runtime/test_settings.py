@@ -63,7 +63,7 @@ def test_test_times_are_settings_below_the_defaults() -> None:
         ({"http_port": 9, "grpc_port": 9}, "http_port and grpc_port are both 9"),
         ({"heartbeat_s": 3.0}, "at least two heartbeat_s"),
         ({"transfer_deadline_min_s": 50.0}, "is more than transfer_deadline_max_s"),
-        ({"max_num_seqs": 600}, "must be at least max_num_seqs"),
+        ({"max_num_seqs": 600, "max_num_batched_tokens": 512}, "must be at least max_num_seqs"),
         ({"kv_port_range": "9-3"}, "expected LOW-HIGH"),
         ({"emulated_costs": "step=4"}, "emulated_costs: step: expected a duration such as 4ms"),
         ({"slo": "ttft=500"}, "ttft: expected a duration such as"),

@@ -147,7 +147,7 @@ class Node:
             )
         )
         engine_config = EngineConfig(
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_batched_tokens=self.config.step_tokens(on_gpu=False),
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=4096,
             block_size_tokens=BLOCK,

@@ -12,6 +12,8 @@ from baton.runtime.config.setting import OtherForm
 
 _COST_TERMS = ("step", "prefill_token", "prefill_attended", "decode_seq", "decode_context", "draft_token")
 
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+"""Default token budgets of a step on a CPU and on a GPU, see `ComputeSettings.step_tokens`."""
 DRAFT_PREFIX = "draft:"
 """Begins the value of `speculate` that names a draft model."""
 
@@ -89,8 +91,13 @@ class ComputeSettings(Config):
         None, help="maximum prompt and output length together; unset uses the model's maximum", unit="tokens", minimum=1
     )
     max_num_seqs: int = setting(64, help="maximum number of sequences in one step of a worker", minimum=1)
-    max_num_batched_tokens: int = setting(
-        512, help="token budget of one step, and so the largest prefill chunk", unit="tokens", minimum=1
+    max_num_batched_tokens: int | None = setting(
+        None,
+        help=f"token budget of one step, and so the largest prefill chunk; unset uses {CPU_STEP_TOKENS} on a CPU or "
+        f"an emulated device, and {GPU_STEP_TOKENS} on a GPU, which was not measured; or --max-num-seqs if that is "
+        "more",
+        unit="tokens",
+        minimum=1,
     )
     threads_per_worker: int | None = setting(
         None,
@@ -118,6 +125,15 @@ class ComputeSettings(Config):
         above=0,
     )
 
+    def step_tokens(self, *, on_gpu: bool) -> int:
+        """Return the token budget of a step: `max_num_batched_tokens`, or its default on this kind of device.
+
+        A GPU takes as long for 512 tokens as for fewer, because launching kernels is the limit there.
+        """
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS, self.max_num_seqs)
+
     @property
     def target_factors(self) -> TargetFactors:
         """The factors of the latency targets of requests without an SLO."""
@@ -129,7 +145,7 @@ class ComputeSettings(Config):
             parse_step_costs(self.emulated_costs)
         except ValueError as error:
             raise ConfigError(f"emulated_costs: {error}") from error
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): "

@@ -81,7 +81,7 @@ class StormSettings:
         config, model = self.config, self.model
         return (
             f"{config.prefill}P+{config.decode}D+{config.hybrid}H policy={config.policy} admission={config.admission} "
-            f"block={config.block_size_tokens} blocks={model.num_blocks} step={config.max_num_batched_tokens} "
+            f"block={config.block_size_tokens} blocks={model.num_blocks} step={config.step_tokens(on_gpu=False)} "
             f"seqs={config.max_num_seqs} step_s={model.step.base_s:g} lease={config.lease_s:g}s "
             f"attempts={config.max_attempts} queued={config.max_queued_requests} "
             f"windows={model.windows} drafts={model.draft is not None} "

@@ -16,6 +16,7 @@ from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.config.worker_settings import draft_model_of
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.costs.step_cost_keeper import step_costs_key
+from baton.worker.device.gpu_use import step_tokens_of
 from baton.worker.device.packing_settings import packing
 from baton.worker.device.worker_device import DraftDevice, num_blocks_per_draft_block
 
@@ -122,7 +123,7 @@ def load_draft(
         gpu_refused=gpu_refused,
     )
     limits = EngineConfig(
-        max_num_batched_tokens=own.max_num_batched_tokens,
+        max_num_batched_tokens=step_tokens_of(own),
         max_num_seqs=own.max_num_seqs,
         max_model_len=loaded.max_model_len,
         block_size_tokens=own.block_size_tokens,

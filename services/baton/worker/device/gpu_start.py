@@ -4,6 +4,7 @@ import os
 
 from baton.runtime.config.settings import WorkerConfig
 from baton.worker.device.gpu_allocator import require_plain_segments
+from baton.worker.device.gpu_use import step_tokens_of, uses_gpu
 from baton.worker.device.kv_path import KvPath, KvPathChoice, kv_path_for, path_facts
 
 
@@ -12,7 +13,7 @@ def kv_path_of(config: WorkerConfig) -> KvPathChoice:
 
     Raises ConfigError if torch's allocator does not allow it.
     """
-    if config.transfer != "nixl" or not _uses_gpu(config):
+    if config.transfer != "nixl" or not uses_gpu(config):
         return KvPathChoice(path=KvPath.DIRECT, reason="")
     require_plain_segments(os.environ)
     return kv_path_for(config.gpu_kv, facts=path_facts() if config.gpu_kv == "auto" else {})
@@ -24,7 +25,7 @@ def refused_on_gpu(config: WorkerConfig | None) -> dict[str, str]:
     `config`: with the model and how it is run; None: there is no model. Raises ModelError if there is no such
     model.
     """
-    if config is None or config.kernels != "auto" or not _uses_gpu(config):
+    if config is None or config.kernels != "auto" or not uses_gpu(config):
         return {}
     from baton.model.gpu_check.check_backends import CheckedModel
     from baton.model.gpu_check.gpu_verdicts import refused_gpu_stages
@@ -38,12 +39,6 @@ def refused_on_gpu(config: WorkerConfig | None) -> dict[str, str]:
             max_model_len=config.max_model_len,
             block_size_tokens=config.block_size_tokens,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=step_tokens_of(config),
         )
     )
-
-
-def _uses_gpu(config: WorkerConfig) -> bool:
-    from baton.model.device.device_info import has_gpu
-
-    return config.device != "cpu" and has_gpu()

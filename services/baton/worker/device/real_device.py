@@ -22,6 +22,7 @@ from baton.worker.costs.step_cost_keeper import step_costs_key
 from baton.worker.device.draft_device import LoadedDraft, draft_config, load_draft
 from baton.worker.device.gpu_allocator import require_plain_memory
 from baton.worker.device.gpu_start import kv_path_of, refused_on_gpu
+from baton.worker.device.gpu_use import step_tokens_of
 from baton.worker.device.kv_path import KvPath
 from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
 from baton.worker.device.packing_settings import packing
@@ -121,7 +122,7 @@ def _num_blocks(
         loaded,
         backend,
         block_size_tokens=config.block_size_tokens,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=step_tokens_of(config),
         max_num_seqs=config.max_num_seqs,
     )
     is_host = loaded.device.type == "cpu"
@@ -136,7 +137,7 @@ def _num_blocks(
         block_bytes=layout.block_bytes,
         step_bytes=step_bytes,
         tables=windows_text(layout.tables),
-        longest_sequence_blocks=layout.windows.num_blocks_at_once(loaded.max_model_len, config.max_num_batched_tokens),
+        longest_sequence_blocks=layout.windows.num_blocks_at_once(loaded.max_model_len, step_tokens_of(config)),
     )
     return num_blocks
 

@@ -16,6 +16,7 @@ from baton.engine.state.step import Executor
 from baton.runtime.config.byte_sizes import MIB
 from baton.runtime.config.settings import WorkerConfig
 from baton.transfer.backend import TransferBackend
+from baton.worker.device.gpu_use import step_tokens_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class DraftSize(Protocol):
 def engine_config_of(config: WorkerConfig, max_model_len: int, eos_token_ids: tuple[int, ...]) -> EngineConfig:
     """Return the engine limits of a worker, from its settings and its model."""
     return EngineConfig(
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=step_tokens_of(config),
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         block_size_tokens=config.block_size_tokens,
@@ -110,7 +111,7 @@ def num_blocks_for_worker(
         draft_block_bytes=0 if draft is None else -(-draft.layout.block_bytes // num_blocks_per_draft_block(layout)),
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        chunk_tokens=config.max_num_batched_tokens,
+        chunk_tokens=step_tokens_of(config),
         free=free_bytes,
         step_bytes=step_bytes if draft is None else max(step_bytes, draft.step_bytes),
         share=HOST_SHARE if is_host else DEVICE_SHARE,
