@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from baton.core.errors import ModelError
@@ -73,6 +74,51 @@ def judge(payload: Mapping[str, Any], report: Report) -> None:
     stages = StageRunner(payload["known"], report)
     for name, end in payload["stages"].items():
         stages.run(name, ENDS[end])
+
+
+def compile_caches(_payload: Mapping[str, Any], report: Report) -> None:
+    """Report where inductor keeps what it compiles, and where Triton's kernels then are."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+
+    report({"inductor": cache_dir(), "triton": triton_cache_dir(0)})
+
+
+def compile_layers(payload: Mapping[str, Any], report: Report) -> None:
+    """Verify compiled layers as a worker does, and report what inductor found in its cache.
+
+    payload: `path` of the model, and `scratch`, where a reduced one is written if that is run instead.
+    """
+    from torch._dynamo.utils import counters
+
+    from baton.model.attention.paged_attention import paged_attention
+    from baton.model.backends.backend_selection import build_compiled_backend
+    from baton.model.gpu_check.check_backends import CheckedModel, load_reduced
+    from baton.model.loading.model_loader import load_model
+
+    path, scratch = Path(payload["path"]), payload.get("scratch")
+    if scratch is None:
+        loaded = load_model(path, dtype="float32", device="cpu")
+    else:
+        model = CheckedModel(
+            path=str(path),
+            dtype="float32",
+            kv_dtype="auto",
+            max_model_len=None,
+            block_size_tokens=16,
+            max_num_seqs=3,
+            max_num_batched_tokens=40,
+            device="cpu",
+        )
+        loaded = load_reduced(model, Path(scratch))
+    build_compiled_backend(loaded, paged_attention, "torch", 16)
+    found = counters["inductor"]
+    report(
+        {
+            "layers": loaded.model.config.num_hidden_layers,
+            "hits": found["fxgraph_cache_hit"],
+            "misses": found["fxgraph_cache_miss"],
+        }
+    )
 
 
 def set_up(payload: Mapping[str, Any], report: Report) -> None:

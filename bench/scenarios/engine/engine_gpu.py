@@ -17,9 +17,9 @@ transformers: its continuous batching, with the same amount of KV memory.
 
 Before the engines, the two paths of KV between two processes are measured, as workers do at start. DIR keeps
 every figure as soon as it is measured, and a run that was stopped goes on there. The most telling cells come
-first, and each is printed to standard error. A cell that takes longer than a minute ends its engine; a later
-run tries it after all others. After `--minutes` no further cell starts. `--device cpu --model tiny-42m` tries
-the script without a GPU.
+first, and each is printed to standard error. A cell is not repeated after a minute. An answer that takes
+longer ends the engine, and a later run tries its cell after all others. After `--minutes` no further cell
+starts. `--device cpu --model tiny-42m` tries the script without a GPU.
 """
 
 import argparse
@@ -48,7 +48,8 @@ from bench.systems.serving_systems import NO_DRAFTS, SystemSetting
 
 MAX_MODEL_LEN = 8_448
 CELL_S = 60.0
-"""Longest wait for one answer of an engine. On an H100, the longest cell should take some seconds."""
+"""Longest wait for one answer of an engine, and time after which a cell is not repeated. On an H100, the
+longest cell should take some seconds."""
 FIRST = ("tpot-1", "tpot-8", "ttft-512", "ttft-2048", "ttft-8192")
 """The most telling cells, which are measured first."""
 FEW = tuple(cell for cell in GPU_CELLS if cell.what != "throughput" and cell.num_tokens <= 2048 and cell.num <= 32)
@@ -197,7 +198,7 @@ class GpuBench:
             yield ReadyEngine(compute=engine, summary=engine.summary, start_s=engine.start_s, started=engine)
 
     def _missing_cells(self, name: str) -> list[EngineCell]:
-        """Return the cells without a figure that fit into KV memory: `FIRST`, then others, then failed ones."""
+        """Return the cells without a figure that fit into KV memory: `FIRST`, others, then failed ones."""
         saved = self.saved.get(name, {})
         failed, done = self._problems(name), saved.get("figures", {})
         capacity = self._arguments.kv_gib * 2**30 // Needs.of(self._model).kv_bytes_per_token
@@ -211,8 +212,9 @@ class GpuBench:
 
     def _figure(self, engine: Computes, cell: EngineCell, rng: random.Random) -> float:
         size = vocabulary(self._model)
-        figures = []
-        for _ in range(cell.tries):
+        figures: list[float] = []
+        began_s = time.monotonic()
+        while len(figures) < cell.tries and (not figures or time.monotonic() < began_s + CELL_S):
             prompts = random_prompts(cell.num, cell.num_tokens, size, rng)
             if cell.what == "TPOT":
                 engine(prompts, 1)  # all sequences then start to decode together

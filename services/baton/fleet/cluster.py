@@ -64,9 +64,11 @@ class Cluster:
             start_timeout_s=config.worker_start_s,
             on_started=self._report_start,
             on_died=self._report_death,
+            on_activity=self._report_activity,
             notify=notify,
         )
         self._supervision: asyncio.Task[None] | None = None
+        self._worker_began_s: dict[str, float] = {}
         self._has_served = False
         self._http_port = self._grpc_port = self._admin_port = 0
         self.http_url = self.view_url = ""
@@ -258,8 +260,12 @@ class Cluster:
             host = f" on {facts.host}" if self._is_joined else ""
             return f"{spec.role.value:<8} pid {facts.pid}{host}  {facts.summary}"
 
-        name = spec.worker_id if self._is_joined else f"worker {spec.worker_id}"
+        self._worker_began_s[spec.worker_id] = asyncio.get_running_loop().time()
+        name = self._worker_name(spec.worker_id)
         await self._progress.phase(name, self._fleet.start(spec, settings), describe)
+
+    def _worker_name(self, worker_id: str) -> str:
+        return worker_id if self._is_joined else f"worker {worker_id}"
 
     async def _worker_settings(self, model: str, redis_url: str) -> list[tuple[WorkerSpec, WorkerConfig]]:
         """Plan the workers and return the settings of each."""
@@ -350,6 +356,11 @@ class Cluster:
     def _report_start(self, facts: WorkerFacts) -> None:
         if self._supervision is not None:
             self._notify(f"worker {facts.worker_id} was restarted, pid {facts.pid}")
+
+    def _report_activity(self, worker_id: str, text: str) -> None:
+        if self._supervision is None:
+            began_s = self._worker_began_s[worker_id]
+            self._progress.line(self._worker_name(worker_id), text, asyncio.get_running_loop().time() - began_s)
 
     def _report_death(self, worker_id: str, reason: str) -> None:
         if self._supervision is not None:

@@ -50,6 +50,7 @@ from baton.store.redis.redis_membership import RedisMembership
 from baton.worker.costs.measure_costs import measure_costs, measurement_lock, measurement_lock_path
 from baton.worker.costs.step_cost_keeper import known_or_measured
 from baton.worker.costs.targets_summary import targets_summary
+from baton.worker.device.gpu_start import Say
 from baton.worker.device.open_device import open_device
 from baton.worker.device.worker_device import Device, DraftDevice
 from baton.worker.worker_budget import worker_budget
@@ -65,7 +66,7 @@ STREAM_CLOSE_GRACE_S = 1.0
 UNHEALTHY_EXIT_CODE = 70
 """`EX_SOFTWARE`: tells the supervisor to start a new process."""
 
-OpenDevice = Callable[[WorkerConfig, WorkerRef], Device]
+OpenDevice = Callable[[WorkerConfig, WorkerRef, Say], Device]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +127,13 @@ async def run_worker(
     stop: Stop,
     on_ready: Callable[[WorkerReady], None],
     open_device: OpenDevice = open_device,
+    say: Say = lambda text: None,
 ) -> bool:
     """Start a worker and serve until it is drained. Returns True if its machine is shutting down.
 
-    Raises ConfigError or ModelError if it cannot start, WorkerUnhealthy if it must not go on. An unhealthy
-    device is not closed, because it may never answer.
+    say: told what takes long in the start, from any thread. Raises ConfigError or ModelError if it cannot
+    start, WorkerUnhealthy if it must not go on. An unhealthy device is not closed, because it may never
+    answer.
     """
     if config.redis_url is None and not config.schedulers:
         raise ConfigError(
@@ -158,7 +161,7 @@ async def run_worker(
         )
         observed.metrics.identify(ref, config.role)
         tracing = _open_tracing(config, ref, observed, stack)
-        device = await asyncio.to_thread(open_device, config, ref)
+        device = await asyncio.to_thread(open_device, config, ref, say)
         stack.push_async_callback(_close_healthy_device, device, observed.health)
         worker = await _build_worker(config, ref, device, observed, tracing, rng, budget, admin_port, stack)
         gate.worker = worker

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton.core.errors import BatonError
 from baton.runtime.config.settings import WorkerConfig
@@ -33,6 +33,8 @@ class WorkerThread:
         self._starting = threading.Lock()
         self._is_started = False
         self._is_ready = threading.Event()
+        self._activities: list[str] = []
+        self._has_changed = threading.Condition()
         self._ready: WorkerReady | None = None
         self.node_shutting_down = False
         self._thread = ServiceThread(self._main, name="worker")
@@ -58,6 +60,17 @@ class WorkerThread:
             raise error
         return self._ready
 
+    def activities(self, num_known: int, limit_s: float) -> Sequence[str]:
+        """Return what this worker has said that it does in its start, without the first `num_known` texts.
+
+        Waits for the next one, at most `limit_s` seconds and until the worker is ready or has ended.
+        """
+        with self._has_changed:
+            self._has_changed.wait_for(
+                lambda: len(self._activities) > num_known or self._is_ready.is_set(), timeout=limit_s
+            )
+            return self._activities[num_known:]
+
     def wait(self, limit_s: float | None = None) -> str | None:
         """Block until the worker has ended, at most `limit_s` seconds.
 
@@ -79,15 +92,26 @@ class WorkerThread:
 
     async def _main(self, stop: Stop) -> None:
         try:
-            self.node_shutting_down = await run_worker(self._config, stop, self._on_ready, self._open_device)
+            self.node_shutting_down = await run_worker(self._config, stop, self._on_ready, self._open_device, self._say)
         except WorkerNeedsReplacement:
             raise
         except WorkerUnhealthy:
             self._exit_now(UNHEALTHY_EXIT_CODE)
             raise
         finally:
-            self._is_ready.set()
+            self._set_ready()
 
     def _on_ready(self, ready: WorkerReady) -> None:
         self._ready = ready
-        self._is_ready.set()
+        self._set_ready()
+
+    def _set_ready(self) -> None:
+        """Release those who wait for the end of the start, which failed if there is no `_ready`."""
+        with self._has_changed:
+            self._is_ready.set()
+            self._has_changed.notify_all()
+
+    def _say(self, text: str) -> None:
+        with self._has_changed:
+            self._activities.append(text)
+            self._has_changed.notify_all()

@@ -59,7 +59,7 @@ class FakeActor:
     ended: Future[str] = field(default_factory=Future)
 
     def __getattr__(self, method: str) -> Any:
-        if method not in ("node_id", "pid", "start", "wait", "drain", "stop"):
+        if method not in ("activities", "node_id", "pid", "start", "wait", "drain", "stop"):
             raise AttributeError(method)
         return SimpleNamespace(remote=lambda *arguments: Reference(self.ray.called(self, method, arguments)))
 
@@ -85,6 +85,7 @@ class FakeRay:
 
     start_errors: errors that the next starts of a worker raise, by worker id.
     start_s: seconds that a start takes, by worker id.
+    activities: what each worker says while it starts.
     releases: Baton release of a node if it is not the release of this process, by node.
     kept_names: names of actors that stay in use after the actor's death.
     """
@@ -95,6 +96,7 @@ class FakeRay:
         self.releases: dict[str, Release] = {}
         self.start_errors: dict[str, list[Exception]] = {}
         self.start_s: dict[str, float] = {}
+        self.activities: tuple[str, ...] = ()
         self.kept_names: set[str] = set()
         self.actors: list[FakeActor] = []
         self.util = SimpleNamespace(list_named_actors=lambda: [actor.name for actor in self.living if actor.name])
@@ -170,6 +172,8 @@ class FakeRay:
         if method == "wait":
             return copy_of(actor.ended)
         future: Future[Any] = Future()
+        if method == "activities" and (new := list(self.activities[arguments[0] :])):
+            future.set_result(new[:1])  # as if the next one came later
         if method == "pid":
             future.set_exception(Died("it is dead")) if actor.is_dead else future.set_result(NO_PID)
         if method == "start":

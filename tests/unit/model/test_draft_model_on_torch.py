@@ -14,7 +14,7 @@ from baton.core.errors import ModelError
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.speculation.draft_model import DraftModel
 from baton.engine.state.step import StepPlan, StepResult
-from baton.model.backends.backend_selection import choose_backend
+from baton.model.backends.backend_selection import TRITON, choose_backend
 from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
 from baton.model.gpu_check import gpu_verdicts
@@ -24,8 +24,9 @@ from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.random_init import init_model
 from baton.model.torch_executor import TorchExecutor
 from baton.runtime.config.settings import WorkerConfig
+from baton.worker.device import gpu_start
 from baton.worker.device.draft_device import draft_config, load_draft
-from baton.worker.device.gpu_start import refused_on_gpu
+from baton.worker.device.gpu_start import Say, find_out_about_gpu
 from baton.worker.device.open_device import open_device
 from tests import builders
 from tests.fake_executor import FakeGenerationTable
@@ -146,17 +147,20 @@ def test_a_draft_model_is_served_up_to_the_context_of_the_model_that_verifies(ti
 def test_a_draft_model_is_checked_as_it_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[CheckedModel] = []
 
-    def nothing(model: CheckedModel) -> dict[str, str]:
+    def nothing(model: CheckedModel, say: Say) -> dict[str, str]:
         checked.append(model)
-        return {}
+        return {TRITON: "refused"} if model.dtype == "auto" else {}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", nothing)
-    config = WorkerConfig(device="cuda", dtype="float16", kv_dtype="int8", max_model_len=64, speculate="draft:demo")
-    assert refused_on_gpu(draft_config(config)) == {}
-    (found,) = checked
+    monkeypatch.setattr(gpu_start, "share_compile_caches", lambda environ: None)
+    values: dict[str, Any] = {"device": "cuda", "dtype": "float16", "kv_dtype": "int8", "max_model_len": 64}
+    config = WorkerConfig(**values, speculate="draft:demo", transfer="local")
+    gpu = find_out_about_gpu(config, draft_config(config), lambda text: None)
+    assert (gpu.refused, gpu.draft_refused) == ({}, {TRITON: "refused"})
+    _, found = checked
     assert (found.path, found.dtype, found.kv_dtype, found.max_model_len) == (str(DEMO_DIR), "auto", "auto", None)
-    assert found.max_num_batched_tokens != config.max_num_batched_tokens
+    assert found.max_num_batched_tokens != checked[0].max_num_batched_tokens
     for other in (replace(config, speculate="auto"), replace(config, role="prefill")):
-        assert refused_on_gpu(draft_config(other)) == {}
-    assert len(checked) == 1
+        assert find_out_about_gpu(other, draft_config(other), lambda text: None).draft_refused == {}
+    assert len(checked) == 4

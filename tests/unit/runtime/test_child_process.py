@@ -207,16 +207,28 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(tmp_path: Path) -> No
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = VerdictCache(tmp_path / "file" / "below")
-    with cache.locked(1.0):
+    with cache.locked("x", 1.0):
         cache.keep(FACTS, {"a": ""})
     assert cache.find(FACTS) is None
 
 
 def test_a_held_lock_delays_only_for_a_limited_time(tmp_path: Path) -> None:
     cache, times = VerdictCache(tmp_path), iter([0.0, 0.5, 1.5])
-    with cache.locked(1.0), VerdictCache(tmp_path).locked(1.0, clock=lambda: next(times)):
+    waits: list[None] = []
+    other = VerdictCache(tmp_path).locked("x", 1.0, on_wait=lambda: waits.append(None), clock=lambda: next(times))
+    with cache.locked("x", 1.0), other:
         pass
     assert next(times, None) is None
+    assert len(waits) == 1
+
+
+def test_verdicts_of_another_kind_are_not_waited_for(tmp_path: Path) -> None:
+    waits: list[None] = []
+    with (
+        VerdictCache(tmp_path).locked("x", 1.0),
+        VerdictCache(tmp_path).locked("y", 1.0, on_wait=lambda: waits.append(None)),
+    ):
+        assert not waits
 
 
 def test_without_locks_nothing_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,5 +237,5 @@ def test_without_locks_nothing_is_waited_for(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     times = iter([0.0])
-    with VerdictCache(tmp_path).locked(1.0, clock=lambda: next(times)):
+    with VerdictCache(tmp_path).locked("x", 1.0, clock=lambda: next(times)):
         pass

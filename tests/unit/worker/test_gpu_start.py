@@ -1,11 +1,14 @@
 """What a worker finds out about its GPU before it loads a model."""
 
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from baton.core.errors import ConfigError
+from baton.core.errors import ConfigError, ModelError
 from baton.engine.speculation.model_rounds import MAX_MISSING_TOKENS, MAX_PIECE_TOKENS
 from baton.model.gpu_check import gpu_verdicts
 from baton.model.gpu_check.check_backends import CheckedModel
@@ -13,34 +16,92 @@ from baton.model.loading.model_source import DEMO_DIR
 from baton.runtime.config.settings import WorkerConfig
 from baton.worker.device import gpu_start
 from baton.worker.device.draft_device import draft_config
-from baton.worker.device.gpu_start import kv_path_of, refused_on_gpu
+from baton.worker.device.gpu_start import LOADING, GpuFindings, find_out_about_gpu
 from baton.worker.device.gpu_use import step_tokens_of
 from baton.worker.device.kv_path import KvPath, KvPathChoice
 from baton.worker.device.worker_device import engine_config_of
 
 MEASURED = KvPathChoice(path=KvPath.STAGED, reason="measured")
+ENOUGH_S = 60.0
 
 
 @pytest.fixture(autouse=True)
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_start, "path_facts", dict)
-    monkeypatch.setattr(gpu_start, "kv_path_for", lambda setting, facts: MEASURED)
+    monkeypatch.setattr(gpu_start, "share_compile_caches", lambda environ: None)
+    monkeypatch.setattr(gpu_start, "kv_path_for", lambda setting, facts, say: MEASURED)
+    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", lambda model, say: {"a part": "it crashed"})
+
+
+def found(**settings: Any) -> GpuFindings:
+    config = WorkerConfig(**settings)
+    return find_out_about_gpu(config, draft_config(config), lambda text: None)
 
 
 def test_the_path_is_measured_for_nixl_on_a_gpu_only() -> None:
-    assert kv_path_of(WorkerConfig(device="cuda")) == MEASURED
-    assert kv_path_of(WorkerConfig(device="auto")) == MEASURED
-    for config in (WorkerConfig(device="cpu"), WorkerConfig(device="cuda", transfer="local")):
-        assert kv_path_of(config) == KvPathChoice(path=KvPath.DIRECT, reason="")
+    assert found(device="cuda").path == MEASURED
+    assert found(device="auto").path == MEASURED
+    for other in ({"device": "cpu"}, {"device": "cuda", "transfer": "local"}):
+        assert found(**other).path == KvPathChoice(path=KvPath.DIRECT, reason="")
 
 
 def test_expandable_segments_keep_a_worker_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(ConfigError, match="expandable_segments"):
-        kv_path_of(WorkerConfig(device="cuda"))
-    kv_path_of(WorkerConfig(device="cuda", transfer="local"))
-    kv_path_of(WorkerConfig(device="cpu"))
+        found(device="cuda")
+    found(device="cuda", transfer="local")
+    found(device="cpu")
+
+
+def test_nothing_is_checked_where_no_gpu_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(device="cuda").refused == {"a part": "it crashed"}
+    assert found(device="cuda", kernels="torch").refused == {}
+    assert found(device="cpu").refused == {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert found(device="auto") == GpuFindings()
+
+
+def test_paths_are_measured_while_kernels_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun = {"path": threading.Event(), "check": threading.Event()}
+
+    def meets_the_other(own: str, other: str) -> None:
+        has_begun[own].set()
+        assert has_begun[other].wait(ENOUGH_S), f"{other} waits for {own}"
+
+    def measure(setting: str, facts: dict[str, str], say: Callable[[str], None]) -> KvPathChoice:
+        meets_the_other("path", "check")
+        return MEASURED
+
+    def check(model: CheckedModel, say: Callable[[str], None]) -> dict[str, str]:
+        meets_the_other("check", "path")
+        return {}
+
+    monkeypatch.setattr(gpu_start, "kv_path_for", measure)
+    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", check)
+    assert found(device="cuda") == GpuFindings(path=MEASURED)
+
+
+def test_each_part_of_a_start_on_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", lambda model, say: say("checks") or {})
+    monkeypatch.setattr(gpu_start, "kv_path_for", lambda setting, facts, say: say("measures") or MEASURED)
+    said: list[str] = []
+    find_out_about_gpu(WorkerConfig(device="cuda"), None, said.append)
+    assert sorted(said[:2]) == ["checks", "measures"]
+    assert said[2:] == [LOADING]
+    find_out_about_gpu(WorkerConfig(device="cpu"), None, said.append)
+    assert len(said) == 3
+
+
+def test_errors_of_both_parts_keep_a_worker_from_starting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(setting: str, facts: dict[str, str], say: Callable[[str], None]) -> KvPathChoice:
+        raise ConfigError("no such path")
+
+    with pytest.raises(ModelError):
+        found(device="cuda", model=str(tmp_path / "nowhere"))
+    monkeypatch.setattr(gpu_start, "kv_path_for", fail)
+    with pytest.raises(ConfigError, match="no such path"):
+        found(device="cuda")
 
 
 def test_the_default_token_budget_of_a_step_depends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,17 +120,9 @@ def test_all_parts_of_a_worker_have_the_token_budget_of_its_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked: list[CheckedModel] = []
-    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", checked.append)
+    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", lambda model, say: checked.append(model) or {})
     config = WorkerConfig(device="cuda", speculate=f"draft:{DEMO_DIR}", role="decode")
-    refused_on_gpu(config)
-    refused_on_gpu(draft_config(config))
+    find_out_about_gpu(config, draft_config(config), lambda text: None)
     drafts = MAX_PIECE_TOKENS + MAX_MISSING_TOKENS * config.max_num_seqs
     assert [model.max_num_batched_tokens for model in checked] == [2048, drafts]
     assert engine_config_of(config, 4096, ()).max_num_batched_tokens == 2048
-
-
-def test_nothing_is_checked_where_no_gpu_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refused_on_gpu(WorkerConfig(device="cuda", kernels="torch")) == {}
-    assert refused_on_gpu(WorkerConfig(device="cpu")) == {}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert refused_on_gpu(WorkerConfig(device="auto")) == {}

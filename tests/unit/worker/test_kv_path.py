@@ -11,7 +11,15 @@ from baton.fleet.doctor.doctor_gpu import allocator_findings, kv_path_finding
 from baton.runtime.child import process_pair
 from baton.runtime.child.verdict_cache import VerdictCache
 from baton.worker.device import kv_path
-from baton.worker.device.kv_path import KvPath, PathSpeed, choose_kv_path, kv_path_for, measure_path, peer_gpu
+from baton.worker.device.kv_path import (
+    MEASURING,
+    KvPath,
+    PathSpeed,
+    choose_kv_path,
+    kv_path_for,
+    measure_path,
+    peer_gpu,
+)
 
 TCP, STAGED, IPC = (
     PathSpeed(bytes_per_s=0.3e9, transport="tcp"),
@@ -61,7 +69,12 @@ def test_speeds_are_measured_once(tmp_path: Path) -> None:
         measured.append(path)
         return {KvPath.DIRECT: TCP, KvPath.STAGED: STAGED}[path]
 
-    found = [kv_path_for("auto", cache=VerdictCache(tmp_path), measure=measure, facts=FACTS) for _ in range(2)]
+    said: list[str] = []
+    found = [
+        kv_path_for("auto", cache=VerdictCache(tmp_path), measure=measure, facts=FACTS, say=said.append)
+        for _ in range(2)
+    ]
+    assert said == [MEASURING], "a kept speed is nothing to wait for"
     assert measured == [KvPath.DIRECT, KvPath.STAGED]
     assert found[0] == found[1] == choose_kv_path(TCP, STAGED)
     assert kv_path_for("auto", cache=VerdictCache(tmp_path), measure=measure, facts={"gpu": "H200"}).reason

@@ -22,6 +22,7 @@ from baton.sim.sim_executor import SimExecutor, SimStepCost
 from baton.sim.sim_memory import SimMemory
 from baton.sim.sim_transfer_backend import LinkModel, SimFabric, SimTransferBackend
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
+from baton.worker.device.gpu_start import Say
 from baton.worker.device.real_device import default_threads
 from baton.worker.device.worker_device import Device
 from baton.worker.worker_lifecycle import WorkerLifecycle
@@ -44,7 +45,7 @@ class Opened:
         self.worker: WorkerRef
         self.closed = threading.Event()
 
-    def open(self, config: WorkerConfig, worker: WorkerRef) -> Device:
+    def open(self, config: WorkerConfig, worker: WorkerRef, say: Say) -> Device:
         layout = builders.layout(block_size_tokens=BLOCK)
         memory, generations = (
             SimMemory(NUM_BLOCKS, BLOCK),
@@ -200,7 +201,7 @@ def test_worker_thread_can_be_stopped_immediately(opened: Opened) -> None:
 
 
 def test_start_error_is_raised_by_every_call_of_start() -> None:
-    def fail(config: WorkerConfig, worker: WorkerRef) -> Device:
+    def fail(config: WorkerConfig, worker: WorkerRef, say: Say) -> Device:
         raise ModelError("no such model")
 
     thread = WorkerThread(config(), open_device=fail)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -62,6 +63,7 @@ class FleetContext:
     start_timeout_s: longest time from a worker's placement on a node until it is ready.
     on_started: called with a worker's facts after each start.
     on_died: called with a worker's id and the reason after its death.
+    on_activity: called with a worker's id and what it does, while it starts.
     notify: prints a line for the user.
     num_workers: returns the number of workers in the fleet.
     can_serve: returns True if a worker that can decode is left that does not keep dying.
@@ -77,6 +79,7 @@ class FleetContext:
     placement_times: PlacementTimes
     on_started: Callable[[WorkerFacts], None]
     on_died: Callable[[str, str], None]
+    on_activity: Callable[[str, str], None]
     notify: Callable[[str], None]
     num_workers: Callable[[], int]
     can_serve: Callable[[], bool]
@@ -215,6 +218,7 @@ class FleetWorker:
         arguments = (dump(config), log_dir, fleet.joined is not None, release_probe()())
         started = await fleet.call("start a worker", lambda: self.placement.actor.start.remote(*arguments))
         timeout = asyncio.timeout(fleet.start_timeout_s)
+        following = asyncio.create_task(self._follow_start(), name=f"follow-{self.spec.worker_id}")
         try:
             async with timeout:
                 await self._watch_process()
@@ -223,6 +227,9 @@ class FleetWorker:
             reason = self._too_slow() if timeout.expired() else f"did not start: {await self._reason(error)}"
             await self.placement.end()
             raise WorkerFailed(f"worker {self.spec.worker_id} {reason}") from error
+        finally:
+            following.cancel()
+            await asyncio.wait((following,))
         self.facts, self.stage, self._num_failures, self.is_settled = facts, WorkerStage.SERVING, 0, True
         self.keeps_dying = False
         log.info(
@@ -235,6 +242,19 @@ class FleetWorker:
         )
         fleet.on_started(facts)
         return facts
+
+    async def _follow_start(self) -> None:
+        """Report what the worker does until cancelled. It is for people: the start itself reports errors."""
+        num_known = 0
+        with suppress(Exception):
+            while True:
+                asked = await self._fleet.call(
+                    "watch a worker",
+                    lambda number=num_known: self.placement.actor.activities.remote(number, WAIT_TIMEOUT_S),
+                )
+                for text in await wait_for_object(asked):
+                    num_known += 1
+                    self._fleet.on_activity(self.spec.worker_id, text)
 
     async def _watch_process(self) -> None:
         """Watch the process of the actor, if it runs on this machine. Raises Ray's error for a dead actor."""

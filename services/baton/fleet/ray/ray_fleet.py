@@ -48,6 +48,7 @@ class RayFleet:
         start_timeout_s: float = FleetSettings.worker_start_s,
         on_started: Callable[[WorkerFacts], None] = lambda facts: None,
         on_died: Callable[[str, str], None] = lambda worker_id, reason: None,
+        on_activity: Callable[[str, str], None] = lambda worker_id, text: None,
         notify: Callable[[str], None] = lambda text: None,
         connection: RayConnection | None = None,
         placement_times: PlacementTimes | None = None,
@@ -60,7 +61,7 @@ class RayFleet:
         log_dir: directory for the logs of the workers; None: Ray's own log directory.
         joined: the existing Ray cluster; None: start a private Ray on this machine.
         limit: how often a worker may die.
-        start_timeout_s, on_started, on_died, notify: as in `FleetContext`.
+        start_timeout_s, on_started, on_died, on_activity, notify: as in `FleetContext`.
         memory_limit: setting `ray_memory_limit`, for a private Ray.
         connection, placement_times, and the timeouts: replaced in tests.
         """
@@ -85,6 +86,7 @@ class RayFleet:
             placement_times=self._times,
             on_started=on_started,
             on_died=on_died,
+            on_activity=on_activity,
             notify=notify,
             num_workers=lambda: len(self._workers),
             can_serve=self._can_serve,

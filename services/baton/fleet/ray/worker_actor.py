@@ -19,6 +19,8 @@ from baton.runtime.config.config_base import restore, settings_of
 from baton.runtime.config.settings import WorkerConfig
 from baton.runtime.network.addresses import EVERY_ADDRESS
 
+NOT_STARTED_WAIT_S = 0.2
+"""Time after which a driver asks again what a worker does that is not created yet."""
 LINGER_S = 10.0
 """Seconds that an actor stays after its worker has ended, so that its driver can read the reason."""
 NODE_SHUTTING_DOWN = "its node is shutting down"
@@ -111,6 +113,13 @@ class WorkerActor:
             summary=ready.summary,
             start_s=ready.start_s,
         )
+
+    def activities(self, num_known: int, timeout_s: float) -> list[str]:
+        """Return what the worker does in its start, see `WorkerThread.activities`; nothing before `start`."""
+        if self._worker is None:
+            time.sleep(min(timeout_s, NOT_STARTED_WAIT_S))
+            return []
+        return list(self._worker.activities(num_known, timeout_s))
 
     def wait(self, timeout_s: float) -> str | None:
         """Block until the worker has ended and return the reason, or None after `timeout_s`.

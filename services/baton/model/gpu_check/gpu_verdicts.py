@@ -23,12 +23,16 @@ CHECK = "baton.model.gpu_check.check_backends:check"
 CHECK_S = 200.0
 """Longest duration of all children. Most of it is compilation, which the worker then need not repeat."""
 
+CHECKING = "checks GPU kernels in a child process, once per GPU, driver and source"
+WAITING = "waits for another worker, which checks GPU kernels"
+
 Judge = Callable[[str, Mapping[str, Any], Sequence[str], float], StageRun]
 
 
 def refused_gpu_stages(
     model: CheckedModel,
     *,
+    say: Callable[[str], object] = lambda text: None,
     cache: VerdictCache | None = None,
     judge: Judge = judge_stages,
     facts_of: Callable[..., Mapping[str, str]] = gpu_facts,
@@ -38,6 +42,7 @@ def refused_gpu_stages(
     Call it before the model is loaded, because the child needs memory on the GPU. The child runs a reduced
     model with random weights, so its verdict is about crashes and kernels, and the worker still verifies its
     own model. The verdict is cached. Blocks for `CHECK_S` at most, twice if another worker has the lock.
+    `say` is told when it begins to wait or to check, as this can take most of the start.
     """
     cache = cache or VerdictCache()
     try:
@@ -46,10 +51,11 @@ def refused_gpu_stages(
         _log_unchecked(f"its configuration cannot be reduced: {type(error).__name__}: {error}")
         return {}
     facts = facts_of(torch.device(model.device), model, config)
-    with cache.locked(CHECK_S):
+    with cache.locked("backends", CHECK_S, on_wait=lambda: say(WAITING)):
         kept = cache.find(facts)
         if kept is not None and all(isinstance(problem, str) for problem in kept.values()):
             return _logged({str(stage): problem for stage, problem in kept.items()}, cache.path(facts))
+        say(CHECKING)
         try:
             with tempfile.TemporaryDirectory(prefix="baton-check-", ignore_cleanup_errors=True) as scratch:
                 done = judge(CHECK, {"model": asdict(model), "scratch": scratch}, GPU_STAGES, CHECK_S)

@@ -69,21 +69,33 @@ class VerdictCache:
             log.warning("verdict_not_kept", file=str(path), problem=str(error))
 
     @contextmanager
-    def locked(self, wait_s: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-        """Hold the lock of the cache, so that workers that start together reach a verdict once.
+    def locked(
+        self,
+        name: str,
+        wait_s: float,
+        *,
+        on_wait: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Iterator[None]:
+        """Hold the lock of one kind of verdicts, so that workers that start together reach a verdict once.
 
-        After `wait_s`, or where there can be no lock, the block runs without it.
+        on_wait: called once if another process has the lock. After `wait_s`, or where there can be no lock,
+        the block runs without it.
         """
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            file = (self._directory / "lock").open("w")
+            file = (self._directory / f"lock-{name}").open("w")
         except OSError:
             yield
             return
         with file:
             ends_s = clock() + wait_s
-            while not _lock(file.fileno()) and clock() < ends_s:
+            is_held = _lock(file.fileno())
+            if not is_held:
+                on_wait()
+            while not is_held and clock() < ends_s:
                 time.sleep(_LOCK_POLL_S)
+                is_held = _lock(file.fileno())
             yield
 
 

@@ -20,8 +20,8 @@ from baton.transfer.backends.pair_transport import UNKNOWN_TRANSPORT, ucx_enviro
 log = get_logger(__name__)
 
 PAIR_MODULE = "baton.worker.device.kv_path_pair"
-PAIR_S = 30.0
-"""Longest time of each process of a pair, most of which is starting CUDA and NIXL."""
+PAIR_S = 60.0
+"""Longest time of each process of a pair, most of which is starting CUDA and NIXL while others start, too."""
 TOOL_TIMEOUT_S = 10.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -62,6 +62,8 @@ class KvPathChoice:
     reason: str
 
 
+MEASURING = "measures how peers read its KV, once after each boot"
+
 Measure = Callable[[KvPath], PathSpeed]
 
 
@@ -78,9 +80,16 @@ def choose_kv_path(direct: PathSpeed, staged: PathSpeed) -> KvPathChoice:
 
 
 def kv_path_for(
-    setting: str, *, cache: VerdictCache | None = None, measure: Measure | None = None, facts: Mapping[str, str]
+    setting: str,
+    *,
+    cache: VerdictCache | None = None,
+    measure: Measure | None = None,
+    facts: Mapping[str, str],
+    say: Callable[[str], object] = lambda text: None,
 ) -> KvPathChoice:
     """Return the path of a worker. `setting`: `auto` measures both, unless the cache has the speeds.
+
+    say: told before they are measured.
 
     Call it before the model is loaded, because the processes that measure need memory on the GPU. Speeds of
     failed paths are not cached. Blocks for some seconds, at most for 4 times `PAIR_S`.
@@ -88,9 +97,10 @@ def kv_path_for(
     if setting != "auto":
         return KvPathChoice(path=KvPath(setting), reason=f"--gpu-kv {setting}")
     cache = cache or VerdictCache()
-    with cache.locked(4 * PAIR_S):
+    with cache.locked("kv-path", 4 * PAIR_S):
         speeds = _speeds_from(cache.find(facts))
         if speeds is None:
+            say(MEASURING)
             speeds = {path: (measure or measure_path)(path) for path in KvPath}
             if not any(speed.problem for speed in speeds.values()):
                 plain = {path.value: [speed.bytes_per_s, speed.transport] for path, speed in speeds.items()}

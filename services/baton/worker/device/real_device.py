@@ -21,7 +21,7 @@ from baton.runtime.process.cores import core_quota, num_usable_cores
 from baton.worker.costs.step_cost_keeper import step_costs_key
 from baton.worker.device.draft_device import LoadedDraft, draft_config, load_draft
 from baton.worker.device.gpu_allocator import require_plain_memory
-from baton.worker.device.gpu_start import kv_path_of, refused_on_gpu
+from baton.worker.device.gpu_start import Say, find_out_about_gpu
 from baton.worker.device.gpu_use import step_tokens_of
 from baton.worker.device.kv_path import KvPath
 from baton.worker.device.kv_registration import RegisteredMemory, register_gpu_memory, register_host_memory
@@ -39,7 +39,7 @@ MIN_MASK_THREADS, MAX_MASK_THREADS = 2, 8
 """Threads that compute the masks of one step."""
 
 
-def open_real_device(config: WorkerConfig, worker: WorkerRef) -> Device:
+def open_real_device(config: WorkerConfig, worker: WorkerRef, say: Say) -> Device:
     """Open the CPU or GPU. See `open_device` for the errors."""
     from baton.model.device.compute_thread import compute_thread
 
@@ -51,44 +51,43 @@ def open_real_device(config: WorkerConfig, worker: WorkerRef) -> Device:
     )
     thread = compute_thread(num_threads)
     try:
-        return thread.submit(_open_in_compute_thread, config, worker, thread, num_threads).result()
+        return thread.submit(_open_in_compute_thread, config, worker, thread, num_threads, say).result()
     except BaseException:
         thread.shutdown(wait=False)
         raise
 
 
 def _open_in_compute_thread(
-    config: WorkerConfig, worker: WorkerRef, thread: ThreadPoolExecutor, num_threads: int
+    config: WorkerConfig, worker: WorkerRef, thread: ThreadPoolExecutor, num_threads: int, say: Say
 ) -> Device:
     """Build the device. Runs in `thread`, which the executor then owns."""
     from baton.model.backends.backend_selection import choose_backend
     from baton.model.device.device_info import device_name
     from baton.model.torch_executor import TorchExecutor
 
-    path = kv_path_of(config)  # this and the next need memory on the GPU for other processes
     of_draft = draft_config(config)
-    refused, draft_refused = refused_on_gpu(config), refused_on_gpu(of_draft)
+    gpu = find_out_about_gpu(config, of_draft, say)  # first, because other processes need memory on the GPU
     loaded = _load(config, num_threads)
     backend = choose_backend(
         loaded,
         kernels=config.kernels,
         num_threads=num_threads,
         block_size_tokens=config.block_size_tokens,
-        gpu_refused=refused,
+        gpu_refused=gpu.refused,
     )
     windows = tuple(params.window for params in backend.attention_params)
     layout = loaded.layout(config.block_size_tokens, windows)
     constraints = _open_constraints(loaded, num_threads, finds_forced=finds_forced_tokens(config.speculate))
-    draft = None if of_draft is None else load_draft(of_draft, loaded, num_threads, draft_refused)
+    draft = None if of_draft is None else load_draft(of_draft, loaded, num_threads, gpu.draft_refused)
     num_blocks = _num_blocks(config, loaded, backend, layout, draft)
-    cache, registered = _open_kv(config, worker, loaded, layout, num_blocks, path.path)
+    cache, registered = _open_kv(config, worker, loaded, layout, num_blocks, gpu.path.path)
     pool = BlockPool(num_blocks, config.block_size_tokens, registered.generations, layout.windows)
     executor = TorchExecutor(loaded.model, cache, thread=thread, backend=backend, constraints=constraints)
     draft_device = None if draft is None else draft.open(thread, layout, num_blocks)  # may compile, too
     executor.warm(config.max_num_seqs)
     if draft is not None:
         draft.backend.after_warmup()
-    reason = f" ({path.reason})" if path.reason else ""
+    reason = f" ({gpu.path.reason})" if gpu.path.reason else ""
     kv_text = f"{kv_summary(config, layout, num_blocks)}{registered.note}{reason}"
     draft_text = "" if draft_device is None else f", {draft_device.summary}"
     return Device(

@@ -1,7 +1,9 @@
 """The verdict about the parts of a GPU backend, with backends for a CPU in their place."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -34,7 +36,7 @@ from baton.model.gpu_check.check_backends import (
     run_all_kinds_of_steps,
 )
 from baton.model.gpu_check.gpu_facts import model_facts, source_hash
-from baton.model.gpu_check.gpu_verdicts import problems_of, refused_gpu_stages
+from baton.model.gpu_check.gpu_verdicts import CHECKING, WAITING, problems_of, refused_gpu_stages
 from baton.model.gpu_check.reduced_config import MAX_VOCABULARY, reduced_config
 from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.loading.model_shapes import shape_config
@@ -215,9 +217,16 @@ class ScriptedJudge:
         return self.done
 
 
-def refused(model: CheckedModel, judge: ScriptedJudge, directory: Path, **facts: str) -> dict[str, str]:
+def refused(
+    model: CheckedModel,
+    judge: ScriptedJudge,
+    directory: Path,
+    say: Callable[[str], object] = lambda text: None,
+    **facts: str,
+) -> dict[str, str]:
     return refused_gpu_stages(
         model,
+        say=say,
         cache=VerdictCache(directory),
         judge=judge,
         facts_of=lambda _device, model, config: {**facts, **model_facts(model, config.to_dict())},
@@ -235,6 +244,30 @@ def test_a_verdict_is_reached_once_for_the_same_facts(model: CheckedModel, tmp_p
     refused(model, judge, tmp_path / "c", gpu="H200")
     refused(replace(model, kv_dtype="int8"), judge, tmp_path / "c", gpu="H100")
     assert judge.num_runs == 3
+
+
+def test_a_worker_that_starts_with_another_one_waits_for_its_verdict(model: CheckedModel, tmp_path: Path) -> None:
+    """The judge of the first worker starts the second one, and returns once that waits."""
+    first: list[str] = []
+    second: list[str] = []
+    is_waiting = threading.Event()
+    other: list[Future[dict[str, str]]] = []
+
+    def wait_there(text: str) -> None:
+        second.append(text)
+        is_waiting.set()
+
+    class MeanwhileJudge(ScriptedJudge):
+        def __call__(self, *arguments: Any) -> StageRun:
+            other.append(pool.submit(refused, model, self, tmp_path / "c", wait_there))
+            assert is_waiting.wait(60.0)
+            return super().__call__(*arguments)
+
+    judge = MeanwhileJudge(StageRun(verdicts=CRASHED))
+    with ThreadPoolExecutor(1) as pool:
+        expected = refused(model, judge, tmp_path / "c", first.append)
+        assert other[0].result() == expected == {GRAPHS: CRASHED[GRAPHS].problem}
+    assert (first, second, judge.num_runs) == ([CHECKING], [WAITING], 1)
 
 
 @pytest.mark.parametrize(
