@@ -13,6 +13,7 @@ from baton.model.gpu_check.gpu_verdicts import refused_gpu_stages
 from baton.model.loading.model_source import DEMO_DIR
 from baton.runtime.child.stages import judge_stages
 from baton.runtime.child.verdict_cache import VerdictCache
+from baton.runtime.config.worker_settings import GPU_STEP_TOKENS
 from baton.worker.device.gpu_allocator import require_plain_memory
 from baton.worker.device.kv_path import KvPath, measure_path, path_facts
 
@@ -45,7 +46,7 @@ def test_all_parts_of_the_backend_pass_and_the_verdict_is_kept(kv_dtype: str, tm
         max_model_len=None,
         block_size_tokens=16,
         max_num_seqs=64,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=GPU_STEP_TOKENS,
     )
     assert refused_gpu_stages(model, cache=VerdictCache(tmp_path)) == {}
     (kept,) = tmp_path.glob("*.json")

@@ -83,8 +83,16 @@ def test_paths_are_measured_while_kernels_are_checked(monkeypatch: pytest.Monkey
 
 
 def test_each_part_of_a_start_on_a_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", lambda model, say: say("checks") or {})
-    monkeypatch.setattr(gpu_start, "kv_path_for", lambda setting, facts, say: say("measures") or MEASURED)
+    def check(model: CheckedModel, say: Callable[[str], None]) -> dict[str, str]:
+        say("checks")
+        return {}
+
+    def measure(setting: str, facts: dict[str, str], say: Callable[[str], None]) -> KvPathChoice:
+        say("measures")
+        return MEASURED
+
+    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", check)
+    monkeypatch.setattr(gpu_start, "kv_path_for", measure)
     said: list[str] = []
     find_out_about_gpu(WorkerConfig(device="cuda"), None, said.append)
     assert sorted(said[:2]) == ["checks", "measures"]
@@ -120,7 +128,12 @@ def test_all_parts_of_a_worker_have_the_token_budget_of_its_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked: list[CheckedModel] = []
-    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", lambda model, say: checked.append(model) or {})
+
+    def check(model: CheckedModel, say: Callable[[str], None]) -> dict[str, str]:
+        checked.append(model)
+        return {}
+
+    monkeypatch.setattr(gpu_verdicts, "refused_gpu_stages", check)
     config = WorkerConfig(device="cuda", speculate=f"draft:{DEMO_DIR}", role="decode")
     find_out_about_gpu(config, draft_config(config), lambda text: None)
     drafts = MAX_PIECE_TOKENS + MAX_MISSING_TOKENS * config.max_num_seqs

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -248,13 +249,13 @@ class FleetWorker:
         num_known = 0
         with suppress(Exception):
             while True:
-                asked = await self._fleet.call(
-                    "watch a worker",
-                    lambda number=num_known: self.placement.actor.activities.remote(number, WAIT_TIMEOUT_S),
-                )
+                asked = await self._fleet.call("watch a worker", partial(self._ask_activities, num_known))
                 for text in await wait_for_object(asked):
                     num_known += 1
                     self._fleet.on_activity(self.spec.worker_id, text)
+
+    def _ask_activities(self, num_known: int) -> Any:
+        return self.placement.actor.activities.remote(num_known, WAIT_TIMEOUT_S)
 
     async def _watch_process(self) -> None:
         """Watch the process of the actor, if it runs on this machine. Raises Ray's error for a dead actor."""

@@ -1,4 +1,4 @@
-"""A worker finds what its child process has compiled for a reduced model, with inductor's backend for CPUs."""
+"""A worker finds what its child has compiled for a reduced model, with inductor's backend for CPUs."""
 
 import os
 import shutil
