@@ -35,8 +35,8 @@ inline __m512 softmax_weight(__m512 score, __m512 scale, __m512 new_max) {
     return fast_exp2_bf16(_mm512_fmsub_ps(score, scale, new_max));
 }
 
-// Transposes 16 rows of 16 words.
-inline void transpose_words(__m512i* r) {
+// Transposes 16 rows of 16 words. Inlined, so that they stay in registers.
+__attribute__((always_inline)) inline void transpose_words(__m512i* r) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);

@@ -34,7 +34,7 @@ class AttentionTileBf16 {
             const int count = std::min(BF16_BATCH_TOKENS, range.end - begin), width = round_up(count, BF16_LANES);
             pointers.find(kv, begin, kv_end);
             if constexpr (KvRows<S>::HAS_SCALES) scales_.find(kv, begin, begin + count, kv_end, factor);
-            for (int i = 0; i < width; i += BF16_LANES) pack(pointers, i, std::min(BF16_LANES, count - i), dim);
+            for (int i = 0; i < width; i += BF16_LANES) pack(pointers, i, dim);
             multiply_all<Accumulate::ZERO>(scores_.data(), BF16_BATCH_TOKENS, {rows, 2}, num_rows,
                 {keys_.data(), BF16_BATCH_TOKENS}, dim / 2, width);
             for (int r = 0; r < num_rows; r++) {
@@ -61,35 +61,33 @@ class AttentionTileBf16 {
         for_each_vector_group(columns, go);
     }
 
-    // Packs 16 tokens from `column` on, of which `count` exist, into the keys' columns and the values' rows.
-    // Meanwhile it prefetches tokens that are PREFETCH_TOKENS further, one cache line per line read: the
-    // hardware cannot predict block tables, and stalls if all lines are requested together.
+    // Packs 16 tokens from `column` on into the keys' columns and the values' rows. Meanwhile it prefetches tokens
+    // that are PREFETCH_TOKENS further, one cache line per line read: the hardware cannot predict block tables, and
+    // stalls if all lines are requested together. Missing tokens, which only the last batch has, are zeros.
     template <typename S>
-    void pack(const KvPointers<S>& pointers, int column, int count, int dim) {
+    void pack(const KvPointers<S>& pointers, int column, int dim) {
         constexpr int PER_LINE = CACHE_LINE_BYTES / int(sizeof(S));
-        const S* keys[BF16_LANES];
-        const S* values[BF16_LANES];
-        for (int i = 0; i < BF16_LANES; i++) {
-            keys[i] = i < count ? pointers.keys[column + i] : ZERO_ROW<S>;
-            values[i] = i < count ? pointers.values[column + i] : ZERO_ROW<S>;
-        }
+        const S *const *keys = pointers.keys + column, *const *values = pointers.values + column;
+        // A store may change the buffers' members, as far as the compiler knows, but not these copies.
+        uint32_t *to_keys = keys_.data() + column, *to_values = values_.data() + size_t(column / 2) * dim;
         for (int d = 0; d < dim; d += BF16_PER_LINE) {
             __m512i r[BF16_LANES];
             for (int i = 0; i < BF16_LANES; i++) {
                 r[i] = load_as_bf16(keys[i] + d);
-                if (d % PER_LINE == 0) fetch(pointers.keys[column + PREFETCH_TOKENS + i] + d);
+                if (d % PER_LINE == 0) fetch(keys[PREFETCH_TOKENS + i] + d);
             }
             transpose_words(r);
-            for (int i = 0; i < BF16_LANES; i++) _mm512_store_si512(keys_.data()
-                + size_t(d / 2 + i) * BF16_BATCH_TOKENS + column, r[i]);
+            for (int i = 0; i < BF16_LANES; i++)
+                _mm512_store_si512(to_keys + size_t(d / 2 + i) * BF16_BATCH_TOKENS, r[i]);
         }
-        for (int i = 0; i < BF16_LANES; i += 2) {
+        for (int i = 0; i < BF16_LANES; i += 2, to_values += dim) {
+            const S *even = values[i], *odd = values[i + 1];
             for (int d = 0; d < dim; d += BF16_PER_LINE) {
                 if (d % PER_LINE == 0) {
-                    fetch(pointers.values[column + PREFETCH_TOKENS + i] + d);
-                    fetch(pointers.values[column + PREFETCH_TOKENS + i + 1] + d);
+                    fetch(values[PREFETCH_TOKENS + i] + d);
+                    fetch(values[PREFETCH_TOKENS + i + 1] + d);
                 }
-                interleave_pairs(values[i] + d, values[i + 1] + d, values_.data() + size_t(column + i) / 2 * dim + d);
+                interleave_pairs(even + d, odd + d, to_values + d);
             }
         }
     }

@@ -1,6 +1,8 @@
 // Plans the attention of a step: tiles of query rows, and splits of their KV if there are idle threads.
 #pragma once
 
+#include <memory>
+
 #include "attention.h"
 #include "attention_decode_float.h"
 #include "attention_decode_bf16.h"
@@ -98,11 +100,25 @@ struct AttentionPlan {
     int64_t head_of(const WorkItem& item, int row) const { return item.head_begin + row % num_heads(item); }
 };
 
+// What a thread needs for its work items. `state`: of a tile; `later`: of one of its segments.
+template <typename Kernel>
+struct AttentionScratch {
+    Kernel kernel;
+    SoftmaxState state, later;
+
+    // The calling thread's own. It is on the heap because the compiler would find the address of a thread_local
+    // object anew in the innermost loops, with a call.
+    static AttentionScratch& of_thread() {
+        thread_local const auto own = std::make_unique<AttentionScratch>();
+        return *own;
+    }
+};
+
 // S: type of the stored keys and values. `tables`: of the layer, instead of those in AttentionArgs. The result is
-// `state`, or in `split_states` those of the item's segments, if the tile is split.
+// `own.state`, or in `split_states` those of the item's segments, if the tile is split.
 template <typename S, typename T, typename Kernel>
 void run_work_item(const AttentionPlan<T>& plan, const LayerKv& layer_kv, const int32_t* tables, const WorkItem& item,
-    Kernel& kernel, SoftmaxState& state, std::vector<SoftmaxState>& split_states) {
+    AttentionScratch<Kernel>& own, std::vector<SoftmaxState>& split_states) {
     const AttentionArgs& args = plan.args;
     const int rows = plan.num_rows(item), before = args.context_len[item.seq] - plan.num_tokens(item.seq);
     const T* queries[MAX_ROWS];
@@ -110,19 +126,19 @@ void run_work_item(const AttentionPlan<T>& plan, const LayerKv& layer_kv, const 
     for (int r = 0; r < rows; r++) {
         queries[r] = static_cast<const T*>(args.q) + plan.token_of(item, r) * args.q_token_stride
             + plan.head_of(item, r) * args.q_head_stride;
-        const int own = before + plan.own_token(item, r);
-        visible[r] = KvRange{args.window ? std::max(0, own + 1 - args.window) : 0, own + 1};
+        const int index = before + plan.own_token(item, r);
+        visible[r] = KvRange{args.window ? std::max(0, index + 1 - args.window) : 0, index + 1};
     }
     const KvRows<S> kv(layer_kv, args.kv_strides, item.kv_head, tables + args.table_begin[item.seq],
         args.block_size, args.head_dim, visible[0].begin);
-    thread_local SoftmaxState later;
     int number = 0;
     for (int begin = item.range.begin, end; begin < item.range.end; begin = end, number++) {
         end = std::min(item.range.end, next_multiple(begin, item.segment_tokens));
-        SoftmaxState& target = item.num_splits > 1 ? split_states[item.first_state + number] : number ? later : state;
+        SoftmaxState& target
+            = item.num_splits > 1 ? split_states[item.first_state + number] : number ? own.later : own.state;
         target.start(rows, args.head_dim);
-        kernel.attend(queries, rows, visible, kv, {begin, end}, item.range.end, args.scale * LOG2_E, target);
-        if (&target == &later) state.add(later);
+        own.kernel.attend(queries, rows, visible, kv, {begin, end}, item.range.end, args.scale * LOG2_E, target);
+        if (&target == &own.later) own.state.add(own.later);
     }
 }
 
@@ -159,23 +175,22 @@ constexpr size_t NUM_ATTENTION_LOOPS = 2;
 template <typename T, typename Kernel>
 void attend(TeamThread& team, const AttentionPlan<T>& plan, const LayerKv& kv, const int32_t* tables,
     const float* sinks, std::vector<SoftmaxState>& split_states) {
-    thread_local Kernel kernel;
-    thread_local SoftmaxState state;
+    auto& own = AttentionScratch<Kernel>::of_thread();
     const auto num_items = int64_t(plan.items.size());
     team.parallel_for(num_items, [&](int64_t i) {
         const WorkItem& item = plan.items[i];
         if (kv.is_quantized()) {
-            run_work_item<int8_t>(plan, kv, tables, item, kernel, state, split_states);
+            run_work_item<int8_t>(plan, kv, tables, item, own, split_states);
         } else {
-            run_work_item<T>(plan, kv, tables, item, kernel, state, split_states);
+            run_work_item<T>(plan, kv, tables, item, own, split_states);
         }
-        if (item.num_splits == 1) write_output(plan, item, state, sinks);
+        if (item.num_splits == 1) write_output(plan, item, own.state, sinks);
     });
     team.parallel_for(plan.num_split_states ? num_items : 0, [&](int64_t i) {
         const WorkItem& item = plan.items[i];
         if (item.num_splits == 1 || item.split) return;
-        combine(split_states, item, state);
-        write_output(plan, item, state, sinks);
+        combine(split_states, item, own.state);
+        write_output(plan, item, own.state, sinks);
     });
 }
 
