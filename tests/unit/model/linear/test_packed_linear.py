@@ -86,6 +86,23 @@ def test_every_float8_is_exact(library: Path) -> None:
     torch.testing.assert_close(product(torch.ones(1, 1))[0], values.float(), atol=0, rtol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_outputs_are_rounded_to_the_nearest_bfloat16(library: Path, has_bias: bool) -> None:
+    """Ties, subnormal numbers, infinity and NaN are among them. The last panel is not full."""
+    torch.manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (4 * N,))
+    bits[:32] &= 0x7FFFFF  # subnormal
+    bits[32:64] = (bits[32:64] & ~0xFFFF) | 0x8000  # ties
+    bits[64:66] = torch.tensor([0x7F800000, 0x7FFFFFFF])
+    values = bits.int().view(torch.float32)
+    weight, bias = (torch.zeros_like(values), values) if has_bias else (values, None)
+    product = PackedGemm(kernels_of(library), LinearPart(FloatWeight(weight[:, None]), bias), dtype=torch.bfloat16)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
+    expected = torch.where(values.isnan(), torch.nan, rounded.float())
+    found = product(torch.ones(7, 1).bfloat16()).float()
+    torch.testing.assert_close(found, expected.expand(7, -1), atol=0, rtol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", list(CODED_SAMPLES))
 @pytest.mark.parametrize("k", GROUPS_OF_INPUTS)
 def test_product_with_codes_equals_float64(library: Path, name: str, k: int) -> None:

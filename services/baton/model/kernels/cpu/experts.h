@@ -2,6 +2,7 @@
 // parallel loop for each of their two products.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "layers.h"
@@ -121,6 +122,8 @@ void multiply_experts(TeamThread& team, const ExpertsGemmArgs& args, const T* x,
         });
     }
     const int64_t max_blocks = places / ROWS_PER_BLOCK + std::min<int64_t>(num_experts, places);
+    std::optional<PreparedGemm> prepared;
+    int64_t expert = -1;  // of `prepared`; successive items of a thread mostly have one
     team.parallel_for(max_blocks * panels, [&](int64_t item) {
         const int64_t block = item / panels, panel = item % panels, next = panel + threads;
         const int64_t e = last_at_most(routing.blocks, num_experts + 1, block);
@@ -128,9 +131,11 @@ void multiply_experts(TeamThread& team, const ExpertsGemmArgs& args, const T* x,
         const ExpertRows rows(args, routing, e);
         const int64_t first = (block - routing.blocks[e]) * ROWS_PER_BLOCK;
         const int count = int(std::min<int64_t>(ROWS_PER_BLOCK, rows.count - first));
-        const GemmItem part{first, count, panel, next < panels ? next : -1};
-        multiply_item(*rows.weights, part, x + rows.begin * k, dtype, out + rows.begin * n, dtype, rows.count,
-            scratch_of(rows));
+        if (e != expert)
+            prepared.emplace(*rows.weights, x + rows.begin * k, dtype, out + rows.begin * n, dtype, rows.count,
+                scratch_of(rows));
+        expert = e;
+        prepared->multiply({first, count, panel, next < panels ? next : -1});
     });
 }
 

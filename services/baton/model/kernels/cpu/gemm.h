@@ -4,7 +4,7 @@
 // Up to six rows of x are multiplied by a slice at a time. While the rows of a block are multiplied by one
 // slice, the next one is prefetched. Between slices the sums of a block are kept in memory.
 //
-// A format is a class (gemm_bf16.h, gemm_widened.h, gemm_coded.h) with
+// A format is a class (gemm_bf16.h, gemm_widened.h, gemm_coded.h), made from a WeightFormat, with
 //   Rows: the rows of x as it needs them, see gemm_rows.h
 //   Workspace: memory of a thread
 //   passes(rows): how many times a slice is read for that many rows
@@ -35,39 +35,36 @@ struct WeightPrefetch {
     }
 };
 
-// A slice of a panel: `inputs` inputs from first_input on.
+// A slice of a panel: `inputs` inputs from first_input on, `bytes` long.
 struct PanelSlice {
     const uint8_t* packed;
+    int64_t bytes;
     int64_t first_input;
     int inputs;
     bool is_first;
 };
 
-// What a thread multiplies at a time: rows [row, row + count) by one panel. next: what it most likely
-// continues with, null if nothing.
+// What a thread multiplies at a time: rows [row, row + count) by the panel at `packed`, whose first output is
+// `first`. next: the slice that it most likely continues with, null if nothing.
 struct PanelItem {
-    const PackedWeights* weights;
-    int64_t panel;
+    const PackedWeights& weights;
+    const uint8_t* packed;
+    int64_t first;
     int64_t row;
     int count;
-    const PackedWeights* next_weights;
-    int64_t next_panel;
+    const uint8_t* next;
+    int64_t next_bytes;
 };
 
 // Returns what to prefetch while a slice is multiplied. A slice that is read only once or twice is limited by
 // memory anyway, and the hardware prefetcher suffices.
 inline WeightPrefetch prefetch_during(const PanelItem& item, const PanelSlice& slice, int passes, int fetches) {
     if (passes < 3) return {};
-    const WeightFormat& format = item.weights->format;
-    const int64_t left = item.weights->k - slice.first_input - slice.inputs;
-    const uint8_t* at = slice.packed + slice_bytes(format, slice.inputs);
-    int64_t bytes = slice_bytes(format, int(std::min<int64_t>(left, slice.inputs)));
-    if (!left) {
-        if (!item.next_weights) return {};
-        const WeightFormat& next = item.next_weights->format;
-        at = item.next_weights->panel_at(item.next_panel);
-        bytes = slice_bytes(next, int(std::min<int64_t>(item.next_weights->k, slice_inputs(next))));
-    }
+    const int64_t left = item.weights.k - slice.first_input - slice.inputs;
+    const uint8_t* at = left ? slice.packed + slice.bytes : item.next;
+    if (!at) return {};
+    const int64_t bytes = left ? slice_bytes(item.weights.format, int(std::min<int64_t>(left, slice.inputs)))
+                               : item.next_bytes;
     return {at, at + bytes, int(divide_up(bytes / CACHE_LINE_BYTES, int64_t(passes) * std::max(1, fetches)))};
 }
 
@@ -96,36 +93,55 @@ inline void multiply_rows(const View& view, const Rows& x, int64_t row, int coun
 // sums [count, 64]: the products of the item's rows with its panel.
 template <typename Format>
 void multiply_panel(const Format& format, const typename Format::Rows& x, const PanelItem& item, float* sums) {
-    const PackedWeights& weights = *item.weights;
+    const PackedWeights& weights = item.weights;
     typename Format::Workspace workspace;
-    const uint8_t* packed = weights.panel_at(item.panel);
+    const uint8_t* packed = item.packed;
     const int length = slice_inputs(weights.format), passes = format.passes(item.count);
     for (int64_t input = 0; input < weights.k; input += length) {
         const int inputs = int(std::min<int64_t>(length, weights.k - input));
-        const PanelSlice slice{packed, input, inputs, input == 0};
+        const PanelSlice slice{packed, slice_bytes(weights.format, inputs), input, inputs, input == 0};
         const WeightPrefetch prefetch = prefetch_during(item, slice, passes, format.fetches(inputs));
         format.open(slice, item.count, workspace, [&](const auto& view) {
             multiply_rows(view, x, item.row, item.count, sums, prefetch);
         });
-        packed += slice_bytes(weights.format, inputs);
+        packed += slice.bytes;
     }
 }
 
-// Writes the outputs of an item: out [rows, stride] from the panel's first output on.
+// to [columns] = sums plus bias, which may be null.
+template <typename Out>
+inline void write_row(const float* sums, const float* bias, int columns, Out* to) {
+    if (bias) {
+        for (int i = 0; i < columns; i++) to[i] = from_float<Out>(sums[i] + bias[i]);
+    } else {
+        for (int i = 0; i < columns; i++) to[i] = from_float<Out>(sums[i]);
+    }
+}
+
+#ifdef BATON_HAS_BF16_DOT
+// The same with the instruction that rounds. It would round subnormal numbers to zero, so rows with such are
+// written as above.
+inline void write_row(const float* sums, const float* bias, int columns, Bf16* to) {
+    constexpr int LENGTH = 16, SUBNORMAL = 0x20;
+    uint32_t num_subnormal = 0;
+    for (int i = 0; i < columns; i += LENGTH) {
+        const auto lanes = __mmask16((1u << std::min(LENGTH, columns - i)) - 1);
+        __m512 values = _mm512_maskz_loadu_ps(lanes, sums + i);
+        if (bias) values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(lanes, bias + i));
+        num_subnormal |= _mm512_fpclass_ps_mask(values, SUBNORMAL);
+        _mm256_mask_storeu_epi16(to + i, lanes, __m256i(_mm512_cvtneps_pbh(values)));
+    }
+    if (num_subnormal) write_row<Bf16>(sums, bias, columns, to);
+}
+#endif
+
+// Writes the outputs of an item: out [rows, stride] from the first output of its weights on.
 template <typename Out>
 inline void write_outputs(const PanelItem& item, const float* sums, Out* out, int64_t stride) {
-    const int64_t first = item.panel * PANEL;
-    const int columns = int(std::min<int64_t>(PANEL, item.weights->n - first));
-    const float* bias = item.weights->bias ? item.weights->bias + first : nullptr;
-    for (int r = 0; r < item.count; r++) {
-        Out* to = out + (item.row + r) * stride + first;
-        const float* sum = sums + r * PANEL;
-        if (bias) {
-            for (int i = 0; i < columns; i++) to[i] = from_float<Out>(sum[i] + bias[i]);
-        } else {
-            for (int i = 0; i < columns; i++) to[i] = from_float<Out>(sum[i]);
-        }
-    }
+    const int columns = int(std::min<int64_t>(PANEL, item.weights.n - item.first));
+    const float* bias = item.weights.bias ? item.weights.bias + item.first : nullptr;
+    for (int r = 0; r < item.count; r++)
+        write_row(sums + r * PANEL, bias, columns, out + (item.row + r) * stride + item.first);
 }
 
 }  // namespace baton

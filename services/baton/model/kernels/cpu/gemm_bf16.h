@@ -13,6 +13,8 @@ struct Bf16Dot {
     using Rows = Bf16Rows;
     struct Workspace {};
 
+    explicit Bf16Dot(const WeightFormat&) {}
+
     static constexpr int VECTOR = 16, VECTORS = PANEL / VECTOR, PAIRS_PER_FETCH = 4;
 
     struct View {

@@ -165,7 +165,7 @@ struct Coded {
         CodedSlice coded{low, high, format->table, workspace.scales, has_offsets ? workspace.offsets : nullptr,
             slice.first_input, slice.inputs, size, slice.is_first};
         if (rows <= ROWS_PER_PASS) {
-            fetch_next_factors(factors, slice_bytes(*format, slice.inputs), slice.packed);
+            fetch_next_factors(factors, slice.bytes, slice.packed);
             return body(CodedView<LAYOUT, HAS_TABLE, BITS>{coded});
         }
         if (LAYOUT != 8) {

@@ -1,4 +1,5 @@
 // Part of gemm.h: the rows of x as the formats need them, prepared once per product in the caller's scratch.
+// of(address, k, group_size): the rows at that address, for weights with one factor per group_size inputs.
 #pragma once
 
 #include <cmath>
@@ -10,11 +11,20 @@ namespace baton {
 struct Bf16Rows {
     const Bf16* values;
     int64_t stride;
+
+    static Bf16Rows of(const void* values, int64_t k, int) { return {static_cast<const Bf16*>(values), k}; }
 };
+
+// Not a power of two apart: rows would evict each other from the L1 cache.
+inline int64_t float_row_stride(int64_t k) { return divide_up(k, 16) * 16 + 16; }
 
 struct FloatRows {
     const float* values;
     int64_t stride;
+
+    static FloatRows of(const void* values, int64_t k, int) {
+        return {static_cast<const float*>(values), float_row_stride(k)};
+    }
 };
 
 // A row as 8-bit integers, per group of inputs with a scale. One record per row: `codes` [k], then per group the
@@ -26,9 +36,10 @@ struct QuantisedRows {
     int64_t codes_bytes;
     int64_t groups;
 
-    static QuantisedRows of(const uint8_t* records, int64_t k, int group_size) {
+    static QuantisedRows of(const void* records, int64_t k, int group_size) {
         const int64_t codes = divide_up(k, CACHE_LINE_BYTES) * CACHE_LINE_BYTES, groups = divide_up(k, group_size);
-        return {records, divide_up(codes + 12 * groups, CACHE_LINE_BYTES) * CACHE_LINE_BYTES, codes, groups};
+        const int64_t bytes = divide_up(codes + 12 * groups, CACHE_LINE_BYTES) * CACHE_LINE_BYTES;
+        return {static_cast<const uint8_t*>(records), bytes, codes, groups};
     }
 
     const int8_t* codes(int64_t row) const { return reinterpret_cast<const int8_t*>(records + row * record_bytes); }
@@ -38,9 +49,6 @@ struct QuantisedRows {
     const int32_t* starts(int64_t row) const { return reinterpret_cast<const int32_t*>(scales(row) + groups); }
     const float* sums(int64_t row) const { return scales(row) + 2 * groups; }
 };
-
-// Not a power of two apart: rows would evict each other from the L1 cache.
-inline int64_t float_row_stride(int64_t k) { return divide_up(k, 16) * 16 + 16; }
 
 template <typename T>
 inline void widen_row(const T* x, int64_t k, float* to) {

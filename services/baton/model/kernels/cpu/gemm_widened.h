@@ -106,6 +106,8 @@ template <typename Lanes>
 struct Widened : WidenedFormat {
     struct Workspace {};
 
+    explicit Widened(const WeightFormat&) {}
+
     template <typename Body>
     void open(const PanelSlice& slice, int, Workspace&, const Body& body) const {
         body(WidenedView<Lanes>{slice.packed, slice.first_input, slice.inputs, slice.is_first});

@@ -77,28 +77,29 @@ void prepare_row_of(const GemmArgs& args, const T* x, int32_t x_dtype, int64_t r
     });
 }
 
-// Calls body(format, rows) with the kernel of a weight's format, and x as it needs it.
-template <typename Body>
-void dispatch_format(const WeightFormat& format, const void* x, int32_t x_dtype, int64_t k, const uint8_t* prepared,
-    const Body& body) {
+template <typename Format>
+void multiply_with(const PanelItem& item, const void* x, float* sums) {
+    const WeightFormat& format = item.weights.format;
+    multiply_panel(Format(format), Format::Rows::of(x, item.weights.k, format.group_size), item, sums);
+}
+
+MultiplyPanel* kernel_of(const WeightFormat& format, [[maybe_unused]] int32_t x_dtype) {
 #ifdef BATON_HAS_BF16_DOT
-    if (uses_bf16_dot(format, x_dtype)) return body(Bf16Dot{}, Bf16Rows{static_cast<const Bf16*>(x), k});
+    if (uses_bf16_dot(format, x_dtype)) return multiply_with<Bf16Dot>;
 #endif
-    const FloatRows floats{reinterpret_cast<const float*>(prepared), float_row_stride(k)};
     switch (format.kind) {
-        case WEIGHT_FLOAT32: return body(Widened<FloatLanes>{}, floats);
-        case WEIGHT_FLOAT16: return body(Widened<HalfLanes>{}, floats);
-        case WEIGHT_BFLOAT16: return body(Widened<Bf16Lanes>{}, floats);
-        case WEIGHT_FLOAT8: return body(Float8(format), floats);
+        case WEIGHT_FLOAT32: return multiply_with<Widened<FloatLanes>>;
+        case WEIGHT_FLOAT16: return multiply_with<Widened<HalfLanes>>;
+        case WEIGHT_BFLOAT16: return multiply_with<Widened<Bf16Lanes>>;
+        case WEIGHT_FLOAT8: return multiply_with<Float8>;
         default: break;
     }
-    const auto quantised = QuantisedRows::of(prepared, k, format.group_size);
-    if (format.has_table) return body(Coded<4, true>(format), quantised);
+    if (format.has_table) return multiply_with<Coded<4, true>>;
     switch (format.bits) {
-        case 4: return body(Coded<4>(format), quantised);
-        case 5: return body(Coded<5>(format), quantised);
-        case 6: return body(Coded<6>(format), quantised);
-        default: return body(Coded<8>(format), quantised);
+        case 4: return multiply_with<Coded<4>>;
+        case 5: return multiply_with<Coded<5>>;
+        case 6: return multiply_with<Coded<6>>;
+        default: return multiply_with<Coded<8>>;
     }
 }
 
@@ -114,14 +115,11 @@ int64_t panels_of_run(const GemmArgs& args, int64_t rows, int64_t panels, int th
     return std::max<int64_t>(1, std::min(RUN_BYTES / bytes, panels / (RUNS_PER_THREAD * threads)));
 }
 
-// The weight that a panel of all weights together belongs to; `panel` becomes its panel, `column` its first output.
-const PackedWeights* find_weight(const GemmArgs& args, int64_t& panel, int64_t& column) {
-    const PackedWeights* weights = args.weights;
-    for (column = 0; panel >= weights->panels(); weights++) {
-        panel -= weights->panels();
-        column += weights->n;
-    }
-    return weights;
+// The weight that a panel of all weights together belongs to; `panel` becomes its panel.
+const PreparedWeight& find_weight(const std::vector<PreparedWeight>& weights, int64_t& panel) {
+    const PreparedWeight* weight = weights.data();
+    for (; panel >= weight->panels; weight++) panel -= weight->panels;
+    return *weight;
 }
 
 }  // namespace
@@ -152,24 +150,35 @@ void prepare_row(const GemmArgs& args, const void* x, int32_t x_dtype, int64_t r
     });
 }
 
-void multiply_item(const GemmArgs& args, const GemmItem& part, const void* x, int32_t x_dtype, void* out,
-    int32_t out_dtype, int64_t rows, const void* scratch) {
-    alignas(64) float sums[ROWS_PER_BLOCK * PANEL];
-    int64_t panel = part.panel, next = part.next_panel, column = 0, next_column = 0;
-    PanelItem item{find_weight(args, panel, column), 0, part.row, part.count, nullptr, 0};
-    item.panel = panel;
-    if (next >= 0) {
-        item.next_weights = find_weight(args, next, next_column);
-        item.next_panel = next;
+PreparedGemm::PreparedGemm(const GemmArgs& args, const void* x, int32_t x_dtype, void* out, int32_t out_dtype,
+    int64_t rows, const void* scratch)
+    : out_(out), out_dtype_(out_dtype), stride_(args.n) {
+    weights_.reserve(size_t(args.count));
+    for (int64_t i = 0, first = 0; i < args.count; first += args.weights[i++].n) {
+        const PackedWeights& own = args.weights[i];
+        const RowsFormat needed = rows_format(own.format, x_dtype);
+        const bool as_they_are = needed.form == RowsFormat::AS_THEY_ARE;
+        const auto* prepared = static_cast<const uint8_t*>(scratch) + bytes_before(args, x_dtype, needed) * rows;
+        weights_.push_back({&own, kernel_of(own.format, x_dtype), as_they_are ? x : prepared, first, own.panels(),
+            panel_bytes(own.format, own.k),
+            slice_bytes(own.format, int(std::min<int64_t>(own.k, slice_inputs(own.format))))});
     }
-    const WeightFormat& format = item.weights->format;
-    const uint8_t* own = static_cast<const uint8_t*>(scratch)
-        + bytes_before(args, x_dtype, rows_format(format, x_dtype)) * rows;
-    dispatch_format(format, x, x_dtype, args.k, own, [&](const auto& kernel, const auto& operand) {
-        multiply_panel(kernel, operand, item, sums);
-    });
-    dispatch_dtype(out_dtype, [&](auto one) {
-        write_outputs(item, sums, static_cast<decltype(one)*>(out) + column, args.n);
+}
+
+void PreparedGemm::multiply(const GemmItem& item) const {
+    alignas(64) float sums[ROWS_PER_BLOCK * PANEL];
+    int64_t panel = item.panel, next_panel = item.next_panel;
+    const PreparedWeight& weight = find_weight(weights_, panel);
+    PanelItem part{*weight.weights, weight.weights->packed + panel * weight.panel_bytes, panel * PANEL, item.row,
+        item.count, nullptr, 0};
+    if (next_panel >= 0) {
+        const PreparedWeight& next = find_weight(weights_, next_panel);
+        part.next = next.weights->packed + next_panel * next.panel_bytes;
+        part.next_bytes = next.first_slice_bytes;
+    }
+    weight.multiply(part, weight.x, sums);
+    dispatch_dtype(out_dtype_, [&](auto one) {
+        write_outputs(part, sums, static_cast<decltype(one)*>(out_) + weight.first_output, stride_);
     });
 }
 
@@ -178,14 +187,14 @@ void gemm(TeamThread& team, const GemmArgs& args, const void* x, int32_t x_dtype
     prepare_gemm(team, args, x, x_dtype, rows, scratch);
     const int64_t panels = total_panels(args), blocks = divide_up(rows, ROWS_PER_BLOCK);
     const int64_t run = panels_of_run(args, rows, panels, threads), runs = divide_up(panels, run);
+    const PreparedGemm prepared(args, x, x_dtype, out, out_dtype, rows, scratch);
     team.parallel_for(blocks * runs, [&](int64_t i) {
         const int64_t block = i / runs, row = block * ROWS_PER_BLOCK;
         const int64_t begin = i % runs * run, end = std::min(panels, begin + run);
         for (int64_t panel = begin; panel < end; panel++) {
             const int64_t next = panel + 1 < end ? panel + 1 : begin + run * threads;
             const int64_t next_panel = block + 1 < blocks || next < panels ? next % panels : -1;
-            const GemmItem item{row, int(std::min<int64_t>(ROWS_PER_BLOCK, rows - row)), panel, next_panel};
-            multiply_item(args, item, x, x_dtype, out, out_dtype, rows, scratch);
+            prepared.multiply({row, int(std::min<int64_t>(ROWS_PER_BLOCK, rows - row)), panel, next_panel});
         }
     });
 }

@@ -2,6 +2,8 @@
 // lie next to each other. linear.cpp chooses the kernel of each weight's format.
 #pragma once
 
+#include <vector>
+
 #include "parallel_for.h"
 #include "weight_format.h"
 
@@ -32,14 +34,44 @@ struct GemmItem {
 
 int64_t total_panels(const GemmArgs& args);
 
-// The two halves of a product: bring the rows of x into the form that the weights need, then multiply each item.
-// All threads of the team call prepare_gemm, which has at most one loop; prepare_row does it for one row.
-// rows: of the whole x.
+// The two halves of a product: bring the rows of x into the form that the weights need, then multiply each item
+// with a PreparedGemm. All threads of the team call prepare_gemm, which has at most one loop; prepare_row does it
+// for one row. rows: of the whole x.
 void prepare_gemm(TeamThread& team, const GemmArgs& args, const void* x, int32_t x_dtype, int64_t rows,
     void* scratch);
 void prepare_row(const GemmArgs& args, const void* x, int32_t x_dtype, int64_t row, int64_t rows, void* scratch);
-void multiply_item(const GemmArgs& args, const GemmItem& item, const void* x, int32_t x_dtype, void* out,
-    int32_t out_dtype, int64_t rows, const void* scratch);
+
+struct PanelItem;  // see gemm.h
+
+// Multiplies the rows of an item by its panel: sums [count, 64]. x: all rows, in the form that the weight needs.
+using MultiplyPanel = void(const PanelItem& item, const void* x, float* sums);
+
+// What all items of one weight in a product share.
+struct PreparedWeight {
+    const PackedWeights* weights;
+    MultiplyPanel* multiply;
+    const void* x;
+    int64_t first_output;  // among the outputs of all weights
+    int64_t panels;
+    int64_t panel_bytes;
+    int64_t first_slice_bytes;
+};
+
+// A product with everything found that its items share, because an item is only a few microseconds of work. Each
+// thread has its own. The arguments are those of gemm and must stay valid.
+class PreparedGemm {
+  public:
+    PreparedGemm(const GemmArgs& args, const void* x, int32_t x_dtype, void* out, int32_t out_dtype, int64_t rows,
+        const void* scratch);
+
+    void multiply(const GemmItem& item) const;
+
+  private:
+    std::vector<PreparedWeight> weights_;
+    void* out_;
+    int32_t out_dtype_;
+    int64_t stride_;
+};
 
 // out [rows, n] = x [rows, k] times the weights transposed, plus biases. All threads of the team call it.
 // scratch: rows * gemm_row_bytes, aligned to a cache line.
