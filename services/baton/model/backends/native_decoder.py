@@ -1,12 +1,13 @@
 """Calls the C++ decoder: all layers of a decoder in one call, over weights that are packed once."""
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 
 import torch
 
 from baton.core.errors import LayoutMismatch
-from baton.model.attention.attention_inputs import AttentionStep, SequenceTables
+from baton.model.attention.attention_inputs import AttentionStep
 from baton.model.backends.decoder_layers import DecoderLayer
 from baton.model.backends.packed_experts import PackedExperts
 from baton.model.device.kv_tensors import KvCache
@@ -24,6 +25,8 @@ from baton.model.kernels.cpu.kernel_args import (
     data_address,
     layer_kv_args,
     rope_args,
+    set_tables,
+    set_tokens,
 )
 from baton.model.kernels.cpu.kernel_library import Kernels, gate_args, norm_args, rotary_table
 from baton.model.kernels.layer_values import Rotary
@@ -96,6 +99,8 @@ class NativeDecoder:
         self._scratch = torch.empty(0)
         self._gemm_scratch = torch.empty(0, dtype=torch.uint8)
         self._args = (_LayerArgs * len(layers))(*map(self._layer_args, range(len(layers))))
+        self._step_args = _DecoderArgs()
+        self._cache: weakref.ref[KvCache] | None = None  # to which the arguments belong
 
     def __call__(
         self,
@@ -114,10 +119,9 @@ class NativeDecoder:
         shape.
         """
         cache = step.cache
-        (num_tokens, size), num_rows = hidden.shape, rows.numel()
-        num_heads = self._num_heads(cache)
-        for layer, kv, table in zip(self._args, cache.layers, cache.table_of, strict=True):
-            layer.kv, layer.table = layer_kv_args(kv), table
+        num_tokens, num_rows = len(hidden), rows.numel()
+        if self._cache is None or self._cache() is not cache:
+            self._bind(cache)
         # reused: page faults cost more than some products
         needed = num_tokens * self._scratch_columns + _ALIGNMENT
         if self._scratch.numel() < needed:
@@ -125,30 +129,19 @@ class NativeDecoder:
             self._gemm_scratch = torch.empty(num_tokens * self._gemm_row_bytes, dtype=torch.uint8)
         out = torch.empty_like(hidden)
         finite = torch.empty(num_tokens, dtype=torch.bool)
-        tables = step.tables
-        rows_tables = tables if num_rows == num_tokens else step.tables_for_rows(rows.numpy())
+        tables, slots = step.tables, step.slot_mapping
         rotary_tables = (RotaryTable * max(1, len(rotaries)))(*map(rotary_table, rotaries))
-        args = _DecoderArgs(
-            layers=ctypes.addressof(self._args),
-            rotary_tables=ctypes.addressof(rotary_tables),
-            hidden=hidden.data_ptr(),
-            out=out.data_ptr(),
-            scratch=self._scratch.data_ptr(),
-            gemm_scratch=self._gemm_scratch.data_ptr(),
-            is_finite=finite.data_ptr(),
-            rows=rows.data_ptr(),
-            num_rows=num_rows,
-            num_tokens=num_tokens,
-            table_stride=tables.block_ids.shape[1],
-            num_layers=len(self._layers),
-            size=size,
-            final_norm=norm_args(self._final_norm),
-            attention=self._attention_args(cache, tables, num_heads),
-            rows_attention=self._attention_args(cache, rows_tables, num_heads),
-            rope=rope_args(
-                cache, cache.layers[0], step.slot_mapping, query_scale, num_heads, self._kernels.num_threads
-            ),
-        )
+        args = self._step_args
+        args.rotary_tables = ctypes.addressof(rotary_tables)
+        args.hidden, args.out, args.is_finite = hidden.data_ptr(), out.data_ptr(), finite.data_ptr()
+        args.scratch, args.gemm_scratch = self._scratch.data_ptr(), self._gemm_scratch.data_ptr()
+        args.rows, args.num_rows, args.num_tokens = rows.data_ptr(), num_rows, num_tokens
+        args.table_stride = tables.block_ids.shape[1]
+        set_tables(args.attention, tables)
+        if num_rows < num_tokens:
+            rows_tables = step.tables_for_rows(rows.numpy())
+            set_tables(args.rows_attention, rows_tables)
+        set_tokens(args.rope, slots, query_scale)
         self._kernels.decoder_forward(ctypes.byref(args))
         return out[:num_rows], finite
 
@@ -157,6 +150,24 @@ class NativeDecoder:
         for experts in self._experts:
             if experts is not None:
                 experts.release_model_weights()
+
+    def _bind(self, cache: KvCache) -> None:
+        """Fill in what all steps over a cache share. Raises LayoutMismatch if it does not fit the layers."""
+        self._cache = None
+        num_heads, num_threads = self._num_heads(cache), self._kernels.num_threads
+        for layer, kv, table in zip(self._args, cache.layers, cache.table_of, strict=True):
+            layer.kv, layer.table = layer_kv_args(kv), table
+        attention = self._attention_args(cache, num_heads)
+        self._step_args = _DecoderArgs(
+            layers=ctypes.addressof(self._args),
+            num_layers=len(self._layers),
+            size=self._size,
+            final_norm=norm_args(self._final_norm),
+            attention=attention,
+            rows_attention=attention,
+            rope=rope_args(cache, cache.layers[0], num_heads, num_threads),
+        )
+        self._cache = weakref.ref(cache)
 
     def _num_heads(self, cache: KvCache) -> int:
         """Return the number of query heads. Raises LayoutMismatch if the cache does not fit the layers."""
@@ -171,11 +182,11 @@ class NativeDecoder:
             raise LayoutMismatch(f"heads of {head_dim} numbers; the kernels take at most {MAX_HEAD_DIM}")
         return num_heads
 
-    def _attention_args(self, cache: KvCache, tables: SequenceTables, num_heads: int) -> AttentionArgs:
+    def _attention_args(self, cache: KvCache, num_heads: int) -> AttentionArgs:
         """Return attention arguments with the strides of queries and outputs in decoder.cpp's scratch
         memory."""
         first, kv = self._layers[0], cache.layers[0]
-        args = attention_args(cache, kv, tables, num_heads, self._kernels.num_threads)
+        args = attention_args(cache, kv, num_heads, self._kernels.num_threads)
         args.q_token_stride, args.q_head_stride = first.qkv.n, kv.head_dim
         args.out_token_stride, args.out_head_stride = first.o.k, kv.head_dim
         return args

@@ -66,6 +66,9 @@ class PackedGemm:
         each_args = (packed.args(bias) for packed, bias in zip(self._packed, self._biases, strict=True))
         self._weights = (PackedWeightArgs * len(parts))(*each_args)
         self.args = GemmArgs(ctypes.addressof(self._weights), len(parts), self.n, self.k)
+        self._row_bytes = {
+            x_dtype: int(kernels.gemm_row_bytes(ctypes.byref(self.args), code)) for x_dtype, code in DTYPES.items()
+        }
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +77,7 @@ class PackedGemm:
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of scratch that a product needs per row of x in this dtype."""
-        return int(self._kernels.gemm_row_bytes(ctypes.byref(self.args), DTYPES[dtype]))
+        return self._row_bytes[dtype]
 
     def release_model_weights(self) -> None:
         """Free the weights of `nn.Linear` modules; the packed copy stays."""

@@ -117,21 +117,13 @@ def kv_strides_args(kv: LayerKv) -> KvStridesArgs:
     return KvStridesArgs(block, head, scale_head)
 
 
-def attention_args(
-    cache: KvCache, kv: LayerKv, tables: SequenceTables, num_heads: int, num_threads: int
-) -> AttentionArgs:
-    """Return the attention arguments that all layers with the shape of `kv` share in a step.
+def attention_args(cache: KvCache, kv: LayerKv, num_heads: int, num_threads: int) -> AttentionArgs:
+    """Return the attention arguments that all steps and all layers with the shape of `kv` share.
 
-    Queries, outputs, the layer's KV, window, scale and sinks are left empty. The blocks are those of block
-    table 0.
+    The others are left empty, see `set_tables`.
     """
     return AttentionArgs(
-        token_begin=tables.token_begin.ctypes.data,
-        context_len=tables.context_len.ctypes.data,
-        table_begin=tables.table_begin.ctypes.data,
-        tables=tables.block_ids.ctypes.data,
         kv_strides=kv_strides_args(kv),
-        num_seqs=tables.context_len.size,
         num_heads=num_heads,
         num_kv_heads=kv.num_kv_heads,
         head_dim=kv.head_dim,
@@ -141,24 +133,21 @@ def attention_args(
     )
 
 
-def rope_args(
-    cache: KvCache,
-    kv: LayerKv,
-    slots: npt.NDArray[np.int64],
-    query_scale: torch.Tensor | None,
-    num_heads: int,
-    num_threads: int,
-) -> RopeArgs:
-    """Return the RoPE arguments that all layers with the shape of `kv` share in a step.
+def set_tables(args: AttentionArgs, tables: SequenceTables) -> None:
+    """Set the sequences of a step. The blocks are those of block table 0."""
+    args.token_begin, args.context_len, args.table_begin, args.tables = (
+        array.ctypes.data for array in (tables.token_begin, tables.context_len, tables.table_begin, tables.block_ids)
+    )
+    args.num_seqs = tables.context_len.size
 
-    slots: those of one block table, or of all, see `AttentionStep.slot_mapping`. query_scale: float32
-    [num_tokens], or None. The layer's projection, KV, norms and table are left empty.
+
+def rope_args(cache: KvCache, kv: LayerKv, num_heads: int, num_threads: int) -> RopeArgs:
+    """Return the RoPE arguments that all steps and all layers with the shape of `kv` share.
+
+    The others are left empty, see `set_tokens`.
     """
     return RopeArgs(
-        slots=slots.ctypes.data,
-        query_scale=data_address(query_scale),
         kv_strides=kv_strides_args(kv),
-        num_tokens=slots.shape[-1],
         num_heads=num_heads,
         num_kv_heads=kv.num_kv_heads,
         head_dim=kv.head_dim,
@@ -166,3 +155,12 @@ def rope_args(
         num_threads=num_threads,
         dtype=DTYPES[cache.dtype],
     )
+
+
+def set_tokens(args: RopeArgs, slots: npt.NDArray[np.int64], query_scale: torch.Tensor | None) -> None:
+    """Set the tokens of a step.
+
+    slots: those of one block table, or of all, see `AttentionStep.slot_mapping`. query_scale: float32
+    [num_tokens], or None.
+    """
+    args.slots, args.query_scale, args.num_tokens = slots.ctypes.data, data_address(query_scale), slots.shape[-1]

@@ -28,6 +28,8 @@ from baton.model.kernels.cpu.kernel_args import (
     data_address,
     layer_kv_args,
     rope_args,
+    set_tables,
+    set_tokens,
 )
 from baton.model.kernels.cpu.kernel_build import KernelsUnavailable, build
 from baton.model.kernels.layer_values import NO_HEAD_NORMS, Gate, HeadNorms, RmsNorm, Rotary
@@ -128,7 +130,8 @@ class Kernels:
         kv = cache.layers[layer]
         if query.shape[2] != kv.head_dim or query.shape[1] % kv.num_kv_heads:
             raise LayoutMismatch(f"queries {tuple(query.shape)} do not fit {kv.num_kv_heads} KV heads of {kv.head_dim}")
-        args = attention_args(cache, kv, tables, query.shape[1], self.num_threads)
+        args = attention_args(cache, kv, query.shape[1], self.num_threads)
+        set_tables(args, tables)
         args.q, args.q_token_stride, args.q_head_stride = query.data_ptr(), query.stride(0), query.stride(1)
         args.out, args.out_token_stride, args.out_head_stride = out.data_ptr(), out.stride(0), out.stride(1)
         args.kv = layer_kv_args(kv)
@@ -158,7 +161,8 @@ class Kernels:
         """
         kv = cache.layers[layer]
         num_heads = qkv.shape[1] // kv.head_dim - 2 * kv.num_kv_heads
-        args = rope_args(cache, kv, slots[cache.table_of[layer]], query_scale, num_heads, self.num_threads)
+        args = rope_args(cache, kv, num_heads, self.num_threads)
+        set_tokens(args, slots[cache.table_of[layer]], query_scale)
         args.qkv, args.kv = qkv.data_ptr(), layer_kv_args(kv)
         args.q_norm, args.k_norm = norm_args(norms.q), norm_args(norms.k)
         args.norms_all_heads = norms.over_all_heads
