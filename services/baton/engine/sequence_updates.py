@@ -56,15 +56,16 @@ class SequenceUpdates:
         failure = result.failures.get(part.seq_id)
         if (prompt_logprobs := result.prompt_logprobs.get(part.seq_id)) is not None:
             seq.prompt_logprobs.append(prompt_logprobs)
-        num_final = part.num_scheduled_tokens - part.num_drafts
+        num_drafts = part.num_drafts
+        num_final = part.num_scheduled_tokens - num_drafts
         if failure is None and part.seq_id in result.deferred:
             self.advance(seq, num_final - 1)
-            if part.num_drafts:
+            if num_drafts:
                 self._allocator.release_unused(seq)
             return
         if failure is None and part.sample is not None:
             failure = _wrong_tokens(seq, part, tokens, result.step_id)
-        if failure is not None and part.num_drafts and self._speculation is not None:
+        if failure is not None and num_drafts and self._speculation is not None:
             # A wrong draft may be the cause. The next step has none, and fails if the sequence itself does.
             self._speculation.drop_drafts(seq.key)
             self._allocator.release_unused(seq)
@@ -79,8 +80,8 @@ class SequenceUpdates:
         if self._speculation is not None:
             forced = result.forced.get(part.seq_id, ())
             self._speculation.offer_forced(seq.key, len(seq.token_ids) + len(tokens), forced)
-        if part.num_drafts:
-            self._append_verified(seq, tokens, part.num_drafts)
+        if num_drafts:
+            self._append_verified(seq, tokens, num_drafts)
         else:
             self.append_samples(seq, tokens)
 
@@ -214,7 +215,7 @@ class SequenceUpdates:
                 tokens=tokens,
                 finish=finish,
                 num_cached_tokens=seq.num_cached_tokens or 0,
-                prompt_logprobs=PromptLogprobs.joined(seq.prompt_logprobs),
+                prompt_logprobs=PromptLogprobs.joined(seq.prompt_logprobs) if seq.prompt_logprobs else None,
                 num_draft_tokens=num_drafts,
             )
         )
@@ -243,6 +244,8 @@ def _wrong_tokens(
     seq: EngineSequence, part: StepSequence, tokens: Sequence[SampledToken], step_id: int
 ) -> Failure | None:
     """Return a failure if the executor has returned too few tokens for a sequence, or too many."""
+    if len(tokens) == 1 and seq.sample_indices == (tokens[0].sample_index,):
+        return None
     are_missing = not set(seq.sample_indices) <= {token.sample_index for token in tokens}
     if are_missing or (part.num_drafts and len(tokens) > part.num_drafts + 1):
         message = f"step {step_id} returned {len(tokens)} tokens for samples {seq.sample_indices}"

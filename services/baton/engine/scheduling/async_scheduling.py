@@ -15,7 +15,7 @@ from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.state.engine_config import EngineConfig
 from baton.engine.state.sequence import EngineSequence, reaches_max_length
 from baton.engine.state.sequence_table import SequenceTable
-from baton.engine.state.step import NothingToFollow, StepPlan, StepResult, StepSequence
+from baton.engine.state.step import NothingToFollow, SampleRequest, StepPlan, StepResult, StepSequence
 
 PLACEHOLDER = token_ids((0,))
 """Stands for the token of a sequence that the preceding step has not drawn yet."""
@@ -44,7 +44,7 @@ def plan_next_decode(
         seq = sequences.running.get(part.seq_id)
         if seq is None:  # it has ended in the meantime
             continue
-        if part.sample is None or len(seq.sample_indices) > 1 or part.num_drafts:
+        if part.sample is None or len(seq.sample_indices) > 1 or part.sample.drafts:
             return []  # with drafts, the number of its new tokens is unknown
         if not seq.request.prefill_only and not reaches_max_length(
             seq.request, len(seq.token_ids) + 1, config.max_model_len
@@ -84,14 +84,34 @@ class LastResult:
 
 
 def _with_tokens(parts: Iterable[StepSequence], before: StepResult) -> Iterable[StepSequence]:
-    """Yield `parts` with their placeholders replaced by the tokens drawn in step `before`."""
+    """Yield `parts` with their placeholders replaced by the tokens drawn in step `before`.
+
+    The device waits for it, so it calls constructors: `dataclasses.replace` takes several times as long.
+    """
     for part in parts:
         if tokens := before.samples.get(part.seq_id):
-            token = token_ids((tokens[0].token_id,))
-            assert part.sample is not None
+            token_id, sample = tokens[0].token_id, part.sample
+            assert sample is not None
             # The history is shared with the engine, which may have appended the token already.
-            history = part.sample.history[: part.sample.position - 1] + token
-            yield replace(part, token_ids=token, sample=replace(part.sample, history=history))
+            history = sample.history[: sample.position - 1]
+            history.append(token_id)
+            yield StepSequence(
+                seq_id=part.seq_id,
+                token_ids=token_ids((token_id,)),
+                position_begin=part.position_begin,
+                kv_begin=part.kv_begin,
+                block_table=part.block_table,
+                sample=SampleRequest(
+                    sampling=sample.sampling,
+                    sample_indices=sample.sample_indices,
+                    position=sample.position,
+                    history=history,
+                    num_prompt_tokens=sample.num_prompt_tokens,
+                    banned_token_ids=sample.banned_token_ids,
+                    drafts=sample.drafts,
+                ),
+                prompt=part.prompt,
+            )
 
 
 def _ensure_block(seq: EngineSequence, pool: BlockPool) -> bool:

@@ -46,7 +46,9 @@ def rows_of(request: SampleRequest) -> tuple[SampleRequest, ...]:
 
 def row_requests(sampling: Iterable[tuple[int, SampleRequest]]) -> RowRequests:
     """Return the rows of all sequences, in order. sampling: (seq_id, request) of each sequence."""
-    return [(seq_id, row) for seq_id, request in sampling for row in rows_of(request)]
+    return [
+        (seq_id, row) for seq_id, request in sampling for row in (rows_of(request) if request.drafts else (request,))
+    ]
 
 
 def verified(drafts: Sequence[int], drawn: Iterable[SampledToken | None]) -> tuple[SampledToken, ...]:

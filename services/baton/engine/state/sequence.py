@@ -354,7 +354,8 @@ def finish_reason(
         so a replayed attempt ends at the same token as the first one.
     """
     sampling, num_output_tokens = request.sampling, num_tokens - request.num_prompt_tokens
-    if num_output_tokens >= sampling.min_tokens and token_id in end_token_ids(sampling, eos_token_ids):
+    is_eos = token_id in eos_token_ids and not sampling.ignore_eos
+    if (is_eos or token_id in sampling.stop_token_ids) and num_output_tokens >= sampling.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if reaches_max_length(request, num_tokens + 1, max_model_len) else None
 
