@@ -97,12 +97,15 @@ class PendingSamples:
             is_first, continues = not continues, bool(request.drafts)
             if not (is_first or counts):
                 continue  # a draft before it is wrong, or its token could not be drawn
-            failure = self._failure(row, is_finite=are_finite[row], has_choice=have_choice[row])
+            is_valid = are_finite[row] and have_choice[row] and row not in self.refused
+            failure = None if is_valid else self._failure(row, is_finite=are_finite[row], has_choice=have_choice[row])
             counts = failure is None and row not in self.deferred
             if counts:
                 tokens = tuple(
-                    SampledToken(sample_index=index, token_id=found[draw], logprobs=logprobs.get(draw))
-                    for index, draw in zip(request.sample_indices, self.draws_of_row[row], strict=True)
+                    [
+                        SampledToken(sample_index=index, token_id=found[draw], logprobs=logprobs.get(draw))
+                        for index, draw in zip(request.sample_indices, self.draws_of_row[row], strict=True)
+                    ]
                 )
                 samples[seq_id] = tokens if is_first else samples[seq_id] + tokens
                 counts = continues and tokens[0].token_id == request.drafts[0]

@@ -68,11 +68,11 @@ class LaunchedStep:
             for seq_id, number in num_valid.items()
             if not number
         )
-        samples = {
-            seq_id: tokens[: num_valid.get(seq_id)]
-            for seq_id, tokens in sampled.samples.items()
-            if seq_id not in failures
-        }
+        samples = sampled.samples
+        if failures or num_valid:
+            samples = {
+                seq_id: tokens[: num_valid.get(seq_id)] for seq_id, tokens in samples.items() if seq_id not in failures
+            }
         deferred = frozenset(seq_id for seq_id in sampled.deferred if seq_id not in failures)
         return StepResult(
             step_id=self.step_id,
