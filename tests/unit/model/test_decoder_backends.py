@@ -332,6 +332,22 @@ def test_native_decoder_with_contexts_split_on_some_layers(
     )
 
 
+def test_native_decoder_uses_the_cache_of_each_step(tiny_dir: Path, kernels: Kernels) -> None:
+    """Steps alternate between two caches, as when a backend is verified."""
+    loaded = load_model(tiny_dir, dtype="bfloat16", device="cpu")
+    forward = DecoderForward(form_of(loaded), kernels)
+    expected = answers(loaded, forward)
+    pair = Prompts(loaded, 150), Prompts(loaded, 150)
+    found: list[list[torch.Tensor]] = [[], []]
+    for begin, end in pair[0].chunks:
+        for prompts, logits in zip(pair, found, strict=True):
+            step = prompts.step(begin, end)
+            forwarded = forward_rows(step, torch.arange(step.token_ids.numel()), forward)
+            logits.append(forwarded.logits.view(2, end - begin, -1))
+    for logits in found:
+        assert torch.equal(torch.cat(logits, dim=1).float(), expected)
+
+
 def test_native_decoder_refuses_the_cache_of_another_model(
     tiny_dir: Path, two_thread_kernels: Kernels, save: Callable[[PreTrainedConfig], Path]
 ) -> None:
