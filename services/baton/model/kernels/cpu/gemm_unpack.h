@@ -61,18 +61,26 @@ struct UnpackedLane {
         return float(double(scaled) + double(factor(format.offsets, offsets, input)));
     }
 
-    float value(int input) const {
-        const int64_t place = int64_t(input) * PANEL + lane;
+    // to [inputs] = all values of this output.
+    void write_to(float* to) const {
+        const auto write = [&](const auto& value) {
+            for (int input = 0; input < inputs; input++) to[input] = value(input);
+        };
+        const auto place = [&](int input) { return int64_t(input) * PANEL + lane; };
         switch (format.kind) {
-            case WEIGHT_FLOAT32: return number<float>(slice, place);
-            case WEIGHT_FLOAT16: return to_float(Fp16{number<uint16_t>(slice, place)});
+            case WEIGHT_FLOAT32: return write([&](int input) { return number<float>(slice, place(input)); });
+            case WEIGHT_FLOAT16:
+                return write([&](int input) { return to_float(Fp16{number<uint16_t>(slice, place(input))}); });
             case WEIGHT_BFLOAT16:
-                return to_float(Bf16{number<uint16_t>(slice, (int64_t(input / 2) * PANEL + lane) * 2 + input % 2)});
-            case WEIGHT_FLOAT8: {
-                const float plain = to_float(Float8Bits{uint8_t(code(input))});
-                return format.scales.super_size ? plain * factor(format.scales, scales(), input) : plain;
-            }
-            default: return coded_value(input);
+                return write([&](int input) {
+                    return to_float(Bf16{number<uint16_t>(slice, 2 * place(input / 2) + input % 2)});
+                });
+            case WEIGHT_FLOAT8:
+                return write([&](int input) {
+                    const float plain = to_float(Float8Bits{uint8_t(code(input))});
+                    return format.scales.super_size ? plain * factor(format.scales, scales(), input) : plain;
+                });
+            default: return write([&](int input) { return coded_value(input); });
         }
     }
 };
@@ -84,8 +92,11 @@ inline void unpack_row(const PackedWeights& weights, int64_t output, float* to) 
     for (int64_t input = 0; input < weights.k; input += slice_inputs(format)) {
         const int inputs = int(std::min<int64_t>(slice_inputs(format), weights.k - input));
         const UnpackedLane lane{format, slice, int(output % PANEL), inputs};
-        for (int i = 0; i < inputs; i++) to[input + i] = lane.value(i);
-        slice += slice_bytes(format, inputs);
+        const int64_t bytes = slice_bytes(format, inputs);
+        // Each word is in a cache line of its own, and the hardware prefetches none at this distance.
+        for (int64_t at = 4 * lane.lane; at < bytes; at += 4 * PANEL) __builtin_prefetch(slice + at);
+        lane.write_to(to + input);
+        slice += bytes;
     }
 }
 

@@ -1,14 +1,6 @@
 // Exports the functions of layers.h one by one, for steps whose matrix products are torch's.
 #include "layers.h"
 
-namespace baton {
-namespace {
-
-constexpr int64_t MIN_PARALLEL_ELEMENTS = 32768;  // fewer are not worth waking the other threads
-
-}  // namespace
-}  // namespace baton
-
 extern "C" {
 
 // See add_and_norm in layers.h.

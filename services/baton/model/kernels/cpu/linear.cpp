@@ -230,7 +230,7 @@ void baton_pack_weights(const baton::PackedWeights* weights, const baton::Unpack
 // to [count, k] = the weights of these outputs.
 void baton_unpack_rows(const baton::PackedWeights* weights, const int64_t* outputs, int64_t count, float* to,
     int32_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) if (count * weights->k > baton::MIN_PARALLEL_ELEMENTS)
     for (int64_t i = 0; i < count; i++) baton::unpack_row(*weights, outputs[i], to + i * weights->k);
 }
 

@@ -22,6 +22,8 @@ constexpr Clock::duration MIN_YIELD_INTERVAL = std::chrono::microseconds(200);
 // Polls of the loop counter before a waiting thread yields its core. Not tuned.
 constexpr int SPINS_BEFORE_YIELD = 2000;
 constexpr int64_t BATCHES_PER_THREAD = 4;  // batches of short items per thread; not tuned
+// Fewer numbers of a loop that does little with each are not worth waking the other threads.
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 32768;
 
 inline void pause_briefly() {
 #if defined(__x86_64__) || defined(__i386__)
