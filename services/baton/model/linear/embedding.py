@@ -24,6 +24,7 @@ class WeightEmbedding(nn.Module):
         self.weight = weight
         original.weight = nn.Parameter(original.weight.new_empty(0), requires_grad=False)
         original.padding_idx = None  # matters for gradients only, and may be beyond the rows of a call
+        self._is_plain = type(original) is nn.Embedding and original.max_norm is None  # it returns its rows as they are
         self._original = [original]  # in a list, so that its weight is not one of this module's parameters
         self._dtype = dtype
 
@@ -34,5 +35,7 @@ class WeightEmbedding(nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         rows = take_rows(self.weight, token_ids.reshape(-1)).dequantized().to(self._dtype)
+        if self._is_plain:
+            return rows.view(*token_ids.shape, self.embedding_dim)
         order = torch.arange(len(rows), device=rows.device).view(token_ids.shape)
         return cast(torch.Tensor, functional_call(self.original, {"weight": rows}, (order,)))

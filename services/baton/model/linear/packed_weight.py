@@ -63,6 +63,7 @@ class PackedWeight:
         self.shape = shape
         self.memory = memory
         self.dtype, self.device = dtype, torch.device("cpu")
+        self._args = self.args()
 
     @property
     def num_bytes(self) -> int:
@@ -85,11 +86,13 @@ class PackedWeight:
         outputs: integers. Raises IndexError if one is not below n.
         """
         outputs = outputs.to(torch.int64).contiguous()
-        if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self.shape[0]:
-            raise IndexError(f"outputs {int(outputs.min())} to {int(outputs.max())}; must be below {self.shape[0]}")
+        if outputs.numel():
+            least, most = map(int, torch.aminmax(outputs))
+            if least < 0 or most >= self.shape[0]:
+                raise IndexError(f"outputs {least} to {most}; must be below {self.shape[0]}")
         found = torch.empty(len(outputs), self.shape[1])
         self.kernels.unpack_rows(
-            *(ctypes.byref(self.args()), outputs.data_ptr(), len(outputs)),
+            *(ctypes.byref(self._args), outputs.data_ptr(), len(outputs)),
             *(found.data_ptr(), self.kernels.num_threads),
         )
         return found
