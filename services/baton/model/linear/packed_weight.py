@@ -86,15 +86,13 @@ class PackedWeight:
         outputs: integers. Raises IndexError if one is not below n.
         """
         outputs = outputs.to(torch.int64).contiguous()
-        if outputs.numel():
-            least, most = map(int, torch.aminmax(outputs))
-            if least < 0 or most >= self.shape[0]:
-                raise IndexError(f"outputs {least} to {most}; must be below {self.shape[0]}")
         found = torch.empty(len(outputs), self.shape[1])
-        self.kernels.unpack_rows(
+        exist = self.kernels.unpack_rows(
             *(ctypes.byref(self._args), outputs.data_ptr(), len(outputs)),
             *(found.data_ptr(), self.kernels.num_threads),
         )
+        if not exist:
+            raise IndexError(f"outputs {int(outputs.min())} to {int(outputs.max())}; must be below {self.shape[0]}")
         return found
 
 

@@ -92,7 +92,7 @@ class Kernels:
         self.packed_bytes.argtypes, self.packed_bytes.restype = [pointer], int64
         self.gemm_row_bytes.argtypes, self.gemm_row_bytes.restype = [pointer, int32], int64
         self.pack_weights.argtypes = [pointer, pointer, pointer, int32]
-        self.unpack_rows.argtypes = [pointer, pointer, int64, pointer, int32]
+        self.unpack_rows.argtypes, self.unpack_rows.restype = [pointer, pointer, int64, pointer, int32], int32
         self.gemm.argtypes = [pointer, *(pointer, int32) * 2, int64, pointer, int32]
         self.decoder_forward.argtypes = [pointer]
         for function in (
@@ -102,7 +102,6 @@ class Kernels:
             self._gate,
             self._best_tokens,
             self.pack_weights,
-            self.unpack_rows,
             self.gemm,
             self.decoder_forward,
         ):

@@ -227,11 +227,14 @@ void baton_pack_weights(const baton::PackedWeights* weights, const baton::Unpack
     }
 }
 
-// to [count, k] = the weights of these outputs.
-void baton_unpack_rows(const baton::PackedWeights* weights, const int64_t* outputs, int64_t count, float* to,
+// to [count, k] = the weights of these outputs. Returns 0, and writes nothing, if there is no such output.
+int32_t baton_unpack_rows(const baton::PackedWeights* weights, const int64_t* outputs, int64_t count, float* to,
     int32_t threads) {
+    const auto exists = [&](int64_t output) { return output >= 0 && output < weights->n; };
+    if (!std::all_of(outputs, outputs + count, exists)) return 0;
 #pragma omp parallel for num_threads(threads) schedule(static) if (count * weights->k > baton::MIN_PARALLEL_ELEMENTS)
     for (int64_t i = 0; i < count; i++) baton::unpack_row(*weights, outputs[i], to + i * weights->k);
+    return 1;
 }
 
 int64_t baton_gemm_row_bytes(const baton::GemmArgs* args, int32_t x_dtype) {
