@@ -1,4 +1,4 @@
-"""constraints.txt: which packages it pins, and that each accepts the first release of every supported Python."""
+"""constraints.txt pins what setup installs, and each pin accepts the first release of every supported Python."""
 
 import platform
 import re
