@@ -110,7 +110,8 @@ class Needs:
     weight_params: parameters used to compute a token, without the embedding table.
     end_params: the part of them that is needed only for tokens that are sampled: the head, and the last layer
         without its key and value projections.
-    weight_bits: bits of a weight.
+    weight_bits, kv_bits: bits of a weight, and of a number in the KV cache.
+    windows: tokens that each layer sees; None for a layer that sees all. Empty if all layers do.
     """
 
     weight_params: int
@@ -120,6 +121,8 @@ class Needs:
     num_kv_heads: int
     head_dim: int
     weight_bits: float = 16
+    kv_bits: float = 16
+    windows: tuple[int | None, ...] = ()
 
     @staticmethod
     def of(model: Path, num_params: int | None = None) -> "Needs":
@@ -139,25 +142,52 @@ class Needs:
             num_heads=heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
+            windows=_windows(config),
         )
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Return the operations of a prefill of `num_tokens` tokens.
 
         The head and most of the last layer count for the last token only. Attention counts two products per
-        (query, key) pair: scores and weighted values.
+        (query, key) pair that a layer's window allows: scores and weighted values.
         """
-        attention = 4 * (self.num_layers - 1) * self.num_heads * self.head_dim * num_tokens * (num_tokens + 1) / 2
+        pairs = sum(_num_pairs(num_tokens, seen) for seen in self._seen_by_layer(num_tokens)[:-1])
+        attention = 4 * self.num_heads * self.head_dim * pairs
         return 2 * (self.weight_params - self.end_params) * num_tokens + 2 * self.end_params + attention
 
     @property
     def kv_bytes_per_token(self) -> int:
         """KV bytes of one token over all layers."""
-        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return round(self.num_layers * self._layer_kv_bytes)
 
     def decode_bytes(self, num_seqs: int, context: float) -> float:
-        """Return the bytes that a decode step reads: all weights once, and the KV of each sequence."""
-        return self.weight_bits / 8 * self.weight_params + num_seqs * context * self.kv_bytes_per_token
+        """Return the bytes that a decode step reads: all weights once, and the KV that each sequence sees."""
+        kv_bytes = self._layer_kv_bytes * sum(self._seen_by_layer(context))
+        return self.weight_bits / 8 * self.weight_params + num_seqs * kv_bytes
+
+    @property
+    def _layer_kv_bytes(self) -> float:
+        """KV bytes of one token in one layer: a key and a value for each head."""
+        return 2 * self.kv_bits / 8 * self.num_kv_heads * self.head_dim
+
+    def _seen_by_layer(self, context: float) -> list[float]:
+        """Return how many tokens each layer sees at most."""
+        windows = self.windows or (None,) * self.num_layers
+        return [context if window is None else min(context, window) for window in windows]
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """Return the window of each layer, None for those that see all tokens; empty if all do."""
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return ()
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _num_pairs(num_tokens: int, seen: float) -> float:
+    """Return the (query, key) pairs of a prompt in a layer in which a token sees at most `seen` tokens."""
+    return seen * (seen + 1) / 2 + (num_tokens - seen) * seen
 
 
 def _size(file: Path) -> int:

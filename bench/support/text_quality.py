@@ -26,10 +26,18 @@ TextWindow = tuple[np.ndarray, int]
 def read_windows(model: Path, files: Sequence[Path] | None, max_tokens: int) -> list[TextWindow]:
     """Return windows of the texts in `files`, or of the modules that the demo model was not trained on.
 
-    model: directory with the tokenizer.
+    model: directory with the tokenizer. Raises ValueError if the texts have no token to predict.
     """
-    texts = [file.read_text() for file in files] if files else held_out_texts()
-    return list(token_windows(Tokenizer.from_file(str(model / "tokenizer.json")), texts, max_tokens))
+    texts = [file.read_text(encoding="utf-8") for file in files] if files else held_out_texts()
+    windows = list(token_windows(Tokenizer.from_file(str(model / "tokenizer.json")), texts, max_tokens))
+    if not windows:
+        raise ValueError(f"{len(texts)} texts and at most {max_tokens} tokens: nothing to predict; give longer texts")
+    return windows
+
+
+def judged(change: float, allowed: float | None) -> str:
+    """Return whether this share of more bits per byte is allowed; empty if no limit is given."""
+    return "" if allowed is None else f"{'yes' if change <= allowed else 'no'} (at most {allowed:+.0%})"
 
 
 def bits_per_byte(loaded: LoadedModel, backend: Backend, windows: Sequence[TextWindow]) -> float:

@@ -99,7 +99,12 @@ class BenchModel:
 def given_model(path: Path) -> BenchModel:
     """Return the model of a checkpoint directory or a GGUF file."""
     directory = resolve_model(str(path))
-    return BenchModel(path.stem, directory, path) if is_gguf(path) else BenchModel(path.name, directory)
+    return BenchModel(name_of(path), directory, path if is_gguf(path) else None)
+
+
+def name_of(path: Path) -> str:
+    """Return the name of a model: that of its directory, or of its file without the suffix."""
+    return path.stem if is_gguf(path) else Path(os.path.abspath(path)).name
 
 
 class FormatBench:
@@ -326,6 +331,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parsed.shown = arguments
     if missing := [path for path in parsed.model if not path.exists()]:
         parser.error(f"--model {missing[0]}: there is no such directory or file")
+    names = [name for name in parsed.models.split(",") if name] + list(map(name_of, parsed.model))
+    if twice := [name for name in names if names.count(name) > 1]:
+        parser.error(f"two models have the name {twice[0]}, by which --out keeps figures; rename one, or leave it out")
     try:
         parsed.systems = chosen(parsed.systems, SYSTEM_NAMES)
         parsed.cells = chosen(parsed.cells, list(CELLS_BY_NAME))

@@ -12,10 +12,11 @@ random: random tokens. Drafts can only be wrong.
 
 TPOT is the mean time per token after the first. Each repeat goes through all cells in random order, with
 `--speculate` off, ngram and auto, on one executor whose costs are measured first. Each answer is new, so that
-recent answers do not help. DIR keeps every figure. An interrupted run continues where it stopped.
+recent answers do not help. DIR keeps the figures of every finished repeat, apart for each choice of
+--outputs, --batches and --draft. An interrupted run continues where it stopped.
 
---draft adds a draft model of a shape, with random weights and the vocabulary of its model. It computes as
-usual, and then --draft-right of its tokens, drawn by chance, are those of the script and the others wrong.
+--draft adds a draft model of a shape, with random weights and the vocabulary of the model that verifies. It
+computes as usual, and then --draft-right of its tokens, drawn by chance, are those of the script and the others wrong.
 """
 
 import argparse
@@ -40,16 +41,18 @@ from baton.model.backends.backend_selection import choose_backend
 from baton.model.device.compute_thread import compute_thread
 from baton.model.device.kv_tensors import KvCache
 from baton.model.loading.model_loader import load_model
+from baton.model.loading.model_shapes import shape_config
 from baton.model.step.step_launch import LaunchedStep, StepLauncher
 from baton.model.torch_executor import TorchExecutor
 from baton.transfer.integrity.generation_table import ENTRY_BYTES, MemoryGenerationTable
 from baton.worker.costs.measure_costs import measure_costs
 from baton.worker.costs.step_cost_keeper import CostKeeper, work_of
 from bench.scenarios.cluster.goodput import model_directory
+from bench.support.created_model import created_model
 from bench.support.engine.engine_prompts import FIRST_ID
 from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
-from bench.systems.engines import THREADS, sequence_requests
+from bench.systems.engines import THREADS, sequence_requests, vocabulary
 
 MODES = ("off", "ngram", "auto")
 DRAFT = "draft"
@@ -177,7 +180,10 @@ class ScriptedEngine:
         return statistics.fmean(gaps), counters.accepted_draft_tokens / max(1, counters.draft_tokens)
 
     def close(self) -> None:
+        """Free the models. The thread ends with the first."""
         self._executor.close()
+        if self._draft is not None:
+            self._draft.close()
 
 
 def scripted(text: str, num: int, num_outputs: int, vocab_size: int, rng: random.Random) -> tuple[list[list[int]], ...]:
@@ -219,20 +225,34 @@ class SpeculationBench:
         shapes = dict.fromkeys(name for name in self._arguments.models.split(",") if name)
         return shapes if own is None else {**shapes, own.name: own}
 
+    def key(self, model: str) -> str:
+        """Return the key of a model's figures. Figures of other cells have other keys."""
+        chosen = self._arguments
+        draft = f", draft {chosen.draft} right at {chosen.draft_right:g}" if chosen.draft else ""
+        return f"{model}, {chosen.outputs} tokens, batches {chosen.batches}{draft}"
+
     def run(self) -> None:
         """Measure the missing figures."""
         self.saved.setdefault("machine", machine("torch"))
         for name, directory in self.models.items():
-            found: dict[str, Any] = self.saved.get(name, {"repeats": 0, "cells": {}})
+            found: dict[str, Any] = self.saved.get(self.key(name), {"repeats": 0, "cells": {}})
             if found["repeats"] >= self._arguments.repeats:
                 continue
-            draft = model_directory(self._arguments.draft, self._arguments.out) if self._arguments.draft else None
-            engine = ScriptedEngine(directory or model_directory(name, self._arguments.out), draft)
+            own = directory or model_directory(name, self._arguments.out)
+            engine = ScriptedEngine(own, self.draft_for(own))
             while found["repeats"] < self._arguments.repeats:
                 self._repeat(engine, found)
                 found["repeats"] += 1
-                self.saved[name] = found
+                self.saved[self.key(name)] = found
             engine.close()
+
+    def draft_for(self, model: Path) -> Path | None:
+        """Return the directory of the draft model for a model, which is created once; None without --draft."""
+        if not (shape := self._arguments.draft):
+            return None
+        config = shape_config(shape)
+        config.vocab_size = vocabulary(model)
+        return created_model(config, self._arguments.out / "models" / f"{shape}-of-{config.vocab_size}-tokens")
 
     def _repeat(self, engine: ScriptedEngine, found: dict[str, Any]) -> None:
         rng = random.Random(found["repeats"])
@@ -249,8 +269,8 @@ class SpeculationBench:
         """Print a table for each model: TPOT of each mode, and how many times faster than without drafts."""
         print(self.saved["machine"])
         for name in self.models:
-            found = self.saved[name]
-            print(f"\n{name}, medians of {found['repeats']} repeats\n")
+            found = self.saved[self.key(name)]
+            print(f"\n{self.key(name)}: medians of {found['repeats']} repeats\n")
             rows = [[cell, *(_shown(by_mode, mode) for mode in self.modes)] for cell, by_mode in found["cells"].items()]
             print(table(["answer", *self.modes], rows))
 

@@ -21,15 +21,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from baton.core.errors import BatonError
-from baton.model.loading.random_init import init_model
+from bench.support.created_model import created_model
 from bench.support.engine.engine_cells import CELLS_BY_NAME, EngineCell
 from bench.support.engine.engine_prompts import REST_S, random_prompts
 from bench.support.engine.family_shapes import FAMILY_SHAPES, family_needs
 from bench.support.roofline import Needs, measured
-from bench.support.saved_figures import SavedFigures, emptied
+from bench.support.saved_figures import SavedFigures
 from bench.systems.baton_cluster import machine, table
 from bench.systems.engines import ALONE, THREADS, Computes, started, vocabulary
 from bench.systems.serving_systems import NO_DRAFTS, SystemSetting
@@ -40,14 +38,7 @@ MAX_MODEL_LEN = 2048
 
 def family_directory(family: str, out: Path) -> Path:
     """Return the directory of a family's model, which is created once."""
-    directory = out / "models" / family
-    if not directory.exists():
-        config = FAMILY_SHAPES[family][1]()
-        config.dtype = torch.bfloat16
-        unfinished = emptied(directory.with_name(f"{family}.new"))  # a stopped run leaves no part of a model
-        init_model(config, unfinished)
-        unfinished.rename(directory)
-    return directory
+    return created_model(FAMILY_SHAPES[family][1](), out / "models" / family)
 
 
 def shares(needs: Needs, repeats: Sequence[Mapping[str, float]], cell: str) -> list[float]:

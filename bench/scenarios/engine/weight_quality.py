@@ -17,17 +17,12 @@ import torch
 from baton.model.backends.backend_selection import choose_backend
 from baton.model.loading.model_loader import LoadedModel, load_model
 from baton.model.loading.model_source import resolve_model
-from bench.support.text_quality import BLOCK, bits_per_byte, read_windows
+from bench.support.text_quality import BLOCK, bits_per_byte, judged, read_windows
 from bench.systems.baton_cluster import machine, table
 
+FORMATS = "auto,int8,int4"
 ALLOWED = {"int8": 0.01, "int4": 0.05}
 """Share of more bits per byte that a format may cost."""
-
-
-def judged(format_name: str, change: float) -> str:
-    """Return whether a format costs no more than it may; empty if nothing is said of it."""
-    allowed = ALLOWED.get(format_name)
-    return "" if allowed is None else f"{'yes' if change <= allowed else 'no'} (at most {allowed:+.0%})"
 
 
 def loaded_models(path: Path, formats: list[str], files: list[Path]) -> Iterator[tuple[str, LoadedModel]]:
@@ -41,12 +36,17 @@ def loaded_models(path: Path, formats: list[str], files: list[Path]) -> Iterator
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="model directory, hub id, or demo (demo)")
-    parser.add_argument("--formats", default="auto,int8,int4", help="comma-separated (auto,int8,int4)")
+    parser.add_argument("--formats", default=FORMATS, help=f"comma-separated ({FORMATS})")
     parser.add_argument("--gguf", type=Path, nargs="+", default=[], help="GGUF files of the same model")
     parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 files to use instead of the held-out modules")
     parser.add_argument("--max-tokens", type=int, default=40_000, help="tokens to measure (40000)")
     parser.add_argument("--threads", type=int, default=2, help="compute threads (2)")
     arguments = parser.parse_args()
+    formats = arguments.formats.split(",")
+    if unknown := [name for name in formats if name not in FORMATS.split(",")]:
+        parser.error(f"unknown format {unknown[0]!r}; choose from {FORMATS}")
+    if missing := [file for file in arguments.gguf if not file.exists()]:
+        parser.error(f"--gguf {missing[0]}: there is no such file")
     torch.set_num_threads(arguments.threads)
     path = resolve_model(arguments.model)
     windows = read_windows(path, arguments.text, arguments.max_tokens)
@@ -54,12 +54,21 @@ def main() -> None:
     print(f"{machine('torch')}\n{num_tokens:,} tokens, {num_bytes:,} bytes\n")
     rows: list[list[str]] = []
     first = 0.0
-    for name, loaded in loaded_models(path, arguments.formats.split(","), arguments.gguf):
+    for name, loaded in loaded_models(path, formats, arguments.gguf):
         backend = choose_backend(loaded, kernels="auto", num_threads=arguments.threads, block_size_tokens=BLOCK)
         bits = bits_per_byte(loaded, backend, windows)
         first = first or bits
         change = bits / first - 1
-        rows.append([name, loaded.weight_format, f"{bits:.4f}", f"{change:+.3%}", judged(name, change), backend.name])
+        rows.append(
+            [
+                name,
+                loaded.weight_format,
+                f"{bits:.4f}",
+                f"{change:+.3%}",
+                judged(change, ALLOWED.get(name)),
+                backend.name,
+            ]
+        )
     print(table(["weights", "checkpoint", "bits per byte", "change", "allowed", "backend"], rows))
 
 

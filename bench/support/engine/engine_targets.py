@@ -40,7 +40,7 @@ class ModelFigures:
         if value is None or flops is None or num_bytes is None or needs is None:
             return None
         if contestant.system == VLLM_FLOAT32:
-            needs = replace(needs, weight_bits=32)
+            needs = replace(needs, weight_bits=32, kv_bits=32)
         limit_s = CELLS_BY_NAME[cell].roofline_s(needs, flops, num_bytes)
         return CELLS_BY_NAME[cell].roofline_share(value, limit_s)
 

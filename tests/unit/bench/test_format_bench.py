@@ -112,6 +112,7 @@ def test_patterns_choose_cells_systems_and_formats(rig: Rig) -> None:
         (["--systems", "sglang"], "sglang matches none of"),
         (["--formats", "int3"], "int3 matches none of"),
         (["--model", "/nowhere"], "/nowhere: there is no such directory"),
+        (["--models", "", "--model", ".", "../" + Path.cwd().name], f"two models have the name {Path.cwd().name}"),
     ],
 )
 def test_unknown_names_are_refused(

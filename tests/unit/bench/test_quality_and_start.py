@@ -1,6 +1,8 @@
 """Pure parts of the benchmarks of quality, start time and model families."""
 
+import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +10,19 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import MistralConfig, Qwen2Config
 
 from baton.model.loading.model_source import DEMO_DIR
 from baton.model.loading.model_support import causal_lm_class
 from bench.scenarios.cluster import goodput
 from bench.scenarios.cluster.goodput_pairs import cases_of
 from bench.scenarios.engine import attention, families
+from bench.scenarios.engine.draft_tokens import SpeculationBench
 from bench.scenarios.engine.restart import beyond_ray_s, phases_s
-from bench.scenarios.engine.weight_quality import judged
-from bench.support import text_quality
+from bench.support import created_model, text_quality
 from bench.support.engine.family_shapes import FAMILY_SHAPES, NUM_EXPERTS, family_needs
 from bench.support.roofline import Needs
+from bench.systems.engines import vocabulary
 
 UP_OUTPUT = """model        demo                                                           0.1 s
 ray          local, 2 cores                                                 4.2 s
@@ -35,11 +39,17 @@ def test_start_time_leaves_out_the_phase_of_ray() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "text"),
-    [("int8", 0.01, "yes (at most +1%)"), ("int4", 0.051, "no (at most +5%)"), ("auto", 0.0, "")],
+    ("change", "allowed", "text"),
+    [(0.01, 0.01, "yes (at most +1%)"), (0.051, 0.05, "no (at most +5%)"), (9.0, None, "")],
 )
-def test_quality_is_judged_by_format(name: str, change: float, text: str) -> None:
-    assert judged(name, change) == text
+def test_quality_is_judged_by_what_is_allowed(change: float, allowed: float | None, text: str) -> None:
+    assert text_quality.judged(change, allowed) == text
+
+
+def test_a_text_without_a_token_to_predict_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match="1 texts and at most 100 tokens: nothing to predict"):
+        text_quality.read_windows(DEMO_DIR, [tmp_path / "empty"], 100)
 
 
 def test_windows_count_the_bytes_of_predicted_tokens_only() -> None:
@@ -97,6 +107,59 @@ def test_share_of_a_family_uses_the_rates_of_its_own_repeat() -> None:
     assert families.shares(needs, repeats, "tpot-1") == [0.5, 1.0]
 
 
+def test_layers_with_a_window_read_and_compute_no_more_than_it() -> None:
+    whole = Needs(weight_params=0, end_params=0, num_layers=3, num_heads=1, num_kv_heads=1, head_dim=1)
+    windowed = replace(whole, windows=(4, None, 4))
+    assert windowed.decode_bytes(2, 3) == whole.decode_bytes(2, 3) == 2 * 3 * whole.kv_bytes_per_token
+    assert windowed.decode_bytes(2, 10) == 2 * (4 + 10 + 4) * 4
+    assert windowed.prefill_flops(4) == whole.prefill_flops(4)
+    pairs = (1 + 2 + 3 + 4 + 4 + 4) + (1 + 2 + 3 + 4 + 5 + 6)  # the last layer computes one token only
+    assert windowed.prefill_flops(6) == 4 * pairs
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MistralConfig(num_hidden_layers=2, sliding_window=8), (8, 8)),
+        (Qwen2Config(num_hidden_layers=2, sliding_window=8, use_sliding_window=False), ()),
+        (Qwen2Config(num_hidden_layers=2, sliding_window=8, use_sliding_window=True, max_window_layers=1), (None, 8)),
+        (FAMILY_SHAPES["olmo-3"][1](), (4096, 4096, 4096, None)),
+        (FAMILY_SHAPES["qwen3"][1](), ()),
+    ],
+)
+def test_windows_come_from_the_configuration(tmp_path: Path, config: Any, windows: tuple[int | None, ...]) -> None:
+    config.save_pretrained(tmp_path)
+    assert Needs.of(tmp_path, 1).windows == windows
+
+
+def test_a_draft_model_has_the_vocabulary_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(created_model, "init_model", lambda config, directory: config.save_pretrained(directory))
+    model = created_model.created_model(MistralConfig(num_hidden_layers=1, vocab_size=777), tmp_path / "model")
+    own, other = (SpeculationBench(draft_arguments(tmp_path, draft)) for draft in ("", "tiny-42m"))
+    assert own.draft_for(model) is None
+    draft = other.draft_for(model)
+    assert draft is not None
+    assert vocabulary(draft) == 777
+
+
+def test_figures_of_other_cells_and_drafts_are_kept_apart(tmp_path: Path) -> None:
+    settings = [
+        {},
+        {"batches": "8"},
+        {"outputs": 100},
+        {"draft": "tiny-42m"},
+        {"draft": "tiny-42m", "draft_right": 0.5},
+    ]
+    keys = [SpeculationBench(draft_arguments(tmp_path, **each)).key("m") for each in settings]
+    assert len(set(keys)) == len(settings)
+
+
+def draft_arguments(out: Path, draft: str = "", **more: Any) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{"out": out, "outputs": 200, "batches": "1,8", "draft": draft, "draft_right": 0.7} | more
+    )
+
+
 def test_a_family_that_failed_has_a_row_that_says_why() -> None:
     row = families.row("olmo-2", {"failed": "EOFError: "}, None)
     assert row == ["olmo-2", "OLMo-2-0425-1B", "", "", "", "", "EOFError: "]
@@ -120,7 +183,7 @@ def model_of_goodput(out: Path, write: Callable[[Path], None], monkeypatch: pyte
 
 
 def model_of_family(out: Path, write: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(families, "init_model", lambda config, directory: write(directory))
+    monkeypatch.setattr(created_model, "init_model", lambda config, directory: write(directory))
     return families.family_directory("qwen3", out)
 
 
